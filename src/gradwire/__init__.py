@@ -1,0 +1,3 @@
+"""gradwire: data-parallel PyTorch over slow networks."""
+
+__version__ = "0.1.0"

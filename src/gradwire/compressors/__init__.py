@@ -1,0 +1,1 @@
+"""One file an algorithm, a base class and a registry."""

@@ -1,0 +1,1 @@
+"""Residual policies and the only owner of residual state."""

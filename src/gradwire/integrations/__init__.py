@@ -1,0 +1,1 @@
+"""Adapters to what users already run; DDP first."""

@@ -1,0 +1,1 @@
+"""Every kernel as a Numba loop that LLVM vectorises."""

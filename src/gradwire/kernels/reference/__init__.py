@@ -1,0 +1,1 @@
+"""The oracle: every kernel in plain NumPy, written to be read."""

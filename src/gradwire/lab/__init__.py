@@ -1,0 +1,1 @@
+"""A laptop-sized network: a namespace a host, each link shaped."""

@@ -1,0 +1,1 @@
+"""The compressor language (CompLL). Empty until the language arrives; the layer is reserved here."""

@@ -1,0 +1,1 @@
+"""Sans-IO state machines of every conversation."""

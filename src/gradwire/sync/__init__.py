@@ -1,0 +1,1 @@
+"""CaSync: strategies, task graph, engine and plan."""

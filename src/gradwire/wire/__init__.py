@@ -1,0 +1,1 @@
+"""Frames: fixed header, bounded reading, checksums."""
