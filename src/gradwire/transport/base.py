@@ -1,0 +1,73 @@
+"""What every transport does: carry frames between the ranks of one group, without blocking anybody.
+
+A transport owns its threads. `send` queues and returns; arrivals and failures come through the callbacks given to
+`start`, on a thread of the transport, which must only hand them on.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from gradwire.core.errors import SyncError
+from gradwire.wire.frame import Header
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """What a transport calls, always from its own thread.
+
+    Attributes:
+        admit: called with (peer, header) before a body is allocated; raises `FrameError` to refuse the frame,
+            which fails the connection. The header has passed its own checks (magic, version, known type).
+        deliver: called with (peer, header, body) for a whole frame whose checksum is right. The body is a
+            uint8 array that the callee owns.
+        fail: called once, with the error that ended the transport: a peer lost, silent, failed or malformed.
+    """
+
+    admit: Callable[[int, Header], None]
+    deliver: Callable[[int, Header, np.ndarray], None]
+    fail: Callable[[SyncError], None]
+
+
+class Transport(ABC):
+    """Frames to and from the other ranks of a group.
+
+    Attributes:
+        rank: this process in the group.
+        world_size: ranks in the group.
+        sent_bytes: bytes of whole frames handed to `send`, by peer.
+        received_bytes: bytes of whole frames delivered, by peer.
+    """
+
+    rank: int
+    world_size: int
+    sent_bytes: list[int]
+    received_bytes: list[int]
+
+    @abstractmethod
+    def start(self, callbacks: Callbacks) -> None:
+        """Begin to deliver. Called once, before the first `send`."""
+
+    @abstractmethod
+    def send(self, peer: int, header: Header, body: np.ndarray) -> None:
+        """Queue one frame for `peer` and return at once. Frames to one peer arrive in order.
+
+        Args:
+            peer: the receiving rank.
+            header: all fields but payload length and checksum, which the transport fills in.
+            body: contiguous uint8 array; must not change until the step has ended.
+
+        On failure: nothing is raised; the `fail` callback tells.
+        """
+
+    @abstractmethod
+    def abort(self, reason: str) -> None:
+        """Tell the peers, as far as they can still be reached, that this rank gives up and why; then close."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End in good order: frames already queued are sent (within the deadline), threads and sockets end."""
