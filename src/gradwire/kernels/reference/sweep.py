@@ -1,0 +1,53 @@
+"""Elementwise sweeps over a gradient: cast, compensate, accumulate.
+
+Source: error feedback as in Karimireddy et al. 2019, algorithm 2, step p = scale * g + e.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gradwire.kernels.layout import expect_size
+from gradwire.kernels.reference.elements import as_float32, from_float32
+from gradwire.kernels.reference.reduce import abs_max
+
+
+def cast(x: np.ndarray, out: np.ndarray, scale: float = 1.0) -> None:
+    """Write scale * x, rounded to nearest even, in the element type of `out`.
+
+    Equal types with a scale of 1 are copied bit for bit.
+    """
+    expect_size("cast", "out", out, x.size)
+    factor = np.float32(scale)
+    if x.dtype == out.dtype and factor == 1:
+        out[:] = x
+        return
+    values = as_float32(x)
+    with np.errstate(all="ignore"):
+        from_float32(values if factor == 1 else factor * values, out)
+
+
+def compensate(x: np.ndarray, scale: float, residual: np.ndarray | None, out: np.ndarray) -> np.float32:
+    """Write scale * x + residual to `out` and return its largest magnitude, NaN if any element is not finite.
+
+    Args:
+        x: gradient.
+        scale: multiplier, used as float32.
+        residual: float32[N], or None for zero. May be the same array as `out`.
+        out: float32[N].
+    """
+    expect_size("compensate", "out", out, x.size)
+    with np.errstate(all="ignore"):
+        values = np.float32(scale) * as_float32(x)
+        if residual is not None:
+            expect_size("compensate", "residual", residual, x.size)
+            values = values + residual
+    out[:] = values
+    return abs_max(out)
+
+
+def accumulate(x: np.ndarray, out: np.ndarray) -> None:
+    """Add x to float32 `out`."""
+    expect_size("accumulate", "out", out, x.size)
+    with np.errstate(all="ignore"):
+        out += as_float32(x)
