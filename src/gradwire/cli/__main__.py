@@ -1,0 +1,5 @@
+"""`python -m gradwire.cli`."""
+
+from gradwire.cli import main
+
+main()

@@ -1,0 +1,30 @@
+"""The one place where commands are registered."""
+
+from __future__ import annotations
+
+import typer
+
+from gradwire.cli import lab
+
+COMMANDS = (lab,)
+"""Modules of commands, in the order of the help page. Each has `register(app: typer.Typer) -> None`."""
+
+
+def build_app() -> typer.Typer:
+    """The whole command line."""
+    app = typer.Typer(
+        name="gradwire",
+        help="Train in data parallel over a slow link, never slower than without compression.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+    app.callback()(_root)
+    for command in COMMANDS:
+        command.register(app)
+    return app
+
+
+def _root() -> None:
+    # A callback keeps `gradwire lab` a subcommand even while it is the only one.
+    pass

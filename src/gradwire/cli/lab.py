@@ -1,0 +1,96 @@
+"""`gradwire lab`: run a command once a host on a laptop-sized network."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from gradwire.lab import LabResult
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command to the command line."""
+    app.command("lab", context_settings={"allow_interspersed_args": False})(lab)
+
+
+def lab(
+    command: Annotated[list[str], typer.Argument(metavar="-- CMD…", help="Command that every host runs.")],
+    hosts: Annotated[int, typer.Option(help="How many hosts.")] = 4,
+    rate: Annotated[str, typer.Option(help="Of each link, both ways: 10mbit, 1gbit, none.")] = "100mbit",
+    loss: Annotated[str, typer.Option(help="Share of packets dropped on arrival: 0.1%, 0.001.")] = "0",
+    delay: Annotated[str, typer.Option(help="One-way delay: 5ms, none. Needs the kernel's netem.")] = "none",
+    timeout: Annotated[float | None, typer.Option(help="End the commands after so many seconds.")] = None,
+    grace: Annotated[float, typer.Option(help="Seconds the others may go on once a host has failed.")] = 10.0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the summary to this file.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Do not relay the hosts' output.")] = False,
+    only: Annotated[int | None, typer.Option(help="Relay the output of this host only.")] = None,
+) -> None:
+    """Run CMD once a host, on hosts with a network of their own: a namespace each, every link shaped.
+
+    Each command finds torch's rendezvous in its environment (RANK, WORLD_SIZE, MASTER_ADDR, …) and the lab's
+    facts in GRADWIRE_LAB_HOST, _HOSTS, _RATE and _INTERFACE. Needs root or unprivileged user namespaces. The
+    exit code is that of the host that failed first, or 124 for the time limit.
+
+    Example: gradwire lab --hosts 4 --rate 100mbit -- python train.py
+    """
+    from gradwire.lab import Lab
+
+    signal.signal(signal.SIGTERM, _on_terminate)
+    try:
+        with Lab(hosts, rate, loss=loss, delay=delay) as net:
+            relay = None if quiet else _Relay(only)
+            result = net.run(command, timeout=timeout, grace=grace, capture=False, on_line=relay)
+    except KeyboardInterrupt:
+        print("gradwire lab: interrupted; the lab is gone.", file=sys.stderr)
+        raise typer.Exit(128 + signal.SIGINT) from None
+    if json_file is not None:
+        summary = {"rate": rate, "loss": loss, "delay": delay, "command": command, **result.to_dict()}
+        json_file.write_text(json.dumps(summary, indent=2) + "\n")
+    _print_summary(result, quiet=quiet)
+    raise typer.Exit(result.exit_code)
+
+
+class _Relay:
+    """Prints the hosts' lines as they come, each with its host, on the stream it was written to."""
+
+    def __init__(self, only: int | None) -> None:
+        self._only = only
+
+    def __call__(self, host: int, stream: str, line: str) -> None:
+        if self._only in (None, host):
+            file = sys.stdout if stream == "stdout" else sys.stderr
+            print(f"[host {host}] {line}", file=file, flush=True)
+
+
+def _on_terminate(number: int, frame: FrameType | None) -> None:
+    # An exception and not an exit on the spot: the commands get their chance to end in order.
+    raise SystemExit(128 + number)
+
+
+def _print_summary(result: LabResult, *, quiet: bool) -> None:
+    table = Table(title="gradwire lab: bytes and packets at each host's interface", box=box.SIMPLE)
+    for name in ("host", "sent", "received", "packets out", "in", "dropped", "lost", "seconds", "end"):
+        table.add_column(name, justify="left" if name == "end" else "right")
+    for host in result.hosts:
+        counts = host.counters
+        table.add_row(
+            *(str(host.host), f"{counts.bytes_sent:,}", f"{counts.bytes_received:,}"),
+            *(f"{counts.packets_sent:,}", f"{counts.packets_received:,}"),
+            *(f"{host.drops.uplink + host.drops.downlink:,}", f"{host.drops.loss:,}"),
+            *(f"{host.seconds:.2f}", host.outcome),
+        )
+    Console(stderr=True).print(table)
+    if not result.ok:
+        print(f"gradwire lab: {result.message}", file=sys.stderr)
+        if quiet and result.first_failed is not None:
+            print(result.hosts[result.first_failed].stderr, file=sys.stderr, end="")

@@ -1,0 +1,275 @@
+"""The lab: hosts on one machine with a network of their own, of a chosen rate, loss and delay.
+
+Guarantees: nothing of the machine's own network is touched or visible from a host; two labs never collide;
+when the lab is closed or its process ends in any way, every process of its hosts is killed and the network is
+gone.
+
+Does not isolate anything but the network: hosts share file system, processors, memory and process ids.
+Without root the commands run as the root of a user namespace, which has the rights of the user who started
+the lab.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+from gradwire.core.errors import GradwireError, OptionError
+from gradwire.lab.counters import Counters, Drops
+from gradwire.lab.errors import LabError
+from gradwire.lab.namespaces import Namespaces
+from gradwire.lab.network import INTERFACE, Network, address
+from gradwire.lab.results import HostResult, LabResult
+from gradwire.lab.rights import find_loss_tool, find_tool
+from gradwire.lab.runner import OnLine, Runner, signal_group
+from gradwire.lab.units import format_rate, parse_delay, parse_loss, parse_rate, seconds
+
+MAX_HOSTS = 250
+MASTER_PORT = 29500
+"""Port of torch's rendezvous. The same in every lab: each has its own network."""
+
+Command = Sequence[str] | Callable[[int], Sequence[str]]
+"""A command line for every host, or a function from host to command line."""
+
+
+class Lab:
+    """A network of hosts on this machine, to be used as a context manager.
+
+    Args:
+        hosts: how many, 1 to 250.
+        rate: of each host's uplink and of its downlink, as tc writes it (``"100mbit"``); None for no shaping.
+        loss: fraction of packets that each host drops on arrival, as ``"0.1%"`` or 0.001.
+        delay: one-way delay of each uplink, such as ``"5ms"``; needs a kernel with netem.
+
+    Raises:
+        OptionError: an argument is out of range.
+        RightsError: neither root nor user namespaces, or a tool is missing; the message says how to get it.
+        LabError: the kernel lacks a feature.
+
+    Example:
+        >>> with Lab(hosts=4, rate="100mbit") as lab:
+        ...     result = lab.run([sys.executable, "train.py"], timeout=60).check()
+        ...     print(result.hosts[0].stdout, result.hosts[0].counters.bytes_sent)
+    """
+
+    def __init__(
+        self,
+        hosts: int = 2,
+        rate: str | float | None = None,
+        *,
+        loss: str | float | None = 0.0,
+        delay: str | timedelta | None = None,
+    ) -> None:
+        if not 1 <= hosts <= MAX_HOSTS:
+            raise OptionError(f"Expected 1 to {MAX_HOSTS} hosts, got {hosts}. Give a number in that range.")
+        rate_bits, loss_fraction, one_way = parse_rate(rate), parse_loss(loss), parse_delay(delay)
+        for tool in ("ip", "tc", "bridge"):
+            find_tool(tool)
+        self.num_hosts = hosts
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._namespaces = Namespaces(hosts)
+        try:
+            self._network = Network(self._namespaces, hosts, delay=one_way, loss=loss_fraction)
+            self._network.set_rate(rate_bits, range(hosts))
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Lab:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """IPv4 address of each host."""
+        return tuple(address(host) for host in range(self.num_hosts))
+
+    @property
+    def rates(self) -> tuple[int | None, ...]:
+        """Rate of each host's links in bits a second; None where not shaped."""
+        return self._network.rates
+
+    def run(
+        self,
+        command: Command,
+        *,
+        env: Mapping[str, str] | None = None,
+        timeout: float | timedelta | None = None,
+        grace: float | timedelta = 10.0,
+        capture: bool = True,
+        on_line: OnLine | None = None,
+        cwd: str | os.PathLike[str] | None = None,
+    ) -> LabResult:
+        """Runs a command on every host at once and waits for all of them.
+
+        Args:
+            command: command line, or a function from host to command line.
+            env: variables to set beside this process's own and those of `environment`.
+            timeout: time limit in seconds, after which the commands are ended.
+            grace: seconds for which the others may go on once one has failed.
+            capture: keep the output in the result; otherwise only the last lines of standard error.
+            on_line: called with (host, ``"stdout"`` or ``"stderr"``, line) as lines arrive.
+            cwd: working directory.
+
+        Returns:
+            A result that may be a failure: `LabResult.check` raises if so.
+
+        Raises:
+            LabError: the lab is closed, or its keeper was killed.
+            FileNotFoundError: there is no such command.
+        """
+        processes: list[subprocess.Popen[bytes]] = []
+        counters, drops = self.counters(), self.drops()
+        try:
+            for host in range(self.num_hosts):
+                line = command(host) if callable(command) else command
+                pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+                processes.append(self.popen(line, host, env=env, cwd=cwd, **pipes))
+            runner = Runner(
+                processes,
+                timeout_s=seconds(timeout),
+                grace_s=seconds(grace) or 0.0,
+                capture=capture,
+                on_line=on_line,
+            )
+            runner.run()
+        finally:
+            self._end(processes)
+        return self._result(runner, counters, drops)
+
+    def popen(
+        self, command: Sequence[str], host: int = 0, *, env: Mapping[str, str] | None = None, **options: Any
+    ) -> subprocess.Popen[bytes]:
+        """Starts a command on one host and returns at once.
+
+        The process is the command itself, not a wrapper: its `pid` can be killed. It leads its own session
+        and process group. The lab kills it when it closes.
+
+        Args:
+            command: command line.
+            host: where.
+            env: variables to set beside this process's own and those of `environment`.
+            **options: passed on to `subprocess.Popen`.
+        """
+        self._check_open()
+        if not 0 <= host < self.num_hosts:
+            raise OptionError(f"Expected a host from 0 to {self.num_hosts - 1}, got {host}.")
+        process: subprocess.Popen[bytes] = subprocess.Popen(
+            self._namespaces.entered(host, list(command)),
+            env={**self.environment(host), **(env or {})},
+            start_new_session=True,
+            **{"stdin": subprocess.DEVNULL, **options},
+        )
+        self._processes = [known for known in self._processes if known.returncode is None]
+        self._processes.append(process)
+        return process
+
+    def environment(self, host: int) -> dict[str, str]:
+        """Environment of a host's command: this process's own, torch's rendezvous, and the lab's facts."""
+        # Unlike a cluster, the hosts share this machine's processors.
+        threads = str(max(1, (os.cpu_count() or 1) // self.num_hosts))
+        return {
+            "OMP_NUM_THREADS": threads,
+            # Lines appear when they are printed, and are not lost with a process that is killed.
+            "PYTHONUNBUFFERED": "1",
+            **os.environ,
+            "GRADWIRE_LAB_HOST": str(host),
+            "GRADWIRE_LAB_HOSTS": str(self.num_hosts),
+            "GRADWIRE_LAB_RATE": format_rate(self.rates[host]),
+            "GRADWIRE_LAB_INTERFACE": INTERFACE,
+            "GLOO_SOCKET_IFNAME": INTERFACE,
+            "NCCL_SOCKET_IFNAME": INTERFACE,
+            "RANK": str(host),
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": str(self.num_hosts),
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": address(0),
+            "MASTER_PORT": str(MASTER_PORT),
+        }
+
+    def counters(self) -> tuple[Counters, ...]:
+        """Bytes and packets of each host's interface since the lab was built. Cheap: one read of a file."""
+        self._check_open()
+        return self._network.counters()
+
+    def drops(self) -> tuple[Drops, ...]:
+        """Packets that each host has lost since the lab was built, by cause. Runs tools for each host."""
+        self._check_open()
+        return self._network.drops()
+
+    def set_rate(self, rate: str | float | None, host: int | None = None) -> None:
+        """Changes the links while commands run.
+
+        Args:
+            rate: the new rate, as in the constructor.
+            host: whose links; None for all.
+        """
+        self._check_open()
+        if host is not None and not 0 <= host < self.num_hosts:
+            raise OptionError(f"Expected a host from 0 to {self.num_hosts - 1}, got {host}.")
+        hosts = range(self.num_hosts) if host is None else range(host, host + 1)
+        self._network.set_rate(parse_rate(rate), hosts)
+
+    def close(self) -> None:
+        """Kills everything that runs on the hosts and takes the network down. May be called again."""
+        self._end(self._processes)
+        self._namespaces.close()
+
+    def _check_open(self) -> None:
+        if not self._namespaces.is_held:
+            raise LabError(
+                "Expected a lab that is open, got one that is closed or whose keeper process was killed. "
+                "Make a new one."
+            )
+
+    def _end(self, processes: list[subprocess.Popen[bytes]]) -> None:
+        for process in processes:
+            signal_group(process, 9)
+        for process in processes:
+            process.wait()
+            for pipe in (process.stdout, process.stderr):
+                if pipe is not None:
+                    pipe.close()
+
+    def _result(self, runner: Runner, counters: tuple[Counters, ...], drops: tuple[Drops, ...]) -> LabResult:
+        counters_now, drops_now = self.counters(), self.drops()
+        hosts = tuple(
+            HostResult(
+                host=job.host,
+                returncode=job.process.returncode,
+                seconds=job.seconds,
+                stdout=job.output("stdout"),
+                stderr=job.output("stderr"),
+                counters=counters_now[job.host] - counters[job.host],
+                drops=drops_now[job.host] - drops[job.host],
+                ended_by_lab=job.ended_by_lab,
+            )
+            for job in runner.jobs
+        )
+        return LabResult(hosts, runner.seconds, runner.first_failed, runner.timed_out)
+
+
+@functools.cache
+def available(*, loss: bool = False, delay: bool = False) -> str | None:
+    """Why a lab cannot run here, or None if it can. Found out by building a small one.
+
+    Args:
+        loss: whether packet loss is wanted too, which needs one more tool.
+        delay: whether a delay is wanted too, which needs one more kernel module.
+    """
+    try:
+        if loss:
+            find_loss_tool()
+        with Lab(hosts=1, rate="1gbit", loss=0.01 if loss else 0.0, delay="1ms" if delay else None):
+            return None
+    except GradwireError as error:
+        return str(error)

@@ -1,0 +1,132 @@
+"""The lab's side of the keeper: start it, enter its namespaces, close it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from gradwire.core.errors import RightsError
+from gradwire.lab.errors import LabError
+from gradwire.lab.rights import find_tool, refusal, tool_failure
+
+_CLOSE_TIMEOUT_S = 20.0
+
+
+class Namespaces:
+    """One network namespace a host and one for the bridge, held by a keeper process.
+
+    Args:
+        num_hosts: namespaces to make, beside the bridge's.
+
+    Raises:
+        RightsError: the system does not permit namespaces, or `nsenter` is missing.
+    """
+
+    def __init__(self, num_hosts: int) -> None:
+        if not sys.platform.startswith("linux"):
+            raise RightsError(
+                f"Expected Linux, whose network namespaces a lab is made of, got {sys.platform}. "
+                "Run it in a Linux virtual machine."
+            )
+        self._nsenter = find_tool("nsenter")
+        self._keeper = _start_keeper(num_hosts)
+        line = self._keeper.stdout.readline().decode() if self._keeper.stdout else ""
+        report = _read_report(line)
+        if report is None or "step" in report:
+            self.close()
+            if report is None:
+                raise LabError(
+                    f"Expected the keeper to report its namespaces, got {line!r}. Please report this."
+                )
+            raise refusal(report["step"], report["reason"])
+        self.links: list[str] = report["namespaces"]
+        """Names of the namespaces as the kernel writes them, such as ``net:[4026532201]``."""
+        self._own_user: bool = report["own_user"]
+        self._fds: list[int] = report["fds"]
+
+    @property
+    def keeper_pid(self) -> int:
+        """Process that holds the namespaces."""
+        return self._keeper.pid
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the keeper is alive."""
+        return self._keeper.poll() is None
+
+    def path(self, host: int | None) -> str:
+        """File that stands for a host's namespace, or for the bridge's where host is None."""
+        name = "ns/net" if host is None else f"fd/{self._fds[host]}"
+        return f"/proc/{self.keeper_pid}/{name}"
+
+    def entered(self, host: int | None, command: list[str]) -> list[str]:
+        """The command, prefixed to run in a namespace. It keeps the process id: nsenter does not fork."""
+        user = [f"--user=/proc/{self.keeper_pid}/ns/user", "--preserve-credentials"] if self._own_user else []
+        return [self._nsenter, *user, f"--net={self.path(host)}", "--", *command]
+
+    def tool(self, host: int | None, command: list[str], script: str | None = None) -> str:
+        """Runs a system tool in a namespace and returns what it prints.
+
+        Args:
+            host: where; None means at the bridge.
+            command: tool and arguments; the tool is looked up on the system's path.
+            script: standard input, for tools that read a batch.
+
+        Raises:
+            LabError: the tool failed.
+        """
+        command = [find_tool(command[0]) if "/" not in command[0] else command[0], *command[1:]]
+        done = subprocess.run(
+            self.entered(host, command), input=script, capture_output=True, text=True, check=False
+        )
+        if done.returncode != 0:
+            raise tool_failure(command, done.stderr or done.stdout or f"exit code {done.returncode}")
+        return done.stdout
+
+    def net_dev(self) -> str:
+        """`/proc/net/dev` of the bridge's namespace."""
+        return Path(f"/proc/{self.keeper_pid}/net/dev").read_text()
+
+    def close(self) -> None:
+        """Kills what runs in the namespaces and lets the kernel destroy them. May be called again."""
+        if self._keeper.stdin and not self._keeper.stdin.closed:
+            # A byte and not only the end of file, which a forked child of this process would hold back.
+            with contextlib.suppress(BrokenPipeError), self._keeper.stdin as pipe:
+                pipe.write(b".")
+        try:
+            self._keeper.wait(_CLOSE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._keeper.kill()
+            self._keeper.wait()
+        if self._keeper.stdout:
+            self._keeper.stdout.close()
+
+
+def _start_keeper(num_hosts: int) -> subprocess.Popen[bytes]:
+    script = str(Path(__file__).with_name("keeper.py"))
+    lab_fd = os.pidfd_open(os.getpid())
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", script, str(lab_fd), str(num_hosts)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            pass_fds=(lab_fd,),
+            cwd="/",
+            start_new_session=True,
+        )
+    finally:
+        os.close(lab_fd)
+
+
+def _read_report(line: str) -> dict[str, Any] | None:
+    try:
+        report = json.loads(line)
+    except ValueError:
+        return None
+    return report if isinstance(report, dict) else None

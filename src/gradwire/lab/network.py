@@ -1,0 +1,206 @@
+"""The lab's network: a bridge, a cable to each host, shaping on both ends of each cable, and packet loss.
+
+Host k has the interface `eth0` with the address 10.77.0.(k+1)/24; the other end of its cable is `port<k>` at
+the bridge. The uplink is shaped where the host sends (egress of `eth0`), the downlink where the bridge sends
+(egress of `port<k>`), each by a token bucket.
+
+The network is silent: addresses of the link layer are written into every host and into the bridge, IPv6
+addresses are not made, so that interface counters hold the hosts' own traffic and nothing else. Segmentation
+is done before the interface (`gso_max_segs 1`), so that a counted packet is a frame of at most 1514 bytes,
+loss falls on frames, and headers are counted in full.
+
+Packet loss is drawn on arrival at a host, before its sockets: once per path, independently per packet. The
+interface has counted the packet by then.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from datetime import timedelta
+
+from gradwire.lab.counters import Counters, Drops, parse_net_dev
+from gradwire.lab.namespaces import Namespaces
+from gradwire.lab.rights import find_loss_tool
+
+INTERFACE = "eth0"
+_FRAME_BYTES = 1514
+_BURST_SECONDS = 0.001
+_MIN_BURST_BYTES = 3 * _FRAME_BYTES
+_QUEUE_SECONDS = 0.05
+_MIN_QUEUE_BYTES = 128 * 1024
+_LOSS_STEPS = 1 << 30
+
+
+def address(host: int) -> str:
+    """IPv4 address of a host."""
+    return f"10.77.0.{host + 1}"
+
+
+def burst_bytes(rate_bits: int) -> int:
+    """Size of the token bucket: what may pass at line speed after a silence.
+
+    One millisecond of the rate, so that a transfer of more than that is shaped, and at least three frames.
+    Smaller buckets lose rate whenever the kernel wakes the queue late.
+    """
+    return max(_MIN_BURST_BYTES, int(rate_bits / 8 * _BURST_SECONDS))
+
+
+def queue_bytes(rate_bits: int) -> int:
+    """Bytes that may wait for tokens before packets are dropped: 50 ms of the rate, and at least 128 KiB."""
+    return burst_bytes(rate_bits) + max(_MIN_QUEUE_BYTES, int(rate_bits / 8 * _QUEUE_SECONDS))
+
+
+class Network:
+    """Cables, shaping and loss inside a set of namespaces.
+
+    Args:
+        namespaces: where; the bridge's namespace and each host's.
+        num_hosts: how many hosts.
+        delay: one-way delay of each uplink, or None.
+        loss: fraction of packets that each host drops on arrival.
+
+    Raises:
+        LabError: the kernel lacks something; the message says what.
+        RightsError: a tool is missing.
+    """
+
+    def __init__(
+        self, namespaces: Namespaces, num_hosts: int, *, delay: timedelta | None, loss: float
+    ) -> None:
+        self._namespaces = namespaces
+        self._num_hosts = num_hosts
+        self._delay = delay
+        self._loss_tool = find_loss_tool() if loss else None
+        self._rates: list[int | None] = [None] * num_hosts
+        self._connect()
+        if delay is not None:
+            for host in range(num_hosts):
+                self._shape_uplink(host)
+        if loss:
+            for host in range(num_hosts):
+                self._drop(host, loss)
+
+    @property
+    def rates(self) -> tuple[int | None, ...]:
+        """Rate of each host's links in bits a second; None where not shaped."""
+        return tuple(self._rates)
+
+    def set_rate(self, rate_bits: int | None, hosts: range) -> None:
+        """Shapes the links of these hosts anew, in both directions. Packets in the queues stay there."""
+        batch = []
+        for host in hosts:
+            if self._rates[host] == rate_bits:
+                continue
+            was_shaped = self._rates[host] is not None
+            self._rates[host] = rate_bits
+            self._shape_uplink(host, was_shaped=was_shaped)
+            batch.append(_qdisc(f"port{host}", rate_bits, was_shaped=was_shaped))
+        if batch:
+            self._namespaces.tool(None, ["tc", "-batch", "-"], "\n".join(batch))
+
+    def counters(self) -> tuple[Counters, ...]:
+        """What each host's interface has carried, read at the bridge's ends of the cables in one go."""
+        table = parse_net_dev(self._namespaces.net_dev())
+        return tuple(table[f"port{host}"].mirrored() for host in range(self._num_hosts))
+
+    def drops(self) -> tuple[Drops, ...]:
+        """Packets that each host has lost so far. Switching the shaping on or off resets the queues' part."""
+        ports = _queue_drops(self._namespaces.tool(None, ["tc", "-s", "-j", "qdisc", "show"]))
+        return tuple(
+            Drops(
+                uplink=_queue_drops(self._namespaces.tool(host, ["tc", "-s", "-j", "qdisc", "show"])).get(
+                    INTERFACE, 0
+                ),
+                downlink=ports.get(f"port{host}", 0),
+                loss=self._lost(host),
+            )
+            for host in range(self._num_hosts)
+        )
+
+    def _connect(self) -> None:
+        hosts = range(self._num_hosts)
+        self._namespaces.tool(None, ["ip", "-batch", "-"], "\n".join(self._bridge_script()))
+        fdb = [f"fdb add {_hardware_address(host)} dev port{host} master static" for host in hosts]
+        self._namespaces.tool(None, ["bridge", "-batch", "-"], "\n".join(fdb))
+        for host in hosts:
+            self._namespaces.tool(host, ["ip", "-batch", "-"], "\n".join(self._host_script(host)))
+
+    def _bridge_script(self) -> Iterator[str]:
+        yield "link add br0 type bridge mcast_snooping 0 stp_state 0"
+        yield "link set br0 addrgenmode none up"
+        for host in range(self._num_hosts):
+            yield (
+                f"link add name port{host} type veth peer name {INTERFACE} "
+                f"address {_hardware_address(host)} netns {self._namespaces.path(host)}"
+            )
+            yield f"link set port{host} master br0 addrgenmode none gso_max_segs 1 up"
+
+    def _host_script(self, host: int) -> Iterator[str]:
+        yield "link set lo up"
+        yield f"link set {INTERFACE} addrgenmode none gso_max_segs 1 up"
+        yield f"addr add {address(host)}/24 dev {INTERFACE}"
+        for other in range(self._num_hosts):
+            if other != host:
+                known = f"{address(other)} lladdr {_hardware_address(other)} dev {INTERFACE}"
+                yield f"neigh add {known} nud permanent"
+
+    def _shape_uplink(self, host: int, *, was_shaped: bool = False) -> None:
+        rate_bits = self._rates[host]
+        batch = [_qdisc(INTERFACE, rate_bits, was_shaped=was_shaped)] if rate_bits or was_shaped else []
+        if self._delay is not None and (rate_bits is None or not was_shaped):
+            # Under the token bucket where there is one, so that a packet is first delayed and then paced.
+            place = "parent 1:1 handle 10:" if rate_bits else "root handle 10:"
+            micros = round(self._delay.total_seconds() * 1e6)
+            batch.append(f"qdisc replace dev {INTERFACE} {place} netem delay {micros}us limit 100000")
+        self._namespaces.tool(host, ["tc", "-batch", "-"], "\n".join(batch))
+
+    def _drop(self, host: int, loss: float) -> None:
+        assert self._loss_tool is not None, "loss without a tool to drop with"
+        if self._loss_tool.endswith("nft"):
+            threshold = round(loss * _LOSS_STEPS)
+            draw = f'iifname "{INTERFACE}" numgen random mod {_LOSS_STEPS} < {threshold}'
+            script = "\n".join(
+                [
+                    "add table ip lab",
+                    "add counter ip lab lost",
+                    "add chain ip lab arrival { type filter hook input priority 0; policy accept; }",
+                    f'add rule ip lab arrival {draw} counter name "lost" drop',
+                ]
+            )
+            self._namespaces.tool(host, [self._loss_tool, "-f", "-"], script)
+        else:
+            rule = f"-A INPUT -i {INTERFACE} -m statistic --mode random --probability {loss:.9f} -j DROP"
+            self._namespaces.tool(host, [self._loss_tool, *rule.split()])
+
+    def _lost(self, host: int) -> int:
+        if self._loss_tool is None:
+            return 0
+        if self._loss_tool.endswith("nft"):
+            listing = self._namespaces.tool(host, [self._loss_tool, "list", "counter", "ip", "lab", "lost"])
+            found = re.search(r"packets (\d+)", listing)
+        else:
+            listing = self._namespaces.tool(host, [self._loss_tool, "-nvxL", "INPUT"])
+            found = re.search(r"^\s*(\d+)\s+\d+\s+DROP", listing, re.MULTILINE)
+        assert found, f"{self._loss_tool} lists no count of drops: {listing}"
+        return int(found[1])
+
+
+def _qdisc(interface: str, rate_bits: int | None, *, was_shaped: bool) -> str:
+    if rate_bits is None:
+        return f"qdisc del dev {interface} root"
+    verb = "change" if was_shaped else "replace"
+    return (
+        f"qdisc {verb} dev {interface} root handle 1: tbf rate {rate_bits}bit "
+        f"burst {burst_bytes(rate_bits)} limit {queue_bytes(rate_bits)}"
+    )
+
+
+def _queue_drops(listing: str) -> dict[str, int]:
+    roots = [qdisc for qdisc in json.loads(listing) if qdisc.get("root")]
+    return {qdisc["dev"]: int(qdisc.get("drops", 0)) for qdisc in roots}
+
+
+def _hardware_address(host: int) -> str:
+    return f"02:00:00:00:00:{host + 1:02x}"

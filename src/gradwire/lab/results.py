@@ -1,0 +1,119 @@
+"""What a run in the lab gave: exit codes, output, traffic, and which host failed first."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from gradwire.lab.counters import Counters, Drops
+from gradwire.lab.errors import LabError
+
+
+@dataclass(frozen=True)
+class HostResult:
+    """One host's command.
+
+    Attributes:
+        host: index of the host.
+        returncode: exit code; minus the signal's number where a signal ended it.
+        seconds: how long it ran.
+        stdout: what it printed, or nothing if output was not captured.
+        stderr: the same of standard error; without capture, its last lines.
+        counters: traffic of the host's interface while the lab ran the commands.
+        drops: packets the host lost in that time.
+        ended_by_lab: whether the lab ended it, since another host failed or the time was up.
+    """
+
+    host: int
+    returncode: int
+    seconds: float
+    stdout: str
+    stderr: str
+    counters: Counters
+    drops: Drops
+    ended_by_lab: bool
+
+    @property
+    def outcome(self) -> str:
+        """The exit code in words."""
+        if self.returncode >= 0:
+            return f"exit code {self.returncode}"
+        return f"signal {signal.Signals(-self.returncode).name}"
+
+
+@dataclass(frozen=True)
+class LabResult:
+    """One command on every host.
+
+    Attributes:
+        hosts: a result a host, in order.
+        seconds: from the first start to the last end.
+        first_failed: the host that failed first of its own accord, or None.
+        timed_out: whether the time limit ended the run.
+    """
+
+    hosts: tuple[HostResult, ...]
+    seconds: float
+    first_failed: int | None
+    timed_out: bool
+
+    @property
+    def ok(self) -> bool:
+        """Whether every command ended with exit code 0."""
+        return all(host.returncode == 0 for host in self.hosts)
+
+    @property
+    def exit_code(self) -> int:
+        """As a shell counts: the first failed host's code, 128 plus its signal, or 124 for the time limit."""
+        if self.ok:
+            return 0
+        if self.first_failed is None:
+            return 124 if self.timed_out else 1
+        code = self.hosts[self.first_failed].returncode
+        return code if code > 0 else 128 - code
+
+    @property
+    def message(self) -> str:
+        """What happened, in a sentence or two."""
+        if self.ok:
+            return f"All {len(self.hosts)} hosts ended with exit code 0 after {self.seconds:.1f} s."
+        ended = [str(host.host) for host in self.hosts if host.ended_by_lab]
+        parts = []
+        if self.first_failed is not None:
+            failed = self.hosts[self.first_failed]
+            parts.append(f"Host {failed.host} failed first: {failed.outcome} after {failed.seconds:.1f} s.")
+        if self.timed_out:
+            parts.append(f"The time limit was reached after {self.seconds:.1f} s.")
+        if ended:
+            parts.append(f"The lab ended the commands of host {', '.join(ended)}.")
+        return " ".join(parts)
+
+    def check(self) -> LabResult:
+        """Returns itself if every command succeeded.
+
+        Raises:
+            LabError: one did not; the message has the last lines of what the first failed host wrote.
+        """
+        if self.ok:
+            return self
+        failed = self.hosts[self.first_failed or 0]
+        tail = "\n".join((failed.stderr or failed.stdout).splitlines()[-20:])
+        raise LabError(f"Expected exit code 0 on every host. {self.message}\n{tail}".rstrip())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers and strings, for JSON; without the output."""
+        hosts = []
+        for host in self.hosts:
+            row = asdict(host)
+            for name in ("stdout", "stderr"):
+                del row[name]
+            hosts.append({**row, **row.pop("counters"), "drops": row.pop("drops")})
+        return {
+            "ok": self.ok,
+            "message": self.message,
+            "seconds": self.seconds,
+            "first_failed": self.first_failed,
+            "timed_out": self.timed_out,
+            "hosts": hosts,
+        }
