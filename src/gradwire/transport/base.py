@@ -1,7 +1,7 @@
 """What every transport does: carry frames between the ranks of one group, without blocking anybody.
 
-A transport owns its threads. `send` queues and returns; arrivals and failures come through the callbacks given to
-`start`, on a thread of the transport, which must only hand them on.
+A transport owns its threads. `send` queues and returns; arrivals and failures come through the callbacks
+given to `start`, on a thread of the transport, which must only hand them on.
 """
 
 from __future__ import annotations
@@ -39,14 +39,18 @@ class Transport(ABC):
     Attributes:
         rank: this process in the group.
         world_size: ranks in the group.
+        epoch: 64-bit id of this group's incarnation, which every header carries.
         sent_bytes: bytes of whole frames handed to `send`, by peer.
         received_bytes: bytes of whole frames delivered, by peer.
+        control_bytes: bytes of frames of the transport's own (heartbeats, farewells), both ways, by peer.
     """
 
     rank: int
     world_size: int
+    epoch: int
     sent_bytes: list[int]
     received_bytes: list[int]
+    control_bytes: list[int]
 
     @abstractmethod
     def start(self, callbacks: Callbacks) -> None:
@@ -65,9 +69,13 @@ class Transport(ABC):
         """
 
     @abstractmethod
+    def departed(self, peer: int) -> bool:
+        """Whether `peer` has closed in good order: nothing more will come from it, and sending to it fails."""
+
+    @abstractmethod
     def abort(self, reason: str) -> None:
-        """Tell the peers, as far as they can still be reached, that this rank gives up and why; then close."""
+        """Tell the peers, as far as they can be reached, that this rank gives up and why; then close."""
 
     @abstractmethod
     def close(self) -> None:
-        """End in good order: frames already queued are sent (within the deadline), threads and sockets end."""
+        """End in good order: queued frames are sent (within the deadline), threads and sockets end."""

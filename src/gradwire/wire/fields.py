@@ -1,7 +1,7 @@
 """Bounded reader and writer of little-endian scalars and arrays: how compressors lay out a payload's body.
 
-Guarantees: a read beyond the end raises `PayloadError` and allocates nothing; no field's value is trusted as a
-size before it has been compared with what is there. The writer writes into one array of a capacity known
+Guarantees: a read beyond the end raises `PayloadError` and allocates nothing; no field's value is trusted as
+a size before it has been compared with what is there. The writer writes into one array of a capacity known
 beforehand (`max_encoded_bytes`), without copies.
 """
 

@@ -3,8 +3,8 @@
 Guarantees: arbitrary bytes lead to a `Header` or to `FrameError`, never to another exception; nothing is
 allocated by a declared length; a flipped bit anywhere in header or body fails `unpack` or `verify`. Does not
 say whether the frame is the one that is due: that is the receiver's `admit`, which compares it with what it
-expects. The checksum guards against faults, not against an attacker; `gradwire.protocol.handshake` says who may
-talk.
+expects. The checksum guards against faults, not against an attacker; who may talk is decided in
+`gradwire.protocol.handshake`.
 
 Layout, little-endian:
 

@@ -1,0 +1,118 @@
+"""Frames out of a byte stream, sans-IO: says where the next bytes belong, and yields each frame as it
+completes.
+
+Guarantees: a large body is received straight into the array that is delivered; `admit` decides on a frame
+before its body is allocated; memory is bounded by the admitted body and one staging buffer; arbitrary bytes
+lead to frames or to `FrameError`. After an error the stream is out of step for good and says so again when
+asked.
+
+Differences from a reader with one buffer: small frames are parsed many at a time out of a staging buffer, so
+that one system call serves several, and only bodies that do not fit are received in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from gradwire.core.errors import FrameError
+from gradwire.wire.frame import HEADER_BYTES, MAX_BODY_BYTES, Header, describe, unpack, verify
+
+STAGING_BYTES = 1 << 16
+
+
+class FrameReader:
+    """Reads the frames of one connection.
+
+    Args:
+        admit: called with each header before its body is allocated; raises `FrameError` to refuse.
+        max_body_bytes: bound on a body, whatever `admit` says.
+    """
+
+    def __init__(self, admit: Callable[[Header], None], *, max_body_bytes: int = MAX_BODY_BYTES) -> None:
+        self.admit = admit
+        self._max_body_bytes = max_body_bytes
+        self._staging = np.empty(STAGING_BYTES, dtype=np.uint8)
+        self._start = 0  # unparsed bytes are staging[start:end]
+        self._end = 0
+        self._header: Header | None = None  # of the body in progress
+        self._body = np.empty(0, dtype=np.uint8)
+        self._filled = 0
+        self._error: FrameError | None = None
+
+    def wanted(self) -> memoryview:
+        """Return where the next received bytes belong; never empty. Tell `advance` how many there were."""
+        if self._header is not None:
+            return self._body.data[self._filled :]
+        if self._start == self._end:
+            self._start = self._end = 0
+        elif STAGING_BYTES - self._end < HEADER_BYTES:
+            left = self._staging[self._start : self._end].copy()
+            self._start, self._end = 0, left.nbytes
+            self._staging[: self._end] = left
+        assert self._end < STAGING_BYTES, "exhaust `advance` before asking for more room"
+        return self._staging.data[self._end :]
+
+    def advance(self, num_bytes: int) -> Iterator[tuple[Header, np.ndarray]]:
+        """Take note of `num_bytes` received bytes and yield the frames that are whole now.
+
+        Each header is admitted after the frame before it has been yielded. The iteration may be left early;
+        `advance(0)` takes it up again.
+
+        Raises:
+            FrameError: a malformed, refused or corrupted frame.
+        """
+        if self._header is not None:
+            self._filled += num_bytes
+            assert self._filled <= self._body.nbytes, "more bytes than were wanted"
+        else:
+            self._end += num_bytes
+            assert self._end <= STAGING_BYTES, "more bytes than were wanted"
+        return self._frames()
+
+    @property
+    def in_frame(self) -> bool:
+        """Whether a frame has begun and is not whole: an end of the stream here cuts it off."""
+        return self._header is not None or self._start != self._end
+
+    def _frames(self) -> Iterator[tuple[Header, np.ndarray]]:
+        if self._error is not None:
+            raise self._error
+        try:
+            while self._header is not None or self._end - self._start >= HEADER_BYTES:
+                if self._header is None:
+                    self._begin_body()
+                if self._filled < self._body.nbytes:
+                    return
+                yield self._finish_body()
+        except FrameError as error:
+            self._error = error
+            raise
+
+    def _begin_body(self) -> None:
+        header = unpack(self._staging[self._start : self._start + HEADER_BYTES])
+        if header.length > self._max_body_bytes:
+            raise FrameError(
+                f"Expected a body of at most {self._max_body_bytes} bytes, got {header.length} declared "
+                f"(in {describe(header)})."
+            )
+        self.admit(header)
+        try:
+            self._body = np.empty(header.length, dtype=np.uint8)
+        except MemoryError as error:
+            raise FrameError(f"Expected a body that fits into memory, got {header.length} bytes.") from error
+        self._start += HEADER_BYTES
+        self._filled = min(header.length, self._end - self._start)
+        self._body[: self._filled] = self._staging[self._start : self._start + self._filled]
+        self._start += self._filled
+        self._header = header
+
+    def _finish_body(self) -> tuple[Header, np.ndarray]:
+        header, body = self._header, self._body
+        assert header is not None
+        self._header = None
+        self._body = np.empty(0, dtype=np.uint8)
+        self._filled = 0
+        verify(header, body)
+        return header, body
