@@ -1,0 +1,24 @@
+"""bfloat16: every element rounded to 7 bits of mantissa, with the exponent range of float32.
+
+Biased by rounding alone: relative error at most 2^-8 for normal numbers. Only an element that rounds past the
+largest bfloat16, 3.39e38, marks the payload as non-finite.
+
+Source: PyTorch's `bf16_compress_hook`. Differences: as for `fp16`.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+
+from gradwire.compressors.casts import CastCompressor
+from gradwire.compressors.registry import register
+
+
+@register
+class Bf16(CastCompressor):
+    """bfloat16: 7 bits of mantissa, the range of float32."""
+
+    name: ClassVar[str] = "bf16"
+    element: ClassVar[type[np.generic]] = np.uint16  # the bits, which is how kernels take bfloat16

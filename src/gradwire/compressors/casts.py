@@ -1,0 +1,83 @@
+"""Base of the compressors that round every element to a 16-bit float: `fp16` and `bf16`.
+
+Rounds to nearest even from float32. The mark of a non-finite gradient is that of the *rounded* one: a finite
+element beyond the 16-bit range becomes an infinity, as in PyTorch's hooks of the same names, and costs the
+step rather than going into the model. Elements are not checked on receipt: any 16 bits are a number.
+"""
+# Shapes: N = elements of the tensor or range, W = ranks
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+
+from gradwire.compressors.array import ArrayCompressor, start_residual
+from gradwire.compressors.base import FeedbackName
+from gradwire.core.context import Context
+from gradwire.core.errors import PayloadError
+from gradwire.core.spec import TensorSpec
+from gradwire.kernels import active as kernels
+from gradwire.wire.fields import Reader
+
+# Sums go through memory in pieces that stay in a core's cache while the ranks are added.
+_CHUNK = 1 << 15
+
+
+class CastCompressor(ArrayCompressor):
+    """Rounds to `element`, a NumPy type of 16 bits; uint16 stands for bfloat16."""
+
+    element: ClassVar[type[np.generic]]
+    canonical = True
+    default_feedback: FeedbackName = "none"
+
+    def max_encoded_bytes(self, spec: TensorSpec) -> int:
+        """Two bytes an element."""
+        return 2 * spec.numel
+
+    def _encode(
+        self,
+        x: np.ndarray,
+        ctx: Context,
+        *,
+        scale: float = 1.0,
+        largest: float | None = None,
+        stats: Sequence[np.ndarray] = (),
+        residual: np.ndarray | None = None,
+    ) -> np.ndarray | None:
+        body = np.empty(2 * x.size, np.uint8)
+        rounded = body.view(self.element)
+        kernels.cast(x, rounded, scale)
+        if residual is None:
+            return None if kernels.count_nonfinite(rounded) else body
+        start_residual(x, residual)
+        return body if np.isfinite(kernels.compensate(rounded, -1.0, residual, residual)) else None
+
+    def _decode(
+        self, body: np.ndarray, ctx: Context, stats: Sequence[np.ndarray], out: np.ndarray, accumulate: bool
+    ) -> None:
+        rounded = self._elements(body, out.size)
+        if accumulate:
+            kernels.accumulate(rounded, out)
+        else:
+            kernels.cast(rounded, out)
+
+    def _decode_sum(
+        self,
+        bodies: Sequence[np.ndarray],
+        ctxs: Sequence[Context],
+        stats: Sequence[np.ndarray],
+        out: np.ndarray,
+    ) -> None:
+        ranks = [self._elements(body, out.size) for body in bodies]
+        for start in range(0, out.size, _CHUNK):
+            chunk = out[start : start + _CHUNK]
+            chunk.fill(0)
+            for rounded in ranks:
+                kernels.accumulate(rounded[start : start + _CHUNK], chunk)
+
+    def _elements(self, body: np.ndarray, size: int) -> np.ndarray:
+        if body.nbytes != 2 * size:
+            raise PayloadError(f"Expected a {self.name} payload of {2 * size} bytes, got {body.nbytes}.")
+        return Reader(body).array(self.element, size)

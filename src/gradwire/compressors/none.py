@@ -1,0 +1,158 @@
+"""No compression: the elements as they are, little-endian, in the tensor's own element type.
+
+Exact. A gradient with a NaN or an infinity travels whole, with the mark. With feedback there is nothing to
+keep unless the element type is narrower than the compensated float32 gradient.
+
+Source: none. Differences: none.
+"""
+# Shapes: N = elements of the tensor or range, W = ranks
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+from gradwire.compressors.array import start_residual
+from gradwire.compressors.base import Compressor, FeedbackName, as_array
+from gradwire.compressors.registry import register
+from gradwire.core.context import Context
+from gradwire.core.spec import TensorSpec
+from gradwire.kernels import active as kernels
+from gradwire.wire.fields import Reader
+from gradwire.wire.payload import Payload
+
+# Sums go through memory in pieces that stay in a core's cache while the ranks are added.
+_CHUNK = 1 << 15
+
+
+@register
+class NoCompression(Compressor):
+    """No compression: the elements as they are."""
+
+    name: ClassVar[str] = "none"
+    unbiased = True
+    exact = True
+    canonical = True
+    default_feedback: FeedbackName = "none"
+
+    def contraction(self, spec: TensorSpec) -> float:
+        """Nothing is lost."""
+        return 1.0
+
+    def max_encoded_bytes(self, spec: TensorSpec) -> int:
+        """The tensor itself."""
+        return spec.nbytes
+
+    def encode(
+        self,
+        grad: torch.Tensor,
+        ctx: Context,
+        stats: Sequence[np.ndarray] = (),
+        residual: np.ndarray | None = None,
+    ) -> Payload:
+        """Copy `grad`; ctx.spec, where given, says in which element type."""
+        dtype = grad.dtype if ctx.spec is None else ctx.spec.dtype
+        x = as_array(grad)
+        payload, elements = _pack(x, dtype, 1.0)
+        if residual is not None:
+            start_residual(x, residual)
+            kernels.compensate(elements, -1.0, residual, residual)
+        return payload
+
+    def encode_compensated(
+        self,
+        grad: torch.Tensor,
+        ctx: Context,
+        work: np.ndarray | None,
+        *,
+        scale: float = 1.0,
+        residual: np.ndarray | None = None,
+        stats: Sequence[np.ndarray] = (),
+    ) -> Payload:
+        """Copy scale · grad + residual; without feedback in one sweep."""
+        if work is not None:
+            return super().encode_compensated(grad, ctx, work, scale=scale, residual=residual)
+        assert residual is None, "a residual without a place for the next one would be lost"
+        return _pack(as_array(grad), grad.dtype if ctx.spec is None else ctx.spec.dtype, scale)[0]
+
+    def decode(
+        self,
+        payload: Payload,
+        ctx: Context,
+        out: torch.Tensor | None = None,
+        accumulate: bool = False,
+        stats: Sequence[np.ndarray] = (),
+    ) -> torch.Tensor:
+        """Copy or add the elements; `out` may be float64 as well where it accumulates."""
+        out = self._output(ctx, out)
+        elements = self._elements(payload, ctx, out)
+        if accumulate:
+            _add(elements, as_array(out))
+        else:
+            _convert(elements, as_array(out), 1.0)
+        return out
+
+    def decode_sum(
+        self,
+        payloads: Sequence[Payload],
+        ctxs: Sequence[Context],
+        out: torch.Tensor,
+        stats: Sequence[np.ndarray] = (),
+    ) -> torch.Tensor:
+        """Add the elements of all ranks; `out` may be float64 as well."""
+        ranks = [
+            self._elements(payload, ctx, self._output(ctx, out))
+            for payload, ctx in zip(payloads, ctxs, strict=True)
+        ]
+        total = as_array(out)
+        for start in range(0, total.size, _CHUNK):
+            chunk = total[start : start + _CHUNK]
+            chunk.fill(0)
+            for elements in ranks:
+                _add(elements[start : start + _CHUNK], chunk)
+        return out
+
+    def _elements(self, payload: Payload, ctx: Context, out: torch.Tensor) -> np.ndarray:
+        dtype = out.dtype if ctx.spec is None else ctx.spec.dtype
+        body = self._expect_bytes(payload, out.numel() * dtype.itemsize)
+        return Reader(body).array(_array_dtype(dtype), out.numel())
+
+
+def _pack(x: np.ndarray, dtype: torch.dtype, scale: float) -> tuple[Payload, np.ndarray]:
+    body = np.empty(x.size * dtype.itemsize, np.uint8)
+    elements = body.view(_array_dtype(dtype))
+    return Payload(body, nonfinite=not _convert(x, elements, scale)), elements
+
+
+def _convert(x: np.ndarray, out: np.ndarray, scale: float) -> bool:
+    """Write scale · x to `out` in its element type; return whether all of that is finite."""
+    if out.dtype == np.float64:  # kernels calculate in float32
+        if x.dtype == np.uint16:
+            kernels.cast(x, out, scale)
+        else:
+            np.multiply(x, scale, out=out, dtype=np.float64)
+        return out.size == 0 or bool(np.isfinite(out.min()) and np.isfinite(out.max()))
+    both_float32 = out.dtype == np.float32 and x.dtype == np.float32
+    if both_float32 and np.isfinite(kernels.compensate(x, scale, None, out)):  # copy and check in one sweep
+        return True
+    kernels.cast(x, out, scale)  # keeps every bit of a NaN where the types are equal
+    return kernels.count_nonfinite(out) == 0
+
+
+def _add(elements: np.ndarray, out: np.ndarray) -> None:
+    if out.dtype == np.float64 and elements.dtype != np.uint16:
+        np.add(out, elements, out=out)
+    elif out.dtype == np.float32:
+        kernels.accumulate(elements, out)
+    else:
+        raise ValueError(
+            f"Expected a float32 out to accumulate in, got {out.dtype}. Do: pass out=torch.zeros(shape)."
+        )
+
+
+def _array_dtype(dtype: torch.dtype) -> np.dtype:
+    """How `as_array` shows this element type."""
+    return as_array(torch.empty(0, dtype=dtype)).dtype

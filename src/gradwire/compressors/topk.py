@@ -1,0 +1,126 @@
+"""Top-k sparsification: keep the k entries of largest magnitude as (index, value) pairs.
+
+Biased; a contraction with delta = k/N, so it needs error feedback. Payloads cannot be summed.
+k = ceil(ratio N) and at least 1, which the receiver knows, so that it is not sent. Body: k indices,
+ascending, as uint32 (int64 beyond 2^32 elements), then k values as float32.
+
+Source: Aji and Heafield 2017, section 3. Differences: exact k over the whole tensor instead of a sampled
+threshold; ties go to the lowest index, so that every backend agrees.
+"""
+# Shapes: N = elements of the tensor or range, K = kept elements, W = ranks
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any, ClassVar
+
+import numpy as np
+
+from gradwire.compressors import options
+from gradwire.compressors.array import ArrayCompressor, expect, scaled, start_residual
+from gradwire.compressors.registry import register
+from gradwire.core.context import Context
+from gradwire.core.spec import TensorSpec
+from gradwire.kernels import active as kernels
+from gradwire.wire.fields import Reader, Writer
+
+
+@register
+class TopK(ArrayCompressor):
+    """Top-k sparsification: the entries of largest magnitude as (index, value) pairs.
+
+    Args:
+        ratio: kept fraction, in (0, 1].
+    """
+
+    name: ClassVar[str] = "topk"
+    canonical = True
+
+    def __init__(self, ratio: float = 0.01) -> None:
+        self.ratio = options.real("ratio", ratio, 0.0, 1.0, low_open=True)
+        # In decimal, so that 7 % of 100 elements are 7 and not the 8 that 7.000000000000001 would round up
+        # to.
+        self._fraction = Fraction(repr(self.ratio))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """See `Compressor`."""
+        return {"ratio": self.ratio}
+
+    def num_kept(self, size: int) -> int:
+        """K, for a tensor of `size` elements."""
+        return min(size, max(1, math.ceil(self._fraction * size)))
+
+    def contraction(self, spec: TensorSpec) -> float:
+        """The K largest of N hold at least K/N of the energy."""
+        return self.num_kept(spec.numel) / max(1, spec.numel)
+
+    def max_encoded_bytes(self, spec: TensorSpec) -> int:
+        """The exact size of every payload."""
+        return self.num_kept(spec.numel) * (_index_dtype(spec.numel).itemsize + 4)
+
+    def _encode(
+        self,
+        x: np.ndarray,
+        ctx: Context,
+        *,
+        scale: float = 1.0,
+        largest: float | None = None,
+        stats: Sequence[np.ndarray] = (),
+        residual: np.ndarray | None = None,
+    ) -> np.ndarray | None:
+        k, index_dtype = self.num_kept(x.size), _index_dtype(x.size)
+        body = Writer(k * (index_dtype.itemsize + 4))
+        indices, values = body.reserve(index_dtype, k), body.reserve(np.float32, k)
+        kernels.top_k(x, k, indices)
+        if residual is not None:
+            start_residual(x, residual)
+        kernels.take(x, indices, values, residual)
+        if scale != 1.0:
+            values[:] = [scaled(float(value), scale) for value in values]
+        # Non-finite entries are larger than all others, so that they are among the values if there are any.
+        return body.done() if np.isfinite(values).all() else None
+
+    def _decode(
+        self, body: np.ndarray, ctx: Context, stats: Sequence[np.ndarray], out: np.ndarray, accumulate: bool
+    ) -> None:
+        indices, values = self._parse(body, out.size)
+        if not accumulate:
+            out.fill(0)
+        kernels.scatter(indices, values, out, accumulate)
+
+    def _decode_sum(
+        self,
+        bodies: Sequence[np.ndarray],
+        ctxs: Sequence[Context],
+        stats: Sequence[np.ndarray],
+        out: np.ndarray,
+    ) -> None:
+        parsed = [self._parse(body, out.size) for body in bodies]
+        kernels.scatter_sum([indices for indices, _ in parsed], [values for _, values in parsed], out)
+
+    def _parse(self, body: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+        k, reader = self.num_kept(size), Reader(body)
+        indices, values = reader.array(_index_dtype(size), k), reader.array(np.float32, k)
+        reader.end()
+        expect(kernels.check_indices(indices, size), f"ascending indices below {size}", "others", self.name)
+        expect(np.isfinite(values).all(), "finite values", "others", self.name)
+        expect(_zeros_first(indices, values), "zeros at the lowest indices", "others", self.name)
+        return indices, values
+
+
+def _zeros_first(indices: np.ndarray, values: np.ndarray) -> bool:
+    """Whether zeros, kept only where fewer than K elements are not zero, are those of the lowest indices."""
+    if values.all():
+        return True
+    not_zero = values != 0
+    free = np.ones(values.size, bool)  # the lowest K indices, which hold all the zeros that can be kept
+    free[indices[not_zero & (indices < values.size)]] = False
+    zeros = indices[~not_zero]
+    return bool(np.array_equal(zeros, np.flatnonzero(free)[: zeros.size]))
+
+
+def _index_dtype(size: int) -> np.dtype:
+    return np.dtype(np.uint32 if size <= 1 << 32 else np.int64)
