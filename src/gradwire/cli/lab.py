@@ -78,16 +78,16 @@ def _on_terminate(number: int, frame: FrameType | None) -> None:
 
 
 def _print_summary(result: LabResult, *, quiet: bool) -> None:
-    table = Table(title="gradwire lab: bytes and packets at each host's interface", box=box.SIMPLE)
-    for name in ("host", "sent", "received", "packets out", "in", "dropped", "lost", "seconds", "end"):
+    table = Table(title="gradwire lab: traffic at each host's interface", box=box.SIMPLE)
+    for name in ("host", "MB sent", "MB received", "packets sent", "received", "dropped", "lost", "s", "end"):
         table.add_column(name, justify="left" if name == "end" else "right")
     for host in result.hosts:
         counts = host.counters
         table.add_row(
-            *(str(host.host), f"{counts.bytes_sent:,}", f"{counts.bytes_received:,}"),
-            *(f"{counts.packets_sent:,}", f"{counts.packets_received:,}"),
-            *(f"{host.drops.uplink + host.drops.downlink:,}", f"{host.drops.loss:,}"),
-            *(f"{host.seconds:.2f}", host.outcome),
+            *(str(host.host), f"{counts.bytes_sent / 1e6:.3f}", f"{counts.bytes_received / 1e6:.3f}"),
+            *(str(counts.packets_sent), str(counts.packets_received)),
+            *(str(host.drops.uplink + host.drops.downlink), str(host.drops.loss)),
+            *(f"{host.seconds:.2f}", host.outcome.removeprefix("exit code ")),
         )
     Console(stderr=True).print(table)
     if not result.ok:

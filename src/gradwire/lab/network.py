@@ -17,14 +17,17 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 
 from gradwire.lab.counters import Counters, Drops, parse_net_dev
 from gradwire.lab.namespaces import Namespaces
 from gradwire.lab.rights import find_loss_tool
 
 INTERFACE = "eth0"
+_OFFLOAD_SCRIPT = str(Path(__file__).with_name("offload.py"))
 _FRAME_BYTES = 1514
 _BURST_SECONDS = 0.001
 _MIN_BURST_BYTES = 3 * _FRAME_BYTES
@@ -121,25 +124,29 @@ class Network:
 
     def _connect(self) -> None:
         hosts = range(self._num_hosts)
-        self._namespaces.tool(None, ["ip", "-batch", "-"], "\n".join(self._bridge_script()))
+        tool = self._namespaces.tool
+        tool(None, ["ip", "-batch", "-"], "\n".join(self._bridge_script()))
+        tool(None, [sys.executable, "-I", "-S", _OFFLOAD_SCRIPT, *(f"host{host}" for host in hosts)])
+        moves = [
+            f"link set host{host} name {INTERFACE} netns {self._namespaces.path(host)}" for host in hosts
+        ]
+        tool(None, ["ip", "-batch", "-"], "\n".join(moves))
         fdb = [f"fdb add {_hardware_address(host)} dev port{host} master static" for host in hosts]
-        self._namespaces.tool(None, ["bridge", "-batch", "-"], "\n".join(fdb))
+        tool(None, ["bridge", "-batch", "-"], "\n".join(fdb))
         for host in hosts:
-            self._namespaces.tool(host, ["ip", "-batch", "-"], "\n".join(self._host_script(host)))
+            tool(host, ["ip", "-batch", "-"], "\n".join(self._host_script(host)))
 
     def _bridge_script(self) -> Iterator[str]:
         yield "link add br0 type bridge mcast_snooping 0 stp_state 0"
         yield "link set br0 addrgenmode none up"
         for host in range(self._num_hosts):
-            yield (
-                f"link add name port{host} type veth peer name {INTERFACE} "
-                f"address {_hardware_address(host)} netns {self._namespaces.path(host)}"
-            )
+            cable = f"type veth peer name host{host} address {_hardware_address(host)}"
+            yield f"link add name port{host} {cable}"
             yield f"link set port{host} master br0 addrgenmode none gso_max_segs 1 up"
 
     def _host_script(self, host: int) -> Iterator[str]:
         yield "link set lo up"
-        yield f"link set {INTERFACE} addrgenmode none gso_max_segs 1 up"
+        yield f"link set {INTERFACE} addrgenmode none up"
         yield f"addr add {address(host)}/24 dev {INTERFACE}"
         for other in range(self._num_hosts):
             if other != host:

@@ -108,7 +108,7 @@ class LabResult:
             row = asdict(host)
             for name in ("stdout", "stderr"):
                 del row[name]
-            hosts.append({**row, **row.pop("counters"), "drops": row.pop("drops")})
+            hosts.append({**row.pop("counters"), **row})
         return {
             "ok": self.ok,
             "message": self.message,
