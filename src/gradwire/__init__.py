@@ -1,3 +1,51 @@
-"""gradwire: data-parallel PyTorch over slow networks."""
+"""gradwire: data-parallel PyTorch over slow networks, by compressing gradients, with one line.
+
+    handle = gradwire.attach(ddp, "threelc", optimizer=optimizer)
+
+Names are loaded when they are first used, so that ``import gradwire`` costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from gradwire.compressors.base import Compressor as Compressor
+    from gradwire.compressors.registry import make as make
+    from gradwire.core import errors as errors
+    from gradwire.core.context import Context as Context
+    from gradwire.core.spec import TensorSpec as TensorSpec
+    from gradwire.integrations.ddp import Handle as Handle
+    from gradwire.integrations.ddp import attach as attach
+    from gradwire.sync.plan import Plan as Plan
+    from gradwire.sync.synchronizer import Shard as Shard
+    from gradwire.sync.synchronizer import Synchronizer as Synchronizer
+
+_HOMES = {
+    "Compressor": "gradwire.compressors.base",
+    "Context": "gradwire.core.context",
+    "Handle": "gradwire.integrations.ddp",
+    "Plan": "gradwire.sync.plan",
+    "Shard": "gradwire.sync.synchronizer",
+    "Synchronizer": "gradwire.sync.synchronizer",
+    "TensorSpec": "gradwire.core.spec",
+    "attach": "gradwire.integrations.ddp",
+    "make": "gradwire.compressors.registry",
+}
+
+__all__ = sorted([*_HOMES, "errors"])
+
+
+def __getattr__(name: str) -> Any:
+    if name == "errors":
+        return importlib.import_module("gradwire.core.errors")
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'gradwire' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -76,7 +76,7 @@ class PeerFailedError(SyncError):
     """Another rank failed first and said so; the message is that rank's."""
 
 
-class ReplicaError(GradwireError, RuntimeError):
+class ReplicaError(SyncError):
     """The replica check found ranks whose parameters differ in at least one bit."""
 
 

@@ -1,0 +1,260 @@
+"""How the ranges of one item are encoded, merged and decoded: the compressor, its residuals and its flags together.
+
+Every encode owns a residual where the plan asks for feedback: it compensates, encodes and stages in one call. All
+residuals and all payloads are in units of the mean: gradients are scaled by 1/W as they are encoded. So payloads only
+add up, nothing is divided afterwards, and a residual means the same under every strategy and world size.
+
+Two algebras: `LossyCodec` decodes, adds in float32 and encodes again, with a residual of role ``aggregate``;
+`LaneCodec` is for summable compressors: it adds integers and never decodes on the way.
+"""
+
+# Shapes: N = elements of the range, W = ranks.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from gradwire.compressors.base import Compressor
+from gradwire.core.context import Context
+from gradwire.core.errors import PayloadError, SyncError
+from gradwire.core.spec import as_array
+from gradwire.feedback.residuals import ResidualKey, Residuals
+from gradwire.kernels import active as kernels
+from gradwire.sync.item import Item, Message, Part
+from gradwire.wire.frame import FrameFlags, FrameKind
+from gradwire.wire.payload import Payload
+
+EMPTY = np.empty(0, dtype=np.uint8)
+_REDUCE = {"sum": np.add, "max": np.maximum, "min": np.minimum}
+
+
+class LossyCodec:
+    """Payloads that are decoded to be added."""
+
+    def __init__(self, item: Item, residuals: Residuals, rank: int, world_size: int, seed: int) -> None:
+        self.item = item
+        self.compressor: Compressor = item.entry.compressor
+        self.rank = rank
+        self.world_size = world_size
+        self._residuals = residuals if item.entry.feedback == "error" else None
+        self._seed = seed
+        self._stats: dict[int, list[np.ndarray]] = {}
+        self._compensated: dict[int, np.ndarray] = {}
+
+    def kind(self, stage: int) -> FrameKind:
+        """The kind of frame that leaves a stage."""
+        return FrameKind.PAYLOAD
+
+    # -- own gradient ----------------------------------------------------------------------------------------
+
+    def start(self, part: Part) -> Message:
+        """Encode this rank's gradient of `part`."""
+        self.item.wait_loaded()
+        if not self.item.used:  # its residual stays where it is (R10)
+            return self._message(FrameKind.PAYLOAD, None)
+        if self.compressor.needs_stats:
+            return self._message(FrameKind.PAYLOAD, self._encode_with_stats(part))
+        grad = self.item.values[part.slice]
+        return self._message(FrameKind.PAYLOAD, self._encode(part, grad, 1 / self.world_size, "local", 0))
+
+    def _encode(self, part: Part, grad: torch.Tensor, scale: float, role: Any, stage: int) -> Payload:
+        source, staged = self._residual(part, role)
+        return self.compressor.encode_compensated(
+            grad, self._context(part, stage), staged, scale=scale, residual=source
+        )
+
+    def _residual(self, part: Part, role: Any) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """The residual to compensate with, and where the new one goes."""
+        if self._residuals is None:
+            return None, None
+        key = ResidualKey(self.item.name, self.item.range(part), role)
+        return self._residuals.source(key), self._residuals.stage(key)
+
+    # -- merging ---------------------------------------------------------------------------------------------
+
+    def merge(self, part: Part, messages: Sequence[Message], stage: int) -> Message:
+        """Add what arrived to this rank's gradient and encode the sum, which is an aggregate."""
+        self.item.wait_loaded()
+        used = [message for message in messages if message.used]
+        if not used and not self.item.used:
+            return self._message(FrameKind.PAYLOAD, None)
+        total = torch.empty(part.count, dtype=torch.float32)
+        self._decode_sum(part, used, total)
+        if self.item.used:
+            mine, sums = as_array(self.item.values[part.slice]), total.numpy()
+            kernels.compensate(mine, 1 / self.world_size, sums, sums)
+        return self._message(FrameKind.PAYLOAD, self._encode(part, total, 1.0, "aggregate", stage))
+
+    def decode(self, part: Part, message: Message, stage: int) -> None:
+        """Write the mean of `part`, which `message` carries, over the gradient."""
+        out = self.item.values[part.slice]
+        if not message.used:
+            out.zero_()
+            return
+        self.item.nonfinite |= message.nonfinite
+        stats = self._stats.get(part.index, ()) if stage == 0 else ()  # aggregates carry their own
+        with _blame(self, message):
+            self.compressor.decode(_payload(message), self._context(part, stage, message.sender), out, stats=stats)
+
+    def decode_sum(self, part: Part, messages: Sequence[Message]) -> None:
+        """Write the sum of all ranks' payloads of `part` over the gradient."""
+        used = [message for message in messages if message.used]
+        out = self.item.values[part.slice]
+        if out.dtype == torch.float32:
+            self._decode_sum(part, used, out)
+            return
+        total = torch.empty(part.count, dtype=torch.float32)
+        self._decode_sum(part, used, total)
+        kernels.cast(total.numpy(), as_array(out))
+
+    def _decode_sum(self, part: Part, messages: Sequence[Message], out: torch.Tensor) -> None:
+        for message in messages:
+            self.item.nonfinite |= message.nonfinite
+        contexts = [self._context(part, 0, message.sender) for message in messages]
+        payloads = [_payload(message) for message in messages]
+        stats = self._stats.get(part.index, ())
+        try:
+            self.compressor.decode_sum(payloads, contexts, out, stats)
+        except PayloadError:
+            for message, context in zip(messages, contexts):  # which of them was it?
+                with _blame(self, message):
+                    self.compressor.decode(_payload(message), context, torch.empty_like(out), stats=stats)
+            raise
+
+    # -- the preliminary round -------------------------------------------------------------------------------
+
+    def stats(self, part: Part) -> Message:
+        """Compensate, and return what must be reduced over ranks before `part` can be encoded."""
+        self.item.wait_loaded()
+        if not self.item.used:
+            return self._message(FrameKind.STATS, None)
+        source, staged = self._residual(part, "local")
+        work = np.empty(part.count, dtype=np.float32) if staged is None else staged
+        kernels.compensate(as_array(self.item.values[part.slice]), 1 / self.world_size, source, work)
+        self._compensated[part.index] = work
+        entries = self.compressor.stats(torch.from_numpy(work), self._context(part, 0))
+        flat = np.concatenate([entry.values.astype(np.float32, copy=False).reshape(-1) for entry in entries])
+        return self._message(FrameKind.STATS, Payload(flat.view(np.uint8)))
+
+    def reduce_stats(self, part: Part, messages: Sequence[Message]) -> None:
+        """Reduce the statistics of all ranks, in rank order, so that every rank holds the same bits."""
+        spec = self.compressor.stats_spec(self.item.spec(part))
+        reduced: list[np.ndarray] = []
+        rows = [message.body.view(np.float32) for message in messages if message.used]
+        start = 0
+        for length, reduction in spec:
+            pieces = [row[start : start + length] for row in rows]
+            total = pieces[0].copy() if pieces else np.zeros(length, dtype=np.float32)
+            for piece in pieces[1:]:
+                _REDUCE[reduction](total, piece, out=total)
+            reduced.append(total)
+            start += length
+        self._stats[part.index] = reduced
+
+    def _encode_with_stats(self, part: Part) -> Payload:
+        stats, work = self._stats[part.index], self._compensated.pop(part.index)
+        if not all(np.isfinite(values).all() for values in stats):
+            return Payload(EMPTY, nonfinite=True)
+        residual = None if self._residuals is None else work
+        return self.compressor.encode(torch.from_numpy(work), self._context(part, 0), stats, residual)
+
+    # -- helpers ---------------------------------------------------------------------------------------------
+
+    def _message(self, kind: FrameKind, payload: Payload | None) -> Message:
+        """A message of this rank; None stands for a parameter that its backward did not use."""
+        if payload is None:
+            return Message(kind, FrameFlags.PRESENT, EMPTY, self.rank)
+        flags = FrameFlags.PRESENT | FrameFlags.USED
+        if payload.nonfinite:
+            flags |= FrameFlags.NONFINITE
+        return Message(kind, flags, payload.body, self.rank)
+
+    def _context(self, part: Part, stage: int, rank: int | None = None) -> Context:
+        return Context(
+            name=self.item.name,
+            step=self.item.step,
+            rank=self.rank if rank is None else rank,
+            world_size=self.world_size,
+            seed=self._seed,
+            offset=self.item.offset + part.offset,
+            stage=stage,
+            spec=self.item.spec(part),
+        )
+
+
+class LaneCodec(LossyCodec):
+    """Integers that are added as they are: nothing is decoded before the mean is there, and nothing is lost."""
+
+    def kind(self, stage: int) -> FrameKind:
+        return FrameKind.PAYLOAD if stage == 0 else FrameKind.AGGREGATE
+
+    def merge(self, part: Part, messages: Sequence[Message], stage: int) -> Message:
+        mine = self.start(part)
+        contributions = [message for message in (mine, *messages) if message.used]
+        if not contributions:
+            return self._message(FrameKind.AGGREGATE, None)
+        if any(message.nonfinite for message in contributions):
+            return self._message(FrameKind.AGGREGATE, Payload(EMPTY, nonfinite=True))
+        lanes = self._sum_lanes(part, contributions)
+        return self._message(FrameKind.AGGREGATE, Payload(lanes.view(np.uint8)))
+
+    def decode(self, part: Part, message: Message, stage: int) -> None:
+        self._lower(part, [message])
+
+    def decode_sum(self, part: Part, messages: Sequence[Message]) -> None:
+        self._lower(part, [message for message in messages if message.used])
+
+    def _sum_lanes(self, part: Part, messages: Sequence[Message]) -> np.ndarray:
+        lanes = np.zeros(self.compressor.num_lanes(self.item.spec(part)), self.compressor.lane_dtype(self.world_size))
+        for message in messages:
+            with _blame(self, message):
+                if message.kind == FrameKind.AGGREGATE:
+                    lanes += message.body.view(lanes.dtype)
+                else:
+                    context = self._context(part, 0, message.sender)
+                    self.compressor.lift(_payload(message), context, lanes, accumulate=True)
+        return lanes
+
+    def _lower(self, part: Part, messages: Sequence[Message]) -> None:
+        out = self.item.values[part.slice]
+        if not any(message.used for message in messages):
+            out.zero_()
+        elif any(message.nonfinite for message in messages):
+            self.item.nonfinite = True
+            out.fill_(torch.nan)
+        else:
+            lanes = self._sum_lanes(part, messages)
+            self.compressor.lower(lanes, self.world_size, self._context(part, 0), self._stats[part.index], out)
+
+
+def make_codec(item: Item, residuals: Residuals, rank: int, world_size: int, seed: int) -> LossyCodec:
+    """The codec that fits the item's compressor."""
+    kind = LaneCodec if item.entry.compressor.summable else LossyCodec
+    return kind(item, residuals, rank, world_size, seed)
+
+
+def _payload(message: Message) -> Payload:
+    return Payload(message.body, message.nonfinite)
+
+
+class _blame:  # noqa: N801  # reads as a verb
+    """Turn a decoder's `PayloadError` into one that names the rank whose bytes they were."""
+
+    def __init__(self, codec: LossyCodec, message: Message) -> None:
+        self._codec, self._message = codec, message
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, PayloadError):
+            raise SyncError(
+                f"Rank {self._message.sender} sent bytes that are no payload of {self._codec.item.name}: {error}",
+                rank=self._message.sender,
+                tensor=self._codec.item.name,
+                phase="decode",
+            ) from error

@@ -1,0 +1,343 @@
+"""The engine: runs task graphs from a computation queue and a communication queue, driven by dependency counts.
+
+Encodes, decodes and merges run on the engine's own thread, lowest priority number first. Sends go straight to the
+transport, whose send queues are the communication queue; arrivals end `recv` tasks. Nothing blocks in a callback.
+
+Guarantees: a frame is matched to exactly one `recv`; frames that come before their `recv` exists are kept within a
+bound; the first failure of any kind ends the engine once, with one typed error that names rank, tensor and phase, and
+that every later call raises again.
+
+Source: HiPress (SOSP 2021), section 3.2. Differences: its communication queue is a thread of its own; here it is the
+transport's, which spares a hand-over between threads a frame.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gradwire.core.errors import FrameError, PeerTimeoutError, SyncError
+from gradwire.core.events import Event, EventStream
+from gradwire.sync.graph import FrameKey, Task, TaskGraph
+from gradwire.transport.base import Callbacks, Transport
+from gradwire.wire.frame import HEADER_BYTES, Header
+
+logger = logging.getLogger("gradwire")
+
+FINISH = "finish"  # phase of the last task of every graph, which the engine adds itself
+
+
+class Arrival(NamedTuple):
+    """A frame, as a `recv` task's value."""
+
+    header: Header
+    body: np.ndarray
+
+
+class Engine:
+    """Runs graphs until it is closed or fails.
+
+    Args:
+        transport: carries the frames; the engine starts it, and closes it at the end.
+        admit: refuses (by `FrameError`) a header that does not fit what this job agreed on.
+        events: where the metrics go.
+        stall_timeout: how long a live peer may take to send a frame that is waited for.
+        on_failure: called once with the error and the state of the moment, before anybody else learns of it: writes
+            the flight recorder's file.
+
+    Attributes:
+        error: what ended the engine, or None.
+        early_bytes_limit: most bytes a peer may have in frames that came before their `recv`.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        admit: Callable[[Header], None],
+        events: EventStream,
+        stall_timeout: timedelta,
+        on_failure: Callable[[SyncError, dict[str, Any]], None],
+    ) -> None:
+        self.transport = transport
+        self.error: SyncError | None = None
+        self.early_bytes_limit = 1 << 20
+        self._admit = admit
+        self._events = events
+        self._stall_seconds = stall_timeout.total_seconds()
+        self._on_failure = on_failure
+        self._condition = threading.Condition()
+        self._ready: list[tuple[int, int, int, Task]] = []
+        self._order = itertools.count()
+        self._waiting: dict[FrameKey, Task] = {}
+        self._early: dict[FrameKey, Arrival] = {}
+        self._early_bytes = [0] * transport.world_size
+        self._active: set[TaskGraph] = set()
+        self._closing = False
+        transport.start(Callbacks(self._check, self._arrive, self.fail))
+        self._thread = threading.Thread(target=self._loop, name="gradwire-engine", daemon=True)
+        self._thread.start()
+
+    # -- called by the synchroniser --------------------------------------------------------------------------
+
+    def run(self, graph: TaskGraph) -> None:
+        """Start a graph and return at once.
+
+        Raises:
+            SyncError: the engine has failed before; the same error as then.
+
+        On failure: `graph.on_done` is never called; `error` says why, and `wait_idle` raises it.
+        """
+        with self._condition:
+            self.raise_if_failed()
+            self._active.add(graph)
+            now = time.monotonic()
+            for task in graph.tasks:
+                task.started = now
+            ended = [task for task in graph.tasks if task.key is not None and self._claim(task)]
+            for task in graph.tasks:
+                if task.pending == 0 and task.run is not None:
+                    self._push(task)
+            for task in ended:
+                self._end(task)
+            self._condition.notify_all()
+
+    def wait_idle(self) -> None:
+        """Block until every graph has ended.
+
+        Raises:
+            SyncError: the engine failed; never later than the deadlines allow.
+        """
+        with self._condition:
+            while self._active and self.error is None:
+                self._condition.wait()
+            self.raise_if_failed()
+
+    def raise_if_failed(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def fail(self, error: SyncError) -> None:
+        """End everything with `error`. Only the first call counts."""
+        with self._condition:
+            if self.error is not None or self._closing:
+                return
+            self.error = error = self._located(error)
+            self._events.emit(
+                Event(
+                    "failure",
+                    time.monotonic(),
+                    tensor=error.tensor or "",
+                    peer=error.rank,
+                    detail={"message": str(error)},
+                )
+            )
+            try:
+                self._on_failure(error, self._state())
+            except Exception:
+                logger.exception("The flight recorder could not be written.")
+            self._active.clear()
+            self._ready.clear()
+            self._waiting.clear()
+            self._early.clear()
+            self._condition.notify_all()
+        # Not from this thread: it may be the transport's own, which cannot wait for itself.
+        threading.Thread(target=self.transport.abort, args=(str(error),), name="gradwire-abort", daemon=True).start()
+
+    def close(self) -> None:
+        """End the threads. Graphs still running are abandoned; `wait_idle` first for good order."""
+        with self._condition:
+            self._closing = True
+            self._condition.notify_all()
+        self._thread.join()
+        self.transport.close()
+
+    # -- arrivals, on the transport's thread -----------------------------------------------------------------
+
+    def _check(self, peer: int, header: Header) -> None:
+        self._admit(header)
+        early = self._early_bytes[peer] + header.length
+        if early > self.early_bytes_limit:
+            raise FrameError(
+                f"Expected rank {peer} to be at most a step ahead, got {early} bytes of frames that nothing waits for "
+                f"(limit {self.early_bytes_limit}). Do: submit the same tensors in the same order on every rank."
+            )
+
+    def _arrive(self, peer: int, header: Header, body: np.ndarray) -> None:
+        key = FrameKey(peer, header.kind, header.round, header.tensor, header.stage, header.partition)
+        arrival = Arrival(header, body)
+        with self._condition:
+            task = self._waiting.pop(key, None)
+            if task is None:
+                if key in self._early:
+                    self.fail(SyncError(f"Expected each frame once, got {key} again.", rank=peer, phase="recv"))
+                    return
+                self._early[key] = arrival
+                self._early_bytes[peer] += body.nbytes
+                return
+            task.value = arrival
+            self._record_arrival(task)
+            self._end(task)
+            self._condition.notify_all()
+
+    def _claim(self, task: Task) -> bool:
+        """Give a new `recv` task its frame if that is here already, else wait for it."""
+        assert task.key is not None
+        arrival = self._early.pop(task.key, None)
+        if arrival is None:
+            self._waiting[task.key] = task
+            return False
+        self._early_bytes[task.key.peer] -= arrival.body.nbytes
+        task.value = arrival
+        self._record_arrival(task)
+        return True
+
+    def _record_arrival(self, task: Task) -> None:
+        now = time.monotonic()
+        nbytes = 0 if task.value is None else HEADER_BYTES + task.value.header.length
+        graph = task.graph
+        self._events.emit(
+            Event(
+                "recv",
+                task.started,
+                now - task.started,
+                graph.name,
+                graph.round,
+                nbytes,
+                task.peer,
+                {"phase": task.phase},
+            )
+        )
+
+    # -- the computation queue, on the engine's thread -------------------------------------------------------
+
+    def _push(self, task: Task) -> None:
+        # Sends first: they only hand bytes on, and the link should never wait for the processor.
+        urgency = 0 if task.kind == "send" else 1
+        heapq.heappush(self._ready, (urgency, task.graph.priority, next(self._order), task))
+
+    def _end(self, task: Task) -> None:
+        """Mark a task as ended and make ready what waited only for it. Holds the lock."""
+        for successor in task.successors:
+            successor.pending -= 1
+            if successor.pending == 0:
+                self._push(successor)
+        graph = task.graph
+        graph.remaining -= 1
+        if graph.remaining == 0:
+            self._push(Task("merge", graph, FINISH, graph.on_done))
+
+    def _loop(self) -> None:
+        while True:
+            with self._condition:
+                while not self._ready:
+                    if self._closing:
+                        return
+                    self._condition.wait(self._next_check())
+                    self._check_stalls()
+                task = heapq.heappop(self._ready)[-1]
+            self._execute(task)
+
+    def _execute(self, task: Task) -> None:
+        graph = task.graph
+        assert task.run is not None, f"{task.phase} has nothing to run"
+        start = time.monotonic()
+        try:
+            task.value = task.run()
+        except Exception as error:  # the engine's thread must never die in silence
+            self.fail(error if isinstance(error, SyncError) else _wrapped(error, task))
+            return
+        if task.phase is FINISH:
+            with self._condition:
+                self._active.discard(graph)
+                self._condition.notify_all()
+            return
+        if task.kind != "send":
+            self._events.emit(
+                Event(
+                    task.kind,
+                    start,
+                    time.monotonic() - start,
+                    graph.name,
+                    graph.round,
+                    detail={"phase": task.phase},
+                )
+            )
+        with self._condition:
+            if self.error is None:
+                self._end(task)
+
+    # -- deadlines and messages ------------------------------------------------------------------------------
+
+    def _next_check(self) -> float | None:
+        return min(1.0, self._stall_seconds / 4) if self._waiting else None
+
+    def _check_stalls(self) -> None:
+        if not self._waiting or self.error is not None:
+            return
+        oldest = min(self._waiting.values(), key=lambda task: task.started)
+        waited = time.monotonic() - oldest.started
+        if waited > self._stall_seconds:
+            self.fail(
+                PeerTimeoutError(
+                    f"Rank {oldest.peer} is alive but has not sent a frame that is waited for since {waited:.1f} s "
+                    f"(limit {self._stall_seconds:g} s). Do: look what that rank does between steps, or pass a larger "
+                    "stall_timeout.",
+                    rank=oldest.peer,
+                    tensor=oldest.graph.name,
+                    phase=oldest.phase,
+                )
+            )
+
+    def _state(self) -> dict[str, Any]:
+        """What the flight recorder wants to know."""
+        now = time.monotonic()
+        waiting = sorted(self._waiting.values(), key=lambda task: task.started)
+        return {
+            "active": sorted(graph.name for graph in self._active),
+            "waiting": [
+                {"tensor": task.graph.name, "phase": task.phase, "rank": task.peer, "round": task.graph.round,
+                 "seconds": now - task.started}
+                for task in waiting
+            ],
+            "sent_bytes": list(self.transport.sent_bytes),
+            "received_bytes": list(self.transport.received_bytes),
+            "early_bytes": list(self._early_bytes),
+        }  # fmt: skip
+
+    def _located(self, error: SyncError) -> SyncError:
+        """The same error with the tensor and the phase that were waited for, where it lacks them."""
+        if error.tensor is None:
+            tasks = [task for task in self._waiting.values() if error.rank in (None, task.peer)] or list(
+                self._waiting.values()
+            )
+            if tasks:
+                task = min(tasks, key=lambda task: (task.graph.round, task.started))
+                error.tensor, error.phase = task.graph.name, task.phase
+                where = f"(tensor {task.graph.name}, {task.phase}, round {task.graph.round})"
+            else:
+                error.tensor, error.phase = "none", error.phase or "between steps"
+                where = f"(tensor none, {error.phase})"
+            error.args = (f"{error} {where}",)
+        return error
+
+
+def _wrapped(error: Exception, task: Task) -> SyncError:
+    graph = task.graph
+    blame = "" if task.peer is None else f" of rank {task.peer}"
+    wrapped = SyncError(
+        f"{type(error).__name__} in {task.phase}{blame} (tensor {graph.name}, round {graph.round}): {error}",
+        rank=task.peer,
+        tensor=graph.name,
+        phase=task.phase,
+    )
+    wrapped.__cause__ = error
+    return wrapped

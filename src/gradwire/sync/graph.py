@@ -1,0 +1,112 @@
+"""The task graph of one synchronisation: CaSync's five primitives and the order between them.
+
+A graph is data: strategies build it, the engine runs it, `TaskGraph.describe` prints it. A task becomes ready when
+every task it comes after has ended; a `recv` has no code of its own and ends when its frame arrives.
+
+Source: HiPress (SOSP 2021), section 3.1: encode, decode, merge, send and recv as composable primitives with a
+dependency graph between them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from gradwire.wire.frame import FrameKind
+
+Primitive = Literal["encode", "decode", "merge", "send", "recv"]
+
+
+class FrameKey(NamedTuple):
+    """Which frame a `recv` waits for. Together with the sender it is unique in a job."""
+
+    peer: int
+    kind: FrameKind
+    round: int
+    tensor: int
+    stage: int
+    partition: int
+
+
+@dataclass(eq=False, slots=True)
+class Task:
+    """One primitive.
+
+    Attributes:
+        kind: which primitive.
+        run: what it does, for all but `recv`; its return value becomes `value`.
+        key: the frame a `recv` waits for.
+        phase: what to call it in messages, for example ``"recv scatter"``.
+        pending: how many tasks it still waits for.
+        value: the result: a payload, an arrival, nothing.
+    """
+
+    kind: Primitive
+    graph: TaskGraph
+    phase: str
+    run: Callable[[], Any] | None = None
+    key: FrameKey | None = None
+    peer: int | None = None
+    pending: int = 0
+    successors: list[Task] = field(default_factory=list)
+    value: Any = None
+    started: float = 0.0
+
+
+class TaskGraph:
+    """The tasks that synchronise one item, and what to do when the last has ended.
+
+    Args:
+        name: name of the item, for messages and metrics.
+        round: synchronisation round.
+        priority: graphs of a lower number go first.
+        on_done: called once, on the engine's thread, when every task has ended.
+    """
+
+    def __init__(self, name: str, round: int, priority: int, on_done: Callable[[], None]) -> None:
+        self.name = name
+        self.round = round
+        self.priority = priority
+        self.on_done = on_done
+        self.tasks: list[Task] = []
+        self.remaining = 0
+        self.created = time.monotonic()
+
+    def add(
+        self,
+        kind: Primitive,
+        phase: str,
+        run: Callable[[], Any],
+        after: Iterable[Task] = (),
+        peer: int | None = None,
+    ) -> Task:
+        """Add a task that runs after all of `after`."""
+        return self._insert(Task(kind, self, phase, run, peer=peer), after)
+
+    def recv(self, phase: str, key: FrameKey) -> Task:
+        """Add a task that ends with the arrival of a frame."""
+        return self._insert(Task("recv", self, phase, key=key, peer=key.peer), ())
+
+    def _insert(self, task: Task, after: Iterable[Task]) -> Task:
+        for earlier in after:
+            earlier.successors.append(task)
+            task.pending += 1
+        self.tasks.append(task)
+        self.remaining += 1
+        return task
+
+    def describe(self) -> str:
+        """One line a task: number, primitive, phase, peer and the numbers it comes after."""
+        number = {id(task): index for index, task in enumerate(self.tasks)}
+        after: dict[int, list[int]] = {}
+        for task in self.tasks:
+            for successor in task.successors:
+                after.setdefault(number[id(successor)], []).append(number[id(task)])
+        lines = [f"{self.name} (round {self.round})"]
+        for index, task in enumerate(self.tasks):
+            peer = "" if task.peer is None else f" rank {task.peer}"
+            behind = f"  after {', '.join(map(str, after[index]))}" if index in after else ""
+            lines.append(f"  {index:3} {task.kind:6} {task.phase}{peer}{behind}")
+        return "\n".join(lines)

@@ -1,0 +1,101 @@
+"""What one task graph synchronises, and the messages that travel for it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from gradwire.core.spec import Range, TensorSpec
+from gradwire.sync.plan import PlanEntry
+from gradwire.wire.frame import FrameFlags, FrameKind
+
+# Boundaries between ranges lie on multiples of this many elements, so that blocks of a codec and groups of random
+# numbers (1,024 each) are not cut.
+RANGE_ALIGNMENT = 1024
+
+
+@dataclass(eq=False)
+class Item:
+    """A range of one tensor, or a batch of small ones, as one flat tensor on the CPU.
+
+    Attributes:
+        name: parameter name, or a name made up for a batch.
+        tensor: index in the agreed order of names.
+        values: contiguous 1-D CPU tensor: the gradient before, the mean over ranks after.
+        entry: how it travels.
+        round: number of the submission it belongs to, the same on all ranks.
+        step: synchronisation step, for the context of encodes.
+        offset: global element index of the first value.
+        used: whether this rank's backward used the parameter.
+        nonfinite: set where any rank's gradient, or the aggregate, was not finite; the same on all ranks.
+        wait_loaded: blocks until the gradient stands in `values`, where it comes from a GPU.
+    """
+
+    name: str
+    tensor: int
+    values: torch.Tensor
+    entry: PlanEntry
+    round: int
+    step: int
+    offset: int = 0
+    used: bool = True
+    nonfinite: bool = False
+    wait_loaded: Callable[[], None] = lambda: None
+
+    def spec(self, part: Part) -> TensorSpec:
+        return TensorSpec((part.count,), self.values.dtype)
+
+    def range(self, part: Part) -> Range:
+        """The global elements of a part: the key of its residual."""
+        return Range(self.offset + part.offset, part.count)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One range of an item: what one payload encodes.
+
+    Attributes:
+        index: number of the range in the item; the partition field of its frames.
+        offset: first value, within the item.
+        count: values.
+    """
+
+    index: int
+    offset: int
+    count: int
+
+    @property
+    def slice(self) -> slice:
+        return slice(self.offset, self.offset + self.count)
+
+
+class Message(NamedTuple):
+    """One encoded range on its way: made here, or arrived from `sender`."""
+
+    kind: FrameKind
+    flags: FrameFlags
+    body: np.ndarray
+    sender: int
+
+    @property
+    def used(self) -> bool:
+        return bool(self.flags & FrameFlags.USED)
+
+    @property
+    def nonfinite(self) -> bool:
+        return bool(self.flags & FrameFlags.NONFINITE)
+
+
+def split(count: int, num_parts: int, alignment: int = RANGE_ALIGNMENT) -> list[Part]:
+    """Cut `count` elements into `num_parts` ranges of nearly equal length; some may be empty.
+
+    Depends on its arguments alone, so every rank cuts alike.
+    """
+    blocks = -(-count // alignment)
+    edges = [min(count, blocks * part // num_parts * alignment) for part in range(num_parts + 1)]
+    return [Part(index, start, end - start) for index, (start, end) in enumerate(itertools.pairwise(edges))]

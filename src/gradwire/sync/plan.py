@@ -1,0 +1,118 @@
+"""The plan: which compressor, strategy and partition count each tensor gets.
+
+Rules are shell patterns on parameter names; the first that matches counts. A rule that names a tensor on purpose
+(any pattern but ``*``) is honoured for every size; under a blanket rule, vectors and small tensors stay dense,
+because their bytes are few and their values (biases, normalisation) are the ones that compression hurts most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from gradwire.compressors.base import Compressor
+from gradwire.compressors.registry import make
+from gradwire.core.errors import OptionError, UnknownNameError
+from gradwire.core.spec import TensorSpec
+
+Method = str | Compressor
+STRATEGIES = ("allgather", "ring", "scatter_reduce")
+FEEDBACKS = ("error", "none")
+
+
+@dataclass(frozen=True)
+class PlanEntry:
+    """How one tensor travels.
+
+    Attributes:
+        compressor: encodes and decodes it.
+        strategy: name of the strategy.
+        partitions: how many ranges a rank's share is cut into, so that they can overlap.
+        feedback: residual policy: ``"none"`` or ``"error"``.
+        batched: small and dense: travels in one message with its likes.
+    """
+
+    compressor: Compressor
+    strategy: str = "scatter_reduce"
+    partitions: int = 1
+    feedback: str = "none"
+    batched: bool = False
+
+    def describe(self) -> dict[str, Any]:
+        """Everything ranks must agree on, as plain data."""
+        return {
+            "compressor": self.compressor.name,
+            "options": {key: repr(value) for key, value in sorted(self.compressor.options.items())},
+            "strategy": self.strategy,
+            "partitions": self.partitions,
+            "feedback": self.feedback,
+            "batched": self.batched,
+        }
+
+
+class Plan:
+    """Plan entries by parameter name.
+
+    Args:
+        rules: one method for all tensors (a name or a compressor), or a mapping from name patterns to methods.
+        strategy: how compressed tensors travel.
+        partitions: ranges a rank's share of a tensor is cut into.
+        min_elements: under a blanket rule, tensors of fewer elements, and all vectors, stay dense.
+        feedback: ``"error"`` or ``"none"`` for all compressors; None leaves it to each one's default.
+
+    Raises:
+        UnknownNameError: a compressor, strategy or feedback that does not exist.
+        OptionError: a number out of range, or rules that match nothing.
+    """
+
+    def __init__(
+        self,
+        rules: Method | Mapping[str, Method],
+        *,
+        strategy: str = "scatter_reduce",
+        partitions: int = 1,
+        min_elements: int = 16_384,
+        feedback: str | None = None,
+    ) -> None:
+        if strategy not in STRATEGIES:
+            raise UnknownNameError("strategy", strategy, STRATEGIES)
+        if feedback is not None and feedback not in FEEDBACKS:
+            raise UnknownNameError("feedback", feedback, FEEDBACKS)
+        if partitions < 1:
+            raise OptionError(f"Expected partitions of at least 1, got {partitions}. Do: pass 1 or more.")
+        if min_elements < 0:
+            raise OptionError(f"Expected min_elements of at least 0, got {min_elements}. Do: pass 0 to compress all.")
+        if isinstance(rules, Mapping) and not rules:
+            raise OptionError('Expected at least one rule, got none. Do: pass for example {"*": "threelc"}.')
+        named = rules if isinstance(rules, Mapping) else {"*": rules}
+        self.rules = {pattern: make(method) if isinstance(method, str) else method for pattern, method in named.items()}
+        self.strategy = strategy
+        self.partitions = partitions
+        self.min_elements = min_elements
+        self.feedback = feedback
+
+    def entry(self, name: str, spec: TensorSpec) -> PlanEntry:
+        """The plan entry of one tensor."""
+        pattern, compressor = self._match(name)
+        small = len(spec.shape) <= 1 or spec.numel < self.min_elements
+        if small and pattern == "*":
+            compressor = make("none")
+        feedback = self.feedback or compressor.default_feedback
+        return PlanEntry(
+            compressor,
+            self.strategy,
+            self.partitions,
+            feedback="none" if compressor.exact else feedback,
+            batched=small and compressor.name == "none",
+        )
+
+    def _match(self, name: str) -> tuple[str, Compressor]:
+        for pattern, compressor in self.rules.items():
+            if fnmatchcase(name, pattern):
+                return pattern, compressor
+        raise OptionError(
+            f"Expected a rule for every parameter, got none that matches {name!r} (in {', '.join(self.rules)}). "
+            'Do: add a rule "*", for example {"*": "none"}.'
+        )

@@ -1,0 +1,109 @@
+"""The tensors that a synchroniser's ranks agreed on, and what frames about them may look like.
+
+The receiver's side of the wire contract: `admit` refuses a header that does not fit before a byte of its body is
+allocated. Shapes, element types and sizes come from here, never from a packet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gradwire.compressors.registry import code, make
+from gradwire.core.errors import FrameError
+from gradwire.core.spec import ELEMENT_TYPES, TensorSpec
+from gradwire.sync.plan import Plan, PlanEntry
+from gradwire.sync.replica import REPLICA_TENSOR
+from gradwire.wire.frame import FrameKind, Header, describe
+
+BATCH_FLAG = 1 << 31  # set in the tensor id of a batch; the rest is the id of its first tensor
+_DTYPES = {number: dtype for dtype, number in ELEMENT_TYPES.items()}
+
+
+class TensorRegistry:
+    """Names, specs and plan entries by tensor id.
+
+    Args:
+        plan: gives the entries.
+        world_size: ranks in the group.
+    """
+
+    def __init__(self, plan: Plan, world_size: int) -> None:
+        self.names: list[str] = []
+        self.ids: dict[str, int] = {}
+        self.specs: dict[str, TensorSpec] = {}
+        self.entries: dict[str, PlanEntry] = {}
+        self._plan = plan
+        self._world_size = world_size
+        self._batched_elements = 0
+
+    def describe(self, specs: Mapping[str, TensorSpec]) -> list[dict[str, Any]]:
+        """What ranks must agree on before `add`."""
+        return [
+            {
+                "name": name,
+                "shape": list(spec.shape),
+                "dtype": str(spec.dtype),
+                **self._plan.entry(name, spec).describe(),
+            }
+            for name, spec in specs.items()
+        ]
+
+    def add(self, specs: Mapping[str, TensorSpec]) -> None:
+        for name, spec in specs.items():
+            entry = self._plan.entry(name, spec)
+            self.ids[name] = len(self.names)
+            self.names.append(name)
+            self.specs[name] = spec
+            self.entries[name] = entry
+            self._batched_elements += spec.numel if entry.batched else 0
+
+    def early_bytes_limit(self) -> int:
+        """Most bytes a peer can rightly be ahead by: it can finish this step and send all of the next one."""
+        step = sum(self._bound(FrameKind.PAYLOAD, self.entries[name], spec) for name, spec in self.specs.items())
+        return 4 * step + (1 << 20)
+
+    def admit(self, header: Header) -> None:
+        """Check a header against what was agreed.
+
+        Raises:
+            FrameError: an unknown tensor, another compressor or element type, a range or a length out of bounds.
+        """
+        if header.tensor == REPLICA_TENSOR:
+            if header.kind is not FrameKind.STATS or header.length != 4:
+                raise FrameError(f"Expected a hash of 4 bytes, got {header.length} (in {describe(header)}).")
+            return
+        entry, spec = self._expected(header)
+        if header.compressor != code(entry.compressor.name) or header.dtype != ELEMENT_TYPES[spec.dtype]:
+            raise FrameError(f"Expected {entry.compressor.name} of {spec.dtype}, got others (in {describe(header)}).")
+        if header.offset + header.count > spec.numel:
+            raise FrameError(f"Expected a range within {spec.numel} elements, got one beyond (in {describe(header)}).")
+        bound = self._bound(header.kind, entry, TensorSpec((header.count,), spec.dtype))
+        if header.length > bound:
+            raise FrameError(f"Expected at most {bound} bytes, got {header.length} (in {describe(header)}).")
+        if header.kind is not FrameKind.PAYLOAD and header.length not in (0, bound):
+            raise FrameError(f"Expected {bound} bytes, got {header.length} (in {describe(header)}).")
+
+    def _expected(self, header: Header) -> tuple[PlanEntry, TensorSpec]:
+        number = header.tensor & ~BATCH_FLAG
+        if number >= len(self.names):
+            raise FrameError(f"Expected one of {len(self.names)} tensors, got another (in {describe(header)}).")
+        name = self.names[number]
+        if not header.tensor & BATCH_FLAG:
+            return self.entries[name], self.specs[name]
+        return batch_entry(self.entries[name]), TensorSpec((self._batched_elements,), self.specs[name].dtype)
+
+    def _bound(self, kind: FrameKind, entry: PlanEntry, spec: TensorSpec) -> int:
+        compressor = entry.compressor
+        if kind is FrameKind.PAYLOAD:
+            return compressor.max_encoded_bytes(spec)
+        if kind is FrameKind.STATS and compressor.needs_stats:
+            return 4 * sum(length for length, _ in compressor.stats_spec(spec))
+        if kind is FrameKind.AGGREGATE and compressor.summable:
+            return compressor.num_lanes(spec) * compressor.lane_dtype(self._world_size).itemsize
+        raise FrameError(f"Expected no {kind.name} frames of {compressor.name}, got one.")
+
+
+def batch_entry(entry: PlanEntry) -> PlanEntry:
+    """How a batch of small dense tensors travels, where `entry` is that of its first."""
+    return PlanEntry(make("none"), entry.strategy, 1, "none", batched=True)

@@ -1,0 +1,17 @@
+"""Strategies: each turns an item into a graph of the five primitives.
+
+Adding one is a file with a function `build(builder)` and a line in `STRATEGIES`.
+"""
+
+from collections.abc import Callable
+
+from gradwire.sync.strategies import allgather, ring, scatter_reduce
+from gradwire.sync.strategies.builder import Builder, Surroundings
+
+STRATEGIES: dict[str, Callable[[Builder], None]] = {
+    "allgather": allgather.build,
+    "ring": ring.build,
+    "scatter_reduce": scatter_reduce.build,
+}
+
+__all__ = ["STRATEGIES", "Builder", "Surroundings"]

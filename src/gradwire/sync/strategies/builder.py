@@ -1,0 +1,148 @@
+"""The builder: what strategies are written in. It adds primitives for one item to its graph.
+
+A strategy says who sends which range to whom; the builder turns that into tasks and frames, and a `PartCodec` knows
+how a range is encoded, merged and decoded.
+"""
+
+# Shapes: W = ranks.
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gradwire.compressors.registry import code
+from gradwire.core.events import Event, EventStream
+from gradwire.core.spec import ELEMENT_TYPES
+from gradwire.feedback.residuals import Residuals
+from gradwire.sync.codec import make_codec
+from gradwire.sync.engine import Arrival
+from gradwire.sync.graph import FrameKey, Task, TaskGraph
+from gradwire.sync.item import Item, Message, Part
+from gradwire.transport.base import Transport
+from gradwire.wire.frame import HEADER_BYTES, FrameKind, Header
+
+
+@dataclass
+class Surroundings:
+    """What is the same for every item of a synchroniser."""
+
+    transport: Transport
+    residuals: Residuals
+    events: EventStream
+    seed: int
+
+
+class Builder:
+    """Adds the primitives of one item to its graph.
+
+    Args:
+        item: what is synchronised.
+        graph: where the tasks go.
+        around: transport, residuals and the constants of the job.
+    """
+
+    def __init__(self, item: Item, graph: TaskGraph, around: Surroundings) -> None:
+        self.item = item
+        self.graph = graph
+        self.rank = around.transport.rank
+        self.world_size = around.transport.world_size
+        self._transport = around.transport
+        self._events = around.events
+        self._codec = make_codec(item, around.residuals, self.rank, self.world_size, around.seed)
+
+    @property
+    def peers(self) -> list[int]:
+        """The other ranks, beginning with the next one, so that not all send to one rank at once."""
+        return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+
+    # -- the five primitives ---------------------------------------------------------------------------------
+
+    def start(self, part: Part, phase: str) -> Task:
+        """Encode this rank's own gradient of `part`: stage 0 of every path."""
+        return self.graph.add("encode", phase, lambda: self._codec.start(part), self._preliminary(part))
+
+    def merge(self, part: Part, messages: Sequence[Task], stage: int, phase: str) -> Task:
+        """Decode what arrived, add this rank's own gradient, and encode the sum again."""
+
+        def run() -> Message:
+            return self._codec.merge(part, [_message(task) for task in messages], stage)
+
+        return self.graph.add("merge", phase, run, [*messages, *self._preliminary(part)])
+
+    def decode(self, part: Part, message: Task, stage: int, phase: str, after: Sequence[Task] = ()) -> Task:
+        """Write the mean of `part` over the gradient, once `after` has no more use for that."""
+        return self.graph.add(
+            "decode", phase, lambda: self._codec.decode(part, _message(message), stage), [message, *after]
+        )
+
+    def decode_sum(self, part: Part, messages: Sequence[Task], phase: str) -> Task:
+        """Write the sum of all ranks' messages, in rank order, over the gradient."""
+        return self.graph.add(
+            "decode",
+            phase,
+            lambda: self._codec.decode_sum(part, [_message(task) for task in messages]),
+            messages,
+        )
+
+    def send(self, message: Task, peer: int, part: Part, stage: int, phase: str) -> Task:
+        """Send what `message` holds, made here or arrived, to `peer`."""
+        return self.graph.add("send", phase, lambda: self._send(peer, _message(message), part, stage), [message], peer)
+
+    def recv(self, peer: int, part: Part, stage: int, phase: str) -> Task:
+        """Wait for the frame of one range."""
+        return self._recv(peer, self._codec.kind(stage), part, stage, phase)
+
+    # -- the preliminary round -------------------------------------------------------------------------------
+
+    def _preliminary(self, part: Part) -> list[Task]:
+        """For compressors that need them: the task after which the reduced statistics of `part` are there."""
+        if not self.item.entry.compressor.needs_stats:
+            return []
+        mine = self.graph.add("encode", "encode stats", lambda: self._codec.stats(part))
+        messages = {self.rank: mine}
+        for peer in self.peers:
+            self.send(mine, peer, part, 0, "send stats")
+            messages[peer] = self._recv(peer, FrameKind.STATS, part, 0, "recv stats")
+        ordered = [messages[rank] for rank in range(self.world_size)]
+        reduce = self.graph.add(
+            "merge",
+            "merge stats",
+            lambda: self._codec.reduce_stats(part, [_message(task) for task in ordered]),
+            ordered,
+        )
+        return [reduce]
+
+    # -- frames ----------------------------------------------------------------------------------------------
+
+    def _recv(self, peer: int, kind: FrameKind, part: Part, stage: int, phase: str) -> Task:
+        return self.graph.recv(phase, FrameKey(peer, kind, self.item.round, self.item.tensor, stage, part.index))
+
+    def _send(self, peer: int, message: Message, part: Part, stage: int) -> None:
+        item = self.item
+        header = Header(
+            message.kind,
+            compressor=code(item.entry.compressor.name),
+            flags=message.flags,
+            sender=self.rank,
+            stage=stage,
+            dtype=ELEMENT_TYPES[item.values.dtype],
+            epoch=self._transport.epoch,
+            round=item.round,
+            tensor=item.tensor,
+            partition=part.index,
+            offset=item.offset + part.offset,
+            count=part.count,
+        )
+        self._transport.send(peer, header, message.body)
+        nbytes = HEADER_BYTES + message.body.nbytes
+        self._events.emit(Event("send", time.monotonic(), 0.0, item.name, item.round, nbytes, peer))
+
+
+def _message(task: Task) -> Message:
+    value = task.value
+    if isinstance(value, Arrival):
+        return Message(value.header.kind, value.header.flags, value.body, value.header.sender)
+    assert isinstance(value, Message), f"{task.phase} gave no message"
+    return value

@@ -1,0 +1,366 @@
+"""The synchroniser: averages named tensors over a process group, as their plan says.
+
+It knows nothing of DDP. A submission is a list of shards (a tensor, its parameter's name, the range of elements it
+holds); each becomes one task graph, small dense ones share one, and a future tells when all of them hold the mean.
+
+Guarantees: every rank ends with the same bits; residuals change only when a step is committed; a failure anywhere
+ends every rank with one typed error within twice the deadline; nothing is sent before all ranks agree on names,
+shapes, methods and seed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradwire.core.errors import OptionError, SyncError
+from gradwire.core.events import Event, EventStream
+from gradwire.core.spec import TensorSpec
+from gradwire.feedback.residuals import Residuals
+from gradwire.observe.metrics import Metrics, Report
+from gradwire.observe.recorder import write_dump
+from gradwire.sync import replica
+from gradwire.sync.agreement import agree
+from gradwire.sync.engine import Engine
+from gradwire.sync.graph import TaskGraph
+from gradwire.sync.group import GroupInfo
+from gradwire.sync.item import Item
+from gradwire.sync.plan import Plan
+from gradwire.sync.registry import BATCH_FLAG, TensorRegistry, batch_entry
+from gradwire.sync.staging import Staging
+from gradwire.sync.strategies import STRATEGIES, Builder, Surroundings
+from gradwire.transport.base import Transport
+
+DEFAULT_TIMEOUT = timedelta(seconds=30)
+STATE_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A range of one parameter's gradient, to be averaged in place.
+
+    Attributes:
+        name: parameter name.
+        tensor: the values; overwritten with the mean over ranks. Any strides, any device.
+        offset: global element index of the first value, where the tensor is a range of the parameter.
+        used: whether this rank's backward used the parameter; where not, the values are zeros and this rank's
+            residual stays where it is.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    offset: int = 0
+    used: bool = True
+
+
+class Synchronizer:
+    """Averages tensors over the ranks of a process group.
+
+    Args:
+        group: process group; None is the default group; a `GroupInfo` where there is no torch.distributed.
+        plan: a `Plan`, or what `Plan` takes as rules.
+        timeout: a rank that gives no sign of life for so long ends the job with an error.
+        stall_timeout: so long a live rank may take to join a step (evaluation and checkpoints count); default
+            ten times `timeout`.
+        seed: seed of all random streams, the same on all ranks.
+        dump_dir: where the flight recorder's file goes on a failure.
+        transport: carries the frames; None makes a TCP mesh through the group's store.
+
+    Raises:
+        DisagreementError: ranks differ in plan, seed or world size; on every rank.
+        PeerTimeoutError: a rank did not come within `timeout`.
+    """
+
+    _instances = itertools.count()
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | GroupInfo | None = None,
+        plan: Plan | Any = "none",
+        *,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        stall_timeout: timedelta | None = None,
+        seed: int = 0,
+        dump_dir: str | Path | None = None,
+        transport: Transport | None = None,
+    ) -> None:
+        if timeout <= timedelta(0):
+            raise OptionError(f"Expected a timeout above 0, got {timeout}. Do: pass timedelta(seconds=30).")
+        self.plan = plan if isinstance(plan, Plan) else Plan(plan)
+        self.timeout = timeout
+        self.seed = seed
+        self.step = 0
+        self.events = EventStream()
+        self.residuals = Residuals()
+        self._info = GroupInfo.of(group)
+        self.rank, self.world_size = self._info.rank, self._info.world_size
+        self._metrics = Metrics(self.events)
+        self._tensors = TensorRegistry(self.plan, self.world_size)
+        self._rounds = itertools.count()
+        self._topics = itertools.count()
+        self._dump_dir = None if dump_dir is None else Path(dump_dir)
+        self._nonfinite = False
+        self._engine: Engine | None = None
+        self._stall_timeout = stall_timeout or 10 * timeout
+        self._name = f"gradwire/{self._info.next_number()}"
+        self._agree({"world_size": self.world_size, "seed": seed, "timeout": timeout.total_seconds()})
+        if self.world_size > 1:
+            self._start(transport)
+
+    # -- setting up ------------------------------------------------------------------------------------------
+
+    def register(self, specs: Mapping[str, TensorSpec]) -> None:
+        """Agree with all ranks on tensors, in this order. Done by `submit` for names it has not seen.
+
+        Raises:
+            DisagreementError: names, shapes, dtypes or methods differ; on every rank, before data is sent.
+        """
+        new = {name: spec for name, spec in specs.items() if name not in self._tensors.ids}
+        for name, spec in specs.items():
+            known = self._tensors.specs.get(name, spec)
+            if known != spec:
+                raise OptionError(f"Expected {name!r} of {known}, got {spec}. Do: give another tensor another name.")
+        if new:
+            # Added first: a peer that has heard the verdict may send before this rank has.
+            self._tensors.add(new)
+            if self._engine is not None:
+                self._engine.early_bytes_limit = self._tensors.early_bytes_limit()
+            self._agree({"tensors": self._tensors.describe(new)})
+
+    def _agree(self, document: dict[str, Any]) -> None:
+        topic = f"{self._name}/agree/{next(self._topics)}"
+        agree(self._info.store, self.rank, self.world_size, topic, document, self.timeout)
+
+    def _start(self, transport: Transport | None) -> None:
+        if transport is None:
+            from gradwire.transport.tcp import TcpTransport
+
+            transport = TcpTransport.connect(
+                self._info.store, self.rank, self.world_size, timeout=self.timeout, name=self._name
+            )
+        self._around = Surroundings(transport, self.residuals, self.events, self.seed)
+        self._engine = Engine(
+            transport,
+            admit=self._tensors.admit,
+            events=self.events,
+            stall_timeout=self._stall_timeout,
+            on_failure=self._write_dump,
+        )
+
+    # -- averaging -------------------------------------------------------------------------------------------
+
+    def submit(self, shards: Sequence[Shard], result: torch.Tensor | None = None) -> torch.futures.Future[Any]:
+        """Average shards over all ranks, in place; return at once.
+
+        All ranks submit the same shards in the same order.
+
+        Args:
+            shards: what to average.
+            result: what the future shall hold in place of the list of tensors.
+
+        Returns:
+            A future of the list of tensors, or of `result`.
+
+        Raises:
+            SyncError: the synchroniser has failed before.
+
+        On failure: the future stays open; `wait` raises the error, which names rank, tensor and phase. Later calls
+            raise it again. Gradients of the step are undefined, residuals are as at the last commit.
+        """
+        self.register({shard.name: self._spec(shard) for shard in shards if shard.name not in self._tensors.ids})
+        staging = Staging([shard.tensor for shard in shards])
+        future = staging.future()
+        value = [shard.tensor for shard in shards] if result is None else result
+        items = self._items(shards, staging)
+        if self._engine is None or not items:
+            staging.finish(future, value)
+            return future
+        left = itertools.count(len(items) - 1, -1)
+        for item in items:
+            self._launch(item, lambda: staging.finish(future, value) if next(left) == 0 else None)
+        return future
+
+    def wait(self) -> None:
+        """Block until everything submitted holds its mean.
+
+        Raises:
+            SyncError: the synchroniser failed; within twice the deadline.
+        """
+        if self._engine is not None:
+            self._engine.wait_idle()
+
+    def _spec(self, shard: Shard) -> TensorSpec:
+        if shard.offset:
+            raise OptionError(
+                f"Expected {shard.name!r} to be registered before a range of it is submitted. Do: call "
+                "register({name: TensorSpec(shape, dtype)}) with the whole parameter's shape."
+            )
+        return TensorSpec.of(shard.tensor)
+
+    def _items(self, shards: Sequence[Shard], staging: Staging) -> list[Item]:
+        """One item a shard, and one for all small dense shards of a dtype together."""
+        items: list[Item] = []
+        batches: dict[torch.dtype, list[int]] = {}
+        for index, shard in enumerate(shards):
+            if shard.tensor.numel() == 0:
+                continue
+            entry = self._tensors.entries[shard.name]
+            if entry.batched:
+                batches.setdefault(shard.tensor.dtype, []).append(index)
+                continue
+            values = staging.whole(index)
+            number = self._tensors.ids[shard.name]
+            items.append(
+                Item(
+                    shard.name,
+                    number,
+                    values,
+                    entry,
+                    next(self._rounds),
+                    self.step,
+                    shard.offset,
+                    shard.used,
+                    wait_loaded=staging.wait_loaded,
+                )
+            )
+        for indices in batches.values():
+            first = shards[indices[0]].name
+            entry = batch_entry(self._tensors.entries[first])
+            name = first if len(indices) == 1 else f"{first} and {len(indices) - 1} more"
+            number = self._tensors.ids[first] | BATCH_FLAG
+            items.append(
+                Item(
+                    name,
+                    number,
+                    staging.batch(indices),
+                    entry,
+                    next(self._rounds),
+                    self.step,
+                    wait_loaded=staging.wait_loaded,
+                )
+            )
+        return items
+
+    def _launch(self, item: Item, finished: Any) -> None:
+        assert self._engine is not None
+        submitted = time.monotonic()
+        dense_bytes = 2 * (self.world_size - 1) * item.values.nbytes // self.world_size
+        method = f"{item.entry.compressor!r} {item.entry.strategy}"
+        detail = {"method": method, "elements": item.values.numel()}
+        self.events.emit(Event("submit", submitted, 0.0, item.name, item.round, dense_bytes, detail=detail))
+
+        def done() -> None:
+            self._nonfinite |= item.nonfinite
+            self.events.emit(Event("done", submitted, time.monotonic() - submitted, item.name, item.round))
+            finished()
+
+        graph = TaskGraph(item.name, item.round, priority=item.round, on_done=done)
+        STRATEGIES[item.entry.strategy](Builder(item, graph, self._around))
+        self._engine.run(graph)
+
+    # -- the step as a transaction ---------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Begin the next step: what was staged under a non-finite step is rolled back first, on all ranks alike."""
+        self.wait()
+        if self._nonfinite:
+            self.rollback()
+        self.step += 1
+
+    def commit(self) -> None:
+        """Make the residuals staged so far those that count; a non-finite step is rolled back instead."""
+        self.wait()
+        if self._nonfinite:
+            self.rollback()
+            return
+        self.residuals.commit()
+        self.events.emit(Event("commit", time.monotonic(), detail={"step": self.step}))
+
+    def rollback(self) -> None:
+        """Return the residuals to the last commit, bit for bit."""
+        self.residuals.rollback()
+        self._nonfinite = False
+        self.events.emit(Event("rollback", time.monotonic(), detail={"step": self.step}))
+
+    # -- checks, report, state -------------------------------------------------------------------------------
+
+    def check_replicas(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Compare a hash of `tensors` over all ranks, beside the gradients. Returns at once; all ranks call it.
+
+        On failure: `wait` raises `ReplicaError` naming the odd ranks.
+        """
+        if self._engine is None:
+            return
+        graph = TaskGraph("parameters", next(self._rounds), priority=0, on_done=lambda: None)
+        replica.build(graph, replica.fingerprint(tensors), self._around.transport)
+        self._engine.run(graph)
+
+    def report(self) -> Report:
+        """Bytes, ratios and times by tensor and in all, on this rank, since the beginning."""
+        norms = {name: math.hypot(*by_role.values()) for name, by_role in self.residuals.norms().items()}
+        return self._metrics.report(self.rank, self.world_size, self.step, norms)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that a resumed job needs to go on bit for bit: plain dict of tensors and numbers.
+
+        It is this rank's own: save one file a rank. Staged residuals of an undecided step are not in it.
+        """
+        self.wait()
+        return {
+            "version": STATE_VERSION,
+            "step": self.step,
+            "seed": self.seed,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "residuals": self.residuals.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a state of `state_dict`, made under any bucket layout.
+
+        Raises:
+            OptionError: another version, world size or seed, or names and sizes that do not fit.
+        """
+        self.wait()
+        for key, expected in (
+            ("version", STATE_VERSION),
+            ("world_size", self.world_size),
+            ("rank", self.rank),
+        ):
+            if state.get(key) != expected:
+                raise OptionError(
+                    f"Expected a state of {key} {expected}, got {state.get(key)!r}. Do: load on each rank the state "
+                    "that the same rank saved, in a group of the same size."
+                )
+        self.residuals.load_state_dict(state["residuals"], self._tensors.specs)
+        self.step = int(state["step"])
+        self.seed = self._around.seed = int(state["seed"])
+        self._nonfinite = False
+
+    # -- ending ----------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End threads and connections. Idempotent. All ranks call it."""
+        if self._engine is not None:
+            self._engine.close()
+        self._metrics.close()
+
+    def _write_dump(self, error: SyncError, state: dict[str, Any]) -> None:
+        path = write_dump(
+            error,
+            rank=self.rank,
+            world_size=self.world_size,
+            events=self.events,
+            state=state | {"step": self.step},
+            directory=self._dump_dir,
+        )
+        error.args = (f"{error} Flight recorder: {path}",)

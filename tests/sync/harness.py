@@ -1,0 +1,67 @@
+"""Several ranks in one process: real engines and frames over the in-memory transport, a thread a rank."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from gradwire.sync.group import GroupInfo
+from gradwire.sync.synchronizer import Synchronizer
+from gradwire.transport.memory import MemoryNetwork
+
+_names = itertools.count()
+
+
+class Ranks:
+    """Synchronisers of one group, and `each` to run a function on all of them at once."""
+
+    def __init__(self, synchronizers: list[Synchronizer], pool: ThreadPoolExecutor, network: MemoryNetwork) -> None:
+        self.synchronizers = synchronizers
+        self.network = network
+        self._pool = pool
+
+    def each(self, function: Callable[[Synchronizer], Any]) -> list[Any]:
+        """Results by rank; the first exception is raised."""
+        return list(self._pool.map(function, self.synchronizers, timeout=60))
+
+    def outcomes(self, function: Callable[[Synchronizer], Any]) -> list[Any]:
+        """Results or exceptions, by rank."""
+
+        def guarded(synchronizer: Synchronizer) -> Any:
+            try:
+                return function(synchronizer)
+            except Exception as error:
+                return error
+
+        return self.each(guarded)
+
+
+@contextmanager
+def ranks(world_size: int, plan: Any, *, timeout: float = 10.0, **options: Any) -> Iterator[Ranks]:
+    """`world_size` synchronisers over an in-memory network; `plan` may be a function of the rank."""
+    store = dist.HashStore()
+    name = f"test{next(_names)}"
+    with ExitStack() as stack:
+        network = stack.enter_context(MemoryNetwork(world_size, timeout=timedelta(seconds=timeout)))
+        pool = stack.enter_context(ThreadPoolExecutor(world_size))
+
+        def make(rank: int) -> Synchronizer:
+            info = GroupInfo(rank, world_size, store, name)
+            chosen = plan(rank) if callable(plan) else plan
+            return Synchronizer(
+                info,
+                chosen,
+                timeout=timedelta(seconds=timeout),
+                transport=network.transports[rank],
+                **options,
+            )
+
+        made = list(pool.map(make, range(world_size), timeout=60))
+        stack.callback(lambda: list(pool.map(lambda one: one.close(), made)))
+        yield Ranks(made, pool, network)
