@@ -1,0 +1,159 @@
+"""Residual policies: how a gradient is compensated before it is encoded, and what is kept afterwards.
+
+A policy sees the gradient and the residual, and hands the compensated gradient to the compressor. `none`
+encodes the gradient alone, `error` adds what earlier encodes kept back. Momentum correction (DGC) belongs
+here as a third: it has a velocity besides the residual, and masks both where an element was sent.
+
+Source: error feedback as in Karimireddy et al. 2019, algorithm 2. Differences: the learning rate is not part
+of it, the residual is a gradient; and it is staged, not replaced, until the step commits.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+from gradwire.compressors.base import Compressor, Stat, as_array
+from gradwire.core.context import Context
+from gradwire.core.errors import UnknownNameError
+from gradwire.feedback.residuals import ResidualKey, Residuals
+from gradwire.kernels import active as kernels
+from gradwire.wire.payload import Payload
+
+
+class Policy(ABC):
+    """How gradients are compensated. One instance serves all tensors; state lives in `Residuals`."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def encode(
+        self,
+        compressor: Compressor,
+        grad: torch.Tensor,
+        ctx: Context,
+        residuals: Residuals,
+        key: ResidualKey,
+        *,
+        scale: float = 1.0,
+        stats: Sequence[np.ndarray] = (),
+    ) -> Payload:
+        """Compensate scale · grad, encode it, and stage what the payload does not carry.
+
+        Args:
+            compressor: what encodes.
+            grad: the gradient, or an aggregate of decoded ones.
+            ctx: context of the encode.
+            residuals: state of this rank.
+            key: whose residual this is.
+            scale: 1/W for a rank's own gradient, 1 for an aggregate that is in mean units already.
+            stats: the reduced preliminary round, where the compressor needs one; see `stats`.
+        """
+
+    @abstractmethod
+    def stats(
+        self,
+        compressor: Compressor,
+        grad: torch.Tensor,
+        ctx: Context,
+        residuals: Residuals,
+        key: ResidualKey,
+        *,
+        scale: float = 1.0,
+    ) -> list[Stat]:
+        """Statistics of what `encode` will encode, for compressors with `needs_stats`.
+
+        Must be followed by `encode` with the same arguments and the reduced values, or by a rollback.
+        """
+
+
+class NoFeedback(Policy):
+    """Encodes the gradient alone: for compressors that are exact or unbiased."""
+
+    name: ClassVar[str] = "none"
+
+    def encode(
+        self,
+        compressor: Compressor,
+        grad: torch.Tensor,
+        ctx: Context,
+        residuals: Residuals,
+        key: ResidualKey,
+        *,
+        scale: float = 1.0,
+        stats: Sequence[np.ndarray] = (),
+    ) -> Payload:
+        """Encode scale · grad; residuals are not looked at."""
+        return compressor.encode_compensated(grad, ctx, None, scale=scale, stats=stats)
+
+    def stats(
+        self,
+        compressor: Compressor,
+        grad: torch.Tensor,
+        ctx: Context,
+        residuals: Residuals,
+        key: ResidualKey,
+        *,
+        scale: float = 1.0,
+    ) -> list[Stat]:
+        """Statistics of scale · grad."""
+        return compressor.stats(grad, ctx, scale)
+
+
+class ErrorFeedback(Policy):
+    """Encodes the gradient plus what earlier encodes kept back: for biased compressors."""
+
+    name: ClassVar[str] = "error"
+
+    def encode(
+        self,
+        compressor: Compressor,
+        grad: torch.Tensor,
+        ctx: Context,
+        residuals: Residuals,
+        key: ResidualKey,
+        *,
+        scale: float = 1.0,
+        stats: Sequence[np.ndarray] = (),
+    ) -> Payload:
+        """Encode scale · grad + residual and stage the rest, in one sweep where the compressor can."""
+        if stats:
+            work = residuals.stage(key)  # `stats` has put the compensated gradient there
+            return compressor.encode(torch.from_numpy(work), ctx, stats, residual=work)
+        source = residuals.source(key)
+        work = residuals.stage(key)
+        return compressor.encode_compensated(grad, ctx, work, scale=scale, residual=source)
+
+    def stats(
+        self,
+        compressor: Compressor,
+        grad: torch.Tensor,
+        ctx: Context,
+        residuals: Residuals,
+        key: ResidualKey,
+        *,
+        scale: float = 1.0,
+    ) -> list[Stat]:
+        """Statistics of scale · grad + residual, which is staged."""
+        source = residuals.source(key)
+        work = residuals.stage(key)
+        kernels.compensate(as_array(grad), scale, source, work)
+        return compressor.stats(torch.from_numpy(work), ctx)
+
+
+_POLICIES: dict[str, Policy] = {policy.name: policy for policy in (NoFeedback(), ErrorFeedback())}
+
+
+def get(name: str) -> Policy:
+    """Return the policy of that name.
+
+    Raises:
+        UnknownNameError: there is none; the message lists the known ones.
+    """
+    if name not in _POLICIES:
+        raise UnknownNameError("feedback policy", name, _POLICIES)
+    return _POLICIES[name]

@@ -1,0 +1,384 @@
+"""Residuals: what compression has kept back, by parameter and range, as a transaction. Their only owner.
+
+A residual is float32 and in *mean units*: what is still to be applied to the mean gradient. That holds for
+both roles, `local` (this rank's own gradient) and `aggregate` (a sum that this rank re-encoded), so that any
+residual may be added to any other of the same elements and nothing is lost.
+
+Encodes *stage* the next residual; `commit` makes all that is staged the state, `rollback` forgets it and
+leaves the state of the last commit, bit for bit. Stages chain: until then, an encode compensates with what
+the one before it staged. The cost is two buffers an element range, the second from its first stage on.
+
+Guarantees: asking for other ranges than those stored re-slices without loss, also in an open chain; threads
+may stage different keys at once. Does not guarantee anything to threads that use one key at once, or ask for
+another range of a parameter while one of its buffers is being written: `commit`, `rollback`, re-slicing and
+everything that reads or moves state belong between steps.
+"""
+# Shapes: N = elements of a range
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+
+from gradwire.core.errors import UnknownNameError
+from gradwire.core.spec import Range, TensorSpec
+
+Role = Literal["local", "aggregate"]
+ROLES: tuple[Role, ...] = get_args(Role)
+STATE_VERSION = 1
+_LOAD = "Do: load what state_dict() gave."
+
+
+@dataclass(frozen=True)
+class ResidualKey:
+    """Which residual: a range of a parameter, in one of the two roles."""
+
+    name: str
+    range: Range
+    role: Role = "local"
+
+
+@dataclass(eq=False)
+class _Piece:
+    """The buffers of one range. None stands for zeros."""
+
+    committed: np.ndarray | None = None
+    staged: np.ndarray | None = None
+    spare: np.ndarray | None = None
+
+    def latest(self) -> np.ndarray | None:
+        return self.committed if self.staged is None else self.staged
+
+
+class Residuals:
+    """All residuals of one rank."""
+
+    def __init__(self) -> None:
+        # Pieces of one (name, role) never overlap; gaps between them are zeros.
+        self._pieces: dict[tuple[str, Role], dict[Range, _Piece]] = {}
+        self._open: list[_Piece] = []
+        self._lock = threading.Lock()
+
+    # -- the step --------------------------------------------------------------------------------------------
+
+    def source(self, key: ResidualKey) -> np.ndarray | None:
+        """The residual to compensate with: what was staged last in this chain, else the state. None is zero.
+
+        To be asked for before `stage`, which may hand out the same memory.
+        """
+        with self._lock:
+            return self._piece(key).latest()
+
+    def stage(self, key: ResidualKey) -> np.ndarray:
+        """The float32 buffer to write the next residual to. All of it must be written before `commit`.
+
+        Where the key has been staged before in this chain, it is the memory that `source` gives.
+        """
+        with self._lock:
+            piece = self._piece(key)
+            if piece.staged is None:
+                piece.staged = np.empty(key.range.count, np.float32) if piece.spare is None else piece.spare
+                piece.spare = None
+                self._open.append(piece)
+            return piece.staged
+
+    def commit(self) -> None:
+        """Make what was staged the state. Pointer swaps only."""
+        with self._lock:
+            for piece in self._open:
+                piece.committed, piece.staged, piece.spare = piece.staged, None, piece.committed
+            self._open.clear()
+
+    def rollback(self) -> None:
+        """Forget what was staged since the last commit. Pointer swaps only."""
+        with self._lock:
+            for piece in self._open:
+                piece.staged, piece.spare = None, piece.staged
+            self._open.clear()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether anything has been staged since the last commit or rollback."""
+        return bool(self._open)
+
+    # -- moving state ----------------------------------------------------------------------------------------
+
+    def add(self, key: ResidualKey, values: np.ndarray) -> None:
+        """Add float32 values to the state: what another rank, or another role, hands over."""
+        with self._lock:
+            self._expect_closed("add")
+            if values.shape != (key.range.count,):
+                raise ValueError(
+                    f"Expected {key.range.count} values for {key.name}, got shape {values.shape}. "
+                    "Do: pass one value an element of the range."
+                )
+            self._add(key, values)
+
+    def migrate(self, ranges: Mapping[str, Iterable[Range]]) -> None:
+        """Fold aggregate residuals that have lost their encoder into local ones.
+
+        Args:
+            ranges: by parameter name, the ranges whose aggregate this rank encodes from now on. What it holds
+                outside of them is added to its local residual of the same elements.
+        """
+        with self._lock:
+            self._expect_closed("migrate")
+            for name in [name for name, role in self._pieces if role == "aggregate"]:
+                for kept in ranges.get(name, ()):
+                    self._piece(ResidualKey(name, kept, "aggregate"))
+                pieces = self._pieces[name, "aggregate"]
+                kept_ranges = set(ranges.get(name, ()))
+                for orphan in [found for found in pieces if found not in kept_ranges]:
+                    values = pieces.pop(orphan).committed
+                    if values is not None:
+                        self._add(ResidualKey(name, orphan), values)
+
+    def drop(self, name: str) -> None:
+        """Forget a parameter, whose residuals are then lost: for parameters that have left the model."""
+        with self._lock:
+            self._expect_closed("drop")
+            for role in ROLES:
+                self._pieces.pop((name, role), None)
+
+    # -- state -----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The committed state: ``{"version", role: {parameter name: {offset: float32 tensor}}}``.
+
+        Offsets are strings, so that any container takes them as keys. The tensors are copies.
+        """
+        with self._lock:
+            state: dict[str, Any] = {"version": STATE_VERSION}
+            for role in ROLES:
+                state[role] = {
+                    name: {
+                        str(where.offset): torch.from_numpy(piece.committed.copy())
+                        for where, piece in sorted(pieces.items())
+                        if piece.committed is not None and where.count
+                    }
+                    for (name, found), pieces in self._pieces.items()
+                    if found == role and any(piece.committed is not None for piece in pieces.values())
+                }
+            return state
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], specs: Mapping[str, TensorSpec], *, merge: bool = False
+    ) -> None:
+        """Replace everything by `state`, after it has been checked as a whole.
+
+        Args:
+            state: what `state_dict` gave.
+            specs: the model's parameters by name.
+            merge: add to what is there instead: for the state of a rank that has left.
+
+        Raises:
+            ValueError: another version, a piece beyond its parameter, pieces that overlap, values that are
+                not finite.
+            UnknownNameError: a parameter that the model has not.
+            TypeError: something else than float32 tensors in the form of `state_dict`.
+        """
+        loaded = Residuals()
+        if merge:
+            self._expect_closed("load_state_dict with merge")
+        if not isinstance(state, Mapping) or state.get("version") != STATE_VERSION:
+            found = state.get("version") if isinstance(state, Mapping) else type(state).__name__
+            raise ValueError(
+                f"Expected residual state of version {STATE_VERSION}, got {found!r}. "
+                "Do: load what this version's state_dict() gave."
+            )
+        for field in state:
+            if field != "version" and field not in ROLES:
+                raise UnknownNameError("field of the residual state", field, ("version", *ROLES))
+        for role in ROLES:
+            for name, pieces in _mapping(role, state.get(role, {})).items():
+                if name not in specs:
+                    raise UnknownNameError("parameter in the residual state", name, specs)
+                for offset, values in _mapping(name, pieces).items():
+                    key = ResidualKey(name, Range(_offset(name, offset), _size(name, values)), role)
+                    loaded._load(key, values, specs[name].numel)
+        with self._lock:
+            if not merge:
+                self._open.clear()
+                self._pieces = loaded._pieces
+                return
+            for (name, role), held in loaded._pieces.items():
+                for where, piece in held.items():
+                    if piece.committed is not None:
+                        self._add(ResidualKey(name, where, role), piece.committed)
+
+    def _load(self, key: ResidualKey, values: torch.Tensor, numel: int) -> None:
+        where, pieces = key.range, self._pieces.setdefault((key.name, key.role), {})
+        if where.offset < 0 or where.end > numel:
+            raise ValueError(
+                f"Expected a residual within the {numel} elements of {key.name}, got elements "
+                f"{where.offset} to {where.end}. Do: load the state of a model with the same shapes."
+            )
+        if any(_overlap(where, other) for other in pieces):
+            raise ValueError(
+                f"Expected residuals of {key.name} that do not overlap, got a second one at element "
+                f"{where.offset}. Do: load the state of one rank, then that of others with merge=True."
+            )
+        pieces[where] = _Piece(values.detach().cpu().numpy().copy())
+
+    # -- reports ---------------------------------------------------------------------------------------------
+
+    def norms(self) -> dict[str, dict[Role, float]]:
+        """Euclidean norm of the state, by parameter name and role; roles that hold nothing are absent."""
+        squares: dict[str, dict[Role, float]] = {}
+        with self._lock:
+            for (name, role), pieces in self._pieces.items():
+                held = [piece.committed for piece in pieces.values() if piece.committed is not None]
+                if held:
+                    total = sum(float(np.dot(values, values.astype(np.float64))) for values in held)
+                    squares.setdefault(name, {})[role] = total**0.5
+        return squares
+
+    def total(self) -> dict[str, np.ndarray]:
+        """By parameter name, the float64 sum over both roles of the state, up to the last element held."""
+        totals: dict[str, np.ndarray] = {}
+        with self._lock:
+            for (name, _), pieces in self._pieces.items():
+                for where, piece in pieces.items():
+                    if piece.committed is None:
+                        continue
+                    before = totals.get(name, np.empty(0))
+                    totals[name] = np.zeros(max(where.end, before.size))
+                    totals[name][: before.size] = before
+                    totals[name][where.offset : where.end] += piece.committed
+        return totals
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all buffers, in bytes."""
+        with self._lock:
+            return sum(
+                buffer.nbytes
+                for pieces in self._pieces.values()
+                for piece in pieces.values()
+                for buffer in (piece.committed, piece.staged, piece.spare)
+                if buffer is not None
+            )
+
+    # -- helpers; the lock is held ---------------------------------------------------------------------------
+
+    def _piece(self, key: ResidualKey) -> _Piece:
+        """The piece of exactly this range, re-sliced from what overlaps it if there is none."""
+        pieces = self._pieces.setdefault((key.name, key.role), {})
+        found = pieces.get(key.range)
+        if found is None:
+            assert key.range.offset >= 0 and key.range.count >= 0, f"not a range: {key.range}"
+            found = pieces[key.range] = self._reslice(pieces, key.range)
+        return found
+
+    def _reslice(self, pieces: dict[Range, _Piece], where: Range) -> _Piece:
+        """Cut `where` out of the pieces that overlap it; what they hold outside of it remains as pieces."""
+        overlapping = [(old, pieces.pop(old)) for old in [old for old in pieces if _overlap(old, where)]]
+        wanted = _join(overlapping, where)
+        for old, piece in overlapping:
+            for rest in (
+                Range(old.offset, where.offset - old.offset),
+                Range(where.end, old.end - where.end),
+            ):
+                if rest.count > 0:
+                    pieces[rest] = _join([(old, piece)], rest)
+                    self._note(pieces[rest])
+            self._open = [found for found in self._open if found is not piece]
+        self._note(wanted)
+        return wanted
+
+    def _note(self, piece: _Piece) -> None:
+        if piece.staged is not None:
+            self._open.append(piece)
+
+    def _add(self, key: ResidualKey, values: np.ndarray) -> None:
+        """Add to the state, into the pieces that are there; only what none covers makes new ones."""
+        pieces = self._pieces.setdefault((key.name, key.role), {})
+        at = key.range.offset
+        for old in sorted(old for old in pieces if _overlap(old, key.range)):
+            if at < old.offset:
+                gap = Range(at, old.offset - at)
+                pieces[gap] = _Piece(_cut(values, key.range, gap).copy())
+            shared = _intersection(old, key.range)
+            piece = pieces[old]
+            if piece.committed is None:
+                piece.committed = np.zeros(old.count, np.float32)
+            _cut(piece.committed, old, shared)[:] += _cut(values, key.range, shared)
+            at = shared.end
+        if at < key.range.end:
+            gap = Range(at, key.range.end - at)
+            pieces[gap] = _Piece(_cut(values, key.range, gap).copy())
+
+    def _expect_closed(self, action: str) -> None:
+        if self._open:
+            raise RuntimeError(
+                f"Expected no staged residuals in {action}, got {len(self._open)}. "
+                "Do: commit() or rollback() first."
+            )
+
+
+def _overlap(a: Range, b: Range) -> bool:
+    return a.offset < b.end and b.offset < a.end
+
+
+def _intersection(a: Range, b: Range) -> Range:
+    start = max(a.offset, b.offset)
+    return Range(start, min(a.end, b.end) - start)
+
+
+def _cut(values: np.ndarray, held: Range, wanted: Range) -> np.ndarray:
+    """The view of `values`, which lie at `held`, that lies at `wanted`."""
+    return values[wanted.offset - held.offset : wanted.end - held.offset]
+
+
+def _join(sources: Iterable[tuple[Range, _Piece]], where: Range) -> _Piece:
+    """A piece at `where` with the state and the staged values of `sources`; staged if any of them is."""
+    sources = [(held, piece) for held, piece in sources if _overlap(held, where)]
+    joined = _Piece(_gather([(held, piece.committed) for held, piece in sources], where))
+    if any(piece.staged is not None for _, piece in sources):
+        staged = _gather([(held, piece.latest()) for held, piece in sources], where)
+        joined.staged = np.zeros(where.count, np.float32) if staged is None else staged
+    return joined
+
+
+def _gather(sources: list[tuple[Range, np.ndarray | None]], where: Range) -> np.ndarray | None:
+    if all(values is None for _, values in sources):
+        return None
+    gathered = np.zeros(where.count, np.float32)
+    for held, values in sources:
+        if values is not None:
+            shared = _intersection(held, where)
+            _cut(gathered, where, shared)[:] = _cut(values, held, shared)
+    return gathered
+
+
+def _mapping(what: str, found: object) -> Mapping[str, Any]:
+    if not isinstance(found, Mapping):
+        raise TypeError(f"Expected a dict of residuals for {what}, got {type(found).__name__}. {_LOAD}")
+    return found
+
+
+def _offset(name: str, found: object) -> int:
+    if not str(found).isdecimal():
+        raise ValueError(f"Expected an element offset as key of a residual of {name}, got {found!r}. {_LOAD}")
+    return int(str(found))
+
+
+def _size(name: str, values: object) -> int:
+    """Number of elements of a tensor from a state, after a look at its type, shape and values."""
+    if not isinstance(values, torch.Tensor):
+        raise TypeError(f"Expected a tensor as residual of {name}, got {type(values).__name__}. {_LOAD}")
+    if values.dtype != torch.float32 or values.ndim != 1:
+        raise TypeError(
+            f"Expected a 1-D float32 tensor as residual of {name}, got {values.dtype} of shape "
+            f"{tuple(values.shape)}. {_LOAD}"
+        )
+    if not bool(torch.isfinite(values).all()):
+        raise ValueError(
+            f"Expected finite residuals, got NaN or infinity (in {name}). Do: load an earlier checkpoint."
+        )
+    return values.numel()
