@@ -16,7 +16,7 @@ Conventions of every kernel:
 - A decoder given arbitrary bytes stays inside its buffers. Lengths are checked and raise `ValueError`.
 """
 
-from gradwire.kernels import reference
-from gradwire.kernels import reference as active
+from gradwire.kernels import cpu, reference
+from gradwire.kernels import cpu as active
 
-__all__ = ["active", "reference"]
+__all__ = ["active", "cpu", "reference"]

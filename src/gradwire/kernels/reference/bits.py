@@ -27,9 +27,7 @@ def _levels(packed: np.ndarray, low: float, high: float, size: int) -> np.ndarra
     return np.where(signs, np.float32(high), np.float32(low))
 
 
-def unpack_signs(
-    packed: np.ndarray, low: float, high: float, out: np.ndarray, accumulate: bool = False
-) -> None:
+def unpack_signs(packed: np.ndarray, low: float, high: float, out: np.ndarray, accumulate: bool = False) -> None:
     """Write (or add) `high` where the bit is 1 and `low` where it is 0. Padding bits are not looked at."""
     expect_size("unpack_signs", "packed", packed, ceil_div(out.size, 8))
     levels = _levels(packed, low, high, out.size)
@@ -45,9 +43,7 @@ def encode_signs(x: np.ndarray, low: float, high: float, out: np.ndarray, residu
         residual[:] = as_float32(x) - _levels(out, low, high, x.size)
 
 
-def unpack_signs_sum(
-    packed: Sequence[np.ndarray], low: np.ndarray, high: np.ndarray, out: np.ndarray
-) -> None:
+def unpack_signs_sum(packed: Sequence[np.ndarray], low: np.ndarray, high: np.ndarray, out: np.ndarray) -> None:
     """Write the sum over ranks of what each rank's signs decode to, added from 0.0 in rank order.
 
     Args:

@@ -16,9 +16,7 @@ def as_float32(x: np.ndarray) -> np.ndarray:
     if x.dtype == np.uint16:
         return (x.astype(np.uint32) << np.uint32(16)).view(np.float32)
     if x.dtype not in (np.float32, np.float64, np.float16):
-        raise TypeError(
-            f"Expected float32, float64, float16 or uint16 (bfloat16 bits), got {x.dtype} (in a kernel)."
-        )
+        raise TypeError(f"Expected float32, float64, float16 or uint16 (bfloat16 bits), got {x.dtype} (in a kernel).")
     with np.errstate(all="ignore"):
         return x.astype(np.float32)
 

@@ -69,9 +69,7 @@ def quantise_int8(
             residual[:] = values - out.astype(np.float32) * _spread(scales, block, x.size)
 
 
-def dequantise_int8(
-    q: np.ndarray, scales: np.ndarray, block: int, out: np.ndarray, accumulate: bool = False
-) -> None:
+def dequantise_int8(q: np.ndarray, scales: np.ndarray, block: int, out: np.ndarray, accumulate: bool = False) -> None:
     """Write (or add) q * scale to float32 `out`."""
     expect_size("dequantise_int8", "q", q, out.size)
     expect_size("dequantise_int8", "scales", scales, ceil_div(out.size, block))
@@ -80,9 +78,7 @@ def dequantise_int8(
         out[:] = out + values if accumulate else values
 
 
-def dequantise_int8_sum(
-    q: Sequence[np.ndarray], scales: Sequence[np.ndarray], block: int, out: np.ndarray
-) -> None:
+def dequantise_int8_sum(q: Sequence[np.ndarray], scales: Sequence[np.ndarray], block: int, out: np.ndarray) -> None:
     """Write the sum over ranks of q * scale, added from 0.0 in rank order."""
     expect_same_ranks("dequantise_int8_sum", q, scales)
     out[:] = 0

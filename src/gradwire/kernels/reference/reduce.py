@@ -18,9 +18,12 @@ _INFINITY_BITS = np.int32(0x7F800000)
 _NAN = np.float32(np.nan)
 
 
-def block_sum(values: np.ndarray) -> np.float64:
+def block_sum(x: np.ndarray) -> np.float64:
     """Sum in the canonical order; 0.0 if empty."""
-    values = values.astype(np.float64)
+    return _sum(as_float32(x).astype(np.float64))
+
+
+def _sum(values: np.ndarray) -> np.float64:
     with np.errstate(all="ignore"):
         while True:
             num_blocks = max(1, ceil_div(values.size, SUM_BLOCK))
@@ -66,14 +69,14 @@ def count_nonfinite(x: np.ndarray) -> int:
 def mean(x: np.ndarray) -> np.float32:
     """Mean, 0 if empty: the canonical sum over N, rounded once."""
     with np.errstate(all="ignore"):
-        return np.float32(block_sum(as_float32(x)) / max(1, x.size))
+        return np.float32(block_sum(x) / max(1, x.size))
 
 
 def norm(x: np.ndarray) -> np.float32:
     """Euclidean norm: the root of the canonical sum of squares, which are exact in float64."""
     values = as_float32(x).astype(np.float64)
     with np.errstate(all="ignore"):
-        return np.float32(np.sqrt(block_sum(values * values)))
+        return np.float32(np.sqrt(_sum(values * values)))
 
 
 def sign_means(x: np.ndarray) -> tuple[np.float32, np.float32, int]:

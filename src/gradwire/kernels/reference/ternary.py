@@ -45,7 +45,7 @@ def pack_ternary(x: np.ndarray, M: float, out: np.ndarray, residual: np.ndarray 
     size = ceil_div(x.size, TERNARY_DIGITS)
     expect_size("pack_ternary", "out", out, size)
     values, scale = as_float32(x), np.float32(M)
-    q = _quantise(values, scale)
+    q = _quantise(values, float(scale))
     digits = np.ones(TERNARY_DIGITS * size, np.uint8)  # steps 3 and 4
     digits[: q.size] = (q + 1).astype(np.uint8)  # steps 1 and 2
     p = digits.reshape(TERNARY_DIGITS, size)  # step 5

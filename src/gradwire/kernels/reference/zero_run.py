@@ -18,9 +18,7 @@ def zero_run_encode(src: np.ndarray, out: np.ndarray) -> int:
     `out` must hold len(src) bytes: the encoding is never longer. What lies past the length is unspecified.
     """
     if out.size < src.size:
-        raise ValueError(
-            f"Expected out of at least {src.size} elements, got {out.size} (in zero_run_encode)."
-        )
+        raise ValueError(f"Expected out of at least {src.size} elements, got {out.size} (in zero_run_encode).")
     length = run = 0
     for byte in [*src.tolist(), -1]:
         if byte == ZERO_BYTE and run < MAX_RUN:

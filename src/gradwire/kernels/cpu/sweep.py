@@ -1,0 +1,74 @@
+"""Elementwise sweeps over a gradient. Mirrors `reference.sweep`, where the contracts stand."""
+# Shapes: N elements
+
+from __future__ import annotations
+
+import numpy as np
+
+from gradwire.kernels.cpu.elements import LANES, MAGNITUDE, as_input, load_f32, store_f32
+from gradwire.kernels.cpu.lanes import bitcast, maximum, splat
+from gradwire.kernels.cpu.reduce import largest_lane, magnitude_of
+from gradwire.kernels.cpu.vector import i32, kernel, load, store
+from gradwire.kernels.layout import expect_size
+
+
+@kernel
+def _cast(x, out, scale):
+    for i in range(0, x.size, LANES):
+        store_f32(out, i, load_f32(x, i, LANES) * scale)
+
+
+@kernel
+def _convert(x, out):
+    for i in range(0, x.size, LANES):
+        store_f32(out, i, load_f32(x, i, LANES))
+
+
+def cast(x: np.ndarray, out: np.ndarray, scale: float = 1.0) -> None:
+    expect_size("cast", "out", out, x.size)
+    factor = np.float32(scale)
+    if factor != 1:
+        _cast(as_input(x), as_input(out), factor)
+    elif x.dtype == out.dtype:
+        np.copyto(out, x)
+    else:
+        _convert(as_input(x), as_input(out))
+
+
+@kernel
+def _scale(x, scale, out):
+    largest = splat(np.int32(0), LANES)
+    for i in range(0, x.size, LANES):
+        values = load_f32(x, i, LANES) * scale
+        store(out, i, values)
+        largest = maximum(largest, bitcast(values, i32) & MAGNITUDE)
+    return largest_lane(largest)
+
+
+@kernel
+def _compensate(x, scale, residual, out):
+    largest = splat(np.int32(0), LANES)
+    for i in range(0, x.size, LANES):
+        values = load_f32(x, i, LANES) * scale + load(residual, i, LANES)
+        store(out, i, values)
+        largest = maximum(largest, bitcast(values, i32) & MAGNITUDE)
+    return largest_lane(largest)
+
+
+def compensate(x: np.ndarray, scale: float, residual: np.ndarray | None, out: np.ndarray) -> np.float32:
+    expect_size("compensate", "out", out, x.size)
+    if residual is None:
+        return magnitude_of(_scale(as_input(x), np.float32(scale), out))
+    expect_size("compensate", "residual", residual, x.size)
+    return magnitude_of(_compensate(as_input(x), np.float32(scale), residual, out))
+
+
+@kernel
+def _accumulate(x, out):
+    for i in range(0, x.size, LANES):
+        store(out, i, load(out, i, LANES) + load_f32(x, i, LANES))
+
+
+def accumulate(x: np.ndarray, out: np.ndarray) -> None:
+    expect_size("accumulate", "out", out, x.size)
+    _accumulate(as_input(x), out)

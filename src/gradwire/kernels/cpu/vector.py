@@ -1,0 +1,264 @@
+"""Short vectors as values in Numba: `load` sixteen floats, compute on them, `store` them.
+
+Numba leaves vectorising to LLVM, which gives up on just the loops that matter here: an output that may be an
+input (no overlap can be proved), a sum whose order is fixed, bits that come from a comparison. With these
+types the loop is vector code as written, for any target: LLVM splits sixteen lanes into what the machine has.
+
+`load` and `store` never leave their array: past its end a load gives zeros and a store writes nothing. So
+kernels have one loop and no tail. Operators work lane by lane between equal types, and between a vector and a
+scalar, which is converted to the element type; comparisons of floats with a NaN are false, except `!=`.
+Integers wrap.
+
+Numba's cache looks at the source file of a kernel only: after a change here remove ``__pycache__/*.nb*``.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.core.errors import TypingError
+from numba.core.typing.templates import AbstractTemplate, infer_global, signature
+from numba.extending import intrinsic, lower_builtin, models, register_model
+
+
+def kernel(function: Any) -> Any:
+    """Compile at first use, cached on disk, without the GIL.
+
+    No fast-math: kernels must see non-finite values, and a fused multiply-add rounds once where the other
+    backends round twice.
+    """
+    return njit(nogil=True, cache=True, error_model="numpy")(function)
+
+
+f32, f64 = types.float32, types.float64
+i8, i16, i32, i64 = types.int8, types.int16, types.int32, types.int64
+u8, u16, u32, u64 = types.uint8, types.uint16, types.uint32, types.uint64
+
+
+class Vector(types.Type):
+    """A fixed number of lanes of one scalar type; `types.boolean` for the result of a comparison."""
+
+    def __init__(self, element, lanes):
+        self.element = element
+        self.lanes = lanes
+        super().__init__(name=f"Vector({element}, {lanes})")
+
+
+def _element_ir(element):
+    if element == types.boolean:
+        return ir.IntType(1)
+    if isinstance(element, types.Float):
+        return ir.FloatType() if element == f32 else ir.DoubleType()
+    return ir.IntType(element.bitwidth)
+
+
+def _ir(vector):
+    return ir.VectorType(_element_ir(vector.element), vector.lanes)
+
+
+@register_model(Vector)
+class _VectorModel(models.PrimitiveModel):
+    def __init__(self, dmm, fe_type):
+        super().__init__(dmm, fe_type, _ir(fe_type))
+
+
+def _is_float(vector):
+    return isinstance(vector.element, types.Float)
+
+
+def _is_signed(vector):
+    return isinstance(vector.element, types.Integer) and vector.element.signed
+
+
+def _broadcast(builder, scalar, vector_ir):
+    undefined = ir.Constant(vector_ir, ir.Undefined)
+    first = builder.insert_element(undefined, scalar, ir.Constant(ir.IntType(32), 0))
+    zeros = ir.Constant(ir.VectorType(ir.IntType(32), vector_ir.count), None)
+    return builder.shuffle_vector(first, undefined, zeros)
+
+
+# --- operators ----------------------------------------------------------------------------------------------
+
+_COMPARISONS = {
+    operator.lt: "<",
+    operator.le: "<=",
+    operator.gt: ">",
+    operator.ge: ">=",
+    operator.eq: "==",
+    operator.ne: "!=",
+}
+
+
+def _arithmetic(builder, op, vector, a, b):
+    if _is_float(vector):
+        table = {operator.add: builder.fadd, operator.sub: builder.fsub, operator.mul: builder.fmul}
+    else:
+        shift = builder.ashr if _is_signed(vector) else builder.lshr
+        table = {operator.add: builder.add, operator.sub: builder.sub, operator.mul: builder.mul}
+        table |= {operator.and_: builder.and_, operator.or_: builder.or_, operator.xor: builder.xor}
+        table |= {operator.lshift: builder.shl, operator.rshift: shift}
+    return table[op](a, b)
+
+
+def _compare(builder, op, vector, a, b):
+    sign = _COMPARISONS[op]
+    if _is_float(vector):
+        return (builder.fcmp_unordered if sign == "!=" else builder.fcmp_ordered)(sign, a, b)
+    return (builder.icmp_signed if _is_signed(vector) else builder.icmp_unsigned)(sign, a, b)
+
+
+def _register(op):
+    comparison = op in _COMPARISONS
+
+    @infer_global(op)
+    class _Operator(AbstractTemplate):
+        def generic(self, args, kws):
+            if len(args) != 2 or not isinstance(args[0], Vector):
+                return None
+            a, b = args[0], types.unliteral(args[1])
+            if a != b and not isinstance(b, types.Number):
+                return None
+            return signature(Vector(types.boolean, a.lanes) if comparison else a, a, b)
+
+    emit = _compare if comparison else _arithmetic
+
+    @lower_builtin(op, Vector, Vector)
+    def lower_vectors(context, builder, sig, args):
+        return emit(builder, op, sig.args[0], *args)
+
+    @lower_builtin(op, Vector, types.Number)
+    def lower_scalar(context, builder, sig, args):
+        vector, number = sig.args
+        scalar = context.cast(builder, args[1], number, vector.element)
+        return emit(builder, op, vector, args[0], _broadcast(builder, scalar, _ir(vector)))
+
+
+for _op in (*_COMPARISONS, operator.add, operator.sub, operator.mul):
+    _register(_op)
+for _op in (operator.and_, operator.or_, operator.xor, operator.lshift, operator.rshift):
+    _register(_op)
+
+
+# --- memory -------------------------------------------------------------------------------------------------
+
+
+def _place(context, builder, array, value, index, index_type):
+    """Pointer to array[index] and the number of elements from there to the end."""
+    if array.layout != "C" or array.ndim != 1:
+        raise TypingError("Expected a contiguous one-dimensional array.")
+    struct = context.make_array(array)(context, builder, value)
+    index = context.cast(builder, index, index_type, types.intp)
+    return builder.gep(struct.data, [index]), builder.sub(struct.nitems, index)
+
+
+def _cut(builder, count, lanes):
+    """`count` within 0..lanes."""
+    zero = ir.Constant(count.type, 0)
+    positive = builder.select(builder.icmp_signed("<", count, zero), zero, count)
+    most = ir.Constant(count.type, lanes)
+    return builder.select(builder.icmp_signed("<", positive, most), positive, most)
+
+
+def emit_load(context, builder, array, value, index, index_type, lanes):
+    """Code of `load`, for intrinsics that convert as they load."""
+    kind = ir.VectorType(_element_ir(array.dtype), lanes)
+    size = array.dtype.bitwidth // 8
+    pointer, count = _place(context, builder, array, value, index, index_type)
+    scratch = cgutils.alloca_once(builder, kind)
+    full = builder.icmp_signed(">=", count, ir.Constant(count.type, lanes))
+    with builder.if_else(full, likely=True) as (then, otherwise):
+        with then:
+            whole = builder.load(builder.bitcast(pointer, kind.as_pointer()), align=size)
+            after_whole = builder.block
+        with otherwise:
+            builder.store(ir.Constant(kind, None), scratch)
+            cgutils.raw_memcpy(builder, scratch, pointer, _cut(builder, count, lanes), size)
+            part = builder.load(scratch)
+            after_part = builder.block
+    result = builder.phi(kind)
+    result.add_incoming(whole, after_whole)
+    result.add_incoming(part, after_part)
+    return result
+
+
+def emit_store(context, builder, array, value, index, index_type, lanes, end=None):
+    """Code of `store`: `lanes` is the vector's IR value, `end` an IR intp that limits what is written."""
+    size = array.dtype.bitwidth // 8
+    pointer, count = _place(context, builder, array, value, index, index_type)
+    if end is not None:
+        before_end = builder.sub(end, context.cast(builder, index, index_type, types.intp))
+        count = builder.select(builder.icmp_signed("<", before_end, count), before_end, count)
+    kind = lanes.type
+    scratch = cgutils.alloca_once(builder, kind)
+    full = builder.icmp_signed(">=", count, ir.Constant(count.type, kind.count))
+    with builder.if_else(full, likely=True) as (then, otherwise):
+        with then:
+            builder.store(lanes, builder.bitcast(pointer, kind.as_pointer()), align=size)
+        with otherwise:
+            builder.store(lanes, scratch)
+            cgutils.raw_memcpy(builder, pointer, scratch, _cut(builder, count, kind.count), size)
+
+
+@intrinsic(prefer_literal=True)
+def load(typingctx, array, index, lanes):
+    """`lanes` elements from `index` on; zeros past the end."""
+
+    def codegen(context, builder, sig, args):
+        return emit_load(context, builder, array, args[0], args[1], sig.args[1], lanes.literal_value)
+
+    return Vector(array.dtype, lanes.literal_value)(array, index, lanes), codegen
+
+
+@intrinsic
+def store(typingctx, array, index, vector):
+    """Write the lanes that lie inside the array; their type must be the array's."""
+    if not isinstance(vector, Vector) or array.dtype != vector.element:
+        raise TypingError(f"Expected a vector of {array.dtype}, got {vector}.")
+
+    def codegen(context, builder, sig, args):
+        emit_store(context, builder, array, args[0], args[1], sig.args[1], args[2])
+        return context.get_dummy_value()
+
+    return types.void(array, index, vector), codegen
+
+
+@intrinsic
+def store_until(typingctx, array, index, end, vector):
+    """Write the lanes that lie inside the array and before the element `end`."""
+    if not isinstance(vector, Vector) or array.dtype != vector.element:
+        raise TypingError(f"Expected a vector of {array.dtype}, got {vector}.")
+
+    def codegen(context, builder, sig, args):
+        limit = context.cast(builder, args[2], sig.args[2], types.intp)
+        emit_store(context, builder, array, args[0], args[1], sig.args[1], args[3], limit)
+        return context.get_dummy_value()
+
+    return types.void(array, index, end, vector), codegen
+
+
+@intrinsic
+def array_at(typingctx, address, size, dtype):
+    """The array of `size` elements at an integer address, for a list of arrays that came as addresses."""
+    array = types.Array(dtype.dtype, 1, "C")
+
+    def codegen(context, builder, sig, args):
+        item = dtype.dtype
+        data = builder.inttoptr(args[0], context.get_data_type(item).as_pointer())
+        count = context.cast(builder, args[1], sig.args[1], types.intp)
+        size = context.get_constant(types.intp, item.bitwidth // 8)
+        result = context.make_array(array)(context, builder)
+        context.populate_array(
+            result,
+            data=data,
+            shape=cgutils.pack_array(builder, [count]),
+            strides=cgutils.pack_array(builder, [size]),
+            itemsize=size,
+            meminfo=None,
+        )
+        return result._getvalue()
+
+    return array(types.uint64, size, dtype), codegen
