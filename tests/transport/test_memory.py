@@ -39,9 +39,7 @@ def test_a_killed_rank_is_lost_to_the_others_and_calls_nobody_back():
         network.kill(2)
         failures = [recorders[rank].failure() for rank in (0, 1)]
         # Either learns it from the connection, or from the other rank that learnt it first.
-        assert all(
-            isinstance(error, (PeerLostError, PeerFailedError)) and error.rank == 2 for error in failures
-        )
+        assert all(isinstance(error, (PeerLostError, PeerFailedError)) and error.rank == 2 for error in failures)
         assert any(isinstance(error, PeerLostError) for error in failures)
         assert recorders[2].failures.empty()
 

@@ -93,9 +93,7 @@ class Conversation:
         """Return a control frame to send. ABORT carries a reason and whom to blame, if not this rank."""
         body = reason.encode("utf-8", "replace")[:MAX_REASON_BYTES]
         frame = pack(
-            Header(
-                kind, sender=self.ends.rank, epoch=self.ends.epoch, count=0 if blame is None else blame + 1
-            ),
+            Header(kind, sender=self.ends.rank, epoch=self.ends.epoch, count=0 if blame is None else blame + 1),
             body,
         )
         self.control_bytes += len(frame)
@@ -141,9 +139,7 @@ class Conversation:
         if header.kind in DATA_KINDS:
             self._admit_data(self.ends.peer, header)
         elif header.length > _CONTROL_LIMITS.get(header.kind, -1):
-            raise FrameError(
-                f"Expected no such control frame, got {describe(header)}, {header.length} bytes."
-            )
+            raise FrameError(f"Expected no such control frame, got {describe(header)}, {header.length} bytes.")
 
     def _control(self, header: Header, body: np.ndarray) -> None:
         if header.kind is FrameKind.BYE:

@@ -70,7 +70,7 @@ class Transport(ABC):
 
     @abstractmethod
     def departed(self, peer: int) -> bool:
-        """Whether `peer` has closed in good order: nothing more will come from it, and sending to it fails."""
+        """Whether `peer` has closed in good order: nothing more comes from it, sending to it fails."""
 
     @abstractmethod
     def abort(self, reason: str) -> None:

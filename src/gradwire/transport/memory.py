@@ -38,12 +38,8 @@ class MemoryNetwork:
         transports: one a rank.
     """
 
-    def __init__(
-        self, world_size: int, *, timeout: timedelta = timedelta(seconds=10), epoch: int = 0x67726164
-    ) -> None:
-        self.transports = [
-            MemoryTransport(self, rank, world_size, epoch, timeout) for rank in range(world_size)
-        ]
+    def __init__(self, world_size: int, *, timeout: timedelta = timedelta(seconds=10), epoch: int = 0x67726164) -> None:
+        self.transports = [MemoryTransport(self, rank, world_size, epoch, timeout) for rank in range(world_size)]
 
     def __enter__(self) -> MemoryNetwork:
         return self
@@ -70,9 +66,7 @@ class MemoryNetwork:
 class MemoryTransport(Transport):
     """One rank of a `MemoryNetwork`; made by it."""
 
-    def __init__(
-        self, network: MemoryNetwork, rank: int, world_size: int, epoch: int, timeout: timedelta
-    ) -> None:
+    def __init__(self, network: MemoryNetwork, rank: int, world_size: int, epoch: int, timeout: timedelta) -> None:
         self.rank = rank
         self.world_size = world_size
         self.epoch = epoch
@@ -81,9 +75,7 @@ class MemoryTransport(Transport):
         self._inbox: queue.SimpleQueue[_Arrival] = queue.SimpleQueue()
         now = time.monotonic()
         self._conversations = {
-            peer: Conversation(Ends(rank, peer, epoch), timeout, now)
-            for peer in range(world_size)
-            if peer != rank
+            peer: Conversation(Ends(rank, peer, epoch), timeout, now) for peer in range(world_size) if peer != rank
         }
         self._callbacks: Callbacks | None = None
         self._thread: threading.Thread | None = None

@@ -140,9 +140,7 @@ def seal(header: Header, body: np.ndarray) -> bytes:
             "Pass `np.ascontiguousarray(array).reshape(-1).view(np.uint8)`."
         )
     if body.nbytes > MAX_BODY_BYTES:
-        raise ValueError(
-            f"Expected a body of at most {MAX_BODY_BYTES} bytes, got {body.nbytes}. Partition it."
-        )
+        raise ValueError(f"Expected a body of at most {MAX_BODY_BYTES} bytes, got {body.nbytes}. Partition it.")
     if header.offset + header.count > _INDEX_LIMIT:
         raise ValueError(f"Expected a range below 2**63, got offset {header.offset} + count {header.count}.")
     plain = _layout(header, body.nbytes)
@@ -171,13 +169,9 @@ def unpack(buffer: bytes | bytearray | memoryview | np.ndarray) -> Header:
         epoch, round_, tensor, partition, offset, count, length, checksum, reserved_end,
     ) = _LAYOUT.unpack_from(view)  # fmt: skip
     if magic != MAGIC:
-        raise FrameError(
-            f"Expected magic {MAGIC!r}, got {magic!r}. The other end does not speak gradwire frames."
-        )
+        raise FrameError(f"Expected magic {MAGIC!r}, got {magic!r}. The other end does not speak gradwire frames.")
     if version != VERSION:
-        raise FrameError(
-            f"Expected frame version {VERSION}, got {version}. Run one gradwire version on all ranks."
-        )
+        raise FrameError(f"Expected frame version {VERSION}, got {version}. Run one gradwire version on all ranks.")
     if kind not in _KINDS:
         raise FrameError(f"Expected a known frame kind, got {kind}.")
     if flags > _KNOWN_FLAGS:

@@ -1,0 +1,180 @@
+"""One TCP connection to one peer, non-blocking: a queue of frames on the way out, a conversation on the way
+in.
+
+Guarantees: bodies are neither copied on the way out nor on the way in (beyond the first 64 KiB); one system
+call serves many small frames. A write that fails only closes this direction: what the peer said before it
+went, its reason above all, is still read. Everything but `enqueue` belongs to the I/O thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections import deque
+from collections.abc import Iterator
+from itertools import islice
+
+import numpy as np
+
+from gradwire.protocol.conversation import Conversation
+from gradwire.wire.frame import Header
+
+# More buffers a call gain nothing measurable on loopback; the kernel's own limit is 1024.
+BUFFERS_PER_CALL = 64
+# So that one busy peer does not starve the others of the thread.
+CALLS_PER_TURN = 16
+DISCARD_BYTES = 1 << 16
+
+
+class Link:
+    """The connection to one peer.
+
+    Args:
+        sock: connected, non-blocking.
+        conversation: what is said on it.
+
+    Attributes:
+        open: the socket is open and the peer has not said BYE.
+        writable: frames can still be sent.
+        blocked: the kernel takes no more for now.
+        watched: the events that the owner's selector looks for.
+    """
+
+    def __init__(self, sock: socket.socket, conversation: Conversation) -> None:
+        self.socket = sock
+        self.conversation = conversation
+        self.open = True
+        self.writable = True
+        self.blocked = False
+        self.watched = 0
+        self._queue: deque[tuple[bytes, np.ndarray]] = deque()
+        # Buffers of frames taken from the queue, each with whether a frame starts there.
+        self._outgoing: deque[tuple[memoryview, bool]] = deque()
+
+    @property
+    def peer(self) -> int:
+        """The rank at the other end."""
+        return self.conversation.ends.peer
+
+    def enqueue(self, head: bytes, body: np.ndarray) -> None:
+        """Queue one frame, or drop it where the connection has failed. Any thread may call this."""
+        if self.writable:
+            self._queue.append((head, body))
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is something to send."""
+        return self.writable and bool(self._queue or self._outgoing)
+
+    @property
+    def pending_frames(self) -> int:
+        """Frames that have not been sent to their end."""
+        begun = bool(self._outgoing) and not self._outgoing[0][1]
+        return len(self._queue) + begun + sum(starts for _, starts in self._outgoing)
+
+    def flush(self, now: float) -> None:
+        """Send as much as the kernel takes in one turn."""
+        for _ in range(CALLS_PER_TURN):
+            if not self.pending:
+                break
+            self._fill()
+            try:
+                count = self.socket.sendmsg([view for view, _ in islice(self._outgoing, BUFFERS_PER_CALL)])
+            except BlockingIOError:
+                self.blocked = True
+                return
+            except OSError:
+                self.mute()
+                return
+            self.conversation.liveness.sent(now)
+            self._sent(count)
+
+    def receive(self, now: float) -> Iterator[tuple[Header, np.ndarray]]:
+        """Read what has come and yield the data frames in it.
+
+        Raises:
+            SyncError: the connection ended, the peer gave up, or sent what is not taken.
+        """
+        for _ in range(CALLS_PER_TURN):
+            room = self.conversation.wanted()
+            try:
+                count = self.socket.recv_into(room)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self._ended(f"{error.strerror or error}")
+                return
+            if count == 0:
+                self._ended("the end of its connection")
+                return
+            yield from self._parse(count, now)
+            if count < len(room) or not self.open:
+                return
+
+    def leftover(self, now: float) -> Iterator[tuple[Header, np.ndarray]]:
+        """Yield the data frames that came before anybody took them."""
+        yield from self._parse(0, now)
+
+    def discard(self) -> None:
+        """Read and drop what has come; shuts the link at its end."""
+        with contextlib.suppress(BlockingIOError):
+            try:
+                if not self.socket.recv(DISCARD_BYTES):
+                    self.shut()
+            except ConnectionError:
+                self.shut()
+
+    def drop_unsent(self) -> None:
+        """Forget the frames of which no byte has been sent, so that a last word gets through."""
+        self._queue.clear()
+        kept: deque[tuple[memoryview, bool]] = deque()
+        while self._outgoing and not self._outgoing[0][1]:
+            kept.append(self._outgoing.popleft())
+        self._outgoing = kept
+
+    def mute(self) -> None:
+        """Send nothing more."""
+        self.writable = self.blocked = False
+        self._queue.clear()
+        self._outgoing.clear()
+
+    def finish_sending(self) -> None:
+        """Tell the peer that nothing more comes, while still reading."""
+        self.mute()
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_WR)
+
+    def shut(self) -> None:
+        """Close the socket. Idempotent."""
+        self.open = False
+        self.mute()
+        self.socket.close()
+
+    def _parse(self, count: int, now: float) -> Iterator[tuple[Header, np.ndarray]]:
+        yield from self.conversation.advance(count, now)
+        if self.conversation.departed:
+            unsent = self.pending_frames
+            self.shut()
+            if unsent:
+                raise self.conversation.gone()
+
+    def _fill(self) -> None:
+        while self._queue and len(self._outgoing) < BUFFERS_PER_CALL:
+            head, body = self._queue.popleft()
+            self._outgoing.append((memoryview(head), True))
+            if body.nbytes:
+                self._outgoing.append((body.data, False))
+
+    def _sent(self, count: int) -> None:
+        while count:
+            view, _ = self._outgoing.popleft()
+            if count < len(view):
+                self._outgoing.appendleft((view[count:], False))
+                return
+            count -= len(view)
+
+    def _ended(self, cause: str) -> None:
+        error = self.conversation.lost(cause)
+        self.shut()
+        if error is not None:
+            raise error

@@ -1,0 +1,315 @@
+"""Frames over TCP: a full mesh of connections between the ranks of a group, served by one thread.
+
+Guarantees: whatever happens to a peer (killed, stopped, cut off, closing, sending garbage), this rank learns
+it within the timeout as one typed error that names the rank, and tells the others. A wait costs a wake-up a
+quarter of the timeout and nothing else. Connections are proven with a job key
+(`gradwire.protocol.handshake`); a rank listens at one address, never at all of them. Does not encrypt; does
+not reconnect: a group that has failed is set up again. A thread that holds Python's lock for long stops the
+heartbeats too: the timeout must be longer than any C call that does not release it.
+
+Differences from Gloo's pairs: one thread for all peers, typed errors with the rank in them, heartbeats, and
+a body is admitted before it is allocated.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import secrets
+import selectors
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+
+from gradwire.core.errors import OptionError, SyncError
+from gradwire.protocol.conversation import Conversation, Ends
+from gradwire.transport.address import local_address
+from gradwire.transport.base import Callbacks, Transport
+from gradwire.transport.checks import check_outgoing
+from gradwire.transport.farewell import LastWord, say_farewell
+from gradwire.transport.link import Link
+from gradwire.transport.mesh import Connection, MeshBuilder
+from gradwire.transport.rendezvous import Deadline, meet
+from gradwire.wire.frame import HEADER_BYTES, FrameKind, Header, seal
+
+logger = logging.getLogger("gradwire")
+_EMPTY = np.empty(0, dtype=np.uint8)
+_alive: weakref.WeakSet[TcpTransport] = weakref.WeakSet()
+
+
+class TcpTransport(Transport):
+    """One rank of a group over TCP. Made by `connect`.
+
+    Args:
+        rank: this rank.
+        epoch: epoch of the group.
+        connections: a proven connection for every peer.
+        timeout: how long a peer may be silent, or take no bytes while this rank closes.
+        name: name of the group.
+    """
+
+    def __init__(
+        self, rank: int, epoch: int, connections: dict[int, Connection], *, timeout: timedelta, name: str
+    ) -> None:
+        self.rank = rank
+        self.world_size = len(connections) + 1
+        self.epoch = epoch
+        self.sent_bytes = [0] * self.world_size
+        now = time.monotonic()
+        self._links = {
+            peer: Link(connection.socket, Conversation(Ends(rank, peer, epoch), timeout, now, connection.reader))
+            for peer, connection in connections.items()
+        }
+        self._timeout = timeout
+        self._callbacks: Callbacks | None = None
+        self._reading = False
+        self._last_word: LastWord | None = None  # set once, ends the loop
+        self._undeliverable: SyncError | None = None
+        self._lock = threading.Lock()  # orders sends, wake-ups and the end of the wake-up socket
+        self._pid = os.getpid()
+        self._selector = selectors.DefaultSelector()
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._wake_in.setblocking(False)
+        self._wake_out.setblocking(False)
+        self._woken = False
+        self._selector.register(self._wake_in, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name=f"gradwire-tcp-{name}", daemon=True)
+        _alive.add(self)
+        self._thread.start()
+
+    @classmethod
+    def connect(cls, store: Any, rank: int, world_size: int, *, timeout: timedelta, name: str) -> TcpTransport:
+        """Meet the other ranks and connect with each.
+
+        Args:
+            store: the job's `torch.distributed.Store`.
+            rank: this rank.
+            world_size: ranks in the group.
+            timeout: bound on this call, and from then on how long a peer may be silent.
+            name: prefix in the store; a group may be set up again under its name.
+
+        Raises:
+            PeerTimeoutError: ranks are missing at the deadline; the message names them.
+            SyncError: the store failed.
+            OptionError: rank and world size do not fit, or there is no address to listen at.
+        """
+        if not 0 <= rank < world_size <= 1 << 16:
+            raise OptionError(f"Expected rank below world size, at most 65536, got {rank} and {world_size}.")
+        if world_size == 1:
+            return cls(rank, secrets.randbits(64), {}, timeout=timeout, name=name)
+        deadline = Deadline(timeout)
+        host = local_address(store)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.create_server((host, 0), family=family, backlog=max(128, world_size)) as listener:
+            address = (host, int(listener.getsockname()[1]))
+            meeting = meet(store, name, rank, world_size, address, deadline)
+            connections = MeshBuilder(listener, meeting, deadline).build()
+        return cls(rank, meeting.member.epoch, connections, timeout=timeout, name=name)
+
+    @property
+    def received_bytes(self) -> list[int]:  # type: ignore[override]
+        """Bytes of whole frames delivered, by peer."""
+        return self._by_peer("received_bytes")
+
+    @property
+    def control_bytes(self) -> list[int]:  # type: ignore[override]
+        """Bytes of control frames, both ways, by peer."""
+        return self._by_peer("control_bytes")
+
+    def start(self, callbacks: Callbacks) -> None:
+        """Begin to deliver. Until then peers may send, and the kernel holds what they do."""
+        self._check_process()
+        assert self._callbacks is None, "start is called once"
+        self._callbacks = callbacks
+        with self._lock:
+            self._wake()
+
+    def send(self, peer: int, header: Header, body: np.ndarray) -> None:
+        """Queue one frame for `peer` and return at once."""
+        self._check_process()
+        check_outgoing(self, peer, header)
+        link = self._links[peer]
+        head = seal(header, body)
+        with self._lock:
+            if link.conversation.departed:
+                self._undeliverable = link.conversation.gone()
+            else:
+                self.sent_bytes[peer] += HEADER_BYTES + body.nbytes
+                link.enqueue(head, body)
+            self._wake()
+
+    def departed(self, peer: int) -> bool:
+        """Whether `peer` has closed in good order."""
+        return self._links[peer].conversation.departed
+
+    def abort(self, reason: str) -> None:
+        """Tell every peer why this rank gives up, for at most a second, then close."""
+        self._end(LastWord(FrameKind.ABORT, reason))
+
+    def close(self) -> None:
+        """Send what is queued, say goodbye, end thread and sockets. Idempotent.
+
+        On failure: where a peer does not take what is queued for it, `fail` is called before this returns.
+        """
+        self._end(LastWord(FrameKind.BYE))
+
+    def _end(self, word: LastWord) -> None:
+        if os.getpid() != self._pid:
+            return  # the descriptors of a forked child were closed when it began
+        with self._lock:
+            self._last_word = self._last_word or word
+            self._wake()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _wake(self) -> None:
+        if self._woken or threading.current_thread() is self._thread:
+            return
+        self._woken = True
+        with contextlib.suppress(OSError):  # closed: there is nothing to wake
+            self._wake_out.send(b"\0")
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise SyncError(
+                "Expected to run in the process that connected, got a fork of it. Connect after forking, or "
+                "start workers with the 'spawn' method."
+            )
+
+    def _run(self) -> None:
+        try:
+            while self._last_word is None:
+                self._turn()
+            self._finish(self._last_word)
+        except SyncError as error:
+            self._fail(error)
+        except Exception as error:  # a callback raised: the step cannot end well any more
+            logger.exception("The thread of a transport failed.")
+            self._fail(SyncError(f"Expected the transport's callbacks not to raise, got {error!r}."))
+        finally:
+            with self._lock:
+                self._release()
+
+    def _turn(self) -> None:
+        # Silence is judged by the time before the sockets were looked at: see `Liveness.silent`.
+        looked_at = time.monotonic()
+        links = [link for link in self._links.values() if link.open]
+        for key, events in self._selector.select(self._wait(links, looked_at)):
+            if key.data is None:
+                self._take_wake_up()
+                continue
+            if events & selectors.EVENT_WRITE:
+                key.data.blocked = False
+            if events & selectors.EVENT_READ:
+                self._deliver(key.data, key.data.receive(time.monotonic()))
+        if self._callbacks is not None and not self._reading:
+            self._begin_reading(links)
+        if self._undeliverable is not None:
+            raise self._undeliverable
+        for link in links:
+            if link.open:
+                self._serve(link, looked_at)
+            self._watch(link)
+
+    def _wait(self, links: list[Link], now: float) -> float | None:
+        if any(link.pending and not link.blocked for link in links):
+            return 0.0
+        deadlines = [link.conversation.liveness.next_deadline(listening=self._reading) for link in links]
+        return max(0.0, min(deadlines) - now) if deadlines else None
+
+    def _take_wake_up(self) -> None:
+        # Cleared before the queues are looked at: whoever queues later sends another byte.
+        self._woken = False
+        with contextlib.suppress(BlockingIOError):
+            self._wake_in.recv(4096)
+
+    def _begin_reading(self, links: list[Link]) -> None:
+        assert self._callbacks is not None
+        self._reading = True
+        now = time.monotonic()
+        for link in links:
+            link.conversation.begin(self._callbacks.admit, now)
+            self._deliver(link, link.leftover(now))
+
+    def _deliver(self, link: Link, frames: Iterator[tuple[Header, np.ndarray]]) -> None:
+        assert self._callbacks is not None
+        for header, body in frames:
+            self._callbacks.deliver(link.peer, header, body)
+            if self._last_word is not None:  # a callback has closed the transport
+                return
+
+    def _serve(self, link: Link, looked_at: float) -> None:
+        """Run the timers of one peer and send what is queued for it."""
+        liveness = link.conversation.liveness
+        if self._reading and liveness.silent(looked_at):
+            raise link.conversation.silence()
+        if liveness.heartbeat_due(looked_at):
+            liveness.sent(looked_at)  # also where the queue is stuck: its bytes say the same
+            if link.writable and not link.pending:
+                link.enqueue(link.conversation.control(FrameKind.HEARTBEAT), _EMPTY)
+        if link.pending and not link.blocked:
+            link.flush(time.monotonic())
+
+    def _watch(self, link: Link) -> None:
+        """Have the selector look for what this link waits for, and for nothing else."""
+        wanted = 0
+        if link.open:
+            wanted = self._reading * selectors.EVENT_READ | link.blocked * selectors.EVENT_WRITE
+        if wanted == link.watched:
+            return
+        if not wanted:
+            self._selector.unregister(link.socket)
+        elif link.watched:
+            self._selector.modify(link.socket, wanted, link)
+        else:
+            self._selector.register(link.socket, wanted, link)
+        link.watched = wanted
+
+    def _fail(self, error: SyncError) -> None:
+        if self._callbacks is not None:
+            self._callbacks.fail(error)
+        with self._lock:
+            self._last_word = self._last_word or LastWord(FrameKind.ABORT, str(error), error.rank)
+        say_farewell(self._links.values(), self._last_word, self._timeout)
+
+    def _finish(self, word: LastWord) -> None:
+        error = say_farewell(self._links.values(), word, self._timeout)
+        if error is not None and self._callbacks is not None:
+            self._callbacks.fail(error)
+
+    def _release(self) -> None:
+        """Close every descriptor. Also runs in a forked child, whose copies would keep connections alive."""
+        for link in self._links.values():
+            link.shut()
+        self._selector.close()
+        self._wake_in.close()
+        self._wake_out.close()
+
+    def _by_peer(self, counter: str) -> list[int]:
+        counts = [0] * self.world_size
+        for peer, link in self._links.items():
+            counts[peer] = getattr(link.conversation, counter)
+        return counts
+
+
+def _release_in_child() -> None:
+    for transport in list(_alive):
+        transport._release()
+
+
+def _abort_at_exit() -> None:
+    for transport in list(_alive):
+        transport.abort("its interpreter exits")
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_release_in_child)
+atexit.register(_abort_at_exit)
