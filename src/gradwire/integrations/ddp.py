@@ -173,7 +173,7 @@ class _Slot:
         self.handle: Handle | None = None
         self._group = ddp.process_group
 
-    def __call__(self, state: object, bucket: torch_private.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def __call__(self, bucket: torch_private.GradBucket) -> torch.futures.Future[torch.Tensor]:
         if self.handle is None:
             return allreduce_hook(self._group, bucket)
         return self.handle.on_bucket(bucket)
@@ -184,11 +184,8 @@ def _slot(ddp: DistributedDataParallel) -> _Slot:
     slot = getattr(ddp, _SLOT, None)
     if slot is None:
         slot = _Slot(ddp)
-
-        def trampoline(state: object, bucket: torch_private.GradBucket) -> torch.futures.Future[torch.Tensor]:
-            return slot(state, bucket)
-
-        ddp.register_comm_hook(None, trampoline)
+        # A lambda, because torch compares annotations as objects and ours are strings.
+        ddp.register_comm_hook(None, lambda state, bucket: slot(bucket))
         setattr(ddp, _SLOT, slot)
     return slot
 

@@ -1,0 +1,48 @@
+# The habits. `make demo` and `make test` do all the set-up they need, on a fresh machine.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# The environment of this repository is pinned to one torch; the package itself takes a range.
+TORCH ?= torch==2.13.0
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test test-long lint format bench golden clean help
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+
+demo: $(STAMP) ## train with 4 ranks over a 100 Mb/s network, dense against compressed, and write a report
+	$(BIN)/gradwire demo
+
+test: $(STAMP) ## all tests, under ten minutes on two cores
+	$(BIN)/python -m pytest -q
+
+test-long: $(STAMP) ## the long campaigns: a million fuzz cases a decoder, and the tests marked slow
+	$(BIN)/python -m benchmarks.fuzz --cases 1000000
+	$(BIN)/python -m pytest -q -m slow
+
+lint: $(STAMP) ## format check, linter, types, layers
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP) ## format the code
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(STAMP) ## kernels and training, with CSV under benchmarks/results
+	$(BIN)/gradwire bench kernels
+	$(BIN)/gradwire bench training
+
+golden: $(STAMP) ## write the golden files anew, after a change of the wire format that was meant
+	$(BIN)/python -m tests.golden.update
+
+clean: ## remove the environment and what was built
+	rm -rf $(VENV) build dist *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[cli,report,test,dev]"
+	touch $@
