@@ -9,6 +9,7 @@ and `_decode_sum` where a kernel decodes and adds all ranks in one sweep.
 from __future__ import annotations
 
 import math
+import threading
 from abc import abstractmethod
 from collections.abc import Sequence
 
@@ -23,7 +24,9 @@ from gradwire.wire.payload import Payload
 
 _PIECE = 4096
 _SMALLEST = float(np.finfo(np.float32).smallest_subnormal)
-NONFINITE = Payload(np.empty(0, np.uint8), nonfinite=True)
+_NOTHING = np.empty(0, np.uint8)
+_threads = threading.local()
+NONFINITE = Payload(_NOTHING, nonfinite=True)
 
 
 class ArrayCompressor(Compressor):
@@ -136,15 +139,11 @@ class ArrayCompressor(Compressor):
     ) -> torch.Tensor:
         """Decode and add the payloads of several ranks."""
         if out.dtype != torch.float32:
-            raise ValueError(
-                f"Expected a float32 out for a sum, got {out.dtype}. Do: pass out=torch.empty(shape)."
-            )
+            raise ValueError(f"Expected a float32 out for a sum, got {out.dtype}. Do: pass out=torch.empty(shape).")
         for ctx in ctxs:
             self._output(ctx, out)
         if len(payloads) != len(ctxs):
-            raise ValueError(
-                f"Expected one context a payload, got {len(ctxs)} for {len(payloads)}. Do: pass one each."
-            )
+            raise ValueError(f"Expected one context a payload, got {len(ctxs)} for {len(payloads)}. Do: pass one each.")
         marked = [payload for payload in payloads if payload.nonfinite]
         for payload in marked:
             self._expect_bytes(payload, 0)
@@ -168,6 +167,17 @@ def scaled(side_value: float, scale: float) -> float:
     """Scale a side value to a float32. Only zero becomes zero: underflow must not change what it means."""
     found = float(np.float32(side_value * scale))
     return math.copysign(_SMALLEST, side_value) if found == 0 and side_value != 0 else found
+
+
+def scratch(num_bytes: int) -> np.ndarray:
+    """Memory of this thread for the time of one call: uint8[num_bytes], with any contents.
+
+    It is kept for the next call, so that large encodes and decodes do not fault in fresh pages each time.
+    """
+    kept: np.ndarray = getattr(_threads, "scratch", _NOTHING)
+    if kept.size < num_bytes:
+        kept = _threads.scratch = np.empty(num_bytes, np.uint8)
+    return kept[:num_bytes]
 
 
 def any_other(array: np.ndarray, value: int) -> bool:

@@ -190,9 +190,7 @@ class Compressor(ABC):
     ) -> list[Payload]:
         """Encode several tensors in one call."""
         residuals = residuals or [None] * len(grads)
-        return [
-            self.encode(grad, ctx, (), res) for grad, ctx, res in zip(grads, ctxs, residuals, strict=True)
-        ]
+        return [self.encode(grad, ctx, (), res) for grad, ctx, res in zip(grads, ctxs, residuals, strict=True)]
 
     def decode_sum(
         self,
@@ -241,26 +239,20 @@ class Compressor(ABC):
         if out is None:
             if ctx.spec is None:
                 raise ValueError(
-                    "Expected ctx.spec or out= in decode, got neither. "
-                    "Do: Context(..., spec=TensorSpec.of(grad))."
+                    "Expected ctx.spec or out= in decode, got neither. Do: Context(..., spec=TensorSpec.of(grad))."
                 )
             return torch.empty(ctx.spec.shape, dtype=ctx.spec.dtype)
         if ctx.spec is not None and out.numel() != ctx.spec.numel:
             raise ValueError(
-                f"Expected out of {ctx.spec.numel} elements, got {out.numel()}. "
-                "Do: pass out of ctx.spec's shape."
+                f"Expected out of {ctx.spec.numel} elements, got {out.numel()}. Do: pass out of ctx.spec's shape."
             )
         if not out.is_contiguous():
-            raise ValueError(
-                "Expected a contiguous out, got a strided one. Do: decode without out= and copy into it."
-            )
+            raise ValueError("Expected a contiguous out, got a strided one. Do: decode without out= and copy into it.")
         return out
 
     def _expect_bytes(self, payload: Payload, expected: int) -> np.ndarray:
         if payload.body.nbytes != expected:
-            raise PayloadError(
-                f"Expected a {self.name} payload of {expected} bytes, got {payload.body.nbytes}."
-            )
+            raise PayloadError(f"Expected a {self.name} payload of {expected} bytes, got {payload.body.nbytes}.")
         return payload.body
 
 

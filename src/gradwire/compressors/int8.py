@@ -127,9 +127,7 @@ class Int8(ArrayCompressor):
         parsed = [self._parse(body, stats, out.size) for body in bodies]
         kernels.dequantise_int8_sum([q for _, q in parsed], [scales for scales, _ in parsed], self.block, out)
 
-    def _parse(
-        self, body: np.ndarray, stats: Sequence[np.ndarray], size: int
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _parse(self, body: np.ndarray, stats: Sequence[np.ndarray], size: int) -> tuple[np.ndarray, np.ndarray]:
         reader = Reader(body)
         if stats:
             scales = self._scales(stats, size)
@@ -150,9 +148,7 @@ class Int8(ArrayCompressor):
         for lane in (np.dtype(np.int16), np.dtype(np.int32)):
             if _LEVELS * world_size <= np.iinfo(lane).max:
                 return lane
-        raise OptionError(
-            f"Expected at most {2**31 // 128} ranks, got {world_size}. Do: sum in groups of ranks."
-        )
+        raise OptionError(f"Expected at most {2**31 // 128} ranks, got {world_size}. Do: sum in groups of ranks.")
 
     def num_lanes(self, spec: TensorSpec) -> int:
         """A lane an element."""

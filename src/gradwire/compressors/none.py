@@ -104,8 +104,7 @@ class NoCompression(Compressor):
     ) -> torch.Tensor:
         """Add the elements of all ranks; `out` may be float64 as well."""
         ranks = [
-            self._elements(payload, ctx, self._output(ctx, out))
-            for payload, ctx in zip(payloads, ctxs, strict=True)
+            self._elements(payload, ctx, self._output(ctx, out)) for payload, ctx in zip(payloads, ctxs, strict=True)
         ]
         total = as_array(out)
         for start in range(0, total.size, _CHUNK):
@@ -148,9 +147,7 @@ def _add(elements: np.ndarray, out: np.ndarray) -> None:
     elif out.dtype == np.float32:
         kernels.accumulate(elements, out)
     else:
-        raise ValueError(
-            f"Expected a float32 out to accumulate in, got {out.dtype}. Do: pass out=torch.zeros(shape)."
-        )
+        raise ValueError(f"Expected a float32 out to accumulate in, got {out.dtype}. Do: pass out=torch.zeros(shape).")
 
 
 def _array_dtype(dtype: torch.dtype) -> np.dtype:

@@ -15,17 +15,14 @@ def real(
 ) -> float:
     """Return `value` as a float that lies between `low` and `high`, which belong to the range unless open."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(
-            f"Expected {option} to be a number, got {value!r}. Do: {option}={low if low else high}."
-        )
+        raise TypeError(f"Expected {option} to be a number, got {value!r}. Do: {option}={low if low else high}.")
     found = float(value)
     above = found > low if low_open else found >= low
     below = found < high if high_open else found <= high
     if not (above and below):
         left, right = "<" if low_open else "<=", "<" if high_open else "<="
         raise OptionError(
-            f"Expected {low:g} {left} {option} {right} {high:g}, got {value!r}. "
-            "Do: pass a value in that range."
+            f"Expected {low:g} {left} {option} {right} {high:g}, got {value!r}. Do: pass a value in that range."
         )
     return found
 
@@ -33,14 +30,10 @@ def real(
 def integer(option: str, value: object, low: int, high: int) -> int:
     """Return `value` as an int from `low` to `high`, both included."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(
-            f"Expected {option} to be an integer, got {value!r}. Do: pass an int from {low} to {high}."
-        )
+        raise TypeError(f"Expected {option} to be an integer, got {value!r}. Do: pass an int from {low} to {high}.")
     found = int(value)
     if not low <= found <= high:
-        raise OptionError(
-            f"Expected {option} from {low} to {high}, got {found}. Do: pass an int in that range."
-        )
+        raise OptionError(f"Expected {option} from {low} to {high}, got {found}. Do: pass an int in that range.")
     return found
 
 

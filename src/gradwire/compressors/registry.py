@@ -53,9 +53,7 @@ def register(compressor: C) -> C:
         ValueError: the name is taken, is not an identifier in lower case, or its wire number is taken.
     """
     if not (isinstance(compressor, type) and issubclass(compressor, Compressor)):
-        raise TypeError(
-            f"Expected a subclass of gradwire's Compressor, got {compressor!r}. Do: derive from it."
-        )
+        raise TypeError(f"Expected a subclass of gradwire's Compressor, got {compressor!r}. Do: derive from it.")
     name = getattr(compressor, "name", None)
     if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         raise ValueError(

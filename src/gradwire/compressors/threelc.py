@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from gradwire.compressors import options
-from gradwire.compressors.array import ArrayCompressor, any_other, expect, scaled
+from gradwire.compressors.array import ArrayCompressor, any_other, expect, scaled, scratch
 from gradwire.compressors.registry import register
 from gradwire.core.context import Context
 from gradwire.core.spec import TensorSpec
@@ -78,13 +78,14 @@ class ThreeLC(ArrayCompressor):
             return None
         body = np.empty(_SCALE_BYTES + _packed_bytes(x.size), np.uint8)
         body[:_SCALE_BYTES].view("<f4")[0] = sent_M
+        packed = body[_SCALE_BYTES:]
         # Steps 2 and 3, and steps a and b in the same sweep: quantise, pack, dequantise, remaining error.
-        kernels.pack_ternary(x, M, body[_SCALE_BYTES:], residual)
         if not self.zero_run:
+            kernels.pack_ternary(x, M, packed, residual)
             return body
-        # Step 4, in place: zero-run encoding is never longer than its input, at any point.
-        length = kernels.zero_run_encode(body[_SCALE_BYTES:], body[_SCALE_BYTES:])
-        return body[: _SCALE_BYTES + length]
+        quartic = scratch(packed.size)
+        kernels.pack_ternary(x, M, quartic, residual)
+        return body[: _SCALE_BYTES + kernels.zero_run_encode(quartic, packed)]  # step 4
 
     def _scale(self, largest: float) -> float:
         """M, from the largest magnitude; NaN from NaN."""
@@ -94,7 +95,7 @@ class ThreeLC(ArrayCompressor):
     def _decode(
         self, body: np.ndarray, ctx: Context, stats: Sequence[np.ndarray], out: np.ndarray, accumulate: bool
     ) -> None:
-        M, quartic = self._parse(body, out.size)
+        M, quartic = self._parse(body, out.size, scratch(_packed_bytes(out.size)))
         expect(kernels.unpack_ternary(quartic, M, out, accumulate), *_CANONICAL, self.name)
 
     def _decode_sum(
@@ -104,7 +105,9 @@ class ThreeLC(ArrayCompressor):
         stats: Sequence[np.ndarray],
         out: np.ndarray,
     ) -> None:
-        parsed = [self._parse(body, out.size) for body in bodies]
+        size = _packed_bytes(out.size)
+        rooms = scratch(len(bodies) * size).reshape(len(bodies), size)
+        parsed = [self._parse(body, out.size, room) for body, room in zip(bodies, rooms, strict=True)]
         scales = np.array([M for M, _ in parsed], np.float32)
         expect(
             kernels.unpack_ternary_sum([quartic for _, quartic in parsed], scales, out),
@@ -112,12 +115,12 @@ class ThreeLC(ArrayCompressor):
             self.name,
         )
 
-    def _parse(self, body: np.ndarray, size: int) -> tuple[float, np.ndarray]:
-        """M and the bytes of quartic encoding, which are yet to be checked one by one."""
+    def _parse(self, body: np.ndarray, size: int, room: np.ndarray) -> tuple[float, np.ndarray]:
+        """M and the bytes of quartic encoding, which are yet to be checked one by one. May use `room` for them."""
         reader = Reader(body)
         M = reader.f32(finite=True)
         if self.zero_run:
-            quartic = np.empty(_packed_bytes(size), np.uint8)
+            quartic = room
             expect(
                 kernels.zero_run_decode(reader.rest(), quartic) == quartic.size,
                 f"zero-run encoding of {quartic.size} bytes", "something else", self.name,
