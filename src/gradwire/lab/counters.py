@@ -54,9 +54,7 @@ class Drops:
 
     def __sub__(self, earlier: Drops) -> Drops:
         """What was dropped since `earlier`."""
-        return Drops(
-            self.uplink - earlier.uplink, self.downlink - earlier.downlink, max(0, self.loss - earlier.loss)
-        )
+        return Drops(self.uplink - earlier.uplink, self.downlink - earlier.downlink, max(0, self.loss - earlier.loss))
 
 
 def parse_net_dev(text: str) -> dict[str, Counters]:
@@ -82,9 +80,7 @@ def interface_counters(name: str | None = None) -> Counters:
     """
     name = name or os.environ.get("GRADWIRE_LAB_INTERFACE")
     if name is None:
-        raise OptionError(
-            "Expected an interface name outside a lab, got None. Pass one, or run under `gradwire lab`."
-        )
+        raise OptionError("Expected an interface name outside a lab, got None. Pass one, or run under `gradwire lab`.")
     table = parse_net_dev(Path("/proc/net/dev").read_text())
     if name not in table:
         raise OptionError(f"Expected an interface of this host, got {name!r}. There are: {', '.join(table)}.")

@@ -40,9 +40,7 @@ class Namespaces:
         if report is None or "step" in report:
             self.close()
             if report is None:
-                raise LabError(
-                    f"Expected the keeper to report its namespaces, got {line!r}. Please report this."
-                )
+                raise LabError(f"Expected the keeper to report its namespaces, got {line!r}. Please report this.")
             raise refusal(report["step"], report["reason"])
         self.links: list[str] = report["namespaces"]
         """Names of the namespaces as the kernel writes them, such as ``net:[4026532201]``."""
@@ -81,11 +79,9 @@ class Namespaces:
             LabError: the tool failed.
         """
         command = [find_tool(command[0]) if "/" not in command[0] else command[0], *command[1:]]
-        done = subprocess.run(
-            self.entered(host, command), input=script, capture_output=True, text=True, check=False
-        )
+        done = subprocess.run(self.entered(host, command), input=script, capture_output=True, text=True, check=False)
         if done.returncode != 0:
-            raise tool_failure(command, done.stderr or done.stdout or f"exit code {done.returncode}")
+            raise tool_failure(command, done.stderr or done.stdout or f"exit code {done.returncode}", script)
         return done.stdout
 
     def net_dev(self) -> str:

@@ -7,6 +7,7 @@ keeper does); this module only words the answer.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -71,9 +72,7 @@ def find_loss_tool() -> str:
     )
 
 
-def refusal(
-    step: str, reason: str, *, sysctl: Path = Path("/proc/sys"), is_root: bool | None = None
-) -> RightsError:
+def refusal(step: str, reason: str, *, sysctl: Path = Path("/proc/sys"), is_root: bool | None = None) -> RightsError:
     """The error for a system that does not let the lab make its namespaces.
 
     Args:
@@ -92,20 +91,25 @@ def refusal(
     if not is_root and not forbidding:
         ways.append("ask for user namespaces, which a container's seccomp profile may forbid")
     return RightsError(
-        f"Expected the right to make network namespaces, got {reason} (in {step}). "
-        f"To get it: {'; or '.join(ways)}."
+        f"Expected the right to make network namespaces, got {reason} (in {step}). To get it: {'; or '.join(ways)}."
     )
 
 
-def tool_failure(command: list[str], output: str) -> LabError:
-    """The error for a system tool that failed, with advice where the kernel lacks a feature."""
+def tool_failure(command: list[str], output: str, script: str | None = None) -> LabError:
+    """The error for a system tool that failed, with advice where the kernel lacks a feature.
+
+    Args:
+        command: tool and arguments.
+        output: its complaint.
+        script: its standard input; of a batch, the line that the complaint names is shown.
+    """
     tool = os.path.basename(command[0])
-    unknown = any(
-        word in output for word in ("unknown", "not supported", "No such file", "Unknown device type")
-    )
-    advice = [text for word, text in _KERNEL if unknown and word in output]
+    at = re.search(r"Command failed -:(\d+)", output)
+    failed = script.splitlines()[int(at[1]) - 1] if at and script else " ".join(command[1:])
+    unknown = any(word in output for word in ("unknown", "Unknown", "not supported", "No such file"))
+    advice = [text for word, text in _KERNEL if unknown and word in f"{failed} {output}"]
     hint = advice[0] if advice else "This may be a bug of the lab: please report it."
-    return LabError(f"Expected `{tool}` to set up the lab's network, got: {output.strip()}. {hint}")
+    return LabError(f"Expected `{tool}` to do `{failed}`, got: {output.strip()}. {hint}")
 
 
 def _reads(path: Path, value: str) -> bool:

@@ -151,7 +151,9 @@ class Runner:
         while self._running:
             due = self._kill_at if self._kill_at is not None else self._term_at
             wait = None if due is None else max(0.0, due - time.monotonic())
-            for key, _ in self._selector.select(wait):
+            # Streams before ends: an end takes the rest of its streams and closes them to the selector.
+            events = sorted(self._selector.select(wait), key=lambda event: isinstance(event[0].data, Job))
+            for key, _ in events:
                 if isinstance(key.data, Job):
                     self._ended(key.data, key.fd)
                 elif not key.data.read():

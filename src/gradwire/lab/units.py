@@ -59,9 +59,7 @@ def parse_rate(rate: str | float | None) -> int | None:
         )
     bits = round(float(found[1]) * _BITS[found[2]])
     if not MIN_RATE_BITS <= bits <= MAX_RATE_BITS:
-        raise OptionError(
-            f"Expected a rate from 8kbit to 100gbit, got {rate!r}. Write 'none' for no shaping."
-        )
+        raise OptionError(f"Expected a rate from 8kbit to 100gbit, got {rate!r}. Write 'none' for no shaping.")
     return bits
 
 
@@ -89,8 +87,7 @@ def parse_loss(loss: str | float | None) -> float:
         fraction = -1.0
     if not 0.0 <= fraction < 1.0:
         raise OptionError(
-            f"Expected a loss from 0 up to 1, such as '0.1%' or 0.001, got {loss!r}. "
-            "Write '1%' for one in a hundred."
+            f"Expected a loss from 0 up to 1, such as '0.1%' or 0.001, got {loss!r}. Write '1%' for one in a hundred."
         )
     return fraction
 
@@ -107,8 +104,7 @@ def parse_delay(delay: str | timedelta | None) -> timedelta | None:
         found = _QUANTITY.fullmatch(delay.strip().lower())
         if not found or found[2] not in _SECONDS:
             raise OptionError(
-                f"Expected a delay such as '500us', '5ms' or 'none', got {delay!r}. "
-                f"Known units: {', '.join(_SECONDS)}."
+                f"Expected a delay such as '500us', '5ms' or 'none', got {delay!r}. Known units: {', '.join(_SECONDS)}."
             )
         delay = timedelta(seconds=float(found[1]) * _SECONDS[found[2]])
     if not timedelta(0) <= delay <= timedelta(seconds=10):

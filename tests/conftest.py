@@ -1,0 +1,63 @@
+"""Tests that need something of the machine: skipped with the reason where it is missing, and counted at the end.
+
+A run on a machine without the rights must not look like a run that passed everything, so the summary has one line a
+marker whatever the options.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import pytest
+
+
+def _no_lab() -> str | None:
+    from gradwire.lab import available
+
+    return available()
+
+
+def _no_gpu() -> str | None:
+    import torch
+
+    return None if torch.cuda.is_available() else "Expected a CUDA device, torch finds none."
+
+
+NEEDS: dict[str, Callable[[], str | None]] = {"root": functools.cache(_no_lab), "gpu": functools.cache(_no_gpu)}
+"""Why tests with a marker cannot run on this machine, or None if they can."""
+
+_marked = pytest.StashKey[dict[str, set[str]]]()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skips what cannot run. A machine is asked only for what a collected test needs."""
+    marked = config.stash.setdefault(_marked, {name: set() for name in NEEDS})
+    for item in items:
+        for name, why_not in NEEDS.items():
+            if item.get_closest_marker(name):
+                marked[name].add(item.nodeid)
+                if reason := why_not():
+                    item.add_marker(pytest.mark.skip(reason=f"{name}: {reason}"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """One line a marker: how many of its tests ran, how many could not, and why."""
+    marked = config.stash.get(_marked, {})
+    reports = [report for kind in terminalreporter.stats.values() for report in kind]
+    reports = [report for report in reports if isinstance(report, pytest.TestReport)]
+    if any(marked.values()):
+        terminalreporter.section("tests that need something of the machine")
+    for name, nodeids in marked.items():
+        if not nodeids:
+            continue
+        ran = {report.nodeid for report in reports if report.when == "call" and not report.skipped} & nodeids
+        skipped = {report.nodeid: _reason(report) for report in reports if report.skipped}
+        reasons = sorted({reason for nodeid, reason in skipped.items() if nodeid in nodeids})
+        line = f"{name}: {len(ran)} ran, {len(nodeids & set(skipped))} could not"
+        terminalreporter.write_line("; because ".join([line, *reasons]))
+
+
+def _reason(report: pytest.TestReport) -> str:
+    text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    return text.removeprefix("Skipped: ")

@@ -1,0 +1,41 @@
+import pytest
+
+from gradwire.core.errors import OptionError
+from gradwire.lab.counters import Counters, Drops, interface_counters, parse_net_dev
+
+NET_DEV = """Inter-|   Receive                                                |  Transmit
+ face |bytes    packets errs drop fifo frame compressed multicast|bytes    packets errs drop fifo colls carrier compressed
+    lo:      11       1    0    0    0     0          0         0       11       1    0    0    0     0       0          0
+  eth0:123456789012  22    3    4    5     6          7         8      900      12   13   14   15    16      17         18
+"""  # noqa: E501
+
+
+def test_columns_of_the_kernels_table():
+    assert parse_net_dev(NET_DEV) == {
+        "lo": Counters(11, 11, 1, 1),
+        "eth0": Counters(bytes_sent=900, bytes_received=123456789012, packets_sent=12, packets_received=22),
+    }
+
+
+def test_traffic_between_two_readings_and_from_the_other_end():
+    since = Counters(10, 200, 3, 4) - Counters(1, 100, 1, 1)
+    assert since == Counters(bytes_sent=9, bytes_received=100, packets_sent=2, packets_received=3)
+    assert since.mirrored() == Counters(bytes_sent=100, bytes_received=9, packets_sent=3, packets_received=2)
+    assert Drops(5, 5, 5) - Drops(1, 2, 3) == Drops(4, 3, 2)
+
+
+def test_an_interface_of_this_machine():
+    assert interface_counters("lo").bytes_sent >= 0
+
+
+def test_an_unknown_interface_lists_the_known_ones():
+    with pytest.raises(OptionError, match=r"got 'wire7'.*lo"):
+        interface_counters("wire7")
+
+
+def test_without_a_name_outside_a_lab(monkeypatch):
+    monkeypatch.delenv("GRADWIRE_LAB_INTERFACE", raising=False)
+    with pytest.raises(OptionError, match="run under `gradwire lab`"):
+        interface_counters()
+    monkeypatch.setenv("GRADWIRE_LAB_INTERFACE", "lo")
+    assert interface_counters().bytes_sent >= 0
