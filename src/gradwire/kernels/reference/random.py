@@ -21,10 +21,9 @@ _MASK = np.uint64(0xFFFFFFFF)
 _SHIFT = np.uint64(32)
 
 
-def _words(key: int, counters: np.ndarray) -> tuple[np.ndarray, ...]:
-    """The four words of each uint64 counter, as uint64 below 2^32."""
-    c0, c1 = counters & _MASK, counters >> _SHIFT
-    c2 = c3 = np.zeros_like(counters)
+def philox_words(counter: tuple[np.ndarray, ...], key: int) -> tuple[np.ndarray, ...]:
+    """The four output words of four counter words; all are uint64 arrays of values below 2^32."""
+    c0, c1, c2, c3 = counter
     k0, k1 = key & 0xFFFFFFFF, (key >> 32) & 0xFFFFFFFF
     for _ in range(_ROUNDS):
         product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
@@ -32,6 +31,11 @@ def _words(key: int, counters: np.ndarray) -> tuple[np.ndarray, ...]:
         c1, c3 = product1 & _MASK, product0 & _MASK
         k0, k1 = (k0 + _WEYL[0]) & 0xFFFFFFFF, (k1 + _WEYL[1]) & 0xFFFFFFFF
     return c0, c1, c2, c3
+
+
+def _words(key: int, counters: np.ndarray) -> tuple[np.ndarray, ...]:
+    zero = np.zeros_like(counters)
+    return philox_words((counters & _MASK, counters >> _SHIFT, zero, zero), key)
 
 
 def _elements(first: int, size: int) -> np.ndarray:

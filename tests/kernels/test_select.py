@@ -1,0 +1,166 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as st_numpy
+
+from gradwire.kernels import cpu, reference
+from tests.kernels.samples import (
+    BACKENDS,
+    DTYPES,
+    LENGTHS,
+    assert_backends_agree,
+    empty,
+    gradients,
+    random_normal,
+    untimed,
+)
+
+INDEX_TYPES = [np.uint32, np.int64]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", LENGTHS)
+def test_thresholds_agree(dtype, length):
+    for x in gradients(dtype, length):
+        for threshold in (0.0, 0.37, 1.0, np.inf, np.nan):
+
+            def call(kernels, x=x, threshold=threshold):
+                results = [kernels.count_above(x, threshold)]
+                for capacity in (length, length // 3):
+                    indices, values = np.empty(capacity, np.uint32), np.empty(capacity, np.float32)
+                    count = kernels.select_threshold(x, threshold, indices, values)
+                    results += [count, indices[:count], values[:count]]
+                return results
+
+            assert_backends_agree(call)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", LENGTHS)
+def test_top_k_agrees(dtype, length):
+    for x in gradients(dtype, length):
+        for k in {0, min(1, length), length // 100, length // 3, length}:
+
+            def call(kernels, x=x, k=k):
+                indices = np.empty(k, np.uint32)
+                kernels.top_k(x, k, indices)
+                return [indices]
+
+            assert_backends_agree(call)
+
+
+@untimed
+@given(
+    x=st_numpy.arrays(np.float32, st.integers(1, 200), elements=st.floats(-4, 4, width=16)),
+    fraction=st.floats(0, 1),
+)
+def test_top_k_keeps_the_largest_and_the_earliest_of_equals(x, fraction):
+    k = int(fraction * x.size)
+    indices = np.empty(k, np.int64)
+    cpu.top_k(x, k, indices)
+    # Sort by magnitude, then by index; keep k.
+    expected = sorted(sorted(range(x.size), key=lambda i: (-abs(x[i]), i))[:k])
+    assert indices.tolist() == expected
+
+
+@pytest.mark.parametrize("kernels", BACKENDS)
+def test_top_k_orders_what_is_not_finite(kernels):
+    x = np.array([1, np.nan, -np.inf, 2, -np.nan, np.inf], np.float32)
+    x.view(np.uint32)[[1, 4]] = 0x7FC00000, 0xFFC00000
+    for k, expected in ((1, [1]), (2, [1, 4]), (3, [1, 2, 4]), (4, [1, 2, 4, 5]), (5, [1, 2, 3, 4, 5])):
+        indices = np.empty(k, np.uint32)
+        kernels.top_k(x, k, indices)
+        assert indices.tolist() == expected
+
+
+def test_top_k_keeps_what_torch_keeps():
+    x = np.random.default_rng(0).permutation(100_000).astype(np.float32) - 50_000.25
+    indices = np.empty(1000, np.uint32)
+    cpu.top_k(x, 1000, indices)
+    expected = torch.from_numpy(x).abs().topk(1000).indices.sort().values
+    np.testing.assert_array_equal(indices, expected.numpy())
+
+
+@pytest.mark.parametrize("kernels", BACKENDS)
+def test_selection_stops_when_full_and_stays_in_its_buffers(kernels):
+    x = np.arange(1, 201, dtype=np.float32)
+    indices, values = np.full(80, 7, np.uint32), np.full(80, 7, np.float32)
+    assert kernels.select_threshold(x, 50.0, indices[10:70], values[10:70]) == 60
+    np.testing.assert_array_equal(indices[10:70], np.arange(49, 109))
+    np.testing.assert_array_equal(values[10:70], np.arange(50, 110))
+    for buffer in (indices, values):
+        assert (buffer[:10] == 7).all()
+        assert (buffer[70:] == 7).all()
+    assert kernels.select_threshold(x, 0.0, indices[:0], values[:0]) == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("index_type", INDEX_TYPES)
+def test_take_and_scatter_agree(dtype, index_type):
+    x = next(gradients(dtype, 1025))
+    indices = np.arange(3, 1025, 7).astype(index_type)
+
+    def call(kernels):
+        values, own_values = empty(indices.size, "float32"), empty(indices.size, "float32")
+        residual, own = random_normal(1025), random_normal(1025, seed=1)
+        kernels.take(x, indices, values, residual)
+        kernels.take(own, indices, own_values, own)
+        out, added, summed = random_normal(1025), random_normal(1025), empty(1025, "float32")
+        kernels.scatter(indices, values, out)
+        kernels.scatter(indices, values, added, accumulate=True)
+        kernels.scatter_sum([indices, indices[5:]], [values, own_values[5:]], summed)
+        return [values, residual, own_values, own, out, added, summed]
+
+    assert_backends_agree(call)
+
+
+@pytest.mark.parametrize("kernels", BACKENDS)
+def test_what_is_taken_leaves_the_residual(kernels):
+    x = random_normal(500)
+    indices, values, dense = np.empty(50, np.uint32), np.empty(50, np.float32), np.empty(500, np.float32)
+    kernels.top_k(x, 50, indices)
+    residual = x.copy()
+    kernels.take(residual, indices, values, residual)
+    kernels.scatter_sum([indices], [values], dense)
+    np.testing.assert_array_equal(residual + dense, x)
+    assert not residual[indices].any()
+
+
+@pytest.mark.parametrize("kernels", BACKENDS)
+@pytest.mark.parametrize("index_type", INDEX_TYPES)
+@pytest.mark.parametrize("length", [1, 2, 16, 17, 18, 33, 200])
+def test_check_indices(kernels, index_type, length):
+    indices = np.arange(5, 5 + 2 * length, 2).astype(index_type)
+    last = int(indices[-1])
+    assert kernels.check_indices(indices, last + 1)
+    assert not kernels.check_indices(indices, last)
+    assert kernels.check_indices(indices[:0], 0)
+    for place in range(1, length):
+        for wrong in (indices[place - 1], 0, indices[place] + 2):
+            changed = indices.copy()
+            changed[place] = wrong
+            grown = wrong == indices[place] + 2 and place == length - 1
+            assert kernels.check_indices(changed, last + 3) == grown
+
+
+@pytest.mark.parametrize("kernels", BACKENDS)
+def test_negative_indices_are_refused(kernels):
+    assert not kernels.check_indices(np.array([-1, 3], np.int64), 10)
+    assert not kernels.check_indices(np.array([0, 2**32 - 1], np.uint32), 10)
+
+
+@pytest.mark.parametrize("kernels", BACKENDS)
+def test_wrong_arguments_are_refused(kernels):
+    x, indices = np.zeros(5, np.float32), np.zeros(6, np.uint32)
+    with pytest.raises(ValueError, match="Expected k from 0 to 5, got 6"):
+        kernels.top_k(x, 6, indices)
+    with pytest.raises(ValueError, match="Expected indices of 3 elements, got 6"):
+        kernels.top_k(x, 3, indices)
+    with pytest.raises(ValueError, match="Expected values of 6 elements, got 5"):
+        kernels.select_threshold(x, 0.0, indices, x)
+
+
+def test_backends_have_the_same_functions():
+    assert cpu.__all__ == reference.__all__
