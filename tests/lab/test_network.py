@@ -1,7 +1,10 @@
+import shutil
+
 import pytest
 
 from gradwire.lab import Lab, available
 from gradwire.lab.network import burst_bytes, queue_bytes
+from gradwire.lab.rights import search_path
 from tests.lab.support import TRAFFIC, printed
 
 FRAME_BYTES = 1514
@@ -83,10 +86,13 @@ def test_an_idle_network_is_silent():
 
 
 @pytest.mark.root
-def test_the_stated_share_of_packets_is_lost():
+@pytest.mark.parametrize("tool", ["nft", "iptables"])
+def test_the_stated_share_of_packets_is_lost(monkeypatch, tool):
     # 4000 datagrams at 5 %: 200 lost, standard deviation 13.8. Five deviations: one false alarm in two million.
-    if reason := available(loss=True):
-        pytest.skip(reason)
+    found = shutil.which(tool, path=search_path())
+    if found is None:
+        pytest.skip(f"`{tool}` is not installed")
+    monkeypatch.setattr("gradwire.lab.network.find_loss_tool", lambda: found)
     count, loss = 4000, 0.05
     with Lab(2, "100mbit", loss="5%") as lab:
         result = lab.run([*TRAFFIC, "datagrams", str(count)], timeout=60)

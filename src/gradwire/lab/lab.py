@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -144,6 +145,8 @@ class Lab:
             runner.run()
         finally:
             self._end(processes)
+            for pipe in (pipe for process in processes for pipe in (process.stdout, process.stderr) if pipe):
+                pipe.close()
         return self._result(runner, counters, drops)
 
     def popen(
@@ -233,12 +236,9 @@ class Lab:
 
     def _end(self, processes: list[subprocess.Popen[bytes]]) -> None:
         for process in processes:
-            signal_group(process, 9)
+            signal_group(process, signal.SIGKILL)
         for process in processes:
             process.wait()
-            for pipe in (process.stdout, process.stderr):
-                if pipe is not None:
-                    pipe.close()
 
     def _result(self, runner: Runner, counters: tuple[Counters, ...], drops: tuple[Drops, ...]) -> LabResult:
         counters_now, drops_now = self.counters(), self.drops()
