@@ -10,8 +10,8 @@ is done before the interface (`gso_max_segs 1`), so that a counted packet is a f
 loss falls on frames, and headers are counted in full.
 
 Measured on two cores, one flow or three into one host, one second each: 10.00, 100.0 and 1000 Mbit/s at the
-interface for 10, 100 and 1000 asked for; with three processes busy beside them at least 9.9, 99 and 936. Not shaped,
-one flow reaches about 5 Gbit/s, which bounds what rates make sense.
+interface for 10, 100 and 1000 asked for; with three processes busy beside them 9.9, 99 and 970 at the worst
+of a few runs. Not shaped, one flow reaches about 5 Gbit/s, which bounds what rates make sense.
 
 Packet loss is drawn on arrival at a host, before its sockets: once per path, independently per packet. The
 interface has counted the packet by then.
