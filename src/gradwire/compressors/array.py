@@ -22,8 +22,8 @@ from gradwire.core.errors import PayloadError
 from gradwire.kernels import active as kernels
 from gradwire.wire.payload import Payload
 
-_PIECE = 4096
-_SMALLEST = float(np.finfo(np.float32).smallest_subnormal)
+PIECE = 4096
+SMALLEST = np.finfo(np.float32).smallest_subnormal
 _NOTHING = np.empty(0, np.uint8)
 _threads = threading.local()
 NONFINITE = Payload(_NOTHING, nonfinite=True)
@@ -166,7 +166,7 @@ def start_residual(x: np.ndarray, residual: np.ndarray) -> None:
 def scaled(side_value: float, scale: float) -> float:
     """Scale a side value to a float32. Only zero becomes zero: underflow must not change what it means."""
     found = float(np.float32(side_value * scale))
-    return math.copysign(_SMALLEST, side_value) if found == 0 and side_value != 0 else found
+    return math.copysign(SMALLEST, side_value) if found == 0 and side_value != 0 else found
 
 
 def scratch(num_bytes: int) -> np.ndarray:
@@ -182,7 +182,12 @@ def scratch(num_bytes: int) -> np.ndarray:
 
 def any_other(array: np.ndarray, value: int) -> bool:
     """Whether any element differs from `value`. Looks in pieces, and no further than the first that does."""
-    return any(bool((array[start : start + _PIECE] != value).any()) for start in range(0, array.size, _PIECE))
+    return any(bool((array[start : start + PIECE] != value).any()) for start in range(0, array.size, PIECE))
+
+
+def expect_bytes(body: np.ndarray, num_bytes: int, compressor: str) -> None:
+    """Raise the decoders' one error unless the body has this size."""
+    expect(body.nbytes == num_bytes, f"{num_bytes} bytes", body.nbytes, compressor)
 
 
 def expect(condition: bool | np.bool_, expected: str, got: object, compressor: str) -> None:

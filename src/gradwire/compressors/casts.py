@@ -13,10 +13,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from gradwire.compressors.array import ArrayCompressor, start_residual
+from gradwire.compressors.array import ArrayCompressor, expect_bytes, start_residual
 from gradwire.compressors.base import FeedbackName
 from gradwire.core.context import Context
-from gradwire.core.errors import PayloadError
 from gradwire.core.spec import TensorSpec
 from gradwire.kernels import active as kernels
 from gradwire.wire.fields import Reader
@@ -78,6 +77,5 @@ class CastCompressor(ArrayCompressor):
                 kernels.accumulate(rounded[start : start + _CHUNK], chunk)
 
     def _elements(self, body: np.ndarray, size: int) -> np.ndarray:
-        if body.nbytes != 2 * size:
-            raise PayloadError(f"Expected a {self.name} payload of {2 * size} bytes, got {body.nbytes}.")
+        expect_bytes(body, 2 * size, self.name)
         return Reader(body).array(self.element, size)

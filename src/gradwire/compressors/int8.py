@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from gradwire.compressors import options
-from gradwire.compressors.array import ArrayCompressor, expect
+from gradwire.compressors.array import ArrayCompressor, expect, expect_bytes
 from gradwire.compressors.base import FeedbackName, Reduction, Stat, as_array
 from gradwire.compressors.registry import register
 from gradwire.core.context import Context
@@ -128,15 +128,16 @@ class Int8(ArrayCompressor):
         kernels.dequantise_int8_sum([q for _, q in parsed], [scales for scales, _ in parsed], self.block, out)
 
     def _parse(self, body: np.ndarray, stats: Sequence[np.ndarray], size: int) -> tuple[np.ndarray, np.ndarray]:
+        num_own_scales = 0 if stats else self._num_blocks(size)
+        expect_bytes(body, 4 * num_own_scales + size, self.name)
         reader = Reader(body)
+        scales = reader.array(np.float32, num_own_scales)
         if stats:
             scales = self._scales(stats, size)
         else:
-            scales = reader.array(np.float32, self._num_blocks(size))
             possible = (scales >= 0) & (scales <= _LARGEST_SCALE)  # not so for NaN
             expect(possible.all(), f"scales from 0 to {_LARGEST_SCALE}", "others", self.name)
         q = reader.array(np.int8, size)
-        reader.end()
         expect(size == 0 or q.min() >= -_LEVELS, "integers of at least -127", -128, self.name)
         return scales, q
 

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from gradwire.compressors import options
-from gradwire.compressors.array import ArrayCompressor, expect, scaled, start_residual
+from gradwire.compressors.array import PIECE, SMALLEST, ArrayCompressor, expect, start_residual
 from gradwire.compressors.registry import register
 from gradwire.core.context import Context
 from gradwire.core.spec import TensorSpec
@@ -79,9 +79,9 @@ class TopK(ArrayCompressor):
             start_residual(x, residual)
         kernels.take(x, indices, values, residual)
         if scale != 1.0:
-            values[:] = [scaled(float(value), scale) for value in values]
+            _scale(values, scale)
         # Non-finite entries are larger than all others, so that they are among the values if there are any.
-        return body.done() if np.isfinite(values).all() else None
+        return None if kernels.count_nonfinite(values) else body.done()
 
     def _decode(
         self, body: np.ndarray, ctx: Context, stats: Sequence[np.ndarray], out: np.ndarray, accumulate: bool
@@ -106,20 +106,31 @@ class TopK(ArrayCompressor):
         indices, values = reader.array(_index_dtype(size), k), reader.array(np.float32, k)
         reader.end()
         expect(kernels.check_indices(indices, size), f"ascending indices below {size}", "others", self.name)
-        expect(np.isfinite(values).all(), "finite values", "others", self.name)
+        expect(kernels.count_nonfinite(values) == 0, "finite values", "others", self.name)
         expect(_zeros_first(indices, values), "zeros at the lowest indices", "others", self.name)
         return indices, values
 
 
-def _zeros_first(indices: np.ndarray, values: np.ndarray) -> bool:
-    """Whether zeros, kept only where fewer than K elements are not zero, are those of the lowest indices."""
-    if values.all():
-        return True
+def _scale(values: np.ndarray, scale: float) -> None:
+    """Multiply in place; what underflows becomes the smallest number, for zeros have a place of their own."""
     not_zero = values != 0
-    free = np.ones(values.size, bool)  # the lowest K indices, which hold all the zeros that can be kept
-    free[indices[not_zero & (indices < values.size)]] = False
-    zeros = indices[~not_zero]
-    return bool(np.array_equal(zeros, np.flatnonzero(free)[: zeros.size]))
+    np.multiply(values, np.float32(scale), out=values)
+    if np.count_nonzero(values) < np.count_nonzero(not_zero):
+        np.copyto(values, np.copysign(SMALLEST, values), where=not_zero & (values == 0))
+
+
+def _zeros_first(indices: np.ndarray, values: np.ndarray) -> bool:
+    """Whether zeros, kept only where fewer than K elements are not zero, are those of the lowest indices.
+
+    They are if everything up to the last of them is kept, that is, if its index is its position.
+    """
+    for end in range(values.size, 0, -PIECE):
+        start = max(0, end - PIECE)
+        zeros = np.flatnonzero(values[start:end] == 0)
+        if zeros.size:
+            last = start + int(zeros[-1])
+            return int(indices[last]) == last
+    return True
 
 
 def _index_dtype(size: int) -> np.dtype:

@@ -316,8 +316,7 @@ class Residuals:
     def _expect_closed(self, action: str) -> None:
         if self._open:
             raise RuntimeError(
-                f"Expected no staged residuals in {action}, got {len(self._open)}. "
-                "Do: commit() or rollback() first."
+                f"Expected no staged residuals in {action}, got {len(self._open)}. Do: commit() or rollback() first."
             )
 
 
@@ -378,7 +377,5 @@ def _size(name: str, values: object) -> int:
             f"{tuple(values.shape)}. {_LOAD}"
         )
     if not bool(torch.isfinite(values).all()):
-        raise ValueError(
-            f"Expected finite residuals, got NaN or infinity (in {name}). Do: load an earlier checkpoint."
-        )
+        raise ValueError(f"Expected finite residuals, got NaN or infinity (in {name}). Do: load an earlier checkpoint.")
     return values.numel()

@@ -1,0 +1,57 @@
+"""3LC against the paper's own words, and the edges where our scale differs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import gradwire.compressors as compressors
+from gradwire.core.errors import PayloadError
+from tests.contracts.compressor_cases import context, heavy_tailed, with_body
+
+
+@pytest.mark.parametrize("sparsity", [1.0, 1.5, 1.75, 1.9])
+def test_values_are_those_of_equations_1_to_3(sparsity) -> None:
+    codec, grad = compressors.make("threelc", sparsity=sparsity), heavy_tailed(1000)
+    M = float(np.float32(float(grad.abs().max()) * sparsity))
+    expected = M * torch.round(grad.double() / M)
+    found = codec.decode(codec.encode(grad, context(grad)), context(grad))
+    assert torch.equal(found.double(), expected)
+
+
+def test_a_tensor_of_zeros_takes_a_280th() -> None:
+    """Section 3.3: all techniques together reach 280 on zeros; the scale's four bytes aside."""
+    codec, grad = compressors.make("threelc"), torch.zeros(280_000)
+    assert codec.encode(grad, context(grad)).body.nbytes == 4 + 4 * 280_000 // 280
+
+
+@pytest.mark.parametrize("largest", [1e-45, 2.8e-45, 4.2e-45, 3e38, 3.4028235e38])
+@pytest.mark.parametrize("sparsity", [1.0, 1.5, 1.9999999])
+def test_the_largest_element_is_never_rounded_to_zero(largest, sparsity) -> None:
+    codec, grad = compressors.make("threelc", sparsity=sparsity), torch.tensor([0.0, -largest, 0.0])
+    found = codec.decode(codec.encode(grad, context(grad)), context(grad))
+    assert found[1] <= -largest
+    assert found.isfinite().all()
+
+
+def test_bytes_without_meaning_are_refused() -> None:
+    plain, runs = compressors.make("threelc", zero_run=False), compressors.make("threelc")
+    grad = torch.zeros(12)  # three bytes, three digits of padding
+    payload = plain.encode(grad, context(grad))
+    scale, zero = np.float32(2).tobytes(), b"\x00" * 4
+    for codec, body, reason in (
+        (plain, scale + bytes([121, 122, 243]), "bytes below 243"),
+        (plain, scale + bytes([122, 121, 122]), "padding of zeros"),
+        (plain, scale + bytes([121, 121, 121]), "M above 0 exactly where"),
+        (plain, zero + bytes([122, 121, 121]), "M above 0 exactly where"),
+        (plain, scale + bytes([122, 121]), "Expected 3 more bytes"),
+        (plain, scale + bytes([122, 121, 121, 121]), "Expected the end"),
+        (plain, np.float32(-2).tobytes() + bytes([122, 121, 121]), "M of at least 0"),
+        (runs, zero + bytes([121, 243]), "zero-run encoding of 3 bytes"),
+        (runs, zero + bytes([255]), "zero-run encoding of 3 bytes"),
+        (runs, scale + bytes([122, 121, 121]), "zero-run encoding of 3 bytes"),
+        (runs, scale[:3], "Expected 4 more bytes"),
+    ):
+        with pytest.raises(PayloadError, match=reason):
+            codec.decode(with_body(payload, body), context(grad))

@@ -1,0 +1,78 @@
+"""Golden payloads: the exact bytes of every compressor, so that a change of a format cannot go unseen.
+
+Update them, after a deliberate change and with an entry in CHANGELOG.md, by
+
+    python -m tests.golden.payloads.golden
+
+A file a compressor: for each option set the body of one seeded gradient, in hexadecimal.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import gradwire.compressors as compressors
+from gradwire.compressors import Compressor
+from gradwire.core.context import Context
+from gradwire.core.spec import TensorSpec
+
+FOLDER = Path(__file__).parent
+OPTION_SETS: dict[str, list[dict]] = {
+    "int8": [{}, {"block": 16, "stochastic": False}, {"block": 16, "shared": True}],
+    "topk": [{}, {"ratio": 0.1}],
+    "threelc": [{}, {"sparsity": 1.75}, {"zero_run": False}],
+}
+CONTEXT = Context("golden.weight", step=5, rank=2, world_size=4, seed=11, offset=64)
+
+
+def gradient() -> torch.Tensor:
+    """103 elements, from integers alone, so that no generator's next version can change them."""
+    index = np.arange(103, dtype=np.int64)
+    steps = (index * index * 2654435761 >> 7) % 2001 - 1000
+    values = steps.astype(np.float32) / np.float32(1024)
+    values[20:60] /= 64
+    values[40:44] = 0
+    return torch.from_numpy(values)
+
+
+def codecs() -> list[Compressor]:
+    return [
+        compressors.make(name, **options) for name in compressors.names() for options in OPTION_SETS.get(name, [{}])
+    ]
+
+
+def render(name: str) -> str:
+    """The content of a compressor's file."""
+    lines = []
+    for codec in codecs():
+        if codec.name == name:
+            lines.append(f"{codec!r}, wire code {compressors.code(name)}")
+            body = bytes(codec.encode(gradient(), CONTEXT).body)
+            lines += [body[start : start + 32].hex() for start in range(0, len(body), 32)]
+    return "\n".join(lines) + "\n"
+
+
+def read(name: str) -> dict[str, bytes]:
+    """Bodies by option set, from the file."""
+    bodies: dict[str, bytes] = {}
+    title = ""
+    for line in (FOLDER / f"{name}.txt").read_text().splitlines():
+        if "," in line:
+            title = line.rsplit(", ", 1)[0]
+            bodies[title] = b""
+        else:
+            bodies[title] += bytes.fromhex(line)
+    return bodies
+
+
+def spec() -> TensorSpec:
+    return TensorSpec.of(gradient())
+
+
+if __name__ == "__main__":
+    for known in compressors.names():
+        (FOLDER / f"{known}.txt").write_text(render(known))
+        print(f"wrote {known}.txt")
