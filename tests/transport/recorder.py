@@ -20,7 +20,8 @@ PATIENCE = timedelta(seconds=20)
 class Recorder:
     """Collects the frames and the failure of one transport."""
 
-    def __init__(self) -> None:
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
         self.frames: queue.SimpleQueue[tuple[int, Header, np.ndarray]] = queue.SimpleQueue()
         self.failures: queue.SimpleQueue[SyncError] = queue.SimpleQueue()
 
@@ -39,7 +40,7 @@ class Recorder:
 
 
 def start(transport: Transport, **options: object) -> Recorder:
-    recorder = Recorder()
+    recorder = Recorder(transport)
     transport.start(recorder.callbacks(**options))
     return recorder
 

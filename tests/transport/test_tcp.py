@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import gc
+import os
+import queue
 import threading
 from datetime import timedelta
 
@@ -7,9 +10,10 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from gradwire.core.errors import FrameError, PeerFailedError, PeerLostError, SyncError
+from gradwire.core.errors import FrameError, OptionError, PeerFailedError, PeerLostError, SyncError
+from gradwire.transport.base import Callbacks
 from gradwire.transport.tcp import TcpTransport
-from gradwire.wire.frame import HEADER_BYTES
+from gradwire.wire.frame import HEADER_BYTES, FrameKind
 
 from .recorder import PATIENCE, body, header, start, until
 
@@ -141,3 +145,140 @@ def test_a_refused_frame_fails_both_ends_and_names_the_sender(group):
     assert "Expected tensor 0, got 7." in str(error)
     told = sender_side.failure()
     assert isinstance(told, (PeerFailedError, PeerLostError))
+
+
+def descriptors() -> int:
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_nothing_is_left_open():
+    for transport in connect_all(3):
+        transport.close()
+    before = descriptors()
+    for turn in range(10):
+        transports = connect_all(3)
+        recorders = [start(transport) for transport in transports]
+        for transport in transports:
+            transport.send((transport.rank + 1) % 3, header(transport), body(1000))
+        for recorder in recorders:
+            recorder.frame()
+        threads = [threading.Thread(target=end, args=(transport, turn)) for transport in transports]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert descriptors() == before
+
+
+def end(transport: TcpTransport, turn: int) -> None:
+    transport.abort("enough") if turn % 2 else transport.close()
+
+
+def test_close_and_abort_may_be_called_again(group):
+    transports = group(2)
+    recorders = [start(transport) for transport in transports]
+    for transport in transports:
+        transport.close()
+        transport.close()
+        transport.abort("too late")
+        transport.send(1 - transport.rank, header(transport), body(1))  # no harm
+    assert all(recorder.failures.empty() for recorder in recorders)
+
+
+def test_a_transport_that_was_never_started_ends_too(group):
+    transports = group(3)
+    recorder = start(transports[0])
+    transports[1].send(0, header(transports[1]), body(7))
+    recorder.frame()
+    for transport in transports[1:]:
+        transport.close()
+    until(lambda: transports[0].departed(1) and transports[0].departed(2))
+    assert recorder.failures.empty()
+
+
+def test_callbacks_may_send_abort_and_close(group):
+    transports = group(3)
+    recorder = start(transports[0])
+    echo = Callbacks(
+        admit=lambda peer, got: None,
+        deliver=lambda peer, got, content: (
+            transports[1].send(peer, header(transports[1], tensor=got.tensor), content),
+            transports[1].close(),
+        ),
+        fail=lambda error: None,
+    )
+    transports[1].start(echo)
+    transports[0].send(1, header(transports[0], tensor=9), body(5000))
+    assert recorder.frame()[1].tensor == 9
+    until(lambda: transports[0].departed(1))
+    ended = queue.SimpleQueue()
+    transports[2].start(
+        Callbacks(
+            admit=lambda peer, got: None,
+            deliver=lambda peer, got, content: None,
+            fail=lambda error: (transports[2].abort("the callback's own reason"), ended.put(error)),
+        )
+    )
+    transports[0].abort("first")
+    assert isinstance(ended.get(timeout=PATIENCE.total_seconds()), PeerFailedError)
+
+
+@pytest.mark.parametrize("which", ["admit", "deliver"])
+def test_a_callback_that_raises_ends_the_group_with_an_error(group, which):
+    def broken(*arguments):
+        raise KeyError("layer 3")
+
+    transports = group(2)
+    failures = queue.SimpleQueue()
+    callbacks = {
+        "admit": lambda peer, got: None,
+        "deliver": lambda peer, got, content: None,
+        "fail": failures.put,
+        which: broken,
+    }
+    recorder = start(transports[0])
+    transports[1].start(Callbacks(**callbacks))
+    transports[0].send(1, header(transports[0]), body(1))
+    assert "callbacks not to raise" in str(failures.get(timeout=PATIENCE.total_seconds()))
+    assert isinstance(recorder.failure(), PeerFailedError)
+
+
+def test_a_goodbye_while_frames_are_queued_is_an_error(group):
+    transports = group(2)
+    recorder = start(transports[0])
+    # Never started, so it takes nothing: what is beyond the kernel's buffers stays queued.
+    transports[0].send(1, header(transports[0]), body(50_000_000))
+    transports[1].close()
+    error = recorder.failure()
+    assert isinstance(error, (PeerLostError, SyncError))
+    assert error.rank == 1
+
+
+@pytest.mark.parametrize(
+    ("peer", "fields", "advice"),
+    [
+        (0, {}, "Expected another rank"),
+        (-1, {}, "Expected another rank"),
+        (1, {"kind": FrameKind.ABORT}, "Control frames are the transport's"),
+        (1, {"sender": 1}, "Fill both in from the transport"),
+        (1, {"epoch": 1}, "Fill both in from the transport"),
+    ],
+)
+def test_a_header_that_is_not_the_callers_is_refused_at_once(group, peer, fields, advice):
+    transport = group(2)[0]
+    with pytest.raises(ValueError, match=advice):
+        transport.send(peer, header(transport, **fields), body(1))
+
+
+def test_a_group_of_one_has_nobody_to_meet():
+    transport = TcpTransport.connect(dist.HashStore(), 0, 1, timeout=PATIENCE, name="alone")
+    recorder = start(transport)
+    transport.close()
+    assert recorder.failures.empty()
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [(-1, 2), (2, 2), (0, 0), (0, 1 << 17)])
+def test_a_rank_outside_the_group_is_refused(rank, world_size):
+    with pytest.raises(OptionError, match="rank below world size"):
+        TcpTransport.connect(dist.HashStore(), rank, world_size, timeout=PATIENCE, name="test")

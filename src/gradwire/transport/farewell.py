@@ -81,9 +81,7 @@ class _Departure:
         unsaid = self.link.pending_frames
         if events & selectors.EVENT_WRITE and self.link.writable:
             self._send(now)
-        if events & selectors.EVENT_READ:
-            self.link.discard()
-        if not self.link.open:
+        if events & selectors.EVENT_READ and self.link.open and not self.link.discard():
             self._close(unsaid)
 
     def expire(self, now: float) -> None:

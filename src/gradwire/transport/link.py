@@ -115,14 +115,14 @@ class Link:
         """Yield the data frames that came before anybody took them."""
         yield from self._parse(0, now)
 
-    def discard(self) -> None:
-        """Read and drop what has come; shuts the link at its end."""
-        with contextlib.suppress(BlockingIOError):
-            try:
-                if not self.socket.recv(DISCARD_BYTES):
-                    self.shut()
-            except ConnectionError:
-                self.shut()
+    def discard(self) -> bool:
+        """Read and drop what has come; False at the end of the connection."""
+        try:
+            return bool(self.socket.recv(DISCARD_BYTES))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
 
     def drop_unsent(self) -> None:
         """Forget the frames of which no byte has been sent, so that a last word gets through."""
@@ -175,6 +175,6 @@ class Link:
 
     def _ended(self, cause: str) -> None:
         error = self.conversation.lost(cause)
-        self.shut()
         if error is not None:
-            raise error
+            raise error  # still open: a peer that has only half closed can be told
+        self.shut()

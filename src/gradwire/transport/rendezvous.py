@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 from gradwire.core.errors import PeerTimeoutError, SyncError
-from gradwire.protocol.handshake import JobKey, Member
+from gradwire.protocol.handshake import KEY_BYTES, JobKey, Member
 from gradwire.transport.address import is_loopback, place
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
@@ -65,14 +65,15 @@ def meet(store: Any, name: str, rank: int, world_size: int, address: tuple[str, 
         store.set(f"{prefix}/address/{rank}", json.dumps(record))
         _wait(store, prefix, world_size, deadline)
         job = bytes.fromhex(store.get(f"{prefix}/job").decode())
-        records = [json.loads(store.get(f"{prefix}/address/{peer}")) for peer in range(world_size)]
-    except SyncError:
-        raise
-    except (RuntimeError, ValueError) as error:
-        raise SyncError(f"Expected the job's store to answer, got {error}.", phase="rendezvous") from error
-    _check_reach(records)
-    key, epoch = JobKey(job[:32]), int.from_bytes(job[32:], "little")
-    addresses = [(str(record["host"]), int(record["port"])) for record in records]
+        key, epoch = JobKey(job[:KEY_BYTES]), int.from_bytes(job[KEY_BYTES:], "little")
+        addresses = [_address(store, prefix, peer) for peer in range(world_size)]
+    except (RuntimeError, ValueError, LookupError, TypeError) as error:
+        if isinstance(error, SyncError):
+            raise
+        raise SyncError(
+            f"Expected the job's store to hold the group {name!r}, got {error!r}. Look whether rank 0 still runs.",
+            phase="rendezvous",
+        ) from error
     return Meeting(Member(name, rank, world_size, epoch), key, addresses)
 
 
@@ -94,14 +95,15 @@ def _wait(store: Any, prefix: str, world_size: int, deadline: Deadline) -> None:
         pause = min(2 * pause, _LONGEST_PAUSE)
 
 
-def _check_reach(records: list[dict[str, Any]]) -> None:
-    here = place()
-    for peer, record in enumerate(records):
-        if is_loopback(record["host"]) and record["place"] != here:
-            raise SyncError(
-                f"Expected an address of rank {peer} that this machine can reach, got {record['host']} of "
-                f"{record['place']}. The master's name leads to loopback there: set MASTER_ADDR to an "
-                "address that all machines reach, or GLOO_SOCKET_IFNAME to the interface that they share.",
-                rank=peer,
-                phase="rendezvous",
-            )
+def _address(store: Any, prefix: str, peer: int) -> tuple[str, int]:
+    record = json.loads(store.get(f"{prefix}/address/{peer}"))
+    host, port = str(record["host"]), int(record["port"])
+    if is_loopback(host) and record["place"] != place():
+        raise SyncError(
+            f"Expected an address of rank {peer} that this machine can reach, got {host} of {record['place']}. "
+            "The master's name leads to loopback there: set MASTER_ADDR to an address that all machines reach, "
+            "or GLOO_SOCKET_IFNAME to the interface that they share.",
+            rank=peer,
+            phase="rendezvous",
+        )
+    return host, port

@@ -251,12 +251,13 @@ class TcpTransport(Transport):
         liveness = link.conversation.liveness
         if self._reading and liveness.silent(looked_at):
             raise link.conversation.silence()
-        if liveness.heartbeat_due(looked_at):
-            liveness.sent(looked_at)  # also where the queue is stuck: its bytes say the same
+        now = time.monotonic()
+        if liveness.heartbeat_due(now):
+            liveness.sent(now)  # also where the queue is stuck: its bytes say the same
             if link.writable and not link.pending:
                 link.enqueue(link.conversation.control(FrameKind.HEARTBEAT), _EMPTY)
         if link.pending and not link.blocked:
-            link.flush(time.monotonic())
+            link.flush(now)
 
     def _watch(self, link: Link) -> None:
         """Have the selector look for what this link waits for, and for nothing else."""

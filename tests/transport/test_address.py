@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import socket
+
+import pytest
+import torch.distributed as dist
+
+from gradwire.core.errors import OptionError
+from gradwire.transport.address import (
+    LOOPBACK,
+    address_towards,
+    interface_address,
+    is_loopback,
+    local_address,
+    place,
+    store_host,
+)
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch):
+    for name in ("GLOO_SOCKET_IFNAME", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_the_host_comes_from_the_store_through_its_wrappings():
+    tcp = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert store_host(tcp) == "127.0.0.1"
+    assert store_host(dist.PrefixStore("a", dist.PrefixStore("b", tcp))) == "127.0.0.1"
+
+
+def test_a_store_without_a_host_leaves_it_to_the_environment(monkeypatch):
+    assert store_host(dist.HashStore()) is None
+    assert local_address(dist.HashStore()) == LOOPBACK
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    assert is_loopback(local_address(dist.HashStore()))
+
+
+def test_it_is_never_all_addresses(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", socket.gethostname())
+    assert local_address(dist.HashStore()) not in ("0.0.0.0", "::")
+
+
+def test_the_interface_of_gloo_is_respected(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuchinterface0,lo")
+    assert local_address(dist.HashStore()) == LOOPBACK
+
+
+def test_an_unknown_interface_lists_the_known_ones():
+    with pytest.raises(OptionError, match=r"GLOO_SOCKET_IFNAME, got 'nosuch0'. Known: .*lo"):
+        interface_address(["nosuch0"])
+
+
+def test_a_host_without_a_route_says_what_to_set():
+    with pytest.raises(OptionError, match="Set GLOO_SOCKET_IFNAME"):
+        address_towards("no-such-host.invalid")
+
+
+@pytest.mark.parametrize(("address", "loopback"), [("127.0.1.1", True), ("::1", True), ("10.0.0.1", False)])
+def test_loopback_is_known(address, loopback):
+    assert is_loopback(address) == loopback
+
+
+def test_processes_of_one_machine_are_in_one_place():
+    assert place() == place()
+    assert socket.gethostname() in place()

@@ -1,0 +1,166 @@
+"""What becomes of a group when a process of it is killed, stopped, forked or ends. Real processes, real sockets."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from contextlib import ExitStack
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from . import rank as rank_module
+from .recorder import PATIENCE
+
+TIMEOUT = timedelta(seconds=2)
+LIMIT = 2 * TIMEOUT.total_seconds() + 3  # the promise is twice the timeout; the rest is for a loaded machine
+
+# Forks ranks from a process that has imported torch and done nothing else.
+processes = multiprocessing.get_context("forkserver")
+processes.set_forkserver_preload(["tests.transport.rank"])
+
+
+class Rank:
+    """The outside of a rank in a process of its own; see `rank.py`."""
+
+    def __init__(self, port: int, rank: int, world_size: int, timeout: timedelta) -> None:
+        theirs, self.commands = processes.Pipe(duplex=False)
+        self.events, told = processes.Pipe(duplex=False)
+        arguments = (theirs, told, port, rank, world_size, timeout.total_seconds())
+        self.process = processes.Process(target=rank_module.main, args=arguments)
+        self.process.start()
+        theirs.close()
+        told.close()
+
+    def tell(self, *command: object) -> None:
+        self.commands.send(command)
+
+    def wait(self, event: str, seconds: float = PATIENCE.total_seconds()) -> dict:
+        deadline = time.monotonic() + seconds
+        while self.events.poll(max(0.0, deadline - time.monotonic())):
+            found = self.events.recv()
+            if found["event"] == event:
+                return found
+            assert found["event"] != "failed", found
+        raise AssertionError(f"no {event} within {seconds:.1f} s")
+
+    def quiet(self) -> bool:
+        return not self.events.poll()
+
+    def signal(self, number: int) -> None:
+        os.kill(self.process.pid, number)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.process.close()
+        self.commands.close()
+        self.events.close()
+
+
+@pytest.fixture
+def ranks():
+    with ExitStack() as stack:
+
+        def make(world_size: int, timeouts: list[timedelta] | None = None) -> list[Rank]:
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            stack.callback(lambda: store.port)  # keeps the store until the ranks have ended
+            made = []
+            for rank in range(world_size):
+                timeout = timeouts[rank] if timeouts else TIMEOUT
+                made.append(Rank(store.port, rank, world_size, timeout))
+                stack.callback(made[-1].end)
+            for rank in made:
+                rank.wait("started")
+            return made
+
+        yield make
+
+
+def failures(survivors: list[Rank]) -> list[dict]:
+    """The failures of the survivors, all of which must come within the limit."""
+    deadline = time.monotonic() + LIMIT
+    return [rank.wait("failed", deadline - time.monotonic()) for rank in survivors]
+
+
+def test_a_killed_process_is_named_by_all_survivors(ranks):
+    group = ranks(3)
+    group[1].tell("send", 2, 50_000_000)
+    group[1].signal(signal.SIGKILL)
+    found = failures([group[0], group[2]])
+    assert all(failure["rank"] == 1 for failure in found)
+    assert {failure["type"] for failure in found} <= {"PeerLostError", "PeerFailedError"}
+    assert any(failure["type"] == "PeerLostError" for failure in found)
+
+
+def test_a_process_that_ends_without_goodbye_tells_why(ranks):
+    group = ranks(2)
+    group[1].tell("leave")
+    [found] = failures(group[:1])
+    assert found["type"] in ("PeerFailedError", "PeerLostError")
+    assert found["rank"] == 1
+
+
+def test_a_stopped_process_times_out_and_is_fenced_when_it_goes_on(ranks):
+    group = ranks(3)
+    group[1].signal(signal.SIGSTOP)
+    group[0].tell("send", 1, 50_000_000)  # more than the kernel buffers: the sender is stuck, too
+    found = failures([group[0], group[2]])
+    assert all(failure["rank"] == 1 for failure in found)
+    assert any(failure["type"] == "PeerTimeoutError" for failure in found)
+    group[1].signal(signal.SIGCONT)
+    [zombie] = failures([group[1]])
+    assert zombie["type"] in ("PeerFailedError", "PeerLostError")
+    group[1].tell("send", 2, 10)  # no harm, no effect
+    group[1].tell("usage")
+    group[1].wait("usage")
+    assert group[2].quiet()
+
+
+def test_a_rank_that_was_paused_does_not_blame_its_peers(ranks):
+    """A peer that spoke while this rank was stopped is not silent: its bytes are only unread."""
+    impatient, patient = ranks(2, timeouts=[1.5 * TIMEOUT, 4 * TIMEOUT])
+    impatient.signal(signal.SIGSTOP)
+    time.sleep(1.75 * TIMEOUT.total_seconds())  # longer than its own timeout, shorter than its peer's
+    impatient.signal(signal.SIGCONT)
+    for sender, receiver, to in ((impatient, patient, 1), (patient, impatient, 0)):
+        sender.tell("send", to, 10)
+        receiver.wait("got")
+
+
+def test_waiting_costs_next_to_nothing(ranks):
+    group = ranks(2)
+    for rank in group:
+        rank.tell("usage")
+    before = [rank.wait("usage")["cpu"] for rank in group]
+    began = time.monotonic()
+    time.sleep(1.5 * TIMEOUT.total_seconds())  # what is tested is that nothing happens meanwhile
+    for rank in group:
+        rank.tell("usage")
+    for rank, cpu in zip(group, before, strict=True):
+        assert rank.wait("usage")["cpu"] - cpu < 0.05 * (time.monotonic() - began)
+
+
+def test_a_forked_child_is_refused_and_does_not_hide_the_death_of_its_parent(ranks):
+    group = ranks(2)
+    group[1].tell("fork")
+    assert "Connect after forking" in group[1].wait("child")["error"]
+    group[1].signal(signal.SIGKILL)
+    [found] = failures(group[:1])
+    assert found["type"] == "PeerLostError"  # the connection closed: the child holds no copy of it
+
+
+def test_a_good_end_is_no_failure(ranks):
+    group = ranks(3)
+    for sender, receiver in ((0, 1), (1, 0), (2, 0)):
+        group[sender].tell("send", receiver, 3_000_000)
+    for receiver in (0, 0, 1):
+        assert group[receiver].wait("got")["sum"] == 3_000_000
+    for rank in group:
+        rank.tell("close")
+        rank.tell("usage")
+    for rank in group:
+        assert rank.wait("usage")["threads"] == 0
