@@ -19,13 +19,14 @@ from gradwire.compressors.array import start_residual
 from gradwire.compressors.base import Compressor, FeedbackName, as_array
 from gradwire.compressors.registry import register
 from gradwire.core.context import Context
-from gradwire.core.spec import TensorSpec
+from gradwire.core.spec import ELEMENT_TYPES, TensorSpec
 from gradwire.kernels import active as kernels
 from gradwire.wire.fields import Reader
 from gradwire.wire.payload import Payload
 
 # Sums go through memory in pieces that stay in a core's cache while the ranks are added.
 _CHUNK = 1 << 15
+_ARRAY_DTYPES = {dtype: as_array(torch.empty(0, dtype=dtype)).dtype for dtype in ELEMENT_TYPES}
 
 
 @register
@@ -117,12 +118,12 @@ class NoCompression(Compressor):
     def _elements(self, payload: Payload, ctx: Context, out: torch.Tensor) -> np.ndarray:
         dtype = out.dtype if ctx.spec is None else ctx.spec.dtype
         body = self._expect_bytes(payload, out.numel() * dtype.itemsize)
-        return Reader(body).array(_array_dtype(dtype), out.numel())
+        return Reader(body).array(_ARRAY_DTYPES[dtype], out.numel())
 
 
 def _pack(x: np.ndarray, dtype: torch.dtype, scale: float) -> tuple[Payload, np.ndarray]:
     body = np.empty(x.size * dtype.itemsize, np.uint8)
-    elements = body.view(_array_dtype(dtype))
+    elements = body.view(_ARRAY_DTYPES[dtype])
     return Payload(body, nonfinite=not _convert(x, elements, scale)), elements
 
 
@@ -148,8 +149,3 @@ def _add(elements: np.ndarray, out: np.ndarray) -> None:
         kernels.accumulate(elements, out)
     else:
         raise ValueError(f"Expected a float32 out to accumulate in, got {out.dtype}. Do: pass out=torch.zeros(shape).")
-
-
-def _array_dtype(dtype: torch.dtype) -> np.dtype:
-    """How `as_array` shows this element type."""
-    return as_array(torch.empty(0, dtype=dtype)).dtype

@@ -96,6 +96,8 @@ class OneBit(ArrayCompressor):
 
 def _sides(packed: np.ndarray, size: int) -> tuple[bool, bool]:
     """Whether any bit is 0, and whether any is 1. Ends at the first byte that has both, as most have."""
+    if size >= 8 and 0 < packed[0] < 0xFF:
+        return True, True
     whole, rest = packed[: size // 8], packed[size // 8 :]
     low_rest = bool(rest.size) and int(rest[0]) != (1 << size % 8) - 1
     has_low = low_rest or any_other(whole, 0xFF)
