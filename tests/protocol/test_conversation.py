@@ -90,9 +90,11 @@ def test_handshake_frames_have_no_place_here(kind):
 
 
 @pytest.mark.parametrize("kind", [FrameKind.HEARTBEAT, FrameKind.BYE])
-def test_control_frames_have_no_body(kind):
+def test_control_frames_have_no_body_and_no_other_fields(kind):
     with pytest.raises(SyncError, match="no such control frame"):
         hear(conversation(), data(b"x", kind=kind))
+    with pytest.raises(SyncError, match="no such control frame"):
+        hear(conversation(), data(b"", kind=kind, round=1))
 
 
 def test_an_end_is_an_error_unless_bye_came_first():

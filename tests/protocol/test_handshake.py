@@ -152,6 +152,13 @@ def test_arbitrary_frames_are_refused_with_one_error(kind, body, sender, connect
     assert not handshake.done
 
 
+def test_a_frame_with_another_header_field_is_refused():
+    connector, acceptor = ends()
+    header, body = parse(connector.opening())
+    with pytest.raises(HandshakeError, match="no other header fields"):
+        give(acceptor, pack(replace(without_seal(header), round=1), body.tobytes()))
+
+
 def test_nothing_comes_after_done():
     connector, acceptor = ends()
     last = []

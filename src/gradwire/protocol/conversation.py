@@ -16,7 +16,7 @@ import numpy as np
 from gradwire.core.errors import FrameError, PeerFailedError, PeerLostError, PeerTimeoutError, SyncError
 from gradwire.protocol.liveness import Liveness
 from gradwire.protocol.stream import FrameReader
-from gradwire.wire.frame import DATA_KINDS, HEADER_BYTES, FrameKind, Header, describe, pack
+from gradwire.wire.frame import DATA_KINDS, HEADER_BYTES, FrameKind, Header, describe, pack, without_seal
 
 MAX_REASON_BYTES = 1024
 
@@ -138,8 +138,13 @@ class Conversation:
             raise FrameError(f"Expected nothing after BYE, got {describe(header)}.")
         if header.kind in DATA_KINDS:
             self._admit_data(self.ends.peer, header)
-        elif header.length > _CONTROL_LIMITS.get(header.kind, -1):
+        elif not self._is_control(header):
             raise FrameError(f"Expected no such control frame, got {describe(header)}, {header.length} bytes.")
+
+    def _is_control(self, header: Header) -> bool:
+        blame = header.count if header.kind is FrameKind.ABORT else 0
+        plain = Header(header.kind, sender=self.ends.peer, epoch=self.ends.epoch, count=blame)
+        return header.length <= _CONTROL_LIMITS.get(header.kind, -1) and without_seal(header) == plain
 
     def _control(self, header: Header, body: np.ndarray) -> None:
         if header.kind is FrameKind.BYE:

@@ -29,7 +29,7 @@ from typing import NoReturn
 import numpy as np
 
 from gradwire.core.errors import FrameError
-from gradwire.wire.frame import FrameKind, Header, pack
+from gradwire.wire.frame import FrameKind, Header, pack, without_seal
 
 PROTOCOL_VERSION = 1
 NONCE_BYTES = 32
@@ -151,6 +151,9 @@ class Handshake:
                 f"{self._member.rank})."
             )
 
+        if without_seal(header) != self._header(header.kind, header.sender):
+            raise HandshakeError(f"Expected no other header fields in the handshake, got {header}.")
+
     def receive(self, header: Header, body: np.ndarray) -> bytes:
         """Take an admitted frame and return the frame to answer with; empty when there is none.
 
@@ -199,8 +202,10 @@ class Handshake:
         return self._key.mac(b"gradwire", role.encode(), binding, group, connector[1], acceptor[1])
 
     def _frame(self, kind: FrameKind, body: bytes) -> bytes:
-        member = self._member
-        return pack(Header(kind, sender=member.rank, epoch=member.epoch, count=member.world_size), body)
+        return pack(self._header(kind, self._member.rank), body)
+
+    def _header(self, kind: FrameKind, sender: int) -> Header:
+        return Header(kind, sender=sender, epoch=self._member.epoch, count=self._member.world_size)
 
 
 _BODY_BYTES = {
