@@ -83,6 +83,28 @@ def test_top_k_keeps_what_torch_keeps():
     np.testing.assert_array_equal(indices, expected.numpy())
 
 
+def _long_inputs():
+    rng = np.random.default_rng(0)
+    spread = random_normal(100_003)
+    yield spread
+    yield np.round(spread)  # few values, many ties
+    yield np.where(np.arange(spread.size) < 5000, spread, 0)  # a sample misjudges it: all in one place
+    yield np.full(spread.size, 0.25, np.float32)
+    strewn = spread.copy()
+    strewn[rng.integers(0, spread.size, 300)] = np.inf
+    strewn[rng.integers(0, spread.size, 300)] = np.nan
+    yield strewn
+
+
+@pytest.mark.parametrize("k", [1, 100, 1000, 6000, 50_000])
+def test_top_k_of_long_inputs_agrees(k):
+    for x in _long_inputs():
+        got, want = np.empty(k, np.uint32), np.empty(k, np.uint32)
+        cpu.top_k(x.astype(np.float32), k, got)
+        reference.top_k(x.astype(np.float32), k, want)
+        np.testing.assert_array_equal(got, want)
+
+
 @pytest.mark.parametrize("kernels", BACKENDS)
 def test_selection_stops_when_full_and_stays_in_its_buffers(kernels):
     x = np.arange(1, 201, dtype=np.float32)

@@ -12,18 +12,15 @@ from gradwire.kernels.cpu.lanes import (
     as_bytes,
     bits_mask,
     from_bytes,
-    join,
     lanes_below,
     mask_bits,
-    part,
     select,
     splat,
 )
 from gradwire.kernels.cpu.vector import array_at, kernel, load, store, store_until, u8
 from gradwire.kernels.layout import ceil_div, expect_bits, expect_same_ranks, expect_size
 
-# One sweep takes so many elements at a time: the signs of 64 are one machine word, 64 bytes one vector.
-_STEP = 64
+_SIGN_BYTES = 8  # of LANES elements
 
 
 @kernel
@@ -31,7 +28,7 @@ def _pack_signs(x, out):
     for i in range(0, x.size, LANES):
         low = mask_bits(load_f32(x, i, LANES) < 0)
         inside = mask_bits(lanes_below(x.size - i, LANES))
-        store(out, i >> 3, as_bytes(np.uint16(inside & ~low)))
+        store(out, i >> 3, as_bytes(inside & ~low))
 
 
 def pack_signs(x: np.ndarray, out: np.ndarray) -> None:
@@ -46,7 +43,7 @@ def _encode_signs(x, low, high, out, residual):
         values = load_f32(x, i, LANES)
         is_low = values < 0
         inside = mask_bits(lanes_below(x.size - i, LANES))
-        store(out, i >> 3, as_bytes(np.uint16(inside & ~mask_bits(is_low))))
+        store(out, i >> 3, as_bytes(inside & ~mask_bits(is_low)))
         store(residual, i, values - select(is_low, lows, highs))
 
 
@@ -60,7 +57,7 @@ def encode_signs(x: np.ndarray, low: float, high: float, out: np.ndarray, residu
 def _unpack_signs(packed, low, high, out):
     lows, highs = splat(low, LANES), splat(high, LANES)
     for i in range(0, out.size, LANES):
-        is_high = bits_mask(from_bytes(load(packed, i >> 3, 2)))
+        is_high = bits_mask(from_bytes(load(packed, i >> 3, _SIGN_BYTES)))
         store(out, i, select(is_high, highs, lows))
 
 
@@ -68,7 +65,7 @@ def _unpack_signs(packed, low, high, out):
 def _add_signs(packed, low, high, out):
     lows, highs = splat(low, LANES), splat(high, LANES)
     for i in range(0, out.size, LANES):
-        is_high = bits_mask(from_bytes(load(packed, i >> 3, 2)))
+        is_high = bits_mask(from_bytes(load(packed, i >> 3, _SIGN_BYTES)))
         store(out, i, load(out, i, LANES) + select(is_high, highs, lows))
 
 
@@ -81,16 +78,13 @@ def unpack_signs(packed: np.ndarray, low: float, high: float, out: np.ndarray, a
 @kernel
 def _unpack_signs_sum(packed, low, high, out):
     num_bytes = (out.size + 7) >> 3
-    for i in range(0, out.size, _STEP):
-        a = b = c = d = splat(np.float32(0), LANES)
+    for i in range(0, out.size, LANES):
+        total = splat(np.float32(0), LANES)
         for rank in range(packed.size):
-            is_high = bits_mask(from_bytes(load(array_at(packed[rank], num_bytes, u8), i >> 3, 8)))
-            lows, highs = splat(low[rank], LANES), splat(high[rank], LANES)
-            a = a + select(part(is_high, 0, 16), highs, lows)
-            b = b + select(part(is_high, 16, 16), highs, lows)
-            c = c + select(part(is_high, 32, 16), highs, lows)
-            d = d + select(part(is_high, 48, 16), highs, lows)
-        store(out, i, join(join(a, b), join(c, d)))
+            signs = array_at(packed[rank], num_bytes, u8)
+            is_high = bits_mask(from_bytes(load(signs, i >> 3, _SIGN_BYTES)))
+            total = total + select(is_high, splat(high[rank], LANES), splat(low[rank], LANES))
+        store(out, i, total)
 
 
 def unpack_signs_sum(packed: Sequence[np.ndarray], low: np.ndarray, high: np.ndarray, out: np.ndarray) -> None:
@@ -104,10 +98,10 @@ def unpack_signs_sum(packed: Sequence[np.ndarray], low: np.ndarray, high: np.nda
 def _pack_bits(q, bits, out):
     per, size = 8 // bits, out.size
     mask = (1 << bits) - 1
-    for i in range(0, size, _STEP):
-        packed = load(q, i, _STEP) & mask
+    for i in range(0, size, LANES):
+        packed = load(q, i, LANES) & mask
         for plane in range(1, per):
-            packed = packed | ((load(q, plane * size + i, _STEP) & mask) << (plane * bits))
+            packed = packed | ((load(q, plane * size + i, LANES) & mask) << (plane * bits))
         store(out, i, packed)
 
 
@@ -121,8 +115,8 @@ def pack_bits(q: np.ndarray, bits: int, out: np.ndarray) -> None:
 def _unpack_bits(packed, bits, out):
     per, size = 8 // bits, packed.size
     mask = (1 << bits) - 1
-    for i in range(0, size, _STEP):
-        bytes_ = load(packed, i, _STEP)
+    for i in range(0, size, LANES):
+        bytes_ = load(packed, i, LANES)
         for plane in range(per):
             # Not past the plane: the next one's first elements are written already.
             store_until(out, plane * size + i, (plane + 1) * size, (bytes_ >> (plane * bits)) & mask)

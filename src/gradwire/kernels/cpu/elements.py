@@ -14,7 +14,8 @@ from numba.extending import intrinsic
 
 from gradwire.kernels.cpu.vector import Vector, emit_load, emit_store, f32
 
-LANES = 16
+# Elements that a sweep takes at a time: their signs are one machine word. LLVM splits them into registers.
+LANES = 64
 
 # Bits of a float32 without the sign, and of infinity.
 MAGNITUDE = 0x7FFFFFFF

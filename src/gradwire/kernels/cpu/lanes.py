@@ -78,30 +78,33 @@ def select(typingctx, mask, a, b):
     return a(mask, a, b), codegen
 
 
-def _extreme(largest):
+def _chosen(builder, vector, sign, a, b):
+    """A where the comparison with b holds, else b."""
+    compare = builder.icmp_unsigned
+    if _is_float(vector):
+        compare = builder.fcmp_ordered
+    elif _is_signed(vector):
+        compare = builder.icmp_signed
+    return builder.select(compare(sign, a, b), a, b)
+
+
+def _extreme(sign):
     @intrinsic
     def extreme(typingctx, a, b):
-        """Lane by lane, of integers or of floats; of a float NaN in `a` the result is b."""
+        """Lane by lane, of integers or of floats; where a is NaN the result is b."""
         if a != b:
             raise TypingError(f"Expected two vectors of one type, got {a} and {b}.")
 
         def codegen(context, builder, sig, args):
-            compare = (
-                builder.fcmp_ordered
-                if _is_float(a)
-                else builder.icmp_signed
-                if _is_signed(a)
-                else builder.icmp_unsigned
-            )
-            return builder.select(compare(">" if largest else "<", *args), *args)
+            return _chosen(builder, a, sign, *args)
 
         return a(a, b), codegen
 
     return extreme
 
 
-maximum = _extreme(largest=True)
-minimum = _extreme(largest=False)
+maximum = _extreme(">")
+minimum = _extreme("<")
 
 
 @intrinsic(prefer_literal=True)
@@ -110,11 +113,15 @@ def lanes_below(typingctx, count, lanes):
     width = lanes.literal_value
 
     def codegen(context, builder, sig, args):
-        kind = ir.VectorType(ir.IntType(64), width)
-        wide = context.cast(builder, args[0], sig.args[0], types.int64)
-        numbers = ir.Constant(kind, list(range(width)))
-        return builder.icmp_signed("<", numbers, _broadcast(builder, wide, kind))
+        bits, wide = ir.IntType(64), args[0]
+        zero, one = ir.Constant(bits, 0), ir.Constant(bits, 1)
+        positive = builder.select(builder.icmp_signed("<", wide, zero), zero, wide)
+        below = builder.sub(builder.shl(one, positive), one)
+        full = builder.icmp_signed(">=", wide, ir.Constant(bits, width))
+        chosen = builder.select(full, ir.Constant(bits, -1), below)
+        return builder.bitcast(builder.trunc(chosen, ir.IntType(width)) if width < 64 else chosen, kind)
 
+    kind = ir.VectorType(ir.IntType(1), width)
     return Vector(types.boolean, width)(types.int64, lanes), codegen
 
 
@@ -162,29 +169,32 @@ def bits_mask(typingctx, bits):
     return target(bits), codegen
 
 
-@intrinsic(prefer_literal=True)
-def part(typingctx, vector, first, lanes):
-    """`lanes` neighbouring lanes from the constant `first` on."""
-    start, count = first.literal_value, lanes.literal_value
-    target = Vector(vector.element, count)
-
-    def codegen(context, builder, sig, args):
-        chosen = ir.Constant(ir.VectorType(ir.IntType(32), count), list(range(start, start + count)))
-        return builder.shuffle_vector(args[0], ir.Constant(_ir(vector), ir.Undefined), chosen)
-
-    return target(vector, first, lanes), codegen
+def _lanes(builder, value, first, count):
+    chosen = ir.Constant(ir.VectorType(ir.IntType(32), count), list(range(first, first + count)))
+    return builder.shuffle_vector(value, ir.Constant(value.type, ir.Undefined), chosen)
 
 
-@intrinsic
-def join(typingctx, a, b):
-    """The lanes of a, then those of b."""
-    target = Vector(a.element, 2 * a.lanes)
+def _halving(combine):
+    @intrinsic
+    def halving(typingctx, vector):
+        """One scalar of all lanes: lane j takes in lane j + half, until one is left."""
 
-    def codegen(context, builder, sig, args):
-        order = ir.Constant(ir.VectorType(ir.IntType(32), target.lanes), list(range(target.lanes)))
-        return builder.shuffle_vector(args[0], args[1], order)
+        def codegen(context, builder, sig, args):
+            value = args[0]
+            while value.type.count > 1:
+                half = value.type.count // 2
+                low, high = (_lanes(builder, value, first, half) for first in (0, half))
+                value = combine(builder, vector, low, high)
+            return builder.extract_element(value, ir.Constant(ir.IntType(32), 0))
 
-    return target(a, b), codegen
+        return vector.element(vector), codegen
+
+    return halving
+
+
+largest_lane = _halving(lambda builder, vector, low, high: _chosen(builder, vector, ">", low, high))
+smallest_lane = _halving(lambda builder, vector, low, high: _chosen(builder, vector, "<", low, high))
+sum_lanes = _halving(lambda builder, vector, low, high: builder.fadd(low, high))
 
 
 @intrinsic
@@ -210,10 +220,10 @@ def popcount(typingctx, bits):
 
 @intrinsic
 def trailing_zeros(typingctx, bits):
-    """Position of the lowest bit that is 1, in an integer that is not 0."""
+    """Position of the lowest bit that is 1; the width of the integer if none is."""
 
     def codegen(context, builder, sig, args):
-        position = builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
+        position = builder.cttz(args[0], ir.Constant(ir.IntType(1), 0))
         return context.cast(builder, position, bits, types.int64)
 
     return types.int64(bits), codegen

@@ -11,12 +11,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from gradwire.kernels.cpu.elements import LANES, addresses, as_input, as_writable, load_f32
-from gradwire.kernels.cpu.lanes import convert, convert_like, floor, join, round_even, select, splat
+from gradwire.kernels.cpu.lanes import convert, convert_like, floor, round_even, select, splat
 from gradwire.kernels.cpu.random import fill_group16, key_words
 from gradwire.kernels.cpu.vector import array_at, f32, i8, i32, kernel, load, store, store_until
 from gradwire.kernels.layout import INT8_MAX, RANDOM16_GROUP, ceil_div, expect_same_ranks, expect_size
 
-_STEP = 64
 _RANDOM_STEP = np.float32(2**-16)
 _HALF = np.float32(0.5)
 
@@ -119,16 +118,13 @@ def dequantise_int8(q: np.ndarray, scales: np.ndarray, block: int, out: np.ndarr
 def _dequantise_sum(q, scales, block, num_blocks, out):
     for b in range(num_blocks):
         end = min(out.size, (b + 1) * block)
-        for i in range(b * block, end, _STEP):
-            v0 = v1 = v2 = v3 = splat(np.float32(0), LANES)
+        for i in range(b * block, end, LANES):
+            total = splat(np.float32(0), LANES)
             for rank in range(q.size):
-                levels = array_at(q[rank], out.size, i8)
+                levels = load(array_at(q[rank], out.size, i8), i, LANES)
                 scale = array_at(scales[rank], num_blocks, f32)[b]
-                v0 = v0 + convert(convert(load(levels, i, LANES), i32), f32) * scale
-                v1 = v1 + convert(convert(load(levels, i + 16, LANES), i32), f32) * scale
-                v2 = v2 + convert(convert(load(levels, i + 32, LANES), i32), f32) * scale
-                v3 = v3 + convert(convert(load(levels, i + 48, LANES), i32), f32) * scale
-            store_until(out, i, end, join(join(v0, v1), join(v2, v3)))
+                total = total + convert(convert(levels, i32), f32) * scale
+            store_until(out, i, end, total)
 
 
 def dequantise_int8_sum(q: Sequence[np.ndarray], scales: Sequence[np.ndarray], block: int, out: np.ndarray) -> None:

@@ -1,5 +1,5 @@
 """Reductions of a gradient to a few numbers. Mirrors `reference.reduce`, where the contracts stand."""
-# Shapes: N elements; a canonical sum has 64 lanes, here four vectors of 16 float64
+# Shapes: N elements; a canonical sum is one vector of 64 float64
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from gradwire.kernels.cpu.lanes import (
     convert,
     first_lane,
     lanes_below,
+    largest_lane,
     mask_bits,
     maximum,
     minimum,
-    part,
     popcount,
     select,
+    smallest_lane,
     splat,
+    sum_lanes,
 )
 from gradwire.kernels.cpu.vector import f32, f64, i32, kernel, load
 from gradwire.kernels.layout import SUM_BLOCK, SUM_LANES, ceil_div, expect_size
@@ -30,15 +32,6 @@ _LEVELS = 4
 def magnitude_of(bits: int) -> np.float32:
     """The float32 of these bits; NaN in place of infinity."""
     return _NAN if bits >= INFINITY_BITS else np.int32(bits).view(np.float32)
-
-
-@kernel
-def largest_lane(v):
-    """Largest of 16 integer lanes."""
-    v8 = maximum(part(v, 0, 8), part(v, 8, 8))
-    v4 = maximum(part(v8, 0, 4), part(v8, 4, 4))
-    v2 = maximum(part(v4, 0, 2), part(v4, 2, 2))
-    return first_lane(maximum(part(v2, 0, 1), part(v2, 1, 1)))
 
 
 @kernel
@@ -77,8 +70,7 @@ def _min_max_keys(x):
         inside = lanes_below(x.size - i, LANES)
         smallest = minimum(smallest, select(inside, keys, smallest))
         largest = maximum(largest, select(inside, keys, largest))
-    # Not the negative: of the smallest integer that is itself. The complement turns the order around.
-    return ~largest_lane(smallest ^ -1), largest_lane(largest)
+    return smallest_lane(smallest), largest_lane(largest)
 
 
 def min_max(x: np.ndarray) -> tuple[np.float32, np.float32]:
@@ -108,24 +100,11 @@ def count_nonfinite(x: np.ndarray) -> int:
 
 
 @kernel
-def _fold(a, b, c, d):
-    """Sum of the 64 lanes of four vectors, by halving."""
-    v16 = (a + c) + (b + d)
-    v8 = part(v16, 0, 8) + part(v16, 8, 8)
-    v4 = part(v8, 0, 4) + part(v8, 4, 4)
-    v2 = part(v4, 0, 2) + part(v4, 2, 2)
-    return first_lane(part(v2, 0, 1) + part(v2, 1, 1))
-
-
-@kernel
 def _sum_level(levels, start):
-    a = b = c = d = splat(0.0, LANES)
+    total = splat(0.0, SUM_LANES)
     for i in range(start, start + SUM_BLOCK, SUM_LANES):
-        a = a + load(levels, i, LANES)
-        b = b + load(levels, i + 16, LANES)
-        c = c + load(levels, i + 32, LANES)
-        d = d + load(levels, i + 48, LANES)
-    return _fold(a, b, c, d)
+        total = total + load(levels, i, SUM_LANES)
+    return sum_lanes(total)
 
 
 @kernel
@@ -160,63 +139,38 @@ def _finish(levels, fill):
 @kernel
 def _sum(x, levels, fill):
     for start in range(0, x.size, SUM_BLOCK):
-        a = b = c = d = splat(0.0, LANES)
+        total = splat(0.0, SUM_LANES)
         for i in range(start, start + SUM_BLOCK, SUM_LANES):
-            a = a + convert(load_f32(x, i, LANES), f64)
-            b = b + convert(load_f32(x, i + 16, LANES), f64)
-            c = c + convert(load_f32(x, i + 32, LANES), f64)
-            d = d + convert(load_f32(x, i + 48, LANES), f64)
-        _push(levels, fill, 0, _fold(a, b, c, d))
+            total = total + convert(load_f32(x, i, SUM_LANES), f64)
+        _push(levels, fill, 0, sum_lanes(total))
     return _finish(levels, fill)
-
-
-@kernel
-def _square(x, i):
-    wide = convert(load_f32(x, i, LANES), f64)
-    return wide * wide
 
 
 @kernel
 def _sum_squares(x, levels, fill):
     for start in range(0, x.size, SUM_BLOCK):
-        a = b = c = d = splat(0.0, LANES)
+        total = splat(0.0, SUM_LANES)
         for i in range(start, start + SUM_BLOCK, SUM_LANES):
-            a = a + _square(x, i)
-            b = b + _square(x, i + 16)
-            c = c + _square(x, i + 32)
-            d = d + _square(x, i + 48)
-        _push(levels, fill, 0, _fold(a, b, c, d))
+            values = convert(load_f32(x, i, SUM_LANES), f64)
+            total = total + values * values
+        _push(levels, fill, 0, sum_lanes(total))
     return _finish(levels, fill)
 
 
 @kernel
-def _split(x, i):
-    """Terms of the low and the high sum, and how many are low. A NaN is a term of both."""
-    values, zero = load_f32(x, i, LANES), splat(np.float32(0), LANES)
-    is_low = values < 0
-    low = select(values >= 0, zero, values)
-    high = select(is_low, zero, values)
-    return convert(low, f64), convert(high, f64), popcount(mask_bits(is_low))
-
-
-@kernel
 def _sign_sums(x, low_levels, low_fill, high_levels, high_fill):
-    num_low = 0
+    num_low, zero = 0, splat(np.float32(0), SUM_LANES)
     for start in range(0, x.size, SUM_BLOCK):
-        low_a = low_b = low_c = low_d = splat(0.0, LANES)
-        high_a = high_b = high_c = high_d = splat(0.0, LANES)
+        low, high = splat(0.0, SUM_LANES), splat(0.0, SUM_LANES)
         for i in range(start, start + SUM_BLOCK, SUM_LANES):
-            low, high, num_a = _split(x, i)
-            low_a, high_a = low_a + low, high_a + high
-            low, high, num_b = _split(x, i + 16)
-            low_b, high_b = low_b + low, high_b + high
-            low, high, num_c = _split(x, i + 32)
-            low_c, high_c = low_c + low, high_c + high
-            low, high, num_d = _split(x, i + 48)
-            low_d, high_d = low_d + low, high_d + high
-            num_low += num_a + num_b + num_c + num_d
-        _push(low_levels, low_fill, 0, _fold(low_a, low_b, low_c, low_d))
-        _push(high_levels, high_fill, 0, _fold(high_a, high_b, high_c, high_d))
+            values = load_f32(x, i, SUM_LANES)
+            is_low = values < 0
+            # The masks are written so that a NaN enters both sums.
+            low = low + convert(select(values >= 0, zero, values), f64)
+            high = high + convert(select(is_low, zero, values), f64)
+            num_low += popcount(mask_bits(is_low))
+        _push(low_levels, low_fill, 0, sum_lanes(low))
+        _push(high_levels, high_fill, 0, sum_lanes(high))
     return _finish(low_levels, low_fill), _finish(high_levels, high_fill), num_low
 
 

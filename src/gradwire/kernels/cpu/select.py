@@ -7,90 +7,123 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gradwire.kernels.cpu.elements import LANES, MAGNITUDE, as_input, as_writable, load_f32
+from gradwire.kernels.cpu.elements import INFINITY_BITS, LANES, MAGNITUDE, as_input, as_writable, load_f32
 from gradwire.kernels.cpu.lanes import (
     bitcast,
     first_lane,
-    join,
     lanes_below,
     mask_bits,
     popcount,
     trailing_zeros,
 )
-from gradwire.kernels.cpu.vector import f32, i32, kernel, load, store, u32
+from gradwire.kernels.cpu.vector import kernel, load, store, u32
 from gradwire.kernels.layout import expect_same_ranks, expect_size
 
-_STEP = 64
+# Selections write so many pairs at a time, without looking whether there are as many: a branch for each pair, or for
+# each vector that has one, would be mispredicted too often.
+_SLOTS = 4
 # Radix selection looks at the 31 bits of a magnitude in two parts: 15 bits, then 16.
 _UPPER_BINS, _LOWER_BINS = 1 << 15, 1 << 16
 _LOWER_BITS = 16
+# Top-k takes a sample of so many neighbours from so many places. Below the fraction that may be kept, candidates
+# cost little memory; below the length, a sample does not pay.
+_SAMPLE_RUN, _SAMPLE_PLACES = 16, 4096
+_SAMPLE_MIN_LENGTH, _SAMPLE_MAX_KEPT = 1 << 16, 1 / 16
 
 
 @kernel
-def _magnitude(values):
-    return bitcast(bitcast(values, i32) & MAGNITUDE, f32)
+def _keys(x, i):
+    """Magnitudes as integers in the same order; a NaN is above infinity."""
+    return bitcast(load_f32(x, i, LANES), u32) & MAGNITUDE
 
 
 @kernel
-def _count_above(x, threshold):
+def _chosen(keys, low, span, count):
+    """Bits of the first `count` lanes whose key is from low to low + span."""
+    return mask_bits((keys - low) <= span) & mask_bits(lanes_below(count, LANES))
+
+
+def _key_range(threshold: float) -> tuple[np.uint32, np.uint32]:
+    """First key of the finite and infinite magnitudes at or above a threshold, and how many more there are."""
+    low = max(np.float32(threshold), np.float32(0)).view(np.uint32) & np.uint32(MAGNITUDE)
+    return low, np.uint32(INFINITY_BITS) - low
+
+
+@kernel
+def _count(x, low, span):
     count = 0
     for i in range(0, x.size, LANES):
-        above = mask_bits(_magnitude(load_f32(x, i, LANES)) >= threshold)
-        count += popcount(above & mask_bits(lanes_below(x.size - i, LANES)))
+        count += popcount(_chosen(_keys(x, i), low, span, x.size - i))
     return count
 
 
 def count_above(x: np.ndarray, threshold: float) -> int:
-    return int(_count_above(as_input(x), np.float32(threshold)))
+    if np.isnan(threshold):
+        return 0
+    return int(_count(as_input(x), *_key_range(threshold)))
 
 
 @kernel
-def _select_threshold(x, threshold, scratch, indices, values):
+def _fill_up(i, chosen, scratch, indices, values, count):
+    """Append pairs one by one, as long as the buffers have room."""
+    while chosen != 0 and count < indices.size:
+        lane = trailing_zeros(chosen)
+        indices[count] = i + lane
+        values[count] = scratch[lane]
+        count += 1
+        chosen &= chosen - np.uint64(1)
+    return count
+
+
+@kernel
+def _select(x, low, span, scratch, indices, values):
+    """Write the pairs whose key is from low to low + span until the buffers are full; return how many."""
     count = 0
-    for i in range(0, x.size, _STEP):
-        a, b = load_f32(x, i, LANES), load_f32(x, i + 16, LANES)
-        c, d = load_f32(x, i + 32, LANES), load_f32(x, i + 48, LANES)
-        lower = join(_magnitude(a) >= threshold, _magnitude(b) >= threshold)
-        upper = join(_magnitude(c) >= threshold, _magnitude(d) >= threshold)
-        above = mask_bits(join(lower, upper))
-        if x.size - i < _STEP:
-            above &= mask_bits(lanes_below(x.size - i, _STEP))
-        if above == 0:
-            continue
-        store(scratch, 0, join(join(a, b), join(c, d)))
-        while above != 0:
+    for i in range(0, x.size, LANES):
+        floats = load_f32(x, i, LANES)
+        chosen = _chosen(bitcast(floats, u32) & MAGNITUDE, low, span, x.size - i)
+        store(scratch, 0, floats)
+        num_chosen = popcount(chosen)
+        if count + num_chosen + _SLOTS > indices.size:
+            count = _fill_up(i, chosen, scratch, indices, values, count)
             if count == indices.size:
                 return count
-            lane = trailing_zeros(above)
-            indices[count] = i + lane
-            values[count] = scratch[lane]
-            count += 1
-            above &= above - np.uint64(1)
+            continue
+        for first in range(count, count + max(num_chosen, 1), _SLOTS):
+            for slot in range(first, first + _SLOTS):
+                lane = trailing_zeros(chosen)
+                indices[slot] = i + lane
+                values[slot] = scratch[lane]
+                chosen &= chosen - np.uint64(1)
+        count += num_chosen
     return count
+
+
+def _scratch(dtype: type) -> np.ndarray:
+    """Lanes to index into, and one past the end for the lane that an empty mask names."""
+    return np.zeros(LANES + 1, dtype)
 
 
 def select_threshold(x: np.ndarray, threshold: float, indices: np.ndarray, values: np.ndarray) -> int:
     expect_size("select_threshold", "values", values, indices.size)
-    scratch = np.empty(_STEP, np.float32)
-    return int(_select_threshold(as_input(x), np.float32(threshold), scratch, indices, values))
+    if np.isnan(threshold):
+        return 0
+    return int(_select(as_input(x), *_key_range(threshold), _scratch(np.float32), indices, values))
 
 
 @kernel
 def _upper_histogram(x, scratch, bins):
-    for i in range(0, x.size, _STEP):
-        for j in range(0, _STEP, LANES):
-            keys = (bitcast(load_f32(x, i + j, LANES), u32) & MAGNITUDE) >> _LOWER_BITS
-            store(scratch, j, keys)
-        for j in range(min(_STEP, x.size - i)):
+    for i in range(0, x.size, LANES):
+        store(scratch, 0, _keys(x, i) >> _LOWER_BITS)
+        for j in range(min(LANES, x.size - i)):
             bins[scratch[j]] += 1
 
 
 @kernel
 def _lower_histogram(x, upper, scratch, bins):
     for i in range(0, x.size, LANES):
-        keys = bitcast(load_f32(x, i, LANES), u32) & MAGNITUDE
-        inside = mask_bits(lanes_below(x.size - i, LANES))
-        chosen = np.uint64(mask_bits((keys >> _LOWER_BITS) == upper) & inside)
+        keys = _keys(x, i)
+        chosen = _chosen(keys >> _LOWER_BITS, upper, np.uint32(0), x.size - i)
         if chosen == 0:
             continue
         store(scratch, 0, keys & (_LOWER_BINS - 1))
@@ -109,14 +142,25 @@ def _find_bin(bins, k):
     return 0, k
 
 
+def _kth_key(x: np.ndarray, k: int) -> tuple[np.uint32, int]:
+    """The k-th largest key, and how many equal to it are among the k largest. Reads x twice."""
+    scratch = _scratch(np.uint32)
+    bins = np.zeros(_UPPER_BINS, np.int64)
+    _upper_histogram(x, scratch, bins)
+    upper, num_in_bin = _find_bin(bins, k)
+    bins = np.zeros(_LOWER_BINS, np.int64)
+    _lower_histogram(x, np.uint32(upper), scratch, bins)
+    lower, num_ties = _find_bin(bins, num_in_bin)
+    return np.uint32(upper << _LOWER_BITS | lower), num_ties
+
+
 @kernel
 def _select_keys(x, key, num_ties, scratch, indices):
     """Indices of all magnitudes above `key`, and of the first `num_ties` that are equal to it."""
     count = 0
     for i in range(0, x.size, LANES):
-        keys = bitcast(load_f32(x, i, LANES), u32) & MAGNITUDE
-        inside = mask_bits(lanes_below(x.size - i, LANES))
-        chosen = np.uint64(mask_bits(keys >= key) & inside)
+        keys = _keys(x, i)
+        chosen = _chosen(keys, key, np.uint32(MAGNITUDE) - key, x.size - i)
         if chosen == 0:
             continue
         store(scratch, 0, keys)
@@ -131,20 +175,39 @@ def _select_keys(x, key, num_ties, scratch, indices):
             count += 1
 
 
+def _top_k(x: np.ndarray, k: int, indices: np.ndarray) -> None:
+    key, num_ties = _kth_key(x, k)
+    _select_keys(x, key, num_ties, _scratch(np.uint32), indices)
+
+
+def _sampled_key(x: np.ndarray, k: int) -> tuple[np.uint32, int]:
+    """A key that about k elements, rather more than fewer, are not below; and how many more to make room for."""
+    places = np.linspace(0, x.size - _SAMPLE_RUN, min(_SAMPLE_PLACES, x.size // 1024), dtype=np.int64)
+    sample = x[(places[:, None] + np.arange(_SAMPLE_RUN)).reshape(-1)]
+    expected = sample.size * k / x.size
+    # Four standard deviations more, as if elements were independent. Neighbours are not: then we fall back.
+    rank = min(sample.size, int(expected + 4 * expected**0.5) + 4)
+    return _kth_key(sample, rank)[0], int(1.5 * rank * x.size / sample.size)
+
+
 def top_k(x: np.ndarray, k: int, indices: np.ndarray) -> None:
     if not 0 <= k <= x.size:
         raise ValueError(f"Expected k from 0 to {x.size}, got {k} (in top_k).")
     expect_size("top_k", "indices", indices, k)
+    x = as_input(x)
     if k == 0:
         return
-    x, scratch = as_input(x), np.empty(_STEP, np.uint32)
-    bins = np.zeros(_UPPER_BINS, np.int64)
-    _upper_histogram(x, scratch, bins)
-    upper, num_in_bin = _find_bin(bins, k)
-    bins = np.zeros(_LOWER_BINS, np.int64)
-    _lower_histogram(x, upper, scratch, bins)
-    lower, num_ties = _find_bin(bins, num_in_bin)
-    _select_keys(x, (upper << _LOWER_BITS) | lower, num_ties, scratch, indices)
+    if x.size >= _SAMPLE_MIN_LENGTH and k <= x.size * _SAMPLE_MAX_KEPT:
+        # One read of x: what is above a sampled key, and among that the k largest.
+        low, room = _sampled_key(x, k)
+        candidates, values = np.empty(room, indices.dtype), np.empty(room, np.float32)
+        count = _select(x, low, np.uint32(MAGNITUDE) - low, _scratch(np.float32), candidates, values)
+        if k <= count < room:
+            chosen = np.empty(k, np.int64)
+            _top_k(values[:count], k, chosen)
+            np.take(candidates, chosen, out=indices)
+            return
+    _top_k(x, k, indices)
 
 
 @kernel

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from gradwire.kernels.cpu.elements import LANES, addresses, as_input, as_writable, load_f32
-from gradwire.kernels.cpu.lanes import convert, join, maximum, select, splat
-from gradwire.kernels.cpu.reduce import largest_lane
+from gradwire.kernels.cpu.lanes import convert, largest_lane, maximum, select, splat
 from gradwire.kernels.cpu.vector import array_at, kernel, load, store, store_until, u8, u32
 from gradwire.kernels.layout import (
     NUM_QUARTIC,
@@ -26,15 +25,15 @@ from gradwire.kernels.layout import (
 )
 
 _POWERS = (81, 27, 9, 3, 1)
-_STEP = 64
-# byte / 243 as a fraction of 24 bits, rounded up: multiplied by 3 it carries the first digit into bit 24.
-_FRACTION_BITS = 24
-_FRACTION = (1 << _FRACTION_BITS) // NUM_QUARTIC + 1
-_FRACTION_MASK = (1 << _FRACTION_BITS) - 1
+# byte * 256 / 243 as an 8-bit fraction, rounded up: tripling it carries the first digit out, and leaves the fraction
+# of the others. The digit is above 0 or 1 where the fraction is at least one or two thirds. Exact for all 243 bytes.
+_FRACTION, _FRACTION_UP, _FRACTION_SHIFT = 8631, 8100, 13
+_THIRD, _TWO_THIRDS = 86, 171
 
 
 @kernel
-def _step(packed, power, high, low):
+def _packed(packed, power, high, low):
+    """Bytes with the digit of this power counted in."""
     raised = select(high, packed + power, packed)
     return select(low, raised - power, raised)
 
@@ -42,45 +41,27 @@ def _step(packed, power, high, low):
 @kernel
 def _pack(x, half, out):
     size = out.size
-    for i in range(0, size, _STEP):
-        packed = splat(np.uint8(ZERO_BYTE), _STEP)
-        power = 81
+    for i in range(0, size, LANES):
+        packed, power = splat(np.uint8(ZERO_BYTE), LANES), 81
         for k in range(TERNARY_DIGITS):
-            at = k * size + i
-            a, b = load_f32(x, at, LANES), load_f32(x, at + 16, LANES)
-            c, d = load_f32(x, at + 32, LANES), load_f32(x, at + 48, LANES)
-            high = join(join(a > half, b > half), join(c > half, d > half))
-            low = join(join(a < -half, b < -half), join(c < -half, d < -half))
-            packed = _step(packed, power, high, low)
+            values = load_f32(x, k * size + i, LANES)
+            packed = _packed(packed, power, values > half, values < -half)
             power //= 3
         store(out, i, packed)
 
 
 @kernel
-def _remainder(values, half, M):
-    """Masks of what becomes 1 and -1, and what is left of the values."""
-    high, low = values > half, values < -half
-    left = select(high, values - M, values)
-    return high, low, select(low, values + M, left)
-
-
-@kernel
 def _pack_residual(x, half, M, out, residual):
     size = out.size
-    for i in range(0, size, _STEP):
-        packed = splat(np.uint8(ZERO_BYTE), _STEP)
-        power = 81
+    for i in range(0, size, LANES):
+        packed, power = splat(np.uint8(ZERO_BYTE), LANES), 81
         for k in range(TERNARY_DIGITS):
-            at, end = k * size + i, (k + 1) * size
-            high_a, low_a, a = _remainder(load_f32(x, at, LANES), half, M)
-            high_b, low_b, b = _remainder(load_f32(x, at + 16, LANES), half, M)
-            high_c, low_c, c = _remainder(load_f32(x, at + 32, LANES), half, M)
-            high_d, low_d, d = _remainder(load_f32(x, at + 48, LANES), half, M)
+            values = load_f32(x, k * size + i, LANES)
+            high, low = values > half, values < -half
+            left = select(low, values + M, select(high, values - M, values))
             # Not past the digit's partition: x may be the residual, and the next one's start is done already.
-            store_until(residual, at, end, join(join(a, b), join(c, d)))
-            high = join(join(high_a, high_b), join(high_c, high_d))
-            low = join(join(low_a, low_b), join(low_c, low_d))
-            packed = _step(packed, power, high, low)
+            store_until(residual, k * size + i, (k + 1) * size, left)
+            packed = _packed(packed, power, high, low)
             power //= 3
         store(out, i, packed)
 
@@ -98,29 +79,31 @@ def pack_ternary(x: np.ndarray, M: float, out: np.ndarray, residual: np.ndarray 
 
 
 @kernel
+def _fraction(bytes_):
+    return convert((convert(bytes_, u32) * _FRACTION + _FRACTION_UP) >> _FRACTION_SHIFT, u8)
+
+
+@kernel
 def _digit(fraction, M):
-    """The value of the first digit of a fraction, and the fraction that is left."""
-    tripled = fraction * 3
-    digit = tripled >> _FRACTION_BITS
-    high, low = splat(M, LANES), splat(-M, LANES)
-    value = select(digit == 2, high, select(digit == 0, low, splat(np.float32(0), LANES)))
-    return value, tripled & _FRACTION_MASK
+    """The value of the first digit of a fraction."""
+    zero, high, low = splat(np.float32(0), LANES), splat(M, LANES), splat(-M, LANES)
+    return select(fraction >= _TWO_THIRDS, high, select(fraction >= _THIRD, zero, low))
 
 
 @kernel
 def _unpack(packed, M, out, accumulate):
     size = packed.size
-    largest = splat(np.uint32(0), LANES)
+    largest = splat(np.uint8(0), LANES)
     for i in range(0, size, LANES):
-        bytes_ = convert(load(packed, i, LANES), u32)
+        bytes_ = load(packed, i, LANES)
         largest = maximum(largest, bytes_)
-        fraction = bytes_ * _FRACTION
+        fraction = _fraction(bytes_)
         for k in range(TERNARY_DIGITS):
-            at, end = k * size + i, (k + 1) * size
-            value, fraction = _digit(fraction, M)
+            value = _digit(fraction, M)
             if accumulate:
-                value = value + load(out, at, LANES)
-            store_until(out, at, end, value)
+                value = load(out, k * size + i, LANES) + value
+            store_until(out, k * size + i, (k + 1) * size, value)
+            fraction = fraction * 3
     return largest_lane(largest) < NUM_QUARTIC
 
 
@@ -138,22 +121,18 @@ def unpack_ternary(packed: np.ndarray, M: float, out: np.ndarray, accumulate: bo
 
 @kernel
 def _unpack_sum(packed, M, size, out):
-    largest = splat(np.uint32(0), LANES)
+    largest = splat(np.uint8(0), LANES)
     for i in range(0, size, LANES):
         a = b = c = d = e = splat(np.float32(0), LANES)
         for rank in range(packed.size):
-            bytes_ = convert(load(array_at(packed[rank], size, u8), i, LANES), u32)
+            bytes_ = load(array_at(packed[rank], size, u8), i, LANES)
             largest = maximum(largest, bytes_)
-            value, fraction = _digit(bytes_ * _FRACTION, M[rank])
-            a = a + value
-            value, fraction = _digit(fraction, M[rank])
-            b = b + value
-            value, fraction = _digit(fraction, M[rank])
-            c = c + value
-            value, fraction = _digit(fraction, M[rank])
-            d = d + value
-            value, fraction = _digit(fraction, M[rank])
-            e = e + value
+            fraction, scale = _fraction(bytes_), M[rank]
+            a = a + _digit(fraction, scale)
+            b = b + _digit(fraction * 3, scale)
+            c = c + _digit(fraction * 9, scale)
+            d = d + _digit(fraction * 27, scale)
+            e = e + _digit(fraction * 81, scale)
         store_until(out, i, size, a)
         store_until(out, size + i, 2 * size, b)
         store_until(out, 2 * size + i, 3 * size, c)

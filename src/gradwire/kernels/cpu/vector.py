@@ -39,6 +39,11 @@ i8, i16, i32, i64 = types.int8, types.int16, types.int32, types.int64
 u8, u16, u32, u64 = types.uint8, types.uint16, types.uint32, types.uint64
 
 
+# How far ahead loads prefetch. Measured: hardware prefetch alone left sign packing at a third of copy, because it
+# loses the stream of loads among small stores, and planar layouts, which read several streams, at a half.
+PREFETCH_BYTES = 4096
+
+
 class Vector(types.Type):
     """A fixed number of lanes of one scalar type; `types.boolean` for the result of a comparison."""
 
@@ -163,11 +168,22 @@ def _cut(builder, count, lanes):
     return builder.select(builder.icmp_signed("<", positive, most), positive, most)
 
 
+def _prefetch(builder, pointer, size):
+    """Ask for the line that a sweep will come to; a line past the end is asked for in vain, without a fault."""
+    ahead = builder.gep(pointer, [ir.Constant(ir.IntType(64), PREFETCH_BYTES // size)])
+    ahead = builder.bitcast(ahead, ir.IntType(8).as_pointer())
+    word = ir.IntType(32)
+    kind = ir.FunctionType(ir.VoidType(), [ahead.type, word, word, word])
+    function = builder.module.declare_intrinsic("llvm.prefetch", [ahead.type], kind)
+    builder.call(function, [ahead, word(0), word(3), word(1)])  # to read, into all caches, data
+
+
 def emit_load(context, builder, array, value, index, index_type, lanes):
     """Code of `load`, for intrinsics that convert as they load."""
     kind = ir.VectorType(_element_ir(array.dtype), lanes)
     size = array.dtype.bitwidth // 8
     pointer, count = _place(context, builder, array, value, index, index_type)
+    _prefetch(builder, pointer, size)
     scratch = cgutils.alloca_once(builder, kind)
     full = builder.icmp_signed(">=", count, ir.Constant(count.type, lanes))
     with builder.if_else(full, likely=True) as (then, otherwise):
