@@ -76,6 +76,13 @@ def test_abort_tells_the_reason():
         assert recorders[0].failures.empty()
 
 
+def test_abort_may_blame_another_rank():
+    with MemoryNetwork(3) as network:
+        recorders = [start(transport) for transport in network.transports]
+        network.transports[0].abort("rank 2 sent nonsense", blame=2)
+        assert [recorders[rank].failure().rank for rank in (1, 2)] == [2, 2]
+
+
 def test_a_refused_frame_fails_both_ends_and_names_the_sender():
     def refuse(peer, got):
         raise FrameError(f"Expected tensor 0, got {got.tensor}.")

@@ -73,8 +73,13 @@ class Transport(ABC):
         """Whether `peer` has closed in good order: nothing more comes from it, sending to it fails."""
 
     @abstractmethod
-    def abort(self, reason: str) -> None:
-        """Tell the peers, as far as they can be reached, that this rank gives up and why; then close."""
+    def abort(self, reason: str, blame: int | None = None) -> None:
+        """Tell the peers, as far as they can be reached, that this rank gives up and why; then close.
+
+        Args:
+            reason: a sentence.
+            blame: the rank at fault, if it is another one.
+        """
 
     @abstractmethod
     def close(self) -> None:

@@ -7,6 +7,7 @@ come in order and from one thread a rank. Does not bound its queues and does not
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -20,6 +21,8 @@ from gradwire.protocol.conversation import Conversation, Ends
 from gradwire.transport.base import Callbacks, Transport
 from gradwire.transport.checks import check_outgoing
 from gradwire.wire.frame import FrameKind, Header, seal
+
+logger = logging.getLogger("gradwire")
 
 # Stands for the end of a sender's byte stream.
 _END = None
@@ -119,9 +122,9 @@ class MemoryTransport(Transport):
         """Whether `peer` has closed in good order."""
         return self._conversations[peer].departed
 
-    def abort(self, reason: str) -> None:
+    def abort(self, reason: str, blame: int | None = None) -> None:
         """Tell every peer why this rank gives up, then close."""
-        self._end(FrameKind.ABORT, reason)
+        self._end(FrameKind.ABORT, reason, blame)
         self._join()
 
     def close(self) -> None:
@@ -177,9 +180,13 @@ class MemoryTransport(Transport):
 
     def _fail(self, error: SyncError) -> None:
         assert self._callbacks is not None
-        if not self._ended:
+        if self._ended:
+            return
+        try:
             self._callbacks.fail(error)
-            self._end(FrameKind.ABORT, str(error), error.rank)
+        except Exception:  # the peers must still be told
+            logger.exception("The fail callback of a transport raised on %s", error)
+        self._end(FrameKind.ABORT, str(error), error.rank)
 
     def _step(self) -> bool:
         """Take in one piece or run the timers; False once this rank has ended."""

@@ -41,6 +41,7 @@ from gradwire.transport.rendezvous import Deadline, meet
 from gradwire.wire.frame import HEADER_BYTES, FrameKind, Header, seal
 
 logger = logging.getLogger("gradwire")
+ABORT_SECONDS = 5.0
 _EMPTY = np.empty(0, dtype=np.uint8)
 _alive: weakref.WeakSet[TcpTransport] = weakref.WeakSet()
 
@@ -150,9 +151,9 @@ class TcpTransport(Transport):
         """Whether `peer` has closed in good order."""
         return self._links[peer].conversation.departed
 
-    def abort(self, reason: str) -> None:
+    def abort(self, reason: str, blame: int | None = None) -> None:
         """Tell every peer why this rank gives up, for at most a second, then close."""
-        self._end(LastWord(FrameKind.ABORT, reason))
+        self._end(LastWord(FrameKind.ABORT, reason, blame))
 
     def close(self) -> None:
         """Send what is queued, say goodbye, end thread and sockets. Idempotent.
@@ -168,7 +169,8 @@ class TcpTransport(Transport):
             self._last_word = self._last_word or word
             self._wake()
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            # A callback that blocks must not keep an aborting process from its end.
+            self._thread.join(ABORT_SECONDS if word.kind is FrameKind.ABORT else None)
 
     def _wake(self) -> None:
         if self._woken or threading.current_thread() is self._thread:
@@ -275,16 +277,23 @@ class TcpTransport(Transport):
         link.watched = wanted
 
     def _fail(self, error: SyncError) -> None:
-        if self._callbacks is not None:
-            self._callbacks.fail(error)
+        self._report(error)
         with self._lock:
             self._last_word = self._last_word or LastWord(FrameKind.ABORT, str(error), error.rank)
         say_farewell(self._links.values(), self._last_word, self._timeout)
 
     def _finish(self, word: LastWord) -> None:
         error = say_farewell(self._links.values(), word, self._timeout)
-        if error is not None and self._callbacks is not None:
+        if error is not None:
+            self._report(error)
+
+    def _report(self, error: SyncError) -> None:
+        if self._callbacks is None:
+            return
+        try:
             self._callbacks.fail(error)
+        except Exception:  # the peers must still be told
+            logger.exception("The fail callback of a transport raised on %s", error)
 
     def _release(self) -> None:
         """Close every descriptor. Also runs in a forked child, whose copies would keep connections alive."""
