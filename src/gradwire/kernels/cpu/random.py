@@ -12,7 +12,7 @@ from gradwire.kernels.cpu.lanes import convert, splat
 from gradwire.kernels.cpu.vector import kernel, load, store, u16, u32
 from gradwire.kernels.layout import RANDOM16_GROUP, RANDOM32_GROUP, RANDOM_COUNTERS
 
-LANES = 16
+LANES = 32
 _LANE_NUMBERS = np.arange(LANES, dtype=np.uint64)
 _LOW = 0xFFFFFFFF
 _MULTIPLIER_0, _MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
