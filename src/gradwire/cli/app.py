@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import typer
 
-from gradwire.cli import lab
+from gradwire.cli import bench, demo, lab
 
-COMMANDS = (lab,)
+COMMANDS = (demo, lab, bench)
 """Modules of commands, in the order of the help page. Each has `register(app: typer.Typer) -> None`."""
 
 

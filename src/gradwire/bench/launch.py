@@ -1,0 +1,146 @@
+"""Starts the ranks of a job, in the lab or on loopback, and sees to it that none outlives it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from gradwire.bench.job import Job, Message, Outcome, RateRequest, from_line
+from gradwire.core.errors import GradwireError
+from gradwire.lab import Lab
+from gradwire.lab.runner import Runner, signal_group
+
+_GRACE_SECONDS = 5.0
+_LAST_WORDS = 15
+
+OnMessage = Callable[[Message], None]
+
+
+class RanksError(GradwireError, RuntimeError):
+    """The ranks of a benchmark did not all end well; the message has the last lines of the first that failed."""
+
+
+def launch(job: Job, world_size: int, on_message: OnMessage = lambda _: None, *, lab: bool = False) -> list[Outcome]:
+    """Run a job to its end.
+
+    Args:
+        job: what to run; `folder` and `init_method` are filled in here.
+        world_size: how many ranks.
+        on_message: called with what the ranks say, as they say it.
+        lab: one host a rank in a network lab of its own, with rates as the job asks for them.
+
+    Returns:
+        What each rank said of each segment, in any order.
+
+    Raises:
+        RanksError: a rank failed, or the deadline was reached.
+        RightsError: the lab cannot run here.
+    """
+    with tempfile.TemporaryDirectory(prefix="gradwire-bench-") as folder:
+        init_method = "env://" if lab else f"file://{folder}/rendezvous"
+        job = replace(job, folder=folder, init_method=init_method, shaped=lab)
+        command = [sys.executable, "-m", "gradwire.bench.worker", str(job.save())]
+        listener = _Listener(Path(folder), on_message)
+        if lab:
+            _run_in_lab(command, world_size, job, listener)
+        else:
+            _run_on_loopback(command, world_size, job, listener)
+    expected = world_size * len(job.segments)
+    if len(listener.outcomes) != expected:
+        raise RanksError(f"Expected {expected} results of the ranks, got {len(listener.outcomes)}. Do: run it again.")
+    return listener.outcomes
+
+
+class _Listener:
+    """Takes the ranks' lines: answers requests for a rate, keeps outcomes, hands everything on."""
+
+    def __init__(self, folder: Path, on_message: OnMessage) -> None:
+        self.outcomes: list[Outcome] = []
+        self.lab: Lab | None = None
+        self._folder = folder
+        self._on_message = on_message
+
+    def __call__(self, rank: int, stream: str, line: str) -> None:
+        message = from_line(line) if stream == "stdout" else None
+        if message is None:
+            return
+        if isinstance(message, RateRequest):
+            assert self.lab is not None, "ranks ask for rates in a lab alone"
+            self.lab.set_rate(message.rate)
+            (self._folder / f"rate-{message.ticket}").touch()
+        if isinstance(message, Outcome):
+            self.outcomes.append(message)
+        self._on_message(message)
+
+
+def _run_in_lab(command: list[str], world_size: int, job: Job, listener: _Listener) -> None:
+    with Lab(world_size) as lab:
+        listener.lab = lab
+        result = lab.run(
+            command,
+            env=_environment(),
+            timeout=job.deadline_seconds,
+            grace=_GRACE_SECONDS,
+            capture=False,
+            on_line=listener,
+        )
+    if not result.ok:
+        stderr = result.hosts[result.first_failed or 0].stderr
+        raise RanksError(f"Expected all ranks to end well. {result.message}\n{_tail(stderr)}".rstrip())
+
+
+def _run_on_loopback(command: list[str], world_size: int, job: Job, listener: _Listener) -> None:
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(world_size):
+            variables = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
+            processes.append(
+                subprocess.Popen(
+                    command,
+                    env={**_environment(), **_loopback_interface(), **variables},
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    start_new_session=True,
+                )
+            )
+        runner = Runner(
+            processes,
+            timeout_s=job.deadline_seconds,
+            grace_s=_GRACE_SECONDS,
+            capture=False,
+            on_line=listener,
+        )
+        runner.run()
+    finally:
+        for process in processes:
+            signal_group(process, 9)
+            process.wait()
+    _check_ended(runner)
+
+
+def _check_ended(runner: Runner) -> None:
+    if all(job.process.returncode == 0 for job in runner.jobs):
+        return
+    failed = runner.jobs[runner.first_failed or 0]
+    what = "The time limit was reached." if runner.timed_out else f"Rank {failed.host} failed first."
+    raise RanksError(f"Expected all ranks to end well. {what}\n{_tail(failed.output('stderr'))}".rstrip())
+
+
+def _environment() -> dict[str, str]:
+    """The environment of this process, with one thread a rank: more of them would fight over the same cores."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def _loopback_interface() -> dict[str, str]:
+    # Without it Gloo looks the host's name up, which fails on machines that do not know their own.
+    return {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
+
+
+def _tail(text: str) -> str:
+    return "\n".join(text.splitlines()[-_LAST_WORDS:])

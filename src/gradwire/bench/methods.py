@@ -1,0 +1,163 @@
+"""The methods that are compared: DDP's own, and each compressor of gradwire, behind one small interface."""
+# Shapes: W = ranks
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from gradwire.bench.statistics import ring_bytes
+from gradwire.core.errors import OptionError, UnknownNameError
+
+if TYPE_CHECKING:
+    from torch.nn.parallel import DistributedDataParallel
+
+    from gradwire.compressors.base import Compressor
+
+DDP_FP32 = "ddp-fp32"
+DDP_FP16 = "ddp-fp16"
+SILENT = "no-communication"
+"""Computes and sends nothing: what the ideal step is measured with. Ranks drift apart."""
+
+DEFAULT_METHODS = (DDP_FP32, DDP_FP16, "none", "int8", "onebit", "topk", "threelc", "threelc:sparsity=1.75")
+
+_LABELS = {DDP_FP32: "DDP fp32", DDP_FP16: "DDP fp16 hook", SILENT: "no communication"}
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Running totals of one rank."""
+
+    sent_bytes: int = 0
+    dense_bytes: int = 0
+    encode_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+    def __sub__(self, earlier: Costs) -> Costs:
+        return Costs(
+            self.sent_bytes - earlier.sent_bytes,
+            self.dense_bytes - earlier.dense_bytes,
+            self.encode_seconds - earlier.encode_seconds,
+            self.decode_seconds - earlier.decode_seconds,
+        )
+
+
+class Connection(Protocol):
+    """A DDP module whose gradients are synchronised by one method, until it is closed."""
+
+    def costs(self, steps: int) -> Costs:
+        """Totals after so many steps."""
+        ...
+
+    def close(self) -> None:
+        """End what the method started."""
+        ...
+
+
+def is_native(method: str) -> bool:
+    """Whether it is one of DDP's own."""
+    return method in _LABELS
+
+
+def label(method: str) -> str:
+    """How a reader sees it."""
+    if is_native(method):
+        return _LABELS[method]
+    name, _, options = method.partition(":")
+    return f"gradwire {name}" + (f" {options.replace('=', ' ').replace(':', ', ')}" if options else "")
+
+
+def check(methods: list[str]) -> None:
+    """Refuse what is unknown before anything starts.
+
+    Raises:
+        UnknownNameError: a method that there is none of.
+        OptionError: an option that does not parse or fit, or the same method twice.
+    """
+    for method in methods:
+        if not is_native(method):
+            compressor(method)
+    if len(set(methods)) < len(methods):
+        raise OptionError(f"Expected each method once, got {', '.join(methods)}. Do: leave the second out.")
+
+
+def compressor(method: str) -> Compressor:
+    """The compressor of ``NAME`` or ``NAME:option=value:option=value``."""
+    from gradwire.compressors.registry import make, names
+
+    name, *options = method.split(":")
+    if name not in names():
+        raise UnknownNameError("method", name, [DDP_FP32, DDP_FP16, *names()])
+    return make(name, **dict(_option(method, text) for text in options))
+
+
+def connect(method: str, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, seed: int) -> Connection:
+    """Let `method` synchronise the gradients of a fresh DDP module."""
+    if is_native(method):
+        return _Native(method, ddp)
+    return _Attached(method, ddp, optimizer, seed)
+
+
+class _Native:
+    """DDP's own all-reduce. Gloo sums in a ring, whose bytes are computed: nothing counts them in the process."""
+
+    def __init__(self, method: str, ddp: DistributedDataParallel) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+        num_bytes = sum(p.numel() * p.element_size() for p in ddp.parameters() if p.requires_grad)
+        self._dense = ring_bytes(num_bytes, dist.get_world_size())
+        self._sent = self._dense
+        if method == DDP_FP16:
+            self._sent = ring_bytes(num_bytes // 2, dist.get_world_size())
+            ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        elif method == SILENT:
+            self._sent = 0
+            # Unannotated: torch compares annotations as objects, and here they are strings.
+            ddp.register_comm_hook(None, lambda state, bucket: _done(bucket.buffer()))
+
+    def costs(self, steps: int) -> Costs:
+        """See `Connection`."""
+        return Costs(self._sent * steps, self._dense * steps)
+
+    def close(self) -> None:
+        """Nothing to end: the hook goes with its module."""
+
+
+class _Attached:
+    """`gradwire.attach`, with its own accounts."""
+
+    def __init__(self, method: str, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, seed: int) -> None:
+        from gradwire.integrations.ddp import attach
+
+        self._handle = attach(ddp, compressor(method), optimizer=optimizer, seed=seed)
+
+    def costs(self, steps: int) -> Costs:
+        """See `Connection`."""
+        total = self._handle.report().total
+        return Costs(total.sent_bytes, total.dense_bytes, total.encode_seconds, total.decode_seconds)
+
+    def close(self) -> None:
+        """Detach."""
+        self._handle.detach()
+
+
+def _done(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(tensor)
+    return future
+
+
+def _option(method: str, text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    try:
+        if not (key and equals):
+            raise ValueError("no value")
+        return key, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        raise OptionError(
+            f"Expected options as NAME:option=number, got {method!r}. Do: write for example threelc:sparsity=1.75."
+        ) from None

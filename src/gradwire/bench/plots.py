@@ -1,0 +1,233 @@
+"""The report's plots, as SVG to be put into a page: no links, no fonts of their own."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from gradwire.bench import methods
+from gradwire.bench.table import megabytes, rate_text, times
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from gradwire.bench.results import MethodResult, TrainingResult
+
+INK, FAINT, GRID = "#1f2933", "#7b8794", "#e4e7eb"
+# DDP in greys; gradwire's methods in colours that can be told apart without red and green.
+_NATIVE = {methods.DDP_FP32: "#3e4c59", methods.DDP_FP16: "#9aa5b1"}
+_COLOURS = ("#2f6db5", "#8e5ea2", "#d9822b", "#17a08a", "#c2406b", "#6b7f1c", "#5b4bc4", "#8a5a2b")
+SPLIT = {"compute": "#cbd2d9", "encode": "#d9822b", "wire": "#2f6db5", "decode": "#17a08a"}
+_SMOOTHING = 0.8  # of the loss curves, which are those of single batches
+
+_STYLE: dict[str, Any] = {
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": FAINT,
+    "axes.labelcolor": INK,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "text.color": INK,
+    "xtick.color": FAINT,
+    "ytick.color": FAINT,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "legend.frameon": False,
+}
+
+
+def colours(result: TrainingResult) -> dict[str, str]:
+    """A colour a method, the same in all plots."""
+    ours = [entry.method for entry in result.results if entry.method not in _NATIVE]
+    return _NATIVE | {method: _COLOURS[index % len(_COLOURS)] for index, method in enumerate(ours)}
+
+
+def loss_by_step(result: TrainingResult) -> str:
+    """Training loss against steps: what a step is worth."""
+
+    def draw(axes: Axes) -> None:
+        for entry, colour in _curves(result):
+            axes.plot(range(1, len(entry.losses) + 1), smooth(entry.losses), color=colour, label=entry.label)
+        axes.set_xlabel("step")
+        _label_losses(axes, result)
+        axes.legend(fontsize=9, labelcolor=INK)
+
+    return _figure("loss by step", draw)
+
+
+def loss_by_time(result: TrainingResult, index: int) -> str:
+    """Training loss against time: steps times the median step time."""
+
+    def draw(axes: Axes) -> None:
+        for entry, colour in _curves(result):
+            step = entry.times[index].step.median
+            seconds = [step * number for number in range(1, len(entry.losses) + 1)]
+            axes.plot(seconds, smooth(entry.losses), color=colour, label=entry.label)
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.set_xlabel(f"seconds at {rate_text(result.rates[index])} (logarithmic)")
+        _label_losses(axes, result)
+
+    return _figure("loss by time", draw)
+
+
+def bytes_by_method(result: TrainingResult, index: int) -> str:
+    """Bytes that each rank sends a step."""
+
+    def draw(axes: Axes) -> None:
+        values = [entry.times[index].bytes / 1e6 for entry in result.results]
+        known = colours(result)
+        axes.barh(_labels(result), values, color=[known[entry.method] for entry in result.results], height=0.62)
+        for place, entry in enumerate(result.results):
+            time = entry.times[index]
+            text = f" {megabytes(time.bytes)} MB" + (f"  ({times(time.ratio)})" if time.ratio > 1.01 else "")
+            axes.text(time.bytes / 1e6, place, text, va="center", fontsize=9)
+        axes.set_xscale("log")
+        axes.set_xlim(min(values) / 2, max(values) * 6)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.set_xlabel("MB sent by a rank in a step (logarithmic)")
+        _rows(axes)
+
+    return _figure("bytes", draw, height=_height(result))
+
+
+def step_against_ideal(result: TrainingResult, index: int) -> str:
+    """Step time with its spread, and the ideal step as a mark."""
+
+    def draw(axes: Axes) -> None:
+        known, steps = colours(result), [entry.times[index] for entry in result.results]
+        values = [1e3 * time.step.median for time in steps]
+        low = [1e3 * max(0.0, time.step.median - time.step.p20) for time in steps]
+        high = [1e3 * max(0.0, time.step.p80 - time.step.median) for time in steps]
+        axes.barh(
+            _labels(result),
+            values,
+            xerr=[low, high],
+            color=[known[entry.method] for entry in result.results],
+            error_kw={"ecolor": FAINT, "elinewidth": 1.2},
+            height=0.62,
+        )
+        places = range(len(steps))
+        axes.vlines(
+            [1e3 * time.ideal for time in steps],
+            [place - 0.42 for place in places],
+            [place + 0.42 for place in places],
+            color=INK,
+            linewidth=2.2,
+            label="ideal step",
+        )
+        for place, time in enumerate(steps):
+            axes.text(
+                1e3 * time.step.p80,
+                place,
+                f"  {1e3 * time.step.median:,.0f} ms = {time.over_ideal:.2f} × ideal",
+                va="center",
+                fontsize=9,
+            )
+        axes.set_xscale("log")
+        axes.set_xlim(0.5 * 1e3 * min(time.ideal for time in steps), 8 * max(values))
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.set_xlabel("ms a step (logarithmic); black: the ideal step")
+        _rows(axes)
+
+    return _figure("step and ideal", draw, height=_height(result))
+
+
+def time_split(result: TrainingResult, index: int) -> str:
+    """Where a step's time goes, as shares of the step."""
+
+    def draw(axes: Axes) -> None:
+        left = [0.0] * len(result.results)
+        for part, colour in SPLIT.items():
+            shares = [
+                100 * getattr(entry.times[index].split, part) / entry.times[index].step.median
+                for entry in result.results
+            ]
+            axes.barh(_labels(result), shares, left=left, color=colour, label=part, height=0.62)
+            left = [before + share for before, share in zip(left, shares, strict=True)]
+        axes.set_xlim(0, 100)
+        axes.set_xlabel("% of the step")
+        axes.legend(ncol=4, loc="lower left", bbox_to_anchor=(0, 1), fontsize=9, labelcolor=INK)
+        _rows(axes)
+
+    return _figure("split", draw, height=_height(result) + 0.3)
+
+
+def smooth(values: Sequence[float]) -> list[float]:
+    """Exponential moving average, without the pull of its start towards zero."""
+    average, weight, smoothed = 0.0, 0.0, []
+    for value in values:
+        average = _SMOOTHING * average + (1 - _SMOOTHING) * value
+        weight = _SMOOTHING * weight + (1 - _SMOOTHING)
+        smoothed.append(average / weight)
+    return smoothed
+
+
+def to_inline(svg: str) -> str:
+    """An SVG document as an element for an HTML page: no prologue, no metadata, no namespaces."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'\s+xmlns(:\w+)?="[^"]*"', "", svg)
+    # The page's width decides, not the drawing's.
+    return re.sub(
+        r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1), count=1
+    )
+
+
+def _figure(name: str, draw: Callable[[Axes], None], height: float = 3.6) -> str:
+    with _styled(name) as pyplot:
+        figure, axes = pyplot.subplots(figsize=(6.4, height), layout="constrained")
+        try:
+            draw(axes)
+            buffer = io.StringIO()
+            figure.savefig(buffer, format="svg", transparent=True)
+        finally:
+            pyplot.close(figure)
+    return to_inline(buffer.getvalue())
+
+
+@contextmanager
+def _styled(name: str) -> Iterator[Any]:
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    # Ids are hashed with the salt: the plots of one page must not share them.
+    with pyplot.rc_context(_STYLE | {"svg.hashsalt": name}):
+        yield pyplot
+
+
+def _curves(result: TrainingResult) -> list[tuple[MethodResult, str]]:
+    known = colours(result)
+    return [(entry, known[entry.method]) for entry in result.results if entry.losses]
+
+
+def _label_losses(axes: Axes, result: TrainingResult) -> None:
+    axes.set_ylabel("training loss (nats, smoothed)")
+    curves = [smooth(entry.losses) for entry in result.results if entry.losses]
+    if curves:
+        # A method that diverges leaves the frame, and the others stay legible.
+        lowest, first = min(min(curve) for curve in curves), max(curve[0] for curve in curves)
+        axes.set_ylim(0.97 * lowest, 1.05 * first)
+
+
+def _labels(result: TrainingResult) -> list[str]:
+    return [entry.label.removeprefix("gradwire ") for entry in result.results]
+
+
+def _rows(axes: Axes) -> None:
+    axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")
+    axes.tick_params(axis="y", length=0)
+
+
+def _height(result: TrainingResult) -> float:
+    return 1.0 + 0.36 * len(result.results)

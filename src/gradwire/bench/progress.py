@@ -1,0 +1,57 @@
+"""Progress bars of a benchmark: all of it, and the method that runs now."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from gradwire.bench import job, methods
+from gradwire.bench.job import Segment
+from gradwire.bench.table import rate_text
+
+
+class Bars:
+    """Shows how far a run is; a context manager.
+
+    Args:
+        num_segments: how many there will be.
+        console: where to; standard error is right where standard output is for machines.
+    """
+
+    def __init__(self, num_segments: int, console: Console) -> None:
+        self._bars = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            TextColumn("[dim]{task.fields[note]}"),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+        )
+        self._all = self._bars.add_task("methods", total=num_segments, note="starting the ranks")
+        self._now = self._bars.add_task("", total=1, note="", visible=False)
+
+    def __enter__(self) -> Bars:
+        self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bars.stop()
+
+    def __call__(self, segment: Segment, progress: job.Progress) -> None:
+        """Show what rank 0 says."""
+        self._bars.update(self._all, completed=progress.segment, note="")
+        doing = "training" if progress.phase == "train" else f"timed at {rate_text(progress.rate)}"
+        self._bars.update(
+            self._now,
+            description=methods.label(segment.method),
+            completed=progress.step,
+            total=progress.steps,
+            note=doing + ("" if progress.loss is None else f", loss {progress.loss:.2f}"),
+            visible=True,
+        )

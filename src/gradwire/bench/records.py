@@ -1,0 +1,107 @@
+"""Results for machines: long CSV, one figure a line."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gradwire.bench.results import MethodResult, StepTime, TrainingResult
+from gradwire.bench.statistics import Spread
+
+if TYPE_CHECKING:
+    from gradwire.bench.kernels import Row
+
+COLUMNS = (
+    "benchmark", "method", "metric", "value", "unit", "p20", "p80", "samples", "dtype", "size", "ranks", "rate",
+    "source", "device", "cores", "versions", "commit", "date",
+)  # fmt: skip
+
+
+def write_csv(result: TrainingResult, path: Path) -> None:
+    """Write all figures of a run, with where they come from."""
+    _write(rows(result), path)
+
+
+def write_kernels_csv(rows: Sequence[Row], environment: dict[str, str], path: Path) -> None:
+    """Write the rates of the kernel benchmark. `size` is in bytes of the float32 gradient."""
+    fixed = _where("kernels", environment) | {"ranks": 1, "rate": "none", "source": "measured"}
+    figures = []
+    for row in rows:
+        here = {**fixed, "method": row.kernel, "dtype": row.dtype, "size": row.size}
+        spread = {"value": row.median, "p20": row.p20, "p80": row.p80}
+        figures.append({**here, **spread, "metric": "rate", "unit": row.unit})
+        figures.append({**here, "metric": "fraction_of_copy", "unit": "ratio", "value": row.fraction_of_copy})
+        figures.append({**here, "metric": "fraction_of_mix", "unit": "ratio", "value": row.fraction_of_mix})
+        if row.rival:
+            figures.append({**here, "metric": f"speedup over {row.rival}", "unit": "ratio", "value": row.speedup})
+    _write(figures, path)
+
+
+def _write(figures: Iterable[dict[str, Any]], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(figures)
+
+
+def _where(benchmark: str, environment: dict[str, str]) -> dict[str, Any]:
+    versions = " ".join(f"{name}={environment[name]}" for name in ("gradwire", "torch", "numba", "python"))
+    fixed = {name: environment[name] for name in ("device", "cores", "commit", "date")}
+    return {"benchmark": benchmark, "versions": versions, **fixed}
+
+
+def rows(result: TrainingResult) -> Iterator[dict[str, Any]]:
+    """One row a figure. `size` is the number of parameters; `source` is measured, predicted or computed."""
+    where = _where("replay" if result.replayed else "training", result.environment)
+    fixed = {**where, "dtype": "float32", "size": result.num_parameters, "ranks": result.ranks}
+    for entry in result.results:
+        for row in [*_learning(result, entry), *_steps(result, entry)]:
+            # A method without loss curve has no loss: no row rather than an empty one.
+            if row["value"] is not None:
+                yield {**fixed, "method": entry.method, **row}
+
+
+def _learning(result: TrainingResult, entry: MethodResult) -> Iterator[dict[str, Any]]:
+    if entry.validation_loss is None:
+        return
+    yield _row("validation_loss", entry.validation_loss, "nats")
+    yield _row("validation_accuracy", entry.validation_accuracy, "fraction")
+    yield _row("loss_difference", result.loss_difference(entry), "fraction")
+
+
+def _steps(result: TrainingResult, entry: MethodResult) -> Iterator[dict[str, Any]]:
+    for index, time in enumerate(entry.times):
+        for row in _at_rate(time):
+            yield row | {"rate": time.rate or "none"}
+        yield _row("speedup", result.speedup(entry, index), "ratio", _source(time)) | {"rate": time.rate or "none"}
+
+
+def _at_rate(time: StepTime) -> Iterator[dict[str, Any]]:
+    source = _source(time)
+    yield _row("step", time.step, "s", source)
+    yield _row("step_without_communication", time.compute, "s")
+    yield _row("ideal_step", time.ideal, "s", "computed")
+    yield _row("step_over_ideal", time.over_ideal, "ratio", source)
+    yield _row("bytes", time.bytes, "B")
+    yield _row("interface_bytes", time.interface_bytes, "B")
+    yield _row("interface_payload", time.interface_payload, "B")
+    yield _row("compression_ratio", time.ratio, "ratio")
+    for name in ("compute", "encode", "wire", "decode"):
+        yield _row(f"split_{name}", getattr(time.split, name), "s", source)
+
+
+def _source(time: StepTime) -> str:
+    return "measured" if time.measured else "predicted"
+
+
+def _row(metric: str, value: Spread | float | None, unit: str, source: str = "measured") -> dict[str, Any]:
+    row = {"metric": metric, "unit": unit, "source": source}
+    if isinstance(value, Spread):
+        return row | {"value": value.median, "p20": value.p20, "p80": value.p80, "samples": value.size}
+    if value is not None and not math.isfinite(value):
+        value = None
+    return row | {"value": value}

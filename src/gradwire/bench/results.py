@@ -1,0 +1,202 @@
+"""The results of a training benchmark: figures by method, made from what the ranks said, and their plain data."""
+# Shapes: S = steps, W = ranks
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from gradwire.bench import methods
+from gradwire.bench.job import Outcome, Timed
+from gradwire.bench.statistics import (
+    HEADER_BYTES,
+    Split,
+    Spread,
+    across_ranks,
+    ideal_step,
+    mean,
+    relative_difference,
+    wire_seconds,
+)
+from gradwire.lab.units import parse_rate
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """One method at one rate. Times in seconds, bytes of one rank's step (mean over ranks).
+
+    Attributes:
+        rate: of each link, as tc writes it; None for links as they are.
+        measured: whether the step was timed on links of this rate; otherwise it is predicted as the larger of the
+            step on this machine's loopback and bytes over rate.
+        step: time of a step; without spread where it is predicted.
+        compute: the step without communication.
+        bytes: counted by gradwire, or computed for DDP's own all-reduce.
+        dense_bytes: of a ring all-reduce of fp32 gradients.
+        interface_bytes: counted by the interface, headers included; None outside of a lab.
+        interface_payload: the same without Ethernet, IP and TCP headers.
+        ideal: the larger of compute and bytes over rate.
+        split: where the step's time goes.
+    """
+
+    rate: str | None
+    measured: bool
+    step: Spread
+    compute: float
+    bytes: float
+    dense_bytes: float
+    interface_bytes: float | None
+    interface_payload: float | None
+    ideal: float
+    split: Split
+
+    @property
+    def ratio(self) -> float:
+        """Compression ratio: dense bytes over bytes."""
+        return self.dense_bytes / self.bytes if self.bytes else float("inf")
+
+    @property
+    def over_ideal(self) -> float:
+        """Step over ideal step; 1 is the best there is."""
+        return self.step.median / self.ideal
+
+    @property
+    def interface_difference(self) -> float | None:
+        """How far the interface's count of payload is from our own, as a fraction."""
+        return None if self.interface_payload is None else relative_difference(self.interface_payload, self.bytes)
+
+
+@dataclass(frozen=True)
+class MethodResult:
+    """One method.
+
+    Attributes:
+        method: its name.
+        bucket_mb: DDP's bucket size, the better one of those tried.
+        losses: training loss of each step, mean over ranks.
+        validation_loss: after these steps.
+        validation_accuracy: after these steps.
+        identical: whether all ranks held the same bits at the end.
+        times: one entry a rate.
+    """
+
+    method: str
+    bucket_mb: float
+    losses: list[float]
+    validation_loss: float | None
+    validation_accuracy: float | None
+    identical: bool
+    times: list[StepTime]
+
+    @property
+    def label(self) -> str:
+        """How a reader sees it."""
+        return methods.label(self.method)
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """Everything that a run found.
+
+    Attributes:
+        workload: its summary.
+        num_parameters: of the model.
+        ranks: W.
+        batch_size: of each rank.
+        train_steps: S of the loss curves.
+        rates: of the step times.
+        shaped: whether links were shaped; otherwise step times are predicted.
+        replayed: whether a recorded backward was replayed in place of computing.
+        seconds: that the whole run took.
+        environment: versions and machine.
+        note: what a reader must know, for example why nothing was shaped.
+        results: one entry a method.
+    """
+
+    workload: str
+    num_parameters: int
+    ranks: int
+    batch_size: int
+    train_steps: int
+    rates: list[str | None]
+    shaped: bool
+    replayed: bool
+    seconds: float
+    environment: dict[str, str]
+    note: str = ""
+    results: list[MethodResult] = field(default_factory=list)
+
+    def of(self, method: str) -> MethodResult | None:
+        """The result of one method, or None where it did not run."""
+        return next((result for result in self.results if result.method == method), None)
+
+    def speedup(self, result: MethodResult, index: int = 0) -> float | None:
+        """How many times faster a step is than DDP fp32's, at one rate; None without that baseline."""
+        baseline = self.of(methods.DDP_FP32)
+        if baseline is None or len(baseline.times) <= index or len(result.times) <= index:
+            return None
+        return baseline.times[index].step.median / result.times[index].step.median
+
+    def loss_difference(self, result: MethodResult) -> float | None:
+        """Validation loss against DDP fp32's after the same steps, as a fraction; None where there is none."""
+        baseline = self.of(methods.DDP_FP32)
+        if baseline is None or baseline.validation_loss is None or result.validation_loss is None:
+            return None
+        return relative_difference(result.validation_loss, baseline.validation_loss)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, with what is derived from it."""
+        data = asdict(self)
+        for plain, result in zip(data["results"], self.results, strict=True):
+            plain["label"] = result.label
+            plain["loss_difference"] = self.loss_difference(result)
+            for index, (row, time) in enumerate(zip(plain["times"], result.times, strict=True)):
+                row |= {
+                    "ratio": time.ratio,
+                    "over_ideal": time.over_ideal,
+                    "interface_difference": time.interface_difference,
+                    "speedup": self.speedup(result, index),
+                }
+        return data
+
+
+def combine_times(timed: Sequence[Timed], compute: float, measured: bool) -> StepTime:
+    """One method at one rate, from all ranks' timed steps."""
+    steps = across_ranks([rank.seconds for rank in timed])
+    per_step = 1 / (len(steps) * len(timed))
+    rate = timed[0].rate
+    rate_bits = parse_rate(rate)
+    num_bytes = per_step * sum(rank.sent_bytes for rank in timed)
+    step = Spread.of(steps)
+    if not measured:
+        predicted = max(step.median, wire_seconds(num_bytes, rate_bits))
+        step = Spread(predicted, predicted, predicted, 0)
+    interface = _mean_or_none([rank.interface_bytes for rank in timed])
+    packets = _mean_or_none([rank.interface_packets for rank in timed])
+    encode = per_step * sum(rank.encode_seconds for rank in timed)
+    decode = per_step * sum(rank.decode_seconds for rank in timed)
+    return StepTime(
+        rate=rate,
+        measured=measured,
+        step=step,
+        compute=compute,
+        bytes=num_bytes,
+        dense_bytes=per_step * sum(rank.dense_bytes for rank in timed),
+        interface_bytes=None if interface is None else interface / len(steps),
+        interface_payload=None
+        if interface is None or packets is None
+        else (interface - HEADER_BYTES * packets) / len(steps),
+        ideal=ideal_step(compute, num_bytes, rate_bits),
+        split=Split.of(step.median, compute, encode, decode),
+    )
+
+
+def combine_losses(outcomes: Sequence[Outcome]) -> list[float]:
+    """Training loss of each step: the mean over ranks, which is the loss of the whole batch."""
+    return across_ranks([outcome.losses for outcome in outcomes])
+
+
+def _mean_or_none(values: Sequence[int | None]) -> float | None:
+    known = [float(value) for value in values if value is not None]
+    return mean(known) if len(known) == len(values) else None

@@ -1,0 +1,158 @@
+"""The main workload: predict the next character of the Python standard library's own sources.
+
+The text is on every machine that runs this. Files are taken in the order of their names; every tenth is held out
+for validation. Results compare between methods on one machine, and between machines with the same Python version.
+
+Model: embeddings of the last characters, joined, through wide residual layers.
+Source: Bengio et al. 2003, "A neural probabilistic language model". Differences: characters in place of words, and
+residual layers with LayerNorm. Chosen since its bytes are many and its arithmetic little, so that the link matters
+even where two cores compute for four ranks.
+"""
+# Shapes: B = samples of a batch, C = characters of context, D = embedding, H = hidden width, V = vocabulary
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Iterable
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from gradwire.bench.workload import Samples, Workload, batch_generator
+from gradwire.core.errors import OptionError
+
+CONTEXT = 24
+EMBEDDING = 32
+HIDDEN = 1312
+LAYERS = 3
+VOCABULARY = 97
+"""The 95 printable characters of ASCII, the end of a line, and one for all others."""
+
+_VALIDATION_SAMPLES = 8192
+_LAST_RATE = 0.02  # of the learning rate: the steps that are timed after the decay still train
+_MAX_BYTES = 5_000_000
+_HELD_OUT = 10  # every so many files one is for validation
+_NEWLINE, _OTHER = 95, 96
+
+
+class SourceText(Workload):
+    """Characters of the standard library's top-level modules.
+
+    Args:
+        folder: where the modules are; None means the running Python's own.
+
+    Raises:
+        OptionError: the folder holds too little source text.
+    """
+
+    name: ClassVar[str] = "text"
+    summary: ClassVar[str] = "character model over the Python standard library's sources, 6.3 million parameters"
+    batch_size: ClassVar[int] = 48
+
+    def __init__(self, folder: Path | None = None) -> None:
+        folder = folder or Path(sysconfig.get_paths()["stdlib"])
+        files = source_files(folder)
+        self._train = encode(files[index] for index in range(len(files)) if index % _HELD_OUT)
+        self._held_out = encode(files[::_HELD_OUT])
+        if min(len(self._train), len(self._held_out)) <= CONTEXT:
+            raise OptionError(
+                f"Expected Python sources for the text workload, got {len(files)} files (in {folder}). "
+                "Do: use a Python that has its standard library as .py files, or --workload digits."
+            )
+
+    def model(self) -> nn.Module:
+        """6.3 million parameters: matrices, and vectors of biases and norms."""
+        return CharacterModel()
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Plain SGD.
+
+        With momentum 0.9 and a tenth of the rate, fp32 and 3LC learn the same as here, but error feedback alone
+        diverges with onebit: delayed gradients then come with momentum. That needs momentum correction (DGC).
+        """
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def schedule(self, step: int, steps: int) -> float:
+        """Linear warm-up over 20 steps, and linear decay over the second half."""
+        return min(1.0, (step + 1) / 20, max(_LAST_RATE, 2 * (steps - step) / max(1, steps)))
+
+    def batch(self, seed: int, step: int, rank: int, world_size: int) -> Samples:
+        """Windows at random places of the training text."""
+        return _windows(self._train, self.batch_size, batch_generator(seed, step, rank, world_size))
+
+    def validation(self) -> Samples:
+        """Windows at fixed places of the files held out."""
+        return _windows(self._held_out, _VALIDATION_SAMPLES, torch.Generator().manual_seed(0))
+
+
+class CharacterModel(nn.Module):
+    """Next-character logits from the C characters before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, EMBEDDING)
+        self.join = nn.Linear(CONTEXT * EMBEDDING, HIDDEN)
+        self.layers = nn.Sequential(*(Residual(HIDDEN) for _ in range(LAYERS)))
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.head = nn.Linear(HIDDEN, VOCABULARY)
+        # From zero, the first predictions are uniform: no large gradients of a random guess to get over.
+        nn.init.zeros_(self.head.weight)
+
+    def forward(self, characters: torch.Tensor) -> torch.Tensor:
+        """Characters of shape (B, C), int64, to logits of shape (B, V)."""
+        joined: torch.Tensor = self.join(self.embed(characters).flatten(1))
+        logits: torch.Tensor = self.head(self.norm(self.layers(joined)))
+        return logits
+
+
+class Residual(nn.Module):
+    """A linear layer on normalised input, behind a GELU, added to its input."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.linear = nn.Linear(width, width)
+        nn.init.normal_(self.linear.weight, std=0.5 / width**0.5)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Shape (B, H) to the same."""
+        out: torch.Tensor = x + self.linear(nn.functional.gelu(self.norm(x)))
+        return out
+
+
+def source_files(folder: Path) -> list[Path]:
+    """The modules of a folder in the order of their names, up to a few megabytes."""
+    chosen, total = [], 0
+    for path in sorted(folder.glob("*.py")):
+        total += path.stat().st_size
+        if total > _MAX_BYTES:
+            break
+        chosen.append(path)
+    return chosen
+
+
+def encode(files: Iterable[Path]) -> torch.Tensor:
+    """The characters of files as classes: uint8, one after another."""
+    raw = b"".join(path.read_bytes() for path in files)
+    return _CLASSES[torch.frombuffer(bytearray(raw), dtype=torch.uint8).int()] if raw else torch.empty(0)
+
+
+def _classes() -> torch.Tensor:
+    """Class of each byte; beyond ASCII, each byte of a character counts as one of the others."""
+    classes = torch.full((256,), _OTHER, dtype=torch.uint8)
+    classes[32:127] = torch.arange(95, dtype=torch.uint8)
+    classes[ord("\n")] = _NEWLINE
+    return classes
+
+
+_CLASSES = _classes()
+
+
+def _windows(text: torch.Tensor, count: int, generator: torch.Generator) -> Samples:
+    """`count` windows of C characters and the character that follows each."""
+    starts = torch.randint(len(text) - CONTEXT, (count, 1), generator=generator)
+    windows = text[starts + torch.arange(CONTEXT + 1)].long()
+    return Samples(windows[:, :CONTEXT], windows[:, CONTEXT])

@@ -1,0 +1,104 @@
+"""Workloads: a model, real data that every machine has, and the order in which ranks see it.
+
+Guarantees: model, batches and validation set depend on the seed, the step and the rank alone, so that every method
+of gradient synchronisation trains on the same data in the same order. Nothing is downloaded.
+"""
+# Shapes: B = samples of one rank's batch
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import nn
+
+from gradwire.core.errors import UnknownNameError
+
+
+class Samples(NamedTuple):
+    """Inputs and the class of each, along the first dimension."""
+
+    inputs: torch.Tensor
+    targets: torch.Tensor
+
+
+class Workload(ABC):
+    """A classification task with its model and optimizer."""
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    batch_size: ClassVar[int]
+    """B, of each rank."""
+
+    @abstractmethod
+    def model(self) -> nn.Module:
+        """A fresh model, initialised from torch's global random state."""
+
+    @abstractmethod
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """The optimizer that this workload is tuned for, with fp32 gradients, for all methods alike."""
+
+    @abstractmethod
+    def batch(self, seed: int, step: int, rank: int, world_size: int) -> Samples:
+        """The B samples that `rank` trains on in `step`."""
+
+    @abstractmethod
+    def validation(self) -> Samples:
+        """Samples that no batch holds."""
+
+    def schedule(self, step: int, steps: int) -> float:
+        """Factor of the learning rate in `step` of `steps`; also asked for steps beyond."""
+        return 1.0
+
+
+def batch_generator(seed: int, step: int, rank: int, world_size: int) -> torch.Generator:
+    """A random stream of its own for each batch: no rank depends on how far another has come."""
+    return torch.Generator().manual_seed((seed << 40) + step * world_size + rank)
+
+
+def iterate(workload: Workload, seed: int, rank: int, world_size: int) -> Iterator[Samples]:
+    """The batches of one rank, from step 0 on, without end."""
+    return (workload.batch(seed, step, rank, world_size) for step in itertools.count())
+
+
+def evaluate(model: nn.Module, samples: Samples, chunk: int = 1024) -> tuple[float, int]:
+    """Sum of the cross-entropy, and how many predictions are right, over `samples`."""
+    loss, right = 0.0, 0
+    with torch.no_grad():
+        for start in range(0, len(samples.targets), chunk):
+            inputs, targets = (part[start : start + chunk] for part in samples)
+            logits = model(inputs)
+            loss += nn.functional.cross_entropy(logits, targets, reduction="sum").item()
+            right += int((logits.argmax(1) == targets).sum())
+    return loss, right
+
+
+def make_workload(name: str) -> Workload:
+    """The workload of a name.
+
+    Raises:
+        UnknownNameError: there is none of this name; the known ones are listed.
+    """
+    if name not in _WORKLOADS:
+        raise UnknownNameError("workload", name, _WORKLOADS)
+    return _WORKLOADS[name]()
+
+
+def _text() -> Workload:
+    from gradwire.bench.text import SourceText
+
+    return SourceText()
+
+
+def _digits() -> Workload:
+    from gradwire.bench.digits import Digits
+
+    return Digits()
+
+
+_WORKLOADS: dict[str, Callable[[], Workload]] = {"text": _text, "digits": _digits}
+WORKLOADS = tuple(_WORKLOADS)
+"""Names for `make_workload`."""
