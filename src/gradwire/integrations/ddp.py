@@ -18,13 +18,14 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.core.errors import AttachError
+from gradwire.core.errors import AttachError, SyncError
 from gradwire.core.spec import TensorSpec
 from gradwire.integrations import torch_private
 from gradwire.observe.metrics import Report
 from gradwire.sync.plan import Method, Plan
 from gradwire.sync.synchronizer import DEFAULT_TIMEOUT, Shard, Synchronizer
 
+_ADVICE = "This DDP module cannot go on: build it anew, or end the job and resume from a checkpoint."
 _SLOT = "_gradwire_slot"  # attribute of a DDP module that holds its trampoline
 
 
@@ -78,7 +79,13 @@ def attach(
         method, strategy=strategy, partitions=partitions, min_elements=min_elements, feedback=feedback
     )  # fmt: skip
     synchronizer = Synchronizer(
-        ddp.process_group, plan, timeout=timeout, stall_timeout=stall_timeout, seed=seed, dump_dir=dump_dir
+        ddp.process_group,
+        plan,
+        tensors={name: TensorSpec.of(parameter) for name, parameter in _trained(ddp)},
+        timeout=timeout,
+        stall_timeout=stall_timeout,
+        seed=seed,
+        dump_dir=dump_dir,
     )
     try:
         handle = Handle(ddp, synchronizer, optimizer, check_every)
@@ -103,7 +110,6 @@ class Handle:
         self._ddp = weakref.ref(ddp)
         self._check_every = check_every
         self._names = {id(parameter): name for name, parameter in _trained(ddp)}
-        synchronizer.register({name: TensorSpec.of(parameter) for name, parameter in _trained(ddp)})
         self._commits_in_optimizer = optimizer is not None
         self._unhook = None if optimizer is None else optimizer.register_step_post_hook(self._after_step)
 
@@ -150,12 +156,21 @@ class Handle:
 
     def _begin_backward(self) -> None:
         if torch_private.in_backward():
-            torch_private.after_backward(self.synchronizer.wait)
+            torch_private.after_backward(self._end_backward)
         self._settle()
         self.synchronizer.begin_step()
         ddp = self._ddp()
         if self._check_every and ddp is not None and self.synchronizer.step % self._check_every == 0:
             self.synchronizer.check_replicas(parameter for _, parameter in _trained(ddp))
+
+    def _end_backward(self) -> None:
+        """Raise here what went wrong: an exception set on a bucket's future would surface as a cast error."""
+        try:
+            self.synchronizer.wait()
+        except SyncError as error:
+            if not error.args[0].endswith(_ADVICE):
+                error.args = (f"{error} {_ADVICE}",)
+            raise
 
     def _settle(self) -> None:
         """Without an optimizer to tell, a step counts as taken once the next one begins, or its state is saved."""

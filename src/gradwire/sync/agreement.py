@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from gradwire.core.errors import DisagreementError, PeerTimeoutError
 
 _POLL_SECONDS = 0.005
+_GRACE_SECONDS = 0.5
 
 
 class Store(Protocol):
@@ -37,32 +38,42 @@ def agree(store: Store, rank: int, world_size: int, topic: str, document: dict[s
         DisagreementError: documents differ; the message names the ranks and the first difference. On every rank.
         PeerTimeoutError: a rank did not come in time; the message names the missing ones.
     """
+    verdict: dict[str, Any]
     deadline = time.monotonic() + timeout.total_seconds()
     store.set(f"{topic}/{rank}", json.dumps(document, sort_keys=True))
     if rank == 0:
-        texts = [_wait(store, f"{topic}/{peer}", peer, topic, deadline) for peer in range(world_size)]
-        store.set(f"{topic}/verdict", json.dumps(_verdict([json.loads(text) for text in texts])))
+        texts = [_wait(store, f"{topic}/{peer}", deadline) for peer in range(world_size)]
+        missing = [peer for peer, text in enumerate(texts) if text is None]
+        verdict = {"missing": missing, "difference": None}
+        if not missing:
+            verdict["difference"] = _difference_of([json.loads(text) for text in texts if text is not None])
+        store.set(f"{topic}/verdict", json.dumps(verdict))
     # A rank that is late costs rank 0 the whole deadline; its word comes a moment after.
-    verdict = json.loads(_wait(store, f"{topic}/verdict", 0, topic, deadline + (rank != 0)))
-    if verdict is not None:
-        raise DisagreementError(verdict)
+    answer = _wait(store, f"{topic}/verdict", deadline + _GRACE_SECONDS * (rank != 0))
+    verdict = {"missing": [0], "difference": None} if answer is None else json.loads(answer)
+    if verdict["missing"]:
+        raise PeerTimeoutError(
+            f"Expected all ranks at {topic} within {timeout.total_seconds():g} s, got none of rank "
+            f"{', '.join(map(str, verdict['missing']))}. Do: look whether it is alive and calls gradwire at the same "
+            "point of the script, or pass a larger timeout.",
+            rank=verdict["missing"][0],
+            tensor="none",
+            phase="agreement",
+        )
+    if verdict["difference"] is not None:
+        raise DisagreementError(verdict["difference"])
 
 
-def _wait(store: Store, key: str, peer: int, topic: str, deadline: float) -> str:
+def _wait(store: Store, key: str, deadline: float) -> str | None:
+    """The value of a key, or None where it does not come in time."""
     while not store.check([key]):
         if time.monotonic() > deadline:
-            raise PeerTimeoutError(
-                f"Rank {peer} did not come to {topic} within the deadline. Do: look whether it is alive and calls "
-                "gradwire at the same point of the script, or pass a larger timeout.",
-                rank=peer,
-                tensor="none",
-                phase="agreement",
-            )
+            return None
         time.sleep(_POLL_SECONDS)
     return store.get(key).decode()
 
 
-def _verdict(documents: list[dict[str, Any]]) -> str | None:
+def _difference_of(documents: list[dict[str, Any]]) -> str | None:
     """None if all are equal, else one sentence on the first difference."""
     first = documents[0]
     for rank, other in enumerate(documents[1:], start=1):

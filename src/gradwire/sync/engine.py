@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gradwire.core.errors import FrameError, PeerTimeoutError, SyncError
+from gradwire.core.errors import FrameError, PeerLostError, PeerTimeoutError, SyncError
 from gradwire.core.events import Event, EventStream
 from gradwire.sync.graph import FrameKey, Task, TaskGraph
 from gradwire.transport.base import Callbacks, Transport
@@ -32,6 +32,7 @@ from gradwire.wire.frame import HEADER_BYTES, Header
 
 logger = logging.getLogger("gradwire")
 
+_GRACE_SECONDS = 1.0
 FINISH = "finish"  # phase of the last task of every graph, which the engine adds itself
 
 
@@ -131,6 +132,7 @@ class Engine:
             if self.error is not None or self._closing:
                 return
             self.error = error = self._located(error)
+            reason = str(error)
             self._events.emit(
                 Event(
                     "failure",
@@ -150,7 +152,9 @@ class Engine:
             self._early.clear()
             self._condition.notify_all()
         # Not from this thread: it may be the transport's own, which cannot wait for itself.
-        threading.Thread(target=self.transport.abort, args=(str(error),), name="gradwire-abort", daemon=True).start()
+        threading.Thread(
+            target=self.transport.abort, args=(reason, error.rank), name="gradwire-abort", daemon=True
+        ).start()
 
     def close(self) -> None:
         """End the threads. Graphs still running are abandoned; `wait_idle` first for good order."""
@@ -283,9 +287,21 @@ class Engine:
     def _check_stalls(self) -> None:
         if not self._waiting or self.error is not None:
             return
-        oldest = min(self._waiting.values(), key=lambda task: task.started)
+        for task in self._waiting.values():
+            if task.peer is not None and self.transport.departed(task.peer):
+                self.fail(
+                    PeerLostError(
+                        f"Rank {task.peer} has closed in good order, but its part of this step is missing. "
+                        "Do: make as many steps on every rank before detach or exit.",
+                        rank=task.peer,
+                    )
+                )
+                return
+        # A frame of stage 0 depends on its sender alone, so its absence is evidence. Who lacks only later stages gives
+        # a better informed rank time to say whose fault it is.
+        key, oldest = min(self._waiting.items(), key=lambda item: (item[0].stage, item[1].started))
         waited = time.monotonic() - oldest.started
-        if waited > self._stall_seconds:
+        if waited > self._stall_seconds + (_GRACE_SECONDS if key.stage else 0.0):
             self.fail(
                 PeerTimeoutError(
                     f"Rank {oldest.peer} is alive but has not sent a frame that is waited for since {waited:.1f} s "

@@ -38,6 +38,7 @@ from gradwire.sync.plan import Plan
 from gradwire.sync.registry import BATCH_FLAG, TensorRegistry, batch_entry
 from gradwire.sync.staging import Staging
 from gradwire.sync.strategies import STRATEGIES, Builder, Surroundings
+from gradwire.sync.warmup import warm_up
 from gradwire.transport.base import Transport
 
 DEFAULT_TIMEOUT = timedelta(seconds=30)
@@ -68,6 +69,7 @@ class Synchronizer:
     Args:
         group: process group; None is the default group; a `GroupInfo` where there is no torch.distributed.
         plan: a `Plan`, or what `Plan` takes as rules.
+        tensors: specs of the whole tensors by name, where they are known; others are agreed on as they come.
         timeout: a rank that gives no sign of life for so long ends the job with an error.
         stall_timeout: so long a live rank may take to join a step (evaluation and checkpoints count); default
             ten times `timeout`.
@@ -87,6 +89,7 @@ class Synchronizer:
         group: dist.ProcessGroup | GroupInfo | None = None,
         plan: Plan | Any = "none",
         *,
+        tensors: Mapping[str, TensorSpec] | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
         stall_timeout: timedelta | None = None,
         seed: int = 0,
@@ -112,7 +115,16 @@ class Synchronizer:
         self._engine: Engine | None = None
         self._stall_timeout = stall_timeout or 10 * timeout
         self._name = f"gradwire/{self._info.next_number()}"
-        self._agree({"world_size": self.world_size, "seed": seed, "timeout": timeout.total_seconds()})
+        self._tensors.add(tensors or {})
+        self._warm_up(tensors or {})
+        self._agree(
+            {
+                "world_size": self.world_size,
+                "seed": seed,
+                "timeout": timeout.total_seconds(),
+                "tensors": self._tensors.describe(tensors or {}),
+            }
+        )
         if self.world_size > 1:
             self._start(transport)
 
@@ -130,11 +142,16 @@ class Synchronizer:
             if known != spec:
                 raise OptionError(f"Expected {name!r} of {known}, got {spec}. Do: give another tensor another name.")
         if new:
+            self._warm_up(new)
             # Added first: a peer that has heard the verdict may send before this rank has.
             self._tensors.add(new)
             if self._engine is not None:
                 self._engine.early_bytes_limit = self._tensors.early_bytes_limit()
             self._agree({"tensors": self._tensors.describe(new)})
+
+    def _warm_up(self, specs: Mapping[str, TensorSpec]) -> None:
+        if self.world_size > 1:
+            warm_up((self.plan.entry(name, spec), spec.dtype) for name, spec in specs.items())
 
     def _agree(self, document: dict[str, Any]) -> None:
         topic = f"{self._name}/agree/{next(self._topics)}"
@@ -155,6 +172,7 @@ class Synchronizer:
             stall_timeout=self._stall_timeout,
             on_failure=self._write_dump,
         )
+        self._engine.early_bytes_limit = self._tensors.early_bytes_limit()
 
     # -- averaging -------------------------------------------------------------------------------------------
 

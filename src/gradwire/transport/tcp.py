@@ -228,9 +228,10 @@ class TcpTransport(Transport):
         return max(0.0, min(deadlines) - now) if deadlines else None
 
     def _take_wake_up(self) -> None:
-        # Cleared before the queues are looked at: whoever queues later sends another byte.
-        self._woken = False
-        with contextlib.suppress(BlockingIOError):
+        # Before the queues are looked at: whoever queues later sends another byte. Under the lock: a byte sent between
+        # the two lines would be taken away with its flag left set, and nobody would ever be woken again.
+        with self._lock, contextlib.suppress(BlockingIOError):
+            self._woken = False
             self._wake_in.recv(4096)
 
     def _begin_reading(self, links: list[Link]) -> None:

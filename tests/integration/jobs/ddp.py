@@ -1,0 +1,296 @@
+"""Jobs on attached DDP modules."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import gradwire as gw
+from tests.integration.jobs.training import batches, fingerprint, loss_of, model, wrap
+
+
+def identical(rank: int, world_size: int, methods: list[Any], strategies: list[str], steps: int) -> dict[str, Any]:
+    """Train with every method and strategy; return the hash of the parameters and the first and last loss."""
+    found = {}
+    for (name, options), strategy in itertools.product(methods, strategies):
+        ddp = wrap(model())
+        optimizer = torch.optim.SGD(ddp.parameters(), 0.05, momentum=0.9)
+        handle = gw.attach(
+            ddp, gw.make(name, **options), optimizer=optimizer, strategy=strategy, min_elements=0, check_every=50
+        )
+        losses = []
+        for batch in itertools.islice(batches(rank, world_size), steps):
+            optimizer.zero_grad()
+            loss = loss_of(ddp, batch)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        handle.detach()
+        key = f"{name} {options} {strategy}"
+        found[key] = {
+            "hash": fingerprint(ddp.parameters()),
+            "first": sum(losses[:10]) / 10,
+            "last": sum(losses[-10:]) / 10,
+        }
+    return found
+
+
+def many_buckets(rank: int, world_size: int, methods: list[str]) -> dict[str, float]:
+    """R1: forty buckets in flight on Gloo. Returns the largest deviation from the native all-reduce."""
+    torch.manual_seed(1)
+    layers = [torch.nn.Linear(48, 48) for _ in range(40)]
+    deviations = {}
+    for method in methods:
+        module = torch.nn.Sequential(*layers)
+        native, compressed = wrap(module, 0.005), wrap(torch.nn.Sequential(*layers), 0.005)
+        inputs = torch.randn(8, 48, generator=torch.Generator().manual_seed(rank))
+        handle = gw.attach(compressed, method, min_elements=0)
+        worst = 0.0
+        for _ in range(3):  # the layout is rebuilt after the first
+            grads = []
+            for ddp in (native, compressed):
+                module.zero_grad()
+                ddp(inputs).square().mean().backward()
+                grads.append(torch.cat([parameter.grad.flatten() for parameter in module.parameters()]))
+            worst = max(worst, (grads[0] - grads[1]).abs().max().item())
+        handle.detach()
+        deviations[method] = worst
+    return deviations
+
+
+def nonfinite(rank: int, world_size: int, method: str, strategy: str, with_optimizer: bool) -> dict[str, Any]:
+    """R2: rank 1's loss is infinite in step 5. Returns what the steps around it left behind."""
+    ddp = wrap(model())
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.05)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    handle = gw.attach(ddp, method, optimizer=optimizer if with_optimizer else None, strategy=strategy, min_elements=0)
+    finite, before, after, hashes = [], None, None, []
+    for step, batch in enumerate(itertools.islice(batches(rank, world_size), 10)):
+        if step == 5:
+            before = _residual_hash(handle)
+        optimizer.zero_grad()
+        loss = loss_of(ddp, batch) * (float("inf") if step == 5 and rank == 1 else 1.0)
+        scaler.scale(loss).backward()
+        finite.append(all(bool(parameter.grad.isfinite().all()) for parameter in ddp.parameters()))
+        scaler.step(optimizer)
+        scaler.update()
+        if step == 5:
+            after = _residual_hash(handle)
+        hashes.append(fingerprint(ddp.parameters()))
+    handle.detach()
+    return {"finite": finite, "before": before, "after": after, "hashes": hashes}
+
+
+def _residual_hash(handle: gw.Handle) -> str:
+    state = handle.state_dict()["residuals"]
+    return fingerprint(
+        tensor for role in ("local", "aggregate") for _, ranges in sorted(state[role].items())
+        for _, tensor in sorted(ranges.items())
+    )  # fmt: skip
+
+
+def train_and_save(
+    rank: int, world_size: int, method: str, strategy: str, steps: int, save_at: int, folder: str
+) -> dict[str, Any]:
+    """R3, R4: an unbroken run that leaves a checkpoint of every rank on the way."""
+    ddp, optimizer, handle = _resumable(method, strategy, bucket_cap_mb=0.02)
+    for step, batch in enumerate(itertools.islice(batches(rank, world_size), steps)):
+        if step == save_at:
+            state = {"model": ddp.module.state_dict(), "optimizer": optimizer.state_dict(), "gw": handle.state_dict()}
+            torch.save(state, f"{folder}/{rank}.pt")
+        _one_step(ddp, optimizer, batch)
+    return {"hash": fingerprint(ddp.parameters())}
+
+
+def resume(
+    rank: int, world_size: int, method: str, strategy: str, steps: int, save_at: int, folder: str, bucket_cap_mb: float
+) -> dict[str, Any]:
+    """R3, R4: go on from the checkpoint in a new process, under another bucket layout."""
+    ddp, optimizer, handle = _resumable(method, strategy, bucket_cap_mb=bucket_cap_mb)
+    state = torch.load(f"{folder}/{rank}.pt", weights_only=True)
+    ddp.module.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    handle.load_state_dict(state["gw"])
+    for batch in itertools.islice(batches(rank, world_size), save_at, steps):
+        _one_step(ddp, optimizer, batch)
+    return {"hash": fingerprint(ddp.parameters())}
+
+
+def _resumable(method: str, strategy: str, bucket_cap_mb: float) -> Any:
+    ddp = wrap(model(), bucket_cap_mb)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.05, momentum=0.9)
+    handle = gw.attach(ddp, method, optimizer=optimizer, strategy=strategy, min_elements=0)
+    return ddp, optimizer, handle
+
+
+def _one_step(ddp: Any, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+    optimizer.zero_grad()
+    loss_of(ddp, batch).backward()
+    optimizer.step()
+
+
+def non_iid(rank: int, world_size: int, method: str, strategy: str, steps: list[int]) -> list[float]:
+    """R5: every rank its own constant gradient, learning rate 0. Returns residual norms over gradient norm."""
+    ddp = wrap(model())
+    handle = gw.attach(ddp, method, strategy=strategy, min_elements=0)
+    batch = next(batches(rank, world_size, seed=rank))
+    norms = []
+    for step in range(max(steps) + 1):
+        ddp.zero_grad()
+        loss_of(ddp, batch).backward()
+        if step in steps:
+            grads = torch.cat([parameter.grad.flatten() for parameter in ddp.parameters()])
+            norms.append(handle.report().total.residual_norm / grads.norm().item())
+    handle.detach()
+    return norms
+
+
+def bfloat16(rank: int, world_size: int, methods: list[str]) -> dict[str, Any]:
+    """R7: bfloat16 gradients, and bfloat16 on the wire, on Gloo."""
+    found = {}
+    for method, dtype in itertools.product(methods, (torch.bfloat16, torch.float32)):
+        ddp = wrap(model(dtype=dtype))
+        optimizer = torch.optim.SGD(ddp.parameters(), 0.05)
+        handle = gw.attach(ddp, method, optimizer=optimizer, min_elements=0)
+        losses = []
+        for batch in itertools.islice(batches(rank, world_size), 60):
+            optimizer.zero_grad()
+            loss = loss_of(ddp, batch)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        handle.detach()
+        found[f"{method} {dtype}"] = [sum(losses[:10]), sum(losses[-10:]), fingerprint(ddp.parameters())]
+    return found
+
+
+class _Branches(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        # Large enough that every rank encodes a range of each.
+        self.always, self.sometimes, self.never = (torch.nn.Linear(64, 160) for _ in range(3))
+
+    def forward(self, inputs: torch.Tensor, both: bool) -> torch.Tensor:
+        return self.always(inputs) + (self.sometimes(inputs) if both else 0)
+
+
+def unused(rank: int, world_size: int, strategy: str) -> dict[str, Any]:
+    """R10: `never` is used by no rank, `sometimes` by rank 0 alone in odd steps and by all in even ones."""
+    ddp = wrap(_Branches(), find_unused_parameters=True)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.01)
+    handle = gw.attach(ddp, "threelc", optimizer=optimizer, strategy=strategy, min_elements=0)
+    kept = []
+    for step, (images, labels) in enumerate(itertools.islice(batches(rank, world_size), 6)):
+        optimizer.zero_grad()
+        before = _local(handle, "module.sometimes.weight")
+        both = step % 2 == 0 or rank == 0
+        torch.nn.functional.cross_entropy(ddp(images, both), labels).backward()
+        none = ddp.module.never.weight.grad is None
+        used = ddp.module.sometimes.weight.grad is not None
+        optimizer.step()
+        after = _local(handle, "module.sometimes.weight")
+        kept.append({"both": both, "never_is_none": none, "sometimes_has_grad": used, "residual_kept": before == after})
+    everything = fingerprint(ddp.parameters())
+    handle.detach()
+    return {"steps": kept, "hash": everything}
+
+
+def _local(handle: gw.Handle, name: str) -> str:
+    ranges = handle.state_dict()["residuals"]["local"].get(name.removeprefix("module."), {})
+    return fingerprint(tensor for _, tensor in sorted(ranges.items()))
+
+
+def mistakes(rank: int, world_size: int) -> dict[str, list[str]]:
+    """Calls that must be refused. Returns error type and message of each."""
+    found = {}
+
+    def refused(name: str, call: Any) -> None:
+        try:
+            call()
+        except Exception as error:
+            found[name] = [type(error).__name__, str(error)]
+
+    ddp = wrap(model())
+    hooked = wrap(model())
+    hooked.register_comm_hook(None, lambda state, bucket: None)
+    refused("not ddp", lambda: gw.attach(model(), "threelc"))
+    refused("unknown", lambda: gw.attach(ddp, "threeLC"))
+    refused("option", lambda: gw.attach(ddp, gw.make("threelc", sparsity=2.5)))
+    refused("strategy", lambda: gw.attach(ddp, "threelc", strategy="rings"))
+    refused("no rule", lambda: gw.attach(ddp, {"nothing": "threelc"}))
+    refused("taken", lambda: gw.attach(hooked, "threelc"))
+    refused("method differs", lambda: gw.attach(ddp, "threelc" if rank == 0 else "onebit", min_elements=0))
+    refused("option differs", lambda: gw.attach(ddp, gw.make("threelc", sparsity=1.0 + rank / 10), min_elements=0))
+    refused("seed differs", lambda: gw.attach(ddp, "threelc", seed=rank))
+    handle = gw.attach(ddp, "threelc")
+    refused("twice", lambda: gw.attach(ddp, "threelc"))
+    refused("state", lambda: handle.load_state_dict(handle.state_dict() | {"world_size": 99}))
+    synchronizer = gw.Synchronizer(None, "threelc")
+    refused("shape differs", lambda: synchronizer.register({"w": gw.TensorSpec((100 + rank, 10))}))
+    refused("order differs", lambda: synchronizer.register({"ab"[rank % 2]: gw.TensorSpec((5,))}))
+    synchronizer.close()
+    handle.detach()
+    return found
+
+
+def detach(rank: int, world_size: int) -> dict[str, Any]:
+    """After `detach`, gradients are those of plain DDP, bit for bit; attaching again works."""
+    module = model()
+    ddp, native = wrap(module), wrap(model())
+    batch = next(batches(rank, world_size))
+    sources = itertools.cycle(["threelc", "onebit"])
+    same = []
+    for _ in range(4):
+        handle = gw.attach(ddp, next(sources), min_elements=0)
+        ddp.zero_grad()
+        loss_of(ddp, batch).backward()
+        handle.detach()
+        for each in (ddp, native):
+            each.zero_grad()
+            loss_of(each, batch).backward()
+        pairs = zip(ddp.parameters(), native.parameters(), strict=True)
+        same.append(all(torch.equal(left.grad, right.grad) for left, right in pairs))
+    return {"same": same}
+
+
+def entry(rank: int, world_size: int) -> dict[str, Any]:
+    """`Synchronizer` without DDP: ranges of a registered tensor, several submissions in flight."""
+    synchronizer = gw.Synchronizer(dist.group.WORLD, gw.Plan("none", min_elements=0))
+    synchronizer.register({"weight": gw.TensorSpec((64, 100))})
+    values = torch.full((6400,), float(rank))
+    synchronizer.begin_step()
+    futures = [
+        synchronizer.submit([gw.Shard("weight", values[start : start + 1600], offset=start)])
+        for start in range(0, 6400, 1600)
+    ]
+    for future in futures:
+        future.wait()
+    synchronizer.commit()
+    synchronizer.close()
+    return {"mean": values.unique().tolist()}
+
+
+def accumulate(rank: int, world_size: int, method: str) -> dict[str, Any]:
+    """Several backwards for one optimizer step, with and without `no_sync`; a residual is committed once a step."""
+    ddp = wrap(model())
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.05)
+    handle = gw.attach(ddp, method, optimizer=optimizer, min_elements=0)
+    source = batches(rank, world_size)
+    commits = []
+    handle.synchronizer.events.listen(lambda event: commits.append(event.kind) if event.kind == "commit" else None)
+    for step in range(6):
+        optimizer.zero_grad()
+        if step % 2:
+            with ddp.no_sync():
+                loss_of(ddp, next(source)).backward()
+        else:
+            loss_of(ddp, next(source)).backward()
+        loss_of(ddp, next(source)).backward()
+        optimizer.step()
+    everything = fingerprint(ddp.parameters())
+    handle.detach()
+    return {"commits": len(commits), "hash": everything}

@@ -1,0 +1,118 @@
+"""Jobs in which a rank dies, freezes, or does something else than its peers."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import gradwire as gw
+from tests.integration.jobs.training import batches, loss_of, model, wrap
+
+TIMEOUT = 2.0  # seconds
+
+
+def lose_a_rank(rank: int, world_size: int, how: str, strategy: str) -> dict[str, Any] | None:
+    """The last rank kills or stops itself in step 3; the others tell how their backward ended."""
+    ddp = wrap(model())
+    handle = gw.attach(
+        ddp, "threelc", strategy=strategy, min_elements=0, timeout=timedelta(seconds=TIMEOUT), check_every=0
+    )
+    for step, batch in enumerate(itertools.islice(batches(rank, world_size), 6)):
+        if step == 3 and rank == world_size - 1:
+            os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+        start = time.monotonic()
+        try:
+            ddp.zero_grad()
+            loss_of(ddp, batch).backward()
+        except Exception as error:
+            return _account(error, handle, time.monotonic() - start, ddp, batch)
+    return None
+
+
+def _account(error: Exception, handle: gw.Handle, seconds: float, ddp: Any, batch: Any) -> dict[str, Any]:
+    dump = json.loads(Path(getattr(error, "dump", "")).read_text())
+    try:
+        loss_of(ddp, batch).backward()
+        again = None
+    except Exception as second:
+        again = type(second).__name__
+    handle.detach()
+    return {
+        "type": type(error).__name__,
+        "message": str(error),
+        "rank": getattr(error, "rank", None),
+        "tensor": getattr(error, "tensor", None),
+        "phase": getattr(error, "phase", None),
+        "seconds": seconds,
+        "dump_rank": dump["error"]["rank"],
+        "dump_events": len(dump["events"]),
+        "again": again,
+    }
+
+
+def late_rank(rank: int, world_size: int) -> dict[str, Any]:
+    """A rank that is alive but does not come to `attach` at all."""
+    ddp = wrap(model())
+    if rank == world_size - 1:
+        time.sleep(6)
+        return {"type": None, "rank": None, "seconds": 0.0}
+    start = time.monotonic()
+    try:
+        gw.attach(ddp, "threelc", timeout=timedelta(seconds=TIMEOUT))
+    except Exception as error:
+        seconds = time.monotonic() - start
+        time.sleep(max(0.0, 6 - seconds))  # the store is rank 0's: it must outlive the others' look at it
+        return {"type": type(error).__name__, "rank": getattr(error, "rank", None), "seconds": seconds}
+    raise AssertionError("attach without all ranks must not succeed")
+
+
+def stalled_rank(rank: int, world_size: int) -> dict[str, Any]:
+    """A rank that is alive and attached but does not join the step: the others wait out `stall_timeout`."""
+    ddp = wrap(model())
+    limits = {"timeout": timedelta(seconds=TIMEOUT), "stall_timeout": timedelta(seconds=4)}
+    handle = gw.attach(ddp, "threelc", min_elements=0, **limits)
+    batch = next(batches(rank, world_size))
+    for _ in range(2):  # DDP rebuilds its buckets in the second, with a collective of its own
+        ddp.zero_grad()
+        loss_of(ddp, batch).backward()
+    start = time.monotonic()
+    if rank == world_size - 1:
+        # Waits for the verdict of the others, with its transport alive.
+        try:
+            while time.monotonic() - start < 20:
+                handle.synchronizer.wait()
+                time.sleep(0.05)
+        except gw.errors.SyncError as error:
+            return {"type": type(error).__name__, "rank": error.rank, "seconds": time.monotonic() - start}
+        return {"type": None, "rank": None, "seconds": time.monotonic() - start}
+    try:
+        loss_of(ddp, batch).backward()
+    except gw.errors.SyncError as error:
+        return {"type": type(error).__name__, "rank": error.rank, "seconds": time.monotonic() - start}
+    raise AssertionError("backward without all ranks must not succeed")
+
+
+def strayed_replica(rank: int, world_size: int) -> dict[str, Any]:
+    """One bit of one parameter of rank 1 is turned; the replica check must find it and name the rank."""
+    ddp = wrap(model())
+    handle = gw.attach(ddp, "none", check_every=3)
+    batch = next(batches(rank, world_size))
+    for step in range(8):
+        if step == 4 and rank == 1:
+            with torch.no_grad():
+                next(ddp.parameters()).view(-1)[11:12].view(torch.int32).bitwise_xor_(1)
+        ddp.zero_grad()
+        try:
+            loss_of(ddp, batch).backward()
+        except gw.errors.SyncError as error:
+            return {"type": type(error).__name__, "rank": error.rank, "step": step}
+    handle.detach()
+    return {"type": None, "rank": None, "step": None}
