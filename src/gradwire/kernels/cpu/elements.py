@@ -5,10 +5,13 @@ Numba has no float16 on the CPU: such arrays come in as int16 views, bfloat16 on
 
 from __future__ import annotations
 
+import functools
+import platform
 from collections.abc import Sequence
 
 import numpy as np
 from llvmlite import ir
+from llvmlite.binding import get_host_cpu_features
 from numba import types
 from numba.extending import intrinsic
 
@@ -22,9 +25,17 @@ MAGNITUDE = 0x7FFFFFFF
 INFINITY_BITS = 0x7F800000
 
 
+@functools.cache
+def _has_half_conversion() -> bool:
+    """Whether one instruction converts float16; LLVM's fallback is a call that Numba does not link."""
+    return not platform.machine().lower().startswith(("x86", "amd64")) or get_host_cpu_features()["f16c"]
+
+
 def as_input(x: np.ndarray) -> np.ndarray:
     """The view of a gradient under which the kernels know its element type."""
     if x.dtype == np.float16:
+        if not _has_half_conversion():
+            raise TypeError("Expected a CPU with F16C for float16, got one without. Use float32 or bfloat16.")
         x = x.view(np.int16)
     elif x.dtype not in (np.float32, np.float64, np.uint16):
         raise TypeError(f"Expected float32, float64, float16 or uint16 (bfloat16 bits), got {x.dtype} (in a kernel).")

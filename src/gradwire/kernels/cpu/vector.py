@@ -1,8 +1,9 @@
-"""Short vectors as values in Numba: `load` sixteen floats, compute on them, `store` them.
+"""Short vectors as values in Numba: `load` 64 floats, compute on them, `store` them.
 
 Numba leaves vectorising to LLVM, which gives up on just the loops that matter here: an output that may be an
 input (no overlap can be proved), a sum whose order is fixed, bits that come from a comparison. With these
-types the loop is vector code as written, for any target: LLVM splits sixteen lanes into what the machine has.
+types the loop is vector code as written, for any target: LLVM splits a vector into the registers that the
+machine has.
 
 `load` and `store` never leave their array: past its end a load gives zeros and a store writes nothing. So
 kernels have one loop and no tail. Operators work lane by lane between equal types, and between a vector and a
@@ -41,7 +42,8 @@ u8, u16, u32, u64 = types.uint8, types.uint16, types.uint32, types.uint64
 
 # How far ahead loads prefetch. Measured: hardware prefetch alone left sign packing at a third of copy, because it
 # loses the stream of loads among small stores, and planar layouts, which read several streams, at a half.
-PREFETCH_BYTES = 4096
+_PREFETCH_BYTES = 4096
+_LINE_BYTES = 64
 
 
 class Vector(types.Type):
@@ -168,14 +170,18 @@ def _cut(builder, count, lanes):
     return builder.select(builder.icmp_signed("<", positive, most), positive, most)
 
 
-def _prefetch(builder, pointer, size):
-    """Ask for the line that a sweep will come to; a line past the end is asked for in vain, without a fault."""
-    ahead = builder.gep(pointer, [ir.Constant(ir.IntType(64), PREFETCH_BYTES // size)])
-    ahead = builder.bitcast(ahead, ir.IntType(8).as_pointer())
-    word = ir.IntType(32)
-    kind = ir.FunctionType(ir.VoidType(), [ahead.type, word, word, word])
-    function = builder.module.declare_intrinsic("llvm.prefetch", [ahead.type], kind)
-    builder.call(function, [ahead, word(0), word(3), word(1)])  # to read, into all caches, data
+def _prefetch(builder, pointer, num_bytes):
+    """Ask for the lines that a sweep will come to; past the end of the array that is in vain, but no fault.
+
+    A load of less than a line is left alone: it may be part of no sweep.
+    """
+    byte, word = ir.IntType(8), ir.IntType(32)
+    start = builder.bitcast(pointer, byte.as_pointer())
+    kind = ir.FunctionType(ir.VoidType(), [start.type, word, word, word])
+    function = builder.module.declare_intrinsic("llvm.prefetch", [start.type], kind)
+    for line in range(0, num_bytes - _LINE_BYTES + 1, _LINE_BYTES):
+        ahead = builder.gep(start, [word(_PREFETCH_BYTES + line)])
+        builder.call(function, [ahead, word(0), word(3), word(1)])  # to read, into all caches, data
 
 
 def emit_load(context, builder, array, value, index, index_type, lanes):
@@ -183,7 +189,7 @@ def emit_load(context, builder, array, value, index, index_type, lanes):
     kind = ir.VectorType(_element_ir(array.dtype), lanes)
     size = array.dtype.bitwidth // 8
     pointer, count = _place(context, builder, array, value, index, index_type)
-    _prefetch(builder, pointer, size)
+    _prefetch(builder, pointer, lanes * size)
     scratch = cgutils.alloca_once(builder, kind)
     full = builder.icmp_signed(">=", count, ir.Constant(count.type, lanes))
     with builder.if_else(full, likely=True) as (then, otherwise):
