@@ -1,4 +1,8 @@
-"""Selection by magnitude, and sparse pairs to dense and back. Mirrors `reference.select`, where the contracts stand."""
+"""Selection by magnitude, and sparse pairs to dense and back. Mirrors `reference.select`, where the contracts stand.
+
+`top_k` reads a long input once where a sample of it tells the threshold well, as it does nearly always; else three
+times more: two histograms and a selection.
+"""
 # Shapes: N elements, K kept elements, W ranks
 
 from __future__ import annotations
@@ -171,6 +175,8 @@ def _select_keys(x, key, num_ties, scratch, indices):
                 if num_ties == 0:
                     continue
                 num_ties -= 1
+            if count == indices.size:  # x has changed since its keys were counted
+                return
             indices[count] = i + lane
             count += 1
 
