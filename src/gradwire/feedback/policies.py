@@ -157,3 +157,8 @@ def get(name: str) -> Policy:
     if name not in _POLICIES:
         raise UnknownNameError("feedback policy", name, _POLICIES)
     return _POLICIES[name]
+
+
+def names() -> list[str]:
+    """The names of all policies."""
+    return sorted(_POLICIES)

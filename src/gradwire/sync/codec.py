@@ -13,7 +13,6 @@ Two algebras: `LossyCodec` decodes, adds in float32 and encodes again, with a re
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +21,8 @@ from gradwire.compressors.base import Compressor
 from gradwire.core.context import Context
 from gradwire.core.errors import PayloadError, SyncError
 from gradwire.core.spec import as_array
-from gradwire.feedback.residuals import ResidualKey, Residuals
+from gradwire.feedback import policies
+from gradwire.feedback.residuals import ResidualKey, Residuals, Role
 from gradwire.kernels import active as kernels
 from gradwire.sync.item import Item, Message, Part
 from gradwire.wire.frame import FrameFlags, FrameKind
@@ -40,10 +40,10 @@ class LossyCodec:
         self.compressor: Compressor = item.entry.compressor
         self.rank = rank
         self.world_size = world_size
-        self._residuals = residuals if item.entry.feedback == "error" else None
+        self._policy = policies.get(item.entry.feedback)
+        self._residuals = residuals
         self._seed = seed
-        self._stats: dict[int, list[np.ndarray]] = {}
-        self._compensated: dict[int, np.ndarray] = {}
+        self._stats: dict[int, list[np.ndarray]] = {}  # reduced, by part
 
     def kind(self, stage: int) -> FrameKind:
         """The kind of frame that leaves a stage."""
@@ -56,23 +56,20 @@ class LossyCodec:
         self.item.wait_loaded()
         if not self.item.used:  # its residual stays where it is (R10)
             return self._message(FrameKind.PAYLOAD, None)
-        if self.compressor.needs_stats:
-            return self._message(FrameKind.PAYLOAD, self._encode_with_stats(part))
+        stats = self._stats.get(part.index, ())
+        if not all(np.isfinite(values).all() for values in stats):
+            return self._message(FrameKind.PAYLOAD, Payload(EMPTY, nonfinite=True))
         grad = self.item.values[part.slice]
-        return self._message(FrameKind.PAYLOAD, self._encode(part, grad, 1 / self.world_size, "local", 0))
+        return self._message(FrameKind.PAYLOAD, self._encode(part, grad, "local", 0, 1 / self.world_size, stats))
 
-    def _encode(self, part: Part, grad: torch.Tensor, scale: float, role: Any, stage: int) -> Payload:
-        source, staged = self._residual(part, role)
-        return self.compressor.encode_compensated(
-            grad, self._context(part, stage), staged, scale=scale, residual=source
-        )
+    def _encode(
+        self, part: Part, grad: torch.Tensor, role: Role, stage: int, scale: float, stats: Sequence[np.ndarray] = ()
+    ) -> Payload:
+        context, key = self._context(part, stage), self._key(part, role)
+        return self._policy.encode(self.compressor, grad, context, self._residuals, key, scale=scale, stats=stats)
 
-    def _residual(self, part: Part, role: Any) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """The residual to compensate with, and where the new one goes."""
-        if self._residuals is None:
-            return None, None
-        key = ResidualKey(self.item.name, self.item.range(part), role)
-        return self._residuals.source(key), self._residuals.stage(key)
+    def _key(self, part: Part, role: Role) -> ResidualKey:
+        return ResidualKey(self.item.name, self.item.range(part), role)
 
     # -- merging ---------------------------------------------------------------------------------------------
 
@@ -87,7 +84,7 @@ class LossyCodec:
         if self.item.used:
             mine, sums = as_array(self.item.values[part.slice]), total.numpy()
             kernels.compensate(mine, 1 / self.world_size, sums, sums)
-        return self._message(FrameKind.PAYLOAD, self._encode(part, total, 1.0, "aggregate", stage))
+        return self._message(FrameKind.PAYLOAD, self._encode(part, total, "aggregate", stage, 1.0))
 
     def decode(self, part: Part, message: Message, stage: int) -> None:
         """Write the mean of `part`, which `message` carries, over the gradient."""
@@ -132,11 +129,9 @@ class LossyCodec:
         self.item.wait_loaded()
         if not self.item.used:
             return self._message(FrameKind.STATS, None)
-        source, staged = self._residual(part, "local")
-        work = np.empty(part.count, dtype=np.float32) if staged is None else staged
-        kernels.compensate(as_array(self.item.values[part.slice]), 1 / self.world_size, source, work)
-        self._compensated[part.index] = work
-        entries = self.compressor.stats(torch.from_numpy(work), self._context(part, 0))
+        grad, context, key = self.item.values[part.slice], self._context(part, 0), self._key(part, "local")
+        scale = 1 / self.world_size
+        entries = self._policy.stats(self.compressor, grad, context, self._residuals, key, scale=scale)
         flat = np.concatenate([entry.values.astype(np.float32, copy=False).reshape(-1) for entry in entries])
         return self._message(FrameKind.STATS, Payload(flat.view(np.uint8)))
 
@@ -154,13 +149,6 @@ class LossyCodec:
             reduced.append(total)
             start += length
         self._stats[part.index] = reduced
-
-    def _encode_with_stats(self, part: Part) -> Payload:
-        stats, work = self._stats[part.index], self._compensated.pop(part.index)
-        if not all(np.isfinite(values).all() for values in stats):
-            return Payload(EMPTY, nonfinite=True)
-        residual = None if self._residuals is None else work
-        return self.compressor.encode(torch.from_numpy(work), self._context(part, 0), stats, residual)
 
     # -- helpers ---------------------------------------------------------------------------------------------
 

@@ -16,10 +16,10 @@ from gradwire.compressors.base import Compressor
 from gradwire.compressors.registry import make
 from gradwire.core.errors import OptionError, UnknownNameError
 from gradwire.core.spec import TensorSpec
+from gradwire.feedback import policies
 
 Method = str | Compressor
 STRATEGIES = ("allgather", "ring", "scatter_reduce")
-FEEDBACKS = ("error", "none")
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ class Plan:
     ) -> None:
         if strategy not in STRATEGIES:
             raise UnknownNameError("strategy", strategy, STRATEGIES)
-        if feedback is not None and feedback not in FEEDBACKS:
-            raise UnknownNameError("feedback", feedback, FEEDBACKS)
+        if feedback is not None and feedback not in policies.names():
+            raise UnknownNameError("feedback", feedback, policies.names())
         if partitions < 1:
             raise OptionError(f"Expected partitions of at least 1, got {partitions}. Do: pass 1 or more.")
         if min_elements < 0:

@@ -27,7 +27,7 @@ def lose_a_rank(rank: int, world_size: int, how: str, strategy: str) -> dict[str
     )
     for step, batch in enumerate(itertools.islice(batches(rank, world_size), 6)):
         if step == 3 and rank == world_size - 1:
-            os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+            os.kill(os.getpid(), {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP}[how])
         start = time.monotonic()
         try:
             ddp.zero_grad()

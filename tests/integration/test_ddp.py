@@ -1,0 +1,139 @@
+"""`attach` on real DDP jobs: what every rank must end with, and the defects of torch's own hooks (R1 to R10)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.launch import launch, results
+
+METHODS: list[tuple[str, dict[str, Any]]] = [
+    ("none", {}),
+    ("fp16", {}),
+    ("bf16", {}),
+    ("int8", {}),
+    ("int8", {"shared": True, "stochastic": False}),
+    ("onebit", {}),
+    ("topk", {"ratio": 0.05}),
+    ("threelc", {}),
+    ("threelc", {"sparsity": 1.5, "zero_run": False}),
+]
+STRATEGIES = ["allgather", "ring", "scatter_reduce"]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+@pytest.mark.timeout(240)
+def test_replicas_are_identical_after_200_steps(world_size: int) -> None:
+    ranks = results(launch("ddp.identical", world_size, timeout=220, methods=METHODS, strategies=STRATEGIES, steps=200))
+    assert len(ranks[0]) == len(METHODS) * len(STRATEGIES)
+    for combination, first in ranks[0].items():
+        assert all(rank[combination]["hash"] == first["hash"] for rank in ranks), combination
+        assert all(rank[combination]["last"] < rank[combination]["first"] for rank in ranks), combination
+
+
+def test_many_small_buckets_on_gloo_do_not_deadlock() -> None:
+    """R1."""
+    for deviations in results(launch("ddp.many_buckets", 2, methods=["none", "threelc", "onebit"])):
+        assert deviations["none"] < 1e-6
+        assert all(0 < deviations[method] < 0.1 for method in ("threelc", "onebit"))
+
+
+@pytest.mark.parametrize(
+    ("method", "strategy", "with_optimizer"),
+    [
+        ("threelc", "scatter_reduce", False),
+        ("threelc", "scatter_reduce", True),
+        ("onebit", "ring", True),
+        ("topk", "allgather", False),
+    ],
+)
+def test_an_infinite_step_leaves_no_trace(method: str, strategy: str, with_optimizer: bool) -> None:
+    """R2: the step after is finite, residuals are bit for bit as before, all ranks decide alike."""
+    ranks = results(launch("ddp.nonfinite", 3, method=method, strategy=strategy, with_optimizer=with_optimizer))
+    for rank in ranks:
+        assert rank["finite"] == [step != 5 for step in range(10)]
+        assert rank["before"] == rank["after"]
+        assert rank["hashes"] == ranks[0]["hashes"]
+        assert rank["hashes"][5] == rank["hashes"][4], "GradScaler must have skipped the step"
+        assert rank["hashes"][6] != rank["hashes"][5]
+
+
+@pytest.mark.parametrize(("method", "strategy"), [("threelc", "scatter_reduce"), ("onebit", "ring")])
+def test_state_resumes_bit_for_bit_under_another_bucket_layout(tmp_path: Path, method: str, strategy: str) -> None:
+    """R3, R4: saved under small buckets, loaded with weights_only=True in new processes under one large bucket."""
+    common = {"method": method, "strategy": strategy, "steps": 20, "save_at": 10, "folder": str(tmp_path)}
+    unbroken = results(launch("ddp.train_and_save", 2, **common))
+    for bucket_cap_mb in (25.0, 0.001):
+        resumed = results(launch("ddp.resume", 2, **common, bucket_cap_mb=bucket_cap_mb))
+        assert resumed == unbroken
+
+
+@pytest.mark.parametrize(
+    ("method", "strategy"), [("threelc", "scatter_reduce"), ("onebit", "ring"), ("topk", "allgather")]
+)
+def test_residuals_stay_bounded_on_non_iid_ranks(method: str, strategy: str) -> None:
+    """R5: PowerSGD's grows as the steps do: 9.5, 56, 110, 221, 441 at steps 10 to 400."""
+    for norms in results(launch("ddp.non_iid", 2, method=method, strategy=strategy, steps=[25, 100, 200, 400])):
+        assert norms[3] < 1.5 * norms[1], norms
+
+
+def test_bfloat16_works_on_gloo() -> None:
+    """R7: as element type of the gradients, and as compressor."""
+    ranks = results(launch("ddp.bfloat16", 2, methods=["none", "bf16", "threelc"]))
+    for case, (first, last, fingerprint) in ranks[0].items():
+        assert last < first, case
+        assert ranks[1][case][2] == fingerprint, case
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_unused_parameters_keep_their_residual(strategy: str) -> None:
+    """R10."""
+    ranks = results(launch("ddp.unused", 3, strategy=strategy))
+    assert len({rank["hash"] for rank in ranks}) == 1
+    for rank in ranks:
+        for step in rank["steps"]:
+            assert step["never_is_none"]
+            assert step["sometimes_has_grad"], "some rank has used it"
+            assert step["residual_kept"] == (not step["both"])
+
+
+def test_mistakes_get_advice_on_every_rank() -> None:
+    ranks = results(launch("ddp.mistakes", 2))
+    expected = {
+        "not ddp": ("AttachError", "DistributedDataParallel(model)"),
+        "unknown": ("UnknownNameError", "Did you mean 'threelc'?"),
+        "option": ("OptionError", "1 <= sparsity < 2"),
+        "strategy": ("UnknownNameError", "Did you mean 'ring'?"),
+        "no rule": ("OptionError", 'add a rule "*"'),
+        "taken": ("AttachError", "attach gradwire in its place"),
+        "method differs": ("DisagreementError", "'threelc' on rank 0 and 'onebit' on rank 1"),
+        "option differs": ("DisagreementError", "sparsity"),
+        "seed differs": ("DisagreementError", "seed = 0 on rank 0 and 1 on rank 1"),
+        "twice": ("AttachError", "handle.detach()"),
+        "state": ("OptionError", "the same rank saved"),
+        "shape differs": ("DisagreementError", "shape"),
+        "order differs": ("DisagreementError", "name"),
+    }
+    for found in ranks:
+        assert set(found) == set(expected)
+        for name, (kind, advice) in expected.items():
+            assert found[name][0] == kind, found[name]
+            assert advice in found[name][1]
+
+
+def test_detach_restores_native_behaviour_and_attaching_again_works() -> None:
+    for rank in results(launch("ddp.detach", 2)):
+        assert rank["same"] == [True] * 4
+
+
+def test_synchronizer_needs_no_ddp() -> None:
+    for rank in results(launch("ddp.entry", 3)):
+        assert rank["mean"] == [1.0]
+
+
+def test_residuals_are_committed_once_an_optimizer_step() -> None:
+    ranks = results(launch("ddp.accumulate", 2, method="threelc"))
+    assert [rank["commits"] for rank in ranks] == [6, 6]
+    assert ranks[0]["hash"] == ranks[1]["hash"]

@@ -1,0 +1,47 @@
+"""A rank that dies, freezes, stays away or strays: every other rank ends with one typed error that names it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.integration.jobs.faults import TIMEOUT
+from tests.integration.launch import launch, results
+
+
+@pytest.mark.parametrize("strategy", ["scatter_reduce", "ring", "allgather"])
+@pytest.mark.parametrize("how", ["kill", "freeze"])
+def test_a_lost_rank_ends_the_step_everywhere(how: str, strategy: str) -> None:
+    outcomes = launch("faults.lose_a_rank", 3, doomed=(2,), how=how, strategy=strategy)
+    for outcome in outcomes[:2]:
+        found = outcome.result
+        assert found is not None, outcome.output
+        assert found["type"] in (
+            ["PeerLostError", "PeerFailedError"] if how == "kill" else ["PeerTimeoutError", "PeerFailedError"]
+        )
+        assert found["rank"] == 2, "the error names the rank"
+        assert found["tensor"] in found["message"], "and the tensor"
+        assert found["phase"] in found["message"], "and the phase"
+        assert "build it anew" in found["message"], "and says what to do"
+        assert found["seconds"] < 2 * TIMEOUT
+        assert found["dump_rank"] == 2, "the flight recorder's file names the dead rank"
+        assert found["dump_events"] > 0
+        assert found["again"] is not None, "a second backward must not seem to work"
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    for outcome in results(launch("faults.late_rank", 3))[:2]:
+        assert outcome["type"] == "PeerTimeoutError"
+        assert outcome["rank"] == 2
+        assert outcome["seconds"] < 2 * TIMEOUT
+
+
+def test_a_live_rank_that_does_not_join_the_step_is_named() -> None:
+    for outcome in results(launch("faults.stalled_rank", 3)):
+        assert outcome["type"] in ("PeerTimeoutError", "PeerFailedError")
+        assert outcome["rank"] == 2
+        assert outcome["seconds"] < 12
+
+
+def test_a_strayed_replica_is_found_and_named() -> None:
+    for outcome in results(launch("faults.strayed_replica", 3)):
+        assert outcome == {"type": "ReplicaError", "rank": 1, "step": 5}
