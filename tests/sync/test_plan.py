@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+import gradwire as gw
+from gradwire.core.errors import OptionError, UnknownNameError
+from gradwire.core.spec import TensorSpec
+from gradwire.sync.plan import Plan
+
+MATRIX = TensorSpec((512, 512))
+
+
+def test_blanket_rule_leaves_vectors_and_small_tensors_dense_in_a_batch() -> None:
+    plan = Plan("threelc")
+    assert plan.entry("weight", MATRIX).compressor.name == "threelc"
+    for small in (TensorSpec((1 << 20,)), TensorSpec((10, 10)), TensorSpec(())):
+        entry = plan.entry("weight", small)
+        assert (entry.compressor.name, entry.feedback, entry.batched) == ("none", "none", True)
+
+
+def test_a_rule_that_names_a_tensor_is_honoured_for_every_size() -> None:
+    plan = Plan({"*.bias": "onebit", "*": "threelc"})
+    entry = plan.entry("fc.bias", TensorSpec((10,)))
+    assert (entry.compressor.name, entry.batched) == ("onebit", False)
+
+
+def test_the_first_matching_rule_counts() -> None:
+    plan = Plan({"head.*": "none", "h*": gw.make("topk", ratio=0.1), "*": "fp16"}, min_elements=0)
+    assert plan.entry("head.weight", MATRIX).compressor.name == "none"
+    assert plan.entry("hidden.weight", MATRIX).compressor.options == {"ratio": 0.1}
+    assert plan.entry("embed.weight", MATRIX).compressor.name == "fp16"
+
+
+def test_feedback_is_each_compressors_default_unless_said() -> None:
+    assert Plan("threelc").entry("w", MATRIX).feedback == "error"
+    assert Plan("int8").entry("w", MATRIX).feedback == "none"
+    assert Plan("threelc", feedback="none").entry("w", MATRIX).feedback == "none"
+    assert Plan("none", feedback="error").entry("w", MATRIX).feedback == "none", "there is nothing to feed back"
+
+
+def test_a_large_dense_tensor_travels_alone() -> None:
+    entry = Plan("none").entry("w", MATRIX)
+    assert not entry.batched
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "advice"),
+    [
+        (lambda: Plan("threelcc"), UnknownNameError, "Did you mean 'threelc'?"),
+        (lambda: Plan("threelc", strategy="tree"), UnknownNameError, "Known: allgather, ring, scatter_reduce"),
+        (lambda: Plan("threelc", feedback="momentum"), UnknownNameError, "Known: error, none"),
+        (lambda: Plan("threelc", partitions=0), OptionError, "pass 1 or more"),
+        (lambda: Plan("threelc", min_elements=-1), OptionError, "pass 0 to compress all"),
+        (lambda: Plan({}), OptionError, '{"*": "threelc"}'),
+        (lambda: Plan({"a": "none"}).entry("b", MATRIX), OptionError, 'add a rule "*"'),
+        (lambda: TensorSpec((3,), torch.int32), UnknownNameError, "torch.float32"),
+    ],
+)
+def test_mistakes_get_advice(make: object, error: type[Exception], advice: str) -> None:
+    with pytest.raises(error) as caught:
+        make()  # type: ignore[operator]
+    assert advice in str(caught.value)
