@@ -4,12 +4,19 @@ import threading
 
 import pytest
 
+from .processes import ranks
 
-def pytest_collection_modifyitems(items):
-    # What a thread of a transport raises is a failure of the test, not a warning.
+__all__ = ["ranks"]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        if "transport" in item.path.parts:
-            item.add_marker(pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning"))
+        if "transport" not in item.path.parts:
+            continue
+        # What a thread of a transport raises is a failure of the test, not a warning.
+        item.add_marker(pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning"))
+        if item.get_closest_marker("slow") and not config.option.markexpr:
+            item.add_marker(pytest.mark.skip(reason="slow: run by `make test-long`"))
 
 
 @pytest.fixture(autouse=True)

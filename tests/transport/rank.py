@@ -16,6 +16,8 @@ from gradwire.transport.base import Callbacks
 from gradwire.transport.tcp import TcpTransport
 from gradwire.wire.frame import FrameKind, Header
 
+from .recorder import PATIENCE
+
 
 class RankProcess:
     """The inside of the process: obeys `commands`, reports on `events`."""
@@ -28,7 +30,9 @@ class RankProcess:
         self.world_size = world_size
 
     def run(self, timeout: timedelta) -> None:
-        self.transport = TcpTransport.connect(self.store, self.rank, self.world_size, timeout=timeout, name="test")
+        self.transport = TcpTransport.connect(
+            self.store, self.rank, self.world_size, timeout=timeout, name="test", connect_timeout=PATIENCE
+        )
         self.transport.start(Callbacks(admit=lambda peer, header: None, deliver=self.delivered, fail=self.failed))
         self.say("started")
         while True:

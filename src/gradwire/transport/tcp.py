@@ -87,15 +87,25 @@ class TcpTransport(Transport):
         self._thread.start()
 
     @classmethod
-    def connect(cls, store: Any, rank: int, world_size: int, *, timeout: timedelta, name: str) -> TcpTransport:
+    def connect(
+        cls,
+        store: Any,
+        rank: int,
+        world_size: int,
+        *,
+        timeout: timedelta,
+        name: str,
+        connect_timeout: timedelta | None = None,
+    ) -> TcpTransport:
         """Meet the other ranks and connect with each.
 
         Args:
             store: the job's `torch.distributed.Store`.
             rank: this rank.
             world_size: ranks in the group.
-            timeout: bound on this call, and from then on how long a peer may be silent.
+            timeout: how long a peer may be silent.
             name: prefix in the store; a group may be set up again under its name.
+            connect_timeout: bound on this call, for ranks that start at different times; default `timeout`.
 
         Raises:
             PeerTimeoutError: ranks are missing at the deadline; the message names them.
@@ -106,7 +116,7 @@ class TcpTransport(Transport):
             raise OptionError(f"Expected rank below world size, at most 65536, got {rank} and {world_size}.")
         if world_size == 1:
             return cls(rank, secrets.randbits(64), {}, timeout=timeout, name=name)
-        deadline = Deadline(timeout)
+        deadline = Deadline(connect_timeout or timeout)
         host = local_address(store)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with socket.create_server((host, 0), family=family, backlog=max(128, world_size)) as listener:
