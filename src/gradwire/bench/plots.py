@@ -6,7 +6,7 @@ import io
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from gradwire.bench import methods
 from gradwire.bench.table import megabytes, rate_text, times
@@ -201,7 +201,7 @@ def _styled(name: str) -> Iterator[Any]:
     from matplotlib import pyplot
 
     # Ids are hashed with the salt: the plots of one page must not share them.
-    with pyplot.rc_context(_STYLE | {"svg.hashsalt": name}):
+    with pyplot.rc_context(cast(Any, _STYLE) | {"svg.hashsalt": name}):
         yield pyplot
 
 

@@ -12,6 +12,8 @@ from gradwire.bench.records import write_csv
 from gradwire.bench.results import MethodResult, TrainingResult
 from gradwire.bench.table import (
     LOSS_TOLERANCE,
+    above,
+    comparison,
     headline,
     headline_method,
     megabytes,
@@ -135,9 +137,9 @@ def _verdicts(result: TrainingResult) -> list[str]:
             continue
         difference, speedup = result.loss_difference(entry), result.speedup(entry)
         if difference is not None and not difference <= LOSS_TOLERANCE:
-            found.append(f"{entry.label} ends {percent(difference)} from DDP fp32's validation loss.")
+            found.append(f"{entry.label} ends with a validation loss {above(difference)} DDP fp32's.")
         if speedup is not None and speedup < 1:
-            found.append(f"{entry.label} is slower than DDP fp32: {times(speedup)} its speed.")
+            found.append(f"A step of {entry.label} is {comparison(speedup)} one of DDP fp32.")
         if not entry.identical:
             found.append(f"{entry.label} left ranks with different bits: this is a bug, please report it.")
     return found

@@ -7,7 +7,7 @@ gradients' values are those of a model in training.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,12 +17,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.bench import methods
-from gradwire.bench.job import Outcome, Progress, Segment, Timed
+from gradwire.bench.job import Outcome, Progress, Segment
 from gradwire.bench.methods import Connection
-from gradwire.bench.statistics import wire_seconds
+from gradwire.bench.timing import time_steps
 from gradwire.bench.workload import Samples, evaluate, iterate
-from gradwire.lab.counters import Counters, interface_counters
-from gradwire.lab.units import parse_rate
 from gradwire.sync.replica import fingerprint
 
 if TYPE_CHECKING:
@@ -74,9 +72,9 @@ def run_segment(rank: Rank, index: int) -> Outcome:
     training = Training.begin(rank, segment)
     losses, seconds = _train(training, index)
     loss, accuracy = _validate(training) if segment.train_steps else (None, None)
-    timed = [_time(training, index, rate) for rate in segment.rates] if segment.min_timed else []
+    timed = [time_steps(training, index, rate) for rate in segment.rates] if segment.min_timed else []
     rank.set_rate(None)
-    identical = None if segment.method == methods.SILENT else _is_identical(training.ddp)
+    identical = None if segment.method == methods.SILENT else is_identical(training.ddp.parameters())
     training.connection.close()
     return Outcome(index, rank.rank, losses, seconds, loss, accuracy, identical, timed)
 
@@ -102,55 +100,9 @@ def _validate(training: Training) -> tuple[float, float]:
     return float(sums[0]) / len(samples.targets), float(sums[1]) / len(samples.targets)
 
 
-def _time(training: Training, index: int, rate: str | None) -> Timed:
-    rank, segment = training.rank, training.segment
-    # One step before the links are shaped: compiles kernels, lets DDP order its buckets, and tells the bytes.
-    before = training.connection.costs(training.steps)
-    _, duration = training.step()
-    sent = (training.connection.costs(training.steps) - before).sent_bytes
-    steps = rank.agree(_num_timed(segment, duration, sent, rate))
-    rank.set_rate(rate)
-    for _ in range(segment.warmup_steps):
-        training.step()
-    dist.barrier()
-    counters, costs, seconds = _interface(rank), training.connection.costs(training.steps), []
-    for step in range(1, steps + 1):
-        seconds.append(training.step()[1])
-        rank.progress(Progress(index, "timed", step, steps, rate=rate))
-    spent = training.connection.costs(training.steps) - costs
-    dist.barrier()  # all that was sent has arrived
-    return _timed(rate, seconds, spent, _traffic(rank, counters))
-
-
-def _timed(rate: str | None, seconds: list[float], spent: methods.Costs, traffic: Counters | None) -> Timed:
-    return Timed(
-        rate,
-        seconds,
-        spent.sent_bytes,
-        spent.dense_bytes,
-        spent.encode_seconds,
-        spent.decode_seconds,
-        traffic.bytes_sent if traffic else None,
-        traffic.packets_sent if traffic else None,
-    )
-
-
-def _num_timed(segment: Segment, unshaped_seconds: float, sent_bytes: int, rate: str | None) -> int:
-    expected = max(unshaped_seconds, wire_seconds(sent_bytes, parse_rate(rate)))
-    return max(segment.min_timed, min(segment.max_timed, round(segment.timed_seconds / expected)))
-
-
-def _interface(rank: Rank) -> Counters | None:
-    return interface_counters() if rank.job.shaped else None
-
-
-def _traffic(rank: Rank, earlier: Counters | None) -> Counters | None:
-    return interface_counters() - earlier if earlier else None
-
-
-def _is_identical(module: nn.Module) -> bool:
+def is_identical(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether all ranks hold the same bits."""
-    mine = torch.tensor([fingerprint(module.parameters())], dtype=torch.int64)
+    mine = torch.tensor([fingerprint(tensors)], dtype=torch.int64)
     all_ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(all_ranks, mine)
     return all(torch.equal(mine, other) for other in all_ranks)

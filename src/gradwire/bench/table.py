@@ -63,38 +63,46 @@ def number(value: float | None, digits: int) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
 
 
-def table(result: TrainingResult, index: int = 0) -> Table:
-    """The rich table of one rate."""
-    from rich import box
-    from rich.table import Table
-
-    rate = rate_text(result.rates[index])
-    source = "measured" if result.shaped else "predicted"
-    made = Table(
-        title=f"{result.ranks} ranks at {rate}, step times {source}: {result.workload}",
-        caption=_caption(result),
-        box=box.SIMPLE_HEAD,
-    )
-    made.add_column("method", no_wrap=True)
-    for name in _COLUMNS:
-        made.add_column(name, justify="right", no_wrap=True)
+def tables(result: TrainingResult, index: int = 0) -> list[Table]:
+    """The rich tables of one rate: what it gives, and where the time of a step goes."""
+    made = [_new_table(f"{_conditions(result)} at {rate_text(result.rates[index])}", _OUTCOME)]
+    made.append(_new_table(f"a step at {rate_text(result.rates[index])}, in ms", _TIMES))
     for entry in result.results:
         style = "bold" if entry is headline_method(result, index) else ""
-        made.add_row(entry.label, *_cells(result, entry, index), style=style)
+        made[0].add_row(entry.label, *_outcome_cells(result, entry, index), style=style)
+        made[1].add_row(entry.label, *_time_cells(entry.times[index]), style=style)
+    made[1].caption = (
+        "compute: the step without communication; encode and decode: what did not fit beside it; wire: the rest\n"
+        "ideal: the larger of compute and bytes over rate"
+    )
     return made
 
 
-_COLUMNS = (
-    "step ms", "p20–p80", "speed-up", "÷ ideal", "MB/step", "at iface", "ratio",
-    "val. loss", "vs fp32", "acc.", "comp ms", "enc ms", "wire ms", "dec ms",
-)  # fmt: skip
+_OUTCOME = ("step", "speed-up", "÷ ideal", "MB/step", "interface", "ratio", "val. loss", "vs fp32", "accuracy")
+_TIMES = ("step", "p20–p80", "ideal", "compute", "encode", "wire", "decode")
 
 
-def _cells(result: TrainingResult, entry: MethodResult, index: int) -> list[str]:
+def _new_table(title: str, columns: Sequence[str]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    made = Table(title=title, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    made.add_column("method", no_wrap=True)
+    for name in columns:
+        made.add_column(name, justify="right", no_wrap=True)
+    return made
+
+
+def _conditions(result: TrainingResult) -> str:
+    source = "measured" if result.shaped else "predicted"
+    steps = f", losses after {result.train_steps} steps" if result.train_steps else ""
+    return f"{result.ranks} ranks, step times {source}{steps},"
+
+
+def _outcome_cells(result: TrainingResult, entry: MethodResult, index: int) -> list[str]:
     time = entry.times[index]
     return [
-        milliseconds(time.step.median),
-        spread(time),
+        f"{milliseconds(time.step.median)} ms",
         times(result.speedup(entry, index)),
         f"{time.over_ideal:.2f}",
         megabytes(time.bytes),
@@ -103,11 +111,13 @@ def _cells(result: TrainingResult, entry: MethodResult, index: int) -> list[str]
         number(entry.validation_loss, 3),
         _coloured(result.loss_difference(entry)),
         "–" if entry.validation_accuracy is None else f"{100 * entry.validation_accuracy:.1f} %",
-        milliseconds(time.split.compute),
-        milliseconds(time.split.encode),
-        milliseconds(time.split.wire),
-        milliseconds(time.split.decode),
     ]
+
+
+def _time_cells(time: StepTime) -> list[str]:
+    split = time.split
+    parts = (time.ideal, split.compute, split.encode, split.wire, split.decode)
+    return [milliseconds(time.step.median), spread(time), *(milliseconds(part) for part in parts)]
 
 
 def spread(time: StepTime) -> str:
@@ -120,15 +130,6 @@ def _coloured(difference: float | None) -> str:
     if difference is None or math.isnan(difference):
         return text
     return f"[{'green' if difference <= LOSS_TOLERANCE else 'red'}]{text}[/]"
-
-
-def _caption(result: TrainingResult) -> str:
-    compute = result.results[0].times[0].compute
-    lines = [
-        f"step without communication {milliseconds(compute)} ms; ideal = the larger of that and bytes over rate;",
-        f"bytes sent by each rank; losses after {result.train_steps} steps on links as they are",
-    ]
-    return " ".join(lines)
 
 
 def kernel_table(rows: Sequence[Row]) -> Table:
@@ -155,36 +156,48 @@ def kernel_table(rows: Sequence[Row]) -> Table:
 
 
 def headline_method(result: TrainingResult, index: int = 0) -> MethodResult | None:
-    """The fastest of gradwire's methods that learnt as much as DDP fp32; None where there is none."""
+    """The fastest of gradwire's methods, among those that learnt as much as DDP fp32; None where there is none."""
     good = [
         entry
         for entry in result.results
         if not methods.is_native(entry.method)
-        and (difference := result.loss_difference(entry)) is not None
-        and difference <= LOSS_TOLERANCE
+        and ((difference := result.loss_difference(entry)) is None or difference <= LOSS_TOLERANCE)
     ]
     return min(good, key=lambda entry: entry.times[index].step.median, default=None)
 
 
 def headline(result: TrainingResult, index: int = 0) -> str:
     """One sentence: what was gained, and under which conditions."""
-    rate = rate_text(result.rates[index])
+    where = f"With {result.ranks} ranks at {rate_text(result.rates[index])}"
     best, baseline = headline_method(result, index), result.of(methods.DDP_FP32)
-    if baseline is None or baseline.validation_loss is None:
-        return f"{len(result.results)} methods with {result.ranks} ranks at {rate}."
     if best is None:
         return (
-            f"With {result.ranks} ranks at {rate}, no method of gradwire came within {100 * LOSS_TOLERANCE:.0f} % "
+            f"{where}, no method of gradwire came within {100 * LOSS_TOLERANCE:.0f} % "
             f"of DDP fp32's validation loss after {result.train_steps} steps."
         )
-    speedup = result.speedup(best, index) or math.nan
-    factor = f"{times(speedup).removesuffix('×')} times {'faster' if speedup >= 1 else 'as fast as, so slower'}"
     how = "a step" if result.shaped else "a step (predicted, not measured)"
-    return (
-        f"With {result.ranks} ranks at {rate}, {best.label} takes {_seconds(best.times[index])} {how}, {factor} than "
-        f"DDP fp32 ({_seconds(baseline.times[index])}); after {result.train_steps} steps its validation loss is "
-        f"{percent(result.loss_difference(best))} of DDP's."
-    )
+    sentence = f"{where}, {best.label} takes {_seconds(best.times[index])} {how}"
+    if baseline is None:
+        return f"{sentence}."
+    sentence += f", {comparison(result.speedup(best, index))} DDP fp32 ({_seconds(baseline.times[index])})"
+    difference = result.loss_difference(best)
+    if difference is None:
+        return f"{sentence}."
+    return f"{sentence}; after {result.train_steps} steps its validation loss is {above(difference)} DDP's."
+
+
+def comparison(speedup: float | None) -> str:
+    """`15.4 times faster than`, or how much slower."""
+    if speedup is None or not math.isfinite(speedup):
+        return "against"
+    if speedup < 1:
+        return f"{times(1 / speedup).removesuffix('×')} times slower than"
+    return f"{times(speedup).removesuffix('×')} times faster than"
+
+
+def above(difference: float) -> str:
+    """`0.3 % above`, or below."""
+    return f"{abs(100 * difference):.1f} % {'above' if difference >= 0 else 'below'}"
 
 
 def _seconds(time: StepTime) -> str:

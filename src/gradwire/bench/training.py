@@ -25,7 +25,7 @@ from gradwire.core.errors import OptionError
 OnProgress = Callable[[Segment, Progress], None]
 
 _SILENT_STEPS = 15
-_TUNING_STEPS = 3
+_TUNING_STEPS = 2
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,14 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from gradwire.bench.job import Job, Message, Progress, RateRequest, to_line
+from gradwire.bench.job import Job, Message, Outcome, Progress, RateRequest, to_line
 from gradwire.bench.workload import Workload, make_workload
 
 _PROGRESS_SECONDS = 0.2
@@ -79,14 +80,24 @@ def main() -> None:
         timeout=timedelta(seconds=min(120.0, job.deadline_seconds)),
     )
     rank = Rank(job)
-    if job.replay:
-        from gradwire.bench.replay import run_replay as run
-    else:
-        from gradwire.bench.segment import run_segment as run
+    run = _runner(rank)
     for index in range(len(job.segments)):
-        rank.say(run(rank, index))
+        rank.say(run(index))
         dist.barrier()
     dist.destroy_process_group()
+
+
+def _runner(rank: Rank) -> Callable[[int], Outcome]:
+    """What runs a segment, by its index."""
+    if rank.job.replay:
+        from gradwire.bench.recording import record
+        from gradwire.bench.replay import run_replay
+
+        recordings = {size: record(rank, size) for size in sorted({s.bucket_mb for s in rank.job.segments})}
+        return lambda index: run_replay(rank, index, recordings)
+    from gradwire.bench.segment import run_segment
+
+    return lambda index: run_segment(rank, index)
 
 
 def _limit_life(deadline_seconds: float) -> None:

@@ -129,13 +129,14 @@ def show(result: TrainingResult) -> None:
     """Print headline, tables and notes."""
     from rich.console import Console
 
-    from gradwire.bench.table import headline, table
+    from gradwire.bench.table import headline, tables
 
     console = Console()
-    # A terminal of 80 columns would cut the numbers off; a pipe has no width at all.
-    console.width = max(console.width, 172)
+    # Fewer columns would cut the numbers off, and a pipe has no width at all.
+    console.width = max(console.width, 110)
     for index in range(len(result.rates)):
-        console.print(table(result, index))
+        for table in tables(result, index):
+            console.print(table)
     for index in range(len(result.rates)):
         console.print(headline(result, index), highlight=False)
     if result.note:

@@ -1,0 +1,155 @@
+"""Records a backward: which gradients a rank has ready when, with the processor to itself.
+
+The ranks take turns, so that none disturbs another. Each keeps gradients of its own data; the times are those of
+rank 0, for all.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.bench.workload import Samples
+
+if TYPE_CHECKING:
+    from gradwire.bench.worker import Rank
+
+_TRAINED_STEPS = 10
+_TIMED_STEPS = 7
+_KEPT_STEPS = 3
+"""So many steps' gradients are kept, to be replayed in turn: 25 MB each, for 25 MB of parameters."""
+
+
+@dataclass(frozen=True)
+class RecordedBucket:
+    """One bucket as DDP hands it to a hook.
+
+    Attributes:
+        names: of its parameters.
+        shapes: of its parameters.
+        ready_seconds: after the beginning of the step.
+        gradients: one flat tensor a kept step.
+    """
+
+    names: list[str]
+    shapes: list[torch.Size]
+    ready_seconds: float
+    gradients: list[torch.Tensor]
+
+    def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """A bucket's buffer as its gradients."""
+        sizes = [shape.numel() for shape in self.shapes]
+        ends = itertools.accumulate(sizes)
+        return [buffer[end - size : end].view(shape) for end, size, shape in zip(ends, sizes, self.shapes, strict=True)]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A step of one rank alone.
+
+    Attributes:
+        buckets: in the order in which they get ready.
+        backward_seconds: when the backward ends, after the beginning of the step.
+        step_seconds: when the optimizer ends.
+    """
+
+    buckets: list[RecordedBucket]
+    backward_seconds: float
+    step_seconds: float
+
+
+@dataclass
+class _Tape:
+    """What one step leaves."""
+
+    started: float
+    ready: list[float]
+    gradients: list[torch.Tensor]
+    parameters: list[list[torch.Tensor]]
+    backward_end: float = 0.0
+    step_end: float = 0.0
+
+    @classmethod
+    def begin(cls) -> _Tape:
+        return cls(time.perf_counter(), [], [], [])
+
+    def hook(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        self.ready.append(time.perf_counter() - self.started)
+        self.gradients.append(bucket.buffer().clone())
+        self.parameters.append(list(bucket.parameters()))
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+
+def record(rank: Rank, bucket_mb: float) -> Recording:
+    """Every rank's recording, one rank at a time. All ranks call it."""
+    groups = [dist.new_group([member]) for member in range(rank.world_size)]
+    recording = None
+    for member in range(rank.world_size):
+        if member == rank.rank:
+            recording = _record_alone(rank, bucket_mb, groups[member])
+        dist.barrier()
+    assert recording is not None, "every rank has had its turn"
+    return _with_times_of_rank_0(recording)
+
+
+def _record_alone(rank: Rank, bucket_mb: float, group: dist.ProcessGroup | None) -> Recording:
+    torch.manual_seed(rank.job.seed)
+    model = rank.workload.model()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True)
+    tapes = [_Tape.begin()]
+    ddp.register_comm_hook(None, lambda state, bucket: tapes[-1].hook(bucket))
+    optimizer = rank.workload.optimizer(model)
+    for step in range(_TRAINED_STEPS + _TIMED_STEPS):
+        batch = rank.workload.batch(rank.job.seed, step, rank.rank, rank.world_size)
+        tapes = [*tapes[1 - _TIMED_STEPS :], _Tape.begin()]
+        _step(ddp, optimizer, batch, tapes)
+    kept = tapes[-_KEPT_STEPS:]
+    buckets = [
+        RecordedBucket(
+            names=[names[id(parameter)] for parameter in parameters],
+            shapes=[parameter.shape for parameter in parameters],
+            ready_seconds=statistics.median(tape.ready[number] for tape in tapes),
+            gradients=[tape.gradients[number] for tape in kept],
+        )
+        for number, parameters in enumerate(tapes[-1].parameters)
+    ]
+    return Recording(
+        buckets,
+        statistics.median(tape.backward_end for tape in tapes),
+        statistics.median(tape.step_end for tape in tapes),
+    )
+
+
+def _step(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, batch: Samples, tapes: list[_Tape]) -> None:
+    tape = tapes[-1]
+    loss = nn.functional.cross_entropy(ddp(batch.inputs), batch.targets)
+    optimizer.zero_grad()
+    loss.backward()  # type: ignore[no-untyped-call]
+    tape.backward_end = time.perf_counter() - tape.started
+    optimizer.step()
+    tape.step_end = time.perf_counter() - tape.started
+
+
+def _with_times_of_rank_0(recording: Recording) -> Recording:
+    times = torch.tensor(
+        [*(bucket.ready_seconds for bucket in recording.buckets), recording.backward_seconds, recording.step_seconds],
+        dtype=torch.float64,
+    )
+    dist.broadcast(times, 0)
+    *ready, backward_seconds, step_seconds = times.tolist()
+    buckets = [
+        RecordedBucket(bucket.names, bucket.shapes, seconds, bucket.gradients)
+        for bucket, seconds in zip(recording.buckets, ready, strict=True)
+    ]
+    return Recording(buckets, backward_seconds, step_seconds)

@@ -1,0 +1,92 @@
+"""Timed steps of one rank: how many, at which rate, and what they cost."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch.distributed as dist
+
+from gradwire.bench import methods
+from gradwire.bench.job import Progress, Segment, Timed
+from gradwire.bench.statistics import wire_seconds
+from gradwire.lab.counters import Counters, interface_counters
+from gradwire.lab.units import parse_rate
+
+if TYPE_CHECKING:
+    from gradwire.bench.worker import Rank
+
+
+class Steps(Protocol):
+    """What can be timed: a training, or the replay of one.
+
+    Attributes:
+        rank: this process.
+        segment: what it runs.
+        steps: taken so far.
+    """
+
+    rank: Rank
+    segment: Segment
+    steps: int
+
+    @property
+    def connection(self) -> methods.Connection:
+        """Has the running totals."""
+        ...
+
+    def step(self) -> tuple[float, float]:
+        """One step; returns its loss and its seconds."""
+        ...
+
+
+def time_steps(training: Steps, index: int, rate: str | None) -> Timed:
+    """Time steps at a rate, as many as the segment wants.
+
+    Args:
+        training: what to take steps of.
+        index: of its segment.
+        rate: of the links.
+    """
+    rank, segment = training.rank, training.segment
+    # One step before the links are shaped: compiles kernels, lets DDP order its buckets, and tells the bytes.
+    before = training.connection.costs(training.steps)
+    _, duration = training.step()
+    sent = (training.connection.costs(training.steps) - before).sent_bytes
+    steps = rank.agree(_num_timed(segment, duration, sent, rate))
+    rank.set_rate(rate)
+    for _ in range(segment.warmup_steps):
+        training.step()
+    dist.barrier()
+    counters, costs, seconds = _interface(rank), training.connection.costs(training.steps), []
+    for step in range(1, steps + 1):
+        seconds.append(training.step()[1])
+        rank.progress(Progress(index, "timed", step, steps, rate=rate))
+    spent = training.connection.costs(training.steps) - costs
+    dist.barrier()  # all that was sent has arrived
+    return _timed(rate, seconds, spent, _traffic(rank, counters))
+
+
+def _timed(rate: str | None, seconds: list[float], spent: methods.Costs, traffic: Counters | None) -> Timed:
+    return Timed(
+        rate,
+        seconds,
+        spent.sent_bytes,
+        spent.dense_bytes,
+        spent.encode_seconds,
+        spent.decode_seconds,
+        traffic.bytes_sent if traffic else None,
+        traffic.packets_sent if traffic else None,
+    )
+
+
+def _num_timed(segment: Segment, unshaped_seconds: float, sent_bytes: int, rate: str | None) -> int:
+    expected = max(unshaped_seconds, wire_seconds(sent_bytes, parse_rate(rate)))
+    return max(segment.min_timed, min(segment.max_timed, round(segment.timed_seconds / expected)))
+
+
+def _interface(rank: Rank) -> Counters | None:
+    return interface_counters() if rank.job.shaped else None
+
+
+def _traffic(rank: Rank, earlier: Counters | None) -> Counters | None:
+    return interface_counters() - earlier if earlier else None
