@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import typer
 
-from gradwire.cli import bench, demo, lab
+from gradwire.cli import bench, compressors, demo, lab
 
-COMMANDS = (demo, lab, bench)
+COMMANDS = (demo, lab, bench, compressors)
 """Modules of commands, in the order of the help page. Each has `register(app: typer.Typer) -> None`."""
 
 
