@@ -9,14 +9,12 @@ from .processes import ranks
 __all__ = ["ranks"]
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "transport" not in item.path.parts:
             continue
         # What a thread of a transport raises is a failure of the test, not a warning.
         item.add_marker(pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning"))
-        if item.get_closest_marker("slow") and not config.option.markexpr:
-            item.add_marker(pytest.mark.skip(reason="slow: run by `make test-long`"))
 
 
 @pytest.fixture(autouse=True)
