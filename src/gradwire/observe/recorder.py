@@ -6,6 +6,7 @@ the latest events.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import tempfile
@@ -15,6 +16,8 @@ from typing import Any
 
 from gradwire.core.errors import SyncError
 from gradwire.core.events import EventStream
+
+_numbers = itertools.count()  # several synchronisers of a process may fail in one second
 
 
 def default_directory() -> Path:
@@ -40,7 +43,8 @@ def write_dump(
     """
     directory = directory or default_directory()
     directory.mkdir(parents=True, exist_ok=True)
-    path = directory / f"flight-{time.strftime('%Y%m%d-%H%M%S')}-rank{rank}-{os.getpid()}.json"
+    moment = time.strftime("%Y%m%d-%H%M%S")
+    path = directory / f"flight-{moment}-rank{rank}-{os.getpid()}-{next(_numbers)}.json"
     record = {
         "version": 1,
         "rank": rank,
