@@ -1,0 +1,116 @@
+"""Agreement: all ranks go on, or all raise the same; a thread a rank over a real store."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from gradwire.core.errors import DisagreementError, GradwireError, PeerTimeoutError
+from gradwire.sync.agreement import agree
+
+LONG, SHORT = timedelta(seconds=30), timedelta(seconds=0.5)
+
+
+def outcomes(documents: list[Any], timeout: timedelta = LONG) -> list[GradwireError | None]:
+    """What each rank's `agree` raised; a rank whose document is None does not come."""
+    store = dist.HashStore()
+
+    def come(rank: int) -> GradwireError | None:
+        if documents[rank] is None:
+            return None
+        try:
+            agree(store, rank, len(documents), "topic", documents[rank], timeout)
+        except GradwireError as error:
+            return error
+        return None
+
+    with ThreadPoolExecutor(len(documents)) as pool:
+        return list(pool.map(come, range(len(documents)), timeout=60))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_equal_documents_let_all_go_on(world_size: int) -> None:
+    document = {"seed": 1, "tensors": [{"name": "w", "shape": [3, 4]}], "none": None}
+    assert outcomes([document] * world_size) == [None] * world_size
+
+
+def test_the_order_of_keys_is_no_difference_but_that_of_lists_is() -> None:
+    assert outcomes([{"a": 1, "b": 2}, {"b": 2, "a": 1}]) == [None, None]
+    assert all(isinstance(error, DisagreementError) for error in outcomes([{"a": [1, 2]}, {"a": [2, 1]}]))
+
+
+@pytest.mark.parametrize("odd", [0, 1, 3])
+def test_a_difference_is_the_same_error_on_every_rank(odd: int) -> None:
+    documents = [{"seed": 7 if rank == odd else 5} for rank in range(4)]
+    found = outcomes(documents)
+    assert all(type(error) is DisagreementError for error in found)
+    assert len({str(error) for error in found}) == 1
+    values = "7 on rank 0 and 5 on rank 1" if odd == 0 else f"5 on rank 0 and 7 on rank {odd}"
+    assert f"seed = {values}" in str(found[0])
+    assert "Do: make the call with the same model, method and options on every rank." in str(found[0])
+
+
+def test_all_ranks_may_differ() -> None:
+    found = outcomes([{"method": name} for name in ("threelc", "onebit", "topk")])
+    assert len({str(error) for error in found}) == 1
+    assert "method = 'threelc' on rank 0 and 'onebit' on rank 1" in str(found[2])
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "said"),
+    [
+        ({"a": {"b": {"c": 1}}}, {"a": {"b": {"c": 2}}}, "a.b.c = 1 on rank 0 and 2 on rank 1"),
+        (
+            {"tensors": [{"name": "w"}, {"name": "v", "shape": [3, 4]}]},
+            {"tensors": [{"name": "w"}, {"name": "v", "shape": [3, 5]}]},
+            "tensors[1].shape[1] = 4 on rank 0 and 5 on rank 1",
+        ),
+        ({"t": [1, 2]}, {"t": [1, 2, 3]}, "len(t) = 2 on rank 0 and 3 on rank 1"),
+        ({"t": []}, {"t": ["x"]}, "len(t) = 0 on rank 0 and 1 on rank 1"),
+        ({"a": 1, "b": 2}, {"a": 1}, "b = 2 on rank 0 and None on rank 1"),
+        ({"a": 1}, {"a": 1, "b": 2}, "b = None on rank 0 and 2 on rank 1"),
+        ({"a": {"b": 1}}, {"a": [1]}, "a = {'b': 1} on rank 0 and [1] on rank 1"),
+        ({"x": [[1, {"y": 2}]]}, {"x": [[1, {"y": 3}]]}, "x[0][1].y = 2 on rank 0 and 3 on rank 1"),
+        ({"world_size": 2, "b": 1}, {"world_size": 3, "b": 1}, "world_size = 2 on rank 0 and 3 on rank 1"),
+    ],
+)
+def test_the_first_difference_is_named_by_its_path(mine: Any, theirs: Any, said: str) -> None:
+    for error in outcomes([mine, theirs]):
+        assert said in str(error)
+
+
+@pytest.mark.parametrize("missing", [[1], [2], [1, 3]])
+def test_missing_ranks_are_named_on_every_rank_in_time(missing: list[int]) -> None:
+    documents = [None if rank in missing else {"a": 1} for rank in range(4)]
+    start = time.monotonic()
+    found = outcomes(documents, SHORT)
+    assert time.monotonic() - start < 2 * SHORT.total_seconds() + 5
+    for rank, error in enumerate(found):
+        if rank not in missing:
+            assert type(error) is PeerTimeoutError
+            assert (error.rank, error.phase) == (missing[0], "agreement")
+            assert f"got none of rank {', '.join(map(str, missing))}." in str(error)
+            assert "pass a larger timeout" in str(error)
+
+
+def test_without_rank_0_the_others_name_it() -> None:
+    for error in outcomes([None, {}, {}], SHORT)[1:]:
+        assert type(error) is PeerTimeoutError
+        assert error.rank == 0
+
+
+def test_a_missing_rank_counts_before_a_difference() -> None:
+    """What a rank that is not there would have said is not known."""
+    found = outcomes([{"a": 1}, {"a": 2}, None], SHORT)
+    assert [type(error) for error in found[:2]] == [PeerTimeoutError] * 2
+
+
+def test_topics_are_apart() -> None:
+    store = dist.HashStore()
+    for topic, value in (("first", 1), ("second", 2)):
+        agree(store, 0, 1, topic, {"a": value}, SHORT)

@@ -1,0 +1,102 @@
+"""Staging on the CPU: in place where it can be, copied there and back where it cannot."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gradwire.sync.staging import Staging
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+
+
+def test_a_contiguous_tensor_is_used_where_it_stands() -> None:
+    tensor = torch.zeros(3, 4)
+    staging = Staging([tensor])
+    flat = staging.whole(0)
+    assert flat.shape == (12,)
+    flat[5] = 7
+    assert tensor[1, 1] == 7, "before finish"
+    tensor[0, 0] = 9
+    staging.finish(staging.future(), None)
+    assert tensor[0, 0] == 9, "finish copies nothing over it"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "strided",
+    [
+        lambda base: base.T,
+        lambda base: base[:, ::2],
+        lambda base: base[1],
+        lambda base: base[:, 1],
+        lambda base: base.permute(1, 0)[2:],
+    ],
+)
+def test_a_strided_tensor_is_copied_there_and_back(strided: object, dtype: torch.dtype) -> None:
+    base = torch.arange(30.0).view(5, 6).to(dtype)
+    untouched = base.clone()
+    tensor = strided(base)  # type: ignore[operator]
+    staging = Staging([tensor])
+    flat = staging.whole(0)
+    assert flat.is_contiguous() and flat.dtype == dtype
+    assert torch.equal(flat, tensor.reshape(-1))
+    flat += 50
+    staging.finish(staging.future(), None)
+    assert torch.equal(tensor, strided(untouched) + 50)  # type: ignore[operator]
+    around = base - strided_mask(strided, base, 50)
+    assert torch.equal(around, untouched), "what lies between the strides is left alone"
+
+
+def strided_mask(strided: object, base: torch.Tensor, value: float) -> torch.Tensor:
+    mask = torch.zeros_like(base)
+    strided(mask).fill_(value)  # type: ignore[operator]
+    return mask
+
+
+def test_a_batch_lies_behind_each_other_and_comes_back() -> None:
+    tensors = [torch.full((2, 3), 1.0), torch.tensor(2.0), torch.empty(0), torch.arange(4.0)[::2], torch.zeros(9)]
+    staging = Staging(tensors)
+    flat = staging.batch([3, 0, 1, 2])
+    assert flat.tolist() == [0, 2, 1, 1, 1, 1, 1, 1, 2]
+    flat *= 10
+    assert tensors[0][0, 0] == 1, "not before finish"
+    staging.finish(staging.future(), None)
+    assert tensors[3].tolist() == [0, 20]
+    assert torch.equal(tensors[0], torch.full((2, 3), 10.0))
+    assert tensors[1] == 20
+    assert torch.equal(tensors[4], torch.zeros(9))
+
+
+def test_the_future_ends_with_its_value_after_the_copies() -> None:
+    tensor = torch.zeros(4)
+    staging = Staging([tensor, tensor[::2]])
+    future = staging.future()
+    flat = staging.whole(1)
+    flat.fill_(3)
+    seen: list[list[float]] = []
+    future.add_done_callback(lambda _: seen.append(tensor.tolist()))
+    staging.wait_loaded()
+    assert not future.done()
+    value = object()
+    staging.finish(future, value)
+    assert future.wait() is value
+    assert seen == [[3, 0, 3, 0]]
+
+
+@pytest.mark.gpu
+def test_cuda_tensors_travel_through_pinned_memory_and_back() -> None:
+    tensors = [torch.arange(6.0, device="cuda").view(2, 3), torch.arange(8.0, device="cuda")[::2]]
+    staging = Staging(tensors)
+    whole, batch = staging.whole(0), staging.batch([1])
+    staging.wait_loaded()
+    assert whole.is_pinned() and not whole.is_cuda
+    assert whole.tolist() == [0, 1, 2, 3, 4, 5]
+    assert batch.tolist() == [0, 2, 4, 6]
+    whole += 1
+    batch *= 2
+    future = staging.future()
+    staging.finish(future, tensors)
+    future.wait()
+    assert tensors[0].tolist() == [[1, 2, 3], [4, 5, 6]]
+    assert tensors[1].tolist() == [0, 4, 8, 12]
