@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 from gradwire.bench import methods
-from gradwire.bench.table import megabytes, rate_text, times
+from gradwire.bench.table import megabytes, rate_text, short_label, times
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -220,7 +220,7 @@ def _label_losses(axes: Axes, result: TrainingResult) -> None:
 
 
 def _labels(result: TrainingResult) -> list[str]:
-    return [entry.label.removeprefix("gradwire ") for entry in result.results]
+    return [short_label(entry) for entry in result.results]
 
 
 def _rows(axes: Axes) -> None:

@@ -55,7 +55,8 @@ def percent(fraction: float | None, digits: int = 1) -> str:
     """A signed percentage."""
     if fraction is None or not math.isfinite(fraction):
         return "–"
-    return f"{100 * fraction:+.{digits}f} %"
+    # Adding 0.0 turns a rounded -0.0 into 0.0.
+    return f"{round(100 * fraction, digits) + 0.0:+.{digits}f} %"
 
 
 def number(value: float | None, digits: int) -> str:
@@ -69,16 +70,16 @@ def tables(result: TrainingResult, index: int = 0) -> list[Table]:
     made.append(_new_table(f"a step at {rate_text(result.rates[index])}, in ms", _TIMES))
     for entry in result.results:
         style = "bold" if entry is headline_method(result, index) else ""
-        made[0].add_row(entry.label, *_outcome_cells(result, entry, index), style=style)
-        made[1].add_row(entry.label, *_time_cells(entry.times[index]), style=style)
+        made[0].add_row(short_label(entry), *_outcome_cells(result, entry, index), style=style)
+        made[1].add_row(short_label(entry), *_time_cells(entry.times[index]), style=style)
     made[1].caption = (
-        "compute: the step without communication; encode and decode: what did not fit beside it; wire: the rest\n"
-        "ideal: the larger of compute and bytes over rate"
+        "compute: the step without communication; ideal: the larger of that and bytes over rate\n"
+        "encode, decode: what did not fit beside compute; wire: the rest"
     )
     return made
 
 
-_OUTCOME = ("step", "speed-up", "÷ ideal", "MB/step", "interface", "ratio", "val. loss", "vs fp32", "accuracy")
+_OUTCOME = ("step ms", "speed-up", "÷ ideal", "MB/step", "interface", "ratio", "loss", "vs fp32", "accuracy")
 _TIMES = ("step", "p20–p80", "ideal", "compute", "encode", "wire", "decode")
 
 
@@ -86,7 +87,14 @@ def _new_table(title: str, columns: Sequence[str]) -> Table:
     from rich import box
     from rich.table import Table
 
-    made = Table(title=title, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    made = Table(
+        title=title,
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
     made.add_column("method", no_wrap=True)
     for name in columns:
         made.add_column(name, justify="right", no_wrap=True)
@@ -95,14 +103,14 @@ def _new_table(title: str, columns: Sequence[str]) -> Table:
 
 def _conditions(result: TrainingResult) -> str:
     source = "measured" if result.shaped else "predicted"
-    steps = f", losses after {result.train_steps} steps" if result.train_steps else ""
+    steps = f", validation after {result.train_steps} steps" if result.train_steps else ""
     return f"{result.ranks} ranks, step times {source}{steps},"
 
 
 def _outcome_cells(result: TrainingResult, entry: MethodResult, index: int) -> list[str]:
     time = entry.times[index]
     return [
-        f"{milliseconds(time.step.median)} ms",
+        milliseconds(time.step.median),
         times(result.speedup(entry, index)),
         f"{time.over_ideal:.2f}",
         megabytes(time.bytes),
@@ -118,6 +126,11 @@ def _time_cells(time: StepTime) -> list[str]:
     split = time.split
     parts = (time.ideal, split.compute, split.encode, split.wire, split.decode)
     return [milliseconds(time.step.median), spread(time), *(milliseconds(part) for part in parts)]
+
+
+def short_label(entry: MethodResult) -> str:
+    """A label for where it is plain that what is not DDP is gradwire."""
+    return entry.label.removeprefix("gradwire ")
 
 
 def spread(time: StepTime) -> str:

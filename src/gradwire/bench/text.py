@@ -30,7 +30,7 @@ LAYERS = 3
 VOCABULARY = 97
 """The 95 printable characters of ASCII, the end of a line, and one for all others."""
 
-_VALIDATION_SAMPLES = 8192
+_VALIDATION_SAMPLES = 4096
 _LEARNING_RATE = 0.07
 _LAST_RATE = 0.02  # of the learning rate: the steps that are timed after the decay still train
 _MAX_BYTES = 5_000_000

@@ -7,6 +7,7 @@ of gradient synchronisation trains on the same data in the same order. Nothing i
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -56,7 +57,9 @@ class Workload(ABC):
 
 def batch_generator(seed: int, step: int, rank: int, world_size: int) -> torch.Generator:
     """A random stream of its own for each batch: no rank depends on how far another has come."""
-    return torch.Generator().manual_seed((seed << 40) + step * world_size + rank)
+    # Hashed, since torch's CPU generator looks at 32 bits of its seed.
+    place = f"{seed}/{step}/{rank}/{world_size}".encode()
+    return torch.Generator().manual_seed(int.from_bytes(hashlib.blake2b(place, digest_size=4).digest(), "little"))
 
 
 def iterate(workload: Workload, seed: int, rank: int, world_size: int) -> Iterator[Samples]:

@@ -133,7 +133,7 @@ def show(result: TrainingResult) -> None:
 
     console = Console()
     # Fewer columns would cut the numbers off, and a pipe has no width at all.
-    console.width = max(console.width, 110)
+    console.width = max(console.width, 104)
     for index in range(len(result.rates)):
         for table in tables(result, index):
             console.print(table)

@@ -1,0 +1,64 @@
+"""A training result made by hand, for what is computed from results and written about them."""
+
+from __future__ import annotations
+
+from gradwire.bench.results import MethodResult, StepTime, TrainingResult
+from gradwire.bench.statistics import Split, Spread, ideal_step
+
+ENVIRONMENT = {
+    "gradwire": "0.1.0",
+    "commit": "abc1234",
+    "torch": "2.13.0",
+    "numba": "0.60",
+    "python": "3.11",
+    "device": "a processor",
+    "cores": "2",
+    "date": "2026-01-01 00:00 UTC",
+}
+
+
+def step_time(seconds: float, num_bytes: float, *, measured: bool = True, compute: float = 0.05) -> StepTime:
+    """At 100 Mb/s."""
+    return StepTime(
+        rate="100mbit",
+        measured=measured,
+        step=Spread(seconds, seconds * 0.9, seconds * 1.1, 5),
+        compute=compute,
+        bytes=num_bytes,
+        dense_bytes=40e6,
+        interface_bytes=num_bytes * 1.06 if measured else None,
+        interface_payload=num_bytes * 1.01 if measured else None,
+        ideal=ideal_step(compute, num_bytes, 100_000_000),
+        split=Split.of(seconds, compute, 0.01, 0.005),
+    )
+
+
+def method(name: str, seconds: float, num_bytes: float, loss: float | None, **options: bool) -> MethodResult:
+    losses = [] if loss is None else [4.0, 3.0, loss]
+    accuracy = None if loss is None else 0.3
+    return MethodResult(name, 25.0, losses, loss, accuracy, True, [step_time(seconds, num_bytes, **options)])
+
+
+def result(*results: MethodResult, shaped: bool = True, note: str = "") -> TrainingResult:
+    """By default DDP against one method that wins, one that is slower and one that learns less."""
+    return TrainingResult(
+        workload="a workload",
+        num_parameters=6_000_000,
+        ranks=4,
+        batch_size=64,
+        train_steps=3,
+        rates=["100mbit"],
+        shaped=shaped,
+        replayed=False,
+        seconds=12.0,
+        environment=ENVIRONMENT,
+        note=note,
+        results=list(results)
+        or [
+            method("ddp-fp32", 3.0, 40e6, 2.50),
+            method("ddp-fp16", 1.5, 20e6, 2.50),
+            method("none", 3.3, 40e6, 2.50),
+            method("threelc", 0.2, 1e6, 2.52),
+            method("topk:ratio=0.001", 0.1, 0.1e6, 3.00),
+        ],
+    )

@@ -1,0 +1,38 @@
+import pytest
+
+from gradwire.bench import methods
+from gradwire.core.errors import OptionError, UnknownNameError
+
+
+def test_options_reach_the_compressor():
+    assert methods.compressor("threelc:sparsity=1.75:zero_run=False").options == {"sparsity": 1.75, "zero_run": False}
+
+
+def test_the_default_methods_exist():
+    methods.check(list(methods.DEFAULT_METHODS))
+
+
+def test_an_unknown_method_lists_ddps_too():
+    with pytest.raises(UnknownNameError, match="ddp-fp16, ddp-fp32"):
+        methods.check(["ddp-fp64"])
+
+
+@pytest.mark.parametrize("method", ["threelc:sparsity", "threelc:sparsity=x y", "threelc:=2"])
+def test_options_that_do_not_parse_show_how_to_write_them(method):
+    with pytest.raises(OptionError, match=r"threelc:sparsity=1\.75"):
+        methods.check([method])
+
+
+def test_an_option_out_of_range_is_refused_before_anything_starts():
+    with pytest.raises(OptionError, match="sparsity"):
+        methods.check(["threelc:sparsity=3.0"])
+
+
+def test_the_same_method_twice_is_refused():
+    with pytest.raises(OptionError, match="leave the second out"):
+        methods.check(["none", "none"])
+
+
+def test_labels_are_for_readers():
+    assert methods.label("ddp-fp16") == "DDP fp16 hook"
+    assert methods.label("topk:ratio=0.01") == "gradwire topk ratio 0.01"

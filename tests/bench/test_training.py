@@ -1,0 +1,97 @@
+"""Real processes that really train, on the tiny workload."""
+
+import json
+import math
+
+import pytest
+from typer.testing import CliRunner
+
+from gradwire.bench.job import Job, Segment
+from gradwire.bench.launch import RanksError, launch
+from gradwire.bench.training import TrainingOptions, run
+from gradwire.core.errors import GradwireError, OptionError
+
+METHODS = ("ddp-fp32", "ddp-fp16", "threelc")
+
+
+def small(**options):
+    fixed = {"workload": "digits", "methods": METHODS, "ranks": 2, "steps": 15, "timed_seconds": 0.1, "lab": False}
+    return TrainingOptions(**(fixed | options))
+
+
+def test_methods_train_alike_on_loopback():
+    seen = []
+    result = run(small(), lambda segment, progress: seen.append((segment.method, progress.phase)))
+    assert [entry.method for entry in result.results] == list(METHODS)
+    assert not result.shaped
+    assert "predicted" in result.note
+    for entry in result.results:
+        assert len(entry.losses) == 15
+        assert entry.losses[-1] < entry.losses[0]
+        assert entry.identical
+        assert entry.times[0].step.median > 0
+        # The same model on the same data: the first loss comes before any gradient.
+        assert entry.losses[0] == result.results[0].losses[0]
+    ddp, fp16, ours = (entry.times[0] for entry in result.results)
+    assert (ddp.ratio, fp16.ratio) == (1, 2)
+    assert ours.ratio > 4
+    assert not ours.measured
+    assert {("threelc", "train"), ("threelc", "timed"), ("no-communication", "timed")} <= set(seen)
+    json.dumps(result.as_dict())
+
+
+def test_a_recorded_backward_is_replayed():
+    result = run(small(replay=True, steps=0, buckets_mb=(25.0,)))
+    assert result.replayed
+    ddp, _, ours = result.results
+    assert ours.times[0].bytes < ddp.times[0].bytes
+    assert all(entry.identical and entry.losses == [] for entry in result.results)
+    assert all(math.isfinite(entry.times[0].step.median) for entry in result.results)
+
+
+@pytest.mark.root
+def test_in_the_lab_the_interface_agrees_with_our_count():
+    result = run(small(methods=("ddp-fp32", "int8"), rates=("20mbit",), lab=True, buckets_mb=(25.0,)))
+    assert result.shaped
+    for entry in result.results:
+        time = entry.times[0]
+        assert time.measured
+        assert abs(time.interface_difference) < 0.05
+        # Bytes that have passed a shaped link have taken at least this long, less what its bucket lets through.
+        assert time.step.median > 0.5 * time.ideal
+
+
+def test_a_rank_that_fails_ends_the_run_with_its_words():
+    job = Job("no-such-workload", (Segment("none"),), folder="")
+    with pytest.raises(RanksError, match="Unknown workload 'no-such-workload'"):
+        launch(job, 2)
+
+
+def test_the_deadline_ends_the_run():
+    job = Job("digits", (Segment("ddp-fp32", train_steps=10_000_000),), folder="", deadline_seconds=6.0)
+    with pytest.raises(RanksError, match=r"time limit|failed first"):
+        launch(job, 2)
+
+
+@pytest.mark.parametrize("options", [{"ranks": 1}, {"steps": 0}, {"methods": ()}, {"rates": ()}, {"rates": ("1mbps",)}])
+def test_options_that_cannot_be_run_are_refused(options):
+    with pytest.raises(OptionError):
+        run(small(**options))
+
+
+def test_the_demo_writes_its_report(tmp_path):
+    from gradwire.cli.app import build_app
+
+    line = ["demo", "--hosts", "2", "--steps", "4", "--workload", "digits", "--loopback", "--json"]
+    line += ["--methods", "ddp-fp32,topk:ratio=0.1", "--out", str(tmp_path)]
+    answer = CliRunner().invoke(build_app(), line)
+    assert answer.exit_code == 0, answer.output
+    assert json.loads(answer.stdout)["results"][1]["label"] == "gradwire topk ratio 0.1"
+    assert "gradwire topk ratio 0.1" in (tmp_path / "index.html").read_text()
+
+
+def test_the_demo_refuses_unknown_methods_before_anything_starts():
+    from gradwire.cli.app import build_app
+
+    with pytest.raises(GradwireError, match="Did you mean 'topk'"):
+        CliRunner().invoke(build_app(), ["demo", "--methods", "topkk"], catch_exceptions=False)
