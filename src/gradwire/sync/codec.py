@@ -138,6 +138,10 @@ class LossyCodec:
     def reduce_stats(self, part: Part, messages: Sequence[Message]) -> None:
         """Reduce the statistics of all ranks, in rank order, so that every rank holds the same bits."""
         spec = self.compressor.stats_spec(self.item.spec(part))
+        expected = 4 * sum(length for length, _ in spec)
+        for message in messages:
+            with _blame(self, message):
+                _expect_bytes(message, expected if message.used else 0)
         reduced: list[np.ndarray] = []
         rows = [message.body.view(np.float32) for message in messages if message.used]
         start = 0
@@ -201,6 +205,7 @@ class LaneCodec(LossyCodec):
         for message in messages:
             with _blame(self, message):
                 if message.kind == FrameKind.AGGREGATE:
+                    _expect_bytes(message, lanes.nbytes)
                     lanes += message.body.view(lanes.dtype)
                 else:
                     context = self._context(part, 0, message.sender)
@@ -223,6 +228,12 @@ def make_codec(item: Item, residuals: Residuals, rank: int, world_size: int, see
     """The codec that fits the item's compressor."""
     kind = LaneCodec if item.entry.compressor.summable else LossyCodec
     return kind(item, residuals, rank, world_size, seed)
+
+
+def _expect_bytes(message: Message, expected: int) -> None:
+    """The header has been checked, but it may be that of another range."""
+    if message.body.nbytes != expected:
+        raise PayloadError(f"Expected {message.kind.name} of {expected} bytes, got {message.body.nbytes}.")
 
 
 def _payload(message: Message) -> Payload:

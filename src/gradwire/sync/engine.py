@@ -53,10 +53,12 @@ class Engine:
         stall_timeout: how long a live peer may take to send a frame that is waited for.
         on_failure: called once with the error and the state of the moment, before anybody else learns of it: writes
             the flight recorder's file.
+        early_bytes_limit: most bytes a peer may have in frames that came before their `recv`, headers included. In
+            force before the transport starts, since a quick peer's first frames may be waiting in it.
 
     Attributes:
         error: what ended the engine, or None.
-        early_bytes_limit: most bytes a peer may have in frames that came before their `recv`.
+        early_bytes_limit: see above; may be raised later.
     """
 
     def __init__(
@@ -67,10 +69,11 @@ class Engine:
         events: EventStream,
         stall_timeout: timedelta,
         on_failure: Callable[[SyncError, dict[str, Any]], None],
+        early_bytes_limit: int = 1 << 20,
     ) -> None:
         self.transport = transport
         self.error: SyncError | None = None
-        self.early_bytes_limit = 1 << 20
+        self.early_bytes_limit = early_bytes_limit
         self._admit = admit
         self._events = events
         self._stall_seconds = stall_timeout.total_seconds()
@@ -83,6 +86,7 @@ class Engine:
         self._early_bytes = [0] * transport.world_size
         self._active: set[TaskGraph] = set()
         self._closing = False
+        self._aborting: threading.Thread | None = None
         transport.start(Callbacks(self._check, self._arrive, self.fail))
         self._thread = threading.Thread(target=self._loop, name="gradwire-engine", daemon=True)
         self._thread.start()
@@ -93,12 +97,14 @@ class Engine:
         """Start a graph and return at once.
 
         Raises:
-            SyncError: the engine has failed before; the same error as then.
+            SyncError: the engine has failed before; the same error as then. Or it has been closed.
 
         On failure: `graph.on_done` is never called; `error` says why, and `wait_idle` raises it.
         """
         with self._condition:
             self.raise_if_failed()
+            if self._closing:
+                raise _closed()
             self._active.add(graph)
             now = time.monotonic()
             for task in graph.tasks:
@@ -115,12 +121,14 @@ class Engine:
         """Block until every graph has ended.
 
         Raises:
-            SyncError: the engine failed; never later than the deadlines allow.
+            SyncError: the engine failed, never later than the deadlines allow; or it was closed before they ended.
         """
         with self._condition:
-            while self._active and self.error is None:
+            while self._active and self.error is None and not self._closing:
                 self._condition.wait()
             self.raise_if_failed()
+            if self._active:
+                raise _closed()
 
     def raise_if_failed(self) -> None:
         if self.error is not None:
@@ -151,24 +159,27 @@ class Engine:
             self._waiting.clear()
             self._early.clear()
             self._condition.notify_all()
-        # Not from this thread: it may be the transport's own, which cannot wait for itself.
-        threading.Thread(
-            target=self.transport.abort, args=(reason, error.rank), name="gradwire-abort", daemon=True
-        ).start()
+            # Not from this thread: it may be the transport's own, which cannot wait for itself.
+            self._aborting = threading.Thread(
+                target=self.transport.abort, args=(reason, error.rank), name="gradwire-abort", daemon=True
+            )
+            self._aborting.start()
 
     def close(self) -> None:
-        """End the threads. Graphs still running are abandoned; `wait_idle` first for good order."""
+        """End the threads. Graphs still running are abandoned; `wait_idle` first for good order. Idempotent."""
         with self._condition:
             self._closing = True
             self._condition.notify_all()
         self._thread.join()
+        if self._aborting is not None:
+            self._aborting.join()
         self.transport.close()
 
     # -- arrivals, on the transport's thread -----------------------------------------------------------------
 
     def _check(self, peer: int, header: Header) -> None:
         self._admit(header)
-        early = self._early_bytes[peer] + header.length
+        early = self._early_bytes[peer] + HEADER_BYTES + header.length
         if early > self.early_bytes_limit:
             raise FrameError(
                 f"Expected rank {peer} to be at most a step ahead, got {early} bytes of frames that nothing waits for "
@@ -185,7 +196,7 @@ class Engine:
                     self.fail(SyncError(f"Expected each frame once, got {key} again.", rank=peer, phase="recv"))
                     return
                 self._early[key] = arrival
-                self._early_bytes[peer] += body.nbytes
+                self._early_bytes[peer] += HEADER_BYTES + body.nbytes  # an empty body costs memory too
                 return
             task.value = arrival
             self._record_arrival(task)
@@ -199,7 +210,7 @@ class Engine:
         if arrival is None:
             self._waiting[task.key] = task
             return False
-        self._early_bytes[task.key.peer] -= arrival.body.nbytes
+        self._early_bytes[task.key.peer] -= HEADER_BYTES + arrival.body.nbytes
         task.value = arrival
         self._record_arrival(task)
         return True
@@ -344,6 +355,15 @@ class Engine:
                 where = f"(tensor none, {error.phase})"
             error.args = (f"{error} {where}",)
         return error
+
+
+def _closed() -> SyncError:
+    return SyncError(
+        "Expected an open synchroniser, got one that was closed. Do: wait() for what was submitted before close() or "
+        "detach(), and make a new one to go on.",
+        tensor="none",
+        phase="closed",
+    )
 
 
 def _wrapped(error: Exception, task: Task) -> SyncError:

@@ -14,7 +14,7 @@ from gradwire.core.errors import FrameError
 from gradwire.core.spec import ELEMENT_TYPES, TensorSpec
 from gradwire.sync.plan import Plan, PlanEntry
 from gradwire.sync.replica import REPLICA_TENSOR
-from gradwire.wire.frame import FrameKind, Header, describe
+from gradwire.wire.frame import HEADER_BYTES, FrameKind, Header, describe
 
 BATCH_FLAG = 1 << 31  # set in the tensor id of a batch; the rest is the id of its first tensor
 _DTYPES = {number: dtype for dtype, number in ELEMENT_TYPES.items()}
@@ -61,7 +61,9 @@ class TensorRegistry:
     def early_bytes_limit(self) -> int:
         """Most bytes a peer can rightly be ahead by: it can finish this step and send all of the next one."""
         step = sum(self._bound(FrameKind.PAYLOAD, self.entries[name], spec) for name, spec in self.specs.items())
-        return 4 * step + (1 << 20)
+        # At most three frames a part (stats, there, back), in each of two steps.
+        num_parts = self._world_size * sum(self.entries[name].partitions for name in self.specs)
+        return 4 * step + 6 * num_parts * HEADER_BYTES + (1 << 20)
 
     def admit(self, header: Header) -> None:
         """Check a header against what was agreed.

@@ -171,8 +171,8 @@ class Synchronizer:
             events=self.events,
             stall_timeout=self._stall_timeout,
             on_failure=self._write_dump,
+            early_bytes_limit=self._tensors.early_bytes_limit(),
         )
-        self._engine.early_bytes_limit = self._tensors.early_bytes_limit()
 
     # -- averaging -------------------------------------------------------------------------------------------
 
@@ -305,6 +305,7 @@ class Synchronizer:
 
     def rollback(self) -> None:
         """Return the residuals to the last commit, bit for bit."""
+        self.wait()
         self.residuals.rollback()
         self._nonfinite = False
         self.events.emit(Event("rollback", time.monotonic(), detail={"step": self.step}))
@@ -346,7 +347,8 @@ class Synchronizer:
         """Take over a state of `state_dict`, made under any bucket layout.
 
         Raises:
-            OptionError: another version, world size or seed, or names and sizes that do not fit.
+            OptionError: another version, world size or rank.
+            ValueError, TypeError: residuals of other parameters or sizes, or no residuals at all.
         """
         self.wait()
         for key, expected in (
@@ -361,7 +363,9 @@ class Synchronizer:
                 )
         self.residuals.load_state_dict(state["residuals"], self._tensors.specs)
         self.step = int(state["step"])
-        self.seed = self._around.seed = int(state["seed"])
+        self.seed = int(state["seed"])
+        if self._engine is not None:
+            self._around.seed = self.seed
         self._nonfinite = False
 
     # -- ending ----------------------------------------------------------------------------------------------

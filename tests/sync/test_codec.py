@@ -1,0 +1,209 @@
+"""The codec on its own: unused parameters, bad bytes and whom they are blamed on, the preliminary round."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import gradwire as gw
+from gradwire.core.errors import SyncError
+from gradwire.feedback.residuals import Residuals
+from gradwire.sync.codec import EMPTY, LaneCodec, LossyCodec, make_codec
+from gradwire.sync.item import Item, Message, Part
+from gradwire.sync.plan import PlanEntry
+from gradwire.wire.frame import FrameFlags, FrameKind
+
+NUMEL, WORLD_SIZE = 3000, 3
+PART = Part(0, 0, NUMEL)
+PRESENT, USED = FrameFlags.PRESENT, FrameFlags.PRESENT | FrameFlags.USED
+SHARED = gw.make("int8", shared=True, stochastic=False)
+MATRIX = [("none", "none"), ("threelc", "error"), ("onebit", "error"), ("topk", "error"), ("int8", "none")]
+
+
+def gradient(rank: int) -> torch.Tensor:
+    return torch.randn(NUMEL, generator=torch.Generator().manual_seed(rank))
+
+
+def codec(rank: int, compressor: object, feedback: str = "none", *, used: bool = True) -> LossyCodec:
+    values = gradient(rank) if used else torch.zeros(NUMEL)
+    item = Item("fc.weight", 0, values, PlanEntry(compressor, feedback=feedback), 0, 1, used=used)  # type: ignore[arg-type]
+    return make_codec(item, Residuals(), rank, WORLD_SIZE, seed=5)
+
+
+def shared(used: tuple[bool, ...] = (True, True, True)) -> list[LossyCodec]:
+    """One lane codec a rank, after the preliminary round."""
+    codecs = [codec(rank, SHARED, used=flag) for rank, flag in enumerate(used)]
+    statistics = [each.stats(PART) for each in codecs]
+    for each in codecs:
+        each.reduce_stats(PART, statistics)
+    return codecs
+
+
+def broken(message: Message, body: np.ndarray) -> Message:
+    return message._replace(body=body)
+
+
+# -- unused parameters ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "feedback"), MATRIX)
+def test_an_unused_gradient_is_an_empty_message_and_leaves_the_residual_alone(name: str, feedback: str) -> None:
+    one = codec(0, gw.make(name), feedback, used=False)
+    message = one.start(PART)
+    assert (message.flags, message.body.size) == (PRESENT, 0)
+    assert one._residuals.nbytes == 0
+
+
+def test_where_no_rank_used_the_parameter_the_mean_is_zero() -> None:
+    nobody = Message(FrameKind.PAYLOAD, PRESENT, EMPTY, 1)
+    for each in (codec(0, gw.make("none"), used=False), shared((False, False, False))[0]):
+        merged = each.merge(PART, [nobody], 1)
+        assert not merged.used
+        each.item.values.fill_(7)
+        each.decode(PART, merged, 1)
+        assert not each.item.values.any()
+        each.item.values.fill_(7)
+        each.decode_sum(PART, [nobody])
+        assert not each.item.values.any()
+
+
+def test_an_unused_rank_counts_as_zero_in_the_mean() -> None:
+    ranks = [codec(0, gw.make("none")), codec(1, gw.make("none"), used=False), codec(2, gw.make("none"))]
+    messages = [each.start(PART) for each in ranks]
+    ranks[1].decode_sum(PART, messages)
+    assert torch.allclose(ranks[1].item.values, (gradient(0) + gradient(2)) / WORLD_SIZE, atol=1e-6)
+    lanes = shared((True, False, True))
+    lanes[1].decode_sum(PART, [each.start(PART) for each in lanes])
+    assert torch.allclose(lanes[1].item.values, (gradient(0) + gradient(2)) / WORLD_SIZE, atol=0.05)
+
+
+# -- non-finite ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["none", "threelc", "topk"])
+def test_a_nan_of_one_rank_marks_the_item_of_all(name: str) -> None:
+    ranks = [codec(rank, gw.make(name), "error" if name != "none" else "none") for rank in range(WORLD_SIZE)]
+    ranks[2].item.values[17] = torch.nan
+    merged = ranks[0].merge(PART, [each.start(PART) for each in ranks[1:]], 1)
+    assert merged.nonfinite
+    for each in ranks:
+        each.decode(PART, merged, 1)
+        assert each.item.nonfinite
+        assert each.item.values.isnan().any()
+
+
+def test_a_nan_shows_in_shared_scales_before_anything_is_encoded() -> None:
+    codecs = [codec(rank, SHARED) for rank in range(WORLD_SIZE)]
+    codecs[1].item.values[5] = torch.inf
+    statistics = [each.stats(PART) for each in codecs]
+    for each in codecs:
+        each.reduce_stats(PART, statistics)
+        message = each.start(PART)
+        assert message.nonfinite and message.body.size == 0
+    merged = codecs[0].merge(PART, [codecs[1].start(PART)], 1)
+    assert merged.nonfinite and merged.kind is FrameKind.AGGREGATE
+    codecs[2].decode(PART, merged, 1)
+    assert codecs[2].item.nonfinite
+    assert codecs[2].item.values.isnan().all()
+
+
+# -- whom bad bytes are blamed on ----------------------------------------------------------------------------------
+
+
+def expect_blame(call: object, rank: int) -> str:
+    with pytest.raises(SyncError) as caught:
+        call()  # type: ignore[operator]
+    error = caught.value
+    assert (error.rank, error.tensor, error.phase) == (rank, "fc.weight", "decode")
+    assert str(error).startswith(f"Rank {rank} sent bytes that are no payload of fc.weight: ")
+    return str(error)
+
+
+@pytest.mark.parametrize(("name", "feedback"), MATRIX)
+def test_the_rank_that_sent_bad_bytes_is_named(name: str, feedback: str) -> None:
+    ranks = [codec(rank, gw.make(name), feedback) for rank in range(WORLD_SIZE)]
+    messages = [each.start(PART) for each in ranks]
+    bad = broken(messages[1], messages[1].body[:-1])
+    expect_blame(lambda: ranks[0].decode_sum(PART, [messages[0], bad, messages[2]]), 1)
+    expect_blame(lambda: ranks[0].merge(PART, [messages[2], bad], 1), 1)
+    expect_blame(lambda: ranks[2].decode(PART, bad, 1), 1)
+    expect_blame(lambda: ranks[2].decode(PART, broken(messages[0], EMPTY), 1), 0)
+
+
+@pytest.mark.parametrize("length", [0, 1, NUMEL - 1])
+def test_lanes_and_payloads_of_another_length_are_blamed_on_their_sender(length: int) -> None:
+    codecs = shared()
+    messages = [each.start(PART) for each in codecs]
+    bad = broken(messages[2], messages[2].body[:length])
+    expect_blame(lambda: codecs[0].merge(PART, [messages[1], bad], 1), 2)
+    expect_blame(lambda: codecs[0].decode_sum(PART, [messages[1], bad]), 2)
+    lanes = codecs[0].merge(PART, messages[1:], 1)
+    for cut in (0, 2, 2 * length, lanes.body.size - 1):  # a single lane would be added to all elements
+        said = expect_blame(lambda cut=cut: codecs[1].decode(PART, broken(lanes, lanes.body[:cut]), 1), 0)
+        assert f"Expected AGGREGATE of {lanes.body.size} bytes, got {cut}." in said
+
+
+@pytest.mark.parametrize("length", [0, 1, 4, 7])
+def test_statistics_of_another_length_are_blamed_on_their_sender(length: int) -> None:
+    codecs = [codec(rank, SHARED) for rank in range(WORLD_SIZE)]
+    statistics = [each.stats(PART) for each in codecs]
+    statistics[1] = broken(statistics[1], statistics[1].body[:length])
+    expect_blame(lambda: codecs[0].reduce_stats(PART, statistics), 1)
+
+
+def test_statistics_of_a_rank_that_has_none_are_refused() -> None:
+    codecs = [codec(rank, SHARED) for rank in range(WORLD_SIZE)]
+    statistics = [each.stats(PART) for each in codecs]
+    statistics[2] = statistics[2]._replace(flags=PRESENT)
+    expect_blame(lambda: codecs[0].reduce_stats(PART, statistics), 2)
+
+
+# -- the preliminary round -----------------------------------------------------------------------------------------
+
+
+def test_every_rank_reduces_to_the_same_scales() -> None:
+    codecs = shared()
+    block = SHARED.options["block"]
+    largest = np.abs(np.stack([gradient(rank).numpy() for rank in range(WORLD_SIZE)])).max(0)
+    padded = np.pad(largest, (0, -NUMEL % block)).reshape(-1, block).max(1) / WORLD_SIZE
+    for each in codecs:
+        (scales,) = each._stats[PART.index]
+        assert scales.tobytes() == codecs[0]._stats[PART.index][0].tobytes()
+        np.testing.assert_allclose(scales, padded, rtol=1e-6)
+
+
+def test_reducing_leaves_what_arrived_as_it_was() -> None:
+    """The same message is sent on to peers while it is reduced here."""
+    codecs = [codec(rank, SHARED) for rank in range(WORLD_SIZE)]
+    statistics = [each.stats(PART) for each in codecs]
+    before = [message.body.tobytes() for message in statistics]
+    codecs[0].reduce_stats(PART, statistics)
+    assert [message.body.tobytes() for message in statistics] == before
+
+
+def test_ranks_that_did_not_use_the_parameter_have_no_say_in_the_scales() -> None:
+    codecs = shared((False, True, False))
+    (scales,) = codecs[0]._stats[PART.index]
+    (alone,) = SHARED.stats(gradient(1), codecs[1]._context(PART, 0), 1 / WORLD_SIZE)
+    np.testing.assert_array_equal(scales, alone.values)
+    (nobody,) = shared((False, False, False))[0]._stats[PART.index]
+    assert not nobody.any()
+
+
+def test_sums_of_lanes_are_the_same_along_every_path() -> None:
+    """All at once, merged at an owner, or hop by hop: integers add alike."""
+    at_once, owner, hops = shared(), shared(), shared()
+    at_once[0].decode_sum(PART, [each.start(PART) for each in at_once])
+    owner[1].decode(PART, owner[0].merge(PART, [each.start(PART) for each in owner[1:]], 1), 1)
+    partial = hops[1].merge(PART, [hops[0].start(PART)], 1)
+    hops[0].decode(PART, hops[2].merge(PART, [partial], 2), 2)
+    assert torch.equal(at_once[0].item.values, owner[1].item.values)
+    assert torch.equal(at_once[0].item.values, hops[0].item.values)
+
+
+def test_the_kind_of_frame_follows_the_algebra() -> None:
+    lossy, lanes = codec(0, gw.make("threelc")), codec(0, SHARED)
+    assert (type(lossy), type(lanes)) == (LossyCodec, LaneCodec)
+    assert [lossy.kind(stage) for stage in (0, 1)] == [FrameKind.PAYLOAD] * 2
+    assert [lanes.kind(stage) for stage in (0, 1)] == [FrameKind.PAYLOAD, FrameKind.AGGREGATE]

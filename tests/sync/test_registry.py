@@ -1,0 +1,164 @@
+"""The receiver's side of the wire contract: what ranks agreed on, and every header that does not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import gradwire as gw
+from gradwire.compressors.registry import code
+from gradwire.core.errors import FrameError
+from gradwire.core.spec import TensorSpec
+from gradwire.sync.plan import Plan
+from gradwire.sync.registry import BATCH_FLAG, TensorRegistry
+from gradwire.sync.replica import REPLICA_TENSOR
+from gradwire.wire.frame import HEADER_BYTES, FrameFlags, FrameKind, Header
+
+SPECS = {
+    "dense": TensorSpec((64, 64)),
+    "ternary": TensorSpec((64, 64)),
+    "shared": TensorSpec((3000,), torch.float16),
+    "bias": TensorSpec((10,)),
+    "scale": TensorSpec((30,)),
+}
+PLAN = Plan({"ternary": "threelc", "shared": gw.make("int8", shared=True), "*": "none"}, min_elements=1000)
+BLOCK = PLAN.rules["shared"].options["block"]
+BATCHED = 40  # elements of bias and scale
+NONE, TERNARY, INT8 = code("none"), code("threelc"), code("int8")
+
+
+def registry(world_size: int = 3) -> TensorRegistry:
+    made = TensorRegistry(PLAN, world_size)
+    made.add(SPECS)
+    return made
+
+
+REGISTRY = registry()
+DENSE = Header(FrameKind.PAYLOAD, compressor=NONE, dtype=1, tensor=0, offset=1024, count=1024, length=4096)
+TERNARY_PAYLOAD = Header(FrameKind.PAYLOAD, compressor=TERNARY, dtype=1, tensor=1, count=4096, length=300)
+STATS = Header(FrameKind.STATS, compressor=INT8, dtype=2, tensor=2, count=2048, length=4 * -(-2048 // BLOCK))
+LANES = Header(FrameKind.AGGREGATE, compressor=INT8, dtype=2, tensor=2, offset=1024, count=1000, length=2000)
+BATCH = Header(FrameKind.PAYLOAD, compressor=NONE, dtype=1, tensor=3 | BATCH_FLAG, count=BATCHED, length=4 * BATCHED)
+HASH = Header(FrameKind.STATS, tensor=REPLICA_TENSOR, count=1, length=4)
+FITTING = [DENSE, TERNARY_PAYLOAD, STATS, LANES, BATCH, HASH]
+
+
+@pytest.mark.parametrize("header", FITTING, ids=lambda header: f"{header.kind.name} {header.tensor}")
+def test_what_was_agreed_on_is_admitted(header: Header) -> None:
+    REGISTRY.admit(header)
+
+
+def test_the_agreed_order_gives_the_numbers() -> None:
+    assert REGISTRY.names == list(SPECS)
+    assert REGISTRY.ids == {name: number for number, name in enumerate(SPECS)}
+    grown = registry()
+    grown.add({"later": TensorSpec((5,))})
+    assert grown.ids["later"] == len(SPECS)
+
+
+@pytest.mark.parametrize(
+    ("header", "changed", "said"),
+    [
+        (DENSE, {"tensor": len(SPECS)}, "Expected one of 5 tensors"),
+        (DENSE, {"tensor": BATCH_FLAG - 1}, "Expected one of 5 tensors"),
+        (BATCH, {"tensor": BATCH_FLAG | 5}, "Expected one of 5 tensors"),
+        (DENSE, {"compressor": TERNARY}, "Expected none of torch.float32"),
+        (DENSE, {"compressor": 0}, "Expected none of torch.float32"),
+        (DENSE, {"dtype": 2}, "Expected none of torch.float32"),
+        (STATS, {"dtype": 1}, "Expected int8 of torch.float16"),
+        (DENSE, {"tensor": 1}, "Expected threelc of torch.float32"),
+        (DENSE, {"offset": 4096 - 1023}, "Expected a range within 4096 elements"),
+        (DENSE, {"offset": 1 << 62}, "Expected a range within 4096 elements"),
+        (TERNARY_PAYLOAD, {"count": 1 << 62}, "Expected a range within 4096 elements"),
+        (BATCH, {"count": BATCHED + 1}, "Expected a range within 40 elements"),
+        (DENSE, {"length": 4097}, "Expected at most 4096 bytes, got 4097"),
+        (DENSE, {"count": 1023}, "Expected at most 4092 bytes, got 4096"),
+        (TERNARY_PAYLOAD, {"length": 1 << 39}, "Expected at most"),
+        (LANES, {"length": 2001}, "Expected at most 2000 bytes, got 2001"),
+        (LANES, {"length": 1999}, "Expected 2000 bytes, got 1999"),
+        (LANES, {"length": 1}, "Expected 2000 bytes, got 1"),
+        (STATS, {"length": 4}, "got 4"),
+        (STATS, {"length": 1 << 20}, "Expected at most"),
+        (DENSE, {"kind": FrameKind.STATS}, "Expected no STATS frames of none"),
+        (DENSE, {"kind": FrameKind.AGGREGATE}, "Expected no AGGREGATE frames of none"),
+        (TERNARY_PAYLOAD, {"kind": FrameKind.AGGREGATE}, "Expected no AGGREGATE frames of threelc"),
+        (DENSE, {"kind": FrameKind.HELLO}, "Expected no HELLO frames"),
+        (HASH, {"length": 5}, "Expected a hash of 4 bytes, got 5"),
+        (HASH, {"length": 0}, "Expected a hash of 4 bytes, got 0"),
+        (HASH, {"kind": FrameKind.PAYLOAD}, "Expected a hash of 4 bytes"),
+    ],
+)
+def test_every_other_header_is_refused_with_what_was_expected(header: Header, changed: dict, said: str) -> None:
+    with pytest.raises(FrameError, match=said):
+        REGISTRY.admit(dataclasses.replace(header, **changed))
+
+
+def test_the_message_names_the_frame() -> None:
+    with pytest.raises(FrameError, match=r"PAYLOAD of rank 2, round 9, tensor 0, partition 4, stage 1"):
+        REGISTRY.admit(dataclasses.replace(DENSE, sender=2, round=9, partition=4, stage=1, dtype=2))
+
+
+def numbers(bits: int, *likely: int) -> st.SearchStrategy[int]:
+    """Values that are near right, and any others."""
+    return st.one_of(st.sampled_from(likely), st.integers(0, (1 << bits) - 1))
+
+
+@given(
+    st.builds(
+        Header,
+        kind=st.sampled_from(FrameKind),
+        compressor=numbers(16, NONE, TERNARY, INT8),
+        flags=st.sampled_from([FrameFlags(bits) for bits in range(8)]),
+        sender=numbers(16, 1),
+        stage=numbers(16, 0, 1),
+        dtype=st.integers(0, 4),
+        round=numbers(64, 0),
+        tensor=numbers(32, 0, 1, 2, 3, 4, 5, 3 | BATCH_FLAG, REPLICA_TENSOR),
+        partition=numbers(32, 0),
+        offset=numbers(62, 0, 1024, 4096),
+        count=numbers(62, 0, 1, 1024, 4096),
+        length=numbers(40, 0, 4, 2000, 4096),
+    )
+)
+def test_any_header_is_admitted_or_a_frame_error_and_bounds_what_is_allocated(header: Header) -> None:
+    try:
+        REGISTRY.admit(header)
+    except FrameError:
+        return
+    assert header.length <= max(spec.nbytes for spec in SPECS.values()) * 2
+    assert header.tensor == REPLICA_TENSOR or (header.tensor & ~BATCH_FLAG) < len(SPECS)
+
+
+def test_lanes_are_as_wide_as_the_world_needs() -> None:
+    """Above 258 ranks a lane of int8 takes four bytes."""
+    wide = dataclasses.replace(LANES, length=4000)
+    registry(259).admit(wide)
+    with pytest.raises(FrameError, match="at most 2000"):
+        registry(258).admit(wide)
+
+
+def test_ranks_agree_on_everything_a_header_is_checked_against() -> None:
+    rows = REGISTRY.describe(SPECS)
+    assert [row["name"] for row in rows] == list(SPECS)
+    assert rows[2]["shape"] == [3000]
+    assert rows[2]["dtype"] == "torch.float16"
+    assert rows[2]["compressor"] == "int8"
+    assert rows[2]["options"]["shared"] == "True"
+    assert {"strategy", "partitions", "feedback", "batched"} < set(rows[0])
+    assert [row["batched"] for row in rows] == [False, False, False, True, True]
+
+
+def test_a_peer_may_be_two_whole_steps_ahead_by_bytes_and_by_frames() -> None:
+    """Frames with little in them count by their headers: they cost memory as well."""
+    slack = 1 << 20
+    step = sum(REGISTRY.entries[name].compressor.max_encoded_bytes(spec) for name, spec in SPECS.items())
+    limit = REGISTRY.early_bytes_limit()
+    assert limit >= slack + 2 * step + 2 * HEADER_BYTES * len(SPECS)
+    assert limit < slack + 4 * step + HEADER_BYTES * 6 * 3 * len(SPECS) + 1
+    cut = TensorRegistry(Plan({"*": "topk"}, partitions=64), 8)
+    cut.add({"w": TensorSpec((1,))})
+    assert cut.early_bytes_limit() >= slack + 2 * HEADER_BYTES * 3 * 8 * 64
