@@ -58,5 +58,11 @@ def test_rates_are_written_as_people_write_them(rate, text):
     assert table.rate_text(rate) == text
 
 
+def test_agreement_tells_payload_from_headers():
+    assert "within 1.00 %, and up to 6.0 % more" in table.agreement(support.result())
+    ddp = support.method("ddp-fp32", 3.0, 40e6, 2.5, measured=False)
+    assert table.agreement(support.result(ddp, shaped=False)) == ""
+
+
 def test_there_is_no_negative_zero():
     assert table.percent(-0.00001) == "+0.0 %"

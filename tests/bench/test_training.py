@@ -2,6 +2,11 @@
 
 import json
 import math
+import os
+import select
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -67,6 +72,26 @@ def test_a_rank_that_fails_ends_the_run_with_its_words():
         launch(job, 2)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the deadline alone ends orphans")
+def test_ranks_do_not_outlive_a_parent_that_is_killed():
+    code = (
+        "from gradwire.bench.job import Job, Progress, Segment\n"
+        "from gradwire.bench.launch import launch\n"
+        "job = Job('digits', (Segment('ddp-fp32', train_steps=10_000_000),), folder='', deadline_seconds=60.0)\n"
+        "launch(job, 2, lambda message: print(message, flush=True))\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    with parent:
+        assert b"Progress" in parent.stdout.readline()
+        children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+        ends = [os.pidfd_open(int(child)) for child in children]
+        parent.kill()
+    assert len(ends) == 2
+    for end in ends:
+        with os.fdopen(end):
+            assert select.select([end], [], [], 20.0)[0], "a rank lives on"
+
+
 def test_the_deadline_ends_the_run():
     job = Job("digits", (Segment("ddp-fp32", train_steps=10_000_000),), folder="", deadline_seconds=6.0)
     with pytest.raises(RanksError, match=r"time limit|failed first"):
@@ -88,6 +113,18 @@ def test_the_demo_writes_its_report(tmp_path):
     assert answer.exit_code == 0, answer.output
     assert json.loads(answer.stdout)["results"][1]["label"] == "gradwire topk ratio 0.1"
     assert "gradwire topk ratio 0.1" in (tmp_path / "index.html").read_text()
+
+
+def test_kernels_are_timed_into_a_file(tmp_path):
+    from gradwire.cli.app import build_app
+
+    line = ["bench", "kernels", "--size", "1", "--repeats", "1", "--only", "abs_max", "--json"]
+    answer = CliRunner().invoke(build_app(), [*line, "--csv", str(tmp_path / "kernels.csv")])
+    assert answer.exit_code == 0, answer.output
+    measured = json.loads(answer.stdout)["kernels"]
+    assert measured
+    assert all("abs_max" in row["kernel"] for row in measured)
+    assert "fraction_of_copy" in (tmp_path / "kernels.csv").read_text()
 
 
 def test_the_demo_refuses_unknown_methods_before_anything_starts():

@@ -13,6 +13,7 @@ from gradwire.bench.results import MethodResult, TrainingResult
 from gradwire.bench.table import (
     LOSS_TOLERANCE,
     above,
+    agreement,
     comparison,
     headline,
     headline_method,
@@ -55,6 +56,7 @@ def render(result: TrainingResult) -> str:
     return template.render(
         style=(files / "report.css").read_text(),
         headline=headline(result),
+        agreement=agreement(result),
         result=result,
         cards=_cards(result),
         sections=[_section(result, index) for index in range(len(result.rates))],

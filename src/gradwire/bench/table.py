@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from gradwire.bench import methods
 from gradwire.bench.results import MethodResult, StepTime, TrainingResult
+from gradwire.bench.statistics import relative_difference
 from gradwire.lab.units import format_rate, parse_rate
 
 if TYPE_CHECKING:
@@ -197,6 +198,19 @@ def headline(result: TrainingResult, index: int = 0) -> str:
     if difference is None:
         return f"{sentence}."
     return f"{sentence}; after {result.train_steps} steps its validation loss is {above(difference)} DDP's."
+
+
+def agreement(result: TrainingResult) -> str:
+    """How far the interface's count is from our own, at most, as a sentence; empty outside of a lab."""
+    counted = [time for entry in result.results for time in entry.times if time.interface_bytes is not None]
+    if not counted:
+        return ""
+    payload = max(abs(time.interface_difference or 0.0) for time in counted)
+    headers = max(relative_difference(time.interface_bytes or 0.0, time.bytes) for time in counted)
+    return (
+        f"The interfaces counted the same bytes within {100 * payload:.2f} %, and up to {100 * headers:.1f} % more "
+        "with the headers of Ethernet, IP and TCP."
+    )
 
 
 def comparison(speedup: float | None) -> str:

@@ -129,7 +129,7 @@ def show(result: TrainingResult) -> None:
     """Print headline, tables and notes."""
     from rich.console import Console
 
-    from gradwire.bench.table import headline, tables
+    from gradwire.bench.table import agreement, headline, tables
 
     console = Console()
     # Fewer columns would cut the numbers off, and a pipe has no width at all.
@@ -139,6 +139,8 @@ def show(result: TrainingResult) -> None:
             console.print(table)
     for index in range(len(result.rates)):
         console.print(headline(result, index), highlight=False)
+    if sentence := agreement(result):
+        console.print(sentence, highlight=False)
     if result.note:
         console.print(f"[yellow]{result.note}[/]", highlight=False)
     console.print(f"Took {result.seconds:.0f} s.", highlight=False)
