@@ -8,6 +8,7 @@ import torch
 
 import gradwire as gw
 from gradwire.core.errors import SyncError
+from gradwire.core.spec import ELEMENT_TYPES
 from gradwire.feedback.residuals import Residuals
 from gradwire.sync.codec import EMPTY, LaneCodec, LossyCodec, make_codec
 from gradwire.sync.item import Item, Message, Part
@@ -200,6 +201,23 @@ def test_sums_of_lanes_are_the_same_along_every_path() -> None:
     hops[0].decode(PART, hops[2].merge(PART, [partial], 2), 2)
     assert torch.equal(at_once[0].item.values, owner[1].item.values)
     assert torch.equal(at_once[0].item.values, hops[0].item.values)
+
+
+@pytest.mark.parametrize("dtype", list(ELEMENT_TYPES), ids=str)
+@pytest.mark.parametrize("compressor", [SHARED, gw.make("int8"), gw.make("none")], ids=repr)
+def test_the_mean_is_written_in_every_element_type(compressor: object, dtype: torch.dtype) -> None:
+    codecs = [codec(rank, compressor) for rank in range(WORLD_SIZE)]
+    for each in codecs:
+        each.item.values = each.item.values.to(dtype)
+    if compressor is SHARED:
+        statistics = [each.stats(PART) for each in codecs]
+        for each in codecs:
+            each.reduce_stats(PART, statistics)
+    codecs[0].decode_sum(PART, [each.start(PART) for each in codecs])
+    mean = codecs[0].item.values
+    assert mean.dtype == dtype
+    exact = sum(gradient(rank).double() for rank in range(WORLD_SIZE)) / WORLD_SIZE
+    assert torch.allclose(mean.double(), exact, atol=0.05)
 
 
 def test_the_kind_of_frame_follows_the_algebra() -> None:

@@ -221,7 +221,10 @@ class LaneCodec(LossyCodec):
             out.fill_(torch.nan)
         else:
             lanes = self._sum_lanes(part, messages)
-            self.compressor.lower(lanes, self.world_size, self._context(part, 0), self._stats[part.index], out)
+            mean = out if out.dtype == torch.float32 else torch.empty(part.count)  # lanes are lowered to float32
+            self.compressor.lower(lanes, self.world_size, self._context(part, 0), self._stats[part.index], mean)
+            if mean is not out:
+                kernels.cast(mean.numpy(), as_array(out))
 
 
 def make_codec(item: Item, residuals: Residuals, rank: int, world_size: int, seed: int) -> LossyCodec:

@@ -45,7 +45,8 @@ def _warm_up_one(entry: PlanEntry, dtype: torch.dtype) -> None:
     if compressor.summable:
         lanes = np.zeros(compressor.num_lanes(spec), compressor.lane_dtype(2))
         compressor.lift(payload, context, lanes, accumulate=True)
-        compressor.lower(lanes, 2, context, stats, grad)
+        compressor.lower(lanes, 2, context, stats, total)
         return
+    compressor.encode_compensated(total, context, work)
     aggregate = compressor.encode_compensated(total, context, work, residual=work)
     compressor.decode(aggregate, context, grad)

@@ -1,0 +1,674 @@
+"""The synchroniser on several ranks: tensors of every form, steps as transactions, state, reports, failures."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import gradwire as gw
+from gradwire.core.errors import (
+    DisagreementError,
+    OptionError,
+    PeerFailedError,
+    PeerLostError,
+    PeerTimeoutError,
+    SyncError,
+)
+from gradwire.core.spec import TensorSpec
+from gradwire.sync.group import GroupInfo
+from gradwire.sync.plan import Plan
+from gradwire.sync.strategies import STRATEGIES
+from gradwire.sync.synchronizer import Shard, Synchronizer
+from gradwire.sync.warmup import warm_up
+from tests.sync.harness import ranks
+
+NUMEL = 6000
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+ALL = Plan({"*w": "threelc", "*": "none"})
+
+
+def gradient(rank: int, step: int, numel: int = NUMEL) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(1000 * rank + step))
+
+
+def take_step(one: Synchronizer, step: int, *, grad: torch.Tensor | None = None, commit: bool = True) -> torch.Tensor:
+    """One step over the tensor "w"; returns its mean."""
+    one.begin_step()
+    grad = gradient(one.rank, step) if grad is None else grad
+    one.submit([Shard("w", grad)])
+    one.wait()
+    if commit:
+        one.commit()
+    return grad
+
+
+def held(one: Synchronizer) -> torch.Tensor:
+    """The committed residuals of both roles of "w", as one float64 tensor."""
+    return held_in(one.state_dict())
+
+
+def held_in(state: Any) -> torch.Tensor:
+    total = torch.zeros(NUMEL, dtype=torch.float64)
+    for role in ("local", "aggregate"):
+        for start, values in state["residuals"][role].get("w", {}).items():
+            total[int(start) : int(start) + values.numel()] += values.double()
+    return total
+
+
+def same(left: Any, right: Any) -> bool:
+    """Whether two states hold the same bits."""
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+    return torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right
+
+
+def alone(plan: Any = "threelc", **options: Any) -> Synchronizer:
+    return Synchronizer(GroupInfo(0, 1, dist.HashStore(), f"alone {id(plan)}"), plan, **options)
+
+
+# -- tensors of every form -----------------------------------------------------------------------------------------
+
+
+def forms(rank: int) -> list[tuple[str, torch.Tensor]]:
+    """Small and large, strided, scalar, empty, of all element types; the same names on all ranks."""
+    base = torch.arange(24.0).view(4, 6) + rank
+    tensors = {
+        "scalar": torch.tensor(float(rank)),
+        "empty": torch.empty(0, 3),
+        "transposed": base.clone().T,
+        "every other": base.clone()[:, ::2],
+        "alone.w": gradient(rank, 0).view(60, 100).T,
+        "large": gradient(rank, 1, 20_000).view(200, 100),
+        "large strided": gradient(rank, 2, 40_000).view(200, 200)[:, ::2],
+    }
+    small = {f"small {dtype}": torch.full((5,), rank, dtype=dtype) for dtype in DTYPES}
+    return [*tensors.items(), *small.items()]
+
+
+def test_every_form_of_tensor_ends_as_the_mean_in_place() -> None:
+    def run(one: Synchronizer) -> list[torch.Tensor]:
+        mine = forms(one.rank)
+        one.begin_step()
+        future = one.submit([Shard(name, tensor) for name, tensor in mine])
+        value = future.wait()
+        assert all(left is right for left, (_, right) in zip(value, mine, strict=True))
+        return value
+
+    with ranks(3, Plan("none")) as group:
+        by_rank = group.each(run)
+    for index, (name, first) in enumerate(forms(0)):
+        exact = sum(forms(rank)[index][1].double() for rank in range(3)) / 3
+        for means in by_rank:
+            assert (means[index].shape, means[index].dtype) == (first.shape, first.dtype)
+            assert torch.equal(means[index], by_rank[0][index]), name
+            assert torch.allclose(means[index].double(), exact, atol=1e-5), name
+
+
+def test_small_dense_tensors_of_one_dtype_share_a_message_and_large_ones_do_not() -> None:
+    def run(one: Synchronizer) -> dict[str, int]:
+        one.begin_step()
+        one.submit([Shard(name, tensor) for name, tensor in forms(one.rank)]).wait()
+        return {event.tensor: event.detail["elements"] for event in one.events.latest() if event.kind == "submit"}
+
+    with ranks(2, Plan("none")) as group:
+        for found in group.each(run):
+            assert found == {
+                "scalar and 4 more": 1 + 24 + 12 + 6000 + 5,
+                "large": 20_000,
+                "large strided": 20_000,
+                "small torch.float16": 5,
+                "small torch.bfloat16": 5,
+                "small torch.float64": 5,
+            }
+
+
+def test_the_future_holds_what_it_was_told_to() -> None:
+    def run(one: Synchronizer) -> bool:
+        one.begin_step()
+        bucket = torch.ones(4)
+        return one.submit([Shard("w", bucket[:2]), Shard("v", bucket[2:])], result=bucket).wait() is bucket
+
+    with ranks(2, "none") as group:
+        assert group.each(run) == [True, True]
+
+
+def test_nothing_to_do_is_done_at_once() -> None:
+    def run(one: Synchronizer) -> None:
+        assert one.submit([]).wait() == []
+        empty = torch.empty(0)
+        assert one.submit([Shard("e", empty)]).wait()[0] is empty
+        one.wait()
+
+    with ranks(2, "none") as group:
+        group.each(run)
+        assert [sum(transport.sent_bytes) for transport in group.network.transports] == [0, 0]
+
+
+def test_ranges_of_a_registered_tensor_keep_residuals_of_their_own() -> None:
+    def run(one: Synchronizer) -> dict[str, Any]:
+        one.register({"w": TensorSpec((NUMEL,))})
+        one.begin_step()
+        grad = gradient(one.rank, 0)
+        for offset in (0, 4096):
+            one.submit([Shard("w", grad[offset : offset + 4096], offset)])
+        one.commit()
+        return one.state_dict()
+
+    with ranks(2, Plan({"w": "threelc"}, strategy="allgather")) as group:
+        for state in group.each(run):
+            assert set(state["residuals"]["local"]["w"]) == {"0", "4096"}
+            assert state["residuals"]["local"]["w"]["4096"].numel() == NUMEL - 4096
+
+
+def test_an_unused_shard_leaves_its_residual_and_counts_as_zero() -> None:
+    def run(one: Synchronizer) -> tuple[Any, Any, torch.Tensor]:
+        take_step(one, 0)
+        before = one.state_dict()["residuals"]
+        one.begin_step()
+        grad = torch.zeros(NUMEL)
+        one.submit([Shard("w", grad, used=False)])
+        one.commit()
+        return before, one.state_dict()["residuals"], grad
+
+    with ranks(2, Plan({"w": "threelc"}, strategy="allgather")) as group:
+        for before, after, mean in group.each(run):
+            assert same(before, after)
+            assert not mean.any()
+
+
+# -- mistakes ------------------------------------------------------------------------------------------------------
+
+
+def test_a_range_of_an_unknown_tensor_gets_advice() -> None:
+    with ranks(2, "none") as group:
+        for error in group.outcomes(lambda one: one.submit([Shard("w", torch.zeros(5), offset=10)])):
+            assert isinstance(error, OptionError)
+            assert "register({name: TensorSpec(shape, dtype)}) with the whole parameter's shape" in str(error)
+
+
+@pytest.mark.parametrize("other", [TensorSpec((6,)), TensorSpec((5,), torch.float16), TensorSpec((5, 1))])
+def test_a_second_tensor_of_one_name_gets_advice(other: TensorSpec) -> None:
+    with ranks(2, "none") as group:
+        group.each(lambda one: one.register({"w": TensorSpec((5,))}))
+        group.each(lambda one: one.register({"w": TensorSpec((5,))}))
+        for error in group.outcomes(lambda one: one.register({"w": other})):
+            assert isinstance(error, OptionError)
+            assert "give another tensor another name" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("specs", "said"),
+    [
+        (lambda rank: {"w": TensorSpec((5 + rank,))}, "tensors[0].shape[0] = 5 on rank 0 and 6 on rank 1"),
+        (lambda rank: {"w": TensorSpec((5,), DTYPES[rank])}, "tensors[0].dtype = 'torch.float32' on rank 0"),
+        (lambda rank: {"wv"[rank % 2]: TensorSpec((5,))}, "tensors[0].name = 'w' on rank 0 and 'v' on rank 1"),
+        (
+            lambda rank: {f"{number}": TensorSpec((5,)) for number in range(rank + 1)},
+            "len(tensors) = 1 on rank 0 and 2 on rank 1",
+        ),
+    ],
+)
+def test_ranks_that_register_different_tensors_all_raise_before_data_is_sent(specs: Any, said: str) -> None:
+    with ranks(3, "none") as group:
+        for error in group.outcomes(lambda one: one.register(specs(one.rank))):
+            assert isinstance(error, DisagreementError)
+            assert said in str(error)
+        assert [sum(transport.sent_bytes) for transport in group.network.transports] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (lambda rank: {"seed": rank}, "seed = 0 on rank 0 and 1 on rank 1"),
+        (lambda rank: {"timeout": timedelta(seconds=10 + rank)}, "timeout = 10.0 on rank 0 and 11.0 on rank 1"),
+        (lambda rank: {"plan": ("fp16", "threelc")[rank]}, "'fp16' on rank 0 and 'threelc' on rank 1"),
+        (lambda rank: {"plan": Plan("fp16", partitions=1 + rank)}, "partitions = 1 on rank 0 and 2 on rank 1"),
+        (lambda rank: {"plan": gw.make("topk", ratio=0.1 * (1 + rank))}, "options.ratio = '0.1' on rank 0"),
+        (lambda rank: {"tensors": {}} if rank else {}, "len(tensors) = 1 on rank 0 and 0 on rank 1"),
+    ],
+)
+def test_ranks_that_are_set_up_differently_all_raise(options: Any, said: str) -> None:
+    store, found = dist.HashStore(), {}
+
+    def make(rank: int) -> None:
+        chosen = {"plan": "fp16", "tensors": {"w": TensorSpec((400, 400))}, "timeout": timedelta(seconds=10)}
+        try:
+            Synchronizer(GroupInfo(rank, 2, store, said), **(chosen | options(rank)))
+        except DisagreementError as error:
+            found[rank] = str(error)
+
+    threads = [threading.Thread(target=make, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found[0] == found[1]
+    assert said in found[0]
+
+
+@pytest.mark.parametrize("seconds", [0, -1])
+def test_a_timeout_that_never_ends_well_is_refused(seconds: int) -> None:
+    with pytest.raises(OptionError, match=r"pass timedelta\(seconds=30\)"):
+        alone(timeout=timedelta(seconds=seconds))
+
+
+# -- the step as a transaction -------------------------------------------------------------------------------------
+
+
+def kinds(one: Synchronizer) -> list[str]:
+    return [event.kind for event in one.events.latest() if event.kind in ("commit", "rollback")]
+
+
+@pytest.mark.parametrize("strategy", sorted(STRATEGIES))
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("ended_by", ["commit", "begin_step", "rollback"])
+def test_a_step_that_is_not_finite_leaves_residuals_bit_for_bit(strategy: str, value: float, ended_by: str) -> None:
+    def run(one: Synchronizer) -> None:
+        take_step(one, 0)
+        before = one.state_dict()["residuals"]
+        bad = gradient(one.rank, 1)
+        if one.rank == 1:
+            bad[NUMEL // 2] = value
+        mean = take_step(one, 1, grad=bad, commit=False)
+        assert not mean.isfinite().all(), "every rank sees it"
+        getattr(one, ended_by)()
+        assert same(before, one.state_dict()["residuals"])
+        assert kinds(one) == ["commit", "rollback"]
+        assert take_step(one, 2).isfinite().all()
+        assert kinds(one) == ["commit", "rollback", "commit"]
+
+    with ranks(3, Plan({"w": "threelc"}, strategy=strategy)) as group:
+        group.each(run)
+
+
+def test_begin_step_counts_and_keeps_what_a_finite_step_staged() -> None:
+    def run(one: Synchronizer) -> None:
+        take_step(one, 0, commit=False)
+        take_step(one, 1, commit=False)
+        assert one.step == 2
+        assert not held(one).any(), "not committed yet"
+        assert kinds(one) == []
+        one.commit()
+        assert held(one).any()
+
+    with ranks(2, Plan({"w": "threelc"})) as group:
+        group.each(run)
+
+
+def test_steps_that_are_rolled_back_might_as_well_not_have_been() -> None:
+    def run(one: Synchronizer, detour: bool) -> list[torch.Tensor]:
+        means = [take_step(one, 0)]
+        if detour:
+            take_step(one, 77, commit=False)
+            one.rollback()
+        return [*means, take_step(one, 1), take_step(one, 2)]
+
+    found = []
+    for detour in (False, True):
+        with ranks(3, Plan({"w": "threelc"}, strategy="ring")) as group:
+            found.append(group.each(lambda one, detour=detour: run(one, detour))[0])
+    assert all(torch.equal(left, right) for left, right in zip(*found, strict=True))
+
+
+def test_rollback_and_commit_wait_for_what_was_submitted() -> None:
+    def run(one: Synchronizer, end: Callable[[Synchronizer], None]) -> torch.Tensor:
+        for step in range(10):
+            one.begin_step()
+            one.submit([Shard("w", gradient(one.rank, step))])
+            end(one)
+            assert not one.residuals.is_open
+        return held(one)
+
+    with ranks(2, Plan({"w": "threelc"})) as group:
+        assert not any(kept.any() for kept in group.each(lambda one: run(one, Synchronizer.rollback)))
+        assert all(kept.any() for kept in group.each(lambda one: run(one, Synchronizer.commit)))
+
+
+# -- state ---------------------------------------------------------------------------------------------------------
+
+
+def through_a_file(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("strategy", sorted(STRATEGIES))
+@pytest.mark.parametrize(("method", "options"), [("threelc", {}), ("onebit", {}), ("int8", {}), ("topk", {})])
+def test_a_resumed_run_goes_on_bit_for_bit(strategy: str, method: str, options: Any) -> None:
+    plan = Plan({"w": gw.make(method, **options)}, strategy=strategy)
+    tensors = {"w": TensorSpec((NUMEL,))}
+
+    def unbroken(one: Synchronizer) -> tuple[Any, torch.Tensor, Any]:
+        for step in range(3):
+            take_step(one, step)
+        state = through_a_file(one.state_dict())
+        return state, [take_step(one, step) for step in (3, 4)][-1], one.state_dict()
+
+    with ranks(2, plan, seed=9, tensors=tensors) as group:
+        saved = group.each(unbroken)
+
+    def resumed(one: Synchronizer) -> tuple[torch.Tensor, Any]:
+        one.load_state_dict(saved[one.rank][0])
+        return [take_step(one, step) for step in (3, 4)][-1], one.state_dict()
+
+    with ranks(2, plan, seed=1, tensors=tensors) as group:  # the seed is part of the state
+        for (mean, state), (_, expected, end) in zip(group.each(resumed), saved, strict=True):
+            assert torch.equal(mean, expected)
+            assert same(state, end)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (("scatter_reduce", 1), ("ring", 3)),
+        (("ring", 2), ("allgather", 1)),
+        (("allgather", 1), ("scatter_reduce", 2)),
+        (("scatter_reduce", 4), ("scatter_reduce", 1)),
+    ],
+)
+def test_a_resume_under_another_strategy_and_partitions_loses_nothing(old: Any, new: Any) -> None:
+    """What is held is the same to the bit after loading, and goes on being conserved afterwards."""
+    world_size, tensors = 3, {"w": TensorSpec((NUMEL,))}
+
+    def plan(strategy: str, partitions: int) -> Plan:
+        return Plan({"w": "threelc"}, strategy=strategy, partitions=partitions)
+
+    def first(one: Synchronizer) -> Any:
+        for step in range(4):
+            take_step(one, step)
+        return one.state_dict()
+
+    with ranks(world_size, plan(*old), tensors=tensors) as group:
+        states = group.each(first)
+    before = sum(held_in(state) for state in states)
+    assert before.norm() > 0
+
+    def second(one: Synchronizer) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        one.load_state_dict(through_a_file(states[one.rank]))
+        loaded = held(one)
+        applied = sum(take_step(one, step).double() for step in range(4, 8))
+        return loaded, applied, held(one)
+
+    with ranks(world_size, plan(*new), tensors=tensors) as group:
+        found = group.each(second)
+    assert torch.equal(sum(loaded for loaded, _, _ in found), before)
+    produced = sum(gradient(rank, step).double() for rank in range(world_size) for step in range(4, 8)) / world_size
+    left = sum(kept for _, _, kept in found)
+    assert torch.allclose(found[0][1] + left, before + produced, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"rank": 5}, "Expected a state of rank 0, got 5"),
+        ({"world_size": 8}, "Expected a state of world_size 1, got 8"),
+        ({"version": 99}, "Expected a state of version 1, got 99"),
+        ({"version": None}, "Expected a state of version 1, got None"),
+    ],
+)
+def test_the_state_of_another_rank_or_version_is_refused_with_advice(changed: Any, said: str) -> None:
+    one = alone()
+    state = one.state_dict()
+    with pytest.raises(OptionError, match=said) as caught:
+        one.load_state_dict(state | {"step": 9} | changed)
+    assert "load on each rank the state that the same rank saved, in a group of the same size" in str(caught.value)
+    assert one.step == 0
+    with pytest.raises(OptionError):
+        one.load_state_dict({})
+
+
+def test_a_state_of_unknown_tensors_is_refused_and_changes_nothing() -> None:
+    state = {"version": 1, "step": 5, "seed": 3, "rank": 0, "world_size": 1}
+    residuals = {"version": 1, "local": {"v": {"0": torch.ones(4)}}, "aggregate": {}}
+    one = alone(tensors={"w": TensorSpec((4,))})
+    with pytest.raises(ValueError, match=r"Unknown parameter in the residual state 'v'. Known: w"):
+        one.load_state_dict(state | {"residuals": residuals})
+    assert (one.step, one.seed) == (0, 0)
+    residuals["local"] = {"w": {"0": torch.ones(4)}}
+    one.load_state_dict(state | {"residuals": residuals})
+    assert (one.step, one.seed) == (5, 3)
+    assert same(one.state_dict()["residuals"], residuals)
+
+
+# -- a world of one rank -------------------------------------------------------------------------------------------
+
+
+def test_a_world_of_one_rank_changes_no_bit_and_needs_no_thread() -> None:
+    before = threading.active_count()
+    one = alone(Plan({"*": "threelc"}), tensors={"w": TensorSpec((NUMEL,))})
+    grad = gradient(0, 0)
+    grad[3] = torch.nan
+    expected = grad.clone()
+    strided = torch.arange(10.0)[::2]
+    one.begin_step()
+    assert one.submit([Shard("w", grad), Shard("v", strided)]).wait()[0] is grad
+    one.check_replicas([grad])
+    one.wait()
+    one.commit()
+    one.rollback()
+    assert torch.equal(grad.view(torch.int32), expected.view(torch.int32))
+    assert strided.tolist() == [0, 2, 4, 6, 8]
+    assert one.report().total.sent_bytes == 0
+    assert "rank 0 of 1" in str(one.report())
+    one.load_state_dict(through_a_file(one.state_dict()))
+    assert one.step == 1
+    assert threading.active_count() == before
+    one.close()
+    one.close()
+
+
+# -- reports -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", sorted(STRATEGIES))
+def test_reported_bytes_are_the_transports(strategy: str) -> None:
+    plan = Plan({"*w": "threelc", "s": gw.make("int8", shared=True), "*": "none"}, strategy=strategy, partitions=2)
+
+    def run(one: Synchronizer) -> gw.Handle:
+        for step in range(3):
+            one.begin_step()
+            shards = [Shard(name, tensor) for name, tensor in forms(one.rank)]
+            one.submit([*shards, Shard("w", gradient(one.rank, step)), Shard("s", gradient(one.rank, step))])
+            one.commit()
+        return one.report()
+
+    with ranks(3, plan) as group:
+        for report, transport in zip(group.each(run), group.network.transports, strict=True):
+            assert report.total.sent_bytes == sum(row.sent_bytes for row in report.tensors.values())
+            assert report.total.sent_bytes == sum(transport.sent_bytes)
+            assert (report.world_size, report.steps, report.total.syncs) == (3, 3, 3)
+            assert {row.syncs for row in report.tensors.values()} == {3}
+            row = report.tensors["w"]
+            assert row.elements == NUMEL
+            assert row.dense_bytes == 3 * 2 * 2 * 4 * NUMEL // 3
+            assert row.method == f"{gw.make('threelc')!r} {strategy}"
+            assert row.ratio == row.dense_bytes / row.sent_bytes > 1
+            assert row.residual_norm > 0
+            assert row.encode_seconds > 0 and row.decode_seconds > 0 and row.latency_seconds > 0
+            assert report.tensors["large"].residual_norm == 0
+            json.dumps(report.as_dict())
+
+
+def test_the_reported_norm_is_that_of_the_state() -> None:
+    def run(one: Synchronizer) -> tuple[float, float]:
+        take_step(one, 0)
+        return one.report().tensors["w"].residual_norm, held(one).norm().item()
+
+    with ranks(2, Plan({"w": "threelc"}, strategy="allgather")) as group:
+        for reported, exact in group.each(run):
+            assert reported == pytest.approx(exact, rel=1e-6)
+
+
+# -- failures ------------------------------------------------------------------------------------------------------
+
+TIMEOUT = 2.0  # seconds; survivors have twice as long, and some more on a loaded machine
+SLACK = 10.0
+
+
+@pytest.mark.parametrize("strategy", sorted(STRATEGIES))
+@pytest.mark.parametrize("how", ["kill", "freeze"])
+def test_a_rank_that_is_lost_ends_all_others_with_one_error(strategy: str, how: str, tmp_path: Path) -> None:
+    victim, in_step = 1, threading.Barrier(3)
+    plan, tensors = Plan({"w": "threelc"}, strategy=strategy), {"w": TensorSpec((NUMEL,))}
+    # Compiled here: a compiler that keeps the interpreter busy looks like a dead rank under this timeout.
+    warm_up([(plan.entry("w", tensors["w"]), torch.float32)])
+
+    def run(one: Synchronizer) -> tuple[SyncError, float] | None:
+        for step in range(2):
+            take_step(one, step)
+        one.begin_step()
+        if one.rank == victim:
+            in_step.wait()
+            getattr(group.network, how)(victim)
+            return None
+        one.submit([Shard("w", gradient(one.rank, 2))])
+        in_step.wait()
+        begun = time.monotonic()
+        with pytest.raises(SyncError) as caught:
+            one.wait()
+        seconds = time.monotonic() - begun
+        for call in (one.wait, one.begin_step, one.commit, one.state_dict, lambda: take_step(one, 9)):
+            with pytest.raises(SyncError) as again:
+                call()
+            assert again.value is caught.value, "later calls raise the same"
+        return caught.value, seconds
+
+    with ranks(3, plan, timeout=TIMEOUT, dump_dir=tmp_path, tensors=tensors) as group:
+        try:
+            found = group.each(run)
+        finally:
+            group.network.thaw(victim)
+    for rank in (0, 2):
+        error, seconds = found[rank]
+        assert isinstance(error, (PeerLostError if how == "kill" else PeerTimeoutError, PeerFailedError))
+        assert (error.rank, error.tensor) == (victim, "w")
+        assert error.phase is not None and error.phase.startswith("recv ")
+        assert f"tensor w, {error.phase}" in str(error)
+        assert seconds < 2 * TIMEOUT + SLACK
+        assert error.dump is not None and f"Flight recorder: {error.dump}" in str(error)
+        check_dump(json.loads(Path(error.dump).read_text()), rank, error)
+
+
+def check_dump(dump: dict[str, Any], rank: int, error: SyncError) -> None:
+    assert (dump["version"], dump["rank"], dump["world_size"]) == (1, rank, 3)
+    assert dump["error"]["type"] == type(error).__name__
+    assert (dump["error"]["rank"], dump["error"]["tensor"]) == (error.rank, "w")
+    assert dump["error"]["phase"] == error.phase
+    state = dump["state"]
+    assert state["step"] == 3
+    assert state["active"] == ["w"]
+    assert state["waiting"]
+    assert all(row["tensor"] == "w" and row["seconds"] >= 0 for row in state["waiting"])
+    assert len(state["sent_bytes"]) == len(state["received_bytes"]) == 3
+    seen = [event["kind"] for event in dump["events"]]
+    assert {"submit", "encode", "send", "recv", "decode", "done", "commit"} <= set(seen)
+    assert seen[-1] == "failure"
+
+
+def test_a_rank_that_closed_early_is_named_long_before_the_stall_timeout() -> None:
+    """Rank 2 makes a step less and closes in good order."""
+
+    def run(one: Synchronizer) -> SyncError | None:
+        take_step(one, 0)
+        if one.rank == 2:
+            one.close()
+            return None
+        with pytest.raises(SyncError) as caught:
+            take_step(one, 1)
+        return caught.value
+
+    begun = time.monotonic()
+    with ranks(3, Plan({"w": "threelc"}), stall_timeout=timedelta(seconds=600)) as group:
+        for error in group.each(run)[:2]:
+            assert error.rank == 2
+            assert isinstance(error, (PeerLostError, PeerFailedError))
+            assert "closed in good order" in str(error)
+    assert time.monotonic() - begun < 60
+
+
+def test_a_rank_that_stays_away_is_blamed_on_all_ranks() -> None:
+    def run(one: Synchronizer) -> SyncError | None:
+        take_step(one, 0)
+        if one.rank == 2:
+            return None
+        with pytest.raises(SyncError) as caught:
+            take_step(one, 1)
+        return caught.value
+
+    with ranks(3, Plan({"w": "threelc"}), stall_timeout=timedelta(seconds=1)) as group:
+        for error in group.each(run)[:2]:
+            assert isinstance(error, (PeerTimeoutError, PeerFailedError))
+            assert error.rank == 2
+            assert "stall_timeout" in str(error)
+
+
+def test_after_a_failure_residuals_are_as_at_the_last_commit(tmp_path: Path) -> None:
+    committed = threading.Barrier(2)
+
+    def run(one: Synchronizer) -> None:
+        take_step(one, 0)
+        before = one.residuals.state_dict()
+        committed.wait()
+        if one.rank == 1:
+            group.network.kill(1)
+            return
+        with pytest.raises(SyncError):
+            take_step(one, 1)
+        assert same(before, one.residuals.state_dict())
+
+    with ranks(2, Plan({"w": "threelc"}), dump_dir=tmp_path) as group:
+        group.each(run)
+
+
+# -- the end -------------------------------------------------------------------------------------------------------
+
+
+def gradwire_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("gradwire-")}
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_close_is_idempotent_and_leaves_no_thread(killed: bool, tmp_path: Path) -> None:
+    before = gradwire_threads()
+
+    def end(one: Synchronizer) -> None:
+        if not killed:
+            take_step(one, 1)
+        elif one.rank:
+            with pytest.raises(SyncError):
+                take_step(one, 1)
+        one.close()
+        one.close()
+
+    with ranks(3, Plan({"w": "threelc"}), dump_dir=tmp_path) as group:
+        group.each(lambda one: take_step(one, 0))
+        assert len(gradwire_threads() - before) == 6
+        if killed:
+            group.network.kill(0)
+        group.each(end)
+        assert gradwire_threads() == before
+
+
+def test_a_closed_synchroniser_says_so_and_still_reports() -> None:
+    def run(one: Synchronizer) -> None:
+        take_step(one, 0)
+        one.close()
+        with pytest.raises(SyncError, match="make a new one to go on"):
+            one.submit([Shard("w", torch.zeros(NUMEL))])
+        assert one.report().tensors["w"].syncs == 1
+        assert held(one).any()
+
+    with ranks(2, Plan({"w": "threelc"})) as group:
+        group.each(run)

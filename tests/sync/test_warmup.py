@@ -1,0 +1,70 @@
+"""The warm-up: after it, no step of a plan compiles (or loads from the cache) any kernel."""
+
+from __future__ import annotations
+
+import pkgutil
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from numba.core.dispatcher import Dispatcher
+
+import gradwire as gw
+from gradwire.compressors import registry
+from gradwire.core.spec import ELEMENT_TYPES, TensorSpec
+from gradwire.kernels import cpu
+from gradwire.sync.plan import Plan
+from gradwire.sync.strategies import STRATEGIES
+from gradwire.sync.synchronizer import Shard, Synchronizer
+from tests.sync.harness import ranks
+
+METHODS: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in registry.names()),
+    ("int8", {"shared": True}),
+    ("int8", {"stochastic": False}),
+    ("threelc", {"zero_run": False}),
+]
+NUMEL = 5000
+
+
+def kernels() -> dict[str, Dispatcher]:
+    """Every function that Numba compiles when it is first called with new types, by name."""
+    modules = [import_module(f"{cpu.__name__}.{found.name}") for found in pkgutil.iter_modules(cpu.__path__)]
+    return {
+        f"{value.__module__}.{value.__name__}": value
+        for module in modules
+        for value in vars(module).values()
+        if isinstance(value, Dispatcher)
+    }
+
+
+def compiled() -> set[tuple[str, Any]]:
+    return {(name, signature) for name, kernel in kernels().items() for signature in kernel.signatures}
+
+
+@pytest.fixture
+def fresh() -> None:
+    """As in a new process: kernels forget what other tests had compiled, and find it again in the cache on disk."""
+    for kernel in kernels().values():
+        kernel._reset_overloads()
+    assert not compiled()
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize("dtype", list(ELEMENT_TYPES), ids=str)
+@pytest.mark.parametrize(("method", "options"), METHODS)
+def test_after_the_warm_up_a_step_compiles_nothing(method: str, options: Any, dtype: torch.dtype) -> None:
+    def step(one: Synchronizer) -> None:
+        one.register({"w": TensorSpec((NUMEL,), dtype)})
+        before = compiled()
+        assert before
+        for _ in range(2):
+            one.begin_step()
+            one.submit([Shard("w", torch.randn(NUMEL, generator=torch.Generator().manual_seed(one.rank)).to(dtype))])
+            one.commit()
+        assert compiled() == before
+
+    for strategy in STRATEGIES:
+        with ranks(3, Plan({"w": gw.make(method, **options)}, strategy=strategy)) as group:
+            group.each(step)
