@@ -73,7 +73,7 @@ class Link:
         return len(self._queue) + begun + sum(starts for _, starts in self._outgoing)
 
     def flush(self, now: float) -> None:
-        """Send as much as the kernel takes in one turn."""
+        """Send as much as the kernel takes in one turn. One thread at a time: the owner sees to that."""
         for _ in range(CALLS_PER_TURN):
             if not self.pending:
                 break

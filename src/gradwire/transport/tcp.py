@@ -150,11 +150,20 @@ class TcpTransport(Transport):
         link = self._links[peer]
         head = seal(header, body)
         with self._lock:
+            if self._last_word is not None:
+                return  # closing: the last word is the last, and only the transport's thread sends it
             if link.conversation.departed:
                 self._undeliverable = link.conversation.gone()
             else:
                 self.sent_bytes[peer] += HEADER_BYTES + body.nbytes
+                idle = not link.pending
                 link.enqueue(head, body)
+                # Straight to the kernel where nothing is ahead: a hand-over to the other thread costs a wake-up, which
+                # on busy cores takes longer than the frame.
+                if idle and not link.blocked:
+                    link.flush(time.monotonic())
+                if not link.pending:
+                    return
             self._wake()
 
     def departed(self, peer: int) -> bool:
@@ -270,7 +279,8 @@ class TcpTransport(Transport):
             if link.writable and not link.pending:
                 link.enqueue(link.conversation.control(FrameKind.HEARTBEAT), _EMPTY)
         if link.pending and not link.blocked:
-            link.flush(now)
+            with self._lock:
+                link.flush(now)
 
     def _watch(self, link: Link) -> None:
         """Have the selector look for what this link waits for, and for nothing else."""
