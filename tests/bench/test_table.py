@@ -47,6 +47,11 @@ def test_the_headline_admits_a_slower_step():
     assert "2.00 times slower than DDP fp32" in table.headline(result)
 
 
+def test_the_headline_does_not_vouch_for_what_was_not_learnt():
+    result = support.result(support.method("ddp-fp32", 3.0, 40e6, None), support.method("topk", 0.1, 1e6, None))
+    assert table.headline(result).endswith("(3.00 s); what it learns was not measured.")
+
+
 def test_without_a_baseline_the_headline_compares_nothing():
     assert table.headline(support.result(support.method("none", 6.0, 40e6, 2.5))).endswith("takes 6.00 s a step.")
 

@@ -196,7 +196,7 @@ def headline(result: TrainingResult, index: int = 0) -> str:
     sentence += f", {comparison(result.speedup(best, index))} DDP fp32 ({_seconds(baseline.times[index])})"
     difference = result.loss_difference(best)
     if difference is None:
-        return f"{sentence}."
+        return f"{sentence}; what it learns was not measured."
     return f"{sentence}; after {result.train_steps} steps its validation loss is {above(difference)} DDP's."
 
 
