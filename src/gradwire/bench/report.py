@@ -118,12 +118,10 @@ def _cards(result: TrainingResult) -> list[tuple[str, str, str]]:
         (times(result.speedup(best)), "faster a step", f"than DDP fp32 at {rate}"),
         (f"{time.over_ideal:.2f} ×", "the ideal step", f"{milliseconds(time.ideal)} ms at {rate}"),
         (times(time.ratio), "fewer bytes", f"{megabytes(time.bytes)} MB sent by a rank in a step"),
-        (
-            percent(result.loss_difference(best)),
-            "validation loss",
-            f"against DDP fp32 after {result.train_steps} steps",
-        ),
     ]
+    difference = result.loss_difference(best)
+    if difference is not None:
+        cards.append((percent(difference), "validation loss", f"against DDP fp32 after {result.train_steps} steps"))
     fp16 = result.of(methods.DDP_FP16)
     if fp16 is not None:
         factor = fp16.times[0].step.median / time.step.median
@@ -137,11 +135,13 @@ def _verdicts(result: TrainingResult) -> list[str]:
     for entry in result.results:
         if methods.is_native(entry.method):
             continue
-        difference, speedup = result.loss_difference(entry), result.speedup(entry)
+        difference = result.loss_difference(entry)
         if difference is not None and not difference <= LOSS_TOLERANCE:
             found.append(f"{entry.label} ends with a validation loss {above(difference)} DDP fp32's.")
-        if speedup is not None and speedup < 1:
-            found.append(f"A step of {entry.label} is {comparison(speedup)} one of DDP fp32.")
+        for index, rate in enumerate(result.rates):
+            speedup = result.speedup(entry, index)
+            if speedup is not None and speedup < 1:
+                found.append(f"At {rate_text(rate)}, a step of {entry.label} is {comparison(speedup)} one of DDP fp32.")
         if not entry.identical:
             found.append(f"{entry.label} left ranks with different bits: this is a bug, please report it.")
     return found
