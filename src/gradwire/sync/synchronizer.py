@@ -190,11 +190,14 @@ class Synchronizer:
 
         Raises:
             SyncError: the synchroniser has failed before.
+            OptionError: a range that is not one of its parameter's, or an element type that is not its own.
 
         On failure: the future stays open; `wait` raises the error, which names rank, tensor and phase. Later calls
             raise it again. Gradients of the step are undefined, residuals are as at the last commit.
         """
         self.register({shard.name: self._spec(shard) for shard in shards if shard.name not in self._tensors.ids})
+        for shard in shards:
+            self._check_range(shard)
         staging = Staging([shard.tensor for shard in shards])
         future = staging.future()
         value = [shard.tensor for shard in shards] if result is None else result
@@ -223,6 +226,14 @@ class Synchronizer:
                 "register({name: TensorSpec(shape, dtype)}) with the whole parameter's shape."
             )
         return TensorSpec.of(shard.tensor)
+
+    def _check_range(self, shard: Shard) -> None:
+        spec, count = self._tensors.specs[shard.name], shard.tensor.numel()
+        if shard.tensor.dtype != spec.dtype or not 0 <= shard.offset <= spec.numel - count:
+            raise OptionError(
+                f"Expected a range of {shard.name!r}, {spec}, got {count} elements of {shard.tensor.dtype} from "
+                f"element {shard.offset} on. Do: submit what was registered, or register the whole parameter first."
+            )
 
     def _items(self, shards: Sequence[Shard], staging: Staging) -> list[Item]:
         """One item a shard, and one for all small dense shards of a dtype together."""

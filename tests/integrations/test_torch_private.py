@@ -1,0 +1,228 @@
+"""What gradwire relies on of torch without torch's promise. A failure here means: this torch has changed it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.integrations import torch_private
+
+Hook = Callable[[Any, torch_private.GradBucket], torch.futures.Future[torch.Tensor]]
+
+
+def module() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3), nn.ReLU(), nn.Linear(3, 2))
+
+
+def hooked(hook: Hook | None, **options: Any) -> DistributedDataParallel:
+    ddp = DistributedDataParallel(module(), **options)
+    if hook is not None:
+        # torch compares annotations as objects, and those of this file are strings.
+        ddp.register_comm_hook(None, lambda state, bucket: hook(state, bucket))
+    return ddp
+
+
+def backward(ddp: nn.Module) -> None:
+    ddp(torch.ones(5, 4)).sum().backward()
+
+
+def done(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(tensor)
+    return future
+
+
+# -- in_backward ---------------------------------------------------------------------------------------------------
+
+
+def test_in_backward_is_true_in_a_hook_of_a_backward_and_false_around_it() -> None:
+    seen: list[bool] = []
+
+    def hook(_: Any, bucket: torch_private.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        seen.append(torch_private.in_backward())
+        return done(bucket.buffer())
+
+    assert torch_private.in_backward() is False
+    backward(hooked(hook))
+    assert torch_private.in_backward() is False
+    assert seen == [True]
+
+
+def test_in_backward_is_false_in_the_hook_of_a_rank_that_has_joined_early() -> None:
+    """A rank that has run out of inputs mirrors the others' all-reduces, with no backward of its own."""
+    seen: list[bool] = []
+
+    def hook(_: Any, bucket: torch_private.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        seen.append(torch_private.in_backward())
+        return done(bucket.buffer())
+
+    ddp = hooked(hook)
+    backward(ddp)
+    ddp._match_all_reduce_for_bwd_pass()  # what Join calls on such a rank
+    assert seen == [True, False]
+
+
+# -- after_backward ------------------------------------------------------------------------------------------------
+
+
+def test_after_backward_runs_once_when_all_gradients_are_there() -> None:
+    order: list[str] = []
+    weight = torch.ones(3, requires_grad=True)
+    product = weight * 2
+    product.register_hook(lambda _: torch_private.after_backward(lambda: order.append(f"end {weight.grad.tolist()}")))
+    product.register_hook(lambda _: order.append("hook"))
+    product.sum().backward()
+    order.append("returned")
+    assert order == ["hook", "end [2.0, 2.0, 2.0]", "returned"]
+    (weight * 3).sum().backward()
+    assert len(order) == 3, "for that one backward only"
+
+
+def test_after_backward_comes_before_the_reducer_takes_the_hooks_results() -> None:
+    """So the callback may wait for, or fail on, what the futures will hold."""
+    futures: list[torch.futures.Future[torch.Tensor]] = []
+    seen: list[bool] = []
+
+    def hook(_: Any, bucket: torch_private.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        if bucket.index() == 0:
+            torch_private.after_backward(end)
+        futures.append(torch.futures.Future())
+        buffers.append(bucket.buffer())
+        return futures[-1]
+
+    def end() -> None:
+        # Were the reducer first, it would already wait for these futures, and this would never be called.
+        seen.append(all(not future.done() for future in futures))
+        for future, buffer in zip(futures, buffers, strict=True):
+            future.set_result(torch.full_like(buffer, 7.0))
+
+    buffers: list[torch.Tensor] = []
+    ddp = hooked(hook)
+    backward(ddp)
+    assert seen == [True]
+    assert all(bool((parameter.grad == 7).all()) for parameter in ddp.parameters())
+
+
+def test_an_exception_after_backward_leaves_backward_with_its_type() -> None:
+    class OurError(RuntimeError):
+        pass
+
+    def hook(_: Any, bucket: torch_private.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        torch_private.after_backward(end)
+        return torch.futures.Future()  # stays open, as after a failure
+
+    def end() -> None:
+        raise error
+
+    error = OurError("rank 2 is gone")
+    with pytest.raises(OurError) as caught:
+        backward(hooked(hook))
+    assert caught.value is error
+    assert torch_private.in_backward() is False
+
+
+# -- has_comm_hook -------------------------------------------------------------------------------------------------
+
+
+def test_has_comm_hook_sees_anybodys_hook() -> None:
+    assert not torch_private.has_comm_hook(hooked(None))
+    assert torch_private.has_comm_hook(hooked(lambda _, bucket: done(bucket.buffer())))
+
+
+def test_has_comm_hook_sees_what_mixed_precision_registers() -> None:
+    from torch.nn.parallel.distributed import _MixedPrecision
+
+    mixed = _MixedPrecision(param_dtype=torch.float32, reduce_dtype=torch.float32, buffer_dtype=torch.float32)
+    assert torch_private.has_comm_hook(DistributedDataParallel(module(), mixed_precision=mixed))
+
+
+def test_torch_takes_one_hook_a_module_so_a_taken_slot_must_be_noticed() -> None:
+    ddp = hooked(lambda _, bucket: done(bucket.buffer()))
+    with pytest.raises(RuntimeError, match="can only be called once"):
+        ddp.register_comm_hook(None, lambda state, bucket: done(bucket.buffer()))
+
+
+# -- bucket_parameters ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bucket_cap_mb", [25.0, 0.00005])
+@pytest.mark.parametrize("as_view", [False, True])
+def test_bucket_parameters_are_the_modules_own_in_the_order_of_the_gradients(
+    bucket_cap_mb: float, as_view: bool
+) -> None:
+    """In every layout: the first backward's, and the one that DDP rebuilds after it."""
+    buckets: list[list[tuple[int, torch.Tensor, bool]]] = []
+
+    def hook(_: Any, bucket: torch_private.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        parameters, gradients = torch_private.bucket_parameters(bucket), bucket.gradients()
+        assert len(parameters) == len(gradients)
+        first, size = bucket.buffer().data_ptr(), bucket.buffer().numel() * 4
+        rows = [
+            (id(parameter), gradient.clone(), first <= gradient.data_ptr() < first + size)
+            for parameter, gradient in zip(parameters, gradients, strict=True)
+        ]
+        buckets.append(rows)
+        return done(bucket.buffer())
+
+    plain, ddp = module(), hooked(hook, bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=as_view)
+    backward(plain)
+    expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
+    for _ in range(3):
+        buckets.clear()
+        ddp.zero_grad()
+        backward(ddp)
+        rows = [row for bucket in buckets for row in bucket]
+        assert sorted(names[found] for found, _, _ in rows) == sorted(names.values())
+        for found, gradient, in_buffer in rows:
+            assert torch.equal(gradient, expected[names[found]])
+            assert in_buffer, "gradients are views of the bucket: writing them writes the result"
+    assert (len(buckets) > 1) == (bucket_cap_mb < 1)
+
+
+def test_a_parameter_that_backward_did_not_reach_has_no_grad_in_the_hook() -> None:
+    """How an unused parameter is told from one whose gradient is zero."""
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(4, 2), nn.Linear(4, 2)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return self.used(inputs)
+
+    seen: dict[int, tuple[bool, bool]] = {}
+
+    def hook(_: Any, bucket: torch_private.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        for parameter, gradient in zip(torch_private.bucket_parameters(bucket), bucket.gradients(), strict=True):
+            seen[id(parameter)] = (parameter.grad is not None, bool(gradient.any()))
+        return done(bucket.buffer())
+
+    ddp = DistributedDataParallel(Branches(), find_unused_parameters=True)
+    ddp.register_comm_hook(None, lambda state, bucket: hook(state, bucket))
+    backward(ddp)
+    for parameter in ddp.module.used.parameters():
+        assert seen[id(parameter)] == (True, True)
+    for parameter in ddp.module.unused.parameters():
+        assert seen[id(parameter)] == (False, False)
+
+
+def test_a_bucket_says_which_is_the_first_of_a_backward() -> None:
+    indices: list[int] = []
+
+    def hook(_: Any, bucket: torch_private.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        indices.append(bucket.index())
+        return done(bucket.buffer())
+
+    ddp = hooked(hook, bucket_cap_mb=0.00005)
+    for _ in range(3):
+        indices.clear()
+        backward(ddp)
+        assert indices == list(range(len(indices)))
+    assert len(indices) > 1
