@@ -61,3 +61,10 @@ def test_mistakes_get_advice(make: object, error: type[Exception], advice: str) 
     with pytest.raises(error) as caught:
         make()  # type: ignore[operator]
     assert advice in str(caught.value)
+
+
+def test_large_dense_tensors_take_the_ring_unless_a_strategy_is_named() -> None:
+    assert Plan("none").entry("w", MATRIX).strategy == "ring"
+    assert Plan("none").entry("b", TensorSpec((10,))).strategy == "scatter_reduce"
+    assert Plan("threelc").entry("w", MATRIX).strategy == "scatter_reduce"
+    assert Plan("none", strategy="allgather").entry("w", MATRIX).strategy == "allgather"

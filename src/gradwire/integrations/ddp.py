@@ -34,7 +34,7 @@ def attach(
     method: Method | Mapping[str, Method] | Plan = "threelc",
     *,
     optimizer: torch.optim.Optimizer | None = None,
-    strategy: str = "scatter_reduce",
+    strategy: str | None = None,
     partitions: int = 1,
     min_elements: int = 16_384,
     feedback: str | None = None,
@@ -53,7 +53,8 @@ def attach(
         optimizer: the optimizer of these parameters. With it, residuals are committed when it steps, so that steps
             skipped by a GradScaler leave no trace; without it, when the next backward begins, unless any rank's
             gradients were not finite.
-        strategy: ``"scatter_reduce"``, ``"ring"`` or ``"allgather"``.
+        strategy: ``"scatter_reduce"``, ``"ring"`` or ``"allgather"``; None takes the ring for large dense tensors and
+            scatter-reduce for all others.
         partitions: ranges a rank's share of a tensor is cut into.
         min_elements: under a blanket method, vectors and tensors of fewer elements stay dense, in one message.
         feedback: ``"error"`` or ``"none"``; None leaves it to each compressor's default.

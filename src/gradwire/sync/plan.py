@@ -57,7 +57,8 @@ class Plan:
 
     Args:
         rules: one method for all tensors (a name or a compressor), or a mapping from name patterns to methods.
-        strategy: how compressed tensors travel.
+        strategy: how tensors travel; None takes the ring for large dense tensors, which fills each link with one
+            flow and loses nothing at its hops, and scatter-reduce for all others.
         partitions: ranges a rank's share of a tensor is cut into.
         min_elements: under a blanket rule, tensors of fewer elements, and all vectors, stay dense.
         feedback: ``"error"`` or ``"none"`` for all compressors; None leaves it to each one's default.
@@ -71,12 +72,12 @@ class Plan:
         self,
         rules: Method | Mapping[str, Method],
         *,
-        strategy: str = "scatter_reduce",
+        strategy: str | None = None,
         partitions: int = 1,
         min_elements: int = 16_384,
         feedback: str | None = None,
     ) -> None:
-        if strategy not in STRATEGIES:
+        if strategy is not None and strategy not in STRATEGIES:
             raise UnknownNameError("strategy", strategy, STRATEGIES)
         if feedback is not None and feedback not in policies.names():
             raise UnknownNameError("feedback", feedback, policies.names())
@@ -100,12 +101,13 @@ class Plan:
         if small and pattern == "*":
             compressor = make("none")
         feedback = self.feedback or compressor.default_feedback
+        batched = small and compressor.name == "none"
         return PlanEntry(
             compressor,
-            self.strategy,
+            self.strategy or ("ring" if compressor.exact and not batched else "scatter_reduce"),
             self.partitions,
             feedback="none" if compressor.exact else feedback,
-            batched=small and compressor.name == "none",
+            batched=batched,
         )
 
     def _match(self, name: str) -> tuple[str, Compressor]:
