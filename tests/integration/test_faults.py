@@ -44,4 +44,6 @@ def test_a_live_rank_that_does_not_join_the_step_is_named() -> None:
 
 def test_a_strayed_replica_is_found_and_named() -> None:
     for outcome in results(launch("faults.strayed_replica", 3)):
-        assert outcome == {"type": "ReplicaError", "rank": 1, "step": 5}
+        # A rank that hears of the failure before it has all hashes passes the message on.
+        assert outcome["type"] in ("ReplicaError", "PeerFailedError")
+        assert (outcome["rank"], outcome["step"]) == (1, 5)

@@ -327,6 +327,27 @@ def test_a_sync_error_of_a_task_is_raised_as_it_is() -> None:
         assert failure_of(made.engine) is mine
 
 
+def test_the_peers_know_why_before_the_error_is_raised() -> None:
+    """A caller may end its process on the error: who then only sees the connection close would blame this rank."""
+    never = threading.Event()
+
+    def slowly(*arguments: Any) -> None:
+        never.wait(0.3)  # a last word takes its time on a slow network
+        abort(*arguments)
+
+    with setup(3) as made:
+        transport = made.network.transports[0]
+        abort, transport.abort = transport.abort, slowly  # type: ignore[method-assign]
+        made.engine.run(receiving(key(2))[0])
+        made.engine.fail(SyncError("rank 2 is to blame", rank=2))
+        failure_of(made.engine)
+        made.network.kill(0)
+        for peer in (1, 2):
+            told = made.peers[peer].failure()
+            assert isinstance(told, PeerFailedError)
+            assert told.rank == 2
+
+
 def test_nothing_runs_after_a_failure_and_done_is_never_called() -> None:
     ran: list[str] = []
     graph = TaskGraph("w", 0, 0, lambda: ran.append("done"))

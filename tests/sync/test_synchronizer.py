@@ -600,41 +600,40 @@ def check_dump(dump: dict[str, Any], rank: int, error: SyncError) -> None:
     assert seen.count("failure") == 1
 
 
-def test_a_rank_that_closed_early_is_named_long_before_the_stall_timeout() -> None:
-    """Rank 2 makes a step less and closes in good order."""
+def lost_in_the_second_step(leave: Callable[[Synchronizer], None], **options: Any) -> list[SyncError]:
+    """What ranks 0 and 1 raise in step 1, which rank 2 leaves them alone with."""
+    plan, tensors = Plan({"w": "threelc"}), {"w": TensorSpec((NUMEL,))}
+    warm_up([(plan.entry("w", tensors["w"]), torch.float32)])
+    after_step_0 = threading.Barrier(3)
 
     def run(one: Synchronizer) -> SyncError | None:
         take_step(one, 0)
+        after_step_0.wait()
         if one.rank == 2:
-            one.close()
+            leave(one)
             return None
         with pytest.raises(SyncError) as caught:
             take_step(one, 1)
         return caught.value
 
+    with ranks(3, plan, tensors=tensors, **options) as group:
+        return group.each(run)[:2]
+
+
+def test_a_rank_that_closed_early_is_named_long_before_the_stall_timeout(tmp_path: Path) -> None:
     begun = time.monotonic()
-    with ranks(3, Plan({"w": "threelc"}), stall_timeout=timedelta(seconds=600)) as group:
-        for error in group.each(run)[:2]:
-            assert error.rank == 2
-            assert isinstance(error, (PeerLostError, PeerFailedError))
-            assert "closed in good order" in str(error)
+    for error in lost_in_the_second_step(Synchronizer.close, stall_timeout=timedelta(seconds=600), dump_dir=tmp_path):
+        assert error.rank == 2
+        assert isinstance(error, (PeerLostError, PeerFailedError))
+        assert "closed in good order" in str(error)
     assert time.monotonic() - begun < 60
 
 
-def test_a_rank_that_stays_away_is_blamed_on_all_ranks() -> None:
-    def run(one: Synchronizer) -> SyncError | None:
-        take_step(one, 0)
-        if one.rank == 2:
-            return None
-        with pytest.raises(SyncError) as caught:
-            take_step(one, 1)
-        return caught.value
-
-    with ranks(3, Plan({"w": "threelc"}), stall_timeout=timedelta(seconds=1)) as group:
-        for error in group.each(run)[:2]:
-            assert isinstance(error, (PeerTimeoutError, PeerFailedError))
-            assert error.rank == 2
-            assert "stall_timeout" in str(error)
+def test_a_rank_that_stays_away_is_blamed_on_all_ranks(tmp_path: Path) -> None:
+    for error in lost_in_the_second_step(lambda _: None, stall_timeout=timedelta(seconds=3), dump_dir=tmp_path):
+        assert isinstance(error, (PeerTimeoutError, PeerFailedError))
+        assert error.rank == 2
+        assert "stall_timeout" in str(error)
 
 
 def test_after_a_failure_residuals_are_as_at_the_last_commit(tmp_path: Path) -> None:

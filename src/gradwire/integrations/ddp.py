@@ -9,7 +9,8 @@ no way back), and after `detach` it does exactly what DDP does without a hook; a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,10 @@ class Handle:
 
     def on_bucket(self, bucket: torch_private.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Average one bucket: what the trampoline calls during backward."""
+        with _advising():
+            return self._average(bucket)
+
+    def _average(self, bucket: torch_private.GradBucket) -> torch.futures.Future[torch.Tensor]:
         if bucket.index() == 0:
             self._begin_backward()
         shards = [
@@ -166,12 +171,8 @@ class Handle:
 
     def _end_backward(self) -> None:
         """Raise here what went wrong: an exception set on a bucket's future would surface as a cast error."""
-        try:
+        with _advising():
             self.synchronizer.wait()
-        except SyncError as error:
-            if not error.args[0].endswith(_ADVICE):
-                error.args = (f"{error} {_ADVICE}",)
-            raise
 
     def _settle(self) -> None:
         """Without an optimizer to tell, a step counts as taken once the next one begins, or its state is saved."""
@@ -180,6 +181,17 @@ class Handle:
 
     def _after_step(self, *_: Any) -> None:
         self.synchronizer.commit()
+
+
+@contextmanager
+def _advising() -> Iterator[None]:
+    """Add to what ends a backward, in a hook or after it, what to do with the module."""
+    try:
+        yield
+    except SyncError as error:
+        if not error.args[0].endswith(_ADVICE):
+            error.args = (f"{error} {_ADVICE}",)
+        raise
 
 
 class _Slot:

@@ -33,6 +33,7 @@ from gradwire.wire.frame import HEADER_BYTES, Header
 logger = logging.getLogger("gradwire")
 
 _GRACE_SECONDS = 1.0
+_FAREWELL_SECONDS = 2.0
 FINISH = "finish"  # phase of the last task of every graph, which the engine adds itself
 
 
@@ -102,20 +103,25 @@ class Engine:
         On failure: `graph.on_done` is never called; `error` says why, and `wait_idle` raises it.
         """
         with self._condition:
-            self.raise_if_failed()
-            if self._closing:
-                raise _closed()
-            self._active.add(graph)
-            now = time.monotonic()
-            for task in graph.tasks:
-                task.started = now
-            ended = [task for task in graph.tasks if task.key is not None and self._claim(task)]
-            for task in graph.tasks:
-                if task.pending == 0 and task.run is not None:
-                    self._push(task)
-            for task in ended:
-                self._end(task)
-            self._condition.notify_all()
+            if self.error is None and not self._closing:
+                self._start(graph)
+                return
+        self._raise_if_failed()
+        raise _closed()
+
+    def _start(self, graph: TaskGraph) -> None:
+        """Make ready what can run. Holds the lock."""
+        self._active.add(graph)
+        now = time.monotonic()
+        for task in graph.tasks:
+            task.started = now
+        ended = [task for task in graph.tasks if task.key is not None and self._claim(task)]
+        for task in graph.tasks:
+            if task.pending == 0 and task.run is not None:
+                self._push(task)
+        for task in ended:
+            self._end(task)
+        self._condition.notify_all()
 
     def wait_idle(self) -> None:
         """Block until every graph has ended.
@@ -126,13 +132,19 @@ class Engine:
         with self._condition:
             while self._active and self.error is None and not self._closing:
                 self._condition.wait()
-            self.raise_if_failed()
-            if self._active:
-                raise _closed()
+            abandoned = bool(self._active) and self.error is None
+        self._raise_if_failed()
+        if abandoned:
+            raise _closed()
 
-    def raise_if_failed(self) -> None:
-        if self.error is not None:
-            raise self.error
+    def _raise_if_failed(self) -> None:
+        with self._condition:
+            error, aborting = self.error, self._aborting
+        if error is not None:
+            # The caller may end its process at once; the peers must have heard by then whose fault it is.
+            if aborting is not None:
+                aborting.join(_FAREWELL_SECONDS)
+            raise error
 
     def fail(self, error: SyncError) -> None:
         """End everything with `error`. Only the first call counts."""
