@@ -158,7 +158,8 @@ class Handle:
             Shard(self._names[id(parameter)], grad, used=parameter.grad is not None)
             for parameter, grad in zip(torch_private.bucket_parameters(bucket), bucket.gradients(), strict=True)
         ]
-        return self.synchronizer.submit(shards, result=bucket.buffer())
+        # The small tensors of all buckets travel together, with the last one.
+        return self.synchronizer.submit(shards, result=bucket.buffer(), hold=not bucket.is_last())
 
     def _begin_backward(self) -> None:
         if torch_private.in_backward():

@@ -64,9 +64,19 @@ class Staging:
         """A future that CUDA streams of whoever waits for it synchronise with."""
         return torch.futures.Future(devices=None if self._device is None else [self._device])
 
-    def finish(self, future: torch.futures.Future[Any], value: Any) -> None:
-        """Copy back what was copied, then complete the future."""
+    def store(self) -> None:
+        """Copy back what was copied."""
         with torch.cuda.stream(self._stream):
             for store in self._stores:
                 store()
+
+    def follow(self, other: Staging) -> None:
+        """Have the future wait for what `other` has stored, too."""
+        if self._stream is not None and other._stream is not None:
+            self._stream.wait_stream(other._stream)
+
+    def finish(self, future: torch.futures.Future[Any], value: Any) -> None:
+        """Copy back what was copied, then complete the future."""
+        self.store()
+        with torch.cuda.stream(self._stream):
             future.set_result(value)

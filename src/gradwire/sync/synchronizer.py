@@ -13,9 +13,10 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from gradwire.sync.plan import Plan
 from gradwire.sync.registry import BATCH_FLAG, TensorRegistry, batch_entry
 from gradwire.sync.staging import Staging
 from gradwire.sync.strategies import STRATEGIES, Builder, Surroundings
+from gradwire.sync.submission import Held, Submission
 from gradwire.sync.warmup import warm_up
 from gradwire.transport.base import Transport
 
@@ -112,6 +114,7 @@ class Synchronizer:
         self._topics = itertools.count()
         self._dump_dir = None if dump_dir is None else Path(dump_dir)
         self._nonfinite = False
+        self._held: list[Held] = []
         self._engine: Engine | None = None
         self._stall_timeout = stall_timeout or 10 * timeout
         self._name = f"gradwire/{self._info.next_number()}"
@@ -176,7 +179,9 @@ class Synchronizer:
 
     # -- averaging -------------------------------------------------------------------------------------------
 
-    def submit(self, shards: Sequence[Shard], result: torch.Tensor | None = None) -> torch.futures.Future[Any]:
+    def submit(
+        self, shards: Sequence[Shard], result: torch.Tensor | None = None, *, hold: bool = False
+    ) -> torch.futures.Future[Any]:
         """Average shards over all ranks, in place; return at once.
 
         All ranks submit the same shards in the same order.
@@ -184,6 +189,8 @@ class Synchronizer:
         Args:
             shards: what to average.
             result: what the future shall hold in place of the list of tensors.
+            hold: keep small dense tensors back, to travel in one message with those of the submissions that follow,
+                up to the next one without `hold` (or `wait`).
 
         Returns:
             A future of the list of tensors, or of `result`.
@@ -198,17 +205,20 @@ class Synchronizer:
         self.register({shard.name: self._spec(shard) for shard in shards if shard.name not in self._tensors.ids})
         for shard in shards:
             self._check_range(shard)
-        staging = Staging([shard.tensor for shard in shards])
-        future = staging.future()
         value = [shard.tensor for shard in shards] if result is None else result
-        items = self._items(shards, staging)
-        if self._engine is None or not items:
-            staging.finish(future, value)
-            return future
-        left = itertools.count(len(items) - 1, -1)
-        for item in items:
-            self._launch(item, lambda: staging.finish(future, value) if next(left) == 0 else None)
-        return future
+        submission = Submission(Staging([shard.tensor for shard in shards]), value)
+        for index, shard in enumerate(shards):
+            if self._engine is None or shard.tensor.numel() == 0:
+                continue
+            submission.expect()
+            if self._tensors.entries[shard.name].batched:
+                self._held.append(Held(shard.name, shard.tensor, submission))
+            else:
+                self._launch(self._item(shard, index, submission.staging), submission.arrived)
+        if not hold:
+            self._send_held()
+        submission.arrived()
+        return submission.future
 
     def wait(self) -> None:
         """Block until everything submitted holds its mean.
@@ -217,6 +227,7 @@ class Synchronizer:
             SyncError: the synchroniser failed; within twice the deadline.
         """
         if self._engine is not None:
+            self._send_held()
             self._engine.wait_idle()
 
     def _spec(self, shard: Shard) -> TensorSpec:
@@ -235,51 +246,40 @@ class Synchronizer:
                 f"element {shard.offset} on. Do: submit what was registered, or register the whole parameter first."
             )
 
-    def _items(self, shards: Sequence[Shard], staging: Staging) -> list[Item]:
-        """One item a shard, and one for all small dense shards of a dtype together."""
-        items: list[Item] = []
-        batches: dict[torch.dtype, list[int]] = {}
-        for index, shard in enumerate(shards):
-            if shard.tensor.numel() == 0:
-                continue
-            entry = self._tensors.entries[shard.name]
-            if entry.batched:
-                batches.setdefault(shard.tensor.dtype, []).append(index)
-                continue
-            values = staging.whole(index)
-            number = self._tensors.ids[shard.name]
-            items.append(
-                Item(
-                    shard.name,
-                    number,
-                    values,
-                    entry,
-                    next(self._rounds),
-                    self.step,
-                    shard.offset,
-                    shard.used,
-                    wait_loaded=staging.wait_loaded,
-                )
-            )
-        for indices in batches.values():
-            first = shards[indices[0]].name
-            entry = batch_entry(self._tensors.entries[first])
-            name = first if len(indices) == 1 else f"{first} and {len(indices) - 1} more"
-            number = self._tensors.ids[first] | BATCH_FLAG
-            items.append(
-                Item(
-                    name,
-                    number,
-                    staging.batch(indices),
-                    entry,
-                    next(self._rounds),
-                    self.step,
-                    wait_loaded=staging.wait_loaded,
-                )
-            )
-        return items
+    def _item(self, shard: Shard, index: int, staging: Staging) -> Item:
+        return Item(
+            shard.name,
+            self._tensors.ids[shard.name],
+            staging.whole(index),
+            self._tensors.entries[shard.name],
+            next(self._rounds),
+            self.step,
+            shard.offset,
+            shard.used,
+            wait_loaded=staging.wait_loaded,
+        )
 
-    def _launch(self, item: Item, finished: Any) -> None:
+    def _send_held(self) -> None:
+        """Send the small dense tensors held so far, in one message an element type."""
+        batches: dict[torch.dtype, list[Held]] = {}
+        for held in self._held:
+            batches.setdefault(held.tensor.dtype, []).append(held)
+        self._held = []
+        for batch in batches.values():
+            first = batch[0].name
+            staging = Staging([held.tensor for held in batch])
+            item = Item(
+                first if len(batch) == 1 else f"{first} and {len(batch) - 1} more",
+                self._tensors.ids[first] | BATCH_FLAG,
+                staging.batch(range(len(batch))),
+                batch_entry(self._tensors.entries[first]),
+                next(self._rounds),
+                self.step,
+                wait_loaded=staging.wait_loaded,
+            )
+            self._launch(item, partial(_batch_arrived, staging, batch))
+
+    def _launch(self, item: Item, arrived: Callable[[], None]) -> None:
         assert self._engine is not None
         submitted = time.monotonic()
         dense_bytes = 2 * (self.world_size - 1) * item.values.nbytes // self.world_size
@@ -290,7 +290,7 @@ class Synchronizer:
         def done() -> None:
             self._nonfinite |= item.nonfinite
             self.events.emit(Event("done", submitted, time.monotonic() - submitted, item.name, item.round))
-            finished()
+            arrived()
 
         graph = TaskGraph(item.name, item.round, priority=item.round, on_done=done)
         STRATEGIES[item.entry.strategy](Builder(item, graph, self._around))
@@ -397,3 +397,9 @@ class Synchronizer:
             directory=self._dump_dir,
         )
         error.args = (f"{error} Flight recorder: {path}",)
+
+
+def _batch_arrived(staging: Staging, batch: Sequence[Held]) -> None:
+    staging.store()
+    for held in batch:
+        held.submission.arrived(staging)

@@ -1,0 +1,55 @@
+"""One call of `Synchronizer.submit`: its future, and what that still waits for."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gradwire.sync.staging import Staging
+
+
+class Submission:
+    """Completes its future when everything it expects has arrived, and the call itself has ended.
+
+    Args:
+        staging: its tensors.
+        value: what the future shall hold.
+    """
+
+    def __init__(self, staging: Staging, value: Any) -> None:
+        self.staging = staging
+        self.future = staging.future()
+        self._value = value
+        self._left = 1  # the call itself
+        self._lock = threading.Lock()
+
+    def expect(self) -> None:
+        """Wait for one thing more."""
+        with self._lock:
+            self._left += 1
+
+    def arrived(self, elsewhere: Staging | None = None) -> None:
+        """One thing has arrived; on the engine's thread, or on the caller's.
+
+        Args:
+            elsewhere: where it was staged, if not with the rest.
+        """
+        if elsewhere is not None:
+            self.staging.follow(elsewhere)
+        with self._lock:
+            self._left -= 1
+            last = self._left == 0
+        if last:
+            self.staging.finish(self.future, self._value)
+
+
+@dataclass(frozen=True)
+class Held:
+    """A small dense tensor that waits for others to travel with."""
+
+    name: str
+    tensor: torch.Tensor
+    submission: Submission

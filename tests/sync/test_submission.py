@@ -1,0 +1,61 @@
+"""Small dense tensors of several submissions travel in one message."""
+
+from __future__ import annotations
+
+import torch
+
+from gradwire.sync.synchronizer import Shard, Synchronizer
+from tests.sync.harness import ranks
+
+SHAPES = {"a.bias": (10,), "a.weight": (200, 100), "b.bias": (7,), "c.bias": (5,)}
+
+
+def gradient(rank: int, name: str) -> torch.Tensor:
+    return torch.randn(SHAPES[name], generator=torch.Generator().manual_seed(31 * rank + len(name) + ord(name[0])))
+
+
+def run(one: Synchronizer, hold: bool) -> tuple[dict[str, torch.Tensor], list[bool], int]:
+    """Submit tensor by tensor; the means, which futures were open before the last submission, and messages sent."""
+    sent = []
+    one.events.listen(lambda event: sent.append(event) if event.kind == "send" else None)
+    grads = {name: gradient(one.rank, name) for name in SHAPES}
+    names = list(SHAPES)
+    one.begin_step()
+    futures = [one.submit([Shard(name, grads[name])], hold=hold) for name in names[:-1]]
+    futures[1].wait()  # the large one does not wait for the small ones
+    waiting = [not future.done() for future in futures]
+    futures.append(one.submit([Shard(names[-1], grads[names[-1]])]))
+    for future in futures:
+        future.wait()
+    one.commit()
+    return grads, waiting, len(sent)
+
+
+def test_held_tensors_travel_with_the_next_submission_that_does_not_hold() -> None:
+    found = {}
+    for hold in (False, True):
+        with ranks(2, "none") as group:
+            found[hold] = group.each(lambda one, hold=hold: run(one, hold))
+    for grads, _, _ in found[True]:
+        for name, grad in grads.items():
+            mean = (gradient(0, name) + gradient(1, name)) / 2
+            assert torch.allclose(grad, mean, atol=1e-6), name
+    assert all(waiting == [True, False, True] for _, waiting, _ in found[True])
+    # Two ranks: a frame there and a frame back for the large tensor, and one message for all small ones, not three.
+    assert sum(messages for _, _, messages in found[True]) == sum(messages for _, _, messages in found[False]) - 2 * 2
+
+
+def test_wait_sends_what_is_held() -> None:
+    def hold_and_wait(one: Synchronizer) -> torch.Tensor:
+        grad = gradient(one.rank, "a.bias")
+        one.begin_step()
+        future = one.submit([Shard("a.bias", grad)], hold=True)
+        assert not future.done()
+        one.wait()
+        assert future.done()
+        return grad
+
+    with ranks(3, "none") as group:
+        means = group.each(hold_and_wait)
+    assert torch.allclose(means[0], sum(gradient(rank, "a.bias") for rank in range(3)) / 3, atol=1e-6)
+    assert all(torch.equal(means[0], mean) for mean in means)
