@@ -66,6 +66,7 @@ class ResidualMachine(RuleBasedStateMachine):
         sent = rng.integers(-8, 9, where.count).astype(np.float32)
         key = ResidualKey(name, where, role)
         source = self.residuals.source(key)
+        self.takes_over(name, role, where)
         before = np.zeros(where.count, np.float32) if source is None else source.copy()
         np.testing.assert_array_equal(before, self.latest[name, role][where.offset : where.end])
         stage(self.residuals, key, before + grad - sent)
@@ -87,6 +88,14 @@ class ResidualMachine(RuleBasedStateMachine):
     def reslice(self, data: st.DataObject, name: str, role: str) -> None:
         for where in data.draw(cuts(name)):
             self.residuals.source(ResidualKey(name, where, role))
+            self.takes_over(name, role, where)
+
+    def takes_over(self, name: str, role: str, where: Range) -> None:
+        """The role that is asked for holds all of the range from now on."""
+        other = next(each for each in ROLES if each != role)
+        for state in (self.committed, self.latest):
+            state[name, role][where.offset : where.end] += state[name, other][where.offset : where.end]
+            state[name, other][where.offset : where.end] = 0
 
     @precondition(lambda self: not self.residuals.is_open)
     @rule(data=st.data())
@@ -97,6 +106,7 @@ class ResidualMachine(RuleBasedStateMachine):
             moved = np.ones(SIZES[name], bool)
             for where in ranges[name]:
                 moved[where.offset : where.end] = False
+                self.takes_over(name, "aggregate", where)
             self.committed[name, "local"] += np.where(moved, self.committed[name, "aggregate"], 0)
             self.committed[name, "aggregate"][moved] = 0
         self.latest = {key: value.copy() for key, value in self.committed.items()}
@@ -125,6 +135,17 @@ class ResidualMachine(RuleBasedStateMachine):
 
 TestResidualMachine = ResidualMachine.TestCase
 TestResidualMachine.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+
+
+def test_the_role_that_is_asked_for_takes_over_from_the_other() -> None:
+    residuals = Residuals()
+    stage(residuals, ResidualKey("a", Range(0, 24)), np.arange(24))
+    residuals.commit()
+    stage(residuals, ResidualKey("a", Range(8, 8), "aggregate"), np.full(8, 1))
+    residuals.rollback()
+    np.testing.assert_array_equal(residuals.source(ResidualKey("a", Range(8, 8), "aggregate")), np.arange(8, 16))
+    np.testing.assert_array_equal(residuals.source(ResidualKey("a", Range(0, 8))), np.arange(8))
+    np.testing.assert_array_equal(held(residuals, "a"), np.arange(24))
 
 
 def test_rollback_restores_every_bit_even_those_that_compare_equal() -> None:

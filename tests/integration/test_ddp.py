@@ -74,9 +74,9 @@ def test_state_resumes_bit_for_bit_under_another_bucket_layout(tmp_path: Path, m
     ("method", "strategy"), [("threelc", "scatter_reduce"), ("onebit", "ring"), ("topk", "allgather")]
 )
 def test_residuals_stay_bounded_on_non_iid_ranks(method: str, strategy: str) -> None:
-    """R5: PowerSGD's grows as the steps do: 9.5, 56, 110, 221, 441 at steps 10 to 400."""
-    for norms in results(launch("ddp.non_iid", 2, method=method, strategy=strategy, steps=[25, 100, 200, 400])):
-        assert norms[3] < 1.5 * norms[1], norms
+    """R5: PowerSGD's grows as the steps do, fourfold from step 100 to 400: 110, 221, 441."""
+    for norms in results(launch("ddp.non_iid", 2, method=method, strategy=strategy, steps=[25, 100, 400])):
+        assert norms[2] < 2 * norms[1], norms
 
 
 def test_bfloat16_works_on_gloo() -> None:

@@ -53,7 +53,7 @@ class TrainingOptions:
     rates: Sequence[str | None] = ("100mbit",)
     steps: int = 150
     timed_seconds: float = 4.0
-    buckets_mb: Sequence[float] = (25.0, 4.0)
+    buckets_mb: Sequence[float] = (4.0, 25.0)
     seed: int = 0
     lab: bool | None = None
     deadline_seconds: float = 900.0

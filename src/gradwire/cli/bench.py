@@ -30,7 +30,9 @@ def training(
     ranks: Annotated[int, typer.Option(help="How many ranks.")] = 4,
     workload: Annotated[str, typer.Option(help="text, or digits (tiny).")] = "text",
     seconds: Annotated[float, typer.Option(help="How long to time each method at each rate.")] = 8.0,
-    buckets: Annotated[str, typer.Option(help="DDP bucket sizes in MB to choose the best of.")] = "25,4,1",
+    buckets: Annotated[
+        str, typer.Option(help="Bucket sizes in MB: the first for all, the others for DDP to choose from.")
+    ] = "4,25,1",
     replay: Annotated[bool, typer.Option("--replay", help="Replay a recorded backward as waits.")] = False,
     loopback: Annotated[
         bool, typer.Option("--loopback", help="Do not shape links, even where it can be done.")

@@ -273,7 +273,25 @@ class Residuals:
         if found is None:
             assert key.range.offset >= 0 and key.range.count >= 0, f"not a range: {key.range}"
             found = pieces[key.range] = self._reslice(pieces, key.range)
+        self._take_over(key, found)
         return found
+
+    def _take_over(self, key: ResidualKey, found: _Piece) -> None:
+        """Add what the other role holds of the range, for its encoder there is gone.
+
+        A rank encodes each element once a step, in one role; a role that is asked for has taken the other's place
+        (after a resume, or a re-plan, under another strategy).
+        """
+        other: Role = "local" if key.role == "aggregate" else "aggregate"
+        pieces = self._pieces.get((key.name, other), {})
+        if not any(_overlap(old, key.range) for old in pieces):
+            return
+        left = self._reslice(pieces, key.range)
+        self._open = [piece for piece in self._open if piece is not left]
+        if left.staged is not None or found.staged is not None:
+            self._open = [piece for piece in self._open if piece is not found] + [found]
+            found.staged = _sum(found.latest(), left.latest())
+        found.committed = _sum(found.committed, left.committed)
 
     def _reslice(self, pieces: dict[Range, _Piece], where: Range) -> _Piece:
         """Cut `where` out of the pieces that overlap it; what they hold outside of it remains as pieces."""
@@ -318,6 +336,13 @@ class Residuals:
             raise RuntimeError(
                 f"Expected no staged residuals in {action}, got {len(self._open)}. Do: commit() or rollback() first."
             )
+
+
+def _sum(mine: np.ndarray | None, other: np.ndarray | None) -> np.ndarray | None:
+    if mine is None or other is None:
+        return other if mine is None else mine
+    total: np.ndarray = mine + other
+    return total
 
 
 def _overlap(a: Range, b: Range) -> bool:

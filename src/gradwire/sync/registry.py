@@ -6,7 +6,7 @@ allocated. Shapes, element types and sizes come from here, never from a packet.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from gradwire.compressors.registry import code, make
@@ -57,6 +57,13 @@ class TensorRegistry:
             self.specs[name] = spec
             self.entries[name] = entry
             self._batched_elements += spec.numel if entry.batched else 0
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Take back the latest `add`, whose names the ranks could not agree on."""
+        for name in names:
+            self.names.remove(name)
+            del self.ids[name], self.specs[name], self.entries[name]
+        self._batched_elements = sum(self.specs[name].numel for name in self.names if self.entries[name].batched)
 
     def early_bytes_limit(self) -> int:
         """Most bytes a peer can rightly be ahead by: it can finish this step and send all of the next one."""

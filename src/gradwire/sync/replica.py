@@ -6,18 +6,21 @@ the parameters (CRC-32C runs far above memory speed of a slow network's gradient
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterable
+from functools import partial
 
 import google_crc32c
 import numpy as np
 import torch
 
 from gradwire.core.errors import ReplicaError
+from gradwire.core.events import Event, EventStream
 from gradwire.core.spec import as_array
 from gradwire.sync.graph import FrameKey, Task, TaskGraph
 from gradwire.transport.base import Transport
-from gradwire.wire.frame import FrameKind, Header
+from gradwire.wire.frame import HEADER_BYTES, FrameKind, Header
 
 REPLICA_TENSOR = 0xFFFF_FFFF  # the tensor id of hashes
 
@@ -30,7 +33,7 @@ def fingerprint(tensors: Iterable[torch.Tensor]) -> int:
     return checksum
 
 
-def build(graph: TaskGraph, mine: int, transport: Transport) -> None:
+def build(graph: TaskGraph, mine: int, transport: Transport, events: EventStream) -> None:
     """Add the exchange of one hash to `graph`.
 
     On failure: the graph's last task raises `ReplicaError`, which names the ranks that differ from the majority.
@@ -42,8 +45,14 @@ def build(graph: TaskGraph, mine: int, transport: Transport) -> None:
         FrameKind.STATS, sender=rank, epoch=transport.epoch, round=graph.round, tensor=REPLICA_TENSOR, count=1
     )
     arrivals: dict[int, Task] = {}
+
+    def send(peer: int) -> None:
+        transport.send(peer, header, body)
+        nbytes = HEADER_BYTES + body.nbytes
+        events.emit(Event("send", time.monotonic(), tensor=graph.name, round=graph.round, nbytes=nbytes, peer=peer))
+
     for peer in peers:
-        graph.add("send", "send hash", lambda peer=peer: transport.send(peer, header, body), peer=peer)  # type: ignore[misc]
+        graph.add("send", "send hash", partial(send, peer), peer=peer)
         key = FrameKey(peer, FrameKind.STATS, graph.round, REPLICA_TENSOR, 0, 0)
         arrivals[peer] = graph.recv("recv hash", key)
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradwire.core.errors import OptionError, SyncError
+from gradwire.core.errors import GradwireError, OptionError, SyncError
 from gradwire.core.events import Event, EventStream
 from gradwire.core.spec import TensorSpec
 from gradwire.feedback.residuals import Residuals
@@ -150,7 +150,11 @@ class Synchronizer:
             self._tensors.add(new)
             if self._engine is not None:
                 self._engine.early_bytes_limit = self._tensors.early_bytes_limit()
-            self._agree({"tensors": self._tensors.describe(new)})
+            try:
+                self._agree({"tensors": self._tensors.describe(new)})
+            except GradwireError:
+                self._tensors.forget(new)
+                raise
 
     def _warm_up(self, specs: Mapping[str, TensorSpec]) -> None:
         if self.world_size > 1:
@@ -331,7 +335,9 @@ class Synchronizer:
         if self._engine is None:
             return
         graph = TaskGraph("parameters", next(self._rounds), priority=0, on_done=lambda: None)
-        replica.build(graph, replica.fingerprint(tensors), self._around.transport)
+        detail = {"method": "replica check", "elements": 0}
+        self.events.emit(Event("submit", time.monotonic(), tensor=graph.name, round=graph.round, detail=detail))
+        replica.build(graph, replica.fingerprint(tensors), self._around.transport, self.events)
         self._engine.run(graph)
 
     def report(self) -> Report:
