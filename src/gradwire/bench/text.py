@@ -50,7 +50,7 @@ class SourceText(Workload):
 
     name: ClassVar[str] = "text"
     summary: ClassVar[str] = "character model over the Python standard library's sources, 6.3 million parameters"
-    batch_size: ClassVar[int] = 288
+    batch_size: ClassVar[int] = 304
 
     def __init__(self, folder: Path | None = None) -> None:
         folder = folder or Path(sysconfig.get_paths()["stdlib"])

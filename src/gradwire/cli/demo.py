@@ -17,7 +17,7 @@ def register(app: typer.Typer) -> None:
 def demo(
     hosts: Annotated[int, typer.Option(help="How many ranks, each on a host of its own.")] = 4,
     rate: Annotated[str, typer.Option(help="Of each link, both ways: 10mbit, 1gbit, none.")] = "100mbit",
-    steps: Annotated[int, typer.Option(help="Training steps of each method.")] = 40,
+    steps: Annotated[int, typer.Option(help="Training steps of each method.")] = 32,
     methods: Annotated[str | None, typer.Option(help="Which ones, such as ddp-fp32,threelc,topk:ratio=0.01.")] = None,
     out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("gradwire-report"),
     workload: Annotated[str, typer.Option(help="text, or digits (tiny).")] = "text",
