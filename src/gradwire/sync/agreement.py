@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from gradwire.core.errors import DisagreementError, PeerTimeoutError
 
 _POLL_SECONDS = 0.005
-_GRACE_SECONDS = 0.5
+_GRACE_SECONDS = 1.0
 
 
 class Store(Protocol):
@@ -51,6 +51,8 @@ def agree(store: Store, rank: int, world_size: int, topic: str, document: dict[s
     # A rank that is late costs rank 0 the whole deadline; its word comes a moment after.
     answer = _wait(store, f"{topic}/verdict", deadline + _GRACE_SECONDS * (rank != 0))
     verdict = {"missing": [0], "difference": None} if answer is None else json.loads(answer)
+    if verdict["missing"] or verdict["difference"] is not None:
+        _let_all_hear(store, rank, topic, [peer for peer in range(1, world_size) if peer not in verdict["missing"]])
     if verdict["missing"]:
         raise PeerTimeoutError(
             f"Expected all ranks at {topic} within {timeout.total_seconds():g} s, got none of rank "
@@ -64,13 +66,26 @@ def agree(store: Store, rank: int, world_size: int, topic: str, document: dict[s
         raise DisagreementError(verdict["difference"])
 
 
+def _let_all_hear(store: Store, rank: int, topic: str, others: list[int]) -> None:
+    """Keep rank 0, whose process often holds the store, until the others have read the bad news too."""
+    if rank != 0:
+        store.set(f"{topic}/heard/{rank}", "")
+        return
+    deadline = time.monotonic() + _GRACE_SECONDS
+    for peer in others:
+        _wait(store, f"{topic}/heard/{peer}", deadline)
+
+
 def _wait(store: Store, key: str, deadline: float) -> str | None:
-    """The value of a key, or None where it does not come in time."""
-    while not store.check([key]):
-        if time.monotonic() > deadline:
-            return None
-        time.sleep(_POLL_SECONDS)
-    return store.get(key).decode()
+    """The value of a key, or None where it does not come in time, or its store is gone."""
+    try:
+        while not store.check([key]):
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(_POLL_SECONDS)
+        return store.get(key).decode()
+    except RuntimeError:  # torch's DistNetworkError and its kin
+        return None
 
 
 def _difference_of(documents: list[dict[str, Any]]) -> str | None:
