@@ -72,13 +72,18 @@ def test_state_resumes_bit_for_bit_under_another_bucket_layout(tmp_path: Path, m
         assert resumed == unbroken
 
 
-@pytest.mark.parametrize(
-    ("method", "strategy"), [("threelc", "scatter_reduce"), ("onebit", "ring"), ("topk", "allgather")]
-)
+@pytest.mark.parametrize(("method", "strategy"), [("threelc", "scatter_reduce"), ("topk", "allgather")])
 def test_residuals_stay_bounded_on_non_iid_ranks(method: str, strategy: str) -> None:
     """R5: PowerSGD's grows as the steps do, fourfold from step 100 to 400: 110, 221, 441."""
     for norms in results(launch("ddp.non_iid", 2, method=method, strategy=strategy, steps=[25, 100, 400])):
-        assert norms[2] < 2 * norms[1], norms
+        assert norms[2] < 1.5 * norms[1], norms
+
+
+@pytest.mark.parametrize("strategy", ["ring", "scatter_reduce"])
+def test_onebit_residuals_grow_slower_than_the_root_of_the_steps(strategy: str) -> None:
+    """R5 for onebit shows no more than this: 3.2, 4.9, 7.6 and 9.3 gradient norms at steps 100, 400, 1600 and 3200."""
+    for norms in results(launch("ddp.non_iid", 2, method="onebit", strategy=strategy, steps=[100, 1600])):
+        assert norms[1] < 4 * norms[0], norms
 
 
 def test_bfloat16_works_on_gloo() -> None:
