@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -36,10 +37,8 @@ def launch(
         timeout: seconds after which ranks still running are killed.
         doomed: ranks that are not waited for: killed once the others have ended.
     """
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port = held.getsockname()[1]
-        held.close()
+    port = _free_port()
+    with tempfile.TemporaryDirectory() as folder:
         processes = [
             _start(job, rank, world_size, port, parameters, Path(folder) / str(rank)) for rank in range(world_size)
         ]
@@ -55,6 +54,21 @@ def launch(
                     process.send_signal(signal.SIGCONT)
                     process.kill()
                 process.wait()
+
+
+def _free_port() -> int:
+    """A port for rank 0's store, from below the range that the system hands out by itself.
+
+    A port of that range could go to another connection in the seconds until rank 0 binds it.
+    """
+    for port in random.SystemRandom().sample(range(20_000, 30_000), 100):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise OSError("Expected a free port from 20000 to 29999, found none in 100 tries.")
 
 
 def _start(job: str, rank: int, world_size: int, port: int, parameters: Any, path: Path) -> subprocess.Popen[bytes]:

@@ -21,6 +21,9 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("threelc", {"sparsity": 1.5, "zero_run": False}),
 ]
 STRATEGIES = ["allgather", "ring", "scatter_reduce"]
+# With five ranks the ring encodes five times on the way, and this setting sends few elements each time: measured, 200
+# steps end at 1.04 of the loss they began with. Every other combination ends at 0.40 or less.
+LEARNS_NOTHING = "threelc {'sparsity': 1.5, 'zero_run': False} ring"
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])
@@ -30,9 +33,8 @@ def test_replicas_are_identical_after_200_steps(world_size: int) -> None:
     assert len(ranks[0]) == len(METHODS) * len(STRATEGIES)
     for combination, first in ranks[0].items():
         assert all(rank[combination]["hash"] == first["hash"] for rank in ranks), combination
-        # A ring encodes W times on the way: with a biased compressor 200 steps of five ranks are too few to learn much.
-        if not combination.endswith("ring"):
-            assert all(rank[combination]["last"] < rank[combination]["first"] for rank in ranks), combination
+        if not (world_size == 5 and combination == LEARNS_NOTHING):
+            assert all(rank[combination]["last"] < 0.8 * rank[combination]["first"] for rank in ranks), combination
 
 
 def test_many_small_buckets_on_gloo_do_not_deadlock() -> None:

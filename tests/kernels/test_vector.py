@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from gradwire.kernels import cpu, reference
+from gradwire.kernels.cpu.compile import kernel
 from gradwire.kernels.cpu.lanes import lanes_below, mask_bits, splat
-from gradwire.kernels.cpu.vector import array_at, f32, kernel, load, store, store_until
+from gradwire.kernels.cpu.vector import array_at, f32, load, store, store_until
 
 
 @kernel

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from gradwire.kernels.cpu.compile import kernel
 from gradwire.kernels.cpu.elements import LANES, addresses, as_input, as_writable, load_f32
 from gradwire.kernels.cpu.lanes import (
     as_bytes,
@@ -17,7 +18,7 @@ from gradwire.kernels.cpu.lanes import (
     select,
     splat,
 )
-from gradwire.kernels.cpu.vector import array_at, kernel, load, store, store_until, u8
+from gradwire.kernels.cpu.vector import array_at, load, store, store_until, u8
 from gradwire.kernels.layout import ceil_div, expect_bits, expect_same_ranks, expect_size
 
 _SIGN_BYTES = 8  # of LANES elements

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from gradwire.kernels.cpu.compile import kernel
 from gradwire.kernels.cpu.elements import LANES, addresses, as_input, as_writable, load_f32
 from gradwire.kernels.cpu.lanes import convert, convert_like, floor, round_even, select, splat
 from gradwire.kernels.cpu.random import fill_group16, key_words
-from gradwire.kernels.cpu.vector import array_at, f32, i8, i32, kernel, load, store, store_until
+from gradwire.kernels.cpu.vector import array_at, f32, i8, i32, load, store, store_until
 from gradwire.kernels.layout import INT8_MAX, RANDOM16_GROUP, ceil_div, expect_same_ranks, expect_size
 
 _RANDOM_STEP = np.float32(2**-16)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from gradwire.kernels.cpu.compile import kernel
 from gradwire.kernels.cpu.lanes import convert, splat
-from gradwire.kernels.cpu.vector import kernel, load, store, u16, u32
+from gradwire.kernels.cpu.vector import load, store, u16, u32
 from gradwire.kernels.layout import RANDOM16_GROUP, RANDOM32_GROUP, RANDOM_COUNTERS
 
 LANES = 32

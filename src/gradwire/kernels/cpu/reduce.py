@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from gradwire.kernels.cpu.compile import kernel
 from gradwire.kernels.cpu.elements import INFINITY_BITS, LANES, MAGNITUDE, as_input, load_f32
 from gradwire.kernels.cpu.lanes import (
     bitcast,
@@ -21,7 +22,7 @@ from gradwire.kernels.cpu.lanes import (
     splat,
     sum_lanes,
 )
-from gradwire.kernels.cpu.vector import f32, f64, i32, kernel, load
+from gradwire.kernels.cpu.vector import f32, f64, i32, load
 from gradwire.kernels.layout import SUM_BLOCK, SUM_LANES, ceil_div, expect_size
 
 _NAN = np.float32(np.nan)

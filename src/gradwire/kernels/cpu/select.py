@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from gradwire.kernels.cpu.compile import kernel
 from gradwire.kernels.cpu.elements import INFINITY_BITS, LANES, MAGNITUDE, as_input, as_writable, load_f32
 from gradwire.kernels.cpu.lanes import (
     bitcast,
@@ -20,7 +21,7 @@ from gradwire.kernels.cpu.lanes import (
     popcount,
     trailing_zeros,
 )
-from gradwire.kernels.cpu.vector import kernel, load, store, u32
+from gradwire.kernels.cpu.vector import load, store, u32
 from gradwire.kernels.layout import expect_same_ranks, expect_size
 
 # Selections write so many pairs at a time, without looking whether there are as many: a branch for each pair, or for

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from gradwire.kernels.cpu.compile import kernel
 from gradwire.kernels.cpu.elements import LANES, MAGNITUDE, as_input, load_f32, store_f32
 from gradwire.kernels.cpu.lanes import bitcast, largest_lane, maximum, splat
 from gradwire.kernels.cpu.reduce import magnitude_of
-from gradwire.kernels.cpu.vector import i32, kernel, load, store
+from gradwire.kernels.cpu.vector import i32, load, store
 from gradwire.kernels.layout import expect_size
 
 

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from gradwire.kernels.cpu.compile import kernel
 from gradwire.kernels.cpu.elements import LANES, addresses, as_input, as_writable, load_f32
 from gradwire.kernels.cpu.lanes import convert, largest_lane, maximum, select, splat
-from gradwire.kernels.cpu.vector import array_at, kernel, load, store, store_until, u8, u32
+from gradwire.kernels.cpu.vector import array_at, load, store, store_until, u8, u32
 from gradwire.kernels.layout import (
     NUM_QUARTIC,
     TERNARY_DIGITS,

@@ -9,31 +9,18 @@ machine has.
 kernels have one loop and no tail. Operators work lane by lane between equal types, and between a vector and a
 scalar, which is converted to the element type; comparisons of floats with a NaN are false, except `!=`.
 Integers wrap.
-
-Numba's cache looks at the source file of a kernel only: after a change here remove ``__pycache__/*.nb*``.
 """
 
 from __future__ import annotations
 
 import operator
-from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.core.errors import TypingError
 from numba.core.typing.templates import AbstractTemplate, infer_global, signature
 from numba.extending import intrinsic, lower_builtin, models, register_model
-
-
-def kernel(function: Any) -> Any:
-    """Compile at first use, cached on disk, without the GIL.
-
-    No fast-math: kernels must see non-finite values, and a fused multiply-add rounds once where the other
-    backends round twice.
-    """
-    return njit(nogil=True, cache=True, error_model="numpy")(function)
-
 
 f32, f64 = types.float32, types.float64
 i8, i16, i32, i64 = types.int8, types.int16, types.int32, types.int64

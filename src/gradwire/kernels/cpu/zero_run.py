@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from gradwire.kernels.cpu.compile import kernel
 from gradwire.kernels.cpu.elements import as_writable
 from gradwire.kernels.cpu.lanes import mask_bits, splat, trailing_zeros
-from gradwire.kernels.cpu.vector import kernel, load, store
+from gradwire.kernels.cpu.vector import load, store
 from gradwire.kernels.layout import MAX_RUN, NUM_QUARTIC, ZERO_BYTE
 
 _STEP = 64

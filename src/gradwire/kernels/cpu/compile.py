@@ -1,0 +1,78 @@
+"""How kernels are compiled: at first use, without the GIL, kept on disk.
+
+The cache on disk is Numba's, mended in two places. Several processes that compile for the first time at once, as
+the ranks of a job do, must not overwrite each other's entries: Numba reads the index, adds a line and writes it
+back, and two that do so together can leave an index that names the wrong machine code. Here that is done under a
+lock. And a kernel is compiled anew when any module of kernels has changed, not only its own: helpers are inlined.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from numba import njit
+from numba.core.caching import FunctionCache, IndexDataCacheFile
+
+fcntl: Any = importlib.import_module("fcntl") if os.name == "posix" else None
+
+_LOCK_FILE = "gradwire.lock"
+
+
+def kernel(function: Any) -> Any:
+    """Compile at first use, cached on disk, without the GIL.
+
+    No fast-math: kernels must see non-finite values, and a fused multiply-add rounds once where the other
+    backends round twice.
+    """
+    dispatcher: Any = njit(nogil=True, error_model="numpy")(function)
+    # Where no folder can be written to, compile in each process.
+    with contextlib.suppress(RuntimeError):
+        dispatcher._cache = _KernelCache(function)
+    return dispatcher
+
+
+@functools.cache
+def fingerprint() -> str:
+    """A hash over the sources of all kernels."""
+    folder = Path(__file__).parents[1]
+    digest = hashlib.blake2b(digest_size=12)
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+class _KernelCache(FunctionCache):
+    def __init__(self, function: Any) -> None:
+        super().__init__(function)
+        stamp = (self._impl.locator.get_source_stamp(), fingerprint())
+        self._cache_file = IndexDataCacheFile(
+            cache_path=self.cache_path, filename_base=self._impl.filename_base, source_stamp=stamp
+        )
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        with _locked(Path(self.cache_path)):
+            super().save_overload(sig, data)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    if fcntl is None:
+        yield
+        return
+    try:
+        handle = os.open(folder / _LOCK_FILE, os.O_CREAT | os.O_RDWR, 0o666)
+    except OSError:  # then nothing can be saved there either
+        yield
+        return
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
