@@ -15,6 +15,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from gradwire.compressors.base import Compressor as Compressor
     from gradwire.compressors.registry import make as make
+    from gradwire.compressors.traced import compressor as compressor
     from gradwire.core import errors as errors
     from gradwire.core.context import Context as Context
     from gradwire.core.spec import TensorSpec as TensorSpec
@@ -33,6 +34,7 @@ _HOMES = {
     "Synchronizer": "gradwire.sync.synchronizer",
     "TensorSpec": "gradwire.core.spec",
     "attach": "gradwire.integrations.ddp",
+    "compressor": "gradwire.compressors.traced",
     "make": "gradwire.compressors.registry",
 }
 

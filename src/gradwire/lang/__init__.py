@@ -1,1 +1,86 @@
-"""The compressor language (CompLL). Empty until the language arrives; the layer is reserved here."""
+"""CompLL in Python: compressors as two short functions over symbolic gradients, compiled for CPU and GPU.
+
+    import gradwire as gw
+    from gradwire.lang import concat, floor, random, uint
+
+    @gw.compressor(feedback="none", unbiased=True)
+    def minmax(g, bits: int = 2):
+        low, high = g.reduce(min), g.reduce(max)
+        gap = (high - low) / (2**bits - 1)
+        q = g.map(lambda x: floor((x - low) / gap + random(0, 1)), dtype=uint(bits))
+        return concat(low=low, gap=gap, q=q)
+
+    @minmax.decode
+    def _(p):
+        return p.q.map(lambda q: q * p.gap + p.low)
+
+What a function of an algorithm may use is what this module exports.
+
+Source: HiPress (Bai et al. 2021), section 4.
+"""
+
+from gradwire.lang import operators as operators
+from gradwire.lang.errors import TraceError
+from gradwire.lang.symbols import (
+    ceil,
+    concat,
+    count,
+    exponent,
+    floor,
+    maximum,
+    mean,
+    minimum,
+    norm,
+    power,
+    random,
+    round_even,
+    sign,
+    sqrt,
+    where,
+)
+from gradwire.lang.trace import trace
+from gradwire.lang.types import (
+    bfloat16,
+    float16,
+    float32,
+    int8,
+    int32,
+    trit,
+    uint,
+    uint1,
+    uint2,
+    uint4,
+    uint8,
+)
+
+__all__ = [
+    "TraceError",
+    "bfloat16",
+    "ceil",
+    "concat",
+    "count",
+    "exponent",
+    "float16",
+    "float32",
+    "floor",
+    "int8",
+    "int32",
+    "maximum",
+    "mean",
+    "minimum",
+    "norm",
+    "operators",
+    "power",
+    "random",
+    "round_even",
+    "sign",
+    "sqrt",
+    "trace",
+    "trit",
+    "uint",
+    "uint1",
+    "uint2",
+    "uint4",
+    "uint8",
+    "where",
+]

@@ -31,7 +31,16 @@ def kernel(function: Any) -> Any:
     No fast-math: kernels must see non-finite values, and a fused multiply-add rounds once where the other
     backends round twice.
     """
-    dispatcher: Any = njit(nogil=True, error_model="numpy")(function)
+    return _compiled(function)
+
+
+def inlined(function: Any) -> Any:
+    """A kernel that LLVM puts into its callers in any case: for the inner of a loop that is called with arrays."""
+    return _compiled(function, forceinline=True)
+
+
+def _compiled(function: Any, **flags: Any) -> Any:
+    dispatcher: Any = njit(nogil=True, error_model="numpy", **flags)(function)
     # Where no folder can be written to, compile in each process.
     with contextlib.suppress(RuntimeError):
         dispatcher._cache = _KernelCache(function)

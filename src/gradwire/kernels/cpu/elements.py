@@ -140,3 +140,20 @@ _ROUND = {
     ),
     types.uint16: _to_bfloat16,
 }
+
+
+def _rounded(dtype):
+    @intrinsic
+    def rounded(typingctx, values):
+        """Floats rounded to nearest even in a shorter type, as float32."""
+
+        def codegen(context, builder, sig, args):
+            return _WIDEN[dtype](builder, _ROUND[dtype](builder, args[0], values.lanes), values.lanes)
+
+        return values(values), codegen
+
+    return rounded
+
+
+rounded_float16 = _rounded(types.int16)
+rounded_bfloat16 = _rounded(types.uint16)

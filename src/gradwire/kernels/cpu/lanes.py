@@ -232,7 +232,7 @@ def trailing_zeros(typingctx, bits):
 def _rounding(name):
     @intrinsic
     def rounding(typingctx, vector):
-        """Floats to integral floats."""
+        """A function of LLVM from floats to floats."""
 
         def codegen(context, builder, sig, args):
             kind = _ir(vector)
@@ -247,7 +247,9 @@ def _rounding(name):
 
 
 floor = _rounding("floor")
+ceil = _rounding("ceil")
 round_even = _rounding("rint")
+sqrt = _rounding("sqrt")
 
 
 @intrinsic

@@ -18,7 +18,7 @@ _LANE_NUMBERS = np.arange(LANES, dtype=np.uint64)
 _LOW = 0xFFFFFFFF
 _MULTIPLIER_0, _MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
 _WEYL_0, _WEYL_1 = np.uint32(0x9E3779B9), np.uint32(0xBB67AE85)
-_ROUNDS = 10
+_ROUNDS = 7
 
 
 def key_words(key: int) -> tuple[np.uint32, np.uint32]:
@@ -99,6 +99,12 @@ def _random32(key_0, key_1, first, scratch, out):
             _fill_group32(key_0, key_1, group, scratch, 0)
             out[i : i + count] = scratch[offset : offset + count]
         i += count
+
+
+@kernel
+def random32_at(key_0, key_1, first, out):
+    """`random32` for compiled callers, who have the words of the key."""
+    _random32(key_0, key_1, first, np.empty(RANDOM32_GROUP, np.uint32), out)
 
 
 def random16(key: int, first: int, out: np.ndarray) -> None:

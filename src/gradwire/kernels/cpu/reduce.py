@@ -27,7 +27,7 @@ from gradwire.kernels.layout import SUM_BLOCK, SUM_LANES, ceil_div, expect_size
 
 _NAN = np.float32(np.nan)
 # Levels of sums of sums: 1024^4 elements are more than memory holds.
-_LEVELS = 4
+LEVELS = 4
 
 
 def magnitude_of(bits: int) -> np.float32:
@@ -109,7 +109,7 @@ def _sum_level(levels, start):
 
 
 @kernel
-def _push(levels, fill, level, value):
+def push(levels, fill, level, value):
     """Append a block's sum to a level; a full level becomes one value of the next."""
     while True:
         levels[level * SUM_BLOCK + fill[level]] = value
@@ -122,18 +122,18 @@ def _push(levels, fill, level, value):
 
 
 @kernel
-def _finish(levels, fill):
+def finish(levels, fill):
     """Sum what the levels hold, lowest first, until one value is left."""
-    for level in range(_LEVELS):
+    for level in range(LEVELS):
         above = 0
-        for higher in range(level + 1, _LEVELS):
+        for higher in range(level + 1, LEVELS):
             above += fill[higher]
         start = level * SUM_BLOCK
         if above == 0 and fill[level] <= 1:
             return levels[start] if fill[level] == 1 else 0.0
         if fill[level] > 0:
             levels[start + fill[level] : start + SUM_BLOCK] = 0.0
-            _push(levels, fill, level + 1, _sum_level(levels, start))
+            push(levels, fill, level + 1, _sum_level(levels, start))
     return 0.0
 
 
@@ -143,8 +143,8 @@ def _sum(x, levels, fill):
         total = splat(0.0, SUM_LANES)
         for i in range(start, start + SUM_BLOCK, SUM_LANES):
             total = total + convert(load_f32(x, i, SUM_LANES), f64)
-        _push(levels, fill, 0, sum_lanes(total))
-    return _finish(levels, fill)
+        push(levels, fill, 0, sum_lanes(total))
+    return finish(levels, fill)
 
 
 @kernel
@@ -154,8 +154,8 @@ def _sum_squares(x, levels, fill):
         for i in range(start, start + SUM_BLOCK, SUM_LANES):
             values = convert(load_f32(x, i, SUM_LANES), f64)
             total = total + values * values
-        _push(levels, fill, 0, sum_lanes(total))
-    return _finish(levels, fill)
+        push(levels, fill, 0, sum_lanes(total))
+    return finish(levels, fill)
 
 
 @kernel
@@ -170,13 +170,13 @@ def _sign_sums(x, low_levels, low_fill, high_levels, high_fill):
             low = low + convert(select(values >= 0, zero, values), f64)
             high = high + convert(select(is_low, zero, values), f64)
             num_low += popcount(mask_bits(is_low))
-        _push(low_levels, low_fill, 0, sum_lanes(low))
-        _push(high_levels, high_fill, 0, sum_lanes(high))
-    return _finish(low_levels, low_fill), _finish(high_levels, high_fill), num_low
+        push(low_levels, low_fill, 0, sum_lanes(low))
+        push(high_levels, high_fill, 0, sum_lanes(high))
+    return finish(low_levels, low_fill), finish(high_levels, high_fill), num_low
 
 
 def _new_levels() -> tuple[np.ndarray, np.ndarray]:
-    return np.empty(_LEVELS * SUM_BLOCK), np.zeros(_LEVELS, np.int64)
+    return np.empty(LEVELS * SUM_BLOCK), np.zeros(LEVELS, np.int64)
 
 
 def _rounded(value: float) -> np.float32:

@@ -90,6 +90,7 @@ _COMPARISONS = {
 def _arithmetic(builder, op, vector, a, b):
     if _is_float(vector):
         table = {operator.add: builder.fadd, operator.sub: builder.fsub, operator.mul: builder.fmul}
+        table |= {operator.truediv: builder.fdiv}
     else:
         shift = builder.ashr if _is_signed(vector) else builder.lshr
         table = {operator.add: builder.add, operator.sub: builder.sub, operator.mul: builder.mul}
@@ -131,7 +132,7 @@ def _register(op):
         return emit(builder, op, vector, args[0], _broadcast(builder, scalar, _ir(vector)))
 
 
-for _op in (*_COMPARISONS, operator.add, operator.sub, operator.mul):
+for _op in (*_COMPARISONS, operator.add, operator.sub, operator.mul, operator.truediv):
     _register(_op)
 for _op in (operator.and_, operator.or_, operator.xor, operator.lshift, operator.rshift):
     _register(_op)
@@ -249,25 +250,41 @@ def store_until(typingctx, array, index, end, vector):
     return types.void(array, index, end, vector), codegen
 
 
+def _array_at(context, builder, array, item, address, count):
+    """IR of a contiguous array over foreign memory."""
+    data = builder.inttoptr(address, context.get_data_type(item).as_pointer())
+    size = context.get_constant(types.intp, item.bitwidth // 8)
+    result = context.make_array(array)(context, builder)
+    context.populate_array(
+        result,
+        data=data,
+        shape=cgutils.pack_array(builder, [count]),
+        strides=cgutils.pack_array(builder, [size]),
+        itemsize=size,
+        meminfo=None,
+    )
+    return result._getvalue()
+
+
 @intrinsic
 def array_at(typingctx, address, size, dtype):
     """The array of `size` elements at an integer address, for a list of arrays that came as addresses."""
     array = types.Array(dtype.dtype, 1, "C")
 
     def codegen(context, builder, sig, args):
-        item = dtype.dtype
-        data = builder.inttoptr(args[0], context.get_data_type(item).as_pointer())
         count = context.cast(builder, args[1], sig.args[1], types.intp)
-        size = context.get_constant(types.intp, item.bitwidth // 8)
-        result = context.make_array(array)(context, builder)
-        context.populate_array(
-            result,
-            data=data,
-            shape=cgutils.pack_array(builder, [count]),
-            strides=cgutils.pack_array(builder, [size]),
-            itemsize=size,
-            meminfo=None,
-        )
-        return result._getvalue()
+        return _array_at(context, builder, array, dtype.dtype, args[0], count)
 
     return array(types.uint64, size, dtype), codegen
+
+
+@intrinsic
+def array_like(typingctx, address, size, like):
+    """`array_at` with the element type of an array."""
+    array = types.Array(like.dtype, 1, "C")
+
+    def codegen(context, builder, sig, args):
+        count = context.cast(builder, args[1], sig.args[1], types.intp)
+        return _array_at(context, builder, array, like.dtype, args[0], count)
+
+    return array(types.uint64, size, like), codegen

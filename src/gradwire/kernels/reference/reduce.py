@@ -20,10 +20,11 @@ _NAN = np.float32(np.nan)
 
 def block_sum(x: np.ndarray) -> np.float64:
     """Sum in the canonical order; 0.0 if empty."""
-    return _sum(as_float32(x).astype(np.float64))
+    return block_sum64(as_float32(x).astype(np.float64))
 
 
-def _sum(values: np.ndarray) -> np.float64:
+def block_sum64(values: np.ndarray) -> np.float64:
+    """`block_sum` of float64."""
     with np.errstate(all="ignore"):
         while True:
             num_blocks = max(1, ceil_div(values.size, SUM_BLOCK))
@@ -76,7 +77,7 @@ def norm(x: np.ndarray) -> np.float32:
     """Euclidean norm: the root of the canonical sum of squares, which are exact in float64."""
     values = as_float32(x).astype(np.float64)
     with np.errstate(all="ignore"):
-        return np.float32(np.sqrt(_sum(values * values)))
+        return np.float32(np.sqrt(block_sum64(values * values)))
 
 
 def sign_means(x: np.ndarray) -> tuple[np.float32, np.float32, int]:

@@ -1,0 +1,166 @@
+"""The encoder as Numba source: sweeps and the scalar steps between them, in the order of the schedule."""
+
+from __future__ import annotations
+
+from gradwire.lang.cpu.expressions import Function, num_bytes
+from gradwire.lang.cpu.sweep import SweepOverElements, SweepOverItems
+from gradwire.lang.interpret import is_stat
+from gradwire.lang.ir import ELEMENTS, Field, Node, closure
+from gradwire.lang.passes import Assign, SubtractItems, Sweep, schedule
+
+
+class Encoder(Function):
+    """Emits `encode`."""
+
+    def source(self) -> str:
+        program, lines = self.program, self.lines
+        lines.add("@kernel", "def encode(grad, scale, residual, rest, body, stats, keys, first, static, lists):")
+        lines.indent = 1
+        lines.add("n = grad.size")
+        if any(node.op == "filter" for node in self.program.encode_nodes()):
+            lines.add("room = address(lists)")
+        self.stored = False
+        for step in schedule(program):
+            lines.forget()
+            if isinstance(step, Assign):
+                self._assign(step.node)
+            elif isinstance(step, SubtractItems):
+                self._subtract()
+            elif step.space == ELEMENTS:
+                SweepOverElements(self, step).emit()
+            else:
+                SweepOverItems(self, step).emit()
+        self._scalars()
+        lines.add("return at")
+        return str(lines)
+
+    def _assign(self, node: Node) -> None:
+        name = self.names[id(node)]
+        if node.op == "over_ranks":
+            self.lines.say(node.where)
+            position = [id(each) for each in self.program.stats].index(id(node))
+            own = self.scalar64(node.inputs[0])
+            self.lines.add("if stats is None:", f"    {name} = np.float64(narrow({own}))", "else:")
+            self.lines.add(f"    {name} = np.float64(stats[{position}])")
+            self.lines.add(f"    if not np.isfinite({name}):", "        return -1")
+        elif node.op == "sample":
+            self._sample(node, name)
+        else:
+            self.assign(node)
+
+    def _sample(self, node: Node, name: str) -> None:
+        lines, count = self.lines, self.scalar64(node.inputs[1])
+        lines.say(node.where)
+        lines.add(f"{name}_count = min(n, max(np.int64({count}), 1))")
+        lines.add(f"{name}, words = np.empty({name}_count, np.float32), np.empty({name}_count, np.uint32)")
+        lines.add(f"draw_words(keys, {name}_count, words)")
+        with lines.block(f"for j in range({name}_count):"):
+            lines.add(f"i = sample_position(keys, j, {name}_count, n, words)", "start = i")
+            self.read()
+            self.known[id(self._gradient())] = "x"
+            lines.add(f"{name}[j] = first_lane({self.vector(node.inputs[0]).vector})")
+        self.known = {}
+
+    def _gradient(self) -> Node:
+        return next(node for node in self.program.encode_nodes() if node.op == "gradient")
+
+    def read(self) -> None:
+        """The vector x of the gradient at i."""
+        if self.stored:
+            self.lines.add(
+                "if rest is None:", "    x = load_f32(grad, i, LANES) * scale", "else:", "    x = load(rest, i, LANES)"
+            )
+        else:
+            self.lines.add("x = load_f32(grad, i, LANES) * scale", "if residual is not None:")
+            self.lines.add("    x = x + load(residual, i, LANES)")
+
+    def offset(self, each: Field) -> None:
+        """Set the variable `NAME_at` to where an array of the payload begins."""
+        position = self.program.fields.index(each)
+        sizes = []
+        scalars = [f for f in self.program.fields[:position] if not f.is_array]
+        plain = sum(not is_stat(self.program, f) for f in scalars)
+        sizes.append(str(4 * plain) if plain else "")
+        if len(scalars) > plain:
+            sizes.append(f"(0 if stats is not None else {4 * (len(scalars) - plain)})")
+        for other in self.program.fields[:position]:
+            if other.is_array:
+                sizes.append(f"{other.variable}_bytes")
+        self.lines.add(f"{each.variable}_at = {' + '.join(size for size in sizes if size) or '0'}")
+        self.lines.add(f"{each.variable}_bytes = {num_bytes(each, self.count(each))}")
+
+    def count(self, each: Field) -> str:
+        """How many values a field has."""
+        space = each.node.space
+        if space.kind == "items":
+            assert space.source is not None
+            return f"{self.names[id(space.source)]}_count"
+        return f"(n + {space.block - 1}) // {space.block}" if space.kind == "blocks" else "n"
+
+    def _scalars(self) -> None:
+        """Write the scalars, and set `at` to the end of the payload."""
+        lines, at, stats_seen = self.lines, 0, False
+        lines.add("", "at = 0")
+        for each in self.program.fields:
+            if each.is_array:
+                lines.add(f"at += {each.variable}_bytes")
+                continue
+            guard = is_stat(self.program, each)
+            stats_seen |= guard
+            if guard:
+                lines.add("if stats is None:")
+                lines.indent += 1
+            lines.add(f"write_scalar(body, at, {self.names[id(each.node)]})", "at += 4")
+            lines.indent -= guard
+            at += 4
+
+    def _subtract(self) -> None:
+        """Take from the gradient what its list of values will decode to."""
+        output, lines = self.program.output, self.lines
+        self.replaced = {each.name: each.node for each in self.program.fields}
+        values, index = (self._resolved(each) for each in output.inputs)
+        self.decode_scalars()
+        with lines.block("if rest is not None:"):
+            lines.say(output.where)
+            assert index.space.source is not None
+            source = self.names[id(index.space.source)]
+            lines.add(f"sent = np.empty({source}_count + LANES, np.float32)")
+            with lines.block(f"for i in range(0, {source}_count, LANES):"):
+                self.load_items(index.space.source)
+                lines.add(f"store(sent, i, {self.vector(values).vector})")
+            lines.add(f"add_at({source}_index[:{source}_count], sent, np.float32(-1), rest)")
+        self.known, self.replaced = {}, {}
+
+    def load_items(self, source: Node) -> None:
+        """Load what a sweep over a list computes with."""
+        name = self.names[id(source)]
+        for node in self.program.encode_nodes():
+            if node.op == "value" and node.inputs[0] is source:
+                self.lines.add(f"v = load({name}_value, i, LANES)")
+                self.known[id(node)] = "v"
+
+
+class Measurer(Encoder):
+    """The encoder up to the values of the preliminary round."""
+
+    def source(self) -> str:
+        lines = self.lines
+        lines.add("@kernel", "def measure(grad, scale, residual, rest, keys, first, static, lists, out):")
+        lines.indent = 1
+        lines.add("n = grad.size")
+        if any(node.op == "filter" for node in self.program.encode_nodes()):
+            lines.add("room = address(lists)")
+        self.stored = False
+        needed = {id(node) for node in closure([node.inputs[0] for node in self.program.stats])}
+        for step in schedule(self.program):
+            if isinstance(step, Assign) and id(step.node) in needed:
+                self._assign(step.node)
+            elif isinstance(step, Sweep) and any(id(node) in needed for node in step.sinks):
+                sinks = [node for node in step.sinks if id(node) in needed]
+                only = Sweep(step.space, sinks, compensates=step.compensates)
+                kind = SweepOverElements if step.space == ELEMENTS else SweepOverItems
+                kind(self, only, failure="return False").emit()
+        for position, node in enumerate(self.program.stats):
+            lines.add(f"out[{position}] = narrow({self.scalar64(node.inputs[0])})")
+        lines.add("return True")
+        return str(lines)

@@ -1,0 +1,428 @@
+"""What generated Numba code calls: vectors and lanes from `kernels.cpu`, and small helpers of the language."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gradwire.kernels.cpu.compile import inlined, kernel
+from gradwire.kernels.cpu.elements import (
+    INFINITY_BITS,
+    LANES,
+    MAGNITUDE,
+    load_f32,
+    rounded_bfloat16,
+    rounded_float16,
+    store_f32,
+)
+from gradwire.kernels.cpu.lanes import (
+    as_bytes,
+    bitcast,
+    bits_mask,
+    ceil,
+    convert,
+    first_lane,
+    floor,
+    from_bytes,
+    lanes_below,
+    largest_lane,
+    mask_bits,
+    maximum,
+    minimum,
+    popcount,
+    round_even,
+    select,
+    smallest_lane,
+    splat,
+    sqrt,
+    sum_lanes,
+    trailing_zeros,
+)
+from gradwire.kernels.cpu.random import fill_group16, random32_at
+from gradwire.kernels.cpu.reduce import LEVELS, finish, push
+from gradwire.kernels.cpu.vector import (
+    array_at,
+    array_like,
+    f32,
+    f64,
+    i8,
+    i16,
+    i32,
+    load,
+    store,
+    store_until,
+    u8,
+    u16,
+    u32,
+)
+from gradwire.kernels.layout import RANDOM16_GROUP, SUM_BLOCK
+
+CHUNK = SUM_BLOCK
+LARGEST = np.float64(np.finfo(np.float32).max)
+_STREAM_STEP = np.uint32(0x85EBCA6B)
+_HALF, _UNIT = np.float32(0.5), np.float32(2**-16)
+# Selections write so many pairs at a time, without looking whether there are as many.
+SLOTS = 4
+_POWERS = np.array([81, 27, 9, 3, 1], np.int64)
+
+
+# -- numbers -------------------------------------------------------------------------------------------------
+
+
+@kernel
+def narrow(value):
+    """A float64 as a finite float32; 0 for a NaN."""
+    if value != value:
+        return np.float32(0)
+    return np.float32(min(max(value, -LARGEST), LARGEST))
+
+
+@kernel
+def extreme(value):
+    """The float64 of a smallest or largest lane; 0 if there was none, and no negative zero."""
+    return 0.0 if np.isinf(value) else np.float64(value) + 0.0
+
+
+@kernel
+def magnitude(x):
+    """Absolute values."""
+    return bitcast(bitcast(x, i32) & MAGNITUDE, f32)
+
+
+@kernel
+def magnitude_bits(x):
+    """Absolute values as integers in the same order."""
+    return bitcast(x, i32) & MAGNITUDE
+
+
+@kernel
+def inverted(mask):
+    """The lanes that are not set."""
+    return mask ^ splat(True, LANES)
+
+
+@kernel
+def number(mask):
+    """1 where the mask is set, else 0."""
+    return select(mask, splat(np.float32(1), LANES), splat(np.float32(0), LANES))
+
+
+@kernel
+def exponent(x):
+    """Biased exponents, as floats."""
+    return convert((bitcast(x, i32) >> 23) & 255, f32)
+
+
+@kernel
+def power(e):
+    """Powers of two with these biased exponents."""
+    return bitcast(convert(e, i32) << 23, f32)
+
+
+@kernel
+def clamp(y, low, high):
+    """Within low and high; 0 for a NaN. Integral after truncation."""
+    zero, least, most = splat(np.float32(0), LANES), splat(low, LANES), splat(high, LANES)
+    y = select(y == y, y, zero)
+    y = select(y > least, y, least)
+    y = select(y < most, y, most)
+    return convert(convert(y, i32), f32)
+
+
+@kernel
+def finite(y):
+    """Within the finite floats; 0 for a NaN."""
+    zero, most, least = (
+        splat(np.float32(0), LANES),
+        splat(np.float32(LARGEST), LANES),
+        splat(np.float32(-LARGEST), LANES),
+    )
+    y = select(y == y, y, zero)
+    return minimum(maximum(y, least), most)
+
+
+@kernel
+def all_finite(values):
+    """Whether all floats of an array are finite."""
+    largest = splat(np.int32(0), LANES)
+    for i in range(0, values.size, LANES):
+        largest = maximum(largest, magnitude_bits(load_f32(values, i, LANES)))
+    return largest_lane(largest) < INFINITY_BITS
+
+
+@kernel
+def sums():
+    """Room for a canonical sum: its levels and how full each is."""
+    return np.empty(LEVELS * SUM_BLOCK, np.float64), np.zeros(LEVELS, np.int64)
+
+
+# -- random --------------------------------------------------------------------------------------------------
+
+
+@kernel
+def draw(keys, shared, stream, first, count, scratch, noise):
+    """Write the random numbers of elements first to first + count to `noise`, uint16[>= count]."""
+    at = 0 if shared else 2
+    key_0, key_1 = keys[at], np.uint32(keys[at + 1] ^ np.uint32(np.uint32(stream) * _STREAM_STEP))
+    i = 0
+    while i < count:
+        group, offset = (first + i) // RANDOM16_GROUP, (first + i) % RANDOM16_GROUP
+        length = min(RANDOM16_GROUP - offset, count - i)
+        if length == RANDOM16_GROUP:
+            fill_group16(key_0, key_1, group, noise, i)
+        else:
+            fill_group16(key_0, key_1, group, scratch, 0)
+            noise[i : i + length] = scratch[offset : offset + length]
+        i += length
+
+
+@kernel
+def uniform(noise, at):
+    """Vector of numbers between 0 and 1, from 16 random bits each."""
+    return (convert(convert(load(noise, at, LANES), i32), f32) + _HALF) * _UNIT
+
+
+# -- bytes ---------------------------------------------------------------------------------------------------
+
+
+@kernel
+def address(body):
+    """Where an array begins."""
+    return np.uint64(body.ctypes.data)
+
+
+@kernel
+def write_scalar(body, at, value):
+    """Write a float32 to bytes."""
+    array_at(np.uint64(body.ctypes.data + at), 1, f32)[0] = value
+
+
+@kernel
+def read_scalar(body, at):
+    """Read a float32 from bytes."""
+    return array_at(np.uint64(body.ctypes.data + at), 1, f32)[0]
+
+
+@kernel
+def packed_bytes(count, per_byte):
+    """Bytes of `count` elements."""
+    return (count + per_byte - 1) // per_byte
+
+
+@kernel
+def pack_planes(levels, count, bits, out, at):
+    """Pack `count` levels of a chunk, uint8 below 2^bits; return where the next chunk begins."""
+    per = 8 // bits
+    size = (count + per - 1) // per
+    levels[count : per * size] = 0
+    for j in range(0, size, LANES):
+        packed = load(levels, j, LANES)
+        for plane in range(1, per):
+            packed = packed | (load(levels, plane * size + j, LANES) << (plane * bits))
+        store_until(out, at + j, at + size, packed)
+    return at + size
+
+
+@kernel
+def unpack_planes(packed, at, count, bits, levels):
+    """Undo `pack_planes` for the chunk that begins at byte `at`; return where the next one begins."""
+    per, mask = 8 // bits, (1 << bits) - 1
+    size = (count + per - 1) // per
+    for j in range(0, size, LANES):
+        bytes_ = load(packed, at + j, LANES)
+        for plane in range(per):
+            store_until(levels, plane * size + j, (plane + 1) * size, (bytes_ >> (plane * bits)) & mask)
+    return at + size
+
+
+@kernel
+def pack_digits(levels, count, out, at):
+    """Pack `count` digits 0, 1, 2 of a chunk, five a byte; return where the next chunk begins."""
+    size = (count + 4) // 5
+    levels[count : 5 * size] = 1
+    for j in range(0, size, LANES):
+        packed = load(levels, j, LANES)
+        for plane in range(1, 5):
+            packed = packed * 3 + load(levels, plane * size + j, LANES)
+        store_until(out, at + j, at + size, packed)
+    return at + size
+
+
+@kernel
+def unpack_digits(packed, at, count, levels):
+    """Undo `pack_digits`; return where the next chunk begins, or -1 if a byte is not five digits."""
+    size = (count + 4) // 5
+    largest = splat(np.uint8(0), LANES)
+    for j in range(0, size, LANES):
+        bytes_ = load(packed, at + j, LANES)
+        largest = maximum(largest, select(lanes_below(size - j, LANES), bytes_, largest))
+        fraction = convert((convert(bytes_, u32) * 8631 + 8100) >> 13, u8)
+        one, two = splat(np.uint8(1), LANES), splat(np.uint8(2), LANES)
+        for plane in range(5):
+            digit = select(fraction >= 171, two, select(fraction >= 86, one, splat(np.uint8(0), LANES)))
+            store_until(levels, plane * size + j, (plane + 1) * size, digit)
+            fraction = fraction * 3
+    return at + size if largest_lane(largest) < 243 else -1
+
+
+@kernel
+def pack_bits(levels, count, out, at):
+    """Pack `count` levels 0 or 1 of a chunk in the order of elements; return where the next chunk begins."""
+    size = (count + 7) // 8
+    levels[count : 8 * size] = 0
+    for j in range(0, 8 * size, LANES):
+        store_until(out, at + (j >> 3), at + size, as_bytes(mask_bits(load(levels, j, LANES) != 0)))
+    return at + size
+
+
+@kernel
+def unpack_bits(packed, at, count, levels):
+    """Undo `pack_bits`; return where the next chunk begins."""
+    one, zero = splat(np.uint8(1), LANES), splat(np.uint8(0), LANES)
+    for j in range(0, count, LANES):
+        bits = bits_mask(from_bytes(load(packed, at + (j >> 3), 8)))
+        store(levels, j, select(bits, one, zero))
+    return at + (count + 7) // 8
+
+
+@kernel
+def all_digits(packed):
+    """Whether every byte is five digits of 0, 1, 2."""
+    largest = splat(np.uint8(0), LANES)
+    for j in range(0, packed.size, LANES):
+        largest = maximum(largest, load(packed, j, LANES))
+    return largest_lane(largest) < 243
+
+
+@kernel
+def no_minimum(levels):
+    """Whether no int8 is -128, which no encoder sends."""
+    least = splat(np.int8(0), LANES)
+    for j in range(0, levels.size, LANES):
+        least = minimum(least, load(levels, j, LANES))
+    return smallest_lane(least) > -128
+
+
+@kernel
+def list_length(num_bytes, bits):
+    """Items of a list that takes so many bytes, at so many bits an item; the most, where rounding leaves a choice."""
+    return np.int64(num_bytes * 8 / bits) if num_bytes >= 0 else -1
+
+
+# -- lists ---------------------------------------------------------------------------------------------------
+
+
+@inlined
+def append(mask, i, values, scratch, index, value, count, capacity):
+    """Append the lanes of a mask and their positions to a list; return its length, at most `capacity`.
+
+    The arrays have SLOTS more places than that.
+    """
+    chosen = mask_bits(mask)
+    store(scratch, 0, values)
+    num_chosen = popcount(chosen)
+    if count + num_chosen > capacity:
+        while chosen != 0 and count < capacity:
+            lane = trailing_zeros(chosen)
+            index[count], value[count] = i + lane, scratch[lane]
+            count += 1
+            chosen &= chosen - np.uint64(1)
+        return count
+    for first in range(count, count + max(num_chosen, 1), SLOTS):
+        for slot in range(first, first + SLOTS):
+            lane = trailing_zeros(chosen)
+            index[slot], value[slot] = i + lane, scratch[lane]
+            chosen &= chosen - np.uint64(1)
+    return count + num_chosen
+
+
+@kernel
+def sample_position(keys, j, count, size, words):
+    """Where the j-th of `count` equal parts of `size` elements is sampled."""
+    start, end = j * size // count, (j + 1) * size // count
+    width = np.uint64(max(end - start, 1))
+    return start + np.int64((np.uint64(words[j]) * width) >> np.uint64(32))
+
+
+@kernel
+def draw_words(keys, count, words):
+    """One random 32-bit word for each of `count` places, from a stream of the private key's own."""
+    random32_at(keys[2], np.uint32(keys[3] ^ np.uint32(0x2545F491)), 0, words[:count])
+
+
+@kernel
+def sort_floats(values, descending):
+    """Sort in place: radix sort of 16 bits a pass over keys in the order of the floats."""
+    size = values.size
+    keys, other = np.empty(size, np.uint32), np.empty(size, np.uint32)
+    bits = array_at(np.uint64(values.ctypes.data), size, u32)
+    for i in range(size):
+        word = bits[i]
+        keys[i] = word ^ (np.uint32(0xFFFFFFFF) if word >> np.uint32(31) else np.uint32(0x80000000))
+    counts = np.empty(1 << 16, np.int64)
+    for shift in (np.uint32(0), np.uint32(16)):
+        counts[:] = 0
+        for i in range(size):
+            counts[(keys[i] >> shift) & np.uint32(0xFFFF)] += 1
+        total = 0
+        for b in range(counts.size):
+            length = counts[b]
+            counts[b] = total
+            total += length
+        for i in range(size):
+            digit = (keys[i] >> shift) & np.uint32(0xFFFF)
+            other[counts[digit]] = keys[i]
+            counts[digit] += 1
+        keys, other = other, keys
+    for i in range(size):
+        key = keys[size - 1 - i] if descending else keys[i]
+        bits[i] = key ^ (np.uint32(0x80000000) if key >> np.uint32(31) else np.uint32(0xFFFFFFFF))
+
+
+@kernel
+def item(values, count, position):
+    """The item at a position that is cut to the list; 0 of an empty one."""
+    if count == 0:
+        return 0.0
+    return np.float64(values[np.int64(min(max(position, 0.0), count - 1.0))])
+
+
+@kernel
+def keep_top(index, value, count, most):
+    """Keep the `most` largest magnitudes of a list, in their order; ties go to the first. Return the new length."""
+    if count <= most:
+        return count
+    keys = np.empty(count, np.float32)
+    for i in range(count):
+        keys[i] = abs(value[i])
+    sort_floats(keys, True)
+    if most == 0:
+        return 0
+    least = keys[most - 1]
+    num_ties = 0
+    for i in range(most):
+        num_ties += keys[i] == least
+    kept = 0
+    for i in range(count):
+        size = abs(value[i])
+        if size == least:
+            if num_ties == 0:
+                continue
+            num_ties -= 1
+        elif not size > least:
+            continue
+        index[kept], value[kept] = index[i], value[i]
+        kept += 1
+    return kept
+
+
+@kernel
+def add_at(index, values, sign, out):
+    """Add sign * values to `out` at these positions; False where one lies outside. A negative zero counts as zero."""
+    for j in range(index.size):
+        if index[j] >= out.size:
+            return False
+        out[index[j]] += sign * (values[j] + np.float32(0))
+    return True
+
+
+__all__ = [name for name in dir() if not name.startswith("_")]

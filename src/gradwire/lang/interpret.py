@@ -1,0 +1,219 @@
+"""The oracle: a program carried out node by node with NumPy, nothing fused.
+
+Slow and plain. Generated code must give the same bytes, the same residual and the same tensor, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from gradwire.kernels.layout import TERNARY_DIGITS, ceil_div
+from gradwire.kernels.reference.bits import pack_bits, unpack_bits
+from gradwire.kernels.reference.elements import as_float32
+from gradwire.kernels.reference.sweep import cast as cast_kernel
+from gradwire.lang.ir import Field, Node, Program
+from gradwire.lang.operators.arithmetic import evaluate_static, narrowed
+from gradwire.lang.operators.base import lookup
+from gradwire.lang.types import ElementType
+
+_LARGEST = np.finfo(np.float32).max
+
+
+@dataclass
+class Environment:
+    """What a program sees besides its inputs."""
+
+    size: int
+    shared_key: int = 0
+    private_key: int = 0
+    offset: int = 0
+    gradient: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+def encode(
+    program: Program, x: np.ndarray, env: Environment, scale: float = 1.0, residual: np.ndarray | None = None,
+    stats: Sequence[np.ndarray] = (),
+) -> tuple[np.ndarray, np.ndarray] | None:  # fmt: skip
+    """Encode scale · x + residual.
+
+    Returns:
+        The body, and what it does not carry; None where the gradient is not finite.
+    """
+    with np.errstate(all="ignore"):
+        gradient = as_float32(x) * np.float32(scale)
+        if residual is not None:
+            gradient = gradient + residual
+    if not np.isfinite(gradient).all() or not all(np.isfinite(each).all() for each in stats):
+        return None
+    env.gradient = gradient
+    known: dict[int, Any] = {}
+    if stats:
+        known = {id(node): float(each[0]) for node, each in zip(program.stats, stats)}
+    values = _evaluate(program.encode_nodes(), env, known)
+    parts, env.fields = [], {}
+    for each in program.fields:
+        value = _as_sent(values[id(each.node)], each)
+        env.fields[each.name] = value
+        if not (stats and is_stat(program, each)):
+            parts.append(_packed(value, each))
+    sent = _decoded(program, env)
+    with np.errstate(all="ignore"):
+        rest = gradient - sent
+    return np.concatenate([np.empty(0, np.uint8), *parts]), rest
+
+
+def statistics(program: Program, x: np.ndarray, env: Environment, scale: float = 1.0) -> list[np.float32]:
+    """The rank's own values of the preliminary round; infinite where the gradient is not finite."""
+    with np.errstate(all="ignore"):
+        env.gradient = as_float32(x) * np.float32(scale)
+    if not np.isfinite(env.gradient).all():
+        return [np.float32(np.inf)] * len(program.stats)
+    values = _evaluate(program.encode_nodes(), env, {})
+    return [narrowed(values[id(node.inputs[0])]) for node in program.stats]
+
+
+def decode(program: Program, body: np.ndarray, env: Environment, stats: Sequence[np.ndarray] = ()) -> np.ndarray:
+    """Decode a body that `encode` wrote."""
+    env.fields, at = {}, 0
+    for each in program.fields:
+        if stats and is_stat(program, each):
+            position = [id(node) for node in program.stats].index(id(each.node.inputs[0]))
+            env.fields[each.name] = np.float32(stats[position][0])
+            continue
+        count = num_values(program, each, env.size, body.size, bool(stats))
+        num_bytes = each.dtype.num_bytes(count)
+        env.fields[each.name] = _unpacked(body[at : at + num_bytes], each, count)
+        at += num_bytes
+    return _decoded(program, env)
+
+
+def is_stat(program: Program, each: Field) -> bool:
+    """Whether a field is a value of the preliminary round as it is, which then need not travel."""
+    return each.node.op == "narrow" and any(each.node.inputs[0] is node for node in program.stats)
+
+
+def num_values(program: Program, each: Field, size: int, num_bytes: int, has_stats: bool) -> int:
+    """How many values a field of a body of so many bytes holds; of a list, from what the others leave."""
+    space = each.node.space
+    if space.kind == "elements":
+        return size
+    if space.kind == "blocks":
+        return ceil_div(size, space.block)
+    if space.kind != "items":
+        return 1
+    rest = num_bytes
+    for other in program.fields:
+        if other.node.space.kind != "items" and not (has_stats and is_stat(program, other)):
+            rest -= other.dtype.num_bytes(num_values(program, other, size, num_bytes, has_stats))
+    lists = [other.dtype for other in program.fields if other.node.space.kind == "items"]
+    count = int(max(rest, 0) / sum(dtype.bits / 8 for dtype in lists))
+    while count > 0 and sum(dtype.num_bytes(count) for dtype in lists) > rest:
+        count -= 1
+    return count
+
+
+def _evaluate(nodes: Sequence[Node], env: Environment, known: dict[int, Any]) -> dict[int, Any]:
+    values = dict(known)
+    for node in nodes:
+        if id(node) in values:
+            continue
+        if node.space.kind == "static":
+            values[id(node)] = float(evaluate_static(node, env.size))
+            continue
+        inputs = [_aligned(values[id(each)], each, node, env.size) for each in node.inputs]
+        values[id(node)] = _rounded(lookup(node.op).reference(node, inputs, env), node)
+    return values
+
+
+def _aligned(value: Any, source: Node, node: Node, size: int) -> Any:
+    """An input as arithmetic with elements sees it: float32, blocks spread over their elements."""
+    if lookup(node.op).is_collective or node.space.kind not in ("elements", "items", "blocks"):
+        if source.space.kind == "blocks":
+            return value
+        return value
+    if source.space.kind == "blocks" and node.space.kind == "elements":
+        return np.repeat(np.asarray(value, np.float32), source.space.block)[:size]
+    if source.space.kind in ("static", "scalar"):
+        return np.float32(value)
+    return value
+
+
+def _rounded(value: Any, node: Node) -> Any:
+    if node.space.kind == "scalar":
+        return float(value) if node.dtype != "bool" else bool(value)
+    if node.space.kind == "blocks":
+        return np.array([narrowed(each) for each in np.atleast_1d(value)], np.float32)
+    return value
+
+
+def _decoded(program: Program, env: Environment) -> np.ndarray:
+    value = _evaluate(program.decode_nodes(), env, {})[id(program.output)]
+    with np.errstate(all="ignore"):
+        out = np.broadcast_to(np.asarray(value, np.float32), (env.size,))
+        out = np.where(np.isnan(out), np.float32(0), out)
+        return np.clip(out, -_LARGEST, _LARGEST).astype(np.float32)
+
+
+def _as_sent(value: Any, each: Field) -> Any:
+    if not each.is_array:
+        return np.float32(value)
+    return np.asarray(value, np.uint32 if each.node.op == "index" else np.float32)
+
+
+def _packed(value: Any, each: Field) -> np.ndarray:
+    dtype = each.dtype
+    values = np.atleast_1d(value)
+    if dtype.packing == "raw":
+        raw = np.empty(values.size, dtype.storage)
+        if dtype.is_integer:
+            raw[:] = values.astype(np.int64)
+        else:
+            cast_kernel(values, raw)
+        return raw.view(np.uint8)
+    parts = [_pack_chunk(values[s : s + dtype.chunk], dtype) for s in range(0, values.size, dtype.chunk)]
+    return np.concatenate([np.empty(0, np.uint8), *parts])
+
+
+def _pack_chunk(values: np.ndarray, dtype: ElementType) -> np.ndarray:
+    levels = values.astype(np.int64)
+    if dtype.packing == "bits":
+        return np.packbits(levels.astype(bool), bitorder="little")
+    out = np.zeros(ceil_div(values.size, dtype.per_byte), np.uint8)
+    if dtype.packing == "planes":
+        pack_bits(levels.astype(np.uint8), int(dtype.bits), out)
+        return out
+    digits = np.ones(TERNARY_DIGITS * out.size, np.int64)
+    digits[: levels.size] = levels + 1
+    packed: np.ndarray = digits.reshape(TERNARY_DIGITS, out.size).T @ np.array([81, 27, 9, 3, 1])
+    return packed.astype(np.uint8)
+
+
+def _unpacked(body: np.ndarray, each: Field, count: int) -> Any:
+    dtype = each.dtype
+    if dtype.packing == "raw":
+        raw = body.view(dtype.storage)
+        values = raw if each.node.op == "index" else as_float32(raw) if not dtype.is_integer else raw.astype(np.float32)
+        return values if each.is_array else np.float32(values[0])
+    parts, at = [np.empty(0, np.float32)], 0
+    for start in range(0, count, dtype.chunk):
+        length = min(dtype.chunk, count - start)
+        num_bytes = ceil_div(length, dtype.per_byte)
+        parts.append(_unpack_chunk(body[at : at + num_bytes], dtype, length))
+        at += num_bytes
+    return np.concatenate(parts)
+
+
+def _unpack_chunk(body: np.ndarray, dtype: ElementType, count: int) -> np.ndarray:
+    if dtype.packing == "bits":
+        return np.unpackbits(body, count=count, bitorder="little").astype(np.float32)
+    if dtype.packing == "planes":
+        levels = np.empty(count, np.uint8)
+        unpack_bits(body, int(dtype.bits), levels)
+        return levels.astype(np.float32)
+    digits = [body.astype(np.int64) // power % 3 for power in (81, 27, 9, 3, 1)]
+    return (np.concatenate(digits)[:count] - 1).astype(np.float32)

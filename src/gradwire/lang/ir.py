@@ -1,0 +1,224 @@
+"""The intermediate representation: a graph of typed nodes, and the check that every program passes.
+
+A node is one application of an operator. Its *space* says what it has a value for: a number known from the length
+alone (`STATIC`), one number a tensor (`SCALAR`), one a block, one an element, or one an item of a list that the
+algorithm made (a sample, the survivors of a filter). Its *dtype* is `FLOAT`, `BOOL` or an element type to which it
+was cast; a cast value is still a number that fits the type, so that it can be computed with.
+
+Elements, blocks and items are float32, every operation rounded once. Scalars are float64, and are rounded to
+float32 by the one operator `narrow` where they meet elements or enter the payload: what an encoder computes with is
+what the decoder will read.
+"""
+
+from __future__ import annotations
+
+import keyword
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from gradwire.lang.errors import TraceError
+from gradwire.lang.types import ElementType
+
+FLOAT: Literal["float"] = "float"
+BOOL: Literal["bool"] = "bool"
+Dtype = Literal["float", "bool"] | ElementType
+
+
+@dataclass(frozen=True)
+class Location:
+    """A line of the user's algorithm."""
+
+    file: str
+    line: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+@dataclass(frozen=True)
+class Space:
+    """What a node has a value for.
+
+    Attributes:
+        kind: one of the kinds of the module's docstring.
+        block: elements a block, for kind ``"blocks"``.
+        source: the node that made the list, for kind ``"items"``.
+    """
+
+    kind: Literal["static", "scalar", "blocks", "elements", "items"]
+    block: int = 0
+    source: Node | None = None
+
+    def __str__(self) -> str:
+        return {"blocks": f"blocks of {self.block}"}.get(self.kind, self.kind)
+
+
+# Words of generated code that no field can have as a variable.
+_WORDS = """
+accumulate at b bodies body count decoded end first grad i inside keys lists n out rank residual rest room
+scale scratch segment_end sent sizes start static stats stop tile tile_end tl torch total triton v watch words x
+"""
+RESERVED = frozenset(_WORDS.split())
+
+STATIC, SCALAR, ELEMENTS = Space("static"), Space("scalar"), Space("elements")
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """One application of an operator.
+
+    Attributes:
+        op: name of the operator.
+        inputs: the nodes it is applied to.
+        attrs: its other arguments.
+        space, dtype: see the module's docstring.
+        where: the line of the user's algorithm that it comes from.
+        number: position in the order of creation, which is an order of evaluation.
+    """
+
+    op: str
+    inputs: tuple[Node, ...]
+    attrs: Mapping[str, Any]
+    space: Space
+    dtype: Dtype
+    where: Location
+    number: int
+
+    def __repr__(self) -> str:
+        arguments = [f"%{node.number}" for node in self.inputs] + [f"{k}={v}" for k, v in self.attrs.items()]
+        return f"%{self.number} = {self.op}({', '.join(arguments)}) : {self.dtype} of {self.space}"
+
+
+@dataclass(frozen=True)
+class Field:
+    """One entry of the payload: what `concat` was given under a name."""
+
+    name: str
+    node: Node
+
+    @property
+    def dtype(self) -> ElementType:
+        """How it is stored."""
+        from gradwire.lang.types import float32, uint32
+
+        if isinstance(self.node.dtype, ElementType):
+            return self.node.dtype
+        return uint32 if self.node.op == "index" else float32
+
+    @property
+    def is_array(self) -> bool:
+        return self.node.space.kind != "scalar"
+
+    @property
+    def variable(self) -> str:
+        """Its name in generated code: its own, unless that means something there already."""
+        from gradwire.lang.cpu import runtime
+
+        taken = keyword.iskeyword(self.name) or self.name in RESERVED or self.name in runtime.__all__
+        return f"{self.name}_" if taken else self.name
+
+
+@dataclass(frozen=True)
+class Program:
+    """A traced compressor.
+
+    Attributes:
+        name: of the compressor.
+        options: with which it was traced.
+        fields: the payload, in its order: scalars first, then arrays by falling width.
+        output: the decoder's result, over `extract` nodes.
+        stats: the `over_ranks` nodes, each a scalar to reduce over ranks before encoding.
+        num_encode_lines, num_decode_lines: lines of logic, without docstrings, comments and signatures.
+        functions: how many functions besides the two, lambdas counted.
+    """
+
+    name: str
+    options: Mapping[str, Any]
+    fields: tuple[Field, ...]
+    output: Node
+    stats: tuple[Node, ...]
+    num_encode_lines: int = 0
+    num_decode_lines: int = 0
+    functions: int = 0
+    doc: str = field(default="", compare=False)
+
+    def encode_nodes(self) -> list[Node]:
+        """All nodes of the encoder, in an order of evaluation."""
+        return closure([each.node for each in self.fields])
+
+    def decode_nodes(self) -> list[Node]:
+        """All nodes of the decoder, in an order of evaluation."""
+        return closure([self.output])
+
+    def field_of(self, node: Node) -> Field:
+        """The field that an `extract` node reads."""
+        return next(each for each in self.fields if each.name == node.attrs["field"])
+
+    @property
+    def items(self) -> Space | None:
+        """The space of the payload's lists, or None where it has none."""
+        return next((each.node.space for each in self.fields if each.node.space.kind == "items"), None)
+
+    @property
+    def operators(self) -> list[str]:
+        """CompLL's operators that it uses, sorted."""
+        from gradwire.lang.operators import lookup
+
+        used = {node.op for node in (*self.encode_nodes(), *self.decode_nodes())}
+        found = {name for name in used if lookup(name).is_collective} | {"concat", "extract"}
+        arithmetic = any(
+            not lookup(node.op).is_collective and node.space.kind in ("elements", "items")
+            for node in (*self.encode_nodes(), *self.decode_nodes())
+        )
+        return sorted(found | ({"map"} if arithmetic else set()))
+
+
+def closure(roots: list[Node]) -> list[Node]:
+    """The nodes that the roots depend on, themselves included, in order of creation."""
+    found: dict[int, Node] = {}
+    stack = list(roots)
+    while stack:
+        node = stack.pop()
+        if id(node) not in found:
+            found[id(node)] = node
+            stack += node.inputs
+    return sorted(found.values(), key=lambda node: node.number)
+
+
+def verify(program: Program) -> None:
+    """Check a program against the specification of the representation.
+
+    Raises:
+        TraceError: what is wrong, with the line of the algorithm.
+    """
+    for node in (*program.encode_nodes(), *program.decode_nodes()):
+        _verify_order(node)
+    for node in program.encode_nodes():
+        if node.op == "extract":
+            raise TraceError("Expected encode to read the gradient, got a field of a payload", node.where)
+    for node in program.decode_nodes():
+        if node.op == "gradient":
+            raise TraceError("Expected decode to read the payload, got the gradient of encode", node.where)
+        if node.op == "random" and not node.attrs["shared"]:
+            raise TraceError(
+                "Expected decode to be the same on every rank, got private random numbers", node.where,
+                "random(low, high, shared=True)",
+            )  # fmt: skip
+    spaces = {each.node.space for each in program.fields if each.node.space.kind == "items"}
+    if len(spaces) > 1:
+        raise TraceError("Expected lists of one length in a payload, got several", program.fields[-1].node.where)
+    blocks = {node.space.block for node in program.encode_nodes() if node.space.kind == "blocks"}
+    if len(blocks) > 1:
+        raise TraceError(f"Expected one size of blocks, got {sorted(blocks)}", program.fields[-1].node.where)
+    output = program.output
+    if output.space.kind != "elements" or output.dtype == BOOL:
+        raise TraceError(
+            f"Expected decode to give a number an element, got {output.dtype} of {output.space}", output.where,
+            "map a packed field, or scatter a list",
+        )  # fmt: skip
+
+
+def _verify_order(node: Node) -> None:
+    assert all(each.number < node.number for each in node.inputs), f"{node!r} is older than its inputs"

@@ -1,0 +1,33 @@
+"""The operators, one file each, and the register that a user's own join."""
+
+from gradwire.lang.operators import (
+    arithmetic,
+    extract,
+    filter,
+    random,
+    ranks,
+    reduce,
+    sample,
+    scatter,
+    sort,
+)
+from gradwire.lang.operators.base import Emission, Operator, Sink, Statement, lookup, names, register
+
+__all__ = [
+    "Emission",
+    "Operator",
+    "Sink",
+    "Statement",
+    "arithmetic",
+    "extract",
+    "filter",
+    "lookup",
+    "names",
+    "random",
+    "ranks",
+    "reduce",
+    "register",
+    "sample",
+    "scatter",
+    "sort",
+]

@@ -1,0 +1,330 @@
+"""Arithmetic: one value from values, element by element, with one rounding an operation.
+
+`minimum` and `maximum` take the second argument where the comparison fails, so also for a NaN. `round_even` rounds
+halves to even. `exponent` is the biased exponent of a float32, 0 to 255, and `power` the float32 with that exponent
+and no mantissa (0 for 0). `cast` clamps to the range of an integer type, or rounds to a shorter float.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, ClassVar
+
+import numpy as np
+
+from gradwire.kernels.reference.elements import as_float32
+from gradwire.kernels.reference.sweep import cast as cast_kernel
+from gradwire.lang.ir import BOOL, ELEMENTS, FLOAT, SCALAR, STATIC, Dtype, Node, Space
+from gradwire.lang.operators.base import Operator, quietly, register
+from gradwire.lang.types import ElementType
+
+LARGEST = float(np.finfo(np.float32).max)
+
+
+@dataclass(frozen=True)
+class Text:
+    """A rendered operand: its source, and whether it is a vector (on the CPU) rather than a scalar."""
+
+    source: str
+    is_vector: bool
+
+    @property
+    def vector(self) -> str:
+        """As a vector."""
+        return self.source if self.is_vector else f"splat({self.source}, LANES)"
+
+
+class Arithmetic(Operator):
+    """A function of numbers.
+
+    Attributes:
+        arity: number of arguments.
+        result: type of the result.
+        numpy: reference, over arrays and scalars.
+        vector: Numba source from operands of which one at least is a vector of float32.
+        scalar: Python source over float64, for scalars in Numba and in torch alike unless `torch` is given.
+        triton: Triton source.
+        static: over exact fractions, for numbers that are known from the length; None if not allowed there.
+    """
+
+    is_collective: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        name: str,
+        arity: int,
+        numpy: Callable[..., Any],
+        vector: Callable[..., str],
+        scalar: Callable[..., str],
+        triton: Callable[..., str],
+        *,
+        result: Dtype = FLOAT,
+        torch: Callable[..., str] | None = None,
+        static: Callable[..., Any] | None = None,
+    ) -> None:
+        self.name = name  # type: ignore[misc]
+        self.arity, self.result = arity, result
+        self.numpy, self.vector, self.scalar, self.triton, self.static = numpy, vector, scalar, triton, static
+        self.torch = torch or scalar
+
+    def infer(self, inputs: Sequence[Node], attrs: Mapping[str, Any]) -> tuple[Space, Dtype]:
+        return joined([node.space for node in inputs]), self.result
+
+    def reference(self, node: Node, inputs: Sequence[Any], env: Any) -> Any:
+        return quietly(self.numpy, *inputs)
+
+
+def joined(spaces: Sequence[Space]) -> Space:
+    """The space of arithmetic between values of these spaces. Raises `ValueError` where they do not fit."""
+    items = {space for space in spaces if space.kind == "items"}
+    kinds = {space.kind for space in spaces}
+    if len(items) > 1:
+        raise ValueError("two lists of different origin have no common order")
+    if items:
+        if kinds & {"elements", "blocks"}:
+            raise ValueError("the items of a list and the elements of the gradient do not line up")
+        return items.pop()
+    if "elements" in kinds:
+        return ELEMENTS
+    blocks = {space for space in spaces if space.kind == "blocks"}
+    if blocks:
+        return blocks.pop()
+    return SCALAR if "scalar" in kinds else STATIC
+
+
+def _infix(sign: str, commutes: bool = False) -> Callable[[Text, Text], str]:
+    def render(a: Text, b: Text) -> str:
+        if a.is_vector:
+            return f"({a.source} {sign} {b.source})"
+        if commutes:
+            return f"({b.source} {sign} {a.source})"
+        return f"({a.vector} {sign} {b.source})"
+
+    return render
+
+
+def _call(function: str) -> Callable[..., str]:
+    return lambda *args: f"{function}({', '.join(args)})"
+
+
+def _vector_call(function: str) -> Callable[..., str]:
+    return lambda *args: f"{function}({', '.join(arg.vector for arg in args)})"
+
+
+def _binary(name: str, sign: str, numpy: Any, static: Any, *, commutes: bool = False, triton: Any = None) -> None:
+    def plain(a: str, b: str) -> str:
+        return f"({a} {sign} {b})"
+
+    register(Arithmetic(name, 2, numpy, _infix(sign, commutes), plain, triton or plain, static=static))
+
+
+def _comparison(name: str, sign: str, numpy: Any, static: Any) -> None:
+    def plain(a: str, b: str) -> str:
+        return f"({a} {sign} {b})"
+
+    register(Arithmetic(name, 2, numpy, _infix(sign), plain, plain, result=BOOL, static=static))
+
+
+_binary("add", "+", np.add, lambda a, b: a + b, commutes=True)
+_binary("sub", "-", np.subtract, lambda a, b: a - b)
+_binary("mul", "*", np.multiply, lambda a, b: a * b, commutes=True)
+_binary("div", "/", np.divide, lambda a, b: a / b, triton=_call("tl.div_rn"))
+_comparison("lt", "<", np.less, lambda a, b: a < b)
+_comparison("le", "<=", np.less_equal, lambda a, b: a <= b)
+_comparison("gt", ">", np.greater, lambda a, b: a > b)
+_comparison("ge", ">=", np.greater_equal, lambda a, b: a >= b)
+_comparison("eq", "==", np.equal, lambda a, b: a == b)
+_comparison("ne", "!=", np.not_equal, lambda a, b: a != b)
+
+
+def _unary(name: str, numpy: Any, vector: str, scalar: str, triton: str, torch: str, static: Any = None) -> None:
+    register(
+        Arithmetic(
+            name, 1, numpy, _vector_call(vector), _call(scalar), _call(triton), torch=_call(torch), static=static
+        )
+    )  # fmt: skip
+
+
+_unary("floor", np.floor, "floor", "np.floor", "tl.floor", "torch.floor", math.floor)
+_unary("ceil", np.ceil, "ceil", "np.ceil", "tl.ceil", "torch.ceil", math.ceil)
+_unary("round_even", np.rint, "round_even", "np.rint", "round_even", "torch.round", round)
+_unary("abs", np.abs, "magnitude", "abs", "tl.abs", "torch.abs", abs)
+_unary("sqrt", np.sqrt, "sqrt", "np.sqrt", "tl.sqrt_rn", "torch.sqrt")
+
+
+def _numpy_exponent(x: Any) -> Any:
+    return ((np.asarray(x, np.float32).view(np.uint32) >> 23) & 0xFF).astype(np.float32)
+
+
+def _numpy_power(x: Any) -> Any:
+    return (np.asarray(x, np.float32).astype(np.uint32) << np.uint32(23)).view(np.float32)
+
+
+def _elements_only(name: str) -> Callable[..., str]:
+    def refuse(*_: str) -> str:
+        raise ValueError(f"{name} is for elements only")
+
+    return refuse
+
+
+for _name, _numpy in (("exponent", _numpy_exponent), ("power", _numpy_power)):
+    register(Arithmetic(_name, 1, _numpy, _vector_call(_name), _elements_only(_name), _call(_name)))
+
+register(
+    Arithmetic(
+        "minimum", 2, lambda a, b: np.where(np.less(a, b), a, b), _vector_call("minimum"),
+        lambda a, b: f"({a} if {a} < {b} else {b})", lambda a, b: f"tl.where({a} < {b}, {a}, {b})",
+        torch=lambda a, b: f"torch.where({a} < {b}, {a}, {b})", static=min,
+    )
+)  # fmt: skip
+register(
+    Arithmetic(
+        "maximum", 2, lambda a, b: np.where(np.greater(a, b), a, b), _vector_call("maximum"),
+        lambda a, b: f"({a} if {a} > {b} else {b})", lambda a, b: f"tl.where({a} > {b}, {a}, {b})",
+        torch=lambda a, b: f"torch.where({a} > {b}, {a}, {b})", static=max,
+    )
+)  # fmt: skip
+register(
+    Arithmetic(
+        "and", 2, np.logical_and, _infix("&"), lambda a, b: f"({a} and {b})", lambda a, b: f"({a} & {b})",
+        result=BOOL, torch=lambda a, b: f"({a} & {b})",
+    )
+)  # fmt: skip
+register(
+    Arithmetic(
+        "or", 2, np.logical_or, _infix("|"), lambda a, b: f"({a} or {b})", lambda a, b: f"({a} | {b})",
+        result=BOOL, torch=lambda a, b: f"({a} | {b})",
+    )
+)  # fmt: skip
+register(
+    Arithmetic(
+        "not", 1, np.logical_not, _vector_call("inverted"), lambda a: f"(not {a})", lambda a: f"(~{a})",
+        result=BOOL, torch=lambda a: f"(~{a})",
+    )
+)  # fmt: skip
+
+
+class Where(Arithmetic):
+    """`where(condition, a, b)`: a where the condition holds, else b."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "where", 3, np.where, self._vector, lambda c, a, b: f"({a} if {c} else {b})", _call("tl.where"),
+            torch=_call("torch.where"), static=lambda c, a, b: a if c else b,
+        )  # fmt: skip
+
+    @staticmethod
+    def _vector(condition: Text, a: Text, b: Text) -> str:
+        if not condition.is_vector:
+            return f"({a.vector} if {condition.source} else {b.vector})"
+        return f"select({condition.source}, {a.vector}, {b.vector})"
+
+    def infer(self, inputs: Sequence[Node], attrs: Mapping[str, Any]) -> tuple[Space, Dtype]:
+        if inputs[0].dtype != BOOL:
+            raise ValueError(f"where needs a comparison as its first argument, not {inputs[0].dtype}")
+        return joined([node.space for node in inputs]), FLOAT
+
+
+register(Where())
+
+
+def narrowed(value: Any) -> np.float32:
+    """A float64 rounded to a float32 that is finite: too large becomes the largest, a NaN 0."""
+    with np.errstate(all="ignore"):
+        if np.isnan(value):
+            return np.float32(0)
+        return np.float32(min(max(float(value), -LARGEST), LARGEST))
+
+
+class Narrow(Arithmetic):
+    """`narrow(scalar)`: round a scalar to a finite float32, as the payload carries it and elements see it."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "narrow", 1, narrowed, _elements_only("narrow"), _call("narrow"), _elements_only("narrow"),
+            torch=_call("narrow"),
+        )  # fmt: skip
+
+
+register(Narrow())
+
+
+class Constant(Operator):
+    """A number of the algorithm, or an option."""
+
+    name = "constant"
+    is_collective: ClassVar[bool] = False
+
+    def infer(self, inputs: Sequence[Node], attrs: Mapping[str, Any]) -> tuple[Space, Dtype]:
+        return STATIC, FLOAT
+
+    def reference(self, node: Node, inputs: Sequence[Any], env: Any) -> Any:
+        return float(node.attrs["value"])
+
+
+class Size(Operator):
+    """`g.size`: the number of elements, known to the receiver too."""
+
+    name = "size"
+    is_collective: ClassVar[bool] = False
+
+    def infer(self, inputs: Sequence[Node], attrs: Mapping[str, Any]) -> tuple[Space, Dtype]:
+        return STATIC, FLOAT
+
+    def reference(self, node: Node, inputs: Sequence[Any], env: Any) -> Any:
+        return float(env.size)
+
+
+class Cast(Operator):
+    """A value of an element type: clamped to its integers, or rounded to its floats; see `map`."""
+
+    name = "cast"
+    is_collective: ClassVar[bool] = False
+
+    def infer(self, inputs: Sequence[Node], attrs: Mapping[str, Any]) -> tuple[Space, Dtype]:
+        return inputs[0].space, attrs["dtype"]
+
+    def reference(self, node: Node, inputs: Sequence[Any], env: Any) -> Any:
+        return cast_reference(np.asarray(inputs[0]), node.attrs["dtype"])
+
+
+def cast_reference(values: np.ndarray, dtype: ElementType) -> np.ndarray:
+    """Numbers as an element type holds them, as float32."""
+    values = values.astype(np.float32)
+    if dtype.is_integer:
+        low, high = np.float32(dtype.low), np.float32(dtype.high)
+        values = np.where(np.isnan(values), np.float32(0), values)
+        values = np.where(values > low, values, low)
+        return np.trunc(np.where(values < high, values, high)).astype(np.float32)
+    if dtype.name == "float32":
+        return values
+    short = np.empty(values.size, dtype.storage)
+    cast_kernel(values, short)
+    return as_float32(short)
+
+
+for _operator in (Constant(), Size(), Cast()):
+    register(_operator)
+
+
+def evaluate_static(node: Node, size: int) -> Fraction | int | bool:
+    """A number that is known from the length alone, exactly: 7 % of 100 elements are 7, not 7.000000000000001."""
+    if node.op == "constant":
+        value = node.attrs["value"]
+        return Fraction(repr(value)) if isinstance(value, float) else value
+    if node.op == "size":
+        return size
+    operator = _arithmetic(node.op)
+    assert operator.static is not None
+    return operator.static(*(evaluate_static(each, size) for each in node.inputs))  # type: ignore[no-any-return]
+
+
+def _arithmetic(name: str) -> Arithmetic:
+    from gradwire.lang.operators.base import lookup
+
+    found = lookup(name)
+    assert isinstance(found, Arithmetic)
+    return found

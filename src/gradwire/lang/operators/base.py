@@ -1,0 +1,128 @@
+"""What an operator is: a shape rule, a NumPy reference, and an emitter a backend.
+
+There are three sorts, by where their code stands in a generated function:
+
+- `Arithmetic` gives an expression, for one element or for a scalar;
+- `Sink` takes in the elements of a sweep and leaves a scalar or a list: code before, inside and after the loop;
+- `Statement` stands between sweeps.
+
+To add one, derive from the fitting class in a file of your own and call `register`; docs/extend.md shows how.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+
+from gradwire.core.errors import UnknownNameError
+from gradwire.lang.ir import Dtype, Node, Space
+
+_OPERATORS: dict[str, Operator] = {}
+
+
+class Operator(ABC):
+    """Base of all operators.
+
+    Attributes:
+        name: as nodes and messages call it.
+        is_collective: whether it is one of CompLL's operators, or of the same rank; else it is arithmetic.
+    """
+
+    name: ClassVar[str]
+    is_collective: ClassVar[bool] = True
+
+    @abstractmethod
+    def infer(self, inputs: Sequence[Node], attrs: Mapping[str, Any]) -> tuple[Space, Dtype]:
+        """The shape rule: space and type of the result. Raises `ValueError` where the inputs do not fit."""
+
+    @abstractmethod
+    def reference(self, node: Node, inputs: Sequence[Any], env: Any) -> Any:
+        """The value by NumPy, plain and slow: what every backend must give, bit for bit.
+
+        Args:
+            node: the application.
+            inputs: values of its inputs; elements, blocks and items are float32 arrays (bool for masks), scalars
+                float64.
+            env: the `gradwire.lang.interpret.Environment` of the call: size, keys, offset.
+        """
+
+
+@dataclass
+class Emission:
+    """Lines of a sink, each list indented from its own zero.
+
+    Attributes:
+        before: before the loop over chunks.
+        chunk: at the start of a chunk of 1024 elements.
+        inside: in the loop over vectors.
+        end: at the end of a chunk.
+        after: after the loop.
+    """
+
+    before: list[str] = field(default_factory=list)
+    chunk: list[str] = field(default_factory=list)
+    inside: list[str] = field(default_factory=list)
+    end: list[str] = field(default_factory=list)
+    after: list[str] = field(default_factory=list)
+
+
+class Sink(Operator):
+    """An operator that takes in elements as a sweep passes over them."""
+
+    @abstractmethod
+    def cpu(self, node: Node, name: str, value: str, mask: str | None) -> Emission:
+        """Numba source that leaves its result in the variable `name`.
+
+        Args:
+            value: expression of the vector of this step; float32, or a mask for filters.
+            mask: variable with the mask of lanes that count, or None where all up to the end do.
+        """
+
+
+class Statement(Operator):
+    """An operator that stands between sweeps."""
+
+    @abstractmethod
+    def cpu(self, node: Node, name: str, inputs: Sequence[str]) -> list[str]:
+        """Numba source that leaves its result in the variable `name`."""
+
+
+def register(operator: Operator) -> Operator:
+    """Make an operator known under its name; the same class again replaces it.
+
+    Raises:
+        ValueError: another class has that name.
+    """
+    known = _OPERATORS.get(operator.name)
+    if known is not None and type(known).__qualname__ != type(operator).__qualname__:
+        raise ValueError(
+            f"Expected a new operator, got {operator.name!r}, which is {known!r}. Do: choose another name."
+        )
+    _OPERATORS[operator.name] = operator
+    return operator
+
+
+def lookup(name: str) -> Operator:
+    """The operator of a name.
+
+    Raises:
+        UnknownNameError: there is none.
+    """
+    if name not in _OPERATORS:
+        raise UnknownNameError("operator", name, _OPERATORS)
+    return _OPERATORS[name]
+
+
+def names() -> list[str]:
+    """All operators, sorted."""
+    return sorted(_OPERATORS)
+
+
+def quietly(function: Any, *args: Any) -> Any:
+    """Call a NumPy function as compiled code would: overflow and division by zero without a warning."""
+    with np.errstate(all="ignore"):
+        return function(*args)

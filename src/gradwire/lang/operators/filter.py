@@ -1,0 +1,128 @@
+"""`filter(G, f)`: the elements for which a condition holds, as a list of positions and values.
+
+The list is in the order of elements. With `at_most` the first so many are kept. `index`, `value` and `length` read
+the list; `top` keeps its largest magnitudes.
+
+Source: HiPress (Bai et al. 2021), table 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from gradwire.lang.ir import FLOAT, SCALAR, Dtype, Node, Space
+from gradwire.lang.operators.base import Emission, Operator, Sink, Statement, register
+
+_NEW = Space("items")  # the graph puts in the node itself as the source
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """A list by the reference: uint32 positions, ascending, and float32 values."""
+
+    index: np.ndarray
+    value: np.ndarray
+
+
+class Filter(Sink):
+    """Inputs: values, a mask, and the most to keep or nothing."""
+
+    name: ClassVar[str] = "filter"
+
+    def infer(self, inputs: Sequence[Node], attrs: Mapping[str, Any]) -> tuple[Space, Dtype]:
+        if inputs[0].space.kind != "elements" or inputs[1].space.kind != "elements":
+            raise ValueError("only elements can be filtered; filter once, with & between conditions")
+        return _NEW, FLOAT
+
+    def reference(self, node: Node, inputs: Sequence[Any], env: Any) -> Any:
+        index = np.flatnonzero(inputs[1]).astype(np.uint32)
+        if len(inputs) > 2:
+            index = index[: max(0, int(inputs[2]))]
+        return Pairs(index, np.asarray(inputs[0], np.float32)[index])
+
+    def cpu(self, node: Node, name: str, value: str, mask: str | None) -> Emission:
+        return Emission(
+            [
+                f"{name}_index = array_at(room, {name}_capacity + SLOTS, u32)",
+                f"room += np.uint64(4 * ({name}_capacity + SLOTS))",
+                f"{name}_value = array_at(room, {name}_capacity + SLOTS, f32)",
+                f"room += np.uint64(4 * ({name}_capacity + SLOTS))",
+                f"{name}_scratch = np.zeros(LANES + 1, np.float32)",
+                f"{name}_count = 0",
+            ],
+            [],
+            [
+                f"{name}_count = append({mask}, i, {value}, {name}_scratch, {name}_index, {name}_value, "
+                f"{name}_count, {name}_capacity)"
+            ],
+        )
+
+
+class Top(Statement):
+    """Inputs: a list, and how many to keep."""
+
+    name: ClassVar[str] = "top"
+
+    def infer(self, inputs: Sequence[Node], attrs: Mapping[str, Any]) -> tuple[Space, Dtype]:
+        return _NEW, FLOAT
+
+    def reference(self, node: Node, inputs: Sequence[Any], env: Any) -> Any:
+        pairs, most = inputs[0], max(0, int(inputs[1]))
+        chosen = np.sort(np.argsort(-np.abs(pairs.value), kind="stable")[:most])
+        return Pairs(pairs.index[chosen], pairs.value[chosen])
+
+    def cpu(self, node: Node, name: str, inputs: Sequence[str]) -> list[str]:
+        source, most = inputs
+        return [
+            f"{name}_index, {name}_value = {source}_index, {source}_value",
+            f"{name}_count = keep_top({name}_index, {name}_value, {source}_count, max(np.int64({most}), 0))",
+        ]
+
+
+class _Part(Operator):
+    def infer(self, inputs: Sequence[Node], attrs: Mapping[str, Any]) -> tuple[Space, Dtype]:
+        return inputs[0].space, FLOAT
+
+
+class Index(_Part):
+    """The positions of a list."""
+
+    name: ClassVar[str] = "index"
+    is_collective: ClassVar[bool] = False
+
+    def reference(self, node: Node, inputs: Sequence[Any], env: Any) -> Any:
+        return inputs[0].index
+
+
+class ValueOf(_Part):
+    """The values of a list."""
+
+    name: ClassVar[str] = "value"
+    is_collective: ClassVar[bool] = False
+
+    def reference(self, node: Node, inputs: Sequence[Any], env: Any) -> Any:
+        return inputs[0].value
+
+
+class Length(Operator):
+    """How many items a list has: a scalar."""
+
+    name: ClassVar[str] = "length"
+    is_collective: ClassVar[bool] = False
+
+    def infer(self, inputs: Sequence[Node], attrs: Mapping[str, Any]) -> tuple[Space, Dtype]:
+        if inputs[0].space.kind != "items":
+            raise ValueError(f"expected a list, not {inputs[0].space}")
+        return SCALAR, FLOAT
+
+    def reference(self, node: Node, inputs: Sequence[Any], env: Any) -> Any:
+        items = inputs[0]
+        return float(items.value.size if isinstance(items, Pairs) else np.size(items))
+
+
+for _operator in (Filter(), Top(), Index(), ValueOf(), Length()):
+    register(_operator)

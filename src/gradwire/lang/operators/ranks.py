@@ -1,0 +1,34 @@
+"""`over_ranks`: a scalar reduced over all ranks before anyone encodes (the preliminary round).
+
+Where the caller had no such round, as in a test or a benchmark of one rank, the rank's own value takes its place and
+travels in the payload.
+
+Source: TernGrad (Wen et al. 2017), section 3.3, scaler sharing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from gradwire.lang.ir import FLOAT, SCALAR, Dtype, Node, Space
+from gradwire.lang.operators.base import Operator, register
+
+
+class OverRanks(Operator):
+    """Input: a scalar. Attribute: `function`, min, max or sum."""
+
+    name: ClassVar[str] = "over_ranks"
+
+    def infer(self, inputs: Sequence[Node], attrs: Mapping[str, Any]) -> tuple[Space, Dtype]:
+        if inputs[0].space != SCALAR:
+            raise ValueError(f"only scalars are reduced over ranks, not {inputs[0].space}")
+        if attrs["function"] not in ("min", "max", "sum"):
+            raise ValueError(f"ranks can be reduced with min, max or sum, not {attrs['function']}")
+        return SCALAR, FLOAT
+
+    def reference(self, node: Node, inputs: Sequence[Any], env: Any) -> Any:
+        return inputs[0]
+
+
+register(OverRanks())

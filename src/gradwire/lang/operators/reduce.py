@@ -1,0 +1,101 @@
+"""`reduce(G, f)`: one number of all elements, of a block, or of those that a mask chooses.
+
+The functions are `min`, `max`, `sum`, `mean`, `norm` (Euclidean) and `count`; of nothing each gives 0. Sums are
+canonical: 64 running sums in float64 over 1,024 elements, halved to one, and sums of 1,024 such sums in the same way,
+so that every backend has the same bits.
+
+Source: HiPress (Bai et al. 2021), table 4. Differences: the functions are given, not the user's, because an order of
+evaluation that every backend shares is part of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from gradwire.kernels.reference.reduce import block_sum64
+from gradwire.lang.ir import BOOL, FLOAT, SCALAR, Dtype, Node, Space
+from gradwire.lang.operators.base import Emission, Sink, register
+
+
+class Reduce(Sink):
+    """Inputs: values, and a mask or nothing. Attributes: `function`, and `block` or 0."""
+
+    name: ClassVar[str] = "reduce"
+    functions = ("min", "max", "sum", "mean", "norm", "count")
+
+    def infer(self, inputs: Sequence[Node], attrs: Mapping[str, Any]) -> tuple[Space, Dtype]:
+        space = inputs[0].space
+        if space.kind not in ("elements", "items"):
+            raise ValueError(f"there is one number for the {space.kind} already")
+        if inputs[0].dtype == BOOL and attrs["function"] != "count":
+            raise ValueError("conditions have no order and no sum; filter and count, or map with where")
+        block = attrs["block"]
+        if block and not 8 <= block <= 1 << 20:
+            raise ValueError(f"blocks have 8 to 2^20 elements, not {block}")
+        return (Space("blocks", block) if block else SCALAR), FLOAT
+
+    def reference(self, node: Node, inputs: Sequence[Any], env: Any) -> Any:
+        values = np.asarray(inputs[0], np.float32)
+        mask = np.asarray(inputs[1], bool) if len(inputs) > 1 else np.ones(values.size, bool)
+        block = node.attrs["block"]
+        if not block:
+            return _reduced(node.attrs["function"], values, mask)
+        starts = range(0, values.size, block)
+        found = [_reduced(node.attrs["function"], values[s : s + block], mask[s : s + block]) for s in starts]
+        return np.array(found, np.float64)
+
+    def cpu(self, node: Node, name: str, value: str, mask: str | None) -> Emission:
+        function = node.attrs["function"]
+        count = f"{name}_count += popcount(mask_bits({mask}))"
+        if function == "count":
+            return Emission([f"{name}_count = 0"], [], [count], [], [f"{name} = np.float64({name}_count)"])
+        if function in ("min", "max"):
+            infinity, choose, lane = {
+                "min": ("np.inf", "minimum", "smallest_lane"),
+                "max": ("-np.inf", "maximum", "largest_lane"),
+            }[function]
+            return Emission(
+                [f"{name}_lanes = splat(np.float32({infinity}), LANES)"],
+                [],
+                [f"{name}_lanes = {choose}(select({mask}, {value}, {name}_lanes), {name}_lanes)"],
+                [],
+                [f"{name} = extreme({lane}({name}_lanes))"],
+            )
+        wide = f"convert(select({mask}, {value}, splat(np.float32(0), LANES)), f64)"
+        inside = [f"{name}_wide = {wide}", f"{name}_lanes = {name}_lanes + {name}_wide * {name}_wide"]
+        if function != "norm":
+            inside = [f"{name}_lanes = {name}_lanes + {wide}"]
+        total = f"finish({name}_levels, {name}_fill)"
+        after = {"sum": total, "mean": f"{total} / max({name}_count, 1)", "norm": f"np.sqrt({total})"}[function]
+        emission = Emission(
+            [f"{name}_levels, {name}_fill = sums()"],
+            [f"{name}_lanes = splat(0.0, LANES)"],
+            inside,
+            [f"push({name}_levels, {name}_fill, 0, sum_lanes({name}_lanes))"],
+            [f"{name} = {after}"],
+        )
+        if function == "mean":
+            emission.before.append(f"{name}_count = 0")
+            emission.inside.append(count)
+        return emission
+
+
+def _reduced(function: str, values: np.ndarray, mask: np.ndarray) -> float:
+    chosen = values[mask]
+    if function == "count":
+        return float(chosen.size)
+    if chosen.size == 0:
+        return 0.0
+    if function in ("min", "max"):
+        return float(chosen.min() if function == "min" else chosen.max()) + 0.0
+    wide = np.where(mask, values, np.float32(0)).astype(np.float64)
+    total = float(block_sum64(wide * wide if function == "norm" else wide))
+    if function == "norm":
+        return float(np.sqrt(total))
+    return total / chosen.size if function == "mean" else total
+
+
+register(Reduce())

@@ -1,0 +1,49 @@
+"""`sample`: a list of elements from all over the gradient.
+
+The gradient is cut into as many equal parts as there shall be samples, and one element is drawn from each, from the
+private stream: no part of the tensor is missed, and the mean over samples is that over elements.
+
+Source: DGC (Lin et al. 2018), section 3.1. Differences: stratified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from gradwire.kernels.reference.random import random32
+from gradwire.lang.ir import FLOAT, Dtype, Node, Space
+from gradwire.lang.operators.base import Operator, register
+
+SAMPLE_STREAM = 0x2545F491
+
+
+def positions(size: int, count: int, key: int) -> np.ndarray:
+    """Where `count` parts of `size` elements are sampled, int64[count]."""
+    words = np.empty(count, np.uint32)
+    random32(key ^ (SAMPLE_STREAM << 32), 0, words)
+    j = np.arange(count, dtype=np.int64)
+    start, end = j * size // max(count, 1), (j + 1) * size // max(count, 1)
+    width = np.maximum(end - start, 1).astype(np.uint64)
+    chosen: np.ndarray = start + ((words.astype(np.uint64) * width) >> np.uint64(32)).astype(np.int64)
+    return chosen
+
+
+class Sample(Operator):
+    """Inputs: elements, and how many to take, which is cut to 1..size (0 of an empty gradient)."""
+
+    name: ClassVar[str] = "sample"
+
+    def infer(self, inputs: Sequence[Node], attrs: Mapping[str, Any]) -> tuple[Space, Dtype]:
+        if inputs[0].space.kind != "elements":
+            raise ValueError(f"expected elements, not {inputs[0].space}")
+        return Space("items"), FLOAT
+
+    def reference(self, node: Node, inputs: Sequence[Any], env: Any) -> Any:
+        count = min(env.size, max(1, int(inputs[1])))
+        return np.asarray(inputs[0], np.float32)[positions(env.size, count, env.private_key)]
+
+
+register(Sample())

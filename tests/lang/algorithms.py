@@ -1,0 +1,139 @@
+"""Small algorithms that between them use every operator and every type: what the tests of the language run over."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from gradwire.lang import (
+    bfloat16,
+    ceil,
+    concat,
+    count,
+    exponent,
+    float16,
+    floor,
+    int8,
+    int32,
+    maximum,
+    mean,
+    minimum,
+    norm,
+    power,
+    random,
+    round_even,
+    sign,
+    sqrt,
+    trace,
+    trit,
+    uint,
+    uint1,
+    uint2,
+    uint4,
+    uint8,
+    where,
+)
+from gradwire.lang.ir import Program
+
+_PAIRS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+
+
+def names() -> list[str]:
+    return sorted(_PAIRS)
+
+
+def program(name: str, **options: Any) -> Program:
+    encode, decode = _PAIRS[name]
+    defaults = {key: p.default for key, p in list(inspect.signature(encode).parameters.items())[1:]}
+    return trace(name, encode, decode, {**defaults, **options})
+
+
+def _algorithm(decode: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(encode: Callable[..., Any]) -> Callable[..., Any]:
+        _PAIRS[encode.__name__] = (encode, decode)
+        return encode
+
+    return wrap
+
+
+@_algorithm(lambda p: p.q.map(lambda q: q * p.gap + p.low))
+def between(g, bits=2):
+    low, high = g.reduce(min), g.reduce(max)
+    gap = (high - low) / (2**bits - 1)
+    q = g.map(lambda x: floor((x - low) / gap + random(0, 1)), dtype=uint(bits))
+    return concat(low=low, gap=gap, q=q)
+
+
+@_algorithm(lambda p: p.sign.map(lambda s: where(s == 1, p.high, p.low)))
+def two_means(g):
+    low = g.filter(lambda x: x < 0).reduce(mean)
+    high = g.filter(lambda x: x >= 0).reduce(mean)
+    return concat(low=low, high=high, sign=g.map(lambda x: x >= 0, dtype=uint1))
+
+
+@_algorithm(lambda p: p.q * p.scale)
+def block_scales(g, block=100):
+    scale = abs(g).blocks(block).reduce(max) / 127
+    return concat(scale=scale, q=g.map(lambda x: floor(x / scale + random(0, 1)), dtype=int8))
+
+
+@_algorithm(lambda p: p.q * p.s)
+def ternary(g):
+    s = abs(g).reduce(max)
+    q = g.map(lambda x: sign(x) * where(random() < abs(x) / s, 1.0, 0.0), dtype=trit)
+    return concat(s=s, q=q)
+
+
+@_algorithm(lambda p: p.value.scatter(p.index))
+def sampled(g, ratio=0.01, sample=0.1):
+    size = abs(g).sample(ceil(sample * g.size)).sort(descending=True)
+    threshold = size[ceil(ratio * size.size)]
+    kept = g.filter(lambda x: abs(x) >= threshold).top(ceil(ratio * g.size))
+    return concat(index=kept.index, value=kept.value)
+
+
+@_algorithm(lambda p: where(p.up == 1, p.scale, -p.scale).scatter(p.index))
+def signs_of_large(g):
+    least = abs(g).reduce(max) * 0.5
+    kept = g.filter(lambda x: abs(x) >= least)
+    scale = abs(kept.value).reduce(mean)
+    return concat(scale=scale, index=kept.index, up=kept.value.map(lambda v: v > 0, dtype=uint1))
+
+
+@_algorithm(lambda p: p.q * p.s / 7 * where(p.n == 1, -1.0, 1.0))
+def block_norms(g, block=96):
+    s = g.blocks(block).reduce(norm)
+    q = g.map(lambda x: floor(abs(x) / s * 7 + random()), dtype=uint4)
+    return concat(s=s, q=q, n=g.map(lambda x: x < 0, dtype=uint1))
+
+
+@_algorithm(lambda p: p.value.scatter(p.index))
+def first_few(g, ratio=0.05):
+    kept = g.filter(lambda x: (x > 1) | (x < -1), at_most=ceil(ratio * g.size))
+    return concat(index=kept.index, value=kept.value.map(dtype=bfloat16))
+
+
+@_algorithm(lambda p: p.h + p.b)
+def shorter_floats(g):
+    h = g.map(lambda x: maximum(minimum(x, 6e4), -6e4), dtype=float16)
+    return concat(h=h, b=(g - h).map(dtype=bfloat16))
+
+
+@_algorithm(lambda p: where(p.minus == 1, -1.0, 1.0) * power(p.e))
+def exponents(g):
+    e = g.map(lambda x: exponent(x) + where(random() * power(exponent(x)) < abs(x) - power(exponent(x)), 1.0, 0.0))
+    return concat(e=e.map(dtype=uint8), minus=g.map(lambda x: x < 0, dtype=uint1))
+
+
+@_algorithm(lambda p: p.q * p.step)
+def shared_scale(g):
+    step = abs(g).reduce(max).over_ranks(max) / 2**20
+    return concat(step=step, q=g.map(lambda x: round_even(x / step), dtype=int32))
+
+
+@_algorithm(lambda p: where(random(shared=True) < p.rate, p.q * p.step, 0.0))
+def shared_choice(g, rate=0.5):
+    step = sqrt(g.reduce(sum) * g.reduce(sum)) / g.size + abs(g).reduce(max)
+    chosen = g.map(lambda x: where(random(shared=True) < rate, round_even(x / step * 1.5), 0.0) + 1, dtype=uint2)
+    return concat(step=step, rate=rate + 0.0 * g.filter(lambda x: x > 0).reduce(count), q=chosen)
