@@ -164,3 +164,16 @@ def test_arbitrary_bytes_are_decoded_or_refused(name: str) -> None:
         out = np.zeros(size, np.float32)
         if compiled.decode(body, out):
             assert np.isfinite(out).all() or lists
+
+
+def test_what_could_overflow_is_cut_to_the_finite_floats() -> None:
+    program = algorithms.program("between")
+    compiled = Compiled(program)
+    body = compiled.encode(gradient(3000))
+    largest = np.finfo(np.float32).max
+    body[:8].view(np.float32)[:] = largest, largest
+    out, twice = np.empty(3000, np.float32), np.empty(3000, np.float32)
+    assert compiled.decode(body, out)
+    assert (out == largest).all()
+    assert compiled.decode_sum([body, compiled.encode(np.zeros(3000, np.float32))], twice)
+    assert (twice == largest).all()

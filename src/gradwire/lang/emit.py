@@ -98,16 +98,3 @@ def statics(program: Program) -> list[Node]:
 def chunk_of(fields: Iterable[Field]) -> int:
     """Elements that a sweep over these fields takes at a time."""
     return TRIT_CHUNK if any(each.dtype.packing == "digits" for each in fields) else CHUNK
-
-
-def needs_finite(node: Node) -> bool:
-    """Whether a decoder's result could overflow: not where it only chooses among what was sent."""
-    if node.op in ("extract", "constant"):
-        return False
-    if node.op == "where":
-        return any(needs_finite(each) for each in node.inputs[1:])
-    if node.op == "narrow":
-        return False
-    if node.op == "mul" and any(each.op == "constant" and abs(each.attrs["value"]) <= 1 for each in node.inputs):
-        return any(needs_finite(each) for each in node.inputs)
-    return True

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from gradwire.lang.cpu.expressions import STORAGE, Function, has_levels, num_bytes
-from gradwire.lang.emit import Lines, chunk_of, needs_finite
+from gradwire.lang.emit import Lines, chunk_of
 from gradwire.lang.interpret import is_stat
-from gradwire.lang.ir import Field
+from gradwire.lang.ir import Field, Node
 
 
 class Decoder(Function):
     """Emits `decode` and `decode_sum`."""
+
+    guard: str | None = None  # the condition that an element could overflow
 
     def source(self) -> str:
         return "\n\n\n".join([self._single(), self._sum()])
@@ -27,6 +29,7 @@ class Decoder(Function):
             return str(lines)
         self._make_buffers()
         self.decode_scalars()
+        self.guard = self.overflows(self.program.output)
         with self._chunks():
             self._unpack_chunk()
             with self._vectors():
@@ -52,27 +55,58 @@ class Decoder(Function):
                 self._scatter()
             lines.add("return True")
             return str(lines)
-        with lines.block("for rank in range(bodies.size):"):
-            lines.add("body = array_at(bodies[rank], sizes[rank], u8)")
-            self._open("body", "sizes[rank]", check_only=True)
-        self._make_buffers()
-        lines.add(f"total = np.empty({self.chunk}, np.float32)")
-        with lines.block(f"for start in range(0, n, {self.chunk}):"):
-            lines.add(f"end = min(n, start + {self.chunk})", "total[: end - start] = 0")
-            with lines.block("for rank in range(bodies.size):"):
-                lines.add("body = array_at(bodies[rank], sizes[rank], u8)")
-                self._open("body", "sizes[rank]", unchecked=True)
-                self.decode_scalars()
-                self._unpack_chunk()
-                with self._vectors():
-                    lines.add(
-                        f"store_until(total, i - start, stop - start, load(total, i - start, LANES) + {self._value()})"
-                    )
-                    self._advance()
-            with lines.block("for i in range(start, end, LANES):"):
-                lines.add("store_until(out, i, end, load(total, i - start, LANES))")
+        self._open_all()
+        self._make_buffers("bodies.size * ")
+        with self._chunks():
+            self._unpack_chunk(of_all=True)
+            with self._vectors():
+                lines.add("total = splat(np.float32(0), LANES)")
+                with lines.block("for rank in range(bodies.size):"):
+                    self._pick_rank()
+                    lines.add(f"total = total + {self._value()}")
+                lines.add("store_until(out, i, stop, total)")
+                self._advance()
         lines.add("return True")
         return str(lines)
+
+    # -- all ranks -------------------------------------------------------------------------------------------
+
+    def _scalars(self) -> list[str]:
+        """The variables that hold the scalars of a payload which elements meet."""
+        nodes = [node for node in self.program.decode_nodes() if node.space.kind == "scalar"]
+        return [self.names[id(node)] for node in nodes if node.op in ("extract", "narrow")]
+
+    def _arrays(self) -> list[Field]:
+        return [each for each in self.program.fields if each.is_array]
+
+    def _open_all(self) -> None:
+        """Check the payloads of all ranks, and note their scalars and where their arrays begin."""
+        lines = self.lines
+        lines.add(*(f"{name}_of = np.empty(bodies.size, np.float32)" for name in self._scalars()))
+        lines.add(*(f"{each.variable}_of = np.empty(bodies.size, np.uint64)" for each in self._arrays()))
+        lines.add("any_overflow = False")
+        with lines.block("for rank in range(bodies.size):"):
+            lines.add("body = array_at(bodies[rank], sizes[rank], u8)")
+            self._open("body", "sizes[rank]")
+            self.decode_scalars()
+            self.guard = self.overflows(self.program.output)
+            if self.guard not in (None, "True"):
+                lines.add(f"any_overflow = any_overflow or {self.guard}")
+                self.guard = "any_overflow"
+            lines.forget()
+            lines.add(*(f"{name}_of[rank] = {name}" for name in self._scalars()))
+            lines.add(*(f"{each.variable}_of[rank] = address({each.variable}_in)" for each in self._arrays()))
+
+    def _pick_rank(self) -> None:
+        """Let the names of a payload mean those of this rank."""
+        self.lines.add(*(f"{name} = {name}_of[rank]" for name in self._scalars()))
+        for each in self._arrays():
+            name = each.variable
+            if self._has_levels(each):
+                place = f"address({name}_all) + np.uint64(rank * {self.chunk})"
+                self.lines.add(f"{name}_levels = array_at({place}, {self.chunk}, u8)")
+            else:
+                self.lines.add(f"{name}_in = array_at({name}_of[rank], {self._length(each)}, {self._storage(each)})")
 
     # -- fields ----------------------------------------------------------------------------------------------
 
@@ -86,9 +120,9 @@ class Decoder(Function):
         spaces = (each.node.space for each in self.program.fields)
         return next((space.block for space in spaces if space.kind == "blocks"), 0)
 
-    def _open(self, body: str, size: str, check_only: bool = False, unchecked: bool = False) -> None:
+    def _open(self, body: str, size: str) -> None:
         """Find the fields in a body; the body is invalid if they do not fit or a float is not finite."""
-        lines, at = self.lines, ["0"]
+        lines = self.lines
         items = [each for each in self.program.fields if each.node.space.kind == "items"]
         if items:
             fixed = 4 * sum(not each.is_array for each in self.program.fields)
@@ -99,22 +133,20 @@ class Decoder(Function):
         for each in self.program.fields:
             name = each.variable
             if not each.is_array:
-                self._open_scalar(each, body, unchecked)
+                self._open_scalar(each, body)
                 continue
-            dtype = STORAGE.get(each.dtype.name, "u8")
-            count = self._count(each)
-            length = count if each.dtype.packing == "raw" else num_bytes(each, count)
-            lines.add(f"{name}_in = array_at(address({body}) + np.uint64(at), {length}, {dtype})")
-            lines.add(f"at += {num_bytes(each, count)}")
-            if not each.dtype.is_integer and not unchecked:
-                lines.add(f"if not all_finite({name}_in):", "    return False")
-            if each.dtype.packing == "digits" and each.node.space.kind == "elements" and not unchecked:
-                lines.add(f"if not all_digits({name}_in):", "    return False")
-            if each.dtype.name == "int8" and not unchecked:
-                lines.add(f"if not no_minimum({name}_in):", "    return False")
-        del at
+            place = f"address({body}) + np.uint64(at)"
+            lines.add(f"{name}_in = array_at({place}, {self._length(each)}, {self._storage(each)})")
+            lines.add(f"at += {num_bytes(each, self._count(each))}")
+            if each.node.space.kind == "blocks":
+                lines.add(f"{name}_largest = largest_of({name}_in)", f"if not {name}_largest <= LARGEST:")
+                lines.add("    return False")
+                continue
+            check = _check_of(each)
+            if check:
+                lines.add(f"if not {check}({name}_in):", "    return False")
 
-    def _open_scalar(self, each: Field, body: str, unchecked: bool) -> None:
+    def _open_scalar(self, each: Field, body: str) -> None:
         lines, name = self.lines, each.variable
         if is_stat(self.program, each):
             position = [id(node) for node in self.program.stats].index(id(each.node.inputs[0]))
@@ -122,8 +154,15 @@ class Decoder(Function):
             lines.add(f"    {name} = read_scalar({body}, at)", "    at += 4")
         else:
             lines.add(f"{name} = read_scalar({body}, at)", "at += 4")
-        if not unchecked:
-            lines.add(f"if not np.isfinite({name}):", "    return False")
+        lines.add(f"if not np.isfinite({name}):", "    return False")
+
+    def _storage(self, each: Field) -> str:
+        return STORAGE.get(each.dtype.name, "u8")
+
+    def _length(self, each: Field) -> str:
+        """Stored elements of an array: packed bytes, or elements of a raw one."""
+        count = self._count(each)
+        return count if each.dtype.packing == "raw" else num_bytes(each, count)
 
     def _count(self, each: Field) -> str:
         space = each.node.space
@@ -133,11 +172,12 @@ class Decoder(Function):
 
     # -- dense -----------------------------------------------------------------------------------------------
 
-    def _make_buffers(self) -> None:
+    def _make_buffers(self, of_each: str = "") -> None:
         self.buffers([self.program.output], self.chunk)
         for each in self.program.fields:
             if self._has_levels(each):
-                self.lines.add(f"{each.variable}_levels = np.empty({self.chunk}, np.uint8)")
+                name = f"{each.variable}_{'all' if of_each else 'levels'}"
+                self.lines.add(f"{name} = np.empty({of_each}{self.chunk}, np.uint8)")
 
     def _has_levels(self, each: Field) -> bool:
         is_dense = each.node.space.kind == "elements"
@@ -146,20 +186,21 @@ class Decoder(Function):
     def _chunks(self) -> _Chunks:
         return _Chunks(self.lines, self.chunk)
 
-    def _unpack_chunk(self) -> None:
+    def _unpack_chunk(self, of_all: bool = False) -> None:
         self.draws([self.program.output], "start", "end - start")
-        for each in self.program.fields:
-            if not self._has_levels(each):
-                continue
-            name = each.variable
-            at = f"start // {each.dtype.per_byte}"
-            if each.dtype.packing == "digits":
-                call = f"unpack_digits({name}_in, {at}, end - start, {name}_levels)"
-            elif each.dtype.packing == "bits":
-                call = f"unpack_bits({name}_in, {at}, end - start, {name}_levels)"
-            else:
-                call = f"unpack_planes({name}_in, {at}, end - start, {int(each.dtype.bits)}, {name}_levels)"
-            self.lines.add(call)
+        packed = [each for each in self.program.fields if self._has_levels(each)]
+        if of_all and packed:
+            with self.lines.block("for rank in range(bodies.size):"):
+                for each in packed:
+                    name = each.variable
+                    place = f"address({name}_all) + np.uint64(rank * {self.chunk})"
+                    self.lines.add(
+                        f"{name}_in = array_at({name}_of[rank], {self._length(each)}, u8)",
+                        f"{name}_levels = array_at({place}, {self.chunk}, u8)",
+                        _unpacking(each),
+                    )
+        else:
+            self.lines.add(*(_unpacking(each) for each in packed))
 
     def _vectors(self) -> _Vectors:
         return _Vectors(self)
@@ -173,17 +214,25 @@ class Decoder(Function):
                 continue
             each = self.program.field_of(node)
             if node.space.kind == "elements":
-                lines.add(f"{each.variable} = {self._loaded(each)}")
+                self._load(each, node)
                 self.known[id(node)] = each.variable
             elif node.space.kind == "blocks":
                 lines.add(f"{each.variable} = {each.variable}_in[i // {node.space.block}]")
         self.decode_blocks()
         self.shared([self.program.output])
         lines.say(self.program.output.where)
-        value = self.vector(self.program.output).vector
-        lines.add(f"decoded = finite({value})" if needs_finite(self.program.output) else f"decoded = {value}")
+        self.add_decoded(self.program.output, self.guard)
         lines.forget()
         return "decoded"
+
+    def _load(self, each: Field, node: Node) -> None:
+        name = each.variable
+        if each.dtype.packing == "bits" and not self._has_levels(each):
+            self.lines.add(f"{name}_mask = bits_mask(from_bytes(load({name}_in, i >> 3, 8)))")
+            self.lines.add(f"{name} = number({name}_mask)")
+            self.masks.add(id(node))
+        else:
+            self.lines.add(f"{name} = {self._loaded(each)}")
 
     def _loaded(self, each: Field) -> str:
         name, dtype = each.variable, each.dtype
@@ -191,8 +240,6 @@ class Decoder(Function):
             return f"convert(convert(load({name}_levels, i - start, LANES), i32) - 1, f32)"
         if self._has_levels(each):
             return f"convert(convert(load({name}_levels, i - start, LANES), i32), f32)"
-        if dtype.packing == "bits":
-            return f"number(bits_mask(from_bytes(load({name}_in, i >> 3, 8))))"
         if dtype.is_integer:
             wide = f"load({name}_in, i, LANES)"
             return f"convert({wide}, f32)" if dtype.bits == 32 else f"convert(convert({wide}, i32), f32)"
@@ -209,6 +256,7 @@ class Decoder(Function):
         lines, output = self.lines, self.program.output
         values, index = output.inputs
         self.decode_scalars()
+        overflows = self.overflows(values)
         lists = [each for each in self.program.fields if each.node.space.kind == "items"]
         chunk = self.chunk
         lines.add(f"sent = np.empty({chunk} + LANES, np.float32)")
@@ -219,7 +267,7 @@ class Decoder(Function):
             lines.add(f"end = min(count, start + {chunk})")
             for each in lists:
                 if has_levels(each.dtype, True):
-                    self._unpack_list(each)
+                    lines.add(_unpacking(each))
             with lines.block("for i in range(start, end, LANES):"):
                 self.known = {}
                 for node in self.program.decode_nodes():
@@ -229,24 +277,35 @@ class Decoder(Function):
                         self.known[id(node)] = each.variable
                 self.shared([values])
                 lines.say(values.where)
-                sent = self.vector(values).vector
-                lines.add(f"store(sent, i - start, {f'finite({sent})' if needs_finite(values) else sent})")
+                self.add_decoded(values, overflows)
+                lines.add("store(sent, i - start, decoded)")
                 lines.forget()
             name = self.names[id(index)]
             lines.add(f"if not add_at({name}_in[start:end], sent, np.float32(1), out):", "    return False")
         self.known = {}
-
-    def _unpack_list(self, each: Field) -> None:
-        kind = {"digits": "unpack_digits", "bits": "unpack_bits"}.get(each.dtype.packing, "unpack_planes")
-        bits = f"{int(each.dtype.bits)}, " if kind == "unpack_planes" else ""
-        name, at = each.variable, f"start // {each.dtype.per_byte}"
-        self.lines.add(f"{kind}({name}_in, {at}, end - start, {bits}{name}_levels)")
 
     def _loaded_item(self, each: Field) -> str:
         if has_levels(each.dtype, True):
             less = " - 1" if each.dtype.packing == "digits" else ""
             return f"convert(convert(load({each.variable}_levels, i - start, LANES), i32){less}, f32)"
         return self._loaded(each)
+
+
+def _unpacking(each: Field) -> str:
+    """The call that unpacks the levels of a chunk."""
+    name, at = each.variable, f"start // {each.dtype.per_byte}"
+    kind = {"digits": "unpack_digits", "bits": "unpack_bits"}.get(each.dtype.packing, "unpack_planes")
+    bits = f"{int(each.dtype.bits)}, " if kind == "unpack_planes" else ""
+    return f"{kind}({name}_in, {at}, end - start, {bits}{name}_levels)"
+
+
+def _check_of(each: Field) -> str:
+    """The function that tells whether an array of untrusted bytes holds only what encoders write; "" for all do."""
+    if not each.dtype.is_integer:
+        return "all_finite"
+    if each.dtype.packing == "digits" and each.node.space.kind == "elements":
+        return "all_digits"
+    return "no_minimum" if each.dtype.name == "int8" else ""
 
 
 class _Chunks:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from gradwire.lang.bounds import overflow_condition
 from gradwire.lang.emit import Lines, name_nodes, shared_subexpressions, statics
 from gradwire.lang.ir import BOOL, Field, Node, Program, closure
 from gradwire.lang.operators.arithmetic import Arithmetic, Text
@@ -22,6 +23,7 @@ class Function:
         self.static = {id(node): f"static[{k}]" for k, node in enumerate(statics(program))}
         self.lines = Lines()
         self.known: dict[int, str] = {}  # nodes with a variable of this step, by its name
+        self.masks: set[int] = set()  # fields of uint1 whose vector has a mask beside it
         self.replaced: dict[str, Node] = {}  # fields that stand for the encoder's own nodes
 
     # -- expressions -----------------------------------------------------------------------------------------
@@ -38,12 +40,43 @@ class Function:
             return Text(f"uniform({self.names[id(node)]}, i - start)", True)
         if node.op == "cast":
             return Text(self._cast(self.vector(node.inputs[0]), node), True)
+        if node.op == "eq" and self._is_bit(node):
+            return Text(f"{self.known[id(node.inputs[0])]}_mask", True)
         operator = lookup(node.op)
         assert isinstance(operator, Arithmetic), f"{node!r} has no place in a sweep"
         args = [self.vector(each) for each in node.inputs]
         if not any(arg.is_vector for arg in args):
             args[0] = Text(args[0].vector, True)
         return Text(operator.vector(*args), True)
+
+    def _is_bit(self, node: Node) -> bool:
+        """Whether a comparison asks if a loaded uint1 is 1: its mask is at hand."""
+        bit, one = node.inputs
+        return bit.op == "extract" and id(bit) in self.masks and one.op == "constant" and one.attrs["value"] == 1
+
+    def overflows(self, output: Node) -> str | None:
+        """The condition that a decoded element could overflow, set as a variable; None where none ever can."""
+        condition = overflow_condition(self._resolved(output), self._largest)
+        if condition in (None, "True"):
+            return condition
+        self.lines.add(f"may_overflow = {condition}")
+        return "may_overflow"
+
+    def _largest(self, node: Node) -> str | None:
+        """The largest magnitude of a scalar, or of the values of blocks where that is known."""
+        node = self._resolved(node)
+        if node.space.kind == "static":
+            return f"abs({self.static[id(node)]})"
+        if node.space.kind == "blocks":
+            return f"{self.names[id(node)]}_largest" if node.op == "extract" else None
+        return f"abs({self.scalar64(node)})" if node.op in ("narrow", "extract") else None
+
+    def add_decoded(self, output: Node, overflows: str | None) -> None:
+        """Set `decoded` to the vector of a decoded expression, cut to the finite floats where that must be."""
+        value = self.vector(output).vector
+        self.lines.add(f"decoded = finite({value})" if overflows == "True" else f"decoded = {value}")
+        if overflows not in (None, "True"):
+            self.lines.add(f"if {overflows}:", "    decoded = finite(decoded)")
 
     def _cast(self, value: Text, node: Node) -> str:
         dtype = node.attrs["dtype"]

@@ -150,6 +150,16 @@ def all_finite(values):
 
 
 @kernel
+def largest_of(values):
+    """The largest magnitude of an array, float64; NaN if one is not finite."""
+    largest = splat(np.int32(0), LANES)
+    for i in range(0, values.size, LANES):
+        largest = maximum(largest, magnitude_bits(load_f32(values, i, LANES)))
+    bits = largest_lane(largest)
+    return np.nan if bits >= INFINITY_BITS else np.float64(first_lane(bitcast(splat(bits, 1), f32)))
+
+
+@kernel
 def sums():
     """Room for a canonical sum: its levels and how full each is."""
     return np.empty(LEVELS * SUM_BLOCK, np.float64), np.zeros(LEVELS, np.int64)

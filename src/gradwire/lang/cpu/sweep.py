@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from gradwire.lang.cpu.expressions import STORAGE, has_levels, is_condition, is_masked
-from gradwire.lang.emit import chunk_of, needs_finite
+from gradwire.lang.emit import chunk_of
 from gradwire.lang.ir import BOOL, Field, Node
 from gradwire.lang.operators.arithmetic import Arithmetic
 from gradwire.lang.operators.base import Emission, Sink, lookup
@@ -28,6 +28,7 @@ class SweepOverElements:
         if step.residual:
             self.roots += [each.node for each in self.program.fields if each.node.space.kind in ("elements", "blocks")]
         self.chunk = chunk_of(step.packs)
+        self.overflows: str | None = None  # the condition that what is decoded could overflow
 
     def emit(self) -> None:
         f, step, lines = self.f, self.step, self.lines
@@ -60,6 +61,7 @@ class SweepOverElements:
         if step.residual:
             f.replaced = {each.name: each.node for each in self.program.fields}
             f.decode_scalars()
+            self.overflows = f.overflows(self.program.output)
             f.replaced = {}
         if step.block_nodes:
             self._tiles(emissions)
@@ -167,10 +169,8 @@ class SweepOverElements:
             lines.say(program.output.where)
             before = dict(f.known)
             f.shared([program.output])
-            sent = f.vector(program.output).vector
-            if needs_finite(program.output):
-                sent = f"finite({sent})"
-            lines.add(f"store_until(rest, i, stop, x - {sent})")
+            f.add_decoded(program.output, self.overflows)
+            lines.add("store_until(rest, i, stop, x - decoded)")
             f.known = before
         f.replaced = {}
         lines.forget()
