@@ -1,6 +1,6 @@
 """One file an algorithm, a base class and a registry."""
 
-from gradwire.compressors import bf16, fp16, int8, none, onebit, threelc, topk
+from gradwire.compressors import bf16, fp16, int8, minmax, none, onebit, tbq, threelc, topk
 from gradwire.compressors.base import Compressor, Stat
 from gradwire.compressors.registry import Description, code, describe, make, names, register
 
@@ -14,10 +14,12 @@ __all__ = [
     "fp16",
     "int8",
     "make",
+    "minmax",
     "names",
     "none",
     "onebit",
     "register",
+    "tbq",
     "threelc",
     "topk",
 ]

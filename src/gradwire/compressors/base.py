@@ -76,6 +76,14 @@ class Compressor(ABC):
         """The δ of ‖g − decode(encode(g))‖² ≤ (1 − δ)‖g‖² for every g of this spec, or None."""
         return None
 
+    def variance(self, spec: TensorSpec) -> float | None:
+        """The ω of E‖g − decode(encode(g))‖² ≤ ω‖g‖² for every g of this spec, where unbiased; or None.
+
+        No element decodes to more than 1 + ω times the largest magnitude of g: to more than twice that only where an
+        ω above 1 is declared.
+        """
+        return None
+
     @abstractmethod
     def max_encoded_bytes(self, spec: TensorSpec) -> int:
         """The most bytes that a body of this spec can take. Receivers size their buffers by it."""

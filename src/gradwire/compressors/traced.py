@@ -22,7 +22,7 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, overload
 
 import numpy as np
 import torch
@@ -59,7 +59,8 @@ class TracedCompressor(ArrayCompressor):
         for name, value in self._options.items():
             self._options[name] = _checked(name, value, self.algorithm.defaults[name])
         self.program = self.algorithm.trace(self._options)
-        self.unbiased = self.algorithm.unbiased
+        unbiased = self.algorithm.unbiased
+        self.unbiased = unbiased(**self._options) if callable(unbiased) else unbiased
         self.default_feedback: FeedbackName = self.algorithm.feedback
         self.needs_stats = bool(self.program.stats)
         self._statics = statics(self.program)
@@ -77,6 +78,11 @@ class TracedCompressor(ArrayCompressor):
         """What the algorithm declares, of the size and its options."""
         bound = self.algorithm.contraction
         return None if bound is None else bound(spec.numel, **self._options)
+
+    def variance(self, spec: TensorSpec) -> float | None:
+        """What the algorithm declares, where it is unbiased with these options."""
+        bound = self.algorithm.variance
+        return None if bound is None or not self.unbiased else bound(spec.numel, **self._options)
 
     def max_encoded_bytes(self, spec: TensorSpec) -> int:
         """The sizes of all fields; lists at their capacity."""
@@ -178,12 +184,17 @@ class TracedCompressor(ArrayCompressor):
         self, x: np.ndarray, ctx: Context, scale: float, residual: np.ndarray | None, rest: np.ndarray | None,
         stats: Sequence[np.ndarray],
     ) -> np.ndarray | None:  # fmt: skip
-        body = np.empty(self.max_encoded_bytes(TensorSpec((x.size,))), np.uint8)
+        most, is_list = self.max_encoded_bytes(TensorSpec((x.size,))), self.program.items is not None
+        # A list is seldom as long as it could be: it is written to memory that is kept, and copied.
+        lists = self._lists(x.size, most if is_list else 0)
+        body = lists[lists.size - _aligned(most) :][:most] if is_list else np.empty(most, np.uint8)
         length = self.module.encode(
             as_input(x), np.float32(scale), residual, rest, body, self._given(stats), _keys(ctx), ctx.offset,
-            self._static(x.size), self._lists(x.size),
+            self._static(x.size), lists,
         )  # fmt: skip
-        return None if length < 0 else _fitted(body, length)
+        if length < 0:
+            return None
+        return body[:length].copy() if is_list else body
 
     def _decode(
         self, body: np.ndarray, ctx: Context, stats: Sequence[np.ndarray], out: np.ndarray, accumulate: bool
@@ -229,11 +240,12 @@ class TracedCompressor(ArrayCompressor):
             self._static_values[size] = np.array(values, np.float64)
         return self._static_values[size]
 
-    def _lists(self, size: int) -> np.ndarray:
-        """Memory for the lists that filters make of a gradient of so many elements."""
-        if not self._filters:
+    def _lists(self, size: int, body_bytes: int = 0) -> np.ndarray:
+        """Memory for the lists that filters make of a gradient of so many elements, and for a body behind them."""
+        if not self._filters and not body_bytes:
             return _NOTHING
-        return scratch(sum(8 * (self._capacity(node, size) + SLOTS) for node in self._filters))
+        lists_bytes = sum(8 * (self._capacity(node, size) + SLOTS) for node in self._filters)
+        return scratch(lists_bytes + _aligned(body_bytes))
 
     def _given(self, stats: Sequence[np.ndarray]) -> np.ndarray | None:
         """The reduced values of the preliminary round, float32; None where there was none."""
@@ -259,10 +271,11 @@ class Algorithm:
     """What `compressor` makes of a function: call it with options for a compressor of the whole contract."""
 
     def __init__(
-        self, encode: Callable[..., Any], name: str, feedback: FeedbackName, unbiased: bool, contraction: Bound | None
-    ) -> None:
+        self, encode: Callable[..., Any], name: str, feedback: FeedbackName, unbiased: bool | Callable[..., bool],
+        contraction: Bound | None, variance: Bound | None,
+    ) -> None:  # fmt: skip
         self.encode_function, self.name = encode, name
-        self.feedback, self.unbiased, self.contraction = feedback, unbiased, contraction
+        self.feedback, self.unbiased, self.contraction, self.variance = feedback, unbiased, contraction, variance
         self.doc = inspect.getdoc(encode) or ""
         parameters = list(inspect.signature(encode).parameters.values())
         for parameter in parameters[1:]:
@@ -314,21 +327,39 @@ class Algorithm:
         return self._programs[key]
 
 
+@overload
+def compressor(name: Callable[..., Any], /) -> Algorithm: ...
+
+
+@overload
+def compressor(
+    name: str | None = None,
+    *,
+    feedback: Literal["none", "error"] = "error",
+    unbiased: bool | Callable[..., bool] = False,
+    contraction: Bound | None = None,
+    variance: Bound | None = None,
+) -> Callable[[Callable[..., Any]], Algorithm]: ...
+
+
 def compressor(
     name: str | Callable[..., Any] | None = None,
     *,
     feedback: Literal["none", "error"] = "error",
-    unbiased: bool = False,
+    unbiased: bool | Callable[..., bool] = False,
     contraction: Bound | None = None,
+    variance: Bound | None = None,
 ) -> Any:
     """Decorator: make a compressor of an encoder written in the language, and of the decoder that follows.
 
     Args:
         name: for `gradwire.make` and `gradwire.attach`; the function's own where not given.
         feedback: ``"error"`` for error feedback, which biased algorithms need; ``"none"`` for unbiased ones.
-        unbiased: whether the mean of what is decoded, over the random numbers, is the gradient.
+        unbiased: whether the mean of what is decoded, over the random numbers, is the gradient; or a function of the
+            options by name that says so.
         contraction: δ of ‖g − decode(encode(g))‖² ≤ (1 − δ)‖g‖², a function of the number of elements and of the
             options by name; or None.
+        variance: ω of E‖g − decode(encode(g))‖² ≤ ω‖g‖², likewise, where unbiased; see `Compressor.variance`.
 
     Returns:
         An `Algorithm`, which is complete once its `decode` has decorated a second function.
@@ -336,7 +367,7 @@ def compressor(
 
     def wrap(encode: Callable[..., Any]) -> Algorithm:
         chosen = name if isinstance(name, str) else encode.__name__
-        return Algorithm(encode, chosen, feedback, unbiased, contraction)
+        return Algorithm(encode, chosen, feedback, unbiased, contraction, variance)
 
     return wrap(name) if callable(name) else wrap
 
@@ -353,6 +384,8 @@ def _checked(name: str, value: Any, default: Any) -> Any:
         return checks.integer(name, value, 8, 1 << 20)
     if name in ("ratio", "sample"):
         return checks.real(name, value, 0.0, 1.0, low_open=True)
+    if name in ("threshold", "clip"):
+        return checks.real(name, value, 0.0, math.inf, high_open=True)
     if isinstance(default, int):
         return checks.integer(name, value, -(1 << 53), 1 << 53)
     if isinstance(default, float):
@@ -367,6 +400,10 @@ def _list_of(node: Node) -> Node:
 
 def _count(node: Node, size: int) -> int:
     return max(0, int(evaluate_static(node, size)))
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // 8) * 8
 
 
 def _fitted(body: np.ndarray, length: int) -> np.ndarray:

@@ -1,0 +1,34 @@
+"""Threshold binary quantisation: what reaches tau is sent as plus or minus tau, the rest waits; two bits an element.
+
+Biased; a contraction with delta >= min(1, threshold) / N, so it needs error feedback. Payloads cannot be summed.
+
+Source: Strom 2015, section 2; two bits an element as in HiPress (Bai et al. 2021), section 4.4. Differences: tau is
+`threshold` times the mean magnitude, and travels as a scalar, because no fixed tau fits all layers and all of a
+training; it is at most the largest magnitude, so that something is always sent. Strom sends indices of 31 bits and
+compresses them with an entropy coder.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gradwire.compressors.traced import compressor
+from gradwire.lang import concat, mean, minimum, uint2, where
+
+
+@compressor(contraction=lambda size, threshold: min(1.0, threshold) / max(1, size))
+def tbq(g: Any, threshold: float = 2.0) -> Any:
+    """Threshold binary quantisation: plus or minus tau for what reaches tau, 0 for the rest.
+
+    Args:
+        g: the gradient.
+        threshold: tau in units of the mean magnitude.
+    """
+    tau = minimum(threshold * abs(g).reduce(mean), abs(g).reduce(max))
+    q = g.map(lambda x: where(x >= tau, 2.0, where(x <= -tau, 0.0, 1.0)), dtype=uint2)
+    return concat(tau=tau, q=q)
+
+
+@tbq.decode
+def _(p: Any) -> Any:
+    return (p.q - 1) * p.tau

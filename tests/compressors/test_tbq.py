@@ -1,0 +1,37 @@
+"""What is particular to threshold binary quantisation: its threshold."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import gradwire.compressors as compressors
+from tests.contracts.compressor_cases import context, heavy_tailed
+
+
+def quantised(x: np.ndarray, threshold: float) -> np.ndarray:
+    """The published formula, element by element."""
+    tau = np.float32(min(threshold * np.abs(x.astype(np.float64)).mean(), np.abs(x).max()))
+    return np.array([tau if v >= tau else -tau if v <= -tau else 0 for v in x], np.float32)
+
+
+@pytest.mark.parametrize("threshold", [0.5, 1.0, 2.0, 1e6])
+def test_what_reaches_tau_becomes_tau_and_the_rest_waits(threshold) -> None:
+    codec, grad = compressors.make("tbq", threshold=threshold), heavy_tailed(300)
+    residual = np.empty(300, np.float32)
+    found = codec.decode(codec.encode(grad, context(grad), residual=residual), context(grad)).numpy()
+    np.testing.assert_array_equal(found, quantised(grad.numpy(), threshold))
+    np.testing.assert_array_equal(residual, grad.numpy() - found)
+    assert found.any()
+
+
+def test_the_largest_is_sent_however_high_the_threshold() -> None:
+    """Else a constant gradient would never be sent: its mean magnitude grows as its residual does."""
+    codec, grad = compressors.make("tbq", threshold=5.0), torch.full((40,), 0.3)
+    assert torch.equal(codec.decode(codec.encode(grad, context(grad)), context(grad)), grad)
+
+
+def test_negative_thresholds_are_refused() -> None:
+    with pytest.raises(ValueError, match="Expected 0 <= threshold < inf, got -1"):
+        compressors.make("tbq", threshold=-1.0)
