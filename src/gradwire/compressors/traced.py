@@ -32,16 +32,17 @@ from gradwire.compressors.array import NONFINITE, ArrayCompressor, expect, scrat
 from gradwire.compressors.base import FeedbackName, Reduction, Stat, as_array
 from gradwire.compressors.registry import register
 from gradwire.core.context import Context
-from gradwire.core.errors import OptionError
+from gradwire.core.errors import OptionError, UnknownNameError
 from gradwire.core.spec import TensorSpec
 from gradwire.kernels.cpu.elements import addresses, as_input, as_writable
 from gradwire.lang import cache
 from gradwire.lang.cpu.runtime import SLOTS
 from gradwire.lang.emit import statics
+from gradwire.lang.errors import TraceError
 from gradwire.lang.interpret import num_values
 from gradwire.lang.ir import Node, Program
 from gradwire.lang.operators.arithmetic import evaluate_static
-from gradwire.lang.trace import trace
+from gradwire.lang.trace import signature_line, trace
 from gradwire.wire.payload import Payload
 
 Bound = Callable[..., float]
@@ -55,6 +56,9 @@ class TracedCompressor(ArrayCompressor):
     algorithm: ClassVar[Algorithm]
 
     def __init__(self, **options: Any) -> None:
+        for name in options:
+            if name not in self.algorithm.defaults:
+                raise UnknownNameError(f"option of {self.name}", name, self.algorithm.defaults)
         self._options = {**self.algorithm.defaults, **options}
         for name, value in self._options.items():
             self._options[name] = _checked(name, value, self.algorithm.defaults[name])
@@ -280,10 +284,10 @@ class Algorithm:
         parameters = list(inspect.signature(encode).parameters.values())
         for parameter in parameters[1:]:
             if parameter.default is parameter.empty:
-                raise TypeError(
-                    f"Expected a default for every option, got none for {parameter.name!r} (in {name}). "
-                    "Do: give it one, so that the name alone makes a compressor."
-                )
+                raise TraceError(
+                    f"Expected a default for every option, got none for {parameter.name!r}", signature_line(encode),
+                    "give it one, so that the name alone makes a compressor",
+                )  # fmt: skip
         self.defaults = {parameter.name: parameter.default for parameter in parameters[1:]}
         self._signature = inspect.Signature([p.replace(kind=p.KEYWORD_ONLY) for p in parameters[1:]])
         self._class: type[TracedCompressor] | None = None

@@ -21,7 +21,7 @@ Source: HiPress (Bai et al. 2021), section 4.
 
 from gradwire.lang import operators as operators
 from gradwire.lang.errors import TraceError
-from gradwire.lang.symbols import (
+from gradwire.lang.functions import (
     ceil,
     concat,
     count,

@@ -1,4 +1,4 @@
-"""The intermediate representation: a graph of typed nodes, and the check that every program passes.
+"""The intermediate representation: a graph of typed nodes.
 
 A node is one application of an operator. Its *space* says what it has a value for: a number known from the length
 alone (`STATIC`), one number a tensor (`SCALAR`), one a block, one an element, or one an item of a list that the
@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from gradwire.lang.errors import TraceError
 from gradwire.lang.types import ElementType
 
 FLOAT: Literal["float"] = "float"
@@ -185,40 +184,3 @@ def closure(roots: list[Node]) -> list[Node]:
             found[id(node)] = node
             stack += node.inputs
     return sorted(found.values(), key=lambda node: node.number)
-
-
-def verify(program: Program) -> None:
-    """Check a program against the specification of the representation.
-
-    Raises:
-        TraceError: what is wrong, with the line of the algorithm.
-    """
-    for node in (*program.encode_nodes(), *program.decode_nodes()):
-        _verify_order(node)
-    for node in program.encode_nodes():
-        if node.op == "extract":
-            raise TraceError("Expected encode to read the gradient, got a field of a payload", node.where)
-    for node in program.decode_nodes():
-        if node.op == "gradient":
-            raise TraceError("Expected decode to read the payload, got the gradient of encode", node.where)
-        if node.op == "random" and not node.attrs["shared"]:
-            raise TraceError(
-                "Expected decode to be the same on every rank, got private random numbers", node.where,
-                "random(low, high, shared=True)",
-            )  # fmt: skip
-    spaces = {each.node.space for each in program.fields if each.node.space.kind == "items"}
-    if len(spaces) > 1:
-        raise TraceError("Expected lists of one length in a payload, got several", program.fields[-1].node.where)
-    blocks = {node.space.block for node in program.encode_nodes() if node.space.kind == "blocks"}
-    if len(blocks) > 1:
-        raise TraceError(f"Expected one size of blocks, got {sorted(blocks)}", program.fields[-1].node.where)
-    output = program.output
-    if output.space.kind != "elements" or output.dtype == BOOL:
-        raise TraceError(
-            f"Expected decode to give a number an element, got {output.dtype} of {output.space}", output.where,
-            "map a packed field, or scatter a list",
-        )  # fmt: skip
-
-
-def _verify_order(node: Node) -> None:
-    assert all(each.number < node.number for each in node.inputs), f"{node!r} is older than its inputs"

@@ -1,4 +1,4 @@
-"""What an algorithm handles while it is traced: symbolic gradients, scalars and lists, and the functions on them.
+"""What an algorithm handles while it is traced: symbolic gradients, scalars and lists.
 
 The values know no numbers. Each operation on them adds a node to the graph of the trace in progress, with the line
 of the algorithm that asked for it.
@@ -7,79 +7,17 @@ of the algorithm that asked for it.
 from __future__ import annotations
 
 import builtins
-import linecache
-import sys
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from gradwire.lang.errors import TraceError
-from gradwire.lang.ir import BOOL, SCALAR, STATIC, Field, Location, Node, Space
+from gradwire.lang.graph import graph, user_location
+from gradwire.lang.ir import BOOL, SCALAR, STATIC, Field, Node
 from gradwire.lang.operators.base import lookup
-from gradwire.lang.types import ElementType
+from gradwire.lang.types import TYPES, ElementType
 
-_HERE = str(Path(__file__).parent)
-_current = threading.local()
 _REDUCERS = {builtins.min: "min", builtins.max: "max", builtins.sum: "sum", builtins.abs: "abs"}
-
-
-class Graph:
-    """The nodes of a trace in progress. Equal applications are one node."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.num_random = 0
-        self.known: dict[Any, Node] = {}
-
-    def add(self, op: str, inputs: Sequence[Node], where: Location | None = None, **attrs: Any) -> Node:
-        where = where or user_location()
-        try:
-            space, dtype = lookup(op).infer(inputs, attrs)
-        except ValueError as error:
-            raise TraceError(f"Cannot apply {op}: {error}", where, getattr(error, "remedy", None)) from None
-        key = (op, tuple(map(id, inputs)), tuple(sorted((k, repr(v)) for k, v in attrs.items())))
-        if key not in self.known:
-            self.count += 1
-            node = Node(op, tuple(inputs), attrs, space, dtype, where, self.count)
-            if space.kind == "items" and space.source is None:
-                object.__setattr__(node, "space", Space("items", source=node))
-            self.known[key] = node
-        return self.known[key]
-
-
-class tracing:  # noqa: N801 - reads as a verb
-    """Context manager: operations on symbols go to this graph."""
-
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
-
-    def __enter__(self) -> Graph:
-        _current.graph = self.graph
-        return self.graph
-
-    def __exit__(self, *_: object) -> None:
-        _current.graph = None
-
-
-def graph() -> Graph:
-    """The graph of the trace in progress."""
-    found: Graph | None = getattr(_current, "graph", None)
-    if found is None:
-        raise TraceError(
-            "Expected a call from a compressor's encode or decode, got one from elsewhere", user_location(),
-            "call it inside a function decorated with gradwire.compressor",
-        )  # fmt: skip
-    return found
-
-
-def user_location() -> Location:
-    """The innermost line on the stack that is not the language's own."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
-        frame = frame.f_back
-    file, line = frame.f_code.co_filename, frame.f_lineno
-    return Location(Path(file).name, line, linecache.getline(file, line).strip())
 
 
 class Value:
@@ -182,10 +120,7 @@ class Value:
         )  # fmt: skip
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        known = ", ".join(sorted(key for key in dir(type(self)) if not key.startswith("_")))
-        raise TraceError(f"A symbolic value has no {name!r}; it has {known}", user_location())
+        raise _unknown(self, "A symbolic value", name, "use map with the functions of gradwire.lang, or reduce")
 
     # -- operators -------------------------------------------------------------------------------------------
 
@@ -203,7 +138,11 @@ class Value:
         A float that is cast to an integer is truncated: say `floor` or `round_even` where that is meant.
         """
         found = lift(self if function is None else function(self))
-        return found if dtype is None else Value(graph().add("cast", (found.node,), dtype=dtype))
+        if dtype is None:
+            return found
+        if not isinstance(dtype, ElementType):
+            raise TraceError(f"Expected an element type, got {dtype!r}", user_location(), f"one of {', '.join(TYPES)}")
+        return Value(graph().add("cast", (found.node,), dtype=dtype))
 
     def reduce(self, function: Any) -> Value:
         """One number of all elements (a block's, after `blocks`; the chosen ones', after `filter`).
@@ -211,19 +150,21 @@ class Value:
         Args:
             function: `min`, `max`, `sum`, or `mean`, `norm`, `count` of this module. Of nothing they give 0.
         """
-        name = function if isinstance(function, str) else _REDUCERS.get(function, getattr(function, "__name__", ""))
-        if name not in lookup("reduce").functions:  # type: ignore[attr-defined]
-            raise TraceError(
-                f"Cannot reduce with {name or function!r}: in which order elements meet is not the algorithm's to say",
-                user_location(), "map first, then reduce with min, max, sum, mean, norm or count",
-            )  # fmt: skip
-        return Value(graph().add("reduce", self._inputs(), function=name, block=self._block()))
+        return _reduced((self.node,), function)
 
     def blocks(self, block: int) -> Blocks:
         """The same values, in blocks of so many consecutive elements: `reduce` then gives one number a block."""
         if self.node.space.kind != "elements":
-            raise TraceError(f"Expected elements to cut into blocks, got {self.node.space}", user_location())
-        return Blocks(self.node, int(block))
+            raise TraceError(
+                f"Expected elements to cut into blocks, got {self.node.space}", user_location(),
+                "cut the gradient, or what map makes of it",
+            )  # fmt: skip
+        if isinstance(block, bool) or not isinstance(block, int):
+            raise TraceError(
+                f"Expected an integer for the size of blocks, got {type(block).__name__}", user_location(),
+                "make it an option, block=256",
+            )  # fmt: skip
+        return Blocks(self.node, block)
 
     def filter(self, predicate: Callable[[Value], Any], at_most: Any = None) -> Filtered:
         """Select the elements for which `predicate` holds.
@@ -259,7 +200,7 @@ class Value:
 
     def over_ranks(self, function: Any) -> Value:
         """A scalar reduced over all ranks before the encoding: the preliminary round. `min`, `max` or `sum`."""
-        name = _REDUCERS.get(function, str(function))
+        name = _name_of(function)
         return Value(graph().add("over_ranks", (self.node,), function=name))
 
     def scatter(self, index: Value) -> Value:
@@ -270,22 +211,45 @@ class Value:
         """The packed array with runs of its commonest byte shortened; the last step of an encoder."""
         return Value(graph().add("zero_runs", (self.node,)))
 
-    def _inputs(self) -> tuple[Node, ...]:
-        return (self.node,)
 
-    def _block(self) -> int:
-        return 0
+def _missing(sign: str, remedy: str) -> Callable[..., Any]:
+    def refuse(*_: object) -> Any:
+        raise TraceError(f"Symbolic values have no {sign}", user_location(), remedy)
+
+    return refuse
 
 
-class Blocks(Value):
-    """Elements in blocks."""
+for _method, _sign, _remedy in (
+    ("__pow__", "**", "multiply: x * x; power(e) is the power of two with exponent e"),
+    ("__rpow__", "**", "multiply: x * x; power(e) is the power of two with exponent e"),
+    ("__floordiv__", "//", "use floor(a / b)"),
+    ("__rfloordiv__", "//", "use floor(a / b)"),
+    ("__mod__", "%", "use a - floor(a / b) * b"),
+    ("__rmod__", "%", "use a - floor(a / b) * b"),
+    ("__xor__", "^", "use & | ~ between conditions"),
+    ("__matmul__", "@", "use map and reduce(sum)"),
+    ("__setitem__", "assignment to items", "use where(condition, a, b)"),
+    ("__contains__", "in", "use filter and count"),
+):
+    setattr(Value, _method, _missing(_sign, _remedy))
+
+
+class Blocks:
+    """Elements in blocks of so many."""
 
     def __init__(self, node: Node, block: int) -> None:
-        super().__init__(node)
-        self.block_size = block
+        self._node, self._block_size = node, block
 
-    def _block(self) -> int:
-        return self.block_size
+    def map(self, function: Callable[[Value], Any] | None = None, dtype: ElementType | None = None) -> Blocks:
+        """As `Value.map`."""
+        return Blocks(Value(self._node).map(function, dtype).node, self._block_size)
+
+    def reduce(self, function: Any) -> Value:
+        """One number a block."""
+        return _reduced((self._node,), function, self._block_size)
+
+    def __getattr__(self, name: str) -> Any:
+        raise _unknown(self, "What blocks gives", name, "compute first, then cut and reduce: (g * g).blocks(64)")
 
 
 class Filtered:
@@ -297,8 +261,7 @@ class Filtered:
 
     def reduce(self, function: Any) -> Value:
         """One number of the chosen elements."""
-        chosen = _Chosen(self._node, self._mask)
-        return chosen.reduce(function)
+        return _reduced((self._node, self._mask), function)
 
     @property
     def index(self) -> Value:
@@ -320,6 +283,9 @@ class Filtered:
         found = graph().add("top", (self._list(), _static(count, "count").node))
         return _Listed(found)
 
+    def __getattr__(self, name: str) -> Any:
+        raise _unknown(self, "What filter gives", name, "use .value and .index, which are lists, or reduce it")
+
     def _list(self) -> Node:
         inputs = (self._node, self._mask) + (() if self._at_most is None else (self._at_most,))
         return graph().add("filter", inputs, self._where)
@@ -337,15 +303,6 @@ class _Listed(Filtered):
 
     def reduce(self, function: Any) -> Value:
         return self.value.reduce(function)
-
-
-class _Chosen(Value):
-    def __init__(self, node: Node, mask: Node) -> None:
-        super().__init__(node)
-        self.mask_node = mask
-
-    def _inputs(self) -> tuple[Node, ...]:
-        return (self.node, self.mask_node)
 
 
 class Payload:
@@ -376,16 +333,48 @@ def lift(value: Any) -> Value:
     """A symbolic value, of one or of a Python number."""
     if isinstance(value, Value):
         return value
-    if isinstance(value, (bool, int, float)) or (hasattr(value, "item") and not hasattr(value, "shape")):
-        return Value(graph().add("constant", (), value=value))
-    if hasattr(value, "item") and getattr(value, "shape", None) == ():
-        return Value(graph().add("constant", (), value=value.item()))
+    if not isinstance(value, (Blocks, Filtered)) and getattr(value, "shape", None) == ():  # of NumPy or torch
+        value = value.item()
     if value is None:
         raise TraceError("Expected a number, got None", user_location(), "return the result of the function")
-    raise TraceError(
-        f"Expected a number or a symbolic value, got {type(value).__name__}", user_location(),
-        "use numbers, options, and what the operators gave",
-    )  # fmt: skip
+    if not isinstance(value, (bool, int, float)):
+        raise TraceError(
+            f"Expected a number or a symbolic value, got {type(value).__name__}", user_location(), _numbers_of(value)
+        )
+    if not math.isfinite(value):
+        raise TraceError(f"Expected a finite number, got {value}", user_location(), "choose one below 3.4e38")
+    return Value(graph().add("constant", (), value=value))
+
+
+def _numbers_of(value: object) -> str:
+    if isinstance(value, Blocks):
+        return "reduce the blocks, or compute before blocks"
+    if isinstance(value, Filtered):
+        return "use .value and .index of it, or reduce it"
+    return "use numbers, options, and what the operators gave"
+
+
+def _name_of(function: Any) -> str:
+    if isinstance(function, str):
+        return function
+    return _REDUCERS.get(function, "") or getattr(function, "__name__", repr(function))
+
+
+def _reduced(inputs: tuple[Node, ...], function: Any, block: int = 0) -> Value:
+    name = _name_of(function)
+    if name not in lookup("reduce").functions:  # type: ignore[attr-defined]
+        raise TraceError(
+            f"Cannot reduce with {name}: in which order elements meet is not the algorithm's to say",
+            user_location(), "map first, then reduce with min, max, sum, mean, norm or count",
+        )  # fmt: skip
+    return Value(graph().add("reduce", inputs, function=name, block=block))
+
+
+def _unknown(value: object, what: str, name: str, remedy: str) -> Exception:
+    if name.startswith("__"):
+        return AttributeError(name)
+    known = ", ".join(sorted(key for key in dir(type(value)) if not key.startswith("_")))
+    return TraceError(f"{what} has no {name!r}; it has {known}", user_location(), remedy)
 
 
 def apply(op: str, *args: Any) -> Value:
@@ -396,7 +385,10 @@ def apply(op: str, *args: Any) -> Value:
     elif STATIC in {node.space for node in nodes} and SCALAR not in {node.space for node in nodes}:
         static = getattr(lookup(op), "static", None)
         if static is None:
-            raise TraceError(f"Cannot apply {op} to numbers that are known from the length alone", user_location())
+            raise TraceError(
+                f"Cannot apply {op} to numbers that are known from the length alone", user_location(),
+                "compute it from options in Python, or apply it to what reduce gives",
+            )  # fmt: skip
     return Value(graph().add(op, nodes))
 
 
@@ -415,108 +407,3 @@ def _static(value: Any, what: str) -> Value:
             user_location(), "compute it from .size and options: sizes of payloads must have a bound",
         )  # fmt: skip
     return found
-
-
-# -- functions of the language -------------------------------------------------------------------------------
-
-
-def where(condition: Any, a: Any, b: Any) -> Value:
-    """A where the condition holds, else b: the conditional of the language."""
-    return apply("where", condition, a, b)
-
-
-def floor(x: Any) -> Value:
-    """The largest integer that is not above x."""
-    return apply("floor", x)
-
-
-def ceil(x: Any) -> Value:
-    """The smallest integer that is not below x."""
-    return apply("ceil", x)
-
-
-def round_even(x: Any) -> Value:
-    """The nearest integer; the even one of two."""
-    return apply("round_even", x)
-
-
-def sqrt(x: Any) -> Value:
-    """The square root."""
-    return apply("sqrt", x)
-
-
-def minimum(a: Any, b: Any) -> Value:
-    """The smaller of two."""
-    return apply("minimum", a, b)
-
-
-def maximum(a: Any, b: Any) -> Value:
-    """The larger of two."""
-    return apply("maximum", a, b)
-
-
-def sign(x: Any) -> Value:
-    """-1, 0 or 1."""
-    return where(x > 0, 1.0, where(x < 0, -1.0, 0.0))
-
-
-def exponent(x: Any) -> Value:
-    """The biased exponent of x as a float32, 0 to 255: |x| is at least `power(exponent(x))`, and below twice that."""
-    return apply("exponent", x)
-
-
-def power(e: Any) -> Value:
-    """The power of two with this biased exponent; 0 for 0."""
-    return apply("power", e)
-
-
-def random(low: Any = 0.0, high: Any = 1.0, *, shared: bool = False) -> Value:
-    """A number for each element, drawn evenly from low to high, ends excluded, anew each step.
-
-    It is one of 65,536 equidistant ones, so that a rounding that uses it is unbiased to 2^-17 of a step.
-
-    Args:
-        low, high: the range.
-        shared: the same on all ranks; else each rank draws its own.
-    """
-    here = graph()
-    here.num_random += 1
-    unit = Value(here.add("random", (), shared=bool(shared), stream=here.num_random - 1))
-    if isinstance(low, (int, float)) and isinstance(high, (int, float)):
-        if (low, high) == (0, 1):
-            return unit
-        return apply("add", unit * float(high - low), low)
-    return apply("add", unit * (lift(high) - low), low)
-
-
-def concat(**fields: Any) -> Payload:
-    """The payload: values by name. Scalars travel as float32, arrays as the type they were mapped to."""
-    if not fields:
-        raise TraceError("Expected something to send, got an empty concat", user_location())
-    here = graph()
-    made = []
-    for name, value in fields.items():
-        node = lift(value).node
-        if node.space.kind in ("scalar", "static"):
-            node = node if node.op == "narrow" else here.add("narrow", (node,))
-        elif node.dtype == BOOL:
-            raise TraceError(
-                f"Expected numbers to send as {name!r}, got conditions", user_location(), "map(..., dtype=uint1)"
-            )
-        made.append(Field(name, node))
-
-    def width(field: Field) -> float:
-        return -field.dtype.bits if field.is_array else -1000.0
-
-    return Payload(tuple(sorted(made, key=width)))
-
-
-def _only_in_reduce(name: str) -> Callable[..., Any]:
-    def function(*_: object) -> Any:
-        raise TraceError(f"{name} is a function for reduce", user_location(), f"x.reduce({name})")
-
-    function.__name__ = name
-    return function
-
-
-mean, norm, count = map(_only_in_reduce, ("mean", "norm", "count"))

@@ -5,13 +5,21 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from gradwire.lang.errors import TraceError
-from gradwire.lang.ir import Location, Node, Program, closure, verify
+from gradwire.lang.graph import Graph, is_users, location, tracing
+from gradwire.lang.ir import Location, Program, closure
 from gradwire.lang.operators.extract import Extract  # noqa: F401 - registers what traces begin with
-from gradwire.lang.symbols import Graph, Message, Payload, Value, lift, tracing
+from gradwire.lang.symbols import Message, Payload, Value, lift
+from gradwire.lang.verify import verify
+
+_REMEDY = (
+    "use what gradwire.lang exports in place of functions of Python, NumPy and torch; encode takes the gradient and "
+    "the options, decode the payload and those options that it names"
+)
 
 
 def trace(
@@ -30,10 +38,10 @@ def trace(
         TraceError: the algorithm does what the language cannot express; says where, and what to do.
     """
     with tracing(Graph()) as graph:
-        payload = encode(Value(graph.add("gradient", (), _signature_line(encode))), **options)
+        payload = _called(encode, Value(graph.add("gradient", (), signature_line(encode))), options)
         if not isinstance(payload, Payload):
             raise TraceError(
-                f"Expected encode to return concat(...), got {type(payload).__name__}", _signature_line(encode),
+                f"Expected encode to return concat(...), got {type(payload).__name__}", signature_line(encode),
                 "return concat(scale=scale, q=q)",
             )  # fmt: skip
         fields = {
@@ -43,7 +51,12 @@ def trace(
             for each in payload.fields
         }
         known = inspect.signature(decode).parameters
-        output = decode(Message(fields), **{key: value for key, value in options.items() if key in known})
+        output = _called(decode, Message(fields), {key: value for key, value in options.items() if key in known})
+        if output is None:
+            raise TraceError(
+                "Expected decode to return a value an element, got None", signature_line(decode),
+                "return p.q.map(lambda q: q * p.scale)",
+            )  # fmt: skip
         output = lift(output).node
     stats = [node for node in closure([each.node for each in payload.fields]) if node.op == "over_ranks"]
     program = Program(
@@ -51,17 +64,27 @@ def trace(
         _num_functions(encode) + _num_functions(decode), doc,
     )  # fmt: skip
     verify(program)
-    _verify_side_values(program)
     return program
 
 
-def _verify_side_values(program: Program) -> None:
-    for each in program.fields:
-        if not each.is_array and each.node.op != "narrow":
-            raise AssertionError(f"{each.name} enters the payload without being rounded")
+def _called(function: Callable[..., Any], first: Any, options: Mapping[str, Any]) -> Any:
+    """What a function of the user's gives; what Python says of symbols that it cannot handle, with the line."""
+    try:
+        return function(first, **options)
+    except TraceError:
+        raise
+    except (TypeError, AttributeError) as error:
+        lines = [
+            (frame.f_code.co_filename, line)
+            for frame, line in traceback.walk_tb(error.__traceback__)
+            if is_users(frame.f_code.co_filename)
+        ]
+        where = location(*lines[-1]) if lines else signature_line(function)
+        raise TraceError(f"Cannot trace {function.__name__}: {error}", where, _REMEDY) from error
 
 
-def _signature_line(function: Callable[..., Any]) -> Location:
+def signature_line(function: Callable[..., Any]) -> Location:
+    """Where a function begins: the place of an error that no line of it makes."""
     code = getattr(function, "__code__", None)
     if code is None:
         return Location("?", 0, repr(function))
@@ -102,4 +125,4 @@ def _num_functions(function: Callable[..., Any]) -> int:
     return sum(isinstance(node, ast.Lambda) for node in ast.walk(tree)) if tree is not None else 0
 
 
-__all__ = ["Node", "trace"]
+__all__ = ["signature_line", "trace"]

@@ -11,13 +11,17 @@ from gradwire.lang.operators import (
     scatter,
     sort,
 )
-from gradwire.lang.operators.base import Emission, Operator, Sink, Statement, lookup, names, register
+from gradwire.lang.operators.arithmetic import Arithmetic, Text
+from gradwire.lang.operators.base import Emission, FitError, Operator, Sink, Statement, lookup, names, register
 
 __all__ = [
+    "Arithmetic",
     "Emission",
+    "FitError",
     "Operator",
     "Sink",
     "Statement",
+    "Text",
     "arithmetic",
     "extract",
     "filter",

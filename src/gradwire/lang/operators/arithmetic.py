@@ -18,7 +18,7 @@ import numpy as np
 from gradwire.kernels.reference.elements import as_float32
 from gradwire.kernels.reference.sweep import cast as cast_kernel
 from gradwire.lang.ir import BOOL, ELEMENTS, FLOAT, SCALAR, STATIC, Dtype, Node, Space
-from gradwire.lang.operators.base import Operator, quietly, register
+from gradwire.lang.operators.base import FitError, Operator, quietly, register
 from gradwire.lang.types import ElementType
 
 LARGEST = float(np.finfo(np.float32).max)
@@ -48,6 +48,8 @@ class Arithmetic(Operator):
         scalar: Python source over float64, for scalars in Numba and in torch alike unless `torch` is given.
         triton: Triton source.
         static: over exact fractions, for numbers that are known from the length; None if not allowed there.
+        of_conditions: whether its arguments are conditions and not numbers.
+        of_elements: whether it has no source for scalars and blocks.
     """
 
     is_collective: ClassVar[bool] = False
@@ -64,32 +66,58 @@ class Arithmetic(Operator):
         result: Dtype = FLOAT,
         torch: Callable[..., str] | None = None,
         static: Callable[..., Any] | None = None,
+        of_conditions: bool = False,
+        of_elements: bool = False,
     ) -> None:
         self.name = name  # type: ignore[misc]
-        self.arity, self.result = arity, result
+        self.arity, self.result, self.of_conditions, self.of_elements = arity, result, of_conditions, of_elements
         self.numpy, self.vector, self.scalar, self.triton, self.static = numpy, vector, scalar, triton, static
         self.torch = torch or scalar
 
     def infer(self, inputs: Sequence[Node], attrs: Mapping[str, Any]) -> tuple[Space, Dtype]:
-        return joined([node.space for node in inputs]), self.result
+        if self.of_conditions:
+            expect_conditions(inputs)
+        else:
+            expect_numbers(inputs)
+        space = joined([node.space for node in inputs])
+        if self.of_elements and space.kind not in ("elements", "items"):
+            raise FitError(f"it is for elements, not for {space}", "apply it to elements, in map")
+        return space, self.result
 
     def reference(self, node: Node, inputs: Sequence[Any], env: Any) -> Any:
         return quietly(self.numpy, *inputs)
 
 
+def expect_numbers(inputs: Sequence[Node]) -> None:
+    """Raise `FitError` for a condition."""
+    if any(node.dtype == BOOL for node in inputs):
+        raise FitError("a condition is no number", "use where(condition, 1.0, 0.0)")
+
+
+def expect_conditions(inputs: Sequence[Node]) -> None:
+    """Raise `FitError` for a number."""
+    if any(node.dtype != BOOL for node in inputs):
+        raise FitError("a number is no condition", "compare it, as in x > 0; of an option, decide with Python's if")
+
+
 def joined(spaces: Sequence[Space]) -> Space:
-    """The space of arithmetic between values of these spaces. Raises `ValueError` where they do not fit."""
+    """The space of arithmetic between values of these spaces. Raises `FitError` where they do not fit."""
     items = {space for space in spaces if space.kind == "items"}
     kinds = {space.kind for space in spaces}
     if len(items) > 1:
-        raise ValueError("two lists of different origin have no common order")
+        raise FitError("two lists of different origin have no common order", "filter once, with | between conditions")
     if items:
         if kinds & {"elements", "blocks"}:
-            raise ValueError("the items of a list and the elements of the gradient do not line up")
+            raise FitError(
+                "the items of a list and the elements of the gradient do not line up",
+                "compute with the elements before filter, or reduce one of the two to a scalar",
+            )
         return items.pop()
     if "elements" in kinds:
         return ELEMENTS
     blocks = {space for space in spaces if space.kind == "blocks"}
+    if len(blocks) > 1:
+        raise FitError("blocks of different sizes do not line up", "use one size in an algorithm")
     if blocks:
         return blocks.pop()
     return SCALAR if "scalar" in kinds else STATIC
@@ -171,7 +199,7 @@ def _elements_only(name: str) -> Callable[..., str]:
 
 
 for _name, _numpy in (("exponent", _numpy_exponent), ("power", _numpy_power)):
-    register(Arithmetic(_name, 1, _numpy, _vector_call(_name), _elements_only(_name), _call(_name)))
+    register(Arithmetic(_name, 1, _numpy, _vector_call(_name), _elements_only(_name), _call(_name), of_elements=True))
 
 register(
     Arithmetic(
@@ -190,19 +218,19 @@ register(
 register(
     Arithmetic(
         "and", 2, np.logical_and, _infix("&"), lambda a, b: f"({a} and {b})", lambda a, b: f"({a} & {b})",
-        result=BOOL, torch=lambda a, b: f"({a} & {b})",
+        result=BOOL, of_conditions=True, torch=lambda a, b: f"({a} & {b})",
     )
 )  # fmt: skip
 register(
     Arithmetic(
         "or", 2, np.logical_or, _infix("|"), lambda a, b: f"({a} or {b})", lambda a, b: f"({a} | {b})",
-        result=BOOL, torch=lambda a, b: f"({a} | {b})",
+        result=BOOL, of_conditions=True, torch=lambda a, b: f"({a} | {b})",
     )
 )  # fmt: skip
 register(
     Arithmetic(
         "not", 1, np.logical_not, _vector_call("inverted"), lambda a: f"(not {a})", lambda a: f"(~{a})",
-        result=BOOL, torch=lambda a: f"(~{a})",
+        result=BOOL, of_conditions=True, torch=lambda a: f"(~{a})",
     )
 )  # fmt: skip
 
@@ -223,8 +251,8 @@ class Where(Arithmetic):
         return f"select({condition.source}, {a.vector}, {b.vector})"
 
     def infer(self, inputs: Sequence[Node], attrs: Mapping[str, Any]) -> tuple[Space, Dtype]:
-        if inputs[0].dtype != BOOL:
-            raise ValueError(f"where needs a comparison as its first argument, not {inputs[0].dtype}")
+        expect_conditions(inputs[:1])
+        expect_numbers(inputs[1:])
         return joined([node.space for node in inputs]), FLOAT
 
 
@@ -285,6 +313,8 @@ class Cast(Operator):
     is_collective: ClassVar[bool] = False
 
     def infer(self, inputs: Sequence[Node], attrs: Mapping[str, Any]) -> tuple[Space, Dtype]:
+        if inputs[0].space.kind not in ("elements", "items"):
+            raise FitError(f"{inputs[0].space} travel as float32", "leave out dtype=, or map elements or items")
         return inputs[0].space, attrs["dtype"]
 
     def reference(self, node: Node, inputs: Sequence[Any], env: Any) -> Any:

@@ -24,6 +24,18 @@ from gradwire.lang.ir import Dtype, Node, Space
 _OPERATORS: dict[str, Operator] = {}
 
 
+class FitError(ValueError):
+    """Inputs that an operator does not take.
+
+    Attributes:
+        remedy: what to write instead.
+    """
+
+    def __init__(self, problem: str, remedy: str) -> None:
+        super().__init__(problem)
+        self.remedy = remedy
+
+
 class Operator(ABC):
     """Base of all operators.
 
@@ -37,7 +49,7 @@ class Operator(ABC):
 
     @abstractmethod
     def infer(self, inputs: Sequence[Node], attrs: Mapping[str, Any]) -> tuple[Space, Dtype]:
-        """The shape rule: space and type of the result. Raises `ValueError` where the inputs do not fit."""
+        """The shape rule: space and type of the result. Raises `FitError` where the inputs do not fit."""
 
     @abstractmethod
     def reference(self, node: Node, inputs: Sequence[Any], env: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from gradwire.lang.ir import FLOAT, SCALAR, Dtype, Node, Space
-from gradwire.lang.operators.base import Emission, Operator, Sink, Statement, register
+from gradwire.lang.operators.base import Emission, FitError, Operator, Sink, Statement, register
 
 _NEW = Space("items")  # the graph puts in the node itself as the source
 
@@ -35,7 +35,7 @@ class Filter(Sink):
 
     def infer(self, inputs: Sequence[Node], attrs: Mapping[str, Any]) -> tuple[Space, Dtype]:
         if inputs[0].space.kind != "elements" or inputs[1].space.kind != "elements":
-            raise ValueError("only elements can be filtered; filter once, with & between conditions")
+            raise FitError("only elements can be filtered", "filter the gradient once, with & between conditions")
         return _NEW, FLOAT
 
     def reference(self, node: Node, inputs: Sequence[Any], env: Any) -> Any:
@@ -78,7 +78,8 @@ class Top(Statement):
     def cpu(self, node: Node, name: str, inputs: Sequence[str]) -> list[str]:
         source, most = inputs
         return [
-            f"{name}_index, {name}_value = {source}_index, {source}_value",
+            f"{name}_index = {source}_index[: {source}_count + SLOTS].copy()",
+            f"{name}_value = {source}_value[: {source}_count + SLOTS].copy()",
             f"{name}_count = keep_top({name}_index, {name}_value, {source}_count, max(np.int64({most}), 0))",
         ]
 
@@ -116,7 +117,7 @@ class Length(Operator):
 
     def infer(self, inputs: Sequence[Node], attrs: Mapping[str, Any]) -> tuple[Space, Dtype]:
         if inputs[0].space.kind != "items":
-            raise ValueError(f"expected a list, not {inputs[0].space}")
+            raise FitError(f"expected a list, not {inputs[0].space}", "use .size of the gradient or of a list")
         return SCALAR, FLOAT
 
     def reference(self, node: Node, inputs: Sequence[Any], env: Any) -> Any:

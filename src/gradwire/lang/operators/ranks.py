@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from gradwire.lang.ir import FLOAT, SCALAR, Dtype, Node, Space
-from gradwire.lang.operators.base import Operator, register
+from gradwire.lang.operators.base import FitError, Operator, register
 
 
 class OverRanks(Operator):
@@ -22,9 +22,9 @@ class OverRanks(Operator):
 
     def infer(self, inputs: Sequence[Node], attrs: Mapping[str, Any]) -> tuple[Space, Dtype]:
         if inputs[0].space != SCALAR:
-            raise ValueError(f"only scalars are reduced over ranks, not {inputs[0].space}")
+            raise FitError(f"only scalars are reduced over ranks, not {inputs[0].space}", "reduce first")
         if attrs["function"] not in ("min", "max", "sum"):
-            raise ValueError(f"ranks can be reduced with min, max or sum, not {attrs['function']}")
+            raise FitError(f"ranks are reduced with min, max or sum, not {attrs['function']}", "choose one of these")
         return SCALAR, FLOAT
 
     def reference(self, node: Node, inputs: Sequence[Any], env: Any) -> Any:

@@ -17,7 +17,7 @@ import numpy as np
 
 from gradwire.kernels.reference.reduce import block_sum64
 from gradwire.lang.ir import BOOL, FLOAT, SCALAR, Dtype, Node, Space
-from gradwire.lang.operators.base import Emission, Sink, register
+from gradwire.lang.operators.base import Emission, FitError, Sink, register
 
 
 class Reduce(Sink):
@@ -29,12 +29,12 @@ class Reduce(Sink):
     def infer(self, inputs: Sequence[Node], attrs: Mapping[str, Any]) -> tuple[Space, Dtype]:
         space = inputs[0].space
         if space.kind not in ("elements", "items"):
-            raise ValueError(f"there is one number for the {space.kind} already")
+            raise FitError(f"{space} is no array to reduce", "reduce elements or a list, or use the value as it is")
         if inputs[0].dtype == BOOL and attrs["function"] != "count":
-            raise ValueError("conditions have no order and no sum; filter and count, or map with where")
+            raise FitError("conditions have no order and no sum", "filter and reduce(count), or map with where")
         block = attrs["block"]
         if block and not 8 <= block <= 1 << 20:
-            raise ValueError(f"blocks have 8 to 2^20 elements, not {block}")
+            raise FitError(f"blocks have 8 to 2^20 elements, not {block}", "choose another size")
         return (Space("blocks", block) if block else SCALAR), FLOAT
 
     def reference(self, node: Node, inputs: Sequence[Any], env: Any) -> Any:

@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from gradwire.kernels.reference.random import random32
-from gradwire.lang.ir import FLOAT, Dtype, Node, Space
-from gradwire.lang.operators.base import Operator, register
+from gradwire.lang.ir import BOOL, FLOAT, Dtype, Node, Space
+from gradwire.lang.operators.base import FitError, Operator, register
 
 SAMPLE_STREAM = 0x2545F491
 
@@ -37,8 +37,8 @@ class Sample(Operator):
     name: ClassVar[str] = "sample"
 
     def infer(self, inputs: Sequence[Node], attrs: Mapping[str, Any]) -> tuple[Space, Dtype]:
-        if inputs[0].space.kind != "elements":
-            raise ValueError(f"expected elements, not {inputs[0].space}")
+        if inputs[0].space.kind != "elements" or inputs[0].dtype == BOOL:
+            raise FitError(f"expected numbers of elements, not {inputs[0]!r}", "sample the gradient or a map of it")
         return Space("items"), FLOAT
 
     def reference(self, node: Node, inputs: Sequence[Any], env: Any) -> Any:

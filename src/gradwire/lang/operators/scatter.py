@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from gradwire.lang.ir import ELEMENTS, FLOAT, Dtype, Node, Space
-from gradwire.lang.operators.base import Operator, register
+from gradwire.lang.operators.base import FitError, Operator, register
 
 
 class Scatter(Operator):
@@ -21,7 +21,7 @@ class Scatter(Operator):
 
     def infer(self, inputs: Sequence[Node], attrs: Mapping[str, Any]) -> tuple[Space, Dtype]:
         if any(node.space.kind != "items" for node in inputs) or inputs[0].space != inputs[1].space:
-            raise ValueError("expected values and positions of one list")
+            raise FitError("expected values and positions of one list", "p.value.scatter(p.index), both of one filter")
         return ELEMENTS, FLOAT
 
     def reference(self, node: Node, inputs: Sequence[Any], env: Any) -> Any:

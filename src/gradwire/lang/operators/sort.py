@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from gradwire.lang.ir import FLOAT, SCALAR, Dtype, Node, Space
-from gradwire.lang.operators.base import Statement, register
+from gradwire.lang.operators.base import FitError, Statement, register
 
 
 class Sort(Statement):
@@ -23,7 +23,7 @@ class Sort(Statement):
 
     def infer(self, inputs: Sequence[Node], attrs: Mapping[str, Any]) -> tuple[Space, Dtype]:
         if inputs[0].space.kind != "items":
-            raise ValueError(f"expected a list, not {inputs[0].space}; sample or filter first")
+            raise FitError(f"expected a list, not {inputs[0].space}", "sample or filter first")
         return Space("items"), FLOAT
 
     def reference(self, node: Node, inputs: Sequence[Any], env: Any) -> Any:
@@ -46,7 +46,7 @@ class Item(Statement):
 
     def infer(self, inputs: Sequence[Node], attrs: Mapping[str, Any]) -> tuple[Space, Dtype]:
         if inputs[1].space.kind not in ("static", "scalar"):
-            raise ValueError(f"expected a position, not {inputs[1].space}")
+            raise FitError(f"expected a number for a position, not {inputs[1].space}", "reduce first")
         return SCALAR, FLOAT
 
     def reference(self, node: Node, inputs: Sequence[Any], env: Any) -> Any:

@@ -1,0 +1,106 @@
+"""What every program must fulfil besides the shape rules of its operators: the checks at the end of a trace."""
+
+from __future__ import annotations
+
+from gradwire.lang.errors import TraceError
+from gradwire.lang.ir import BOOL, Node, Program, closure
+from gradwire.lang.operators.base import Sink, lookup
+
+# What only encoders carry out: a decoder computes each element by itself.
+_OF_ENCODERS = ("sample", "sort", "top", "item", "length", "over_ranks")
+
+
+def verify(program: Program) -> None:
+    """Check a program against the specification of the representation.
+
+    Raises:
+        TraceError: what is wrong, with the line of the algorithm.
+    """
+    for node in (*program.encode_nodes(), *program.decode_nodes()):
+        assert all(each.number < node.number for each in node.inputs), f"{node!r} is older than its inputs"
+    _verify_encode(program)
+    _verify_blocks(program)
+    _verify_decode(program)
+    for each in program.fields:
+        assert each.is_array or each.node.op == "narrow", f"{each.name} enters the payload without being rounded"
+
+
+def _verify_encode(program: Program) -> None:
+    nodes, place = program.encode_nodes(), program.fields[-1].node.where
+    for node in nodes:
+        if node.op == "extract":
+            raise TraceError(
+                "Expected encode to read the gradient, got a field of a payload", node.where, "use g and the options"
+            )
+        if node.op == "scatter":
+            raise TraceError("Expected scatter in decode, got it in encode", node.where, "send the list: index, value")
+    if all(node.op != "gradient" for node in nodes):
+        raise TraceError("Expected encode to send what depends on the gradient, got nothing that does", place, "use g")
+    spaces = {each.node.space for each in program.fields if each.node.space.kind == "items"}
+    if len(spaces) > 1:
+        raise TraceError(
+            "Expected lists of one length in a payload, got several", place, "send the index and value of one filter"
+        )
+
+
+def _verify_blocks(program: Program) -> None:
+    nodes = program.encode_nodes()
+    sizes = {node.space.block: node for node in nodes if node.space.kind == "blocks"}
+    if len(sizes) > 1:
+        raise TraceError(
+            f"Expected one size of blocks, got {sorted(sizes)}", list(sizes.values())[-1].where,
+            "use one size in an algorithm",
+        )  # fmt: skip
+    for node in nodes:
+        if isinstance(lookup(node.op), Sink) and any(
+            each.space.kind == "blocks" for each in closure(list(node.inputs))
+        ):
+            raise TraceError(
+                f"Cannot {node.op} what depends on blocks: they are known only as the payload is packed", node.where,
+                f"{node.op} what depends on the gradient and on scalars",
+            )  # fmt: skip
+
+
+def _verify_decode(program: Program) -> None:
+    _verify_reads(program)
+    for node in program.decode_nodes():
+        if isinstance(lookup(node.op), Sink) or node.op in _OF_ENCODERS:
+            raise TraceError(
+                f"Expected decode to compute element by element, got {node.op}", node.where,
+                "do that in encode, and send the result in concat",
+            )  # fmt: skip
+        if node.op == "random" and not node.attrs["shared"]:
+            raise TraceError(
+                "Expected decode to be the same on every rank, got private random numbers", node.where,
+                "random(low, high, shared=True)",
+            )  # fmt: skip
+        if any(each.op == "scatter" for each in node.inputs):
+            raise TraceError(
+                f"Expected scatter as the last step of decode, got {node.op} after it", node.where,
+                "compute with the list and scatter what comes out",
+            )  # fmt: skip
+    output = program.output
+    if output.space.kind != "elements" or output.dtype == BOOL:
+        got = "conditions" if output.dtype == BOOL else f"{output.dtype} of {output.space}"
+        raise TraceError(
+            f"Expected decode to give a number an element, got {got}", output.where,
+            "map a packed field, scatter a list, or use where",
+        )  # fmt: skip
+
+
+def _verify_reads(program: Program) -> None:
+    """That a decoder knows nothing of the encoder but the payload."""
+    for node in program.decode_nodes():
+        if node.op == "gradient":
+            reader = _reader(program, node)
+            raise TraceError(
+                "Expected decode to read the payload, got the gradient of encode", reader.where,
+                "send what decode needs in concat, and read it from the payload",
+            )  # fmt: skip
+
+
+def _reader(program: Program, gradient: Node) -> Node:
+    """The node of a decoder that depends on the gradient: the first that the decoder itself made."""
+    last = max(node.number for node in program.encode_nodes())
+    readers = [node for node in program.decode_nodes() if gradient in closure([node])]
+    return next((node for node in readers if node.number > last), readers[-1])
