@@ -101,6 +101,12 @@ def signs_of_large(g):
     return concat(scale=scale, index=kept.index, up=kept.value.map(lambda v: v > 0, dtype=uint1))
 
 
+@_algorithm(lambda p: p.q * p.s)
+def whole_blocks(g, block=192):
+    s = g.blocks(block).reduce(max)
+    return concat(s=s, q=g.map(lambda x: x > 0.5 * s, dtype=uint1))
+
+
 @_algorithm(lambda p: p.q * p.s / 7 * where(p.n == 1, -1.0, 1.0))
 def block_norms(g, block=96):
     s = g.blocks(block).reduce(norm)

@@ -43,7 +43,7 @@ def _is_computed(node: Node) -> bool:
 
 def _bound(node: Node, leaf: Leaf) -> str | None:
     if isinstance(node.dtype, ElementType) and node.dtype.is_integer:
-        return repr(float(max(-node.dtype.low, node.dtype.high)))
+        return repr(float(max(-node.dtype.low, node.dtype.high) + 1))  # an int8 may be -128
     if node.op == "constant":
         return repr(abs(float(node.attrs["value"])))
     if node.space.kind in ("static", "scalar", "blocks") and (found := leaf(node)) is not None:

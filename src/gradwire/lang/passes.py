@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from gradwire.kernels.layout import SUM_LANES as LANES
 from gradwire.lang.ir import ELEMENTS, Field, Node, Program, Space, closure
 from gradwire.lang.operators.base import Sink, lookup
 
@@ -50,6 +51,12 @@ class Sweep:
     def block_nodes(self) -> list[Node]:
         """All nodes with one value a block."""
         return [*self.block_sinks, *self.block_values]
+
+    @property
+    def cut_by(self) -> int:
+        """Elements a block, where blocks end within vectors; else 0."""
+        block = self.block_nodes[0].space.block if self.block_nodes else 0
+        return block if block % LANES else 0
 
     @property
     def roots(self) -> list[Node]:

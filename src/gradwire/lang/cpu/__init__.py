@@ -21,6 +21,7 @@ import re
 
 from gradwire.lang.cpu import runtime
 from gradwire.lang.cpu.decode import Decoder
+from gradwire.lang.cpu.decode_sum import SumDecoder
 from gradwire.lang.cpu.encode import Encoder, Measurer
 from gradwire.lang.ir import Program
 
@@ -52,7 +53,7 @@ def encode_many(like, grads, sizes, scale, rests, bodies, body_sizes, keys, firs
 
 def emit(program: Program) -> str:
     """The source of the module."""
-    bodies = [Encoder(program).source(), _BATCH, Decoder(program).source()]
+    bodies = [Encoder(program).source(), _BATCH, Decoder(program).source(), SumDecoder(program).source()]
     if program.stats:
         bodies[1] = Measurer(program).source()  # a preliminary round each: no batches
     code = "\n\n\n".join(bodies) + "\n"

@@ -1,22 +1,25 @@
-"""The decoders as Numba source: of one payload, written or added, and of the payloads of all ranks in one sweep."""
+"""The decoder as Numba source: of one payload, written to the output or added."""
 
 from __future__ import annotations
 
+import functools
+
+from gradwire.kernels.layout import SUM_LANES as LANES
 from gradwire.lang.cpu.expressions import STORAGE, Function, has_levels, num_bytes
 from gradwire.lang.emit import Lines, chunk_of
 from gradwire.lang.interpret import is_stat
-from gradwire.lang.ir import Field, Node
+from gradwire.lang.ir import ELEMENTS, Field, Node
+
+# Up to so many levels, choosing among results is faster than computing with levels.
+_MOST_LEVELS = 4
 
 
 class Decoder(Function):
-    """Emits `decode` and `decode_sum`."""
+    """Emits `decode`."""
 
     guard: str | None = None  # the condition that an element could overflow
 
     def source(self) -> str:
-        return "\n\n\n".join([self._single(), self._sum()])
-
-    def _single(self) -> str:
         self.lines = lines = Lines()
         lines.add("@kernel", "def decode(body, out, accumulate, stats, keys, first, static):")
         lines.indent = 1
@@ -30,83 +33,18 @@ class Decoder(Function):
         self._make_buffers()
         self.decode_scalars()
         self.guard = self.overflows(self.program.output)
+        self._tabulate()
         with self._chunks():
             self._unpack_chunk()
             with self._vectors():
                 value = self._value()
                 lines.add(
-                    "if accumulate is None:", f"    store_until(out, i, stop, {value})", "else:",
-                    f"    store_until(out, i, stop, load(out, i, LANES) + {value})",
+                    "if accumulate is None:", f"    {self._stored(value)}", "else:",
+                    f"    {self._stored(f'load(out, i, LANES) + {value}')}",
                 )  # fmt: skip
                 self._advance()
         lines.add("return True")
         return str(lines)
-
-    def _sum(self) -> str:
-        self.lines = lines = Lines()
-        lines.add("@kernel", "def decode_sum(bodies, sizes, out, stats, keys, first, static):")
-        lines.indent = 1
-        lines.add("n = out.size")
-        if self.program.output.op == "scatter":
-            lines.add("out[:] = 0")
-            with lines.block("for rank in range(bodies.size):"):
-                lines.add("body = array_at(bodies[rank], sizes[rank], u8)")
-                self._open("body", "sizes[rank]")
-                self._scatter()
-            lines.add("return True")
-            return str(lines)
-        self._open_all()
-        self._make_buffers("bodies.size * ")
-        with self._chunks():
-            self._unpack_chunk(of_all=True)
-            with self._vectors():
-                lines.add("total = splat(np.float32(0), LANES)")
-                with lines.block("for rank in range(bodies.size):"):
-                    self._pick_rank()
-                    lines.add(f"total = total + {self._value()}")
-                lines.add("store_until(out, i, stop, total)")
-                self._advance()
-        lines.add("return True")
-        return str(lines)
-
-    # -- all ranks -------------------------------------------------------------------------------------------
-
-    def _scalars(self) -> list[str]:
-        """The variables that hold the scalars of a payload which elements meet."""
-        nodes = [node for node in self.program.decode_nodes() if node.space.kind == "scalar"]
-        return [self.names[id(node)] for node in nodes if node.op in ("extract", "narrow")]
-
-    def _arrays(self) -> list[Field]:
-        return [each for each in self.program.fields if each.is_array]
-
-    def _open_all(self) -> None:
-        """Check the payloads of all ranks, and note their scalars and where their arrays begin."""
-        lines = self.lines
-        lines.add(*(f"{name}_of = np.empty(bodies.size, np.float32)" for name in self._scalars()))
-        lines.add(*(f"{each.variable}_of = np.empty(bodies.size, np.uint64)" for each in self._arrays()))
-        lines.add("any_overflow = False")
-        with lines.block("for rank in range(bodies.size):"):
-            lines.add("body = array_at(bodies[rank], sizes[rank], u8)")
-            self._open("body", "sizes[rank]")
-            self.decode_scalars()
-            self.guard = self.overflows(self.program.output)
-            if self.guard not in (None, "True"):
-                lines.add(f"any_overflow = any_overflow or {self.guard}")
-                self.guard = "any_overflow"
-            lines.forget()
-            lines.add(*(f"{name}_of[rank] = {name}" for name in self._scalars()))
-            lines.add(*(f"{each.variable}_of[rank] = address({each.variable}_in)" for each in self._arrays()))
-
-    def _pick_rank(self) -> None:
-        """Let the names of a payload mean those of this rank."""
-        self.lines.add(*(f"{name} = {name}_of[rank]" for name in self._scalars()))
-        for each in self._arrays():
-            name = each.variable
-            if self._has_levels(each):
-                place = f"address({name}_all) + np.uint64(rank * {self.chunk})"
-                self.lines.add(f"{name}_levels = array_at({place}, {self.chunk}, u8)")
-            else:
-                self.lines.add(f"{name}_in = array_at({name}_of[rank], {self._length(each)}, {self._storage(each)})")
 
     # -- fields ----------------------------------------------------------------------------------------------
 
@@ -116,9 +54,10 @@ class Decoder(Function):
 
     @property
     def _block(self) -> int:
-        """Elements a block, where fields of blocks are read element by element; else 0."""
+        """Elements a block, where blocks end within vectors; else 0."""
         spaces = (each.node.space for each in self.program.fields)
-        return next((space.block for space in spaces if space.kind == "blocks"), 0)
+        block = next((space.block for space in spaces if space.kind == "blocks"), 0)
+        return block if block % LANES else 0
 
     def _open(self, body: str, size: str) -> None:
         """Find the fields in a body; the body is invalid if they do not fit or a float is not finite."""
@@ -172,12 +111,10 @@ class Decoder(Function):
 
     # -- dense -----------------------------------------------------------------------------------------------
 
-    def _make_buffers(self, of_each: str = "") -> None:
+    def _make_buffers(self) -> None:
         self.buffers([self.program.output], self.chunk)
-        for each in self.program.fields:
-            if self._has_levels(each):
-                name = f"{each.variable}_{'all' if of_each else 'levels'}"
-                self.lines.add(f"{name} = np.empty({of_each}{self.chunk}, np.uint8)")
+        for each in self._packed:
+            self.lines.add(f"{each.variable}_levels = np.empty({self.chunk}, np.uint8)")
 
     def _has_levels(self, each: Field) -> bool:
         is_dense = each.node.space.kind == "elements"
@@ -186,21 +123,15 @@ class Decoder(Function):
     def _chunks(self) -> _Chunks:
         return _Chunks(self.lines, self.chunk)
 
-    def _unpack_chunk(self, of_all: bool = False) -> None:
+    def _unpack_chunk(self) -> None:
         self.draws([self.program.output], "start", "end - start")
-        packed = [each for each in self.program.fields if self._has_levels(each)]
-        if of_all and packed:
-            with self.lines.block("for rank in range(bodies.size):"):
-                for each in packed:
-                    name = each.variable
-                    place = f"address({name}_all) + np.uint64(rank * {self.chunk})"
-                    self.lines.add(
-                        f"{name}_in = array_at({name}_of[rank], {self._length(each)}, u8)",
-                        f"{name}_levels = array_at({place}, {self.chunk}, u8)",
-                        _unpacking(each),
-                    )
-        else:
-            self.lines.add(*(_unpacking(each) for each in packed))
+        for each in self._packed:
+            self.lines.add(*unpacking(each))
+
+    @property
+    def _packed(self) -> list[Field]:
+        """The fields that are unpacked a chunk at a time."""
+        return [each for each in self.program.fields if self._has_levels(each)]
 
     def _vectors(self) -> _Vectors:
         return _Vectors(self)
@@ -209,6 +140,9 @@ class Decoder(Function):
         """The decoded vector at i."""
         lines = self.lines
         self.known = {}
+        if self._table:
+            lines.add(f"decoded = {self._looked_up()}")
+            return "decoded"
         for node in self.program.decode_nodes():
             if node.op != "extract":
                 continue
@@ -224,6 +158,55 @@ class Decoder(Function):
         self.add_decoded(self.program.output, self.guard)
         lines.forget()
         return "decoded"
+
+    # -- few levels ------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _tabulated(self) -> Field | None:
+        """The one field that decides what an element is, if it is one of at most four levels."""
+        varying = [
+            node for node in self.program.decode_nodes()
+            if node.op == "random" or (node.op == "extract" and node.space.kind in ("elements", "blocks"))
+        ]  # fmt: skip
+        if len(varying) != 1 or varying[0].op == "random":
+            return None
+        each = self.program.field_of(varying[0])
+        is_few = each.dtype.is_integer and each.dtype.high - each.dtype.low <= _MOST_LEVELS - 1
+        return each if is_few else None
+
+    @property
+    def _table(self) -> list[str]:
+        """The variables with what each level decodes to."""
+        each = self._tabulated
+        return [] if each is None else [f"decoded_{k}" for k in range(each.dtype.high - each.dtype.low + 1)]
+
+    def _tabulate(self) -> None:
+        """Decode each level once, so that elements choose among the results."""
+        each = self._tabulated
+        if each is None:
+            return
+        node = next(node for node in self.program.decode_nodes() if node.op == "extract" and node.space == ELEMENTS)
+        self.lines.add("# What each level decodes to.")
+        for k, name in enumerate(self._table):
+            self.known = {id(node): each.variable}
+            self.lines.add(f"{each.variable} = splat(np.float32({each.dtype.low + k}), LANES)")
+            self.shared([self.program.output])
+            self.add_decoded(self.program.output, self.guard)
+            self.lines.add(f"{name} = first_lane(decoded)")
+        self.known = {}
+
+    def _looked_up(self) -> str:
+        """The choice among the decoded levels."""
+        each = self._tabulated
+        assert each is not None
+        name, results = each.variable, [f"splat({name}, LANES)" for name in self._table]
+        if each.dtype.packing == "bits":
+            return f"select(bits_mask(from_bytes(load({name}_in, i >> 3, 8))), {results[1]}, {results[0]})"
+        self.lines.add(f"levels = load({name}_levels, i - start, LANES)")
+        choice = results[-1]
+        for k in reversed(range(len(results) - 1)):
+            choice = f"select(levels == {k}, {results[k]}, {choice})"
+        return choice
 
     def _load(self, each: Field, node: Node) -> None:
         name = each.variable
@@ -244,6 +227,9 @@ class Decoder(Function):
             wide = f"load({name}_in, i, LANES)"
             return f"convert({wide}, f32)" if dtype.bits == 32 else f"convert(convert({wide}, i32), f32)"
         return f"load_f32({name}_in, i, LANES)"
+
+    def _stored(self, value: str) -> str:
+        return f"store_until(out, i, stop, {value})" if self._block else f"store(out, i, {value})"
 
     def _advance(self) -> None:
         if self._block:
@@ -267,7 +253,7 @@ class Decoder(Function):
             lines.add(f"end = min(count, start + {chunk})")
             for each in lists:
                 if has_levels(each.dtype, True):
-                    lines.add(_unpacking(each))
+                    lines.add(*unpacking(each))
             with lines.block("for i in range(start, end, LANES):"):
                 self.known = {}
                 for node in self.program.decode_nodes():
@@ -291,21 +277,21 @@ class Decoder(Function):
         return self._loaded(each)
 
 
-def _unpacking(each: Field) -> str:
-    """The call that unpacks the levels of a chunk."""
+def unpacking(each: Field) -> list[str]:
+    """Unpack the levels of a chunk."""
     name, at = each.variable, f"start // {each.dtype.per_byte}"
-    kind = {"digits": "unpack_digits", "bits": "unpack_bits"}.get(each.dtype.packing, "unpack_planes")
-    bits = f"{int(each.dtype.bits)}, " if kind == "unpack_planes" else ""
-    return f"{kind}({name}_in, {at}, end - start, {bits}{name}_levels)"
+    if each.dtype.packing == "digits":
+        return [f"if unpack_digits({name}_in, {at}, end - start, {name}_levels) < 0:", "    return False"]
+    if each.dtype.packing == "bits":
+        return [f"unpack_bits({name}_in, {at}, end - start, {name}_levels)"]
+    return [f"unpack_planes({name}_in, {at}, end - start, {int(each.dtype.bits)}, {name}_levels)"]
 
 
 def _check_of(each: Field) -> str:
     """The function that tells whether an array of untrusted bytes holds only what encoders write; "" for all do."""
     if not each.dtype.is_integer:
         return "all_finite"
-    if each.dtype.packing == "digits" and each.node.space.kind == "elements":
-        return "all_digits"
-    return "no_minimum" if each.dtype.name == "int8" else ""
+    return ""  # every byte has a meaning; those that are not five digits are found as they are unpacked
 
 
 class _Chunks:

@@ -295,24 +295,6 @@ def unpack_bits(packed, at, count, levels):
 
 
 @kernel
-def all_digits(packed):
-    """Whether every byte is five digits of 0, 1, 2."""
-    largest = splat(np.uint8(0), LANES)
-    for j in range(0, packed.size, LANES):
-        largest = maximum(largest, load(packed, j, LANES))
-    return largest_lane(largest) < 243
-
-
-@kernel
-def no_minimum(levels):
-    """Whether no int8 is -128, which no encoder sends."""
-    least = splat(np.int8(0), LANES)
-    for j in range(0, levels.size, LANES):
-        least = minimum(least, load(levels, j, LANES))
-    return smallest_lane(least) > -128
-
-
-@kernel
 def list_length(num_bytes, bits):
     """Items of a list that takes so many bytes, at so many bits an item; the most, where rounding leaves a choice."""
     return np.int64(num_bytes * 8 / bits) if num_bytes >= 0 else -1

@@ -49,14 +49,14 @@ class SweepOverElements:
         f.buffers(self.roots, self.chunk)
         for each in [*self._block_fields(), *step.packs]:
             f.offset(each)
-            if has_levels(each.dtype, bool(step.block_nodes)):
+            if has_levels(each.dtype, bool(step.cut_by)):
                 lines.add(f"{each.variable}_levels = np.empty({self.chunk}, np.uint8)")
             dtype = STORAGE.get(each.dtype.name, "u8")
             count = f.count(each) if each.dtype.packing == "raw" else f"{each.variable}_bytes"
             lines.add(
                 f"{each.variable}_out = array_at(address(body) + np.uint64({each.variable}_at), {count}, {dtype})"
             )
-            if each.dtype.packing in ("planes", "digits") or has_levels(each.dtype, bool(step.block_nodes)):
+            if each.dtype.packing in ("planes", "digits") or has_levels(each.dtype, bool(step.cut_by)):
                 lines.add(f"{each.variable}_next = 0")
         if step.residual:
             f.replaced = {each.name: each.node for each in self.program.fields}
@@ -103,12 +103,12 @@ class SweepOverElements:
             lines.add(*emission.chunk)
         with lines.block("for i in range(start, end, LANES):"):
             lines.add("stop = end")
-            self._vector(emissions, first_read, is_segment=False)
+            self._vector(emissions, first_read)
         for emission in per_chunk:
             lines.add(*emission.end)
         self._flush()
 
-    def _vector(self, emissions: list[tuple[Node, Emission]], first_read: bool, is_segment: bool) -> None:
+    def _vector(self, emissions: list[tuple[Node, Emission]], first_read: bool) -> None:
         """What is done with the 64 elements at i, as far as they lie before `stop`."""
         f, step, lines = self.f, self.step, self.lines
         f.read()
@@ -116,7 +116,7 @@ class SweepOverElements:
         if first_read:
             lines.add("watch = maximum(watch, magnitude_bits(x))")
             if not step.residual:
-                lines.add("if rest is not None:", "    store_until(rest, i, stop, x)")
+                lines.add("if rest is not None:", f"    {self._stored('rest', 'x')}")
         if emissions or any(is_masked(each.dtype) for each in step.packs):
             lines.add("inside = lanes_below(stop - i, LANES)")
         f.shared([root for root in self.roots if root.space.kind in ("elements", "items")])
@@ -141,7 +141,7 @@ class SweepOverElements:
         f, lines, name, dtype = self.f, self.lines, each.variable, each.dtype
         lines.say(each.node.where)
         node = each.node
-        if dtype.packing == "bits" and not self.step.block_nodes:
+        if dtype.packing == "bits" and not self.step.cut_by:
             mask = f.vector(node.inputs[0]).source if is_condition(node) else f"({f.vector(node).vector} != 0)"
             if self.step.residual and not is_condition(node):
                 lines.add(f"{name} = {f.vector(node).vector}")
@@ -154,12 +154,16 @@ class SweepOverElements:
             f.known[id(node)] = name
         if dtype.packing == "digits":
             lines.add(f"store({name}_levels, i - start, convert(convert({name}, i32) + 1, u8))")
-        elif has_levels(dtype, bool(self.step.block_nodes)):
+        elif has_levels(dtype, bool(self.step.cut_by)):
             lines.add(f"store({name}_levels, i - start, convert(convert({name}, i32), u8))")
         elif dtype.is_integer:
-            lines.add(f"store_until({name}_out, i, stop, convert(convert({name}, i32), {STORAGE[dtype.name]}))")
+            lines.add(self._stored(f"{name}_out", f"convert(convert({name}, i32), {STORAGE[dtype.name]})"))
         else:
             lines.add(f"store_f32({name}_out, i, {name})")
+
+    def _stored(self, out: str, value: str) -> str:
+        """A store of what lies before `stop`, which is the end of the array unless blocks cut vectors."""
+        return f"store_until({out}, i, stop, {value})" if self.step.cut_by else f"store({out}, i, {value})"
 
     def _residual(self) -> None:
         f, lines, program = self.f, self.lines, self.program
@@ -170,7 +174,7 @@ class SweepOverElements:
             before = dict(f.known)
             f.shared([program.output])
             f.add_decoded(program.output, self.overflows)
-            lines.add("store_until(rest, i, stop, x - decoded)")
+            lines.add(self._stored("rest", "x - decoded"))
             f.known = before
         f.replaced = {}
         lines.forget()
@@ -178,7 +182,7 @@ class SweepOverElements:
     def _flush(self) -> None:
         """Pack the levels of a chunk."""
         for each in self.step.packs:
-            if each.node.space.kind != "elements" or not has_levels(each.dtype, bool(self.step.block_nodes)):
+            if each.node.space.kind != "elements" or not has_levels(each.dtype, bool(self.step.cut_by)):
                 continue
             name = each.variable
             if each.dtype.packing == "digits":
@@ -208,24 +212,40 @@ class SweepOverElements:
             with lines.block(f"for start in range(tile, tile_end, {self.chunk}):"):
                 lines.add(f"end = min(tile_end, start + {self.chunk})")
                 f.draws(self.roots, "start", "end - start")
-                lines.add("i = start")
-                with lines.block("while i < end:"):
-                    lines.add(f"b = i // {block}", f"segment_end = min(end, (b + 1) * {block})")
-                    for node in values:
-                        name = f.names[id(node)]
-                        lines.add(f"{name} = {name}_of[b - tile // {block}]")
-                    if step.residual:
-                        f.replaced = {each.name: each.node for each in self.program.fields}
-                        f.decode_blocks()
-                        f.replaced = {}
-                    with lines.block("while i < segment_end:"):
-                        lines.add("stop = min(segment_end, i + LANES)")
-                        compensated = f.stored
-                        f.stored = True
-                        self._vector(emissions, False, is_segment=True)
-                        f.stored = compensated
-                        lines.add("i = stop")
+                compensated, f.stored = f.stored, True
+                if step.cut_by:
+                    self._segments(emissions, block)
+                else:
+                    with lines.block("for i in range(start, end, LANES):"):
+                        lines.add("stop = end")
+                        self._pick_block(block)
+                        self._vector(emissions, False)
+                f.stored = compensated
                 self._flush()
+
+    def _segments(self, emissions: list[tuple[Node, Emission]], block: int) -> None:
+        """The vectors of a chunk, none of which crosses the end of a block."""
+        lines = self.lines
+        lines.add("i = start")
+        with lines.block("while i < end:"):
+            self._pick_block(block)
+            lines.add(f"segment_end = min(end, (b + 1) * {block})")
+            with lines.block("while i < segment_end:"):
+                lines.add("stop = min(segment_end, i + LANES)")
+                self._vector(emissions, False)
+                lines.add("i = stop")
+
+    def _pick_block(self, block: int) -> None:
+        """Let the names of what blocks have mean those of the block of element i."""
+        f, lines = self.f, self.lines
+        lines.add(f"b = i // {block}")
+        for node in self.step.block_nodes:
+            name = f.names[id(node)]
+            lines.add(f"{name} = {name}_of[b - tile // {block}]")
+        if self.step.residual:
+            f.replaced = {each.name: each.node for each in self.program.fields}
+            f.decode_blocks()
+            f.replaced = {}
 
     def _reduce_block(self, block: int) -> None:
         f, step, lines = self.f, self.step, self.lines
