@@ -120,6 +120,18 @@ def first_few(g, ratio=0.05):
     return concat(index=kept.index, value=kept.value.map(dtype=bfloat16))
 
 
+@_algorithm(lambda p: (p.value * 2.5).scatter(p.index))
+def every_other(g):
+    kept = g.filter(lambda _: random() < 0.5, at_most=ceil(0.5 * g.size) + 1)
+    return concat(index=kept.index, value=kept.value)
+
+
+@_algorithm(lambda p: where(p.minus == 1, -power(p.e), power(p.e)))
+def powers(g):
+    e = g.map(lambda x: exponent(x) + where(random() * 2 < 1, 1.0, 0.0), dtype=uint8)
+    return concat(e=e, minus=g.map(lambda x: x < 0, dtype=uint1))
+
+
 @_algorithm(lambda p: p.h + p.b)
 def shorter_floats(g):
     h = g.map(lambda x: maximum(minimum(x, 6e4), -6e4), dtype=float16)
@@ -136,6 +148,25 @@ def exponents(g):
 def shared_scale(g):
     step = abs(g).reduce(max).over_ranks(max) / 2**20
     return concat(step=step, q=g.map(lambda x: round_even(x / step), dtype=int32))
+
+
+@_algorithm(lambda p: (p.q - random(shared=True) + 0.5) * p.step)
+def dithered(g):
+    step = abs(g).reduce(max) / 100
+    return concat(step=step, q=g.map(lambda x: floor(x / step + random(shared=True)), dtype=int8))
+
+
+@_algorithm(lambda p: where(p.minus > 0, -1.0, 1.0) * p.whole + p.low - p.low)
+def unchanged(g):
+    return concat(low=g.reduce(min), whole=g, minus=g.map(lambda x: x * 0.0 > x, dtype=uint1))
+
+
+@_algorithm(lambda p: p.value.scatter(p.index))
+def two_tops(g):
+    kept = g.filter(lambda x: x != 0)
+    few, many = kept.top(3), kept.top(7)
+    least = maximum(abs(few.value).reduce(min), 0)
+    return concat(index=many.index, value=where(abs(many.value) >= least, many.value, kept.value.reduce(max)))
 
 
 @_algorithm(lambda p: where(random(shared=True) < p.rate, p.q * p.step, 0.0))

@@ -68,11 +68,13 @@ def random(low: Any = 0.0, high: Any = 1.0, *, shared: bool = False) -> Value:
 
     Args:
         low, high: the range.
-        shared: the same on all ranks; else each rank draws its own.
+        shared: the same on all ranks; else each rank draws its own. A decoder's first such call draws what the
+            encoder's first drew, its second what the second drew.
     """
     here = graph()
-    here.num_random += 1
-    unit = Value(here.add("random", (), shared=bool(shared), stream=here.num_random - 1))
+    shared = bool(shared)
+    unit = Value(here.add("random", (), shared=shared, stream=here.num_random[shared]))
+    here.num_random[shared] += 1
     if isinstance(low, (int, float)) and isinstance(high, (int, float)):
         if (low, high) == (0, 1):
             return unit

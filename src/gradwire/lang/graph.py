@@ -22,7 +22,7 @@ class Graph:
 
     def __init__(self) -> None:
         self.count = 0
-        self.num_random = 0
+        self.num_random = {False: 0, True: 0}  # calls of random, private and shared
         self.known: dict[Any, Node] = {}
 
     def add(self, op: str, inputs: Sequence[Node], where: Location | None = None, **attrs: Any) -> Node:

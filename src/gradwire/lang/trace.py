@@ -50,6 +50,7 @@ def trace(
             )
             for each in payload.fields
         }
+        graph.num_random = dict.fromkeys(graph.num_random, 0)
         known = inspect.signature(decode).parameters
         output = _called(decode, Message(fields), {key: value for key, value in options.items() if key in known})
         if output is None:

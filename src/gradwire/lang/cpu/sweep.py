@@ -24,9 +24,11 @@ class SweepOverElements:
         self.lines = encoder.lines
         self.program = encoder.program
         self.decoded = [self.program.output] if step.residual else []
-        self.roots = [*step.roots, *self.decoded]
+        self.encoded = list(step.roots)
         if step.residual:
-            self.roots += [each.node for each in self.program.fields if each.node.space.kind in ("elements", "blocks")]
+            dense = (each.node for each in self.program.fields if each.node.space.kind in ("elements", "blocks"))
+            self.encoded += dense
+        self.roots = [*self.encoded, *self.decoded]
         self.chunk = chunk_of(step.packs)
         self.overflows: str | None = None  # the condition that what is decoded could overflow
 
@@ -119,7 +121,7 @@ class SweepOverElements:
                 lines.add("if rest is not None:", f"    {self._stored('rest', 'x')}")
         if emissions or any(is_masked(each.dtype) for each in step.packs):
             lines.add("inside = lanes_below(stop - i, LANES)")
-        f.shared([root for root in self.roots if root.space.kind in ("elements", "items")])
+        f.shared([root for root in self.encoded if root.space.kind in ("elements", "items")])
         for node, emission in emissions:
             name = f.names[id(node)]
             lines.say(node.where)
@@ -152,14 +154,15 @@ class SweepOverElements:
         if id(node) not in f.known:
             lines.add(f"{name} = {f.vector(node).vector}")
             f.known[id(node)] = name
+        value = f.known[id(node)]  # the gradient itself has a variable already
         if dtype.packing == "digits":
-            lines.add(f"store({name}_levels, i - start, convert(convert({name}, i32) + 1, u8))")
+            lines.add(f"store({name}_levels, i - start, convert(convert({value}, i32) + 1, u8))")
         elif has_levels(dtype, bool(self.step.cut_by)):
-            lines.add(f"store({name}_levels, i - start, convert(convert({name}, i32), u8))")
+            lines.add(f"store({name}_levels, i - start, convert(convert({value}, i32), u8))")
         elif dtype.is_integer:
-            lines.add(self._stored(f"{name}_out", f"convert(convert({name}, i32), {STORAGE[dtype.name]})"))
+            lines.add(self._stored(f"{name}_out", f"convert(convert({value}, i32), {STORAGE[dtype.name]})"))
         else:
-            lines.add(f"store_f32({name}_out, i, {name})")
+            lines.add(f"store_f32({name}_out, i, {value})")
 
     def _stored(self, out: str, value: str) -> str:
         """A store of what lies before `stop`, which is the end of the array unless blocks cut vectors."""
