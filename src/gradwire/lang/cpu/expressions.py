@@ -9,7 +9,7 @@ from gradwire.lang.emit import Lines, name_nodes, shared_subexpressions, statics
 from gradwire.lang.ir import BOOL, Field, Node, Program, closure
 from gradwire.lang.operators.arithmetic import Arithmetic, Text
 from gradwire.lang.operators.base import Statement, lookup
-from gradwire.lang.types import ElementType
+from gradwire.lang.types import ElementType, uint1
 
 STORAGE = {"int8": "i8", "int32": "i32", "uint32": "u32", "float32": "f32", "float16": "i16", "bfloat16": "u16"}
 
@@ -40,8 +40,8 @@ class Function:
             return Text(f"uniform({self.names[id(node)]}, i - start)", True)
         if node.op == "cast":
             return Text(self._cast(self.vector(node.inputs[0]), node), True)
-        if node.op == "eq" and self._is_bit(node):
-            return Text(f"{self.known[id(node.inputs[0])]}_mask", True)
+        if node.op == "eq" and (mask := self._bit(node)) is not None:
+            return Text(mask, True)
         operator = lookup(node.op)
         assert isinstance(operator, Arithmetic), f"{node!r} has no place in a sweep"
         args = [self.vector(each) for each in node.inputs]
@@ -49,10 +49,14 @@ class Function:
             args[0] = Text(args[0].vector, True)
         return Text(operator.vector(*args), True)
 
-    def _is_bit(self, node: Node) -> bool:
-        """Whether a comparison asks if a loaded uint1 is 1: its mask is at hand."""
-        bit, one = node.inputs
-        return bit.op == "extract" and id(bit) in self.masks and one.op == "constant" and one.attrs["value"] == 1
+    def _bit(self, node: Node) -> str | None:
+        """The mask at hand where a comparison asks if a uint1 is 1, else None."""
+        bit, one = self._resolved(node.inputs[0]), node.inputs[1]
+        if one.op != "constant" or one.attrs["value"] != 1 or bit.dtype != uint1:
+            return None
+        if id(bit) in self.masks:
+            return f"{self.known[id(bit)]}_mask"
+        return self.vector(bit.inputs[0]).source if is_condition(bit) else None
 
     def overflows(self, output: Node) -> str | None:
         """The condition that a decoded element could overflow, set as a variable; None where none ever can."""
@@ -133,7 +137,9 @@ class Function:
             return
         self.lines.say(node.where)
         if node.op == "length":
-            self.lines.add(f"{name} = np.float64({self.list_name(node.inputs[0])}_count)")
+            source = node.inputs[0].space.source
+            assert source is not None
+            self.lines.add(f"{name} = np.float64({self.names[id(source)]}_count)")
         elif isinstance(operator, Statement):
             inputs = [self._argument(each) for each in node.inputs]
             self.lines.add(*operator.cpu(node, name, inputs))
@@ -144,7 +150,12 @@ class Function:
             raise AssertionError(f"{node!r} has no place between sweeps")
 
     def _argument(self, node: Node) -> str:
-        return self.list_name(node) if node.space.kind == "items" else self.scalar64(node)
+        if node.space.kind != "items":
+            return self.scalar64(node)
+        name = self.list_name(node)
+        if node.op in ("value", "index"):
+            self.lines.add(f"{name}_count = {self.names[id(node.inputs[0])]}_count")
+        return name
 
     def list_name(self, node: Node) -> str:
         """The variable of a list; of its values and positions where it has both."""

@@ -160,9 +160,12 @@ def largest_of(values):
 
 
 @kernel
-def sums():
-    """Room for a canonical sum: its levels and how full each is."""
-    return np.empty(LEVELS * SUM_BLOCK, np.float64), np.zeros(LEVELS, np.int64)
+def sums(size):
+    """Room for a canonical sum of so many numbers: its levels, and how full each is."""
+    num_levels, capacity = 1, SUM_BLOCK * SUM_BLOCK
+    while capacity < size:
+        num_levels, capacity = num_levels + 1, capacity * SUM_BLOCK
+    return np.empty(num_levels * SUM_BLOCK + 1, np.float64), np.zeros(LEVELS, np.int64)
 
 
 # -- random --------------------------------------------------------------------------------------------------

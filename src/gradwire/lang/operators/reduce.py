@@ -71,7 +71,7 @@ class Reduce(Sink):
         total = f"finish({name}_levels, {name}_fill)"
         after = {"sum": total, "mean": f"{total} / max({name}_count, 1)", "norm": f"np.sqrt({total})"}[function]
         emission = Emission(
-            [f"{name}_levels, {name}_fill = sums()"],
+            [f"{name}_levels, {name}_fill = sums(n)"],
             [f"{name}_lanes = splat(0.0, LANES)"],
             inside,
             [f"push({name}_levels, {name}_fill, 0, sum_lanes({name}_lanes))"],
