@@ -125,9 +125,11 @@ class Encoder(Function):
             assert index.space.source is not None
             source = self.names[id(index.space.source)]
             lines.add(f"sent = np.empty({source}_count + LANES, np.float32)")
+            overflows = self.overflows(values)
             with lines.block(f"for i in range(0, {source}_count, LANES):"):
                 self.load_items(index.space.source)
-                lines.add(f"store(sent, i, {self.vector(values).vector})")
+                self.add_decoded(values, overflows)
+                lines.add("store(sent, i, decoded)")
             lines.add(f"add_at({source}_index[:{source}_count], sent, np.float32(-1), rest)")
         self.known, self.replaced = {}, {}
 
