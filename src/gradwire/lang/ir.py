@@ -115,8 +115,9 @@ class Field:
         """Its name in generated code: its own, unless that means something there already."""
         from gradwire.lang.cpu import runtime
 
-        taken = keyword.iskeyword(self.name) or self.name in RESERVED or self.name in runtime.__all__
-        return f"{self.name}_" if taken else self.name
+        # Generated code appends to it: q_in, q_of, q_levels. With an underscore of its own at the end it meets no word.
+        word = any(known == self.name or known.startswith(f"{self.name}_") for known in (*runtime.__all__, *RESERVED))
+        return f"{self.name}_" if word or keyword.iskeyword(self.name) else self.name
 
 
 @dataclass(frozen=True)
