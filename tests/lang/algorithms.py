@@ -161,12 +161,20 @@ def unchanged(g):
     return concat(low=g.reduce(min), whole=g, minus=g.map(lambda x: x * 0.0 > x, dtype=uint1))
 
 
+@_algorithm(lambda p: (p.q - p.a) * p.b)
+def two_rounds(g):
+    low, high = g.reduce(min), g.reduce(max)
+    a, b = (g - low).reduce(mean), (g - high).reduce(norm)
+    return concat(a=a, b=b, q=g.map(lambda x: x / b + a, dtype=int8))
+
+
 @_algorithm(lambda p: p.value.scatter(p.index))
 def two_tops(g):
     kept = g.filter(lambda x: x != 0)
     few, many = kept.top(3), kept.top(7)
-    least = maximum(abs(few.value).reduce(min), 0)
-    return concat(index=many.index, value=where(abs(many.value) >= least, many.value, kept.value.reduce(max)))
+    least = maximum(abs(few.value).reduce(min), few.value[1]) + kept.value.size
+    middle = kept.value.sort()[ceil(kept.size / 2)]
+    return concat(index=many.index, value=where(abs(many.value) >= least, many.value, middle))
 
 
 @_algorithm(lambda p: where(random(shared=True) < p.rate, p.q * p.step, 0.0))

@@ -118,6 +118,7 @@ ENCODERS: dict[str, tuple[Callable[..., Any], str, str]] = {
     "items and elements": (lambda g: concat(q=g + positive(g).value), "do not line up", "before filter, or reduce"),
     "position is an array": (lambda g: concat(q=g * positive(g).value[g]), "a number for a position", "reduce first"),
     "sort of the gradient": (lambda g: concat(q=g * g.sort()[0]), "expected a list, not elements", "sample or filter"),
+    "sort of a map": (lambda g: concat(q=g * (positive(g).value * 2).sort()[0]), "what map makes of", "map the grad"),
     "sample of conditions": (lambda g: concat(q=g * (g > 0).sample(3)[0]), "numbers of elements", "a map of it"),
     "empty concat": (lambda g: concat(), "names for what is sent, got none", "concat(scale=scale, q=q)"),
     "concat without names": (lambda g: concat(g), "names for what is sent, got values", "concat(scale=scale, q=q)"),

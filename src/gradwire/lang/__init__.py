@@ -38,6 +38,7 @@ from gradwire.lang.functions import (
     sqrt,
     where,
 )
+from gradwire.lang.symbols import apply
 from gradwire.lang.trace import trace
 from gradwire.lang.types import (
     bfloat16,
@@ -55,6 +56,7 @@ from gradwire.lang.types import (
 
 __all__ = [
     "TraceError",
+    "apply",
     "bfloat16",
     "ceil",
     "concat",

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from gradwire.kernels.layout import SUM_LANES as LANES
 from gradwire.lang.ir import ELEMENTS, Field, Node, Program, Space, closure
-from gradwire.lang.operators.base import Sink, lookup
+from gradwire.lang.operators.base import Sink, Statement, lookup
 
 
 @dataclass
@@ -86,7 +86,7 @@ def lower(program: Program) -> list[Step]:
     for node in program.encode_nodes():
         if isinstance(lookup(node.op), Sink):
             steps.append(Sweep(_swept(node.inputs[0].space), [node]))
-        elif node.space.kind == "scalar" or node.op in ("sample", "sort", "top"):
+        elif node.space.kind == "scalar" or node.op == "sample" or isinstance(lookup(node.op), Statement):
             steps.append(Assign(node))
         elif node.space.kind == "blocks":
             steps.append(Sweep(ELEMENTS, block_values=[node]))
@@ -101,9 +101,15 @@ def _swept(space: Space) -> Space:
 
 
 def merge_reductions(program: Program, steps: list[Step]) -> list[Step]:
-    """Give each reduction to the earliest sweep over the same space at which all it needs is known."""
+    """Give each reduction to the earliest sweep over the same space at which all it needs is known.
+
+    So that it is known early, a scalar is computed as soon as what it needs is there.
+    """
     made: list[Step] = []
     for step in steps:
+        if isinstance(step, Assign) and step.node.space.kind == "scalar":
+            made.insert(_known_after(list(step.node.inputs), made), step)
+            continue
         host = _earliest_host(step, made) if isinstance(step, Sweep) and step.sinks else None
         if host is None:
             made.append(step)
@@ -116,15 +122,16 @@ def merge_reductions(program: Program, steps: list[Step]) -> list[Step]:
 def _earliest_host(step: Sweep, made: list[Step]) -> Sweep | None:
     if any(node.attrs.get("block") for node in step.sinks):
         return None
-    needs = {id(node) for node in closure(step.roots)}
-    after = 0
-    for position, other in enumerate(made):
-        if needs & _made_by(other):
-            after = position + 1
-    for other in made[after:]:
+    for other in made[_known_after(step.roots, made) :]:
         if isinstance(other, Sweep) and other.sinks and other.space == step.space and not _is_block(other):
             return other
     return None
+
+
+def _known_after(roots: list[Node], made: list[Step]) -> int:
+    """How many of the steps must be done before all that these nodes depend on is known."""
+    needs = {id(node) for node in closure(roots)}
+    return max((position + 1 for position, other in enumerate(made) if needs & _made_by(other)), default=0)
 
 
 def _made_by(step: Step) -> set[int]:

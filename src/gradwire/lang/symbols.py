@@ -377,9 +377,14 @@ def _unknown(value: object, what: str, name: str, remedy: str) -> Exception:
     return TraceError(f"{what} has no {name!r}; it has {known}", user_location(), remedy)
 
 
-def apply(op: str, *args: Any) -> Value:
-    """Arithmetic. Scalars are rounded to float32 where they meet elements."""
+def apply(op: str, *args: Any, **attrs: Any) -> Value:
+    """An operator by its name: how a function for one of your own is written.
+
+    Scalars are rounded to float32 where arithmetic has them meet elements.
+    """
     nodes = [lift(arg).node for arg in args]
+    if lookup(op).is_collective:
+        return Value(graph().add(op, nodes, **attrs))
     if any(node.space.kind in ("elements", "items", "blocks") for node in nodes):
         nodes = [_narrow(node) for node in nodes]
     elif STATIC in {node.space for node in nodes} and SCALAR not in {node.space for node in nodes}:

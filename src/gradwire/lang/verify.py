@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from gradwire.lang.errors import TraceError
 from gradwire.lang.ir import BOOL, Node, Program, closure
-from gradwire.lang.operators.base import Sink, lookup
+from gradwire.lang.operators.base import Sink, Statement, lookup
 
 # What only encoders carry out: a decoder computes each element by itself.
 _OF_ENCODERS = ("sample", "sort", "top", "item", "length", "over_ranks")
+
+# What is not arithmetic of what is no collective operator: the parts of a list.
+_LISTS = ("value", "index")
 
 
 def verify(program: Program) -> None:
@@ -19,6 +22,7 @@ def verify(program: Program) -> None:
     for node in (*program.encode_nodes(), *program.decode_nodes()):
         assert all(each.number < node.number for each in node.inputs), f"{node!r} is older than its inputs"
     _verify_encode(program)
+    _verify_lists(program)
     _verify_blocks(program)
     _verify_decode(program)
     for each in program.fields:
@@ -41,6 +45,17 @@ def _verify_encode(program: Program) -> None:
         raise TraceError(
             "Expected lists of one length in a payload, got several", place, "send the index and value of one filter"
         )
+
+
+def _verify_lists(program: Program) -> None:
+    for node in program.encode_nodes():
+        for each in node.inputs:
+            mapped = each.space.kind == "items" and each.op not in _LISTS and not lookup(each.op).is_collective
+            if mapped and isinstance(lookup(node.op), Statement):
+                raise TraceError(
+                    f"Cannot {node.op} what map makes of a list: it is not in memory", node.where,
+                    "map the gradient, before sample or filter",
+                )  # fmt: skip
 
 
 def _verify_blocks(program: Program) -> None:

@@ -74,6 +74,11 @@ class Arithmetic(Operator):
         self.numpy, self.vector, self.scalar, self.triton, self.static = numpy, vector, scalar, triton, static
         self.torch = torch or scalar
 
+    @property
+    def origin(self) -> str:
+        """The module of its source: all are of one class."""
+        return f"{self.vector.__module__}.{self.name}"
+
     def infer(self, inputs: Sequence[Node], attrs: Mapping[str, Any]) -> tuple[Space, Dtype]:
         if self.of_conditions:
             expect_conditions(inputs)

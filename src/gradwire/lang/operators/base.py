@@ -47,6 +47,11 @@ class Operator(ABC):
     name: ClassVar[str]
     is_collective: ClassVar[bool] = True
 
+    @property
+    def origin(self) -> str:
+        """Who defined it: the same again may take its name."""
+        return f"{type(self).__module__}.{type(self).__qualname__}"
+
     @abstractmethod
     def infer(self, inputs: Sequence[Node], attrs: Mapping[str, Any]) -> tuple[Space, Dtype]:
         """The shape rule: space and type of the result. Raises `FitError` where the inputs do not fit."""
@@ -104,16 +109,16 @@ class Statement(Operator):
 
 
 def register(operator: Operator) -> Operator:
-    """Make an operator known under its name; the same class again replaces it.
+    """Make an operator known under its name; the same of the same module replaces it.
 
     Raises:
-        ValueError: another class has that name.
+        ValueError: another has that name.
     """
     known = _OPERATORS.get(operator.name)
-    if known is not None and type(known).__qualname__ != type(operator).__qualname__:
+    if known is not None and known.origin != operator.origin:
         raise ValueError(
-            f"Expected a new operator, got {operator.name!r}, which is {known!r}. Do: choose another name."
-        )
+            f"Expected a new operator, got {operator.name!r} of {known.origin}. Do: choose another name."
+        )  # fmt: skip
     _OPERATORS[operator.name] = operator
     return operator
 
