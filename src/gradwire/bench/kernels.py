@@ -1,66 +1,22 @@
 """Function-level benchmark: every CPU kernel, alternating with copies of the same memory, on one thread.
 
-A figure is the bytes that must move for the work (inputs read once, outputs written once) over the median time.
-It is set against two measurements that alternate with it: a plain copy, and a sweep with the kernel's own mix of
-reads and writes (a copy also fetches the lines that it overwrites, which no kernel that only reads does).
-Where torch has an obvious way of doing the same, that is the rival.
+Where torch has an obvious way of doing the same, that is the rival. How a figure is made: `gradwire.bench.measure`.
 """
 
 from __future__ import annotations
 
 import functools
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 
+from gradwire.bench.measure import Case, Mixes, Row, measure
 from gradwire.kernels import active as kernels
 
 _BLOCK = 1024
 _RANKS = 4
 _KEPT = (0.001, 0.01, 0.1)
-
-
-@dataclass(frozen=True)
-class Row:
-    """One measured kernel.
-
-    Attributes:
-        kernel: its name, and the variant.
-        dtype: element type of the gradient.
-        size: bytes of the float32 gradient.
-        unit: of the three rates.
-        median: median rate; p20 and p80 are the percentiles of the rate.
-        fraction_of_copy: median rate over that of a copy.
-        fraction_of_mix: median rate over that of a sweep with the same mix of reads and writes.
-        rival: the torch operations that do the same, or "".
-        speedup: time of the rival over time of the kernel; 0 without a rival.
-    """
-
-    kernel: str
-    dtype: str
-    size: int
-    unit: str
-    median: float
-    p20: float
-    p80: float
-    fraction_of_copy: float
-    fraction_of_mix: float
-    rival: str
-    speedup: float
-
-
-@dataclass(frozen=True)
-class _Case:
-    kernel: str
-    dtype: str
-    bytes_per_element: float
-    mix: str
-    call: Callable[[], object]
-    rival: str = ""
-    rival_call: Callable[[], object] | None = None
 
 
 class _Buffers:
@@ -89,97 +45,97 @@ class _Buffers:
         return np.ones(length, dtype)  # not zeros: those are one page, mapped again and again
 
 
-def _sweeps(b: _Buffers) -> Iterator[_Case]:
+def _sweeps(b: _Buffers) -> Iterator[Case]:
     half = b.bytes(b.length, np.uint16)
     torch_half = torch.from_numpy(half.view(np.int16)).view(torch.bfloat16)
-    yield _Case(
+    yield Case(
         "cast to bf16", "float32", 6, "copy",
         lambda: kernels.cast(b.x, half), "Tensor.to", lambda: torch_half.copy_(b.source),
     )  # fmt: skip
-    yield _Case("cast from bf16", "bfloat16", 6, "copy", lambda: kernels.cast(b.bfloat16, b.y))
-    yield _Case(
+    yield Case("cast from bf16", "bfloat16", 6, "copy", lambda: kernels.cast(b.bfloat16, b.y))
+    yield Case(
         "compensate in place", "float32", 12, "add",
         lambda: kernels.compensate(b.x, 0.5, b.y, b.y),
         "add, abs, max", lambda: b.target.add_(b.source, alpha=0.5).abs().max(),
     )  # fmt: skip
-    yield _Case(
+    yield Case(
         "accumulate", "float32", 12, "add",
         lambda: kernels.accumulate(b.x, b.y), "add_", lambda: b.target.add_(b.source),
     )  # fmt: skip
 
 
-def _reductions(b: _Buffers) -> Iterator[_Case]:
+def _reductions(b: _Buffers) -> Iterator[Case]:
     x, t = b.x, b.source
-    yield _Case("abs_max", "float32", 4, "read", lambda: kernels.abs_max(x), "abs, max", lambda: t.abs().max())
-    yield _Case("min_max", "float32", 4, "read", lambda: kernels.min_max(x), "aminmax", lambda: t.aminmax())
-    yield _Case(
+    yield Case("abs_max", "float32", 4, "read", lambda: kernels.abs_max(x), "abs, max", lambda: t.abs().max())
+    yield Case("min_max", "float32", 4, "read", lambda: kernels.min_max(x), "aminmax", lambda: t.aminmax())
+    yield Case(
         "count_nonfinite", "float32", 4, "read",
         lambda: kernels.count_nonfinite(x), "isfinite, sum", lambda: t.isfinite().sum(),
     )  # fmt: skip
-    yield _Case("mean", "float32", 4, "read", lambda: kernels.mean(x), "mean", lambda: t.mean())
-    yield _Case("norm", "float32", 4, "read", lambda: kernels.norm(x), "norm", lambda: t.norm())
-    yield _Case("norm", "bfloat16", 2, "read", lambda: kernels.norm(b.bfloat16))
-    yield _Case("sign_means", "float32", 4, "read", lambda: kernels.sign_means(x))
+    yield Case("mean", "float32", 4, "read", lambda: kernels.mean(x), "mean", lambda: t.mean())
+    yield Case("norm", "float32", 4, "read", lambda: kernels.norm(x), "norm", lambda: t.norm())
+    yield Case("norm", "bfloat16", 2, "read", lambda: kernels.norm(b.bfloat16))
+    yield Case("sign_means", "float32", 4, "read", lambda: kernels.sign_means(x))
     out = np.empty(b.length // _BLOCK, np.float32)
-    yield _Case("block_abs_max", "float32", 4, "read", lambda: kernels.block_abs_max(x, _BLOCK, out))
+    yield Case("block_abs_max", "float32", 4, "read", lambda: kernels.block_abs_max(x, _BLOCK, out))
 
 
-def _signs(b: _Buffers) -> Iterator[_Case]:
+def _signs(b: _Buffers) -> Iterator[Case]:
     packed = b.bytes(b.length // 8)
     peers = [packed.copy() for _ in range(_RANKS)]
     low, high = np.full(_RANKS, -0.5, np.float32), np.full(_RANKS, 0.5, np.float32)
-    yield _Case(
+    yield Case(
         "pack_signs", "float32", 4.125, "read",
         lambda: kernels.pack_signs(b.x, packed),
         "np.packbits", lambda: np.packbits(b.x >= 0, bitorder="little"),
     )  # fmt: skip
-    yield _Case("pack_signs", "bfloat16", 2.125, "read", lambda: kernels.pack_signs(b.bfloat16, packed))
-    yield _Case(
+    yield Case("pack_signs", "bfloat16", 2.125, "read", lambda: kernels.pack_signs(b.bfloat16, packed))
+    yield Case(
         "encode_signs in place", "float32", 8.125, "update",
         lambda: kernels.encode_signs(b.y, -0.5, 0.5, packed, b.y),
     )  # fmt: skip
-    yield _Case("unpack_signs", "float32", 4.125, "write", lambda: kernels.unpack_signs(packed, -0.5, 0.5, b.y))
-    yield _Case(
+    yield Case("unpack_signs", "float32", 4.125, "write", lambda: kernels.unpack_signs(packed, -0.5, 0.5, b.y))
+    yield Case(
         "unpack_signs accumulate", "float32", 8.125, "update",
         lambda: kernels.unpack_signs(packed, -0.5, 0.5, b.y, accumulate=True),
     )  # fmt: skip
-    yield _Case(
+    yield Case(
         f"unpack_signs_sum of {_RANKS}", "float32", 4 + _RANKS / 8, "write",
         lambda: kernels.unpack_signs_sum(peers, low, high, b.y),
     )  # fmt: skip
 
 
-def _bit_fields(b: _Buffers) -> Iterator[_Case]:
+def _bit_fields(b: _Buffers) -> Iterator[Case]:
     q = b.bytes(b.length)
     for bits in (1, 2, 4):
         packed = b.bytes(b.length * bits // 8)
         pack = functools.partial(kernels.pack_bits, q, bits, packed)
         unpack = functools.partial(kernels.unpack_bits, packed, bits, q)
-        yield _Case(f"pack_bits {bits}", "uint8", 1 + bits / 8, "read", pack)
-        yield _Case(f"unpack_bits {bits}", "uint8", 1 + bits / 8, "write", unpack)
+        yield Case(f"pack_bits {bits}", "uint8", 1 + bits / 8, "read", pack)
+        yield Case(f"unpack_bits {bits}", "uint8", 1 + bits / 8, "write", unpack)
 
 
-def _ternary(b: _Buffers) -> Iterator[_Case]:
+def _ternary(b: _Buffers) -> Iterator[Case]:
     packed = b.bytes(-(-b.length // 5))
     peers = [np.full(packed.size, 121, np.uint8) for _ in range(_RANKS)]
     scales = np.ones(_RANKS, np.float32)
-    yield _Case("pack_ternary", "float32", 4.2, "read", lambda: kernels.pack_ternary(b.x, 5.0, packed))
-    yield _Case(
+    yield Case("pack_ternary", "float32", 4.2, "read", lambda: kernels.pack_ternary(b.x, 5.0, packed))
+    yield Case(
         "pack_ternary in place", "float32", 8.2, "update",
         lambda: kernels.pack_ternary(b.y, 5.0, packed, b.y),
     )  # fmt: skip
-    yield _Case("unpack_ternary", "float32", 4.2, "write", lambda: kernels.unpack_ternary(packed, 5.0, b.y))
-    yield _Case(
+    yield Case("unpack_ternary", "float32", 4.2, "write", lambda: kernels.unpack_ternary(packed, 5.0, b.y))
+    yield Case(
         "unpack_ternary accumulate", "float32", 8.2, "update",
         lambda: kernels.unpack_ternary(packed, 5.0, b.y, accumulate=True),
     )  # fmt: skip
-    yield _Case(
+    yield Case(
         f"unpack_ternary_sum of {_RANKS}", "float32", 4 + 0.2 * _RANKS, "write",
         lambda: kernels.unpack_ternary_sum(peers, scales, b.y),
     )  # fmt: skip
 
 
-def _zero_runs(b: _Buffers) -> Iterator[_Case]:
+def _zero_runs(b: _Buffers) -> Iterator[Case]:
     """Rates of zero runs are those of the float32 gradient that the bytes stand for."""
     packed = b.bytes(-(-b.length // 5))
     encoded, decoded = packed.copy(), packed.copy()
@@ -196,12 +152,12 @@ def _zero_runs(b: _Buffers) -> Iterator[_Case]:
         encode = functools.partial(kernels.zero_run_encode, source, encoded)
         decode = functools.partial(kernels.zero_run_decode, encoded[:length].copy(), decoded)
         label = f"{zeros:.0%} zero bytes"
-        yield _Case(f"zero_run_encode, {label}", "float32", 4, "read", encode)
-        yield _Case(f"zero_run_decode, {label}", "float32", 4, "read", decode)
-        yield _Case(f"pack_ternary, zero_run_encode, {label}", "float32", 4, "read", both)
+        yield Case(f"zero_run_encode, {label}", "float32", 4, "read", encode)
+        yield Case(f"zero_run_decode, {label}", "float32", 4, "read", decode)
+        yield Case(f"pack_ternary, zero_run_encode, {label}", "float32", 4, "read", both)
 
 
-def _int8(b: _Buffers) -> Iterator[_Case]:
+def _int8(b: _Buffers) -> Iterator[Case]:
     q, lanes = b.bytes(b.length, np.int8), b.bytes(b.length, np.int16)
     peers = [q.copy() for _ in range(_RANKS)]
     scales, x, y = b.scales, b.x, b.y
@@ -211,50 +167,50 @@ def _int8(b: _Buffers) -> Iterator[_Case]:
     def torch_quantise() -> None:
         torch_q.copy_((b.source.view(-1, _BLOCK) * (1 / steps)).round_().clamp_(-127, 127))
 
-    yield _Case(
+    yield Case(
         "quantise_int8 nearest", "float32", 5, "read",
         lambda: kernels.quantise_int8(x, scales, _BLOCK, 1, 0, q, False), "mul, round, clamp, to", torch_quantise,
     )  # fmt: skip
-    yield _Case(
+    yield Case(
         "quantise_int8 stochastic", "float32", 5, "read",
         lambda: kernels.quantise_int8(x, scales, _BLOCK, 1, 0, q, True),
     )  # fmt: skip
-    yield _Case(
+    yield Case(
         "quantise_int8 nearest in place", "float32", 9, "update",
         lambda: kernels.quantise_int8(y, scales, _BLOCK, 1, 0, q, False, y),
     )  # fmt: skip
-    yield _Case(
+    yield Case(
         "quantise_int8 stochastic in place", "float32", 9, "update",
         lambda: kernels.quantise_int8(y, scales, _BLOCK, 1, 0, q, True, y),
     )  # fmt: skip
-    yield _Case(
+    yield Case(
         "dequantise_int8", "float32", 5, "write",
         lambda: kernels.dequantise_int8(q, scales, _BLOCK, y),
         "mul", lambda: torch.mul(torch_q, steps, out=b.target.view(-1, _BLOCK)),
     )  # fmt: skip
-    yield _Case(
+    yield Case(
         "dequantise_int8 accumulate", "float32", 9, "update",
         lambda: kernels.dequantise_int8(q, scales, _BLOCK, y, accumulate=True),
     )  # fmt: skip
-    yield _Case(
+    yield Case(
         f"dequantise_int8_sum of {_RANKS}", "float32", 4 + _RANKS, "copy",
         lambda: kernels.dequantise_int8_sum(peers, [scales] * _RANKS, _BLOCK, y),
     )  # fmt: skip
-    yield _Case("add_lanes", "int8", 5, "add", lambda: kernels.add_lanes(q, lanes))
-    yield _Case("lower_lanes", "int16", 6, "copy", lambda: kernels.lower_lanes(lanes, scales, _BLOCK, 0.25, y))
+    yield Case("add_lanes", "int8", 5, "add", lambda: kernels.add_lanes(q, lanes))
+    yield Case("lower_lanes", "int16", 6, "copy", lambda: kernels.lower_lanes(lanes, scales, _BLOCK, 0.25, y))
 
 
-def _random(b: _Buffers) -> Iterator[_Case]:
+def _random(b: _Buffers) -> Iterator[Case]:
     out = b.bytes(b.length, np.uint16)
     target = torch.from_numpy(out.view(np.int16))
-    yield _Case(
+    yield Case(
         "random16", "uint16", 2, "write",
         lambda: kernels.random16(1, 0, out), "random_", lambda: target.random_(-32768, 32767),
     )  # fmt: skip
 
 
-def _selection(b: _Buffers) -> Iterator[_Case]:
-    yield _Case("count_above", "float32", 4, "read", lambda: kernels.count_above(b.x, 2.5758))
+def _selection(b: _Buffers) -> Iterator[Case]:
+    yield Case("count_above", "float32", 4, "read", lambda: kernels.count_above(b.x, 2.5758))
     for kept in _KEPT:
         k = int(b.length * kept)
         indices, values = b.bytes(k, np.uint32), b.bytes(k, np.float32)
@@ -277,14 +233,14 @@ def _selection(b: _Buffers) -> Iterator[_Case]:
         def torch_scatter(where: torch.Tensor = torch_indices, what: torch.Tensor = torch_values) -> object:
             return b.target.zero_().index_add_(0, where, what)
 
-        yield _Case(
+        yield Case(
             f"select_threshold {kept:.1%}", "float32", 4 + 8 * kept, "read", select,
             "abs, ge, nonzero", torch_select,
         )  # fmt: skip
         # The bound is that of an exact selection in two passes.
-        yield _Case(f"top_k {kept:.1%}", "float32", 8 + 8 * kept, "read", top_k, "abs, topk", torch_top_k)
-        yield _Case(f"take {kept:.1%}", "float32", 72 * kept, "read", take)
-        yield _Case(
+        yield Case(f"top_k {kept:.1%}", "float32", 8 + 8 * kept, "read", top_k, "abs, topk", torch_top_k)
+        yield Case(f"take {kept:.1%}", "float32", 72 * kept, "read", take)
+        yield Case(
             f"scatter_sum {kept:.1%}", "float32", 4 + 72 * kept, "write", scatter, "zero_, index_add_", torch_scatter
         )
 
@@ -292,61 +248,6 @@ def _selection(b: _Buffers) -> Iterator[_Case]:
 _GROUPS = (
     _sweeps, _reductions, _signs, _bit_fields, _ternary, _zero_runs, _int8, _random, _selection,
 )  # fmt: skip
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    # Time of this thread on a core, so that it does not count when another process has the core.
-    start = time.thread_time()
-    call()
-    return time.thread_time() - start
-
-
-class _Mixes:
-    """Sweeps of known memory traffic to compare with, by name, with their bytes an element."""
-
-    def __init__(self, b: _Buffers) -> None:
-        # Memory of their own: kernels must not find their input warm, nor a copy write it.
-        source, target = b.x, np.zeros(b.length, np.float32)
-        read = torch.from_numpy(source)
-        self.calls: dict[str, tuple[float, Callable[[], object]]] = {
-            "copy": (8, lambda: np.copyto(target, source)),
-            "read": (4, lambda: read.sum()),
-            "write": (4, lambda: target.fill(1)),
-            "update": (8, lambda: np.negative(target, out=target)),
-            "add": (12, lambda: np.add(target, source, out=target)),
-        }
-
-
-def _measure(case: _Case, mixes: _Mixes, b: _Buffers, repeats: int) -> Row:
-    copy_bytes, copy = mixes.calls["copy"]
-    mix_bytes, mix = mixes.calls[case.mix]
-    for warm in (case.call, copy, mix):
-        warm()
-    times = np.array([[_seconds(copy), _seconds(mix), _seconds(case.call)] for _ in range(repeats)])
-    rates = case.bytes_per_element * b.length / times[:, 2] / 1e9
-    median = float(np.median(rates))
-    # Ratios of neighbours in time, so that whatever else the machine does touches both.
-    to_copy, to_mix = (
-        float(np.median(rates * times[:, column] * 1e9 / (count * b.length)))
-        for column, count in ((0, copy_bytes), (1, mix_bytes))
-    )
-    speedup = 0.0
-    if case.rival_call is not None:
-        rival = [_seconds(case.rival_call) for _ in range(3)]
-        speedup = float(np.median(rival) / np.median(times[:, 2]))
-    return Row(
-        kernel=case.kernel,
-        dtype=case.dtype,
-        size=4 * b.length,
-        unit="GB/s",
-        median=median,
-        p20=float(np.percentile(rates, 20)),
-        p80=float(np.percentile(rates, 80)),
-        fraction_of_copy=to_copy,
-        fraction_of_mix=to_mix,
-        rival=case.rival,
-        speedup=speedup,
-    )
 
 
 def run(size_mb: int = 256, repeats: int = 7, only: str | None = None) -> list[Row]:
@@ -362,9 +263,9 @@ def run(size_mb: int = 256, repeats: int = 7, only: str | None = None) -> list[R
     torch.set_num_threads(1)
     try:
         buffers = _Buffers(size_mb * 1_000_000)
-        mixes = _Mixes(buffers)
+        mixes = Mixes(buffers.x)
         return [
-            _measure(case, mixes, buffers, repeats)
+            measure(case, mixes, buffers.x, repeats)
             for group in _GROUPS
             for case in group(buffers)
             if only is None or only in case.kernel

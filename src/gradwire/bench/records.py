@@ -12,7 +12,7 @@ from gradwire.bench.results import MethodResult, StepTime, TrainingResult
 from gradwire.bench.statistics import Spread
 
 if TYPE_CHECKING:
-    from gradwire.bench.kernels import Row
+    from gradwire.bench.measure import Row
 
 COLUMNS = (
     "benchmark", "method", "metric", "value", "unit", "p20", "p80", "samples", "dtype", "size", "ranks", "rate",

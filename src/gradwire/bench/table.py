@@ -14,7 +14,7 @@ from gradwire.lab.units import format_rate, parse_rate
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from gradwire.bench.kernels import Row
+    from gradwire.bench.measure import Row
 
 LOSS_TOLERANCE = 0.03
 """Up to this much above DDP fp32's validation loss a method counts as having learnt the same."""

@@ -1,4 +1,4 @@
-"""`gradwire bench kernels` and `gradwire bench training`."""
+"""`gradwire bench kernels`, `gradwire bench compressors` and `gradwire bench training`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from gradwire.bench.measure import Row
     from gradwire.bench.results import TrainingResult
     from gradwire.bench.training import TrainingOptions
 
@@ -19,6 +20,7 @@ def register(app: typer.Typer) -> None:
     """Adds the commands to the command line."""
     group = typer.Typer(help="The benchmarks.", no_args_is_help=True)
     group.command("kernels")(kernels)
+    group.command("compressors")(compressors)
     group.command("training")(training)
     app.add_typer(group, name="bench")
 
@@ -95,13 +97,41 @@ def kernels(
 
     Example: gradwire bench kernels --only ternary
     """
+    from gradwire.bench.kernels import run
+
+    _report(run(size_mb=size, repeats=repeats, only=only), csv, as_json)
+
+
+def compressors(
+    size: Annotated[int, typer.Option(help="Of the gradient, in MB; below 256 it may fit the cache.")] = 256,
+    repeats: Annotated[int, typer.Option(help="Timed runs of each call.")] = 7,
+    only: Annotated[str | None, typer.Option(help="Compressors whose names contain this.")] = None,
+    first_use: Annotated[bool, typer.Option("--first-use", help="Time first calls in new processes instead.")] = False,
+    csv: Annotated[Path | None, typer.Option(help="File for the figures; default in benchmarks/results.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON, and no table.")] = False,
+) -> None:
+    """Time encoding and decoding with every compressor on one thread, against a copy and against plain torch.
+
+    Example: gradwire bench compressors --only dgc
+    """
+    if first_use:
+        from gradwire.bench.first_use import run as run_first_use
+
+        for name, cold, warm in run_first_use(only):
+            typer.echo(f"{name:10} compiled {cold:5.2f} s, from the cache {warm:5.2f} s")
+        return
+    from gradwire.bench.compressors import run
+
+    _report(run(size_mb=size, repeats=repeats, only=only), csv or RESULTS / "compressors.csv", as_json)
+
+
+def _report(rows: list[Row], csv: Path, as_json: bool) -> None:
+    """Write rows to a file, and show them."""
     from dataclasses import asdict
 
     from gradwire.bench.environment import environment
-    from gradwire.bench.kernels import run
     from gradwire.bench.records import write_kernels_csv
 
-    rows = run(size_mb=size, repeats=repeats, only=only)
     write_kernels_csv(rows, environment(), csv)
     if as_json:
         data = {"environment": environment(), "kernels": [asdict(row) for row in rows]}

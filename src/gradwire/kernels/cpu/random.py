@@ -74,30 +74,37 @@ def _fill_group32(key_0, key_1, group, out, at):
 
 
 @kernel
+def copy_part(source, offset, out, at, count):
+    """Copy `count` elements: an assignment of slices would compile string formatting for its errors, for a second."""
+    for j in range(count):
+        out[at + j] = source[offset + j]
+
+
+@kernel
 def _random16(key_0, key_1, first, scratch, out):
-    i = 0
+    i = np.int64(0)
     while i < out.size:
         group, offset = (first + i) // RANDOM16_GROUP, (first + i) % RANDOM16_GROUP
         count = min(RANDOM16_GROUP - offset, out.size - i)
         if count == RANDOM16_GROUP:
             fill_group16(key_0, key_1, group, out, i)
         else:
-            fill_group16(key_0, key_1, group, scratch, 0)
-            out[i : i + count] = scratch[offset : offset + count]
+            fill_group16(key_0, key_1, group, scratch, np.int64(0))
+            copy_part(scratch, offset, out, i, count)
         i += count
 
 
 @kernel
 def _random32(key_0, key_1, first, scratch, out):
-    i = 0
+    i = np.int64(0)
     while i < out.size:
         group, offset = (first + i) // RANDOM32_GROUP, (first + i) % RANDOM32_GROUP
         count = min(RANDOM32_GROUP - offset, out.size - i)
         if count == RANDOM32_GROUP:
             _fill_group32(key_0, key_1, group, out, i)
         else:
-            _fill_group32(key_0, key_1, group, scratch, 0)
-            out[i : i + count] = scratch[offset : offset + count]
+            _fill_group32(key_0, key_1, group, scratch, np.int64(0))
+            copy_part(scratch, offset, out, i, count)
         i += count
 
 

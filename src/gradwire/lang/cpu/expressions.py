@@ -184,9 +184,8 @@ class Function:
             if node.op == "random":
                 name, shared = self.names[id(node)], node.attrs["shared"]
                 self.lines.say(node.where)
-                self.lines.add(
-                    f"draw(keys, {shared}, {node.attrs['stream']}, first + {start}, {count}, scratch, {name})"
-                )
+                stream = f"np.int64({int(shared)}), np.int64({node.attrs['stream']})"  # of one type in all programs
+                self.lines.add(f"draw(keys, {stream}, first + {start}, {count}, scratch, {name})")
 
     def buffers(self, roots: Iterable[Node], chunk: int) -> None:
         """Make the buffers of random numbers."""

@@ -37,7 +37,7 @@ from gradwire.kernels.cpu.lanes import (
     sum_lanes,
     trailing_zeros,
 )
-from gradwire.kernels.cpu.random import fill_group16, random32_at
+from gradwire.kernels.cpu.random import copy_part, fill_group16, random32_at
 from gradwire.kernels.cpu.reduce import LEVELS, finish, push
 from gradwire.kernels.cpu.vector import (
     array_at,
@@ -176,15 +176,15 @@ def draw(keys, shared, stream, first, count, scratch, noise):
     """Write the random numbers of elements first to first + count to `noise`, uint16[>= count]."""
     at = 0 if shared else 2
     key_0, key_1 = keys[at], np.uint32(keys[at + 1] ^ np.uint32(np.uint32(stream) * _STREAM_STEP))
-    i = 0
+    i = np.int64(0)
     while i < count:
         group, offset = (first + i) // RANDOM16_GROUP, (first + i) % RANDOM16_GROUP
         length = min(RANDOM16_GROUP - offset, count - i)
         if length == RANDOM16_GROUP:
             fill_group16(key_0, key_1, group, noise, i)
         else:
-            fill_group16(key_0, key_1, group, scratch, 0)
-            noise[i : i + length] = scratch[offset : offset + length]
+            fill_group16(key_0, key_1, group, scratch, np.int64(0))
+            copy_part(scratch, offset, noise, i, length)
         i += length
 
 
@@ -341,7 +341,8 @@ def sample_position(keys, j, count, size, words):
 @kernel
 def draw_words(keys, count, words):
     """One random 32-bit word for each of `count` places, from a stream of the private key's own."""
-    random32_at(keys[2], np.uint32(keys[3] ^ np.uint32(0x2545F491)), 0, words[:count])
+    key_1 = np.uint32(keys[3] ^ np.uint32(0x2545F491))
+    random32_at(keys[2], key_1, np.int64(0), words)
 
 
 @kernel
@@ -389,7 +390,7 @@ def keep_top(index, value, count, most):
     keys = np.empty(count, np.float32)
     for i in range(count):
         keys[i] = abs(value[i])
-    sort_floats(keys, True)
+    sort_floats(keys, np.int64(1))
     if most == 0:
         return 0
     least = keys[most - 1]

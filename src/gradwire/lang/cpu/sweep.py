@@ -59,7 +59,7 @@ class SweepOverElements:
                 f"{each.variable}_out = array_at(address(body) + np.uint64({each.variable}_at), {count}, {dtype})"
             )
             if each.dtype.packing in ("planes", "digits") or has_levels(each.dtype, bool(step.cut_by)):
-                lines.add(f"{each.variable}_next = 0")
+                lines.add(f"{each.variable}_next = np.int64(0)")
         if step.residual:
             f.replaced = {each.name: each.node for each in self.program.fields}
             f.decode_scalars()
@@ -329,9 +329,13 @@ class SweepOverItems:
             size = f.count(each) if each.dtype.packing == "raw" else f"{each.variable}_bytes"
             lines.add(f"{each.variable}_out = array_at(address(body) + np.uint64({each.variable}_at), {size}, {dtype})")
             if has_levels(each.dtype, True):
-                lines.add(f"{each.variable}_levels = np.empty({chunk}, np.uint8)", f"{each.variable}_next = 0")
+                lines.add(
+                    f"{each.variable}_levels = np.empty({chunk}, np.uint8)", f"{each.variable}_next = np.int64(0)"
+                )
             if each.node.op == "index":
-                lines.add(f"{each.variable}_out[:] = {f.names[id(source)]}_index[:{count}]")
+                lines.add(
+                    f"copy_part({f.names[id(source)]}_index, np.int64(0), {each.variable}_out, np.int64(0), {count})"
+                )
         with lines.block(f"for start in range(0, {count}, {chunk}):"):
             lines.add(f"end = min({count}, start + {chunk})")
             for _, emission in emissions:

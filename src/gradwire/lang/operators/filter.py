@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from gradwire.lang.ir import FLOAT, SCALAR, Dtype, Node, Space
-from gradwire.lang.operators.base import Emission, FitError, Operator, Sink, Statement, register
+from gradwire.lang.operators.base import DeviceEmission, Emission, FitError, Operator, Sink, Statement, register
 
 _NEW = Space("items")  # the graph puts in the node itself as the source
 
@@ -52,13 +52,26 @@ class Filter(Sink):
                 f"{name}_value = array_at(room, {name}_capacity + SLOTS, f32)",
                 f"room += np.uint64(4 * ({name}_capacity + SLOTS))",
                 f"{name}_scratch = np.zeros(LANES + 1, np.float32)",
-                f"{name}_count = 0",
+                f"{name}_count = np.int64(0)",
             ],
             [],
             [
                 f"{name}_count = append({mask}, i, {value}, {name}_scratch, {name}_index, {name}_value, "
                 f"{name}_count, {name}_capacity)"
             ],
+        )
+
+    def triton(self, node: Node, name: str, value: str, chosen: str) -> DeviceEmission:
+        return DeviceEmission(
+            {f"{name}_counts": "int32"},
+            [f"tl.store({name}_counts + chunk, chunk_count({chosen}))"],
+            [
+                f"{name}_starts, {name}_count = places({name}_counts, {name}_most)",
+                f"{name}_index = empty({name}_count, torch.int32, grad)",
+                f"{name}_value = empty({name}_count, torch.float32, grad)",
+            ],
+            [f"store_chosen({name}_index, {name}_value, {name}_starts, {name}_count, i, {value}, {chosen})"],
+            [f"{name}_index", f"{name}_value", f"{name}_starts", f"{name}_count"],
         )
 
 
@@ -82,6 +95,10 @@ class Top(Statement):
             f"{name}_value = {source}_value[: {source}_count + SLOTS].copy()",
             f"{name}_count = keep_top({name}_index, {name}_value, {source}_count, max(np.int64({most}), 0))",
         ]
+
+    def triton(self, node: Node, name: str, inputs: Sequence[str]) -> list[str]:
+        source, most = inputs
+        return [f"{name}_index, {name}_value = keep_top({source}_index, {source}_value, {most})"]
 
 
 class _Part(Operator):

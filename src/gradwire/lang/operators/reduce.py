@@ -17,7 +17,7 @@ import numpy as np
 
 from gradwire.kernels.reference.reduce import block_sum64
 from gradwire.lang.ir import BOOL, FLOAT, SCALAR, Dtype, Node, Space
-from gradwire.lang.operators.base import Emission, FitError, Sink, register
+from gradwire.lang.operators.base import DeviceEmission, Emission, FitError, Sink, register
 
 
 class Reduce(Sink):
@@ -74,12 +74,32 @@ class Reduce(Sink):
             [f"{name}_levels, {name}_fill = sums(n)"],
             [f"{name}_lanes = splat(0.0, LANES)"],
             inside,
-            [f"push({name}_levels, {name}_fill, 0, sum_lanes({name}_lanes))"],
+            [f"push({name}_levels, {name}_fill, np.int64(0), sum_lanes({name}_lanes))"],
             [f"{name} = {after}"],
         )
         if function == "mean":
             emission.before.append(f"{name}_count = 0")
             emission.inside.append(count)
+        return emission
+
+    def triton(self, node: Node, name: str, value: str, chosen: str) -> DeviceEmission:
+        function, parts, counts = node.attrs["function"], f"{name}_parts", f"{name}_counts"
+        count = f"tl.store({counts} + chunk, chunk_count({chosen}))"
+        if function == "count":
+            return DeviceEmission({counts: "int32"}, [count], [f"{name} = finish_count({counts})"])
+        if function in ("min", "max"):
+            inside = f"tl.store({parts} + chunk, chunk_{function}({value}, {chosen}))"
+            return DeviceEmission({parts: "float32"}, [inside], [f"{name} = finish_{function}({parts})"])
+        summed = "chunk_sum_squares" if function == "norm" else "chunk_sum"
+        emission = DeviceEmission(
+            {parts: "float64"},
+            [f"tl.store({parts} + chunk, {summed}(tl.where({chosen}, {value}, 0.0)))"],
+            [f"{name} = finish_{function}({parts})"],
+        )
+        if function == "mean":
+            emission.parts[counts] = "int32"
+            emission.inside.append(count)
+            emission.after = [f"{name} = finish_mean({parts}, {counts})"]
         return emission
 
 

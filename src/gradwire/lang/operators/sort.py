@@ -34,8 +34,11 @@ class Sort(Statement):
         return [
             f"{name} = {inputs[0]}[: {inputs[0]}_count].copy()",
             f"{name}_count = {name}.size",
-            f"sort_floats({name}, {node.attrs['descending']})",
+            f"sort_floats({name}, np.int64({int(node.attrs['descending'])}))",
         ]
+
+    def triton(self, node: Node, name: str, inputs: Sequence[str]) -> list[str]:
+        return [f"{name} = sort_floats({inputs[0]}, {node.attrs['descending']})"]
 
 
 class Item(Statement):
@@ -57,6 +60,9 @@ class Item(Statement):
 
     def cpu(self, node: Node, name: str, inputs: Sequence[str]) -> list[str]:
         return [f"{name} = item({inputs[0]}, {inputs[0]}_count, np.float64({inputs[1]}))"]
+
+    def triton(self, node: Node, name: str, inputs: Sequence[str]) -> list[str]:
+        return [f"{name} = item({inputs[0]}, {inputs[1]})"]
 
 
 for _operator in (Sort(), Item()):

@@ -1,0 +1,153 @@
+"""Compressor-level benchmark: encoding and decoding with every compressor, against a copy and against plain torch.
+
+Each compressor encodes without feedback and with it (compensation and new residual included), decodes, and decodes
+the payloads of four ranks into their sum. The bytes that must move follow from the passes over the gradient that its
+algorithm needs: one where a scale is a block's own or given, two where something must be known of all elements first.
+How a figure is made: `gradwire.bench.measure`. The time is that of the whole public call, checks and allocation of
+the payload included.
+"""
+# Shapes: N = elements of the gradient, W = ranks
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from gradwire.bench.measure import Case, Mixes, Row, measure
+from gradwire.bench.rivals import RIVALS
+from gradwire.compressors import make, names
+from gradwire.compressors.base import Compressor
+from gradwire.compressors.traced import TracedCompressor
+from gradwire.core.context import Context
+from gradwire.core.spec import TensorSpec
+from gradwire.kernels import active as kernels
+from gradwire.lang.ir import ELEMENTS
+from gradwire.lang.passes import Sweep, schedule
+
+_BLOCK = 1024
+_RANKS = 4
+_RIVAL_NAME = "torch operations"
+# Passes over the gradient of the compressors that are not written in the language.
+_PASSES = {"none": 1, "fp16": 1, "bf16": 1, "int8": 1, "topk": 2, "threelc": 2}
+
+
+class _Data:
+    """A gradient, memory for residuals and results, and contexts."""
+
+    def __init__(self, size_mb: int) -> None:
+        self.length = size_mb * 1_000_000 // 4 // _BLOCK * _BLOCK
+        self.x = np.random.default_rng(0).standard_normal(self.length, np.float32)
+        self.work = np.zeros(self.length, np.float32)
+        self.grad, self.out = torch.from_numpy(self.x), torch.zeros(self.length)
+        self.ctx = Context("layer.weight", spec=TensorSpec((self.length,)))
+
+
+def _cases(codec: Compressor, data: _Data) -> Iterator[Case]:
+    payload = codec.encode(data.grad, data.ctx)
+    if payload.nonfinite:
+        raise ValueError(f"Expected a payload, got a mark (in the benchmark of {codec!r}).")
+    bits = payload.body.nbytes / data.length
+    passes = num_passes(codec)
+    rival = RIVALS.get(codec.name)
+    is_exact_rival = rival is not None and not codec.options.get("shared")
+
+    def torch_encode() -> object:
+        assert rival is not None
+        return rival(data.grad)
+
+    def torch_encode_with_feedback() -> object:
+        """The same and the residual update, without its decoding: a bound in the rival's favour."""
+        assert rival is not None
+        data.out.add_(data.grad)
+        return rival(data.out)
+
+    def encode_with_feedback() -> object:
+        # A residual of zeros, so that it does not grow from run to run.
+        return codec.encode_compensated(data.grad, data.ctx, data.work, scale=0.25, residual=None)
+
+    yield Case(
+        f"{codec.name} encode", "float32", 4 * passes + bits, "read",
+        lambda: codec.encode(data.grad, data.ctx),
+        _RIVAL_NAME if is_exact_rival else "", torch_encode if is_exact_rival else None,
+    )  # fmt: skip
+    if codec.default_feedback == "error":
+        # Without an old residual to read: gradient in, compensated out and in again, residual out.
+        yield Case(
+            f"{codec.name} encode with feedback", "float32", 8 * passes + bits, "update", encode_with_feedback,
+            _RIVAL_NAME if is_exact_rival else "", torch_encode_with_feedback if is_exact_rival else None,
+        )  # fmt: skip
+    touched = 4 + bits
+    yield Case(
+        f"{codec.name} decode", "float32", touched, "write", lambda: codec.decode(payload, data.ctx, out=data.out)
+    )
+    yield Case(
+        f"{codec.name} decode sum of {_RANKS}", "float32", 4 + _RANKS * bits, "write",
+        lambda: codec.decode_sum([payload] * _RANKS, [data.ctx] * _RANKS, data.out),
+    )  # fmt: skip
+
+
+def num_passes(codec: Compressor) -> int:
+    """How often an encoder must go over the gradient; what happens while a block is in the cache is one."""
+    if not isinstance(codec, TracedCompressor):
+        return _PASSES[codec.name]
+    steps = [step for step in schedule(codec.program) if isinstance(step, Sweep) and step.space == ELEMENTS]
+    return sum(bool(step.sinks or step.packs or step.block_nodes) for step in steps)
+
+
+def _hand_written(data: _Data) -> Iterator[Case]:
+    """Compressors of the language beside kernels that were written by hand for the same operation."""
+    packed, indices = np.ones(data.length // 8, np.uint8), np.ones(data.length // 50, np.uint32)
+    values = np.ones(indices.size, np.float32)
+    onebit, threshold = make("onebit"), make("threshold")
+    least = _least_kept(threshold, data)
+
+    def encode_signs() -> None:
+        kernels.compensate(data.x, 0.25, None, data.work)
+        low, high, _ = kernels.sign_means(data.work)
+        kernels.encode_signs(data.work, float(low), float(high), packed, data.work)
+
+    yield Case(
+        "onebit encode with feedback", "float32", 16.125, "update",
+        lambda: onebit.encode_compensated(data.grad, data.ctx, data.work, scale=0.25),
+        "compensate, sign_means, encode_signs", encode_signs,
+    )  # fmt: skip
+    yield Case(
+        "threshold encode", "float32", 8, "read", lambda: threshold.encode(data.grad, data.ctx),
+        "norm, select_threshold",
+        lambda: (kernels.norm(data.x), kernels.select_threshold(data.x, least, indices, values)),
+    )  # fmt: skip
+
+
+def _least_kept(codec: Compressor, data: _Data) -> float:
+    sent = codec.decode(codec.encode(data.grad, data.ctx), data.ctx, out=data.out)
+    return float(sent[sent != 0].abs().min())
+
+
+def run(size_mb: int = 256, repeats: int = 7, only: str | None = None) -> list[Row]:
+    """Measure every compressor on one thread; see `gradwire.bench.kernels.run`."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        data = _Data(size_mb)
+        mixes = Mixes(data.x)
+        chosen = [name for name in names() if only is None or only in name]
+        cases = [case for name in chosen for case in _cases(make(name), data)]
+        if only is None:
+            cases += _hand_written(data)
+        return [measure(case, mixes, data.x, repeats) for case in cases]
+    finally:
+        torch.set_num_threads(threads)
+
+
+def first_use(name: str) -> float:
+    """Seconds that the first encode and decode of a small gradient take in this process."""
+    codec, grad = make(name), torch.randn(1000)
+    ctx = Context("layer.weight", spec=TensorSpec((1000,)))
+    start = time.perf_counter()
+    codec.decode(codec.encode(grad, ctx), ctx)
+    codec.encode_compensated(grad, ctx, np.zeros(1000, np.float32), residual=np.zeros(1000, np.float32))
+    codec.decode_sum([codec.encode(grad, ctx)] * 2, [ctx] * 2, torch.empty(1000))
+    return time.perf_counter() - start

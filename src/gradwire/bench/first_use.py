@@ -1,0 +1,32 @@
+"""What the first use of a compressor costs: in new processes, with an empty cache and with a filled one.
+
+The time is that of the first encode, encode with feedback, decode and sum over ranks, imports not counted.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+
+_CODE = "import sys; from gradwire.bench.compressors import first_use; print(first_use(sys.argv[1]))"
+
+
+def run(only: str | None = None) -> Iterator[tuple[str, float, float]]:
+    """Name, seconds with an empty cache, and seconds with a filled one, of each compressor."""
+    from gradwire.compressors import names
+
+    for name in names():
+        if only is None or only in name:
+            with tempfile.TemporaryDirectory() as folder:
+                env = os.environ | {"NUMBA_CACHE_DIR": f"{folder}/numba", "GRADWIRE_CACHE_DIR": folder}
+                yield name, _seconds(name, env), _seconds(name, env)
+
+
+def _seconds(name: str, env: dict[str, str]) -> float:
+    found = subprocess.run(
+        [sys.executable, "-c", _CODE, name], env=env, check=True, stdout=subprocess.PIPE, text=True
+    )  # fmt: skip
+    return float(found.stdout)
