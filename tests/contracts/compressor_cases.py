@@ -12,6 +12,7 @@ import torch
 
 import gradwire.compressors as compressors
 from gradwire.compressors import Compressor
+from gradwire.compressors.traced import TracedCompressor
 from gradwire.core.context import Context
 from gradwire.core.spec import TensorSpec, as_array, as_tensor
 from gradwire.kernels import cpu, reference
@@ -26,6 +27,12 @@ OPTION_SETS: dict[str, list[dict]] = {
     ],
     "topk": [{"ratio": 0.3}, {"ratio": 1.0}],
     "threelc": [{"sparsity": 1.75}, {"sparsity": 1.999999, "zero_run": False}],
+    "minmax": [{"bits": 4}],
+    "terngrad": [{"clip": 0.0}],
+    "dgc": [{"ratio": 0.3, "sample": 0.1}],
+    "adacomp": [{"block": 24, "threshold": 0.5}],
+    "qsgd": [{"bits": 8, "block": 100}, {"bits": 2}],
+    "randomk": [{"ratio": 0.5}],
 }
 
 BACKENDS = {"cpu": cpu, "reference": reference}
@@ -71,6 +78,21 @@ def every_case() -> list[Compressor]:
 
 CASES = every_case()
 each_case = pytest.mark.parametrize("codec", CASES, ids=repr)
+
+
+def draws(codec: Compressor) -> set[str]:
+    """What an encoder draws at random: ``"rounding"`` of every element, or a ``"sample"`` that may change nothing."""
+    if not isinstance(codec, TracedCompressor):
+        return {"rounding"} if codec.unbiased and not codec.exact else set()
+    operators = codec.program.operators
+    return {kind for operator, kind in (("random", "rounding"), ("sample", "sample")) if operator in operators}
+
+
+def selects(codec: Compressor) -> bool:
+    """Whether an encoder looks for elements of a given rank."""
+    if not isinstance(codec, TracedCompressor):
+        return codec.name == "topk"
+    return not {"sort", "top"}.isdisjoint(codec.program.operators)
 
 
 def use_backend(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import gradwire.compressors as compressors
 from gradwire.compressors import Compressor
+from gradwire.compressors.traced import TracedCompressor
 from gradwire.core.errors import PayloadError
 from gradwire.core.spec import ELEMENT_TYPES, Range, TensorSpec, as_array
 from gradwire.feedback import ResidualKey, Residuals, get
@@ -25,11 +26,13 @@ from tests.contracts.compressor_cases import (
     NONFINITE_TENSORS,
     bits,
     context,
+    draws,
     each_case,
     float32_context,
     heavy_tailed,
     normal,
     reduced,
+    selects,
     use_backend,
     with_body,
 )
@@ -84,6 +87,19 @@ def test_unbiased_over_the_private_stream(codec) -> None:
     all_elements = spread * math.sqrt(math.log(2 / 1e-6) / (2 * draws * grad.numel()))
     assert error.abs().max() <= one_element
     assert abs(error.mean()) <= all_elements
+
+
+@pytest.mark.parametrize("codec", [codec for codec in CASES if codec.variance(TensorSpec((512,)))], ids=repr)
+def test_declared_variance_is_a_bound(codec) -> None:
+    """Six standard errors of the mean of 200 draws, which are independent and have few of them a long tail."""
+    for grad in (heavy_tailed(512), normal(512), torch.ones(512)):
+        energy = float((grad.double() ** 2).sum())
+        errors = torch.tensor([
+            ((codec.decode(codec.encode(grad, context(grad, step=step)), context(grad)) - grad).double() ** 2).sum()
+            for step in range(200)
+        ])  # fmt: skip
+        slack = 6 * float(errors.std()) / math.sqrt(200)
+        assert float(errors.mean()) <= codec.variance(TensorSpec.of(grad)) * energy * (1 + 1e-6) + slack
 
 
 @each_case
@@ -189,9 +205,9 @@ def test_randomness_depends_on_the_context_alone(codec) -> None:
         bytes(codec.encode(grad, context(grad, **field)).body)
         for field in ({"step": 4}, {"rank": 1}, {"seed": 8}, {"stage": 1}, {"name": "fc.bias"})
     ]
-    if codec.unbiased and not codec.exact:
+    if "rounding" in draws(codec):
         assert len({body, *others}) == 6
-    else:
+    elif not draws(codec):
         assert {body, *others} == {body}
 
 
@@ -235,7 +251,7 @@ def test_max_encoded_bytes_is_a_bound(codec) -> None:
 def test_encode_allocates_the_payload_and_decode_nothing(codec, feedback) -> None:
     """NumPy reports its buffers to tracemalloc. What is kept from call to call is there after the first.
 
-    Exact selection has histograms of fixed size, and a byte a kept element where values are scaled.
+    Selection has histograms of fixed size, and sorts about as many elements as it keeps.
     """
     grad, ctx = heavy_tailed(400_000), float32_context(torch.empty(400_000))
     work = np.zeros(400_000, np.float32) if feedback else None
@@ -255,7 +271,7 @@ def test_encode_allocates_the_payload_and_decode_nothing(codec, feedback) -> Non
     payload = encode()
     slack = 64 * 1024
     bound = codec.max_encoded_bytes(ctx.spec)
-    assert peak(encode) <= bound + slack + (codec.name == "topk") * (bound // 8 + (1 << 20))
+    assert peak(encode) <= bound + slack + selects(codec) * (2 * bound + (1 << 20))
     assert peak(lambda: codec.decode(payload, ctx, out=out)) <= slack
     assert peak(lambda: codec.decode_sum([payload] * 3, [ctx] * 3, out)) <= slack
 
@@ -275,7 +291,8 @@ def test_edge_tensors_decode_to_something_finite_and_near(codec, edge) -> None:
         return
     assert found.isfinite().all()
     largest = grad.abs().max() if grad.numel() else 0
-    assert (found.double().abs() <= 2 * float(largest)).all()
+    most = max(2, (1 + (codec.variance(TensorSpec.of(grad)) or 0)) * (1 + EPSILON))
+    assert (found.double().abs() <= most * float(largest)).all()
     if not largest:
         assert not found.any()
 
@@ -445,9 +462,10 @@ def test_bad_side_values_are_refused(codec, bad) -> None:
     for at in side_values.get(codec.name, []):
         body = bytearray(bytes(payload.body))
         body[at : at + 4] = np.float32(bad).tobytes()
-        in_range = np.isfinite(bad) and (
-            codec.name == "topk" or (codec.name, at) == ("onebit", 0) or (codec.name == "threelc" and bad > 0)
-        )
+        # Codecs of the language take any finite value: what they decode to has a bound all the same.
+        if isinstance(codec, TracedCompressor) and np.isfinite(bad):
+            continue
+        in_range = np.isfinite(bad) and (codec.name == "topk" or (codec.name == "threelc" and bad > 0))
         found = take_or_refuse(codec, with_body(payload, bytes(body)), 40)
         if not (in_range and bad < 0) and not (bad > 0 and np.isfinite(bad) and codec.name in ("topk", "threelc")):
             assert found is None

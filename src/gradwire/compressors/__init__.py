@@ -1,6 +1,26 @@
 """One file an algorithm, a base class and a registry."""
 
-from gradwire.compressors import bf16, fp16, int8, minmax, none, onebit, tbq, threelc, topk
+from gradwire.compressors import (
+    adacomp,
+    bf16,
+    dgc,
+    fp16,
+    graddrop,
+    int8,
+    minmax,
+    mqe1bit,
+    natural,
+    none,
+    onebit,
+    qsgd,
+    randomk,
+    signsgd,
+    tbq,
+    terngrad,
+    threelc,
+    threshold,
+    topk,
+)
 from gradwire.compressors.base import Compressor, Stat
 from gradwire.compressors.registry import Description, code, describe, make, names, register
 
@@ -8,18 +28,28 @@ __all__ = [
     "Compressor",
     "Description",
     "Stat",
+    "adacomp",
     "bf16",
     "code",
     "describe",
+    "dgc",
     "fp16",
+    "graddrop",
     "int8",
     "make",
     "minmax",
+    "mqe1bit",
     "names",
+    "natural",
     "none",
     "onebit",
+    "qsgd",
+    "randomk",
     "register",
+    "signsgd",
     "tbq",
+    "terngrad",
     "threelc",
+    "threshold",
     "topk",
 ]

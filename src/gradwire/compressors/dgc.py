@@ -1,0 +1,39 @@
+"""Deep gradient compression: the elements above a sampled threshold, and of these no more than the largest K.
+
+Biased; a contraction with delta >= 1/N (the largest element is always kept), so it needs error feedback. Payloads
+cannot be summed. K = ceil(ratio N). Body: indices, ascending, as uint32, then values as float32; fewer than K where
+the sample put the threshold too high.
+
+Source: Lin et al. 2018, section 3.1 and hierarchical selection. Differences: the sample is stratified, and has 2 /
+`ratio` elements at least, so that its threshold is not the largest sample alone; a threshold that turns out too high
+is not lowered. Momentum correction, factor masking and clipping are the optimizer's and not here; a warm-up of the
+ratio is the caller's, who makes a compressor for each of its stages, because encoders do not know the epoch.
+"""
+# Shapes: N = elements of the tensor or range, K = elements kept at most
+
+from __future__ import annotations
+
+from typing import Any
+
+from gradwire.compressors.traced import compressor
+from gradwire.lang import ceil, concat, maximum
+
+
+@compressor(contraction=lambda size, **_: 1 / max(1, size))
+def dgc(g: Any, ratio: float = 0.001, sample: float = 0.01) -> Any:
+    """Top-k by a sampled threshold: what is above it, and of that the largest.
+
+    Args:
+        g: the gradient.
+        ratio: kept fraction.
+        sample: sampled fraction.
+    """
+    sizes = abs(g).sample(maximum(ceil(sample * g.size), ceil(2 / ratio))).sort(descending=True)
+    threshold = sizes[ceil(ratio * sizes.size) - 1]
+    kept = g.filter(lambda x: abs(x) >= threshold).top(ceil(ratio * g.size))
+    return concat(index=kept.index, value=kept.value)
+
+
+@dgc.decode
+def _(p: Any) -> Any:
+    return p.value.scatter(p.index)

@@ -1,0 +1,36 @@
+"""Gradient dropping: elements below a sampled quantile of magnitudes are dropped, the rest is sent as it is.
+
+Biased; a contraction with delta >= 1/N (the largest element is always kept), so it needs error feedback. Payloads
+cannot be summed. Body: indices, ascending, as uint32, then values as float32.
+
+Source: Aji and Heafield 2017, section 3; HiPress (Bai et al. 2021), section 4.4. Differences: the sample is
+stratified, and has 2 / `ratio` elements at least. At most twice as many elements are sent as the ratio says, the
+largest, so that a payload has a bound; magnitudes that equal the threshold are kept.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gradwire.compressors.traced import compressor
+from gradwire.lang import ceil, concat, maximum
+
+
+@compressor(contraction=lambda size, **_: 1 / max(1, size))
+def graddrop(g: Any, ratio: float = 0.01, sample: float = 0.01) -> Any:
+    """Drop what is below a sampled quantile of magnitudes.
+
+    Args:
+        g: the gradient.
+        ratio: fraction to keep, about.
+        sample: sampled fraction.
+    """
+    sizes = abs(g).sample(maximum(ceil(sample * g.size), ceil(2 / ratio))).sort(descending=True)
+    quantile = sizes[ceil(ratio * sizes.size) - 1]
+    kept = g.filter(lambda x: abs(x) >= quantile).top(2 * ceil(ratio * g.size))
+    return concat(index=kept.index, value=kept.value)
+
+
+@graddrop.decode
+def _(p: Any) -> Any:
+    return p.value.scatter(p.index)

@@ -1,0 +1,32 @@
+"""Natural compression: each element becomes one of the two powers of two beside it; a sign and an exponent, nine bits.
+
+Unbiased to 2^-17 of an element, with a variance of at most ‖g‖²/8, so that it needs no error feedback. Payloads cannot
+be summed. Body: biased exponents of float32, a byte each, then a bit a sign.
+
+Source: Horváth et al. 2019, section 2.1. Differences: subnormal elements, below 1.2e-38, become 0; beyond 2^127 the
+power above is the largest float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gradwire.compressors.traced import compressor
+from gradwire.lang import concat, exponent, power, random, uint1, uint8, where
+
+
+@compressor(feedback="none", unbiased=True, variance=lambda size: 1 / 8)
+def natural(g: Any) -> Any:
+    """Stochastic rounding to powers of two: an exponent and a sign an element."""
+
+    def rounded(x: Any) -> Any:
+        below = power(exponent(x))
+        up = (random() * below < abs(x) - below) & (below > 0)
+        return exponent(x) + where(up, 1.0, 0.0)
+
+    return concat(e=g.map(rounded, dtype=uint8), minus=g.map(lambda x: x < 0, dtype=uint1))
+
+
+@natural.decode
+def _(p: Any) -> Any:
+    return where(p.minus == 1, -power(p.e), power(p.e))

@@ -1,0 +1,46 @@
+"""QSGD: a sign and one of s levels of the Euclidean norm of its bucket for each element, rounded at random.
+
+Unbiased to 2^-17 of a level, so that it needs no error feedback; the variance is at most min(d/s², √d/s) ‖g‖² for
+buckets of d elements. Payloads cannot be summed. s = 2^(bits-1) - 1. Body: a norm a bucket as float32, then the levels;
+the upper half of their range is for the negative.
+
+Source: Alistarh et al. 2017, section 3.1 and section 4, buckets. Differences: levels are sent as they are and not as
+Elias codes, so that sizes are known and decoding is one sweep. Norms are at most the largest float32.
+"""
+# Shapes: N = elements of the tensor or range, d = elements of a bucket
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from gradwire.compressors import options
+from gradwire.compressors.traced import compressor
+from gradwire.lang import concat, floor, minimum, norm, random, uint, where
+
+
+def _variance(size: int, bits: int, block: int) -> float:
+    d, s = min(block, size), (1 << bits - 1) - 1
+    return min(d / s**2, math.sqrt(d) / s)
+
+
+@compressor(feedback="none", unbiased=True, variance=_variance)
+def qsgd(g: Any, bits: int = 4, block: int = 512) -> Any:
+    """Stochastic levels of the Euclidean norm, bucket by bucket.
+
+    Args:
+        g: the gradient.
+        bits: of an element with its sign: 2, 4 or 8.
+        block: elements a bucket.
+    """
+    s = (1 << options.integer("bits", bits, 2, 8) - 1) - 1
+    length = g.blocks(block).reduce(norm)
+    level = g.map(lambda x: minimum(floor(abs(x) / length * s + random()), s))
+    return concat(length=length, q=where(g < 0, level + (s + 1), level).map(dtype=uint(bits)))
+
+
+@qsgd.decode
+def _(p: Any, bits: int) -> Any:
+    s = (1 << bits - 1) - 1
+    unit = p.length / s
+    return where(p.q > s, (s + 1) - p.q, p.q) * unit
