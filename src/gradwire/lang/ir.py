@@ -114,9 +114,11 @@ class Field:
     def variable(self) -> str:
         """Its name in generated code: its own, unless that means something there already."""
         from gradwire.lang.cpu import runtime
+        from gradwire.lang.gpu import names
 
         # Generated code appends to it: q_in, q_of, q_levels. With an underscore of its own at the end it meets no word.
-        word = any(known == self.name or known.startswith(f"{self.name}_") for known in (*runtime.__all__, *RESERVED))
+        words = (*runtime.__all__, *RESERVED, *names.RESERVED)
+        word = any(known == self.name or known.startswith(f"{self.name}_") for known in words)
         return f"{self.name}_" if word or keyword.iskeyword(self.name) else self.name
 
 

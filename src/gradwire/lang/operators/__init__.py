@@ -12,10 +12,21 @@ from gradwire.lang.operators import (
     sort,
 )
 from gradwire.lang.operators.arithmetic import Arithmetic, Text
-from gradwire.lang.operators.base import Emission, FitError, Operator, Sink, Statement, lookup, names, register
+from gradwire.lang.operators.base import (
+    DeviceEmission,
+    Emission,
+    FitError,
+    Operator,
+    Sink,
+    Statement,
+    lookup,
+    names,
+    register,
+)
 
 __all__ = [
     "Arithmetic",
+    "DeviceEmission",
     "Emission",
     "FitError",
     "Operator",

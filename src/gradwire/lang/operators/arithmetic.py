@@ -147,11 +147,13 @@ def _vector_call(function: str) -> Callable[..., str]:
     return lambda *args: f"{function}({', '.join(arg.vector for arg in args)})"
 
 
-def _binary(name: str, sign: str, numpy: Any, static: Any, *, commutes: bool = False, triton: Any = None) -> None:
+def _binary(
+    name: str, sign: str, numpy: Any, static: Any, *, commutes: bool = False, triton: Any = None, torch: Any = None
+) -> None:  # fmt: skip
     def plain(a: str, b: str) -> str:
         return f"({a} {sign} {b})"
 
-    register(Arithmetic(name, 2, numpy, _infix(sign, commutes), plain, triton or plain, static=static))
+    register(Arithmetic(name, 2, numpy, _infix(sign, commutes), plain, triton or plain, torch=torch, static=static))
 
 
 def _comparison(name: str, sign: str, numpy: Any, static: Any) -> None:
@@ -164,7 +166,7 @@ def _comparison(name: str, sign: str, numpy: Any, static: Any) -> None:
 _binary("add", "+", np.add, lambda a, b: a + b, commutes=True)
 _binary("sub", "-", np.subtract, lambda a, b: a - b)
 _binary("mul", "*", np.multiply, lambda a, b: a * b, commutes=True)
-_binary("div", "/", np.divide, lambda a, b: a / b, triton=_call("tl.div_rn"))
+_binary("div", "/", np.divide, lambda a, b: a / b, triton=_call("tl.div_rn"), torch=_call("divide"))
 _comparison("lt", "<", np.less, lambda a, b: a < b)
 _comparison("le", "<=", np.less_equal, lambda a, b: a <= b)
 _comparison("gt", ">", np.greater, lambda a, b: a > b)
@@ -246,7 +248,7 @@ class Where(Arithmetic):
     def __init__(self) -> None:
         super().__init__(
             "where", 3, np.where, self._vector, lambda c, a, b: f"({a} if {c} else {b})", _call("tl.where"),
-            torch=_call("torch.where"), static=lambda c, a, b: a if c else b,
+            torch=_call("choose"), static=lambda c, a, b: a if c else b,
         )  # fmt: skip
 
     @staticmethod

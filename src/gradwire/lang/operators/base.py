@@ -87,6 +87,25 @@ class Emission:
     after: list[str] = field(default_factory=list)
 
 
+@dataclass
+class DeviceEmission:
+    """Lines of a sink for a GPU: of the kernel, and of the host function that starts it.
+
+    Attributes:
+        parts: tensors with one value a chunk, by name, and their torch types.
+        inside: in the kernel; the number of its chunk is `chunk`.
+        after: on the host, after the kernel.
+        again: in a second kernel over the same elements, after that.
+        outputs: the variables of the host that the second kernel takes.
+    """
+
+    parts: dict[str, str]
+    inside: list[str]
+    after: list[str]
+    again: list[str] = field(default_factory=list)
+    outputs: list[str] = field(default_factory=list)
+
+
 class Sink(Operator):
     """An operator that takes in elements as a sweep passes over them."""
 
@@ -99,6 +118,15 @@ class Sink(Operator):
             mask: variable with the mask of lanes that count, or None where all up to the end do.
         """
 
+    def triton(self, node: Node, name: str, value: str, chosen: str) -> DeviceEmission:
+        """Triton and torch source that leaves its result in the host's variable `name`; for GPUs only.
+
+        Args:
+            value: variable of the kernel with the values of a chunk.
+            chosen: variable with the mask of lanes that count.
+        """
+        raise no_triton(self)
+
 
 class Statement(Operator):
     """An operator that stands between sweeps."""
@@ -106,6 +134,17 @@ class Statement(Operator):
     @abstractmethod
     def cpu(self, node: Node, name: str, inputs: Sequence[str]) -> list[str]:
         """Numba source that leaves its result in the variable `name`."""
+
+    def triton(self, node: Node, name: str, inputs: Sequence[str]) -> list[str]:
+        """Torch source that leaves its result in the variable `name`; for GPUs only."""
+        raise no_triton(self)
+
+
+def no_triton(operator: Operator) -> NotImplementedError:
+    """What to raise where an operator has no source for GPUs."""
+    return NotImplementedError(
+        f"Expected source for GPUs of {operator.name!r}, got none. Do: write its method `triton`."
+    )
 
 
 def register(operator: Operator) -> Operator:

@@ -1,0 +1,409 @@
+"""Device functions that generated Triton code calls: elements, random numbers, sums in canonical order, packing.
+
+A program of a kernel has the 1024 elements of a chunk at hand as a vector; `i` are their positions, `inside` tells
+which of them lie before the end. Nothing here may be contracted to an FMA: `host.launch` sees to that.
+"""
+# Shapes: T = lanes of a program, a power of two from 64 to 1024
+
+import triton
+import triton.language as tl
+
+# -- elements ------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def load_elements(source, i, inside):
+    """Elements of any type as float32; int16 holds bfloat16 bits."""
+    x = tl.load(source + i, mask=inside, other=0)
+    if source.dtype.element_ty == tl.int16:
+        return (x.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def compensated(grad, scale, residual, i, inside):
+    """The gradient as it is encoded, at its first reading: scale · grad + residual."""
+    x = load_elements(grad, i, inside) * scale
+    if residual is not None:
+        x = x + tl.load(residual + i, mask=inside, other=0.0)
+    return x
+
+
+@triton.jit
+def compensated_again(grad, scale, rest, i, inside):
+    """The same at a later reading: `rest` holds it where there is one."""
+    if rest is not None:
+        return tl.load(rest + i, mask=inside, other=0.0)
+    return load_elements(grad, i, inside) * scale
+
+
+@triton.jit
+def magnitude_bits(x):
+    """Absolute values as integers in the same order."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def raise_flag(flag, condition):
+    """Set the flag where the condition holds in any lane."""
+    tl.store(flag, 1, mask=tl.max(condition.to(tl.int32), axis=0) > 0)
+
+
+@triton.jit
+def watch_for_nonfinite(watch, x):
+    """Set the flag where a value is infinite or NaN."""
+    raise_flag(watch, magnitude_bits(x) >= 0x7F800000)
+
+
+@triton.jit
+def spread(value, i):
+    """The same value in every lane."""
+    return tl.where(i >= 0, value, value)
+
+
+@triton.jit
+def number(mask):
+    """1 where the mask is set, else 0."""
+    return mask.to(tl.float32)
+
+
+@triton.jit
+def exponent(x):
+    """Biased exponents, as floats."""
+    return ((x.to(tl.int32, bitcast=True) >> 23) & 255).to(tl.float32)
+
+
+@triton.jit
+def power(e):
+    """Powers of two with these biased exponents."""
+    return (e.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def round_even(x):
+    """The nearest integer; the even one of two."""
+    size = tl.abs(x)
+    rounded = (size + 8388608.0) - 8388608.0  # floats from 2^23 on are integers
+    rounded = tl.where(size < 8388608.0, rounded, size)
+    sign = x.to(tl.int32, bitcast=True) & -2147483648
+    return (rounded.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def clamp(y, low, high):
+    """Within low and high; 0 for a NaN. Integral after truncation."""
+    y = tl.where(y == y, y, 0.0)
+    y = tl.where(y > low, y, low)
+    y = tl.where(y < high, y, high)
+    return y.to(tl.int32).to(tl.float32)
+
+
+@triton.jit
+def finite(y):
+    """Within the finite floats; 0 for a NaN."""
+    y = tl.where(y == y, y, 0.0)
+    y = tl.where(y > -3.4028234663852886e38, y, -3.4028234663852886e38)
+    return tl.where(y < 3.4028234663852886e38, y, 3.4028234663852886e38)
+
+
+@triton.jit
+def rounded_float16(x):
+    """Rounded to a float16."""
+    return x.to(tl.float16).to(tl.float32)
+
+
+@triton.jit
+def bfloat16_bits(x):
+    """The bits of the nearest bfloat16, int16; a NaN stays one."""
+    bits = x.to(tl.int32, bitcast=True)
+    rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
+    return tl.where(x == x, rounded, (bits >> 16) | 0x40).to(tl.int16)
+
+
+@triton.jit
+def rounded_bfloat16(x):
+    """Rounded to a bfloat16."""
+    return (bfloat16_bits(x).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+
+
+# -- random --------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def philox(counter, key_low, key_high):
+    """The four words of Philox4x32-7 of each counter."""
+    c0, c1 = counter.to(tl.uint32), (counter >> 32).to(tl.uint32)
+    c2, c3 = tl.zeros_like(c0), tl.zeros_like(c0)
+    k0, k1 = c2 + key_low.to(tl.uint32), c2 + key_high.to(tl.uint32)
+    for _ in tl.static_range(7):
+        product_0, product_1 = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57
+        c0, c2 = (product_1 >> 32).to(tl.uint32) ^ c1 ^ k0, (product_0 >> 32).to(tl.uint32) ^ c3 ^ k1
+        c1, c3 = product_1.to(tl.uint32), product_0.to(tl.uint32)
+        k0, k1 = k0 + 0x9E3779B9, k1 + 0xBB67AE85
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def chosen_word(words, which):
+    """One of four words."""
+    w0, w1, w2, w3 = words
+    return tl.where(which == 0, w0, tl.where(which == 1, w1, tl.where(which == 2, w2, w3)))
+
+
+@triton.jit
+def random16(element, key_low, key_high):
+    """The 16-bit values of global elements, a counter each: eight times the work that a whole group needs."""
+    offset = element & 1023
+    which = (offset >> 7).to(tl.int32)
+    word = chosen_word(philox((element >> 10) * 128 + (offset & 127), key_low, key_high), which >> 1)
+    return ((word >> ((which & 1) * 16).to(tl.uint32)) & 0xFFFF).to(tl.int32)
+
+
+@triton.jit
+def random16_group(element, key_low, key_high):
+    """The same of 1024 elements that are a group: 128 counters serve them all."""
+    group = tl.min(element, axis=0) >> 10
+    w0, w1, w2, w3 = philox(group * 128 + tl.arange(0, 128).to(tl.int64), key_low, key_high)
+    words = tl.join(tl.join(w0, w1), tl.join(w2, w3))
+    halves = tl.join(words & 0xFFFF, words >> 16)
+    return tl.reshape(tl.permute(halves, (2, 1, 3, 0)), [1024]).to(tl.int32)
+
+
+@triton.jit
+def uniform(element, key_low, key_high, is_group: tl.constexpr):
+    """Numbers between 0 and 1, from 16 random bits each."""
+    if is_group:
+        bits = random16_group(element, key_low, key_high)
+    else:
+        bits = random16(element, key_low, key_high)
+    return (bits.to(tl.float32) + 0.5) * 0.0000152587890625
+
+
+@triton.jit
+def sample_position(j, count, n, key_low, key_high):
+    """Where the j-th of `count` equal parts of n elements is sampled."""
+    words = philox((j >> 9) * 128 + (j & 127), key_low, key_high)
+    word = chosen_word(words, ((j >> 7) & 3).to(tl.int32))
+    start, end = j * n // count, (j + 1) * n // count
+    return start + ((word.to(tl.int64) * tl.maximum(end - start, 1)) >> 32)
+
+
+# -- reductions of a chunk -----------------------------------------------------------------------------------
+
+
+@triton.jit
+def _halves(rows):
+    count: tl.constexpr = rows.shape[0] // 2
+    return tl.split(tl.permute(tl.reshape(rows, [2, count, 64]), (1, 2, 0)))
+
+
+@triton.jit
+def _add_1(lanes, rows):
+    return lanes + tl.reshape(rows, [64])
+
+
+@triton.jit
+def _add_2(lanes, rows):
+    first, second = _halves(rows)
+    return _add_1(_add_1(lanes, first), second)
+
+
+@triton.jit
+def _add_4(lanes, rows):
+    first, second = _halves(rows)
+    return _add_2(_add_2(lanes, first), second)
+
+
+@triton.jit
+def _add_8(lanes, rows):
+    first, second = _halves(rows)
+    return _add_4(_add_4(lanes, first), second)
+
+
+@triton.jit
+def _add_16(lanes, rows):
+    first, second = _halves(rows)
+    return _add_8(_add_8(lanes, first), second)
+
+
+@triton.jit
+def _fold(lanes):
+    half: tl.constexpr = lanes.shape[0] // 2
+    first, second = tl.split(tl.permute(tl.reshape(lanes, [2, half]), (1, 0)))
+    return first + second
+
+
+@triton.jit
+def chunk_sum(values):
+    """The sum of T values in canonical order, float64: 64 running lanes, which are then halved to one."""
+    num_rows: tl.constexpr = values.shape[0] // 64
+    rows = tl.reshape(values.to(tl.float64), [num_rows, 64])
+    lanes = tl.zeros([64], tl.float64)
+    if num_rows == 16:
+        lanes = _add_16(lanes, rows)
+    elif num_rows == 8:
+        lanes = _add_8(lanes, rows)
+    elif num_rows == 4:
+        lanes = _add_4(lanes, rows)
+    elif num_rows == 2:
+        lanes = _add_2(lanes, rows)
+    else:
+        lanes = _add_1(lanes, rows)
+    first, second = tl.split(_fold(_fold(_fold(_fold(_fold(lanes))))))
+    return first + second
+
+
+@triton.jit
+def chunk_sum_squares(values):
+    """The sum of their squares, which are exact in float64."""
+    wide = values.to(tl.float64)
+    return chunk_sum(wide * wide)
+
+
+@triton.jit
+def chunk_min(values, chosen):
+    """The smallest of the chosen values; NaN where none is chosen."""
+    least = tl.min(tl.where(chosen & (values == values), values, float("inf")), axis=0)
+    return tl.where(tl.max(chosen.to(tl.int32), axis=0) > 0, least, float("nan"))
+
+
+@triton.jit
+def chunk_max(values, chosen):
+    """The largest of the chosen values; NaN where none is chosen."""
+    most = tl.max(tl.where(chosen & (values == values), values, float("-inf")), axis=0)
+    return tl.where(tl.max(chosen.to(tl.int32), axis=0) > 0, most, float("nan"))
+
+
+@triton.jit
+def chunk_count(chosen):
+    """How many are chosen."""
+    return tl.sum(chosen.to(tl.int32), axis=0)
+
+
+@triton.jit
+def sum_rows(parts, num_parts, out):
+    """Kernel: sum 1024 sums of each row to one."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    j = chunk * 1024 + tl.arange(0, 1024)
+    values = tl.load(parts + row * num_parts + j, mask=j < num_parts, other=0.0)
+    tl.store(out + row * tl.num_programs(1) + chunk, chunk_sum(values))
+
+
+# -- packing -------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def store_bits(out, start, n, mask):
+    """Pack a chunk's conditions, eight a byte in the order of elements."""
+    bits = tl.reshape(mask.to(tl.int32), [128, 8]) << tl.arange(0, 8)[None, :]
+    j = tl.arange(0, 128)
+    tl.store(out + start // 8 + j, tl.sum(bits, axis=1).to(tl.uint8), mask=start + 8 * j < n)
+
+
+@triton.jit
+def before_tail_end(start, size, j, n):
+    """Which elements from `start` on lie before the end of an array, if that is within the `size` next ones."""
+    end = start + size + tl.zeros_like(j)  # a vector, as the interpreter broadcasts no conditions
+    return (start + j < n) & (end > n)
+
+
+@triton.jit
+def store_planes(out, tail, start, n, levels, bits: tl.constexpr):
+    """Pack a chunk's levels planar; those of a chunk that is not full go to `tail`, for `pack_tail`."""
+    per: tl.constexpr = 8 // bits
+    width: tl.constexpr = 1024 // per
+    planes = tl.reshape(levels.to(tl.int32), [per, width]) << (bits * tl.arange(0, per)[:, None])
+    packed = tl.sum(planes, axis=0).to(tl.uint8)
+    end = start + 1024 + tl.zeros([width], tl.int64)
+    tl.store(out + start // per + tl.arange(0, width), packed, mask=end <= n)
+    j = tl.arange(0, 1024)
+    tl.store(tail + j, levels.to(tl.int32).to(tl.uint8), mask=before_tail_end(start, 1024, j, n))
+
+
+@triton.jit
+def store_tail(tail, start, i, n, digits):
+    """Keep the digits of a chunk of 5120 that is not full."""
+    tl.store(tail + (i - start), digits.to(tl.uint8), mask=before_tail_end(start, 5120, i - start, n))
+
+
+@triton.jit
+def store_digits(out, start, n, packed):
+    """Store the bytes of a chunk of 5120 trits, unless it is not full."""
+    j = tl.arange(0, 1024)
+    end = start + 5120 + tl.zeros([1024], tl.int64)
+    tl.store(out + start // 5 + j, packed.to(tl.uint8), mask=end <= n)
+
+
+@triton.jit
+def pack_tail(tail, out, count, size, per: tl.constexpr, base: tl.constexpr, padding: tl.constexpr):
+    """Kernel: pack the `count` levels of a chunk that is not full to `size` bytes."""
+    j = tl.arange(0, 1024)
+    packed = tl.zeros([1024], tl.int32)
+    for k in tl.static_range(per):
+        plane = k if base == 3 else per - 1 - k  # trits have the first plane as the most significant digit
+        at = plane * size + j
+        packed = packed * base + tl.load(tail + at, mask=(j < size) & (at < count), other=padding).to(tl.int32)
+    tl.store(out + j, packed.to(tl.uint8), mask=j < size)
+
+
+@triton.jit
+def load_bits(packed, i, inside):
+    """Elements of one bit, as floats."""
+    byte = tl.load(packed + i // 8, mask=inside, other=0).to(tl.int32)
+    return ((byte >> (i % 8).to(tl.int32)) & 1).to(tl.float32)
+
+
+@triton.jit
+def load_planes(packed, i, n, inside, bits: tl.constexpr):
+    """Elements of a planar array, as floats."""
+    per: tl.constexpr = 8 // bits
+    start = i // 1024 * 1024
+    size = (tl.maximum(tl.minimum(n - start, 1024), 1) + (per - 1)) // per
+    byte = tl.load(packed + start // per + (i - start) % size, mask=inside, other=0).to(tl.int32)
+    return ((byte >> ((i - start) // size * bits).to(tl.int32)) & ((1 << bits) - 1)).to(tl.float32)
+
+
+@triton.jit
+def load_digits(packed, i, n, inside, bad):
+    """Trits, as floats; the flag `bad` is set where a byte is not five digits."""
+    start = i // 5120 * 5120
+    size = (tl.maximum(tl.minimum(n - start, 5120), 1) + 4) // 5
+    byte = tl.load(packed + start // 5 + (i - start) % size, mask=inside, other=0).to(tl.int32)
+    raise_flag(bad, byte >= 243)
+    plane = (i - start) // size
+    power = tl.where(plane == 0, 81, tl.where(plane == 1, 27, tl.where(plane == 2, 9, tl.where(plane == 3, 3, 1))))
+    return (byte // power % 3 - 1).to(tl.float32)
+
+
+@triton.jit
+def load_finite(source, i, inside, bad):
+    """Floats that came from outside; the flag `bad` is set where one is not finite."""
+    x = load_elements(source, i, inside)
+    watch_for_nonfinite(bad, x)
+    return x
+
+
+# -- lists ---------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def store_chosen(index, value, starts, most, i, values, chosen):
+    """Write the chosen values and their positions to a list, from the chunk's place on, as far as `most`."""
+    lanes = chosen.to(tl.int32)
+    at = tl.load(starts + tl.program_id(0)) + tl.cumsum(lanes, axis=0) - lanes
+    tl.store(index + at, i.to(tl.int32), mask=chosen & (at < most))
+    tl.store(value + at, values, mask=chosen & (at < most))
+
+
+@triton.jit
+def add_at(index, values, count, out, n, sign, bad):
+    """Kernel: add sign · values to `out` at these positions; set `bad` where one lies outside.
+
+    No encoder sends a position twice; the order in which such values are added is not fixed.
+    """
+    j = tl.program_id(0).to(tl.int64) * 1024 + tl.arange(0, 1024)
+    inside = j < count
+    at = tl.load(index + j, mask=inside, other=0).to(tl.int64) & 0xFFFFFFFF
+    raise_flag(bad, inside & (at >= n))
+    value = tl.load(values + j, mask=inside, other=0.0)
+    tl.atomic_add(out + at, sign * (value + 0.0), mask=inside & (at < n))

@@ -1,0 +1,225 @@
+"""The encoder as Triton and torch source: kernels, and the host function that starts them in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gradwire.lang.emit import Lines
+from gradwire.lang.gpu.expressions import Function, Kernel, num_bytes, storage
+from gradwire.lang.gpu.sweep import SweepOverElements, SweepOverItems
+from gradwire.lang.interpret import is_stat
+from gradwire.lang.ir import ELEMENTS, Field, Node, Program, closure
+from gradwire.lang.operators.arithmetic import Text
+from gradwire.lang.passes import Assign, SubtractItems, Sweep, schedule
+
+
+class Encoder(Function):
+    """Emits `encode`."""
+
+    def __init__(self, program: Program, prefix: str = "encode") -> None:
+        super().__init__(program, prefix)
+        self.stored = False  # whether `rest` holds the compensated gradient
+        self.is_list = program.items is not None
+
+    def encode(self) -> str:
+        """The source of `encode` and of its kernels."""
+        lines = self._begin("encode(grad, scale, residual, rest, stats, keys, first, static)")
+        self._make_body()
+        for step in schedule(self.program):
+            if isinstance(step, Assign):
+                self._assign(step.node)
+            elif isinstance(step, SubtractItems):
+                self._subtract()
+            elif step.space == ELEMENTS:
+                SweepOverElements(self, step).emit()
+            else:
+                SweepOverItems(self, step).emit()
+        lines.add("", "if watch.item():", "    return None")
+        self._finish_body()
+        return self.source(str(lines))
+
+    def measure(self) -> str:
+        """The source of `measure`: the encoder up to the values of the preliminary round."""
+        lines = self._begin("measure(grad, scale, residual, keys, first, static)")
+        lines.add("rest = stats = None")
+        needed = {id(node) for node in closure([node.inputs[0] for node in self.program.stats])}
+        for step in schedule(self.program):
+            if isinstance(step, Assign) and id(step.node) in needed:
+                self._assign(step.node)
+            elif isinstance(step, Sweep) and (step.compensates or any(id(node) in needed for node in step.sinks)):
+                sinks = [node for node in step.sinks if id(node) in needed]
+                only = Sweep(step.space, sinks, compensates=step.compensates)
+                (SweepOverElements if step.space == ELEMENTS else SweepOverItems)(self, only).emit()
+        own = ", ".join(f"narrow({self.scalar(node.inputs[0])})" for node in self.program.stats)
+        lines.add("", f"values = torch.stack([{own}]).to(torch.float32)")
+        lines.add("return torch.where(watch > 0, torch.inf, values)")
+        return self.source(str(lines))
+
+    def _begin(self, signature: str) -> Lines:
+        lines = self.lines
+        lines.add(f"def {signature}:")
+        lines.indent = 1
+        lines.add("grad, watch = as_elements(grad), flag(grad)", "n = grad.numel()")
+        return lines
+
+    # -- scalars and lists -----------------------------------------------------------------------------------
+
+    def _assign(self, node: Node) -> None:
+        name, lines = self.names[id(node)], self.lines
+        if node.op == "over_ranks":
+            lines.say(node.where)
+            position = [id(each) for each in self.program.stats].index(id(node))
+            lines.add("if stats is None:", f"    {name} = narrow({self.scalar(node.inputs[0])})", "else:")
+            lines.add(f"    {name} = stats[{position}].to(torch.float64)")
+            lines.add("    watch |= (~torch.isfinite(stats)).any().to(torch.int32)")
+        elif node.op == "sample":
+            self._sample(node, name)
+        else:
+            self.assign(node)
+            if node.op in ("sort", "top"):
+                lines.add(f"{name}_count = {name}{'_value' if node.op == 'top' else ''}.numel()")
+
+    def _listed(self, node: Node, name: str) -> None:
+        """Write what a receiver computes of a list's items to memory."""
+        count = self.count(node)
+        kernel = self.kernel(f"Compute {name} of the items of a list.", count=count)
+        load_items(kernel, node)
+        kernel.lines.say(node.where)
+        kernel.give(f"{name}_out", name)
+        kernel.shared([node])
+        kernel.lines.add(f"tl.store({name}_out + i, {kernel.decoded(node)}, mask=inside)")
+        self.lines.add(f"{name} = empty({count}, torch.float32, grad)")
+        kernel.launch(f"chunks({count})")
+
+    def _sample(self, node: Node, name: str) -> None:
+        lines = self.lines
+        lines.say(node.where)
+        lines.add(f"{name}_count = min(n, max(int({self.scalar(node.inputs[1])}), 1))")
+        lines.add(f"{name} = empty({name}_count, torch.float32, grad)")
+        kernel = self.kernel(f"Draw {name}.", "j", f"{name}_count")
+        kernel.at, kernel.is_group = "i", False
+        kernel.give("num_elements", "n")
+        kernel.give("key_low", "*sample_words(keys)")
+        kernel.give("key_high", "")
+        kernel.lines.add("i = sample_position(j, n, num_elements, key_low, key_high)")
+        self.read(kernel)
+        kernel.give(f"{name}_out", name)
+        kernel.lines.say(node.where)
+        kernel.lines.add(f"tl.store({name}_out + j, {kernel.lanes(node.inputs[0])}, mask=inside)")
+        kernel.launch(f"chunks({name}_count)")
+
+    def read(self, kernel: Kernel) -> None:
+        """The elements x of the gradient at i."""
+        function, third = ("compensated_again", "rest") if self.stored else ("compensated", "residual")
+        kernel.take("grad", "scale", third)
+        kernel.lines.add(f"x = {function}(grad, scale, {third}, i, inside)")
+        gradient = next((node for node in self.program.encode_nodes() if node.op == "gradient"), None)
+        if gradient is not None:
+            kernel.known[id(gradient)] = Text("x", True)
+
+    def _subtract(self) -> None:
+        """Take from the gradient what its list of values will decode to."""
+        output, lines = self.program.output, self.lines
+        self.replaced = {each.name: each.node for each in self.program.fields}
+        values, index = output.inputs[0], self.resolved(output.inputs[1])
+        lines.forget()
+        lines.add("", "# The residual: the gradient less what the list carries.", "if rest is not None:")
+        lines.indent += 1
+        self.decode_scalars()
+        lines.say(output.where)
+        count, list_name = self.count(index), self.list_name(index)
+        if self.resolved(values).op == "value":
+            lines.add(f"sent = {self.list_name(self.resolved(values))}")
+        else:
+            self._listed(values, "sent")
+        lines.add(f"launch(add_at, (chunks({count}),), {list_name}, sent, {count}, rest, n, -1.0, watch)")
+        lines.indent -= 1
+        self.replaced = {}
+
+    # -- the payload -----------------------------------------------------------------------------------------
+
+    def field_count(self, each: Field) -> str:
+        """How many values a field has."""
+        space = each.node.space
+        if space.kind == "items":
+            return self.count(each.node)
+        return f"ceil_div(n, {space.block})" if space.kind == "blocks" else "n"
+
+    def place(self, each: Field) -> None:
+        """Set `NAME_out` to the memory of a packed array."""
+        name = each.variable
+        if self.is_list:
+            memory = f"empty({num_bytes(each, self.field_count(each))}, torch.uint8, grad)"
+        else:
+            memory = f"body[{name}_at : {name}_at + {name}_bytes]"
+        kind = storage(each.dtype)
+        self.lines.add(f"{name}_out = {memory}" + (f".view(torch.{kind})" if kind != "uint8" else ""))
+
+    def _arrays(self) -> list[Field]:
+        return [each for each in self.program.fields if each.is_array]
+
+    def _make_body(self) -> None:
+        """Allocate the body at once, where its length is known."""
+        self.lines.add(*scalar_size(self.program))
+        if self.is_list:
+            return
+        self.lines.add(*places_of(self._arrays(), self.field_count))
+        self.lines.add("body = empty(body_bytes, torch.uint8, grad)")
+
+    def _finish_body(self) -> None:
+        lines, program = self.lines, self.program
+        scalars = [each for each in program.fields if not each.is_array]
+        names = [self.names[id(each.node)] for each in scalars]
+        if any(is_stat(program, each) for each in scalars):
+            kept = [self.names[id(each.node)] for each in scalars if not is_stat(program, each)]
+            lines.add(f"scalars = [{', '.join(names)}] if stats is None else [{', '.join(kept)}]")
+            names = ["*scalars"]
+        own = [f"scalar_bytes({', '.join(names)})"] if names else []
+        if self.is_list:
+            parts = own + [f"as_bytes({self._array(each)})" for each in self._arrays()]
+            lines.add(f"return torch.cat([{', '.join(parts)}])")
+            return
+        if own:
+            lines.add(f"body[:scalars_bytes] = {own[0]}")
+        for each in self._arrays():
+            if each.node.space.kind == "blocks":
+                name = each.variable
+                lines.add(f"body[{name}_at : {name}_at + {name}_bytes] = as_bytes({self._array(each)})")
+        lines.add("return body")
+
+    def _array(self, each: Field) -> str:
+        if each.node.op in ("index", "value"):
+            return self.list_name(each.node)
+        return self.names[id(each.node)] if each.node.space.kind == "blocks" else f"{each.variable}_out"
+
+
+def load_items(kernel: Kernel, node: Node) -> None:
+    """Load what a sweep over a list computes with."""
+    f, source = kernel.f, node.space.source
+    assert source is not None
+    kernel.is_group = False
+    leaf = source
+    if source.op not in ("sample", "sort"):
+        leaf = next((n for n in f.program.encode_nodes() if n.op == "value" and n.inputs[0] is source), source)
+    name = f"{f.names[id(source)]}" if leaf is source else f"{f.names[id(source)]}_value"
+    kernel.give(f"{name}_in", name)
+    kernel.lines.add(f"v = tl.load({name}_in + i, mask=inside, other=0.0)")
+    kernel.known[id(leaf)] = Text("v", True)
+
+
+def scalar_size(program: Program) -> list[str]:
+    """Set `scalars_bytes`."""
+    scalars = [each for each in program.fields if not each.is_array]
+    own = sum(is_stat(program, each) for each in scalars)
+    size = f"{4 * len(scalars)} if stats is None else {4 * (len(scalars) - own)}" if own else str(4 * len(scalars))
+    return [f"scalars_bytes = {size}"]
+
+
+def places_of(arrays: list[Field], count: Callable[[Field], str]) -> list[str]:
+    """Set where arrays begin in a body, and how long they and the body are."""
+    lines, at = [], "scalars_bytes"
+    for each in arrays:
+        name = each.variable
+        lines.append(f"{name}_at, {name}_bytes = {at}, {num_bytes(each, count(each))}")
+        at = f"{name}_at + {name}_bytes"
+    return [*lines, f"body_bytes = {at}"]

@@ -1,0 +1,22 @@
+"""Names in generated Triton code that fields of payloads cannot have: known without Triton being there."""
+
+from __future__ import annotations
+
+_RUNTIME = """
+add_at as_bytes as_elements as_scalar bfloat16_bits ceil_div choose chunk_count chunk_max chunk_min chunk_sum
+chunk_sum_squares chunks clamp compensated compensated_again divide empty exponent finish_count finish_max
+finish_mean finish_min finish_norm finish_sum finite flag item keep_top key_words launch list_length load_bits
+load_digits load_finite load_planes narrow narrowed number pack_rest places power read_field read_scalar
+round_even rounded_bfloat16 rounded_float16 sample_position sample_words scalar_bytes sort_floats spread stacked
+store_bits store_chosen store_digits store_planes store_tail uniform watch_for_nonfinite
+"""
+_LOCALS = """
+accumulate at b bad bodies block blocks body body_bytes chunk count decode_all decoded first grad i inside is_group j
+key_high key_low keys n num_elements num_ranks out plane rank residual rest rows scalars scalars_bytes scale sent start
+static stats tile tl torch total triton v values watch x
+"""
+
+RUNTIME = frozenset(_RUNTIME.split())
+"""What `gradwire.lang.gpu.runtime` exports."""
+
+RESERVED = RUNTIME | frozenset(_LOCALS.split())
