@@ -28,8 +28,10 @@ import numpy as np
 import torch
 
 from gradwire.compressors import options as checks
-from gradwire.compressors.array import NONFINITE, ArrayCompressor, expect, scratch
+from gradwire.compressors.array import NONFINITE, expect, scratch
 from gradwire.compressors.base import FeedbackName, Reduction, Stat, as_array
+from gradwire.compressors.on_device import OnDevice
+from gradwire.compressors.on_device import key_words as _keys
 from gradwire.compressors.registry import register
 from gradwire.core.context import Context
 from gradwire.core.errors import OptionError, UnknownNameError
@@ -46,11 +48,10 @@ from gradwire.lang.trace import signature_line, trace
 from gradwire.wire.payload import Payload
 
 Bound = Callable[..., float]
-_WORD = 0xFFFFFFFF
 _NOTHING = np.empty(0, np.uint8)
 
 
-class TracedCompressor(ArrayCompressor):
+class TracedCompressor(OnDevice):
     """Base of the classes that `compressor` makes; see `Compressor` for the contract."""
 
     algorithm: ClassVar[Algorithm]
@@ -116,6 +117,8 @@ class TracedCompressor(ArrayCompressor):
         """The rank's value of each `over_ranks`."""
         if not self.program.stats:
             return []
+        if grad.is_cuda:
+            return self._stats_on_device(grad, ctx, scale)
         x, values = as_input(as_array(grad)), np.empty(len(self.program.stats), np.float32)
         static = self._static(x.size)
         if not self.module.measure(
@@ -144,6 +147,8 @@ class TracedCompressor(ArrayCompressor):
     ) -> Payload:
         """Encode scale · grad + residual; the compensation is part of the first sweep."""
         assert work is not None or residual is None, "a residual without a place for the next one would be lost"
+        if grad.is_cuda:
+            return self._encode_on_device(grad, ctx, scale, residual, work, stats)
         body = self._run(as_array(grad), ctx, scale, residual, work, stats)
         return NONFINITE if body is None else Payload(body)
 
@@ -154,6 +159,8 @@ class TracedCompressor(ArrayCompressor):
         residuals: Sequence[np.ndarray | None] = (),
     ) -> list[Payload]:
         """Encode several tensors of one element type in one call of compiled code."""
+        if any(grad.is_cuda for grad in grads):
+            return super().encode_many(grads, ctxs, residuals)
         arrays = [as_input(as_array(grad)) for grad in grads]
         rests = [each for each in residuals or () if each is not None]
         if len({each.dtype for each in arrays}) != 1 or len(rests) not in (0, len(grads)) or self.needs_stats:
@@ -198,7 +205,7 @@ class TracedCompressor(ArrayCompressor):
         )  # fmt: skip
         if length < 0:
             return None
-        return body[:length].copy() if is_list else body
+        return body[:length].copy() if is_list else body[:length]
 
     def _decode(
         self, body: np.ndarray, ctx: Context, stats: Sequence[np.ndarray], out: np.ndarray, accumulate: bool
@@ -413,12 +420,6 @@ def _aligned(num_bytes: int) -> int:
 def _fitted(body: np.ndarray, length: int) -> np.ndarray:
     """The part that was written, in memory of its own where much was not."""
     return body[:length] if 2 * length >= body.size else body[:length].copy()
-
-
-def _keys(ctx: Context) -> np.ndarray:
-    """The words of the shared and of the private key, uint32[4]."""
-    shared, private = ctx.shared_key, ctx.private_key
-    return np.array([shared & _WORD, shared >> 32, private & _WORD, private >> 32], np.uint32)
 
 
 def _places(arrays: Sequence[np.ndarray]) -> np.ndarray:

@@ -1,0 +1,39 @@
+"""What the tests of single algorithms share."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+import gradwire.compressors as compressors
+from gradwire.compressors import Compressor
+from gradwire.compressors.traced import TracedCompressor
+from tests.contracts.compressor_cases import context
+
+
+def traced(name: str, **options) -> TracedCompressor:
+    codec = compressors.make(name, **options)
+    assert isinstance(codec, TracedCompressor)
+    return codec
+
+
+def sent(codec: Compressor, grad: torch.Tensor, **fields) -> np.ndarray:
+    """What a gradient decodes to."""
+    ctx = context(grad, **fields)
+    return codec.decode(codec.encode(grad, ctx), ctx).numpy()
+
+
+def body(codec: Compressor, grad: torch.Tensor) -> np.ndarray:
+    return codec.encode(grad, context(grad)).body
+
+
+def draws(codec: Compressor, grad: torch.Tensor, count: int) -> np.ndarray:
+    """What it decodes to in so many steps, float64[count, N]."""
+    return np.stack([sent(codec, grad, step=step) for step in range(count)]).astype(np.float64)
+
+
+def hoeffding(width: float, count: int, alarm: float = 1e-6) -> float:
+    """How far the mean of `count` draws from a range of this width may lie from its expectation."""
+    return width * math.sqrt(math.log(2 / alarm) / (2 * count))

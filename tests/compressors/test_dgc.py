@@ -1,0 +1,44 @@
+"""What is particular to deep gradient compression: a sampled threshold, and a second selection."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.compressors.harness import sent, traced
+from tests.contracts.compressor_cases import context, heavy_tailed, normal
+
+
+@pytest.mark.parametrize(("ratio", "sample"), [(0.01, 0.05), (0.1, 0.01), (0.001, 0.01)])
+@pytest.mark.parametrize("family", [normal, heavy_tailed])
+def test_what_is_kept_are_the_largest_and_at_most_as_many_as_the_ratio_says(family, ratio, sample) -> None:
+    grad = family(20_000)
+    found = sent(traced("dgc", ratio=ratio, sample=sample), grad)
+    kept, size = np.flatnonzero(found), np.abs(grad.numpy())
+    assert 1 <= kept.size <= ratio * 20_000
+    assert np.array_equal(found[kept], grad.numpy()[kept])
+    assert size[kept].min() >= np.sort(size)[-kept.size]
+
+
+def test_with_all_elements_sampled_it_is_exact_selection() -> None:
+    grad = torch.from_numpy(np.random.default_rng(0).permutation(1000).astype(np.float32) - np.float32(500.25))
+    found = sent(traced("dgc", ratio=0.02, sample=1.0), grad)
+    x = grad.numpy()
+    assert np.array_equal(found, np.where(np.abs(x) >= np.sort(np.abs(x))[-20], x, 0))
+
+
+def test_too_low_a_threshold_is_made_good_by_the_second_selection() -> None:
+    """Two of ten thousand are not zero, so that a sample of a fiftieth seldom has one: its threshold is 0."""
+    grad = torch.zeros(10_000).index_fill(0, torch.tensor([17, 9000]), 3.0)
+    codec = traced("dgc", ratio=0.01, sample=0.02)
+    found = sent(codec, grad)
+    assert np.array_equal(found, grad.numpy())
+    assert codec.encode(grad, context(grad)).body.nbytes == 8 * 100
+
+
+def test_small_tensors_are_sampled_as_a_whole() -> None:
+    """Of 500 elements a sample of a hundredth has five, the largest of which is far from the largest of all."""
+    grad = normal(500)
+    found = sent(traced("dgc"), grad)
+    assert np.flatnonzero(found).tolist() == [int(np.abs(grad.numpy()).argmax())]

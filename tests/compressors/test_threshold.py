@@ -1,0 +1,30 @@
+"""What is particular to threshold sparsification: what it is relative to, and that zeros stay at home."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.compressors.harness import body, sent, traced
+from tests.contracts.compressor_cases import heavy_tailed
+
+
+@pytest.mark.parametrize("threshold", [0.01, 0.5, 1.0])
+def test_what_reaches_a_share_of_the_largest_is_kept(threshold) -> None:
+    grad = heavy_tailed(3000)
+    x = grad.numpy()
+    found = sent(traced("threshold", threshold=threshold), grad)
+    assert np.array_equal(found, np.where(np.abs(x) >= np.float32(threshold * float(np.abs(x).max())), x, 0))
+    assert body(traced("threshold", threshold=threshold), grad).nbytes == 8 * np.count_nonzero(found)
+
+
+def test_zeros_are_not_sent() -> None:
+    codec = traced("threshold", threshold=0.0)
+    assert body(codec, torch.zeros(100)).nbytes == 0
+    assert body(codec, torch.eye(10)).nbytes == 80
+
+
+def test_shares_above_one_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"Expected 0 <= threshold <= 1, got 1\.5"):
+        traced("threshold", threshold=1.5)
