@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import typer
 
-from gradwire.cli import bench, compressors, demo, lab
+from gradwire.cli import bench, check, compressors, demo, lab, show
 
-COMMANDS = (demo, lab, bench, compressors)
+COMMANDS = (demo, lab, bench, compressors, check, show)
 """Modules of commands, in the order of the help page. Each has `register(app: typer.Typer) -> None`."""
 
 

@@ -1,0 +1,57 @@
+"""`gradwire check`: the contract suite over one compressor."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gradwire.cli.targets import Options, Target, codec_of
+from gradwire.core.errors import UnknownNameError
+
+if TYPE_CHECKING:
+    from gradwire.contracts import Check
+
+Only = Annotated[list[str] | None, typer.Option("--only", metavar="NAME", help="Run this check only; may be repeated.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command to the command line."""
+    app.command("check")(check)
+
+
+def check(target: Target, option: Options = None, only: Only = None) -> None:
+    """Check a compressor against the contract that the synchroniser relies on.
+
+    One line a check: whether it passed, how long it took, its name. Exit code 1 where one failed.
+    """
+    from gradwire.contracts import run
+
+    codec = codec_of(target, option)
+    chosen = _chosen(only)
+    again = " ".join(["gradwire check", target, *(f"--option {each}" for each in option or [])])
+    outcomes = []
+    typer.echo(repr(codec))
+    for outcome in run(codec, chosen):
+        outcomes.append(outcome)
+        typer.echo(f"{'FAILED' if outcome.error else 'ok':6} {outcome.seconds:6.2f} s  {outcome.check.name}")
+        if outcome.error:
+            kind = "" if isinstance(outcome.error, AssertionError) else f"{type(outcome.error).__name__}: "
+            typer.echo(f"       {outcome.check.summary}\n       {kind}{outcome.error}")
+            typer.echo(f"       Again: {again} --only {outcome.check.name}")
+    failed = sum(outcome.error is not None for outcome in outcomes)
+    seconds = sum(outcome.seconds for outcome in outcomes)
+    typer.echo(
+        f"{len(outcomes) - failed} passed, {failed} failed, {len(chosen) - len(outcomes)} do not apply, {seconds:.1f} s"
+    )
+    raise typer.Exit(1 if failed else 0)
+
+
+def _chosen(only: list[str] | None) -> list[Check]:
+    from gradwire.contracts import CHECKS
+
+    known = {each.name: each for each in CHECKS}
+    for name in only or []:
+        if name not in known:
+            raise UnknownNameError("check", name, known)
+    return [known[name] for name in only] if only else CHECKS

@@ -1,0 +1,89 @@
+"""What `check` and `show` are pointed at: a compressor by name, or in a module or a file of the user's."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gradwire.core.errors import GradwireError, OptionError, UnknownNameError
+
+if TYPE_CHECKING:
+    from gradwire.compressors.base import Compressor
+
+Target = Annotated[
+    str, typer.Argument(metavar="TARGET", help="A registered name, MODULE:NAME, or path/to/file.py:NAME.")
+]
+Options = Annotated[
+    list[str] | None, typer.Option("--option", "-o", metavar="KEY=VALUE", help="An option of the compressor.")
+]
+
+
+def codec_of(target: str, options: list[str] | None) -> Compressor:
+    """The compressor that a target names, with these options.
+
+    Raises:
+        GradwireError: there is no such file, module or compressor, or an option does not fit.
+    """
+    from gradwire.compressors import make, names
+    from gradwire.compressors.base import Compressor
+    from gradwire.compressors.traced import Algorithm
+
+    given = dict(map(_option, options or []))
+    place, colon, name = target.rpartition(":")
+    if not colon:
+        return make(target, **given)
+    module = _module(place)
+    found = getattr(module, name, None)
+    if isinstance(found, Algorithm) or (isinstance(found, type) and issubclass(found, Compressor)):
+        made: Compressor = found(**given)
+        return made
+    if isinstance(found, Compressor) and not given:
+        return found
+    if found is None and name in names():
+        return make(name, **given)
+    raise UnknownNameError(f"compressor of {place}", name, _compressors(module))
+
+
+def _compressors(module: ModuleType) -> list[str]:
+    from gradwire.compressors.base import Compressor
+    from gradwire.compressors.traced import Algorithm
+
+    return [key for key, value in vars(module).items() if isinstance(value, (Algorithm, Compressor))]
+
+
+def _module(place: str) -> ModuleType:
+    if not place.endswith(".py"):
+        sys.path.insert(0, str(Path.cwd()))
+        if importlib.util.find_spec(place.partition(".")[0]) is None:
+            raise GradwireError(
+                f"Expected a module that can be imported, got {place!r}. Do: run where it lies, or name its file, "
+                "path/to/file.py:NAME."
+            )
+        return importlib.import_module(place)
+    path = Path(place).resolve()
+    if not path.is_file():
+        raise GradwireError(f"Expected a file, got {place!r}, which is none. Do: path/to/file.py:NAME.")
+    sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _option(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise OptionError(f"Expected an option as KEY=VALUE, got {text!r}. Do: --option bits=4.")
+    try:
+        return key, ast.literal_eval(value.title() if value in ("true", "false") else value)
+    except (SyntaxError, ValueError):
+        return key, value

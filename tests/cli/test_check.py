@@ -1,0 +1,115 @@
+"""`gradwire check` and `gradwire show` on what users write: in a file, in a module, or by a registered name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from gradwire.cli.app import build_app
+from gradwire.compressors import registry
+from gradwire.contracts import CHECKS
+from gradwire.core.errors import GradwireError, OptionError, UnknownNameError
+
+GOOD = """\
+import gradwire as gw
+from gradwire.lang import concat, floor, int8, random
+
+@gw.compressor(feedback="none", unbiased=True)
+def good_of_test(g, levels: int = 100):
+    \"\"\"Stochastic levels of the largest magnitude.\"\"\"
+    step = abs(g).reduce(max) / levels
+    return concat(step=step, q=g.map(lambda x: floor(x / step + random()), dtype=int8))
+
+@good_of_test.decode
+def _(p):
+    return p.q * p.step
+
+ready = good_of_test(levels=50)
+"""
+# Rounds down, and says that it is unbiased; forgets the step.
+BAD = GOOD.replace("+ random()", "").replace("good", "bad").replace("p.q * p.step", "p.q * p.step * 3")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "good_compressors.py").write_text(GOOD)
+    (tmp_path / "bad_compressors.py").write_text(BAD)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    before = set(registry.names())
+    yield tmp_path
+    for name in set(registry.names()) - before:
+        registry.unregister(name)
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(build_app(), arguments)
+
+
+def test_a_file_of_the_users_is_checked_line_by_line(folder: Path) -> None:
+    result = run("check", "good_compressors.py:good_of_test", "--option", "levels=60")
+    assert result.exit_code == 0, result.output
+    first, *lines, last = result.output.splitlines()
+    assert first == "good_of_test(levels=60)"
+    assert all(line.startswith("ok ") for line in lines)
+    assert "generated-code-for-the-cpu-gives-what-the-oracle-gives" in result.output
+    assert last.startswith(f"{len(lines)} passed, 0 failed, {len(CHECKS) - len(lines)} do not apply, ")
+
+
+def test_a_failure_says_what_and_how_to_run_it_again(folder: Path) -> None:
+    result = run("check", "bad_compressors:bad_of_test", "-o", "levels=60")
+    assert result.exit_code == 1
+    assert "FAILED" in result.output
+    assert "unbiased is declared; the mean of 400 draws is" in result.output
+    again = "gradwire check bad_compressors:bad_of_test --option levels=60 --only unbiased-over-the-private-stream"
+    assert f"Again: {again}\n" in result.output
+    once_more = run(*again.split()[1:])
+    assert once_more.exit_code == 1
+    assert "0 passed, 1 failed, 0 do not apply" in once_more.output
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["good_compressors:ready", "./good_compressors.py:ready", "int8"],
+)
+def test_modules_instances_and_registered_names_are_targets_too(folder: Path, target: str) -> None:
+    result = run("check", target, "--only", "strides-do-not-matter", "--only", "unusable-out-is-refused-with-advice")
+    assert result.exit_code == 0, result.output
+    assert "2 passed" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "advice"),
+    [
+        (["good_compressors.py:goood_of_test"], UnknownNameError, "Did you mean 'good_of_test'"),
+        (["threelcc"], UnknownNameError, "Did you mean 'threelc'"),
+        (["missing.py:name"], GradwireError, "Do: path/to/file.py:NAME"),
+        (["missing_module:name"], GradwireError, "Do: run where it lies, or name its file"),
+        (["int8", "--option", "block"], OptionError, "Do: --option bits=4"),
+        (["int8", "--option", "blocks=3"], UnknownNameError, "Did you mean 'block'"),
+        (["good_compressors.py:good_of_test", "--option", "level=3"], UnknownNameError, "Did you mean 'levels'"),
+        (["int8", "--only", "strides"], UnknownNameError, "Did you mean 'strides-do-not-matter'|Known: "),
+    ],
+)
+def test_mistakes_get_advice(folder: Path, arguments: list[str], kind: type[Exception], advice: str) -> None:
+    error = run("check", *arguments).exception
+    assert isinstance(error, kind)
+    assert any(part in str(error) for part in advice.split("|"))
+
+
+def test_show_prints_the_code_with_lines_of_the_algorithm(folder: Path) -> None:
+    result = run("show", "good_compressors.py:good_of_test")
+    assert result.exit_code == 0
+    assert "# payload: step float32 of scalar, q int8 of elements" in result.output
+    assert "# good_compressors.py:7: step = abs(g).reduce(max) / levels" in result.output
+    compile(result.output, "generated", "exec")
+    triton = run("show", "good_compressors.py:good_of_test", "--backend", "triton")
+    assert "import triton.language as tl" in triton.output
+    assert "Known: cpu, triton" in str(run("show", "minmax", "--backend", "cuda").exception)
+
+
+def test_show_of_what_is_written_by_hand_says_where_to_read_it() -> None:
+    error = run("show", "int8").exception
+    assert "written by hand. Do: read gradwire.compressors.int8" in str(error)
