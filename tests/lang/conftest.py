@@ -1,10 +1,3 @@
-"""Where there is no GPU, Triton code is interpreted: Triton must know before it is imported."""
-
 from __future__ import annotations
 
-import os
-
-import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+from tests import interpreted as interpreted

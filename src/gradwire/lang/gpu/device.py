@@ -80,13 +80,31 @@ def power(e):
 
 
 @triton.jit
+def _with_sign(size, x):
+    """A magnitude with the sign of x; x itself where that is an integer, or no number, anyway."""
+    sign = x.to(tl.int32, bitcast=True) & -2147483648
+    signed = ((size.to(tl.int32, bitcast=True) & 0x7FFFFFFF) | sign).to(tl.float32, bitcast=True)
+    return tl.where(tl.abs(x) < 8388608.0, signed, x)  # floats from 2^23 on are integers
+
+
+@triton.jit
+def floor(x):
+    """The largest integer that is not above x. Triton's own takes subnormal numbers for 0."""
+    truncated = tl.where(tl.abs(x) < 8388608.0, x, 0.0).to(tl.int32).to(tl.float32)
+    return _with_sign(tl.where(truncated > x, truncated - 1.0, truncated), x)
+
+
+@triton.jit
+def ceil(x):
+    """The smallest integer that is not below x, likewise."""
+    truncated = tl.where(tl.abs(x) < 8388608.0, x, 0.0).to(tl.int32).to(tl.float32)
+    return _with_sign(tl.where(truncated < x, truncated + 1.0, truncated), x)
+
+
+@triton.jit
 def round_even(x):
     """The nearest integer; the even one of two."""
-    size = tl.abs(x)
-    rounded = (size + 8388608.0) - 8388608.0  # floats from 2^23 on are integers
-    rounded = tl.where(size < 8388608.0, rounded, size)
-    sign = x.to(tl.int32, bitcast=True) & -2147483648
-    return (rounded.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+    return _with_sign((tl.abs(x) + 8388608.0) - 8388608.0, x)
 
 
 @triton.jit

@@ -6,6 +6,7 @@ from gradwire.kernels.layout import ceil_div
 from gradwire.lang.gpu.device import (
     add_at,
     bfloat16_bits,
+    ceil,
     chunk_count,
     chunk_max,
     chunk_min,
@@ -16,6 +17,7 @@ from gradwire.lang.gpu.device import (
     compensated_again,
     exponent,
     finite,
+    floor,
     load_bits,
     load_digits,
     load_finite,

@@ -183,8 +183,8 @@ def _unary(name: str, numpy: Any, vector: str, scalar: str, triton: str, torch: 
     )  # fmt: skip
 
 
-_unary("floor", np.floor, "floor", "np.floor", "tl.floor", "torch.floor", math.floor)
-_unary("ceil", np.ceil, "ceil", "np.ceil", "tl.ceil", "torch.ceil", math.ceil)
+_unary("floor", np.floor, "floor", "np.floor", "floor", "torch.floor", math.floor)
+_unary("ceil", np.ceil, "ceil", "np.ceil", "ceil", "torch.ceil", math.ceil)
 _unary("round_even", np.rint, "round_even", "np.rint", "round_even", "torch.round", round)
 _unary("abs", np.abs, "magnitude", "abs", "tl.abs", "torch.abs", abs)
 _unary("sqrt", np.sqrt, "sqrt", "np.sqrt", "tl.sqrt_rn", "torch.sqrt")
