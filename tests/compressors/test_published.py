@@ -26,15 +26,15 @@ def test_compiled_code_gives_the_bytes_residuals_and_tensors_of_the_oracle(codec
     for make in EDGE_TENSORS.values():
         grad = make()
         ctx, residual = context(grad), np.empty(grad.numel(), np.float32)
-        body = codec.encode(grad, ctx, residual=residual).body
+        payload = codec.encode(grad, ctx, residual=residual)
         env = interpret.Environment(grad.numel(), ctx.shared_key, ctx.private_key, ctx.offset)
         wanted = interpret.encode(codec.program, as_array(grad), env)
         assert wanted is not None
-        assert bytes(body) == bytes(wanted[0])
+        assert bytes(payload.body) == bytes(wanted[0])
         assert residual.tobytes() == wanted[1].tobytes()
         found = np.empty(grad.numel(), np.float32)
-        codec.decode(codec.encode(grad, ctx), ctx, out=torch.from_numpy(found).view(grad.shape))
-        np.testing.assert_array_equal(found, interpret.decode(codec.program, body, env))
+        codec.decode(payload, ctx, out=torch.from_numpy(found).view(grad.shape))
+        np.testing.assert_array_equal(found, interpret.decode(codec.program, payload.body, env))
 
 
 @pytest.mark.parametrize("codec", TRACED, ids=repr)

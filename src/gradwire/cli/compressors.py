@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 SIZE = 1 << 20  # elements, for the figures of the table
 
@@ -18,38 +22,33 @@ def register(app: typer.Typer) -> None:
 def compressors(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and no table.")] = False,
 ) -> None:
-    """List the compressors: their options, bias, bytes and residuals.
+    """List the compressors: their options, bias, bytes and residuals, and what they take to write.
 
-    Bits an element are the most that a tensor of a million float32 elements can take.
+    Bits an element are the most that a tensor of a million float32 elements can take. Lines are those of encoder and
+    decoder in the language, with their signatures; functions are those that they define.
     """
-    rows = [_row(name) for name in _names()]
-    if as_json:
-        typer.echo(json.dumps(rows, indent=1))
-        return
-    for row in rows:
-        bias = "exact" if row["exact"] else "unbiased" if row["unbiased"] else "biased"
-        feedback = "error feedback" if row["default_feedback"] == "error" else "no residuals"
-        summable = ", summable" if row["summable"] else ""
-        options = ", ".join(f"{key}={value}" for key, value in row["options"].items())
-        bits = f"{row['max_bits']:.2f}"
-        typer.echo(f"{row['name']:8} at most {bits:>5} bits an element, {bias}, {feedback}{summable}")
-        typer.echo(f"{'':8} {row['summary']}")
-        if options:
-            typer.echo(f"{'':8} options: {options}")
-
-
-def _names() -> list[str]:
     from gradwire.compressors import names
 
-    return names()
+    rows = [_row(name) for name in names()]
+    if as_json:
+        typer.echo(json.dumps(rows, indent=1))
+    elif sys.stdout.isatty():
+        from rich.console import Console
+
+        Console().print(_table(rows))
+    else:
+        for row in rows:
+            typer.echo("\n".join(_lines(row)))
 
 
 def _row(name: str) -> dict[str, Any]:
     from gradwire.compressors import describe
+    from gradwire.compressors.traced import TracedCompressor
     from gradwire.core.spec import TensorSpec
 
     found = describe(name)
     codec = found.default
+    program = codec.program if isinstance(codec, TracedCompressor) else None
     return {
         "name": name,
         "summary": found.summary,
@@ -59,4 +58,49 @@ def _row(name: str) -> dict[str, Any]:
         "unbiased": codec.unbiased,
         "summable": codec.summable,
         "default_feedback": codec.default_feedback,
+        "lines": program and program.num_encode_lines + program.num_decode_lines,
+        "functions": program and program.functions,
+        "operators": program and program.operators,
     }
+
+
+def _bias(row: dict[str, Any]) -> str:
+    return "exact" if row["exact"] else "unbiased" if row["unbiased"] else "biased"
+
+
+def _options(row: dict[str, Any]) -> str:
+    return ", ".join(f"{key}={value}" for key, value in row["options"].items())
+
+
+def _lines(row: dict[str, Any]) -> list[str]:
+    """A compressor as plain lines."""
+    feedback = "error feedback" if row["default_feedback"] == "error" else "no residuals"
+    summable = ", summable" if row["summable"] else ""
+    found = [
+        f"{row['name']:9} at most {row['max_bits']:>5.2f} bits an element, {_bias(row)}, {feedback}{summable}",
+        f"{'':9} {row['summary']}",
+    ]
+    if row["options"]:
+        found.append(f"{'':9} options: {_options(row)}")
+    if row["lines"]:
+        functions = f"{row['functions']} function{'s' * (row['functions'] != 1)}"
+        found.append(f"{'':9} {row['lines']} lines, {functions}: {', '.join(row['operators'])}")
+    return found
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    """All of them as a table."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, caption="Bits an element: the most, for a million. Lines: in the language.")
+    for title in ("name", "bits", "bias", "residuals", "options", "lines", "functions", "operators"):
+        right = title in ("bits", "lines", "functions")
+        table.add_column(title, justify="right" if right else "left", no_wrap=title == "name")
+    for row in rows:
+        table.add_row(
+            row["name"], f"{row['max_bits']:.2f}", _bias(row), "yes" if row["default_feedback"] == "error" else "no",
+            _options(row), str(row["lines"] or ""), "" if row["lines"] is None else str(row["functions"]),
+            ", ".join(row["operators"] or ()),
+        )  # fmt: skip
+    return table

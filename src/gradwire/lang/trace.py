@@ -92,7 +92,7 @@ def signature_line(function: Callable[..., Any]) -> Location:
     return Location(code.co_filename.rsplit("/", 1)[-1], code.co_firstlineno, f"def {function.__name__}")
 
 
-def _tree(function: Callable[..., Any]) -> ast.AST | None:
+def _tree(function: Callable[..., Any]) -> ast.Module | None:
     try:
         return ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError):
@@ -122,8 +122,12 @@ def _num_lines(function: Callable[..., Any]) -> int:
 
 
 def _num_functions(function: Callable[..., Any]) -> int:
+    """Functions within a function; those of its decorators declare something and are no logic."""
     tree = _tree(function)
-    return sum(isinstance(node, ast.Lambda) for node in ast.walk(tree)) if tree is not None else 0
+    if tree is None:
+        return 0
+    body = tree.body[0].body if isinstance(tree.body[0], ast.FunctionDef) else [tree]
+    return sum(isinstance(node, (ast.Lambda, ast.FunctionDef)) for each in body for node in ast.walk(each))
 
 
 __all__ = ["signature_line", "trace"]
