@@ -88,8 +88,26 @@ class Function:
         if dtype.is_integer:
             if node.inputs[0].dtype == BOOL:
                 return source
-            return f"clamp({source}, np.float32({dtype.low}), np.float32({dtype.high}))"
+            return f"convert({self._integers(source, dtype)}, f32)"
         return source if dtype.name == "float32" else f"rounded_{dtype.name}({source})"
+
+    def _integers(self, source: str, dtype: ElementType) -> str:
+        return f"integers({source}, np.float32({dtype.low}), np.float32({dtype.high}))"
+
+    def packed(self, node: Node, name: str) -> tuple[str, str]:
+        """The variable of what is packed, and the expression of its int32, both set here if need be."""
+        if id(node) not in self.known:
+            is_clamped = node.op == "cast" and node.attrs["dtype"].is_integer and node.inputs[0].dtype != BOOL
+            if is_clamped:
+                source = self.vector(node.inputs[0]).vector
+                self.lines.add(f"{name}_int = {self._integers(source, node.attrs['dtype'])}")
+                self.lines.add(f"{name} = convert({name}_int, f32)")
+            else:
+                self.lines.add(f"{name} = {self.vector(node).vector}")
+            self.known[id(node)] = name
+            if is_clamped:
+                return name, f"{name}_int"
+        return self.known[id(node)], f"convert({self.known[id(node)]}, i32)"
 
     def scalar32(self, node: Node) -> str:
         """A scalar as a float32, for arithmetic with elements."""

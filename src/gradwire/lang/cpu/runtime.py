@@ -119,13 +119,16 @@ def power(e):
 
 
 @kernel
-def clamp(y, low, high):
-    """Within low and high; 0 for a NaN. Integral after truncation."""
-    zero, least, most = splat(np.float32(0), LANES), splat(low, LANES), splat(high, LANES)
-    y = select(y == y, y, zero)
-    y = select(y > least, y, least)
-    y = select(y < most, y, most)
-    return convert(convert(y, i32), f32)
+def integers(y, low, high):
+    """Truncated and clamped to integers from low to high, as int32; 0 for a NaN."""
+    zero, most = splat(np.float32(0), LANES), splat(high, LANES)
+    if low < 0:
+        least = splat(low, LANES)
+        y = select(y == y, y, zero)
+        y = select(y > least, y, least)
+    else:
+        y = select(y > zero, y, zero)  # a NaN is not above 0
+    return convert(select(y < most, y, most), i32)
 
 
 @kernel

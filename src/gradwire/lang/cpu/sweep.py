@@ -151,16 +151,13 @@ class SweepOverElements:
                 mask = f"({name} != 0)"
             lines.add(f"store({name}_out, i >> 3, as_bytes(mask_bits({mask} & inside)))")
             return
-        if id(node) not in f.known:
-            lines.add(f"{name} = {f.vector(node).vector}")
-            f.known[id(node)] = name
-        value = f.known[id(node)]  # the gradient itself has a variable already
+        value, integers = f.packed(node, name)
         if dtype.packing == "digits":
-            lines.add(f"store({name}_levels, i - start, convert(convert({value}, i32) + 1, u8))")
+            lines.add(f"store({name}_levels, i - start, convert({integers} + 1, u8))")
         elif has_levels(dtype, bool(self.step.cut_by)):
-            lines.add(f"store({name}_levels, i - start, convert(convert({value}, i32), u8))")
+            lines.add(f"store({name}_levels, i - start, convert({integers}, u8))")
         elif dtype.is_integer:
-            lines.add(self._stored(f"{name}_out", f"convert(convert({value}, i32), {STORAGE[dtype.name]})"))
+            lines.add(self._stored(f"{name}_out", f"convert({integers}, {STORAGE[dtype.name]})"))
         else:
             lines.add(f"store_f32({name}_out, i, {value})")
 
@@ -376,14 +373,11 @@ class SweepOverItems:
                 continue
             name, dtype = each.variable, each.dtype
             lines.say(each.node.where)
-            if id(each.node) not in f.known:
-                lines.add(f"{name} = {f.vector(each.node).vector}")
-                f.known[id(each.node)] = name
-            value = f.known[id(each.node)]
+            value, integers = f.packed(each.node, name)
             if has_levels(dtype, True):
                 add = " + 1" if dtype.packing == "digits" else ""
-                lines.add(f"store({name}_levels, i - start, convert(convert({value}, i32){add}, u8))")
+                lines.add(f"store({name}_levels, i - start, convert({integers}{add}, u8))")
             elif dtype.is_integer:
-                lines.add(f"store_until({name}_out, i, stop, convert(convert({value}, i32), {STORAGE[dtype.name]}))")
+                lines.add(f"store_until({name}_out, i, stop, convert({integers}, {STORAGE[dtype.name]}))")
             else:
                 lines.add(f"store_f32({name}_out, i, {value})")
