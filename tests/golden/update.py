@@ -1,8 +1,9 @@
-"""Write every golden file anew: `make golden`, after a change of the wire format that was meant."""
+"""Write every golden file anew: `make golden`, after a change of formats or of generated code that was meant."""
 
 from __future__ import annotations
 
 from gradwire import compressors
+from tests.golden.generated import golden as generated
 from tests.golden.payloads import golden as payloads
 from tests.wire import golden as frames
 
@@ -13,6 +14,7 @@ def main() -> None:
     for name in compressors.names():
         (payloads.FOLDER / f"{name}.txt").write_text(payloads.render(name))
         print(f"wrote {name}.txt to {payloads.FOLDER}")
+    generated.main()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
@@ -32,10 +33,30 @@ def show(target: Target, option: Options = None, backend: Backend = "cpu") -> No
     if not isinstance(codec, TracedCompressor):
         raise GradwireError(
             f"Expected a compressor of the language, got {codec!r}, which is written by hand. Do: read "
-            f"{type(codec).__module__}."
+            f"{type(codec).__module__}, or show one of the language: {', '.join(_of_the_language())}."
         )
     program = codec.program
-    typer.echo(f"# {codec!r}: {program.num_encode_lines} + {program.num_decode_lines} lines of the language")
-    typer.echo(f"# operators: {', '.join(program.operators)}")
-    typer.echo(f"# payload: {', '.join(f'{each.name} {each.dtype} of {each.node.space}' for each in program.fields)}\n")
-    typer.echo(emitters[backend](program), nl=False)
+    title = [
+        f"# {codec!r}: {program.num_encode_lines} + {program.num_decode_lines} lines of the language",
+        f"# operators: {', '.join(program.operators)}",
+        f"# payload: {', '.join(f'{each.name} {each.dtype} of {each.node.space}' for each in program.fields)}",
+    ]
+    _print("\n".join([*title, "", emitters[backend](program)]))
+
+
+def _of_the_language() -> list[str]:
+    from gradwire.compressors import describe, names
+    from gradwire.compressors.traced import TracedCompressor
+
+    return [name for name in names() if isinstance(describe(name).default, TracedCompressor)]
+
+
+def _print(source: str) -> None:
+    """In colours, where someone looks; as it is, where it goes into a file or a pipe."""
+    if not sys.stdout.isatty():
+        typer.echo(source, nl=False)
+        return
+    from rich.console import Console
+    from rich.syntax import Syntax
+
+    Console().print(Syntax(source, "python", background_color="default", word_wrap=True))

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from gradwire import compressors
+from gradwire.cli import show
+from gradwire.cli.app import build_app
+from gradwire.compressors.traced import TracedCompressor
+from gradwire.lang import cpu, gpu
+
+
+@pytest.mark.parametrize(("backend", "emit"), [("cpu", cpu.emit), ("triton", gpu.emit)])
+def test_the_source_is_what_runs(backend: str, emit) -> None:
+    result = CliRunner().invoke(build_app(), ["show", "minmax", "--backend", backend, "--option", "bits=4"])
+    assert result.exit_code == 0
+    codec = compressors.make("minmax", bits=4)
+    assert isinstance(codec, TracedCompressor)
+    assert result.output.endswith(emit(codec.program))
+    assert result.output.startswith("# minmax(bits=4): ")
+    ast.parse(result.output)
+
+
+def test_what_is_written_by_hand_gets_the_names_of_what_is_not() -> None:
+    error = CliRunner().invoke(build_app(), ["show", "int8"]).exception
+    assert "Expected a compressor of the language, got int8(" in str(error)
+    listed = str(error).rsplit(": ", 1)[1].rstrip(".").split(", ")
+    assert {"minmax", "onebit"} <= set(listed)
+    assert "int8" not in listed
+
+
+def test_unknown_names_get_the_known_ones() -> None:
+    for arguments in (["show", "minmaxx"], ["show", "minmax", "--backend", "tritn"]):
+        assert "Did you mean" in str(CliRunner().invoke(build_app(), arguments).exception)
+
+
+def test_a_terminal_gets_colours(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    show.show("minmax", backend="triton")
+    assert "\x1b[" in capsys.readouterr().out
+
+
+def test_showing_triton_source_needs_no_triton() -> None:
+    code = "import sys; from gradwire.cli.show import show; show('minmax', backend='triton'); "
+    code += "assert 'triton' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

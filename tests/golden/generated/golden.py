@@ -1,0 +1,39 @@
+"""Golden source: what the emitters make of a few algorithms, so that no change of generated code goes unseen.
+
+Update it, after reading the difference, by
+
+    python -m tests.golden.generated.golden
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from gradwire.lang import cpu, gpu
+from gradwire.lang.ir import Program
+from tests.lang import algorithms
+
+FOLDER = Path(__file__).parent
+BACKENDS: dict[str, Callable[[Program], str]] = {"cpu": cpu.emit, "triton": gpu.emit}
+# Few but telling: two sweeps and random numbers; reductions that share a sweep; blocks; lists; trits; ranks.
+NAMES = ("between", "two_means", "block_scales", "sampled", "ternary", "shared_scale")
+
+
+def path(name: str, backend: str) -> Path:
+    return FOLDER / f"{name}_{backend}.py.txt"
+
+
+def render(name: str, backend: str) -> str:
+    return BACKENDS[backend](algorithms.program(name))
+
+
+def main() -> None:
+    for name in NAMES:
+        for backend in BACKENDS:
+            path(name, backend).write_text(render(name, backend))
+            print(f"wrote {path(name, backend).name}")
+
+
+if __name__ == "__main__":
+    main()
