@@ -225,3 +225,19 @@ def test_the_kind_of_frame_follows_the_algebra() -> None:
     assert (type(lossy), type(lanes)) == (LossyCodec, LaneCodec)
     assert [lossy.kind(stage) for stage in (0, 1)] == [FrameKind.PAYLOAD] * 2
     assert [lanes.kind(stage) for stage in (0, 1)] == [FrameKind.PAYLOAD, FrameKind.AGGREGATE]
+
+
+def test_an_aggregate_of_shared_statistics_carries_its_own_from_hop_to_hop() -> None:
+    """As round a ring: the first payload was encoded with what all ranks share, those of the merges were not."""
+    codecs = [codec(rank, gw.make("terngrad", clip=0.0)) for rank in range(WORLD_SIZE)]
+    statistics = [each.stats(PART) for each in codecs]
+    for each in codecs:
+        each.reduce_stats(PART, statistics)
+    message = codecs[0].start(PART)
+    sizes = [message.body.size]
+    for hop in (1, 2):
+        message = codecs[hop].merge(PART, [message], hop)
+        sizes.append(message.body.size)
+    assert sizes == [NUMEL // 5, NUMEL // 5 + 4, NUMEL // 5 + 4]
+    codecs[0].decode(PART, message, 2)
+    assert codecs[0].item.values.unique().numel() == 3

@@ -80,7 +80,7 @@ class LossyCodec:
         if not used and not self.item.used:
             return self._message(FrameKind.PAYLOAD, None)
         total = torch.empty(part.count, dtype=torch.float32)
-        self._decode_sum(part, used, total)
+        self._decode_sum(part, used, total, stage - 1)
         if self.item.used:
             mine, sums = as_array(self.item.values[part.slice]), total.numpy()
             kernels.compensate(mine, 1 / self.world_size, sums, sums)
@@ -93,7 +93,7 @@ class LossyCodec:
             out.zero_()
             return
         self.item.nonfinite |= message.nonfinite
-        stats = self._stats.get(part.index, ()) if stage == 0 else ()  # aggregates carry their own
+        stats = self._stats_of(part, stage)
         with _blame(self, message):
             self.compressor.decode(_payload(message), self._context(part, stage, message.sender), out, stats=stats)
 
@@ -108,12 +108,12 @@ class LossyCodec:
         self._decode_sum(part, used, total)
         kernels.cast(total.numpy(), as_array(out))
 
-    def _decode_sum(self, part: Part, messages: Sequence[Message], out: torch.Tensor) -> None:
+    def _decode_sum(self, part: Part, messages: Sequence[Message], out: torch.Tensor, stage: int = 0) -> None:
         for message in messages:
             self.item.nonfinite |= message.nonfinite
-        contexts = [self._context(part, 0, message.sender) for message in messages]
+        contexts = [self._context(part, stage, message.sender) for message in messages]
         payloads = [_payload(message) for message in messages]
-        stats = self._stats.get(part.index, ())
+        stats = self._stats_of(part, stage)
         try:
             self.compressor.decode_sum(payloads, contexts, out, stats)
         except PayloadError:
@@ -134,6 +134,10 @@ class LossyCodec:
         entries = self._policy.stats(self.compressor, grad, context, self._residuals, key, scale=scale)
         flat = np.concatenate([entry.values.astype(np.float32, copy=False).reshape(-1) for entry in entries])
         return self._message(FrameKind.STATS, Payload(flat.view(np.uint8)))
+
+    def _stats_of(self, part: Part, stage: int) -> Sequence[np.ndarray]:
+        """The reduced statistics that payloads of a stage were encoded with: aggregates carry their own."""
+        return self._stats.get(part.index, ()) if stage == 0 else ()
 
     def reduce_stats(self, part: Part, messages: Sequence[Message]) -> None:
         """Reduce the statistics of all ranks, in rank order, so that every rank holds the same bits."""
