@@ -26,6 +26,7 @@ import re
 
 from gradwire.lang.gpu.decode import Decoder
 from gradwire.lang.gpu.encode import Encoder
+from gradwire.lang.gpu.expressions import tidied
 from gradwire.lang.gpu.names import RUNTIME
 from gradwire.lang.ir import Program
 
@@ -49,7 +50,7 @@ def emit(program: Program) -> str:
     parts = [Encoder(program).encode(), Decoder(program).decode()]
     if program.stats:
         parts.insert(1, Encoder(program, "measure").measure())
-    code = "\n\n\n".join(parts) + "\n"
+    code = tidied("\n\n\n".join(parts)) + "\n"
     used = sorted({word for word in re.findall(r"(?<![.\w])[A-Za-z_]\w*", code) if word in RUNTIME})
     options = ", ".join(f"{key}={value!r}" for key, value in program.options.items())
     doc = f"\n{program.doc}\n" if program.doc else ""

@@ -31,6 +31,8 @@ class Decoder(Function):
         lines.add("def decode_all(bodies, out, accumulate, stats, keys, first, static):")
         lines.indent = 1
         lines.add("out = out.view(-1)", "bad, n = flag(out), out.numel()", *scalar_size(self.program))
+        if self.static:
+            lines.add("static = static.tolist()")
         if self.is_list:
             self._scatter()
         else:

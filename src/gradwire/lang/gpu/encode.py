@@ -60,6 +60,8 @@ class Encoder(Function):
         lines.add(f"def {signature}:")
         lines.indent = 1
         lines.add("grad, watch = as_elements(grad), flag(grad)", "n = grad.numel()")
+        if self.static:
+            lines.add("static = static.tolist()")
         return lines
 
     # -- scalars and lists -----------------------------------------------------------------------------------

@@ -15,6 +15,8 @@ from gradwire.lang.types import ElementType
 
 STORAGE = {"int8": "int8", "int32": "int32", "uint32": "int32", "float32": "float32", "float16": "float16"}
 _WIDTH = 116
+# Characters: from so many on, the parts of an expression that are not short get variables of their own.
+_LONG, _SHORT = 56, 24
 
 
 class Function:
@@ -135,8 +137,7 @@ class Kernel:
         if node.op == "constant":
             return Text(literal(node.attrs["value"]), False)
         if node.space.kind == "static":
-            argument = f"float({self.f.static[id(node)]})"
-            return Text(self.give(f"{self.f.names[id(node)]}", argument), False)
+            return Text(self.give(self.f.names[id(node)], self.f.static[id(node)]), False)
         if node.space.kind == "scalar":
             return self._load_scalar(node)
         if node.op == "random":
@@ -148,6 +149,8 @@ class Kernel:
         operator = lookup(node.op)
         assert isinstance(operator, Arithmetic), f"{node!r} has no place in a sweep"
         args = [self.vector(each) for each in node.inputs]
+        if sum(len(arg.source) for arg in args) > _LONG:
+            args = [self._unless_short(each, arg) for each, arg in zip(node.inputs, args)]
         text = operator.triton(*(arg.source for arg in args))
         if node.space.kind == "blocks":  # what blocks have is rounded to what a payload could carry
             text = f"finite({text})"
@@ -208,6 +211,10 @@ class Kernel:
         self.known[id(node)] = Text(name, is_vector)
         return self.known[id(node)]
 
+    def _unless_short(self, node: Node, text: Text) -> Text:
+        """A variable for a long expression."""
+        return text if len(text.source) <= _SHORT else self._loaded(self.f.resolved(node), text.source, text.is_vector)
+
     def _cast(self, node: Node) -> Text:
         dtype, value = node.attrs["dtype"], self.vector(node.inputs[0])
         if node.inputs[0].dtype == BOOL:
@@ -229,6 +236,43 @@ class Kernel:
         arguments = [argument for argument in self.parameters.values() if argument]
         lines = self.f.lines
         lines.add(*wrapped("launch(", [self.name, f"({grid},)", *arguments], ")", len(INDENT) * lines.indent))
+
+
+def tidied(source: str) -> str:
+    """Source without parentheses round a whole argument or a whole right side."""
+    return "\n".join(line if line.lstrip().startswith("#") else _tidied(line) for line in source.split("\n"))
+
+
+def _tidied(line: str) -> str:
+    at = line.find("(")
+    while at >= 0:
+        closing = _closing(line, at)
+        before, after = line[:at], line[closing + 1 : closing + 2]
+        alone = (before.endswith((" = ", "return ")) and not after) or (
+            before.endswith(("(", ", ")) and after in (",", ")")
+        )
+        if alone and closing > 0 and not _has_comma(line[at + 1 : closing]):
+            line = before + line[at + 1 : closing] + line[closing + 1 :]
+        else:
+            at += 1
+        at = line.find("(", at)
+    return line
+
+
+def _closing(text: str, opening: int) -> int:
+    """Where the parenthesis at `opening` closes; -1 if not in this text."""
+    depth = 0
+    for k in range(opening, len(text)):
+        depth += {"(": 1, ")": -1}.get(text[k], 0)
+        if depth == 0:
+            return k
+    return -1
+
+
+def _has_comma(text: str) -> bool:
+    """Whether it is a tuple."""
+    depths = [text[:k].count("(") - text[:k].count(")") for k in range(len(text)) if text[k] == ","]
+    return 0 in depths
 
 
 def literal(value: float) -> str:

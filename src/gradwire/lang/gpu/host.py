@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from gradwire.kernels.layout import ceil_div
-from gradwire.lang.gpu import device
+from gradwire.lang.gpu import device, packing
 from gradwire.lang.operators.random import stream_key
 from gradwire.lang.operators.sample import SAMPLE_STREAM
 
@@ -211,7 +211,9 @@ def pack_rest(tail: torch.Tensor, out: torch.Tensor, count: int, per: int, chunk
     if length:
         is_trit = chunk > 1024
         size = ceil_div(length, per)
-        launch(device.pack_tail, (1,), tail, out[-size:], length, size, per, 3 if is_trit else 2 ** (8 // per), is_trit)
+        launch(
+            packing.pack_tail, (1,), tail, out[-size:], length, size, per, 3 if is_trit else 2 ** (8 // per), is_trit
+        )
 
 
 def stacked(bodies: Sequence[torch.Tensor]) -> torch.Tensor:

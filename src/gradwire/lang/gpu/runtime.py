@@ -1,10 +1,9 @@
-"""What generated Triton code calls: device functions of `device`, torch functions of `host`."""
+"""What generated Triton code calls: device functions of `device` and `packing`, torch functions of `host`."""
 
 from __future__ import annotations
 
 from gradwire.kernels.layout import ceil_div
 from gradwire.lang.gpu.device import (
-    add_at,
     bfloat16_bits,
     ceil,
     chunk_count,
@@ -18,10 +17,6 @@ from gradwire.lang.gpu.device import (
     exponent,
     finite,
     floor,
-    load_bits,
-    load_digits,
-    load_finite,
-    load_planes,
     number,
     power,
     round_even,
@@ -29,11 +24,6 @@ from gradwire.lang.gpu.device import (
     rounded_float16,
     sample_position,
     spread,
-    store_bits,
-    store_chosen,
-    store_digits,
-    store_planes,
-    store_tail,
     uniform,
     watch_for_nonfinite,
 )
@@ -69,5 +59,17 @@ from gradwire.lang.gpu.host import (
     stacked,
 )
 from gradwire.lang.gpu.names import RUNTIME
+from gradwire.lang.gpu.packing import (
+    add_at,
+    load_bits,
+    load_digits,
+    load_finite,
+    load_planes,
+    store_bits,
+    store_chosen,
+    store_digits,
+    store_planes,
+    store_tail,
+)
 
 __all__ = sorted(RUNTIME)
