@@ -168,6 +168,12 @@ def two_rounds(g):
     return concat(a=a, b=b, q=g.map(lambda x: x / b + a, dtype=int8))
 
 
+@_algorithm(lambda p: p.q / 128 * p.s)
+def signed_zeros(g):
+    s = abs(g).reduce(mean)
+    return concat(s=s, q=g.map(lambda x: round_even(x / (abs(x) + s)), dtype=int8))
+
+
 @_algorithm(lambda p: p.value.scatter(p.index))
 def two_tops(g):
     kept = g.filter(lambda x: x != 0)

@@ -335,7 +335,8 @@ def cast_reference(values: np.ndarray, dtype: ElementType) -> np.ndarray:
         low, high = np.float32(dtype.low), np.float32(dtype.high)
         values = np.where(np.isnan(values), np.float32(0), values)
         values = np.where(values > low, values, low)
-        return np.trunc(np.where(values < high, values, high)).astype(np.float32)
+        integers: np.ndarray = np.trunc(np.where(values < high, values, high)) + np.float32(0)  # no integer is -0
+        return integers.astype(np.float32)
     if dtype.name == "float32":
         return values
     short = np.empty(values.size, dtype.storage)
