@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -41,6 +44,21 @@ def test_generated_code_for_gpus_gives_the_payloads_of_that_for_the_cpu(codec: T
     assert torch.equal(out, codec.decode(payload, context()))
     assert device.decode([body, body], context(), out)
     assert torch.equal(out, codec.decode_sum([payload] * 2, [context()] * 2, torch.empty(SIZE)))
+
+
+def test_without_triton_a_gpu_gets_advice() -> None:
+    code = """
+import sys
+sys.modules["triton"] = None
+from gradwire import compressors
+try:
+    compressors.make("minmax").on_device.module
+except ModuleNotFoundError as error:
+    print(error)
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "Expected Triton for minmax on a GPU" in found.stdout
+    assert "Do: pip install 'gradwire[gpu]'." in found.stdout
 
 
 @pytest.mark.gpu

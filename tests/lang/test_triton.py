@@ -16,6 +16,7 @@ from gradwire.lang import cache, concat, gpu, interpret, trace
 from gradwire.lang.emit import statics
 from gradwire.lang.ir import Program
 from gradwire.lang.operators.arithmetic import evaluate_static
+from gradwire.lang.operators.base import Sink
 from tests.lang import algorithms
 from tests.lang.test_cpu import KEYS, OFFSET, environment, gradient
 
@@ -214,6 +215,25 @@ def test_names_of_the_runtime_cannot_be_fields() -> None:
     assert found == names.RUNTIME
     p = trace("p", lambda g: concat(start=g.reduce(min), chunk=g), lambda p: p.chunk * p.start, {})
     assert [each.variable for each in p.fields] == ["start_", "chunk_"]
+
+
+def test_an_operator_without_source_for_gpus_says_so() -> None:
+    class Other(Sink):
+        name = "other"
+        infer = reference = cpu = None  # type: ignore[assignment]
+
+    with pytest.raises(NotImplementedError, match=r"GPUs of 'other', got none\. Do: write its method `triton`"):
+        Other().triton(None, "", "", "")
+
+
+@pytest.mark.parametrize("position", [-1.0, 1.0, 7.0, np.nan, np.inf])
+def test_items_at_positions_that_only_the_device_knows(position: float, device: str) -> None:
+    from gradwire.lang.gpu.runtime import item
+
+    values = torch.arange(3.0, device=device)
+    at = torch.tensor(position, dtype=torch.float64, device=device)
+    assert item(values, at).item() == (0.0 if np.isnan(position) else min(max(position, 0.0), 2.0))
+    assert item(values[:0], at).item() == 0.0
 
 
 def test_importing_gradwire_does_not_import_triton() -> None:
