@@ -22,7 +22,7 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any, ClassVar, Literal, overload
+from typing import Any, ClassVar, overload
 
 import numpy as np
 import torch
@@ -47,7 +47,8 @@ from gradwire.lang.operators.arithmetic import evaluate_static
 from gradwire.lang.trace import signature_line, trace
 from gradwire.wire.payload import Payload
 
-Bound = Callable[..., float]
+Bound = Callable[..., float | None]
+Feedback = FeedbackName | Callable[..., FeedbackName]
 _NOTHING = np.empty(0, np.uint8)
 
 
@@ -64,9 +65,9 @@ class TracedCompressor(OnDevice):
         for name, value in self._options.items():
             self._options[name] = _checked(name, value, self.algorithm.defaults[name])
         self.program = self.algorithm.trace(self._options)
-        unbiased = self.algorithm.unbiased
+        unbiased, feedback = self.algorithm.unbiased, self.algorithm.feedback
         self.unbiased = unbiased(**self._options) if callable(unbiased) else unbiased
-        self.default_feedback: FeedbackName = self.algorithm.feedback
+        self.default_feedback = feedback(**self._options) if callable(feedback) else feedback
         self.needs_stats = bool(self.program.stats)
         self._statics = statics(self.program)
         self._filters = [node for node in self.program.encode_nodes() if node.op == "filter"]
@@ -282,7 +283,7 @@ class Algorithm:
     """What `compressor` makes of a function: call it with options for a compressor of the whole contract."""
 
     def __init__(
-        self, encode: Callable[..., Any], name: str, feedback: FeedbackName, unbiased: bool | Callable[..., bool],
+        self, encode: Callable[..., Any], name: str, feedback: Feedback, unbiased: bool | Callable[..., bool],
         contraction: Bound | None, variance: Bound | None,
     ) -> None:  # fmt: skip
         self.encode_function, self.name = encode, name
@@ -323,9 +324,10 @@ class Algorithm:
 
     def __call__(self, **options: Any) -> TracedCompressor:
         if self._class is None:
-            raise TypeError(
-                f"Expected a decoder for {self.name!r}, got none yet. Do: decorate one with @{self.name}.decode."
-            )
+            raise TraceError(
+                f"Expected a decoder for {self.name!r}, got none yet", signature_line(self.encode_function),
+                f"decorate one with @{self.name}.decode",
+            )  # fmt: skip
         return self._class(**options)
 
     def trace(self, options: dict[str, Any]) -> Program:
@@ -346,7 +348,7 @@ def compressor(name: Callable[..., Any], /) -> Algorithm: ...
 def compressor(
     name: str | None = None,
     *,
-    feedback: Literal["none", "error"] = "error",
+    feedback: Feedback = "error",
     unbiased: bool | Callable[..., bool] = False,
     contraction: Bound | None = None,
     variance: Bound | None = None,
@@ -356,7 +358,7 @@ def compressor(
 def compressor(
     name: str | Callable[..., Any] | None = None,
     *,
-    feedback: Literal["none", "error"] = "error",
+    feedback: Feedback = "error",
     unbiased: bool | Callable[..., bool] = False,
     contraction: Bound | None = None,
     variance: Bound | None = None,
@@ -365,11 +367,12 @@ def compressor(
 
     Args:
         name: for `gradwire.make` and `gradwire.attach`; the function's own where not given.
-        feedback: ``"error"`` for error feedback, which biased algorithms need; ``"none"`` for unbiased ones.
+        feedback: ``"error"`` for error feedback, which biased algorithms need; ``"none"`` for unbiased ones; or a
+            function of the options by name that says which.
         unbiased: whether the mean of what is decoded, over the random numbers, is the gradient; or a function of the
             options by name that says so.
         contraction: δ of ‖g − decode(encode(g))‖² ≤ (1 − δ)‖g‖², a function of the number of elements and of the
-            options by name; or None.
+            options by name; or None. It may give None for options with which there is no such δ.
         variance: ω of E‖g − decode(encode(g))‖² ≤ ω‖g‖², likewise, where unbiased; see `Compressor.variance`.
 
     Returns:

@@ -8,7 +8,8 @@ from typing import Any
 from gradwire.lang.errors import TraceError
 from gradwire.lang.graph import graph, user_location
 from gradwire.lang.ir import BOOL, Field
-from gradwire.lang.symbols import Payload, Value, apply, lift
+from gradwire.lang.payload import Payload
+from gradwire.lang.symbols import Value, apply, lift
 
 
 def where(condition: Any, a: Any, b: Any) -> Value:

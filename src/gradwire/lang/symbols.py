@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import builtins
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from gradwire.lang.errors import TraceError
 from gradwire.lang.graph import graph, user_location
-from gradwire.lang.ir import BOOL, SCALAR, STATIC, Field, Node
+from gradwire.lang.ir import BOOL, SCALAR, STATIC, Node
 from gradwire.lang.operators.base import lookup
 from gradwire.lang.types import TYPES, ElementType
 
@@ -303,30 +303,6 @@ class _Listed(Filtered):
 
     def reduce(self, function: Any) -> Value:
         return self.value.reduce(function)
-
-
-class Payload:
-    """What `concat` makes: named values in the order in which they travel."""
-
-    def __init__(self, fields: tuple[Field, ...]) -> None:
-        self.fields = fields
-
-
-class Message:
-    """A payload as the decoder sees it: its fields are attributes, `size` is that of the gradient."""
-
-    def __init__(self, values: Mapping[str, Value]) -> None:
-        self.__dict__.update(values)
-
-    @property
-    def size(self) -> Value:
-        return Value(graph().add("size", ()))
-
-    def __getattr__(self, name: str) -> Any:
-        raise TraceError(
-            f"The payload has no field {name!r}; it has {', '.join(sorted(self.__dict__))}", user_location(),
-            "name it in concat",
-        )  # fmt: skip
 
 
 def lift(value: Any) -> Value:

@@ -13,7 +13,8 @@ from gradwire.lang.errors import TraceError
 from gradwire.lang.graph import Graph, is_users, location, tracing
 from gradwire.lang.ir import Location, Program, closure
 from gradwire.lang.operators.extract import Extract  # noqa: F401 - registers what traces begin with
-from gradwire.lang.symbols import Message, Payload, Value, lift
+from gradwire.lang.payload import Message, Payload
+from gradwire.lang.symbols import Value, lift
 from gradwire.lang.verify import verify
 
 _REMEDY = (
