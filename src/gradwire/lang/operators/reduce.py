@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from gradwire.kernels.layout import SUM_BLOCK
 from gradwire.kernels.reference.reduce import block_sum64
 from gradwire.lang.ir import BOOL, FLOAT, SCALAR, Dtype, Node, Space
 from gradwire.lang.operators.base import DeviceEmission, Emission, FitError, Sink, register
@@ -68,15 +69,14 @@ class Reduce(Sink):
         inside = [f"{name}_wide = {wide}", f"{name}_lanes = {name}_lanes + {name}_wide * {name}_wide"]
         if function != "norm":
             inside = [f"{name}_lanes = {name}_lanes + {wide}"]
-        total = f"finish({name}_levels, {name}_fill)"
+        is_one_chunk = 0 < node.attrs["block"] <= SUM_BLOCK
+        total = f"sum_lanes({name}_lanes)" if is_one_chunk else f"finish({name}_levels, {name}_fill)"
         after = {"sum": total, "mean": f"{total} / max({name}_count, 1)", "norm": f"np.sqrt({total})"}[function]
-        emission = Emission(
-            [f"{name}_levels, {name}_fill = sums(n)"],
-            [f"{name}_lanes = splat(0.0, LANES)"],
-            inside,
-            [f"push({name}_levels, {name}_fill, np.int64(0), sum_lanes({name}_lanes))"],
-            [f"{name} = {after}"],
-        )
+        start = f"{name}_lanes = splat(0.0, LANES)"
+        emission = Emission([start], [], inside, [], [f"{name} = {after}"])
+        if not is_one_chunk:
+            emission.before, emission.chunk = [f"{name}_levels, {name}_fill = sums(n)"], [start]
+            emission.end = [f"push({name}_levels, {name}_fill, np.int64(0), sum_lanes({name}_lanes))"]
         if function == "mean":
             emission.before.append(f"{name}_count = 0")
             emission.inside.append(count)
