@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from gradwire.lang.operators.arithmetic import evaluate_static
 from tests.compressors.harness import sent, traced
 from tests.contracts.compressor_cases import context, heavy_tailed, normal
 
@@ -42,3 +43,15 @@ def test_small_tensors_are_sampled_as_a_whole() -> None:
     grad = normal(500)
     found = sent(traced("dgc"), grad)
     assert np.flatnonzero(found).tolist() == [int(np.abs(grad.numpy()).argmax())]
+
+
+@pytest.mark.parametrize("name", ["dgc", "graddrop"])
+@pytest.mark.parametrize(
+    ("size", "ratio", "sample", "expected"),
+    [(10_000, 0.01, 0.1, 1000), (10_000, 0.01, 0.001, 200), (10_000_000, 0.01, 0.1, 10_000), (10**9, 0.3, 1.0, 334)],
+)
+def test_a_sample_is_large_enough_and_does_not_grow_without_bound(name, size, ratio, sample, expected) -> None:
+    """From 2 to 100 of it are expected above the threshold."""
+    nodes = traced(name, ratio=ratio, sample=sample).program.encode_nodes()
+    (sampled,) = [node for node in nodes if node.op == "sample"]
+    assert evaluate_static(sampled.inputs[1], size) == expected

@@ -5,8 +5,9 @@ cannot be summed. K = ceil(ratio N). Body: indices, ascending, as uint32, then v
 the sample put the threshold too high.
 
 Source: Lin et al. 2018, section 3.1 and hierarchical selection. Differences: the sample is stratified, and has 2 /
-`ratio` elements at least, so that its threshold is not the largest sample alone; a threshold that turns out too high
-is not lowered. Momentum correction, factor masking and clipping are the optimizer's and not here; a warm-up of the
+`ratio` elements at least, so that its threshold is not the largest sample alone, and 100 / `ratio` at most, so that no
+more than 100 of it are expected above the threshold, which is estimate enough; a threshold that turns out too high is
+not lowered. Momentum correction, factor masking and clipping are the optimizer's and not here; a warm-up of the
 ratio is the caller's, who makes a compressor for each of its stages, because encoders do not know the epoch.
 """
 # Shapes: N = elements of the tensor or range, K = elements kept at most
@@ -16,7 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 from gradwire.compressors.traced import compressor
-from gradwire.lang import ceil, concat, maximum
+from gradwire.lang import ceil, concat, maximum, minimum
 
 
 @compressor(contraction=lambda size, **_: 1 / max(1, size))
@@ -26,9 +27,10 @@ def dgc(g: Any, ratio: float = 0.001, sample: float = 0.01) -> Any:
     Args:
         g: the gradient.
         ratio: kept fraction.
-        sample: sampled fraction.
+        sample: sampled fraction, of at most 100 / `ratio` elements.
     """
-    sizes = abs(g).sample(maximum(ceil(sample * g.size), ceil(2 / ratio))).sort(descending=True)
+    count = minimum(maximum(ceil(sample * g.size), ceil(2 / ratio)), ceil(100 / ratio))
+    sizes = abs(g).sample(count).sort(descending=True)
     threshold = sizes[ceil(ratio * sizes.size) - 1]
     kept = g.filter(lambda x: abs(x) >= threshold).top(ceil(ratio * g.size))
     return concat(index=kept.index, value=kept.value)

@@ -4,7 +4,8 @@ Biased; a contraction with delta >= 1/N (the largest element is always kept), so
 cannot be summed. Body: indices, ascending, as uint32, then values as float32.
 
 Source: Aji and Heafield 2017, section 3; HiPress (Bai et al. 2021), section 4.4. Differences: the sample is
-stratified, and has 2 / `ratio` elements at least. At most twice as many elements are sent as the ratio says, the
+stratified, and has 2 / `ratio` elements at least, and 100 / `ratio` at most, so that no more than 100 of it are
+expected above the threshold, which is estimate enough. At most twice as many elements are sent as the ratio says, the
 largest, so that a payload has a bound; magnitudes that equal the threshold are kept.
 """
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 from gradwire.compressors.traced import compressor
-from gradwire.lang import ceil, concat, maximum
+from gradwire.lang import ceil, concat, maximum, minimum
 
 
 @compressor(contraction=lambda size, **_: 1 / max(1, size))
@@ -23,9 +24,10 @@ def graddrop(g: Any, ratio: float = 0.01, sample: float = 0.01) -> Any:
     Args:
         g: the gradient.
         ratio: fraction to keep, about.
-        sample: sampled fraction.
+        sample: sampled fraction, of at most 100 / `ratio` elements.
     """
-    sizes = abs(g).sample(maximum(ceil(sample * g.size), ceil(2 / ratio))).sort(descending=True)
+    count = minimum(maximum(ceil(sample * g.size), ceil(2 / ratio)), ceil(100 / ratio))
+    sizes = abs(g).sample(count).sort(descending=True)
     quantile = sizes[ceil(ratio * sizes.size) - 1]
     kept = g.filter(lambda x: abs(x) >= quantile).top(2 * ceil(ratio * g.size))
     return concat(index=kept.index, value=kept.value)
