@@ -111,5 +111,5 @@ def test_show_prints_the_code_with_lines_of_the_algorithm(folder: Path) -> None:
 
 
 def test_show_of_what_is_written_by_hand_says_where_to_read_it() -> None:
-    error = run("show", "int8").exception
-    assert "written by hand. Do: read gradwire.compressors.int8" in str(error)
+    error = run("show", "threelc").exception
+    assert "written by hand. Do: read gradwire.compressors.threelc" in str(error)

@@ -66,7 +66,7 @@ def test_unknown_names_list_the_known_and_the_closest() -> None:
         ("threelc", {"zero_run": 1}, TypeError, "Expected zero_run to be True or False, got 1"),
         ("int8", {"block": 0}, OptionError, "Expected block from 8 to 1048576, got 0"),
         ("int8", {"block": 64.0}, TypeError, "Expected block to be an integer, got 64.0"),
-        ("int8", {"shared": None}, TypeError, "Expected shared to be True or False, got None"),
+        ("int8", {"stochastic": None}, TypeError, "Expected stochastic to be True or False, got None"),
     ],
 )
 def test_bad_options_say_what_is_expected(name, options, error, advice) -> None:
@@ -88,7 +88,7 @@ def test_options_with_the_name_make_the_same_compressor_again() -> None:
 def test_describe_tells_summary_options_and_algebra() -> None:
     found = compressors.describe("int8")
     assert found.summary.endswith(".")
-    assert found.options == {"block": 1024, "stochastic": True, "shared": False}
+    assert found.options == {"block": 1024, "stochastic": True}
     assert found.default.unbiased
     assert found.code == compressors.code("int8")
 

@@ -32,11 +32,8 @@ __all__ = [
 
 # Every registered compressor has its defaults here, by `every_case`, and the option sets that change its format.
 OPTION_SETS: dict[str, list[dict]] = {
-    "int8": [
-        {"block": 64, "stochastic": False},
-        {"block": 100, "shared": True},
-        {"block": 64, "shared": True, "stochastic": False},
-    ],
+    "int8": [{"block": 64, "stochastic": False}, {"block": 100}],
+    "int8shared": [{"block": 100}, {"block": 64, "stochastic": False}],
     "topk": [{"ratio": 0.3}, {"ratio": 1.0}],
     "threelc": [{"sparsity": 1.75}, {"sparsity": 1.999999, "zero_run": False}],
     "minmax": [{"bits": 4}],

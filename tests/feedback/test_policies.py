@@ -52,7 +52,7 @@ def test_encodes_of_one_chain_build_on_each_other() -> None:
 def test_shared_scales_are_those_of_what_is_encoded(stochastic) -> None:
     """Three ranks add integers for 20 steps: what was produced is what was applied plus the residuals."""
     codec, world_size, rng = (
-        compressors.make("int8", block=8, stochastic=stochastic, shared=True),
+        compressors.make("int8shared", block=8, stochastic=stochastic),
         3,
         np.random.default_rng(0),
     )

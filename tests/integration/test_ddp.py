@@ -14,7 +14,7 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("fp16", {}),
     ("bf16", {}),
     ("int8", {}),
-    ("int8", {"shared": True, "stochastic": False}),
+    ("int8shared", {"stochastic": False}),
     ("onebit", {}),
     ("topk", {"ratio": 0.05}),
     ("threelc", {}),

@@ -18,7 +18,7 @@ from gradwire.wire.frame import FrameFlags, FrameKind
 NUMEL, WORLD_SIZE = 3000, 3
 PART = Part(0, 0, NUMEL)
 PRESENT, USED = FrameFlags.PRESENT, FrameFlags.PRESENT | FrameFlags.USED
-SHARED = gw.make("int8", shared=True, stochastic=False)
+SHARED = gw.make("int8shared", stochastic=False)
 MATRIX = [("none", "none"), ("threelc", "error"), ("onebit", "error"), ("topk", "error"), ("int8", "none")]
 
 

@@ -25,10 +25,10 @@ SPECS = {
     "bias": TensorSpec((10,)),
     "scale": TensorSpec((30,)),
 }
-PLAN = Plan({"ternary": "threelc", "shared": gw.make("int8", shared=True), "*": "none"}, min_elements=1000)
+PLAN = Plan({"ternary": "threelc", "shared": gw.make("int8shared"), "*": "none"}, min_elements=1000)
 BLOCK = PLAN.rules["shared"].options["block"]
 BATCHED = 40  # elements of bias and scale
-NONE, TERNARY, INT8 = code("none"), code("threelc"), code("int8")
+NONE, TERNARY, INT8 = code("none"), code("threelc"), code("int8shared")
 
 
 def registry(world_size: int = 3) -> TensorRegistry:
@@ -69,7 +69,7 @@ def test_the_agreed_order_gives_the_numbers() -> None:
         (DENSE, {"compressor": TERNARY}, "Expected none of torch.float32"),
         (DENSE, {"compressor": 0}, "Expected none of torch.float32"),
         (DENSE, {"dtype": 2}, "Expected none of torch.float32"),
-        (STATS, {"dtype": 1}, "Expected int8 of torch.float16"),
+        (STATS, {"dtype": 1}, "Expected int8shared of torch.float16"),
         (DENSE, {"tensor": 1}, "Expected threelc of torch.float32"),
         (DENSE, {"offset": 4096 - 1023}, "Expected a range within 4096 elements"),
         (DENSE, {"offset": 1 << 62}, "Expected a range within 4096 elements"),
@@ -134,7 +134,7 @@ def test_any_header_is_admitted_or_a_frame_error_and_bounds_what_is_allocated(he
 
 
 def test_lanes_are_as_wide_as_the_world_needs() -> None:
-    """Above 258 ranks a lane of int8 takes four bytes."""
+    """Above 258 ranks a lane of 8-bit integers takes four bytes."""
     wide = dataclasses.replace(LANES, length=4000)
     registry(259).admit(wide)
     with pytest.raises(FrameError, match="at most 2000"):
@@ -146,8 +146,8 @@ def test_ranks_agree_on_everything_a_header_is_checked_against() -> None:
     assert [row["name"] for row in rows] == list(SPECS)
     assert rows[2]["shape"] == [3000]
     assert rows[2]["dtype"] == "torch.float16"
-    assert rows[2]["compressor"] == "int8"
-    assert rows[2]["options"]["shared"] == "True"
+    assert rows[2]["compressor"] == "int8shared"
+    assert rows[2]["options"]["stochastic"] == "True"
     assert {"strategy", "partitions", "feedback", "batched"} < set(rows[0])
     assert [row["batched"] for row in rows] == [False, False, False, True, True]
 

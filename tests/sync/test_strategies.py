@@ -23,7 +23,7 @@ from tests.sync.harness import ranks
 
 NAMES = sorted(STRATEGIES)
 METHODS: list[tuple[str, dict[str, Any]]] = [
-    ("none", {}), ("fp16", {}), ("bf16", {}), ("int8", {}), ("int8", {"shared": True}), ("onebit", {}),
+    ("none", {}), ("fp16", {}), ("bf16", {}), ("int8", {}), ("int8shared", {}), ("onebit", {}),
     ("topk", {"ratio": 0.05}), ("threelc", {}),
 ]  # fmt: skip
 
@@ -58,7 +58,7 @@ def test_all_ranks_hold_the_same_bits(strategy: str, world_size: int, method: st
             assert torch.equal(left, right)
     exact = sum(gradient(rank, 0, 91 * 97) / world_size for rank in range(world_size))
     error = (by_rank[0][0] - exact).norm() / exact.norm()
-    assert error < {"none": 1e-6, "fp16": 2e-3, "bf16": 2e-2, "int8": 5e-2}.get(method, 4.0)
+    assert error < {"none": 1e-6, "fp16": 2e-3, "bf16": 2e-2, "int8": 5e-2, "int8shared": 5e-2}.get(method, 4.0)
 
 
 def run_2d(synchronizer: Synchronizer, steps: int) -> list[torch.Tensor]:
@@ -192,6 +192,6 @@ def test_a_graph_prints_as_its_primitives() -> None:
 
 
 def test_codec_choice_follows_the_algebra() -> None:
-    for compressor, expected in ((gw.make("threelc"), "LossyCodec"), (gw.make("int8", shared=True), "LaneCodec")):
+    for compressor, expected in ((gw.make("threelc"), "LossyCodec"), (gw.make("int8shared"), "LaneCodec")):
         item = Item("w", 0, torch.zeros(10), PlanEntry(compressor), 0, 0)
         assert type(make_codec(item, Residuals(), 0, 2, 0)).__name__ == expected

@@ -21,7 +21,7 @@ from tests.sync.harness import ranks
 
 METHODS: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in registry.names()),
-    ("int8", {"shared": True}),
+    ("int8shared", {}),
     ("int8", {"stochastic": False}),
     ("threelc", {"zero_run": False}),
 ]

@@ -31,7 +31,7 @@ _BLOCK = 1024
 _RANKS = 4
 _RIVAL_NAME = "torch operations"
 # Passes over the gradient of the compressors that are not written in the language.
-_PASSES = {"none": 1, "fp16": 1, "bf16": 1, "int8": 1, "topk": 2, "threelc": 2}
+_PASSES = {"none": 1, "fp16": 1, "bf16": 1, "int8shared": 1, "topk": 2, "threelc": 2}
 
 
 class _Data:
@@ -52,7 +52,6 @@ def _cases(codec: Compressor, data: _Data) -> Iterator[Case]:
     bits = payload.body.nbytes / data.length
     passes = num_passes(codec)
     rival = RIVALS.get(codec.name)
-    is_exact_rival = rival is not None and not codec.options.get("shared")
 
     def torch_encode() -> object:
         assert rival is not None
@@ -71,13 +70,13 @@ def _cases(codec: Compressor, data: _Data) -> Iterator[Case]:
     yield Case(
         f"{codec.name} encode", "float32", 4 * passes + bits, "read",
         lambda: codec.encode(data.grad, data.ctx),
-        _RIVAL_NAME if is_exact_rival else "", torch_encode if is_exact_rival else None,
+        _RIVAL_NAME if rival else "", torch_encode if rival else None,
     )  # fmt: skip
     if codec.default_feedback == "error":
         # Without an old residual to read: gradient in, compensated out and in again, residual out.
         yield Case(
             f"{codec.name} encode with feedback", "float32", 8 * passes + bits, "update", encode_with_feedback,
-            _RIVAL_NAME if is_exact_rival else "", torch_encode_with_feedback if is_exact_rival else None,
+            _RIVAL_NAME if rival else "", torch_encode_with_feedback if rival else None,
         )  # fmt: skip
     touched = 4 + bits
     yield Case(

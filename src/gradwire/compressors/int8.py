@@ -1,208 +1,49 @@
 """8-bit integers with a scale a block: q = x / scale in [-127, 127], scale = largest magnitude / 127.
 
-Rounded stochastically (the default) it is unbiased and needs no feedback; rounded to nearest it is biased,
-and a contraction with delta = 1 / (1 + (B-1) / 254²). What is below 127 of the smallest float32 in a block is
-lost. With `shared` the scales are those of the largest magnitudes over all ranks, found in a preliminary
-round: then payloads carry none and their integers add up, in lanes wide enough for the world size.
+Rounded stochastically (the default) it is unbiased and needs no feedback; rounded to nearest it is biased, and a
+contraction with delta = 1 / (1 + (B-1) / 254²). What is below 127 of the smallest float32 in a block is lost. Payloads
+cannot be summed: `int8shared` is for that. Body: ceil(N/B) scales as float32, then N int8.
 
-Body: ceil(N/B) scales as float32, unless they were shared, then N int8.
-
-Source: 3LC (Lim, Andersen, Kaminsky 2019), section 5.1, "8-bit int" (255 values, -128 unused); block scales
-and stochastic rounding as in QSGD (Alistarh et al. 2017) with the maximum norm; shared scales as in SwitchML
-(Sapio et al. 2021), section 3. Differences: scales are real numbers, not powers of two.
+Source: 3LC (Lim, Andersen, Kaminsky 2019), section 5.1, "8-bit int" (255 values, -128 unused); block scales and
+stochastic rounding as in QSGD (Alistarh et al. 2017) with the maximum norm. Differences: scales are real numbers, not
+powers of two.
 """
-# Shapes: N = elements of the tensor or range, B = block, W = ranks
+# Shapes: N = elements of the tensor or range, B = block
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
-import numpy as np
-import torch
-
-from gradwire.compressors import options
-from gradwire.compressors.array import ArrayCompressor, expect, expect_bytes
-from gradwire.compressors.base import FeedbackName, Reduction, Stat, as_array
-from gradwire.compressors.registry import register
-from gradwire.core.context import Context
-from gradwire.core.errors import OptionError, PayloadError
-from gradwire.core.spec import TensorSpec
-from gradwire.kernels import active as kernels
-from gradwire.wire.fields import Reader
-from gradwire.wire.payload import Payload
+from gradwire.compressors.base import FeedbackName
+from gradwire.compressors.traced import compressor
+from gradwire.lang import concat, floor, random, round_even, types
 
 _LEVELS = 127
-# 127 times the largest scale must be a float32.
-_LARGEST_SCALE = np.nextafter(np.finfo(np.float32).max / np.float32(_LEVELS), np.float32(0))
 
 
-@register
-class Int8(ArrayCompressor):
+def _feedback(stochastic: bool, **_: Any) -> FeedbackName:
+    return "none" if stochastic else "error"
+
+
+def _contraction(size: int, block: int, stochastic: bool) -> float | None:
+    """The largest of a block is exact, others lose half a step."""
+    return None if stochastic else 1 / (1 + (block - 1) / (2 * _LEVELS) ** 2)
+
+
+@compressor(feedback=_feedback, unbiased=lambda stochastic, **_: stochastic, contraction=_contraction)
+def int8(g: Any, block: int = 1024, stochastic: bool = True) -> Any:
     """8-bit integers with a scale a block.
 
     Args:
-        block: elements that share a scale, from 8 to 2^20.
+        g: the gradient.
+        block: elements that share a scale.
         stochastic: round at random, without bias, rather than to nearest.
-        shared: one set of scales for all ranks, so that payloads can be added as integers.
     """
-
-    name: ClassVar[str] = "int8"
-
-    def __init__(self, block: int = 1024, stochastic: bool = True, shared: bool = False) -> None:
-        self.block = options.integer("block", block, 8, 1 << 20)
-        self.stochastic = options.flag("stochastic", stochastic)
-        self.shared = options.flag("shared", shared)
-        self.unbiased = self.stochastic
-        self.summable = self.needs_stats = self.shared
-        self.default_feedback: FeedbackName = "none" if self.stochastic else "error"
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """See `Compressor`."""
-        return {"block": self.block, "stochastic": self.stochastic, "shared": self.shared}
-
-    def contraction(self, spec: TensorSpec) -> float | None:
-        """With scales of its own, to nearest: the largest of a block is exact, others lose half a step."""
-        if self.stochastic or self.shared:
-            return None
-        return 1 / (1 + (self.block - 1) / (2 * _LEVELS) ** 2)
-
-    def max_encoded_bytes(self, spec: TensorSpec) -> int:
-        """Scales and elements."""
-        return 4 * self._num_blocks(spec.numel) + spec.numel
-
-    # -- preliminary round -----------------------------------------------------------------------------------
-
-    def stats(self, grad: torch.Tensor, ctx: Context, scale: float = 1.0) -> list[Stat]:
-        """The largest magnitude of each block, where scales are shared."""
-        if not self.shared:
-            return []
-        largest = self._block_maxima(as_array(grad)) * np.float32(scale)
-        largest[~np.isfinite(largest)] = np.inf
-        return [Stat(largest, "max")]
-
-    def stats_spec(self, spec: TensorSpec) -> list[tuple[int, Reduction]]:
-        """A value a block, where scales are shared."""
-        return [(self._num_blocks(spec.numel), "max")] if self.shared else []
-
-    # -- encode and decode -----------------------------------------------------------------------------------
-
-    def _encode(
-        self,
-        x: np.ndarray,
-        ctx: Context,
-        *,
-        scale: float = 1.0,
-        largest: float | None = None,
-        stats: Sequence[np.ndarray] = (),
-        residual: np.ndarray | None = None,
-    ) -> np.ndarray | None:
-        scales = self._scales(stats, x.size) if stats else _steps(self._block_maxima(x) * np.float32(scale))
-        if not np.isfinite(scales).all():
-            return None
-        num_scale_bytes = 0 if stats else scales.nbytes
-        body = np.empty(num_scale_bytes + x.size, np.uint8)
-        if not stats:
-            body[:num_scale_bytes].view("<f4")[:] = scales
-        # scale · x / scales is x / (scales / scale): the gradient itself is not touched.
-        units = scales if scale == 1.0 else scales / np.float32(scale)
-        q = body[num_scale_bytes:].view(np.int8)
-        kernels.quantise_int8(x, units, self.block, ctx.private_key, ctx.offset, q, self.stochastic, residual)
-        return body
-
-    def _decode(
-        self, body: np.ndarray, ctx: Context, stats: Sequence[np.ndarray], out: np.ndarray, accumulate: bool
-    ) -> None:
-        scales, q = self._parse(body, stats, out.size)
-        kernels.dequantise_int8(q, scales, self.block, out, accumulate)
-
-    def _decode_sum(
-        self,
-        bodies: Sequence[np.ndarray],
-        ctxs: Sequence[Context],
-        stats: Sequence[np.ndarray],
-        out: np.ndarray,
-    ) -> None:
-        parsed = [self._parse(body, stats, out.size) for body in bodies]
-        kernels.dequantise_int8_sum([q for _, q in parsed], [scales for scales, _ in parsed], self.block, out)
-
-    def _parse(self, body: np.ndarray, stats: Sequence[np.ndarray], size: int) -> tuple[np.ndarray, np.ndarray]:
-        num_own_scales = 0 if stats else self._num_blocks(size)
-        expect_bytes(body, 4 * num_own_scales + size, self.name)
-        reader = Reader(body)
-        scales = reader.array(np.float32, num_own_scales)
-        if stats:
-            scales = self._scales(stats, size)
-        else:
-            possible = (scales >= 0) & (scales <= _LARGEST_SCALE)  # not so for NaN
-            expect(possible.all(), f"scales from 0 to {_LARGEST_SCALE}", "others", self.name)
-        q = reader.array(np.int8, size)
-        expect(size == 0 or q.min() >= -_LEVELS, "integers of at least -127", -128, self.name)
-        return scales, q
-
-    # -- lanes -----------------------------------------------------------------------------------------------
-
-    def lane_dtype(self, world_size: int) -> np.dtype:
-        """int16 for up to 258 ranks, then int32."""
-        self._expect_summable()
-        for lane in (np.dtype(np.int16), np.dtype(np.int32)):
-            if _LEVELS * world_size <= np.iinfo(lane).max:
-                return lane
-        raise OptionError(f"Expected at most {2**31 // 128} ranks, got {world_size}. Do: sum in groups of ranks.")
-
-    def num_lanes(self, spec: TensorSpec) -> int:
-        """A lane an element."""
-        self._expect_summable()
-        return spec.numel
-
-    def lift(self, payload: Payload, ctx: Context, lanes: np.ndarray, accumulate: bool = False) -> np.ndarray:
-        """Write or add the integers of a payload that was encoded with shared scales."""
-        self._expect_summable()
-        if payload.nonfinite:
-            raise PayloadError("Expected integers to add, got a payload that is marked as non-finite.")
-        body = self._expect_bytes(payload, lanes.size)
-        q = body.view(np.int8)
-        expect(q.size == 0 or q.min() >= -_LEVELS, "integers of at least -127", -128, self.name)
-        if accumulate:
-            kernels.add_lanes(q, lanes)
-        else:
-            lanes[:] = q
-        return lanes
-
-    def lower(
-        self, lanes: np.ndarray, count: int, ctx: Context, stats: Sequence[np.ndarray], out: torch.Tensor
-    ) -> torch.Tensor:
-        """Multiply the sums by the shared scales."""
-        self._expect_summable()
-        kernels.lower_lanes(lanes, self._scales(stats, lanes.size), self.block, 1.0, as_array(out))
-        return out
-
-    # -- helpers ---------------------------------------------------------------------------------------------
-
-    def _num_blocks(self, size: int) -> int:
-        return -(-size // self.block)
-
-    def _block_maxima(self, x: np.ndarray) -> np.ndarray:
-        largest = np.empty(self._num_blocks(x.size), np.float32)
-        kernels.block_abs_max(x, self.block, largest)
-        return largest
-
-    def _scales(self, stats: Sequence[np.ndarray], size: int) -> np.ndarray:
-        """The steps of shared scales; infinite where a rank had a non-finite gradient."""
-        self._expect_summable()
-        if len(stats) != 1 or stats[0].shape != (self._num_blocks(size),):
-            raise ValueError(
-                f"Expected one entry of stats with {self._num_blocks(size)} values, got shapes "
-                f"{[entry.shape for entry in stats]}. Do: pass what `stats` gave, reduced over ranks."
-            )
-        return _steps(stats[0])
-
-    def _expect_summable(self) -> None:
-        if not self.shared:
-            raise NotImplementedError(f"{self!r} is not summable: it has scales of its own. Do: shared=True.")
+    scale = abs(g).blocks(block).reduce(max) / _LEVELS
+    q = floor(g / scale + random()) if stochastic else round_even(g / scale)
+    return concat(scale=scale, q=q.map(dtype=types.int8))
 
 
-def _steps(largest: np.ndarray) -> np.ndarray:
-    steps = largest / np.float32(_LEVELS)
-    return np.where(np.isfinite(steps), np.minimum(steps, _LARGEST_SCALE), steps)
+@int8.decode
+def _(p: Any) -> Any:
+    return p.q * p.scale

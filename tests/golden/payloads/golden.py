@@ -21,7 +21,8 @@ from gradwire.core.spec import TensorSpec
 
 FOLDER = Path(__file__).parent
 OPTION_SETS: dict[str, list[dict]] = {
-    "int8": [{}, {"block": 16, "stochastic": False}, {"block": 16, "shared": True}],
+    "int8": [{}, {"block": 16, "stochastic": False}],
+    "int8shared": [{"block": 16}],
     "topk": [{}, {"ratio": 0.1}],
     "threelc": [{}, {"sparsity": 1.75}, {"zero_run": False}],
 }

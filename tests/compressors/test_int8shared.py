@@ -1,0 +1,60 @@
+"""Scales that all ranks share, and the choice of lanes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import gradwire.compressors as compressors
+from gradwire.core.errors import OptionError, PayloadError
+from gradwire.core.spec import TensorSpec
+from tests.compressors.harness import body, sent
+from tests.contracts.compressor_cases import context, normal, reduced, with_body
+
+
+def test_shared_scales_travel_in_no_payload_but_where_there_were_none() -> None:
+    codec, grad = compressors.make("int8shared", block=64), normal(200)
+    stats = reduced(codec, [grad])
+    bare, whole = codec.encode(grad, context(grad), stats), codec.encode(grad, context(grad))
+    assert bare.body.nbytes == 200 and whole.body.nbytes == 200 + 4 * 4
+    assert torch.equal(codec.decode(bare, context(grad), stats=stats), codec.decode(whole, context(grad)))
+    with pytest.raises(PayloadError, match="Expected 216 bytes, got 200"):
+        codec.decode(bare, context(grad))
+    with pytest.raises(ValueError, match="pass what `stats` gave, reduced over ranks"):
+        codec.decode(bare, context(grad), stats=[np.ones(3, np.float32)])
+
+
+def test_lanes_are_the_narrowest_that_hold_the_sum() -> None:
+    codec = compressors.make("int8shared")
+    assert codec.lane_dtype(258) == np.int16
+    assert codec.lane_dtype(259) == np.int32
+    with pytest.raises(OptionError, match="sum in groups of ranks"):
+        codec.lane_dtype(2**25)
+
+
+@pytest.mark.parametrize(("stochastic", "feedback"), [(True, "none"), (False, "error")])
+def test_no_contraction_is_declared(stochastic: bool, feedback: str) -> None:
+    codec = compressors.make("int8shared", stochastic=stochastic)
+    assert codec.summable and codec.needs_stats
+    assert (codec.unbiased, codec.default_feedback) == (stochastic, feedback)
+    assert codec.contraction(TensorSpec((100,))) is None
+
+
+def test_without_a_preliminary_round_the_payload_is_that_of_int8_to_the_last_place() -> None:
+    grad, options = normal(1000), {"block": 64, "stochastic": False}
+    by_hand, traced = (body(compressors.make(name, **options), grad) for name in ("int8shared", "int8"))
+    assert np.array_equal(by_hand[:64], traced[:64])
+    assert np.abs(by_hand[64:].view(np.int8).astype(int) - traced[64:].view(np.int8)).max() <= 1
+
+
+def test_the_largest_float_survives() -> None:
+    largest = torch.finfo(torch.float32).max
+    assert np.isfinite(sent(compressors.make("int8shared"), torch.tensor([largest, -largest, -1e38]))).all()
+
+
+def test_minus_128_is_refused() -> None:
+    codec, grad = compressors.make("int8shared"), normal(4)
+    payload = codec.encode(grad, context(grad))
+    with pytest.raises(PayloadError, match="integers of at least -127"):
+        codec.decode(with_body(payload, bytes(payload.body[:4]) + b"\x80" + bytes(3)), context(grad))
