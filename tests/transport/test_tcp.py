@@ -3,7 +3,9 @@ from __future__ import annotations
 import gc
 import os
 import queue
+import socket
 import threading
+import time
 from dataclasses import replace
 from datetime import timedelta
 
@@ -118,6 +120,45 @@ def test_close_sends_what_is_queued(group):
     error = recorders[1].failure()
     assert isinstance(error, PeerLostError)
     assert "closed in good order" in str(error)
+
+
+class LateSocket:
+    """A socket whose `sendmsg` returns once the peer has long answered what it sent."""
+
+    def __init__(self, sock: socket.socket, answered: threading.Event) -> None:
+        self.sock = sock
+        self.answered = answered
+
+    def sendmsg(self, views) -> int:
+        count = self.sock.sendmsg(views)
+        assert self.answered.wait(PATIENCE.total_seconds())
+        time.sleep(0.2)
+        return count
+
+    def __getattr__(self, name: str):
+        return getattr(self.sock, name)
+
+
+def test_a_goodbye_before_send_has_returned_takes_nothing_away(group):
+    """The peer may have all it waited for, and be gone, while the sending thread is still in the system call."""
+    first, second = group(2)
+    recorder, other = start(first), start(second)
+    answered = threading.Event()
+    link = first._links[1]
+    link.socket = LateSocket(link.socket, answered)
+
+    def part() -> None:
+        other.frame()
+        second.close()
+        answered.set()
+
+    peer = threading.Thread(target=part)
+    peer.start()
+    first.send(1, header(first), body(100))
+    peer.join()
+    until(lambda: first.departed(1))
+    first.close()
+    assert recorder.failures.empty()
 
 
 def test_abort_tells_the_reason_and_whom_to_blame(group):

@@ -107,13 +107,24 @@ class Link:
             if count == 0:
                 self._ended("the end of its connection")
                 return
-            yield from self._parse(count, now)
-            if count < len(room) or not self.open:
+            yield from self.conversation.advance(count, now)
+            if count < len(room) or self.conversation.departed:
                 return
 
     def leftover(self, now: float) -> Iterator[tuple[Header, np.ndarray]]:
         """Yield the data frames that came before anybody took them."""
-        yield from self._parse(0, now)
+        yield from self.conversation.advance(0, now)
+
+    def depart(self) -> None:
+        """Close after the peer's BYE. Not while another thread is in `flush`: the owner sees to that.
+
+        Raises:
+            PeerLostError: there were frames that the peer has not waited for.
+        """
+        unsent = self.pending_frames
+        self.shut()
+        if unsent:
+            raise self.conversation.gone()
 
     def discard(self) -> bool:
         """Read and drop what has come; False at the end of the connection."""
@@ -149,14 +160,6 @@ class Link:
         self.open = False
         self.mute()
         self.socket.close()
-
-    def _parse(self, count: int, now: float) -> Iterator[tuple[Header, np.ndarray]]:
-        yield from self.conversation.advance(count, now)
-        if self.conversation.departed:
-            unsent = self.pending_frames
-            self.shut()
-            if unsent:
-                raise self.conversation.gone()
 
     def _fill(self) -> None:
         while self._queue and len(self._outgoing) < BUFFERS_PER_CALL:

@@ -267,6 +267,10 @@ class TcpTransport(Transport):
             self._callbacks.deliver(link.peer, header, body)
             if self._last_word is not None:  # a callback has closed the transport
                 return
+        if link.open and link.conversation.departed:
+            # Under the lock: `send` may be between the kernel's taking a frame and its own note that it is sent.
+            with self._lock:
+                link.depart()
 
     def _serve(self, link: Link, looked_at: float) -> None:
         """Run the timers of one peer and send what is queued for it."""
