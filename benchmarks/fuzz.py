@@ -167,9 +167,10 @@ class DecoderTarget(Target):
         for dtype in (torch.float32, torch.bfloat16)
     )
 
-    def __init__(self, compressor: str) -> None:
-        self.name = f"decode:{compressor}"
+    def __init__(self, compressor: str, shared: bool = False) -> None:
+        self.name = f"decode:{compressor}" + " with shared values" * shared
         self.compressor = registry.make(compressor)
+        self.shared = shared
 
     def corpus(self) -> list[Seed]:
         generator = torch.Generator().manual_seed(0)
@@ -178,7 +179,7 @@ class DecoderTarget(Target):
             dense = torch.randn(spec.shape, generator=generator)
             sparse = dense * (torch.rand(spec.shape, generator=generator) < 0.05)
             for values in (dense, sparse, torch.zeros(spec.shape)):
-                payload = self.compressor.encode(values.to(spec.dtype), self.context(spec))
+                payload = self.compressor.encode(values.to(spec.dtype), self.context(spec), stats=self.stats(spec))
                 found.append(Seed(payload.body.tobytes(), spec))
         return found
 
@@ -186,7 +187,7 @@ class DecoderTarget(Target):
         spec = seed.spec if seed.spec is not None and rng.random() < 0.9 else rng.choice(self.SPECS)
         payload = Payload(np.frombuffer(data, dtype=np.uint8), nonfinite=rng.random() < 0.02)
         try:
-            found = self.compressor.decode(payload, self.context(spec))
+            found = self.compressor.decode(payload, self.context(spec), stats=self.stats(spec))
         except PayloadError:
             return False
         if tuple(found.shape) != spec.shape or found.dtype != spec.dtype:
@@ -196,15 +197,21 @@ class DecoderTarget(Target):
 
     def check_other_ways(self, payload: Payload, spec: TensorSpec, found: torch.Tensor, rng: random.Random) -> None:
         """What one way of decoding takes, the others take, too."""
-        ctx = self.context(spec)
+        ctx, stats = self.context(spec), self.stats(spec)
         out = torch.full(spec.shape, 7, dtype=spec.dtype)
-        self.compressor.decode(payload, ctx, out=out)
+        self.compressor.decode(payload, ctx, out=out, stats=stats)
         if as_array(out).tobytes() != as_array(found).tobytes():
             raise BrokenPromiseError("decode with out= gives another result")
-        self.compressor.decode(payload, ctx, out=torch.zeros(spec.shape), accumulate=True)
-        if self.compressor.summable:
+        self.compressor.decode(payload, ctx, out=torch.zeros(spec.shape), accumulate=True, stats=stats)
+        if self.compressor.summable and self.shared:
             lanes = np.zeros(self.compressor.num_lanes(spec), self.compressor.lane_dtype(2))
             self.compressor.lift(payload, ctx, lanes)
+
+    def stats(self, spec: TensorSpec) -> list[np.ndarray]:
+        """What a preliminary round gave, where there was one."""
+        if not self.shared:
+            return []
+        return [np.ones(count, np.float32) for count, _ in self.compressor.stats_spec(spec)]
 
     def context(self, spec: TensorSpec) -> Context:
         return Context(name="layer", step=3, rank=1, world_size=2, seed=5, spec=spec)
@@ -296,7 +303,10 @@ def put_right(data: bytearray) -> None:
 def targets() -> dict[str, Target]:
     """All targets by name: the readers of the wire, and the decoder of every registered compressor."""
     made: list[Target] = [FrameTarget(), StreamTarget(), HandshakeTarget()]
-    made += [DecoderTarget(name) for name in registry.names()]
+    for name in registry.names():
+        made.append(DecoderTarget(name))
+        if registry.make(name).needs_stats:
+            made.append(DecoderTarget(name, shared=True))
     return {target.name: target for target in made}
 
 

@@ -27,35 +27,32 @@ def _no_gpu() -> str | None:
 NEEDS: dict[str, Callable[[], str | None]] = {"root": functools.cache(_no_lab), "gpu": functools.cache(_no_gpu)}
 """Why tests with a marker cannot run on this machine, or None if they can."""
 
-_marked = pytest.StashKey[dict[str, set[str]]]()
 
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips what cannot run. A machine is asked only for what a collected test needs."""
-    marked = config.stash.setdefault(_marked, {name: set() for name in NEEDS})
     for item in items:
         for name, why_not in NEEDS.items():
-            if item.get_closest_marker(name):
-                marked[name].add(item.nodeid)
-                if reason := why_not():
-                    item.add_marker(pytest.mark.skip(reason=f"{name}: {reason}"))
+            if item.get_closest_marker(name) and (reason := why_not()):
+                item.add_marker(pytest.mark.skip(reason=f"{name}: {reason}"))
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """One line a marker: how many of its tests ran, how many could not, and why."""
-    marked = config.stash.get(_marked, {})
     reports = [report for kind in terminalreporter.stats.values() for report in kind]
     reports = [report for report in reports if isinstance(report, pytest.TestReport)]
-    if any(marked.values()):
+    lines = []
+    for name in NEEDS:
+        # By the keywords of reports, which come from other processes too where tests run in several.
+        marked = [report for report in reports if name in report.keywords]
+        ran = {report.nodeid for report in marked if report.when == "call" and not report.skipped}
+        skipped = {report.nodeid: _reason(report) for report in marked if report.skipped}
+        if marked:
+            line = f"{name}: {len(ran)} ran, {len(skipped)} could not"
+            lines.append("; because ".join([line, *sorted(set(skipped.values()))]))
+    if lines:
         terminalreporter.section("tests that need something of the machine")
-    for name, nodeids in marked.items():
-        if not nodeids:
-            continue
-        ran = {report.nodeid for report in reports if report.when == "call" and not report.skipped} & nodeids
-        skipped = {report.nodeid: _reason(report) for report in reports if report.skipped}
-        reasons = sorted({reason for nodeid, reason in skipped.items() if nodeid in nodeids})
-        line = f"{name}: {len(ran)} ran, {len(nodeids & set(skipped))} could not"
-        terminalreporter.write_line("; because ".join([line, *reasons]))
+    for line in lines:
+        terminalreporter.write_line(line)
 
 
 def _reason(report: pytest.TestReport) -> str:
