@@ -23,7 +23,11 @@ CLI = [sys.executable, "-m", "gradwire.cli", "lab", "--hosts", "2", "--rate", "1
 
 def start(command: list[str]) -> tuple[subprocess.Popen[str], Watch]:
     """A lab in a process of its own, and a watch on everything that it has started."""
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    # Where the tests run in the background, shells have them ignore interrupts, and so would the lab.
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
     assert process.stdout is not None
     daemons = [int(process.stdout.readline().split()[-1]) for _ in range(2)]
     # The keeper and two shells are children of the lab; the daemons are not.
