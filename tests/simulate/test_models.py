@@ -42,5 +42,5 @@ def test_work_is_that_of_the_published_architectures():
 
 
 def test_an_unknown_model_lists_the_known():
-    with pytest.raises(UnknownNameError, match="Did you mean 'vgg19'.*bert-base"):
+    with pytest.raises(UnknownNameError, match=r"Did you mean 'vgg19'.*bert-base"):
         models.get("vgg16")
