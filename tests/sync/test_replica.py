@@ -67,7 +67,7 @@ def test_equal_replicas_pass_again_and_again() -> None:
 
     with ranks(3, Plan("none")) as group:
         assert group.outcomes(run) == [None, None, None]
-        assert [sum(transport.sent_bytes) for transport in group.network.transports] == [5 * 2 * 76] * 3
+        assert [sum(transport.sent_bytes) for transport in group.network.transports] == [5 * 2 * 80] * 3
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,8 @@ class Compressor(ABC):
         needs_stats: whether `stats` gives anything.
         canonical: whether two different payloads of a spec never decode to the same bits: the decoder takes
             no bytes but those that the encoder writes for what they mean.
+        votes: whether ranks must count alike where their payloads are merged: who merges them encodes its own gradient,
+            too, in place of adding it as it is.
         default_feedback: the residual policy that the algorithm needs: ``"none"`` or ``"error"``.
     """
 
@@ -63,6 +65,7 @@ class Compressor(ABC):
     canonical: bool = False
     summable: bool = False
     needs_stats: bool = False
+    votes: bool = False
     default_feedback: FeedbackName = "error"
 
     # -- algebra ---------------------------------------------------------------------------------------------

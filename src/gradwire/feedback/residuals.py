@@ -138,6 +138,19 @@ class Residuals:
                     if values is not None:
                         self._add(ResidualKey(name, orphan), values)
 
+    def holds(self, name: str) -> bool:
+        """Whether the state of a parameter is not all zeros. Forgets what is, so that asking again costs nothing."""
+        with self._lock:
+            for role in ROLES:
+                pieces = self._pieces.get((name, role), {})
+                if any(piece.staged is not None for piece in pieces.values()):
+                    return True
+                for where in [where for where, piece in pieces.items() if not _any(piece.committed)]:
+                    del pieces[where]
+                if pieces:
+                    return True
+            return False
+
     def drop(self, name: str) -> None:
         """Forget a parameter, whose residuals are then lost: for parameters that have left the model."""
         with self._lock:
@@ -390,6 +403,10 @@ def _offset(name: str, found: object) -> int:
     if not str(found).isdecimal():
         raise ValueError(f"Expected an element offset as key of a residual of {name}, got {found!r}. {_LOAD}")
     return int(str(found))
+
+
+def _any(values: np.ndarray | None) -> bool:
+    return values is not None and bool(values.any())
 
 
 def _size(name: str, values: object) -> int:

@@ -73,15 +73,22 @@ class LossyCodec:
 
     # -- merging ---------------------------------------------------------------------------------------------
 
+    def encodes_own(self, stage: int) -> bool:
+        """Whether a merge of this stage encodes the rank's own gradient, too, before it adds it."""
+        return self.compressor.votes and stage == 1
+
     def merge(self, part: Part, messages: Sequence[Message], stage: int) -> Message:
         """Add what arrived to this rank's gradient and encode the sum, which is an aggregate."""
         self.item.wait_loaded()
+        if self.encodes_own(stage):
+            messages = [self.start(part), *messages]
+        adds_own = self.item.used and not self.encodes_own(stage)
         used = [message for message in messages if message.used]
-        if not used and not self.item.used:
+        if not used and not adds_own:
             return self._message(FrameKind.PAYLOAD, None)
         total = torch.empty(part.count, dtype=torch.float32)
         self._decode_sum(part, used, total, stage - 1)
-        if self.item.used:
+        if adds_own:
             mine, sums = as_array(self.item.values[part.slice]), total.numpy()
             kernels.compensate(mine, 1 / self.world_size, sums, sums)
         return self._message(FrameKind.PAYLOAD, self._encode(part, total, "aggregate", stage, 1.0))
@@ -124,14 +131,17 @@ class LossyCodec:
 
     # -- the preliminary round -------------------------------------------------------------------------------
 
-    def stats(self, part: Part) -> Message:
-        """Compensate, and return what must be reduced over ranks before `part` can be encoded."""
+    def stats(self, part: Part, encoded: bool = True) -> Message:
+        """What must be reduced over ranks before `part` can be encoded; compensates where this rank encodes it, too."""
         self.item.wait_loaded()
         if not self.item.used:
             return self._message(FrameKind.STATS, None)
         grad, context, key = self.item.values[part.slice], self._context(part, 0), self._key(part, "local")
         scale = 1 / self.world_size
-        entries = self._policy.stats(self.compressor, grad, context, self._residuals, key, scale=scale)
+        if encoded:
+            entries = self._policy.stats(self.compressor, grad, context, self._residuals, key, scale=scale)
+        else:
+            entries = self.compressor.stats(grad, context, scale)
         flat = np.concatenate([entry.values.astype(np.float32, copy=False).reshape(-1) for entry in entries])
         return self._message(FrameKind.STATS, Payload(flat.view(np.uint8)))
 
@@ -187,6 +197,9 @@ class LaneCodec(LossyCodec):
 
     def kind(self, stage: int) -> FrameKind:
         return FrameKind.PAYLOAD if stage == 0 else FrameKind.AGGREGATE
+
+    def encodes_own(self, stage: int) -> bool:
+        return True
 
     def merge(self, part: Part, messages: Sequence[Message], stage: int) -> Message:
         mine = self.start(part)

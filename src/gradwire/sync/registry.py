@@ -7,13 +7,14 @@ allocated. Shapes, element types and sizes come from here, never from a packet.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from gradwire.compressors.registry import code, make
 from gradwire.core.errors import FrameError
 from gradwire.core.spec import ELEMENT_TYPES, TensorSpec
+from gradwire.sync.exchange import EXCHANGE_TENSOR, MAX_NUMBERS
 from gradwire.sync.plan import Plan, PlanEntry
-from gradwire.sync.replica import REPLICA_TENSOR
 from gradwire.wire.frame import HEADER_BYTES, FrameKind, Header, describe
 
 BATCH_FLAG = 1 << 31  # set in the tensor id of a batch; the rest is the id of its first tensor
@@ -63,7 +64,21 @@ class TensorRegistry:
         for name in names:
             self.names.remove(name)
             del self.ids[name], self.specs[name], self.entries[name]
-        self._batched_elements = sum(self.specs[name].numel for name in self.names if self.entries[name].batched)
+        self._batched_elements = self._count_batched()
+
+    def replan(self, plan: Plan) -> None:
+        """Take the entries of all tensors from another plan.
+
+        A tensor that travelled alone is not batched later: its residual is to be given out, which batches have none of.
+        """
+        self._plan = plan
+        for name, spec in self.specs.items():
+            entry = plan.entry(name, spec)
+            self.entries[name] = replace(entry, batched=entry.batched and self.entries[name].batched)
+        self._batched_elements = self._count_batched()
+
+    def _count_batched(self) -> int:
+        return sum(self.specs[name].numel for name in self.names if self.entries[name].batched)
 
     def early_bytes_limit(self) -> int:
         """Most bytes a peer can rightly be ahead by: it can finish this step and send all of the next one."""
@@ -78,9 +93,9 @@ class TensorRegistry:
         Raises:
             FrameError: an unknown tensor, another compressor or element type, a range or a length out of bounds.
         """
-        if header.tensor == REPLICA_TENSOR:
-            if header.kind is not FrameKind.STATS or header.length != 4:
-                raise FrameError(f"Expected a hash of 4 bytes, got {header.length} (in {describe(header)}).")
+        if header.tensor == EXCHANGE_TENSOR:
+            if header.kind is not FrameKind.STATS or header.length != 8 * header.count or header.count > MAX_NUMBERS:
+                raise FrameError(f"Expected numbers of 8 bytes, got {header.length} bytes (in {describe(header)}).")
             return
         entry, spec = self._expected(header)
         if header.compressor != code(entry.compressor.name) or header.dtype != ELEMENT_TYPES[spec.dtype]:

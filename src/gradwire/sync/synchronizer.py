@@ -14,12 +14,13 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -29,13 +30,13 @@ from gradwire.core.spec import TensorSpec
 from gradwire.feedback.residuals import Residuals
 from gradwire.observe.metrics import Metrics, Report
 from gradwire.observe.recorder import write_dump
-from gradwire.sync import replica
+from gradwire.sync import exchange, replica
 from gradwire.sync.agreement import agree
 from gradwire.sync.engine import Engine
 from gradwire.sync.graph import TaskGraph
 from gradwire.sync.group import GroupInfo
 from gradwire.sync.item import Item
-from gradwire.sync.plan import Plan
+from gradwire.sync.plan import Plan, PlanEntry
 from gradwire.sync.registry import BATCH_FLAG, TensorRegistry, batch_entry
 from gradwire.sync.staging import Staging
 from gradwire.sync.strategies import STRATEGIES, Builder, Surroundings
@@ -156,6 +157,29 @@ class Synchronizer:
                 self._tensors.forget(new)
                 raise
 
+    def replan(self, plan: Plan) -> None:
+        """Go on with another plan from the next submission on. Between steps; all ranks call it alike.
+
+        What residuals hold is kept: an encoder takes over that of its range under whatever plan it was left. Tensors
+        that are exact from now on, and so need no residual, give it out with their next step.
+
+        Raises:
+            SyncError: the synchroniser has failed, or a step is still open.
+            DisagreementError: ranks have different plans; on every rank.
+        """
+        self.wait()
+        if self.residuals.is_open:
+            raise SyncError("Expected a step that is decided, got an open one. Do: call commit() or rollback() first.")
+        # All that this rank waited for is here, so nothing more comes under the old plan; and nobody sends under the
+        # new one before all have agreed.
+        self._tensors.replan(plan)
+        self.plan = plan
+        self._warm_up(self._tensors.specs)
+        if self._engine is not None:
+            self._engine.early_bytes_limit = self._tensors.early_bytes_limit()
+        self._agree({"tensors": self._tensors.describe(self._tensors.specs)})
+        self.events.emit(Event("replan", time.monotonic(), detail={"step": self.step}))
+
     def _warm_up(self, specs: Mapping[str, TensorSpec]) -> None:
         if self.world_size > 1:
             warm_up((self.plan.entry(name, spec), spec.dtype) for name, spec in specs.items())
@@ -255,13 +279,20 @@ class Synchronizer:
             shard.name,
             self._tensors.ids[shard.name],
             staging.whole(index),
-            self._tensors.entries[shard.name],
+            self._entry(shard.name),
             next(self._rounds),
             self.step,
             shard.offset,
             shard.used,
             wait_loaded=staging.wait_loaded,
         )
+
+    def _entry(self, name: str) -> PlanEntry:
+        """The tensor's entry, with feedback where another plan has left a residual to give out."""
+        entry = self._tensors.entries[name]
+        if entry.feedback == "none" and self.residuals.holds(name):
+            return replace(entry, feedback="error")
+        return entry
 
     def _send_held(self) -> None:
         """Send the small dense tensors held so far, in one message an element type."""
@@ -334,10 +365,23 @@ class Synchronizer:
         """
         if self._engine is None:
             return
-        graph = TaskGraph("parameters", next(self._rounds), priority=0, on_done=lambda: None)
-        detail = {"method": "replica check", "elements": 0}
-        self.events.emit(Event("submit", time.monotonic(), tensor=graph.name, round=graph.round, detail=detail))
-        replica.build(graph, replica.fingerprint(tensors), self._around.transport, self.events)
+        self._exchange("parameters", np.array([replica.fingerprint(tensors)], float), replica.compare, "hash")
+
+    def exchange(self, numbers: np.ndarray) -> torch.futures.Future[np.ndarray]:
+        """Bring float64[K] of every rank to all: a future of float64[W, K]. Returns at once; all ranks call it."""
+        future: torch.futures.Future[np.ndarray] = torch.futures.Future()
+        if self._engine is None:
+            future.set_result(numbers[None])
+        else:
+            self._exchange("numbers", numbers, future.set_result, "numbers")
+        return future
+
+    def _exchange(self, name: str, mine: np.ndarray, use: Callable[[np.ndarray], None], what: str) -> None:
+        assert self._engine is not None
+        graph = TaskGraph(name, next(self._rounds), priority=0, on_done=lambda: None)
+        detail = {"method": "exchange", "elements": 0}
+        self.events.emit(Event("submit", time.monotonic(), tensor=name, round=graph.round, detail=detail))
+        exchange.build(graph, mine, self._around.transport, self.events, use, what)
         self._engine.run(graph)
 
     def report(self) -> Report:

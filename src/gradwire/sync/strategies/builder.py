@@ -61,7 +61,7 @@ class Builder:
 
     def start(self, part: Part, phase: str) -> Task:
         """Encode this rank's own gradient of `part`: stage 0 of every path."""
-        return self.graph.add("encode", phase, lambda: self._codec.start(part), self._preliminary(part))
+        return self.graph.add("encode", phase, lambda: self._codec.start(part), self._preliminary(part, True))
 
     def merge(self, part: Part, messages: Sequence[Task], stage: int, phase: str) -> Task:
         """Decode what arrived, add this rank's own gradient, and encode the sum again."""
@@ -69,7 +69,9 @@ class Builder:
         def run() -> Message:
             return self._codec.merge(part, [_message(task) for task in messages], stage)
 
-        return self.graph.add("merge", phase, run, [*messages, *self._preliminary(part)])
+        return self.graph.add(
+            "merge", phase, run, [*messages, *self._preliminary(part, self._codec.encodes_own(stage))]
+        )
 
     def decode(self, part: Part, message: Task, stage: int, phase: str, after: Sequence[Task] = ()) -> Task:
         """Write the mean of `part` over the gradient, once `after` has no more use for that."""
@@ -96,11 +98,15 @@ class Builder:
 
     # -- the preliminary round -------------------------------------------------------------------------------
 
-    def _preliminary(self, part: Part) -> list[Task]:
-        """For compressors that need them: the task after which the reduced statistics of `part` are there."""
+    def _preliminary(self, part: Part, encoded: bool) -> list[Task]:
+        """For compressors that need them: the task after which the reduced statistics of `part` are there.
+
+        Args:
+            encoded: whether this rank encodes its gradient of the part, or only adds it.
+        """
         if not self.item.entry.compressor.needs_stats:
             return []
-        mine = self.graph.add("encode", "encode stats", lambda: self._codec.stats(part))
+        mine = self.graph.add("encode", "encode stats", lambda: self._codec.stats(part, encoded))
         messages = {self.rank: mine}
         for peer in self.peers:
             self.send(mine, peer, part, 0, "send stats")

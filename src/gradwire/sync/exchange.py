@@ -1,0 +1,73 @@
+"""The exchange: every rank's few numbers, brought to all ranks beside the gradients' own frames.
+
+What ranks must decide alike while training (are the replicas equal, is another plan better) they decide each for
+itself, from the same numbers, in rank order: so no rank leads, and none can decide otherwise than the others.
+"""
+
+# Shapes: W = ranks, K = numbers of a rank.
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from gradwire.core.errors import SyncError
+from gradwire.core.events import Event, EventStream
+from gradwire.sync.graph import FrameKey, Task, TaskGraph
+from gradwire.transport.base import Transport
+from gradwire.wire.frame import HEADER_BYTES, FrameKind, Header
+
+EXCHANGE_TENSOR = 0xFFFF_FFFF  # the tensor id of these frames
+MAX_NUMBERS = 64
+
+
+def build(
+    graph: TaskGraph,
+    mine: np.ndarray,
+    transport: Transport,
+    events: EventStream,
+    use: Callable[[np.ndarray], None],
+    what: str,
+) -> None:
+    """Add the exchange of one vector to `graph`.
+
+    Args:
+        graph: its last task calls `use`.
+        mine: float64[K], K at most `MAX_NUMBERS`, the same on all ranks.
+        transport: carries the frames.
+        events: where the sends are noted.
+        use: called with float64[W, K], by rank; what it raises ends the job.
+        what: names the tasks, for example ``"hash"``.
+    """
+    rank, world_size = transport.rank, transport.world_size
+    body = np.ascontiguousarray(mine, dtype="<f8").view(np.uint8)
+    header = Header(
+        FrameKind.STATS, sender=rank, epoch=transport.epoch, round=graph.round, tensor=EXCHANGE_TENSOR, count=mine.size
+    )
+    arrivals: dict[int, Task] = {}
+
+    def send(peer: int) -> None:
+        transport.send(peer, header, body)
+        nbytes = HEADER_BYTES + body.nbytes
+        events.emit(Event("send", time.monotonic(), tensor=graph.name, round=graph.round, nbytes=nbytes, peer=peer))
+
+    for step in range(1, world_size):
+        peer = (rank + step) % world_size
+        graph.add("send", f"send {what}", partial(send, peer), peer=peer)
+        key = FrameKey(peer, FrameKind.STATS, graph.round, EXCHANGE_TENSOR, 0, 0)
+        arrivals[peer] = graph.recv(f"recv {what}", key)
+
+    def gather() -> None:
+        rows = np.empty((world_size, mine.size))
+        rows[rank] = mine
+        for peer, task in arrivals.items():
+            theirs = task.value.body.view("<f8")
+            if theirs.size != mine.size:
+                raise SyncError(f"Expected {mine.size} numbers from rank {peer}, got {theirs.size}.", rank=peer)
+            rows[peer] = theirs
+        use(rows)
+
+    graph.add("merge", f"compare {what}", gather, list(arrivals.values()))

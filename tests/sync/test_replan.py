@@ -1,0 +1,128 @@
+"""Another plan while training: replicas stay identical, and nothing that residuals hold is lost."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gradwire.core.errors import DisagreementError, SyncError
+from gradwire.core.spec import TensorSpec
+from gradwire.sync.plan import Plan
+from gradwire.sync.synchronizer import Shard, Synchronizer
+from tests.sync.harness import ranks
+
+NUMEL = 9000
+
+
+def gradient(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(NUMEL, generator=torch.Generator().manual_seed(1000 * rank + step))
+
+
+def plan(method: str, strategy: str, partitions: int = 1) -> Plan:
+    return Plan({"w": method}, strategy=strategy, partitions=partitions)
+
+
+def take_step(one: Synchronizer, step: int) -> torch.Tensor:
+    one.begin_step()
+    grad = gradient(one.rank, step)
+    one.submit([Shard("w", grad)])
+    one.wait()
+    one.commit()
+    return grad
+
+
+PLANS = [
+    plan("onebit", "scatter_reduce"),
+    plan("none", "ring"),
+    plan("threelc", "ring"),
+    plan("signsgd", "scatter_reduce", 3),
+    plan("int8", "allgather"),
+    plan("topk", "allgather"),
+    plan("none", "scatter_reduce"),
+]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_nothing_is_lost_from_plan_to_plan(world_size: int) -> None:
+    def run(one: Synchronizer) -> tuple[torch.Tensor, torch.Tensor]:
+        one.register({"w": TensorSpec((NUMEL,))})
+        applied, hashes = torch.zeros(NUMEL, dtype=torch.float64), []
+        for number, next_plan in enumerate(PLANS):
+            one.replan(next_plan)
+            for step in range(4):
+                mean = take_step(one, 4 * number + step)
+                applied += mean.double()
+                hashes.append(mean)
+        return applied, torch.stack(hashes)
+
+    with ranks(world_size, plan("onebit", "ring")) as group:
+        found = group.each(run)
+        held = [one.residuals.holds("w") for one in group.synchronizers]
+    for _, means in found[1:]:
+        assert torch.equal(means, found[0][1])
+    produced = sum(
+        gradient(rank, step).double() / world_size for rank in range(world_size) for step in range(4 * len(PLANS))
+    )
+    # The last plan is dense: it has given out all that the others kept back.
+    assert held == [False] * world_size
+    assert torch.allclose(found[0][0], produced, rtol=0, atol=1e-4 * produced.abs().max().item())
+
+
+def test_a_dense_step_gives_out_what_was_kept_back_and_the_next_needs_no_residual() -> None:
+    def run(one: Synchronizer) -> list[bool]:
+        take_step(one, 0)
+        found = [one.residuals.holds("w")]
+        one.replan(plan("none", "ring"))
+        for step in (1, 2):
+            take_step(one, step)
+            found.append(one.residuals.holds("w"))
+        return [*found, one.residuals.nbytes > 0]
+
+    with ranks(2, plan("topk", "scatter_reduce")) as group:
+        assert group.each(run) == [[True, False, False, False]] * 2
+
+
+def test_ranks_that_go_on_with_different_plans_all_learn_of_it() -> None:
+    def run(one: Synchronizer) -> None:
+        take_step(one, 0)
+        one.replan(plan("onebit" if one.rank else "topk", "ring"))
+
+    with ranks(2, plan("none", "ring")) as group:
+        found = group.outcomes(run)
+    assert all(isinstance(error, DisagreementError) for error in found)
+
+
+def test_not_in_the_middle_of_a_step() -> None:
+    def run(one: Synchronizer) -> None:
+        one.begin_step()
+        one.submit([Shard("w", gradient(one.rank, 0))])
+        with pytest.raises(SyncError, match=r"Do: call commit\(\)"):
+            one.replan(plan("none", "ring"))
+
+    with ranks(2, plan("onebit", "ring")) as group:
+        group.each(run)
+
+
+def test_small_tensors_may_leave_their_batch_and_come_back() -> None:
+    small = ["a", "b", "c"]
+
+    def run(one: Synchronizer) -> list[torch.Tensor]:
+        one.register({name: TensorSpec((50,)) for name in small})
+        means = []
+        for rules in ({"*": "none"}, {"b": "topk", "*": "none"}, {"*": "none"}):
+            one.replan(Plan(rules))
+            for step in range(3):
+                one.begin_step()
+                grads = [gradient(one.rank, step)[50 * index :][:50].clone() for index in range(3)]
+                one.submit([Shard(name, grad) for name, grad in zip(small, grads)])
+                one.wait()
+                one.commit()
+                means.append(torch.cat(grads))
+        return means
+
+    with ranks(2, Plan("none")) as group:
+        first, second = group.each(run)
+    assert all(torch.equal(*pair) for pair in zip(first, second))
+    produced = sum(gradient(rank, step)[:150] / 2 for rank in range(2) for step in range(3))
+    assert torch.allclose(sum(first), 3 * produced, atol=1e-5)
+    assert not torch.allclose(sum(first[:6]), 2 * produced, atol=1e-5)
