@@ -15,6 +15,7 @@ from gradwire.core.errors import FrameError
 from gradwire.core.spec import TensorSpec
 from gradwire.sync.exchange import EXCHANGE_TENSOR
 from gradwire.sync.plan import Plan
+from gradwire.sync.probe import CHUNK_BYTES, PROBE_TENSOR
 from gradwire.sync.registry import BATCH_FLAG, TensorRegistry
 from gradwire.wire.frame import HEADER_BYTES, FrameFlags, FrameKind, Header
 
@@ -44,7 +45,8 @@ STATS = Header(FrameKind.STATS, compressor=INT8, dtype=2, tensor=2, count=2048, 
 LANES = Header(FrameKind.AGGREGATE, compressor=INT8, dtype=2, tensor=2, offset=1024, count=1000, length=2000)
 BATCH = Header(FrameKind.PAYLOAD, compressor=NONE, dtype=1, tensor=3 | BATCH_FLAG, count=BATCHED, length=4 * BATCHED)
 HASH = Header(FrameKind.STATS, tensor=EXCHANGE_TENSOR, count=1, length=8)
-FITTING = [DENSE, TERNARY_PAYLOAD, STATS, LANES, BATCH, HASH]
+PROBE = Header(FrameKind.STATS, tensor=PROBE_TENSOR, count=CHUNK_BYTES, length=CHUNK_BYTES)
+FITTING = [DENSE, TERNARY_PAYLOAD, STATS, LANES, BATCH, HASH, PROBE]
 
 
 @pytest.mark.parametrize("header", FITTING, ids=lambda header: f"{header.kind.name} {header.tensor}")
@@ -87,6 +89,7 @@ def test_the_agreed_order_gives_the_numbers() -> None:
         (DENSE, {"kind": FrameKind.AGGREGATE}, "Expected no AGGREGATE frames of none"),
         (TERNARY_PAYLOAD, {"kind": FrameKind.AGGREGATE}, "Expected no AGGREGATE frames of threelc"),
         (DENSE, {"kind": FrameKind.HELLO}, "Expected no HELLO frames"),
+        (PROBE, {"length": CHUNK_BYTES + 1}, "Expected a probe of 65536 bytes or none"),
         (HASH, {"length": 5}, "Expected numbers of 8 bytes, got 5"),
         (HASH, {"length": 0}, "Expected numbers of 8 bytes, got 0"),
         (HASH, {"kind": FrameKind.PAYLOAD}, "Expected numbers of 8 bytes"),
@@ -117,7 +120,7 @@ def numbers(bits: int, *likely: int) -> st.SearchStrategy[int]:
         stage=numbers(16, 0, 1),
         dtype=st.integers(0, 4),
         round=numbers(64, 0),
-        tensor=numbers(32, 0, 1, 2, 3, 4, 5, 3 | BATCH_FLAG, EXCHANGE_TENSOR),
+        tensor=numbers(32, 0, 1, 2, 3, 4, 5, 3 | BATCH_FLAG, EXCHANGE_TENSOR, PROBE_TENSOR),
         partition=numbers(32, 0),
         offset=numbers(62, 0, 1024, 4096),
         count=numbers(62, 0, 1, 1024, 4096),
@@ -129,8 +132,8 @@ def test_any_header_is_admitted_or_a_frame_error_and_bounds_what_is_allocated(he
         REGISTRY.admit(header)
     except FrameError:
         return
-    assert header.length <= max(spec.nbytes for spec in SPECS.values()) * 2
-    assert header.tensor == EXCHANGE_TENSOR or (header.tensor & ~BATCH_FLAG) < len(SPECS)
+    assert header.length <= max(CHUNK_BYTES, *(spec.nbytes * 2 for spec in SPECS.values()))
+    assert header.tensor in (EXCHANGE_TENSOR, PROBE_TENSOR) or (header.tensor & ~BATCH_FLAG) < len(SPECS)
 
 
 def test_lanes_are_as_wide_as_the_world_needs() -> None:

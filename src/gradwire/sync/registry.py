@@ -15,6 +15,7 @@ from gradwire.core.errors import FrameError
 from gradwire.core.spec import ELEMENT_TYPES, TensorSpec
 from gradwire.sync.exchange import EXCHANGE_TENSOR, MAX_NUMBERS
 from gradwire.sync.plan import Plan, PlanEntry
+from gradwire.sync.probe import CHUNK_BYTES, PROBE_TENSOR
 from gradwire.wire.frame import HEADER_BYTES, FrameKind, Header, describe
 
 BATCH_FLAG = 1 << 31  # set in the tensor id of a batch; the rest is the id of its first tensor
@@ -96,6 +97,10 @@ class TensorRegistry:
         if header.tensor == EXCHANGE_TENSOR:
             if header.kind is not FrameKind.STATS or header.length != 8 * header.count or header.count > MAX_NUMBERS:
                 raise FrameError(f"Expected numbers of 8 bytes, got {header.length} bytes (in {describe(header)}).")
+            return
+        if header.tensor == PROBE_TENSOR:
+            if header.kind is not FrameKind.STATS or header.length not in (0, CHUNK_BYTES):
+                raise FrameError(f"Expected a probe of {CHUNK_BYTES} bytes or none (in {describe(header)}).")
             return
         entry, spec = self._expected(header)
         if header.compressor != code(entry.compressor.name) or header.dtype != ELEMENT_TYPES[spec.dtype]:

@@ -32,11 +32,13 @@ from gradwire.observe.metrics import Metrics, Report
 from gradwire.observe.recorder import write_dump
 from gradwire.sync import exchange, replica
 from gradwire.sync.agreement import agree
+from gradwire.sync.costs import LinkCosts
 from gradwire.sync.engine import Engine
 from gradwire.sync.graph import TaskGraph
 from gradwire.sync.group import GroupInfo
 from gradwire.sync.item import Item
 from gradwire.sync.plan import Plan, PlanEntry
+from gradwire.sync.probe import Probe
 from gradwire.sync.registry import BATCH_FLAG, TensorRegistry, batch_entry
 from gradwire.sync.staging import Staging
 from gradwire.sync.strategies import STRATEGIES, Builder, Surroundings
@@ -375,6 +377,26 @@ class Synchronizer:
         else:
             self._exchange("numbers", numbers, future.set_result, "numbers")
         return future
+
+    def probe_links(self) -> tuple[LinkCosts, ...]:
+        """Measure the link of every rank, the same figures on all. Between steps; all ranks call it.
+
+        It sends at most 17 MB and takes about 0.2 seconds on links of 20 Mb/s and above.
+        """
+        engine = self._engine
+        if engine is None:
+            return (LinkCosts(0.0, 0.0),)
+
+        def run(graph: TaskGraph) -> None:
+            engine.run(graph)
+            engine.wait_idle()
+
+        def gather(mine: np.ndarray) -> np.ndarray:
+            rows: np.ndarray = self.exchange(mine).wait()
+            return rows
+
+        self.wait()
+        return Probe(self._around.transport, run, gather, partial(next, self._rounds)).links()
 
     def _exchange(self, name: str, mine: np.ndarray, use: Callable[[np.ndarray], None], what: str) -> None:
         assert self._engine is not None
