@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import google_crc32c
 import numpy as np
@@ -167,9 +168,10 @@ class DecoderTarget(Target):
         for dtype in (torch.float32, torch.bfloat16)
     )
 
-    def __init__(self, compressor: str, shared: bool = False) -> None:
-        self.name = f"decode:{compressor}" + " with shared values" * shared
-        self.compressor = registry.make(compressor)
+    def __init__(self, compressor: str, shared: bool = False, **options: Any) -> None:
+        named = "".join(f" {key}={value}" for key, value in options.items())
+        self.name = f"decode:{compressor}{named}" + " with shared values" * shared
+        self.compressor = registry.make(compressor, **options)
         self.shared = shared
 
     def corpus(self) -> list[Seed]:
@@ -301,8 +303,11 @@ def put_right(data: bytearray) -> None:
 
 
 def targets() -> dict[str, Target]:
-    """All targets by name: the readers of the wire, and the decoder of every registered compressor."""
-    made: list[Target] = [FrameTarget(), StreamTarget(), HandshakeTarget()]
+    """All targets by name: the readers of the wire, and the decoder of every registered compressor.
+
+    With its defaults, and with zero runs in the language besides, which no default has.
+    """
+    made: list[Target] = [FrameTarget(), StreamTarget(), HandshakeTarget(), DecoderTarget("ternary", zero_run=True)]
     for name in registry.names():
         made.append(DecoderTarget(name))
         if registry.make(name).needs_stats:

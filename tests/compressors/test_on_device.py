@@ -16,7 +16,9 @@ from gradwire.core.errors import PayloadError
 from gradwire.core.spec import TensorSpec
 
 CODECS = [
-    codec for codec in (compressors.make(name) for name in compressors.names()) if isinstance(codec, TracedCompressor)
+    codec
+    for codec in (*(compressors.make(name) for name in compressors.names()), compressors.make("ternary", zero_run=True))
+    if isinstance(codec, TracedCompressor)
 ]
 each_codec = pytest.mark.parametrize("codec", CODECS, ids=repr)
 SIZE = 3000

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import gradwire.compressors as compressors
-from gradwire.core.errors import OptionError
+from gradwire.core.errors import OptionError, PayloadError
+from gradwire.wire.payload import Payload
 from tests.compressors.harness import body, sent, traced
 from tests.contracts.compressor_cases import float32_context, heavy_tailed, normal
 
@@ -52,6 +53,48 @@ def test_the_largest_element_is_never_rounded_to_zero(largest: float, sparsity: 
     found = sent(traced("ternary", sparsity=sparsity), torch.tensor([0.0, -largest, 0.0]))
     assert found[1] <= -np.float32(largest)
     assert np.isfinite(found).all() and not found[[0, 2]].any()
+
+
+@pytest.mark.parametrize("sparsity", SPARSITIES)
+@pytest.mark.parametrize("name", TENSORS)
+def test_zero_runs_change_the_size_and_no_value(name: str, sparsity: float) -> None:
+    grad = TENSORS[name]
+    ctx = float32_context(grad)
+    plain, runs = traced("ternary", sparsity=sparsity), traced("ternary", sparsity=sparsity, zero_run=True)
+    payloads = plain.encode(grad, ctx), runs.encode(grad, ctx)
+    assert payloads[1].nbytes <= payloads[0].nbytes
+    assert torch.equal(runs.decode(payloads[1], ctx), plain.decode(payloads[0], ctx))
+
+
+@pytest.mark.parametrize("size", [0, 1, 5, 64, 1001, 5119, 5120])
+@pytest.mark.parametrize("zero_run", [False, True])
+def test_bodies_of_one_chunk_are_those_of_3lc_by_hand(size: int, zero_run: bool) -> None:
+    for grad in (heavy_tailed(size), normal(size), torch.zeros(size)):
+        by_hand = compressors.make("threelc", sparsity=1.5, zero_run=zero_run)
+        found = body(traced("ternary", sparsity=1.5, zero_run=zero_run), grad)
+        assert found.tobytes() == body(by_hand, grad).tobytes()
+
+
+def test_larger_bodies_have_other_planes() -> None:
+    """`threelc` has five planes a tensor, the language five a chunk; if this fails, so does what the module says."""
+    grad = normal(5121)
+    assert body(traced("ternary", zero_run=True), grad).tobytes() != body(compressors.make("threelc"), grad).tobytes()
+
+
+def test_a_tensor_of_zeros_takes_a_280th() -> None:
+    """3LC, section 3.3: all techniques together reach 280 on zeros; the scale's four bytes aside."""
+    assert body(traced("ternary", zero_run=True), torch.zeros(280_000)).nbytes == 4 + 4 * 280_000 // 280
+
+
+def test_runs_that_do_not_make_up_the_tensor_are_refused() -> None:
+    codec, grad = traced("ternary", zero_run=True), torch.zeros(1001)
+    payload = codec.encode(grad, float32_context(grad))
+    assert bytes(payload.body[4:]) == bytes([255] * 14 + [243 + 3])
+    for wrong in (payload.body[:-1], np.append(payload.body, np.uint8(121)), payload.body[:3]):
+        with pytest.raises(PayloadError, match=r"whole runs.*in a ternary payload"):
+            codec.decode(Payload(wrong), float32_context(grad))
+    with pytest.raises(PayloadError, match=r"at most 205 bytes, got 206"):
+        codec.decode(Payload(np.zeros(206, np.uint8)), float32_context(grad))
 
 
 def test_a_payload_is_a_scale_and_a_fifth_of_a_byte_an_element() -> None:

@@ -85,6 +85,14 @@ def ternary(g):
     return concat(s=s, q=q)
 
 
+@_algorithm(lambda p: where(p.twice == 1, 2.0, 1.0) * p.q * p.s)
+def few_trits(g, block=128):
+    s = abs(g).blocks(block).reduce(max)
+    q = g.map(lambda x: where(abs(x) > 0.9 * s, sign(x), 0.0), dtype=trit)
+    twice = g.map(lambda x: abs(x) > 2.5, dtype=uint1)
+    return concat(q=q.zero_runs(), s=s, twice=twice, unused=abs(g).reduce(mean))
+
+
 @_algorithm(lambda p: p.value.scatter(p.index))
 def sampled(g, ratio=0.01, sample=0.1):
     size = abs(g).sample(ceil(sample * g.size)).sort(descending=True)

@@ -17,7 +17,9 @@ from gradwire.lang import (
     exponent,
     mean,
     random,
+    sign,
     trace,
+    trit,
     uint1,
     uint8,
     where,
@@ -33,6 +35,10 @@ def traced(encode: Callable[..., Any], decode: Callable[..., Any] = lambda p: p.
 
 def positive(g):
     return g.filter(lambda x: x > 0)
+
+
+def trits(x):
+    return x.map(sign, dtype=trit)
 
 
 def assign_item(g):
@@ -120,6 +126,20 @@ ENCODERS: dict[str, tuple[Callable[..., Any], str, str]] = {
     "sort of the gradient": (lambda g: concat(q=g * g.sort()[0]), "expected a list, not elements", "sample or filter"),
     "sort of a map": (lambda g: concat(q=g * (positive(g).value * 2).sort()[0]), "what map makes of", "map the grad"),
     "sample of conditions": (lambda g: concat(q=g * (g > 0).sample(3)[0]), "numbers of elements", "a map of it"),
+    "zero runs of bits": (lambda g: concat(q=g.map(dtype=uint1).zero_runs()), "trits of all elements, not uint1 of",
+                          "dtype=trit).zero_runs()"),
+    "zero runs of a list": (lambda g: concat(q=trits(positive(g).value).zero_runs()), "elements, not trit of items",
+                            "dtype=trit).zero_runs()"),
+    "zero runs of floats": (lambda g: concat(q=g.zero_runs()), "not float of elements", "dtype=trit).zero_runs()"),
+    "zero runs of blocks": (lambda g: concat(q=g.blocks(64).zero_runs()), "blocks gives has no 'zero_runs'", "compute"),
+    "zero runs in arithmetic": (lambda g: concat(q=trits(g).zero_runs() * 2), "Cannot mul what zero_runs gives",
+                                "compute first, and give concat the result"),
+    "zero runs twice": (lambda g: concat(q=trits(g).zero_runs().zero_runs()), "Cannot zero_runs what zero_runs gives",
+                        "concat(q=q.zero_runs())"),
+    "two fields with zero runs": (lambda g: concat(q=trits(g).zero_runs(), r=trits(-g).zero_runs()),
+                                  "Cannot send q and r with zero_runs", "use zero_runs for one of them"),
+    "zero runs beside a list": (lambda g: concat(q=trits(g).zero_runs(), v=positive(g).value), "beside lists",
+                                "send either trits of all elements or the lists"),
     "empty concat": (lambda g: concat(), "names for what is sent, got none", "concat(scale=scale, q=q)"),
     "concat without names": (lambda g: concat(g), "names for what is sent, got values", "concat(scale=scale, q=q)"),
     "a field called size": (lambda g: concat(size=g), "'size', which is the gradient's", "concat(scale=scale, q=q)"),
@@ -141,7 +161,7 @@ ENCODERS: dict[str, tuple[Callable[..., Any], str, str]] = {
 }  # fmt: skip
 
 DECODERS: dict[str, tuple[Callable[..., Any], str, str]] = {
-    "unknown field": (lambda p: p.scale * p.q, "no field 'scale'; it has index, q, s, v", "name it in concat"),
+    "unknown field": (lambda p: p.scale * p.q, "no field 'scale'; it has index, q, s, t, v", "name it in concat"),
     "the gradient": (lambda p: kept[-1] * 1.0, "got the gradient of encode", "send what decode needs in concat"),
     "private random": (lambda p: p.q + random(), "private random numbers", "random(low, high, shared=True)"),
     "reduce": (lambda p: p.q / p.q.reduce(max), "element by element, got reduce", "in encode, and send the result"),
@@ -155,6 +175,7 @@ DECODERS: dict[str, tuple[Callable[..., Any], str, str]] = {
     "conditions": (lambda p: p.q > 0, "a number an element, got conditions", "use where"),
     "no argument": (lambda: 1.0, "takes 0 positional arguments but 1 was given", "decode the payload and"),
     "another option": (lambda p, levels: p.q, "missing 1 required positional argument: 'levels'", "that it names"),
+    "zero runs": (lambda p: p.t.zero_runs() * p.s, "element by element, got zero_runs", "do that in encode, and send"),
     "a method": (lambda p: p.q.sum(), "has no 'sum'", "use map with"),
 }  # fmt: skip
 
@@ -162,7 +183,7 @@ DECODERS: dict[str, tuple[Callable[..., Any], str, str]] = {
 def everything(g):
     kept.append(g)
     chosen = g.filter(lambda x: x > 0)
-    return concat(s=g.reduce(max), q=g, v=chosen.value, index=chosen.index)
+    return concat(s=g.reduce(max), q=g, t=trits(g), v=chosen.value, index=chosen.index)
 
 
 def assert_helpful(error: TraceError, problem: str, remedy: str) -> None:

@@ -212,7 +212,7 @@ class OnDevice(ArrayCompressor):
         bodies = [torch.from_numpy(as_writable(payload.body)).to(out.device) for payload in payloads]
         given = self._given_on(out.device, stats)
         valid = self.on_device.decode(bodies, ctx, out, accumulate=accumulate, stats=given)
-        expect(valid, "finite values and indices in range", "others", self.name)
+        expect(valid, "finite values, indices in range, whole runs", "others", self.name)
 
     def _given_on(self, device: torch.device, stats: Sequence[np.ndarray]) -> torch.Tensor | None:
         given = self._given(stats)

@@ -49,7 +49,6 @@ from gradwire.wire.payload import Payload
 
 Bound = Callable[..., float | None]
 Feedback = FeedbackName | Callable[..., FeedbackName]
-_NOTHING = np.empty(0, np.uint8)
 
 
 class TracedCompressor(OnDevice):
@@ -196,17 +195,17 @@ class TracedCompressor(OnDevice):
         self, x: np.ndarray, ctx: Context, scale: float, residual: np.ndarray | None, rest: np.ndarray | None,
         stats: Sequence[np.ndarray],
     ) -> np.ndarray | None:  # fmt: skip
-        most, is_list = self.max_encoded_bytes(TensorSpec((x.size,))), self.program.items is not None
-        # A list is seldom as long as it could be: it is written to memory that is kept, and copied.
-        lists = self._lists(x.size, most if is_list else 0)
-        body = lists[lists.size - _aligned(most) :][:most] if is_list else np.empty(most, np.uint8)
+        most, is_fixed = self.max_encoded_bytes(TensorSpec((x.size,))), self.program.has_fixed_size
+        # A body that is seldom as long as it could be is written to memory that is kept, and copied.
+        lists = self._lists(x.size, 0 if is_fixed else most)
+        body = np.empty(most, np.uint8) if is_fixed else lists[lists.size - _aligned(most) :][:most]
         length = self.module.encode(
             as_input(x), np.float32(scale), residual, rest, body, self._given(stats), _keys(ctx), ctx.offset,
             self._static(x.size), lists,
         )  # fmt: skip
         if length < 0:
             return None
-        return body[:length].copy() if is_list else body[:length]
+        return body[:length] if is_fixed else body[:length].copy()
 
     def _decode(
         self, body: np.ndarray, ctx: Context, stats: Sequence[np.ndarray], out: np.ndarray, accumulate: bool
@@ -214,9 +213,9 @@ class TracedCompressor(OnDevice):
         self._expect_size(body, out.size, stats)
         valid = self.module.decode(
             as_writable(body), out, True if accumulate else None, self._given(stats), _keys(ctx), ctx.offset,
-            self._static(out.size),
+            self._static(out.size), scratch(self._coded_bytes(out.size)),
         )  # fmt: skip
-        expect(valid, "finite values and indices in range", "others", self.name)
+        expect(valid, "finite values, indices in range, whole runs", "others", self.name)
 
     def _decode_sum(
         self,
@@ -230,9 +229,9 @@ class TracedCompressor(OnDevice):
         ctx = ctxs[0] if ctxs else Context("")
         valid = self.module.decode_sum(
             addresses(bodies, np.uint8), _sizes(bodies), out, self._given(stats), _keys(ctx), ctx.offset,
-            self._static(out.size),
+            self._static(out.size), scratch(len(bodies) * self._coded_bytes(out.size)),
         )  # fmt: skip
-        expect(valid, "finite values and indices in range", "others", self.name)
+        expect(valid, "finite values, indices in range, whole runs", "others", self.name)
 
     # -- helpers ---------------------------------------------------------------------------------------------
 
@@ -253,11 +252,14 @@ class TracedCompressor(OnDevice):
         return self._static_values[size]
 
     def _lists(self, size: int, body_bytes: int = 0) -> np.ndarray:
-        """Memory for the lists that filters make of a gradient of so many elements, and for a body behind them."""
-        if not self._filters and not body_bytes:
-            return _NOTHING
+        """Memory for what encoding a gradient of so many elements leaves in between, and for a body behind it."""
         lists_bytes = sum(8 * (self._capacity(node, size) + SLOTS) for node in self._filters)
-        return scratch(lists_bytes + _aligned(body_bytes))
+        return scratch(lists_bytes + _aligned(self._coded_bytes(size)) + _aligned(body_bytes))
+
+    def _coded_bytes(self, size: int) -> int:
+        """The packed bytes of the field that is shortened, if there is one."""
+        last = self.program.fields[-1]
+        return 0 if last.coding is None else last.dtype.num_bytes(size)
 
     def _given(self, stats: Sequence[np.ndarray]) -> np.ndarray | None:
         """The reduced values of the preliminary round, float32; None where there was none."""
@@ -273,7 +275,7 @@ class TracedCompressor(OnDevice):
     def _expect_size(self, body: np.ndarray, size: int, stats: Sequence[np.ndarray]) -> None:
         most = self.max_encoded_bytes(TensorSpec((size,)))
         least = most - 4 * len(self.program.stats) * bool(stats)
-        if self.program.items is None:
+        if self.program.has_fixed_size:
             expect(body.nbytes == least, f"{least} bytes", body.nbytes, self.name)
         else:
             expect(body.nbytes <= most, f"at most {most} bytes", body.nbytes, self.name)

@@ -8,6 +8,7 @@ from typing import Any
 from gradwire.lang.errors import TraceError
 from gradwire.lang.graph import graph, user_location
 from gradwire.lang.ir import BOOL, Field
+from gradwire.lang.operators.base import Coding, lookup
 from gradwire.lang.payload import Payload
 from gradwire.lang.symbols import Value, apply, lift
 
@@ -84,7 +85,10 @@ def random(low: Any = 0.0, high: Any = 1.0, *, shared: bool = False) -> Value:
 
 
 def concat(*unnamed: Any, **fields: Any) -> Payload:
-    """The payload: values by name. Scalars travel as float32, arrays as the type they were mapped to."""
+    """The payload: values by name. Scalars travel as float32, arrays as the type they were mapped to.
+
+    One array of trits may be given as `q.zero_runs()`: it is the last, and the payload as long as it comes out.
+    """
     if unnamed or not fields or "size" in fields:
         got = "values without" if unnamed else "'size', which is the gradient's" if fields else "none"
         raise TraceError(
@@ -101,12 +105,13 @@ def concat(*unnamed: Any, **fields: Any) -> Payload:
             )  # fmt: skip
         if node.space.kind in ("scalar", "static"):
             node = node if node.op == "narrow" else here.add("narrow", (node,))
-        made.append(Field(name, node))
+        is_coded = isinstance(lookup(node.op), Coding)
+        made.append(Field(name, node.inputs[0], coding=node) if is_coded else Field(name, node))
 
-    def width(field: Field) -> float:
-        return -field.dtype.bits if field.is_array else -1000.0
+    def place(field: Field) -> tuple[bool, float]:
+        return field.coding is not None, -field.dtype.bits if field.is_array else -1000.0
 
-    return Payload(tuple(sorted(made, key=width)))
+    return Payload(tuple(sorted(made, key=place)))
 
 
 def _only_in_reduce(name: str) -> Callable[..., Any]:

@@ -17,7 +17,7 @@ from gradwire.kernels.reference.elements import as_float32
 from gradwire.kernels.reference.sweep import cast as cast_kernel
 from gradwire.lang.ir import Field, Node, Program
 from gradwire.lang.operators.arithmetic import evaluate_static, narrowed
-from gradwire.lang.operators.base import lookup
+from gradwire.lang.operators.base import coding_of, lookup
 from gradwire.lang.types import ElementType
 
 _LARGEST = np.finfo(np.float32).max
@@ -60,7 +60,8 @@ def encode(
         value = _as_sent(values[id(each.node)], each)
         env.fields[each.name] = value
         if not (stats and is_stat(program, each)):
-            parts.append(_packed(value, each))
+            packed = _packed(value, each)
+            parts.append(packed if each.coding is None else coding_of(each).shorten(packed))
     sent = _decoded(program, env)
     with np.errstate(all="ignore"):
         rest = gradient - sent
@@ -87,7 +88,9 @@ def decode(program: Program, body: np.ndarray, env: Environment, stats: Sequence
             continue
         count = num_values(program, each, env.size, body.size, bool(stats))
         num_bytes = each.dtype.num_bytes(count)
-        env.fields[each.name] = _unpacked(body[at : at + num_bytes], each, count)
+        part = body[at : at + num_bytes] if each.coding is None else coding_of(each).expand(body[at:], num_bytes)
+        assert part is not None, f"{each.name} does not expand to {num_bytes} bytes"
+        env.fields[each.name] = _unpacked(part, each, count)
         at += num_bytes
     return _decoded(program, env)
 

@@ -92,10 +92,17 @@ class Node:
 
 @dataclass(frozen=True)
 class Field:
-    """One entry of the payload: what `concat` was given under a name."""
+    """One entry of the payload: what `concat` was given under a name.
+
+    Attributes:
+        name: by which the decoder knows it.
+        node: its values.
+        coding: the node that shortens its bytes once they are packed, or None; the last field may have one.
+    """
 
     name: str
     node: Node
+    coding: Node | None = None
 
     @property
     def dtype(self) -> ElementType:
@@ -129,7 +136,7 @@ class Program:
     Attributes:
         name: of the compressor.
         options: with which it was traced.
-        fields: the payload, in its order: scalars first, then arrays by falling width.
+        fields: the payload, in its order: scalars first, then arrays by falling width, last one that is coded.
         output: the decoder's result, over `extract` nodes.
         stats: the `over_ranks` nodes, each a scalar to reduce over ranks before encoding.
         num_encode_lines, num_decode_lines: lines of logic, without docstrings, comments and signatures.
@@ -148,7 +155,7 @@ class Program:
 
     def encode_nodes(self) -> list[Node]:
         """All nodes of the encoder, in an order of evaluation."""
-        return closure([each.node for each in self.fields])
+        return closure([each.coding or each.node for each in self.fields])
 
     def decode_nodes(self) -> list[Node]:
         """All nodes of the decoder, in an order of evaluation."""
@@ -162,6 +169,11 @@ class Program:
     def items(self) -> Space | None:
         """The space of the payload's lists, or None where it has none."""
         return next((each.node.space for each in self.fields if each.node.space.kind == "items"), None)
+
+    @property
+    def has_fixed_size(self) -> bool:
+        """Whether all payloads of one tensor have one length."""
+        return self.items is None and self.fields[-1].coding is None
 
     @property
     def operators(self) -> list[str]:

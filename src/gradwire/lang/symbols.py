@@ -208,7 +208,7 @@ class Value:
         return Value(graph().add("scatter", (self.node, index.node)))
 
     def zero_runs(self) -> Value:
-        """The packed array with runs of its commonest byte shortened; the last step of an encoder."""
+        """The same trits, of which each run of 2 to 14 bytes of zeros travels as one byte: what `concat` is given."""
         return Value(graph().add("zero_runs", (self.node,)))
 
 

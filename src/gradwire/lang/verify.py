@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gradwire.lang.errors import TraceError
 from gradwire.lang.ir import BOOL, Node, Program, closure
-from gradwire.lang.operators.base import Sink, Statement, lookup
+from gradwire.lang.operators.base import Coding, Sink, Statement, lookup
 
 # What only encoders carry out: a decoder computes each element by itself.
 _OF_ENCODERS = ("sample", "sort", "top", "item", "length", "over_ranks")
@@ -23,6 +23,7 @@ def verify(program: Program) -> None:
         assert all(each.number < node.number for each in node.inputs), f"{node!r} is older than its inputs"
     _verify_encode(program)
     _verify_lists(program)
+    _verify_coding(program)
     _verify_blocks(program)
     _verify_decode(program)
     for each in program.fields:
@@ -58,6 +59,29 @@ def _verify_lists(program: Program) -> None:
                 )  # fmt: skip
 
 
+def _verify_coding(program: Program) -> None:
+    """That one field at most is shortened, and that its length is the only one that a receiver must find out."""
+    for node in program.encode_nodes():
+        for each in node.inputs:
+            if isinstance(lookup(each.op), Coding):
+                raise TraceError(
+                    f"Cannot {node.op} what {each.op} gives: it is bytes on their way", node.where,
+                    f"compute first, and give concat the result: concat(q=q.{each.op}())",
+                )  # fmt: skip
+    coded = {each.name: each.coding for each in program.fields if each.coding is not None}
+    for coding in coded.values():
+        if len(coded) > 1:
+            raise TraceError(
+                f"Cannot send {' and '.join(coded)} with {coding.op}: where one ends and the other begins is not known",
+                coding.where, f"use {coding.op} for one of them",
+            )  # fmt: skip
+        if program.items is not None:
+            raise TraceError(
+                f"Cannot send {coding.op} beside lists: where they end is not known", coding.where,
+                "send either trits of all elements or the lists",
+            )  # fmt: skip
+
+
 def _verify_blocks(program: Program) -> None:
     nodes = program.encode_nodes()
     sizes = {node.space.block: node for node in nodes if node.space.kind == "blocks"}
@@ -79,7 +103,7 @@ def _verify_blocks(program: Program) -> None:
 def _verify_decode(program: Program) -> None:
     _verify_reads(program)
     for node in program.decode_nodes():
-        if isinstance(lookup(node.op), Sink) or node.op in _OF_ENCODERS:
+        if isinstance(lookup(node.op), (Sink, Coding)) or node.op in _OF_ENCODERS:
             raise TraceError(
                 f"Expected decode to compute element by element, got {node.op}", node.where,
                 "do that in encode, and send the result in concat",

@@ -23,7 +23,7 @@ FOLDER = Path(__file__).parent
 OPTION_SETS: dict[str, list[dict]] = {
     "int8": [{}, {"block": 16, "stochastic": False}],
     "int8shared": [{"block": 16}],
-    "ternary": [{}, {"sparsity": 1.75}],
+    "ternary": [{}, {"sparsity": 1.75}, {"zero_run": True}],
     "topk": [{}, {"ratio": 0.1}],
     "threelc": [{}, {"sparsity": 1.75}, {"zero_run": False}],
 }

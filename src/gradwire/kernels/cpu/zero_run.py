@@ -30,7 +30,8 @@ def _run_length(src, start):
 
 
 @kernel
-def _encode(src, out):
+def shorten_runs(src, out):
+    """Compiled `zero_run_encode`, for callers that are compiled themselves: `out` must hold as many bytes as `src`."""
     i = length = 0
     while i < src.size:
         bytes_ = load(src, i, _STEP)
@@ -56,11 +57,12 @@ def _encode(src, out):
 def zero_run_encode(src: np.ndarray, out: np.ndarray) -> int:
     if out.size < src.size:
         raise ValueError(f"Expected out of at least {src.size} elements, got {out.size} (in zero_run_encode).")
-    return int(_encode(as_writable(src), out))
+    return int(shorten_runs(as_writable(src), out))
 
 
 @kernel
-def _decode(src, out):
+def expand_runs(src, out):
+    """Compiled `zero_run_decode`, likewise."""
     i = length = 0
     may_continue = True  # whether a zero token may stand here: not after one that is shorter than maximal
     while i < src.size:
@@ -88,4 +90,4 @@ def _decode(src, out):
 
 
 def zero_run_decode(src: np.ndarray, out: np.ndarray) -> int:
-    return int(_decode(as_writable(src), out))
+    return int(expand_runs(as_writable(src), out))

@@ -8,11 +8,12 @@ The functions take what they do not need as well, so that all programs have one 
 - ``encode_many(...)``: many tensors, by address and size, in one call; without `residual` and `stats`.
 - ``measure(grad, scale, residual, rest, keys, first, static, lists, out)``: the rank's values of the preliminary
   round; False where the gradient is not finite.
-- ``decode(body, out, accumulate, stats, keys, first, static) -> whether the body is valid``.
-- ``decode_sum(bodies, sizes, out, stats, keys, first, static)``: the payloads of all ranks, by address and size.
+- ``decode(body, out, accumulate, stats, keys, first, static, room) -> whether the body is valid``.
+- ``decode_sum(bodies, sizes, out, stats, keys, first, static, room)``: the payloads of all ranks, by address and size.
 
 `keys` holds the words of the shared and the private key, `first` the global index of the first element, `static`
-what follows from the length, `lists` the memory for what filters choose.
+what follows from the length. `lists` is memory for what filters choose and then for bytes that are packed to be
+shortened, `room` for what the bytes of the last array of each payload expand to.
 """
 
 from __future__ import annotations

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 
 from gradwire.kernels.layout import SUM_LANES as LANES
-from gradwire.lang.cpu.expressions import STORAGE, Function, has_levels, num_bytes
+from gradwire.lang.cpu.expressions import STORAGE, Function, has_levels, num_bytes, scalar_bytes
 from gradwire.lang.emit import Lines, chunk_of
 from gradwire.lang.interpret import is_stat
 from gradwire.lang.ir import ELEMENTS, Field, Node
+from gradwire.lang.operators.base import coding_of
 
 # Up to so many levels, choosing among results is faster than computing with levels.
 _MOST_LEVELS = 4
@@ -21,7 +22,7 @@ class Decoder(Function):
 
     def source(self) -> str:
         self.lines = lines = Lines()
-        lines.add("@kernel", "def decode(body, out, accumulate, stats, keys, first, static):")
+        lines.add("@kernel", "def decode(body, out, accumulate, stats, keys, first, static, room):")
         lines.indent = 1
         lines.add("n = out.size")
         self._open("body", "body.size")
@@ -68,11 +69,16 @@ class Decoder(Function):
             per = " + ".join(f"{num_bytes(each, 'count')}" for each in items)
             lines.add(f"count = list_length({size} - {fixed}, {sum(each.dtype.bits for each in items)!r})")
             lines.add(f"if count < 0 or {fixed} + {per} != {size}:", "    return False")
+        if self.program.fields[-1].coding is not None:
+            lines.add(f"if {size} < {self._bytes_before_last()}:", "    return False")
         lines.add("at = 0")
         for each in self.program.fields:
             name = each.variable
             if not each.is_array:
                 self._open_scalar(each, body)
+                continue
+            if each.coding is not None:
+                self._expand(each, body, size)
                 continue
             place = f"address({body}) + np.uint64(at)"
             lines.add(f"{name}_in = array_at({place}, {self._length(each)}, {self._storage(each)})")
@@ -94,6 +100,26 @@ class Decoder(Function):
         else:
             lines.add(f"{name} = read_scalar({body}, at)", "at += 4")
         lines.add(f"if not np.isfinite({name}):", "    return False")
+
+    def _bytes_before_last(self) -> str:
+        """The bytes of a body before its last field."""
+        others = self.program.fields[:-1]
+        arrays = [num_bytes(other, self._count(other)) for other in others if other.is_array]
+        return " + ".join([*scalar_bytes(self.program, others), *arrays]) or "0"
+
+    def _expand(self, each: Field, body: str, size: str) -> None:
+        """Undo what shortened the last field."""
+        lines, name = self.lines, each.variable
+        assert each.coding is not None
+        lines.say(each.coding.where)
+        coded = f"array_at(address({body}) + np.uint64(at), {size} - at, u8)"
+        lines.add(f"{name}_in = {self._expanded(each)}")
+        lines.add(f"if {coding_of(each).cpu_expand(coded, f'{name}_in')} < 0:", "    return False")
+        lines.forget()
+
+    def _expanded(self, each: Field) -> str:
+        """Where the packed bytes of the last field are."""
+        return f"room[: {self._length(each)}]"
 
     def _storage(self, each: Field) -> str:
         return STORAGE.get(each.dtype.name, "u8")

@@ -15,7 +15,7 @@ class SumDecoder(Decoder):
 
     def source(self) -> str:
         self.lines = lines = Lines()
-        lines.add("@kernel", "def decode_sum(bodies, sizes, out, stats, keys, first, static):")
+        lines.add("@kernel", "def decode_sum(bodies, sizes, out, stats, keys, first, static, room):")
         lines.indent = 1
         lines.add("n = out.size")
         if self.program.output.op == "scatter":
@@ -71,11 +71,19 @@ class SumDecoder(Decoder):
     def _arrays(self) -> list[Field]:
         return [each for each in self.program.fields if each.is_array]
 
+    def _plain_arrays(self) -> list[Field]:
+        """The arrays that are read where they lie in a body."""
+        return [each for each in self._arrays() if each.coding is None]
+
+    def _expanded(self, each: Field) -> str:
+        length = self._length(each)
+        return f"room[rank * {length} : (rank + 1) * {length}]"
+
     def _open_all(self) -> None:
         """Check the payloads of all ranks, and note their scalars and where their arrays begin."""
         lines = self.lines
         lines.add(*(f"{name}_of = np.empty(bodies.size, np.float32)" for name in self._scalars()))
-        lines.add(*(f"{each.variable}_of = np.empty(bodies.size, np.uint64)" for each in self._arrays()))
+        lines.add(*(f"{each.variable}_of = np.empty(bodies.size, np.uint64)" for each in self._plain_arrays()))
         lines.add(*(f"{name}_of = np.empty(bodies.size, np.float32)" for name in self._table))
         lines.add("any_overflow = False")
         with lines.block("for rank in range(bodies.size):"):
@@ -90,7 +98,7 @@ class SumDecoder(Decoder):
             lines.add(*(f"{name}_of[rank] = {name}" for name in self._table))
             lines.forget()
             lines.add(*(f"{name}_of[rank] = {name}" for name in self._scalars()))
-            lines.add(*(f"{each.variable}_of[rank] = address({each.variable}_in)" for each in self._arrays()))
+            lines.add(*(f"{each.variable}_of[rank] = address({each.variable}_in)" for each in self._plain_arrays()))
 
     def _pick_rank(self) -> None:
         """Let the names of a payload mean those of this rank."""
@@ -118,5 +126,6 @@ class SumDecoder(Decoder):
             for each in self._packed:
                 name = each.variable
                 place = f"address({name}_all) + np.uint64(rank * {self.chunk})"
-                lines.add(f"{name}_in = array_at({name}_of[rank], {self._length(each)}, u8)")
+                packed = f"array_at({name}_of[rank], {self._length(each)}, u8)"
+                lines.add(f"{name}_in = {packed if each.coding is None else self._expanded(each)}")
                 lines.add(f"{name}_levels = array_at({place}, {self.chunk}, u8)", *unpacking(each))

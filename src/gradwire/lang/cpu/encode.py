@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from gradwire.lang.cpu.expressions import Function, num_bytes
+from gradwire.lang.cpu.expressions import Function, num_bytes, scalar_bytes
 from gradwire.lang.cpu.sweep import SweepOverElements, SweepOverItems
 from gradwire.lang.interpret import is_stat
 from gradwire.lang.ir import ELEMENTS, Field, Node, closure
+from gradwire.lang.operators.base import coding_of
 from gradwire.lang.passes import Assign, SubtractItems, Sweep, schedule
 
 
@@ -17,7 +18,7 @@ class Encoder(Function):
         lines.add("@kernel", "def encode(grad, scale, residual, rest, body, stats, keys, first, static, lists):")
         lines.indent = 1
         lines.add("n = grad.size")
-        if any(node.op == "filter" for node in self.program.encode_nodes()):
+        if any(node.op == "filter" for node in program.encode_nodes()) or program.fields[-1].coding is not None:
             lines.add("room = address(lists)")
         self.stored = False
         for step in schedule(program):
@@ -76,17 +77,9 @@ class Encoder(Function):
 
     def offset(self, each: Field) -> None:
         """Set the variable `NAME_at` to where an array of the payload begins."""
-        position = self.program.fields.index(each)
-        sizes = []
-        scalars = [f for f in self.program.fields[:position] if not f.is_array]
-        plain = sum(not is_stat(self.program, f) for f in scalars)
-        sizes.append(str(4 * plain) if plain else "")
-        if len(scalars) > plain:
-            sizes.append(f"(0 if stats is not None else {4 * (len(scalars) - plain)})")
-        for other in self.program.fields[:position]:
-            if other.is_array:
-                sizes.append(f"{other.variable}_bytes")
-        self.lines.add(f"{each.variable}_at = {' + '.join(size for size in sizes if size) or '0'}")
+        others = self.program.fields[: self.program.fields.index(each)]
+        sizes = [*scalar_bytes(self.program, others), *(f"{f.variable}_bytes" for f in others if f.is_array)]
+        self.lines.add(f"{each.variable}_at = {' + '.join(sizes) or '0'}")
         self.lines.add(f"{each.variable}_bytes = {num_bytes(each, self.count(each))}")
 
     def count(self, each: Field) -> str:
@@ -100,7 +93,9 @@ class Encoder(Function):
     def _scalars(self) -> None:
         """Write the scalars, and set `at` to the end of the payload."""
         lines, at, stats_seen = self.lines, 0, False
-        lines.add("", "at = 0")
+        lines.add("")
+        self._shorten()
+        lines.add("at = 0")
         for each in self.program.fields:
             if each.is_array:
                 lines.add(f"at += {each.variable}_bytes")
@@ -113,6 +108,15 @@ class Encoder(Function):
             lines.add(f"write_scalar(body, at, {self.names[id(each.node)]})", "at += 4")
             lines.indent -= guard
             at += 4
+
+    def _shorten(self) -> None:
+        """Write the last field, where it is to be shortened, from where it was packed to the body."""
+        last = self.program.fields[-1]
+        if last.coding is not None:
+            self.lines.say(last.coding.where)
+            name = last.variable
+            length = coding_of(last).cpu_shorten(f"{name}_out", f"body[{name}_at : {name}_at + {name}_bytes]")
+            self.lines.add(f"{name}_bytes = {length}")
 
     def _subtract(self) -> None:
         """Take from the gradient what its list of values will decode to."""

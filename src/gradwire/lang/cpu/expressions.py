@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from gradwire.lang.bounds import overflow_condition
 from gradwire.lang.emit import Lines, name_nodes, shared_subexpressions, statics
+from gradwire.lang.interpret import is_stat
 from gradwire.lang.ir import BOOL, Field, Node, Program, closure
 from gradwire.lang.operators.arithmetic import Arithmetic, Text
 from gradwire.lang.operators.base import Statement, lookup
@@ -224,6 +225,14 @@ def is_masked(dtype: ElementType) -> bool:
 
 def is_condition(node: Node) -> bool:
     return node.op == "cast" and node.inputs[0].dtype == BOOL
+
+
+def scalar_bytes(program: Program, fields: Sequence[Field]) -> list[str]:
+    """What the scalars among these fields take, as terms; values of a preliminary round do not travel after it."""
+    scalars = [each for each in fields if not each.is_array]
+    own = sum(is_stat(program, each) for each in scalars)
+    terms = [str(4 * (len(scalars) - own))] if len(scalars) > own else []
+    return [*terms, f"(0 if stats is not None else {4 * own})"] if own else terms
 
 
 def num_bytes(each: Field, count: str) -> str:

@@ -54,6 +54,7 @@ from gradwire.kernels.cpu.vector import (
     u16,
     u32,
 )
+from gradwire.kernels.cpu.zero_run import expand_runs, shorten_runs
 from gradwire.kernels.layout import RANDOM16_GROUP, SUM_BLOCK
 
 CHUNK = SUM_BLOCK

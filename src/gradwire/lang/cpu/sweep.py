@@ -55,9 +55,9 @@ class SweepOverElements:
                 lines.add(f"{each.variable}_levels = np.empty({self.chunk}, np.uint8)")
             dtype = STORAGE.get(each.dtype.name, "u8")
             count = f.count(each) if each.dtype.packing == "raw" else f"{each.variable}_bytes"
-            lines.add(
-                f"{each.variable}_out = array_at(address(body) + np.uint64({each.variable}_at), {count}, {dtype})"
-            )
+            # What is to be shortened is packed elsewhere, the last of what lies there.
+            place = f"address(body) + np.uint64({each.variable}_at)" if each.coding is None else "room"
+            lines.add(f"{each.variable}_out = array_at({place}, {count}, {dtype})")
             if each.dtype.packing in ("planes", "digits") or has_levels(each.dtype, bool(step.cut_by)):
                 lines.add(f"{each.variable}_next = np.int64(0)")
         if step.residual:

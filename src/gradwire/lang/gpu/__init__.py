@@ -16,8 +16,9 @@ follows from the length: both are arrays of the host.
 
 Guarantees the bytes, residuals and tensors of the oracle, bit for bit: partial results are joined in the canonical
 order, quotients and roots are rounded correctly, and nothing is contracted to an FMA. The device is waited for once a
-filter, for the length of its list, and once a call, to know whether all was finite or valid. A list with a position
-more than twice, which no encoder sends, may be summed in another order.
+filter, for the length of its list, once where bytes are shortened or expanded, for how many they are, and once a call,
+to know whether all was finite or valid. A list with a position more than twice, which no encoder sends, may be summed
+in another order.
 """
 
 from __future__ import annotations

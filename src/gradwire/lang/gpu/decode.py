@@ -7,6 +7,7 @@ from gradwire.lang.gpu.expressions import Function, Kernel, storage
 from gradwire.lang.interpret import is_stat
 from gradwire.lang.ir import Field, Node, Program
 from gradwire.lang.operators.arithmetic import Text
+from gradwire.lang.operators.base import coding_of
 
 _CALLS = """\
 def decode(body, out, accumulate, stats, keys, first, static):
@@ -74,6 +75,17 @@ class Decoder(Function):
                 lines.add(f"{name}_in = read_field(rows, {place})")
         self.decode_scalars()
 
+    def _check_sizes(self) -> None:
+        """Refuse bodies of another size; where the last field was shortened, undo that first."""
+        lines, last, is_wrong = self.lines, self.program.fields[-1], "body.numel() != body_bytes"
+        if last.coding is not None:
+            lines.say(last.coding.where)
+            name, is_wrong = last.variable, "body is None"
+            whole = coding_of(last).triton_expand("body", f"{name}_at", f"{name}_bytes")
+            lines.add(f"bodies = [{whole} for body in bodies]")
+            lines.forget()
+        lines.add(f"if any({is_wrong} for body in bodies):", "    return False")
+
     def _load(self, kernel: Kernel, node: Node) -> None:
         """Load a field for the elements at hand."""
         each = self.program.field_of(node)
@@ -112,7 +124,7 @@ class Decoder(Function):
         lines, output = self.lines, self.program.output
         arrays = [each for each in self.program.fields if each.is_array]
         lines.add(*places_of(arrays, self._count))
-        lines.add("if any(body.numel() != body_bytes for body in bodies):", "    return False")
+        self._check_sizes()
         lines.add("if not bodies:", "    return True", "rows = stacked(bodies)")
         self._read()
         kernel = self.kernel("Decode, and add up over ranks.")

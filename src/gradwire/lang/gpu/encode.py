@@ -10,6 +10,7 @@ from gradwire.lang.gpu.sweep import SweepOverElements, SweepOverItems
 from gradwire.lang.interpret import is_stat
 from gradwire.lang.ir import ELEMENTS, Field, Node, Program, closure
 from gradwire.lang.operators.arithmetic import Text
+from gradwire.lang.operators.base import coding_of
 from gradwire.lang.passes import Assign, SubtractItems, Sweep, schedule
 
 
@@ -187,7 +188,11 @@ class Encoder(Function):
             if each.node.space.kind == "blocks":
                 name = each.variable
                 lines.add(f"body[{name}_at : {name}_at + {name}_bytes] = as_bytes({self._array(each)})")
-        lines.add("return body")
+        last, body = program.fields[-1], "body"
+        if last.coding is not None:
+            lines.say(last.coding.where)
+            body = coding_of(last).triton_shorten(body, f"{last.variable}_at")
+        lines.add(f"return {body}")
 
     def _array(self, each: Field) -> str:
         if each.node.op in ("index", "value"):

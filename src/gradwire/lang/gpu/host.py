@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from gradwire.kernels.layout import ceil_div
+from gradwire.kernels.layout import MAX_RUN, NUM_QUARTIC, ZERO_BYTE, ceil_div
 from gradwire.lang.gpu import device, packing
 from gradwire.lang.operators.random import stream_key
 from gradwire.lang.operators.sample import SAMPLE_STREAM
@@ -254,3 +254,33 @@ def list_length(num_bytes: int, bits: Sequence[float], sizes: Sequence[int]) -> 
     count = int(num_bytes * 8 / sum(bits))
     taken = sum(ceil_div(count, size) if size > 0 else -size * count for size in sizes)
     return count if taken == num_bytes else -1
+
+
+def shorten_runs(body: torch.Tensor, at: int) -> torch.Tensor:
+    """The body with its bytes from `at` on zero-run encoded: waits for the device, for how many that are."""
+    packed = body[at:]
+    others = torch.nonzero(packed != ZERO_BYTE).flatten()
+    # A run, of no zeros perhaps, precedes each other byte and the end.
+    ends = torch.cat([others.new_full((1,), -1), others, others.new_full((1,), packed.numel())])
+    runs = torch.diff(ends) - 1
+    places = torch.cumsum((runs + MAX_RUN - 1) // MAX_RUN + 1, dim=0)  # of these bytes, behind one that is dropped
+    out = packed.new_full((int(places[-1]),), NUM_QUARTIC - 2 + MAX_RUN)
+    last = (runs - 1) % MAX_RUN + 1  # zeros in the last piece of a run, once it is cut into longest ones
+    out[places - 1] = torch.where(last == 1, ZERO_BYTE, NUM_QUARTIC - 2 + last).to(torch.uint8)
+    out[places[:-1]] = packed[others]  # also over what was written for runs of no zeros
+    return torch.cat([body[:at], out[1:]])
+
+
+def expand_runs(body: torch.Tensor, at: int, num_bytes: int) -> torch.Tensor | None:
+    """Undo `shorten_runs`; None unless that makes these bytes of so many: waits for the device, which finds out."""
+    coded = body[at:]
+    if body.numel() < at or coded.numel() > num_bytes:
+        return None
+    is_run = coded >= NUM_QUARTIC
+    is_zero = is_run | (coded == ZERO_BYTE)
+    lengths = torch.where(is_run, coded.to(torch.int64) - (NUM_QUARTIC - 2), 1)
+    is_cut_short = is_zero[1:] & is_zero[:-1] & (lengths[:-1] < MAX_RUN)
+    if not ((lengths.sum() == num_bytes) & ~is_cut_short.any()).item():
+        return None
+    values = coded.masked_fill(is_run, ZERO_BYTE)
+    return torch.cat([body[:at], torch.repeat_interleave(values, lengths, output_size=num_bytes)])

@@ -35,6 +35,7 @@ from gradwire.lang.gpu.host import (
     chunks,
     divide,
     empty,
+    expand_runs,
     finish_count,
     finish_max,
     finish_mean,
@@ -55,6 +56,7 @@ from gradwire.lang.gpu.host import (
     read_scalar,
     sample_words,
     scalar_bytes,
+    shorten_runs,
     sort_floats,
     stacked,
 )

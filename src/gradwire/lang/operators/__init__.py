@@ -10,9 +10,11 @@ from gradwire.lang.operators import (
     sample,
     scatter,
     sort,
+    zero_runs,
 )
 from gradwire.lang.operators.arithmetic import Arithmetic, Text
 from gradwire.lang.operators.base import (
+    Coding,
     DeviceEmission,
     Emission,
     FitError,
@@ -26,6 +28,7 @@ from gradwire.lang.operators.base import (
 
 __all__ = [
     "Arithmetic",
+    "Coding",
     "DeviceEmission",
     "Emission",
     "FitError",
@@ -45,4 +48,5 @@ __all__ = [
     "sample",
     "scatter",
     "sort",
+    "zero_runs",
 ]

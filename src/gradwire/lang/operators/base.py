@@ -1,10 +1,11 @@
 """What an operator is: a shape rule, a NumPy reference, and an emitter a backend.
 
-There are three sorts, by where their code stands in a generated function:
+There are four sorts, by where their code stands in a generated function:
 
 - `Arithmetic` gives an expression, for one element or for a scalar;
 - `Sink` takes in the elements of a sweep and leaves a scalar or a list: code before, inside and after the loop;
-- `Statement` stands between sweeps.
+- `Statement` stands between sweeps;
+- `Coding` stands after the sweeps of an encoder, where it shortens what they packed, and before those of a decoder.
 
 To add one, derive from the fitting class in a file of your own and call `register`; docs/extend.md shows how.
 """
@@ -19,7 +20,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from gradwire.core.errors import UnknownNameError
-from gradwire.lang.ir import Dtype, Node, Space
+from gradwire.lang.ir import Dtype, Field, Node, Space
 
 _OPERATORS: dict[str, Operator] = {}
 
@@ -138,6 +139,51 @@ class Statement(Operator):
     def triton(self, node: Node, name: str, inputs: Sequence[str]) -> list[str]:
         """Torch source that leaves its result in the variable `name`; for GPUs only."""
         raise no_triton(self)
+
+
+class Coding(Operator):
+    """An operator on bytes: it shortens the last packed array of a payload, and loses nothing.
+
+    It changes no value, so sweeps pack and unpack as without it. A body has no more bytes than without it.
+    """
+
+    def reference(self, node: Node, inputs: Sequence[Any], env: Any) -> Any:
+        return inputs[0]
+
+    @abstractmethod
+    def shorten(self, packed: np.ndarray) -> np.ndarray:
+        """What travels in place of these bytes, by NumPy; not longer than they are."""
+
+    @abstractmethod
+    def expand(self, coded: np.ndarray, num_bytes: int) -> np.ndarray | None:
+        """The packed bytes again; None where `coded` is not what `shorten` makes of so many bytes."""
+
+    @abstractmethod
+    def cpu_shorten(self, packed: str, out: str) -> str:
+        """Numba expression that writes what travels to the bytes `out`, as many as `packed`; gives its length."""
+
+    @abstractmethod
+    def cpu_expand(self, coded: str, out: str) -> str:
+        """Numba expression that fills `out` with the packed bytes; below 0 where `coded` is not from there.
+
+        Source writes to nothing but `out`, whatever `coded` holds.
+        """
+
+    def triton_shorten(self, body: str, at: str) -> str:
+        """Torch expression of a body whose bytes from `at` on are shortened; for GPUs only."""
+        raise no_triton(self)
+
+    def triton_expand(self, body: str, at: str, num_bytes: str) -> str:
+        """Torch expression of the body that has so many bytes from `at` on again; None for what is not from there."""
+        raise no_triton(self)
+
+
+def coding_of(each: Field) -> Coding:
+    """The operator that shortens a field."""
+    assert each.coding is not None, f"{each.name} travels as it is packed"
+    found = lookup(each.coding.op)
+    assert isinstance(found, Coding)
+    return found
 
 
 def no_triton(operator: Operator) -> NotImplementedError:
