@@ -25,6 +25,12 @@ def test_the_source_is_what_runs(backend: str, emit) -> None:
     ast.parse(result.output)
 
 
+def test_the_payload_is_described_with_what_shortens_it() -> None:
+    result = CliRunner().invoke(build_app(), ["show", "ternary", "--option", "zero_run=true"])
+    assert "# payload: M float32 of scalar, q trit of elements with zero_runs\n" in result.output
+    assert "q_bytes = shorten_runs(q_out, " in result.output
+
+
 def test_what_is_written_by_hand_gets_the_names_of_what_is_not() -> None:
     error = CliRunner().invoke(build_app(), ["show", "threelc"]).exception
     assert "Expected a compressor of the language, got threelc(" in str(error)

@@ -39,7 +39,7 @@ def show(target: Target, option: Options = None, backend: Backend = "cpu") -> No
     title = [
         f"# {codec!r}: {program.num_encode_lines} + {program.num_decode_lines} lines of the language",
         f"# operators: {', '.join(program.operators)}",
-        f"# payload: {', '.join(f'{each.name} {each.dtype} of {each.node.space}' for each in program.fields)}",
+        f"# payload: {', '.join(map(str, program.fields))}",
     ]
     _print("\n".join([*title, "", emitters[backend](program)]))
 

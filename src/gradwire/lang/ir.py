@@ -104,6 +104,10 @@ class Field:
     node: Node
     coding: Node | None = None
 
+    def __str__(self) -> str:
+        coding = f" with {self.coding.op}" if self.coding else ""
+        return f"{self.name} {self.dtype} of {self.node.space}{coding}"
+
     @property
     def dtype(self) -> ElementType:
         """How it is stored."""
