@@ -1,1 +1,7 @@
-"""The cluster simulator. Empty until the planner arrives; the layer is reserved here."""
+"""The cluster simulator: the synchroniser's own task graphs in virtual time, with measured costs in place of data."""
+
+from gradwire.simulate.cluster import Cluster, Compute, Link, Straggler
+from gradwire.simulate.result import StepResult
+from gradwire.simulate.step import Gradient, gradients_of, step
+
+__all__ = ["Cluster", "Compute", "Gradient", "Link", "StepResult", "Straggler", "gradients_of", "step"]

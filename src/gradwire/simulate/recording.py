@@ -1,0 +1,207 @@
+"""The task graphs of the strategies themselves, built and run through without data.
+
+A strategy's own `build` makes the graph with the synchroniser's own `Builder`, preliminary rounds included. Then every
+task is run once, in order, with a codec and a transport that only note what they are asked for. So a simulated graph
+has the tasks, the dependencies and the frames of a real one, whatever the strategy.
+"""
+
+# Shapes: N = tasks of a graph, S = pairs of a task and one that comes after it.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+
+from gradwire.core.events import EventStream
+from gradwire.feedback.residuals import Residuals
+from gradwire.simulate.events import COMPUTE, RECV, SEND
+from gradwire.sync.graph import Task, TaskGraph
+from gradwire.sync.item import Item, Message, Part
+from gradwire.sync.plan import PlanEntry
+from gradwire.sync.strategies import STRATEGIES, Builder, Surroundings
+from gradwire.wire.frame import FrameFlags, FrameKind, Header
+
+_KINDS = {"send": SEND, "recv": RECV}
+_NOTHING = np.empty(0, dtype=np.uint8)
+
+
+class Work(NamedTuple):
+    """What one task does, apart from where and for which part: tasks of equal work cost the same.
+
+    Attributes:
+        call: method of the codec, or ``"send"`` or ``"recv"``.
+        frame: kind of the frame that it makes, sends or receives, if any.
+        taken: kind of the messages that it takes in, if any.
+        num_messages: how many it takes in.
+        elements: of the part.
+        encodes_own: of a merge: whether the rank encodes its own gradient before it adds it.
+        phase: its name in traces.
+    """
+
+    call: str
+    frame: FrameKind | None
+    taken: FrameKind | None
+    num_messages: int
+    elements: int
+    encodes_own: bool
+    phase: str
+
+
+class RecordedGraph(NamedTuple):
+    """The task graph of one item on one rank.
+
+    Attributes:
+        works: the distinct work in it.
+        work: which of them each task does (N).
+        kind: COMPUTE, SEND or RECV (N).
+        pending: how many tasks each comes after (N).
+        successors_at, successors: what comes after each task (N + 1, S).
+        peer: of sends and recvs; -1 for others (N).
+        part: index of the part (N).
+        stage: of the encode or the frame; 0 where there is none (N).
+    """
+
+    works: list[Work]
+    work: np.ndarray
+    kind: np.ndarray
+    pending: np.ndarray
+    successors_at: np.ndarray
+    successors: np.ndarray
+    peer: np.ndarray
+    part: np.ndarray
+    stage: np.ndarray
+
+
+def record(entry: PlanEntry, numel: int, rank: int, world_size: int, *, tensor: int = 0) -> RecordedGraph:
+    """The graph that a rank runs for one item.
+
+    Args:
+        entry: how the item travels.
+        numel: its elements.
+        rank: whose graph.
+        world_size: ranks in the group.
+        tensor: index of the item's tensor in the agreed order.
+    """
+    graph = TaskGraph("item", 0, 0, lambda: None)
+    item = Item(graph.name, tensor, torch.empty(numel, device="meta"), entry, 0, 0)
+    notes = _Notes(rank, world_size)
+    builder = _DryBuilder(item, graph, notes)
+    STRATEGIES[entry.strategy](builder)
+    indices: dict[Work, int] = {}
+    work, parts, stages = [], [], []
+    for task in graph.tasks:
+        if task.key is not None:
+            key = task.key
+            task.value = Message(key.kind, FrameFlags.PRESENT | FrameFlags.USED, _NOTHING, key.peer)
+            count = builder.counts[task]
+            found = Work("recv", key.kind, None, 0, count, False, task.phase)
+            part, stage = key.partition, key.stage
+        else:
+            assert task.run is not None, f"{task.phase} has nothing to run"
+            task.value = task.run()
+            found = notes.last._replace(phase=task.phase)
+            part, stage = notes.part, notes.stage
+        work.append(indices.setdefault(found, len(indices)))
+        parts.append(part)
+        stages.append(stage)
+    return _packed(graph, list(indices), work, parts, stages)
+
+
+def _packed(graph: TaskGraph, works: list[Work], work: list[int], parts: list[int], stages: list[int]) -> RecordedGraph:
+    number = {id(task): index for index, task in enumerate(graph.tasks)}
+    successors = [number[id(successor)] for task in graph.tasks for successor in task.successors]
+    return RecordedGraph(
+        works,
+        np.array(work, np.int64),
+        np.array([_KINDS.get(task.kind, COMPUTE) for task in graph.tasks], np.int64),
+        np.array([task.pending for task in graph.tasks], np.int64),
+        np.cumsum([0, *(len(task.successors) for task in graph.tasks)], dtype=np.int64),
+        np.array(successors, np.int64),
+        np.array([-1 if task.peer is None else task.peer for task in graph.tasks], np.int64),
+        np.array(parts, np.int64),
+        np.array(stages, np.int64),
+    )
+
+
+class _Notes:
+    """Stands for the transport: notes what the latest task did."""
+
+    epoch = 0
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.last = Work("", None, None, 0, 0, False, "")
+        self.part = self.stage = 0
+
+    def send(self, peer: int, header: Header, body: np.ndarray) -> None:
+        self.last = Work("send", header.kind, None, 0, header.count, False, "")
+        self.part, self.stage = header.partition, header.stage
+
+
+class _DryCodec:
+    """Stands for the codec: notes the call, and gives messages without content.
+
+    Args:
+        real: the item's codec, which answers what kind of frame leaves a stage.
+        notes: where calls go.
+    """
+
+    def __init__(self, real: Any, notes: _Notes) -> None:
+        self._real = real
+        self._notes = notes
+
+    def kind(self, stage: int) -> FrameKind:
+        return cast(FrameKind, self._real.kind(stage))
+
+    def encodes_own(self, stage: int) -> bool:
+        return cast(bool, self._real.encodes_own(stage))
+
+    def start(self, part: Part) -> Message:
+        return self._note("start", part, 0, (), self.kind(0))
+
+    def merge(self, part: Part, messages: Sequence[Message], stage: int) -> Message:
+        return self._note("merge", part, stage, messages, self.kind(stage), self.encodes_own(stage))
+
+    def decode(self, part: Part, message: Message, stage: int) -> None:
+        self._note("decode", part, stage, [message], None)
+
+    def decode_sum(self, part: Part, messages: Sequence[Message]) -> None:
+        self._note("decode_sum", part, 0, messages, None)
+
+    def stats(self, part: Part, encoded: bool = True) -> Message:
+        return self._note("stats", part, 0, (), FrameKind.STATS)
+
+    def reduce_stats(self, part: Part, messages: Sequence[Message]) -> None:
+        self._note("reduce_stats", part, 0, messages, None)
+
+    def _note(
+        self,
+        call: str,
+        part: Part,
+        stage: int,
+        messages: Sequence[Message],
+        frame: FrameKind | None,
+        encodes_own: bool = False,
+    ) -> Message:
+        taken = messages[0].kind if messages else None
+        self._notes.last = Work(call, frame, taken, len(messages), part.count, encodes_own, "")
+        self._notes.part, self._notes.stage = part.index, stage
+        return Message(frame or FrameKind.PAYLOAD, FrameFlags.PRESENT | FrameFlags.USED, _NOTHING, self._notes.rank)
+
+
+class _DryBuilder(Builder):
+    """The synchroniser's builder over a codec and a transport that only note."""
+
+    def __init__(self, item: Item, graph: TaskGraph, notes: _Notes) -> None:
+        super().__init__(item, graph, Surroundings(cast(Any, notes), Residuals(), EventStream(), seed=0))
+        self._codec = cast(Any, _DryCodec(self._codec, notes))
+        self.counts: dict[Task, int] = {}  # elements that each recv waits for
+
+    def _recv(self, peer: int, kind: FrameKind, part: Part, stage: int, phase: str) -> Task:
+        task = super()._recv(peer, kind, part, stage, phase)
+        self.counts[task] = part.count
+        return task

@@ -1,0 +1,295 @@
+"""The profiler: measures what compressors and the engine cost on this machine.
+
+One thread, medians of repeated calls after warm-up, time of the thread on its core (so what else runs on the machine
+counts only by what it takes from caches and memory). Gradients are normal random numbers and residuals what several
+encodes of them left behind, so that codecs whose payload depends on the content see a plausible one; a job that wants
+its own figures hands in its own gradients.
+"""
+
+# Shapes: N = elements.
+
+from __future__ import annotations
+
+import ast
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from gradwire.compressors.base import Compressor
+from gradwire.compressors.registry import describe, make, names
+from gradwire.core.context import Context
+from gradwire.core.errors import OptionError, UnknownNameError
+from gradwire.core.events import EventStream
+from gradwire.core.spec import TensorSpec
+from gradwire.feedback.residuals import Residuals
+from gradwire.kernels import active as kernels
+from gradwire.observe.metrics import Metrics
+from gradwire.sync.costs import CodecCosts, Cost, Curve
+from gradwire.sync.engine import Engine
+from gradwire.sync.graph import TaskGraph
+from gradwire.sync.item import Item
+from gradwire.sync.plan import PlanEntry
+from gradwire.sync.strategies import Builder, Surroundings, allgather
+from gradwire.transport.base import Callbacks, Transport
+from gradwire.wire.frame import Header, seal, unpack
+
+SIZES = (1 << 10, 1 << 13, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
+"""Elements of the tensors that are measured: from one block to 64 MB, which no cache holds."""
+_WORLD_SIZE = 4  # of the payloads that are merged; figures are for each of them
+_WARM_UPS = 3
+_MIN_REPEATS = 3
+_MAX_REPEATS = 101
+
+
+def spec_of(compressor: Compressor) -> str:
+    """A compressor as text: its name, and the options that are not the default, as ``threelc:sparsity=1.5``."""
+    defaults = describe(compressor.name).options if compressor.name in names() else {}
+    changed = {key: value for key, value in sorted(compressor.options.items()) if defaults.get(key) != value}
+    return ":".join([compressor.name, *(f"{key}={value}" for key, value in changed.items())])
+
+
+def compressor_of(spec: str) -> Compressor:
+    """The compressor that a text names.
+
+    Raises:
+        UnknownNameError: no such compressor or option; the message lists the known ones.
+        OptionError: an option without a value, or out of range.
+    """
+    name, *options = spec.split(":")
+    if name not in names():
+        raise UnknownNameError("compressor", name, names())
+    return make(name, **dict(_option(option, spec) for option in options))
+
+
+def _option(text: str, spec: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise OptionError(f"Expected options as key=value, got {text!r} (in {spec!r}). Do: write threelc:sparsity=1.5.")
+    try:
+        return key, ast.literal_eval(value.title() if value in ("true", "false") else value)
+    except (SyntaxError, ValueError):
+        return key, value
+
+
+# -- codecs ------------------------------------------------------------------------------------------------------
+
+
+def measure_codec(
+    compressor: Compressor,
+    sizes: Sequence[int] = SIZES,
+    seconds_budget: float = 2.0,
+    *,
+    gradient: torch.Tensor | None = None,
+) -> CodecCosts:
+    """Measure encode, decode and merge of a compressor, and what else it has.
+
+    Args:
+        compressor: with its options.
+        sizes: elements of the tensors to measure, two at least.
+        seconds_budget: about how long this may take, without compilation at first use.
+        gradient: float32, from which tensors are cut (repeated where it is too short); None for random numbers.
+
+    Raises:
+        OptionError: fewer than two different sizes.
+    """
+    if len(set(sizes)) < 2 or min(sizes) < 1:
+        raise OptionError(f"Expected two or more sizes above 0, got {tuple(sizes)}. Do: pass a small and a large one.")
+    ordered = sorted(set(sizes))
+    # Half of the time for the largest: its calls take the longest and vary the least.
+    with _one_thread():
+        seconds_each = seconds_budget / len(ordered)
+        rows = [_measure_size(compressor, _gradient(size, gradient), seconds_each) for size in ordered]
+    spent = {name: Curve.through(ordered, [row.seconds[name] for row in rows]) for name in rows[0].seconds}
+    nbytes = {name: _exact_curve(ordered, [row.nbytes[name] for row in rows]) for name in rows[0].nbytes}
+    costs: dict[str, Cost] = {**spent, **nbytes}
+    return CodecCosts(**costs)
+
+
+class _Row(NamedTuple):
+    """What one size takes."""
+
+    seconds: dict[str, float]
+    nbytes: dict[str, float]
+
+
+def _measure_size(compressor: Compressor, grad: torch.Tensor, seconds_budget: float) -> _Row:
+    spec = TensorSpec.of(grad)
+    context = Context("profile", world_size=_WORLD_SIZE, spec=spec)
+    encode, stats_call, shared = _encoder(compressor, grad, context)
+    payload = encode()
+    out = torch.empty(grad.numel())
+    payloads, contexts = [payload] * _WORLD_SIZE, [context] * _WORLD_SIZE
+    calls: dict[str, tuple[Callable[[], object], int]] = {
+        "encode": (encode, 1),
+        "decode": (lambda: compressor.decode(payload, context, out, stats=shared), 1),
+        "merge": (lambda: compressor.decode_sum(payloads, contexts, out, shared), _WORLD_SIZE),
+    }
+    nbytes: dict[str, float] = {"payload_bytes": payload.body.nbytes}
+    if compressor.needs_stats:
+        calls["stats"] = (stats_call, 1)
+        nbytes["stats_bytes"] = 4 * sum(length for length, _ in compressor.stats_spec(spec))
+    if compressor.summable:
+        lanes = np.zeros(compressor.num_lanes(spec), compressor.lane_dtype(_WORLD_SIZE))
+        # Zeroed each time: lanes are as wide as the sum of a few payloads needs, and no wider.
+        calls["lift"] = (lambda: compressor.lift(payload, context, lanes, accumulate=False), 1)
+        calls["lower"] = (lambda: compressor.lower(lanes, _WORLD_SIZE, context, shared, out), 1)
+        nbytes["lane_bytes"] = lanes.nbytes
+    share = seconds_budget / len(calls)
+    seconds = {name: median_seconds(call, share) / divisor for name, (call, divisor) in calls.items()}
+    return _Row(seconds, nbytes)
+
+
+def _encoder(
+    compressor: Compressor, grad: torch.Tensor, context: Context
+) -> tuple[Callable[[], Any], Callable[[], object], list[np.ndarray]]:
+    """Encodes as the synchroniser does, with a residual where it keeps one; its preliminary round; what that gave."""
+    scale = 1 / _WORLD_SIZE
+    feedback = compressor.default_feedback == "error" and not compressor.exact
+    work = np.zeros(grad.numel(), np.float32) if feedback else None
+    residual = None if work is None else np.zeros(grad.numel(), np.float32)
+
+    def statistics() -> list[np.ndarray]:
+        if work is None:
+            return [stat.values for stat in compressor.stats(grad, context, scale)]
+        kernels.compensate(grad.numpy(), scale, residual, work)
+        return [stat.values for stat in compressor.stats(torch.from_numpy(work), context)]
+
+    shared = statistics() if compressor.needs_stats else []
+
+    def encode() -> Any:
+        if shared and work is not None:
+            return compressor.encode(torch.from_numpy(work), context, shared, residual=work)
+        return compressor.encode_compensated(grad, context, work, scale=scale, residual=residual, stats=shared)
+
+    for _ in range(_WARM_UPS):
+        encode()
+        if work is not None and residual is not None:
+            residual[:] = work
+    return encode, statistics, shared
+
+
+def _gradient(size: int, given: torch.Tensor | None) -> torch.Tensor:
+    if given is None:
+        return torch.randn(size, generator=torch.Generator().manual_seed(0)) * 1e-2
+    flat = given.detach().reshape(-1).to(torch.float32)
+    return flat.repeat(-(-size // flat.numel()))[:size].contiguous()
+
+
+def _exact_curve(sizes: Sequence[int], nbytes: Sequence[float]) -> Curve:
+    # Payloads of random content need not grow from size to size; a curve does.
+    rising = np.maximum.accumulate(np.asarray(nbytes, dtype=float))
+    return Curve(tuple(zip(map(float, sizes), rising.tolist(), strict=True)))
+
+
+# -- the engine --------------------------------------------------------------------------------------------------
+
+
+def measure_add(sizes: Sequence[int] = SIZES, seconds_budget: float = 0.3) -> Curve:
+    """Seconds to add a rank's own gradient to a sum, by elements."""
+    ordered = sorted(set(sizes))
+    found = []
+    for size in ordered:
+        grad, total = _gradient(size, None).numpy(), np.zeros(size, np.float32)
+        call = _adder(grad, total)
+        found.append(median_seconds(call, seconds_budget / len(ordered)))
+    return Curve.through(ordered, found)
+
+
+def _adder(grad: np.ndarray, total: np.ndarray) -> Callable[[], object]:
+    return lambda: kernels.compensate(grad, 1 / _WORLD_SIZE, total, total)
+
+
+def measure_task(num_items: int = 300) -> float:
+    """The engine's own seconds for each task, beside its work: queues, frames, events, and what a graph takes to build.
+
+    Measured on tiny dense items between two ranks, of which one is an echo.
+    """
+    runs = [_run_echo(num_items) for _ in range(_MIN_REPEATS)]
+    return float(np.median(runs))
+
+
+def _run_echo(num_items: int) -> float:
+    echo, events = _Echo(), EventStream()
+    metrics = Metrics(events)
+    work: list[float] = []
+    events.listen(lambda event: work.append(event.duration) if event.kind in ("encode", "merge", "decode") else None)
+    engine = Engine(
+        echo,
+        admit=lambda header: None,
+        events=events,
+        stall_timeout=timedelta(seconds=60),
+        on_failure=lambda error, state: None,
+    )
+    around = Surroundings(echo, Residuals(), events, seed=0)
+    entry = PlanEntry(make("none"), "allgather")
+    items = [Item("profile", 0, torch.zeros(1 << 10), entry, index, 0) for index in range(num_items)]
+    num_tasks = 0
+    try:
+        start = time.perf_counter()
+        for item in items:
+            graph = TaskGraph(item.name, item.round, item.round, lambda: None)
+            allgather.build(Builder(item, graph, around))
+            num_tasks += len(graph.tasks)
+            engine.run(graph)
+        engine.wait_idle()
+        return max(0.0, time.perf_counter() - start - sum(work)) / num_tasks
+    finally:
+        engine.close()
+        metrics.close()
+
+
+class _Echo(Transport):
+    """Gives back every frame as if the other of two ranks had sent its like."""
+
+    def __init__(self) -> None:
+        self.rank, self.world_size, self.epoch = 0, 2, 0
+        self.sent_bytes, self.received_bytes, self.control_bytes = [0, 0], [0, 0], [0, 0]
+
+    def start(self, callbacks: Callbacks) -> None:
+        self._deliver = callbacks.deliver
+
+    def send(self, peer: int, header: Header, body: np.ndarray) -> None:
+        sealed = unpack(seal(header, body))
+        self._deliver(peer, replace(sealed, sender=peer), body)
+
+    def departed(self, peer: int) -> bool:
+        return False
+
+    def abort(self, reason: str, blame: int | None = None) -> None:
+        """Nobody to tell."""
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+# -- timing ------------------------------------------------------------------------------------------------------
+
+
+def median_seconds(call: Callable[[], object], seconds_budget: float) -> float:
+    """Median time of a call on this thread, after warm-up, within about a budget."""
+    call()
+    first = max(_seconds(call), 1e-9)
+    repeats = min(_MAX_REPEATS, max(_MIN_REPEATS, int(seconds_budget / first)))
+    return max(float(np.median([_seconds(call) for _ in range(repeats)])), 1e-9)
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    start = time.thread_time()
+    call()
+    return time.thread_time() - start
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
