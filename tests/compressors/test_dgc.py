@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from gradwire.core.spec import TensorSpec
 from gradwire.lang.operators.arithmetic import evaluate_static
 from tests.compressors.harness import sent, traced
 from tests.contracts.compressor_cases import context, heavy_tailed, normal
@@ -36,6 +37,19 @@ def test_too_low_a_threshold_is_made_good_by_the_second_selection() -> None:
     found = sent(codec, grad)
     assert np.array_equal(found, grad.numpy())
     assert codec.encode(grad, context(grad)).body.nbytes == 8 * 100
+
+
+@pytest.mark.parametrize(
+    ("step", "kept"), [(0, 0.25), (9, 0.25), (10, 0.0625), (29, 0.015625), (30, 0.01), (9999, 0.01)]
+)
+def test_the_kept_fraction_falls_to_the_ratio(step: int, kept: float) -> None:
+    grad = normal(8_000)
+    codec = traced("dgc", ratio=0.01, sample=1.0, warmup=40)
+    payload = codec.encode(grad, context(grad, step=step))
+    assert payload.body.nbytes == 8 * np.ceil(kept * 8_000) <= codec.max_encoded_bytes(TensorSpec.of(grad))
+    found = codec.decode(payload, context(grad, step=step)).numpy()
+    size = np.abs(grad.numpy())
+    assert np.array_equal(found, np.where(size >= np.sort(size)[-payload.body.nbytes // 8], grad.numpy(), 0))
 
 
 def test_small_tensors_are_sampled_as_a_whole() -> None:

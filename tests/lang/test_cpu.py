@@ -9,7 +9,7 @@ from gradwire.lang import cache, cpu, interpret
 from gradwire.lang.emit import statics
 from gradwire.lang.interpret import Environment
 from gradwire.lang.ir import Program
-from gradwire.lang.operators.arithmetic import evaluate_static
+from gradwire.lang.operators.arithmetic import static_values
 from tests.lang import algorithms
 
 KEYS = np.array([11, 12, 13, 14], np.uint32)
@@ -44,7 +44,7 @@ class Compiled:
         self.statics = statics(program)
 
     def static(self, size: int) -> np.ndarray:
-        return np.array([float(evaluate_static(node, size)) for node in self.statics], np.float64)
+        return static_values(self.statics, size)
 
     def encode(self, x, scale=1.0, residual=None, rest=None, stats=None) -> np.ndarray | None:
         body, lists = np.empty(16 * x.size + 64, np.uint8), np.empty(8 * x.size + 64, np.uint8)

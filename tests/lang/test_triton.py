@@ -15,7 +15,7 @@ import torch
 from gradwire.lang import cache, concat, gpu, interpret, trace
 from gradwire.lang.emit import statics
 from gradwire.lang.ir import Program
-from gradwire.lang.operators.arithmetic import evaluate_static
+from gradwire.lang.operators.arithmetic import static_values
 from gradwire.lang.operators.base import Sink
 from tests.lang import algorithms
 from tests.lang.test_cpu import KEYS, OFFSET, environment, gradient
@@ -44,7 +44,7 @@ class Generated:
         self.statics, self.device = statics(program), device
 
     def static(self, size: int) -> np.ndarray:
-        return np.array([float(evaluate_static(node, size)) for node in self.statics], np.float64)
+        return static_values(self.statics, size)
 
     def tensor(self, x: np.ndarray | None) -> torch.Tensor | None:
         return None if x is None else torch.from_numpy(x.copy()).to(self.device)

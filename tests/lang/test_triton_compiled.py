@@ -23,7 +23,7 @@ from triton.compiler import ASTSource
 from gradwire.lang import cache, gpu, interpret
 from gradwire.lang.emit import statics
 from gradwire.lang.gpu import host
-from gradwire.lang.operators.arithmetic import evaluate_static
+from gradwire.lang.operators.arithmetic import static_values
 from tests.lang import algorithms
 from tests.lang.test_cpu import KEYS, environment, gradient
 
@@ -52,7 +52,7 @@ for name in sys.argv[1:]:
     program = algorithms.program(name)
     module = cache.load(f"test_{name}_compiled", gpu.emit(program))
     module.launch = compile_kernel
-    static = np.array([float(evaluate_static(node, size)) for node in statics(program)])
+    static = static_values(statics(program), size)
     rest = torch.zeros(size)
     for x, residual in ((torch.randn(size), rest), (torch.randn(size).bfloat16(), None)):
         module.encode(x, 1.0, residual, residual, None, KEYS, 0, static)

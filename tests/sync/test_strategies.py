@@ -73,7 +73,7 @@ def run_2d(synchronizer: Synchronizer, steps: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("strategy", NAMES)
-@pytest.mark.parametrize("method", ["onebit", "threelc"])
+@pytest.mark.parametrize("method", ["onebit", "threelc", "signsgd"])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_nothing_is_lost_in_300_steps(strategy: str, method: str, seed: int) -> None:
     """Conservation: produced = applied + residuals of both roles, steps with a NaN and skipped steps included."""
@@ -115,6 +115,27 @@ def test_nothing_is_lost_in_300_steps(strategy: str, method: str, seed: int) -> 
     assert held.norm() > 0
     # float32 arithmetic over 300 steps on sums of this size
     assert torch.allclose(applied + held, produced, rtol=0, atol=1e-3 * produced.abs().max().item())
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_signs_are_those_of_the_majority(world_size: int) -> None:
+    """Every rank has one vote, whoever counts them and however large its gradient is; even votes are positive."""
+    numel = 5000
+    plan = Plan({"w": "signsgd"}, strategy="scatter_reduce", feedback="none")
+    grads = [gradient(rank, 0, numel) * 10**rank for rank in range(world_size)]
+
+    def run(one: Synchronizer) -> torch.Tensor:
+        one.begin_step()
+        mean = grads[one.rank].clone()
+        one.submit([Shard("w", mean)])
+        one.wait()
+        return mean
+
+    with ranks(world_size, plan) as group:
+        means = group.each(run)
+    votes = sum(torch.where(grad >= 0, 1, -1) for grad in grads)
+    for mean in means:
+        assert torch.equal(mean > 0, votes >= 0)
 
 
 def test_without_the_aggregate_residual_most_of_the_gradient_is_lost() -> None:

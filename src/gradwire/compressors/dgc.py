@@ -7,8 +7,8 @@ the sample put the threshold too high.
 Source: Lin et al. 2018, section 3.1 and hierarchical selection. Differences: the sample is stratified, and has 2 /
 `ratio` elements at least, so that its threshold is not the largest sample alone, and 100 / `ratio` at most, so that no
 more than 100 of it are expected above the threshold, which is estimate enough; a threshold that turns out too high is
-not lowered. Momentum correction, factor masking and clipping are the optimizer's and not here; a warm-up of the
-ratio is the caller's, who makes a compressor for each of its stages, because encoders do not know the epoch.
+not lowered. The warm-up (section 3.3) is counted in steps, for there are no epochs here. Momentum correction, factor
+masking and clipping belong to the residuals and not here.
 """
 # Shapes: N = elements of the tensor or range, K = elements kept at most
 
@@ -17,22 +17,27 @@ from __future__ import annotations
 from typing import Any
 
 from gradwire.compressors.traced import compressor
-from gradwire.lang import ceil, concat, maximum, minimum
+from gradwire.lang import ceil, concat, maximum, minimum, step, where
 
 
 @compressor(contraction=lambda size, **_: 1 / max(1, size))
-def dgc(g: Any, ratio: float = 0.001, sample: float = 0.01) -> Any:
+def dgc(g: Any, ratio: float = 0.001, sample: float = 0.01, warmup: int = 0) -> Any:
     """Top-k by a sampled threshold: what is above it, and of that the largest.
 
     Args:
         g: the gradient.
         ratio: kept fraction.
         sample: sampled fraction, of at most 100 / `ratio` elements.
+        warmup: steps in which the kept fraction falls to `ratio`: a quarter of them with 25 % kept, then 6.25 %,
+            1.6 % and 0.4 %.
     """
     count = minimum(maximum(ceil(sample * g.size), ceil(2 / ratio)), ceil(100 / ratio))
     sizes = abs(g).sample(count).sort(descending=True)
-    threshold = sizes[ceil(ratio * sizes.size) - 1]
-    kept = g.filter(lambda x: abs(x) >= threshold).top(ceil(ratio * g.size))
+    now: Any = ratio
+    for quarter in (4, 3, 2, 1) if warmup else ():
+        now = where(4 * step() < quarter * warmup, max(ratio, 0.25**quarter), now)
+    threshold = sizes[ceil(now * sizes.size) - 1]
+    kept = g.filter(lambda x: abs(x) >= threshold).top(ceil(now * g.size))
     return concat(index=kept.index, value=kept.value)
 
 

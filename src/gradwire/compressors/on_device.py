@@ -31,10 +31,10 @@ class DeviceCode:
 
     Args:
         program: the traced compressor.
-        static: gives what follows from the length, as generated code takes it.
+        static: gives what follows from length and step, as generated code takes it.
     """
 
-    def __init__(self, program: Program, static: Callable[[int], np.ndarray]) -> None:
+    def __init__(self, program: Program, static: Callable[[int, int], np.ndarray]) -> None:
         self.program, self._static = program, static
 
     @functools.cached_property
@@ -56,7 +56,7 @@ class DeviceCode:
     def measure(self, grad: torch.Tensor, ctx: Context, scale: float = 1.0) -> torch.Tensor:
         """The rank's values of the preliminary round, float32[S]; infinite where the gradient is not finite."""
         values: torch.Tensor = self.module.measure(
-            grad, scale, None, key_words(ctx), ctx.offset, self._static(grad.numel())
+            grad, scale, None, key_words(ctx), ctx.offset, self._static(grad.numel(), ctx.step)
         )  # fmt: skip
         return values
 
@@ -85,7 +85,7 @@ class DeviceCode:
         """
         assert rest is not None or residual is None, "a residual without a place for the next one would be lost"
         body: torch.Tensor | None = self.module.encode(
-            grad, scale, residual, rest, stats, key_words(ctx), ctx.offset, self._static(grad.numel())
+            grad, scale, residual, rest, stats, key_words(ctx), ctx.offset, self._static(grad.numel(), ctx.step)
         )
         return body
 
@@ -110,7 +110,7 @@ class DeviceCode:
         Returns:
             Whether the bodies are valid; if not, `out` may hold anything.
         """
-        arguments = stats, key_words(ctx), ctx.offset, self._static(out.numel())
+        arguments = stats, key_words(ctx), ctx.offset, self._static(out.numel(), ctx.step)
         if len(bodies) == 1:
             return bool(self.module.decode(bodies[0], out, accumulate, *arguments))
         assert not accumulate, "sums of several payloads are written, not added"
@@ -128,8 +128,8 @@ class OnDevice(ArrayCompressor):
         return DeviceCode(self.program, self._static)
 
     @abstractmethod
-    def _static(self, size: int) -> np.ndarray:
-        """What follows from the length, as generated code takes it."""
+    def _static(self, size: int, step: int) -> np.ndarray:
+        """What follows from length and step, as generated code takes it."""
 
     @abstractmethod
     def _given(self, stats: Sequence[np.ndarray]) -> np.ndarray | None:

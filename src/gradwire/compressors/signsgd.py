@@ -1,11 +1,15 @@
-"""signSGD with the mean magnitude: a bit an element for its sign, one float for all magnitudes.
+"""signSGD with majority vote: a bit an element for its sign, one magnitude for all, shared by all ranks.
 
-Biased; a contraction with delta >= 1/N, so it needs error feedback. Payloads cannot be summed.
+Biased; a contraction with delta >= 1/N where the magnitude is its own, so it needs error feedback: a rank of smaller
+gradients votes above its means, and takes it back in the next step. Payloads cannot be summed.
 
-Source: Bernstein et al. 2018; Karimireddy et al. 2019, algorithm 1 (EF-signSGD). Differences: signs are scaled by the
-mean magnitude and the error is fed back, without which signSGD need not converge; a zero counts as positive. There is
-no majority vote of plain signs: a sum of decoded payloads is what the contract knows. Where an aggregate is encoded
-anew (scatter-reduce, server), its signs are the majority's, each rank's vote weighted with its mean magnitude.
+The magnitude is the largest of the ranks' mean magnitudes, found in a preliminary round, so that all votes weigh
+alike. With scatter-reduce the signs of an aggregate are those of the majority; with all-gather all ranks end with the
+mean of the votes.
+
+Source: Bernstein et al. 2018, algorithm 3 (majority vote); Karimireddy et al. 2019, algorithm 1 (the magnitude and
+error feedback). Differences: signs have a magnitude and the error is fed back, without which signSGD need not
+converge (`feedback="none"` leaves it out); a zero, and a vote that is even, count as positive.
 """
 
 from __future__ import annotations
@@ -16,10 +20,11 @@ from gradwire.compressors.traced import compressor
 from gradwire.lang import concat, mean, uint1, where
 
 
-@compressor(contraction=lambda size: 1 / max(1, size))
+@compressor(contraction=lambda size: 1 / max(1, size), votes=True)
 def signsgd(g: Any) -> Any:
-    """Signs, scaled by the mean magnitude."""
-    return concat(scale=abs(g).reduce(mean), up=g.map(lambda x: x >= 0, dtype=uint1))
+    """Signs, with a magnitude that all ranks share, and a majority vote over them."""
+    scale = abs(g).reduce(mean).over_ranks(max)
+    return concat(scale=scale, up=g.map(lambda x: x >= 0, dtype=uint1))
 
 
 @signsgd.decode

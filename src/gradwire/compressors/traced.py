@@ -43,7 +43,7 @@ from gradwire.lang.emit import statics
 from gradwire.lang.errors import TraceError
 from gradwire.lang.interpret import num_values
 from gradwire.lang.ir import Node, Program
-from gradwire.lang.operators.arithmetic import evaluate_static
+from gradwire.lang.operators.arithmetic import evaluate_static, static_values
 from gradwire.lang.trace import signature_line, trace
 from gradwire.wire.payload import Payload
 
@@ -67,10 +67,11 @@ class TracedCompressor(OnDevice):
         unbiased, feedback = self.algorithm.unbiased, self.algorithm.feedback
         self.unbiased = unbiased(**self._options) if callable(unbiased) else unbiased
         self.default_feedback = feedback(**self._options) if callable(feedback) else feedback
-        self.needs_stats = bool(self.program.stats)
+        self.needs_stats, self.votes = bool(self.program.stats), self.algorithm.votes
         self._statics = statics(self.program)
         self._filters = [node for node in self.program.encode_nodes() if node.op == "filter"]
-        self._static_values: dict[int, np.ndarray] = {}
+        self._uses_step = any(_depends_on_step(node) for node in self._statics)
+        self._static_values: dict[tuple[int, int], np.ndarray] = {}
 
     # -- algebra ---------------------------------------------------------------------------------------------
 
@@ -120,7 +121,7 @@ class TracedCompressor(OnDevice):
         if grad.is_cuda:
             return self._stats_on_device(grad, ctx, scale)
         x, values = as_input(as_array(grad)), np.empty(len(self.program.stats), np.float32)
-        static = self._static(x.size)
+        static = self._static(x.size, ctx.step)
         if not self.module.measure(
             x, np.float32(scale), None, None, _keys(ctx), ctx.offset, static, self._lists(x.size), values
         ):
@@ -172,7 +173,7 @@ class TracedCompressor(OnDevice):
             _places(arrays), _sizes(arrays), np.float32(1), _places(rests) if rests else None,
             _places(bodies), _sizes(bodies), np.stack([_keys(ctx) for ctx in ctxs]),
             np.array([ctx.offset for ctx in ctxs], np.int64),
-            np.stack([self._static(each.size) for each in arrays]),
+            np.stack([self._static(each.size, ctx.step) for each, ctx in zip(arrays, ctxs)]),
             self._lists(max(each.size for each in arrays)), lengths,
         )  # fmt: skip
         return [
@@ -201,7 +202,7 @@ class TracedCompressor(OnDevice):
         body = np.empty(most, np.uint8) if is_fixed else lists[lists.size - _aligned(most) :][:most]
         length = self.module.encode(
             as_input(x), np.float32(scale), residual, rest, body, self._given(stats), _keys(ctx), ctx.offset,
-            self._static(x.size), lists,
+            self._static(x.size, ctx.step), lists,
         )  # fmt: skip
         if length < 0:
             return None
@@ -213,7 +214,7 @@ class TracedCompressor(OnDevice):
         self._expect_size(body, out.size, stats)
         valid = self.module.decode(
             as_writable(body), out, True if accumulate else None, self._given(stats), _keys(ctx), ctx.offset,
-            self._static(out.size), scratch(self._coded_bytes(out.size)),
+            self._static(out.size, ctx.step), scratch(self._coded_bytes(out.size)),
         )  # fmt: skip
         expect(valid, "finite values, indices in range, whole runs", "others", self.name)
 
@@ -229,7 +230,7 @@ class TracedCompressor(OnDevice):
         ctx = ctxs[0] if ctxs else Context("")
         valid = self.module.decode_sum(
             addresses(bodies, np.uint8), _sizes(bodies), out, self._given(stats), _keys(ctx), ctx.offset,
-            self._static(out.size), scratch(len(bodies) * self._coded_bytes(out.size)),
+            self._static(out.size, ctx.step), scratch(len(bodies) * self._coded_bytes(out.size)),
         )  # fmt: skip
         expect(valid, "finite values, indices in range, whole runs", "others", self.name)
 
@@ -242,14 +243,14 @@ class TracedCompressor(OnDevice):
 
         return cache.load(f"{self.name}_cpu", emit(self.program))
 
-    def _static(self, size: int) -> np.ndarray:
-        """What follows from the length, float64: the argument `static` of generated code."""
-        if size not in self._static_values:
+    def _static(self, size: int, step: int) -> np.ndarray:
+        """See `static_values`."""
+        key = (size, step if self._uses_step else 0)
+        if key not in self._static_values:
             if len(self._static_values) > 4096:
                 self._static_values.clear()
-            values = [float(evaluate_static(node, size)) for node in self._statics]
-            self._static_values[size] = np.array(values, np.float64)
-        return self._static_values[size]
+            self._static_values[key] = static_values(self._statics, size, step)
+        return self._static_values[key]
 
     def _lists(self, size: int, body_bytes: int = 0) -> np.ndarray:
         """Memory for what encoding a gradient of so many elements leaves in between, and for a body behind it."""
@@ -286,8 +287,9 @@ class Algorithm:
 
     def __init__(
         self, encode: Callable[..., Any], name: str, feedback: Feedback, unbiased: bool | Callable[..., bool],
-        contraction: Bound | None, variance: Bound | None,
+        contraction: Bound | None, variance: Bound | None, votes: bool,
     ) -> None:  # fmt: skip
+        self.votes = votes
         self.encode_function, self.name = encode, name
         self.feedback, self.unbiased, self.contraction, self.variance = feedback, unbiased, contraction, variance
         self.doc = inspect.getdoc(encode) or ""
@@ -354,6 +356,7 @@ def compressor(
     unbiased: bool | Callable[..., bool] = False,
     contraction: Bound | None = None,
     variance: Bound | None = None,
+    votes: bool = False,
 ) -> Callable[[Callable[..., Any]], Algorithm]: ...
 
 
@@ -364,6 +367,7 @@ def compressor(
     unbiased: bool | Callable[..., bool] = False,
     contraction: Bound | None = None,
     variance: Bound | None = None,
+    votes: bool = False,
 ) -> Any:
     """Decorator: make a compressor of an encoder written in the language, and of the decoder that follows.
 
@@ -376,6 +380,7 @@ def compressor(
         contraction: δ of ‖g − decode(encode(g))‖² ≤ (1 − δ)‖g‖², a function of the number of elements and of the
             options by name; or None. It may give None for options with which there is no such δ.
         variance: ω of E‖g − decode(encode(g))‖² ≤ ω‖g‖², likewise, where unbiased; see `Compressor.variance`.
+        votes: see `Compressor`.
 
     Returns:
         An `Algorithm`, which is complete once its `decode` has decorated a second function.
@@ -383,7 +388,7 @@ def compressor(
 
     def wrap(encode: Callable[..., Any]) -> Algorithm:
         chosen = name if isinstance(name, str) else encode.__name__
-        return Algorithm(encode, chosen, feedback, unbiased, contraction, variance)
+        return Algorithm(encode, chosen, feedback, unbiased, contraction, variance, votes)
 
     return wrap(name) if callable(name) else wrap
 
@@ -400,6 +405,8 @@ def _checked(name: str, value: Any, default: Any) -> Any:
         return checks.integer(name, value, 8, 1 << 20)
     if name in ("ratio", "sample"):
         return checks.real(name, value, 0.0, 1.0, low_open=True)
+    if name == "warmup":
+        return checks.integer(name, value, 0, 1 << 53)
     if name in ("threshold", "clip"):
         return checks.real(name, value, 0.0, math.inf, high_open=True)
     if isinstance(default, int):
@@ -415,7 +422,12 @@ def _list_of(node: Node) -> Node:
 
 
 def _count(node: Node, size: int) -> int:
-    return max(0, int(evaluate_static(node, size)))
+    """The most that a count comes to; one that changes from step to step has no bound but the size."""
+    return size if _depends_on_step(node) else max(0, int(evaluate_static(node, size)))
+
+
+def _depends_on_step(node: Node) -> bool:
+    return node.op == "step" or any(map(_depends_on_step, node.inputs))
 
 
 def _aligned(num_bytes: int) -> int:

@@ -18,7 +18,7 @@ from gradwire.core.spec import TensorSpec, as_array
 from gradwire.lang import cache, gpu, interpret
 from gradwire.lang.emit import statics
 from gradwire.lang.interpret import Environment
-from gradwire.lang.operators.arithmetic import evaluate_static
+from gradwire.lang.operators.arithmetic import static_values
 
 _SIZES = (0, 1, 63, 65, 1023, 1024, 1025, 5121, 30_000)
 _SIZES_INTERPRETED = (0, 1, 65, 1025)
@@ -46,7 +46,7 @@ def _like_the_oracle(codec: TracedCompressor, grad: torch.Tensor) -> None:
     x, size = as_array(grad), grad.numel()
 
     def environment() -> Environment:
-        return Environment(size, ctx.shared_key, ctx.private_key, ctx.offset)
+        return Environment(size, ctx.shared_key, ctx.private_key, ctx.offset, ctx.step)
 
     own = as_array(normal(size, seed=1))
     for before, stats in [(None, []), (own, [])] + [(own, reduced(codec, [grad]))] * codec.needs_stats:
@@ -89,10 +89,10 @@ def _triton_like_the_oracle(
     codec: TracedCompressor, module: ModuleType, grad: torch.Tensor, device: torch.device
 ) -> None:
     size, ctx = grad.numel(), context(grad, offset=5)
-    environment = functools.partial(Environment, size, ctx.shared_key, ctx.private_key, ctx.offset)
+    environment = functools.partial(Environment, size, ctx.shared_key, ctx.private_key, ctx.offset, ctx.step)
     wanted = interpret.encode(codec.program, as_array(grad), environment())
     assert wanted is not None
-    static = np.array([float(evaluate_static(node, size)) for node in statics(codec.program)], np.float64)
+    static = static_values(statics(codec.program), size, ctx.step)
     words = np.array([w for k in (ctx.shared_key, ctx.private_key) for w in (k & 0xFFFFFFFF, k >> 32)], np.uint32)
     rest, out = torch.empty(size, device=device), torch.empty(size, device=device)
     body = module.encode(grad.to(device), 1.0, None, rest, None, words, ctx.offset, static)

@@ -36,6 +36,7 @@ from gradwire.lang.functions import (
     round_even,
     sign,
     sqrt,
+    step,
     where,
 )
 from gradwire.lang.symbols import apply
@@ -77,6 +78,7 @@ __all__ = [
     "round_even",
     "sign",
     "sqrt",
+    "step",
     "trace",
     "trit",
     "uint",

@@ -86,7 +86,7 @@ def shared_subexpressions(roots: Iterable[Node]) -> list[Node]:
 
 
 def statics(program: Program) -> list[Node]:
-    """The numbers that follow from the length and that generated code needs, in order: its argument `static`."""
+    """The numbers that follow from length and step and that generated code needs, in order: its argument `static`."""
     found: dict[int, Node] = {}
     for node in (*program.encode_nodes(), *program.decode_nodes()):
         for each in node.inputs:

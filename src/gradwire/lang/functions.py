@@ -38,6 +38,11 @@ def sqrt(x: Any) -> Value:
     return apply("sqrt", x)
 
 
+def step() -> Value:
+    """The number of the synchronisation step, from 0, the same on all ranks: for what changes while training."""
+    return Value(graph().add("step", ()))
+
+
 def minimum(a: Any, b: Any) -> Value:
     """The smaller of two."""
     return apply("minimum", a, b)

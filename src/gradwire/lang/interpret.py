@@ -31,6 +31,7 @@ class Environment:
     shared_key: int = 0
     private_key: int = 0
     offset: int = 0
+    step: int = 0
     gradient: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
     fields: Mapping[str, Any] = field(default_factory=dict)
 
@@ -126,7 +127,7 @@ def _evaluate(nodes: Sequence[Node], env: Environment, known: dict[int, Any]) ->
         if id(node) in values:
             continue
         if node.space.kind == "static":
-            values[id(node)] = float(evaluate_static(node, env.size))
+            values[id(node)] = float(evaluate_static(node, env.size, env.step))
             continue
         inputs = [_aligned(values[id(each)], each, node, env.size) for each in node.inputs]
         values[id(node)] = _rounded(lookup(node.op).reference(node, inputs, env), node)

@@ -1,6 +1,6 @@
 """The intermediate representation: a graph of typed nodes.
 
-A node is one application of an operator. Its *space* says what it has a value for: a number known from the length
+A node is one application of an operator. Its *space* says what it has a value for: a number known from length and step
 alone (`STATIC`), one number a tensor (`SCALAR`), one a block, one an element, or one an item of a list that the
 algorithm made (a sample, the survivors of a filter). Its *dtype* is `FLOAT`, `BOOL` or an element type to which it
 was cast; a cast value is still a number that fits the type, so that it can be computed with.

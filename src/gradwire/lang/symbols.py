@@ -367,7 +367,7 @@ def apply(op: str, *args: Any, **attrs: Any) -> Value:
         static = getattr(lookup(op), "static", None)
         if static is None:
             raise TraceError(
-                f"Cannot apply {op} to numbers that are known from the length alone", user_location(),
+                f"Cannot apply {op} to numbers that are known from length and step alone", user_location(),
                 "compute it from options in Python, or apply it to what reduce gives",
             )  # fmt: skip
     return Value(graph().add(op, nodes))
@@ -384,7 +384,7 @@ def _static(value: Any, what: str) -> Value:
     found = lift(value)
     if found.node.space != STATIC:
         raise TraceError(
-            f"Expected {what} to follow from the length and the options alone, got a {found.node.space} value",
-            user_location(), "compute it from .size and options: sizes of payloads must have a bound",
+            f"Expected {what} to follow from length, step and options alone, got a {found.node.space} value",
+            user_location(), "compute it from .size, step() and options: sizes of payloads must have a bound",
         )  # fmt: skip
     return found

@@ -12,7 +12,7 @@ The functions take what they do not need as well, so that all programs have one 
 - ``decode_sum(bodies, sizes, out, stats, keys, first, static, room)``: the payloads of all ranks, by address and size.
 
 `keys` holds the words of the shared and the private key, `first` the global index of the first element, `static`
-what follows from the length. `lists` is memory for what filters choose and then for bytes that are packed to be
+what follows from length and step. `lists` is memory for what filters choose and then for bytes that are packed to be
 shortened, `room` for what the bytes of the last array of each payload expand to.
 """
 

@@ -12,7 +12,7 @@ calling convention:
 - ``decode_sum(bodies, out, stats, keys, first, static)``: the payloads of all ranks.
 
 `keys` holds the words of the shared and the private key, `first` the global index of the first element, `static` what
-follows from the length: both are arrays of the host.
+follows from length and step: both are arrays of the host.
 
 Guarantees the bytes, residuals and tensors of the oracle, bit for bit: partial results are joined in the canonical
 order, quotients and roots are rounded correctly, and nothing is contracted to an FMA. The device is waited for once a

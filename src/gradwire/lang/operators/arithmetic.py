@@ -8,7 +8,7 @@ and no mantissa (0 for 0). `cast` clamps to the range of an integer type, or rou
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar
@@ -47,7 +47,7 @@ class Arithmetic(Operator):
         vector: Numba source from operands of which one at least is a vector of float32.
         scalar: Python source over float64, for scalars in Numba and in torch alike unless `torch` is given.
         triton: Triton source.
-        static: over exact fractions, for numbers that are known from the length; None if not allowed there.
+        static: over exact fractions, for numbers that are known from length and step; None if not allowed there.
         of_conditions: whether its arguments are conditions and not numbers.
         of_elements: whether it has no source for scalars and blocks.
     """
@@ -313,6 +313,19 @@ class Size(Operator):
         return float(env.size)
 
 
+class Step(Operator):
+    """`step()`: the number of the synchronisation step, known to the receiver too."""
+
+    name = "step"
+    is_collective: ClassVar[bool] = False
+
+    def infer(self, inputs: Sequence[Node], attrs: Mapping[str, Any]) -> tuple[Space, Dtype]:
+        return STATIC, FLOAT
+
+    def reference(self, node: Node, inputs: Sequence[Any], env: Any) -> Any:
+        return float(env.step)
+
+
 class Cast(Operator):
     """A value of an element type: clamped to its integers, or rounded to its floats; see `map`."""
 
@@ -344,20 +357,27 @@ def cast_reference(values: np.ndarray, dtype: ElementType) -> np.ndarray:
     return as_float32(short)
 
 
-for _operator in (Constant(), Size(), Cast()):
+for _operator in (Constant(), Size(), Step(), Cast()):
     register(_operator)
 
 
-def evaluate_static(node: Node, size: int) -> Fraction | int | bool:
-    """A number that is known from the length alone, exactly: 7 % of 100 elements are 7, not 7.000000000000001."""
+def static_values(nodes: Iterable[Node], size: int, step: int = 0) -> np.ndarray:
+    """Numbers that follow from length and step, float64: the argument `static` of generated code."""
+    return np.array([float(evaluate_static(node, size, step)) for node in nodes], np.float64)
+
+
+def evaluate_static(node: Node, size: int, step: int = 0) -> Fraction | int | bool:
+    """A number that follows from length and step, exactly: 7 % of 100 elements are 7, not 7.000000000000001."""
     if node.op == "constant":
         value = node.attrs["value"]
         return Fraction(repr(value)) if isinstance(value, float) else value
     if node.op == "size":
         return size
+    if node.op == "step":
+        return step
     operator = _arithmetic(node.op)
     assert operator.static is not None
-    return operator.static(*(evaluate_static(each, size) for each in node.inputs))  # type: ignore[no-any-return]
+    return operator.static(*(evaluate_static(each, size, step) for each in node.inputs))  # type: ignore[no-any-return]
 
 
 def _arithmetic(name: str) -> Arithmetic:
