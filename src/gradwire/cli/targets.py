@@ -33,7 +33,7 @@ def codec_of(target: str, options: list[str] | None) -> Compressor:
     """
     from gradwire.compressors import make, names
     from gradwire.compressors.base import Compressor
-    from gradwire.compressors.traced import Algorithm
+    from gradwire.compressors.algorithm import Algorithm
 
     given = dict(map(_option, options or []))
     place, colon, name = target.rpartition(":")
@@ -53,7 +53,7 @@ def codec_of(target: str, options: list[str] | None) -> Compressor:
 
 def _compressors(module: ModuleType) -> list[str]:
     from gradwire.compressors.base import Compressor
-    from gradwire.compressors.traced import Algorithm
+    from gradwire.compressors.algorithm import Algorithm
 
     return [key for key, value in vars(module).items() if isinstance(value, (Algorithm, Compressor))]
 

@@ -5,7 +5,9 @@ A wrong type is a `TypeError`, a value out of range an `OptionError`.
 
 from __future__ import annotations
 
+import math
 import numbers
+from typing import Any
 
 from gradwire.core.errors import OptionError
 
@@ -41,4 +43,27 @@ def flag(option: str, value: object) -> bool:
     """Return `value`, which is True or False."""
     if not isinstance(value, bool):
         raise TypeError(f"Expected {option} to be True or False, got {value!r}. Do: pass one of the two.")
+    return value
+
+
+def like(name: str, value: Any, default: Any) -> Any:
+    """An option of the type of its default; those that mean the same everywhere in their range."""
+    if isinstance(default, bool):
+        return flag(name, value)
+    if name == "bits":
+        if value not in (1, 2, 4, 8):
+            raise OptionError(f"Expected bits to be 1, 2, 4 or 8, got {value!r}. Do: choose one of these.")
+        return int(value)
+    if name == "block":
+        return integer(name, value, 8, 1 << 20)
+    if name in ("ratio", "sample"):
+        return real(name, value, 0.0, 1.0, low_open=True)
+    if name == "warmup":
+        return integer(name, value, 0, 1 << 53)
+    if name in ("threshold", "clip"):
+        return real(name, value, 0.0, math.inf, high_open=True)
+    if isinstance(default, int):
+        return integer(name, value, -(1 << 53), 1 << 53)
+    if isinstance(default, float):
+        return real(name, value, -math.inf, math.inf)
     return value

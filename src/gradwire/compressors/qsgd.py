@@ -15,7 +15,7 @@ import math
 from typing import Any
 
 from gradwire.compressors import options
-from gradwire.compressors.traced import compressor
+from gradwire.compressors.algorithm import compressor
 from gradwire.lang import concat, floor, minimum, norm, random, uint, where
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 from typing import Any
 
 from gradwire.compressors import options
-from gradwire.compressors.traced import compressor
+from gradwire.compressors.algorithm import compressor
 from gradwire.lang import apply, concat, sign, trit, where
 
 

@@ -1,0 +1,139 @@
+"""The decorator that makes a compressor of two functions in the language.
+
+    @compressor(feedback="none", unbiased=True)
+    def minmax(g, bits: int = 2): ...
+
+    @minmax.decode
+    def _(p): ...
+
+    codec = minmax(bits=4)          # or gradwire.make("minmax", bits=4), or the name in gradwire.attach
+
+Source: HiPress (Bai et al. 2021), section 4.3: an algorithm in the language needs no line of integration.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, overload
+
+from gradwire.compressors.base import FeedbackName
+from gradwire.compressors.registry import register
+from gradwire.compressors.traced import TracedCompressor
+from gradwire.lang.errors import TraceError
+from gradwire.lang.ir import Program
+from gradwire.lang.trace import signature_line, trace
+
+Bound = Callable[..., float | None]
+Feedback = FeedbackName | Callable[..., FeedbackName]
+
+
+class Algorithm:
+    """What `compressor` makes of a function: call it with options for a compressor of the whole contract."""
+
+    def __init__(
+        self, encode: Callable[..., Any], name: str, feedback: Feedback, unbiased: bool | Callable[..., bool],
+        contraction: Bound | None, variance: Bound | None, votes: bool,
+    ) -> None:  # fmt: skip
+        self.votes = votes
+        self.encode_function, self.name = encode, name
+        self.feedback, self.unbiased, self.contraction, self.variance = feedback, unbiased, contraction, variance
+        self.doc = inspect.getdoc(encode) or ""
+        parameters = list(inspect.signature(encode).parameters.values())
+        for parameter in parameters[1:]:
+            if parameter.default is parameter.empty:
+                raise TraceError(
+                    f"Expected a default for every option, got none for {parameter.name!r}", signature_line(encode),
+                    "give it one, so that the name alone makes a compressor",
+                )  # fmt: skip
+        self.defaults = {parameter.name: parameter.default for parameter in parameters[1:]}
+        self._signature = inspect.Signature([p.replace(kind=p.KEYWORD_ONLY) for p in parameters[1:]])
+        self._class: type[TracedCompressor] | None = None
+        self._decode_function: Callable[..., Any] | None = None
+        self._programs: dict[tuple[Any, ...], Program] = {}
+
+    def decode(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorator of the decoder; registers the compressor.
+
+        Raises:
+            TraceError: encoder or decoder cannot be traced.
+        """
+        self._decode_function, self._programs = function, {}
+        self.trace(self.defaults)
+        made = type(
+            self.name,
+            (TracedCompressor,),
+            {
+                "name": self.name, "algorithm": self, "__doc__": self.doc or self.name,
+                "__module__": self.encode_function.__module__, "__qualname__": self.encode_function.__qualname__,
+                "__signature__": self._signature,
+            },
+        )  # fmt: skip
+        self._class = register(made)
+        return function
+
+    def __call__(self, **options: Any) -> TracedCompressor:
+        if self._class is None:
+            raise TraceError(
+                f"Expected a decoder for {self.name!r}, got none yet", signature_line(self.encode_function),
+                f"decorate one with @{self.name}.decode",
+            )  # fmt: skip
+        return self._class(**options)
+
+    def trace(self, options: dict[str, Any]) -> Program:
+        """The program with these options."""
+        assert self._decode_function is not None
+        key = tuple(sorted(options.items()))
+        if key not in self._programs:
+            first_line = self.doc.split("\n")[0]
+            self._programs[key] = trace(self.name, self.encode_function, self._decode_function, options, first_line)
+        return self._programs[key]
+
+
+@overload
+def compressor(name: Callable[..., Any], /) -> Algorithm: ...
+
+
+@overload
+def compressor(
+    name: str | None = None,
+    *,
+    feedback: Feedback = "error",
+    unbiased: bool | Callable[..., bool] = False,
+    contraction: Bound | None = None,
+    variance: Bound | None = None,
+    votes: bool = False,
+) -> Callable[[Callable[..., Any]], Algorithm]: ...
+
+
+def compressor(
+    name: str | Callable[..., Any] | None = None,
+    *,
+    feedback: Feedback = "error",
+    unbiased: bool | Callable[..., bool] = False,
+    contraction: Bound | None = None,
+    variance: Bound | None = None,
+    votes: bool = False,
+) -> Any:
+    """Decorator: make a compressor of an encoder written in the language, and of the decoder that follows.
+
+    Args:
+        name: for `gradwire.make` and `gradwire.attach`; the function's own where not given.
+        feedback: ``"error"`` for error feedback, which biased algorithms need; ``"none"`` for unbiased ones; or a
+            function of the options by name that says which.
+        unbiased: whether the mean of what is decoded, over the random numbers, is the gradient; or a function of the
+            options by name that says so.
+        contraction: δ of ‖g − decode(encode(g))‖² ≤ (1 − δ)‖g‖², a function of the number of elements and of the
+            options by name; or None. It may give None for options with which there is no such δ.
+        variance: ω of E‖g − decode(encode(g))‖² ≤ ω‖g‖², likewise, where unbiased; see `Compressor.variance`.
+        votes: see `Compressor`.
+
+    Returns:
+        An `Algorithm`, which is complete once its `decode` has decorated a second function.
+    """
+
+    def wrap(encode: Callable[..., Any]) -> Algorithm:
+        chosen = name if isinstance(name, str) else encode.__name__
+        return Algorithm(encode, chosen, feedback, unbiased, contraction, variance, votes)
+
+    return wrap(name) if callable(name) else wrap
