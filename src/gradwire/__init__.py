@@ -34,7 +34,7 @@ _HOMES = {
     "Synchronizer": "gradwire.sync.synchronizer",
     "TensorSpec": "gradwire.core.spec",
     "attach": "gradwire.integrations.ddp",
-    "compressor": "gradwire.compressors.traced",
+    "compressor": "gradwire.compressors.algorithm",
     "make": "gradwire.compressors.registry",
 }
 
