@@ -63,7 +63,7 @@ def fill_group16(key_0, key_1, group, out, at):
 
 
 @kernel
-def _fill_group32(key_0, key_1, group, out, at):
+def fill_group32(key_0, key_1, group, out, at):
     for v in range(0, RANDOM_COUNTERS, LANES):
         counters = _counters(np.uint64(group) * np.uint64(RANDOM_COUNTERS) + np.uint64(v))
         w0, w1, w2, w3 = _words(key_0, key_1, counters)
@@ -101,17 +101,11 @@ def _random32(key_0, key_1, first, scratch, out):
         group, offset = (first + i) // RANDOM32_GROUP, (first + i) % RANDOM32_GROUP
         count = min(RANDOM32_GROUP - offset, out.size - i)
         if count == RANDOM32_GROUP:
-            _fill_group32(key_0, key_1, group, out, i)
+            fill_group32(key_0, key_1, group, out, i)
         else:
-            _fill_group32(key_0, key_1, group, scratch, np.int64(0))
+            fill_group32(key_0, key_1, group, scratch, np.int64(0))
             copy_part(scratch, offset, out, i, count)
         i += count
-
-
-@kernel
-def random32_at(key_0, key_1, first, out):
-    """`random32` for compiled callers, who have the words of the key."""
-    _random32(key_0, key_1, first, np.empty(RANDOM32_GROUP, np.uint32), out)
 
 
 def random16(key: int, first: int, out: np.ndarray) -> None:

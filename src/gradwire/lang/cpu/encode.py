@@ -53,8 +53,7 @@ class Encoder(Function):
         lines, count = self.lines, self.scalar64(node.inputs[1])
         lines.say(node.where)
         lines.add(f"{name}_count = min(n, max(np.int64({count}), 1))")
-        lines.add(f"{name}, words = np.empty({name}_count, np.float32), np.empty({name}_count, np.uint32)")
-        lines.add(f"draw_words(keys, {name}_count, words)")
+        lines.add(f"{name}, words = np.empty({name}_count, np.float32), draw_words(keys, {name}_count)")
         with lines.block(f"for j in range({name}_count):"):
             lines.add(f"i = sample_position(keys, j, {name}_count, n, words)", "start = i")
             self.read()

@@ -37,7 +37,7 @@ from gradwire.kernels.cpu.lanes import (
     sum_lanes,
     trailing_zeros,
 )
-from gradwire.kernels.cpu.random import copy_part, fill_group16, random32_at
+from gradwire.kernels.cpu.random import copy_part, fill_group16, fill_group32
 from gradwire.kernels.cpu.reduce import LEVELS, finish, push
 from gradwire.kernels.cpu.vector import (
     array_at,
@@ -55,7 +55,7 @@ from gradwire.kernels.cpu.vector import (
     u32,
 )
 from gradwire.kernels.cpu.zero_run import expand_runs, shorten_runs
-from gradwire.kernels.layout import RANDOM16_GROUP, SUM_BLOCK
+from gradwire.kernels.layout import RANDOM16_GROUP, RANDOM32_GROUP, SUM_BLOCK
 
 CHUNK = SUM_BLOCK
 LARGEST = np.float64(np.finfo(np.float32).max)
@@ -343,10 +343,14 @@ def sample_position(keys, j, count, size, words):
 
 
 @kernel
-def draw_words(keys, count, words):
-    """One random 32-bit word for each of `count` places, from a stream of the private key's own."""
+def draw_words(keys, count):
+    """One random 32-bit word for each of `count` places and a few more, from a stream of the private key's own."""
     key_1 = np.uint32(keys[3] ^ np.uint32(0x2545F491))
-    random32_at(keys[2], key_1, np.int64(0), words)
+    num_groups = (count + RANDOM32_GROUP - 1) // RANDOM32_GROUP
+    words = np.empty(num_groups * RANDOM32_GROUP, np.uint32)
+    for group in range(num_groups):
+        fill_group32(keys[2], key_1, group, words, group * RANDOM32_GROUP)
+    return words
 
 
 @kernel
