@@ -6,6 +6,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
 from gradwire.kernels import cpu, reference
+from gradwire.kernels.cpu.elements import MAGNITUDE
+from gradwire.kernels.cpu.select import _scratch, _select
 from tests.kernels.samples import (
     BACKENDS,
     DTYPES,
@@ -18,23 +20,6 @@ from tests.kernels.samples import (
 )
 
 INDEX_TYPES = [np.uint32, np.int64]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("length", LENGTHS)
-def test_thresholds_agree(dtype, length):
-    for x in gradients(dtype, length):
-        for threshold in (0.0, 0.37, 1.0, np.inf, np.nan):
-
-            def call(kernels, x=x, threshold=threshold):
-                results = [kernels.count_above(x, threshold)]
-                for capacity in (length, length // 3):
-                    indices, values = np.empty(capacity, np.uint32), np.empty(capacity, np.float32)
-                    count = kernels.select_threshold(x, threshold, indices, values)
-                    results += [count, indices[:count], values[:count]]
-                return results
-
-            assert_backends_agree(call)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -105,17 +90,21 @@ def test_top_k_of_long_inputs_agrees(k):
         np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("kernels", BACKENDS)
-def test_selection_stops_when_full_and_stays_in_its_buffers(kernels):
+def test_selection_stops_when_full_and_stays_in_its_buffers():
+    def select(indices, values):
+        """Pairs of the magnitudes from 50 on."""
+        low = np.float32(50).view(np.uint32)
+        return _select(x, low, np.uint32(MAGNITUDE) - low, _scratch(np.float32), indices, values)
+
     x = np.arange(1, 201, dtype=np.float32)
     indices, values = np.full(80, 7, np.uint32), np.full(80, 7, np.float32)
-    assert kernels.select_threshold(x, 50.0, indices[10:70], values[10:70]) == 60
+    assert select(indices[10:70], values[10:70]) == 60
     np.testing.assert_array_equal(indices[10:70], np.arange(49, 109))
     np.testing.assert_array_equal(values[10:70], np.arange(50, 110))
     for buffer in (indices, values):
         assert (buffer[:10] == 7).all()
         assert (buffer[70:] == 7).all()
-    assert kernels.select_threshold(x, 0.0, indices[:0], values[:0]) == 0
+    assert select(indices[:0], values[:0]) == 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -181,7 +170,7 @@ def test_wrong_arguments_are_refused(kernels):
     with pytest.raises(ValueError, match="Expected indices of 3 elements, got 6"):
         kernels.top_k(x, 3, indices)
     with pytest.raises(ValueError, match="Expected values of 6 elements, got 5"):
-        kernels.select_threshold(x, 0.0, indices, x)
+        kernels.take(x, indices, x)
 
 
 def test_backends_have_the_same_functions():

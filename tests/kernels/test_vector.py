@@ -9,6 +9,7 @@ from gradwire.kernels import cpu, reference
 from gradwire.kernels.cpu.compile import kernel
 from gradwire.kernels.cpu.lanes import lanes_below, mask_bits, splat
 from gradwire.kernels.cpu.vector import array_at, f32, load, store, store_until
+from gradwire.kernels.cpu.zero_run import expand_runs
 
 
 @kernel
@@ -82,15 +83,13 @@ def test_products_and_sums_are_not_fused():
 
 
 def test_read_only_memory_does_not_compile_again():
-    packed = np.frombuffer(bytes(range(8)), np.uint8)
-    assert not packed.flags.writeable
-    out = np.empty(64, np.float32)
-    cpu.unpack_signs(packed.copy(), -1.0, 1.0, out)
-    from gradwire.kernels.cpu import bits
-
-    before = len(bits._unpack_signs.signatures)
-    cpu.unpack_signs(packed, -1.0, 1.0, out)
-    assert len(bits._unpack_signs.signatures) == before
+    received = np.frombuffer(bytes(range(8)), np.uint8)
+    assert not received.flags.writeable
+    out = np.empty(8, np.uint8)
+    cpu.zero_run_decode(received.copy(), out)
+    before = len(expand_runs.signatures)
+    cpu.zero_run_decode(received, out)
+    assert len(expand_runs.signatures) == before
 
 
 def test_signatures_are_those_of_the_oracle():

@@ -23,7 +23,6 @@ from gradwire.compressors.base import Compressor
 from gradwire.compressors.traced import TracedCompressor
 from gradwire.core.context import Context
 from gradwire.core.spec import TensorSpec
-from gradwire.kernels import active as kernels
 from gradwire.lang.ir import ELEMENTS
 from gradwire.lang.passes import Sweep, schedule
 
@@ -96,35 +95,6 @@ def num_passes(codec: Compressor) -> int:
     return sum(bool(step.sinks or step.packs or step.block_nodes) for step in steps)
 
 
-def _hand_written(data: _Data) -> Iterator[Case]:
-    """Compressors of the language beside kernels that were written by hand for the same operation."""
-    packed, indices = np.ones(data.length // 8, np.uint8), np.ones(data.length // 50, np.uint32)
-    values = np.ones(indices.size, np.float32)
-    onebit, threshold = make("onebit"), make("threshold")
-    least = _least_kept(threshold, data)
-
-    def encode_signs() -> None:
-        kernels.compensate(data.x, 0.25, None, data.work)
-        low, high, _ = kernels.sign_means(data.work)
-        kernels.encode_signs(data.work, float(low), float(high), packed, data.work)
-
-    yield Case(
-        "onebit encode with feedback", "float32", 16.125, "update",
-        lambda: onebit.encode_compensated(data.grad, data.ctx, data.work, scale=0.25),
-        "compensate, sign_means, encode_signs", encode_signs,
-    )  # fmt: skip
-    yield Case(
-        "threshold encode", "float32", 8, "read", lambda: threshold.encode(data.grad, data.ctx),
-        "norm, select_threshold",
-        lambda: (kernels.norm(data.x), kernels.select_threshold(data.x, least, indices, values)),
-    )  # fmt: skip
-
-
-def _least_kept(codec: Compressor, data: _Data) -> float:
-    sent = codec.decode(codec.encode(data.grad, data.ctx), data.ctx, out=data.out)
-    return float(sent[sent != 0].abs().min())
-
-
 def run(size_mb: int = 256, repeats: int = 7, only: str | None = None) -> list[Row]:
     """Measure every compressor on one thread; see `gradwire.bench.kernels.run`."""
     threads = torch.get_num_threads()
@@ -134,8 +104,6 @@ def run(size_mb: int = 256, repeats: int = 7, only: str | None = None) -> list[R
         mixes = Mixes(data.x)
         chosen = [name for name in names() if only is None or only in name]
         cases = [case for name in chosen for case in _cases(make(name), data)]
-        if only is None:
-            cases += _hand_written(data)
         return [measure(case, mixes, data.x, repeats) for case in cases]
     finally:
         torch.set_num_threads(threads)

@@ -67,42 +67,12 @@ def _sweeps(b: _Buffers) -> Iterator[Case]:
 def _reductions(b: _Buffers) -> Iterator[Case]:
     x, t = b.x, b.source
     yield Case("abs_max", "float32", 4, "read", lambda: kernels.abs_max(x), "abs, max", lambda: t.abs().max())
-    yield Case("min_max", "float32", 4, "read", lambda: kernels.min_max(x), "aminmax", lambda: t.aminmax())
     yield Case(
         "count_nonfinite", "float32", 4, "read",
         lambda: kernels.count_nonfinite(x), "isfinite, sum", lambda: t.isfinite().sum(),
     )  # fmt: skip
-    yield Case("mean", "float32", 4, "read", lambda: kernels.mean(x), "mean", lambda: t.mean())
-    yield Case("norm", "float32", 4, "read", lambda: kernels.norm(x), "norm", lambda: t.norm())
-    yield Case("norm", "bfloat16", 2, "read", lambda: kernels.norm(b.bfloat16))
-    yield Case("sign_means", "float32", 4, "read", lambda: kernels.sign_means(x))
     out = np.empty(b.length // _BLOCK, np.float32)
     yield Case("block_abs_max", "float32", 4, "read", lambda: kernels.block_abs_max(x, _BLOCK, out))
-
-
-def _signs(b: _Buffers) -> Iterator[Case]:
-    packed = b.bytes(b.length // 8)
-    peers = [packed.copy() for _ in range(_RANKS)]
-    low, high = np.full(_RANKS, -0.5, np.float32), np.full(_RANKS, 0.5, np.float32)
-    yield Case(
-        "pack_signs", "float32", 4.125, "read",
-        lambda: kernels.pack_signs(b.x, packed),
-        "np.packbits", lambda: np.packbits(b.x >= 0, bitorder="little"),
-    )  # fmt: skip
-    yield Case("pack_signs", "bfloat16", 2.125, "read", lambda: kernels.pack_signs(b.bfloat16, packed))
-    yield Case(
-        "encode_signs in place", "float32", 8.125, "update",
-        lambda: kernels.encode_signs(b.y, -0.5, 0.5, packed, b.y),
-    )  # fmt: skip
-    yield Case("unpack_signs", "float32", 4.125, "write", lambda: kernels.unpack_signs(packed, -0.5, 0.5, b.y))
-    yield Case(
-        "unpack_signs accumulate", "float32", 8.125, "update",
-        lambda: kernels.unpack_signs(packed, -0.5, 0.5, b.y, accumulate=True),
-    )  # fmt: skip
-    yield Case(
-        f"unpack_signs_sum of {_RANKS}", "float32", 4 + _RANKS / 8, "write",
-        lambda: kernels.unpack_signs_sum(peers, low, high, b.y),
-    )  # fmt: skip
 
 
 def _bit_fields(b: _Buffers) -> Iterator[Case]:
@@ -210,22 +180,15 @@ def _random(b: _Buffers) -> Iterator[Case]:
 
 
 def _selection(b: _Buffers) -> Iterator[Case]:
-    yield Case("count_above", "float32", 4, "read", lambda: kernels.count_above(b.x, 2.5758))
     for kept in _KEPT:
         k = int(b.length * kept)
         indices, values = b.bytes(k, np.uint32), b.bytes(k, np.float32)
         kernels.top_k(b.x, k, indices)
         kernels.take(b.x, indices, values)
-        threshold = float(np.abs(values).min(initial=np.inf))
         torch_indices, torch_values = torch.from_numpy(indices.astype(np.int64)), torch.from_numpy(values)
-        found = indices.copy()
-        select = functools.partial(kernels.select_threshold, b.x, threshold, found, values.copy())
         top_k = functools.partial(kernels.top_k, b.x, k, indices)
         take = functools.partial(kernels.take, b.x, indices, values)
         scatter = functools.partial(kernels.scatter_sum, [indices], [values], b.y)
-
-        def torch_select(threshold: float = threshold) -> torch.Tensor:
-            return (b.source.abs() >= threshold).nonzero()
 
         def torch_top_k(k: int = k) -> object:
             return b.source.abs().topk(k, sorted=False)
@@ -233,10 +196,6 @@ def _selection(b: _Buffers) -> Iterator[Case]:
         def torch_scatter(where: torch.Tensor = torch_indices, what: torch.Tensor = torch_values) -> object:
             return b.target.zero_().index_add_(0, where, what)
 
-        yield Case(
-            f"select_threshold {kept:.1%}", "float32", 4 + 8 * kept, "read", select,
-            "abs, ge, nonzero", torch_select,
-        )  # fmt: skip
         # The bound is that of an exact selection in two passes.
         yield Case(f"top_k {kept:.1%}", "float32", 8 + 8 * kept, "read", top_k, "abs, topk", torch_top_k)
         yield Case(f"take {kept:.1%}", "float32", 72 * kept, "read", take)
@@ -246,7 +205,7 @@ def _selection(b: _Buffers) -> Iterator[Case]:
 
 
 _GROUPS = (
-    _sweeps, _reductions, _signs, _bit_fields, _ternary, _zero_runs, _int8, _random, _selection,
+    _sweeps, _reductions, _bit_fields, _ternary, _zero_runs, _int8, _random, _selection,
 )  # fmt: skip
 
 

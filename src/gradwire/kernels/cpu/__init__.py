@@ -1,12 +1,8 @@
 """Every kernel as a Numba loop over short vectors."""
 
 from gradwire.kernels.cpu.bits import (
-    encode_signs,
     pack_bits,
-    pack_signs,
     unpack_bits,
-    unpack_signs,
-    unpack_signs_sum,
 )
 from gradwire.kernels.cpu.quantise import (
     add_lanes,
@@ -19,19 +15,12 @@ from gradwire.kernels.cpu.random import philox, random16, random32
 from gradwire.kernels.cpu.reduce import (
     abs_max,
     block_abs_max,
-    block_sum,
     count_nonfinite,
-    mean,
-    min_max,
-    norm,
-    sign_means,
 )
 from gradwire.kernels.cpu.select import (
     check_indices,
-    count_above,
     scatter,
     scatter_sum,
-    select_threshold,
     take,
     top_k,
 )
@@ -44,21 +33,14 @@ __all__ = [
     "accumulate",
     "add_lanes",
     "block_abs_max",
-    "block_sum",
     "cast",
     "check_indices",
     "compensate",
-    "count_above",
     "count_nonfinite",
     "dequantise_int8",
     "dequantise_int8_sum",
-    "encode_signs",
     "lower_lanes",
-    "mean",
-    "min_max",
-    "norm",
     "pack_bits",
-    "pack_signs",
     "pack_ternary",
     "philox",
     "quantise_int8",
@@ -66,13 +48,9 @@ __all__ = [
     "random32",
     "scatter",
     "scatter_sum",
-    "select_threshold",
-    "sign_means",
     "take",
     "top_k",
     "unpack_bits",
-    "unpack_signs",
-    "unpack_signs_sum",
     "unpack_ternary",
     "unpack_ternary_sum",
     "zero_run_decode",

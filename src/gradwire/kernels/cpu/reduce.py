@@ -9,20 +9,17 @@ from gradwire.kernels.cpu.compile import kernel
 from gradwire.kernels.cpu.elements import INFINITY_BITS, LANES, MAGNITUDE, as_input, load_f32
 from gradwire.kernels.cpu.lanes import (
     bitcast,
-    convert,
     first_lane,
     lanes_below,
     largest_lane,
     mask_bits,
     maximum,
-    minimum,
     popcount,
     select,
-    smallest_lane,
     splat,
     sum_lanes,
 )
-from gradwire.kernels.cpu.vector import f32, f64, i32, load
+from gradwire.kernels.cpu.vector import f32, i32, load
 from gradwire.kernels.layout import SUM_BLOCK, SUM_LANES, ceil_div, expect_size
 
 _NAN = np.float32(np.nan)
@@ -58,33 +55,6 @@ def _block_abs_max(x, block, out):
 def block_abs_max(x: np.ndarray, block: int, out: np.ndarray) -> None:
     expect_size("block_abs_max", "out", out, ceil_div(x.size, block))
     _block_abs_max(as_input(x), block, out)
-
-
-@kernel
-def _min_max_keys(x):
-    smallest = splat(np.int32(MAGNITUDE), LANES)
-    largest = splat(np.int32(-MAGNITUDE - 1), LANES)
-    for i in range(0, x.size, LANES):
-        bits = bitcast(load_f32(x, i, LANES), i32)
-        # Two's complement integers in the order of the floats, -0.0 before 0.0.
-        keys = bits ^ ((bits >> 31) & MAGNITUDE)
-        inside = lanes_below(x.size - i, LANES)
-        smallest = minimum(smallest, select(inside, keys, smallest))
-        largest = maximum(largest, select(inside, keys, largest))
-    return smallest_lane(smallest), largest_lane(largest)
-
-
-def min_max(x: np.ndarray) -> tuple[np.float32, np.float32]:
-    if x.size == 0:
-        return np.float32(0), np.float32(0)
-    smallest, largest = _min_max_keys(as_input(x))
-    if largest >= INFINITY_BITS or smallest < -INFINITY_BITS:
-        return _NAN, _NAN
-    return _float_of_key(smallest), _float_of_key(largest)
-
-
-def _float_of_key(key: int) -> np.float32:
-    return np.int32(key ^ MAGNITUDE if key < 0 else key).view(np.float32)
 
 
 @kernel
@@ -135,68 +105,3 @@ def finish(levels, fill):
             levels[start + fill[level] : start + SUM_BLOCK] = 0.0
             push(levels, fill, level + 1, _sum_level(levels, start))
     return 0.0
-
-
-@kernel
-def _sum(x, levels, fill):
-    for start in range(0, x.size, SUM_BLOCK):
-        total = splat(0.0, SUM_LANES)
-        for i in range(start, start + SUM_BLOCK, SUM_LANES):
-            total = total + convert(load_f32(x, i, SUM_LANES), f64)
-        push(levels, fill, 0, sum_lanes(total))
-    return finish(levels, fill)
-
-
-@kernel
-def _sum_squares(x, levels, fill):
-    for start in range(0, x.size, SUM_BLOCK):
-        total = splat(0.0, SUM_LANES)
-        for i in range(start, start + SUM_BLOCK, SUM_LANES):
-            values = convert(load_f32(x, i, SUM_LANES), f64)
-            total = total + values * values
-        push(levels, fill, 0, sum_lanes(total))
-    return finish(levels, fill)
-
-
-@kernel
-def _sign_sums(x, low_levels, low_fill, high_levels, high_fill):
-    num_low, zero = 0, splat(np.float32(0), SUM_LANES)
-    for start in range(0, x.size, SUM_BLOCK):
-        low, high = splat(0.0, SUM_LANES), splat(0.0, SUM_LANES)
-        for i in range(start, start + SUM_BLOCK, SUM_LANES):
-            values = load_f32(x, i, SUM_LANES)
-            is_low = values < 0
-            # The masks are written so that a NaN enters both sums.
-            low = low + convert(select(values >= 0, zero, values), f64)
-            high = high + convert(select(is_low, zero, values), f64)
-            num_low += popcount(mask_bits(is_low))
-        push(low_levels, low_fill, 0, sum_lanes(low))
-        push(high_levels, high_fill, 0, sum_lanes(high))
-    return finish(low_levels, low_fill), finish(high_levels, high_fill), num_low
-
-
-def _new_levels() -> tuple[np.ndarray, np.ndarray]:
-    return np.empty(LEVELS * SUM_BLOCK), np.zeros(LEVELS, np.int64)
-
-
-def _rounded(value: float) -> np.float32:
-    with np.errstate(all="ignore"):
-        return np.float32(value)
-
-
-def block_sum(x: np.ndarray) -> np.float64:
-    return np.float64(_sum(as_input(x), *_new_levels()))
-
-
-def mean(x: np.ndarray) -> np.float32:
-    return _rounded(block_sum(x) / max(1, x.size))
-
-
-def norm(x: np.ndarray) -> np.float32:
-    return _rounded(np.sqrt(_sum_squares(as_input(x), *_new_levels())))
-
-
-def sign_means(x: np.ndarray) -> tuple[np.float32, np.float32, int]:
-    low, high, num_low = _sign_sums(as_input(x), *_new_levels(), *_new_levels())
-    num_high = x.size - num_low
-    return _rounded(low / max(1, num_low)), _rounded(high / max(1, num_high)), num_high

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from gradwire.kernels.cpu.compile import kernel
-from gradwire.kernels.cpu.elements import INFINITY_BITS, LANES, MAGNITUDE, as_input, as_writable, load_f32
+from gradwire.kernels.cpu.elements import LANES, MAGNITUDE, as_input, as_writable, load_f32
 from gradwire.kernels.cpu.lanes import (
     bitcast,
     first_lane,
@@ -46,26 +46,6 @@ def _keys(x, i):
 def _chosen(keys, low, span, count):
     """Bits of the first `count` lanes whose key is from low to low + span."""
     return mask_bits((keys - low) <= span) & mask_bits(lanes_below(count, LANES))
-
-
-def _key_range(threshold: float) -> tuple[np.uint32, np.uint32]:
-    """First key of the finite and infinite magnitudes at or above a threshold, and how many more there are."""
-    low = max(np.float32(threshold), np.float32(0)).view(np.uint32) & np.uint32(MAGNITUDE)
-    return low, np.uint32(INFINITY_BITS) - low
-
-
-@kernel
-def _count(x, low, span):
-    count = 0
-    for i in range(0, x.size, LANES):
-        count += popcount(_chosen(_keys(x, i), low, span, x.size - i))
-    return count
-
-
-def count_above(x: np.ndarray, threshold: float) -> int:
-    if np.isnan(threshold):
-        return 0
-    return int(_count(as_input(x), *_key_range(threshold)))
 
 
 @kernel
@@ -107,13 +87,6 @@ def _select(x, low, span, scratch, indices, values):
 def _scratch(dtype: type) -> np.ndarray:
     """Lanes to index into, and one past the end for the lane that an empty mask names."""
     return np.zeros(LANES + 1, dtype)
-
-
-def select_threshold(x: np.ndarray, threshold: float, indices: np.ndarray, values: np.ndarray) -> int:
-    expect_size("select_threshold", "values", values, indices.size)
-    if np.isnan(threshold):
-        return 0
-    return int(_select(as_input(x), *_key_range(threshold), _scratch(np.float32), indices, values))
 
 
 @kernel

@@ -3,8 +3,7 @@
 Sums are float64 in one fixed order, so that every backend and every number of threads gives the same bits:
 blocks of 1024 elements, the last one padded with zeros; in a block 64 lanes, where lane j adds elements j, 64
 + j, 128 + j, ...; the lanes are added by halving (lane j += lane j + 32, then + 16, ... + 1); the block
-results are summed in the same way until one is left. Maxima and minima are of the bits as integers, which
-knows -0.0 < 0.0 and has no order to fix.
+results are summed in the same way until one is left. Maxima are of the bits as integers and have no order to fix.
 """
 
 from __future__ import annotations
@@ -18,13 +17,8 @@ _INFINITY_BITS = np.int32(0x7F800000)
 _NAN = np.float32(np.nan)
 
 
-def block_sum(x: np.ndarray) -> np.float64:
-    """Sum in the canonical order; 0.0 if empty."""
-    return block_sum64(as_float32(x).astype(np.float64))
-
-
 def block_sum64(values: np.ndarray) -> np.float64:
-    """`block_sum` of float64."""
+    """Sum of float64 in the canonical order; 0.0 if empty."""
     with np.errstate(all="ignore"):
         while True:
             num_blocks = max(1, ceil_div(values.size, SUM_BLOCK))
@@ -49,52 +43,9 @@ def abs_max(x: np.ndarray) -> np.float32:
     return _NAN if largest >= _INFINITY_BITS else largest.view(np.float32)
 
 
-def min_max(x: np.ndarray) -> tuple[np.float32, np.float32]:
-    """Smallest and largest element; (NaN, NaN) if any is not finite, (0, 0) if there is none."""
-    values = as_float32(x)
-    if values.size == 0:
-        return np.float32(0), np.float32(0)
-    if not np.isfinite(values).all():
-        return _NAN, _NAN
-    # Two's complement integers in the order of the floats, -0.0 before 0.0.
-    bits = values.view(np.int32)
-    keys = bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF))
-    return values[keys.argmin()], values[keys.argmax()]
-
-
 def count_nonfinite(x: np.ndarray) -> int:
     """How many elements are infinite or NaN, as float32."""
     return int(np.count_nonzero(~np.isfinite(as_float32(x))))
-
-
-def mean(x: np.ndarray) -> np.float32:
-    """Mean, 0 if empty: the canonical sum over N, rounded once."""
-    with np.errstate(all="ignore"):
-        return np.float32(block_sum(x) / max(1, x.size))
-
-
-def norm(x: np.ndarray) -> np.float32:
-    """Euclidean norm: the root of the canonical sum of squares, which are exact in float64."""
-    values = as_float32(x).astype(np.float64)
-    with np.errstate(all="ignore"):
-        return np.float32(np.sqrt(block_sum64(values * values)))
-
-
-def sign_means(x: np.ndarray) -> tuple[np.float32, np.float32, int]:
-    """Mean of the negative elements, mean of the others, and how many others there are.
-
-    -0.0 is not negative. The mean of an empty class is 0; any NaN makes both means NaN.
-    """
-    values = as_float32(x)
-    # The masks are written so that a NaN enters both sums.
-    low_terms = np.where(values >= 0, np.float32(0), values)
-    high_terms = np.where(values < 0, np.float32(0), values)
-    num_low = int(np.count_nonzero(values < 0))
-    num_high = values.size - num_low
-    with np.errstate(all="ignore"):
-        low = np.float32(block_sum(low_terms) / max(1, num_low))
-        high = np.float32(block_sum(high_terms) / max(1, num_high))
-    return low, high, num_high
 
 
 def block_abs_max(x: np.ndarray, block: int, out: np.ndarray) -> None:

@@ -1,8 +1,7 @@
 """Selection of elements by magnitude, and sparse (index, value) pairs to dense and back.
 
-Magnitudes are compared as float32 by thresholds; top-k orders them as integers (the bits without the sign),
-where infinity comes above all finite values and NaN above infinity, so that it is deterministic for any
-input. A NaN is below every threshold.
+Top-k orders magnitudes as integers (the bits without the sign), where infinity comes above all finite values and
+NaN above infinity, so that it is deterministic for any input.
 """
 # Shapes: N elements, K kept elements, W ranks
 
@@ -14,31 +13,6 @@ import numpy as np
 
 from gradwire.kernels.layout import expect_same_ranks, expect_size
 from gradwire.kernels.reference.elements import as_float32
-
-
-def count_above(x: np.ndarray, threshold: float) -> int:
-    """How many elements have |x| >= threshold. A NaN has not."""
-    return int(np.count_nonzero(np.abs(as_float32(x)) >= np.float32(threshold)))
-
-
-def select_threshold(x: np.ndarray, threshold: float, indices: np.ndarray, values: np.ndarray) -> int:
-    """Write the indices, ascending, and values where |x| >= threshold; stop when the buffers are full.
-
-    Args:
-        x: gradient.
-        threshold: used as float32.
-        indices: uint32 or int64 buffer; its size is the capacity.
-        values: float32 buffer of the same size.
-
-    Returns:
-        How many were written. What lies past that in the buffers is unspecified.
-    """
-    expect_size("select_threshold", "values", values, indices.size)
-    magnitudes = as_float32(x)
-    found = np.flatnonzero(np.abs(magnitudes) >= np.float32(threshold))[: indices.size]
-    indices[: found.size] = found
-    values[: found.size] = magnitudes[found]
-    return int(found.size)
 
 
 def top_k(x: np.ndarray, k: int, indices: np.ndarray) -> None:
