@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from gradwire.compressors.algorithm import compressor as compressor
     from gradwire.compressors.base import Compressor as Compressor
     from gradwire.compressors.registry import make as make
-    from gradwire.compressors.algorithm import compressor as compressor
     from gradwire.core import errors as errors
     from gradwire.core.context import Context as Context
     from gradwire.core.spec import TensorSpec as TensorSpec
