@@ -6,13 +6,17 @@ rank, and a rank whose threads get no turn looks dead to its peers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 
+from gradwire.compressors.base import Payload
+from gradwire.compressors.registry import make
 from gradwire.core.context import Context
-from gradwire.core.spec import TensorSpec, as_array
+from gradwire.core.spec import Range, TensorSpec, as_array
+from gradwire.feedback import policies
+from gradwire.feedback.residuals import ResidualKey, Residuals
 from gradwire.kernels import active as kernels
 from gradwire.sync.plan import PlanEntry
 
@@ -22,7 +26,10 @@ NUM_ELEMENTS = 4096
 def warm_up(tensors: Iterable[tuple[PlanEntry, torch.dtype]]) -> None:
     """Take a small tensor through every path of each distinct compressor and element type."""
     seen = set()
-    for entry, dtype in tensors:
+    pairs = list(tensors)
+    dense = PlanEntry(make("none"))  # within a node
+    within = [(dense, dtype) for entry, dtype in pairs if entry.strategy == "hierarchical"]
+    for entry, dtype in [*pairs, *within]:
         key = (repr(entry.compressor), entry.feedback, dtype)
         if key not in seen:
             seen.add(key)
@@ -32,12 +39,22 @@ def warm_up(tensors: Iterable[tuple[PlanEntry, torch.dtype]]) -> None:
 def _warm_up_one(entry: PlanEntry, dtype: torch.dtype) -> None:
     compressor, spec = entry.compressor, TensorSpec((NUM_ELEMENTS,), dtype)
     context = Context("warm up", world_size=2, spec=spec)
+    policy, residuals = policies.get(entry.feedback), Residuals()
     grad = torch.linspace(-1, 1, NUM_ELEMENTS).to(dtype)
-    work = np.zeros(NUM_ELEMENTS, dtype=np.float32) if entry.feedback == "error" else None
+
+    whole = Range(0, NUM_ELEMENTS)
+    local, merged = ResidualKey("local", whole), ResidualKey("merged", whole, "aggregate")
+
+    def encode(grad: torch.Tensor, key: ResidualKey, scale: float, stats: Sequence[np.ndarray] = ()) -> Payload:
+        payload = policy.encode(compressor, grad, context, residuals, key, scale=scale, stats=stats)
+        residuals.commit()
+        return payload
+
     stats = [stat.values for stat in compressor.stats(grad, context, 0.5)]
-    # Twice: the first residual of a tensor is None, the later ones are arrays.
-    compressor.encode_compensated(grad, context, work, scale=0.5, stats=stats)
-    payload = compressor.encode_compensated(grad, context, work, scale=0.5, residual=work, stats=stats)
+    for _ in range(2):  # the first residual of a tensor is None, the later ones are arrays
+        if compressor.needs_stats:
+            stats = [stat.values for stat in policy.stats(compressor, grad, context, residuals, local, scale=0.5)]
+        payload = encode(grad, local, 0.5, stats)
     total = torch.empty(NUM_ELEMENTS)
     compressor.decode_sum([payload, payload], [context, context], total, stats)
     kernels.compensate(as_array(grad), 0.5, total.numpy(), total.numpy())
@@ -47,6 +64,6 @@ def _warm_up_one(entry: PlanEntry, dtype: torch.dtype) -> None:
         compressor.lift(payload, context, lanes, accumulate=True)
         compressor.lower(lanes, 2, context, stats, total)
         return
-    compressor.encode_compensated(total, context, work)
-    aggregate = compressor.encode_compensated(total, context, work, residual=work)
+    for _ in range(2):
+        aggregate = encode(total, merged, 1.0)
     compressor.decode(aggregate, context, grad)
