@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # The environment of this repository is pinned to one torch; the package itself takes a range.
 TORCH ?= torch==2.13.0
 STAMP := $(VENV)/.installed
-# Tests that mostly compile kernels share the cores. The others start processes of their own, and have the machine alone.
+# Tests that mostly compile kernels are handed out one by one; the others start processes, and go file by file.
 COMPILING := tests/compressors tests/contracts tests/golden tests/kernels tests/lang
 
 .PHONY: demo test test-long lint format bench golden clean help
@@ -18,7 +18,7 @@ demo: $(STAMP) ## train with 4 ranks over a 100 Mb/s network, dense against comp
 
 test: $(STAMP) ## all tests, under ten minutes on two cores
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal $(COMPILING)
-	$(BIN)/python -m pytest -q $(COMPILING:%=--ignore=%)
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile $(COMPILING:%=--ignore=%)
 
 test-long: $(STAMP) ## the long campaigns: a million fuzz cases a decoder, and the tests marked slow
 	$(BIN)/python -m benchmarks.fuzz --cases 1000000

@@ -26,7 +26,9 @@ STRATEGIES = ["allgather", "ring", "scatter_reduce"]
 LEARNS_NOTHING = "threelc {'sparsity': 1.5, 'zero_run': False} ring"
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow), 5])
+@pytest.mark.parametrize(
+    "world_size", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(5, marks=pytest.mark.slow)]
+)
 @pytest.mark.timeout(240)
 def test_replicas_are_identical_after_200_steps(world_size: int) -> None:
     ranks = results(launch("ddp.identical", world_size, timeout=220, methods=METHODS, strategies=STRATEGIES, steps=200))
