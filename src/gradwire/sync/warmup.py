@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-from gradwire.compressors.base import Payload
 from gradwire.compressors.registry import make
 from gradwire.core.context import Context
 from gradwire.core.spec import Range, TensorSpec, as_array
@@ -19,6 +18,7 @@ from gradwire.feedback import policies
 from gradwire.feedback.residuals import ResidualKey, Residuals
 from gradwire.kernels import active as kernels
 from gradwire.sync.plan import PlanEntry
+from gradwire.wire.payload import Payload
 
 NUM_ELEMENTS = 4096
 
