@@ -13,9 +13,11 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from gradwire.core.errors import OptionError
+from gradwire.simulate.chunks import in_chunks, num_chunks
 from gradwire.simulate.cluster import Cluster
-from gradwire.simulate.events import COMPUTE, RECV, SEND, Tasks
+from gradwire.simulate.events import Tasks
 from gradwire.simulate.fold import Fold, PartShift, deliveries, part_shift
+from gradwire.simulate.loop import RECV, SEND
 from gradwire.simulate.recording import RecordedGraph, Work, record
 from gradwire.sync.item import RANGE_ALIGNMENT, split
 from gradwire.sync.plan import PlanEntry
@@ -32,7 +34,12 @@ class Prices(Protocol):
         ...
 
     def frame_bytes(self, work: Work, count: int) -> float:
-        """Of the frame of a send or a recv, header included."""
+        """Of the frame of a send or a recv, header included, or of its piece."""
+        ...
+
+    @property
+    def carries(self) -> bool:
+        """Whether frames cost the processor time by their size."""
         ...
 
 
@@ -62,7 +69,7 @@ class Assembled(NamedTuple):
 
     Attributes:
         tasks: for `gradwire.simulate.events.simulate`.
-        num_channels, num_groups: for the same.
+        num_processors, num_channels, num_groups: for the same; an engine a rank, then the transport's thread of each.
         works: the distinct work of each item.
         work: which of its item's works each task does (N).
         part: index of the part (N).
@@ -73,6 +80,7 @@ class Assembled(NamedTuple):
     """
 
     tasks: Tasks
+    num_processors: int
     num_channels: int
     num_groups: int
     works: list[list[Work]]
@@ -149,25 +157,43 @@ class _Layout:
 
     def add(self, item: SimulatedItem, shape: _Shape, priority: int) -> None:
         """Add the graphs of one item."""
-        count = sum(graph.kind.size for graph in shape.graphs)
+        graphs, pairs = shape
+        if item.prices.carries:
+            graphs, pairs = self._in_chunks(item, shape)
+        count = sum(graph.kind.size for graph in graphs)
         if self._num_tasks + count > MAX_TASKS:
             raise OptionError(
                 f"Expected at most {MAX_TASKS} tasks, got more at item {priority}, {item.name} ({count} tasks, "
                 f"{item.entry.compressor!r}, {item.entry.strategy}). Do: fewer ranks or partitions; or a compressor "
                 "without a preliminary round, in which all ranks send to all others for each part."
             )
-        self._pairs.append(shape.pairs + self._num_tasks)
+        self._pairs.append(pairs + self._num_tasks)
         self._num_tasks += count
         self._works.append([])
-        for place, graph in enumerate(shape.graphs):
+        for place, graph in enumerate(graphs):
             self._add_graph(item, graph, place, priority)
+
+    def _in_chunks(self, item: SimulatedItem, shape: _Shape) -> _Shape:
+        """The same graphs with frames in pieces, each piece of a send for the same piece of its recv."""
+
+        def chunks_of(work: Work) -> int:
+            return num_chunks(max(item.prices.frame_bytes(work, count) for count, _ in self._sizes(item, work)))
+
+        cut = [in_chunks(graph, chunks_of) for graph in shape.graphs]
+        starts = np.cumsum([0, *(graph.kind.size for graph, _, _ in cut)])
+        first = np.concatenate([first + start for (_, first, _), start in zip(cut, starts)])
+        pieces = np.concatenate([pieces for _, _, pieces in cut])[shape.pairs[:, 0]]
+        offset = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        pairs = np.repeat(first[shape.pairs], pieces, axis=0) + offset[:, None]
+        return _Shape([graph for graph, _, _ in cut], pairs)
 
     def _add_graph(self, item: SimulatedItem, graph: RecordedGraph, place: int, priority: int) -> None:
         rank, add = self._fold.ranks[place], self._append
         straggler, ones = self._cluster.straggler(rank), np.ones(graph.kind.size, np.int64)
         costs = np.array([self._costs(item, work) for work in graph.works])[graph.work]
         add("kind", graph.kind)
-        add("rank", place * ones)
+        carried = np.isin(graph.kind, (SEND, RECV)) & item.prices.carries
+        add("processor", place * ones + len(self._fold.ranks) * carried)
         add("priority", priority * ones)
         add("pending", graph.pending)
         add("seconds", costs[:, 0] * straggler.slowdown)
@@ -185,7 +211,7 @@ class _Layout:
         """Channels and times of the messages of a graph."""
         cluster, add = self._cluster, self._append
         node = cluster.node(self._fold.ranks[place])
-        inner = (graph.peer // cluster.ranks_per_node == node) & (graph.kind != COMPUTE)
+        inner = (graph.peer // cluster.ranks_per_node == node) & (graph.peer >= 0)
         incoming = (graph.kind == RECV).astype(np.int64)
         num_nodes = len(self._fold.ranks) // cluster.ranks_per_node
         outer_channel, inner_channel = place // cluster.ranks_per_node, num_nodes + place
@@ -195,7 +221,7 @@ class _Layout:
         pace = np.where(inner, inside.seconds_a_byte, outer.seconds_a_byte)
         each = np.where(inner, inside.header_seconds, outer.header_seconds)
         each += sends * np.where(inner, inside.message_seconds, outer.message_seconds)
-        add("wire_seconds", costs[:, 2] * pace + each)
+        add("wire_seconds", costs[:, 2] * pace + costs[:, 5] * each)
         add("wire_occupancy", costs[:, 3] * pace + costs[:, 4] * each)
         add("latency", np.where(inner, inside.latency_seconds, outer.latency_seconds))
         add("group", self._num_groups + 4 * graph.part + 2 * inner + incoming)
@@ -203,18 +229,26 @@ class _Layout:
         self._sent_bytes[place] += costs[sends, 3].sum()
         self._sent_frames[place] += costs[sends, 4].sum()
 
+    def _sizes(self, item: SimulatedItem, work: Work) -> list[tuple[int, float]]:
+        """Elements of the parts that a task of this work may have, each with its share of all parts."""
+        if not self._fold.folded:
+            return [(work.elements, 1.0)]
+        padded = self._cluster.ranks * item.entry.partitions * RANGE_ALIGNMENT
+        return _part_sizes(item.numel, padded // work.elements)
+
     def _costs(self, item: SimulatedItem, work: Work) -> tuple[float, ...]:
-        """Of one task of this work: seconds and their mean, bytes and theirs, and the mean of frames."""
-        sizes = [(work.elements, 1.0)]
-        if self._fold.folded:
-            padded = self._cluster.ranks * item.entry.partitions * RANGE_ALIGNMENT
-            sizes = _part_sizes(item.numel, padded // work.elements)
+        """Of one task of this work: seconds and their mean, bytes and theirs, the mean of frames, and frames."""
+        sizes = self._sizes(item, work)
         shares = [share for _, share in sizes]
         seconds = [item.prices.seconds(work, count) for count, _ in sizes]
         nbytes = [0.0] * len(sizes)
         if work.call in ("send", "recv"):
             nbytes = [item.prices.frame_bytes(work, count) for count, _ in sizes]
-        return max(seconds), float(np.dot(seconds, shares)), max(nbytes), float(np.dot(nbytes, shares)), sum(shares)
+        return (
+            *(max(seconds), float(np.dot(seconds, shares))),
+            *(max(nbytes), float(np.dot(nbytes, shares))),
+            *(work.share * sum(shares), work.share),
+        )
 
     def _append(self, name: str, values: np.ndarray) -> None:
         self._arrays[name].append(values)
@@ -237,8 +271,9 @@ class _Layout:
         stands_for = np.array(self._fold.stands_for)
         num_channels = 2 * (len(self._fold.ranks) // self._cluster.ranks_per_node + len(self._fold.ranks))
         return Assembled(
-            tasks, num_channels, self._num_groups, self._works, joined["work"], joined["part"], graph_item,
-            graph_place, self._sent_bytes, self._sent_frames, float(self._sent_frames @ stands_for),
+            tasks, 2 * len(self._fold.ranks), num_channels, self._num_groups, self._works, joined["work"],
+            joined["part"], graph_item, graph_place, self._sent_bytes, self._sent_frames,
+            float(self._sent_frames @ stands_for),
         )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from gradwire.core.errors import GradwireError, OptionError
 from gradwire.simulate.cluster import Cluster
-from gradwire.simulate.events import RECV, SEND
+from gradwire.simulate.loop import RECV, SEND
 from gradwire.simulate.recording import RecordedGraph
 
 PartShift = Callable[[int, int, int], int]

@@ -37,11 +37,26 @@ class PriceList:
 
     def seconds(self, work: Work, count: int) -> float:
         """Of the processor, which takes a moment for every task, whatever that does."""
+        if self.carries and work.call in ("send", "recv"):
+            return self._carry(work, count)
         priced: float = getattr(self, f"_{work.call}")(work, count)
         return self._costs.task + priced
 
+    @property
+    def carries(self) -> bool:
+        """Whether frames cost the processor time by their size."""
+        return self._costs.frame(1 << 20) > 1.01 * self._costs.frame(0)
+
+    def _carry(self, work: Work, count: int) -> float:
+        """A piece of a frame, and the engine's moment for one that came in: one that goes out had it at hand-over."""
+        whole = self._costs.frame(self.frame_bytes(work._replace(share=1.0), count))
+        return work.share * (whole + (self._costs.task if work.call == "recv" else 0.0))
+
+    def _hand(self, work: Work, count: int) -> float:
+        return 0.0
+
     def frame_bytes(self, work: Work, count: int) -> float:
-        """Of a frame, header included."""
+        """Of a frame, header included, or of a piece of one."""
         spec = TensorSpec((count,), self._dtype)
         if work.frame is FrameKind.STATS:
             body: float = 4 * sum(length for length, _ in self._compressor.stats_spec(spec))
@@ -51,13 +66,13 @@ class PriceList:
             body = self._compressor.max_encoded_bytes(spec)
         else:
             body = min(self._codec.payload_bytes(count), self._compressor.max_encoded_bytes(spec))
-        return self._costs.frame_bytes + body
+        return work.share * (self._costs.frame_bytes + body)
 
     def _send(self, work: Work, count: int) -> float:
-        return 0.0
+        return self._costs.frame(0)
 
     def _recv(self, work: Work, count: int) -> float:
-        return 0.0
+        return self._costs.frame(0)
 
     def _start(self, work: Work, count: int) -> float:
         return self._codec.encode(count)

@@ -17,7 +17,7 @@ import torch
 
 from gradwire.core.events import EventStream
 from gradwire.feedback.residuals import Residuals
-from gradwire.simulate.events import COMPUTE, RECV, SEND
+from gradwire.simulate.loop import COMPUTE, RECV, SEND
 from gradwire.sync.graph import Task, TaskGraph
 from gradwire.sync.item import Item, Message, Part
 from gradwire.sync.plan import PlanEntry
@@ -39,6 +39,7 @@ class Work(NamedTuple):
         elements: of the part.
         encodes_own: of a merge: whether the rank encodes its own gradient before it adds it.
         phase: its name in traces.
+        share: of a frame that is carried in pieces.
     """
 
     call: str
@@ -48,6 +49,7 @@ class Work(NamedTuple):
     elements: int
     encodes_own: bool
     phase: str
+    share: float = 1.0
 
 
 class RecordedGraph(NamedTuple):

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from gradwire.simulate.assemble import Assembled
-from gradwire.simulate.events import COMPUTE, RECV, SEND, Trail
+from gradwire.simulate.events import Trail
+from gradwire.simulate.loop import COMPUTE, RECV, SEND
 from gradwire.simulate.recording import Work
 
 CAUSES = ("compute", "encode", "merge", "decode", "wire", "processor")
@@ -29,7 +30,7 @@ class RankUse:
         stands_for: ranks that it stands for, itself included.
         seconds: its step.
         compute: share of the step in which it computes the model.
-        processor: the same for encodes, merges, decodes and what frames cost.
+        processor: the same for encodes, merges, decodes and the engine's own work.
         egress, ingress: the same for its link (its node's, where there are nodes).
         sent_bytes: frames that it sends, the mean over the ranks that it stands for.
     """
@@ -171,7 +172,7 @@ class Trace:
         """The events of a Chrome trace: a process a rank, with a row each for model, processor and link."""
         for place, rank in enumerate(self.ranks):
             yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
-            for row, name in enumerate(("model", "processor", "egress", "ingress")):
+            for row, name in enumerate(("model", "engine", "egress", "ingress", "transport")):
                 yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": row, "args": {"name": name}}
             for name, start, end in self.compute[place]:
                 yield _span(name, rank, 0, start, end, {})
@@ -184,8 +185,9 @@ class Trace:
                 args = {"part": int(self.assembled.part[task]), "elements": work.elements}
                 name = f"{work.phase} {self.names[item]}"
                 if trail.ended[task] > trail.started[task]:
-                    yield _span(name, rank, 1, trail.started[task], trail.ended[task], args)
-                if tasks.kind[task] != COMPUTE:
+                    row = 1 if tasks.processor[task] < len(self.ranks) else 4
+                    yield _span(name, rank, row, trail.started[task], trail.ended[task], args)
+                if tasks.kind[task] in (SEND, RECV):
                     row = 2 if tasks.kind[task] == SEND else 3
                     yield _span(name, rank, row, trail.wire_started[task], trail.wire_ended[task], args)
 

@@ -99,7 +99,9 @@ def step(
     if not items:
         return alone(cluster, fold_, compute)
     assembled = assemble(items, cluster, fold_)
-    trail = simulate(assembled.tasks, len(fold_.ranks), assembled.num_channels, assembled.num_groups, cluster.cores)
+    trail = simulate(
+        assembled.tasks, assembled.num_processors, assembled.num_channels, assembled.num_groups, cluster.cores
+    )
     return Reading(items, cluster, fold_, compute, assembled, trail).result(trace)
 
 

@@ -1,0 +1,97 @@
+"""Codec costs of this machine, measured once and kept in a file of the user's cache."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+
+from gradwire.core.errors import OptionError
+from gradwire.kernels.cpu.compile import fingerprint
+from gradwire.simulate.frames import measure_frame
+from gradwire.sync.costs import Costs, LinkCosts
+from gradwire.sync.profile import SIZES, compressor_of, measure_add, measure_codec, measure_task
+
+SECONDS_A_CODEC = 1.5
+
+
+def default_path() -> Path:
+    """``costs.json`` in ``$GRADWIRE_CACHE_DIR``, else in the user's cache folder."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(os.environ.get("GRADWIRE_CACHE_DIR") or Path(cache) / "gradwire") / "costs.json"
+
+
+def machine_costs(
+    specs: Iterable[str],
+    path: Path | None = None,
+    *,
+    anew: bool = False,
+    sizes: tuple[int, ...] = SIZES,
+    seconds_a_codec: float = SECONDS_A_CODEC,
+    on_measure: Callable[[str], None] = lambda spec: None,
+) -> Costs:
+    """Costs of these compressors on this machine, from the file as far as it has them.
+
+    Args:
+        specs: compressors, as ``"none"`` or ``"threelc:sparsity=1.5"``; ``"none"`` is always measured.
+        path: the file; None for `default_path`.
+        anew: measure even what is in the file.
+        sizes: elements of the measured tensors.
+        seconds_a_codec: about how long to measure each.
+        on_measure: called with each spec before it is measured.
+
+    Returns:
+        Costs without a link: the cluster's is what counts.
+    """
+    path, stamp = path or default_path(), _stamp()
+    known = None if anew else _read(path, stamp)
+    missing = [spec for spec in dict.fromkeys(["none", *specs]) if known is None or spec not in known.codecs]
+    if known is not None and not missing:
+        return known
+    measured = {}
+    for spec in missing:
+        on_measure(spec)
+        measured[spec] = measure_codec(compressor_of(spec), sizes, seconds_a_codec)
+    if known is None:
+        links = (LinkCosts(0.0, 0.0),)
+        costs = Costs(
+            1, links, measured, add=measure_add(sizes), task=measure_task(), frame=measure_frame(), made_by=stamp
+        )
+    else:
+        costs = replace(known, codecs={**known.codecs, **measured})
+    with contextlib.suppress(OSError):  # where nothing can be written, the next call measures again
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write(path, costs.to_json())
+    return costs
+
+
+def _read(path: Path, stamp: str) -> Costs | None:
+    """What the file has, if it is of this machine and these kernels."""
+    try:
+        known = Costs.from_json(path.read_text())
+    except (OSError, OptionError):
+        return None
+    return known if known.made_by == stamp else None
+
+
+def _write(path: Path, text: str) -> None:
+    """Write as a whole: another process sees no half of it."""
+    temporary = path.with_suffix(f".{os.getpid()}.part")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+def _stamp() -> str:
+    return f"{_processor()}, one thread; gradwire {version('gradwire')}, kernels {fingerprint()}"
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

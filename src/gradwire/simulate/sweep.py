@@ -1,0 +1,167 @@
+"""Steps of one model over methods, numbers of ranks and rates, as rows."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gradwire.simulate.cluster import Cluster, Compute, Link, Straggler
+from gradwire.simulate.models import Model
+from gradwire.simulate.result import StepResult
+from gradwire.simulate.step import gradients_of, step
+from gradwire.sync.costs import Costs
+from gradwire.sync.plan import Plan
+from gradwire.sync.profile import compressor_of
+
+
+class Method(NamedTuple):
+    """A compressor, and how it travels.
+
+    Attributes:
+        spec: as ``"threelc:sparsity=1.5"``.
+        strategy: None for the one that `Plan` takes.
+    """
+
+    spec: str
+    strategy: str | None = None
+
+    @classmethod
+    def parse(cls, text: str, strategy: str | None = None) -> Method:
+        """From ``SPEC`` or ``SPEC@STRATEGY``; `strategy` where the text names none."""
+        spec, _, named = text.partition("@")
+        return cls(spec, named or strategy)
+
+    @property
+    def label(self) -> str:
+        """How a reader sees it."""
+        return self.spec if self.strategy is None else f"{self.spec} {self.strategy}"
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is simulated, but for what changes from row to row.
+
+    Attributes:
+        model: its gradients.
+        compute: times of a rank.
+        costs: measured costs.
+        link: of each rank or node; its rate is what the sweep sets.
+        ranks_per_node, inner, stragglers, cores: as in `Cluster`.
+        partitions: as in `Plan`.
+        fold: as in `step`.
+    """
+
+    model: Model
+    compute: Compute
+    costs: Costs
+    link: Link
+    ranks_per_node: int = 1
+    inner: Link = field(default_factory=lambda: Link(None))
+    stragglers: Mapping[int, Straggler] = field(default_factory=dict)
+    cores: int | None = None
+    partitions: int = 1
+    fold: bool | None = None
+
+    def cluster(self, ranks: int, rate_bits: float | None) -> Cluster:
+        """The machines of one row."""
+        link = replace(self.link, rate_bits=rate_bits)
+        return Cluster(ranks, link, self.ranks_per_node, self.inner, self.stragglers, self.cores)
+
+    def run(self, method: Method, ranks: int, rate_bits: float | None, *, trace: bool = False) -> StepResult:
+        """One step."""
+        plan = Plan(compressor_of(method.spec), strategy=method.strategy, partitions=self.partitions)
+        gradients = gradients_of(self.model, self.compute.backward_seconds)
+        cluster = self.cluster(ranks, rate_bits)
+        return step(gradients, plan, cluster, self.costs, self.compute, fold=self.fold, trace=trace)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One simulated step.
+
+    Attributes:
+        model, method, strategy, ranks: what was simulated; strategy is "" for the plan's own choice.
+        rate_bits: of the link; None where it takes no time.
+        step_seconds: the step.
+        compute_seconds: the same without communication.
+        ideal_seconds: the larger of that and the time that the busiest link needs for its bytes.
+        efficiency: compute over step.
+        sent_bytes: frames that a rank sends.
+        split: the longest chain by cause, as `StepResult.split`.
+        processor: share of the step in which the busiest rank's processor encodes, merges and decodes.
+        folded: whether one rank stood for many.
+    """
+
+    model: str
+    method: str
+    strategy: str
+    ranks: int
+    rate_bits: float | None
+    step_seconds: float
+    compute_seconds: float
+    ideal_seconds: float
+    efficiency: float
+    sent_bytes: float
+    split: dict[str, float]
+    processor: float
+    folded: bool
+
+    @property
+    def label(self) -> str:
+        """Method and strategy."""
+        return Method(self.method, self.strategy or None).label
+
+
+def sweep(
+    scenario: Scenario,
+    methods: Sequence[Method],
+    ranks: Iterable[int],
+    rates_bits: Iterable[float | None],
+    on_row: Callable[[Row], None] = lambda row: None,
+) -> list[Row]:
+    """Simulate every method at every rate with every number of ranks."""
+    rates, rows = list(rates_bits), []
+    for count in ranks:
+        for rate in rates:
+            for method in methods:
+                rows.append(_row(scenario, method, count, rate))
+                on_row(rows[-1])
+    return rows
+
+
+def _row(scenario: Scenario, method: Method, ranks: int, rate_bits: float | None) -> Row:
+    result = scenario.run(method, ranks, rate_bits)
+    busiest = max((max(use.egress, use.ingress) * use.seconds for use in result.ranks), default=0.0)
+    return Row(
+        scenario.model.name,
+        method.spec,
+        method.strategy or "",
+        ranks,
+        rate_bits,
+        result.seconds,
+        result.compute_seconds,
+        max(result.compute_seconds, busiest),
+        result.efficiency,
+        result.sent_bytes,
+        result.split,
+        max(use.processor for use in result.ranks),
+        result.folded,
+    )
+
+
+def plain(row: Row) -> dict[str, Any]:
+    """A row as one level of plain values."""
+    values = asdict(row)
+    return values | {f"{cause}_seconds_waited": seconds for cause, seconds in values.pop("split").items()}
+
+
+def write_csv(rows: Sequence[Row], path: str | Path) -> None:
+    """Write the rows, a column a value."""
+    records = [plain(row) for row in rows]
+    with Path(path).open("w", newline="") as file:
+        writer = csv.DictWriter(file, records[0].keys())
+        writer.writeheader()
+        writer.writerows(records)

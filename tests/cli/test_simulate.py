@@ -1,0 +1,91 @@
+"""`gradwire simulate`: tables, files and pictures of described clusters, with costs from a file."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from gradwire.cli.app import build_app
+from gradwire.core.errors import GradwireError, OptionError, UnknownNameError
+from tests.simulate.costs import costs, onebit
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("costs") / "costs.json"
+    path.write_text(costs(10e-6, onebit=onebit(2e-10, 2e-10)).to_json())
+    return str(path)
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(build_app(), ["simulate", *arguments])
+
+
+def rows(*arguments: str) -> list[dict[str, object]]:
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    found: list[dict[str, object]] = json.loads(result.stdout)["rows"]
+    return found
+
+
+def test_a_table_has_a_row_a_method_number_of_ranks_and_rate(known: str) -> None:
+    result = run("--model", "ResNet50", "--costs", known, "--ranks", "2,4", "--rate", "1gbit,10gbit")
+    assert result.exit_code == 0, result.output
+    assert sum("onebit" in line for line in result.output.splitlines()) == 4
+    assert "100 ms without communication" in result.output
+
+
+def test_files_hold_what_the_table_shows(known: str, tmp_path: Path) -> None:
+    table, picture, trace = tmp_path / "rows.csv", tmp_path / "plot.png", tmp_path / "trace.json"
+    found = rows(
+        *("--costs", known, "--ranks", "2,4", "--rate", "1gbit,10gbit", "--csv", str(table)),
+        *("--plot", str(picture), "--trace", str(trace)),
+    )
+    with table.open() as file:
+        read = list(csv.DictReader(file))
+    assert [float(row["step_seconds"]) for row in read] == [row["step_seconds"] for row in found]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_a_straggler_and_nodes_change_the_step(known: str) -> None:
+    base = ("--model", "vgg19", "--costs", known, "--ranks", "8", "--rate", "10gbit", "--compare", "")
+    (even,), (late,), (nodes,) = (
+        rows(*base),
+        rows(*base, "--straggler", "3:slowdown=2,delay=10ms,rate=1gbit"),
+        rows(*base, "--per-node", "4"),
+    )
+    assert late["step_seconds"] > even["step_seconds"] + 0.1  # type: ignore[operator]
+    assert nodes["step_seconds"] != even["step_seconds"]
+
+
+def test_a_link_that_was_measured_is_the_default(tmp_path: Path) -> None:
+    document = json.loads(costs(10e-6, onebit=onebit()).to_json())
+    document["links"] = [{"latency": 1e-4, "seconds_per_byte": 8e-8, "per_message": 0.0}]
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(document))
+    assert {row["rate_bits"] for row in rows("--costs", str(path), "--ranks", "2")} == {1e8}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "advice"),
+    [
+        (("--ranks", "two"), "whole numbers"),
+        (("--straggler", "3:speed=2"), "--straggler 3:slowdown=2"),
+        (("--model", "vgg16"), "Did you mean 'vgg19'"),
+        (("--per-node", "3", "--ranks", "4"), "a multiple"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_advice(known: str, arguments: tuple[str, ...], advice: str) -> None:
+    result = run("--costs", known, *arguments)
+    assert isinstance(result.exception, (OptionError, UnknownNameError, GradwireError))
+    assert advice in str(result.exception)
+
+
+def test_a_missing_file_of_costs_says_how_to_make_it(tmp_path: Path) -> None:
+    result = run("--costs", str(tmp_path / "none.json"))
+    assert "--measure" in str(result.exception)

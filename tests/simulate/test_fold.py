@@ -1,0 +1,70 @@
+"""One rank for many against all of them."""
+
+import pytest
+
+from gradwire.core.errors import OptionError
+from gradwire.simulate import Cluster, Compute, Link, Straggler, gradients_of, models, step
+from gradwire.sync.costs import Line
+from tests.simulate.costs import costs, gradients, onebit
+
+LINK = Link(1e9, 20e-6)
+KNOWN = costs(20e-6, add=Line(1e-6, 2e-10), onebit=onebit(3e-10, 3e-10))
+
+
+def both(tensors, method, cluster, compute=None, **options):
+    return [step(tensors, method, cluster, KNOWN, compute, fold=fold, **options) for fold in (True, False)]
+
+
+@pytest.mark.parametrize("method", ["none", "onebit"])
+@pytest.mark.parametrize("strategy", ["ring", "scatter_reduce", "allgather"])
+@pytest.mark.parametrize("partitions", [1, 3])
+def test_equal_parts_fold_to_the_same_step(strategy, method, partitions):
+    # 3 · 8 parts of whole blocks.
+    tensors = gradients(24 * 8192, 24 * 1024, 24 * 2048)
+    one, all_ranks = both(tensors, method, Cluster(8, LINK), strategy=strategy, partitions=partitions)
+    assert one.folded
+    assert not all_ranks.folded
+    # Which of the ready parts goes first may differ.
+    assert one.seconds == pytest.approx(all_ranks.seconds, rel=0.05)
+    assert one.sent_bytes == pytest.approx(all_ranks.sent_bytes)
+    assert one.num_messages == pytest.approx(all_ranks.num_messages)
+
+
+@pytest.mark.parametrize("method", ["none", "onebit"])
+def test_a_real_model_folds_to_nearly_the_same_step(method):
+    tensors = gradients_of(models.get("resnet50"), 0.05)
+    one, all_ranks = both(tensors, method, Cluster(4, LINK), Compute(0.02, 0.05))
+    assert one.seconds == pytest.approx(all_ranks.seconds, rel=0.05)
+    assert one.sent_bytes == pytest.approx(all_ranks.sent_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize("straggler", [Straggler(slowdown=3), Straggler(delay_seconds=0.02), Straggler(rate_bits=1e8)])
+def test_stragglers_stand_beside_the_one_for_all_others(straggler):
+    cluster = Cluster(8, LINK, stragglers={3: straggler})
+    one, all_ranks = both(gradients(8 * 65536), "onebit", cluster, Compute(0.0, 0.01), strategy="scatter_reduce")
+    assert len(one.ranks) == 2
+    assert sorted(use.stands_for for use in one.ranks) == [1, 7]
+    assert one.seconds == pytest.approx(all_ranks.seconds, rel=0.05)
+
+
+def test_a_ring_with_stragglers_cannot_be_folded():
+    cluster = Cluster(8, LINK, stragglers={3: Straggler(slowdown=2)})
+    with pytest.raises(OptionError, match="fold=False"):
+        step(gradients(8 * 65536), "none", cluster, KNOWN, strategy="ring", fold=True)
+
+
+def test_shared_cores_cannot_be_folded():
+    with pytest.raises(OptionError, match="fold=False"):
+        step(gradients(8 * 65536), "none", Cluster(8, LINK, cores=2), KNOWN, fold=True)
+
+
+@pytest.mark.parametrize(("name", "many"), [("resnet50", 1024), ("vgg19", 4096)])
+def test_thousands_of_ranks_of_a_model(name, many):
+    compute = Compute(0.03, 0.07)
+    tensors = gradients_of(models.get(name), compute.backward_seconds)
+    few, more = (step(tensors, "onebit", Cluster(ranks, LINK), KNOWN, compute) for ranks in (64, many))
+    assert more.folded
+    assert more.seconds > few.seconds
+    # No rank sends more than twice its payload, however many there are, headers of ever shorter parts aside.
+    assert more.sent_bytes < 2 * few.sent_bytes
+    assert more.num_messages > many / 64 * few.num_messages

@@ -1,0 +1,140 @@
+"""Steps in virtual time against closed forms, and what slow links and slow ranks do to them."""
+
+import pytest
+
+from gradwire.core.errors import OptionError
+from gradwire.simulate import Cluster, Compute, Gradient, Link, Straggler, gradients_of, models, step
+from gradwire.sync.costs import Line
+from tests.simulate.costs import costs, gradients, onebit
+
+RATE = 1e9  # bits a second
+SECONDS_A_BYTE = 8 / RATE
+ELEMENTS = 1 << 20
+NBYTES = 4 * ELEMENTS
+ALPHA = 100e-6
+
+
+def cluster(ranks, latency=0.0, **options):
+    return Cluster(ranks, Link(RATE, latency, header_bytes=0), **options)
+
+
+def closed_form(strategy, ranks, nbytes=NBYTES, alpha=ALPHA):
+    """Seconds of a dense all-reduce on links that are used as well as can be."""
+    share = nbytes * SECONDS_A_BYTE * (ranks - 1)
+    return {
+        "ring": 2 * share / ranks + 2 * (ranks - 1) * alpha,
+        "scatter_reduce": 2 * share / ranks + 2 * alpha,
+        "allgather": share + alpha,
+    }[strategy]
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("strategy", ["ring", "scatter_reduce", "allgather"])
+def test_a_dense_tensor_takes_its_closed_form(strategy, ranks):
+    result = step(gradients(ELEMENTS), "none", cluster(ranks, ALPHA), costs(), strategy=strategy)
+    assert result.seconds == pytest.approx(closed_form(strategy, ranks), rel=0.02)
+    sent = {"allgather": ranks - 1}.get(strategy, 2 * (ranks - 1) / ranks) * NBYTES
+    assert result.sent_bytes == pytest.approx(sent)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "scatter_reduce"])
+def test_many_ranks_take_the_closed_form_too(strategy):
+    tensor = gradients(1 << 24)
+    result = step(tensor, "none", cluster(1024, 1e-6), costs(), strategy=strategy)
+    assert result.folded
+    assert result.seconds == pytest.approx(closed_form(strategy, 1024, 4 << 24, 1e-6), rel=0.02)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "scatter_reduce", "allgather"])
+def test_the_slowest_link_sets_the_pace(strategy):
+    even = step(gradients(ELEMENTS), "none", cluster(4), costs(), strategy=strategy).seconds
+    slow = cluster(4, stragglers={2: Straggler(rate_bits=RATE / 4)})
+    seconds = step(gradients(ELEMENTS), "none", slow, costs(), strategy=strategy).seconds
+    # Its bytes take four times as long; what others wait for at the ends of the path adds less than one part.
+    assert 4 * even * 0.999 <= seconds <= 4 * even * 1.5
+    fast = cluster(4, stragglers={2: Straggler(rate_bits=RATE * 4)})
+    assert step(gradients(ELEMENTS), "none", fast, costs(), strategy=strategy).seconds > 0.95 * even
+
+
+def test_a_late_rank_delays_the_step_of_all():
+    compute = Compute(0.01, 0.02, 0.003)
+    tensors = gradients(ELEMENTS, ready=0.02)
+    even = step(tensors, "none", cluster(4), costs(), compute)
+    late = step(tensors, "none", cluster(4, stragglers={1: Straggler(delay_seconds=0.05)}), costs(), compute)
+    assert even.seconds == pytest.approx(compute.total_seconds + closed_form("ring", 4, alpha=0), rel=0.02)
+    # In a ring every part passes through the late rank, whose gradients are the last.
+    assert late.seconds == pytest.approx(even.seconds + 0.05)
+
+
+def test_a_rank_of_half_the_speed_computes_and_encodes_twice_as_long():
+    known = costs(onebit=onebit(encode=50e-9))
+    compute = Compute(0.0, 0.02)
+    fast = step(gradients(ELEMENTS, ready=0.02), "onebit", cluster(2), known, compute, strategy="allgather")
+    slow_cluster = cluster(2, stragglers={0: Straggler(slowdown=2)})
+    slow = step(gradients(ELEMENTS, ready=0.02), "onebit", slow_cluster, known, compute, strategy="allgather")
+    assert slow.seconds - fast.seconds == pytest.approx(0.02 + 50e-9 * ELEMENTS, rel=0.02)
+
+
+def test_communication_hides_behind_the_backward():
+    tensors = [Gradient(f"{index}.weight", (1024, 1024), 0.1 * index) for index in range(4)]
+    one = closed_form("ring", 4, alpha=0)
+    assert one < 0.1
+    result = step(tensors, "none", cluster(4), costs(), Compute(0.0, 0.3))
+    assert result.seconds == pytest.approx(0.3 + one, rel=0.02)
+    assert result.efficiency == pytest.approx(0.3 / result.seconds)
+
+
+def test_encodes_pass_beside_the_wire():
+    # Encoding takes longer than sending: the step is all encodes of a rank, and the last range's way.
+    known = costs(onebit=onebit(encode=50e-9))
+    result = step(gradients(*[ELEMENTS] * 4), "onebit", cluster(2), known, strategy="allgather")
+    assert result.seconds == pytest.approx(4 * 50e-9 * ELEMENTS, rel=0.02)
+    # The last of four tensors waits for the processor while the others are encoded.
+    assert result.split["encode"] + result.split["processor"] == pytest.approx(result.seconds, rel=0.02)
+    assert sum(result.split.values()) == pytest.approx(result.seconds)
+
+
+def test_frames_that_cost_the_processor_time_are_pipelined_with_the_wire():
+    # A copy at each end, each as fast as the wire: pieces of a large frame pass through all three at once.
+    carried = costs(frame=Line(0.0, SECONDS_A_BYTE))
+    result = step(gradients(4 * ELEMENTS), "none", cluster(2), carried, strategy="allgather")
+    free = step(gradients(4 * ELEMENTS), "none", cluster(2), costs(), strategy="allgather")
+    # The transport's thread sends one frame and receives the other, so it is what sets the pace.
+    assert 1.99 * free.seconds <= result.seconds <= 2.2 * free.seconds
+
+
+def test_the_same_input_gives_the_same_result():
+    tensors = gradients_of(models.get("resnet50"), 0.1)
+    known = costs(1e-5, onebit=onebit(1e-10, 1e-10))
+    runs = [step(tensors, "onebit", cluster(4), known).as_dict() for _ in range(2)]
+    assert runs[0] == runs[1]
+
+
+def test_one_rank_waits_for_nobody():
+    result = step(gradients(ELEMENTS), "none", cluster(1), costs(), Compute(0.1, 0.2, 0.05))
+    assert result.seconds == pytest.approx(0.35)
+    assert result.sent_bytes == 0
+
+
+def test_nodes_share_a_link():
+    inner = Link(None)
+    flat = step(gradients(ELEMENTS), "none", cluster(8), costs(), strategy="scatter_reduce").seconds
+    nodes = cluster(8, ranks_per_node=4, inner=inner)
+    shared = step(gradients(ELEMENTS), "none", nodes, costs(), strategy="scatter_reduce").seconds
+    # Of the 7 others 4 are behind the node's link, which 4 ranks share: 16 messages where one rank has 7.
+    assert shared == pytest.approx(flat * 16 / 7, rel=0.02)
+
+
+def test_gradients_out_of_order_are_refused():
+    tensors = [Gradient("a.weight", (1024, 1024), 0.2), Gradient("b.weight", (1024, 1024), 0.1)]
+    with pytest.raises(OptionError, match="sort them"):
+        step(tensors, "none", cluster(2), costs(), Compute(0.0, 0.3))
+
+
+def test_a_trace_has_every_rank_and_what_it_did(tmp_path):
+    known = costs(1e-5, onebit=onebit(1e-9, 1e-9))
+    result = step(gradients(ELEMENTS), "onebit", cluster(2), known, Compute(0.0, 0.01), trace=True)
+    result.write_trace(tmp_path / "trace.json")
+    text = (tmp_path / "trace.json").read_text()
+    for expected in ("rank 1", "encode scatter layer0.weight", "backward", "send gather layer0.weight"):
+        assert expected in text
