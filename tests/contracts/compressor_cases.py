@@ -43,6 +43,7 @@ OPTION_SETS: dict[str, list[dict]] = {
     "adacomp": [{"block": 24, "threshold": 0.5}],
     "qsgd": [{"bits": 8, "block": 100}, {"bits": 2}],
     "randomk": [{"ratio": 0.5}],
+    "powersgd": [{"rank": 1}, {"rank": 12}],
 }
 
 

@@ -30,7 +30,7 @@ _BLOCK = 1024
 _RANKS = 4
 _RIVAL_NAME = "torch operations"
 # Passes over the gradient of the compressors that are not written in the language.
-_PASSES = {"none": 1, "fp16": 1, "bf16": 1, "int8shared": 1, "topk": 2, "threelc": 2}
+_PASSES = {"none": 1, "fp16": 1, "bf16": 1, "int8shared": 1, "topk": 2, "threelc": 2, "powersgd": 2}
 
 
 class _Data:
@@ -41,7 +41,7 @@ class _Data:
         self.x = np.random.default_rng(0).standard_normal(self.length, np.float32)
         self.work = np.zeros(self.length, np.float32)
         self.grad, self.out = torch.from_numpy(self.x), torch.zeros(self.length)
-        self.ctx = Context("layer.weight", spec=TensorSpec((self.length,)))
+        self.ctx = Context("layer.weight", spec=TensorSpec((self.length // _BLOCK, _BLOCK)))
 
 
 def _cases(codec: Compressor, data: _Data) -> Iterator[Case]:

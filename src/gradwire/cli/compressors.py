@@ -11,7 +11,7 @@ import typer
 if TYPE_CHECKING:
     from rich.table import Table
 
-SIZE = 1 << 20  # elements, for the figures of the table
+SIZE = 1 << 20  # elements, of a square matrix, for the figures of the table
 
 
 def register(app: typer.Typer) -> None:
@@ -53,7 +53,7 @@ def _row(name: str) -> dict[str, Any]:
         "name": name,
         "summary": found.summary,
         "options": found.options,
-        "max_bits": codec.max_encoded_bytes(TensorSpec((SIZE,))) * 8 / SIZE,
+        "max_bits": codec.max_encoded_bytes(TensorSpec((1 << 10, SIZE >> 10))) * 8 / SIZE,
         "exact": codec.exact,
         "unbiased": codec.unbiased,
         "summable": codec.summable,

@@ -2,7 +2,7 @@
 
 A compressor turns a gradient into a payload and back. It declares its algebra as data, so that the layers
 above need no knowledge of any algorithm: whether it is unbiased, whether it contracts, whether its payloads
-can be added as integers, which reductions over ranks it needs first, and how many bytes it can take at most.
+can be added as they are, which reductions over ranks it needs first, and how many bytes it can take at most.
 
 `encode` and `decode` are all that an algorithm must write. Everything else has a default that is right for
 every algorithm and is overridden where one sweep over memory can do the work of several.
@@ -50,12 +50,14 @@ class Compressor(ABC):
         name: the name under which it is registered.
         unbiased: whether the mean of decode(encode(g)) over the private stream is g.
         exact: whether decode(encode(g)) is g, bit for bit, at the tensor's own element type.
-        summable: whether payloads can be lifted to integer lanes that add.
+        summable: whether payloads can be lifted to lanes that add: integers, or float32 where every rank takes the sum
+            from the one that formed it or adds in rank order.
         needs_stats: whether `stats` gives anything.
         canonical: whether two different payloads of a spec never decode to the same bits: the decoder takes
             no bytes but those that the encoder writes for what they mean.
         votes: whether ranks must count alike where their payloads are merged: who merges them encodes its own gradient,
             too, in place of adding it as it is.
+        whole: whether tensors are never cut into ranges: contexts then have the tensor's own shape.
         default_feedback: the residual policy that the algorithm needs: ``"none"`` or ``"error"``.
     """
 
@@ -66,6 +68,7 @@ class Compressor(ABC):
     summable: bool = False
     needs_stats: bool = False
     votes: bool = False
+    whole: bool = False
     default_feedback: FeedbackName = "error"
 
     # -- algebra ---------------------------------------------------------------------------------------------
@@ -219,7 +222,7 @@ class Compressor(ABC):
     # -- summable compressors only ---------------------------------------------------------------------------
 
     def lane_dtype(self, world_size: int) -> np.dtype:
-        """The narrowest integer type whose lanes hold the sum over `world_size` ranks without overflow."""
+        """The narrowest integer type whose lanes hold the sum over `world_size` ranks without overflow, or float32."""
         raise NotImplementedError(f"{self!r} is not summable")
 
     def num_lanes(self, spec: TensorSpec) -> int:
@@ -227,7 +230,7 @@ class Compressor(ABC):
         raise NotImplementedError(f"{self!r} is not summable")
 
     def lift(self, payload: Payload, ctx: Context, lanes: np.ndarray, accumulate: bool = False) -> np.ndarray:
-        """Write (or add) a payload's integers to `lanes`. Raises `PayloadError` as `decode` does."""
+        """Write (or add) a payload's values to `lanes`. Raises `PayloadError` as `decode` does."""
         raise NotImplementedError(f"{self!r} is not summable")
 
     def lower(
@@ -238,6 +241,14 @@ class Compressor(ABC):
         The divisor is the caller's: payloads of scaled gradients add up to a mean by themselves.
         """
         raise NotImplementedError(f"{self!r} is not summable")
+
+    def carry(self, lanes: np.ndarray, ctx: Context) -> np.ndarray | None:
+        """What of the summed lanes comes back at the next step, float32, as ``aux["carried"]`` of its contexts.
+
+        All ranks hold the same. It is committed, rolled back and saved with the residuals. There is none at first,
+        and it may be that of other options: a hint and no more.
+        """
+        return None
 
     # -- helpers for implementations -------------------------------------------------------------------------
 

@@ -65,6 +65,7 @@ EDGE_TENSORS: dict[str, Callable[[], torch.Tensor]] = {
     "just below a level": lambda: torch.tensor([0.99999994, 1.0, -0.99999994, 0.5, 0.49999997, -0.5]) * 127,
     "not contiguous": lambda: strided(65),
     "transposed": lambda: normal(15 * 9).reshape(15, 9).T,
+    "tall": lambda: heavy_tailed(60 * 17).reshape(60, 17),
     "many dimensions": lambda: normal(210).reshape(2, 3, 5, 7),
     "longer than a block": lambda: heavy_tailed(3 * 1024 + 5),
     "half precision": lambda: heavy_tailed(300).clamp(-1e4, 1e4).half(),

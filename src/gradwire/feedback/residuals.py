@@ -27,6 +27,7 @@ import torch
 
 from gradwire.core.errors import UnknownNameError
 from gradwire.core.spec import Range, TensorSpec
+from gradwire.feedback.carried import Carried
 
 Role = Literal["local", "aggregate"]
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -56,13 +57,14 @@ class _Piece:
 
 
 class Residuals:
-    """All residuals of one rank."""
+    """All residuals of one rank, and what compressors carry from step to step (`carried`), which shares their fate."""
 
     def __init__(self) -> None:
         # Pieces of one (name, role) never overlap; gaps between them are zeros.
         self._pieces: dict[tuple[str, Role], dict[Range, _Piece]] = {}
         self._open: list[_Piece] = []
         self._lock = threading.Lock()
+        self.carried = Carried()
 
     # -- the step --------------------------------------------------------------------------------------------
 
@@ -93,6 +95,7 @@ class Residuals:
             for piece in self._open:
                 piece.committed, piece.staged, piece.spare = piece.staged, None, piece.committed
             self._open.clear()
+            self.carried.commit()
 
     def rollback(self) -> None:
         """Forget what was staged since the last commit. Pointer swaps only."""
@@ -100,6 +103,7 @@ class Residuals:
             for piece in self._open:
                 piece.staged, piece.spare = None, piece.staged
             self._open.clear()
+            self.carried.rollback()
 
     @property
     def is_open(self) -> bool:
@@ -157,13 +161,15 @@ class Residuals:
             self._expect_closed("drop")
             for role in ROLES:
                 self._pieces.pop((name, role), None)
+            self.carried.drop(name)
 
     # -- state -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """The committed state: ``{"version", role: {parameter name: {offset: float32 tensor}}}``.
 
-        Offsets are strings, so that any container takes them as keys. The tensors are copies.
+        Offsets are strings, so that any container takes them as keys. The tensors are copies. Where compressors carry
+        something, there is ``"carried": {parameter name: float32 tensor}``, too.
         """
         with self._lock:
             state: dict[str, Any] = {"version": STATE_VERSION}
@@ -177,7 +183,8 @@ class Residuals:
                     for (name, found), pieces in self._pieces.items()
                     if found == role and any(piece.committed is not None for piece in pieces.values())
                 }
-            return state
+            carried = self.carried.state_dict()
+            return state | ({"carried": carried} if carried else {})
 
     def load_state_dict(
         self, state: Mapping[str, Any], specs: Mapping[str, TensorSpec], *, merge: bool = False
@@ -205,8 +212,8 @@ class Residuals:
                 "Do: load what this version's state_dict() gave."
             )
         for field in state:
-            if field != "version" and field not in ROLES:
-                raise UnknownNameError("field of the residual state", field, ("version", *ROLES))
+            if field not in ("version", "carried", *ROLES):
+                raise UnknownNameError("field of the residual state", field, ("version", "carried", *ROLES))
         for role in ROLES:
             for name, pieces in _mapping(role, state.get(role, {})).items():
                 if name not in specs:
@@ -214,7 +221,13 @@ class Residuals:
                 for offset, values in _mapping(name, pieces).items():
                     key = ResidualKey(name, Range(_offset(name, offset), _size(name, values)), role)
                     loaded._load(key, values, specs[name].numel)
+        carried = _mapping("carried", state.get("carried", {}))
+        for name, values in carried.items():
+            if name not in specs:
+                raise UnknownNameError("parameter in the residual state", name, specs)
+            _size(name, values)
         with self._lock:
+            self.carried.load(carried, merge=merge)
             if not merge:
                 self._open.clear()
                 self._pieces = loaded._pieces
@@ -267,14 +280,17 @@ class Residuals:
 
     @property
     def nbytes(self) -> int:
-        """Memory of all buffers, in bytes."""
+        """Memory of all buffers, in bytes, and of what is carried."""
         with self._lock:
-            return sum(
-                buffer.nbytes
-                for pieces in self._pieces.values()
-                for piece in pieces.values()
-                for buffer in (piece.committed, piece.staged, piece.spare)
-                if buffer is not None
+            return (
+                sum(
+                    buffer.nbytes
+                    for pieces in self._pieces.values()
+                    for piece in pieces.values()
+                    for buffer in (piece.committed, piece.staged, piece.spare)
+                    if buffer is not None
+                )
+                + self.carried.nbytes
             )
 
     # -- helpers; the lock is held ---------------------------------------------------------------------------

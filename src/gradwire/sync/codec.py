@@ -5,7 +5,7 @@ residuals and all payloads are in units of the mean: gradients are scaled by 1/W
 add up, nothing is divided afterwards, and a residual means the same under every strategy and world size.
 
 Two algebras: `LossyCodec` decodes, adds in float32 and encodes again, with a residual of role ``aggregate``;
-`LaneCodec` is for summable compressors: it adds integers and never decodes on the way.
+`LaneCodec` is for summable compressors: it adds lanes and never decodes on the way.
 """
 
 # Shapes: N = elements of the range, W = ranks.
@@ -180,6 +180,7 @@ class LossyCodec:
         return Message(kind, flags, payload.body, self.rank)
 
     def _context(self, part: Part, stage: int, rank: int | None = None) -> Context:
+        carried = self._residuals.carried.get(self.item.name)
         return Context(
             name=self.item.name,
             step=self.item.step,
@@ -189,11 +190,12 @@ class LossyCodec:
             offset=self.item.offset + part.offset,
             stage=stage,
             spec=self.item.spec(part),
+            aux={} if carried is None else {"carried": carried},
         )
 
 
 class LaneCodec(LossyCodec):
-    """Integers that are added as they are: nothing is decoded before the mean is there, and nothing is lost."""
+    """Lanes that are added as they are: nothing is decoded before the mean is there, and nothing is encoded twice."""
 
     def kind(self, stage: int) -> FrameKind:
         return FrameKind.PAYLOAD if stage == 0 else FrameKind.AGGREGATE
@@ -239,9 +241,13 @@ class LaneCodec(LossyCodec):
         else:
             lanes = self._sum_lanes(part, messages)
             mean = out if out.dtype == torch.float32 else torch.empty(part.count)  # lanes are lowered to float32
-            self.compressor.lower(lanes, self.world_size, self._context(part, 0), self._stats[part.index], mean)
+            context = self._context(part, 0)
+            self.compressor.lower(lanes, self.world_size, context, self._stats[part.index], mean)
             if mean is not out:
                 kernels.cast(mean.numpy(), as_array(out))
+            carried = self.compressor.carry(lanes, context)
+            if carried is not None:
+                self._residuals.carried.stage(self.item.name, carried)
 
 
 def make_codec(item: Item, residuals: Residuals, rank: int, world_size: int, seed: int) -> LossyCodec:

@@ -34,6 +34,7 @@ class Item:
         used: whether this rank's backward used the parameter.
         nonfinite: set where any rank's gradient, or the aggregate, was not finite; the same on all ranks.
         wait_loaded: blocks until the gradient stands in `values`, where it comes from a GPU.
+        shape: of the whole tensor, for compressors that take it whole.
     """
 
     name: str
@@ -46,9 +47,15 @@ class Item:
     used: bool = True
     nonfinite: bool = False
     wait_loaded: Callable[[], None] = lambda: None
+    shape: tuple[int, ...] | None = None
+
+    def parts(self, num_parts: int) -> list[Part]:
+        """The ranges it travels in: `num_parts`, or one where the compressor takes tensors whole."""
+        return split(self.values.numel(), 1 if self.entry.compressor.whole else num_parts)
 
     def spec(self, part: Part) -> TensorSpec:
-        return TensorSpec((part.count,), self.values.dtype)
+        shape = self.shape if self.entry.compressor.whole else None
+        return TensorSpec((part.count,) if shape is None else shape, self.values.dtype)
 
     def range(self, part: Part) -> Range:
         """The global elements of a part: the key of its residual."""

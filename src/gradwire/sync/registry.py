@@ -107,7 +107,10 @@ class TensorRegistry:
             raise FrameError(f"Expected {entry.compressor.name} of {spec.dtype}, got others (in {describe(header)}).")
         if header.offset + header.count > spec.numel:
             raise FrameError(f"Expected a range within {spec.numel} elements, got one beyond (in {describe(header)}).")
-        bound = self._bound(header.kind, entry, TensorSpec((header.count,), spec.dtype))
+        whole = entry.compressor.whole
+        if whole and header.count != spec.numel:
+            raise FrameError(f"Expected all {spec.numel} elements, got a range (in {describe(header)}).")
+        bound = self._bound(header.kind, entry, spec if whole else TensorSpec((header.count,), spec.dtype))
         if header.length > bound:
             raise FrameError(f"Expected at most {bound} bytes, got {header.length} (in {describe(header)}).")
         if header.kind is not FrameKind.PAYLOAD and header.length not in (0, bound):

@@ -275,6 +275,12 @@ class Synchronizer:
                 f"Expected a range of {shard.name!r}, {spec}, got {count} elements of {shard.tensor.dtype} from "
                 f"element {shard.offset} on. Do: submit what was registered, or register the whole parameter first."
             )
+        compressor = self._tensors.entries[shard.name].compressor
+        if compressor.whole and count != spec.numel:
+            raise OptionError(
+                f"Expected all {spec.numel} elements of {shard.name!r}, which {compressor!r} needs whole, got {count}. "
+                "Do: submit whole tensors, or choose another compressor for it."
+            )
 
     def _item(self, shard: Shard, index: int, staging: Staging) -> Item:
         return Item(
@@ -287,6 +293,7 @@ class Synchronizer:
             shard.offset,
             shard.used,
             wait_loaded=staging.wait_loaded,
+            shape=self._tensors.specs[shard.name].shape,
         )
 
     def _entry(self, name: str) -> PlanEntry:

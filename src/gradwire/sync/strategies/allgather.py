@@ -10,7 +10,6 @@ Source: HiPress (SOSP 2021), section 2.3, after Horovod's sparse all-reduce.
 
 from __future__ import annotations
 
-from gradwire.sync.item import split
 from gradwire.sync.strategies.builder import Builder
 
 GATHER = 0  # the one stage
@@ -18,7 +17,7 @@ GATHER = 0  # the one stage
 
 def build(builder: Builder) -> None:
     item = builder.item
-    for part in split(item.values.numel(), item.entry.partitions):
+    for part in item.parts(item.entry.partitions):
         if part.count == 0:
             continue
         mine = builder.start(part, "encode gather")

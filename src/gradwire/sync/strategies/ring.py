@@ -11,14 +11,13 @@ Source: HiPress (SOSP 2021), section 2.3, after ring all-reduce.
 
 from __future__ import annotations
 
-from gradwire.sync.item import split
 from gradwire.sync.strategies.builder import Builder
 
 
 def build(builder: Builder) -> None:
     item, rank, world_size = builder.item, builder.rank, builder.world_size
     following, previous = (rank + 1) % world_size, (rank - 1) % world_size
-    parts = split(item.values.numel(), world_size * item.entry.partitions)
+    parts = item.parts(world_size * item.entry.partitions)
     last = world_size - 1  # the hop, and the stage, at which a range's sum is complete
     for step in range(len(parts)):
         part = parts[(rank - step) % len(parts)]  # a rank begins with the range that starts at itself

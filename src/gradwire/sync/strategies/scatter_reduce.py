@@ -12,7 +12,6 @@ in full precision, which costs nothing and halves no residual.
 
 from __future__ import annotations
 
-from gradwire.sync.item import split
 from gradwire.sync.strategies.builder import Builder
 
 SCATTER, GATHER = 0, 1  # stages
@@ -20,7 +19,7 @@ SCATTER, GATHER = 0, 1  # stages
 
 def build(builder: Builder) -> None:
     item, rank, world_size = builder.item, builder.rank, builder.world_size
-    parts = split(item.values.numel(), world_size * item.entry.partitions)
+    parts = item.parts(world_size * item.entry.partitions)
     # Owners rotate from tensor to tensor, so that short ranges do not always spare the same rank; and each rank
     # begins with the range behind its own, so that not all send to one owner at once.
     for step in range(1, len(parts) + 1):

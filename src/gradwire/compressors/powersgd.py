@@ -1,0 +1,362 @@
+"""PowerSGD: a matrix as the product of two thin factors, found by one step of a power iteration that starts warm.
+
+The gradient of a parameter of shape (n, ...) is a matrix M with n rows, of short side A and long side B. A step:
+
+1. P = M Q, summed over ranks in the preliminary round.
+2. P̂ = P with orthonormal columns, the same bits on every rank.
+3. Q = Mᵀ P̂, the payload. Payloads add up; P̂ (ΣQ)ᵀ is the mean.
+4. The summed Q is where the next step starts.
+
+Biased, with error feedback. Exact for matrices of rank r and below. Where the factors take no fewer bytes than the
+matrix (all vectors), it travels as float32 elements, which add up too.
+
+Every rank forms P̂ and P̂ (ΣQ)ᵀ from the same bits by additions and multiplications in a fixed order, so that replicas
+stay equal also between machines of different kinds. P and Q themselves come from a matrix product, whose last bits
+may depend on the machine: they are sent, and only have to be good.
+
+Body: P̂ᵀ, r rows of A float32, unless it was shared; Qᵀ, r rows of B float32. Or N float32.
+
+Source: Vogels, Karimireddy, Jaggi 2019, algorithms 1 and 2. Differences: a residual is M − P̂ Qᵀ with the rank's own Q,
+and not with the mean: the sum over ranks is the same, and with it every P, Q and update, but residuals do not drift
+apart where ranks see different data. A tall matrix is transposed, so that the shorter factor is the one that goes to
+all ranks. Q is drawn uniformly, and its columns are normalised before they are used, which changes no P̂. A column of P
+that depends on those before it is dropped, and its column of Q drawn anew at the next step, so that a gradient of
+zeros does no harm. The preliminary round is an all-gather and not an all-reduce. Written by hand and not in
+`gradwire.lang`, which knows no matrices.
+"""
+# Shapes: M[n, m] the gradient, N = n m, A = min(n, m), B = max(n, m), r = rank, W = ranks
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from gradwire.compressors import options
+from gradwire.compressors.array import ArrayCompressor, expect, expect_bytes, start_residual
+from gradwire.compressors.base import Reduction, Stat, as_array
+from gradwire.compressors.registry import register
+from gradwire.core.context import Context
+from gradwire.core.errors import PayloadError
+from gradwire.core.spec import TensorSpec
+from gradwire.kernels import active as kernels
+from gradwire.wire.fields import Reader
+from gradwire.wire.payload import Payload
+
+_CHUNK = 1 << 14  # elements that are formed at once, so that they stay in a core's cache
+_MAX = float(np.finfo(np.float32).max)
+_DEPENDENT = 1e-6  # of a column of P: what is left after projection is then rounding
+
+
+@register
+class PowerSGD(ArrayCompressor):
+    """Low rank: a matrix as the product of two thin factors, by a power iteration over the steps.
+
+    Args:
+        rank: columns of the factors, from 1 to 1024.
+    """
+
+    name: ClassVar[str] = "powersgd"
+    summable = True
+    needs_stats = True
+    whole = True
+
+    def __init__(self, rank: int = 4) -> None:
+        self.rank = options.integer("rank", rank, 1, 1024)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """See `Compressor`."""
+        return {"rank": self.rank}
+
+    def contraction(self, spec: TensorSpec) -> float | None:
+        """Nothing is lost of what is not cut to a rank; elsewhere it depends on the matrix."""
+        return None if self._is_cut(spec) else 1.0
+
+    def max_encoded_bytes(self, spec: TensorSpec) -> int:
+        """Both factors, or the elements."""
+        return 4 * self.rank * sum(_sides(spec)) if self._is_cut(spec) else 4 * spec.numel
+
+    # -- preliminary round -----------------------------------------------------------------------------------
+
+    def stats(self, grad: torch.Tensor, ctx: Context, scale: float = 1.0) -> list[Stat]:
+        """Pᵀ, which is added up."""
+        ctx = _shaped(ctx, grad)
+        assert ctx.spec is not None
+        ((length, reduction),) = self.stats_spec(ctx.spec)
+        x = as_array(grad)
+        if not length:
+            return [Stat(np.empty(0, np.float32), reduction)]
+        if kernels.count_nonfinite(x):
+            return [Stat(np.full(length, np.inf, np.float32), reduction)]
+        return [Stat(self._project(_wide(x, ctx.spec), ctx, scale).reshape(-1), reduction)]
+
+    def stats_spec(self, spec: TensorSpec) -> list[tuple[int, Reduction]]:
+        """The shorter factor, of tensors that are cut to a rank."""
+        return [(self.rank * min(_sides(spec)) if self._is_cut(spec) else 0, "sum")]
+
+    # -- encode and decode -----------------------------------------------------------------------------------
+
+    def encode(
+        self,
+        grad: torch.Tensor,
+        ctx: Context,
+        stats: Sequence[np.ndarray] = (),
+        residual: np.ndarray | None = None,
+    ) -> Payload:
+        """Encode `grad`, whose shape is that of ctx.spec where there is one."""
+        return super().encode(grad, _shaped(ctx, grad), stats, residual)
+
+    def encode_compensated(
+        self,
+        grad: torch.Tensor,
+        ctx: Context,
+        work: np.ndarray | None,
+        *,
+        scale: float = 1.0,
+        residual: np.ndarray | None = None,
+        stats: Sequence[np.ndarray] = (),
+    ) -> Payload:
+        """Encode scale · grad + residual; see `Compressor`."""
+        return super().encode_compensated(
+            grad, _shaped(ctx, grad), work, scale=scale, residual=residual, stats=stats
+        )  # fmt: skip
+
+    def decode(
+        self,
+        payload: Payload,
+        ctx: Context,
+        out: torch.Tensor | None = None,
+        accumulate: bool = False,
+        stats: Sequence[np.ndarray] = (),
+    ) -> torch.Tensor:
+        """Decode `payload` to the shape of ctx.spec, or of `out` where there is none."""
+        return super().decode(payload, ctx if out is None else _shaped(ctx, out), out, accumulate, stats)
+
+    def decode_sum(
+        self,
+        payloads: Sequence[Payload],
+        ctxs: Sequence[Context],
+        out: torch.Tensor,
+        stats: Sequence[np.ndarray] = (),
+    ) -> torch.Tensor:
+        """Decode and add the payloads of several ranks."""
+        return super().decode_sum(payloads, [_shaped(ctx, out) for ctx in ctxs], out, stats)
+
+    def _encode(
+        self,
+        x: np.ndarray,
+        ctx: Context,
+        *,
+        scale: float = 1.0,
+        largest: float | None = None,
+        stats: Sequence[np.ndarray] = (),
+        residual: np.ndarray | None = None,
+    ) -> np.ndarray | None:
+        assert ctx.spec is not None
+        if (largest is None and kernels.count_nonfinite(x)) or not all(np.isfinite(entry).all() for entry in stats):
+            return None
+        if not self._is_cut(ctx.spec):
+            body = np.empty(4 * x.size, np.uint8)
+            kernels.cast(x, body.view(np.float32), scale)
+            if residual is not None:
+                residual.fill(0)
+            return body
+        wide = _wide(x, ctx.spec)
+        p = self._basis(stats, ctx.spec) if stats else orthonormal(self._project(wide, ctx, 1.0))
+        q = _products(p, wide, scale)
+        if residual is not None:
+            start_residual(x, residual)
+            _expand(p, q, ctx.spec, residual, np.subtract)
+        return np.concatenate([factor.reshape(-1).view(np.uint8) for factor in ((q,) if stats else (p, q))])
+
+    def _decode(
+        self, body: np.ndarray, ctx: Context, stats: Sequence[np.ndarray], out: np.ndarray, accumulate: bool
+    ) -> None:
+        assert ctx.spec is not None
+        short, _ = _sides(ctx.spec)
+        num_basis = 0 if stats or not self._is_cut(ctx.spec) else self.rank * short
+        expect_bytes(body, 4 * (num_basis + self.num_lanes(ctx.spec)), self.name)
+        values = Reader(body).array(np.float32, body.nbytes // 4)
+        _expect_finite(values)
+        if not self._is_cut(ctx.spec):
+            kernels.accumulate(values, out) if accumulate else np.copyto(out, values)
+            return
+        p = self._basis(stats, ctx.spec) if stats else values[:num_basis].reshape(self.rank, short)
+        _expand(p, values[num_basis:].reshape(self.rank, -1), ctx.spec, out, np.add if accumulate else None)
+
+    # -- lanes -----------------------------------------------------------------------------------------------
+
+    def lane_dtype(self, world_size: int) -> np.dtype:
+        """float32: of Q, or of the elements."""
+        return np.dtype(np.float32)
+
+    def num_lanes(self, spec: TensorSpec) -> int:
+        """The longer factor, or the elements."""
+        return self.rank * max(_sides(spec)) if self._is_cut(spec) else spec.numel
+
+    def lift(self, payload: Payload, ctx: Context, lanes: np.ndarray, accumulate: bool = False) -> np.ndarray:
+        """Write or add the values of a payload that was encoded with a shared P̂."""
+        if payload.nonfinite:
+            raise PayloadError("Expected values to add, got a payload that is marked as non-finite.")
+        values = Reader(self._expect_bytes(payload, lanes.nbytes)).array(np.float32, lanes.size)
+        _expect_finite(values)
+        if accumulate:
+            lanes += values
+        else:
+            lanes[:] = values
+        return lanes
+
+    def lower(
+        self, lanes: np.ndarray, count: int, ctx: Context, stats: Sequence[np.ndarray], out: torch.Tensor
+    ) -> torch.Tensor:
+        """Multiply the shared P̂ with the summed Q."""
+        ctx = _shaped(ctx, out)
+        assert ctx.spec is not None
+        if kernels.count_nonfinite(lanes):
+            expect(not np.isnan(lanes).any(), "numbers", "NaN", self.name)
+            lanes = np.clip(lanes, -_MAX, _MAX)  # a sum of finite values may overflow
+        if self._is_cut(ctx.spec):
+            _expand(self._basis(stats, ctx.spec), lanes.reshape(self.rank, -1), ctx.spec, as_array(out), None)
+        else:
+            np.copyto(as_array(out), lanes)
+        return out
+
+    def carry(self, lanes: np.ndarray, ctx: Context) -> np.ndarray | None:
+        """The summed Q."""
+        return lanes if ctx.spec is not None and self._is_cut(ctx.spec) else None
+
+    # -- helpers ---------------------------------------------------------------------------------------------
+
+    def _is_cut(self, spec: TensorSpec) -> bool:
+        """Whether the factors take fewer bytes than the matrix."""
+        return self.rank * sum(_sides(spec)) < spec.numel
+
+    def _project(self, wide: np.ndarray, ctx: Context, scale: float) -> np.ndarray:
+        """Pᵀ, scaled, and divided by √B lest it overflow: float32[r, A] of a gradient [A, B]."""
+        start = self._start(ctx, wide.shape[1]) * np.float32(scale / wide.shape[1] ** 0.5)
+        projected: np.ndarray = np.dot(start, wide.T)
+        return projected
+
+    def _start(self, ctx: Context, long: int) -> np.ndarray:
+        """Qᵀ of the step before, its rows normalised, and drawn where there is none: float32[r, B]."""
+        rows = np.zeros((self.rank, long))
+        carried = ctx.aux.get("carried")
+        if carried is not None and carried.numel() % long == 0:  # may be of another rank
+            kept = carried.numpy().reshape(-1, long)[: self.rank]
+            rows[: len(kept)] = np.where(np.isfinite(kept), kept, 0)
+        lengths = np.sqrt((rows * rows).sum(1))
+        if not lengths.all():
+            words = np.empty(rows.size, np.uint32)
+            kernels.random32(ctx.shared_key, 0, words)
+            drawn = words.reshape(rows.shape) / 2.0**31 - 1
+            rows = np.where(lengths[:, None] > 0, rows, drawn)
+            lengths = np.sqrt((rows * rows).sum(1))
+        return (rows / lengths[:, None]).astype(np.float32)
+
+    def _basis(self, stats: Sequence[np.ndarray], spec: TensorSpec) -> np.ndarray:
+        """P̂ᵀ from the reduced P: float32[r, A]."""
+        length = self.stats_spec(spec)[0][0]
+        if len(stats) != 1 or stats[0].shape != (length,):
+            raise ValueError(
+                f"Expected one entry of stats with {length} values, got shapes {[entry.shape for entry in stats]}. "
+                "Do: pass what `stats` gave, reduced over ranks."
+            )
+        return orthonormal(stats[0].reshape(self.rank, -1))
+
+
+def orthonormal(rows: np.ndarray) -> np.ndarray:
+    """Orthonormal rows of the same span, by Gram-Schmidt done twice: float32[r, A]. Dependent ones become zero.
+
+    In float64, and sums in the order of elements, so that all machines get the same bits.
+    """
+    basis = rows.astype(np.float64)
+    for index, row in enumerate(basis):
+        before = _dot(row, row) ** 0.5
+        for earlier in (*basis[:index], *basis[:index]):
+            row -= _dot(row, earlier) * earlier
+        left = _dot(row, row) ** 0.5
+        if left > _DEPENDENT * before:
+            row /= left
+        else:
+            row.fill(0)
+    return basis.astype(np.float32)
+
+
+def _dot(left: np.ndarray, right: np.ndarray) -> float:
+    return float(np.cumsum(left * right)[-1])  # np.dot and np.sum are free to add in any order
+
+
+def _products(p: np.ndarray, wide: np.ndarray, scale: float) -> np.ndarray:
+    """Qᵀ, scaled and cut to finite values: float32[r, B]."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        q = np.dot(p, wide)
+        if not np.isfinite(q).all():
+            q = np.dot(p.astype(np.float64), wide)
+        scaled: np.ndarray = np.clip(q * q.dtype.type(scale), -_MAX, _MAX).astype(np.float32, copy=False)
+    return scaled
+
+
+def _expand(
+    p: np.ndarray,
+    q: np.ndarray,
+    spec: TensorSpec,
+    out: np.ndarray,
+    combine: Callable[..., Any] | None,
+) -> None:
+    """Write P̂ Qᵀ to `out`, or combine it with what is there. Elements are sums of r products in order, and finite."""
+    rows, columns = _matrix(spec)
+    left, right = (p, q) if rows <= columns else (q, p)
+    bound = float((np.abs(p).max(1).astype(np.float64) * np.abs(q).max(1)).sum())
+    if bound > _MAX:
+        left, right = left.astype(np.float64), right.astype(np.float64)
+    matrix = out.reshape(rows, columns)
+    num_rows = max(1, _CHUNK // columns)
+    sums, products = np.empty((2, min(rows, num_rows), columns), left.dtype)
+    for start in range(0, rows, num_rows):
+        piece = matrix[start : start + num_rows]
+        total, term = sums[: len(piece)], products[: len(piece)]
+        np.multiply(left[0, start : start + num_rows, None], right[0], out=total)
+        for column, row in zip(left[1:, start : start + num_rows, None], right[1:], strict=True):
+            total += np.multiply(column, row, out=term)
+        if bound > _MAX:
+            np.clip(total, -_MAX, _MAX, out=total)
+        if combine is None:
+            piece[:] = total
+        else:
+            combine(piece, total.astype(np.float32, copy=False), out=piece)
+
+
+def _expect_finite(values: np.ndarray) -> None:
+    expect(kernels.count_nonfinite(values) == 0, "finite values", "others", PowerSGD.name)
+
+
+def _matrix(spec: TensorSpec) -> tuple[int, int]:
+    """Rows and columns of the matrix that a tensor is: its first dimension, and all others."""
+    rows = spec.shape[0] if len(spec.shape) > 1 else 1
+    return rows, spec.numel // max(1, rows)
+
+
+def _sides(spec: TensorSpec) -> tuple[int, int]:
+    """The shorter and the longer side of the matrix."""
+    rows, columns = _matrix(spec)
+    return min(rows, columns), max(rows, columns)
+
+
+def _wide(x: np.ndarray, spec: TensorSpec) -> np.ndarray:
+    """The gradient as a float32 matrix of no more rows than columns: a view [A, B] where it is float32."""
+    rows, columns = _matrix(spec)
+    values = x
+    if x.dtype != np.float32:
+        values = np.empty(x.size, np.float32)
+        kernels.cast(x, values)
+    matrix = values.reshape(rows, columns)
+    return matrix if rows <= columns else matrix.T
+
+
+def _shaped(ctx: Context, tensor: torch.Tensor) -> Context:
+    """The context with the shape of `tensor` where it has none."""
+    return ctx if ctx.spec is not None else replace(ctx, spec=TensorSpec.of(tensor))
