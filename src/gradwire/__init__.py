@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from gradwire.integrations.ddp import attach as attach
     from gradwire.sync.plan import Plan as Plan
     from gradwire.sync.synchronizer import Shard as Shard
+    from gradwire.sync.resize import resize_state as resize_state
     from gradwire.sync.synchronizer import Synchronizer as Synchronizer
 
 _HOMES = {
@@ -36,6 +37,7 @@ _HOMES = {
     "attach": "gradwire.integrations.ddp",
     "compressor": "gradwire.compressors.algorithm",
     "make": "gradwire.compressors.registry",
+    "resize_state": "gradwire.sync.resize",
 }
 
 __all__ = sorted([*_HOMES, "errors"])

@@ -155,6 +155,15 @@ class Residuals:
                     return True
             return False
 
+    def scale(self, factor: float) -> None:
+        """Multiply all values, those staged too: for gradients in another unit from now on."""
+        with self._lock:
+            for pieces in self._pieces.values():
+                for piece in pieces.values():
+                    for values in (piece.committed, piece.staged):
+                        if values is not None:
+                            np.multiply(values, np.float32(factor), out=values)
+
     def drop(self, name: str) -> None:
         """Forget a parameter, whose residuals are then lost: for parameters that have left the model."""
         with self._lock:

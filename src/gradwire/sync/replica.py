@@ -6,6 +6,7 @@ the parameters (CRC-32C runs far above memory speed of a slow network's gradient
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 
@@ -15,6 +16,8 @@ import torch
 
 from gradwire.core.errors import ReplicaError
 from gradwire.core.spec import as_array
+
+ABSENT = math.nan  # in place of the hash of a rank that has left for a while
 
 
 def fingerprint(tensors: Iterable[torch.Tensor]) -> int:
@@ -26,14 +29,14 @@ def fingerprint(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def compare(hashes: np.ndarray) -> None:
-    """Check the hashes of all ranks, float64[W, 1].
+    """Check the hashes of all ranks, float64[W, 1], leaving out those that are absent.
 
     Raises:
         ReplicaError: naming the ranks that differ from the majority.
     """
-    by_rank = hashes[:, 0].tolist()
-    common, _ = Counter(by_rank).most_common(1)[0]
-    odd = [rank for rank, value in enumerate(by_rank) if value != common]
+    by_rank = {rank: value for rank, value in enumerate(hashes[:, 0].tolist()) if not math.isnan(value)}
+    common = Counter(by_rank.values()).most_common(1)
+    odd = [rank for rank, value in by_rank.items() if value != common[0][0]]
     if odd:
         raise ReplicaError(
             f"Expected identical parameters on all ranks, got others on rank {', '.join(map(str, odd))}. Do: look "

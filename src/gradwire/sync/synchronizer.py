@@ -40,6 +40,7 @@ from gradwire.sync.item import Item
 from gradwire.sync.plan import Plan, PlanEntry
 from gradwire.sync.probe import Probe
 from gradwire.sync.registry import BATCH_FLAG, TensorRegistry, batch_entry
+from gradwire.sync.resize import resize_state
 from gradwire.sync.staging import Staging
 from gradwire.sync.strategies import STRATEGIES, Builder, Surroundings
 from gradwire.sync.submission import Held, Submission
@@ -207,6 +208,11 @@ class Synchronizer:
             early_bytes_limit=self._tensors.early_bytes_limit(),
         )
 
+    @property
+    def tensors(self) -> Mapping[str, TensorSpec]:
+        """What all ranks have agreed on, by name."""
+        return self._tensors.specs
+
     # -- averaging -------------------------------------------------------------------------------------------
 
     def submit(
@@ -365,16 +371,25 @@ class Synchronizer:
         self._nonfinite = False
         self.events.emit(Event("rollback", time.monotonic(), detail={"step": self.step}))
 
+    def rescale(self, factor: float) -> None:
+        """Gradients are `factor` times as large from now on (another loss scale), so residuals must be, too."""
+        self.wait()
+        self.residuals.scale(factor)
+
     # -- checks, report, state -------------------------------------------------------------------------------
 
-    def check_replicas(self, tensors: Iterable[torch.Tensor]) -> None:
+    def check_replicas(self, tensors: Iterable[torch.Tensor] | None) -> None:
         """Compare a hash of `tensors` over all ranks, beside the gradients. Returns at once; all ranks call it.
+
+        Args:
+            tensors: what must be the same on all ranks; None where this rank has nothing to compare at the moment.
 
         On failure: `wait` raises `ReplicaError` naming the odd ranks.
         """
         if self._engine is None:
             return
-        self._exchange("parameters", np.array([replica.fingerprint(tensors)], float), replica.compare, "hash")
+        mine = replica.ABSENT if tensors is None else replica.fingerprint(tensors)
+        self._exchange("parameters", np.array([mine], float), replica.compare, "hash")
 
     def exchange(self, numbers: np.ndarray) -> torch.futures.Future[np.ndarray]:
         """Bring float64[K] of every rank to all: a future of float64[W, K]. Returns at once; all ranks call it."""
@@ -433,14 +448,20 @@ class Synchronizer:
             "residuals": self.residuals.state_dict(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Take over a state of `state_dict`, made under any bucket layout.
+
+        Args:
+            state: what this rank saved, in a group of the same size; or the states of all ranks of a group of any
+                size, in their order, of which this rank takes its part (see `resize_state`).
 
         Raises:
             OptionError: another version, world size or rank.
             ValueError, TypeError: residuals of other parameters or sizes, or no residuals at all.
         """
         self.wait()
+        if not isinstance(state, Mapping):
+            state = resize_state(state, self.world_size)[self.rank]
         for key, expected in (
             ("version", STATE_VERSION),
             ("world_size", self.world_size),
@@ -449,7 +470,7 @@ class Synchronizer:
             if state.get(key) != expected:
                 raise OptionError(
                     f"Expected a state of {key} {expected}, got {state.get(key)!r}. Do: load on each rank the state "
-                    "that the same rank saved, in a group of the same size."
+                    "that the same rank saved, in a group of the same size, or a list of the states of all old ranks."
                 )
         self.residuals.load_state_dict(state["residuals"], self._tensors.specs)
         self.step = int(state["step"])
