@@ -202,6 +202,7 @@ class Costs:
             the link as well as can be.
         add: adding a rank's own gradient to a sum, by elements.
         task: the engine's own seconds for each task.
+        frame: seconds of the processor (transport and kernel) at each end of a frame, by its bytes.
         frame_bytes: header of a frame.
         made_by: where and how this was measured, for the reader.
     """
@@ -212,6 +213,7 @@ class Costs:
     native: LinkCosts | None = None
     add: Cost = FREE
     task: float = 0.0
+    frame: Cost = FREE
     frame_bytes: float = float(HEADER_BYTES)
     made_by: str = ""
 
@@ -305,8 +307,9 @@ def _read_costs(document: dict[str, Any]) -> Costs:
     found["links"] = tuple(LinkCosts(**_expect_fields(link, LinkCosts, "links")) for link in found["links"])
     if found.get("native") is not None:
         found["native"] = LinkCosts(**_expect_fields(found["native"], LinkCosts, "native"))
-    if "add" in found:
-        found["add"] = _read_cost(found["add"], "add")
+    for name in ("add", "frame"):
+        if name in found:
+            found[name] = _read_cost(found[name], name)
     if not isinstance(found["codecs"], dict):
         raise OptionError(f"Expected codecs by name, got {found['codecs']!r}. Do: measure the costs anew.")
     found["codecs"] = {spec: _read_codec(codec, spec) for spec, codec in found["codecs"].items()}

@@ -93,9 +93,45 @@ class Plan:
         self.partitions = partitions
         self.min_elements = min_elements
         self.feedback = feedback
+        self.entries: dict[str, PlanEntry] | None = None
+
+    @classmethod
+    def of_entries(cls, entries: Mapping[str, PlanEntry]) -> Plan:
+        """A plan that names every tensor, as the planner makes it: no patterns, no rules for small ones.
+
+        Raises:
+            UnknownNameError: a strategy or feedback that does not exist.
+            OptionError: no entries, partitions below 1, or a batched entry that is not dense.
+        """
+        for name, entry in entries.items():
+            if entry.strategy not in STRATEGIES:
+                raise UnknownNameError(f"strategy of {name!r}", entry.strategy, STRATEGIES)
+            if entry.feedback not in policies.names():
+                raise UnknownNameError(f"feedback of {name!r}", entry.feedback, policies.names())
+            if entry.partitions < 1 or (entry.batched and entry.compressor.name != "none"):
+                raise OptionError(
+                    f"Expected partitions of at least 1, and only dense tensors in a batch, got {entry} for {name!r}. "
+                    "Do: plan anew, or correct the plan's file."
+                )
+        if not entries:
+            raise OptionError("Expected an entry for every tensor, got none. Do: plan anew for this model.")
+        plan = cls("none")
+        plan.entries = dict(entries)
+        return plan
 
     def entry(self, name: str, spec: TensorSpec) -> PlanEntry:
-        """The plan entry of one tensor."""
+        """The plan entry of one tensor.
+
+        Raises:
+            OptionError: no rule matches, or a plan of entries lacks the name.
+        """
+        if self.entries is not None:
+            if name not in self.entries:
+                raise OptionError(
+                    f"Expected a plan that has every parameter, got none for {name!r} (of {len(self.entries)}). "
+                    "Do: plan anew for this model."
+                )
+            return self.entries[name]
         pattern, compressor = self._match(name)
         small = len(spec.shape) <= 1 or spec.numel < self.min_elements
         if small and pattern == "*":

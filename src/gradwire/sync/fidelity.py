@@ -1,0 +1,73 @@
+"""What a user allows `auto` to do to gradients: four levels, and the methods that each adds to the one before.
+
+The figures are those of the training benchmark (README, *Results*; validation loss after 32 steps against DDP's), the
+algebra is the compressor's own. Ratios and sparsities beyond these are for people who have tried them on their model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from gradwire.core.errors import UnknownNameError
+
+EVERYWHERE = ("scatter_reduce", "ring", "allgather")
+# A ring encodes an aggregate anew at each of its W − 1 hops, so that biases and variances add up: not for these.
+FEW_ENCODES = ("scatter_reduce", "allgather")
+
+
+class Method(NamedTuple):
+    """A compressor that may be chosen.
+
+    Attributes:
+        spec: as `gradwire.sync.profile.compressor_of` reads it.
+        strategies: by which it may travel, the one to prefer among equals first.
+    """
+
+    spec: str
+    strategies: tuple[str, ...]
+
+
+DENSE = Method("none", ("ring", "scatter_reduce", "allgather"))
+
+# Each level from the most to the least faithful, which is also the order of preference among equally fast methods.
+LEVELS: dict[str, tuple[Method, ...]] = {
+    # The bits of the sum, but for the order of additions.
+    "exact": (DENSE,),
+    # Rounding of a value to 16 bits: +0.0 % by DDP's fp16 hook. fp16 keeps 11 bits and bf16 8, with float32's range;
+    # both re-encode without harm on a ring, because rounding what is rounded loses little more.
+    "near-lossless": (Method("fp16", EVERYWHERE), Method("bf16", EVERYWHERE)),
+    # Unbiased with small variance (int8: +0.0 %), or biased with a residual that sends later what is left out, at a
+    # contraction that does not grow with the tensor: threelc with s = 1 (+0.4 %), onebit (+0.3 %).
+    "balanced": (
+        Method("int8", FEW_ENCODES),
+        Method("int8shared", EVERYWHERE),  # integer lanes: a ring only adds them
+        Method("threelc", FEW_ENCODES),
+        Method("onebit", FEW_ENCODES),
+    ),
+    # Most of a gradient waits in the residual for many steps: topk at 1 % (+1.7 %), threelc with s = 1.75 (+15.6 %
+    # after 32 steps), dgc at 0.1 % (less still each step; its accuracy needs the published warm-up).
+    "aggressive": (
+        Method("topk", FEW_ENCODES),
+        Method("threelc:sparsity=1.75", FEW_ENCODES),
+        Method("dgc", FEW_ENCODES),
+    ),
+}
+
+
+def methods(fidelity: str) -> list[Method]:
+    """What a level allows, the most faithful first.
+
+    Raises:
+        UnknownNameError: no such level.
+    """
+    if fidelity not in LEVELS:
+        raise UnknownNameError("fidelity", fidelity, LEVELS)
+    names = list(LEVELS)
+    return [method for name in names[: names.index(fidelity) + 1] for method in LEVELS[name]]
+
+
+def strategies(spec: str) -> tuple[str, ...]:
+    """By which strategies a compressor may travel, whether a level names it or not."""
+    known: Sequence[Method] = [method for level in LEVELS.values() for method in level]
+    return next((method.strategies for method in known if method.spec == spec), FEW_ENCODES)

@@ -1,0 +1,339 @@
+"""The planner: for each tensor the compressor, strategy and number of partitions, so that the step becomes shortest.
+
+1. Each tensor by itself, as in HiPress: the least of the closed forms over all that is allowed.
+2. All of them beside the backward (`schedule`). Where the backward hides a dense all-reduce, compressing gains nothing,
+   and where the codec is the bottleneck a plan of single winners is not the best. The search starts from the dense
+   plan, the single winners and every method for all tensors, changes the best of them tensor by tensor while that
+   helps, and at last gives back to dense what does not help.
+
+Guarantees: the plan's predicted step is never above the dense one's, by gradwire or by the framework's own all-reduce.
+Between plans that predict the same, the more faithful method wins. The result depends on the arguments alone.
+
+Source: HiPress (SOSP 2021), section 3.3, selective compression and partitioning; DRAGONN (ICML 2022), section 4.2.
+Differences: HiPress decides each tensor by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from gradwire.core.errors import OptionError
+from gradwire.core.spec import TensorSpec
+from gradwire.sync import fidelity as levels
+from gradwire.sync.costs import CodecCosts, Costs
+from gradwire.sync.fidelity import DENSE, Method
+from gradwire.sync.planner import schedule
+from gradwire.sync.planner.forms import Route, native_seconds, route
+from gradwire.sync.planner.schedule import Job, Outcome
+from gradwire.sync.planner.table import PlanTable, Row
+
+PARTITIONS = (1, 2, 3, 4, 6, 8, 12, 16)
+MIN_GAIN = 0.02  # predictions are no better than this, and values that were not rounded are worth something
+_STEP = 0.002  # what counts as better or worse in the search
+_TENSOR_RUNS = 20_000  # tensors scheduled in all, about three seconds
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """A tensor to plan for.
+
+    Attributes:
+        name: parameter name.
+        shape: of the parameter.
+        dtype: of its gradient.
+        ready: seconds from the start of backward until it is handed over, with its bucket.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    ready: float = 0.0
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return TensorSpec(self.shape, self.dtype).nbytes
+
+
+class Option(NamedTuple):
+    """One way for one tensor."""
+
+    spec: str
+    strategy: str
+    partitions: int
+    route: Route
+
+
+def plan(
+    tensors: Sequence[Gradient],
+    costs: Costs,
+    methods: Sequence[Method] | None = None,
+    *,
+    fidelity: str = "balanced",
+    partitions: Sequence[int] = PARTITIONS,
+    min_elements: int = 16_384,
+    backward: float | None = None,
+    rest: float = 0.0,
+    min_gain: float = MIN_GAIN,
+    bucket_bytes: int = 25 << 20,
+) -> PlanTable:
+    """Plan a model.
+
+    Args:
+        tensors: its gradients.
+        costs: measured on this job.
+        methods: what may be chosen beside dense, the most faithful first; None takes what `fidelity` allows.
+        fidelity: see `gradwire.sync.fidelity`.
+        partitions: numbers to try.
+        min_elements: smaller tensors, and vectors, stay dense and travel together, as under a blanket rule of `Plan`.
+        backward: seconds of the backward; None takes the last gradient's.
+        rest: seconds of a step before and after backward.
+        min_gain: compress only where the step becomes shorter by this share of the dense one.
+        bucket_bytes: of the framework's own all-reduce.
+
+    Raises:
+        OptionError: no tensors, or numbers out of range.
+        UnknownNameError: a method without costs, or a fidelity that does not exist.
+    """
+    if not tensors or not partitions or min(partitions) < 1 or not 0 <= min_gain < 1:
+        raise OptionError(
+            f"Expected tensors, partitions of at least 1 and a min_gain from 0 up to 1, got {len(tensors)} tensors, "
+            f"{list(partitions)} and {min_gain}. Do: plan(tensors, costs)."
+        )
+    allowed = levels.methods(fidelity) if methods is None else list(methods)
+    search = _Search(sorted(tensors, key=lambda tensor: tensor.ready), costs, allowed, partitions, min_elements)
+    end = max(tensor.ready for tensor in tensors)
+    backward = end if backward is None else max(backward, end)
+    dense, best = search.dense(), search.best(backward)
+    if not search.compresses(best):
+        dense = best
+    native = _native(search.tensors, costs, bucket_bytes)
+    dense_finish, best_finish = (max(backward, search.run(picks).finish) for picks in (dense, best))
+    native_finish = max(backward, native.finish)
+    if rest + best_finish > (1 - min_gain) * (rest + min(dense_finish, native_finish)):
+        best = dense
+    use_native = best == dense and native_finish <= dense_finish
+    outcome = native if use_native else search.run(best)
+    return PlanTable(
+        rows=tuple(search.rows(best)),
+        world_size=costs.world_size,
+        fidelity=fidelity if methods is None else ", ".join(method.spec for method in allowed),
+        native=use_native,
+        step=rest + max(backward, outcome.finish),
+        dense_step=rest + dense_finish,
+        native_step=rest + native_finish,
+        ideal_step=max(rest + backward, outcome.link),
+        limit=_limit(outcome, backward),
+    )
+
+
+def options(tensor: Gradient, costs: Costs, methods: Sequence[Method], partitions: Sequence[int]) -> list[Option]:
+    """Every way there is for a tensor, dense ones included, the most faithful first."""
+    itemsize = tensor.dtype.itemsize
+    return [
+        Option(method.spec, strategy, count, route(method.spec, strategy, count, tensor.numel, costs, itemsize))
+        for method in (DENSE, *(method for method in methods if method.spec != DENSE.spec))
+        for strategy in method.strategies
+        for count in _partitions(partitions, strategy, costs.codec(method.spec))
+    ]
+
+
+def _partitions(partitions: Sequence[int], strategy: str, codec: CodecCosts) -> list[int]:
+    """Numbers to try. Ranks whose encodes wait for a preliminary round all send to one owner at a time, so that more
+    ranges make a scatter-reduce slower (8 to 25 % in the simulator).
+    """
+    return [1] if strategy == "scatter_reduce" and codec.needs_stats else sorted(partitions)
+
+
+def best_alone(found: Sequence[Option]) -> Option:
+    """The least time for one tensor by itself; the first, most faithful one among equals."""
+    return min(found, key=lambda option: option.route.seconds)
+
+
+@dataclass
+class _Search:
+    """The discrete search over a model's large tensors."""
+
+    tensors: list[Gradient]
+    costs: Costs
+    methods: Sequence[Method]
+    partitions: Sequence[int]
+    min_elements: int
+    _known: dict[tuple[int, ...], Outcome] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.large = [tensor for tensor in self.tensors if not self._small(tensor)]
+        small = [tensor for tensor in self.tensors if self._small(tensor)]
+        known: dict[tuple[int, int], list[Option]] = {}  # by size: models repeat their layers
+        for tensor in self.large:
+            size = (tensor.numel, tensor.dtype.itemsize)
+            if size not in known:
+                known[size] = options(tensor, self.costs, self.methods, self.partitions)
+        self._choices = [known[tensor.numel, tensor.dtype.itemsize] for tensor in self.large]
+        self._batch_numel = sum(tensor.numel for tensor in small)
+        nbytes = sum(tensor.nbytes for tensor in small)
+        self._batch_bytes = nbytes
+        itemsize = -(-nbytes // max(1, self._batch_numel))
+        self._batch = route("none", "scatter_reduce", 1, self._batch_numel, self.costs, itemsize)
+        self._batch_ready = max((tensor.ready for tensor in self.tensors), default=0.0)  # held to the last bucket
+        self._left = max(20, _TENSOR_RUNS // max(1, len(self.tensors)))
+
+    def _small(self, tensor: Gradient) -> bool:
+        return len(tensor.shape) <= 1 or tensor.numel < self.min_elements
+
+    def run(self, picks: Sequence[int]) -> Outcome:
+        """The schedule of one choice for each large tensor."""
+        key = tuple(picks)
+        if key not in self._known:
+            self._left -= 1
+            jobs = [Job(tensor.ready, choices[pick].route)
+                    for tensor, choices, pick in zip(self.large, self._choices, picks)]  # fmt: skip
+            if self._batch_numel:
+                jobs.append(Job(self._batch_ready, self._batch))
+            self._known[key] = schedule.run(jobs)
+        return self._known[key]
+
+    # -- starts ----------------------------------------------------------------------------------------------
+
+    def dense(self) -> list[int]:
+        """The best dense plan: one strategy for all, or for each tensor the one that is best for it alone."""
+        plans = [self._uniform("none", strategy) for strategy in (None, *DENSE.strategies)]
+        return min(plans, key=lambda picks: self.run(picks).finish)
+
+    def compresses(self, picks: Sequence[int]) -> bool:
+        return any(choices[pick].spec != "none" for choices, pick in zip(self._choices, picks))
+
+    def _uniform(self, spec: str, strategy: str | None) -> list[int]:
+        """One method for all, each with its best partitions."""
+        picks = []
+        for choices in self._choices:
+            fitting = [index for index, option in enumerate(choices)
+                       if option.spec == spec and strategy in (None, option.strategy)]  # fmt: skip
+            picks.append(min(fitting, key=lambda index: choices[index].route.seconds))
+        return picks
+
+    def _starts(self) -> list[list[int]]:
+        starts = [self.dense()]
+        for method in self.methods:
+            if method.spec != DENSE.spec:
+                starts += [self._uniform(method.spec, strategy) for strategy in method.strategies]
+        return [*starts, [choices.index(best_alone(choices)) for choices in self._choices]]
+
+    # -- search ----------------------------------------------------------------------------------------------
+
+    def best(self, backward: float) -> list[int]:
+        """The picks with the shortest step found."""
+
+        def end(picks: Sequence[int]) -> float:
+            return max(backward, self.run(picks).finish)
+
+        best, least = self.dense(), math.inf
+        for start in self._starts():
+            if end(start) < least * (1 - _STEP):
+                best, least = start, end(start)
+        best = self._improve(best, backward)
+        return self._give_back(best, backward)
+
+    def _improve(self, picks: list[int], backward: float) -> list[int]:
+        """Change one tensor at a time, the slowest first, while the step becomes shorter and there is time."""
+        order = sorted(range(len(picks)), key=lambda index: -self._choices[index][picks[index]].route.seconds)
+        least, improved = self.run(picks).finish, True
+        while improved and least > backward and self._left > 0:
+            improved = False
+            for index in order:
+                for pick in self._worth_trying(index):
+                    if self._left <= 0 or least <= backward:
+                        break
+                    trial = [*picks[:index], pick, *picks[index + 1 :]]
+                    finish = self.run(trial).finish
+                    if finish < least * (1 - _STEP):
+                        picks, least, improved = trial, finish, True
+        return picks
+
+    def _worth_trying(self, index: int) -> list[int]:
+        """The options of a tensor that no other beats in codec, link and time alike."""
+        loads = [(option.route.encode + option.route.decode, option.route.wire, option.route.seconds)
+                 for option in self._choices[index]]  # fmt: skip
+        return [
+            pick
+            for pick, load in enumerate(loads)
+            if not any(other != load and all(a <= b for a, b in zip(other, load)) for other in loads)
+            and load not in loads[:pick]
+        ]
+
+    def _give_back(self, picks: list[int], backward: float) -> list[int]:
+        """Make dense again as many compressed tensors as cost the step nothing, those that gain least first."""
+        dense, limit = self.dense(), max(backward, self.run(picks).finish) * (1 + _STEP)
+
+        def gain(index: int) -> float:
+            choices = self._choices[index]
+            return choices[dense[index]].route.seconds - choices[picks[index]].route.seconds
+
+        order = sorted((i for i, pick in enumerate(picks) if self._choices[i][pick].spec != "none"), key=gain)
+        low, high, best = 0, len(order), picks
+        while low < high:
+            count = (low + high + 1) // 2
+            back = set(order[:count])
+            trial = [dense[i] if i in back else pick for i, pick in enumerate(picks)]
+            if self.run(trial).finish <= limit:
+                low, best = count, trial
+            else:
+                high = count - 1
+        return best
+
+    # -- result ----------------------------------------------------------------------------------------------
+
+    def rows(self, picks: Sequence[int]) -> list[Row]:
+        """The table's rows, in the order of backward."""
+        dense = self.dense()
+        chosen = {}
+        for tensor, choices, pick, none in zip(self.large, self._choices, picks, dense):
+            native = native_seconds(tensor.nbytes, self.costs)
+            chosen[tensor.name] = (choices[pick], 1.0, min(native, choices[none].route.seconds))
+        batch = Option("none", "scatter_reduce", 1, self._batch)
+        together = min(native_seconds(self._batch_bytes, self.costs), self._batch.seconds)
+        found = []
+        for tensor in self.tensors:
+            share = tensor.numel / max(1, self._batch_numel)
+            option, share, least = chosen.get(tensor.name, (batch, share, share * together))
+            found.append(_row(tensor, option, share, least, tensor.name not in chosen))
+        return found
+
+
+def _row(tensor: Gradient, option: Option, share: float, dense: float, batched: bool) -> Row:
+    way = option.route
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return Row(
+        tensor.name, tensor.numel, dtype, tensor.ready, option.spec, option.strategy, option.partitions, batched,
+        share * way.encode, share * way.wire, share * way.decode, share * way.seconds, dense,
+    )  # fmt: skip
+
+
+def _native(tensors: Sequence[Gradient], costs: Costs, bucket_bytes: int) -> Outcome:
+    """The framework's own all-reduce: a bucket after another, each when its last gradient is there."""
+    finish, busy, nbytes = 0.0, 0.0, 0
+    waiting = 2 * (costs.world_size - 1) * (costs.native or costs.slowest).latency
+    for index, tensor in enumerate(tensors):
+        nbytes += tensor.nbytes
+        if nbytes >= bucket_bytes or index == len(tensors) - 1:
+            seconds = native_seconds(nbytes, costs)
+            finish, busy, nbytes = max(finish, tensor.ready) + seconds, busy + max(0.0, seconds - waiting), 0
+    return Outcome(finish, 0.0, busy)
+
+
+def _limit(outcome: Outcome, backward: float) -> str:
+    """What a step waits for."""
+    tail = outcome.finish - backward
+    if tail <= 0.02 * outcome.finish:
+        return "backward"
+    if max(outcome.codec, outcome.link) < tail / 2:
+        return "latency"
+    return "link" if outcome.link >= outcome.codec else "codec"

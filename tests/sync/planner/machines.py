@@ -1,0 +1,50 @@
+"""Made-up machines for the planner's tests."""
+
+from hypothesis import strategies as st
+
+from gradwire.sync.costs import CodecCosts, Costs, Line, LinkCosts
+from gradwire.sync.fidelity import EVERYWHERE, FEW_ENCODES, Method
+
+SPECS = ("none", "half", "bit", "lanes", "stats")
+METHODS = (
+    Method("half", EVERYWHERE),
+    Method("bit", FEW_ENCODES),
+    Method("lanes", EVERYWHERE),
+    Method("stats", FEW_ENCODES),
+)
+
+
+def codecs(speed=1.0, fixed=1e-5):
+    """Codecs that are `speed` times as slow as about one core."""
+
+    def line(slope):
+        return Line(fixed * speed, slope * speed)
+
+    def codec(encode, decode, merge, nbytes, **more):
+        return CodecCosts(line(encode), line(decode), line(merge), nbytes, **more)
+
+    lanes = {"lift": line(1e-10), "lower": line(1e-10), "lane_bytes": Line(0, 2)}
+    stats = {"stats": line(1e-10), "stats_bytes": Line(4, 0)}
+    return {
+        "none": codec(1e-10, 1e-10, 1e-10, Line(0, 4)),
+        "half": codec(2e-10, 1e-10, 1e-10, Line(0, 2)),
+        "bit": codec(4e-10, 1e-10, 5e-11, Line(8, 0.125)),
+        "lanes": codec(3e-10, 2e-10, 1e-10, Line(0, 1), **lanes, **stats),
+        "stats": codec(5e-10, 2e-10, 1e-10, Line(0, 0.2), **stats),
+    }
+
+
+def costs(world_size=4, rate=1e9, latency=1e-4, speed=1.0, **more):
+    """A job with links of `rate` bits a second."""
+    link = LinkCosts(latency, 8 / rate)
+    given = {"add": Line(0, 1e-10 * speed), "task": 1e-5 * speed, "codecs": codecs(speed)}
+    return Costs(world_size, (link,), **(given | more))
+
+
+any_costs = st.builds(
+    costs,
+    world_size=st.integers(2, 64),
+    rate=st.floats(1e7, 1e11),
+    latency=st.floats(0, 1e-2),
+    speed=st.floats(0.01, 10),
+)

@@ -1,0 +1,43 @@
+"""The levels of fidelity."""
+
+import itertools
+
+import pytest
+
+from gradwire.core.errors import UnknownNameError
+from gradwire.sync import fidelity
+from gradwire.sync.plan import STRATEGIES
+from gradwire.sync.profile import compressor_of, spec_of
+
+
+def test_each_level_allows_what_the_one_before_does_and_more():
+    levels = [fidelity.methods(name) for name in fidelity.LEVELS]
+    assert list(fidelity.LEVELS) == ["exact", "near-lossless", "balanced", "aggressive"]
+    for less, more in itertools.pairwise(levels):
+        assert more[: len(less)] == less
+        assert len(more) > len(less)
+
+
+def test_every_method_exists_and_travels_by_known_strategies():
+    for method in fidelity.methods("aggressive"):
+        assert spec_of(compressor_of(method.spec)) == method.spec
+        assert set(method.strategies) <= set(STRATEGIES)
+        assert method.strategies
+
+
+def test_exact_is_exact_and_a_ring_is_for_what_it_does_not_wear_down():
+    assert all(compressor_of(method.spec).exact for method in fidelity.methods("exact"))
+    for method in fidelity.methods("aggressive"):
+        compressor = compressor_of(method.spec)
+        if compressor.default_feedback == "error" or (compressor.unbiased and not compressor.summable):
+            assert compressor.exact or "ring" not in method.strategies
+
+
+def test_strategies_of_a_method_that_no_level_names_are_the_careful_ones():
+    assert fidelity.strategies("fp16") == fidelity.EVERYWHERE
+    assert fidelity.strategies("topk:ratio=0.1") == fidelity.FEW_ENCODES
+
+
+def test_an_unknown_level_lists_the_known():
+    with pytest.raises(UnknownNameError, match="Did you mean 'balanced'"):
+        fidelity.methods("balance")
