@@ -66,6 +66,34 @@ def agree(store: Store, rank: int, world_size: int, topic: str, document: dict[s
         raise DisagreementError(verdict["difference"])
 
 
+def share(store: Store, rank: int, topic: str, text: str | None, timeout: timedelta) -> str:
+    """Bring rank 0's text to all ranks.
+
+    Args:
+        store: the job's store.
+        topic: the key; used once in a job.
+        text: on rank 0 what to tell, on the others anything.
+        timeout: deadline for rank 0.
+
+    Raises:
+        PeerTimeoutError: rank 0 said nothing in time.
+    """
+    if rank == 0:
+        assert text is not None, "rank 0 has the text"
+        store.set(topic, text)
+        return text
+    found = _wait(store, topic, time.monotonic() + timeout.total_seconds())
+    if found is None:
+        raise PeerTimeoutError(
+            f"Expected rank 0 to tell {topic} within {timeout.total_seconds():g} s, got nothing. Do: look whether it is "
+            "alive, or pass a larger timeout.",
+            rank=0,
+            tensor="none",
+            phase="agreement",
+        )
+    return found
+
+
 def _let_all_hear(store: Store, rank: int, topic: str, others: list[int]) -> None:
     """Keep rank 0, whose process often holds the store, until the others have read the bad news too."""
     if rank != 0:

@@ -41,6 +41,7 @@ from gradwire.wire.frame import Header, seal, unpack
 
 SIZES = (1 << 10, 1 << 13, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 """Elements of the tensors that are measured: from one block to 64 MB, which no cache holds."""
+Clock = Callable[[], float]
 _WORLD_SIZE = 4  # of the payloads that are merged; figures are for each of them
 _WARM_UPS = 3
 _MIN_REPEATS = 3
@@ -86,6 +87,7 @@ def measure_codec(
     seconds_budget: float = 2.0,
     *,
     gradient: torch.Tensor | None = None,
+    clock: Clock = time.thread_time,
 ) -> CodecCosts:
     """Measure encode, decode and merge of a compressor, and what else it has.
 
@@ -94,6 +96,7 @@ def measure_codec(
         sizes: elements of the tensors to measure, two at least.
         seconds_budget: about how long this may take, without compilation at first use.
         gradient: float32, from which tensors are cut (repeated where it is too short); None for random numbers.
+        clock: ``time.perf_counter`` where ranks share cores, measure at once and shall see what that costs them.
 
     Raises:
         OptionError: fewer than two different sizes.
@@ -104,7 +107,7 @@ def measure_codec(
     # Half of the time for the largest: its calls take the longest and vary the least.
     with _one_thread():
         seconds_each = seconds_budget / len(ordered)
-        rows = [_measure_size(compressor, _gradient(size, gradient), seconds_each) for size in ordered]
+        rows = [_measure_size(compressor, _gradient(size, gradient), seconds_each, clock) for size in ordered]
     spent = {name: Curve.through(ordered, [row.seconds[name] for row in rows]) for name in rows[0].seconds}
     nbytes = {name: _exact_curve(ordered, [row.nbytes[name] for row in rows]) for name in rows[0].nbytes}
     costs: dict[str, Cost] = {**spent, **nbytes}
@@ -118,7 +121,7 @@ class _Row(NamedTuple):
     nbytes: dict[str, float]
 
 
-def _measure_size(compressor: Compressor, grad: torch.Tensor, seconds_budget: float) -> _Row:
+def _measure_size(compressor: Compressor, grad: torch.Tensor, seconds_budget: float, clock: Clock) -> _Row:
     spec = TensorSpec.of(grad)
     context = Context("profile", world_size=_WORLD_SIZE, spec=spec)
     encode, stats_call, shared = _encoder(compressor, grad, context)
@@ -141,7 +144,7 @@ def _measure_size(compressor: Compressor, grad: torch.Tensor, seconds_budget: fl
         calls["lower"] = (lambda: compressor.lower(lanes, _WORLD_SIZE, context, shared, out), 1)
         nbytes["lane_bytes"] = lanes.nbytes
     share = seconds_budget / len(calls)
-    seconds = {name: median_seconds(call, share) / divisor for name, (call, divisor) in calls.items()}
+    seconds = {name: median_seconds(call, share, clock) / divisor for name, (call, divisor) in calls.items()}
     return _Row(seconds, nbytes)
 
 
@@ -271,18 +274,18 @@ class _Echo(Transport):
 # -- timing ------------------------------------------------------------------------------------------------------
 
 
-def median_seconds(call: Callable[[], object], seconds_budget: float) -> float:
-    """Median time of a call on this thread, after warm-up, within about a budget."""
+def median_seconds(call: Callable[[], object], seconds_budget: float, clock: Clock = time.thread_time) -> float:
+    """Median time of a call, after warm-up, within about a budget."""
     call()
-    first = max(_seconds(call), 1e-9)
+    first = max(_seconds(call, clock), 1e-9)
     repeats = min(_MAX_REPEATS, max(_MIN_REPEATS, int(seconds_budget / first)))
-    return max(float(np.median([_seconds(call) for _ in range(repeats)])), 1e-9)
+    return max(float(np.median([_seconds(call, clock) for _ in range(repeats)])), 1e-9)
 
 
-def _seconds(call: Callable[[], object]) -> float:
-    start = time.thread_time()
+def _seconds(call: Callable[[], object], clock: Clock) -> float:
+    start = clock()
     call()
-    return time.thread_time() - start
+    return clock() - start
 
 
 @contextmanager

@@ -1,0 +1,374 @@
+"""`auto`: decides while training what the gradients travel by, and never trusts a prediction that it has not tried.
+
+1. *Dense.* Some steps by DDP's own all-reduce, timed.
+2. *Survey and plan.* Links, codecs and engine are measured by all ranks; rank 0 plans with these figures and the
+   timeline of this model's backward, and tells the others.
+3. *Trials.* What is predicted to be faster runs some steps, timed alike. The most faithful of the fastest stays.
+4. *Watch.* Every few steps all ranks compare notes. When steps or synchronisation have become slower or faster for
+   good, links are measured anew and it goes on at 2.
+
+Guarantees: all ranks switch at the same step, since they decide from the same numbers; residuals are given out before
+gradients go back to DDP's own all-reduce; each decision is logged once, with its numbers.
+
+Source: HiPress (SOSP 2021), section 3.3, selective compression; trials and watching are ours.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
+
+from gradwire.integrations import torch_private
+from gradwire.integrations.clock import Step, StepClock
+from gradwire.sync import fidelity as levels
+from gradwire.sync.costs import Costs, LinkCosts
+from gradwire.sync.plan import Plan
+from gradwire.sync.planner import Gradient, PlanTable, plan
+from gradwire.sync.planner.table import seconds
+from gradwire.sync.survey import Survey
+from gradwire.sync.synchronizer import Synchronizer
+
+logger = logging.getLogger("gradwire")
+
+MIN_GAIN = 0.02  # a less faithful way must be faster by so much
+TIMED_STEPS = 8
+TIMED_SECONDS = 3.0  # slow steps: no more of them than this takes
+WINDOW = 4  # steps that are compared at a time
+STRIKES = 2  # windows out of bounds, one after another, before anything is measured anew
+STEP_BOUND = 1.3  # steps, slower or faster by so much
+SYNC_BOUND = 2.0  # time between a bucket and its mean, which says more of the link than a step does
+PATIENCE = 64  # strikes at most, where looking again has changed nothing
+
+T = TypeVar("T")
+Script = Generator[None, None, T]
+Future = torch.futures.Future[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Way:
+    """How gradients travel.
+
+    Attributes:
+        name: for people.
+        gradwire: by gradwire; else by DDP's own all-reduce.
+        half: DDP's own all-reduce of values rounded to fp16.
+        choices: of a plan, by tensor: compressor, strategy, partitions.
+        table: the plan.
+    """
+
+    name: str
+    gradwire: bool = False
+    half: bool = False
+    choices: tuple[tuple[str, str, int], ...] = ()
+    table: PlanTable | None = field(default=None, compare=False)
+
+    @classmethod
+    def of(cls, table: PlanTable) -> Way:
+        """The way of a plan."""
+        specs = sorted({row.spec for row in table.rows if row.spec != "none"})
+        choices = tuple((row.spec, row.strategy, row.partitions) for row in table.rows)
+        return cls(f"gradwire, {' and '.join(specs) or 'dense'}", gradwire=True, choices=choices, table=table)
+
+    @property
+    def faithfulness(self) -> int:
+        """The lower, the less is rounded or held back."""
+        return -1 * self.half if not self.gradwire else -2 * (self.table is not None and self.table.compresses)
+
+
+NATIVE = Way("DDP's all-reduce")
+NATIVE_FP16 = Way("DDP's all-reduce in fp16", half=True)
+_GIVE_OUT = Way("gradwire, giving out residuals", gradwire=True)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Figures of some steps, the same on all ranks: of each rank the median, of all ranks the largest.
+
+    Attributes:
+        step: seconds of a step.
+        rest: of it, when neither backward nor synchronisation runs.
+        busy: in which buckets were under way.
+        synchronising: in which each bucket was under way, added up.
+        buckets: names of the parameters of each bucket, and when it was ready.
+        nbytes: of all buckets.
+    """
+
+    step: float
+    rest: float
+    busy: float
+    synchronising: float
+    buckets: tuple[tuple[tuple[str, ...], float], ...]
+    nbytes: int
+
+    @property
+    def backward(self) -> float:
+        return max((ready for _, ready in self.buckets), default=0.0)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What was decided, and by which figures.
+
+    Attributes:
+        step: the synchroniser's step from which on it holds.
+        reason: why it was time to decide.
+        way: what was chosen.
+        predicted: seconds of a step by each way that was considered.
+        measured: seconds of a step by each way that was tried.
+        table: the planner's proposal.
+        costs: what it was planned with.
+    """
+
+    step: int
+    reason: str
+    way: Way
+    predicted: dict[Way, float]
+    measured: dict[Way, float]
+    table: PlanTable
+    costs: Costs
+
+    def __str__(self) -> str:
+        tried = "; ".join(f"{way.name} {seconds(value)}" for way, value in self.measured.items())
+        guessed = "; ".join(f"{way.name} {seconds(value)}" for way, value in self.predicted.items())
+        link = self.costs.slowest
+        return (
+            f"Step {self.step}, {self.reason}: {self.way.name}. A step measured: {tried}; predicted: {guessed}. "
+            f"Slowest link: {8e-9 / link.seconds_per_byte:.3g} Gb/s, {seconds(link.latency)}."
+        )
+
+
+class Autopilot:
+    """Chooses the way of an attached module's gradients. One a handle.
+
+    Args:
+        synchronizer: of the module; its plan is replaced.
+        group: for DDP's own all-reduce.
+        fidelity: see `gradwire.sync.fidelity`.
+        min_elements: see `attach`.
+        settle: decides the step before, if it can be decided.
+    """
+
+    def __init__(
+        self,
+        synchronizer: Synchronizer,
+        group: dist.ProcessGroup,
+        fidelity: str,
+        min_elements: int,
+        settle: Callable[[], None],
+    ) -> None:
+        self.way = NATIVE
+        self.decisions: list[Decision] = []
+        self._synchronizer = synchronizer
+        self._group = group
+        self._tensors = synchronizer.tensors
+        self._methods = levels.methods(fidelity)
+        self._fidelity = fidelity
+        self._min_elements = min_elements
+        self._settle = settle
+        self._clock = StepClock()
+        self._survey = Survey(synchronizer, max((spec.numel for spec in self._tensors.values()), default=1))
+        self._native: tuple[float, float] | None = None  # seconds a byte of DDP's own all-reduce, and of the link then
+        self._script = self._fly()
+
+    # -- what the handle calls -------------------------------------------------------------------------------
+
+    def boundary(self) -> None:
+        """A backward's first bucket is here: decide what there is to decide, before it travels."""
+        self._clock.begin()
+        self._synchronizer.wait()
+        next(self._script)
+        self._clock.resume()
+
+    def average(self, bucket: torch_private.GradBucket, names: Iterable[str], submit: Callable[[], Future]) -> Future:
+        """Average a bucket the way that is chosen; `submit` is gradwire's."""
+        noted = self._clock.ready(tuple(names), bucket.buffer().nbytes)
+        if self.way.gradwire:
+            future = submit()
+        else:
+            future = (fp16_compress_hook if self.way.half else allreduce_hook)(self._group, bucket)
+
+        def arrived(done: Future) -> torch.Tensor:
+            self._clock.done(noted)
+            return done.value()
+
+        return future.then(arrived)
+
+    def restart(self) -> None:
+        """Begin at the beginning, and give out residuals that were loaded."""
+        self._script = self._fly()
+
+    # -- the script: at each `yield` a step passes -----------------------------------------------------------
+
+    def _fly(self) -> Script[None]:
+        yield from self._switch(NATIVE)
+        timing = yield from self._timed(warm_up=1)
+        reason, strikes = "at the start", STRIKES
+        while True:
+            before = self.way
+            yield from self._decide(reason, timing)
+            strikes = STRIKES if self.way != before else min(2 * strikes, PATIENCE)
+            reason, timing = yield from self._watch(strikes)
+
+    def _timed(self, warm_up: int) -> Script[Timing]:
+        """Time some steps."""
+        steps: list[Step] = []
+        spent = 0.0
+        while len(steps) < TIMED_STEPS and (not steps or spent < TIMED_SECONDS):
+            yield
+            step = self._last
+            spent += float(self._survey.largest(np.array([step.seconds]))[0])
+            warm_up -= 1
+            if warm_up < 0:
+                steps.append(step)
+        return self._timing(steps, self._survey.largest(_figures(steps)))
+
+    def _decide(self, reason: str, timing: Timing) -> Script[None]:
+        """Try what is predicted to be faster, and keep the most faithful of the fastest."""
+        costs = self._measure(timing)
+        table = self._plan(timing, costs)
+        predicted = _predict(table, timing, costs, self._methods)
+        measured = {self.way: timing.step}
+        for way in sorted(predicted, key=lambda way: (predicted[way], way.name)):
+            if way not in measured and predicted[way] < min(measured.values()):
+                yield from self._switch(way)
+                measured[way] = (yield from self._timed(warm_up=2)).step
+        limit = (1 + MIN_GAIN) * min(measured.values())
+        chosen = max((way for way in measured if measured[way] <= limit), key=lambda way: way.faithfulness)
+        yield from self._switch(chosen)
+        self._note(Decision(self._synchronizer.step + 1, reason, chosen, predicted, measured, table, costs))
+
+    def _watch(self, strikes: int) -> Script[tuple[str, Timing]]:
+        """Compare notes, until so many times one after another things are not as they were; then say what changed."""
+        first: Timing | None = None
+        changed = 0
+        while True:
+            steps: list[Step] = []
+            for _ in range(WINDOW):
+                yield
+                steps.append(self._last)
+            compare = self._survey.post(_figures(steps))
+            yield  # the answers come beside this step's gradients
+            timing = self._timing(steps, compare())
+            first = first or timing
+            reason = _change(first, timing)
+            changed = changed + 1 if reason else 0
+            if reason and changed >= strikes:
+                return reason, timing
+
+    def _switch(self, way: Way) -> Script[None]:
+        """Let gradients travel another way from this backward on."""
+        if way.gradwire and way != self.way:
+            assert way.table is not None, "plans have tables"
+            yield from self._replan(Plan.of_entries(way.table.entries()))
+        elif not way.gradwire and self._anyone(self._holds_residuals):
+            # DDP's own all-reduce knows nothing of residuals: they go first.
+            yield from self._replan(Plan("none", min_elements=self._min_elements))
+            self.way = _GIVE_OUT
+            while self._anyone(self._holds_residuals):
+                yield
+                self._settle()
+        self.way = way
+
+    def _replan(self, plan: Plan) -> Script[None]:
+        self._settle()
+        while self._anyone(self._synchronizer.residuals.is_open):
+            yield  # the optimizer has not decided on this step
+            self._settle()
+        self._synchronizer.replan(plan)
+
+    # -- figures ---------------------------------------------------------------------------------------------
+
+    @property
+    def _last(self) -> Step:
+        assert self._clock.last is not None, "a step has passed"
+        return self._clock.last
+
+    @property
+    def _holds_residuals(self) -> bool:
+        return any(self._synchronizer.residuals.holds(name) for name in self._tensors)
+
+    def _anyone(self, mine: bool) -> bool:
+        return bool(self._survey.largest(np.array([float(mine)]))[0])
+
+    def _timing(self, steps: Sequence[Step], figures: np.ndarray) -> Timing:
+        step, rest, busy, synchronising, *ready = figures.tolist()
+        buckets = steps[-1].buckets
+        names = [bucket.names for bucket in buckets]
+        nbytes = sum(bucket.nbytes for bucket in buckets)
+        return Timing(step, rest, busy, synchronising, tuple(zip(names, ready)), nbytes)
+
+    def _measure(self, timing: Timing) -> Costs:
+        """All ranks' costs; those of DDP's own all-reduce as far as it has been seen."""
+        costs = self._survey.costs(method.spec for method in self._methods)
+        link, hops = costs.slowest, 2 * (costs.world_size - 1)
+        if self.way == NATIVE:
+            waiting = min(hops * link.latency * len(timing.buckets), timing.busy / 2)
+            own = (timing.busy - waiting) * costs.world_size / (hops * max(1, timing.nbytes))
+            self._native = own, link.seconds_per_byte
+        if self._native is None:
+            return costs
+        own, then = self._native
+        # What it lost beside the link (processor, small messages) stays; what the link took goes with the link.
+        now = max(link.seconds_per_byte, own + link.seconds_per_byte - then)
+        return replace(costs, native=LinkCosts(link.latency, now))
+
+    def _plan(self, timing: Timing, costs: Costs) -> PlanTable:
+        """Rank 0's plan."""
+        ready = {name: at for names, at in timing.buckets for name in names}
+        tensors = [
+            Gradient(name, spec.shape, spec.dtype, ready.get(name, timing.backward))
+            for name, spec in self._tensors.items()
+        ]
+        text = None
+        if self._synchronizer.rank == 0:
+            text = plan(
+                tensors, costs, fidelity=self._fidelity, min_elements=self._min_elements, rest=timing.rest,
+                bucket_bytes=max(1, timing.nbytes // max(1, len(timing.buckets))),
+            ).to_json()  # fmt: skip
+        return PlanTable.from_json(self._synchronizer.share(text))
+
+    def _note(self, decision: Decision) -> None:
+        self.decisions.append(decision)
+        if self._synchronizer.rank == 0:
+            logger.info("%s", decision)
+
+
+def _figures(steps: Sequence[Step]) -> np.ndarray:
+    """float64[4 + B] of the last of the steps and those with as many buckets B."""
+    alike = [step for step in steps if len(step.buckets) == len(steps[-1].buckets)]
+    rows = [
+        [step.seconds, step.rest, step.busy, step.synchronising, *(bucket.ready for bucket in step.buckets)]
+        for step in alike
+    ]
+    medians: np.ndarray = np.median(np.array(rows), axis=0)
+    return medians
+
+
+def _predict(table: PlanTable, timing: Timing, costs: Costs, methods: Sequence[levels.Method]) -> dict[Way, float]:
+    """Seconds of a step by each way worth a thought."""
+    predicted = {NATIVE: table.native_step}
+    if any(method.spec == "fp16" for method in methods):
+        hop = costs.native or costs.slowest
+        saved = (costs.world_size - 1) * hop.seconds_per_byte * timing.nbytes / costs.world_size
+        predicted[NATIVE_FP16] = max(timing.rest + timing.backward, table.native_step - saved)
+    if not table.native:
+        predicted[Way.of(table)] = table.step
+    return predicted
+
+
+def _change(first: Timing, now: Timing) -> str:
+    """What is no longer as it was, as words; empty where nothing is."""
+    for what, before, after, bound in (
+        ("steps take", first.step, now.step, STEP_BOUND),
+        ("synchronising takes", first.synchronising, now.synchronising, SYNC_BOUND),
+    ):
+        if not before / bound <= after <= before * bound:
+            return f"{what} {seconds(after)} after {seconds(before)}"
+    return ""

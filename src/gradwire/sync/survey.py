@@ -1,0 +1,93 @@
+"""The survey: what links, codecs and engine cost this job, measured by all ranks at once and the same on each.
+
+Ranks measure together, on the clock on the wall, so that what they share (cores, memory, a switch) counts as it does in
+a step. Of each figure the slowest rank's stands, for it is that rank that the others wait for.
+"""
+
+# Shapes: W = ranks.
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+
+import numpy as np
+
+from gradwire.sync.costs import CodecCosts, Cost, Costs, Curve, Line, LinkCosts
+from gradwire.sync.exchange import MAX_NUMBERS
+from gradwire.sync.profile import compressor_of, measure_add, measure_codec, measure_task
+from gradwire.sync.synchronizer import Synchronizer
+
+SIZES = (1 << 12, 1 << 16, 1 << 19, 1 << 22)
+"""Elements of the tensors that are measured, as far as the model has such large ones."""
+_SECONDS_A_CODEC = 0.3
+_TASKS = 60
+
+
+class Survey:
+    """Measures through a synchroniser, between its steps. All ranks make the same calls in the same order.
+
+    Codecs and engine are measured once, links each time.
+    """
+
+    def __init__(self, synchronizer: Synchronizer, largest: int) -> None:
+        """
+        Args:
+            synchronizer: of the job.
+            largest: elements of the largest tensor.
+        """
+        self._synchronizer = synchronizer
+        self._sizes = tuple(size for size in SIZES if size <= 2 * largest) or SIZES[:2]
+        self._sizes = self._sizes if len(self._sizes) > 1 else SIZES[:2]
+        self._codecs: dict[str, CodecCosts] = {}
+        self._add: Curve | None = None
+        self._task = 0.0
+
+    def costs(self, specs: Iterable[str], native: LinkCosts | None = None) -> Costs:
+        """Everything the planner needs.
+
+        Args:
+            specs: compressors beside ``"none"``.
+            native: a hop of the framework's own all-reduce, where it is known; see `Costs.native`.
+        """
+        links = self._synchronizer.probe_links()
+        for spec in dict.fromkeys(["none", *specs]):
+            if spec not in self._codecs:
+                self._codecs[spec] = self._slowest(measure_codec(
+                    compressor_of(spec), self._sizes, _SECONDS_A_CODEC, clock=time.perf_counter
+                ))  # fmt: skip
+        if self._add is None:
+            self._add = _curve(self._sizes, self.largest(_values(measure_add(self._sizes, 0.1))))
+            self._task = float(self.largest(np.array([measure_task(_TASKS)]))[0])
+        return Costs(
+            self._synchronizer.world_size, links, dict(self._codecs), native=native, add=self._add, task=self._task
+        )
+
+    def largest(self, mine: np.ndarray) -> np.ndarray:
+        """The largest of all ranks' numbers, place by place: float64[K] to float64[K]."""
+        return self.post(mine)()
+
+    def post(self, mine: np.ndarray) -> Callable[[], np.ndarray]:
+        """Send this rank's numbers; what is returned waits for those of the others, and gives what `largest` gives."""
+        parts = [mine[start : start + MAX_NUMBERS] for start in range(0, mine.size, MAX_NUMBERS)]
+        futures = [self._synchronizer.exchange(part) for part in parts]
+        return lambda: np.concatenate([future.wait().max(axis=0) for future in futures])
+
+    def _slowest(self, codec: CodecCosts) -> CodecCosts:
+        measured = {field.name: getattr(codec, field.name) for field in fields(codec)}
+        costs: dict[str, Cost] = {
+            name: _curve(self._sizes, self.largest(_values(cost)))
+            for name, cost in measured.items()
+            if cost is not None
+        }
+        return CodecCosts(**costs)
+
+
+def _values(cost: Cost) -> np.ndarray:
+    assert not isinstance(cost, Line), "what is measured is a curve"
+    return np.array([y for _, y in cost.points])
+
+
+def _curve(sizes: Iterable[int], values: np.ndarray) -> Curve:
+    return Curve(tuple(zip(map(float, sizes), values.tolist(), strict=True)))
