@@ -44,7 +44,11 @@ class Ranks:
 
 @contextmanager
 def ranks(world_size: int, plan: Any, *, timeout: float = 10.0, **options: Any) -> Iterator[Ranks]:
-    """`world_size` synchronisers over an in-memory network; `plan` may be a function of the rank."""
+    """`world_size` synchronisers over an in-memory network; `plan` and `nodes` may be functions of the rank.
+
+    Unless told otherwise, two ranks share a node, where there are more than two.
+    """
+    options.setdefault("nodes", 2 if world_size > 2 else 1)
     store = dist.HashStore()
     name = f"test{next(_names)}"
     with ExitStack() as stack:
@@ -54,12 +58,13 @@ def ranks(world_size: int, plan: Any, *, timeout: float = 10.0, **options: Any) 
         def make(rank: int) -> Synchronizer:
             info = GroupInfo(rank, world_size, store, name)
             chosen = plan(rank) if callable(plan) else plan
+            given = options | {"nodes": options["nodes"](rank) if callable(options["nodes"]) else options["nodes"]}
             return Synchronizer(
                 info,
                 chosen,
                 timeout=timedelta(seconds=timeout),
                 transport=network.transports[rank],
-                **options,
+                **given,
             )
 
         made = list(pool.map(make, range(world_size), timeout=60))

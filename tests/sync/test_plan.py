@@ -48,7 +48,11 @@ def test_a_large_dense_tensor_travels_alone() -> None:
     ("make", "error", "advice"),
     [
         (lambda: Plan("threelcc"), UnknownNameError, "Did you mean 'threelc'?"),
-        (lambda: Plan("threelc", strategy="tree"), UnknownNameError, "Known: allgather, ring, scatter_reduce"),
+        (
+            lambda: Plan("threelc", strategy="tree"),
+            UnknownNameError,
+            "Known: allgather, hierarchical, ring, scatter_reduce",
+        ),
         (lambda: Plan("threelc", feedback="momentum"), UnknownNameError, "Known: error, none"),
         (lambda: Plan("threelc", partitions=0), OptionError, "pass 1 or more"),
         (lambda: Plan("threelc", min_elements=-1), OptionError, "pass 0 to compress all"),

@@ -35,9 +35,13 @@ PLANS = [
     plan("onebit", "scatter_reduce"),
     plan("none", "ring"),
     plan("threelc", "ring"),
+    plan("threelc", "hierarchical"),
     plan("signsgd", "scatter_reduce", 3),
+    plan("int8shared", "hierarchical", 2),
+    plan("onebit", "allgather"),
     plan("int8", "allgather"),
     plan("topk", "allgather"),
+    plan("none", "hierarchical"),
     plan("none", "scatter_reduce"),
 ]
 

@@ -185,15 +185,18 @@ def test_tensors_smaller_than_the_ranks_need(strategy: str, numel: int) -> None:
 
 @pytest.mark.parametrize("strategy", NAMES)
 def test_bytes_are_those_the_strategy_promises(strategy: str) -> None:
-    """Dense, W = 4: W − 1 payloads for allgather, 2 (W − 1)/W for the others; headers apart."""
+    """Dense, W = 4: W − 1 payloads for allgather, 2 (W − 1)/W for the others; headers apart.
+
+    Hierarchical on nodes of two: 1 within the node, 2 (M − 1)/W between nodes.
+    """
     numel = 8192
     with ranks(4, Plan({"w": "none"}, strategy=strategy)) as group:
         group.each(lambda one: run_steps(one, 1, numel))
         sent = [sum(transport.sent_bytes) for transport in group.network.transports]
         reported = [one.report().total.sent_bytes for one in group.synchronizers]
     payload = numel * 4
-    frames = {"allgather": 3, "ring": 6, "scatter_reduce": 6}[strategy]
-    factor = {"allgather": 3.0, "ring": 1.5, "scatter_reduce": 1.5}[strategy]
+    frames = {"allgather": 3, "hierarchical": 6, "ring": 6, "scatter_reduce": 6}[strategy]
+    factor = {"allgather": 3.0, "hierarchical": 1.5, "ring": 1.5, "scatter_reduce": 1.5}[strategy]
     assert sent == [factor * payload + frames * 72] * 4
     assert reported == sent
 

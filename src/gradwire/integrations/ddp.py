@@ -9,7 +9,7 @@ no way back), and after `detach` it does exactly what DDP does without a hook; a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -44,6 +44,7 @@ def attach(
     seed: int = 0,
     check_every: int = 100,
     dump_dir: str | Path | None = None,
+    nodes: int | Sequence[str | int] | None = None,
 ) -> Handle:
     """Synchronise the gradients of `ddp` compressed, from the next backward on. Every rank calls it alike.
 
@@ -54,8 +55,8 @@ def attach(
         optimizer: the optimizer of these parameters. With it, residuals are committed when it steps, so that steps
             skipped by a GradScaler leave no trace; without it, when the next backward begins, unless any rank's
             gradients were not finite.
-        strategy: ``"scatter_reduce"``, ``"ring"`` or ``"allgather"``; None takes the ring for large dense tensors and
-            scatter-reduce for all others.
+        strategy: ``"scatter_reduce"``, ``"ring"``, ``"allgather"`` or ``"hierarchical"`` (dense within a node,
+            compressed between nodes); None takes the ring for large dense tensors and scatter-reduce for all others.
         partitions: ranges a rank's share of a tensor is cut into.
         min_elements: under a blanket method, vectors and tensors of fewer elements stay dense, in one message.
         feedback: ``"error"`` or ``"none"``; None leaves it to each compressor's default.
@@ -64,6 +65,8 @@ def attach(
         seed: seed of all random streams.
         check_every: every so many backwards, all ranks compare a hash of their parameters; 0 for never.
         dump_dir: folder of the flight recorder's file, written on a failure.
+        nodes: for ``"hierarchical"``: the name of each rank's node in a list, or how many ranks a node has; None takes
+            what torchrun says, else the hosts' names.
 
     Returns:
         The handle: report, state, detach.
@@ -88,6 +91,7 @@ def attach(
         stall_timeout=stall_timeout,
         seed=seed,
         dump_dir=dump_dir,
+        nodes=nodes,
     )
     try:
         handle = Handle(ddp, synchronizer, optimizer, check_every)

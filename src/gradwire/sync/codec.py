@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from gradwire.compressors.base import Compressor
+from gradwire.compressors.registry import make
 from gradwire.core.context import Context
 from gradwire.core.errors import PayloadError, SyncError
 from gradwire.core.spec import as_array
@@ -29,6 +30,7 @@ from gradwire.wire.frame import FrameFlags, FrameKind
 from gradwire.wire.payload import Payload
 
 EMPTY = np.empty(0, dtype=np.uint8)
+DENSE = make("none")  # within a node
 _REDUCE = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
 
@@ -44,6 +46,13 @@ class LossyCodec:
         self._residuals = residuals
         self._seed = seed
         self._stats: dict[int, list[np.ndarray]] = {}  # reduced, by part
+        self._sums: dict[int, torch.Tensor | None] = {}  # by part, of this rank's node, where there is one
+        self.first = 0  # stage of the first encode
+        self.num_encoders = world_size  # how many ranks have something of a part to encode
+
+    def encode_from(self, stage: int, among: int) -> None:
+        """Encode from `stage` on, what `among` ranks have of each part."""
+        self.first, self.num_encoders = stage, among
 
     def kind(self, stage: int) -> FrameKind:
         """The kind of frame that leaves a stage."""
@@ -51,16 +60,24 @@ class LossyCodec:
 
     # -- own gradient ----------------------------------------------------------------------------------------
 
-    def start(self, part: Part) -> Message:
-        """Encode this rank's gradient of `part`."""
+    def _own(self, part: Part) -> tuple[torch.Tensor, float] | None:
+        """What this rank has of `part`, and the factor that makes it a share of the mean; None where it has nothing."""
+        if part.index in self._sums:
+            total = self._sums[part.index]
+            return None if total is None else (total, 1.0)
         self.item.wait_loaded()
-        if not self.item.used:  # its residual stays where it is (R10)
+        return (self.item.values[part.slice], 1 / self.world_size) if self.item.used else None
+
+    def start(self, part: Part) -> Message:
+        """Encode this rank's gradient of `part`, or its node's sum."""
+        own = self._own(part)
+        if own is None:  # its residual stays where it is (R10)
             return self._message(FrameKind.PAYLOAD, None)
         stats = self._stats.get(part.index, ())
         if not all(np.isfinite(values).all() for values in stats):
             return self._message(FrameKind.PAYLOAD, Payload(EMPTY, nonfinite=True))
-        grad = self.item.values[part.slice]
-        return self._message(FrameKind.PAYLOAD, self._encode(part, grad, "local", 0, 1 / self.world_size, stats))
+        grad, scale = own
+        return self._message(FrameKind.PAYLOAD, self._encode(part, grad, "local", self.first, scale, stats))
 
     def _encode(
         self, part: Part, grad: torch.Tensor, role: Role, stage: int, scale: float, stats: Sequence[np.ndarray] = ()
@@ -75,22 +92,21 @@ class LossyCodec:
 
     def encodes_own(self, stage: int) -> bool:
         """Whether a merge of this stage encodes the rank's own gradient, too, before it adds it."""
-        return self.compressor.votes and stage == 1
+        return self.compressor.votes and stage == self.first + 1
 
     def merge(self, part: Part, messages: Sequence[Message], stage: int) -> Message:
-        """Add what arrived to this rank's gradient and encode the sum, which is an aggregate."""
-        self.item.wait_loaded()
+        """Add what arrived to this rank's gradient, or its node's sum, and encode the total, which is an aggregate."""
+        own = self._own(part)
         if self.encodes_own(stage):
-            messages = [self.start(part), *messages]
-        adds_own = self.item.used and not self.encodes_own(stage)
+            messages, own = [self.start(part), *messages], None
         used = [message for message in messages if message.used]
-        if not used and not adds_own:
+        if not used and own is None:
             return self._message(FrameKind.PAYLOAD, None)
         total = torch.empty(part.count, dtype=torch.float32)
         self._decode_sum(part, used, total, stage - 1)
-        if adds_own:
-            mine, sums = as_array(self.item.values[part.slice]), total.numpy()
-            kernels.compensate(mine, 1 / self.world_size, sums, sums)
+        if own is not None:
+            grad, scale = own
+            kernels.compensate(as_array(grad), scale, total.numpy(), total.numpy())
         return self._message(FrameKind.PAYLOAD, self._encode(part, total, "aggregate", stage, 1.0))
 
     def decode(self, part: Part, message: Message, stage: int) -> None:
@@ -133,11 +149,11 @@ class LossyCodec:
 
     def stats(self, part: Part, encoded: bool = True) -> Message:
         """What must be reduced over ranks before `part` can be encoded; compensates where this rank encodes it, too."""
-        self.item.wait_loaded()
-        if not self.item.used:
+        own = self._own(part)
+        if own is None:
             return self._message(FrameKind.STATS, None)
-        grad, context, key = self.item.values[part.slice], self._context(part, 0), self._key(part, "local")
-        scale = 1 / self.world_size
+        grad, scale = own
+        context, key = self._context(part, self.first), self._key(part, "local")
         if encoded:
             entries = self._policy.stats(self.compressor, grad, context, self._residuals, key, scale=scale)
         else:
@@ -147,7 +163,7 @@ class LossyCodec:
 
     def _stats_of(self, part: Part, stage: int) -> Sequence[np.ndarray]:
         """The reduced statistics that payloads of a stage were encoded with: aggregates carry their own."""
-        return self._stats.get(part.index, ()) if stage == 0 else ()
+        return self._stats.get(part.index, ()) if stage == self.first else ()
 
     def reduce_stats(self, part: Part, messages: Sequence[Message]) -> None:
         """Reduce the statistics of all ranks, in rank order, so that every rank holds the same bits."""
@@ -167,6 +183,53 @@ class LossyCodec:
             reduced.append(total)
             start += length
         self._stats[part.index] = reduced
+
+    # -- dense within a node ---------------------------------------------------------------------------------
+
+    def dense(self, part: Part) -> Message:
+        """Take this rank's gradient of `part` as it is, with what another plan has left in its residual."""
+        self.item.wait_loaded()
+        if not self.item.used:
+            return self._message(FrameKind.PAYLOAD, None)
+        key = self._key(part, "local")
+        left = self._residuals.source(key) if self.item.entry.feedback == "error" else None
+        policy = policies.get("none" if left is None or not left.any() else "error")
+        grad, context = self.item.values[part.slice], self._context(part, 0)
+        payload = policy.encode(DENSE, grad, context, self._residuals, key, scale=1 / self.world_size)
+        return self._message(FrameKind.PAYLOAD, payload)
+
+    def add_up(self, part: Part, messages: Sequence[Message]) -> None:
+        """Add this rank's gradient to the dense ones of its node's other ranks; the sum stands for it from now on."""
+        own = self._own(part)
+        used = [message for message in messages if message.used]
+        if own is None and not used:
+            self._sums[part.index] = None
+            return
+        total = torch.zeros(part.count)
+        for message in used:
+            with _blame(self, message):
+                DENSE.decode(_payload(message), self._context(part, 0, message.sender), total, accumulate=True)
+        if own is not None:
+            grad, scale = own
+            kernels.compensate(as_array(grad), scale, total.numpy(), total.numpy())
+        self._sums[part.index] = total
+
+    def spread(self, part: Part, mean: Message) -> Message:
+        """The decoded mean of `part`, which came in `mean`, as it is."""
+        if not mean.used:
+            return self._message(FrameKind.PAYLOAD, None)
+        payload = DENSE.encode(self.item.values[part.slice], self._context(part, 0))
+        return Message(FrameKind.PAYLOAD, mean.flags, payload.body, self.rank)
+
+    def place(self, part: Part, message: Message) -> None:
+        """Write the mean of `part`, which came as it is, over the gradient."""
+        out = self.item.values[part.slice]
+        if not message.used:
+            out.zero_()
+            return
+        self.item.nonfinite |= message.nonfinite
+        with _blame(self, message):
+            DENSE.decode(_payload(message), self._context(part, 0, message.sender), out)
 
     # -- helpers ---------------------------------------------------------------------------------------------
 
@@ -198,7 +261,7 @@ class LaneCodec(LossyCodec):
     """Lanes that are added as they are: nothing is decoded before the mean is there, and nothing is encoded twice."""
 
     def kind(self, stage: int) -> FrameKind:
-        return FrameKind.PAYLOAD if stage == 0 else FrameKind.AGGREGATE
+        return FrameKind.PAYLOAD if stage == self.first else FrameKind.AGGREGATE
 
     def encodes_own(self, stage: int) -> bool:
         return True
@@ -227,7 +290,7 @@ class LaneCodec(LossyCodec):
                     _expect_bytes(message, lanes.nbytes)
                     lanes += message.body.view(lanes.dtype)
                 else:
-                    context = self._context(part, 0, message.sender)
+                    context = self._context(part, self.first, message.sender)
                     self.compressor.lift(_payload(message), context, lanes, accumulate=True)
         return lanes
 
@@ -241,8 +304,8 @@ class LaneCodec(LossyCodec):
         else:
             lanes = self._sum_lanes(part, messages)
             mean = out if out.dtype == torch.float32 else torch.empty(part.count)  # lanes are lowered to float32
-            context = self._context(part, 0)
-            self.compressor.lower(lanes, self.world_size, context, self._stats[part.index], mean)
+            context, stats = self._context(part, self.first), self._stats[part.index]
+            self.compressor.lower(lanes, self.num_encoders, context, stats, mean)
             if mean is not out:
                 kernels.cast(mean.numpy(), as_array(out))
             carried = self.compressor.carry(lanes, context)

@@ -19,7 +19,7 @@ from gradwire.core.spec import TensorSpec
 from gradwire.feedback import policies
 
 Method = str | Compressor
-STRATEGIES = ("allgather", "ring", "scatter_reduce")
+STRATEGIES = ("allgather", "hierarchical", "ring", "scatter_reduce")
 
 
 @dataclass(frozen=True)

@@ -6,16 +6,19 @@ allocated. Shapes, element types and sizes come from here, never from a packet.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from gradwire.compressors.registry import code, make
+from gradwire.compressors.registry import code
 from gradwire.core.errors import FrameError
 from gradwire.core.spec import ELEMENT_TYPES, TensorSpec
+from gradwire.sync.codec import DENSE
 from gradwire.sync.exchange import EXCHANGE_TENSOR, MAX_NUMBERS
+from gradwire.sync.nodes import Nodes
 from gradwire.sync.plan import Plan, PlanEntry
 from gradwire.sync.probe import CHUNK_BYTES, PROBE_TENSOR
+from gradwire.sync.strategies.hierarchical import DENSE_STAGES
 from gradwire.wire.frame import HEADER_BYTES, FrameKind, Header, describe
 
 BATCH_FLAG = 1 << 31  # set in the tensor id of a batch; the rest is the id of its first tensor
@@ -28,15 +31,17 @@ class TensorRegistry:
     Args:
         plan: gives the entries.
         world_size: ranks in the group.
+        nodes: gives the ranks of each node; asked when a plan has hierarchical entries. None for a node a rank.
     """
 
-    def __init__(self, plan: Plan, world_size: int) -> None:
+    def __init__(self, plan: Plan, world_size: int, nodes: Callable[[], Nodes] | None = None) -> None:
         self.names: list[str] = []
         self.ids: dict[str, int] = {}
         self.specs: dict[str, TensorSpec] = {}
         self.entries: dict[str, PlanEntry] = {}
         self._plan = plan
         self._world_size = world_size
+        self._nodes = nodes
         self._batched_elements = 0
 
     def describe(self, specs: Mapping[str, TensorSpec]) -> list[dict[str, Any]]:
@@ -53,7 +58,7 @@ class TensorRegistry:
 
     def add(self, specs: Mapping[str, TensorSpec]) -> None:
         for name, spec in specs.items():
-            entry = self._plan.entry(name, spec)
+            entry = self._place(self._plan.entry(name, spec))
             self.ids[name] = len(self.names)
             self.names.append(name)
             self.specs[name] = spec
@@ -74,19 +79,33 @@ class TensorRegistry:
         """
         self._plan = plan
         for name, spec in self.specs.items():
-            entry = plan.entry(name, spec)
+            entry = self._place(plan.entry(name, spec))
             self.entries[name] = replace(entry, batched=entry.batched and self.entries[name].batched)
         self._batched_elements = self._count_batched()
+
+    def _place(self, entry: PlanEntry) -> PlanEntry:
+        """What a hierarchical entry comes to on these nodes: dense on one alone, scatter-reduce with a rank on each."""
+        if entry.strategy != "hierarchical" or self._world_size == 1:
+            return entry
+        num_nodes = self._world_size if self._nodes is None else len(self._nodes())
+        if num_nodes == 1:
+            strategy = "scatter_reduce" if entry.batched else "ring"
+            return replace(entry, compressor=DENSE, strategy=strategy, feedback="none")
+        return replace(entry, strategy="scatter_reduce") if num_nodes == self._world_size else entry
 
     def _count_batched(self) -> int:
         return sum(self.specs[name].numel for name in self.names if self.entries[name].batched)
 
     def early_bytes_limit(self) -> int:
         """Most bytes a peer can rightly be ahead by: it can finish this step and send all of the next one."""
-        step = sum(self._bound(FrameKind.PAYLOAD, self.entries[name], spec) for name, spec in self.specs.items())
+        step = sum(self._early_bytes(self.entries[name], spec) for name, spec in self.specs.items())
         # At most three frames a part (stats, there, back), in each of two steps.
         num_parts = self._world_size * sum(self.entries[name].partitions for name in self.specs)
         return 4 * step + 6 * num_parts * HEADER_BYTES + (1 << 20)
+
+    def _early_bytes(self, entry: PlanEntry, spec: TensorSpec) -> int:
+        payload = self._bound(FrameKind.PAYLOAD, entry, spec)
+        return max(payload, spec.nbytes) if entry.strategy == "hierarchical" else payload
 
     def admit(self, header: Header) -> None:
         """Check a header against what was agreed.
@@ -103,6 +122,8 @@ class TensorRegistry:
                 raise FrameError(f"Expected a probe of {CHUNK_BYTES} bytes or none (in {describe(header)}).")
             return
         entry, spec = self._expected(header)
+        if entry.strategy == "hierarchical" and header.stage in DENSE_STAGES:
+            entry = replace(entry, compressor=DENSE)
         if header.compressor != code(entry.compressor.name) or header.dtype != ELEMENT_TYPES[spec.dtype]:
             raise FrameError(f"Expected {entry.compressor.name} of {spec.dtype}, got others (in {describe(header)}).")
         if header.offset + header.count > spec.numel:
@@ -138,4 +159,4 @@ class TensorRegistry:
 
 def batch_entry(entry: PlanEntry) -> PlanEntry:
     """How a batch of small dense tensors travels, where `entry` is that of its first."""
-    return PlanEntry(make("none"), entry.strategy, 1, "none", batched=True)
+    return PlanEntry(DENSE, entry.strategy, 1, "none", batched=True)

@@ -37,6 +37,7 @@ from gradwire.sync.engine import Engine
 from gradwire.sync.graph import TaskGraph
 from gradwire.sync.group import GroupInfo
 from gradwire.sync.item import Item
+from gradwire.sync.nodes import NodeMap
 from gradwire.sync.plan import Plan, PlanEntry
 from gradwire.sync.probe import Probe
 from gradwire.sync.registry import BATCH_FLAG, TensorRegistry, batch_entry
@@ -82,9 +83,11 @@ class Synchronizer:
         seed: seed of all random streams, the same on all ranks.
         dump_dir: where the flight recorder's file goes on a failure.
         transport: carries the frames; None makes a TCP mesh through the group's store.
+        nodes: for the strategy ``"hierarchical"``: the name of each rank's node, or how many ranks a node has; None
+            asks the launcher's environment.
 
     Raises:
-        DisagreementError: ranks differ in plan, seed or world size; on every rank.
+        DisagreementError: ranks differ in plan, seed, nodes or world size; on every rank.
         PeerTimeoutError: a rank did not come within `timeout`.
     """
 
@@ -101,6 +104,7 @@ class Synchronizer:
         seed: int = 0,
         dump_dir: str | Path | None = None,
         transport: Transport | None = None,
+        nodes: int | Sequence[str | int] | None = None,
     ) -> None:
         if timeout <= timedelta(0):
             raise OptionError(f"Expected a timeout above 0, got {timeout}. Do: pass timedelta(seconds=30).")
@@ -113,7 +117,6 @@ class Synchronizer:
         self._info = GroupInfo.of(group)
         self.rank, self.world_size = self._info.rank, self._info.world_size
         self._metrics = Metrics(self.events)
-        self._tensors = TensorRegistry(self.plan, self.world_size)
         self._rounds = itertools.count()
         self._topics = itertools.count()
         self._dump_dir = None if dump_dir is None else Path(dump_dir)
@@ -122,16 +125,19 @@ class Synchronizer:
         self._engine: Engine | None = None
         self._stall_timeout = stall_timeout or 10 * timeout
         self._name = f"gradwire/{self._info.next_number()}"
-        self._tensors.add(tensors or {})
+        self._nodes = NodeMap(self._info.store, self.rank, self.world_size, nodes, f"{self._name}/nodes")
+        self._tensors = TensorRegistry(self.plan, self.world_size, self._nodes)
         self._warm_up(tensors or {})
         self._agree(
             {
                 "world_size": self.world_size,
                 "seed": seed,
                 "timeout": timeout.total_seconds(),
+                "nodes": self._nodes.names,
                 "tensors": self._tensors.describe(tensors or {}),
             }
         )
+        self._tensors.add(tensors or {})
         if self.world_size > 1:
             self._start(transport)
 
@@ -198,7 +204,7 @@ class Synchronizer:
             transport = TcpTransport.connect(
                 self._info.store, self.rank, self.world_size, timeout=self.timeout, name=self._name
             )
-        self._around = Surroundings(transport, self.residuals, self.events, self.seed)
+        self._around = Surroundings(transport, self.residuals, self.events, self.seed, self._nodes)
         self._engine = Engine(
             transport,
             admit=self._tensors.admit,

@@ -27,9 +27,11 @@ def warm_up(tensors: Iterable[tuple[PlanEntry, torch.dtype]]) -> None:
     """Take a small tensor through every path of each distinct compressor and element type."""
     seen = set()
     pairs = list(tensors)
-    dense = PlanEntry(make("none"))  # within a node
-    within = [(dense, dtype) for entry, dtype in pairs if entry.strategy == "hierarchical"]
-    for entry, dtype in [*pairs, *within]:
+    # Within a node tensors travel dense, and what is encoded are float32 sums.
+    dense = PlanEntry(make("none"))
+    for entry, dtype in [pair for pair in pairs if pair[0].strategy == "hierarchical"]:
+        pairs += [(dense, dtype), (dense, torch.float32), (entry, torch.float32)]
+    for entry, dtype in pairs:
         key = (repr(entry.compressor), entry.feedback, dtype)
         if key not in seen:
             seen.add(key)

@@ -5,11 +5,12 @@ Adding one is a file with a function `build(builder)` and a line in `STRATEGIES`
 
 from collections.abc import Callable
 
-from gradwire.sync.strategies import allgather, ring, scatter_reduce
+from gradwire.sync.strategies import allgather, hierarchical, ring, scatter_reduce
 from gradwire.sync.strategies.builder import Builder, Surroundings
 
 STRATEGIES: dict[str, Callable[[Builder], None]] = {
     "allgather": allgather.build,
+    "hierarchical": hierarchical.build,
     "ring": ring.build,
     "scatter_reduce": scatter_reduce.build,
 }

@@ -9,29 +9,31 @@ how a range is encoded, merged and decoded.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gradwire.compressors.registry import code
 from gradwire.core.events import Event, EventStream
 from gradwire.core.spec import ELEMENT_TYPES
 from gradwire.feedback.residuals import Residuals
-from gradwire.sync.codec import make_codec
+from gradwire.sync.codec import DENSE, make_codec
 from gradwire.sync.engine import Arrival
 from gradwire.sync.graph import FrameKey, Task, TaskGraph
 from gradwire.sync.item import Item, Message, Part
+from gradwire.sync.nodes import Nodes
 from gradwire.transport.base import Transport
 from gradwire.wire.frame import HEADER_BYTES, FrameKind, Header
 
 
 @dataclass
 class Surroundings:
-    """What is the same for every item of a synchroniser."""
+    """What is the same for every item of a synchroniser. Without `nodes`, every rank is a node."""
 
     transport: Transport
     residuals: Residuals
     events: EventStream
     seed: int
+    nodes: Callable[[], Nodes] | None = None
 
 
 class Builder:
@@ -51,27 +53,32 @@ class Builder:
         self._transport = around.transport
         self._events = around.events
         self._codec = make_codec(item, around.residuals, self.rank, self.world_size, around.seed)
+        self._find_nodes = around.nodes
+        self._sums: dict[int, tuple[Task, list[int]]] = {}  # by part: what makes the node's sum, and who has one
 
     @property
     def peers(self) -> list[int]:
         """The other ranks, beginning with the next one, so that not all send to one rank at once."""
         return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
 
+    @property
+    def nodes(self) -> Nodes:
+        """The ranks of each node."""
+        return tuple((rank,) for rank in range(self.world_size)) if self._find_nodes is None else self._find_nodes()
+
     # -- the five primitives ---------------------------------------------------------------------------------
 
     def start(self, part: Part, phase: str) -> Task:
-        """Encode this rank's own gradient of `part`: stage 0 of every path."""
-        return self.graph.add("encode", phase, lambda: self._codec.start(part), self._preliminary(part, True))
+        """Encode this rank's own gradient of `part`, or its node's sum: the first stage of every path."""
+        return self.graph.add("encode", phase, lambda: self._codec.start(part), self._inputs(part, True))
 
     def merge(self, part: Part, messages: Sequence[Task], stage: int, phase: str) -> Task:
-        """Decode what arrived, add this rank's own gradient, and encode the sum again."""
+        """Decode what arrived, add this rank's own gradient, or its node's sum, and encode the total again."""
 
         def run() -> Message:
             return self._codec.merge(part, [_message(task) for task in messages], stage)
 
-        return self.graph.add(
-            "merge", phase, run, [*messages, *self._preliminary(part, self._codec.encodes_own(stage))]
-        )
+        return self.graph.add("merge", phase, run, [*messages, *self._inputs(part, self._codec.encodes_own(stage))])
 
     def decode(self, part: Part, message: Task, stage: int, phase: str, after: Sequence[Task] = ()) -> Task:
         """Write the mean of `part` over the gradient, once `after` has no more use for that."""
@@ -90,13 +97,55 @@ class Builder:
 
     def send(self, message: Task, peer: int, part: Part, stage: int, phase: str) -> Task:
         """Send what `message` holds, made here or arrived, to `peer`."""
-        return self.graph.add("send", phase, lambda: self._send(peer, _message(message), part, stage), [message], peer)
+        name = self.item.entry.compressor.name
+        return self._add_send(message, peer, part, stage, phase, name)
 
     def recv(self, peer: int, part: Part, stage: int, phase: str) -> Task:
         """Wait for the frame of one range."""
         return self._recv(peer, self._codec.kind(stage), part, stage, phase)
 
+    # -- dense within a node ---------------------------------------------------------------------------------
+
+    def encode_from(self, stage: int, among: int) -> None:
+        """Encode from `stage` on only, what `among` ranks have of each range; before it ranges travel dense."""
+        self._codec.encode_from(stage, among)
+
+    def dense(self, part: Part, phase: str) -> Task:
+        """Take this rank's gradient of `part`, not compressed."""
+        return self.graph.add("encode", phase, lambda: self._codec.dense(part))
+
+    def add_up(self, part: Part, messages: Sequence[Task], members: list[int], phase: str = "merge reduce") -> Task:
+        """Add this rank's gradient to what its node's other ranks sent dense.
+
+        From then on the sum stands for this rank's gradient of `part`; `members` are the ranks that have such sums.
+        """
+        run = lambda: self._codec.add_up(part, [_message(task) for task in messages])  # noqa: E731
+        task = self.graph.add("merge", phase, run, messages)
+        self._sums[part.index] = task, members
+        return task
+
+    def spread(self, part: Part, mean: Task, decoded: Task, phase: str) -> Task:
+        """The mean of `part`, which `mean` carries and `decoded` has written, not compressed."""
+        return self.graph.add("encode", phase, lambda: self._codec.spread(part, _message(mean)), [mean, decoded])
+
+    def place(self, part: Part, message: Task, phase: str, after: Sequence[Task] = ()) -> Task:
+        """Write the mean of `part`, which arrived dense, over the gradient, once `after` has no more use for that."""
+        return self.graph.add("decode", phase, lambda: self._codec.place(part, _message(message)), [message, *after])
+
+    def send_dense(self, message: Task, peer: int, part: Part, stage: int, phase: str) -> Task:
+        """Send what `dense` or `spread` made to `peer`."""
+        return self._add_send(message, peer, part, stage, phase, DENSE.name)
+
+    def recv_dense(self, peer: int, part: Part, stage: int, phase: str) -> Task:
+        """Wait for the frame of one range, not compressed."""
+        return self._recv(peer, FrameKind.PAYLOAD, part, stage, phase)
+
     # -- the preliminary round -------------------------------------------------------------------------------
+
+    def _inputs(self, part: Part, encoded: bool) -> list[Task]:
+        """The tasks after which this rank can encode, or add, what it has of `part`."""
+        sums = [self._sums[part.index][0]] if part.index in self._sums else []
+        return [*sums, *self._preliminary(part, encoded)]
 
     def _preliminary(self, part: Part, encoded: bool) -> list[Task]:
         """For compressors that need them: the task after which the reduced statistics of `part` are there.
@@ -106,12 +155,16 @@ class Builder:
         """
         if not self.item.entry.compressor.needs_stats:
             return []
-        mine = self.graph.add("encode", "encode stats", lambda: self._codec.stats(part, encoded))
+        after, members, stage = [], list(range(self.world_size)), self._codec.first
+        if part.index in self._sums:
+            task, members = self._sums[part.index]
+            after = [task]
+        mine = self.graph.add("encode", "encode stats", lambda: self._codec.stats(part, encoded), after)
         messages = {self.rank: mine}
-        for peer in self.peers:
-            self.send(mine, peer, part, 0, "send stats")
-            messages[peer] = self._recv(peer, FrameKind.STATS, part, 0, "recv stats")
-        ordered = [messages[rank] for rank in range(self.world_size)]
+        for peer in (peer for peer in self.peers if peer in members):
+            self.send(mine, peer, part, stage, "send stats")
+            messages[peer] = self._recv(peer, FrameKind.STATS, part, stage, "recv stats")
+        ordered = [messages[rank] for rank in members]
         reduce = self.graph.add(
             "merge",
             "merge stats",
@@ -125,11 +178,17 @@ class Builder:
     def _recv(self, peer: int, kind: FrameKind, part: Part, stage: int, phase: str) -> Task:
         return self.graph.recv(phase, FrameKey(peer, kind, self.item.round, self.item.tensor, stage, part.index))
 
-    def _send(self, peer: int, message: Message, part: Part, stage: int) -> None:
+    def _add_send(self, message: Task, peer: int, part: Part, stage: int, phase: str, compressor: str) -> Task:
+        def run() -> None:
+            self._send(peer, _message(message), part, stage, compressor)
+
+        return self.graph.add("send", phase, run, [message], peer)
+
+    def _send(self, peer: int, message: Message, part: Part, stage: int, compressor: str) -> None:
         item = self.item
         header = Header(
             message.kind,
-            compressor=code(item.entry.compressor.name),
+            compressor=code(compressor),
             flags=message.flags,
             sender=self.rank,
             stage=stage,

@@ -1,0 +1,84 @@
+"""Which ranks share a node: by the launcher's environment, by names, by number."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from gradwire.core.errors import DisagreementError, OptionError
+from gradwire.sync.nodes import NodeMap, grouped, here
+from gradwire.sync.plan import Plan
+from tests.sync.harness import ranks
+
+
+@pytest.mark.parametrize(
+    ("environment", "name"),
+    [
+        ({"GROUP_RANK": "3", "RANK": "1", "LOCAL_WORLD_SIZE": "1"}, "node 3"),
+        ({"RANK": "5", "LOCAL_WORLD_SIZE": "4"}, "node 1"),
+        ({"RANK": "5"}, socket.gethostname()),
+        ({}, socket.gethostname()),
+    ],
+)
+def test_the_launcher_says_which_node_this_is(environment: dict[str, str], name: str) -> None:
+    assert here(environment) == name
+
+
+@pytest.mark.parametrize(
+    ("given", "nodes"),
+    [
+        (2, ((0, 1), (2, 3), (4,))),
+        (9, ((0, 1, 2, 3, 4),)),
+        (["b", "a", "b", "a", "b"], ((0, 2, 4), (1, 3))),
+        ([0, 0, 0, 1, 1], ((0, 1, 2), (3, 4))),
+    ],
+)
+def test_the_user_names_nodes_or_says_how_many_ranks_they_have(given: Any, nodes: Any) -> None:
+    assert NodeMap(dist.HashStore(), 0, 5, given, "t")() == nodes
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (0, "Do: pass the ranks a node has"),
+        (["a", "b"], "Do: pass one name a rank"),
+        ("aaabb", "Do: pass one name a rank"),
+    ],
+)
+def test_what_does_not_fit_the_group_is_refused_with_advice(given: Any, said: str) -> None:
+    with pytest.raises(OptionError, match=said):
+        NodeMap(dist.HashStore(), 0, 5, given, "t")
+
+
+def test_all_ranks_know_the_nodes_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    maps = []
+    for rank, node in enumerate("1001"):
+        monkeypatch.setenv("GROUP_RANK", node)
+        maps.append(NodeMap(store, rank, 4, None, "t"))
+    assert [each() for each in maps] == [((0, 3), (1, 2))] * 4
+    assert grouped(["x"]) == ((0,),)
+
+
+def test_all_on_one_node_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    found = NodeMap(dist.HashStore(), 0, 3, 4, "t")
+    with caplog.at_level(logging.WARNING, "gradwire"):
+        assert found() == found() == ((0, 1, 2),)
+    (record,) = caplog.records
+    assert "Do: pass nodes=" in record.getMessage()
+
+
+def test_ranks_that_name_other_nodes_all_learn_of_it() -> None:
+    plan = Plan({"w": "onebit"}, strategy="hierarchical")
+    with pytest.raises(DisagreementError, match="nodes"), ranks(2, plan, nodes=lambda rank: 1 + rank):
+        pass
+
+
+def test_a_group_that_says_nothing_asks_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GROUP_RANK", "0")
+    with ranks(2, Plan({"w": "onebit"}, strategy="hierarchical"), nodes=None) as group:
+        assert group.each(lambda one: one._nodes()) == [((0, 1),)] * 2
