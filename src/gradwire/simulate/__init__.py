@@ -1,7 +1,8 @@
 """The cluster simulator: the synchroniser's own task graphs in virtual time, with measured costs in place of data."""
 
+from gradwire.simulate.bulk import Bulk
 from gradwire.simulate.cluster import Cluster, Compute, Link, Straggler
 from gradwire.simulate.result import StepResult
 from gradwire.simulate.step import Gradient, gradients_of, step
 
-__all__ = ["Cluster", "Compute", "Gradient", "Link", "StepResult", "Straggler", "gradients_of", "step"]
+__all__ = ["Bulk", "Cluster", "Compute", "Gradient", "Link", "StepResult", "Straggler", "gradients_of", "step"]

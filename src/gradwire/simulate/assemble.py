@@ -73,6 +73,7 @@ class Assembled(NamedTuple):
         works: the distinct work of each item.
         work: which of its item's works each task does (N).
         part: index of the part (N).
+        nbytes: of the frame of a send or a recv (N).
         graph_item, graph_place: item and simulated rank of each graph (G).
         sent_bytes: of each simulated rank, the mean over those that it stands for.
         sent_frames: the same of frames.
@@ -86,6 +87,7 @@ class Assembled(NamedTuple):
     works: list[list[Work]]
     work: np.ndarray
     part: np.ndarray
+    nbytes: np.ndarray
     graph_item: np.ndarray
     graph_place: np.ndarray
     sent_bytes: np.ndarray
@@ -221,6 +223,7 @@ class _Layout:
         pace = np.where(inner, inside.seconds_a_byte, outer.seconds_a_byte)
         each = np.where(inner, inside.header_seconds, outer.header_seconds)
         each += sends * np.where(inner, inside.message_seconds, outer.message_seconds)
+        add("nbytes", costs[:, 2])
         add("wire_seconds", costs[:, 2] * pace + costs[:, 5] * each)
         add("wire_occupancy", costs[:, 3] * pace + costs[:, 4] * each)
         add("latency", np.where(inner, inside.latency_seconds, outer.latency_seconds))
@@ -272,7 +275,7 @@ class _Layout:
         num_channels = 2 * (len(self._fold.ranks) // self._cluster.ranks_per_node + len(self._fold.ranks))
         return Assembled(
             tasks, 2 * len(self._fold.ranks), num_channels, self._num_groups, self._works, joined["work"],
-            joined["part"], graph_item, graph_place, self._sent_bytes, self._sent_frames,
+            joined["part"], joined["nbytes"], graph_item, graph_place, self._sent_bytes, self._sent_frames,
             float(self._sent_frames @ stands_for),
         )  # fmt: skip
 

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from gradwire.simulate.bulk import Coordination, unbatched
 from gradwire.simulate.loop import RECV, run
 
 
@@ -107,7 +108,14 @@ class _State(NamedTuple):
     order: np.ndarray
 
 
-def simulate(tasks: Tasks, num_processors: int, num_channels: int, num_groups: int, cores: int | None = None) -> Trail:
+def simulate(
+    tasks: Tasks,
+    num_processors: int,
+    num_channels: int,
+    num_groups: int,
+    cores: int | None = None,
+    coordination: Coordination | None = None,
+) -> Trail:
     """Run all graphs to their end.
 
     Args:
@@ -116,6 +124,7 @@ def simulate(tasks: Tasks, num_processors: int, num_channels: int, num_groups: i
         num_channels: channels of the network, each direction of each link counting for itself.
         num_groups: groups of messages.
         cores: how many tasks may run at once on all of them; None for one on each.
+        coordination: who batches messages; None for nobody. It changes, and so do the tasks it batches.
     """
     n = tasks.kind.size
     in_heap = np.bincount(tasks.processor, minlength=num_processors)
@@ -146,6 +155,6 @@ def simulate(tasks: Tasks, num_processors: int, num_channels: int, num_groups: i
         processor_busy=np.zeros(num_processors),
         channel_busy=np.zeros(num_channels),
     )
-    run(tasks, state, trail)
+    run(tasks, state, trail, unbatched() if coordination is None else coordination)
     assert trail.ended.min(initial=0.0) >= 0, f"{int((trail.ended < 0).sum())} of {n} tasks never ended"
     return trail

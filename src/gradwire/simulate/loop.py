@@ -11,13 +11,15 @@ from typing import Any
 from gradwire.kernels.cpu.compile import kernel
 
 COMPUTE, SEND, RECV, HAND = range(4)
+UNBATCHED, ALONE, COORDINATED = range(3)
 _START, _FREE, _DONE, _DONE_AND_FREE, _FIRST_BYTE, _ARRIVED, _REPORT, _KNOWN, _DECIDE, _GRANT = range(10)
 _NUM_CODES = 16
 _ORDER_BITS = 40
+_MOMENT = 1e-12  # as good as now
 
 
 @kernel
-def run(tasks: Any, state: Any, trail: Any) -> None:
+def run(tasks: Any, state: Any, trail: Any, bulk: Any) -> None:
     events = [(0.0, 0, 0)]  # time, order, what
     heappop(events)
     for graph in range(tasks.graph_ready.size):
@@ -32,10 +34,18 @@ def run(tasks: Any, state: Any, trail: Any) -> None:
         elif code == _ARRIVED:
             trail.wire_ended[index] = now
             _release(tasks, state, trail, now, index, state.sender[index])
+        elif code == _REPORT:
+            _report(tasks, state, trail, bulk, events, now, index)
+        elif code == _KNOWN:
+            _learn(state, bulk, events, now, index)
+        elif code == _DECIDE:
+            _decide(tasks, state, trail, bulk, events, now, index)
+        elif code == _GRANT:
+            _send_batch(tasks, state, trail, bulk, events, now, index)
         else:
             if code != _FREE:
                 if tasks.kind[index] == SEND:
-                    _transmit(tasks, state, trail, events, now, index)
+                    _offer(tasks, state, trail, bulk, events, now, index)
                 _end(tasks, state, trail, now, index)
             if code != _DONE:
                 _free(state, tasks.processor[index])
@@ -202,3 +212,163 @@ def _transmit(tasks: Any, state: Any, trail: Any, events: Any, now: float, task:
 def _enter(tasks: Any, state: Any, trail: Any, events: Any, now: float, task: int) -> None:
     begin = _occupy(tasks, state, trail, now, task)
     _schedule(events, state, max(begin + tasks.wire_seconds[task], state.last_byte[task]), _ARRIVED, task)
+
+
+# -- batches of messages: `gradwire.simulate.bulk` --------------------------------------------------------------
+
+
+@kernel
+def _offer(tasks: Any, state: Any, trail: Any, bulk: Any, events: Any, now: float, task: int) -> None:
+    """A message is ready: it is sent, or waits for its batch."""
+    rules, queues = bulk.rules, bulk.queues
+    source = bulk.messages.source[task] if rules.mode != UNBATCHED else 0
+    if rules.mode == UNBATCHED:
+        _transmit(tasks, state, trail, events, now, task)
+    elif rules.mode == ALONE:
+        _learn(state, bulk, events, now, task)
+        _schedule(events, state, now, _DECIDE, source * rules.num_ranks + source)
+    else:
+        if queues.report_size[source] == 0:
+            queues.report_first[source] = task
+            _schedule(events, state, now + rules.report_after, _REPORT, source)
+        else:
+            bulk.messages.next_of[queues.report_last[source]] = task
+        queues.report_last[source] = task
+        queues.report_size[source] += 1
+
+
+@kernel
+def _report(tasks: Any, state: Any, trail: Any, bulk: Any, events: Any, now: float, rank: int) -> None:
+    """A rank tells the coordinator what it has."""
+    queues, rules = bulk.queues, bulk.rules
+    arrived = _control(state, trail, bulk, now, rank, 0, queues.report_size[rank])
+    known = max(arrived, queues.free_at[0]) + rules.deciding
+    queues.free_at[0] = known
+    task = queues.report_first[rank]
+    queues.report_size[rank] = 0
+    while task >= 0:
+        following = bulk.messages.next_of[task]
+        bulk.messages.next_of[task] = -1
+        _schedule(events, state, known, _KNOWN, task)
+        task = following
+    _schedule(events, state, known, _DECIDE, rank * rules.num_ranks + rank)
+
+
+@kernel
+def _control(state: Any, trail: Any, bulk: Any, now: float, sender: int, receiver: int, entries: int) -> Any:
+    """When a control message arrives. It passes beside the queues of other connections, and takes its share of both."""
+    if sender == receiver:
+        return now
+    queues, longest = bulk.queues, 0.0
+    queues.counts[0] += 1
+    for rank, channel in ((sender, 2 * sender), (receiver, 2 * receiver + 1)):
+        seconds = queues.control_seconds[rank] + entries * queues.entry_seconds[rank]
+        state.channel_free[channel] = max(state.channel_free[channel], now) + seconds
+        trail.channel_busy[channel] += seconds
+        longest = max(longest, seconds)
+    return now + longest + bulk.rules.latency
+
+
+@kernel
+def _learn(state: Any, bulk: Any, events: Any, now: float, task: int) -> None:
+    """A message comes into the queue of its link."""
+    messages, queues, rules = bulk.messages, bulk.queues, bulk.rules
+    source = messages.source[task]
+    link = source * rules.num_ranks + messages.destination[task]
+    state.order[0] += 1
+    messages.known_at[task], messages.turn[task] = now, state.order[0]
+    if queues.first[link] < 0:
+        queues.first[link] = task
+    else:
+        messages.next_of[queues.last[link]] = task
+    queues.last[link] = task
+    queues.queued[link] += messages.nbytes[task]
+    if rules.timeout > 0.0:
+        _schedule(events, state, now + rules.timeout, _DECIDE, link)
+
+
+@kernel
+def _is_due(bulk: Any, now: float, link: int) -> Any:
+    """Whether a link has a batch to send, and both ends are about to be idle."""
+    rules, queues, soon = bulk.rules, bulk.queues, now + bulk.rules.lead + _MOMENT
+    if queues.first[link] < 0 or queues.egress_until[link // rules.num_ranks] > soon:
+        return False
+    if rules.mode == COORDINATED and queues.ingress_until[link % rules.num_ranks] > soon:
+        return False
+    waited = now - bulk.messages.known_at[queues.first[link]]
+    return queues.queued[link] >= rules.threshold or waited + _MOMENT >= rules.timeout
+
+
+@kernel
+def _decide(tasks: Any, state: Any, trail: Any, bulk: Any, events: Any, now: float, link: int) -> None:
+    """Give a sender its next batch, and a receiver its next: the one that has waited longest, of those that are due."""
+    ranks = bulk.rules.num_ranks
+    source, destination = link // ranks, link % ranks
+    for row in range(1 if source == destination else 2):
+        best = -1
+        for step in range(1, ranks):
+            at = (
+                source * ranks + (source + step) % ranks
+                if row == 0
+                else (destination + step) % ranks * ranks + destination
+            )
+            if _is_due(bulk, now, at) and (best < 0 or _turn(bulk, at) < _turn(bulk, best)):
+                best = at
+        if best >= 0:
+            _grant(tasks, state, trail, bulk, events, now, best)
+
+
+@kernel
+def _turn(bulk: Any, link: int) -> Any:
+    return bulk.messages.turn[bulk.queues.first[link]]
+
+
+@kernel
+def _grant(tasks: Any, state: Any, trail: Any, bulk: Any, events: Any, now: float, link: int) -> None:
+    """Take a batch from a queue, and let its sender know."""
+    messages, queues, rules = bulk.messages, bulk.queues, bulk.rules
+    source, destination = link // rules.num_ranks, link % rules.num_ranks
+    first = task = queues.first[link]
+    nbytes, seconds, size = 0.0, 0.0, 0
+    while task >= 0 and (size == 0 or nbytes + messages.nbytes[task] <= rules.threshold):
+        recv = tasks.deliveries[tasks.deliveries_at[task]]
+        if size > 0:
+            _join(tasks, bulk, task, recv)
+        nbytes += messages.nbytes[task]
+        seconds += max(tasks.wire_seconds[task], tasks.wire_seconds[recv])
+        last, task, size = task, messages.next_of[task], size + 1
+    messages.next_of[last] = -1
+    queues.first[link] = task
+    queues.queued[link] -= nbytes
+    queues.counts[1] += 1
+    at = now
+    if rules.mode == COORDINATED:
+        decided = max(now, queues.free_at[0]) + 2 * rules.deciding
+        queues.free_at[0] = decided
+        at = _control(state, trail, bulk, decided, 0, source, size)
+        _control(state, trail, bulk, decided, 0, destination, size)
+    until = max(at, queues.egress_until[source], queues.ingress_until[destination]) + seconds
+    queues.egress_until[source] = until
+    if rules.mode == COORDINATED:
+        queues.ingress_until[destination] = until
+    _schedule(events, state, at, _GRANT, first)
+    _schedule(events, state, max(now, until - rules.lead), _DECIDE, link)
+
+
+@kernel
+def _join(tasks: Any, bulk: Any, send: int, recv: int) -> None:
+    """A message that follows another in its batch takes no frame's time."""
+    for task in (send, recv):
+        tasks.wire_seconds[task] -= bulk.messages.saved_wire[task]
+        tasks.wire_occupancy[task] -= bulk.messages.saved_wire[task]
+    tasks.seconds[recv] -= bulk.rules.saved_seconds
+    tasks.occupancy[recv] -= bulk.rules.saved_seconds
+
+
+@kernel
+def _send_batch(tasks: Any, state: Any, trail: Any, bulk: Any, events: Any, now: float, task: int) -> None:
+    while task >= 0:
+        following = bulk.messages.next_of[task]
+        bulk.messages.next_of[task] = -1
+        _transmit(tasks, state, trail, events, now, task)
+        task = following

@@ -12,7 +12,8 @@ import torch
 from gradwire.compressors.base import Compressor
 from gradwire.core.errors import OptionError
 from gradwire.core.spec import TensorSpec
-from gradwire.simulate.assemble import SimulatedItem, assemble
+from gradwire.simulate.assemble import Assembled, SimulatedItem, assemble
+from gradwire.simulate.bulk import Bulk, Coordination, coordination
 from gradwire.simulate.cluster import Cluster, Compute
 from gradwire.simulate.events import simulate
 from gradwire.simulate.fold import folded, unfolded
@@ -70,6 +71,7 @@ def step(
     strategy: str | None = None,
     partitions: int = 1,
     fold: bool | None = None,
+    bulk: Bulk | None = None,
     trace: bool = False,
 ) -> StepResult:
     """Simulate one step.
@@ -84,25 +86,38 @@ def step(
         partitions: for all, where `plan` is a method.
         fold: whether one rank stands for all that are like it; None folds above `MAX_FULL_RANKS` ranks. See
             `gradwire.simulate.fold` for what that assumes.
+        bulk: how messages are batched; None for each as it is ready. Needs all ranks, each with a link of its own.
         trace: whether the result can write a trace.
 
     Raises:
         OptionError: the plan does not cover a tensor, gradients are not in order, costs of a method are missing, or
-            the cluster cannot be folded.
+            the cluster cannot be folded, or not be coordinated.
     """
     compute = compute or Compute(backward_seconds=max((grad.ready_seconds for grad in gradients), default=0.0))
     _check_order(gradients, compute)
     chosen = Plan(plan, strategy=strategy, partitions=partitions) if isinstance(plan, (str, Compressor)) else plan
     items = _items(gradients, chosen, cluster, costs, compute) if cluster.ranks > 1 else []
     wants_fold = cluster.ranks > MAX_FULL_RANKS and cluster.cores is None if fold is None else fold
-    fold_ = folded(cluster) if wants_fold else unfolded(cluster)
+    fold_ = folded(cluster) if wants_fold and bulk is None else unfolded(cluster)
     if not items:
         return alone(cluster, fold_, compute)
     assembled = assemble(items, cluster, fold_)
     trail = simulate(
-        assembled.tasks, assembled.num_processors, assembled.num_channels, assembled.num_groups, cluster.cores
+        *(assembled.tasks, assembled.num_processors, assembled.num_channels, assembled.num_groups, cluster.cores),
+        None if bulk is None else _coordination(bulk, assembled, cluster, costs),
     )
     return Reading(items, cluster, fold_, compute, assembled, trail).result(trace)
+
+
+def _coordination(bulk: Bulk, assembled: Assembled, cluster: Cluster, costs: Costs) -> Coordination:
+    per_byte = costs.frame(1 << 20) - costs.frame(0)
+    if cluster.ranks_per_node > 1 or per_byte > 0.01 * costs.frame(0):
+        raise OptionError(
+            f"Expected a link a rank and frames that cost the processor the same whatever their size, got "
+            f"{cluster.ranks_per_node} ranks a node and {per_byte:g} s for 1 MiB. Do: pass ranks_per_node=1, and "
+            "costs whose frame is Line(seconds, 0)."
+        )
+    return coordination(bulk, assembled, cluster, costs.frame(0))
 
 
 def _check_order(gradients: Sequence[Gradient], compute: Compute) -> None:

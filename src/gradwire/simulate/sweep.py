@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gradwire.simulate.bulk import Bulk
 from gradwire.simulate.cluster import Cluster, Compute, Link, Straggler
 from gradwire.simulate.models import Model
 from gradwire.simulate.result import StepResult
@@ -51,7 +52,7 @@ class Scenario:
         link: of each rank or node; its rate is what the sweep sets.
         ranks_per_node, inner, stragglers, cores: as in `Cluster`.
         partitions: as in `Plan`.
-        fold: as in `step`.
+        fold, bulk: as in `step`.
     """
 
     model: Model
@@ -64,6 +65,7 @@ class Scenario:
     cores: int | None = None
     partitions: int = 1
     fold: bool | None = None
+    bulk: Bulk | None = None
 
     def cluster(self, ranks: int, rate_bits: float | None) -> Cluster:
         """The machines of one row."""
@@ -74,8 +76,8 @@ class Scenario:
         """One step."""
         plan = Plan(compressor_of(method.spec), strategy=method.strategy, partitions=self.partitions)
         gradients = gradients_of(self.model, self.compute.backward_seconds)
-        cluster = self.cluster(ranks, rate_bits)
-        return step(gradients, plan, cluster, self.costs, self.compute, fold=self.fold, trace=trace)
+        how: dict[str, Any] = {"fold": self.fold, "bulk": self.bulk, "trace": trace}
+        return step(gradients, plan, self.cluster(ranks, rate_bits), self.costs, self.compute, **how)
 
 
 @dataclass(frozen=True)
