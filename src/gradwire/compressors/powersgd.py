@@ -255,7 +255,8 @@ class PowerSGD(ArrayCompressor):
             drawn = words.reshape(rows.shape) / 2.0**31 - 1
             rows = np.where(lengths[:, None] > 0, rows, drawn)
             lengths = np.sqrt((rows * rows).sum(1))
-        return (rows / lengths[:, None]).astype(np.float32)
+        unit: np.ndarray = (rows / lengths[:, None]).astype(np.float32)
+        return unit
 
     def _basis(self, stats: Sequence[np.ndarray], spec: TensorSpec) -> np.ndarray:
         """P̂ᵀ from the reduced P: float32[r, A]."""
