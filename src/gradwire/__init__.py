@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from gradwire.integrations.ddp import Handle as Handle
     from gradwire.integrations.ddp import attach as attach
     from gradwire.sync.plan import Plan as Plan
-    from gradwire.sync.synchronizer import Shard as Shard
+    from gradwire.sync.planner.table import PlanTable as PlanTable
     from gradwire.sync.resize import resize_state as resize_state
+    from gradwire.sync.synchronizer import Shard as Shard
     from gradwire.sync.synchronizer import Synchronizer as Synchronizer
 
 _HOMES = {
@@ -31,6 +32,7 @@ _HOMES = {
     "Context": "gradwire.core.context",
     "Handle": "gradwire.integrations.ddp",
     "Plan": "gradwire.sync.plan",
+    "PlanTable": "gradwire.sync.planner.table",
     "Shard": "gradwire.sync.synchronizer",
     "Synchronizer": "gradwire.sync.synchronizer",
     "TensorSpec": "gradwire.core.spec",

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gradwire.bench.environment import environment
 from gradwire.bench.results import MethodResult, StepTime, TrainingResult
 from gradwire.bench.statistics import Spread
 
@@ -40,10 +41,18 @@ def write_kernels_csv(rows: Sequence[Row], environment: dict[str, str], path: Pa
     _write(figures, path)
 
 
-def _write(figures: Iterable[dict[str, Any]], path: Path) -> None:
+def write_figures(
+    benchmark: str, figures: Iterable[dict[str, Any]], path: Path, more_columns: Sequence[str] = ()
+) -> None:
+    """Write figures of a benchmark that has columns of its own, with where they come from."""
+    where = _where(benchmark, environment())
+    _write(({**where, **figure} for figure in figures), path, (*COLUMNS, *more_columns))
+
+
+def _write(figures: Iterable[dict[str, Any]], path: Path, columns: Sequence[str] = COLUMNS) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows(figures)
 

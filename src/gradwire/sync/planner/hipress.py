@@ -13,7 +13,7 @@ long as the busier of link and codec.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -79,12 +79,22 @@ def compressed_seconds(hardware: Hardware, topology: Topology, m: float, K: int,
     return wire + coding + (batches - 1) * max(wire, coding)
 
 
-def choose(hardware: Hardware, topology: Topology, m: float, N: int, max_batches: int = 4) -> Choice:
-    """Whether to compress, and the best number of partitions; the least number where several are equal."""
+def choose(
+    hardware: Hardware, topology: Topology, m: float, N: int, max_batches: int = 4, slack: float = 0.0
+) -> Choice:
+    """Whether to compress, and the least number of partitions that is within `slack` of the best."""
     counts = range(1, max_batches * N + 1)
-    dense, dense_k = min((original_seconds(hardware, topology, m, K, N), K) for K in counts)
-    best, best_k = min((compressed_seconds(hardware, topology, m, K, N), K) for K in counts)
-    return Choice(True, best_k, best, dense) if best < dense else Choice(False, dense_k, dense, dense)
+    dense = [(original_seconds(hardware, topology, m, K, N), K) for K in counts]
+    compressed = [(compressed_seconds(hardware, topology, m, K, N), K) for K in counts]
+    compress = min(compressed)[0] < min(dense)[0]
+    seconds, partitions = fewest(compressed if compress else dense, slack)
+    return Choice(compress, partitions, seconds, min(dense)[0])
+
+
+def fewest(found: Sequence[tuple[float, int]], slack: float) -> tuple[float, int]:
+    """Of (seconds, partitions), partitions rising, the first that is within `slack` of the best."""
+    limit = min(found)[0] * (1 + slack)
+    return next(pair for pair in found if pair[0] <= limit)
 
 
 def _batches(K: int, N: int) -> tuple[int, int]:
