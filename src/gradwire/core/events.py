@@ -28,7 +28,7 @@ class Event:
         duration: seconds; 0 for an instant.
         tensor: name of the tensor or group of tensors.
         round: synchronisation round.
-        nbytes: bytes concerned: for send and recv the whole frame.
+        nbytes: bytes concerned: for send and recv the whole frame, for encode and merge the body of one.
         peer: the other rank, or None.
         detail: anything else worth keeping.
     """

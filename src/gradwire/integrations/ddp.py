@@ -23,6 +23,7 @@ from gradwire.core.errors import AttachError, SyncError
 from gradwire.core.spec import TensorSpec
 from gradwire.integrations import torch_private
 from gradwire.observe.metrics import Report
+from gradwire.observe.trace import Trace
 from gradwire.sync.plan import Method, Plan
 from gradwire.sync.synchronizer import DEFAULT_TIMEOUT, Shard, Synchronizer
 
@@ -124,6 +125,14 @@ class Handle:
     def report(self) -> Report:
         """Bytes, ratios, times and residual norms, by tensor and in all, on this rank. Prints as a table."""
         return self.synchronizer.report()
+
+    def trace(self, path: str | Path) -> Trace:
+        """Write what synchronisation does from now on as Chrome trace JSON, for ui.perfetto.dev; one file a rank.
+
+        ``with handle.trace("trace.json"):`` around some steps writes ``trace.rank0.json`` and so on; or call `close`
+        of what is returned.
+        """
+        return self.synchronizer.trace(path)
 
     def state_dict(self) -> dict[str, Any]:
         """Residuals by parameter name, step and seed: a plain dict of tensors and numbers. One file a rank.

@@ -27,6 +27,7 @@ import numpy as np
 from gradwire.core.errors import FrameError, PeerLostError, PeerTimeoutError, SyncError
 from gradwire.core.events import Event, EventStream
 from gradwire.sync.graph import FrameKey, Task, TaskGraph
+from gradwire.sync.item import Message
 from gradwire.transport.base import Callbacks, Transport
 from gradwire.wire.frame import HEADER_BYTES, Header
 
@@ -295,6 +296,7 @@ class Engine:
                     time.monotonic() - start,
                     graph.name,
                     graph.round,
+                    task.value.body.nbytes if isinstance(task.value, Message) else 0,
                     detail={"phase": task.phase},
                 )
             )

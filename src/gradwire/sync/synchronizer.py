@@ -30,6 +30,7 @@ from gradwire.core.spec import TensorSpec
 from gradwire.feedback.residuals import Residuals
 from gradwire.observe.metrics import Metrics, Report
 from gradwire.observe.recorder import write_dump
+from gradwire.observe.trace import Trace
 from gradwire.sync import exchange, replica
 from gradwire.sync.agreement import agree
 from gradwire.sync.costs import LinkCosts
@@ -117,6 +118,7 @@ class Synchronizer:
         self._info = GroupInfo.of(group)
         self.rank, self.world_size = self._info.rank, self._info.world_size
         self._metrics = Metrics(self.events)
+        self._traces: list[Trace] = []
         self._rounds = itertools.count()
         self._topics = itertools.count()
         self._dump_dir = None if dump_dir is None else Path(dump_dir)
@@ -439,6 +441,19 @@ class Synchronizer:
         norms = {name: math.hypot(*by_role.values()) for name, by_role in self.residuals.norms().items()}
         return self._metrics.report(self.rank, self.world_size, self.step, norms)
 
+    def trace(self, path: str | Path) -> Trace:
+        """Write everything that happens from now on to a file, as Chrome trace JSON; one file a rank.
+
+        Args:
+            path: the file; the rank goes before its suffix, or where it says ``{rank}``. An older one is overwritten.
+
+        Returns:
+            The trace: ``close()`` ends it, as the end of a `with` block or of the synchroniser does.
+        """
+        trace = Trace(self.events, path, self.rank, self.world_size)
+        self._traces.append(trace)
+        return trace
+
     def state_dict(self) -> dict[str, Any]:
         """Everything that a resumed job needs to go on bit for bit: plain dict of tensors and numbers.
 
@@ -492,6 +507,8 @@ class Synchronizer:
         if self._engine is not None:
             self._engine.close()
         self._metrics.close()
+        for trace in self._traces:
+            trace.close()
 
     def _write_dump(self, error: SyncError, state: dict[str, Any]) -> None:
         path = write_dump(

@@ -200,9 +200,10 @@ class Builder:
             offset=item.offset + part.offset,
             count=part.count,
         )
+        start = time.monotonic()
         self._transport.send(peer, header, message.body)
         nbytes = HEADER_BYTES + message.body.nbytes
-        self._events.emit(Event("send", time.monotonic(), 0.0, item.name, item.round, nbytes, peer))
+        self._events.emit(Event("send", start, time.monotonic() - start, item.name, item.round, nbytes, peer))
 
 
 def _message(task: Task) -> Message:

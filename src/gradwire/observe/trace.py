@@ -1,0 +1,150 @@
+"""Traces: what every rank did when, as Chrome trace JSON, for ui.perfetto.dev and chrome://tracing.
+
+One file a rank; several load together, since times are of the clock on the wall. A process is a rank. Its rows:
+
+- ``codec``: every encode, merge and decode; sums of preliminary rounds are merges, too.
+- ``send``: handing frames to the transport.
+- ``recv from rank P``: what arrived from there, each frame from the arrival before it, or from when it was first
+  waited for, if that was later; on a busy link that is its time on the way.
+- ``tensor NAME``: from submission to the mean.
+
+Guarantees: events of a row never overlap; memory does not grow with the trace, which goes to the file as it comes; a
+file that was not closed, because its process was killed, loads all the same up to its last lines. Does not say when
+bytes left the host.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from gradwire.core.events import Event, EventStream
+
+_BUFFER_BYTES = 1 << 16
+_CODEC = ("encode", "merge", "decode")
+
+
+class Trace:
+    """Writes the events of a stream to a file, from its making until `close`. A context manager.
+
+    Args:
+        events: what is listened to.
+        path: the file; ``{rank}`` in it stands for the rank, which otherwise goes before the suffix.
+        rank: whose events.
+        world_size: ranks of the group.
+
+    Attributes:
+        path: this rank's file.
+    """
+
+    def __init__(self, events: EventStream, path: str | Path, rank: int, world_size: int) -> None:
+        self.path = path_of(path, rank)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._rank = rank
+        self._offset = time.time() - time.monotonic()
+        self._lock = threading.Lock()
+        self._ends: dict[str, int] = {}  # by row, when its latest event ended
+        self._rows: dict[str, int] = {}
+        self._file = self.path.open("w", buffering=_BUFFER_BYTES)
+        self._file.write("[\n")
+        self._about("process_name", name=f"rank {rank} of {world_size}", comma=False)
+        self._about("process_sort_index", sort_index=rank)
+        self._stop = events.listen(self._on_event)
+
+    def close(self) -> None:
+        """End the trace and complete its file. Idempotent."""
+        self._stop()
+        with self._lock:
+            if not self._file.closed:
+                self._file.write("\n]\n")
+                self._file.close()
+
+    def __enter__(self) -> Trace:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- events ----------------------------------------------------------------------------------------------
+
+    def _on_event(self, event: Event) -> None:
+        with self._lock:
+            if self._file.closed:
+                return
+            if event.kind in _CODEC:
+                self._complete(event, "codec", event.detail.get("phase", event.kind))
+            elif event.kind == "send":
+                self._complete(event, "send", f"send to rank {event.peer}")
+            elif event.kind == "recv":
+                self._complete(event, f"recv from rank {event.peer}", event.detail.get("phase", event.kind))
+            elif event.kind == "done":
+                self._complete(event, self._free_row(f"tensor {event.tensor}", event), event.tensor)
+            else:
+                self._instant(event)
+
+    def _complete(self, event: Event, row: str, name: str) -> None:
+        start, end = self._micros(event.start), self._micros(event.start + event.duration)
+        start = max(start, self._ends.get(row, start))
+        end = self._ends[row] = max(start, end)
+        self._write(event, {"ph": "X", "name": name, "ts": start, "dur": end - start, "tid": self._row(row)})
+
+    def _instant(self, event: Event) -> None:
+        row = f"tensor {event.tensor}" if event.tensor else "step"
+        self._write(
+            event, {"ph": "i", "s": "t", "name": event.kind, "ts": self._micros(event.start), "tid": self._row(row)}
+        )
+        if event.kind == "failure":
+            self._file.flush()
+
+    def _free_row(self, row: str, event: Event) -> str:
+        """Another row where a tensor is on its way twice at once."""
+        found, number, start = row, 1, self._micros(event.start)
+        while self._ends.get(found, start) > start:
+            number += 1
+            found = f"{row} ({number})"
+        return found
+
+    # -- the file --------------------------------------------------------------------------------------------
+
+    def _micros(self, seconds: float) -> int:
+        return round((seconds + self._offset) * 1e6)
+
+    def _row(self, row: str) -> int:
+        if row not in self._rows:
+            self._rows[row] = number = len(self._rows)
+            self._about("thread_name", tid=number, name=row)
+            self._about("thread_sort_index", tid=number, sort_index=_place(row))
+        return self._rows[row]
+
+    def _about(self, what: str, *, tid: int = 0, comma: bool = True, **args: Any) -> None:
+        self._line({"ph": "M", "name": what, "pid": self._rank, "tid": tid, "args": args}, comma)
+
+    def _write(self, event: Event, fields: dict[str, Any]) -> None:
+        args = {"tensor": event.tensor, "round": event.round, "bytes": event.nbytes, "peer": event.peer, **event.detail}
+        if event.kind == "recv":
+            args["waited_us"] = round(event.duration * 1e6)
+        known = {key: value for key, value in args.items() if value not in (None, "", -1)}
+        self._line({**fields, "cat": event.kind, "pid": self._rank, "args": known}, True)
+
+    def _line(self, fields: dict[str, Any], comma: bool) -> None:
+        self._file.write((",\n" if comma else "") + json.dumps(fields, default=str))
+
+
+def path_of(path: str | Path, rank: int) -> Path:
+    """The file of one rank."""
+    path = Path(path)
+    if "{rank}" in str(path):
+        return Path(str(path).replace("{rank}", str(rank)))
+    return path.with_name(f"{path.stem}.rank{rank}{path.suffix or '.json'}")
+
+
+def _place(row: str) -> int:
+    """Where a row stands: codec and link above tensors."""
+    kinds = ("step", "codec", "send", "recv", "tensor")
+    return kinds.index(row.split(" ", 1)[0])
