@@ -97,16 +97,36 @@ class TaskGraph:
         self.remaining += 1
         return task
 
-    def describe(self) -> str:
-        """One line a task: number, primitive, phase, peer and the numbers it comes after."""
-        number = {id(task): index for index, task in enumerate(self.tasks)}
-        after: dict[int, list[int]] = {}
+    def predecessors(self) -> dict[Task, list[Task]]:
+        """What each task comes after."""
+        after: dict[Task, list[Task]] = {task: [] for task in self.tasks}
         for task in self.tasks:
             for successor in task.successors:
-                after.setdefault(number[id(successor)], []).append(number[id(task)])
+                after[successor].append(task)
+        return after
+
+    def by_part(self) -> list[tuple[int, list[Task]]]:
+        """Partition numbers and tasks of the ranges; tasks of one range hang together, those of two never do."""
+        after, seen, parts = self.predecessors(), set[Task](), []
+        for first in self.tasks:
+            found, edge = [], [first]
+            while edge:
+                task = edge.pop()
+                if task not in seen:
+                    seen.add(task)
+                    found.append(task)
+                    edge += [*task.successors, *after[task]]
+            if found:
+                index = next((task.key.partition for task in found if task.key is not None), 0)
+                parts.append((index, sorted(found, key=self.tasks.index)))
+        return sorted(parts, key=lambda part: part[0])
+
+    def describe(self) -> str:
+        """One line a task: number, primitive, phase, peer and the numbers it comes after."""
+        after, number = self.predecessors(), {task: index for index, task in enumerate(self.tasks)}
         lines = [f"{self.name} (round {self.round})"]
-        for index, task in enumerate(self.tasks):
+        for task in self.tasks:
             peer = "" if task.peer is None else f" rank {task.peer}"
-            behind = f"  after {', '.join(map(str, after[index]))}" if index in after else ""
-            lines.append(f"  {index:3} {task.kind:6} {task.phase}{peer}{behind}")
+            behind = f"  after {', '.join(str(number[each]) for each in after[task])}" if after[task] else ""
+            lines.append(f"  {number[task]:3} {task.kind:6} {task.phase}{peer}{behind}")
         return "\n".join(lines)

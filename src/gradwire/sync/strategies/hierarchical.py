@@ -65,14 +65,15 @@ def _own(builder: Builder, part: Part, home: tuple[int, ...], owners: list[int],
     if rank == merger:
         others = [peer for peer in owners if peer != rank]
         theirs = [builder.recv(peer, part, SCATTER, "recv scatter") for peer in others]
-        mine = mean = builder.merge(part, theirs, GATHER, "merge scatter")
+        mean = builder.merge(part, theirs, GATHER, "merge scatter")
         for peer in others:
             builder.send(mean, peer, part, GATHER, "send gather")
+        decoded = builder.decode(part, mean, GATHER, "decode gather")
     else:
         mine = builder.start(part, "encode scatter")
         builder.send(mine, merger, part, SCATTER, "send scatter")
         mean = builder.recv(merger, part, GATHER, "recv gather")
-    decoded = builder.decode(part, mean, GATHER, "decode gather", after=[mine])
+        decoded = builder.decode(part, mean, GATHER, "decode gather", after=[mine])
     if local:
         spread = builder.spread(part, mean, decoded, "encode spread")
         for peer in local:

@@ -1,0 +1,49 @@
+"""`gradwire graph`: the task graph of a strategy."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+Strategy = Annotated[str, typer.Argument(metavar="STRATEGY", help="allgather, hierarchical, ring or scatter_reduce.")]
+Ranks = Annotated[int, typer.Option("--ranks", help="Ranks of the group.")]
+Rank = Annotated[int, typer.Option("--rank", help="Whose graph.")]
+Partitions = Annotated[int, typer.Option("--partitions", help="Ranges that a rank's share is cut into.")]
+Name = Annotated[str, typer.Option("--compressor", help="As in `gradwire compressors`; summable ones differ.")]
+PerNode = Annotated[int, typer.Option("--ranks-per-node", help="For hierarchical.")]
+Elements = Annotated[int, typer.Option("--elements", help="Of the tensor; 0: enough for every range.")]
+Dot = Annotated[bool, typer.Option("--dot", help="Print it for Graphviz.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command to the command line."""
+    app.command("graph")(graph)
+
+
+def graph(
+    strategy: Strategy,
+    ranks: Ranks = 4,
+    rank: Rank = 0,
+    partitions: Partitions = 1,
+    compressor: Name = "onebit",
+    ranks_per_node: PerNode = 2,
+    elements: Elements = 0,
+    dot: Dot = False,
+) -> None:
+    """Print what one rank does for one tensor under a strategy: primitives, peers and the order between them."""
+    from gradwire.compressors import make
+    from gradwire.sync import drawing
+    from gradwire.sync.plan import PlanEntry
+
+    entry = PlanEntry(make(compressor), strategy, partitions)
+    found = drawing.graph_of(entry, ranks, rank, ranks_per_node, elements)
+    if dot:
+        typer.echo(drawing.dot(found))
+        return
+    where = f" on nodes of {ranks_per_node}" if strategy == "hierarchical" else ""
+    many = f"{partitions} partition{'s' * (partitions > 1)}"
+    title = (
+        f"{found.name}, {entry.compressor!r}, {ranks} ranks{where}, {many}: rank {rank} runs {len(found.tasks)} tasks"
+    )
+    typer.echo(f"{title}\n{drawing.table(found)}")
