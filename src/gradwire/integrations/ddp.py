@@ -8,6 +8,7 @@ no way back), and after `detach` it does exactly what DDP does without a hook; a
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,10 +26,10 @@ from gradwire.core.errors import AttachError, SyncError
 from gradwire.core.spec import TensorSpec
 from gradwire.integrations import torch_private
 from gradwire.observe.metrics import Report
-from gradwire.observe.trace import Trace
 from gradwire.sync.plan import Method, Plan
 from gradwire.sync.synchronizer import DEFAULT_TIMEOUT, Shard, Synchronizer
 
+logger = logging.getLogger("gradwire")
 _ADVICE = "This DDP module cannot go on: build it anew, or end the job and resume from a checkpoint."
 _SLOT = "_gradwire_slot"  # attribute of a DDP module that holds its trampoline
 
@@ -36,6 +39,8 @@ def attach(
     method: Method | Mapping[str, Method] | Plan = "threelc",
     *,
     optimizer: torch.optim.Optimizer | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+    register: bool = True,
     strategy: str | None = None,
     partitions: int = 1,
     min_elements: int = 16_384,
@@ -45,19 +50,22 @@ def attach(
     seed: int = 0,
     check_every: int = 100,
     dump_dir: str | Path | None = None,
-    nodes: int | Sequence[str | int] | None = None,
 ) -> Handle:
     """Synchronise the gradients of `ddp` compressed, from the next backward on. Every rank calls it alike.
 
     Args:
-        ddp: any DDP module, on Gloo or NCCL.
+        ddp: any DDP module, on Gloo or NCCL; compiled or not, inside or outside.
         method: a compressor's name, a compressor, a mapping from parameter name patterns to either (first match
             counts), or a whole `Plan`.
         optimizer: the optimizer of these parameters. With it, residuals are committed when it steps, so that steps
             skipped by a GradScaler leave no trace; without it, when the next backward begins, unless any rank's
             gradients were not finite.
-        strategy: ``"scatter_reduce"``, ``"ring"``, ``"allgather"`` or ``"hierarchical"`` (dense within a node,
-            compressed between nodes); None takes the ring for large dense tensors and scatter-reduce for all others.
+        scaler: the GradScaler of these gradients, if there is one. With it, residuals follow when it changes its scale;
+            without it, what was kept back before a change counts by the wrong scale once.
+        register: take the module's communication hook. With False it stays yours: register a hook of your own that
+            calls ``handle.hook(state, bucket)`` and returns its future.
+        strategy: ``"scatter_reduce"``, ``"ring"`` or ``"allgather"``; None takes the ring for large dense tensors and
+            scatter-reduce for all others.
         partitions: ranges a rank's share of a tensor is cut into.
         min_elements: under a blanket method, vectors and tensors of fewer elements stay dense, in one message.
         feedback: ``"error"`` or ``"none"``; None leaves it to each compressor's default.
@@ -66,8 +74,6 @@ def attach(
         seed: seed of all random streams.
         check_every: every so many backwards, all ranks compare a hash of their parameters; 0 for never.
         dump_dir: folder of the flight recorder's file, written on a failure.
-        nodes: for ``"hierarchical"``: the name of each rank's node in a list, or how many ranks a node has; None takes
-            what torchrun says, else the hosts' names.
 
     Returns:
         The handle: report, state, detach.
@@ -80,7 +86,8 @@ def attach(
     On failure: a rank that dies or freezes makes `backward` raise a `SyncError` on every other rank, which names rank,
         tensor and phase. The DDP module must then be built anew.
     """
-    _check_attachable(ddp)
+    ddp = torch_private.uncompiled(ddp)  # type: ignore[assignment]
+    _check_attachable(ddp, register)
     plan = method if isinstance(method, Plan) else Plan(
         method, strategy=strategy, partitions=partitions, min_elements=min_elements, feedback=feedback
     )  # fmt: skip
@@ -92,14 +99,16 @@ def attach(
         stall_timeout=stall_timeout,
         seed=seed,
         dump_dir=dump_dir,
-        nodes=nodes,
     )
     try:
-        handle = Handle(ddp, synchronizer, optimizer, check_every)
+        handle = Handle(ddp, synchronizer, optimizer, check_every, scaler)
+        slot = _slot(ddp)
+        if register:
+            slot.register(ddp)
     except BaseException:
         synchronizer.close()
         raise
-    _slot(ddp).handle = handle
+    slot.handle = handle
     return handle
 
 
@@ -112,10 +121,15 @@ class Handle:
         synchronizer: Synchronizer,
         optimizer: torch.optim.Optimizer | None,
         check_every: int,
+        scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         self.synchronizer = synchronizer
         self._ddp = weakref.ref(ddp)
         self._check_every = check_every
+        self._scaler = scaler
+        self._loss_scale: float | None = None  # that of the residuals; None where there is no telling
+        self._active_ranks = synchronizer.world_size
+        self._called = False
         self._names = {id(parameter): name for name, parameter in _trained(ddp)}
         self._commits_in_optimizer = optimizer is not None
         self._unhook = None if optimizer is None else optimizer.register_step_post_hook(self._after_step)
@@ -126,25 +140,23 @@ class Handle:
         """Bytes, ratios, times and residual norms, by tensor and in all, on this rank. Prints as a table."""
         return self.synchronizer.report()
 
-    def trace(self, path: str | Path) -> Trace:
-        """Write what synchronisation does from now on as Chrome trace JSON, for ui.perfetto.dev; one file a rank.
-
-        ``with handle.trace("trace.json"):`` around some steps writes ``trace.rank0.json`` and so on; or call `close`
-        of what is returned.
-        """
-        return self.synchronizer.trace(path)
-
     def state_dict(self) -> dict[str, Any]:
         """Residuals by parameter name, step and seed: a plain dict of tensors and numbers. One file a rank.
 
         It loads with ``torch.load(..., weights_only=True)``.
         """
         self._settle()
-        return self.synchronizer.state_dict()
+        return self.synchronizer.state_dict() | {"loss_scale": self._loss_scale}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`, bit for bit, under whatever bucket layout this module has."""
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Go on from `state`, bit for bit, under whatever bucket layout this module has.
+
+        Args:
+            state: what this rank saved; or, where the number of ranks has changed, a list of what all ranks saved, in
+                their order. `gradwire.resize_state` says what becomes of the residuals.
+        """
         self.synchronizer.load_state_dict(state)
+        self._loss_scale = (state if isinstance(state, Mapping) else state[0]).get("loss_scale")
 
     def detach(self) -> None:
         """Return to DDP's own all-reduce. Residuals that were not applied are dropped. Every rank calls it."""
@@ -156,6 +168,16 @@ class Handle:
             self._unhook = None
         self.synchronizer.close()
 
+    def hook(self, state: Any, bucket: torch_private.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Average one bucket, within a hook of your own; see `register` of `attach`. After `detach`, all-reduce it.
+
+        What your hook changes in the bucket before is what is averaged; what it chains to the future comes after. It
+        must call this for every bucket, on every rank.
+        """
+        ddp = self._ddp()
+        assert ddp is not None, "a hook runs in a backward of its module"
+        return _slot(ddp)(bucket)
+
     # -- the hook --------------------------------------------------------------------------------------------
 
     def on_bucket(self, bucket: torch_private.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -164,24 +186,53 @@ class Handle:
             return self._average(bucket)
 
     def _average(self, bucket: torch_private.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        joined = not torch_private.in_backward()
+        ddp = self._ddp()
+        assert ddp is not None, "a hook runs in a backward of its module"
+        self._called = True
         if bucket.index() == 0:
-            self._begin_backward()
+            self._begin_backward(ddp, joined)
+        if self._active_ranks != self.synchronizer.world_size:
+            bucket.buffer().mul_(self.synchronizer.world_size / self._active_ranks)
         shards = [
-            # DDP hands zeros for a parameter that the backward did not reach; its .grad is None then (R10).
-            Shard(self._names[id(parameter)], grad, used=parameter.grad is not None)
+            Shard(self._names[id(parameter)], grad, used=not joined and _used(ddp, parameter, grad))
             for parameter, grad in zip(torch_private.bucket_parameters(bucket), bucket.gradients(), strict=True)
         ]
         # The small tensors of all buckets travel together, with the last one.
-        return self.synchronizer.submit(shards, result=bucket.buffer(), hold=not bucket.is_last())
+        future = self.synchronizer.submit(shards, result=bucket.buffer(), hold=not bucket.is_last())
+        if bucket.is_last() and (joined or torch_private.waits_before_callbacks(ddp)):
+            self._end_backward()
+        if bucket.is_last() and joined:
+            self.synchronizer.commit()  # no optimizer steps here; residuals of sums are this rank's as before
+        return future
 
-    def _begin_backward(self) -> None:
-        if torch_private.in_backward():
+    def _begin_backward(self, ddp: DistributedDataParallel, joined: bool) -> None:
+        if not joined:
             torch_private.after_backward(self._end_backward)
         self._settle()
         self.synchronizer.begin_step()
-        ddp = self._ddp()
-        if self._check_every and ddp is not None and self.synchronizer.step % self._check_every == 0:
-            self.synchronizer.check_replicas(parameter for _, parameter in _trained(ddp))
+        self._follow_loss_scale()
+        self._active_ranks = self._count_active_ranks(ddp, joined)
+        if self._check_every and self.synchronizer.step % self._check_every == 0:
+            # A rank that has joined takes no optimizer steps; it gets the parameters when all have.
+            self.synchronizer.check_replicas(None if joined else (parameter for _, parameter in _trained(ddp)))
+
+    def _follow_loss_scale(self) -> None:
+        """Bring the residuals to the scale that the gradients of this backward have."""
+        if self._scaler is None:
+            return
+        scale = self._scaler.get_scale()
+        if self._loss_scale is not None and scale != self._loss_scale:
+            self.synchronizer.rescale(scale / self._loss_scale)
+        self._loss_scale = scale
+
+    def _count_active_ranks(self, ddp: DistributedDataParallel, joined: bool) -> int:
+        """By how many ranks the sum is divided: fewer than all only where `join` was asked for it (R9)."""
+        if not torch_private.divides_by_active_ranks(ddp):
+            return self.synchronizer.world_size
+        active = self.synchronizer.exchange(np.array([0.0 if joined else 1.0]))
+        self.synchronizer.wait()
+        return int(active.value().sum())
 
     def _end_backward(self) -> None:
         """Raise here what went wrong: an exception set on a bucket's future would surface as a cast error."""
@@ -194,6 +245,12 @@ class Handle:
             self.synchronizer.commit()
 
     def _after_step(self, *_: Any) -> None:
+        if not self._called:
+            self._called = True  # said once
+            logger.warning(
+                "Expected a synchronised backward before the optimizer's step, got none. Do: call the DDP module, not "
+                "the model in it; with register=False, call handle.hook(state, bucket) in the hook that you register."
+            )
         self.synchronizer.commit()
 
 
@@ -213,50 +270,90 @@ class _Slot:
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self.handle: Handle | None = None
+        self.registered = False
+        self._ddp = weakref.ref(ddp)
         self._group = ddp.process_group
 
+    def register(self, ddp: DistributedDataParallel) -> None:
+        """Take the module's hook slot, for good, if it has not been taken for this."""
+        if not self.registered:
+            # A lambda, because torch compares annotations as objects and ours are strings.
+            ddp.register_comm_hook(None, lambda state, bucket: self(bucket))
+            self.registered = True
+
     def __call__(self, bucket: torch_private.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        if self.handle is None:
-            return allreduce_hook(self._group, bucket)
-        return self.handle.on_bucket(bucket)
+        return self._native(bucket) if self.handle is None else self.handle.on_bucket(bucket)
+
+    def _native(self, bucket: torch_private.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        ddp = self._ddp()
+        if ddp is not None and torch_private.divides_by_active_ranks(ddp):  # as DDP's own path does, but no hook's
+            if bucket.index() == 0:
+                self._active = torch.tensor([float(torch_private.in_backward())], device=ddp.device)
+                dist.all_reduce(self._active, group=self._group)
+            bucket.buffer().mul_(self._group.size() / self._active.item())
+        return allreduce_hook(self._group, bucket)
 
 
 def _slot(ddp: DistributedDataParallel) -> _Slot:
-    """The module's trampoline; registered on first use, and kept, since a hook cannot be unregistered."""
+    """The module's trampoline; made on first use, and kept, since a hook cannot be unregistered."""
     slot = getattr(ddp, _SLOT, None)
     if slot is None:
         slot = _Slot(ddp)
-        # A lambda, because torch compares annotations as objects and ours are strings.
-        ddp.register_comm_hook(None, lambda state, bucket: slot(bucket))
         setattr(ddp, _SLOT, slot)
     return slot
 
 
-def _check_attachable(ddp: object) -> None:
+def _check_attachable(ddp: object, register: bool) -> None:
     if not isinstance(ddp, DistributedDataParallel):
         raise AttachError(
             f"Expected a DistributedDataParallel module, got {type(ddp).__name__}. Do: wrap the model first, "
             "ddp = DistributedDataParallel(model), and attach to ddp."
         )
-    slot = getattr(ddp, _SLOT, None)
-    if slot is not None and slot.handle is not None:
+    if torch_private.has_python_reducer(ddp):
+        raise AttachError(
+            "Expected a DDP module that hands buckets to its hook, got one made under torch._dynamo.config."
+            'optimize_ddp = "python_reducer". Do: set optimize_ddp = True before the module is made.'
+        )
+    if torch_private.has_mixed_precision(ddp):
+        raise AttachError(
+            "Expected a free communication hook slot, got one taken by DDP's mixed_precision=. torch has one slot a "
+            "module and cannot free it. Do: build the DDP module without mixed_precision= and run the forward under "
+            "torch.autocast; gradients then travel as small as the compressor makes them."
+        )
+    slot = _slot(ddp)
+    if slot.handle is not None:
         raise AttachError(
             "Expected a module without gradwire, got one that is attached. Do: call handle.detach() of the first "
             "attachment before attaching again."
         )
-    if slot is None and torch_private.has_comm_hook(ddp):
+    if register and not slot.registered and torch_private.has_comm_hook(ddp):
         raise AttachError(
-            "Expected a free communication hook slot, got one taken by another hook (register_comm_hook, or DDP's "
-            "mixed_precision=). torch has one slot a module and cannot free it. Do: build the DDP module without that "
-            "hook and attach gradwire in its place."
+            "Expected a free communication hook slot, got one taken by another hook (register_comm_hook). torch has "
+            "one slot a module and cannot free it. Do: build the DDP module without that hook and attach gradwire in "
+            "its place; or, where that hook is yours, attach with register=False and call handle.hook(state, bucket) "
+            "in it."
+        )
+    if not register and slot.registered:
+        raise AttachError(
+            "Expected a communication hook slot that is yours, got one that gradwire took when it was attached before. "
+            "Do: attach without register=False, or build the DDP module anew."
         )
 
 
+def _used(ddp: DistributedDataParallel, parameter: torch.Tensor, grad: torch.Tensor) -> bool:
+    """Whether this rank's backward used a parameter (R10). If no rank's did, DDP drops what the hook gives back.
+
+    Its .grad is None then, or what `zero_grad(set_to_none=False)` has left; a gradient that is used and zero may stay
+    away as well, for its residual waits for the next one.
+    """
+    return parameter.grad is not None and (not torch_private.may_skip_parameters(ddp) or bool(grad.any()))
+
+
 def _trained(ddp: DistributedDataParallel) -> list[tuple[str, torch.nn.Parameter]]:
-    """The parameters that DDP synchronises, in its order."""
+    """The parameters that DDP synchronises, in its order, by their names in the model before it was compiled."""
     ignored = getattr(ddp, "parameters_to_ignore", ())
     return [
-        (name, parameter)
+        (torch_private.uncompiled_name(name), parameter)
         for name, parameter in ddp.module.named_parameters()
         if parameter.requires_grad and name not in ignored
     ]

@@ -27,6 +27,41 @@ def has_comm_hook(ddp: DistributedDataParallel) -> bool:
     return bool(getattr(ddp, "_comm_hooks", None))
 
 
+def has_mixed_precision(ddp: DistributedDataParallel) -> bool:
+    """Whether DDP's own ``mixed_precision=`` is on, which takes the communication hook."""
+    return getattr(ddp, "mixed_precision", None) is not None
+
+
+def has_python_reducer(ddp: DistributedDataParallel) -> bool:
+    """Whether hooks get single gradients, not buckets (``torch._dynamo.config.optimize_ddp = "python_reducer"``)."""
+    return bool(getattr(ddp, "_use_python_reducer", False))
+
+
+def divides_by_active_ranks(ddp: DistributedDataParallel) -> bool:
+    """Whether `ddp` is within ``join(divide_by_initial_world_size=False)``."""
+    return bool(ddp._join_config.enable and not getattr(ddp, "_divide_by_initial_world_size", True))
+
+
+def waits_before_callbacks(ddp: DistributedDataParallel) -> bool:
+    """Whether the reducer takes the hooks' results before `after_backward` runs: a static graph's first backward."""
+    return bool(ddp.static_graph and not ddp._has_rebuilt_buckets)
+
+
+def may_skip_parameters(ddp: DistributedDataParallel) -> bool:
+    """Whether a backward may leave parameters out, whose buckets hold what their ``.grad`` held before."""
+    return bool(ddp.find_unused_parameters or ddp.static_graph)
+
+
+def uncompiled(module: object) -> object:
+    """The module that `torch.compile` has wrapped; any other module is returned as it is."""
+    return getattr(module, "_orig_mod", module)
+
+
+def uncompiled_name(name: str) -> str:
+    """A parameter's name without what `torch.compile` puts into it."""
+    return name.replace("_orig_mod.", "")
+
+
 def bucket_parameters(bucket: GradBucket) -> list[torch.Tensor]:
     """The parameters of a bucket, in the order of its gradients."""
     return list(bucket.parameters())

@@ -1,0 +1,108 @@
+"""gradwire beside the other features of torch: what holds for each is in docs/composition.md."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import pytest
+
+from tests.integration.launch import launch, results
+
+
+def check_training(ranks: list[dict[str, Any]], names: set[str]) -> None:
+    """Identical replicas that have learnt, under the parameter names of the plain model."""
+    assert set(ranks[0]) == names
+    for name, first in ranks[0].items():
+        assert all(rank[name]["hash"] == first["hash"] for rank in ranks), name
+        assert all(rank[name]["last"] < 0.95 * rank[name]["first"] for rank in ranks), name
+        assert first["names"] == ranks[0]["plain"]["names"], name
+
+
+def test_features_of_torch_compose() -> None:
+    from tests.integration.jobs.composition import FEATURES
+
+    ranks = results(launch("composition.features", 2))
+    check_training(ranks, set(FEATURES))
+    for found in ranks:
+        # Scales are powers of two and threelc follows its input, so a loss scale that residuals follow changes no bit.
+        assert found["scaler"]["scales"] > 3
+        assert found["scaler"]["hash"] == found["plain"]["hash"]
+        assert found["scaler, not told"]["hash"] != found["plain"]["hash"], "the test can see the difference"
+        # Neither do memory layout, graph and search change any.
+        for same in ("static graph", "bucket views", "static graph, bucket views", "unused search"):
+            assert found[same]["hash"] == found["plain"]["hash"], same
+        assert found["accumulation"]["steps"] == 30, "no_sync backwards are not synchronised"
+        assert found["clipping"]["norms"] == ranks[0]["clipping"]["norms"]
+        assert max(found["clipping"]["norms"]) > 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch's inductor needs a C++ compiler, found no g++")
+@pytest.mark.timeout(400)
+def test_models_compiled_by_inductor_train() -> None:
+    check_training(
+        results(launch("composition.inductor", 2, timeout=380)), {"plain", "compiled inside", "compiled outside"}
+    )
+
+
+def test_several_modules_in_one_backward() -> None:
+    ranks = results(launch("composition.modules", 2))
+    for found in ranks:
+        assert found["hash"] == ranks[0]["hash"]
+        assert found["last"] < 0.9 * found["first"]
+        assert found["steps"] == [40, 40, 40]
+        assert found["after"] == [40, 41, 40], "one is detached, the other goes on"
+
+
+def test_a_hook_of_the_users_own_may_call_gradwire() -> None:
+    """R8: the slot stays the user's."""
+    for found in results(launch("composition.own_hook", 2)):
+        with_gradwire, detached = found["deviations"][:2], found["deviations"][2]
+        assert all(0 < deviation < 0.01 for deviation in with_gradwire), "fp16 rounds"
+        assert detached < 1e-6, "after detach the hook goes on, with all-reduce"
+        assert found["came_out"] >= 3
+        assert found["steps"] == 1
+        assert "attach with register=False and call handle.hook(state, bucket)" in found["refused"]["own hook"]
+        assert "attach without register=False" in found["refused"]["gradwire's"]
+
+
+CASES = [
+    ("threelc", "scatter_reduce", True),
+    ("onebit", "ring", True),
+    ("int8shared", "ring", True),
+    ("topk", "allgather", False),
+]
+
+
+def test_uneven_inputs() -> None:
+    """R9: the divisor keeps its meaning, who has left emits no residual, and nothing is lost."""
+    ranks = results(launch("composition.join", 3, cases=CASES))
+    for rank, found in enumerate(ranks):
+        steps = range(1 + 2 * rank)
+        active = [3 if step < 1 else 2 if step < 3 else 1 for step in steps]
+        for attached in (False, True, None):
+            assert found["divisor"][f"{attached} True"] == pytest.approx([2.0 * count for count in active])
+            assert found["divisor"][f"{attached} False"] == pytest.approx([6.0 for _ in active])
+        assert len(found["training"]) == len(CASES)
+        for case, training in found["training"].items():
+            assert training["hash"] == ranks[0]["training"][case]["hash"], case
+            assert training["after"] == ranks[0]["training"][case]["after"], case
+            assert training["steps"] == 10
+            assert training["kept"] or rank == 2, case
+    for case, training in ranks[2]["training"].items():
+        # int8shared rounds without feedback: an eighth of a level at most is off on average, but nothing is kept back.
+        assert training["error"] < (1e-5 if not case.startswith("int8shared") else 0.01), case
+
+
+@pytest.mark.parametrize("job", ["joined_and_lost", "first_static_backward"])
+def test_a_lost_rank_is_named_where_torch_gives_no_end_of_backward(job: str) -> None:
+    outcome = launch(f"composition.{job}", 2)[0]
+    assert outcome.result is not None, outcome.output
+    assert outcome.result == {"type": "PeerLostError", "rank": 1}
+
+
+def test_unused_parameters_keep_their_residual_however_gradients_are_cleared() -> None:
+    """R10: where `zero_grad` leaves zeros, or gradients are views of the bucket."""
+    for found in results(launch("composition.unused", 2)):
+        assert found == {key: [True] * 6 for key in ("True True", "True False", "False True", "False False")}
