@@ -165,3 +165,16 @@ def test_a_peer_may_be_two_whole_steps_ahead_by_bytes_and_by_frames() -> None:
     cut = TensorRegistry(Plan({"*": "topk"}, partitions=64), 8)
     cut.add({"w": TensorSpec((1,))})
     assert cut.early_bytes_limit() >= slack + 2 * HEADER_BYTES * 3 * 8 * 64
+
+
+def test_of_a_tensor_that_is_taken_whole_no_range_is_admitted() -> None:
+    """Two rows of 40 from a matrix of 30 by 40 are no matrix of its rank."""
+    made = TensorRegistry(Plan({"w": gw.make("powersgd", rank=2)}), 3)
+    made.add({"w": TensorSpec((30, 40))})
+    header = Header(FrameKind.AGGREGATE, compressor=code("powersgd"), dtype=1, count=1200, length=4 * 2 * 40)
+    made.admit(header)
+    made.admit(dataclasses.replace(header, kind=FrameKind.STATS, length=4 * 2 * 30))
+    with pytest.raises(FrameError, match="Expected all 1200 elements, got a range"):
+        made.admit(dataclasses.replace(header, count=80))
+    with pytest.raises(FrameError, match="Expected at most 320 bytes"):
+        made.admit(dataclasses.replace(header, length=324))

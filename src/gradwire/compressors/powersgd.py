@@ -11,8 +11,7 @@ Biased, with error feedback. Exact for matrices of rank r and below. Where the f
 matrix (all vectors), it travels as float32 elements, which add up too.
 
 Every rank forms P̂ and P̂ (ΣQ)ᵀ from the same bits by additions and multiplications in a fixed order, so that replicas
-stay equal also between machines of different kinds. P and Q themselves come from a matrix product, whose last bits
-may depend on the machine: they are sent, and only have to be good.
+stay equal also between machines of different kinds.
 
 Body: P̂ᵀ, r rows of A float32, unless it was shared; Qᵀ, r rows of B float32. Or N float32.
 
@@ -28,7 +27,7 @@ zeros does no harm. The preliminary round is an all-gather and not an all-reduce
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -46,7 +45,6 @@ from gradwire.kernels import active as kernels
 from gradwire.wire.fields import Reader
 from gradwire.wire.payload import Payload
 
-_CHUNK = 1 << 14  # elements that are formed at once, so that they stay in a core's cache
 _MAX = float(np.finfo(np.float32).max)
 _DEPENDENT = 1e-6  # of a column of P: what is left after projection is then rounding
 
@@ -92,7 +90,7 @@ class PowerSGD(ArrayCompressor):
             return [Stat(np.empty(0, np.float32), reduction)]
         if kernels.count_nonfinite(x):
             return [Stat(np.full(length, np.inf, np.float32), reduction)]
-        return [Stat(self._project(_wide(x, ctx.spec), ctx, scale).reshape(-1), reduction)]
+        return [Stat(self._project(_as_float32(x), ctx, scale).reshape(-1), reduction)]
 
     def stats_spec(self, spec: TensorSpec) -> list[tuple[int, Reduction]]:
         """The shorter factor, of tensors that are cut to a rank."""
@@ -165,12 +163,12 @@ class PowerSGD(ArrayCompressor):
             if residual is not None:
                 residual.fill(0)
             return body
-        wide = _wide(x, ctx.spec)
-        p = self._basis(stats, ctx.spec) if stats else orthonormal(self._project(wide, ctx, 1.0))
-        q = _products(p, wide, scale)
+        values = _as_float32(x)
+        p = self._basis(stats, ctx.spec) if stats else orthonormal(self._project(values, ctx, 1.0))
+        q = _longer_factor(values, p, ctx.spec, scale)
         if residual is not None:
             start_residual(x, residual)
-            _expand(p, q, ctx.spec, residual, np.subtract)
+            _expand(p, q, ctx.spec, residual, -1.0)
         return np.concatenate([factor.reshape(-1).view(np.uint8) for factor in ((q,) if stats else (p, q))])
 
     def _decode(
@@ -186,7 +184,7 @@ class PowerSGD(ArrayCompressor):
             kernels.accumulate(values, out) if accumulate else np.copyto(out, values)
             return
         p = self._basis(stats, ctx.spec) if stats else values[:num_basis].reshape(self.rank, short)
-        _expand(p, values[num_basis:].reshape(self.rank, -1), ctx.spec, out, np.add if accumulate else None)
+        _expand(p, values[num_basis:].reshape(self.rank, -1), ctx.spec, out, float(accumulate))
 
     # -- lanes -----------------------------------------------------------------------------------------------
 
@@ -220,7 +218,7 @@ class PowerSGD(ArrayCompressor):
             expect(not np.isnan(lanes).any(), "numbers", "NaN", self.name)
             lanes = np.clip(lanes, -_MAX, _MAX)  # a sum of finite values may overflow
         if self._is_cut(ctx.spec):
-            _expand(self._basis(stats, ctx.spec), lanes.reshape(self.rank, -1), ctx.spec, as_array(out), None)
+            _expand(self._basis(stats, ctx.spec), lanes.reshape(self.rank, -1), ctx.spec, as_array(out), 0.0)
         else:
             np.copyto(as_array(out), lanes)
         return out
@@ -235,11 +233,11 @@ class PowerSGD(ArrayCompressor):
         """Whether the factors take fewer bytes than the matrix."""
         return self.rank * sum(_sides(spec)) < spec.numel
 
-    def _project(self, wide: np.ndarray, ctx: Context, scale: float) -> np.ndarray:
-        """Pᵀ, scaled, and divided by √B lest it overflow: float32[r, A] of a gradient [A, B]."""
-        start = self._start(ctx, wide.shape[1]) * np.float32(scale / wide.shape[1] ** 0.5)
-        projected: np.ndarray = np.dot(start, wide.T)
-        return projected
+    def _project(self, x: np.ndarray, ctx: Context, scale: float) -> np.ndarray:
+        """Pᵀ, scaled, and divided by √B lest it overflow: float32[r, A]."""
+        assert ctx.spec is not None
+        long = max(_sides(ctx.spec))
+        return _product(x, self._start(ctx, long) * np.float32(scale / long**0.5), ctx.spec, long=False)
 
     def _start(self, ctx: Context, long: int) -> np.ndarray:
         """Qᵀ of the step before, its rows normalised, and drawn where there is none: float32[r, B]."""
@@ -291,44 +289,37 @@ def _dot(left: np.ndarray, right: np.ndarray) -> float:
     return float(np.cumsum(left * right)[-1])  # np.dot and np.sum are free to add in any order
 
 
-def _products(p: np.ndarray, wide: np.ndarray, scale: float) -> np.ndarray:
+def _product(x: np.ndarray, factor: np.ndarray, spec: TensorSpec, long: bool) -> np.ndarray:
+    """Mᵀ times the shorter factor, which gives the longer (`long`), or M times the longer one: float32[r, A or B]."""
+    rows, columns = _matrix(spec)
+    found = np.empty((len(factor), max(rows, columns) if long else min(rows, columns)), np.float32)
+    product = kernels.column_products if (rows <= columns) == long else kernels.row_products
+    product(x, factor.reshape(-1), len(factor), found.reshape(-1))
+    return found
+
+
+def _longer_factor(x: np.ndarray, p: np.ndarray, spec: TensorSpec, scale: float) -> np.ndarray:
     """Qᵀ, scaled and cut to finite values: float32[r, B]."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        q = np.dot(p, wide)
-        if not np.isfinite(q).all():
-            q = np.dot(p.astype(np.float64), wide)
-        scaled: np.ndarray = np.clip(q * q.dtype.type(scale), -_MAX, _MAX).astype(np.float32, copy=False)
-    return scaled
+    q = _product(x, p, spec, long=True)
+    if kernels.count_nonfinite(q.reshape(-1)):  # of finite elements: a sum of theirs is beyond float32
+        wide = x.reshape(_matrix(spec))
+        exact = p.astype(np.float64) @ (wide if wide.shape[0] == p.shape[1] else wide.T)
+        q = np.clip(exact, -_MAX, _MAX).astype(np.float32)
+    q *= np.float32(scale)
+    return q
 
 
-def _expand(
-    p: np.ndarray,
-    q: np.ndarray,
-    spec: TensorSpec,
-    out: np.ndarray,
-    combine: Callable[..., Any] | None,
-) -> None:
-    """Write P̂ Qᵀ to `out`, or combine it with what is there. Elements are sums of r products in order, and finite."""
+def _expand(p: np.ndarray, q: np.ndarray, spec: TensorSpec, out: np.ndarray, scale: float) -> None:
+    """Add scale · P̂ Qᵀ to `out`, or with a scale of 0 write it there; elements are finite."""
     rows, columns = _matrix(spec)
     left, right = (p, q) if rows <= columns else (q, p)
     bound = float((np.abs(p).max(1).astype(np.float64) * np.abs(q).max(1)).sum())
-    if bound > _MAX:
-        left, right = left.astype(np.float64), right.astype(np.float64)
-    matrix = out.reshape(rows, columns)
-    num_rows = max(1, _CHUNK // columns)
-    sums, products = np.empty((2, min(rows, num_rows), columns), left.dtype)
-    for start in range(0, rows, num_rows):
-        piece = matrix[start : start + num_rows]
-        total, term = sums[: len(piece)], products[: len(piece)]
-        np.multiply(left[0, start : start + num_rows, None], right[0], out=total)
-        for column, row in zip(left[1:, start : start + num_rows, None], right[1:], strict=True):
-            total += np.multiply(column, row, out=term)
-        if bound > _MAX:
-            np.clip(total, -_MAX, _MAX, out=total)
-        if combine is None:
-            piece[:] = total
-        else:
-            combine(piece, total.astype(np.float32, copy=False), out=piece)
+    if bound <= _MAX:
+        kernels.outer_sum(left.reshape(-1), right.reshape(-1), len(p), scale, out)
+        return
+    total = sum(np.multiply.outer(column, row) for column, row in zip(left.astype(np.float64), right, strict=True))
+    finite = np.clip(total, -_MAX, _MAX).astype(np.float32).reshape(-1)
+    out[:] = finite if scale == 0 else out + np.float32(scale) * finite
 
 
 def _expect_finite(values: np.ndarray) -> None:
@@ -347,15 +338,12 @@ def _sides(spec: TensorSpec) -> tuple[int, int]:
     return min(rows, columns), max(rows, columns)
 
 
-def _wide(x: np.ndarray, spec: TensorSpec) -> np.ndarray:
-    """The gradient as a float32 matrix of no more rows than columns: a view [A, B] where it is float32."""
-    rows, columns = _matrix(spec)
-    values = x
-    if x.dtype != np.float32:
-        values = np.empty(x.size, np.float32)
-        kernels.cast(x, values)
-    matrix = values.reshape(rows, columns)
-    return matrix if rows <= columns else matrix.T
+def _as_float32(x: np.ndarray) -> np.ndarray:
+    if x.dtype == np.float32:
+        return x
+    values = np.empty(x.size, np.float32)
+    kernels.cast(x, values)
+    return values
 
 
 def _shaped(ctx: Context, tensor: torch.Tensor) -> Context:

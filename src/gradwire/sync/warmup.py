@@ -39,7 +39,9 @@ def warm_up(tensors: Iterable[tuple[PlanEntry, torch.dtype]]) -> None:
 
 
 def _warm_up_one(entry: PlanEntry, dtype: torch.dtype) -> None:
-    compressor, spec = entry.compressor, TensorSpec((NUM_ELEMENTS,), dtype)
+    compressor = entry.compressor
+    shape = (64, NUM_ELEMENTS // 64) if compressor.whole else (NUM_ELEMENTS,)
+    spec = TensorSpec(shape, dtype)
     context = Context("warm up", world_size=2, spec=spec)
     policy, residuals = policies.get(entry.feedback), Residuals()
     grad = torch.linspace(-1, 1, NUM_ELEMENTS).to(dtype)

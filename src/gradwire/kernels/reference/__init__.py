@@ -4,6 +4,7 @@ from gradwire.kernels.reference.bits import (
     pack_bits,
     unpack_bits,
 )
+from gradwire.kernels.reference.low_rank import column_products, outer_sum, row_products
 from gradwire.kernels.reference.quantise import (
     add_lanes,
     dequantise_int8,
@@ -35,17 +36,20 @@ __all__ = [
     "block_abs_max",
     "cast",
     "check_indices",
+    "column_products",
     "compensate",
     "count_nonfinite",
     "dequantise_int8",
     "dequantise_int8_sum",
     "lower_lanes",
+    "outer_sum",
     "pack_bits",
     "pack_ternary",
     "philox",
     "quantise_int8",
     "random16",
     "random32",
+    "row_products",
     "scatter",
     "scatter_sum",
     "take",
