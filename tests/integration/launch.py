@@ -37,7 +37,7 @@ def launch(
         timeout: seconds after which ranks still running are killed.
         doomed: ranks that are not waited for: killed once the others have ended.
     """
-    port = _free_port()
+    port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             _start(job, rank, world_size, port, parameters, Path(folder) / str(rank)) for rank in range(world_size)
@@ -56,7 +56,7 @@ def launch(
                 process.wait()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """A port for rank 0's store, from below the range that the system hands out by itself.
 
     A port of that range could go to another connection in the seconds until rank 0 binds it.
