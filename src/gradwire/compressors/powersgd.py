@@ -27,6 +27,7 @@ zeros does no harm. The preliminary round is an all-gather and not an all-reduce
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -246,13 +247,13 @@ class PowerSGD(ArrayCompressor):
         if carried is not None and carried.numel() % long == 0:  # may be of another rank
             kept = carried.numpy().reshape(-1, long)[: self.rank]
             rows[: len(kept)] = np.where(np.isfinite(kept), kept, 0)
-        lengths = np.sqrt((rows * rows).sum(1))
+        lengths = _lengths(rows)
         if not lengths.all():
             words = np.empty(rows.size, np.uint32)
             kernels.random32(ctx.shared_key, 0, words)
             drawn = words.reshape(rows.shape) / 2.0**31 - 1
             rows = np.where(lengths[:, None] > 0, rows, drawn)
-            lengths = np.sqrt((rows * rows).sum(1))
+            lengths = _lengths(rows)
         unit: np.ndarray = (rows / lengths[:, None]).astype(np.float32)
         return unit
 
@@ -270,19 +271,25 @@ class PowerSGD(ArrayCompressor):
 def orthonormal(rows: np.ndarray) -> np.ndarray:
     """Orthonormal rows of the same span, by Gram-Schmidt done twice: float32[r, A]. Dependent ones become zero.
 
-    In float64, and sums in the order of elements, so that all machines get the same bits.
+    In float64, with sums in the order of elements and roots that are rounded exactly, so that all machines get the same
+    bits.
     """
     basis = rows.astype(np.float64)
     for index, row in enumerate(basis):
-        before = _dot(row, row) ** 0.5
+        before = math.sqrt(_dot(row, row))
         for earlier in (*basis[:index], *basis[:index]):
             row -= _dot(row, earlier) * earlier
-        left = _dot(row, row) ** 0.5
+        left = math.sqrt(_dot(row, row))
         if left > _DEPENDENT * before:
             row /= left
         else:
             row.fill(0)
     return basis.astype(np.float32)
+
+
+def _lengths(rows: np.ndarray) -> np.ndarray:
+    lengths: np.ndarray = np.sqrt(np.cumsum(rows * rows, axis=1)[:, -1])
+    return lengths
 
 
 def _dot(left: np.ndarray, right: np.ndarray) -> float:

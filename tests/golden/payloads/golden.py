@@ -23,6 +23,7 @@ FOLDER = Path(__file__).parent
 OPTION_SETS: dict[str, list[dict]] = {
     "int8": [{}, {"block": 16, "stochastic": False}],
     "int8shared": [{"block": 16}],
+    "powersgd": [{"rank": 2}, {"rank": 8}],
     "ternary": [{}, {"sparsity": 1.75}, {"zero_run": True}],
     "topk": [{}, {"ratio": 0.1}],
     "threelc": [{}, {"sparsity": 1.75}, {"zero_run": False}],
@@ -30,14 +31,14 @@ OPTION_SETS: dict[str, list[dict]] = {
 CONTEXT = Context("golden.weight", step=5, rank=2, world_size=4, seed=11, offset=64)
 
 
-def gradient() -> torch.Tensor:
-    """103 elements, from integers alone, so that no generator's next version can change them."""
+def gradient(codec: Compressor) -> torch.Tensor:
+    """103 elements, from integers alone, so that no generator's next version can change them; or a matrix of them."""
     index = np.arange(103, dtype=np.int64)
     steps = (index * index * 2654435761 >> 7) % 2001 - 1000
     values = steps.astype(np.float32) / np.float32(1024)
     values[20:60] /= 64
     values[40:44] = 0
-    return torch.from_numpy(values)
+    return torch.from_numpy(values[:96].reshape(8, 12) if codec.whole else values)
 
 
 def codecs() -> list[Compressor]:
@@ -52,7 +53,7 @@ def render(name: str) -> str:
     for codec in codecs():
         if codec.name == name:
             lines.append(f"{codec!r}, wire code {compressors.code(name)}")
-            body = bytes(codec.encode(gradient(), CONTEXT).body)
+            body = bytes(codec.encode(gradient(codec), CONTEXT).body)
             lines += [body[start : start + 32].hex() for start in range(0, len(body), 32)]
     return "\n".join(lines) + "\n"
 
@@ -70,8 +71,8 @@ def read(name: str) -> dict[str, bytes]:
     return bodies
 
 
-def spec() -> TensorSpec:
-    return TensorSpec.of(gradient())
+def spec(codec: Compressor) -> TensorSpec:
+    return TensorSpec.of(gradient(codec))
 
 
 if __name__ == "__main__":
