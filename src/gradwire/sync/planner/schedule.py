@@ -20,9 +20,10 @@ from typing import NamedTuple
 from gradwire.sync.planner.forms import Leg, Route
 
 CODEC, LINK = 0, 1
-PIECES = 4  # of a leg; among many tensors half as many do, for there other tensors fill the gaps
-MANY = 32
+# Among many tensors half of these do, for there other tensors fill the gaps.
+PIECES = 4  # of a leg
 MAX_BATCHES = 8  # of one tensor; more are taken together
+MANY = 32
 
 
 class Job(NamedTuple):
@@ -64,11 +65,12 @@ class _Task:
 def run(jobs: Iterable[Job]) -> Outcome:
     """Schedule jobs, which are given in the order of their submission."""
     jobs = list(jobs)
-    most = PIECES if len(jobs) <= MANY else PIECES // 2
+    few = len(jobs) <= MANY
+    most, most_batches = (PIECES, MAX_BATCHES) if few else (PIECES // 2, MAX_BATCHES // 2)
     loop = _Loop()
     for job in jobs:
         route = job.route
-        batches = min(route.batches, MAX_BATCHES)
+        batches = min(route.batches, most_batches)
         for _ in range(batches):
             loop.submit(job.ready, _tasks(route.legs, route.batches / batches, most))
     return loop.run()
