@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -11,6 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
 from gradwire.core.errors import AttachError
+from gradwire.core.spec import Range
+from gradwire.feedback.residuals import ResidualKey
 
 
 def wrapped(**options: object) -> DistributedDataParallel:
@@ -103,6 +106,57 @@ def test_a_module_can_be_attached_once_at_a_time() -> None:
     backward(ddp)
     assert second.report().steps == 1, "detaching the first again does not detach the second"
     second.detach()
+
+
+def test_what_cannot_be_attached_says_what_to_use_in_its_place() -> None:
+    from torch.nn.parallel.distributed import _MixedPrecision
+
+    mixed = wrapped(mixed_precision=_MixedPrecision())
+    with pytest.raises(AttachError, match=r"without mixed_precision= and run the forward under torch.autocast"):
+        gw.attach(mixed, "threelc")
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        reducer = wrapped()
+    with pytest.raises(AttachError, match="set optimize_ddp = True before the module is made"):
+        gw.attach(reducer, "threelc")
+
+
+def test_a_compiled_module_is_attached_under_its_own_names() -> None:
+    inner = wrapped()
+    handle = gw.attach(torch.compile(inner, backend="eager"), "threelc")
+    assert handle.synchronizer._tensors.names == ["0.weight", "2.weight", "2.bias"]
+    backward(inner)
+    assert handle.report().steps == 1
+    handle.detach()
+
+
+def test_an_optimizer_that_steps_without_a_synchronised_backward_is_told_once(caplog) -> None:
+    ddp = wrapped()
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    handle = gw.attach(ddp, "threelc", optimizer=optimizer)
+    backward(ddp.module)
+    optimizer.step()
+    optimizer.step()
+    assert [record.message for record in caplog.records if "Do: call the DDP module, not the model" in record.message]
+    assert len(caplog.records) == 1
+    handle.detach()
+
+
+def test_residuals_follow_the_scale_of_the_gradients_and_it_is_saved() -> None:
+    ddp = wrapped()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    handle = gw.attach(ddp, "threelc", scaler=scaler)
+    scaler.scale(ddp(torch.ones(5, 4)).sum()).backward()
+    key = ResidualKey("0.weight", Range(0, 3))
+    handle.synchronizer.residuals.add(key, np.array([1.0, -2.0, 3.0], np.float32))
+    scaler.update(16.0)
+    saved = handle.state_dict()
+    assert saved["loss_scale"] == 8.0, "that of the residuals, not of the next gradients"
+    scaler.scale(ddp(torch.ones(5, 4)).sum()).backward()
+    assert handle.synchronizer.residuals.source(key).tolist() == [2.0, -4.0, 6.0]
+    handle.load_state_dict(saved)
+    scaler.scale(ddp(torch.ones(5, 4)).sum()).backward()
+    assert handle.synchronizer.residuals.source(key).tolist() == [2.0, -4.0, 6.0]
+    handle.detach()
 
 
 def test_a_handle_does_not_keep_its_module_alive() -> None:

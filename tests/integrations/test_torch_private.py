@@ -148,6 +148,82 @@ def test_torch_takes_one_hook_a_module_so_a_taken_slot_must_be_noticed() -> None
         ddp.register_comm_hook(None, lambda state, bucket: done(bucket.buffer()))
 
 
+# -- modes of DDP --------------------------------------------------------------------------------------------------
+
+
+def test_has_mixed_precision_is_of_the_module() -> None:
+    from torch.nn.parallel.distributed import _MixedPrecision
+
+    assert torch_private.has_mixed_precision(DistributedDataParallel(module(), mixed_precision=_MixedPrecision()))
+    assert not torch_private.has_mixed_precision(hooked(None))
+
+
+def test_has_python_reducer_is_set_where_hooks_get_gradients_instead_of_buckets() -> None:
+    seen: list[type] = []
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        ddp = hooked(lambda _, given: seen.append(type(given)))  # type: ignore[arg-type, return-value]
+        ddp(torch.ones(5, 4))  # the first forward sets the hooks
+        backward(ddp)
+    assert torch_private.has_python_reducer(ddp)
+    assert set(seen) <= {tuple}
+    assert not torch_private.has_python_reducer(hooked(None))
+
+
+def test_divides_by_active_ranks_within_such_a_join_alone() -> None:
+    ddp = hooked(None)
+    assert not torch_private.divides_by_active_ranks(ddp)
+    for by_initial, enable, expected in ((True, True, False), (False, True, True), (False, False, False)):
+        with ddp.join(divide_by_initial_world_size=by_initial, enable=enable):
+            assert torch_private.divides_by_active_ranks(ddp) == expected
+            backward(ddp)
+
+
+@pytest.mark.parametrize("static", [True, False])
+def test_waits_before_callbacks_wherever_the_reducer_takes_results_first(static: bool) -> None:
+    said: list[bool] = []
+    taken: list[bool] = []
+
+    def hook(_: Any, bucket: torch_private.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        assert torch_private.in_backward()
+        if bucket.index() == 0:
+            said.append(torch_private.waits_before_callbacks(ddp))
+            torch_private.after_backward(lambda: taken.append(bool((first.grad == 7).all())))
+        return done(torch.full_like(bucket.buffer(), 7.0))
+
+    ddp = hooked(hook, static_graph=static)
+    first = next(ddp.parameters())
+    for _ in range(4):
+        ddp.zero_grad(set_to_none=False)
+        backward(ddp)
+    assert taken == [static, False, False, False]
+    assert all(expected or not found for expected, found in zip(said, taken, strict=True)), "it never misses one"
+    assert said[2:] == [False, False], "and soon says no"
+
+
+def test_may_skip_parameters_where_the_graph_is_searched() -> None:
+    found = [
+        torch_private.may_skip_parameters(hooked(None, **options))
+        for options in ({}, {"find_unused_parameters": True}, {"static_graph": True})
+    ]
+    assert found == [False, True, True]
+
+
+def test_uncompiled_finds_the_module_and_its_names() -> None:
+    inner = module()
+    compiled = torch.compile(inner, backend="eager")
+    assert torch_private.uncompiled(compiled) is inner
+    assert torch_private.uncompiled(inner) is inner
+    names = [name for name, _ in inner.named_parameters()]
+    assert [name for name, _ in compiled.named_parameters()] != names
+    assert [torch_private.uncompiled_name(name) for name, _ in compiled.named_parameters()] == names
+    nested = nn.Sequential(compiled, torch.compile(nn.Linear(2, 2), backend="eager"))
+    assert [torch_private.uncompiled_name(name) for name, _ in nested.named_parameters()] == [
+        *(f"0.{name}" for name in names),
+        "1.weight",
+        "1.bias",
+    ]
+
+
 # -- bucket_parameters ---------------------------------------------------------------------------------------------
 
 

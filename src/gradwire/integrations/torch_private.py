@@ -43,7 +43,11 @@ def divides_by_active_ranks(ddp: DistributedDataParallel) -> bool:
 
 
 def waits_before_callbacks(ddp: DistributedDataParallel) -> bool:
-    """Whether the reducer takes the hooks' results before `after_backward` runs: a static graph's first backward."""
+    """Whether the reducer may take the hooks' results before `after_backward` runs.
+
+    It does in a static graph's first backward. Buckets are rebuilt in the third forward at the latest, so this is also
+    True in the second, where it does no harm.
+    """
     return bool(ddp.static_graph and not ddp._has_rebuilt_buckets)
 
 
