@@ -15,6 +15,7 @@ from gradwire.core.context import Context
 from gradwire.core.errors import OptionError, PayloadError
 from gradwire.core.spec import TensorSpec
 from gradwire.sync.plan import Plan
+from gradwire.sync.profile import measure_codec
 from gradwire.sync.strategies import STRATEGIES
 from gradwire.sync.synchronizer import Shard, Synchronizer
 from tests.compressors.harness import sent
@@ -272,6 +273,12 @@ def test_a_range_of_a_tensor_is_refused_with_advice() -> None:
         for outcome in group.outcomes(run):
             assert isinstance(outcome, OptionError)
             assert "submit whole tensors, or choose another compressor" in str(outcome)
+
+
+def test_planner_and_simulator_have_no_figures_of_it() -> None:
+    """Theirs are by numbers of elements, which say nothing of factors."""
+    with pytest.raises(OptionError, match="depend on their shapes. Do: name it in a plan of your own"):
+        measure_codec(gw.make("powersgd"))
 
 
 def test_the_rank_is_checked() -> None:

@@ -99,8 +99,13 @@ def measure_codec(
         clock: ``time.perf_counter`` where ranks share cores, measure at once and shall see what that costs them.
 
     Raises:
-        OptionError: fewer than two different sizes.
+        OptionError: fewer than two different sizes, or a compressor whose costs depend on shapes and not on sizes alone.
     """
+    if compressor.whole:
+        raise OptionError(
+            f"Expected a compressor that takes ranges of tensors, got {compressor!r}, whose costs depend on their shapes. "
+            'Do: name it in a plan of your own, for example {"*": "powersgd"}.'
+        )
     if len(set(sizes)) < 2 or min(sizes) < 1:
         raise OptionError(f"Expected two or more sizes above 0, got {tuple(sizes)}. Do: pass a small and a large one.")
     ordered = sorted(set(sizes))
