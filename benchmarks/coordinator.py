@@ -1,13 +1,13 @@
 """What HiPress's bulk coordinator would gain, simulated: clusters, rates and models with and without it.
 
-    python -m benchmarks.coordinator                      # all, some minutes: benchmarks/results/coordinator.csv
+    python -m benchmarks.coordinator                      # all, 15 minutes: benchmarks/results/coordinator.csv
     python -m benchmarks.coordinator --ranks 4 --models vgg19 --rates 10e9
 
 Many small tensors (ResNet50, Bert-base) and few large ones (VGG19), with onebit through co-located servers, the
 strategy whose senders compete for receivers. Three ways to send: each message when it is ready; batches that each rank
 makes by itself; batches of the coordinator, of which the best of some thresholds and time-outs counts. Batches cost
 less than they would (`gradwire.simulate.bulk`). Two machines: this one's cores, measured, and the described GPU; with
-frames whose bytes the network card copies.
+frames whose bytes the network card copies. 64 ranks, which take minutes, are simulated for the GPU and one threshold.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def cells(machine: str, costs: Costs, name: str, ranks: int, rate: float) -> Ite
     plain = cell("each message", None, None)
     yield plain
     yield cell("alone", ALONE, plain.step_seconds)
-    for bulk in COORDINATED:
+    for bulk in COORDINATED if ranks <= 16 else (Bulk(),):
         yield cell("coordinated", bulk, plain.step_seconds)
 
 
@@ -98,7 +98,7 @@ def main() -> None:
     for machine, costs in machines().items():
         for name in options.models:
             for ranks in options.ranks:
-                for rate in options.rates:
+                for rate in options.rates if ranks <= 16 or machine == "gpu" else ():
                     here = list(cells(machine, costs, name, ranks, rate))
                     print(describe(here), flush=True)
                     found += here

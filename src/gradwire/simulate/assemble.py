@@ -24,6 +24,8 @@ from gradwire.sync.plan import PlanEntry
 
 MAX_TASKS = 30_000_000
 """Above this memory and patience run out."""
+MAX_KEPT_TASKS = 2_500_000
+"""Of graphs that are kept for later steps: about 250 MB."""
 
 
 class Prices(Protocol):
@@ -101,6 +103,10 @@ class _Shape(NamedTuple):
     graphs: list[RecordedGraph]
     pairs: np.ndarray
 
+    @property
+    def num_tasks(self) -> int:
+        return sum(graph.kind.size for graph in self.graphs)
+
 
 def assemble(items: Sequence[SimulatedItem], cluster: Cluster, fold: Fold) -> Assembled:
     """Lay out all graphs of all simulated ranks.
@@ -109,13 +115,23 @@ def assemble(items: Sequence[SimulatedItem], cluster: Cluster, fold: Fold) -> As
         OptionError: so many tasks that a simulation would not end.
     """
     layout = _Layout(cluster, fold)
-    shapes: dict[object, _Shape] = {}
+    where = (cluster.ranks, cluster.ranks_per_node, fold.folded, fold.place_of.tobytes())
     for priority, item in enumerate(items):
-        key = _shape_key(item, fold)
-        if key not in shapes:
-            shapes[key] = _shape(item, cluster, fold)
-        layout.add(item, shapes[key], priority)
+        layout.add(item, _kept_shape(where, item, cluster, fold), priority)
     return layout.done()
+
+
+_kept: dict[object, _Shape] = {}  # of earlier steps: what a sweep changes are mostly rates and costs
+
+
+def _kept_shape(where: object, item: SimulatedItem, cluster: Cluster, fold: Fold) -> _Shape:
+    key = (where, _shape_key(item, fold))
+    if key not in _kept:
+        shape = _shape(item, cluster, fold)
+        if sum(kept.num_tasks for kept in _kept.values()) + shape.num_tasks > MAX_KEPT_TASKS:
+            _kept.clear()
+        _kept[key] = shape
+    return _kept[key]
 
 
 def _shape_key(item: SimulatedItem, fold: Fold) -> object:
