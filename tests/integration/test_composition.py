@@ -72,6 +72,7 @@ CASES = [
     ("onebit", "ring", True),
     ("int8shared", "ring", True),
     ("topk", "allgather", False),
+    ("powersgd", "ring", True),
 ]
 
 

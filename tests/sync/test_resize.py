@@ -104,9 +104,13 @@ def test_the_rule() -> None:
 
 
 def test_new_ranks_begin_with_no_residual_and_all_else_is_theirs() -> None:
-    found = resize_state(job(3, loss_scale=8.0), 4)
-    assert found[3]["residuals"] == Residuals().state_dict()
-    assert found[3]["loss_scale"] == 8.0
+    states = job(3, loss_scale=8.0)
+    for state in states:
+        state["residuals"]["carried"] = {"a": torch.ones(4)}  # of powersgd: the same on all ranks
+    new = resize_state(states, 4)[3]
+    assert new["residuals"].pop("carried")["a"].tolist() == [1.0] * 4
+    assert new["residuals"] == Residuals().state_dict()
+    assert new["loss_scale"] == 8.0
 
 
 def test_the_order_says_who_stays() -> None:
