@@ -21,7 +21,6 @@ class Segment:
         method: name, as `methods.parse` takes it.
         bucket_mb: DDP's `bucket_cap_mb`.
         train_steps: steps for the loss curve, at no rate, followed by a validation where there are any.
-        warmup_steps: steps before the timed ones of each rate that are not counted.
         timed_seconds: about how long the timed steps of each rate shall take.
         min_timed: fewest timed steps; 0 for none at all.
         max_timed: most timed steps.
@@ -31,7 +30,6 @@ class Segment:
     method: str
     bucket_mb: float = 25.0
     train_steps: int = 0
-    warmup_steps: int = 1
     timed_seconds: float = 4.0
     min_timed: int = 5
     max_timed: int = 30

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import ast
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,9 +25,20 @@ DDP_FP16 = "ddp-fp16"
 SILENT = "no-communication"
 """Computes and sends nothing: what the ideal step is measured with. Ranks drift apart."""
 
+TRAMPOLINE = "ddp-trampoline"
+"""DDP's all-reduce through the hook that gradwire leaves in place: what attaching costs when it does nothing."""
+
+AUTO = "auto"
+"""`attach(ddp, "auto")`; ``auto:fidelity=near-lossless`` for other levels than balanced."""
+
 DEFAULT_METHODS = (DDP_FP32, DDP_FP16, "none", "int8", "onebit", "topk", "threelc", "threelc:sparsity=1.75")
 
-_LABELS = {DDP_FP32: "DDP fp32", DDP_FP16: "DDP fp16 hook", SILENT: "no communication"}
+_LABELS = {
+    DDP_FP32: "DDP fp32",
+    DDP_FP16: "DDP fp16 hook",
+    TRAMPOLINE: "DDP fp32, trampoline",
+    SILENT: "no communication",
+}
 
 
 @dataclass(frozen=True)
@@ -53,6 +66,10 @@ class Connection(Protocol):
         """Totals after so many steps."""
         ...
 
+    def settle(self, step: Callable[[], object]) -> None:
+        """Take steps at a new rate until the method has adapted to it; all ranks call it."""
+        ...
+
     def close(self) -> None:
         """End what the method started."""
         ...
@@ -61,6 +78,16 @@ class Connection(Protocol):
 def is_native(method: str) -> bool:
     """Whether it is one of DDP's own."""
     return method in _LABELS
+
+
+def tries_buckets(method: str) -> bool:
+    """Whether it is run with every bucket size, of which the best counts: DDP's own methods, and auto, which may be."""
+    return is_native(method) or is_auto(method)
+
+
+def is_auto(method: str) -> bool:
+    """Whether it is `AUTO`, at any fidelity."""
+    return method.split(":")[0] == AUTO
 
 
 def label(method: str) -> str:
@@ -79,7 +106,9 @@ def check(methods: list[str]) -> None:
         OptionError: an option that does not parse or fit, or the same method twice.
     """
     for method in methods:
-        if not is_native(method):
+        if is_auto(method):
+            fidelity(method)
+        elif not is_native(method):
             compressor(method)
     if len(set(methods)) < len(methods):
         raise OptionError(f"Expected each method once, got {', '.join(methods)}. Do: leave the second out.")
@@ -95,10 +124,23 @@ def compressor(method: str) -> Compressor:
     return make(name, **dict(_option(method, text) for text in options))
 
 
+def fidelity(method: str) -> str:
+    """The level of ``auto`` or ``auto:fidelity=LEVEL``."""
+    from gradwire.sync.fidelity import LEVELS
+
+    option = method.partition(":")[2] or "fidelity=balanced"
+    key, _, level = option.partition("=")
+    if key != "fidelity" or level not in LEVELS:
+        raise OptionError(f"Expected auto:fidelity={'|'.join(LEVELS)}, got {method!r}. Do: write one of these levels.")
+    return level
+
+
 def connect(method: str, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, seed: int) -> Connection:
     """Let `method` synchronise the gradients of a fresh DDP module."""
     if is_native(method):
         return _Native(method, ddp)
+    if is_auto(method):
+        return _Automatic(method, ddp, optimizer, seed)
     return _Attached(method, ddp, optimizer, seed)
 
 
@@ -114,6 +156,10 @@ class _Native:
         if method == DDP_FP16:
             self._sent = ring_bytes(num_bytes // 2, dist.get_world_size())
             ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        elif method == TRAMPOLINE:
+            from gradwire.integrations.ddp import attach
+
+            attach(ddp, "none").detach()
         elif method == SILENT:
             self._sent = 0
             # Unannotated: torch compares annotations as objects, and here they are strings.
@@ -122,6 +168,10 @@ class _Native:
     def costs(self, steps: int) -> Costs:
         """See `Connection`."""
         return Costs(self._sent * steps, self._dense * steps)
+
+    def settle(self, step: Callable[[], object]) -> None:
+        """One step fills the links' queues as all others do."""
+        step()
 
     def close(self) -> None:
         """Nothing to end: the hook goes with its module."""
@@ -140,8 +190,41 @@ class _Attached:
         total = self._handle.report().total
         return Costs(total.sent_bytes, total.dense_bytes, total.encode_seconds, total.decode_seconds)
 
+    def settle(self, step: Callable[[], object]) -> None:
+        """See `_Native.settle`."""
+        step()
+
     def close(self) -> None:
         """Detach."""
+        self._handle.detach()
+
+
+class _Automatic:
+    """`gradwire.attach(ddp, "auto")`. What DDP's own all-reduce sends is computed, as for `_Native`."""
+
+    def __init__(self, method: str, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, seed: int) -> None:
+        from gradwire.integrations.ddp import attach
+
+        self._handle = attach(ddp, "auto", fidelity=fidelity(method), optimizer=optimizer, seed=seed)
+        assert self._handle.autopilot is not None, "auto has one"
+        self._autopilot = self._handle.autopilot
+
+    def costs(self, steps: int) -> Costs:
+        """See `Connection`. The dense bytes of DDP's own all-reduce are those it sends, or would without fp16."""
+        total, native = self._handle.report().total, self._autopilot.native_bytes
+        return Costs(total.sent_bytes + native, total.dense_bytes + native, total.encode_seconds, total.decode_seconds)
+
+    def settle(self, step: Callable[[], object]) -> None:
+        """Begin anew, as a job that starts at this rate would, and go on until it has decided."""
+        self._autopilot.restart()
+        step()
+        while not self._autopilot.settled:
+            step()
+
+    def close(self) -> None:
+        """Detach."""
+        for decision in self._autopilot.decisions:
+            print(f"auto on rank {dist.get_rank()}: {decision}", file=sys.stderr)
         self._handle.detach()
 
 

@@ -1,4 +1,4 @@
-"""Replays a recorded backward as waits: forward and backward sleep, gradients, codecs and network are real.
+"""Replays a recorded backward as waits: forward and backward sleep; gradients, DDP, codecs and network are real.
 
 Two cores cannot compute for four ranks without disturbing the clock; here each rank finds the processor as free as
 on a machine of its own. Codecs do so too: a real backward leaves them less of it.
@@ -7,125 +7,72 @@ on a machine of its own. Codecs do so too: a real backward leaves them less of i
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.bench import methods
 from gradwire.bench.job import Outcome, Segment
-from gradwire.bench.methods import Costs
+from gradwire.bench.methods import Connection
 from gradwire.bench.recording import RecordedBucket, Recording
 from gradwire.bench.segment import is_identical
-from gradwire.bench.statistics import ring_bytes
 from gradwire.bench.timing import time_steps
 
 if TYPE_CHECKING:
     from gradwire.bench.worker import Rank
 
 
-class Exchange(methods.Connection, Protocol):
-    """Averages the buckets of a step over the ranks, by one method."""
-
-    def begin(self) -> None:
-        """Called before the first bucket of a step."""
-        ...
-
-    def submit(self, bucket: RecordedBucket, buffer: torch.Tensor) -> None:
-        """Begin to average one bucket, and return at once."""
-        ...
-
-    def wait(self) -> None:
-        """Return once all buckets of the step hold their mean."""
-        ...
-
-
-class NativeExchange:
-    """What DDP and its fp16 hook do: divide, all-reduce, and for fp16 copy back.
+class RecordedModel(nn.Module):
+    """Parameters whose gradients, in backward, are the recorded ones at the recorded times.
 
     Args:
-        method: one of DDP's own, or the one that sends nothing.
-        recording: tells the bytes.
+        recording: of the step.
     """
 
-    def __init__(self, method: str, recording: Recording) -> None:
-        self._method = method
-        self._world_size = dist.get_world_size()
-        self._running: list[tuple[dist.Work, torch.Tensor, torch.Tensor]] = []
-        elements = sum(bucket.gradients[0].numel() for bucket in recording.buckets)
-        self._dense_bytes = ring_bytes(4 * elements, self._world_size)
-        width = {methods.DDP_FP32: 4, methods.DDP_FP16: 2, methods.SILENT: 0}[method]
-        self._sent_bytes = ring_bytes(width * elements, self._world_size)
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()
+        self.recording = recording
+        self.started = 0.0
+        self.steps = 0
+        # DDP lays out its first buckets by the reverse order of the parameters.
+        shapes = [pair for bucket in recording.buckets for pair in zip(bucket.names, bucket.shapes, strict=True)]
+        for name, shape in reversed(shapes):
+            self.register_parameter(name.replace(".", "/"), nn.Parameter(torch.zeros(shape)))
 
-    def begin(self) -> None:
-        """Nothing to prepare."""
-
-    def submit(self, bucket: RecordedBucket, buffer: torch.Tensor) -> None:
-        """See `Exchange`."""
-        if self._method == methods.SILENT:
-            return
-        sent = buffer.half() if self._method == methods.DDP_FP16 else buffer
-        work = dist.all_reduce(sent.div_(self._world_size), async_op=True)
-        assert work is not None, "an asynchronous all-reduce returns its work"
-        self._running.append((work, sent, buffer))
-
-    def wait(self) -> None:
-        """See `Exchange`."""
-        for work, sent, buffer in self._running:
-            work.wait()
-            if sent is not buffer:
-                buffer.copy_(sent)
-        self._running.clear()
-
-    def costs(self, steps: int) -> Costs:
-        """See `Exchange`."""
-        return Costs(self._sent_bytes * steps, self._dense_bytes * steps)
-
-    def close(self) -> None:
-        """Nothing to end."""
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Starts the clock; scalar to scalar."""
+        self.started = time.perf_counter()
+        self.steps += 1
+        x = _until(x, self, self.recording.backward_seconds, None)
+        for bucket in reversed(self.recording.buckets):
+            parameters = (self.get_parameter(name.replace(".", "/")) for name in bucket.names)
+            x = _until(x, self, bucket.ready_seconds, bucket, *parameters)
+        return x
 
 
-class GradwireExchange:
-    """What `gradwire.attach` does in the hook, on the same entry: `Synchronizer.submit`.
+class _Until(torch.autograd.Function):
+    """The identity. Backward waits for a moment of the step, then hands out a bucket's gradients."""
 
-    Args:
-        method: a compressor with its options.
-        seed: of its random streams.
-    """
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, model: RecordedModel, moment: float, bucket: RecordedBucket | None, *_: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.place = model, moment, bucket
+        return x.view_as(x)
 
-    def __init__(self, method: str, seed: int) -> None:
-        from gradwire.sync.plan import Plan
-        from gradwire.sync.synchronizer import Synchronizer
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        model, moment, bucket = ctx.place
+        gradients = [] if bucket is None else bucket.views(bucket.gradients[model.steps % len(bucket.gradients)])
+        sleep_until(model.started + moment)
+        return grads[0], None, None, None, *gradients
 
-        self._synchronizer = Synchronizer(None, Plan(methods.compressor(method)), seed=seed)
 
-    def begin(self) -> None:
-        """See `Exchange`."""
-        self._synchronizer.begin_step()
-
-    def submit(self, bucket: RecordedBucket, buffer: torch.Tensor) -> None:
-        """See `Exchange`."""
-        from gradwire.sync.synchronizer import Shard
-
-        views = bucket.views(buffer)
-        shards = [Shard(name, view) for name, view in zip(bucket.names, views, strict=True)]
-        self._synchronizer.submit(shards, result=buffer)
-
-    def wait(self) -> None:
-        """See `Exchange`."""
-        self._synchronizer.wait()
-        self._synchronizer.commit()
-
-    def costs(self, steps: int) -> Costs:
-        """See `Exchange`."""
-        total = self._synchronizer.report().total
-        return Costs(total.sent_bytes, total.dense_bytes, total.encode_seconds, total.decode_seconds)
-
-    def close(self) -> None:
-        """See `Exchange`."""
-        self._synchronizer.close()
+_until: Callable[..., torch.Tensor] = _Until.apply
 
 
 @dataclass
@@ -134,32 +81,29 @@ class Replay:
 
     rank: Rank
     segment: Segment
-    recording: Recording
-    exchange: Exchange
+    ddp: DistributedDataParallel
+    optimizer: torch.optim.Optimizer
+    connection: Connection
     steps: int = 0
-    buffers: list[torch.Tensor] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self.buffers = [torch.empty_like(bucket.gradients[0]) for bucket in self.recording.buckets]
-
-    @property
-    def connection(self) -> methods.Connection:
-        """What counts."""
-        return self.exchange
+    @classmethod
+    def begin(cls, rank: Rank, segment: Segment, recording: Recording) -> Replay:
+        """A fresh module, with its method attached."""
+        ddp = DistributedDataParallel(
+            RecordedModel(recording), bucket_cap_mb=segment.bucket_mb, gradient_as_bucket_view=True
+        )
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
+        return cls(rank, segment, ddp, optimizer, methods.connect(segment.method, ddp, optimizer, rank.job.seed))
 
     def step(self) -> tuple[float, float]:
         """One step; returns no loss, and its seconds."""
         start = time.perf_counter()
-        # While the recorded rank computed its forward.
-        for bucket, buffer in zip(self.recording.buckets, self.buffers, strict=True):
-            buffer.copy_(bucket.gradients[self.steps % len(bucket.gradients)])
-        self.exchange.begin()
-        for bucket, buffer in zip(self.recording.buckets, self.buffers, strict=True):
-            _sleep_until(start + bucket.ready_seconds)
-            self.exchange.submit(bucket, buffer)
-        _sleep_until(start + self.recording.backward_seconds)
-        self.exchange.wait()
-        time.sleep(self.recording.step_seconds - self.recording.backward_seconds)  # the optimizer
+        recording = self.ddp.module.recording
+        loss = self.ddp(torch.zeros((), requires_grad=True))
+        loss.backward()
+        end = time.perf_counter()
+        self.optimizer.step()
+        sleep_until(end + recording.step_seconds - recording.backward_seconds)
         self.steps += 1
         return float("nan"), time.perf_counter() - start
 
@@ -168,21 +112,18 @@ def run_replay(rank: Rank, index: int, recordings: Mapping[float, Recording]) ->
     """One segment: a method at each rate."""
     segment = rank.job.segments[index]
     rank.set_rate(None)
-    recording = recordings[segment.bucket_mb]
-    replay = Replay(rank, segment, recording, _exchange(segment.method, recording, rank.job.seed))
+    replay = Replay.begin(rank, segment, recordings[segment.bucket_mb])
     replay.step()
     timed = [time_steps(replay, index, rate) for rate in segment.rates]
     rank.set_rate(None)
-    identical = None if segment.method == methods.SILENT else is_identical(replay.buffers)
-    replay.exchange.close()
+    gradients = [parameter.grad for parameter in replay.ddp.parameters() if parameter.grad is not None]
+    identical = None if segment.method == methods.SILENT else is_identical(gradients)
+    replay.connection.close()
     return Outcome(index, rank.rank, identical=identical, timed=timed)
 
 
-def _exchange(method: str, recording: Recording, seed: int) -> Exchange:
-    return NativeExchange(method, recording) if methods.is_native(method) else GradwireExchange(method, seed)
-
-
-def _sleep_until(moment: float) -> None:
+def sleep_until(moment: float) -> None:
+    """Return at a moment of `time.perf_counter`, or at once where it has passed."""
     left = moment - time.perf_counter()
     if left > 0:
         time.sleep(left)

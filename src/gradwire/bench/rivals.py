@@ -103,9 +103,16 @@ def randomk(g: torch.Tensor) -> Sent:
     return _at(g, (torch.rand_like(g) < 0.01).nonzero().view(-1))
 
 
+def powersgd(g: torch.Tensor) -> Sent:
+    matrix = g.view(-1, 1024)
+    p = torch.linalg.qr(matrix @ torch.rand(1024, 4)).Q
+    return p, matrix.T @ p
+
+
 RIVALS: dict[str, Callable[[torch.Tensor], Sent]] = {
     each.__name__: each
     for each in (
         onebit, signsgd, tbq, minmax, terngrad, int8, qsgd, natural, graddrop, dgc, topk, randomk,
+        powersgd,
     )
 }  # fmt: skip

@@ -54,8 +54,7 @@ def time_steps(training: Steps, index: int, rate: str | None) -> Timed:
     sent = (training.connection.costs(training.steps) - before).sent_bytes
     steps = rank.agree(_num_timed(segment, duration, sent, rate))
     rank.set_rate(rate)
-    for _ in range(segment.warmup_steps):
-        training.step()
+    training.connection.settle(training.step)
     dist.barrier()
     counters, costs, seconds = _interface(rank), training.connection.costs(training.steps), []
     for step in range(1, steps + 1):

@@ -103,7 +103,7 @@ class Plan:
                 rates=rates,
             )
             segments.append(first)
-            if methods.is_native(method):
+            if methods.tries_buckets(method):
                 segments += [
                     replace(first, bucket_mb=size, train_steps=0, min_timed=_TUNING_STEPS)
                     for size in options.buckets_mb[1:]

@@ -102,6 +102,12 @@ def _digits() -> Workload:
     return Digits()
 
 
-_WORKLOADS: dict[str, Callable[[], Workload]] = {"text": _text, "digits": _digits}
+def _deep() -> Workload:
+    from gradwire.bench.deep import DeepText
+
+    return DeepText()
+
+
+_WORKLOADS: dict[str, Callable[[], Workload]] = {"text": _text, "deep": _deep, "digits": _digits}
 WORKLOADS = tuple(_WORKLOADS)
 """Names for `make_workload`."""

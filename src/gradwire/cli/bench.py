@@ -30,7 +30,7 @@ def training(
     methods: Annotated[str | None, typer.Option(help="Which ones, such as ddp-fp32,threelc,topk:ratio=0.01.")] = None,
     steps: Annotated[int, typer.Option(help="Training steps of each method, for the loss curve.")] = 150,
     ranks: Annotated[int, typer.Option(help="How many ranks.")] = 4,
-    workload: Annotated[str, typer.Option(help="text, or digits (tiny).")] = "text",
+    workload: Annotated[str, typer.Option(help="text (large tensors), deep (small ones), digits (tiny).")] = "text",
     seconds: Annotated[float, typer.Option(help="How long to time each method at each rate.")] = 8.0,
     buckets: Annotated[
         str, typer.Option(help="Bucket sizes in MB: the first for all, the others for DDP to choose from.")

@@ -147,6 +147,12 @@ class Decision:
 class Autopilot:
     """Chooses the way of an attached module's gradients. One a handle.
 
+    Attributes:
+        way: how gradients travel.
+        decisions: all of them, the latest last.
+        settled: whether it has decided, and watches.
+        native_bytes: what a rank has sent by DDP's own all-reduce, if that is a ring.
+
     Args:
         synchronizer: of the module; its plan is replaced.
         group: for DDP's own all-reduce.
@@ -165,6 +171,8 @@ class Autopilot:
     ) -> None:
         self.way = NATIVE
         self.decisions: list[Decision] = []
+        self.settled = False
+        self.native_bytes = 0
         self._synchronizer = synchronizer
         self._group = group
         self._tensors = synchronizer.tensors
@@ -193,6 +201,8 @@ class Autopilot:
             future = submit()
         else:
             future = (fp16_compress_hook if self.way.half else allreduce_hook)(self._group, bucket)
+            world_size = self._synchronizer.world_size
+            self.native_bytes += 2 * (world_size - 1) * noted.nbytes // world_size // (1 + self.way.half)
 
         def arrived(done: Future) -> torch.Tensor:
             self._clock.done(noted)
@@ -202,11 +212,14 @@ class Autopilot:
 
     def restart(self) -> None:
         """Begin at the beginning, and give out residuals that were loaded."""
-        self._script = self._fly()
+        self._script, self.settled = self._fly(), False
 
     # -- the script: at each `yield` a step passes -----------------------------------------------------------
 
     def _fly(self) -> Script[None]:
+        while self._synchronizer.world_size == 1:
+            self.settled = True
+            yield
         yield from self._switch(NATIVE)
         timing = yield from self._timed(warm_up=1)
         reason, strikes = "at the start", STRIKES
@@ -247,7 +260,7 @@ class Autopilot:
     def _watch(self, strikes: int) -> Script[tuple[str, Timing]]:
         """Compare notes, until so many times one after another things are not as they were; then say what changed."""
         first: Timing | None = None
-        changed = 0
+        changed, self.settled = 0, True
         while True:
             steps: list[Step] = []
             for _ in range(WINDOW):
@@ -260,6 +273,7 @@ class Autopilot:
             reason = _change(first, timing)
             changed = changed + 1 if reason else 0
             if reason and changed >= strikes:
+                self.settled = False
                 return reason, timing
 
     def _switch(self, way: Way) -> Script[None]:

@@ -22,10 +22,13 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.core.errors import AttachError, SyncError
+from gradwire.core.errors import AttachError, OptionError, SyncError, UnknownNameError
 from gradwire.core.spec import TensorSpec
 from gradwire.integrations import torch_private
+from gradwire.integrations.auto import Autopilot
 from gradwire.observe.metrics import Report
+from gradwire.observe.trace import Trace
+from gradwire.sync.fidelity import LEVELS
 from gradwire.sync.plan import Method, Plan
 from gradwire.sync.synchronizer import DEFAULT_TIMEOUT, Shard, Synchronizer
 
@@ -50,13 +53,15 @@ def attach(
     seed: int = 0,
     check_every: int = 100,
     dump_dir: str | Path | None = None,
+    nodes: int | Sequence[str | int] | None = None,
+    fidelity: str = "balanced",
 ) -> Handle:
     """Synchronise the gradients of `ddp` compressed, from the next backward on. Every rank calls it alike.
 
     Args:
         ddp: any DDP module, on Gloo or NCCL; compiled or not, inside or outside.
         method: a compressor's name, a compressor, a mapping from parameter name patterns to either (first match
-            counts), or a whole `Plan`.
+            counts), a whole `Plan`, or ``"auto"``, which decides while training (see `gradwire.integrations.auto`).
         optimizer: the optimizer of these parameters. With it, residuals are committed when it steps, so that steps
             skipped by a GradScaler leave no trace; without it, when the next backward begins, unless any rank's
             gradients were not finite.
@@ -64,8 +69,8 @@ def attach(
             without it, what was kept back before a change counts by the wrong scale once.
         register: take the module's communication hook. With False it stays yours: register a hook of your own that
             calls ``handle.hook(state, bucket)`` and returns its future.
-        strategy: ``"scatter_reduce"``, ``"ring"`` or ``"allgather"``; None takes the ring for large dense tensors and
-            scatter-reduce for all others.
+        strategy: ``"scatter_reduce"``, ``"ring"``, ``"allgather"`` or ``"hierarchical"`` (dense within a node,
+            compressed between nodes); None takes the ring for large dense tensors and scatter-reduce for all others.
         partitions: ranges a rank's share of a tensor is cut into.
         min_elements: under a blanket method, vectors and tensors of fewer elements stay dense, in one message.
         feedback: ``"error"`` or ``"none"``; None leaves it to each compressor's default.
@@ -74,6 +79,10 @@ def attach(
         seed: seed of all random streams.
         check_every: every so many backwards, all ranks compare a hash of their parameters; 0 for never.
         dump_dir: folder of the flight recorder's file, written on a failure.
+        nodes: for ``"hierarchical"``: the name of each rank's node in a list, or how many ranks a node has; None takes
+            what torchrun says, else the hosts' names.
+        fidelity: what ``"auto"`` may choose from: ``"exact"``, ``"near-lossless"``, ``"balanced"`` or
+            ``"aggressive"``; see `gradwire.sync.fidelity`.
 
     Returns:
         The handle: report, state, detach.
@@ -88,6 +97,10 @@ def attach(
     """
     ddp = torch_private.uncompiled(ddp)  # type: ignore[assignment]
     _check_attachable(ddp, register)
+    automatic = method == "auto"
+    if automatic:
+        _check_automatic(strategy, partitions, feedback, fidelity)
+        method = Plan("none", min_elements=min_elements)
     plan = method if isinstance(method, Plan) else Plan(
         method, strategy=strategy, partitions=partitions, min_elements=min_elements, feedback=feedback
     )  # fmt: skip
@@ -99,9 +112,12 @@ def attach(
         stall_timeout=stall_timeout,
         seed=seed,
         dump_dir=dump_dir,
+        nodes=nodes,
     )
     try:
         handle = Handle(ddp, synchronizer, optimizer, check_every, scaler)
+        if automatic:
+            handle.autopilot = Autopilot(synchronizer, ddp.process_group, fidelity, min_elements, handle._settle)
         slot = _slot(ddp)
         if register:
             slot.register(ddp)
@@ -113,7 +129,12 @@ def attach(
 
 
 class Handle:
-    """An attached module. Made by `attach`."""
+    """An attached module. Made by `attach`.
+
+    Attributes:
+        synchronizer: what does the work.
+        autopilot: under ``"auto"`` what decides, with its decisions; else None.
+    """
 
     def __init__(
         self,
@@ -124,6 +145,7 @@ class Handle:
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         self.synchronizer = synchronizer
+        self.autopilot: Autopilot | None = None
         self._ddp = weakref.ref(ddp)
         self._check_every = check_every
         self._scaler = scaler
@@ -139,6 +161,14 @@ class Handle:
     def report(self) -> Report:
         """Bytes, ratios, times and residual norms, by tensor and in all, on this rank. Prints as a table."""
         return self.synchronizer.report()
+
+    def trace(self, path: str | Path) -> Trace:
+        """Write what synchronisation does from now on as Chrome trace JSON, for ui.perfetto.dev; one file a rank.
+
+        ``with handle.trace("trace.json"):`` around some steps writes ``trace.rank0.json`` and so on; or call `close`
+        of what is returned.
+        """
+        return self.synchronizer.trace(path)
 
     def state_dict(self) -> dict[str, Any]:
         """Residuals by parameter name, step and seed: a plain dict of tensors and numbers. One file a rank.
@@ -157,6 +187,8 @@ class Handle:
         """
         self.synchronizer.load_state_dict(state)
         self._loss_scale = (state if isinstance(state, Mapping) else state[0]).get("loss_scale")
+        if self.autopilot is not None:
+            self.autopilot.restart()
 
     def detach(self) -> None:
         """Return to DDP's own all-reduce. Residuals that were not applied are dropped. Every rank calls it."""
@@ -194,12 +226,20 @@ class Handle:
             self._begin_backward(ddp, joined)
         if self._active_ranks != self.synchronizer.world_size:
             bucket.buffer().mul_(self.synchronizer.world_size / self._active_ranks)
-        shards = [
-            Shard(self._names[id(parameter)], grad, used=not joined and _used(ddp, parameter, grad))
-            for parameter, grad in zip(torch_private.bucket_parameters(bucket), bucket.gradients(), strict=True)
-        ]
-        # The small tensors of all buckets travel together, with the last one.
-        future = self.synchronizer.submit(shards, result=bucket.buffer(), hold=not bucket.is_last())
+        parameters = torch_private.bucket_parameters(bucket)
+
+        def submit() -> torch.futures.Future[torch.Tensor]:
+            shards = [
+                Shard(self._names[id(parameter)], grad, used=not joined and _used(ddp, parameter, grad))
+                for parameter, grad in zip(parameters, bucket.gradients(), strict=True)
+            ]
+            # The small tensors of all buckets travel together, with the last one.
+            return self.synchronizer.submit(shards, result=bucket.buffer(), hold=not bucket.is_last())
+
+        if self.autopilot is None:
+            future = submit()
+        else:
+            future = self.autopilot.average(bucket, (self._names[id(parameter)] for parameter in parameters), submit)
         if bucket.is_last() and (joined or torch_private.waits_before_callbacks(ddp)):
             self._end_backward()
         if bucket.is_last() and joined:
@@ -209,6 +249,8 @@ class Handle:
     def _begin_backward(self, ddp: DistributedDataParallel, joined: bool) -> None:
         if not joined:
             torch_private.after_backward(self._end_backward)
+        if self.autopilot is not None:
+            self.autopilot.boundary()
         self._settle()
         self.synchronizer.begin_step()
         self._follow_loss_scale()
@@ -301,6 +343,16 @@ def _slot(ddp: DistributedDataParallel) -> _Slot:
         slot = _Slot(ddp)
         setattr(ddp, _SLOT, slot)
     return slot
+
+
+def _check_automatic(strategy: str | None, partitions: int, feedback: str | None, fidelity: str) -> None:
+    if fidelity not in LEVELS:
+        raise UnknownNameError("fidelity", fidelity, LEVELS)
+    if strategy is not None or partitions != 1 or feedback is not None:
+        raise OptionError(
+            f"Expected strategy, partitions and feedback to be left to auto, got {strategy!r}, {partitions} and "
+            f'{feedback!r}. Do: attach(ddp, "auto", fidelity="balanced"), or name a compressor.'
+        )
 
 
 def _check_attachable(ddp: object, register: bool) -> None:

@@ -1,0 +1,116 @@
+"""Jobs for `auto`: a forced way there and back, and a job in the lab whose links change."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire as gw
+from gradwire.integrations.auto import NATIVE, Script, Way
+from gradwire.sync.costs import CodecCosts, Costs, Line, LinkCosts
+from gradwire.sync.fidelity import Method
+from gradwire.sync.planner import Gradient, PlanTable, plan
+from tests.integration.jobs.training import fingerprint
+
+SLOW = LinkCosts(1e-3, 1e-6)
+CHEAP = CodecCosts(Line(0, 1e-9), Line(0, 1e-9), Line(0, 1e-9), payload_bytes=Line(0, 0.1))
+DENSE = CodecCosts(Line(0, 1e-9), Line(0, 1e-9), Line(0, 1e-9), payload_bytes=Line(0, 4))
+
+
+def there_and_back(rank: int, world_size: int, steps: int) -> dict[str, Any]:
+    """By DDP, by a plan that compresses, and by DDP again; with gradients that do not depend on the parameters."""
+    torch.manual_seed(0)
+    model = nn.Linear(128, 64, bias=False)
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(ddp.parameters(), 1.0)
+    handle = gw.attach(ddp, "auto", optimizer=optimizer, min_elements=0)
+    pilot = handle.autopilot
+    assert pilot is not None
+    shape = tuple(model.weight.shape)
+    costs = Costs(world_size, (SLOW,), {"none": DENSE, "onebit": CHEAP})
+    table = plan([Gradient("weight", shape)], costs, [Method("onebit", ("scatter_reduce",))], min_elements=0)
+    assert table.compresses
+    begun = model.weight.detach().double()
+    held = []
+
+    def script() -> Script[None]:
+        for way in (NATIVE, Way.of(table), NATIVE):
+            yield from pilot._switch(way)
+            for _ in range(steps):
+                yield
+            held.append(handle.synchronizer.residuals.holds("weight"))
+        yield from itertools.repeat(None)
+
+    pilot._script = script()
+    expected, ways = begun.clone(), []
+    for step in range(3 * steps + 4):
+        grads = [
+            torch.randn(shape, generator=torch.Generator().manual_seed(100 * step + peer)) for peer in range(world_size)
+        ]
+        expected -= sum(grad.double() for grad in grads) / world_size
+        optimizer.zero_grad()
+        (ddp(torch.eye(128)) * grads[rank].T).sum().backward()
+        optimizer.step()
+        ways.append(pilot.way.name)
+    error = (model.weight.double() - expected).norm() / (expected - begun).norm()
+    handle.detach()
+    return {"hash": fingerprint(model.parameters()), "error": float(error), "held": held, "ways": ways}
+
+
+def agrees_on_costs(rank: int, world_size: int) -> list[Any]:
+    """A survey's document, and the largest of the ranks' numbers, of which there are more than one exchange holds."""
+    from gradwire.sync.survey import Survey
+    from gradwire.sync.synchronizer import Synchronizer
+
+    one = Synchronizer(None, "none")
+    survey = Survey(one, 1 << 17)
+    costs = survey.costs(["fp16"])
+    largest = survey.largest(torch.arange(150.0, dtype=torch.float64).numpy() * (-1) ** rank)
+    told = one.share("words" if rank == 0 else None)
+    one.close()
+    return [costs.to_json(), largest.tolist(), told]
+
+
+def lab_main() -> None:
+    """A rank in the lab: says what each step took, until its folder holds a file `stop`."""
+    limit, wanted = float(sys.argv[1]), int(sys.argv[2])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(384, 384), nn.ReLU(), nn.Linear(384, 384), nn.ReLU(), nn.Linear(384, 8))
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(ddp.parameters(), 1e-3)
+    handle = gw.attach(ddp, "auto", optimizer=optimizer)
+    assert handle.autopilot is not None
+    data = torch.randn(8, 384, generator=torch.Generator().manual_seed(dist.get_rank()))
+    deadline = time.monotonic() + limit
+    last, told = time.monotonic(), 0
+    while True:
+        optimizer.zero_grad()
+        ddp(data).square().mean().backward()
+        optimizer.step()
+        now = time.monotonic()
+        if dist.get_rank() == 0 and len(handle.autopilot.decisions) > told:
+            told = len(handle.autopilot.decisions)
+            print(f"decided {handle.synchronizer.step} {handle.autopilot.decisions[-1]}", flush=True)
+        last = now
+        over = torch.tensor([float(len(handle.autopilot.decisions) >= wanted or last > deadline)])
+        dist.all_reduce(over)
+        if over > 0:
+            break
+    print(f"hash {fingerprint(model.parameters())}", flush=True)
+    names = [str(decision.table.to_json()) for decision in handle.autopilot.decisions]
+    assert all(PlanTable.from_json(name).rows for name in names)
+    handle.detach()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    lab_main()

@@ -1,0 +1,57 @@
+"""`auto` on real processes: ways change without losing a gradient, and decisions follow the links."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+
+import pytest
+
+from gradwire.lab import Lab
+from tests.integration.launch import ROOT, launch
+
+
+def test_nothing_is_lost_on_the_way_there_and_back() -> None:
+    ranks = [outcome.result for outcome in launch("auto.there_and_back", 3, steps=6)]
+    assert len({rank["hash"] for rank in ranks}) == 1
+    ways = ranks[0]["ways"]
+    assert ways[0] == ways[-1] == "DDP's all-reduce"
+    assert "gradwire, onebit" in ways and "gradwire, giving out residuals" in ways
+    for rank in ranks:
+        assert rank["ways"] == ways  # all switch at the same steps
+        assert rank["held"][1:] == [True, False]
+        assert rank["error"] < 1e-5
+
+
+def test_ranks_agree_on_costs() -> None:
+    first, *others = [outcome.result for outcome in launch("auto.agrees_on_costs", 2)]
+    assert others == [first]
+    costs, largest, told = first
+    assert set(json.loads(costs)["codecs"]) == {"none", "fp16"}
+    assert largest == [float(number) for number in range(150)]
+    assert told == "words"
+
+
+@pytest.mark.root
+@pytest.mark.timeout(150)
+def test_it_compresses_on_a_slow_link_and_looks_again_when_the_link_changes() -> None:
+    lines: list[tuple[int, str]] = []
+    with Lab(3, "20mbit") as lab:
+
+        def on_line(host: int, stream: str, line: str) -> None:
+            lines.append((host, line))
+            if line.startswith("decided") and sum(text.startswith("decided") for _, text in lines) == 1:
+                lab.set_rate("1gbit")
+
+        lab.run(
+            [sys.executable, "-m", "tests.integration.jobs.auto", "60", "2"], on_line=on_line, cwd=ROOT, timeout=120
+        )
+    decisions = [text for _, text in lines if text.startswith("decided")]
+    assert len(decisions) == 2, lines
+    assert "at the start: gradwire, " in decisions[0]
+    assert re.search("(steps take|synchronising takes) .* after ", decisions[1])
+    first, second = (int(text.split()[1]) for text in decisions)
+    assert second - first <= 40  # 10 to notice, and trials
+    hashes = {text for _, text in lines if text.startswith("hash")}
+    assert len(hashes) == 1

@@ -1,0 +1,81 @@
+"""What `auto` makes of figures; it flies on several ranks in tests/integration."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire as gw
+from gradwire.core.errors import OptionError, UnknownNameError
+from gradwire.integrations.auto import NATIVE, NATIVE_FP16, SYNC_BOUND, Timing, Way, _change, _predict
+from gradwire.sync import fidelity
+from gradwire.sync.costs import CodecCosts, Costs, Line, LinkCosts
+from gradwire.sync.planner import Gradient, PlanTable, plan
+
+LINK = LinkCosts(1e-4, 1e-7)
+QUICK = Line(0, 1e-10)
+COSTS = Costs(
+    4,
+    (LINK,),
+    {
+        "none": CodecCosts(QUICK, QUICK, QUICK, payload_bytes=Line(0, 4)),
+        "fp16": CodecCosts(QUICK, QUICK, QUICK, payload_bytes=Line(0, 2)),
+    },
+)
+TIMING = Timing(1.0, 0.1, 0.8, 0.8, ((("w",), 0.0),), 4_000_000)
+
+
+def table(spec: str) -> PlanTable:
+    return plan([Gradient("w", (1000, 1000))], COSTS, [fidelity.Method(spec, ("ring",))], rest=0.1)
+
+
+def test_dense_ways_are_the_most_faithful_and_ddps_own_the_first_of_them() -> None:
+    compressed = Way.of(table("fp16"))
+    assert compressed.table is not None and compressed.table.compresses
+    assert NATIVE.faithfulness > NATIVE_FP16.faithfulness > compressed.faithfulness
+
+
+def test_plans_that_choose_the_same_are_the_same_way() -> None:
+    one = table("fp16")
+    other = replace(one, step=2 * one.step, rows=tuple(replace(row, encode=1.0) for row in one.rows))
+    assert Way.of(one) == Way.of(other)
+    moved = replace(one, rows=tuple(replace(row, partitions=row.partitions + 1) for row in one.rows))
+    assert Way.of(one) != Way.of(moved)
+
+
+def test_half_the_bytes_are_predicted_to_save_half_of_the_links_time() -> None:
+    found = _predict(table("fp16"), TIMING, COSTS, fidelity.methods("near-lossless"))
+    wire = 2 * 3 / 4 * TIMING.nbytes * LINK.seconds_per_byte
+    assert found[NATIVE] - found[NATIVE_FP16] == pytest.approx(wire / 2)
+    assert NATIVE_FP16 not in _predict(table("fp16"), TIMING, COSTS, fidelity.methods("exact"))
+
+
+def test_small_changes_are_none() -> None:
+    assert _change(TIMING, replace(TIMING, step=1.2, synchronising=1.2)) == ""
+    assert "steps take 1.4" in _change(TIMING, replace(TIMING, step=1.4))
+    assert "steps take 700 ms" in _change(TIMING, replace(TIMING, step=0.7))
+    assert "synchronising" in _change(TIMING, replace(TIMING, synchronising=0.8 / SYNC_BOUND / 1.01))
+
+
+def test_what_auto_chooses_cannot_be_given() -> None:
+    ddp = DistributedDataParallel(nn.Linear(4, 4))
+    with pytest.raises(OptionError, match="left to auto"):
+        gw.attach(ddp, "auto", strategy="ring")
+    with pytest.raises(UnknownNameError, match="near-lossless"):
+        gw.attach(ddp, "auto", fidelity="lossless")
+
+
+def test_a_job_of_one_rank_has_nothing_to_decide() -> None:
+    ddp = DistributedDataParallel(nn.Linear(4, 4))
+    handle = gw.attach(ddp, "auto")
+    for _ in range(20):
+        ddp(torch.ones(1, 4)).sum().backward()
+    assert handle.autopilot is not None
+    assert handle.autopilot.way == NATIVE
+    assert handle.autopilot.decisions == []
+    assert handle.autopilot.settled
+    handle.detach()
