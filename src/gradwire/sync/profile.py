@@ -99,11 +99,11 @@ def measure_codec(
         clock: ``time.perf_counter`` where ranks share cores, measure at once and shall see what that costs them.
 
     Raises:
-        OptionError: fewer than two different sizes, or a compressor whose costs depend on shapes and not on sizes alone.
+        OptionError: fewer than two different sizes, or a compressor whose costs depend on shapes, too.
     """
     if compressor.whole:
         raise OptionError(
-            f"Expected a compressor that takes ranges of tensors, got {compressor!r}, whose costs depend on their shapes. "
+            f"Expected a compressor that takes ranges of tensors, got {compressor!r}, whose costs depend on shapes. "
             'Do: name it in a plan of your own, for example {"*": "powersgd"}.'
         )
     if len(set(sizes)) < 2 or min(sizes) < 1:
