@@ -156,6 +156,10 @@ class _DryCodec:
         self._real = real
         self._notes = notes
 
+    @property
+    def first(self) -> int:
+        return cast(int, self._real.first)
+
     def kind(self, stage: int) -> FrameKind:
         return cast(FrameKind, self._real.kind(stage))
 
