@@ -32,7 +32,7 @@ from gradwire.observe.metrics import Metrics, Report
 from gradwire.observe.recorder import write_dump
 from gradwire.observe.trace import Trace
 from gradwire.sync import exchange, replica
-from gradwire.sync.agreement import agree
+from gradwire.sync.agreement import agree, share
 from gradwire.sync.costs import LinkCosts
 from gradwire.sync.engine import Engine
 from gradwire.sync.graph import TaskGraph
@@ -407,6 +407,15 @@ class Synchronizer:
         else:
             self._exchange("numbers", numbers, future.set_result, "numbers")
         return future
+
+    def share(self, text: str | None) -> str:
+        """Bring rank 0's text to all ranks, through the job's store. Blocks; all ranks call it.
+
+        Raises:
+            PeerTimeoutError: rank 0 said nothing in time.
+        """
+        topic = f"{self._name}/share/{next(self._topics)}"
+        return share(self._info.store, self.rank, topic, text, self.timeout)
 
     def probe_links(self) -> tuple[LinkCosts, ...]:
         """Measure the link of every rank, the same figures on all. Between steps; all ranks call it.
