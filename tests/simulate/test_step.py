@@ -138,3 +138,32 @@ def test_a_trace_has_every_rank_and_what_it_did(tmp_path):
     text = (tmp_path / "trace.json").read_text()
     for expected in ("rank 1", "encode scatter layer0.weight", "backward", "send gather layer0.weight"):
         assert expected in text
+
+
+@pytest.mark.parametrize("per_node", [2, 4])
+def test_hierarchical_sends_compressed_between_nodes_and_dense_within(per_node):
+    nodes = cluster(8, ranks_per_node=per_node, inner=Link(10 * RATE, header_bytes=0))
+    result = step(gradients(ELEMENTS), "none", nodes, costs(), strategy="hierarchical")
+    # Of each of 8 parts a rank sends its gradient to the owner on its node, or as the owner the mean to the others;
+    # the owners, one a node, scatter and gather.
+    part, num_nodes = NBYTES / 8, 8 // per_node
+    within = 2 * (per_node - 1) * part * num_nodes
+    between = 2 * (num_nodes - 1) * part
+    assert result.sent_bytes == pytest.approx(within + between)
+    flat = step(gradients(ELEMENTS), "none", nodes, costs(), strategy="scatter_reduce")
+    assert result.seconds < 0.7 * flat.seconds
+
+
+def test_hierarchical_with_a_rank_a_node_is_scatter_reduce():
+    known = costs(1e-5, onebit=onebit(1e-9, 1e-9))
+    flat, nodes = (
+        step(gradients(ELEMENTS), "onebit", cluster(4), known, strategy=strategy)
+        for strategy in ("scatter_reduce", "hierarchical")
+    )
+    assert nodes.as_dict() == flat.as_dict()
+
+
+def test_hierarchical_on_one_node_is_dense():
+    known = costs(onebit=onebit())
+    result = step(gradients(ELEMENTS), "onebit", cluster(4, ranks_per_node=4), known, strategy="hierarchical")
+    assert result.sent_bytes == pytest.approx(2 * 3 / 4 * NBYTES)

@@ -32,7 +32,7 @@ def simulate(
     ] = "onebit",
     compare: Annotated[str, typer.Option(help="More methods, separated by commas.")] = "none",
     strategy: Annotated[
-        str | None, typer.Option(help="scatter_reduce, ring or allgather; default: the plan's.")
+        str | None, typer.Option(help="scatter_reduce, ring, allgather or hierarchical; default: the plan's.")
     ] = None,
     partitions: Annotated[int, typer.Option(help="Ranges that a rank's share of a tensor is cut into.")] = 1,
     ranks: Annotated[str, typer.Option(help="Numbers of ranks: 4,16,64.")] = "4,16,64",

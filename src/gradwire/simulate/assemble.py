@@ -141,15 +141,16 @@ def _shape_key(item: SimulatedItem, fold: Fold) -> object:
 
 
 def _shape(item: SimulatedItem, cluster: Cluster, fold: Fold) -> _Shape:
-    entry, world_size = item.entry, cluster.ranks
+    entry, world_size, step = item.entry, cluster.ranks, cluster.ranks_per_node
     if not fold.folded:
-        graphs = [record(entry, item.numel, rank, world_size, tensor=item.tensor) for rank in fold.ranks]
+        graphs = [
+            record(entry, item.numel, rank, world_size, tensor=item.tensor, ranks_per_node=step) for rank in fold.ranks
+        ]
         return _Shape(graphs, _pairs(graphs, fold, world_size, lambda part, *_: part))
     # Enough blocks that any number of parts that a strategy cuts into comes out even.
     numel = world_size * entry.partitions * RANGE_ALIGNMENT
-    graphs = [record(entry, numel, rank, world_size) for rank in fold.ranks]
-    step = cluster.ranks_per_node
-    following = record(entry, numel, (fold.ranks[0] + step) % world_size, world_size)
+    graphs = [record(entry, numel, rank, world_size, ranks_per_node=step) for rank in fold.ranks]
+    following = record(entry, numel, (fold.ranks[0] + step) % world_size, world_size, ranks_per_node=step)
     moved = part_shift(graphs[0], following, step, world_size)
     return _Shape(graphs, _pairs(graphs, fold, world_size, moved))
 

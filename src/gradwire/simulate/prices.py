@@ -58,8 +58,10 @@ class PriceList:
     def frame_bytes(self, work: Work, count: int) -> float:
         """Of a frame, header included, or of a piece of one."""
         spec = TensorSpec((count,), self._dtype)
-        if work.frame is FrameKind.STATS:
-            body: float = 4 * sum(length for length, _ in self._compressor.stats_spec(spec))
+        if work.dense:
+            body: float = spec.nbytes
+        elif work.frame is FrameKind.STATS:
+            body = 4 * sum(length for length, _ in self._compressor.stats_spec(spec))
         elif work.frame is FrameKind.AGGREGATE:
             body = self._compressor.num_lanes(spec) * self._compressor.lane_dtype(self._world_size).itemsize
         elif self._is_fixed:
@@ -99,6 +101,18 @@ class PriceList:
         """Payloads are lifted, lanes that arrive are added as they are."""
         one = self._costs.add(count) if work.taken is FrameKind.AGGREGATE else _cost(self._codec.lift, count)
         return work.num_messages * one
+
+    def _dense(self, work: Work, count: int) -> float:
+        return self._costs.codec("none").encode(count)
+
+    def _add_up(self, work: Work, count: int) -> float:
+        return self._costs.add(count) + work.num_messages * self._costs.codec("none").merge(count)
+
+    def _spread(self, work: Work, count: int) -> float:
+        return self._costs.codec("none").encode(count)
+
+    def _place(self, work: Work, count: int) -> float:
+        return self._costs.codec("none").decode(count)
 
     def _stats(self, work: Work, count: int) -> float:
         return _cost(self._codec.stats, count)

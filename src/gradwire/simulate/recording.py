@@ -15,11 +15,13 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 
+from gradwire.compressors.registry import code
 from gradwire.core.events import EventStream
 from gradwire.feedback.residuals import Residuals
 from gradwire.simulate.loop import COMPUTE, RECV, SEND
 from gradwire.sync.graph import Task, TaskGraph
 from gradwire.sync.item import Item, Message, Part
+from gradwire.sync.nodes import Nodes
 from gradwire.sync.plan import PlanEntry
 from gradwire.sync.strategies import STRATEGIES, Builder, Surroundings
 from gradwire.wire.frame import FrameFlags, FrameKind, Header
@@ -40,6 +42,7 @@ class Work(NamedTuple):
         encodes_own: of a merge: whether the rank encodes its own gradient before it adds it.
         phase: its name in traces.
         share: of a frame that is carried in pieces.
+        dense: of a frame that is not compressed, whatever the item's compressor: within a node.
     """
 
     call: str
@@ -50,6 +53,7 @@ class Work(NamedTuple):
     encodes_own: bool
     phase: str
     share: float = 1.0
+    dense: bool = False
 
 
 class RecordedGraph(NamedTuple):
@@ -77,7 +81,9 @@ class RecordedGraph(NamedTuple):
     stage: np.ndarray
 
 
-def record(entry: PlanEntry, numel: int, rank: int, world_size: int, *, tensor: int = 0) -> RecordedGraph:
+def record(
+    entry: PlanEntry, numel: int, rank: int, world_size: int, *, tensor: int = 0, ranks_per_node: int = 1
+) -> RecordedGraph:
     """The graph that a rank runs for one item.
 
     Args:
@@ -86,11 +92,12 @@ def record(entry: PlanEntry, numel: int, rank: int, world_size: int, *, tensor: 
         rank: whose graph.
         world_size: ranks in the group.
         tensor: index of the item's tensor in the agreed order.
+        ranks_per_node: ranks of a node, which hierarchical strategies look at.
     """
     graph = TaskGraph("item", 0, 0, lambda: None)
     item = Item(graph.name, tensor, torch.empty(numel, device="meta"), entry, 0, 0)
     notes = _Notes(rank, world_size)
-    builder = _DryBuilder(item, graph, notes)
+    builder = _DryBuilder(item, graph, notes, ranks_per_node)
     STRATEGIES[entry.strategy](builder)
     indices: dict[Work, int] = {}
     work, parts, stages = [], [], []
@@ -99,7 +106,7 @@ def record(entry: PlanEntry, numel: int, rank: int, world_size: int, *, tensor: 
             key = task.key
             task.value = Message(key.kind, FrameFlags.PRESENT | FrameFlags.USED, _NOTHING, key.peer)
             count = builder.counts[task]
-            found = Work("recv", key.kind, None, 0, count, False, task.phase)
+            found = Work("recv", key.kind, None, 0, count, False, task.phase, dense=task in builder.dense_recvs)
             part, stage = key.partition, key.stage
         else:
             assert task.run is not None, f"{task.phase} has nothing to run"
@@ -140,7 +147,7 @@ class _Notes:
         self.part = self.stage = 0
 
     def send(self, peer: int, header: Header, body: np.ndarray) -> None:
-        self.last = Work("send", header.kind, None, 0, header.count, False, "")
+        self.last = Work("send", header.kind, None, 0, header.count, False, "", dense=header.compressor == code("none"))
         self.part, self.stage = header.partition, header.stage
 
 
@@ -184,6 +191,21 @@ class _DryCodec:
     def reduce_stats(self, part: Part, messages: Sequence[Message]) -> None:
         self._note("reduce_stats", part, 0, messages, None)
 
+    def encode_from(self, stage: int, among: int) -> None:
+        self._real.encode_from(stage, among)
+
+    def dense(self, part: Part) -> Message:
+        return self._note("dense", part, 0, (), FrameKind.PAYLOAD)
+
+    def add_up(self, part: Part, messages: Sequence[Message]) -> None:
+        self._note("add_up", part, 0, messages, None)
+
+    def spread(self, part: Part, mean: Message) -> Message:
+        return self._note("spread", part, 0, [mean], FrameKind.PAYLOAD)
+
+    def place(self, part: Part, message: Message) -> None:
+        self._note("place", part, 0, [message], None)
+
     def _note(
         self,
         call: str,
@@ -202,12 +224,24 @@ class _DryCodec:
 class _DryBuilder(Builder):
     """The synchroniser's builder over a codec and a transport that only note."""
 
-    def __init__(self, item: Item, graph: TaskGraph, notes: _Notes) -> None:
-        super().__init__(item, graph, Surroundings(cast(Any, notes), Residuals(), EventStream(), seed=0))
+    def __init__(self, item: Item, graph: TaskGraph, notes: _Notes, ranks_per_node: int) -> None:
+        nodes = nodes_of(notes.world_size, ranks_per_node)
+        super().__init__(item, graph, Surroundings(cast(Any, notes), Residuals(), EventStream(), 0, lambda: nodes))
         self._codec = cast(Any, _DryCodec(self._codec, notes))
         self.counts: dict[Task, int] = {}  # elements that each recv waits for
+        self.dense_recvs: set[Task] = set()
+
+    def recv_dense(self, peer: int, part: Part, stage: int, phase: str) -> Task:
+        task = super().recv_dense(peer, part, stage, phase)
+        self.dense_recvs.add(task)
+        return task
 
     def _recv(self, peer: int, kind: FrameKind, part: Part, stage: int, phase: str) -> Task:
         task = super()._recv(peer, kind, part, stage, phase)
         self.counts[task] = part.count
         return task
+
+
+def nodes_of(world_size: int, ranks_per_node: int) -> Nodes:
+    """The ranks of each node, counted node by node."""
+    return tuple(tuple(range(first, first + ranks_per_node)) for first in range(0, world_size, ranks_per_node))

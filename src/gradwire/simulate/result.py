@@ -18,7 +18,11 @@ from gradwire.simulate.loop import COMPUTE, RECV, SEND
 from gradwire.simulate.recording import Work
 
 CAUSES = ("compute", "encode", "merge", "decode", "wire", "processor")
-_CALLS = {"start": "encode", "stats": "encode", "reduce_stats": "merge", "decode_sum": "decode"}
+_CALLS = {
+    **dict.fromkeys(("start", "stats", "dense", "spread"), "encode"),
+    **dict.fromkeys(("reduce_stats", "add_up"), "merge"),
+    **dict.fromkeys(("decode_sum", "place"), "decode"),
+}
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
 from gradwire.compressors.base import Compressor
+from gradwire.compressors.registry import make
 from gradwire.core.errors import OptionError
 from gradwire.core.spec import TensorSpec
 from gradwire.simulate.assemble import Assembled, SimulatedItem, assemble
@@ -109,6 +110,14 @@ def step(
     return Reading(items, cluster, fold_, compute, assembled, trail).result(trace)
 
 
+def _placed(entry: PlanEntry, cluster: Cluster) -> PlanEntry:
+    """As the synchroniser does: on one node alone a hierarchical entry comes to a dense one."""
+    if entry.strategy != "hierarchical" or cluster.ranks_per_node < cluster.ranks:
+        return entry
+    strategy = "scatter_reduce" if entry.batched else "ring"
+    return replace(entry, compressor=make("none"), strategy=strategy, feedback="none")
+
+
 def _coordination(bulk: Bulk, assembled: Assembled, cluster: Cluster, costs: Costs) -> Coordination:
     per_byte = costs.frame(1 << 20) - costs.frame(0)
     if cluster.ranks_per_node > 1 or per_byte > 0.01 * costs.frame(0):
@@ -137,7 +146,7 @@ def _items(
     items: list[SimulatedItem] = []
     held: dict[torch.dtype, list[tuple[int, Gradient, PlanEntry]]] = {}
     for index, grad in enumerate(gradients):
-        entry = plan.entry(grad.name, grad.spec)
+        entry = _placed(plan.entry(grad.name, grad.spec), cluster)
         if grad.spec.numel == 0:
             continue
         if entry.batched:
