@@ -36,3 +36,11 @@ def test_the_same_method_twice_is_refused():
 def test_labels_are_for_readers():
     assert methods.label("ddp-fp16") == "DDP fp16 hook"
     assert methods.label("topk:ratio=0.01") == "gradwire topk ratio 0.01"
+    assert methods.label("dgc:ratio=0.01@ring") == "gradwire dgc ratio 0.01, ring"
+
+
+def test_a_strategy_may_follow_the_options():
+    assert methods.compressor("topk:ratio=0.5@ring").options["ratio"] == 0.5
+    assert (methods.strategy("topk@ring"), methods.strategy("topk")) == ("ring", None)
+    with pytest.raises(UnknownNameError, match="allgather, hierarchical, ring, scatter_reduce"):
+        methods.check(["topk@star"])

@@ -94,8 +94,10 @@ def label(method: str) -> str:
     """How a reader sees it."""
     if is_native(method):
         return _LABELS[method]
-    name, _, options = method.partition(":")
-    return f"gradwire {name}" + (f" {options.replace('=', ' ').replace(':', ', ')}" if options else "")
+    spec, _, way = method.partition("@")
+    name, _, options = spec.partition(":")
+    label = f"gradwire {name}" + (f" {options.replace('=', ' ').replace(':', ', ')}" if options else "")
+    return f"{label}, {way}" if way else label
 
 
 def check(methods: list[str]) -> None:
@@ -110,18 +112,29 @@ def check(methods: list[str]) -> None:
             fidelity(method)
         elif not is_native(method):
             compressor(method)
+            strategy(method)
     if len(set(methods)) < len(methods):
         raise OptionError(f"Expected each method once, got {', '.join(methods)}. Do: leave the second out.")
 
 
 def compressor(method: str) -> Compressor:
-    """The compressor of ``NAME`` or ``NAME:option=value:option=value``."""
+    """The compressor of ``NAME`` or ``NAME:option=value:option=value``, with or without ``@STRATEGY``."""
     from gradwire.compressors.registry import make, names
 
-    name, *options = method.split(":")
+    name, *options = method.partition("@")[0].split(":")
     if name not in names():
         raise UnknownNameError("method", name, [DDP_FP32, DDP_FP16, *names()])
     return make(name, **dict(_option(method, text) for text in options))
+
+
+def strategy(method: str) -> str | None:
+    """The strategy of ``NAME@STRATEGY``; None where the plan decides."""
+    from gradwire.sync.plan import STRATEGIES
+
+    _, at, way = method.partition("@")
+    if at and way not in STRATEGIES:
+        raise UnknownNameError("strategy", way, STRATEGIES)
+    return way or None
 
 
 def fidelity(method: str) -> str:
@@ -183,7 +196,7 @@ class _Attached:
     def __init__(self, method: str, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, seed: int) -> None:
         from gradwire.integrations.ddp import attach
 
-        self._handle = attach(ddp, compressor(method), optimizer=optimizer, seed=seed)
+        self._handle = attach(ddp, compressor(method), optimizer=optimizer, strategy=strategy(method), seed=seed)
 
     def costs(self, steps: int) -> Costs:
         """See `Connection`."""
