@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 
+from tests.integration.jobs.composition import FEATURES
 from tests.integration.launch import launch, results
+
+
+@pytest.fixture(scope="module")
+def of_two() -> list[dict[str, Any]]:
+    """What two ranks found, by rank: one launch for several tests."""
+    return results(launch("composition.of_two", 2))
 
 
 def check_training(ranks: list[dict[str, Any]], names: set[str]) -> None:
@@ -19,10 +26,8 @@ def check_training(ranks: list[dict[str, Any]], names: set[str]) -> None:
         assert first["names"] == ranks[0]["plain"]["names"], name
 
 
-def test_features_of_torch_compose() -> None:
-    from tests.integration.jobs.composition import FEATURES
-
-    ranks = results(launch("composition.features", 2))
+def test_features_of_torch_compose(of_two: list[dict[str, Any]]) -> None:
+    ranks = [rank["features"] for rank in of_two]
     check_training(ranks, set(FEATURES))
     for found in ranks:
         # Scales are powers of two and threelc follows its input, so a loss scale that residuals follow changes no bit.
@@ -32,7 +37,7 @@ def test_features_of_torch_compose() -> None:
         # Neither do memory layout, graph and search change any.
         for same in ("static graph", "bucket views", "static graph, bucket views", "unused search"):
             assert found[same]["hash"] == found["plain"]["hash"], same
-        assert found["accumulation"]["steps"] == 30, "no_sync backwards are not synchronised"
+        assert found["accumulation"]["steps"] == 25, "no_sync backwards are not synchronised"
         assert found["clipping"]["norms"] == ranks[0]["clipping"]["norms"]
         assert max(found["clipping"]["norms"]) > 0.5
 
@@ -46,8 +51,8 @@ def test_models_compiled_by_inductor_train() -> None:
     )
 
 
-def test_several_modules_in_one_backward() -> None:
-    ranks = results(launch("composition.modules", 2))
+def test_several_modules_in_one_backward(of_two: list[dict[str, Any]]) -> None:
+    ranks = [rank["modules"] for rank in of_two]
     for found in ranks:
         assert found["hash"] == ranks[0]["hash"]
         assert found["last"] < 0.9 * found["first"]
@@ -55,9 +60,9 @@ def test_several_modules_in_one_backward() -> None:
         assert found["after"] == [40, 41, 40], "one is detached, the other goes on"
 
 
-def test_a_hook_of_the_users_own_may_call_gradwire() -> None:
+def test_a_hook_of_the_users_own_may_call_gradwire(of_two: list[dict[str, Any]]) -> None:
     """R8: the slot stays the user's."""
-    for found in results(launch("composition.own_hook", 2)):
+    for found in (rank["own_hook"] for rank in of_two):
         with_gradwire, detached = found["deviations"][:2], found["deviations"][2]
         assert all(0 < deviation < 0.01 for deviation in with_gradwire), "fp16 rounds"
         assert detached < 1e-6, "after detach the hook goes on, with all-reduce"
@@ -96,14 +101,16 @@ def test_uneven_inputs() -> None:
         assert training["error"] < (1e-5 if not case.startswith("int8shared") else 0.01), case
 
 
-@pytest.mark.parametrize("job", ["joined_and_lost", "first_static_backward"])
-def test_a_lost_rank_is_named_where_torch_gives_no_end_of_backward(job: str) -> None:
-    outcome = launch(f"composition.{job}", 2)[0]
-    assert outcome.result is not None, outcome.output
-    assert outcome.result == {"type": "PeerLostError", "rank": 1}
+def test_a_lost_rank_is_named_where_torch_gives_no_end_of_backward() -> None:
+    outcome = launch("composition.lost", 3)[0]
+    assert outcome.exit_code == 0, outcome.output
+    assert outcome.result == {
+        "first static backward": {"type": "PeerLostError", "rank": 1},
+        "joined": {"type": "PeerLostError", "rank": 1},  # of its group, where it is rank 2 of the job
+    }
 
 
-def test_unused_parameters_keep_their_residual_however_gradients_are_cleared() -> None:
+def test_unused_parameters_keep_their_residual_however_gradients_are_cleared(of_two: list[dict[str, Any]]) -> None:
     """R10: where `zero_grad` leaves zeros, or gradients are views of the bucket."""
-    for found in results(launch("composition.unused", 2)):
+    for found in (rank["unused"] for rank in of_two):
         assert found == {key: [True] * 6 for key in ("True True", "True False", "False True", "False False")}

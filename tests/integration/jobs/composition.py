@@ -20,6 +20,11 @@ from tests.integration.jobs.training import batches, fingerprint, loss_of, model
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
+def of_two(rank: int, world_size: int) -> dict[str, Any]:
+    """All that two ranks can show, in one launch."""
+    return {job.__name__: job(rank, world_size) for job in (features, modules, own_hook, unused)}
+
+
 def features(rank: int, world_size: int) -> dict[str, Any]:
     """Train with one feature after another; by its name, hash of the parameters, first and last losses."""
     return {name: train(rank, world_size, **options) for name, options in FEATURES.items()}
@@ -36,7 +41,7 @@ def train(
     tell_scaler: bool = True,
     clip: float | None = None,
     accumulate: int = 1,
-    steps: int = 60,
+    steps: int = 40,
     **ddp_options: Any,
 ) -> dict[str, Any]:
     ddp = around(wrap(module(), **ddp_options))
@@ -80,7 +85,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
     "autocast": {"autocast": torch.bfloat16},
     "bfloat16 module": {"module": lambda: model(dtype=torch.bfloat16)},
-    "accumulation": {"accumulate": 3, "steps": 30},
+    "accumulation": {"accumulate": 3, "steps": 25},
     "clipping": {"clip": 0.5},
     "scaler": {"scaler_options": {"init_scale": 4.0, "growth_interval": 7}},
     "scaler, not told": {"scaler_options": {"init_scale": 4.0, "growth_interval": 7}, "tell_scaler": False},
@@ -282,23 +287,42 @@ def _residual(handle: gw.Handle, role: str) -> dict[str, torch.Tensor]:
     return found
 
 
-def joined_and_lost(rank: int, world_size: int) -> dict[str, Any] | None:
-    """Rank 0 has no inputs left, rank 1 dies: rank 0 hears of it with a typed error, within the shadowed step."""
-    ddp = wrap(model())
+def lost(rank: int, world_size: int) -> dict[str, Any]:
+    """Where torch calls no end of backward, rank 0 hears of a lost peer all the same: of rank 1, then of rank 2."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([0, 2])]
+    found = {}
+    for (name, job), group, peer in zip(LOST.items(), pairs, (1, 2), strict=True):
+        if rank in (0, peer):
+            try:
+                job(rank, group)
+            except gw.errors.SyncError as error:
+                found[name] = {"type": type(error).__name__, "rank": error.rank}
+    return found
+
+
+def _first_static_backward(rank: int, group: Any) -> None:
+    """A static graph's reducer waits for the hooks in its first backward before any callback."""
+    ddp = wrap(model(), static_graph=True, process_group=group)
+    gw.attach(ddp, "threelc", min_elements=0, timeout=timedelta(seconds=5))
+    batch = next(batches(rank, 2))
+    if rank:
+        _die_in_backward(ddp, batch)
+    loss_of(ddp, batch).backward()
+
+
+def _joined(rank: int, group: Any) -> None:
+    """Rank 0 has no inputs left and shadows the step in which the other one dies."""
+    ddp = wrap(model(), process_group=group)
     handle = gw.attach(ddp, "threelc", min_elements=0, timeout=timedelta(seconds=5))
     store = dist.distributed_c10d._get_default_store()
-    try:
-        with ddp.join():
-            for step, batch in enumerate(itertools.islice(batches(rank, world_size), 3)):
-                if rank == 1 and step == 2:
-                    _die_in_backward(ddp, batch, lambda: store.wait(["in the hook"]))
-                loss_of(ddp, batch).backward()
-                if rank == 0 and step == 1:
-                    handle.synchronizer.events.listen(lambda _: store.set("in the hook", "yes"))
-                    break
-    except gw.errors.SyncError as error:
-        return {"type": type(error).__name__, "rank": error.rank}
-    return None
+    with ddp.join():
+        for step, batch in enumerate(itertools.islice(batches(rank, 3), 3)):
+            if rank and step == 2:
+                _die_in_backward(ddp, batch, lambda: store.wait(["in the hook"]))
+            loss_of(ddp, batch).backward()
+            if rank == 0 and step == 1:
+                handle.synchronizer.events.listen(lambda _: store.set("in the hook", "yes"))
+                break
 
 
 def _die_in_backward(ddp: nn.Module, batch: Batch, after: Callable[[], object] = lambda: None) -> None:
@@ -308,18 +332,7 @@ def _die_in_backward(ddp: nn.Module, batch: Batch, after: Callable[[], object] =
     loss.backward()
 
 
-def first_static_backward(rank: int, world_size: int) -> dict[str, Any] | None:
-    """A static graph's reducer waits for the hooks in its first backward before any callback: rank 1 dies in it."""
-    ddp = wrap(model(), static_graph=True)
-    gw.attach(ddp, "threelc", min_elements=0, timeout=timedelta(seconds=5))
-    batch = next(batches(rank, world_size))
-    if rank == 1:
-        _die_in_backward(ddp, batch)
-    try:
-        loss_of(ddp, batch).backward()
-    except gw.errors.SyncError as error:
-        return {"type": type(error).__name__, "rank": error.rank}
-    return None
+LOST = {"first static backward": _first_static_backward, "joined": _joined}
 
 
 # -- unused parameters ---------------------------------------------------------------------------------------------
