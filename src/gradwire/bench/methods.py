@@ -153,7 +153,7 @@ def connect(method: str, ddp: DistributedDataParallel, optimizer: torch.optim.Op
     if is_native(method):
         return _Native(method, ddp)
     if is_auto(method):
-        return _Automatic(method, ddp, optimizer, seed)
+        return Automatic(method, ddp, optimizer, seed)
     return _Attached(method, ddp, optimizer, seed)
 
 
@@ -212,7 +212,7 @@ class _Attached:
         self._handle.detach()
 
 
-class _Automatic:
+class Automatic:
     """`gradwire.attach(ddp, "auto")`. What DDP's own all-reduce sends is computed, as for `_Native`."""
 
     def __init__(self, method: str, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, seed: int) -> None:
@@ -220,23 +220,23 @@ class _Automatic:
 
         self._handle = attach(ddp, "auto", fidelity=fidelity(method), optimizer=optimizer, seed=seed)
         assert self._handle.autopilot is not None, "auto has one"
-        self._autopilot = self._handle.autopilot
+        self.autopilot = self._handle.autopilot
 
     def costs(self, steps: int) -> Costs:
         """See `Connection`. The dense bytes of DDP's own all-reduce are those it sends, or would without fp16."""
-        total, native = self._handle.report().total, self._autopilot.native_bytes
+        total, native = self._handle.report().total, self.autopilot.native_bytes
         return Costs(total.sent_bytes + native, total.dense_bytes + native, total.encode_seconds, total.decode_seconds)
 
     def settle(self, step: Callable[[], object]) -> None:
         """Begin anew, as a job that starts at this rate would, and go on until it has decided."""
-        self._autopilot.restart()
+        self.autopilot.restart()
         step()
-        while not self._autopilot.settled:
+        while not self.autopilot.settled:
             step()
 
     def close(self) -> None:
         """Detach."""
-        for decision in self._autopilot.decisions:
+        for decision in self.autopilot.decisions:
             print(f"auto on rank {dist.get_rank()}: {decision}", file=sys.stderr)
         self._handle.detach()
 
