@@ -14,6 +14,7 @@ from gradwire.compressors.registry import code
 from gradwire.core.errors import FrameError
 from gradwire.core.spec import TensorSpec
 from gradwire.sync.exchange import EXCHANGE_TENSOR
+from gradwire.sync.nodes import Nodes
 from gradwire.sync.plan import Plan
 from gradwire.sync.probe import CHUNK_BYTES, PROBE_TENSOR
 from gradwire.sync.registry import BATCH_FLAG, TensorRegistry
@@ -178,3 +179,37 @@ def test_of_a_tensor_that_is_taken_whole_no_range_is_admitted() -> None:
         made.admit(dataclasses.replace(header, count=80))
     with pytest.raises(FrameError, match="Expected at most 320 bytes"):
         made.admit(dataclasses.replace(header, length=324))
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_hierarchical_frames_are_dense_within_nodes_and_compressed_between(stage: int) -> None:
+    made = TensorRegistry(Plan({"*": "threelc"}, strategy="hierarchical", min_elements=0), 3, lambda: ((0, 1), (2,)))
+    made.add({"ternary": SPECS["ternary"]})
+    dense = dataclasses.replace(DENSE, stage=stage)
+    payload = dataclasses.replace(TERNARY_PAYLOAD, tensor=0, stage=stage)
+    fitting, other = (dense, payload) if stage in (0, 3) else (payload, dense)
+    made.admit(fitting)
+    with pytest.raises(FrameError, match=r"Expected (none|threelc) of torch\.float32, got others"):
+        made.admit(other)
+    if fitting is dense:
+        with pytest.raises(FrameError, match="Expected at most 4096 bytes"):
+            made.admit(dataclasses.replace(dense, length=4097))
+        with pytest.raises(FrameError, match="Expected no AGGREGATE frames of none"):
+            made.admit(dataclasses.replace(dense, kind=FrameKind.AGGREGATE))
+    assert made.early_bytes_limit() > 4 * SPECS["ternary"].nbytes
+
+
+@pytest.mark.parametrize(
+    ("nodes", "method", "strategy"),
+    [
+        (((0, 1, 2),), "none", "ring"),
+        (((0,), (1,), (2,)), "threelc", "scatter_reduce"),
+        (None, "threelc", "scatter_reduce"),
+    ],
+)
+def test_hierarchical_comes_to_what_the_nodes_allow(nodes: Nodes | None, method: str, strategy: str) -> None:
+    plan = Plan({"w": "threelc", "*": "none"}, strategy="hierarchical")
+    made = TensorRegistry(plan, 3, None if nodes is None else lambda: nodes)
+    made.add({"w": SPECS["ternary"], "b": SPECS["bias"]})
+    assert (made.entries["w"].compressor.name, made.entries["w"].strategy) == (method, strategy)
+    assert (made.entries["b"].batched, made.entries["b"].strategy) == (True, "scatter_reduce")
