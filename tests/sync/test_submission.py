@@ -1,9 +1,11 @@
-"""Small dense tensors of several submissions travel in one message."""
+"""How submissions travel: small dense tensors of several in one message, and what goes first."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from gradwire.core.spec import TensorSpec
 from gradwire.sync.synchronizer import Shard, Synchronizer
 from tests.sync.harness import ranks
 
@@ -59,3 +61,19 @@ def test_wait_sends_what_is_held() -> None:
         means = group.each(hold_and_wait)
     assert torch.allclose(means[0], sum(gradient(rank, "a.bias") for rank in range(3)) / 3, atol=1e-6)
     assert all(torch.equal(means[0], mean) for mean in means)
+
+
+@pytest.mark.parametrize(("order", "earlier", "later"), [("backward", "w8", "w0"), ("forward", "w0", "w8")])
+def test_what_goes_first_where_much_is_ready(order: str, earlier: str, later: str) -> None:
+    names = [f"w{index}" for index in range(10)]
+
+    def run(one: Synchronizer) -> list[str]:
+        one.register({name: TensorSpec((1 << 20,)) for name in names})
+        one.begin_step()
+        one.submit([Shard(name, torch.randn(1 << 20)) for name in reversed(names)])  # as backward makes them
+        one.wait()
+        return [event.tensor for event in one.events.latest() if event.kind == "encode"]
+
+    with ranks(2, "onebit", order=order) as group:
+        for encoded in group.each(run):
+            assert encoded.index(earlier) < encoded.index(later)

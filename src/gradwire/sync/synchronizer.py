@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -86,6 +86,9 @@ class Synchronizer:
         transport: carries the frames; None makes a TCP mesh through the group's store.
         nodes: for the strategy ``"hierarchical"``: the name of each rank's node, or how many ranks a node has; None
             asks the launcher's environment.
+        order: what goes first where several tensors have work ready: ``"backward"``, what was submitted first, which
+            fills the link soonest; ``"forward"``, what was registered first, which the next forward needs first, for
+            those who wait for each tensor's future by itself.
 
     Raises:
         DisagreementError: ranks differ in plan, seed, nodes or world size; on every rank.
@@ -106,6 +109,7 @@ class Synchronizer:
         dump_dir: str | Path | None = None,
         transport: Transport | None = None,
         nodes: int | Sequence[str | int] | None = None,
+        order: Literal["backward", "forward"] = "backward",
     ) -> None:
         if timeout <= timedelta(0):
             raise OptionError(f"Expected a timeout above 0, got {timeout}. Do: pass timedelta(seconds=30).")
@@ -122,6 +126,7 @@ class Synchronizer:
         self._rounds = itertools.count()
         self._topics = itertools.count()
         self._dump_dir = None if dump_dir is None else Path(dump_dir)
+        self._forward_first = order == "forward"
         self._nonfinite = False
         self._held: list[Held] = []
         self._engine: Engine | None = None
@@ -350,7 +355,8 @@ class Synchronizer:
             self.events.emit(Event("done", submitted, time.monotonic() - submitted, item.name, item.round))
             arrived()
 
-        graph = TaskGraph(item.name, item.round, priority=item.round, on_done=done)
+        priority = item.tensor & ~BATCH_FLAG if self._forward_first else item.round
+        graph = TaskGraph(item.name, item.round, priority, on_done=done)
         STRATEGIES[item.entry.strategy](Builder(item, graph, self._around))
         self._engine.run(graph)
 
