@@ -68,9 +68,9 @@ def test_what_goes_first_where_much_is_ready(order: str, earlier: str, later: st
     names = [f"w{index}" for index in range(10)]
 
     def run(one: Synchronizer) -> list[str]:
-        one.register({name: TensorSpec((1 << 20,)) for name in names})
+        one.register({name: TensorSpec((1024, 1024)) for name in names})
         one.begin_step()
-        one.submit([Shard(name, torch.randn(1 << 20)) for name in reversed(names)])  # as backward makes them
+        one.submit([Shard(name, torch.randn(1024, 1024)) for name in reversed(names)])  # as backward makes them
         one.wait()
         return [event.tensor for event in one.events.latest() if event.kind == "encode"]
 
