@@ -14,7 +14,7 @@ from tests.integration.launch import launch, results
 @pytest.fixture(scope="module")
 def of_two() -> list[dict[str, Any]]:
     """What two ranks found, by rank: one launch for several tests."""
-    return results(launch("composition.of_two", 2))
+    return results(launch("composition.of_two", 2, timeout=220))
 
 
 def check_training(ranks: list[dict[str, Any]], names: set[str]) -> None:
@@ -26,6 +26,7 @@ def check_training(ranks: list[dict[str, Any]], names: set[str]) -> None:
         assert first["names"] == ranks[0]["plain"]["names"], name
 
 
+@pytest.mark.timeout(240)
 def test_features_of_torch_compose(of_two: list[dict[str, Any]]) -> None:
     ranks = [rank["features"] for rank in of_two]
     check_training(ranks, set(FEATURES))
@@ -81,9 +82,10 @@ CASES = [
 ]
 
 
+@pytest.mark.timeout(240)
 def test_uneven_inputs() -> None:
     """R9: the divisor keeps its meaning, who has left emits no residual, and nothing is lost."""
-    ranks = results(launch("composition.join", 3, cases=CASES))
+    ranks = results(launch("composition.join", 3, timeout=220, cases=CASES))
     for rank, found in enumerate(ranks):
         steps = range(1 + 2 * rank)
         active = [3 if step < 1 else 2 if step < 3 else 1 for step in steps]

@@ -18,6 +18,7 @@ import gradwire as gw
 from tests.integration.jobs.training import batches, fingerprint, loss_of, model, wrap
 
 SAVE_EVERY = 5
+STEPS = 25  # of each size
 
 
 def train(
@@ -99,7 +100,7 @@ def _phase(
             deviation = max(deviation, (mine - values).abs().max().item())
             size = max(size, values.abs().max().item())
     losses = []
-    for batch in itertools.islice(batches(rank, group.size(), seed=number), 40):
+    for batch in itertools.islice(batches(rank, group.size(), seed=number), STEPS):
         optimizer.zero_grad()
         loss = loss_of(ddp, batch)
         loss.backward()
@@ -132,12 +133,15 @@ def _total(states: list[Any]) -> dict[str, torch.Tensor]:
 
 
 def main() -> None:
-    """One rank under torchrun: parameters as JSON, result into the folder."""
+    """One rank under torchrun: parameters as JSON, results into the folder. After the job the same, unbroken."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    rank, parameters = dist.get_rank(), json.loads(sys.argv[1])
-    result = train(rank, dist.get_world_size(), **parameters)
-    (Path(parameters["folder"]) / f"{rank}.json").write_text(json.dumps(result))
+    rank, world_size, parameters = dist.get_rank(), dist.get_world_size(), json.loads(sys.argv[1])
+    folder = Path(parameters["folder"])
+    broken = train(rank, world_size, **parameters)
+    (folder / "unbroken").mkdir(exist_ok=True)
+    unbroken = train(rank, world_size, **(parameters | {"folder": str(folder / "unbroken"), "deaths": {}}))
+    (folder / f"{rank}.json").write_text(json.dumps([broken, unbroken]))
     dist.destroy_process_group()
 
 
