@@ -25,7 +25,14 @@ class RanksError(GradwireError, RuntimeError):
     """The ranks of a benchmark did not all end well; the message has the last lines of the first that failed."""
 
 
-def launch(job: Job, world_size: int, on_message: OnMessage = lambda _: None, *, lab: bool = False) -> list[Outcome]:
+def launch(
+    job: Job,
+    world_size: int,
+    on_message: OnMessage = lambda _: None,
+    *,
+    lab: bool = False,
+    module: str = "gradwire.bench.worker",
+) -> list[Outcome]:
     """Run a job to its end.
 
     Args:
@@ -33,6 +40,7 @@ def launch(job: Job, world_size: int, on_message: OnMessage = lambda _: None, *,
         world_size: how many ranks.
         on_message: called with what the ranks say, as they say it.
         lab: one host a rank in a network lab of its own, with rates as the job asks for them.
+        module: what each rank runs; one of your own calls `gradwire.bench.worker.main` with how it runs segments.
 
     Returns:
         What each rank said of each segment, in any order.
@@ -44,7 +52,7 @@ def launch(job: Job, world_size: int, on_message: OnMessage = lambda _: None, *,
     with tempfile.TemporaryDirectory(prefix="gradwire-bench-") as folder:
         init_method = "env://" if lab else f"file://{folder}/rendezvous"
         job = replace(job, folder=folder, init_method=init_method, shaped=lab)
-        command = [sys.executable, "-m", "gradwire.bench.worker", str(job.save())]
+        command = [sys.executable, "-m", module, str(job.save())]
         listener = _Listener(Path(folder), on_message)
         if lab:
             _run_in_lab(command, world_size, job, listener)

@@ -67,8 +67,16 @@ class Rank:
         return int(box)
 
 
-def main() -> None:
-    """Runs all segments of the job."""
+RunSegment = Callable[[int], Outcome]
+"""Runs the segment of an index."""
+
+
+def main(runner: Callable[[Rank], RunSegment] | None = None) -> None:
+    """Runs all segments of the job.
+
+    Args:
+        runner: gives what runs a segment; None for training or replay, as the job says.
+    """
     job = Job.load(Path(sys.argv[1]))
     _limit_life(job.deadline_seconds)
     torch.set_num_threads(1)
@@ -80,15 +88,14 @@ def main() -> None:
         timeout=timedelta(seconds=min(120.0, job.deadline_seconds)),
     )
     rank = Rank(job)
-    run = _runner(rank)
+    run = (runner or _runner)(rank)
     for index in range(len(job.segments)):
         rank.say(run(index))
         dist.barrier()
     dist.destroy_process_group()
 
 
-def _runner(rank: Rank) -> Callable[[int], Outcome]:
-    """What runs a segment, by its index."""
+def _runner(rank: Rank) -> RunSegment:
     if rank.job.replay:
         from gradwire.bench.recording import record
         from gradwire.bench.replay import run_replay
