@@ -12,7 +12,7 @@ from gradwire.core.errors import OptionError, UnknownNameError
 from gradwire.sync.costs import LinkCosts
 from gradwire.sync.fidelity import DENSE
 from gradwire.sync.planner import schedule
-from gradwire.sync.planner.choose import PARTITIONS, Gradient, best_alone, options, plan
+from gradwire.sync.planner.choose import PARTITIONS, Gradient, best_alone, options, plan, uniform
 from gradwire.sync.planner.forms import native_seconds, route
 from gradwire.sync.planner.schedule import Job
 from tests.sync.planner.machines import METHODS, any_costs, costs
@@ -155,6 +155,19 @@ def test_half_precision_gradients_are_dense_at_half_the_bytes():
 def test_the_same_arguments_give_the_same_plan():
     tensors = gradients((3000, 0.0), (2000, 0.01), (1000, 0.02))
     assert plan(tensors, costs(), METHODS) == plan(tensors[::-1], costs(), METHODS)
+
+
+@pytest.mark.parametrize("rate", [1e8, 1e12])
+def test_a_uniform_plan_compresses_whether_it_pays_or_not(rate):
+    tensors = [*gradients((3000, 0.0), (2000, 0.01)), Gradient("bias", (1000,), ready=0.02)]
+    job = costs(rate=rate, latency=0)
+    for method in METHODS:
+        table = uniform(tensors, job, method, rest=0.5)
+        assert [row.spec for row in table.rows] == [method.spec, method.spec, "none"]
+        assert len({row.strategy for row in table.rows[:2]}) == 1
+        assert table.step >= 0.52 and not table.native
+        assert table.native_step == plan(tensors, job, [DENSE], rest=0.5).native_step
+        assert (table.step < table.native_step) == (rate == 1e8)
 
 
 def test_a_fidelity_names_methods_that_must_be_measured():

@@ -1,6 +1,6 @@
 """The planner: what each tensor should travel by, from measured costs. Nothing is measured or sent here."""
 
-from gradwire.sync.planner.choose import Gradient, plan
+from gradwire.sync.planner.choose import Gradient, plan, uniform
 from gradwire.sync.planner.table import PlanTable, Row
 
-__all__ = ["Gradient", "PlanTable", "Row", "plan"]
+__all__ = ["Gradient", "PlanTable", "Row", "plan", "uniform"]

@@ -140,6 +140,35 @@ def plan(
     )
 
 
+def uniform(
+    tensors: Sequence[Gradient],
+    costs: Costs,
+    method: Method,
+    *,
+    min_elements: int = 16_384,
+    rest: float = 0.0,
+    bucket_bytes: int = 25 << 20,
+) -> PlanTable:
+    """One method for all large tensors, by its best strategy, whether it pays or not. Arguments as for `plan`."""
+    ordered = sorted(tensors, key=lambda tensor: tensor.ready)
+    search = _Search(ordered, costs, [method], PARTITIONS, min_elements)
+    backward = max(tensor.ready for tensor in tensors)
+    picks = min((search.uniform(method.spec, strategy) for strategy in method.strategies),
+                key=lambda picks: search.run(picks).finish)  # fmt: skip
+    outcome = search.run(picks)
+    return PlanTable(
+        rows=tuple(search.rows(picks)),
+        world_size=costs.world_size,
+        fidelity=method.spec,
+        native=False,
+        step=rest + max(backward, outcome.finish),
+        dense_step=rest + max(backward, search.run(search.dense()).finish),
+        native_step=rest + max(backward, _native(ordered, costs, bucket_bytes).finish),
+        ideal_step=max(rest + backward, outcome.link),
+        limit=_limit(outcome, backward),
+    )
+
+
 def options(tensor: Gradient, costs: Costs, methods: Sequence[Method], partitions: Sequence[int]) -> list[Option]:
     """Every way there is for a tensor, dense ones included, the most faithful first."""
     itemsize = tensor.dtype.itemsize
@@ -221,13 +250,13 @@ class _Search:
 
     def dense(self) -> list[int]:
         """The best dense plan: one strategy for all, or for each tensor the one that is best for it alone."""
-        plans = [self._uniform("none", strategy) for strategy in (None, *DENSE.strategies)]
+        plans = [self.uniform("none", strategy) for strategy in (None, *DENSE.strategies)]
         return min(plans, key=lambda picks: self.run(picks).finish)
 
     def compresses(self, picks: Sequence[int]) -> bool:
         return any(choices[pick].spec != "none" for choices, pick in zip(self._choices, picks))
 
-    def _uniform(self, spec: str, strategy: str | None) -> list[int]:
+    def uniform(self, spec: str, strategy: str | None) -> list[int]:
         """One method for all, each with its best partitions."""
         picks = []
         for choices in self._choices:
@@ -240,7 +269,7 @@ class _Search:
         starts = [self.dense()]
         for method in self.methods:
             if method.spec != DENSE.spec:
-                starts += [self._uniform(method.spec, strategy) for strategy in method.strategies]
+                starts += [self.uniform(method.spec, strategy) for strategy in method.strategies]
         return [*starts, [choices.index(best_alone(choices)) for choices in self._choices]]
 
     # -- search ----------------------------------------------------------------------------------------------
