@@ -1,4 +1,4 @@
-"""What `check` and `show` are pointed at: a compressor by name, or in a module or a file of the user's."""
+"""What commands are pointed at: a compressor by name, or something in a module or a file of the user's."""
 
 from __future__ import annotations
 
@@ -49,6 +49,20 @@ def codec_of(target: str, options: list[str] | None) -> Compressor:
     if found is None and name in names():
         return make(name, **given)
     raise UnknownNameError(f"compressor of {place}", name, _compressors(module))
+
+
+def object_of(target: str) -> Any:
+    """What MODULE:NAME or path/to/file.py:NAME names.
+
+    Raises:
+        GradwireError: there is no such file, module or name.
+    """
+    place, _, name = target.rpartition(":")
+    module = _module(place)
+    if not hasattr(module, name):
+        functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise UnknownNameError(f"function of {place}", name, functions)
+    return getattr(module, name)
 
 
 def _compressors(module: ModuleType) -> list[str]:

@@ -1,0 +1,202 @@
+"""What `gradwire probe` found, as plain data, and the sentence that it comes to.
+
+A way must make the step shorter by `MIN_GAIN` than a more faithful one to be advised: DDP's fp32 all-reduce first, then
+its 16-bit hooks, then gradwire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from gradwire.sync.planner.table import seconds
+
+MIN_GAIN = 0.05  # of a step: the medians of a few steps are no better than this
+FP32, HALF, GRADWIRE = "fp32", "half", "gradwire"
+_LIMITS = {
+    "backward": "the computation of forward and backward",
+    "link": "the link",
+    "codec": "the codec",
+    "latency": "latency: messages, tasks and waiting for other ranks",
+}
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One way of the gradients. Seconds and bytes of a step; of all ranks the largest.
+
+    Attributes:
+        name: for people.
+        kind: ``"fp32"``, ``"half"`` (16-bit hooks of DDP) or ``"gradwire"``.
+        predicted: from links, codecs and the timeline of the backward; None where there is no model of it.
+        step: measured, the median.
+        steps: how many were timed.
+        nbytes: that a rank sends.
+        codec: in which a rank encodes and decodes.
+        ideal: the larger of the step without communication and the bytes over the link's rate.
+        limit: what the step waits for: ``"backward"``, ``"link"``, ``"codec"`` or ``"latency"``.
+        allowed: whether the fidelity allows it.
+        use: the line of code that chooses it.
+    """
+
+    name: str
+    kind: str
+    predicted: float | None
+    step: float
+    steps: int
+    nbytes: float
+    codec: float
+    ideal: float
+    limit: str
+    allowed: bool
+    use: str
+
+
+@dataclass(frozen=True)
+class Probe:
+    """The figures of one model on one job. Seconds.
+
+    Attributes:
+        name: of what was measured.
+        world_size: ranks.
+        backend: ``"gloo"`` or ``"nccl"``.
+        num_parameters: that are trained.
+        num_tensors: of them.
+        fidelity: what the user allows.
+        compute: a step without communication.
+        backward: of it, from the first bucket to the last.
+        bytes_per_second: of the slowest link; 0 where there is none.
+        latency: of the slowest link.
+        rows: what was measured, DDP's own all-reduce first. Empty on one rank.
+        untried: predicted seconds of what was not measured.
+    """
+
+    name: str
+    world_size: int
+    backend: str
+    num_parameters: int
+    num_tensors: int
+    fidelity: str
+    compute: float
+    backward: float
+    bytes_per_second: float = 0.0
+    latency: float = 0.0
+    rows: tuple[Measurement, ...] = ()
+    untried: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def advised(self) -> Measurement | None:
+        """The most faithful of the fastest; None on one rank."""
+        allowed = [row for row in self.rows if row.allowed]
+        if not allowed:
+            return None
+        # No step is shorter than one without communication, whatever the clock says.
+        least = max(self.compute, min(row.step for row in allowed))
+        for kind in (FP32, HALF):
+            best = self._best(kind)
+            if best is not None and best.step * (1 - MIN_GAIN) <= least:
+                return best
+        return min(allowed, key=_step)
+
+    @property
+    def sentence(self) -> str:
+        """Whether to compress, with what, how much faster that is, and what limits it."""
+        chosen = self.advised
+        if chosen is None:
+            return (
+                "Nothing to compress: one rank exchanges no gradients. Do: start as many ranks as the job will have, "
+                "over its own network, for example torchrun --nproc-per-node 4 -m gradwire.cli probe …"
+            )
+        if chosen.kind == FP32:
+            return self._dense(chosen)
+        return (self._half if chosen.kind == HALF else self._compress)(chosen, self.rows[0])
+
+    def _dense(self, dense: Measurement) -> str:
+        took = (
+            f"A step takes {seconds(dense.step)} by {dense.name}, {seconds(self.compute)} of it without communication"
+        )
+        if dense.limit == "backward":
+            return (
+                "Do not compress: backward hides the all-reduce. "
+                f"{took}, so that no compression can make it more than {_percent(1 - self.compute / dense.step)} "
+                f"shorter. What limits it: {_LIMITS['backward']}."
+            )
+        best = self._best(GRADWIRE) or self._best(HALF)
+        if best is None:
+            return (
+                f"Do not compress: fidelity {self.fidelity} allows nothing else. {took}. What limits it: "
+                f"{_LIMITS[dense.limit]}. Do: --fidelity near-lossless or balanced, to see what that would gain."
+            )
+        reasons = {
+            "codec": f"the codec costs what the link saves ({seconds(best.codec)} a step)",
+            "latency": "latency costs what the link saves",
+            "link": "it sends too little less for this link",
+            "backward": "there is too little to gain beside the computation",
+        }
+        return (
+            f"Do not compress: {reasons[best.limit]}. {took}; {best.name}, the fastest that was tried, takes "
+            f"{seconds(best.step)}. What limits it: {_LIMITS[best.limit]}."
+        )
+
+    def _half(self, half: Measurement, dense: Measurement) -> str:
+        best = self._best(GRADWIRE)
+        more = "" if best is None else f" {best.name} takes {seconds(best.step)}."
+        return (
+            f"{half.name} is enough: a step of {seconds(half.step)} in place of {seconds(dense.step)}, "
+            f"{_times(dense, half)} faster.{more} What limits it: {_LIMITS[half.limit]}; {self._floor(half)}."
+        )
+
+    def _compress(self, chosen: Measurement, dense: Measurement) -> str:
+        half = self._best(HALF)
+        beside = "" if half is None else f" and {_times(half, chosen)} faster than {half.name}"
+        return (
+            f"Compress, with {chosen.name}: a step of {seconds(chosen.step)} in place of {seconds(dense.step)}, "
+            f"{_times(dense, chosen)} faster than {dense.name}{beside}. What limits it now: {_LIMITS[chosen.limit]}; "
+            f"{self._floor(chosen)}."
+        )
+
+    def _best(self, kind: str) -> Measurement | None:
+        return min((row for row in self.rows if row.kind == kind and row.allowed), key=_step, default=None)
+
+    def _floor(self, row: Measurement) -> str:
+        return f"ideal is {seconds(row.ideal)}, the step without communication {seconds(self.compute)}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """For machines."""
+        chosen = self.advised
+        return asdict(self) | {"advised": chosen and chosen.name, "sentence": self.sentence}
+
+
+def limit_of(step: float, compute: float, wire: float, codec: float) -> str:
+    """What a step of so many seconds waits for.
+
+    Args:
+        step: measured.
+        compute: without communication.
+        wire: of its bytes on the link.
+        codec: of encodes and decodes.
+    """
+    tail = step - compute
+    if tail <= MIN_GAIN * step:
+        return "backward"
+    if max(wire, codec) < tail / 2:
+        return "latency"
+    return "link" if wire >= codec else "codec"
+
+
+def fastest(rows: Sequence[Measurement]) -> Measurement | None:
+    """Of what gradwire does, whether it is advised or not."""
+    return min((row for row in rows if row.kind == GRADWIRE), key=_step, default=None)
+
+
+def _step(row: Measurement) -> float:
+    return row.step
+
+
+def _times(slow: Measurement, fast: Measurement) -> str:
+    return f"{slow.step / fast.step:.3g} times"
+
+
+def _percent(share: float) -> str:
+    return f"{max(0.0, 100 * share):.0f} %"

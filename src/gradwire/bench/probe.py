@@ -1,0 +1,233 @@
+"""The probe: what compression would do for a model, on the ranks, links and cores that it will train on.
+
+1. *No communication.* Forward and backward with a hook that sends nothing: the bound, and the backward's timeline.
+2. *Dense.* DDP's own all-reduce, and its 16-bit hooks.
+3. *Survey and plan.* Links, codecs and engine are measured by all ranks; rank 0 plans, and predicts each method alone.
+4. *Candidates.* The plan, the methods that are best alone and what the user names are attached and timed.
+
+A step is forward and backward, without an optimizer. DDP's own bytes are those of a ring; nothing counts them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from gradwire.bench.advice import FP32, GRADWIRE, HALF, Measurement, Probe, limit_of
+from gradwire.bench.probe_job import Job
+from gradwire.bench.probe_timing import Stopwatch, Timed
+from gradwire.bench.statistics import ring_bytes
+from gradwire.core.spec import TensorSpec
+from gradwire.sync import fidelity as levels
+from gradwire.sync.costs import Costs, LinkCosts
+from gradwire.sync.plan import Plan
+from gradwire.sync.planner import Gradient, PlanTable, plan, uniform
+from gradwire.sync.planner.forms import native_seconds
+from gradwire.sync.profile import compressor_of
+from gradwire.sync.survey import Survey
+from gradwire.sync.synchronizer import Synchronizer
+
+DEFAULT_SECONDS = 3.0
+SINGLE_METHODS = 2  # of the level's, beside its plan
+
+Say = Callable[[str], None]
+
+
+class Candidate(NamedTuple):
+    """What gradwire may do: a name for people, the plan that is attached, the line that chooses it, and the planner's
+    table, which only compressors that no closed form describes lack.
+    """
+
+    name: str
+    plan: Plan
+    use: str
+    table: PlanTable | None = None
+
+
+@dataclass
+class Prober:
+    """Measures one job on this rank. All ranks make one alike and call `run`.
+
+    Attributes:
+        job: model and batch, on the device where they run.
+        fidelity: see `gradwire.sync.fidelity`.
+        extra: specs of further candidates.
+        seconds: of a measurement, about.
+        say: is told what comes next.
+        tables: by name of the candidate, once it has run.
+    """
+
+    job: Job
+    fidelity: str = "balanced"
+    extra: Sequence[str] = ()
+    seconds: float = DEFAULT_SECONDS
+    say: Say = lambda text: None
+    tables: dict[str, PlanTable] = field(default_factory=dict)
+
+    def run(self) -> Probe:
+        """Measure everything.
+
+        Raises:
+            GradwireError: a name is unknown, the model cannot be copied, or ranks differ or fail.
+        """
+        self._methods = levels.methods(self.fidelity)
+        self._extra = [levels.Method(spec, levels.strategies(spec)) for spec in self.extra
+                       if spec not in {method.spec for method in self._methods}]  # fmt: skip
+        for method in self._extra:
+            compressor_of(method.spec)  # names and options are looked at before anything is measured
+        self._specs = {name: TensorSpec.of(parameter) for name, parameter in self.job.parameters.items()}
+        synchronizer = Synchronizer(None, "none", tensors=self._specs)
+        try:
+            return self._run(synchronizer)
+        finally:
+            synchronizer.close()
+
+    def _run(self, synchronizer: Synchronizer) -> Probe:
+        survey = Survey(synchronizer, max(spec.numel for spec in self._specs.values()))
+        watch = Stopwatch(self.job, survey, self.seconds)
+        self.say("timing steps without communication")
+        silent = watch.without_communication()
+        result = Probe(
+            self.job.name, synchronizer.world_size, dist.get_backend(),
+            sum(spec.numel for spec in self._specs.values()), len(self._specs), self.fidelity,
+            compute=silent.step, backward=silent.buckets[-1].ready,
+        )  # fmt: skip
+        if synchronizer.world_size == 1:
+            return result
+        self.say("timing DDP's all-reduce in fp32")
+        dense = watch.with_hook("fp32")
+        halves = {}
+        # Not every Gloo adds bfloat16, and its bytes are those of fp16.
+        for name in ("fp16", "bf16") if result.backend == "nccl" else ("fp16",):
+            self.say(f"timing DDP's {name} hook")
+            halves[name] = watch.with_hook(name)
+        priced = [method for method in (*self._methods, *self._extra) if not compressor_of(method.spec).whole]
+        self.say(f"measuring links and {len({'none', *(method.spec for method in priced)})} codecs")
+        costs = survey.costs(method.spec for method in priced)
+        own = replace(costs, native=_native_hop(dense, costs))
+        scale = _Scale(silent.step, costs.slowest.seconds_per_byte)
+        rows = [scale.row("DDP fp32", FP32, scale.all_reduced(silent, costs, 1), dense, "nothing to add to DDP")]
+        for name, timed in halves.items():
+            use = f"ddp.register_comm_hook(None, default_hooks.{name}_compress_hook)"
+            predicted = scale.all_reduced(silent, own, 2)
+            rows.append(scale.row(f"DDP {name} hook", HALF, predicted, timed, use, self.fidelity != "exact"))
+        self.say("planning")
+        candidates, untried = self._candidates(synchronizer, silent, own)
+        for candidate in candidates:
+            self.say(f"timing {candidate.name}")
+            predicted_step = None if candidate.table is None else candidate.table.step
+            rows.append(
+                scale.row(candidate.name, GRADWIRE, predicted_step, watch.with_plan(candidate.plan), candidate.use)
+            )
+        link = costs.slowest
+        return replace(result, bytes_per_second=1 / link.seconds_per_byte, latency=link.latency, rows=tuple(rows),
+                       untried=untried)  # fmt: skip
+
+    # -- candidates ------------------------------------------------------------------------------------------
+
+    def _candidates(
+        self, synchronizer: Synchronizer, silent: Timed, costs: Costs
+    ) -> tuple[list[Candidate], dict[str, float]]:
+        """What to try, and the predicted steps of what is not worth it."""
+        texts = [table.to_json() for table in self._plan(silent, costs)] if synchronizer.rank == 0 else []
+        level, *singles = map(PlanTable.from_json, json.loads(synchronizer.share(json.dumps(texts))))
+        found = []
+        if not level.native:
+            specs = " and ".join(sorted({row.spec for row in level.rows} - {"none"}))
+            use = f'gw.attach(ddp, "auto", fidelity="{self.fidelity}", optimizer=optimizer)'
+            found.append(Candidate(f"gradwire's plan ({specs or 'dense'})", level.plan(), use, level))
+        singles = [table for table in singles if _choices(table) != _choices(level)]
+        named = {method.spec for method in self._extra}
+        tried = [table for table in singles if table.fidelity in named]
+        tried += [table for table in singles if table.fidelity not in named][:SINGLE_METHODS]
+        found += [Candidate(f"gradwire {table.fidelity}", table.plan(), _use(table), table) for table in tried]
+        for method in self._extra:
+            compressor = compressor_of(method.spec)
+            if compressor.whole:
+                found.append(Candidate(f"gradwire {method.spec}", Plan(compressor), _attach(method.spec)))
+        self.tables = {candidate.name: candidate.table for candidate in found if candidate.table is not None}
+        return found, {table.fidelity: table.step for table in singles if table not in tried}
+
+    def _plan(self, silent: Timed, costs: Costs) -> list[PlanTable]:
+        """The level's plan, and then each method alone, the fastest first."""
+        buckets, rest = silent.buckets, _rest(silent)
+        ready = {name: bucket.ready for bucket in buckets for name in bucket.names}
+        tensors = [
+            Gradient(name, spec.shape, spec.dtype, ready.get(name, buckets[-1].ready))
+            for name, spec in self._specs.items()
+        ]
+        nbytes = max(1, sum(bucket.nbytes for bucket in buckets) // len(buckets))
+        level = plan(tensors, costs, fidelity=self.fidelity, rest=rest, bucket_bytes=nbytes)
+        singles = [
+            uniform(tensors, costs, method, rest=rest, bucket_bytes=nbytes)
+            for method in (*self._methods, *self._extra)
+            if method.spec in costs.codecs and method.spec != levels.DENSE.spec
+        ]
+        return [level, *sorted(singles, key=lambda table: table.step)]
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """What steps are compared with: the step without communication, and the link."""
+
+    compute: float
+    seconds_per_byte: float
+
+    def row(
+        self, name: str, kind: str, predicted: float | None, timed: Timed, use: str, allowed: bool = True
+    ) -> Measurement:
+        nbytes = timed.sent_bytes
+        if kind != GRADWIRE:
+            whole = ring_bytes(sum(bucket.nbytes for bucket in timed.buckets), dist.get_world_size())
+            nbytes = whole / (2 if kind == HALF else 1)
+        wire = nbytes * self.seconds_per_byte
+        return Measurement(
+            name, kind, predicted, timed.step, timed.steps, nbytes, timed.codec, ideal=max(self.compute, wire),
+            limit=limit_of(timed.step, self.compute, wire, timed.codec), allowed=allowed, use=use,
+        )  # fmt: skip
+
+    def all_reduced(self, silent: Timed, costs: Costs, divisor: int) -> float:
+        """Seconds of a step by DDP's own all-reduce, a bucket after another, of so many times fewer bytes."""
+        finish = 0.0
+        for bucket in silent.buckets:
+            finish = max(finish, bucket.ready) + native_seconds(bucket.nbytes / divisor, costs)
+        return _rest(silent) + max(silent.buckets[-1].ready, finish)
+
+
+def _rest(silent: Timed) -> float:
+    """Seconds of a step before the first bucket and after the last gradient."""
+    return max(0.0, silent.step - silent.buckets[-1].ready)
+
+
+def _native_hop(dense: Timed, costs: Costs) -> LinkCosts:
+    """A hop of DDP's own all-reduce, as it was seen: what it takes beside latency counts by bytes."""
+    link, hops = costs.slowest, 2 * (costs.world_size - 1)
+    waiting = min(hops * link.latency * len(dense.buckets), dense.busy / 2)
+    nbytes = max(1, sum(bucket.nbytes for bucket in dense.buckets))
+    own = (dense.busy - waiting) * costs.world_size / (hops * nbytes)
+    return LinkCosts(link.latency, max(own, link.seconds_per_byte))
+
+
+def _choices(table: PlanTable) -> list[tuple[str, str, int]]:
+    return [(row.spec, row.strategy, row.partitions) for row in table.rows]
+
+
+def _use(table: PlanTable) -> str:
+    """The line of code that is nearest to a plan of one method."""
+    large = [row for row in table.rows if row.spec != "none"]
+    if not large:
+        return _attach(table.fidelity)
+    partitions = max(row.partitions for row in large)
+    return _attach(
+        table.fidelity, f', strategy="{large[0].strategy}"', f", partitions={partitions}" if partitions > 1 else ""
+    )
+
+
+def _attach(spec: str, *more: str) -> str:
+    name, *options = spec.split(":")
+    method = f'gw.make("{name}", {", ".join(options)})' if options else f'"{name}"'
+    return f"gw.attach(ddp, {method}{''.join(more)}, optimizer=optimizer)"
