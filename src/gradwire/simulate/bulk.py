@@ -14,7 +14,8 @@ processor, one message after another. It decides for the next batch while the la
 its own round, so that its cost can hide.
 
 A batch is charged generously, so that a coordinator that gains nothing here gains nothing: after its first message
-none takes a frame's time of any processor or a message's time of the wire, and no sender spends a frame's time at all.
+none takes a frame's time of the receiver's processor, or a message's time of the wire. A sender has made the frame of
+each before it knows of any batch.
 
 Source: HiPress (SOSP 2021), section 3.2. Differences: slots are not the same for all nodes: a link begins its next
 batch when it is idle. The paper does not give threshold and time-out.
@@ -155,7 +156,7 @@ def coordination(bulk: Bulk, assembled: Assembled, cluster: Cluster, frame_secon
 
     Args:
         bulk: how.
-        assembled: the tasks. Sends no longer take a frame's time of their processor.
+        assembled: the tasks.
         cluster: the machines, a rank each.
         frame_seconds: that a frame takes of a processor, whatever its size.
     """
@@ -164,8 +165,6 @@ def coordination(bulk: Bulk, assembled: Assembled, cluster: Cluster, frame_secon
     source = tasks.processor % ranks
     destination = np.zeros_like(source)
     destination[is_send] = source[tasks.deliveries[tasks.deliveries_at[:-1][is_send]]]
-    for taken in (tasks.seconds, tasks.occupancy):
-        taken[is_send] -= frame_seconds
     links = [cluster.outer_link(rank) for rank in range(ranks)]
     header = np.array([link.header_seconds for link in links])
     message = np.array([link.message_seconds for link in links])
