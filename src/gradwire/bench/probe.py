@@ -4,6 +4,7 @@
 2. *Dense.* DDP's own all-reduce, and its 16-bit hooks.
 3. *Survey and plan.* Links, codecs and engine are measured by all ranks; rank 0 plans, and predicts each method alone.
 4. *Candidates.* The plan, the methods that are best alone and what the user names are attached and timed.
+5. *No communication* again: the lesser figure is the bound.
 
 A step is forward and backward, without an optimizer. DDP's own bytes are those of a ring; nothing counts them.
 """
@@ -109,23 +110,28 @@ class Prober:
         self.say(f"measuring links and {len({'none', *(method.spec for method in priced)})} codecs")
         costs = survey.costs(method.spec for method in priced)
         own = replace(costs, native=_native_hop(dense, costs))
-        scale = _Scale(silent.step, costs.slowest.seconds_per_byte)
-        rows = [scale.row("DDP fp32", FP32, scale.all_reduced(silent, costs, 1), dense, "nothing to add to DDP")]
-        for name, timed in halves.items():
-            use = f"ddp.register_comm_hook(None, default_hooks.{name}_compress_hook)"
-            predicted = scale.all_reduced(silent, own, 2)
-            rows.append(scale.row(f"DDP {name} hook", HALF, predicted, timed, use, self.fidelity != "exact"))
         self.say("planning")
         candidates, untried = self._candidates(synchronizer, silent, own)
+        timed_plans = []
         for candidate in candidates:
             self.say(f"timing {candidate.name}")
-            predicted_step = None if candidate.table is None else candidate.table.step
-            rows.append(
-                scale.row(candidate.name, GRADWIRE, predicted_step, watch.with_plan(candidate.plan), candidate.use)
-            )
+            timed_plans.append(watch.with_plan(candidate.plan))
+        self.say("timing steps without communication again")  # what else ran on these cores only adds time
+        compute = min(silent.step, watch.without_communication().step)
         link = costs.slowest
-        return replace(result, bytes_per_second=1 / link.seconds_per_byte, latency=link.latency, rows=tuple(rows),
-                       untried=untried)  # fmt: skip
+        scale = _Scale(compute, link.seconds_per_byte)
+        rows = [scale.row("DDP fp32", FP32, _all_reduced(silent, costs, 1), dense, "nothing to add to DDP")]
+        for name, timed in halves.items():
+            use = f"ddp.register_comm_hook(None, default_hooks.{name}_compress_hook)"
+            predicted = _all_reduced(silent, own, 2)
+            rows.append(scale.row(f"DDP {name} hook", HALF, predicted, timed, use, self.fidelity != "exact"))
+        for candidate, timed in zip(candidates, timed_plans):
+            table = candidate.table
+            rows.append(
+                scale.row(candidate.name, GRADWIRE, None if table is None else table.step, timed, candidate.use)
+            )
+        return replace(result, compute=compute, bytes_per_second=1 / link.seconds_per_byte, latency=link.latency,
+                       rows=tuple(rows), untried=untried)  # fmt: skip
 
     # -- candidates ------------------------------------------------------------------------------------------
 
@@ -190,12 +196,13 @@ class _Scale:
             limit=limit_of(timed.step, self.compute, wire, timed.codec), allowed=allowed, use=use,
         )  # fmt: skip
 
-    def all_reduced(self, silent: Timed, costs: Costs, divisor: int) -> float:
-        """Seconds of a step by DDP's own all-reduce, a bucket after another, of so many times fewer bytes."""
-        finish = 0.0
-        for bucket in silent.buckets:
-            finish = max(finish, bucket.ready) + native_seconds(bucket.nbytes / divisor, costs)
-        return _rest(silent) + max(silent.buckets[-1].ready, finish)
+
+def _all_reduced(silent: Timed, costs: Costs, divisor: int) -> float:
+    """Seconds of a step by DDP's own all-reduce, a bucket after another, of so many times fewer bytes."""
+    finish = 0.0
+    for bucket in silent.buckets:
+        finish = max(finish, bucket.ready) + native_seconds(bucket.nbytes / divisor, costs)
+    return _rest(silent) + max(silent.buckets[-1].ready, finish)
 
 
 def _rest(silent: Timed) -> float:

@@ -7,6 +7,7 @@ counts, of all ranks the largest. All ranks make the same calls in the same orde
 from __future__ import annotations
 
 import gc
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterable
@@ -30,6 +31,7 @@ from gradwire.sync.survey import Survey
 
 MAX_STEPS = 50
 _WARM_UP = 2  # DDP makes its buckets anew after the first step; the second one says how many there is time for
+_WARM_UP_RESIDUALS = 6  # by then what is held back, and with it how many bytes are sent, has grown to its size
 
 Future = torch.futures.Future[torch.Tensor]
 Hook = Callable[[dist.ProcessGroup, torch_private.GradBucket], Future]
@@ -100,7 +102,7 @@ class Stopwatch:
         ddp = self._wrap()
         handle = attach(ddp, plan, check_every=0)
         try:
-            self._warm(ddp)
+            self._warm(ddp, _WARM_UP_RESIDUALS)
             before = handle.report().total
             times = self._times(ddp, lambda: None)
             after = handle.report().total
@@ -160,15 +162,15 @@ class Stopwatch:
                 broadcast_buffers=not silent,
             )
 
-    def _warm(self, ddp: nn.Module) -> None:
-        for _ in range(_WARM_UP):
+    def _warm(self, ddp: nn.Module, steps: int = _WARM_UP) -> None:
+        for _ in range(steps):
             self._last = self._timed(ddp)
 
     def _times(self, ddp: nn.Module, after: Callable[[], None]) -> list[float]:
         """Steps as the last one of the warm-up says, as many on each rank."""
         slowest = self._largest([self._last])[0]
         times = []
-        for _ in range(max(1, min(MAX_STEPS, int(self._seconds / slowest)))):
+        for _ in range(min(MAX_STEPS, math.ceil(self._seconds / slowest))):
             times.append(self._timed(ddp))
             after()
         return times

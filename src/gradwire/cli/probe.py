@@ -119,7 +119,7 @@ def _show(prober: Prober, json_file: Path | None, save_plan: Path | None) -> Non
     prober.say = lambda text: progress.print(f"probe: {text}", highlight=False, markup=False)
     found = prober.run()
     # Fewer columns would cut the numbers off, and a pipe has no width at all.
-    console.width = max(console.width, 110)
+    console.width = max(console.width, 120)
     console.print(_heading(found), highlight=False, markup=False, soft_wrap=True)
     if found.rows:
         console.print(_table(found))
