@@ -20,7 +20,8 @@ class Segment:
     Attributes:
         method: name, as `methods.parse` takes it.
         bucket_mb: DDP's `bucket_cap_mb`.
-        train_steps: steps for the loss curve, at no rate, followed by a validation where there are any.
+        train_steps: steps for the loss curve, followed by a validation where there are any.
+        train_rate: of the links in these; None for links as they are.
         timed_seconds: about how long the timed steps of each rate shall take.
         min_timed: fewest timed steps; 0 for none at all.
         max_timed: most timed steps.
@@ -30,6 +31,7 @@ class Segment:
     method: str
     bucket_mb: float = 25.0
     train_steps: int = 0
+    train_rate: str | None = None
     timed_seconds: float = 4.0
     min_timed: int = 5
     max_timed: int = 30

@@ -79,6 +79,7 @@ class MethodResult:
         validation_accuracy: after these steps.
         identical: whether all ranks held the same bits at the end.
         times: one entry a rate.
+        train_seconds: of each step of the loss curve, mean over ranks.
     """
 
     method: str
@@ -88,6 +89,7 @@ class MethodResult:
     validation_accuracy: float | None
     identical: bool
     times: list[StepTime]
+    train_seconds: list[float] = field(default_factory=list)
 
     @property
     def label(self) -> str:

@@ -70,7 +70,9 @@ def run_segment(rank: Rank, index: int) -> Outcome:
     segment = rank.job.segments[index]
     rank.set_rate(None)
     training = Training.begin(rank, segment)
+    rank.set_rate(segment.train_rate)
     losses, seconds = _train(training, index)
+    rank.set_rate(None)
     loss, accuracy = _validate(training) if segment.train_steps else (None, None)
     timed = [time_steps(training, index, rate) for rate in segment.rates] if segment.min_timed else []
     rank.set_rate(None)
@@ -97,7 +99,7 @@ def _validate(training: Training) -> tuple[float, float]:
     loss, right = evaluate(training.ddp.module, Samples(samples.inputs[share], samples.targets[share]))
     sums = torch.tensor([loss, right], dtype=torch.float64)
     dist.all_reduce(sums)
-    return float(sums[0]) / len(samples.targets), float(sums[1]) / len(samples.targets)
+    return float(sums[0]) / samples.targets.numel(), float(sums[1]) / samples.targets.numel()
 
 
 def is_identical(tensors: Iterable[torch.Tensor]) -> bool:

@@ -18,7 +18,7 @@ from gradwire.bench.environment import environment
 from gradwire.bench.job import Job, Message, Outcome, Progress, Segment
 from gradwire.bench.launch import launch
 from gradwire.bench.results import MethodResult, StepTime, TrainingResult, combine_losses, combine_times
-from gradwire.bench.statistics import Spread
+from gradwire.bench.statistics import Spread, across_ranks
 from gradwire.bench.workload import make_workload
 from gradwire.core.errors import OptionError
 
@@ -38,6 +38,7 @@ class TrainingOptions:
         ranks: W.
         rates: of the links, both ways, as tc writes them.
         steps: S.
+        train_rate: of the links while these S steps are taken; None for links as they are, which is sooner done.
         timed_seconds: about how long to time each method at each rate.
         buckets_mb: bucket sizes to try for DDP's own methods, the better one of which counts. The first is
             everybody else's.
@@ -52,6 +53,7 @@ class TrainingOptions:
     ranks: int = 4
     rates: Sequence[str | None] = ("100mbit",)
     steps: int = 150
+    train_rate: str | None = None
     timed_seconds: float = 4.0
     buckets_mb: Sequence[float] = (4.0, 25.0)
     seed: int = 0
@@ -68,7 +70,7 @@ class TrainingOptions:
         from gradwire.lab.units import parse_rate
 
         methods.check(list(self.methods))
-        for rate in self.rates:
+        for rate in (*self.rates, self.train_rate):
             parse_rate(rate)
         limits = (
             ("ranks", self.ranks, 2),
@@ -99,6 +101,7 @@ class Plan:
                 method,
                 options.buckets_mb[0],
                 train_steps=options.steps,
+                train_rate=options.train_rate,
                 timed_seconds=options.timed_seconds,
                 rates=rates,
             )
@@ -212,4 +215,5 @@ def _method(method: str, plan: Plan, by_segment: list[list[Outcome]], compute: f
         validation_accuracy=first[0].validation_accuracy,
         identical=all(outcome.identical is not False for outcome in first),
         times=best[2],
+        train_seconds=across_ranks([outcome.train_seconds for outcome in first]),
     )

@@ -11,6 +11,7 @@ import hashlib
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ class Samples(NamedTuple):
     """Inputs and the class of each, along the first dimension."""
 
     inputs: torch.Tensor
-    targets: torch.Tensor
+    targets: torch.Tensor  # (B), or (B, T) where every place of a sample has one
 
 
 class Workload(ABC):
@@ -80,11 +81,15 @@ def evaluate(model: nn.Module, samples: Samples, chunk: int = 1024) -> tuple[flo
 
 
 def make_workload(name: str) -> Workload:
-    """The workload of a name.
+    """The workload of a name: one of `WORKLOADS`, or ``lstm:FOLDER`` for words of a text of one's own.
 
     Raises:
         UnknownNameError: there is none of this name; the known ones are listed.
     """
+    if name.startswith("lstm:"):
+        from gradwire.bench.words import WordText
+
+        return WordText(Path(name.partition(":")[2]))
     if name not in _WORKLOADS:
         raise UnknownNameError("workload", name, _WORKLOADS)
     return _WORKLOADS[name]()
