@@ -15,7 +15,7 @@ Sent = tuple[torch.Tensor, ...]
 _POWERS = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8)
 
 
-def _pack(levels: torch.Tensor, bits: int) -> torch.Tensor:
+def pack(levels: torch.Tensor, bits: int) -> torch.Tensor:
     """Small integers, uint8[N], to bytes."""
     per = 8 // bits
     planes = levels.view(per, -1)
@@ -30,29 +30,29 @@ def onebit(g: torch.Tensor) -> Sent:
     num_low = negative.sum()
     low_sum = torch.where(negative, g, 0).sum()
     high_sum = g.sum() - low_sum
-    return low_sum / num_low, high_sum / (g.numel() - num_low), _pack((~negative).view(torch.uint8), 1)
+    return low_sum / num_low, high_sum / (g.numel() - num_low), pack((~negative).view(torch.uint8), 1)
 
 
 def signsgd(g: torch.Tensor) -> Sent:
-    return g.abs().mean(), _pack((g >= 0).view(torch.uint8), 1)
+    return g.abs().mean(), pack((g >= 0).view(torch.uint8), 1)
 
 
 def tbq(g: torch.Tensor) -> Sent:
     t = g.abs().mean()
-    return t, _pack((g > t).to(torch.uint8) | ((g < -t).to(torch.uint8) << 1), 2)
+    return t, pack((g > t).to(torch.uint8) | ((g < -t).to(torch.uint8) << 1), 2)
 
 
 def minmax(g: torch.Tensor) -> Sent:
     low, high = g.aminmax()
     gap = (high - low) / 3
-    return low, gap, _pack(((g - low) / gap).add_(torch.rand_like(g)).floor_().clamp_(0, 3).to(torch.uint8), 2)
+    return low, gap, pack(((g - low) / gap).add_(torch.rand_like(g)).floor_().clamp_(0, 3).to(torch.uint8), 2)
 
 
 def terngrad(g: torch.Tensor) -> Sent:
     g = g.clamp(-2.5 * g.std(), 2.5 * g.std())
     scale = g.abs().max()
     kept = torch.rand_like(g) < g.abs() / scale
-    return scale, _pack(torch.where(kept, g.sign(), 0).add_(1).to(torch.uint8), 2)
+    return scale, pack(torch.where(kept, g.sign(), 0).add_(1).to(torch.uint8), 2)
 
 
 def int8(g: torch.Tensor) -> Sent:
@@ -65,13 +65,13 @@ def qsgd(g: torch.Tensor) -> Sent:
     blocks = g.view(-1, 1024)
     norm = blocks.norm(dim=1, keepdim=True)
     level = (blocks.abs() / norm * 7).add_(torch.rand_like(blocks)).floor_().to(torch.uint8)
-    return norm, _pack((level | ((blocks < 0).to(torch.uint8) << 3)).view(-1), 4)
+    return norm, pack((level | ((blocks < 0).to(torch.uint8) << 3)).view(-1), 4)
 
 
 def natural(g: torch.Tensor) -> Sent:
     mantissa, exponent = torch.frexp(g.abs())
     up = torch.rand_like(g) < 2 * mantissa - 1
-    return (exponent + up + 126).to(torch.uint8), _pack((g < 0).view(torch.uint8), 1)
+    return (exponent + up + 126).to(torch.uint8), pack((g < 0).view(torch.uint8), 1)
 
 
 def _at(g: torch.Tensor, index: torch.Tensor) -> Sent:
