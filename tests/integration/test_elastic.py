@@ -24,7 +24,12 @@ def torchrun(world_size: int, max_restarts: int, folder: Path, **parameters: Any
         *("--rdzv-id=gradwire", "--local-addr=127.0.0.1", "-m", "tests.integration.jobs.elastic"),
         json.dumps({"folder": str(folder), **parameters}),
     ]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "GRADWIRE_DUMP_DIR": str(folder)}
+    env = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "GRADWIRE_DUMP_DIR": str(folder),
+        # Else restarted processes may find addresses of dead ones in the store (pytorch#135712): Gloo then refuses.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
     ended = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=220, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world_size)]
