@@ -62,7 +62,7 @@ def test_torchrun_on_loopback(module):
 
 @pytest.mark.root
 def test_on_a_slow_link_it_says_to_compress_and_saves_the_plan(module):
-    options = ["--fidelity", "near-lossless", "--compressors", "onebit", "--seconds", "0.3"]
+    options = ["--fidelity", "exact", "--compressors", "onebit", "--seconds", "0.3"]
     files = ["--json", "found.json", "--save-plan", "plan.json"]
     with Lab(2, "20mbit") as lab:
         result = lab.run(

@@ -116,7 +116,7 @@ def _show(prober: Prober, json_file: Path | None, save_plan: Path | None) -> Non
     from rich.console import Console
 
     console, progress = Console(), Console(stderr=True)
-    prober.say = lambda text: progress.print(f"probe: {text}", highlight=False, markup=False)
+    prober.say = lambda text: progress.print(f"probe: {text}", highlight=False, markup=False, soft_wrap=True)
     found = prober.run()
     # Fewer columns would cut the numbers off, and a pipe has no width at all.
     console.width = max(console.width, 120)
