@@ -167,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         table = stages(run, outcomes, arguments.rates)
         print(f"{workload}, {RANKS} ranks\n{text(table)}")
         for rate, plan in plans.found.items():
-            print(f"\n{rate}: {plan}")
+            print(f"{rate}: {plan.verdict()}")
         odd = sorted({run[outcome.segment].method for outcome in outcomes if outcome.identical is False})
         print(f"Ranks differed: {', '.join(odd)}.\n" if odd else "All ranks ended with the same bits.\n", flush=True)
         rows += figures(workload, table, plans.found)
