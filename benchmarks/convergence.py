@@ -117,7 +117,7 @@ def plot(result: TrainingResult, path: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with valid.txt and test.txt of WikiText-2")
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--seconds", type=float, default=20.0, help="for which each method is timed")
     parser.add_argument("--csv", type=Path, default=RESULTS)
     parser.add_argument("--out", type=Path, help="folder for the plot")
