@@ -68,9 +68,12 @@ def test_what_goes_first_where_much_is_ready(order: str, earlier: str, later: st
     names = [f"w{index}" for index in range(10)]
 
     def run(one: Synchronizer) -> list[str]:
-        one.register({name: TensorSpec((1024, 1024)) for name in names})
+        one.register({"large": TensorSpec((4096, 4096)), **{name: TensorSpec((512, 512)) for name in names}})
+        grads = {name: torch.ones(512, 512) for name in names}
         one.begin_step()
-        one.submit([Shard(name, torch.randn(1024, 1024)) for name in reversed(names)])  # as backward makes them
+        # While the large one is encoded, all others are submitted, as backward makes them.
+        large = Shard("large", torch.ones(4096, 4096))
+        one.submit([large, *(Shard(name, grads[name]) for name in reversed(names))])
         one.wait()
         return [event.tensor for event in one.events.latest() if event.kind == "encode"]
 

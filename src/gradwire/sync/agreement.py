@@ -85,8 +85,8 @@ def share(store: Store, rank: int, topic: str, text: str | None, timeout: timede
     found = _wait(store, topic, time.monotonic() + timeout.total_seconds())
     if found is None:
         raise PeerTimeoutError(
-            f"Expected rank 0 to tell {topic} within {timeout.total_seconds():g} s, got nothing. Do: look whether it is "
-            "alive, or pass a larger timeout.",
+            f"Expected rank 0 to tell {topic} within {timeout.total_seconds():g} s, got nothing. Do: look whether it "
+            "is alive, or pass a larger timeout.",
             rank=0,
             tensor="none",
             phase="agreement",

@@ -117,7 +117,7 @@ class LossyCodec:
             return
         self.item.nonfinite |= message.nonfinite
         stats = self._stats_of(part, stage)
-        with _blame(self, message):
+        with blame(self, message):
             self.compressor.decode(_payload(message), self._context(part, stage, message.sender), out, stats=stats)
 
     def decode_sum(self, part: Part, messages: Sequence[Message]) -> None:
@@ -141,7 +141,7 @@ class LossyCodec:
             self.compressor.decode_sum(payloads, contexts, out, stats)
         except PayloadError:
             for message, context in zip(messages, contexts):  # which of them was it?
-                with _blame(self, message):
+                with blame(self, message):
                     self.compressor.decode(_payload(message), context, torch.empty_like(out), stats=stats)
             raise
 
@@ -170,7 +170,7 @@ class LossyCodec:
         spec = self.compressor.stats_spec(self.item.spec(part))
         expected = 4 * sum(length for length, _ in spec)
         for message in messages:
-            with _blame(self, message):
+            with blame(self, message):
                 _expect_bytes(message, expected if message.used else 0)
         reduced: list[np.ndarray] = []
         rows = [message.body.view(np.float32) for message in messages if message.used]
@@ -207,7 +207,7 @@ class LossyCodec:
             return
         total = torch.zeros(part.count)
         for message in used:
-            with _blame(self, message):
+            with blame(self, message):
                 DENSE.decode(_payload(message), self._context(part, 0, message.sender), total, accumulate=True)
         if own is not None:
             grad, scale = own
@@ -228,7 +228,7 @@ class LossyCodec:
             out.zero_()
             return
         self.item.nonfinite |= message.nonfinite
-        with _blame(self, message):
+        with blame(self, message):
             DENSE.decode(_payload(message), self._context(part, 0, message.sender), out)
 
     # -- helpers ---------------------------------------------------------------------------------------------
@@ -285,7 +285,7 @@ class LaneCodec(LossyCodec):
     def _sum_lanes(self, part: Part, messages: Sequence[Message]) -> np.ndarray:
         lanes = np.zeros(self.compressor.num_lanes(self.item.spec(part)), self.compressor.lane_dtype(self.world_size))
         for message in messages:
-            with _blame(self, message):
+            with blame(self, message):
                 if message.kind == FrameKind.AGGREGATE:
                     _expect_bytes(message, lanes.nbytes)
                     lanes += message.body.view(lanes.dtype)
@@ -329,7 +329,7 @@ def _payload(message: Message) -> Payload:
     return Payload(message.body, message.nonfinite)
 
 
-class _blame:  # noqa: N801  # reads as a verb
+class blame:  # noqa: N801  # reads as a verb
     """Turn a decoder's `PayloadError` into one that names the rank whose bytes they were."""
 
     def __init__(self, codec: LossyCodec, message: Message) -> None:

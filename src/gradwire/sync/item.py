@@ -49,6 +49,18 @@ class Item:
     wait_loaded: Callable[[], None] = lambda: None
     shape: tuple[int, ...] | None = None
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.values.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes
+
+    @property
+    def num_elements(self) -> int:
+        return self.values.numel()
+
     def parts(self, num_parts: int) -> list[Part]:
         """The ranges it travels in: `num_parts`, or one where the compressor takes tensors whole."""
         return split(self.values.numel(), 1 if self.entry.compressor.whole else num_parts)

@@ -13,6 +13,7 @@ from typing import Any
 from gradwire.compressors.registry import code
 from gradwire.core.errors import FrameError
 from gradwire.core.spec import ELEMENT_TYPES, TensorSpec
+from gradwire.sync import bundle
 from gradwire.sync.codec import DENSE
 from gradwire.sync.exchange import EXCHANGE_TENSOR, MAX_NUMBERS
 from gradwire.sync.nodes import Nodes
@@ -43,6 +44,7 @@ class TensorRegistry:
         self._world_size = world_size
         self._nodes = nodes
         self._batched_elements = 0
+        self._bundled = 0, 0  # elements, and bytes of their payloads
 
     def describe(self, specs: Mapping[str, TensorSpec]) -> list[dict[str, Any]]:
         """What ranks must agree on before `add`."""
@@ -63,14 +65,14 @@ class TensorRegistry:
             self.names.append(name)
             self.specs[name] = spec
             self.entries[name] = entry
-            self._batched_elements += spec.numel if entry.batched else 0
+        self._count()
 
     def forget(self, names: Iterable[str]) -> None:
         """Take back the latest `add`, whose names the ranks could not agree on."""
         for name in names:
             self.names.remove(name)
             del self.ids[name], self.specs[name], self.entries[name]
-        self._batched_elements = self._count_batched()
+        self._count()
 
     def replan(self, plan: Plan) -> None:
         """Take the entries of all tensors from another plan.
@@ -81,7 +83,7 @@ class TensorRegistry:
         for name, spec in self.specs.items():
             entry = self._place(plan.entry(name, spec))
             self.entries[name] = replace(entry, batched=entry.batched and self.entries[name].batched)
-        self._batched_elements = self._count_batched()
+        self._count()
 
     def _place(self, entry: PlanEntry) -> PlanEntry:
         """What a hierarchical entry comes to on these nodes: dense on one alone, scatter-reduce with a rank on each."""
@@ -93,8 +95,15 @@ class TensorRegistry:
             return replace(entry, compressor=DENSE, strategy=strategy, feedback="none")
         return replace(entry, strategy="scatter_reduce") if num_nodes == self._world_size else entry
 
-    def _count_batched(self) -> int:
-        return sum(self.specs[name].numel for name in self.names if self.entries[name].batched)
+    def _count(self) -> None:
+        """What the largest batch and bundle can hold: all tensors that may travel so."""
+        self._batched_elements = sum(self.specs[name].numel for name in self.names if self.entries[name].batched)
+        bundled = [
+            (self.specs[name].numel, self.entries[name].compressor.max_encoded_bytes(self.specs[name]))
+            for name in self.names
+            if bundle.travels_in_bundles(self.entries[name], self.specs[name].numel)
+        ]
+        self._bundled = sum(numel for numel, _ in bundled), bundle.bound(nbytes for _, nbytes in bundled)
 
     def early_bytes_limit(self) -> int:
         """Most bytes a peer can rightly be ahead by: it can finish this step and send all of the next one."""
@@ -121,6 +130,9 @@ class TensorRegistry:
             if header.kind is not FrameKind.STATS or header.length not in (0, CHUNK_BYTES):
                 raise FrameError(f"Expected a probe of {CHUNK_BYTES} bytes or none (in {describe(header)}).")
             return
+        if header.tensor & bundle.BUNDLE_FLAG and not header.tensor & BATCH_FLAG:
+            self._admit_bundle(header)
+            return
         entry, spec = self._expected(header)
         if entry.strategy == "hierarchical" and header.stage in DENSE_STAGES:
             entry = replace(entry, compressor=DENSE)
@@ -136,6 +148,19 @@ class TensorRegistry:
             raise FrameError(f"Expected at most {bound} bytes, got {header.length} (in {describe(header)}).")
         if header.kind is not FrameKind.PAYLOAD and header.length not in (0, bound):
             raise FrameError(f"Expected {bound} bytes, got {header.length} (in {describe(header)}).")
+
+    def _admit_bundle(self, header: Header) -> None:
+        """A message of a bundle: which tensors it has is looked at with the body; here it is held to what all have."""
+        number = header.tensor & ~bundle.BUNDLE_FLAG
+        if number >= len(self.names) or not self._bundled[0]:
+            raise FrameError(f"Expected one of {len(self.names)} tensors, got another (in {describe(header)}).")
+        entry, spec = self.entries[self.names[number]], self.specs[self.names[number]]
+        if header.compressor != code(entry.compressor.name) or header.dtype != ELEMENT_TYPES[spec.dtype]:
+            raise FrameError(f"Expected {entry.compressor.name} of {spec.dtype}, got others (in {describe(header)}).")
+        if header.kind is not FrameKind.PAYLOAD or header.offset or header.count > self._bundled[0]:
+            raise FrameError(f"Expected payloads of {self._bundled[0]} elements at most (in {describe(header)}).")
+        if header.length > self._bundled[1]:
+            raise FrameError(f"Expected at most {self._bundled[1]} bytes, got {header.length} (in {describe(header)}).")
 
     def _expected(self, header: Header) -> tuple[PlanEntry, TensorSpec]:
         number = header.tensor & ~BATCH_FLAG

@@ -33,6 +33,7 @@ from gradwire.observe.recorder import write_dump
 from gradwire.observe.trace import Trace
 from gradwire.sync import exchange, replica
 from gradwire.sync.agreement import agree, share
+from gradwire.sync.bundle import BUNDLE_FLAG, Bundle, bundle_items, travels_in_bundles
 from gradwire.sync.costs import LinkCosts
 from gradwire.sync.engine import Engine
 from gradwire.sync.graph import TaskGraph
@@ -256,14 +257,24 @@ class Synchronizer:
             self._check_range(shard)
         value = [shard.tensor for shard in shards] if result is None else result
         submission = Submission(Staging([shard.tensor for shard in shards]), value)
+        together: list[Item] = []
         for index, shard in enumerate(shards):
             if self._engine is None or shard.tensor.numel() == 0:
                 continue
-            submission.expect()
-            if self._tensors.entries[shard.name].batched:
+            entry = self._tensors.entries[shard.name]
+            if entry.batched:
+                submission.expect()
                 self._held.append(Held(shard.name, shard.tensor, submission))
+                continue
+            item = self._item(shard, index, submission.staging)
+            if travels_in_bundles(entry, self._tensors.specs[shard.name].numel):
+                together.append(item)
             else:
-                self._launch(self._item(shard, index, submission.staging), submission.arrived)
+                submission.expect()
+                self._launch(item, submission.arrived)
+        for bundle in bundle_items(together, self._rounds):
+            submission.expect()
+            self._launch(bundle, submission.arrived)
         if not hold:
             self._send_held()
         submission.arrived()
@@ -342,12 +353,12 @@ class Synchronizer:
             )
             self._launch(item, partial(_batch_arrived, staging, batch))
 
-    def _launch(self, item: Item, arrived: Callable[[], None]) -> None:
+    def _launch(self, item: Item | Bundle, arrived: Callable[[], None]) -> None:
         assert self._engine is not None
         submitted = time.monotonic()
-        dense_bytes = 2 * (self.world_size - 1) * item.values.nbytes // self.world_size
+        dense_bytes = 2 * (self.world_size - 1) * item.nbytes // self.world_size
         method = f"{item.entry.compressor!r} {item.entry.strategy}"
-        detail = {"method": method, "elements": item.values.numel()}
+        detail = {"method": method, "elements": item.num_elements}
         self.events.emit(Event("submit", submitted, 0.0, item.name, item.round, dense_bytes, detail=detail))
 
         def done() -> None:
@@ -355,7 +366,7 @@ class Synchronizer:
             self.events.emit(Event("done", submitted, time.monotonic() - submitted, item.name, item.round))
             arrived()
 
-        priority = item.tensor & ~BATCH_FLAG if self._forward_first else item.round
+        priority = item.tensor & ~(BATCH_FLAG | BUNDLE_FLAG) if self._forward_first else item.round
         graph = TaskGraph(item.name, item.round, priority, on_done=done)
         STRATEGIES[item.entry.strategy](Builder(item, graph, self._around))
         self._engine.run(graph)

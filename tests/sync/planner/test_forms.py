@@ -135,3 +135,21 @@ def test_forms_agree_with_the_graphs_in_virtual_time(spec, strategy, world_size)
         cluster = Cluster(world_size, Link(rate, 1e-4, header_bytes=0))
         found = step([tensor], Plan({"w": spec}, strategy=strategy), cluster, job).seconds
         assert route(spec, strategy, 1, numel, job).seconds == pytest.approx(found, rel=0.08)
+
+
+@pytest.mark.parametrize("strategy", ["allgather", "scatter_reduce"])
+def test_of_a_bundle_each_tensor_pays_its_share_of_tasks(strategy):
+    def codec_seconds(task, bundle=1):
+        way = route("bit", strategy, 1, 4096, costs(task=task, frame_bytes=0.0), bundle=bundle)
+        return way.encode + way.decode
+
+    alone, together = (codec_seconds(1e-3, bundle) - codec_seconds(0.0, bundle) for bundle in (1, 16))
+    assert together == pytest.approx(alone / 16)
+
+
+@pytest.mark.parametrize("strategy", ["allgather", "scatter_reduce"])
+def test_a_bundle_has_the_bytes_of_its_tensors(strategy):
+    job = costs(frame_bytes=0.0)
+    whole = job.world_size - 1 if strategy == "allgather" else 2 * (job.world_size - 1) / job.world_size
+    nbytes = whole * job.codec("bit").payload_bytes(4096)
+    assert route("bit", strategy, 1, 4096, job, bundle=16).wire == pytest.approx(nbytes * 8 / 1e9)

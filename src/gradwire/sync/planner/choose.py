@@ -16,6 +16,7 @@ Differences: HiPress decides each tensor by itself.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -25,6 +26,8 @@ import torch
 from gradwire.core.errors import OptionError
 from gradwire.core.spec import TensorSpec
 from gradwire.sync import fidelity as levels
+from gradwire.sync.bundle import MAX_ELEMENTS
+from gradwire.sync.bundle import STRATEGIES as BUNDLING
 from gradwire.sync.costs import CodecCosts, Costs
 from gradwire.sync.fidelity import DENSE, Method
 from gradwire.sync.planner import schedule
@@ -169,15 +172,33 @@ def uniform(
     )
 
 
-def options(tensor: Gradient, costs: Costs, methods: Sequence[Method], partitions: Sequence[int]) -> list[Option]:
-    """Every way there is for a tensor, dense ones included, the most faithful first."""
-    itemsize = tensor.dtype.itemsize
-    return [
-        Option(method.spec, strategy, count, route(method.spec, strategy, count, tensor.numel, costs, itemsize))
-        for method in (DENSE, *(method for method in methods if method.spec != DENSE.spec))
-        for strategy in method.strategies
-        for count in _partitions(partitions, strategy, costs.codec(method.spec))
-    ]
+def options(
+    tensor: Gradient, costs: Costs, methods: Sequence[Method], partitions: Sequence[int], neighbours: int = 1
+) -> list[Option]:
+    """Every way there is for a tensor, dense ones included, the most faithful first.
+
+    Args:
+        tensor: the tensor.
+        costs: measured on this job.
+        methods: what may be chosen.
+        partitions: numbers to try.
+        neighbours: how many tensors, itself included, it could share a bundle with.
+    """
+    found, itemsize = [], tensor.dtype.itemsize
+    for method in (DENSE, *(method for method in methods if method.spec != DENSE.spec)):
+        for strategy in method.strategies:
+            codec = costs.codec(method.spec)
+            bundle = neighbours if _travels_in_bundles(method.spec, strategy, codec, tensor.numel) else 1
+            for count in [1] if bundle > 1 else _partitions(partitions, strategy, codec):
+                way = route(method.spec, strategy, count, tensor.numel, costs, itemsize, bundle)
+                found.append(Option(method.spec, strategy, count, way))
+    return found
+
+
+def _travels_in_bundles(spec: str, strategy: str, codec: CodecCosts, numel: int) -> bool:
+    """As `gradwire.sync.bundle.travels_in_bundles`, by what the costs tell of a compressor."""
+    plain = not (spec == DENSE.spec or codec.needs_stats or codec.summable)
+    return plain and strategy in BUNDLING and numel <= MAX_ELEMENTS
 
 
 def _partitions(partitions: Sequence[int], strategy: str, codec: CodecCosts) -> list[int]:
@@ -217,12 +238,14 @@ class _Search:
     def __post_init__(self) -> None:
         self.large = [tensor for tensor in self.tensors if not self._small(tensor)]
         small = [tensor for tensor in self.tensors if self._small(tensor)]
-        known: dict[tuple[int, int], list[Option]] = {}  # by size: models repeat their layers
-        for tensor in self.large:
-            if _size(tensor) not in known:
-                known[_size(tensor)] = options(tensor, self.costs, self.methods, self.partitions)
-        self._choices = [known[_size(tensor)] for tensor in self.large]
-        self._worth: dict[tuple[int, int], list[int]] = {}
+        known: dict[tuple[int, ...], list[Option]] = {}  # by size and neighbours: models repeat their layers
+        buckets = Counter(tensor.ready for tensor in self.large if tensor.numel <= MAX_ELEMENTS)
+        self._keys = [(*_size(tensor), buckets[tensor.ready]) for tensor in self.large]
+        for tensor, key in zip(self.large, self._keys):
+            if key not in known:
+                known[key] = options(tensor, self.costs, self.methods, self.partitions, buckets[tensor.ready])
+        self._choices = [known[key] for key in self._keys]
+        self._worth: dict[tuple[int, ...], list[int]] = {}
         self._batch_numel = sum(tensor.numel for tensor in small)
         nbytes = sum(tensor.nbytes for tensor in small)
         self._batch_bytes = nbytes
@@ -305,7 +328,7 @@ class _Search:
 
     def _worth_trying(self, index: int) -> list[int]:
         """The options of a tensor that no other beats in codec, link and time alike."""
-        size = _size(self.large[index])
+        size = self._keys[index]
         if size not in self._worth:
             self._worth[size] = _unbeaten(self._choices[index])
         return self._worth[size]

@@ -133,14 +133,16 @@ class _Range:
     spec: str
     codec: CodecCosts
     costs: Costs
+    share: float = 1.0  # of the range: what a tensor has in the messages of a bundle
+    bundle: int = 1  # tensors that share tasks and frames
 
     def of(self, cost: Cost | None) -> float:
         assert cost is not None, "summable compressors and those with statistics say what these cost"
-        return cost(self.count)
+        return self.share * cost(self.count)
 
     @property
     def task(self) -> float:
-        return self.costs.task
+        return self.costs.task / self.bundle
 
     @property
     def encode(self) -> float:
@@ -153,14 +155,14 @@ class _Range:
     @property
     def payload(self) -> float:
         # Dense payloads are the values as they are; the measured curve is that of float32.
-        return self.count * self.itemsize if self.spec == "none" else self.of(self.codec.payload_bytes)
+        return self.share * self.count * self.itemsize if self.spec == "none" else self.of(self.codec.payload_bytes)
 
     def message(self, kind: Kind, nbytes: float, messages: int, encode: float = 0.0, decode: float = 0.0,
                 aside: float = 0.0) -> Leg:  # fmt: skip
         """A leg of messages with a body of so many bytes. Tasks of send and recv count as encoding and decoding."""
-        link, nbytes = self.costs.slowest, self.costs.frame_bytes + nbytes
+        link, nbytes = self.costs.slowest, self.costs.frame_bytes + self.bundle * nbytes
         # The transport sends one frame and receives another while the link carries them both ways.
-        wire = max(link.busy(nbytes), 2 * self.costs.frame(nbytes))
+        wire = max(link.busy(nbytes), 2 * self.costs.frame(nbytes)) / self.bundle
         return Leg(kind, encode + self.task, wire, decode + self.task, link.latency, messages, aside)
 
     def merge(self, payloads: int) -> float:
@@ -230,7 +232,9 @@ FORMS: dict[str, Callable[[_Range, int], list[Leg]]] = {
 """By strategy; a range's costs and the number of ranks."""
 
 
-def route(spec: str, strategy: str, partitions: int, numel: int, costs: Costs, itemsize: int = 4) -> Route:
+def route(
+    spec: str, strategy: str, partitions: int, numel: int, costs: Costs, itemsize: int = 4, bundle: int = 1
+) -> Route:
     """A tensor's way.
 
     Args:
@@ -240,6 +244,8 @@ def route(spec: str, strategy: str, partitions: int, numel: int, costs: Costs, i
         numel: elements of the tensor.
         costs: of this job.
         itemsize: bytes an element of the tensor.
+        bundle: of how many like tensors, itself included, that travel in bundles (`gradwire.sync.bundle`): the way is
+            then its share of theirs, but for latencies, which they all wait for.
 
     Raises:
         UnknownNameError: a strategy without a closed form, or a compressor that was not measured.
@@ -250,6 +256,8 @@ def route(spec: str, strategy: str, partitions: int, numel: int, costs: Costs, i
     if W == 1 or numel == 0:
         return Route(())
     shares = 1 if strategy == "allgather" else W
+    if bundle > 1:  # whole tensors, dealt out to the owners
+        return Route(tuple(FORMS[strategy](_Range(numel, itemsize, spec, codec, costs, 1 / shares, bundle), W)))
     blocks = -(-numel // RANGE_ALIGNMENT)  # as `item.split` cuts: the longest range counts, and none is empty
     batches = min(partitions, -(-blocks // shares))
     count = min(numel, -(-blocks // (shares * batches)) * RANGE_ALIGNMENT)

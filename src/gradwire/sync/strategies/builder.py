@@ -11,12 +11,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from gradwire.compressors.registry import code
 from gradwire.core.events import Event, EventStream
 from gradwire.core.spec import ELEMENT_TYPES
 from gradwire.feedback.residuals import Residuals
-from gradwire.sync.codec import DENSE, make_codec
+from gradwire.sync.bundle import Bundle, BundleCodec
+from gradwire.sync.codec import DENSE, LossyCodec, make_codec
 from gradwire.sync.engine import Arrival
 from gradwire.sync.graph import FrameKey, Task, TaskGraph
 from gradwire.sync.item import Item, Message, Part
@@ -40,19 +42,23 @@ class Builder:
     """Adds the primitives of one item to its graph.
 
     Args:
-        item: what is synchronised.
+        item: what is synchronised; a bundle of items travels by all-gather or scatter-reduce only.
         graph: where the tasks go.
         around: transport, residuals and the constants of the job.
     """
 
-    def __init__(self, item: Item, graph: TaskGraph, around: Surroundings) -> None:
+    def __init__(self, item: Item | Bundle, graph: TaskGraph, around: Surroundings) -> None:
         self.item = item
         self.graph = graph
         self.rank = around.transport.rank
         self.world_size = around.transport.world_size
         self._transport = around.transport
         self._events = around.events
-        self._codec = make_codec(item, around.residuals, self.rank, self.world_size, around.seed)
+        constants = around.residuals, self.rank, self.world_size, around.seed
+        if isinstance(item, Bundle):
+            self._codec = cast(LossyCodec, BundleCodec(item, *constants))
+        else:
+            self._codec = make_codec(item, *constants)
         self._find_nodes = around.nodes
         self._sums: dict[int, tuple[Task, list[int]]] = {}  # by part: what makes the node's sum, and who has one
 
@@ -192,7 +198,7 @@ class Builder:
             flags=message.flags,
             sender=self.rank,
             stage=stage,
-            dtype=ELEMENT_TYPES[item.values.dtype],
+            dtype=ELEMENT_TYPES[item.dtype],
             epoch=self._transport.epoch,
             round=item.round,
             tensor=item.tensor,

@@ -1,0 +1,189 @@
+"""Bundles: small tensors of one submission that are encoded in one task and travel in one message.
+
+HiPress's batch compression and bulk communication (SOSP 2021, sections 3.2 and 3.4): what a task, a frame and a wake-up
+cost is paid once for many tensors. Each tensor keeps its own payload, statistics, random streams and residuals, so that
+a bundle gives the same bits as its tensors would one by one, whole.
+
+A part of a bundle is a group of whole tensors; where each part has an owner, each tensor has one. Body of a message: a
+uint32 a tensor (its payload's bytes; bit 31 where the sender's backward used it, bit 30 where it was not finite), then
+the payloads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import reduce
+
+import numpy as np
+import torch
+
+from gradwire.core.errors import PayloadError
+from gradwire.feedback.residuals import Residuals
+from gradwire.sync.codec import EMPTY, LossyCodec, blame, make_codec
+from gradwire.sync.item import Item, Message, Part
+from gradwire.sync.plan import PlanEntry
+from gradwire.wire.frame import FrameFlags, FrameKind
+
+BUNDLE_FLAG = 1 << 30  # set in the tensor id of a bundle; the rest is the id of its first tensor
+MAX_ELEMENTS = 1 << 17  # of a tensor in a bundle: half a megabyte, whose codec takes longer than a frame does
+STRATEGIES = ("allgather", "scatter_reduce")
+_USED, _NONFINITE = 1 << 31, 1 << 30
+_LENGTH = _NONFINITE - 1
+
+
+def travels_in_bundles(entry: PlanEntry, numel: int) -> bool:
+    """Whether such a tensor joins others of its submission, if there are any."""
+    codec = entry.compressor
+    plain = not (codec.exact or codec.needs_stats or codec.summable or codec.whole)
+    return plain and entry.strategy in STRATEGIES and entry.partitions == 1 and numel <= MAX_ELEMENTS
+
+
+def bound(max_bytes: Iterable[int]) -> int:
+    """Most bytes of a message of tensors with payloads of at most `max_bytes`."""
+    return sum(4 + each for each in max_bytes)
+
+
+class Bundle:
+    """Several items that travel as one; see `Item`, whose place it takes.
+
+    Args:
+        members: of one compressor, strategy, feedback and element type; the same on all ranks.
+        round: number of the submission.
+    """
+
+    offset = 0
+
+    def __init__(self, members: Sequence[Item], round: int) -> None:
+        first = members[0]
+        self.members = members
+        self.round = round
+        self.name = f"{first.name} and {len(members) - 1} more"
+        self.tensor = first.tensor | BUNDLE_FLAG
+        self.entry = first.entry
+        self.dtype = first.values.dtype
+        self._groups: list[list[int]] = []
+
+    @property
+    def num_elements(self) -> int:
+        return sum(member.values.numel() for member in self.members)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(member.values.nbytes for member in self.members)
+
+    @property
+    def nonfinite(self) -> bool:
+        return any(member.nonfinite for member in self.members)
+
+    def parts(self, num_parts: int) -> list[Part]:
+        """`num_parts` groups of whole tensors, of nearly equal elements; some may be empty."""
+        self._groups, counts = [[] for _ in range(num_parts)], [0] * num_parts
+        sizes = [member.values.numel() for member in self.members]
+        for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
+            lightest = counts.index(min(counts))
+            self._groups[lightest].append(index)
+            counts[lightest] += sizes[index]
+        return [Part(index, 0, count) for index, count in enumerate(counts)]
+
+    def group(self, part: Part) -> list[int]:
+        """Which members a part holds."""
+        return self._groups[part.index]
+
+
+class BundleCodec:
+    """Encodes, merges and decodes the members one after another; see `LossyCodec`, whose place it takes."""
+
+    first = 0
+
+    def __init__(self, bundle: Bundle, residuals: Residuals, rank: int, world_size: int, seed: int) -> None:
+        self.bundle = bundle
+        self.rank = rank
+        self._codecs = [make_codec(member, residuals, rank, world_size, seed) for member in bundle.members]
+        self._wholes = [Part(0, 0, member.values.numel()) for member in bundle.members]
+
+    def kind(self, stage: int) -> FrameKind:
+        return FrameKind.PAYLOAD
+
+    def encodes_own(self, stage: int) -> bool:
+        return self._codecs[0].encodes_own(stage)
+
+    def start(self, part: Part) -> Message:
+        """Encode this rank's gradients of a part."""
+        return self._join(codec.start(whole) for codec, whole in self._of(part))
+
+    def merge(self, part: Part, messages: Sequence[Message], stage: int) -> Message:
+        """Add what arrived to this rank's gradients, and encode the totals."""
+        arrived = self._split(part, messages)
+        return self._join(
+            codec.merge(whole, theirs, stage) for (codec, whole), theirs in zip(self._of(part), arrived, strict=True)
+        )
+
+    def decode(self, part: Part, message: Message, stage: int) -> None:
+        """Write the means of a part over the gradients."""
+        for (codec, whole), (mean,) in zip(self._of(part), self._split(part, [message]), strict=True):
+            codec.decode(whole, mean, stage)
+
+    def decode_sum(self, part: Part, messages: Sequence[Message]) -> None:
+        """Write the sums of all ranks' payloads of a part over the gradients."""
+        for (codec, whole), theirs in zip(self._of(part), self._split(part, messages), strict=True):
+            codec.decode_sum(whole, theirs)
+
+    # -- one message of many ---------------------------------------------------------------------------------
+
+    def _of(self, part: Part) -> list[tuple[LossyCodec, Part]]:
+        return [(self._codecs[index], self._wholes[index]) for index in self.bundle.group(part)]
+
+    def _join(self, messages: Iterable[Message]) -> Message:
+        messages = list(messages)
+        marks = [message.body.nbytes | _USED * message.used | _NONFINITE * message.nonfinite for message in messages]
+        body = np.concatenate([np.array(marks, "<u4").view(np.uint8), *(message.body for message in messages)])
+        flags = reduce(FrameFlags.__or__, (message.flags for message in messages), FrameFlags.PRESENT)
+        return Message(FrameKind.PAYLOAD, flags, body, self.rank)
+
+    def _split(self, part: Part, messages: Sequence[Message]) -> list[list[Message]]:
+        """By member of the part, the message of each sender."""
+        columns = []
+        for message in messages:
+            with blame(self._codecs[0], message):
+                columns.append(_split(message, [self._limit(index) for index in self.bundle.group(part)]))
+        return [list(row) for row in zip(*columns, strict=True)]
+
+    def _limit(self, index: int) -> int:
+        codec = self._codecs[index]
+        return codec.compressor.max_encoded_bytes(codec.item.spec(self._wholes[index]))
+
+
+def _split(message: Message, limits: Sequence[int]) -> list[Message]:
+    """The messages in a message.
+
+    Raises:
+        PayloadError: lengths that do not fit the body, or the tensors.
+    """
+    table = 4 * len(limits)
+    if message.body.nbytes < table:
+        raise PayloadError(f"Expected lengths of {len(limits)} payloads, got {message.body.nbytes} bytes.")
+    marks = message.body[:table].view("<u4").astype(np.int64)
+    lengths = marks & _LENGTH
+    if lengths.sum() != message.body.nbytes - table or (lengths > limits).any():
+        raise PayloadError(
+            f"Expected payloads of {message.body.nbytes - table} bytes together and of at most {max(limits)} each, "
+            f"got lengths of {lengths.sum()} together and of at most {lengths.max()}."
+        )
+    found, start = [], table
+    for mark, length in zip(marks.tolist(), lengths.tolist()):
+        flags = FrameFlags.PRESENT
+        flags |= FrameFlags.USED if mark & _USED else flags
+        flags |= FrameFlags.NONFINITE if mark & _NONFINITE else flags
+        body = message.body[start : start + length] if length else EMPTY
+        found.append(Message(message.kind, flags, body, message.sender))
+        start += length
+    return found
+
+
+def bundle_items(items: Sequence[Item], rounds: Iterable[int]) -> list[Item | Bundle]:
+    """Items that may travel in bundles, in bundles as large as there are. An item alone stays one."""
+    groups: dict[tuple[str, str, str, torch.dtype], list[Item]] = {}
+    for item in items:
+        entry = item.entry
+        groups.setdefault((repr(entry.compressor), entry.strategy, entry.feedback, item.values.dtype), []).append(item)
+    return [group[0] if len(group) == 1 else Bundle(group, next(iter(rounds))) for group in groups.values()]
