@@ -26,7 +26,7 @@ COSTS = Costs(
         "fp16": CodecCosts(QUICK, QUICK, QUICK, payload_bytes=Line(0, 2)),
     },
 )
-TIMING = Timing(1.0, 0.1, 0.8, 0.8, ((("w",), 0.0),), 4_000_000)
+TIMING = Timing(1.0, 0.1, 0.8, 0.8, 0.4, ((("w",), 0.0),), 4_000_000)
 
 
 def table(spec: str) -> PlanTable:
@@ -58,6 +58,8 @@ def test_small_changes_are_none() -> None:
     assert _change(TIMING, replace(TIMING, step=1.2, synchronising=1.2)) == ""
     assert "steps take 1.4" in _change(TIMING, replace(TIMING, step=1.4))
     assert "steps take 700 ms" in _change(TIMING, replace(TIMING, step=0.7))
+    assert "frames are under way for 100 ms" in _change(TIMING, replace(TIMING, link=0.1))
+    assert _change(replace(TIMING, link=0.01), replace(TIMING, link=0.03)) == ""
     assert "synchronising" in _change(TIMING, replace(TIMING, synchronising=0.8 / SYNC_BOUND / 1.01))
 
 

@@ -35,6 +35,7 @@ from gradwire.sync.synchronizer import Synchronizer
 dist.init_process_group("gloo")
 one = Synchronizer(None, "none")
 print("bits a second", *(8 / link.seconds_per_byte for link in one.probe_links()))
+print("busy", one.link_busy_seconds())
 one.close()
 dist.destroy_process_group()
 """
@@ -48,3 +49,6 @@ def test_in_the_lab_it_finds_the_rate_of_the_link() -> None:
     found = [float(rate) for line in lines if line.startswith("bits") for rate in line.split()[3:]]
     assert len(found) == 4
     assert all(7e7 < rate < 1.1e8 for rate in found), found
+    busy = [float(line.split()[1]) for line in lines if line.startswith("busy")]
+    assert len(busy) == 2
+    assert all(0.05 < seconds < 5 for seconds in busy), busy  # of about a megabyte at 100 Mb/s

@@ -32,7 +32,7 @@ from gradwire.sync.costs import Costs, LinkCosts
 from gradwire.sync.plan import Plan
 from gradwire.sync.planner import Gradient, PlanTable, plan
 from gradwire.sync.planner.table import seconds
-from gradwire.sync.survey import Survey
+from gradwire.sync.survey import SIZES, Survey
 from gradwire.sync.synchronizer import Synchronizer
 
 logger = logging.getLogger("gradwire")
@@ -43,7 +43,10 @@ TIMED_SECONDS = 3.0  # slow steps: no more of them than this takes
 WINDOW = 4  # steps that are compared at a time
 STRIKES = 2  # windows out of bounds, one after another, before anything is measured anew
 STEP_BOUND = 1.3  # steps, slower or faster by so much
-SYNC_BOUND = 2.0  # time between a bucket and its mean, which says more of the link than a step does
+SYNC_BOUND = 2.0  # time between a bucket and its mean
+LINK_BOUND = 2.0  # time with frames under way, which tells of the link even where steps do not wait for it
+NEW_LINK = 1.25  # a rate that differs by more is another link
+_LINK_SHARE = 0.05  # of a step: less time under way than this tells nothing
 PATIENCE = 64  # strikes at most, where looking again has changed nothing
 
 T = TypeVar("T")
@@ -96,6 +99,7 @@ class Timing:
         rest: of it, when neither backward nor synchronisation runs.
         busy: in which buckets were under way.
         synchronising: in which each bucket was under way, added up.
+        link: in which gradwire's frames were under way, added up over peers.
         buckets: names of the parameters of each bucket, and when it was ready.
         nbytes: of all buckets.
     """
@@ -104,6 +108,7 @@ class Timing:
     rest: float
     busy: float
     synchronising: float
+    link: float
     buckets: tuple[tuple[tuple[str, ...], float], ...]
     nbytes: int
 
@@ -180,8 +185,11 @@ class Autopilot:
         self._fidelity = fidelity
         self._min_elements = min_elements
         self._settle = settle
-        self._clock = StepClock()
+        self._clock = StepClock(synchronizer.link_busy_seconds)
         self._survey = Survey(synchronizer, max((spec.numel for spec in self._tensors.values()), default=1))
+        self._link = 0.0  # seconds a byte of the slowest one, when it was last found to be another
+        self._sample: torch.Tensor | None = None  # of this rank's gradients, for codecs whose work depends on them
+        self._num_steps = 0
         self._native: tuple[float, float] | None = None  # seconds a byte of DDP's own all-reduce, and of the link then
         self._script = self._fly()
 
@@ -190,6 +198,7 @@ class Autopilot:
     def boundary(self) -> None:
         """A backward's first bucket is here: decide what there is to decide, before it travels."""
         self._clock.begin()
+        self._num_steps += 1
         self._synchronizer.wait()
         next(self._script)
         self._clock.resume()
@@ -197,6 +206,9 @@ class Autopilot:
     def average(self, bucket: torch_private.GradBucket, names: Iterable[str], submit: Callable[[], Future]) -> Future:
         """Average a bucket the way that is chosen; `submit` is gradwire's."""
         noted = self._clock.ready(tuple(names), bucket.buffer().nbytes)
+        if self._num_steps == 2 and (self._sample is None or bucket.buffer().numel() > self._sample.numel()):
+            # Of the second step: some models' very first gradients are zeros.
+            self._sample = bucket.buffer()[: SIZES[-1]].detach().to("cpu", torch.float32, copy=True)
         if self.way.gradwire:
             future = submit()
         else:
@@ -224,9 +236,10 @@ class Autopilot:
         timing = yield from self._timed(warm_up=1)
         reason, strikes = "at the start", STRIKES
         while True:
-            before = self.way
+            before = self.way, self._link
             yield from self._decide(reason, timing)
-            strikes = STRIKES if self.way != before else min(2 * strikes, PATIENCE)
+            # Where looking again has found nothing new, the next look takes more.
+            strikes = STRIKES if (self.way, self._link) != before else min(2 * strikes, PATIENCE)
             reason, timing = yield from self._watch(strikes)
 
     def _timed(self, warm_up: int) -> Script[Timing]:
@@ -312,15 +325,19 @@ class Autopilot:
         return bool(self._survey.largest(np.array([float(mine)]))[0])
 
     def _timing(self, steps: Sequence[Step], figures: np.ndarray) -> Timing:
-        step, rest, busy, synchronising, *ready = figures.tolist()
+        step, rest, busy, synchronising, link, *ready = figures.tolist()
         buckets = steps[-1].buckets
         names = [bucket.names for bucket in buckets]
         nbytes = sum(bucket.nbytes for bucket in buckets)
-        return Timing(step, rest, busy, synchronising, tuple(zip(names, ready)), nbytes)
+        return Timing(step, rest, busy, synchronising, link, tuple(zip(names, ready)), nbytes)
 
     def _measure(self, timing: Timing) -> Costs:
         """All ranks' costs; those of DDP's own all-reduce as far as it has been seen."""
-        costs = self._survey.costs(method.spec for method in self._methods)
+        costs = self._survey.costs((method.spec for method in self._methods), self._sample)
+        self._sample = None  # codecs are measured once
+        rate = costs.slowest.seconds_per_byte
+        if not self._link / NEW_LINK < rate < self._link * NEW_LINK:
+            self._link = rate
         link, hops = costs.slowest, 2 * (costs.world_size - 1)
         if self.way == NATIVE:
             waiting = min(hops * link.latency * len(timing.buckets), timing.busy / 2)
@@ -355,10 +372,10 @@ class Autopilot:
 
 
 def _figures(steps: Sequence[Step]) -> np.ndarray:
-    """float64[4 + B] of the last of the steps and those with as many buckets B."""
+    """float64[5 + B] of the last of the steps and those with as many buckets B."""
     alike = [step for step in steps if len(step.buckets) == len(steps[-1].buckets)]
     rows = [
-        [step.seconds, step.rest, step.busy, step.synchronising, *(bucket.ready for bucket in step.buckets)]
+        [step.seconds, step.rest, step.busy, step.synchronising, step.link, *(bucket.ready for bucket in step.buckets)]
         for step in alike
     ]
     medians: np.ndarray = np.median(np.array(rows), axis=0)
@@ -382,7 +399,10 @@ def _change(first: Timing, now: Timing) -> str:
     for what, before, after, bound in (
         ("steps take", first.step, now.step, STEP_BOUND),
         ("synchronising takes", first.synchronising, now.synchronising, SYNC_BOUND),
+        ("frames are under way for", first.link, now.link, LINK_BOUND),
     ):
+        if what.startswith("frames") and max(before, after) < _LINK_SHARE * now.step:
+            continue
         if not before / bound <= after <= before * bound:
             return f"{what} {seconds(after)} after {seconds(before)}"
     return ""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 
@@ -39,10 +39,12 @@ class Step:
     Attributes:
         buckets: in the order in which they were handed over.
         seconds: of the whole step.
+        link: in which frames were under way, added up over peers.
     """
 
     buckets: list[Bucket] = field(default_factory=list)
     seconds: float = 0.0
+    link: float = 0.0
 
     @property
     def backward(self) -> float:
@@ -76,9 +78,15 @@ class Step:
 
 
 class StepClock:
-    """Records steps. Thread-safe: means arrive on any thread."""
+    """Records steps. Thread-safe: means arrive on any thread.
 
-    def __init__(self) -> None:
+    Args:
+        link_busy: tells the seconds so far in which frames were under way.
+    """
+
+    def __init__(self, link_busy: Callable[[], float] = lambda: 0.0) -> None:
+        self._link_busy = link_busy
+        self._busy_before = 0.0
         self.last: Step | None = None
         self._step = Step()
         self._origin: float | None = None
@@ -91,13 +99,15 @@ class StepClock:
         with self._lock:
             if self._origin is not None:
                 self._step.seconds = now - self._begun
+                self._step.link = self._link_busy() - self._busy_before
                 self.last = self._step
-            self._step, self._origin, self._begun = Step(), now, now
+            self._step, self._origin, self._begun, self._busy_before = Step(), now, now, self._link_busy()
 
     def resume(self) -> None:
         """Leave out what has passed since `begin`."""
         with self._lock:
             self._origin = self._begun = time.monotonic()
+            self._busy_before = self._link_busy()
 
     def ready(self, names: Sequence[str], nbytes: int) -> Bucket:
         """A bucket is handed over."""

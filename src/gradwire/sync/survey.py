@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import fields
 
 import numpy as np
+import torch
 
-from gradwire.sync.costs import CodecCosts, Cost, Costs, Curve, Line, LinkCosts
+from gradwire.sync.costs import CodecCosts, Cost, Costs, Curve, Line
 from gradwire.sync.exchange import MAX_NUMBERS
 from gradwire.sync.profile import compressor_of, measure_add, measure_codec, measure_task
 from gradwire.sync.synchronizer import Synchronizer
@@ -44,25 +45,23 @@ class Survey:
         self._add: Curve | None = None
         self._task = 0.0
 
-    def costs(self, specs: Iterable[str], native: LinkCosts | None = None) -> Costs:
-        """Everything the planner needs.
+    def costs(self, specs: Iterable[str], gradient: torch.Tensor | None = None) -> Costs:
+        """Everything the planner needs, but for the framework's own all-reduce.
 
         Args:
             specs: compressors beside ``"none"``.
-            native: a hop of the framework's own all-reduce, where it is known; see `Costs.native`.
+            gradient: of this rank, for codecs whose work or bytes depend on values; None for random numbers.
         """
         links = self._synchronizer.probe_links()
         for spec in dict.fromkeys(["none", *specs]):
             if spec not in self._codecs:
                 self._codecs[spec] = self._slowest(measure_codec(
-                    compressor_of(spec), self._sizes, _SECONDS_A_CODEC, clock=time.perf_counter
+                    compressor_of(spec), self._sizes, _SECONDS_A_CODEC, gradient=gradient, clock=time.perf_counter
                 ))  # fmt: skip
         if self._add is None:
             self._add = _curve(self._sizes, self.largest(_values(measure_add(self._sizes, 0.1))))
             self._task = float(self.largest(np.array([measure_task(_TASKS)]))[0])
-        return Costs(
-            self._synchronizer.world_size, links, dict(self._codecs), native=native, add=self._add, task=self._task
-        )
+        return Costs(self._synchronizer.world_size, links, dict(self._codecs), add=self._add, task=self._task)
 
     def largest(self, mine: np.ndarray) -> np.ndarray:
         """The largest of all ranks' numbers, place by place: float64[K] to float64[K]."""

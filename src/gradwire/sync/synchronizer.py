@@ -434,6 +434,10 @@ class Synchronizer:
         topic = f"{self._name}/share/{next(self._topics)}"
         return share(self._info.store, self.rank, topic, text, self.timeout)
 
+    def link_busy_seconds(self) -> float:
+        """How long this rank's frames have been under way so far, added up over peers; see `Transport.busy_seconds`."""
+        return 0.0 if self._engine is None else self._around.transport.busy_seconds()
+
     def probe_links(self) -> tuple[LinkCosts, ...]:
         """Measure the link of every rank, the same figures on all. Between steps; all ranks call it.
 

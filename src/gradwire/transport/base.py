@@ -72,6 +72,13 @@ class Transport(ABC):
     def departed(self, peer: int) -> bool:
         """Whether `peer` has closed in good order: nothing more comes from it, sending to it fails."""
 
+    def busy_seconds(self) -> float:
+        """How long connections have had bytes under way that the peer had not acknowledged, added up over peers.
+
+        0.0 where the system does not tell.
+        """
+        return 0.0
+
     @abstractmethod
     def abort(self, reason: str, blame: int | None = None) -> None:
         """Tell the peers, as far as they can be reached, that this rank gives up and why; then close.
