@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from gradwire.bench.advice import FP32, GRADWIRE, HALF, Measurement, Probe, fastest, limit_of
+from gradwire.bench.advice import FP32, GRADWIRE, HALF, Measurement, Probe, limit_of
 
 
 def row(kind: str, step: float, *, name: str = "", limit: str = "link", allowed: bool = True) -> Measurement:
@@ -88,7 +88,9 @@ def test_limits(step, wire, codec, limit):
     assert limit_of(step, 0.1, wire, codec) == limit
 
 
-def test_the_fastest_of_gradwire_needs_not_be_advised():
-    rows = (row(FP32, 0.1), row(GRADWIRE, 0.3), row(GRADWIRE, 0.2, name="int8"))
-    assert fastest(rows) == rows[2]
-    assert fastest(rows[:1]) is None
+def test_gradwire_without_compression_is_no_compression():
+    dense = row(FP32, 0.3, name="gradwire's plan (dense)")
+    found = probe(row(FP32, 0.4), dense, row(GRADWIRE, 0.35))
+    assert found.advised == dense
+    assert found.sentence.startswith("Do not compress: it sends too little less for this link. A step takes 300 ms by")
+    assert probe(row(FP32, 0.31), dense).advised.name == "DDP fp32"  # not worth a line of code

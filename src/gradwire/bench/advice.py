@@ -6,7 +6,6 @@ its 16-bit hooks, then gradwire.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -28,7 +27,7 @@ class Measurement:
 
     Attributes:
         name: for people.
-        kind: ``"fp32"``, ``"half"`` (16-bit hooks of DDP) or ``"gradwire"``.
+        kind: ``"fp32"`` (nothing is rounded), ``"half"`` (16-bit hooks of DDP) or ``"gradwire"`` (it compresses).
         predicted: from links, codecs and the timeline of the backward; None where there is no model of it.
         step: measured, the median.
         steps: how many were timed.
@@ -94,9 +93,9 @@ class Probe:
         # No step is shorter than one without communication, whatever the clock says.
         least = max(self.compute, min(row.step for row in allowed))
         for kind in (FP32, HALF):
-            best = self._best(kind)
-            if best is not None and best.step * (1 - MIN_GAIN) <= least:
-                return best
+            for row in allowed:  # DDP's own first
+                if row.kind == kind and row.step * (1 - MIN_GAIN) <= least:
+                    return row
         return min(allowed, key=_step)
 
     @property
@@ -183,11 +182,6 @@ def limit_of(step: float, compute: float, wire: float, codec: float) -> str:
     if max(wire, codec) < tail / 2:
         return "latency"
     return "link" if wire >= codec else "codec"
-
-
-def fastest(rows: Sequence[Measurement]) -> Measurement | None:
-    """Of what gradwire does, whether it is advised or not."""
-    return min((row for row in rows if row.kind == GRADWIRE), key=_step, default=None)
 
 
 def _step(row: Measurement) -> float:

@@ -76,8 +76,9 @@ class Prober:
             GradwireError: a name is unknown, the model cannot be copied, or ranks differ or fail.
         """
         self._methods = levels.methods(self.fidelity)
-        self._extra = [levels.Method(spec, levels.strategies(spec)) for spec in self.extra
-                       if spec not in {method.spec for method in self._methods}]  # fmt: skip
+        level = {method.spec for method in self._methods}
+        self._extra = [levels.Method(spec, levels.strategies(spec)) for spec in dict.fromkeys(self.extra)
+                       if spec not in level]  # fmt: skip
         for method in self._extra:
             compressor_of(method.spec)  # names and options are looked at before anything is measured
         self._specs = {name: TensorSpec.of(parameter) for name, parameter in self.job.parameters.items()}
@@ -127,9 +128,8 @@ class Prober:
             rows.append(scale.row(f"DDP {name} hook", HALF, predicted, timed, use, self.fidelity != "exact"))
         for candidate, timed in zip(candidates, timed_plans):
             table = candidate.table
-            rows.append(
-                scale.row(candidate.name, GRADWIRE, None if table is None else table.step, timed, candidate.use)
-            )
+            kind = GRADWIRE if table is None or table.compresses else FP32
+            rows.append(scale.row(candidate.name, kind, None if table is None else table.step, timed, candidate.use))
         return replace(result, compute=compute, bytes_per_second=1 / link.seconds_per_byte, latency=link.latency,
                        rows=tuple(rows), untried=untried)  # fmt: skip
 
@@ -147,9 +147,8 @@ class Prober:
             use = f'gw.attach(ddp, "auto", fidelity="{self.fidelity}", optimizer=optimizer)'
             found.append(Candidate(f"gradwire's plan ({specs or 'dense'})", level.plan(), use, level))
         singles = [table for table in singles if _choices(table) != _choices(level)]
-        named = {method.spec for method in self._extra}
-        tried = [table for table in singles if table.fidelity in named]
-        tried += [table for table in singles if table.fidelity not in named][:SINGLE_METHODS]
+        tried = [table for table in singles if table.fidelity in self.extra]
+        tried += [table for table in singles if table.fidelity not in self.extra][:SINGLE_METHODS]
         found += [Candidate(f"gradwire {table.fidelity}", table.plan(), _use(table), table) for table in tried]
         for method in self._extra:
             compressor = compressor_of(method.spec)
@@ -187,7 +186,7 @@ class _Scale:
         self, name: str, kind: str, predicted: float | None, timed: Timed, use: str, allowed: bool = True
     ) -> Measurement:
         nbytes = timed.sent_bytes
-        if kind != GRADWIRE:
+        if timed.buckets:  # by DDP's own all-reduce
             whole = ring_bytes(sum(bucket.nbytes for bucket in timed.buckets), dist.get_world_size())
             nbytes = whole / (2 if kind == HALF else 1)
         wire = nbytes * self.seconds_per_byte

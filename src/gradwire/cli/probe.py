@@ -136,9 +136,8 @@ def _show(prober: Prober, json_file: Path | None, save_plan: Path | None) -> Non
 
 def _save(prober: Prober, found: Probe, path: Path) -> str:
     """Write the fastest plan; returns what to tell."""
-    from gradwire.bench.advice import fastest
-
-    best = fastest([row for row in found.rows if row.name in prober.tables])
+    plans = [row for row in found.rows if row.name in prober.tables]
+    best = min(plans, key=lambda row: row.step, default=None)
     if best is None:
         return f"{path} was not written: there is no plan that was worth a try."
     prober.tables[best.name].pin().save(path)
