@@ -38,6 +38,7 @@ from gradwire.sync.synchronizer import Synchronizer
 logger = logging.getLogger("gradwire")
 
 MIN_GAIN = 0.02  # a less faithful way must be faster by so much
+MIN_PLAN_GAIN = 0.05  # gradwire's, which also has more that can vary
 TIMED_STEPS = 8
 TIMED_SECONDS = 3.0  # slow steps: no more of them than this takes
 WINDOW = 4  # steps that are compared at a time
@@ -265,7 +266,8 @@ class Autopilot:
             if way not in measured and predicted[way] < min(measured.values()):
                 yield from self._switch(way)
                 measured[way] = (yield from self._timed(warm_up=2)).step
-        limit = (1 + MIN_GAIN) * min(measured.values())
+        best = min(measured, key=lambda way: measured[way])
+        limit = (1 + (MIN_PLAN_GAIN if best.gradwire else MIN_GAIN)) * measured[best]
         chosen = max((way for way in measured if measured[way] <= limit), key=lambda way: way.faithfulness)
         yield from self._switch(chosen)
         self._note(Decision(self._synchronizer.step + 1, reason, chosen, predicted, measured, table, costs))

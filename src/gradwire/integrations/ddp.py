@@ -233,7 +233,7 @@ class Handle:
                 Shard(self._names[id(parameter)], grad, used=not joined and _used(ddp, parameter, grad))
                 for parameter, grad in zip(parameters, bucket.gradients(), strict=True)
             ]
-            # The small tensors of all buckets travel together, with the last one.
+            # The small tensors of several buckets travel together, the last of them with the last bucket.
             return self.synchronizer.submit(shards, result=bucket.buffer(), hold=not bucket.is_last())
 
         if self.autopilot is None:

@@ -52,6 +52,7 @@ from gradwire.transport.base import Transport
 
 DEFAULT_TIMEOUT = timedelta(seconds=30)
 STATE_VERSION = 1
+HOLD_BYTES = 1 << 16  # of small dense tensors: so many fill a message, and need not wait for the end of backward
 
 
 @dataclass(frozen=True)
@@ -240,7 +241,7 @@ class Synchronizer:
             shards: what to average.
             result: what the future shall hold in place of the list of tensors.
             hold: keep small dense tensors back, to travel in one message with those of the submissions that follow,
-                up to the next one without `hold` (or `wait`).
+                until there are `HOLD_BYTES` of them, or a submission comes without `hold` (or `wait`).
 
         Returns:
             A future of the list of tensors, or of `result`.
@@ -275,7 +276,7 @@ class Synchronizer:
         for bundle in bundle_items(together, self._rounds):
             submission.expect()
             self._launch(bundle, submission.arrived)
-        if not hold:
+        if not hold or sum(held.tensor.nbytes for held in self._held) >= HOLD_BYTES:
             self._send_held()
         submission.arrived()
         return submission.future

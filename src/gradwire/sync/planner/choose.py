@@ -34,6 +34,7 @@ from gradwire.sync.planner import schedule
 from gradwire.sync.planner.forms import Route, native_seconds, route
 from gradwire.sync.planner.schedule import Job, Outcome
 from gradwire.sync.planner.table import PlanTable, Row
+from gradwire.sync.synchronizer import HOLD_BYTES
 
 PARTITIONS = (1, 2, 3, 4, 6, 8, 12, 16)
 MIN_GAIN = 0.02  # predictions are no better than this, and values that were not rounded are worth something
@@ -251,11 +252,24 @@ class _Search:
         self._batch_bytes = nbytes
         itemsize = -(-nbytes // max(1, self._batch_numel))
         self._batch = route("none", "scatter_reduce", 1, self._batch_numel, self.costs, itemsize)
-        self._batch_ready = max((tensor.ready for tensor in self.tensors), default=0.0)  # held to the last bucket
+        self._batches = self._held(small)
         self._left = max(20, _TENSOR_RUNS // max(1, len(self.large)))
 
     def _small(self, tensor: Gradient) -> bool:
         return len(tensor.shape) <= 1 or tensor.numel < self.min_elements
+
+    def _held(self, small: Sequence[Gradient]) -> list[Job]:
+        """The messages of small dense tensors: each when `HOLD_BYTES` are there, the last with the last bucket."""
+        jobs, numel, nbytes = [], 0, 0
+        last = max((tensor.ready for tensor in self.tensors), default=0.0)
+        for index, tensor in enumerate(small):
+            numel, nbytes = numel + tensor.numel, nbytes + tensor.nbytes
+            end = index == len(small) - 1
+            if end or (nbytes >= HOLD_BYTES and small[index + 1].ready > tensor.ready):
+                way = route("none", "scatter_reduce", 1, numel, self.costs, -(-nbytes // numel))
+                jobs.append(Job(last if end else tensor.ready, way))
+                numel, nbytes = 0, 0
+        return jobs
 
     def run(self, picks: Sequence[int]) -> Outcome:
         """The schedule of one choice for each large tensor."""
@@ -264,8 +278,7 @@ class _Search:
             self._left -= 1
             jobs = [Job(tensor.ready, choices[pick].route)
                     for tensor, choices, pick in zip(self.large, self._choices, picks)]  # fmt: skip
-            if self._batch_numel:
-                jobs.append(Job(self._batch_ready, self._batch))
+            jobs += self._batches
             self._known[key] = schedule.run(jobs)
         return self._known[key]
 
