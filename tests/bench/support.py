@@ -30,13 +30,14 @@ def step_time(seconds: float, num_bytes: float, *, measured: bool = True, comput
         interface_payload=num_bytes * 1.01 if measured else None,
         ideal=ideal_step(compute, num_bytes, 100_000_000),
         split=Split.of(seconds, compute, 0.01, 0.005),
+        bucket_mb=25.0,
     )
 
 
 def method(name: str, seconds: float, num_bytes: float, loss: float | None, **options: bool) -> MethodResult:
     losses = [] if loss is None else [4.0, 3.0, loss]
     accuracy = None if loss is None else 0.3
-    return MethodResult(name, 25.0, losses, loss, accuracy, True, [step_time(seconds, num_bytes, **options)])
+    return MethodResult(name, losses, loss, accuracy, True, [step_time(seconds, num_bytes, **options)])
 
 
 def result(*results: MethodResult, shaped: bool = True, note: str = "") -> TrainingResult:

@@ -92,6 +92,7 @@ def _steps(result: TrainingResult, entry: MethodResult) -> Iterator[dict[str, An
 def _at_rate(time: StepTime) -> Iterator[dict[str, Any]]:
     source = _source(time)
     yield _row("step", time.step, "s", source)
+    yield _row("bucket", time.bucket_mb, "MB")
     yield _row("step_without_communication", time.compute, "s")
     yield _row("ideal_step", time.ideal, "s", "computed")
     yield _row("step_over_ideal", time.over_ideal, "ratio", source)

@@ -103,7 +103,7 @@ def _row(result: TrainingResult, entry: MethodResult, index: int) -> dict[str, A
         "lost": difference is not None and not difference <= LOSS_TOLERANCE,
         "accuracy": "–" if entry.validation_accuracy is None else f"{100 * entry.validation_accuracy:.1f} %",
         "identical": entry.identical,
-        "bucket": f"{entry.bucket_mb:g} MB" if methods.is_native(entry.method) else "",
+        "bucket": f"{time.bucket_mb:g} MB" if methods.tries_buckets(entry.method) else "",
     }
 
 

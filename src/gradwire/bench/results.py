@@ -38,6 +38,7 @@ class StepTime:
         interface_payload: the same without Ethernet, IP and TCP headers.
         ideal: the larger of compute and bytes over rate.
         split: where the step's time goes.
+        bucket_mb: DDP's bucket size, at this rate the best one of those tried.
     """
 
     rate: str | None
@@ -50,6 +51,7 @@ class StepTime:
     interface_payload: float | None
     ideal: float
     split: Split
+    bucket_mb: float
 
     @property
     def ratio(self) -> float:
@@ -73,7 +75,6 @@ class MethodResult:
 
     Attributes:
         method: its name.
-        bucket_mb: DDP's bucket size, the better one of those tried.
         losses: training loss of each step, mean over ranks.
         validation_loss: after these steps.
         validation_accuracy: after these steps.
@@ -83,7 +84,6 @@ class MethodResult:
     """
 
     method: str
-    bucket_mb: float
     losses: list[float]
     validation_loss: float | None
     validation_accuracy: float | None
@@ -163,7 +163,7 @@ class TrainingResult:
         return data
 
 
-def combine_times(timed: Sequence[Timed], compute: float, measured: bool) -> StepTime:
+def combine_times(timed: Sequence[Timed], compute: float, measured: bool, bucket_mb: float) -> StepTime:
     """One method at one rate, from all ranks' timed steps."""
     steps = across_ranks([rank.seconds for rank in timed])
     per_step = 1 / (len(steps) * len(timed))
@@ -191,6 +191,7 @@ def combine_times(timed: Sequence[Timed], compute: float, measured: bool) -> Ste
         else (interface - HEADER_BYTES * packets) / len(steps),
         ideal=ideal_step(compute, num_bytes, rate_bits),
         split=Split.of(step.median, compute, encode, decode),
+        bucket_mb=bucket_mb,
     )
 
 

@@ -17,7 +17,7 @@ from gradwire.bench import methods
 from gradwire.bench.environment import environment
 from gradwire.bench.job import Job, Message, Outcome, Progress, Segment
 from gradwire.bench.launch import launch
-from gradwire.bench.results import MethodResult, StepTime, TrainingResult, combine_losses, combine_times
+from gradwire.bench.results import MethodResult, TrainingResult, combine_losses, combine_times
 from gradwire.bench.statistics import Spread, across_ranks
 from gradwire.bench.workload import make_workload
 from gradwire.core.errors import OptionError
@@ -199,21 +199,20 @@ def _compute_seconds(plan: Plan, by_segment: list[list[Outcome]]) -> float:
 
 
 def _method(method: str, plan: Plan, by_segment: list[list[Outcome]], compute: float, measured: bool) -> MethodResult:
-    tried: list[tuple[Segment, list[Outcome], list[StepTime]]] = []
+    outcomes_tried, times_tried = [], []
     for segment, outcomes in zip(plan.segments, by_segment, strict=True):
         if segment.method == method:
             by_rate = zip(*(outcome.timed for outcome in outcomes), strict=True)
-            tried.append((segment, outcomes, [combine_times(ranks, compute, measured) for ranks in by_rate]))
+            outcomes_tried.append(outcomes)
+            times_tried.append([combine_times(ranks, compute, measured, segment.bucket_mb) for ranks in by_rate])
     # The loss curve is that of the first bucket size; buckets do not change what is learnt.
-    first = tried[0][1]
-    best = min(tried, key=lambda entry: sum(time.step.median for time in entry[2]))
+    first = outcomes_tried[0]
     return MethodResult(
         method=method,
-        bucket_mb=best[0].bucket_mb,
         losses=combine_losses(first),
         validation_loss=first[0].validation_loss,
         validation_accuracy=first[0].validation_accuracy,
         identical=all(outcome.identical is not False for outcome in first),
-        times=best[2],
+        times=[min(tried, key=lambda time: time.step.median) for tried in zip(*times_tried, strict=True)],
         train_seconds=across_ranks([outcome.train_seconds for outcome in first]),
     )
