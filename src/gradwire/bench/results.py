@@ -163,7 +163,7 @@ class TrainingResult:
         return data
 
 
-def combine_times(timed: Sequence[Timed], compute: float, measured: bool, bucket_mb: float) -> StepTime:
+def combine_times(timed: Sequence[Timed], compute: float, measured: bool, bucket_mb: float = 25.0) -> StepTime:
     """One method at one rate, from all ranks' timed steps."""
     steps = across_ranks([rank.seconds for rank in timed])
     per_step = 1 / (len(steps) * len(timed))
