@@ -205,7 +205,7 @@ class DecoderTarget(Target):
         if as_array(out).tobytes() != as_array(found).tobytes():
             raise BrokenPromiseError("decode with out= gives another result")
         self.compressor.decode(payload, ctx, out=torch.zeros(spec.shape), accumulate=True, stats=stats)
-        if self.compressor.summable and self.shared:
+        if self.compressor.summable and self.shared and not payload.nonfinite:  # those are not added
             lanes = np.zeros(self.compressor.num_lanes(spec), self.compressor.lane_dtype(2))
             self.compressor.lift(payload, ctx, lanes)
 

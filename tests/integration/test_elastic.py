@@ -54,6 +54,7 @@ def test_a_killed_rank_restarts_and_ends_with_the_same_bits(
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.slow
 def test_training_goes_on_with_three_ranks_and_with_four_again(tmp_path: Path) -> None:
     cases = [("threelc", "scatter_reduce"), ("onebit", "ring")]
     sizes = [4, 3, 4]

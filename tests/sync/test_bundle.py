@@ -100,16 +100,29 @@ def test_what_travels_in_bundles() -> None:
 
 
 @pytest.mark.parametrize("num_parts", [1, 2, 4, 9])
-def test_parts_hold_each_tensor_once_and_about_as_much_each(num_parts: int) -> None:
+def test_parts_hold_each_tensor_once_and_its_owner_is_the_same_in_every_bundle(num_parts: int) -> None:
     entry = PlanEntry(make("onebit"))
     sizes = [50, 400, 300, 200, 10, 90, 350]
-    members = [Item(str(size), index, torch.zeros(size), entry, 0, 0) for index, size in enumerate(sizes)]
-    whole = Bundle(members, 0)
-    parts = whole.parts(num_parts)
-    held = [whole.group(part) for part in parts]
-    assert sorted(index for group in held for index in group) == list(range(len(sizes)))
-    assert [part.count for part in parts] == [sum(sizes[index] for index in group) for group in held]
-    assert max(part.count for part in parts) <= max(400, 1.34 * sum(sizes) / num_parts)
+    members = [
+        Item(str(size), 3 * index, torch.zeros(size), entry, 0, 0, place=index) for index, size in enumerate(sizes)
+    ]
+    owners = []
+    for chosen in (members, members[2:5], members[:1]):
+        whole = Bundle(chosen, 0)
+        parts = whole.parts(num_parts)
+        held = [whole.group(part) for part in parts]
+        assert sorted(index for group in held for index in group) == list(range(len(chosen)))
+        assert [part.count for part in parts] == [
+            sum(chosen[index].values.numel() for index in group) for group in held
+        ]
+        owners.append(
+            {
+                chosen[index].name: (part.index + whole.tensor) % num_parts
+                for part, group in zip(parts, held)
+                for index in group
+            }
+        )
+    assert all(owners[0][name] == owner for some in owners[1:] for name, owner in some.items())
 
 
 def message(lengths: list[int], size: int) -> Message:

@@ -22,6 +22,7 @@ def run(one: Synchronizer, hold: bool) -> tuple[dict[str, torch.Tensor], list[bo
     one.events.listen(lambda event: sent.append(event) if event.kind == "send" else None)
     grads = {name: gradient(one.rank, name) for name in SHAPES}
     names = list(SHAPES)
+    one.register({name: TensorSpec(shape) for name, shape in SHAPES.items()})
     one.begin_step()
     futures = [one.submit([Shard(name, grads[name])], hold=hold) for name in names[:-1]]
     futures[1].wait()  # the large one does not wait for the small ones

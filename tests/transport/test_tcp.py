@@ -142,10 +142,10 @@ class LateSocket:
 def test_a_goodbye_before_send_has_returned_takes_nothing_away(group):
     """The peer may have all it waited for, and be gone, while the sending thread is still in the system call."""
     first, second = group(2)
-    recorder, other = start(first), start(second)
     answered = threading.Event()
     link = first._links[1]
-    link.socket = LateSocket(link.socket, answered)
+    link.socket = LateSocket(link.socket, answered)  # before the transport's thread knows the other one
+    recorder, other = start(first), start(second)
 
     def part() -> None:
         other.frame()

@@ -4,14 +4,15 @@ HiPress's batch compression and bulk communication (SOSP 2021, sections 3.2 and 
 cost is paid once for many tensors. Each tensor keeps its own payload, statistics, random streams and residuals, so that
 a bundle gives the same bits as its tensors would one by one, whole.
 
-A part of a bundle is a group of whole tensors; where each part has an owner, each tensor has one. Body of a message: a
+A part of a bundle is a group of whole tensors; where each part has an owner, each tensor has one, the same in every
+bundle. Body of a message: a
 uint32 a tensor (its payload's bytes; bit 31 where the sender's backward used it, bit 30 where it was not finite), then
 the payloads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import reduce
 
 import numpy as np
@@ -32,7 +33,7 @@ _LENGTH = _NONFINITE - 1
 
 
 def travels_in_bundles(entry: PlanEntry, numel: int) -> bool:
-    """Whether such a tensor joins others of its submission, if there are any."""
+    """Whether such a tensor joins others of its submission; it travels whole even where there are none."""
     codec = entry.compressor
     plain = not (codec.exact or codec.needs_stats or codec.summable or codec.whole)
     return plain and entry.strategy in STRATEGIES and entry.partitions == 1 and numel <= MAX_ELEMENTS
@@ -57,7 +58,7 @@ class Bundle:
         first = members[0]
         self.members = members
         self.round = round
-        self.name = f"{first.name} and {len(members) - 1} more"
+        self.name = first.name if len(members) == 1 else f"{first.name} and {len(members) - 1} more"
         self.tensor = first.tensor | BUNDLE_FLAG
         self.entry = first.entry
         self.dtype = first.values.dtype
@@ -76,13 +77,14 @@ class Bundle:
         return any(member.nonfinite for member in self.members)
 
     def parts(self, num_parts: int) -> list[Part]:
-        """`num_parts` groups of whole tensors, of nearly equal elements; some may be empty."""
-        self._groups, counts = [[] for _ in range(num_parts)], [0] * num_parts
-        sizes = [member.values.numel() for member in self.members]
-        for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
-            lightest = counts.index(min(counts))
-            self._groups[lightest].append(index)
-            counts[lightest] += sizes[index]
+        """`num_parts` groups of whole tensors; some may be empty.
+
+        A tensor is in the same owner's group whatever else is in the bundle: residuals must not depend on buckets.
+        """
+        self._groups = [[] for _ in range(num_parts)]
+        for index, member in enumerate(self.members):
+            self._groups[(member.place - self.tensor) % num_parts].append(index)
+        counts = [sum(self.members[index].values.numel() for index in group) for group in self._groups]
         return [Part(index, 0, count) for index, count in enumerate(counts)]
 
     def group(self, part: Part) -> list[int]:
@@ -180,10 +182,10 @@ def _split(message: Message, limits: Sequence[int]) -> list[Message]:
     return found
 
 
-def bundle_items(items: Sequence[Item], rounds: Iterable[int]) -> list[Item | Bundle]:
-    """Items that may travel in bundles, in bundles as large as there are. An item alone stays one."""
+def bundle_items(items: Sequence[Item], rounds: Iterator[int]) -> list[Bundle]:
+    """Items that may travel in bundles, in bundles as large as there are."""
     groups: dict[tuple[str, str, str, torch.dtype], list[Item]] = {}
     for item in items:
         entry = item.entry
         groups.setdefault((repr(entry.compressor), entry.strategy, entry.feedback, item.values.dtype), []).append(item)
-    return [group[0] if len(group) == 1 else Bundle(group, next(iter(rounds))) for group in groups.values()]
+    return [Bundle(group, next(rounds)) for group in groups.values()]

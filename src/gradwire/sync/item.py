@@ -35,6 +35,7 @@ class Item:
         nonfinite: set where any rank's gradient, or the aggregate, was not finite; the same on all ranks.
         wait_loaded: blocks until the gradient stands in `values`, where it comes from a GPU.
         shape: of the whole tensor, for compressors that take it whole.
+        place: among the tensors that travel in bundles, which says whose it is there under any bucket layout.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Item:
     nonfinite: bool = False
     wait_loaded: Callable[[], None] = lambda: None
     shape: tuple[int, ...] | None = None
+    place: int = 0
 
     @property
     def dtype(self) -> torch.dtype:

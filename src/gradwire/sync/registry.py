@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from gradwire.compressors.registry import code
 from gradwire.core.errors import FrameError
 from gradwire.core.spec import ELEMENT_TYPES, TensorSpec
@@ -23,6 +25,7 @@ from gradwire.sync.strategies.hierarchical import DENSE_STAGES
 from gradwire.wire.frame import HEADER_BYTES, FrameKind, Header, describe
 
 BATCH_FLAG = 1 << 31  # set in the tensor id of a batch; the rest is the id of its first tensor
+BATCH_BYTES = 1 << 16  # of small dense tensors in a message, about: so many need not wait for the end of backward
 _DTYPES = {number: dtype for dtype, number in ELEMENT_TYPES.items()}
 
 
@@ -45,6 +48,8 @@ class TensorRegistry:
         self._nodes = nodes
         self._batched_elements = 0
         self._bundled = 0, 0  # elements, and bytes of their payloads
+        self.places: dict[str, int] = {}
+        self.batches: dict[str, tuple[torch.dtype, int]] = {}
 
     def describe(self, specs: Mapping[str, TensorSpec]) -> list[dict[str, Any]]:
         """What ranks must agree on before `add`."""
@@ -104,6 +109,23 @@ class TensorRegistry:
             if bundle.travels_in_bundles(self.entries[name], self.specs[name].numel)
         ]
         self._bundled = sum(numel for numel, _ in bundled), bundle.bound(nbytes for _, nbytes in bundled)
+        together = [
+            name for name in self.names if bundle.travels_in_bundles(self.entries[name], self.specs[name].numel)
+        ]
+        self.places = {name: place for place, name in enumerate(together)}
+        self.batches = self._batch()
+
+    def _batch(self) -> dict[str, tuple[torch.dtype, int]]:
+        """The batch of each small dense tensor: `BATCH_BYTES` in the order of backward, under any bucket layout."""
+        found: dict[str, tuple[torch.dtype, int]] = {}
+        filled: dict[torch.dtype, int] = {}
+        for name in reversed(self.names):
+            spec = self.specs[name]
+            if self.entries[name].batched:
+                before = filled.get(spec.dtype, 0)
+                found[name] = spec.dtype, before // BATCH_BYTES
+                filled[spec.dtype] = before + spec.nbytes
+        return found
 
     def early_bytes_limit(self) -> int:
         """Most bytes a peer can rightly be ahead by: it can finish this step and send all of the next one."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -52,7 +53,6 @@ from gradwire.transport.base import Transport
 
 DEFAULT_TIMEOUT = timedelta(seconds=30)
 STATE_VERSION = 1
-HOLD_BYTES = 1 << 16  # of small dense tensors: so many fill a message, and need not wait for the end of backward
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,7 @@ class Synchronizer:
             shards: what to average.
             result: what the future shall hold in place of the list of tensors.
             hold: keep small dense tensors back, to travel in one message with those of the submissions that follow,
-                until there are `HOLD_BYTES` of them, or a submission comes without `hold` (or `wait`).
+                until their batch is complete, or a submission comes without `hold` (or `wait`).
 
         Returns:
             A future of the list of tensors, or of `result`.
@@ -276,8 +276,7 @@ class Synchronizer:
         for bundle in bundle_items(together, self._rounds):
             submission.expect()
             self._launch(bundle, submission.arrived)
-        if not hold or sum(held.tensor.nbytes for held in self._held) >= HOLD_BYTES:
-            self._send_held()
+        self._send_held(complete=hold)
         submission.arrived()
         return submission.future
 
@@ -325,6 +324,7 @@ class Synchronizer:
             shard.used,
             wait_loaded=staging.wait_loaded,
             shape=self._tensors.specs[shard.name].shape,
+            place=self._tensors.places.get(shard.name, 0),
         )
 
     def _entry(self, name: str) -> PlanEntry:
@@ -334,13 +334,15 @@ class Synchronizer:
             return replace(entry, feedback="error")
         return entry
 
-    def _send_held(self) -> None:
-        """Send the small dense tensors held so far, in one message an element type."""
-        batches: dict[torch.dtype, list[Held]] = {}
-        for held in self._held:
-            batches.setdefault(held.tensor.dtype, []).append(held)
-        self._held = []
-        for batch in batches.values():
+    def _send_held(self, complete: bool = False) -> None:
+        """Send the batches of small dense tensors held so far, or only those that are complete."""
+        batches: dict[tuple[torch.dtype, int], list[Held]] = {}
+        for held in sorted(self._held, key=lambda held: self._tensors.ids[held.name]):
+            batches.setdefault(self._tensors.batches[held.name], []).append(held)
+        sizes = Counter(self._tensors.batches.values())
+        ready = [key for key, batch in batches.items() if not complete or len(batch) == sizes[key]]
+        self._held = [held for held in self._held if self._tensors.batches[held.name] not in ready]
+        for batch in (batches[key] for key in ready):
             first = batch[0].name
             staging = Staging([held.tensor for held in batch])
             item = Item(

@@ -74,6 +74,7 @@ def agrees_on_costs(rank: int, world_size: int) -> list[Any]:
     costs = survey.costs(["fp16"])
     largest = survey.largest(torch.arange(150.0, dtype=torch.float64).numpy() * (-1) ** rank)
     told = one.share("words" if rank == 0 else None)
+    dist.barrier()  # rank 0 has the store
     one.close()
     return [costs.to_json(), largest.tolist(), told]
 

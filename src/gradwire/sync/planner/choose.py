@@ -34,7 +34,7 @@ from gradwire.sync.planner import schedule
 from gradwire.sync.planner.forms import Route, native_seconds, route
 from gradwire.sync.planner.schedule import Job, Outcome
 from gradwire.sync.planner.table import PlanTable, Row
-from gradwire.sync.synchronizer import HOLD_BYTES
+from gradwire.sync.registry import BATCH_BYTES
 
 PARTITIONS = (1, 2, 3, 4, 6, 8, 12, 16)
 MIN_GAIN = 0.02  # predictions are no better than this, and values that were not rounded are worth something
@@ -259,13 +259,13 @@ class _Search:
         return len(tensor.shape) <= 1 or tensor.numel < self.min_elements
 
     def _held(self, small: Sequence[Gradient]) -> list[Job]:
-        """The messages of small dense tensors: each when `HOLD_BYTES` are there, the last with the last bucket."""
+        """The messages of small dense tensors: each when `BATCH_BYTES` are there, the last with the last bucket."""
         jobs, numel, nbytes = [], 0, 0
         last = max((tensor.ready for tensor in self.tensors), default=0.0)
         for index, tensor in enumerate(small):
             numel, nbytes = numel + tensor.numel, nbytes + tensor.nbytes
             end = index == len(small) - 1
-            if end or (nbytes >= HOLD_BYTES and small[index + 1].ready > tensor.ready):
+            if end or (nbytes >= BATCH_BYTES and small[index + 1].ready > tensor.ready):
                 way = route("none", "scatter_reduce", 1, numel, self.costs, -(-nbytes // numel))
                 jobs.append(Job(last if end else tensor.ready, way))
                 numel, nbytes = 0, 0
