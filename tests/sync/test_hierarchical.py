@@ -57,7 +57,7 @@ def between_nodes(group: Ranks, names: list[Any]) -> int:
 def test_bytes_between_nodes_fall_by_the_ranks_of_a_node(names: list[int], factor: float) -> None:
     found = {}
     for strategy in ("hierarchical", "scatter_reduce"):
-        with ranks(len(names), plan("onebit", strategy), nodes=names) as group:
+        with ranks(len(names), plan("onebit", strategy, partitions=2), nodes=names) as group:
             group.each(lambda one: take_step(one, 0))
             found[strategy] = between_nodes(group, names)
             elsewhere = {one.rank: held(one).any() for one in group.synchronizers}

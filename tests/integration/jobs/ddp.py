@@ -193,7 +193,10 @@ def unused(rank: int, world_size: int, strategy: str) -> dict[str, Any]:
         used = ddp.module.sometimes.weight.grad is not None
         optimizer.step()
         after = _local(handle, "module.sometimes.weight")
-        kept.append({"both": both, "never_is_none": none, "sometimes_has_grad": used, "residual_kept": before == after})
+        kept.append({
+            "both": both, "never_is_none": none, "sometimes_has_grad": used, "residual_kept": before == after,
+            "owned": after == fingerprint([]),
+        })  # fmt: skip
     everything = fingerprint(ddp.parameters())
     handle.detach()
     return {"steps": kept, "hash": everything}
