@@ -7,10 +7,10 @@ a codec moves over 700 GB/s of memory (a V100 reaches about that of its 900), 10
 
 from __future__ import annotations
 
+from gradwire.compressors.registry import compressor_of
 from gradwire.core.spec import TensorSpec
 from gradwire.simulate import Link
 from gradwire.sync.costs import CodecCosts, Costs, Line, LinkCosts
-from gradwire.sync.profile import compressor_of
 
 MEMORY_BYTES_A_SECOND = 700e9
 LAUNCH_SECONDS, TASK_SECONDS, FRAME_SECONDS, LATENCY_SECONDS = 10e-6, 2e-6, 2e-6, 5e-6

@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 
+from gradwire.compressors.registry import compressor_of, spec_of
 from gradwire.core.errors import UnknownNameError
 from gradwire.sync import fidelity
 from gradwire.sync.plan import STRATEGIES
-from gradwire.sync.profile import compressor_of, spec_of
 
 
 def test_each_level_allows_what_the_one_before_does_and_more():

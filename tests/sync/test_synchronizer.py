@@ -597,7 +597,8 @@ def check_dump(dump: dict[str, Any], rank: int, error: SyncError) -> None:
     assert len(state["sent_bytes"]) == len(state["received_bytes"]) == 3
     seen = [event["kind"] for event in dump["events"]]
     assert {"submit", "send", "recv", "decode", "done", "commit"} <= set(seen)
-    assert {"encode", "merge"} & set(seen)  # what owns a small tensor only merges it
+    # By scatter-reduce rank 0 owns the one small tensor: it merges, and encodes nothing of its own.
+    assert "encode" in seen or (rank == 0 and "merge" in seen)
     assert seen.count("failure") == 1
 
 

@@ -22,13 +22,13 @@ from gradwire.bench.advice import FP32, GRADWIRE, HALF, Measurement, Probe, limi
 from gradwire.bench.probe_job import Job
 from gradwire.bench.probe_timing import Stopwatch, Timed
 from gradwire.bench.statistics import ring_bytes
+from gradwire.compressors.registry import compressor_of
 from gradwire.core.spec import TensorSpec
 from gradwire.sync import fidelity as levels
 from gradwire.sync.costs import Costs, LinkCosts
 from gradwire.sync.plan import Plan
 from gradwire.sync.planner import Gradient, PlanTable, plan, uniform
 from gradwire.sync.planner.forms import native_seconds
-from gradwire.sync.profile import compressor_of
 from gradwire.sync.survey import Survey
 from gradwire.sync.synchronizer import Synchronizer
 

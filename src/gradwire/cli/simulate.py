@@ -124,9 +124,9 @@ def _costs(path: Path | None, methods: list[Method], anew: bool) -> Costs:
     """Costs from a file, or this machine's."""
     from rich.console import Console
 
+    from gradwire.compressors.registry import compressor_of, spec_of
     from gradwire.simulate.machine import machine_costs
     from gradwire.sync.costs import Costs
-    from gradwire.sync.profile import compressor_of, spec_of
 
     specs = [spec_of(compressor_of(method.spec)) for method in methods]
     if path is not None and not anew:

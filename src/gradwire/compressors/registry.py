@@ -7,6 +7,7 @@ registration.
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any, TypeVar
 import google_crc32c
 
 from gradwire.compressors.base import Compressor
-from gradwire.core.errors import UnknownNameError
+from gradwire.core.errors import OptionError, UnknownNameError
 
 _COMPRESSORS: dict[str, type[Compressor]] = {}
 _NAMES_BY_CODE: dict[int, str] = {}
@@ -142,3 +143,36 @@ def _identity(compressor: type[Compressor]) -> str:
 
 def _hash(name: str) -> int:
     return int(google_crc32c.value(name.encode())) & 0xFFFF
+
+
+# -- as text ---------------------------------------------------------------------------------------------------
+
+
+def spec_of(compressor: Compressor) -> str:
+    """A compressor as text: its name, and the options that are not the default, as ``threelc:sparsity=1.5``."""
+    defaults = describe(compressor.name).options if compressor.name in names() else {}
+    changed = {key: value for key, value in sorted(compressor.options.items()) if defaults.get(key) != value}
+    return ":".join([compressor.name, *(f"{key}={value}" for key, value in changed.items())])
+
+
+def compressor_of(spec: str) -> Compressor:
+    """The compressor that a text names.
+
+    Raises:
+        UnknownNameError: no such compressor or option; the message lists the known ones.
+        OptionError: an option without a value, or out of range.
+    """
+    name, *options = spec.split(":")
+    if name not in names():
+        raise UnknownNameError("compressor", name, names())
+    return make(name, **dict(_option(option, spec) for option in options))
+
+
+def _option(text: str, spec: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise OptionError(f"Expected options as key=value, got {text!r} (in {spec!r}). Do: write threelc:sparsity=1.5.")
+    try:
+        return key, ast.literal_eval(value.title() if value in ("true", "false") else value)
+    except (SyntaxError, ValueError):
+        return key, value

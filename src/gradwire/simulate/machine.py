@@ -10,11 +10,12 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
+from gradwire.compressors.registry import compressor_of
 from gradwire.core.errors import OptionError
 from gradwire.kernels.cpu.compile import fingerprint
 from gradwire.simulate.frames import measure_frame
 from gradwire.sync.costs import Costs, LinkCosts
-from gradwire.sync.profile import SIZES, compressor_of, measure_add, measure_codec, measure_task
+from gradwire.sync.profile import SIZES, measure_add, measure_codec, measure_task
 
 SECONDS_A_CODEC = 1.5
 

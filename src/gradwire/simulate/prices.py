@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from gradwire.compressors.base import Compressor
+from gradwire.compressors.registry import spec_of
 from gradwire.core.spec import TensorSpec
 from gradwire.simulate.recording import Work
 from gradwire.sync.costs import CodecCosts, Costs, Curve
-from gradwire.sync.profile import spec_of
 from gradwire.wire.frame import FrameKind
 
 _PROBES = (1 << 12, 1 << 16, 1 << 20)

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gradwire.compressors.registry import compressor_of
 from gradwire.simulate.bulk import Bulk
 from gradwire.simulate.cluster import Cluster, Compute, Link, Straggler
 from gradwire.simulate.models import Model
@@ -15,7 +16,6 @@ from gradwire.simulate.result import StepResult
 from gradwire.simulate.step import gradients_of, step
 from gradwire.sync.costs import Costs
 from gradwire.sync.plan import Plan
-from gradwire.sync.profile import compressor_of
 
 
 class Method(NamedTuple):

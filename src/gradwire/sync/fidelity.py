@@ -20,7 +20,7 @@ class Method(NamedTuple):
     """A compressor that may be chosen.
 
     Attributes:
-        spec: as `gradwire.sync.profile.compressor_of` reads it.
+        spec: as `gradwire.compressors.registry.compressor_of` reads it.
         strategies: by which it may travel, the one to prefer among equals first.
     """
 

@@ -10,7 +10,6 @@ its own figures hands in its own gradients.
 
 from __future__ import annotations
 
-import ast
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,9 +21,9 @@ import numpy as np
 import torch
 
 from gradwire.compressors.base import Compressor
-from gradwire.compressors.registry import describe, make, names
+from gradwire.compressors.registry import make
 from gradwire.core.context import Context
-from gradwire.core.errors import OptionError, UnknownNameError
+from gradwire.core.errors import OptionError
 from gradwire.core.events import EventStream
 from gradwire.core.spec import TensorSpec
 from gradwire.feedback.residuals import Residuals
@@ -46,36 +45,6 @@ _WORLD_SIZE = 4  # of the payloads that are merged; figures are for each of them
 _WARM_UPS = 3
 _MIN_REPEATS = 3
 _MAX_REPEATS = 101
-
-
-def spec_of(compressor: Compressor) -> str:
-    """A compressor as text: its name, and the options that are not the default, as ``threelc:sparsity=1.5``."""
-    defaults = describe(compressor.name).options if compressor.name in names() else {}
-    changed = {key: value for key, value in sorted(compressor.options.items()) if defaults.get(key) != value}
-    return ":".join([compressor.name, *(f"{key}={value}" for key, value in changed.items())])
-
-
-def compressor_of(spec: str) -> Compressor:
-    """The compressor that a text names.
-
-    Raises:
-        UnknownNameError: no such compressor or option; the message lists the known ones.
-        OptionError: an option without a value, or out of range.
-    """
-    name, *options = spec.split(":")
-    if name not in names():
-        raise UnknownNameError("compressor", name, names())
-    return make(name, **dict(_option(option, spec) for option in options))
-
-
-def _option(text: str, spec: str) -> tuple[str, Any]:
-    key, equals, value = text.partition("=")
-    if not equals:
-        raise OptionError(f"Expected options as key=value, got {text!r} (in {spec!r}). Do: write threelc:sparsity=1.5.")
-    try:
-        return key, ast.literal_eval(value.title() if value in ("true", "false") else value)
-    except (SyntaxError, ValueError):
-        return key, value
 
 
 # -- codecs ------------------------------------------------------------------------------------------------------

@@ -103,16 +103,10 @@ class TensorRegistry:
     def _count(self) -> None:
         """What the largest batch and bundle can hold: all tensors that may travel so."""
         self._batched_elements = sum(self.specs[name].numel for name in self.names if self.entries[name].batched)
-        bundled = [
-            (self.specs[name].numel, self.entries[name].compressor.max_encoded_bytes(self.specs[name]))
-            for name in self.names
-            if bundle.travels_in_bundles(self.entries[name], self.specs[name].numel)
-        ]
-        self._bundled = sum(numel for numel, _ in bundled), bundle.bound(nbytes for _, nbytes in bundled)
-        together = [
-            name for name in self.names if bundle.travels_in_bundles(self.entries[name], self.specs[name].numel)
-        ]
-        self.places = {name: place for place, name in enumerate(together)}
+        bundled = [name for name in self.names if bundle.travels_in_bundles(self.entries[name], self.specs[name].numel)]
+        self.places = {name: place for place, name in enumerate(bundled)}
+        max_bytes = (self.entries[name].compressor.max_encoded_bytes(self.specs[name]) for name in bundled)
+        self._bundled = sum(self.specs[name].numel for name in bundled), bundle.bound(max_bytes)
         self.batches = self._batch()
 
     def _batch(self) -> dict[str, tuple[torch.dtype, int]]:

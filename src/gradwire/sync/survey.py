@@ -15,9 +15,10 @@ from dataclasses import fields
 import numpy as np
 import torch
 
+from gradwire.compressors.registry import compressor_of
 from gradwire.sync.costs import CodecCosts, Cost, Costs, Curve, Line
 from gradwire.sync.exchange import MAX_NUMBERS
-from gradwire.sync.profile import compressor_of, measure_add, measure_codec, measure_task
+from gradwire.sync.profile import measure_add, measure_codec, measure_task
 from gradwire.sync.synchronizer import Synchronizer
 
 SIZES = (1 << 12, 1 << 16, 1 << 19, 1 << 22)

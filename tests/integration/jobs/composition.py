@@ -354,13 +354,16 @@ def unused(rank: int, world_size: int) -> dict[str, Any]:
     for set_to_none, as_view in itertools.product((True, False), (True, False)):
         ddp = wrap(Branches(), find_unused_parameters=True, gradient_as_bucket_view=as_view)
         handle = gw.attach(ddp, "threelc", min_elements=0)
-        kept = []
+        kept: list[bool | None] = []  # None: this rank owns the branch, and only merges it
         for step, (images, labels) in enumerate(itertools.islice(batches(rank, world_size), 6)):
             ddp.zero_grad(set_to_none=set_to_none)
             before = _sometimes(handle)
             nn.functional.cross_entropy(ddp(images, step % 2 == 0), labels).backward()
-            owned = _sometimes(handle) == fingerprint([])  # this rank only merges the branch
-            kept.append(step == 0 or owned or (before == _sometimes(handle)) == bool(step % 2))
+            after = _sometimes(handle)
+            if after == fingerprint([]):
+                kept.append(None)
+            else:
+                kept.append(step == 0 or (before == after) == bool(step % 2))
         handle.detach()
         found[f"{set_to_none} {as_view}"] = kept
     return found

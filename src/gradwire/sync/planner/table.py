@@ -12,10 +12,10 @@ from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from gradwire.compressors.registry import compressor_of
 from gradwire.core.errors import OptionError
 from gradwire.sync.costs import expect_document
 from gradwire.sync.plan import Plan, PlanEntry
-from gradwire.sync.profile import compressor_of
 
 FORMAT, VERSION = "gradwire plan", 1
 
