@@ -4,6 +4,7 @@ import gc
 import os
 import queue
 import socket
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -120,6 +121,21 @@ def test_close_sends_what_is_queued(group):
     error = recorders[1].failure()
     assert isinstance(error, PeerLostError)
     assert "closed in good order" in str(error)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone counts it")
+def test_the_busy_time_of_a_link_outlives_it(group):
+    transports = group(2)
+    recorders = [start(transport) for transport in transports]
+    for index in range(20):
+        transports[0].send(1, header(transports[0], tensor=index), body(1_000_000, index))
+    for _ in range(20):
+        recorders[1].frame()
+    before = transports[0].busy_seconds()
+    assert before > 0
+    transports[1].close()
+    until(lambda: transports[0].departed(1))
+    assert transports[0].busy_seconds() >= before
 
 
 class LateSocket:

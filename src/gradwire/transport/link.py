@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import sys
 from collections import deque
 from collections.abc import Iterator
 from itertools import islice
@@ -24,6 +25,9 @@ BUFFERS_PER_CALL = 64
 # So that one busy peer does not starve the others of the thread.
 CALLS_PER_TURN = 16
 DISCARD_BYTES = 1 << 16
+# tcpi_busy_time of Linux's struct tcp_info (since 4.10), in microseconds.
+_TCP_INFO = getattr(socket, "TCP_INFO", 11)
+_BUSY_TIME, _BUSY_TIME_END = 168, 176
 
 
 class Link:
@@ -47,6 +51,7 @@ class Link:
         self.writable = True
         self.blocked = False
         self.watched = 0
+        self._busy_seconds = 0.0  # as last seen
         self._queue: deque[tuple[bytes, np.ndarray]] = deque()
         # Buffers of frames taken from the queue, each with whether a frame starts there.
         self._outgoing: deque[tuple[memoryview, bool]] = deque()
@@ -71,6 +76,14 @@ class Link:
         """Frames that have not been sent to their end."""
         begun = bool(self._outgoing) and not self._outgoing[0][1]
         return len(self._queue) + begun + sum(starts for _, starts in self._outgoing)
+
+    def busy_seconds(self) -> float:
+        """For how long there were bytes under way so far; Linux counts it, elsewhere 0. It stays after the end."""
+        with contextlib.suppress(OSError):  # closed, or another system
+            info = self.socket.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _BUSY_TIME_END)
+            if len(info) == _BUSY_TIME_END:
+                self._busy_seconds = int.from_bytes(info[_BUSY_TIME:], sys.byteorder) / 1e6
+        return self._busy_seconds
 
     def flush(self, now: float) -> None:
         """Send as much as the kernel takes in one turn. One thread at a time: the owner sees to that."""
@@ -157,6 +170,7 @@ class Link:
 
     def shut(self) -> None:
         """Close the socket. Idempotent."""
+        self.busy_seconds()  # the last look at it
         self.open = False
         self.mute()
         self.socket.close()

@@ -20,7 +20,6 @@ import os
 import secrets
 import selectors
 import socket
-import sys
 import threading
 import time
 import weakref
@@ -45,11 +44,6 @@ logger = logging.getLogger("gradwire")
 ABORT_SECONDS = 5.0
 _EMPTY = np.empty(0, dtype=np.uint8)
 _alive: weakref.WeakSet[TcpTransport] = weakref.WeakSet()
-
-
-# tcpi_busy_time of Linux's struct tcp_info (since 4.10), in microseconds.
-_TCP_INFO = getattr(socket, "TCP_INFO", 11)
-_BUSY_TIME, _BUSY_TIME_END = 168, 176
 
 
 class TcpTransport(Transport):
@@ -174,7 +168,7 @@ class TcpTransport(Transport):
 
     def busy_seconds(self) -> float:
         """See `Transport`; Linux counts it for every TCP connection."""
-        return sum(_busy_seconds(link.socket) for link in self._links.values())
+        return sum(link.busy_seconds() for link in self._links.values())
 
     def departed(self, peer: int) -> bool:
         """Whether `peer` has closed in good order."""
@@ -343,14 +337,6 @@ class TcpTransport(Transport):
         for peer, link in self._links.items():
             counts[peer] = getattr(link.conversation, counter)
         return counts
-
-
-def _busy_seconds(connection: socket.socket) -> float:
-    try:
-        info = connection.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _BUSY_TIME_END)
-    except OSError:  # closed, or another system
-        return 0.0
-    return int.from_bytes(info[_BUSY_TIME:], sys.byteorder) / 1e6 if len(info) == _BUSY_TIME_END else 0.0
 
 
 def _release_in_child() -> None:
