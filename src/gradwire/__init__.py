@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from gradwire.core.spec import TensorSpec as TensorSpec
     from gradwire.integrations.ddp import Handle as Handle
     from gradwire.integrations.ddp import attach as attach
+    from gradwire.integrations.parameters.client import ParameterClient as ParameterClient
     from gradwire.sync.plan import Plan as Plan
     from gradwire.sync.planner.table import PlanTable as PlanTable
     from gradwire.sync.resize import resize_state as resize_state
@@ -31,6 +32,7 @@ _HOMES = {
     "Compressor": "gradwire.compressors.base",
     "Context": "gradwire.core.context",
     "Handle": "gradwire.integrations.ddp",
+    "ParameterClient": "gradwire.integrations.parameters.client",
     "Plan": "gradwire.sync.plan",
     "PlanTable": "gradwire.sync.planner.table",
     "Shard": "gradwire.sync.synchronizer",

@@ -19,12 +19,11 @@ from dataclasses import dataclass
 from gradwire.core.errors import FrameError, PeerTimeoutError
 from gradwire.protocol.handshake import Handshake
 from gradwire.protocol.stream import FrameReader
+from gradwire.transport.candidate import HANDSHAKE_SECONDS, Candidate
 from gradwire.transport.rendezvous import Deadline, Meeting
 
 logger = logging.getLogger("gradwire")
 
-# A rank that calls has its frames ready; who takes longer than this is a stranger.
-HANDSHAKE_SECONDS = 5.0
 SPARE_CANDIDATES = 64
 _FIRST_RETRY, _LONGEST_RETRY = 0.02, 1.0
 
@@ -35,30 +34,6 @@ class Connection:
 
     socket: socket.socket
     reader: FrameReader
-
-
-class _Candidate:
-    """A connection that has not been proven yet."""
-
-    def __init__(self, sock: socket.socket, handshake: Handshake, expires: float) -> None:
-        self.socket = sock
-        self.handshake = handshake
-        self.expires = expires
-        self.reader = FrameReader(handshake.admit)
-
-    def say(self, frame: bytes) -> None:
-        if frame and self.socket.send(frame) != len(frame):
-            raise FrameError("Expected room for a handshake frame in a fresh connection, got none.")
-
-    def hear(self) -> None:
-        """Read what has come; raises `OSError` or `FrameError` where the handshake has failed."""
-        count = self.socket.recv_into(self.reader.wanted())
-        if count == 0:
-            raise ConnectionResetError("it closed the connection in the handshake")
-        for header, body in self.reader.advance(count):
-            self.say(self.handshake.receive(header, body))
-            if self.handshake.done:
-                return  # what follows stays in the reader
 
 
 class MeshBuilder:
@@ -75,7 +50,7 @@ class MeshBuilder:
         self._meeting = meeting
         self._deadline = deadline
         self._selector = selectors.DefaultSelector()
-        self._candidates: dict[socket.socket, _Candidate] = {}
+        self._candidates: dict[socket.socket, Candidate] = {}
         self._ready: dict[int, Connection] = {}
         self._retry_at: dict[int, float] = {}
         self._pauses: dict[int, float] = {}
@@ -131,7 +106,7 @@ class MeshBuilder:
         sock.setblocking(False)
         handshake = Handshake(self._meeting.member, self._meeting.key, frozenset({peer}), connect=True)
         # The acceptor may be busy in its own rendezvous: only the whole deadline bounds a call.
-        candidate = _Candidate(sock, handshake, time.monotonic() + self._deadline.left + 1)
+        candidate = Candidate(sock, handshake, time.monotonic() + self._deadline.left + 1)
         self._candidates[sock] = candidate
         code = sock.connect_ex((host, port))
         self._selector.register(sock, selectors.EVENT_WRITE)
@@ -150,10 +125,10 @@ class MeshBuilder:
             self._drop(waiting[0], "too many strangers at the port")
         callers = frozenset(range(member.rank + 1, member.world_size))
         handshake = Handshake(member, self._meeting.key, callers, connect=False)
-        self._candidates[sock] = _Candidate(sock, handshake, time.monotonic() + HANDSHAKE_SECONDS)
+        self._candidates[sock] = Candidate(sock, handshake, time.monotonic() + HANDSHAKE_SECONDS)
         self._selector.register(sock, selectors.EVENT_READ)
 
-    def _progress(self, candidate: _Candidate) -> None:
+    def _progress(self, candidate: Candidate) -> None:
         try:
             if self._selector.get_key(candidate.socket).events == selectors.EVENT_WRITE:
                 self._connected(candidate)
@@ -167,14 +142,14 @@ class MeshBuilder:
         if candidate.handshake.done:
             self._promote(candidate)
 
-    def _connected(self, candidate: _Candidate) -> None:
+    def _connected(self, candidate: Candidate) -> None:
         code = candidate.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if code:
             raise OSError(code, errno.errorcode.get(code, str(code)))
         self._selector.modify(candidate.socket, selectors.EVENT_READ)
         candidate.say(candidate.handshake.opening())
 
-    def _promote(self, candidate: _Candidate) -> None:
+    def _promote(self, candidate: Candidate) -> None:
         peer = candidate.handshake.peer
         assert peer is not None
         if peer in self._ready:  # one rank, one connection: the first stands
@@ -184,7 +159,7 @@ class MeshBuilder:
         candidate.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._ready[peer] = Connection(candidate.socket, candidate.reader)
 
-    def _drop(self, candidate: _Candidate, problem: str) -> None:
+    def _drop(self, candidate: Candidate, problem: str) -> None:
         self._forget(candidate)
         candidate.socket.close()
         peer = candidate.handshake.peer
@@ -199,7 +174,7 @@ class MeshBuilder:
             if self._strangers & (self._strangers - 1) == 0:  # 1, 2, 4, 8...: a flood does not fill the log
                 logger.warning("Refused %d connections so far; the last: %s", self._strangers, problem)
 
-    def _forget(self, candidate: _Candidate) -> None:
+    def _forget(self, candidate: Candidate) -> None:
         del self._candidates[candidate.socket]
         with contextlib.suppress(KeyError):
             self._selector.unregister(candidate.socket)

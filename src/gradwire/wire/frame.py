@@ -71,6 +71,16 @@ class FrameKind(IntEnum):
     BYE = 7
     CHALLENGE = 8
     PROOF = 9
+    JOIN = 10
+    """What a worker of a parameter server has and expects, as JSON."""
+    WELCOME = 11
+    """Where a parameter server stands, as JSON."""
+    GROUPS = 12
+    """Hyper-parameters of the optimizer, as JSON."""
+    MODEL = 13
+    """A parameter's values as they are."""
+    DELTA = 14
+    """Who was counted in an update of a parameter, and the encoded change of it."""
 
 
 class FrameFlags(IntFlag):
@@ -85,7 +95,12 @@ class FrameFlags(IntFlag):
     """The sender's gradient held a NaN or an infinity."""
 
 
-DATA_KINDS = frozenset({FrameKind.PAYLOAD, FrameKind.AGGREGATE, FrameKind.STATS})
+DATA_KINDS = frozenset(
+    {
+        FrameKind.PAYLOAD, FrameKind.AGGREGATE, FrameKind.STATS,
+        FrameKind.JOIN, FrameKind.WELCOME, FrameKind.GROUPS, FrameKind.MODEL, FrameKind.DELTA,
+    }
+)  # fmt: skip
 _KINDS = {int(kind): kind for kind in FrameKind}
 _KNOWN_FLAGS = int(FrameFlags.PRESENT | FrameFlags.USED | FrameFlags.NONFINITE)
 _FLAGS = {bits: FrameFlags(bits) for bits in range(_KNOWN_FLAGS + 1)}

@@ -1,0 +1,403 @@
+"""A worker of parameter servers in a plain training loop.
+
+    client = gw.ParameterClient(model, optimizer, "10.0.0.1:7070", compressor="threelc")
+    for batch, target in data:
+        loss_function(model(batch), target).backward()   # each gradient goes as soon as it is there
+        client.step()                                    # in place of optimizer.step() and zero_grad()
+    client.close()
+
+Barriers are fine-grained: pushes overlap with the backward; each module's forward waits for its own parameters alone.
+The optimizer's class and hyper-parameters go to the servers, which keep its state; a schedule that changes the groups
+of the user's own optimizer object reaches them with the next step.
+
+Source: 3LC (Lim, Andersen, Kaminsky 2019), sections 2.1, 3 and 4. Differences: buffers (running statistics) stay each
+worker's own, where there one worker updates batch normalisation; its affine parameters are trained by all.
+"""
+
+# Shapes: n = workers, S = servers.
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from gradwire.compressors.base import Compressor
+from gradwire.compressors.registry import spec_of
+from gradwire.core.errors import (
+    AttachError,
+    FrameError,
+    OptionError,
+)
+from gradwire.core.spec import TensorSpec
+from gradwire.integrations.parameters.coder import Coder
+from gradwire.integrations.parameters.line import Line
+from gradwire.protocol.parameters.agreement import (
+    Agreement,
+    Groups,
+    Terms,
+    groups_from,
+)
+from gradwire.protocol.parameters.slot import Slot
+from gradwire.sync.plan import Plan
+
+_EMPTY = np.empty(0, np.uint8)
+
+
+class ParameterClient:
+    """A worker: pushes a model's gradients to parameter servers and pulls the changes.
+
+    Args:
+        model: its parameters that require gradients are trained; worker 0's values are where all begin.
+        optimizer: of those parameters, never stepped here: the servers step one of its class.
+        servers: ``host:port``, one or several, the same in the same order at all workers; each keeps a part of the
+            model. Default: `GRADWIRE_SERVERS`, separated by commas.
+        compressor: of gradients and changes: a name, an instance, or patterns as in a plan.
+        pull: of changes, where it is another.
+        worker: id of this worker, 0 to n - 1; default `RANK`.
+        workers: how many there are; default `WORLD_SIZE`.
+        backups: so many workers may miss a step without holding it up; they keep their gradients.
+        local_steps: gradients are accumulated over so many steps, and then pushed.
+        min_elements: smaller tensors, and all vectors, are not compressed.
+        feedback: whether what a payload loses is made up for later; None leaves it to the compressor.
+        overlap: whether gradients go as soon as they are there. False sends them in `step`, after clipping and scaling.
+        fine_grained: whether each module's forward waits for its own parameters alone. Pass False for a model that
+            reads a module's parameters before it calls that module.
+        seed: of the random streams.
+        job: name of the job, as the servers have it.
+        key_file: see `gradwire.transport.keys.job_key`.
+        insecure: see there.
+        timeout: how long a server may be silent, or not be there.
+
+    Raises:
+        OptionError: a number out of range, no server, or hyper-parameters that do not travel.
+        AttachError: the optimizer does not have the model's parameters.
+        SyncError: the servers are not there, or refuse.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        servers: str | Sequence[str] | None = None,
+        *,
+        compressor: str | Compressor | dict[str, str | Compressor] = "threelc",
+        pull: str | Compressor | dict[str, str | Compressor] | None = None,
+        worker: int | None = None,
+        workers: int | None = None,
+        backups: int = 0,
+        local_steps: int = 1,
+        min_elements: int = 1024,
+        feedback: bool | None = None,
+        overlap: bool = True,
+        fine_grained: bool = True,
+        seed: int = 0,
+        job: str = "gradwire",
+        key_file: str | Path | None = None,
+        insecure: bool = False,
+        timeout: timedelta = timedelta(seconds=120),
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.worker = _number("worker", worker, "RANK")
+        self.workers = _number("workers", workers, "WORLD_SIZE")
+        if not 0 <= self.worker < self.workers or not 0 <= backups < self.workers or local_steps < 1:
+            raise OptionError(
+                f"Expected a worker below {self.workers}, fewer backups, and 1 local step or more, got worker "
+                f"{self.worker}, {backups} backups, {local_steps} local steps."
+            )
+        self._overlap = overlap and local_steps == 1
+        self._fine_grained = fine_grained
+        self._local_steps = local_steps
+        self._pushing = True
+        self._micro_step = 0
+        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        addresses = _addresses(servers)
+        policy = {None: None, True: "error", False: "none"}[feedback]
+        plan = Plan(compressor, min_elements=min_elements, feedback=policy)
+        pull_plan = plan if pull is None else Plan(pull, min_elements=min_elements, feedback=policy)
+        terms = {name: self._terms(name, plan, pull_plan) for name in self._parameters}
+        incarnation = time.time_ns()
+        self._lines: list[Line] = []
+        self._homes: dict[str, tuple[Line, Slot]] = {}
+        for address, names in zip(addresses, _share(self._parameters, len(addresses))):
+            agreement = Agreement(
+                self.workers, backups, seed, _class_name(optimizer), tuple(terms[name] for name in names)
+            )
+            line = Line(
+                address, agreement, self.worker, job, incarnation, timeout,
+                groups=self._groups, values=lambda name: self._parameters[name], key_file=key_file, insecure=insecure,
+            )  # fmt: skip
+            self._lines.append(line)
+            self._homes.update((name, (line, slot)) for name, slot in zip(names, line.slots))
+        self._coder = Coder()
+        self._told = self._groups()
+        self._pushed: set[str] = set()
+        self._behind: set[str] = set(self._parameters)
+        self._covered: set[str] = set()
+        self._seen: set[str] = set()
+        self._hooks: list[Any] = []
+        try:
+            for line in self._lines:
+                line.start()
+            for line in self._lines:
+                line.wait_for_values()
+            self._step = min(slot.known for _, slot in self._homes.values())
+            self.wait()
+            self._install()
+        except BaseException:
+            self.close(reason="This worker could not start.")
+            raise
+
+    # -- what a training loop calls --------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """End a step: push what has not gone yet, and drop the gradients.
+
+        Raises:
+            SyncError: a server is lost for longer than the timeout, or has given up.
+        """
+        self._micro_step += 1
+        if self._micro_step % self._local_steps:
+            return  # unsent gradients accumulate in .grad
+        for name, parameter in self._parameters.items():
+            if name not in self._pushed:
+                self._push(name, parameter.grad)
+        self._coder.check()
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        self._pushed.clear()
+        self._step += 1
+        self._behind = set(self._parameters)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients in the backwards inside, as `DistributedDataParallel.no_sync` does."""
+        before, self._pushing = self._pushing, False
+        try:
+            yield
+        finally:
+            self._pushing = before
+
+    def wait(self) -> None:
+        """Bring all parameters up to date; a forward does so by itself.
+
+        Raises:
+            SyncError: a server is lost for longer than the timeout, or has given up.
+        """
+        self._coder.drain()
+        self._catch_up()
+        for name in list(self._behind):
+            self._pull(name)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """What this worker has kept back, by parameter name: float32, only where there is something."""
+        self.wait()
+        kept = {name: slot.residual for name, (_, slot) in self._homes.items()}
+        return {name: torch.from_numpy(each.copy()) for name, each in kept.items() if each is not None}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Take up what an earlier process of this worker has kept back.
+
+        Raises:
+            OptionError: a name or a size that this model does not have.
+        """
+        for name, kept in state.items():
+            if name not in self._homes or kept.numel() != self._parameters[name].numel():
+                raise OptionError(f"Expected residuals of this model's parameters, got {name!r} of {kept.numel()}.")
+        for name, kept in state.items():
+            self._homes[name][1].residual = kept.to(torch.float32).reshape(-1).numpy().copy()
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of frames sent so far, headers included."""
+        return sum(line.sent_bytes for line in self._lines)
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes of frames received so far, headers included."""
+        return sum(line.received_bytes for line in self._lines)
+
+    def close(self, reason: str = "") -> None:
+        """Bring the model up to date, say goodbye and end. Idempotent.
+
+        Args:
+            reason: why the job ends before its time; the servers are told.
+        """
+        if not self._lines:
+            return
+        try:
+            if not reason:
+                self.wait()
+        finally:
+            for hook in self._hooks:
+                hook.remove()
+            self._coder.close()
+            for line in self._lines:
+                line.close(reason)
+            self._lines = []
+
+    def __enter__(self) -> ParameterClient:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self.close(reason="" if error is None else f"{type(error).__name__}: {error}")
+
+    # -- push ------------------------------------------------------------------------------------------------
+
+    def _install(self) -> None:
+        owners: dict[torch.nn.Module, list[str]] = {}
+        names = {parameter: name for name, parameter in self._parameters.items()}
+        for module in self.model.modules():
+            owned = [names[p] for p in module.parameters(recurse=False) if p in names]
+            if owned and module is not self.model:
+                owners[module] = owned
+        self._hooks.append(self.model.register_forward_pre_hook(self._before_forward))
+        self._hooks.append(self.model.register_forward_hook(self._after_forward))
+        for module, owned in owners.items() if self._fine_grained else ():
+            self._hooks.append(module.register_forward_pre_hook(self._before_module(owned)))
+        for name, parameter in self._parameters.items() if self._overlap else ():
+            hook = parameter.register_post_accumulate_grad_hook(self._after_grad(name))  # type: ignore[no-untyped-call]
+            self._hooks.append(hook)
+
+    def _after_grad(self, name: str) -> Callable[[torch.Tensor], None]:
+        def hook(parameter: torch.Tensor) -> None:
+            if self._pushing:
+                if name in self._pushed:
+                    raise AttachError(
+                        f"Expected one backward a step, got a second gradient of {name!r}. Do: put all backwards but "
+                        "the last under client.no_sync(), or pass overlap=False."
+                    )
+                self._push(name, parameter.grad)
+
+        return hook
+
+    def _push(self, name: str, grad: torch.Tensor | None) -> None:
+        if not self._pushed:
+            self._tell_groups()
+        self._pushed.add(name)
+        line, slot = self._homes[name]
+        self._coder.submit(partial(line.push, slot, grad, self._step))
+
+    def _tell_groups(self) -> None:
+        groups = self._groups()
+        if groups != self._told:
+            self._told = groups
+            for line in self._lines:
+                self._coder.submit(partial(line.tell, groups))
+
+    # -- pull ------------------------------------------------------------------------------------------------
+
+    def _before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
+        self._coder.check()
+        self._catch_up()
+        for name in self._behind - self._covered:  # read elsewhere than in the forward of the module that owns them
+            self._pull(name)
+        self._seen.clear()
+
+    def _after_forward(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        first = not self._covered
+        self._covered = self._seen.copy() if first else self._covered & (self._seen | self._behind)
+        for name in list(self._behind):
+            self._pull(name)
+
+    def _before_module(self, owned: Sequence[str]) -> Callable[[torch.nn.Module, Any], None]:
+        def hook(module: torch.nn.Module, inputs: Any) -> None:
+            for name in owned:
+                self._pull(name)
+                self._seen.add(name)
+
+        return hook
+
+    def _catch_up(self) -> None:
+        """Skip the steps that were closed without this worker.
+
+        Whoever has pushed for a step had all updates before it: to those, this worker can go without being waited for.
+        """
+        newest = max(slot.known for _, slot in self._homes.values())
+        self._step = max(self._step, newest - 1)
+
+    def _pull(self, name: str) -> None:
+        if name in self._behind:
+            line, slot = self._homes[name]
+            line.pull(slot, self._parameters[name], self._step)
+            self._behind.discard(name)
+
+    # -- agreement -------------------------------------------------------------------------------------------
+
+    def _terms(self, name: str, plan: Plan, pull_plan: Plan) -> Terms:
+        parameter = self._parameters[name]
+        spec = TensorSpec.of(parameter)
+        push, pull = plan.entry(name, spec), pull_plan.entry(name, spec)
+        for index, group in enumerate(self.optimizer.param_groups):
+            if any(parameter is each for each in group["params"]):
+                return Terms(
+                    name, spec.shape, str(spec.dtype).removeprefix("torch."), spec_of(push.compressor),
+                    spec_of(pull.compressor), index, push.feedback != "none", pull.feedback != "none" or
+                    pull.compressor.exact,
+                )  # fmt: skip
+        raise AttachError(
+            f"Expected an optimizer of all parameters that require gradients, got one without {name!r}. Do: build it "
+            "from model.parameters(), or freeze that parameter with requires_grad_(False)."
+        )
+
+    def _groups(self) -> Groups:
+        groups = [
+            {key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups
+        ]
+        try:
+            return groups_from([{key: _plain(value) for key, value in group.items()} for group in groups])
+        except FrameError as error:
+            raise OptionError(
+                f"Expected hyper-parameters that are numbers, flags or texts, got {groups}. Do: pass lr as a float."
+            ) from error
+
+
+def _share(parameters: dict[str, torch.nn.Parameter], servers: int) -> list[list[str]]:
+    """Names by server: each parameter goes to the server with the fewest bytes so far, the largest first."""
+    load = [0] * servers
+    home: dict[str, int] = {}
+    for name in sorted(parameters, key=lambda name: (-parameters[name].nbytes, name)):
+        home[name] = load.index(min(load))
+        load[home[name]] += parameters[name].nbytes
+    return [[name for name in parameters if home[name] == server] for server in range(servers)]
+
+
+def _addresses(servers: str | Sequence[str] | None) -> list[tuple[str, int]]:
+    said = os.environ.get("GRADWIRE_SERVERS", "") if servers is None else servers
+    texts = [text.strip() for text in said.split(",")] if isinstance(said, str) else list(said)
+    found = []
+    for text in texts:
+        host, colon, port = text.rpartition(":")
+        if not colon or not port.isdigit():
+            raise OptionError(
+                f"Expected servers as host:port, got {text!r}. Do: pass them, or set GRADWIRE_SERVERS=host:port."
+            )
+        found.append((host.strip("[]"), int(port)))
+    return found
+
+
+def _number(name: str, value: int | None, variable: str) -> int:
+    said = os.environ.get(variable) if value is None else value
+    if said is None:
+        raise OptionError(f"Expected {name}, got none. Do: pass {name}=, or set {variable} (as torchrun does).")
+    return int(said)
+
+
+def _class_name(optimizer: torch.optim.Optimizer) -> str:
+    kind = type(optimizer)
+    return kind.__name__ if getattr(torch.optim, kind.__name__, None) is kind else f"{kind.__module__}.{kind.__name__}"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    return list(value) if isinstance(value, tuple) else value

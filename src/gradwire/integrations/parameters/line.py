@@ -1,0 +1,171 @@
+"""A worker's line to one parameter server, which outlives the connection."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from gradwire.core.errors import FrameError, PeerFailedError, PeerTimeoutError, SyncError
+from gradwire.protocol.handshake import Member
+from gradwire.protocol.parameters.agreement import MAX_JOIN_BYTES, Agreement, Groups, Join, Welcome, groups_to
+from gradwire.protocol.parameters.slot import Slot
+from gradwire.transport.hub import Hub
+from gradwire.transport.keys import job_epoch, job_key
+from gradwire.wire.frame import HEADER_BYTES, FrameKind, Header, describe
+
+
+class Line:
+    """A worker's line to one server: the connection, and a slot for each parameter there.
+
+    Frames come on the hub's thread, pushes on the coder's, pulls on that of the training loop.
+
+    Args:
+        address: host and port of the server.
+        agreement: what this worker expects.
+        worker: its id.
+        job: name of the job.
+        incarnation: grows with each start of this worker's process.
+        timeout: how long the server may be silent, or not be there.
+        groups: tells the hyper-parameters.
+        values: gives a parameter's values by its name.
+        key_file: see `job_key`.
+        insecure: see `job_key`.
+
+    Attributes:
+        slots: in the order of the agreement.
+        received_bytes: of frames, headers included.
+    """
+
+    def __init__(
+        self, address: tuple[str, int], agreement: Agreement, worker: int, job: str, incarnation: int,
+        timeout: timedelta, *, groups: Callable[[], Groups], values: Callable[[str], torch.Tensor],
+        key_file: str | Path | None, insecure: bool,
+    ) -> None:  # fmt: skip
+        self.agreement = agreement
+        self.address = f"{address[0]}:{address[1]}"
+        self._epoch = job_epoch(job)
+        self.slots = [Slot(tensor, agreement, worker, self._epoch) for tensor in range(len(agreement.tensors))]
+        self.received_bytes = 0
+        self._worker = worker
+        self._server = agreement.workers
+        self._incarnation = incarnation
+        self._timeout = timeout
+        self._groups = groups
+        self._values = values
+        self._welcome: Welcome | None = None
+        self._error: SyncError | None = None
+        self._lost_at: float | None = time.monotonic()
+        self._changed = threading.Condition()
+        self._guards = [threading.Lock() for _ in self.slots]
+        member = Member(job, worker, agreement.workers + 1, self._epoch)
+        key = job_key(address[0], job, file=key_file, insecure=insecure)
+        self._hub = Hub(member, key, self, timeout=timeout, call=(self._server, address))
+
+    @property
+    def sent_bytes(self) -> int:
+        """Of frames, headers included."""
+        return self._hub.sent_bytes
+
+    def start(self) -> None:
+        """Begin to call the server."""
+        self._hub.start()
+
+    def wait_for_values(self) -> None:
+        """Wait until all parameters have values, this worker's own or the server's."""
+        self._wait(lambda: all(slot.known >= 0 for slot in self.slots), "the model")
+
+    def push(self, slot: Slot, grad: torch.Tensor | None, step: int) -> None:
+        """Encode a gradient and send it; without a connection it goes with the next."""
+        with self._guards[slot.tensor]:
+            frame = slot.push(grad, step)
+        if frame is not None:
+            self._hub.send(self._server, *frame)
+
+    def tell(self, groups: Groups) -> None:
+        """Send hyper-parameters that hold for the pushes that follow."""
+        header = Header(FrameKind.GROUPS, sender=self._worker, epoch=self._epoch)
+        self._hub.send(self._server, header, np.frombuffer(groups_to(groups), np.uint8))
+
+    def pull(self, slot: Slot, parameter: torch.Tensor, version: int) -> None:
+        """Bring a parameter up to `version`, once that has come."""
+        self._wait(lambda: slot.known >= version, f"update {version} of {slot.terms.name!r}")
+        with self._guards[slot.tensor]:
+            slot.apply(parameter.data, version)
+
+    def close(self, reason: str = "") -> None:
+        """Say goodbye, or why not. Idempotent."""
+        self._hub.close(reason)
+
+    # -- on the hub's thread ---------------------------------------------------------------------------------
+
+    def admit(self, peer: int, header: Header) -> None:
+        if header.kind is FrameKind.WELCOME:
+            if header.length > MAX_JOIN_BYTES:
+                raise FrameError(f"Expected a WELCOME of at most {MAX_JOIN_BYTES} bytes, got {header.length}.")
+            return
+        if header.tensor >= len(self.slots) or self._welcome is None:
+            raise FrameError(f"Expected one of {len(self.slots)} parameters, got {describe(header)}.")
+        self.slots[header.tensor].admit(header)
+
+    def joined(self, peer: int) -> None:
+        with self._changed:
+            self._welcome = None
+            self._lost_at = None
+            versions = tuple(slot.known for slot in self.slots)
+        known = None if -1 in versions else versions
+        said = Join(self.agreement, self._groups(), self._incarnation, known).to_bytes()
+        header = Header(FrameKind.JOIN, sender=self._worker, epoch=self._epoch)
+        self._hub.send(self._server, header, np.frombuffer(said, np.uint8))
+
+    def deliver(self, peer: int, header: Header, body: np.ndarray) -> None:
+        self.received_bytes += HEADER_BYTES + body.nbytes
+        if header.kind is FrameKind.WELCOME:
+            self._be_welcome(Welcome.from_bytes(body.tobytes(), len(self.slots)))
+        else:
+            assert self._welcome is not None, "admitted"
+            with self._guards[header.tensor]:
+                self.slots[header.tensor].receive(header, body, self._welcome.counted[header.tensor])
+        with self._changed:
+            self._changed.notify_all()
+
+    def left(self, peer: int, error: SyncError | None) -> None:
+        with self._changed:
+            self._lost_at = time.monotonic()
+            if error is None or isinstance(error, PeerFailedError):
+                self._error = self._error or SyncError(
+                    f"The parameter server at {self.address} has ended: {error or 'it said goodbye'}"
+                )
+            self._changed.notify_all()
+
+    def _be_welcome(self, welcome: Welcome) -> None:
+        self._welcome = welcome
+        for tensor, slot in enumerate(self.slots):
+            with self._guards[tensor]:
+                if welcome.initialise:
+                    self._hub.send(self._server, *slot.first_values(self._values(slot.terms.name)))
+                slot.pushed_before(welcome.pushed[tensor])
+                frame = slot.unanswered()
+            if frame is not None and frame[0].round == welcome.versions[tensor]:
+                self._hub.send(self._server, *frame)
+
+    # -- waiting ---------------------------------------------------------------------------------------------
+
+    def _wait(self, ready: Callable[[], bool], what: str) -> None:
+        with self._changed:
+            while not ready():
+                if self._error is not None:
+                    raise self._error
+                lost = 0.0 if self._lost_at is None else time.monotonic() - self._lost_at
+                if lost > self._timeout.total_seconds():
+                    raise PeerTimeoutError(
+                        f"Expected {what} from the parameter server at {self.address}, got no connection for "
+                        f"{self._timeout.total_seconds():g} s ({self._hub.problem or 'it was lost'}). Look at its log.",
+                        phase=what,
+                    )
+                self._changed.wait(0.25)

@@ -1,0 +1,1 @@
+"""Push and pull of parameters: the conversation of workers and parameter servers, sans-IO, both ends."""

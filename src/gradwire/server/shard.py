@@ -1,0 +1,148 @@
+"""A server's part of the model: parameters, their optimizer, and what the workers have of them.
+
+The values that workers hold are kept beside the parameters: their difference is the error buffer of the pull, and what
+a worker gets that returns.
+
+Source: 3LC (Lim, Andersen, Kaminsky 2019), section 3: one compression of a change is shared by all pulls. Differences:
+the error buffer is not kept as such but as the parameter less the buffer, which nothing can drift away from; without
+feedback the change of this step alone is sent, as there.
+"""
+
+# Shapes: N = elements of a parameter.
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from gradwire.core.errors import OptionError, PayloadError
+from gradwire.protocol.parameters.agreement import Agreement, Groups
+from gradwire.protocol.parameters.delta import add_change, pull_context, push_context
+from gradwire.protocol.parameters.slot import body_of, values_of
+from gradwire.wire.payload import Payload
+
+_WHOLE_MODEL = ("LBFGS", "SparseAdam")
+
+
+def optimizer_class(name: str, allowed: tuple[str, ...] = ()) -> type[torch.optim.Optimizer]:
+    """The optimizer that a worker names.
+
+    Args:
+        name: of a class in `torch.optim`, or the import path of one.
+        allowed: import paths that may be loaded: whoever starts the server says which.
+
+    Raises:
+        OptionError: no such class, one that needs the whole model in one step, or one that is not allowed.
+    """
+    if name in allowed:
+        module, _, attribute = name.rpartition(".")
+        found = getattr(importlib.import_module(module), attribute, None)
+    else:
+        found = getattr(torch.optim, name, None)
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)) or name in _WHOLE_MODEL:
+        raise OptionError(
+            f"Expected an optimizer of torch.optim that steps each parameter by itself, got {name!r}. Do: use one, or "
+            "start the server with --optimizer and the import path of yours."
+        )
+    return found
+
+
+class Shard:
+    """The parameters of one server. One thread at a time.
+
+    Args:
+        allowed: see `optimizer_class`.
+
+    Attributes:
+        agreement: set before anything else.
+        parameters: by tensor id.
+        views: the same as the workers have them.
+        optimizers: one a parameter, so that each can step by itself.
+    """
+
+    def __init__(self, allowed: tuple[str, ...] = ()) -> None:
+        self.agreement: Agreement | None = None
+        self.parameters: dict[int, torch.nn.Parameter] = {}
+        self.views: dict[int, torch.Tensor] = {}
+        self.optimizers: dict[int, torch.optim.Optimizer] = {}
+        self._allowed = allowed
+
+    def put(self, tensor: int, body: np.ndarray) -> None:
+        """Take a parameter's first values."""
+        assert self.agreement is not None
+        values = values_of(body, self.agreement.tensors[tensor].spec)
+        self.parameters[tensor] = torch.nn.Parameter(values)
+        self.views[tensor] = values.clone()
+
+    def values(self, tensor: int) -> np.ndarray:
+        """uint8: a parameter's values as the workers have them."""
+        return body_of(self.views[tensor])
+
+    def update(
+        self, tensor: int, step: int, pushes: Mapping[int, Payload | None], groups: Groups, used: bool
+    ) -> Payload:
+        """Average the pushes of the workers counted, let the optimizer step, and encode the change.
+
+        Args:
+            tensor: id of the parameter.
+            step: its step.
+            pushes: by worker; None for a gradient of zero.
+            groups: hyper-parameters.
+            used: whether a worker has used the parameter: the optimizer leaves it alone otherwise.
+
+        Raises:
+            PayloadError: a push does not decode.
+        """
+        assert self.agreement is not None
+        terms = self.agreement.tensors[tensor]
+        parameter, view = self.parameters[tensor], self.views[tensor]
+        before = None if terms.pull_feedback else parameter.detach().float().clone()
+        if used:
+            parameter.grad = self._mean(tensor, step, pushes)
+            optimizer = self.optimizer(tensor, groups)
+            optimizer.step()
+            parameter.grad = None
+        change = parameter.detach().float() - (view.float() if before is None else before)
+        ctx = pull_context(self.agreement, tensor, step)
+        payload = terms.pulls.encode(change, ctx)
+        add_change(terms.pulls, payload, ctx, view)
+        return payload
+
+    def decodes(self, tensor: int, step: int, worker: int, payload: Payload) -> bool:
+        """Whether a push decodes."""
+        assert self.agreement is not None
+        try:
+            self.agreement.tensors[tensor].pushes.decode(payload, push_context(self.agreement, tensor, worker, step))
+        except PayloadError:
+            return False
+        return True
+
+    def _mean(self, tensor: int, step: int, pushes: Mapping[int, Payload | None]) -> torch.Tensor:
+        assert self.agreement is not None
+        terms = self.agreement.tensors[tensor]
+        found = {worker: payload for worker, payload in sorted(pushes.items()) if payload is not None}
+        total = torch.zeros(terms.shape)
+        if found:
+            ctxs = [push_context(self.agreement, tensor, worker, step) for worker in found]
+            terms.pushes.decode_sum(list(found.values()), ctxs, total)
+        return (total / len(pushes)).to(terms.spec.dtype)
+
+    def optimizer(self, tensor: int, groups: Groups) -> torch.optim.Optimizer:
+        assert self.agreement is not None
+        wanted = {key: tuple(value) if isinstance(value, list) else value for key, value in
+                  groups[self.agreement.tensors[tensor].group].items()}  # fmt: skip
+        if tensor not in self.optimizers:
+            self.optimizers[tensor] = self.new_optimizer(tensor, wanted)
+        self.optimizers[tensor].param_groups[0].update(wanted)
+        return self.optimizers[tensor]
+
+    def new_optimizer(self, tensor: int, wanted: Mapping[str, Any]) -> torch.optim.Optimizer:
+        """An optimizer of one parameter, without a state yet."""
+        assert self.agreement is not None
+        kind = optimizer_class(self.agreement.optimizer, self._allowed)
+        made: torch.optim.Optimizer = kind([{"params": [self.parameters[tensor]], **wanted}])  # type: ignore[call-arg]
+        return made

@@ -1,0 +1,350 @@
+"""Frames over TCP between ends that come and go: a server that listens, or a worker that calls and calls again.
+
+One thread serves all connections. Unlike a group (`gradwire.transport.tcp`), which fails as a whole, a hub outlives any
+of its peers: what a peer does costs that peer its connection, and the owner is told.
+
+Guarantees: connections are proven with the job key before a frame is looked at; a second proven connection of a peer
+takes the place of the first; a peer that is silent for the whole timeout, sends what is refused, or resets is told to
+the owner as one typed error; strangers cost a descriptor for a few seconds. Frames for a peer that is not there are
+dropped: the owner's protocol sends again what has not been answered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any, Protocol
+
+import numpy as np
+
+from gradwire.core.errors import FrameError, SyncError
+from gradwire.protocol.conversation import Conversation, Ends
+from gradwire.protocol.handshake import Handshake, JobKey, Member
+from gradwire.transport.candidate import HANDSHAKE_SECONDS, Candidate
+from gradwire.transport.farewell import LastWord, say_farewell
+from gradwire.transport.link import Link
+from gradwire.wire.frame import HEADER_BYTES, FrameKind, Header, seal
+
+logger = logging.getLogger("gradwire")
+SPARE_CANDIDATES = 64
+_FIRST_RETRY, _LONGEST_RETRY = 0.05, 1.0
+_EMPTY = np.empty(0, np.uint8)
+
+
+class Owner(Protocol):
+    """Who is told; always on the hub's thread."""
+
+    def admit(self, peer: int, header: Header) -> None:
+        """Refuse a header with `FrameError` before its body is allocated."""
+
+    def joined(self, peer: int) -> None:
+        """A peer is connected; or connected again, in place of its connection before."""
+
+    def deliver(self, peer: int, header: Header, body: np.ndarray) -> None:
+        """A whole frame has come."""
+
+    def left(self, peer: int, error: SyncError | None) -> None:
+        """A peer's connection is gone; None where it has said goodbye."""
+
+
+class Hub:
+    """The connections of one end.
+
+    Args:
+        member: who this end is.
+        key: the job key.
+        owner: who is told.
+        timeout: how long a peer may be silent.
+        listener: listening socket, for an end that is called; the hub closes it.
+        callers: the ranks that may call.
+        call: rank and address to call, and to call again whenever that connection is lost.
+
+    Attributes:
+        problem: why the last call has failed; empty once one has not.
+        sent_bytes: of frames of the owner, headers included.
+    """
+
+    def __init__(
+        self, member: Member, key: JobKey, owner: Owner, *, timeout: timedelta, listener: socket.socket | None = None,
+        callers: frozenset[int] = frozenset(), call: tuple[int, tuple[str, int]] | None = None,
+    ) -> None:  # fmt: skip
+        self._member = member
+        self._key = key
+        self._owner = owner
+        self._timeout = timeout
+        self._listener = listener
+        self._callers = callers
+        self._call = call
+        self._call_at: float | None = 0.0 if call else None
+        self._pause = _FIRST_RETRY
+        self.problem = ""
+        self.sent_bytes = 0
+        self._links: dict[int, Link] = {}
+        self._candidates: dict[socket.socket, Candidate] = {}
+        self._strangers = 0
+        self._dismissed: list[tuple[int, str]] = []
+        self._last_word: LastWord | None = None
+        self._lock = threading.Lock()
+        self._selector = selectors.DefaultSelector()
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._wake_in.setblocking(False)
+        self._wake_out.setblocking(False)
+        self._selector.register(self._wake_in, selectors.EVENT_READ)
+        if listener is not None:
+            listener.setblocking(False)
+            self._selector.register(listener, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name=f"gradwire-hub-{member.group}", daemon=True)
+
+    def start(self) -> None:
+        """Begin to answer and to call."""
+        self._thread.start()
+
+    def send(self, peer: int, header: Header, body: np.ndarray) -> bool:
+        """Queue one frame and return at once; False where the peer is not there and the frame is dropped."""
+        head = seal(header, body)
+        with self._lock:
+            link = self._links.get(peer)
+            if link is None or not link.open or self._last_word is not None:
+                return False
+            link.enqueue(head, body)
+            self.sent_bytes += HEADER_BYTES + body.nbytes
+            if not link.blocked:
+                link.flush(time.monotonic())
+            if link.pending:
+                self._wake()
+        return True
+
+    def dismiss(self, peer: int, reason: str) -> None:
+        """Tell a peer why it is not wanted, and close its connection; the owner hears `left` then."""
+        with self._lock:
+            self._dismissed.append((peer, reason))
+            self._wake()
+
+    def close(self, reason: str = "") -> None:
+        """Say goodbye after all that is queued; or, with a reason, that in its place. Idempotent."""
+        with self._lock:
+            word = LastWord(FrameKind.ABORT, reason) if reason else LastWord(FrameKind.BYE)
+            self._last_word = self._last_word or word
+            self._wake()
+        if threading.current_thread() is not self._thread and self._thread.is_alive():
+            self._thread.join()
+
+    # -- the thread ------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._last_word is None:
+                self._turn()
+            say_farewell([link for link in self._links.values() if link.open], self._last_word, self._timeout)
+        except Exception:
+            logger.exception("The thread of a hub failed.")
+            for peer in list(self._links):
+                self._owner.left(peer, SyncError("Expected the hub's thread to run on, got the error in the log."))
+        finally:
+            with self._lock:
+                self._release()
+
+    def _turn(self) -> None:
+        looked_at = time.monotonic()
+        if self._call_at is not None and looked_at >= self._call_at:
+            self._call_at = None
+            self._dial()
+        for key, events in self._selector.select(self._wait(looked_at)):
+            self._progress(key.fileobj, key.data, events)
+        for candidate in list(self._candidates.values()):
+            if time.monotonic() >= candidate.expires:
+                self._drop(candidate, "it did not finish the handshake in time")
+        with self._lock:
+            dismissed, self._dismissed = self._dismissed, []
+        for peer, reason in dismissed:
+            if peer in self._links:
+                self._lose(self._links[peer], SyncError(reason, rank=peer), reason)
+        for link in list(self._links.values()):
+            self._serve(link, looked_at)
+
+    def _wait(self, now: float) -> float | None:
+        if any(link.pending and not link.blocked for link in self._links.values()):
+            return 0.0
+        times = [link.conversation.liveness.next_deadline() for link in self._links.values()]
+        times += [candidate.expires for candidate in self._candidates.values()]
+        times += [] if self._call_at is None else [self._call_at]
+        return max(0.0, min(times) - now) if times else None
+
+    def _progress(self, source: Any, data: Any, events: int) -> None:
+        if source is self._wake_in:
+            with contextlib.suppress(BlockingIOError):
+                self._wake_in.recv(4096)
+        elif source is self._listener:
+            self._answer()
+        elif source in self._candidates:
+            self._hear(self._candidates[source])
+        elif isinstance(data, Link) and data.open:
+            if events & selectors.EVENT_WRITE:
+                data.blocked = False
+            if events & selectors.EVENT_READ:
+                self._take(data, data.receive(time.monotonic()))
+
+    # -- connections -----------------------------------------------------------------------------------------
+
+    def _dial(self) -> None:
+        assert self._call is not None
+        peer, (host, port) = self._call
+        sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        sock.setblocking(False)
+        handshake = Handshake(self._member, self._key, frozenset({peer}), connect=True)
+        candidate = Candidate(sock, handshake, time.monotonic() + HANDSHAKE_SECONDS)
+        self._candidates[sock] = candidate
+        try:
+            code = sock.connect_ex((host, port))
+        except OSError as error:  # no such host
+            code = error.errno or errno.EHOSTUNREACH
+        self._selector.register(sock, selectors.EVENT_WRITE)
+        if code not in (0, errno.EINPROGRESS):
+            self._drop(candidate, errno.errorcode.get(code, str(code)))
+
+    def _answer(self) -> None:
+        assert self._listener is not None
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:  # gone again, or out of descriptors: the caller tries again
+            return
+        sock.setblocking(False)
+        if len(self._candidates) >= len(self._callers) + SPARE_CANDIDATES:
+            self._drop(next(iter(self._candidates.values())), "too many strangers at the port")
+        handshake = Handshake(self._member, self._key, self._callers, connect=False)
+        self._candidates[sock] = Candidate(sock, handshake, time.monotonic() + HANDSHAKE_SECONDS)
+        self._selector.register(sock, selectors.EVENT_READ)
+
+    def _hear(self, candidate: Candidate) -> None:
+        try:
+            if self._selector.get_key(candidate.socket).events == selectors.EVENT_WRITE:
+                code = candidate.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                if code:
+                    raise OSError(code, errno.errorcode.get(code, str(code)))
+                self._selector.modify(candidate.socket, selectors.EVENT_READ)
+                candidate.say(candidate.handshake.opening())
+            else:
+                candidate.hear()
+        except BlockingIOError:
+            return
+        except (OSError, FrameError) as error:
+            self._drop(candidate, str(error))
+            return
+        if candidate.handshake.done:
+            self._promote(candidate)
+
+    def _promote(self, candidate: Candidate) -> None:
+        peer = candidate.handshake.peer
+        assert peer is not None
+        self._forget(candidate)
+        if peer in self._links:
+            self._lose(self._links[peer], SyncError(f"Rank {peer} has connected anew.", rank=peer), None)
+        candidate.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        now = time.monotonic()
+        ends = Ends(self._member.rank, peer, self._member.epoch)
+        link = Link(candidate.socket, Conversation(ends, self._timeout, now, candidate.reader))
+        link.conversation.begin(self._owner.admit, now)
+        with self._lock:
+            self._links[peer] = link
+        self._pause = _FIRST_RETRY
+        self.problem = ""
+        self._owner.joined(peer)
+        self._take(link, link.leftover(now))
+
+    def _drop(self, candidate: Candidate, problem: str) -> None:
+        self._forget(candidate)
+        candidate.socket.close()
+        if candidate.handshake.connects:
+            self.problem = problem
+            self._call_at = time.monotonic() + self._pause
+            self._pause = min(2 * self._pause, _LONGEST_RETRY)
+            return
+        self._strangers += 1
+        if self._strangers & (self._strangers - 1) == 0:  # 1, 2, 4, 8...: a flood does not fill the log
+            logger.warning("Refused %d connections so far; the last: %s", self._strangers, problem)
+
+    def _forget(self, candidate: Candidate) -> None:
+        del self._candidates[candidate.socket]
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(candidate.socket)
+
+    # -- links -----------------------------------------------------------------------------------------------
+
+    def _take(self, link: Link, frames: Iterator[tuple[Header, np.ndarray]]) -> None:
+        try:
+            for header, body in frames:
+                self._owner.deliver(link.peer, header, body)
+        except SyncError as error:
+            self._lose(link, error, None if link.conversation.departed else str(error))
+            return
+        if link.conversation.departed or not link.open:
+            self._lose(link, None, None)
+
+    def _serve(self, link: Link, looked_at: float) -> None:
+        if not link.open:
+            self._lose(link, None, None)
+            return
+        liveness = link.conversation.liveness
+        if liveness.silent(looked_at):
+            error = link.conversation.silence()
+            self._lose(link, error, str(error))
+            return
+        now = time.monotonic()
+        with self._lock:
+            if liveness.heartbeat_due(now):
+                liveness.sent(now)
+                if link.writable and not link.pending:
+                    link.enqueue(link.conversation.control(FrameKind.HEARTBEAT), _EMPTY)
+            if link.pending and not link.blocked:
+                link.flush(now)
+        self._watch(link)
+
+    def _lose(self, link: Link, error: SyncError | None, last_word: str | None) -> None:
+        """Forget a link, with a last word to its peer where there is one to say."""
+        if self._links.get(link.peer) is not link:
+            return
+        with self._lock:
+            del self._links[link.peer]
+        if link.watched:
+            self._selector.unregister(link.socket)
+            link.watched = 0
+        if last_word is not None and link.open:  # which takes up to a second: the others do not wait for it
+            word = LastWord(FrameKind.ABORT, last_word)
+            threading.Thread(target=say_farewell, args=([link], word, self._timeout), daemon=True).start()
+        else:
+            link.shut()
+        if self._call is not None and self._call[0] == link.peer:
+            self._call_at = time.monotonic() + self._pause
+        self._owner.left(link.peer, error)
+
+    def _watch(self, link: Link) -> None:
+        wanted = selectors.EVENT_READ | link.blocked * selectors.EVENT_WRITE
+        if wanted == link.watched:
+            return
+        if link.watched:
+            self._selector.modify(link.socket, wanted, link)
+        else:
+            self._selector.register(link.socket, wanted, link)
+        link.watched = wanted
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # full: a wake-up is under way; closed: nothing to wake
+            self._wake_out.send(b"\0")
+
+    def _release(self) -> None:
+        for link in self._links.values():
+            link.shut()
+        for sock in self._candidates:
+            sock.close()
+        if self._listener is not None:
+            self._listener.close()
+        self._selector.close()
+        self._wake_in.close()
+        self._wake_out.close()

@@ -1,0 +1,359 @@
+"""Push and pull without a network: nothing is lost, nothing is counted twice, replicas are the same bits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gradwire.core.errors import DisagreementError, FrameError
+from gradwire.protocol.parameters.delta import push_context
+from gradwire.protocol.parameters.server import MAX_MISSES
+from gradwire.wire.frame import FrameFlags, FrameKind, Header
+from tests.protocol.parameters.harness import EPOCH, LR, Job, Worker, agreement
+
+
+def assert_same(job: Job, workers=None) -> None:
+    """Replicas hold the same bits, those that the server believes they have."""
+    workers = job.workers if workers is None else workers
+    for tensor in range(len(job.agreement.tensors)):
+        for worker in workers:
+            assert torch.equal(worker.values[tensor], job.shard.views[tensor]), (worker.number, tensor)
+
+
+def assert_conserved(job: Job, first: list[torch.Tensor], lost: list[np.ndarray] | None = None) -> None:
+    """What workers produced = what was applied + what they keep or wait for + what died with a worker."""
+    for tensor, before in enumerate(first):
+        moved = (before.double() - job.shard.parameters[tensor].detach().double()).reshape(-1).numpy()
+        applied = moved / LR * job.agreement.needed
+        kept = sum(w.slots[tensor].residual for w in job.workers if w.slots[tensor].residual is not None)
+        pending = sum(pushed_value(w, tensor) for w in job.workers if w.slots[tensor].unanswered() is not None)
+        died = 0.0 if lost is None else lost[tensor]
+        produced = sum(w.produced[tensor] for w in job.workers)
+        np.testing.assert_allclose(applied + kept + pending + died, produced, rtol=1e-3, atol=2e-3)
+
+
+def pushed_value(worker: Worker, tensor: int) -> np.ndarray:
+    """What of a worker's gradients is in a push that waits, and not in the residual."""
+    push = worker.slots[tensor]._push
+    old = 0.0 if worker.slots[tensor].residual is None else worker.slots[tensor].residual
+    if push.payload is None or push.payload.nonfinite:
+        return np.zeros(worker.produced[tensor].size)
+    ctx = push_context(worker.agreement, tensor, worker.number, push.header.round)
+    sent = worker.slots[tensor].terms.pushes.decode(push.payload, ctx).double().reshape(-1).numpy()
+    return sent + (0.0 if push.residual is None else push.residual) - old
+
+
+def test_without_compression_it_is_plain_training():
+    job = Job(agreement(push="none", pull="none"))
+    job.start()
+    model = [torch.nn.Parameter(values.clone()) for values in job.workers[0].values]
+    optimizer = torch.optim.SGD(model, lr=LR)
+    for _ in range(5):
+        grads = [job.grads() for _ in job.workers]
+        for worker, own in zip(job.workers, grads):
+            worker.begin()
+            worker.push(own)
+        job.settle()
+        for parameter, own in zip(model, zip(*grads)):
+            parameter.grad = sum(own) / 3
+        optimizer.step()
+    for worker in job.workers:
+        worker.begin()
+    for tensor, parameter in enumerate(model):
+        torch.testing.assert_close(job.workers[2].values[tensor], parameter.detach(), rtol=1e-5, atol=1e-5)
+    assert_same(job)
+
+
+@pytest.mark.parametrize(
+    ("push", "pull"),
+    [
+        ("threelc", "threelc"),
+        ("threelc:sparsity=1.75", "none"),
+        ("mqe1bit", "int8"),
+        ("terngrad", "terngrad"),
+        ("topk:ratio=0.25", "topk:ratio=0.25"),
+    ],
+)
+def test_replicas_are_the_same_bits_and_nothing_is_lost(push, pull):
+    unbiased = push == "terngrad"
+    job = Job(agreement(push=push, pull=pull, feedback=not unbiased), seed=3)
+    job.start()
+    first = [values.clone() for values in job.workers[0].values]
+    job.train(20)
+    assert_same(job)
+    if not unbiased:
+        assert_conserved(job, first)
+
+
+def test_the_error_of_a_pull_is_made_up_for():
+    job = Job(agreement(((1000,),), push="none", pull="threelc"), seed=5)
+    job.start()
+    job.train(4)
+    errors = []
+    for _ in range(60):  # no gradients any more: what is left comes with later pulls
+        for worker in job.workers:
+            worker.begin()
+            worker.push([torch.zeros(1000)])
+        job.settle()
+        errors.append(float((job.shard.parameters[0].detach() - job.shard.views[0]).norm()))
+    assert errors[-1] < 1e-3 * errors[0]
+
+
+def test_a_late_worker_keeps_its_gradient():
+    job = Job(agreement(workers=3, backups=1), seed=1)
+    job.start()
+    first = [values.clone() for values in job.workers[0].values]
+    for _ in range(4):
+        for worker in job.workers[:2]:
+            worker.begin()
+            worker.push(job.grads())
+        job.settle()
+    for worker in job.workers[:2]:
+        worker.begin()
+    late = job.workers[2]
+    late.begin()
+    assert late.step == 3  # one behind the newest, which others may still work at
+    late.push(job.grads())
+    assert not late.outbox
+    assert all(slot.residual is not None for slot in late.slots)
+    assert_conserved(job, first)
+    late.begin()
+    late.push(job.grads())
+    assert len(late.outbox) == 2
+    assert_same(job, job.workers[:2])
+
+
+def test_a_worker_that_missed_too_much_is_waited_for():
+    job = Job(agreement(workers=3, backups=1), seed=1)
+    job.start()
+    for _ in range(MAX_MISSES):
+        for worker in job.workers[:2]:
+            worker.begin()
+            worker.push(job.grads())
+        job.settle()
+    assert job.end.rounds[0].version == MAX_MISSES
+    for worker in job.workers[:2]:
+        worker.begin()
+        worker.push(job.grads())
+    job.settle()
+    assert job.end.rounds[0].version == MAX_MISSES
+    late = job.workers[2]
+    for _ in range(2):  # its first gradient is late, the second one is not
+        late.begin()
+        late.push(job.grads())
+        job.settle()
+    assert job.end.rounds[0].version == MAX_MISSES + 1
+    assert job.end.rounds[0].counted[2] == MAX_MISSES
+
+
+def test_who_left_is_not_waited_for():
+    job = Job(agreement(workers=3, backups=1), seed=1)
+    job.start()
+    for _ in range(MAX_MISSES + 1):
+        for worker in job.workers[:2]:
+            worker.begin()
+            worker.push(job.grads())
+        job.settle()
+    assert job.end.rounds[0].version == MAX_MISSES
+    job.post(job.end.leave(2))
+    job.settle()
+    assert job.end.rounds[0].version == MAX_MISSES + 1
+
+
+def test_a_gradient_that_is_not_finite_is_counted_by_nobody_and_kept_nowhere():
+    job = Job(agreement(), seed=2)
+    job.start()
+    job.train(3)
+    before = [None if slot.residual is None else slot.residual.copy() for slot in job.workers[1].slots]
+    for worker in job.workers:
+        grads = job.grads()
+        if worker.number == 1:
+            grads[0][3] = float("nan")
+        worker.push(grads)
+    job.settle()
+    for worker in job.workers:
+        worker.begin()
+    assert_same(job)
+    assert torch.isfinite(job.shard.parameters[0]).all()
+    np.testing.assert_array_equal(job.workers[1].slots[0].residual, before[0])
+    assert list(job.end.rounds[0].counted) == [3, 2, 3]
+    assert list(job.end.rounds[1].counted) == [3, 3, 3]
+
+
+def test_a_parameter_that_nobody_used_is_left_alone():
+    job = Job(agreement(), seed=2)
+    job.start()
+    before = job.shard.parameters[0].detach().clone()
+    for worker in job.workers:
+        worker.begin()
+        worker.push([None, job.grads()[1]])
+    job.settle()
+    assert torch.equal(job.shard.parameters[0], before)
+    assert 0 not in job.shard.optimizers  # no momentum or weight decay either
+    assert job.end.rounds[0].version == 1
+
+
+def test_a_returning_worker_gets_the_model_as_the_others_see_it():
+    job = Job(agreement(pull="threelc:sparsity=1.75"), seed=4)
+    job.start()
+    job.train(5)
+    job.post(job.end.leave(1))
+    job.workers[1] = Worker(1, job.agreement, incarnation=2, seed=99)
+    job.workers[1].join()
+    job.settle()
+    job.workers[1].begin()
+    assert_same(job)
+    assert not torch.equal(job.shard.parameters[0], job.shard.views[0])
+    job.train(5)
+    assert_same(job)
+
+
+def test_an_older_process_of_a_worker_is_turned_away():
+    job = Job(agreement(), seed=4)
+    job.start()
+    zombie = Worker(1, job.agreement, incarnation=0)
+    zombie.join()
+    job.workers[1] = zombie
+    with pytest.raises(FrameError, match="has been replaced"):
+        job.settle()
+
+
+def test_a_worker_that_expects_another_job_ends_it():
+    job = Job(agreement())
+    job.workers[2].agreement = agreement(push="onebit")
+    with pytest.raises(DisagreementError, match="onebit"):
+        job.start()
+
+
+def test_a_server_with_an_older_state_is_found_out():
+    job = Job(agreement())
+    job.start()
+    job.train(2)
+    fresh = Job(agreement())
+    worker = job.workers[0]
+    worker.join()
+    fresh.workers[0] = worker
+    with pytest.raises(FrameError, match="older state"):
+        fresh.deliver(worker)
+
+
+def test_a_push_that_does_not_decode_costs_its_sender_alone():
+    job = Job(agreement(((70,),)), seed=6)
+    job.start()
+    for worker in job.workers:
+        worker.begin()
+        worker.push(job.grads())
+    header, body = job.workers[1].outbox.popleft()
+    bad = body.copy()
+    bad[:4] = 255
+    job.end.admit(1, header)
+    job.post(job.end.receive(1, header, bad))
+    job.settle()
+    assert list(job.end.turned_away) == [1]
+    assert job.end.rounds[0].version == 0
+    job.post(job.end.leave(1))
+    job.workers[1].join()  # and pushes again what has not been answered
+    job.settle()
+    assert job.end.rounds[0].version == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"sender": 2}, {"epoch": 8}, {"tensor": 2}, {"stage": 1}, {"count": 3}, {"compressor": 1}, {"dtype": 2},
+     {"kind": FrameKind.STATS}, {"kind": FrameKind.DELTA}, {"length": 1 << 20}, {"offset": 1}, {"partition": 1}],
+)  # fmt: skip
+def test_a_header_that_is_not_due_is_refused(change):
+    job = Job(agreement())
+    job.start()
+    job.workers[1].begin()
+    job.workers[1].push(job.grads())
+    header, body = job.workers[1].outbox[0]
+    fields = {name: getattr(header, name) for name in header.__slots__}
+    job.end.admit(1, header)
+    with pytest.raises(FrameError):
+        job.end.admit(1, Header(**{**fields, "length": body.nbytes, **change}))
+
+
+def test_a_push_ahead_of_its_step_is_refused():
+    job = Job(agreement())
+    job.start()
+    header = Header(FrameKind.PAYLOAD, flags=FrameFlags.PRESENT, sender=1, epoch=EPOCH, round=1)
+    with pytest.raises(FrameError, match="at most"):
+        job.end.receive(1, header, np.empty(0, np.uint8))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 1 << 20), backups=st.integers(0, 1), actions=st.lists(st.integers(0, 9), max_size=150))
+def test_any_schedule_conserves_gradients(seed, backups, actions):
+    """Connections break, workers die and come back, frames arrive whenever: the books are right in the end."""
+    job = Job(agreement(((7,), (2, 3)), workers=3, backups=backups), seed)
+    job.start()
+    first = [values.clone() for values in job.workers[0].values]
+    lost = [np.zeros(values.numel()) for values in first]
+    for action in actions:
+        worker = job.workers[action % 3]
+        if action < 6:  # the usual thing: a frame or two, and the next step once it can begin
+            if worker.inbox:
+                worker.take()
+            if worker.outbox:
+                job.deliver(worker)
+            if worker.ready and worker.welcome is not None and not worker.inbox and idle(worker):
+                worker.begin()
+                worker.push(job.grads())
+        elif action < 9:  # its connection breaks and it connects again
+            job.post(job.end.leave(worker.number))
+            worker.join()
+        else:  # it is killed, with what it kept back, and a new process takes its place
+            number = job.random.randrange(3)
+            worker = job.workers[number]
+            job.post(job.end.leave(number))
+            fresh = Worker(number, job.agreement, worker.incarnation + 1, seed=job.random.randrange(1 << 20))
+            bury(worker, job, lost)
+            fresh.produced = worker.produced
+            job.workers[number] = fresh
+            fresh.join()
+    for worker in job.workers:  # let all come to rest
+        job.post(job.end.leave(worker.number))
+        worker.join()
+    job.settle()
+    for _ in range(3):
+        for worker in job.workers:
+            if worker.ready and idle(worker):
+                worker.begin()
+                worker.push(job.grads())
+        job.settle()
+    for worker in job.workers:
+        for slot, values in zip(worker.slots, worker.values):
+            slot.apply(values, slot.known)
+    assert_same(job)
+    assert_conserved(job, first, lost)
+
+
+def idle(worker: Worker) -> bool:
+    """Whether its pushes will be settled by the time it begins."""
+    step = worker.next_step
+    return all(slot.unanswered() is None or slot.unanswered()[0].round < step for slot in worker.slots)
+
+
+def bury(worker: Worker, job: Job, lost: list[np.ndarray]) -> None:
+    """What dies with a worker: its residual, and a push that the server will never have."""
+    for tensor, slot in enumerate(worker.slots):
+        if slot.residual is not None:
+            lost[tensor] += slot.residual
+        frame = slot.unanswered()
+        if frame is None:
+            continue
+        round_ = job.end.rounds[tensor]
+        known = round_.pushed[worker.number] == frame[0].round and (
+            round_.version == frame[0].round or round_.counted[worker.number] == frame[0].round
+        )
+        value = pushed_value(worker, tensor)
+        push = slot._push
+        if known:  # its payload lives on; what the payload does not carry dies
+            value = (0.0 if push.residual is None else push.residual) - (
+                0.0 if slot.residual is None else slot.residual
+            )
+        lost[tensor] += value
