@@ -69,3 +69,8 @@ def uncompiled_name(name: str) -> str:
 def bucket_parameters(bucket: GradBucket) -> list[torch.Tensor]:
     """The parameters of a bucket, in the order of its gradients."""
     return list(bucket.parameters())
+
+
+def note_step(optimizer: torch.optim.Optimizer) -> None:
+    """Tell schedules that a step of `optimizer` has been made, here elsewhere: else they warn of a wrong order."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]

@@ -38,6 +38,7 @@ class Conversation:
         timeout: how long the peer may be silent.
         now: seconds on the caller's monotonic clock.
         reader: the reader that a handshake has used on the same stream, if any.
+        heartbeat: see `Liveness`.
 
     Attributes:
         received_bytes: bytes of whole data frames.
@@ -45,9 +46,16 @@ class Conversation:
         departed: the peer said BYE.
     """
 
-    def __init__(self, ends: Ends, timeout: timedelta, now: float, reader: FrameReader | None = None) -> None:
+    def __init__(
+        self,
+        ends: Ends,
+        timeout: timedelta,
+        now: float,
+        reader: FrameReader | None = None,
+        heartbeat: timedelta | None = None,
+    ) -> None:
         self.ends = ends
-        self.liveness = Liveness(timeout, now)
+        self.liveness = Liveness(timeout, now, heartbeat)
         self.received_bytes = 0
         self.control_bytes = 0
         self.departed = False

@@ -17,13 +17,16 @@ class Liveness:
     Args:
         timeout: how long a peer may be silent.
         now: the time at which the connection began.
+        heartbeat: how often this end says that it is alive, where the other end may be less patient than this one.
     """
 
-    def __init__(self, timeout: timedelta, now: float) -> None:
+    def __init__(self, timeout: timedelta, now: float, heartbeat: timedelta | None = None) -> None:
         self._timeout = timeout.total_seconds()
         if self._timeout <= 0:
             raise ValueError(f"Expected a positive timeout, got {timeout}.")
         self._interval = self._timeout / HEARTBEATS_PER_DEADLINE
+        if heartbeat is not None:
+            self._interval = min(self._interval, heartbeat.total_seconds())
         self._heard_at = now
         self._sent_at = now
 

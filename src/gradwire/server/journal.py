@@ -163,6 +163,7 @@ class Journal:
             optimizers.append(plain if tensor in shard.optimizers else None)
         said = {
             "agreement": end.agreement.to_json(),
+            "present": sorted(end.present),
             "rounds": rounds,
             "optimizers": optimizers,
             "groups": {str(worker): list(map(dict, groups)) for worker, groups in end.groups.items()},
@@ -187,6 +188,7 @@ class Journal:
         end.groups = {int(worker): tuple(groups) for worker, groups in said["groups"].items()}
         end.incarnations = {int(worker): number for worker, number in said["incarnations"].items()}
         end.initialised = True
+        end.present.update(said["present"])
         self._number = said["journal"]
         end.rounds = []
         for tensor, kept in enumerate(said["rounds"]):

@@ -45,6 +45,7 @@ class ServerOptions:
         checkpoint_bytes: how long the journal grows before a checkpoint takes its place.
         timeout: how long a worker may be silent.
         patience: how long the job waits for workers that are lost.
+        start_timeout: how long it waits until all workers have come.
         optimizers: import paths of optimizers beyond those of torch.optim.
         key_file: see `job_key`.
         insecure: see `job_key`.
@@ -58,6 +59,7 @@ class ServerOptions:
     checkpoint_bytes: int = 1 << 28
     timeout: timedelta = timedelta(seconds=60)
     patience: timedelta = timedelta(seconds=120)
+    start_timeout: timedelta = timedelta(seconds=600)
     optimizers: tuple[str, ...] = ()
     key_file: Path | None = None
     insecure: bool = False
@@ -191,12 +193,14 @@ class ParameterServer:
         if not missing:
             self._lost_since = None
             return
+        all_came = len(self.end.incarnations) == self.options.workers
+        patience = self.options.patience if all_came else self.options.start_timeout
         now = time.monotonic()
         self._lost_since = self._lost_since or now
-        if now - self._lost_since > self.options.patience.total_seconds():
+        if now - self._lost_since > patience.total_seconds():
             raise PeerTimeoutError(
-                f"Expected workers {missing} within {self.options.patience.total_seconds():g} s, got nothing of them. "
-                "Look at their logs; start them again within the patience, or start the server with more of it.",
+                f"Expected workers {missing} within {patience.total_seconds():g} s, got nothing of them. Look at their "
+                "logs; start them again within the patience, or start the server with more of it.",
                 rank=missing[0],
             )
 

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from gradwire.core.errors import FrameError, SyncError
+from gradwire.core.errors import FrameError, OptionError, SyncError
 from gradwire.protocol.conversation import Conversation, Ends
 from gradwire.protocol.handshake import Handshake, JobKey, Member
 from gradwire.transport.candidate import HANDSHAKE_SECONDS, Candidate
@@ -34,6 +34,8 @@ from gradwire.wire.frame import HEADER_BYTES, FrameKind, Header, seal
 
 logger = logging.getLogger("gradwire")
 SPARE_CANDIDATES = 64
+# The two ends may have different timeouts: neither can be below four of these.
+HEARTBEAT = timedelta(seconds=0.25)
 _FIRST_RETRY, _LONGEST_RETRY = 0.05, 1.0
 _EMPTY = np.empty(0, np.uint8)
 
@@ -66,6 +68,9 @@ class Hub:
         callers: the ranks that may call.
         call: rank and address to call, and to call again whenever that connection is lost.
 
+    Raises:
+        OptionError: a timeout below a second.
+
     Attributes:
         problem: why the last call has failed; empty once one has not.
         sent_bytes: of frames of the owner, headers included.
@@ -75,6 +80,8 @@ class Hub:
         self, member: Member, key: JobKey, owner: Owner, *, timeout: timedelta, listener: socket.socket | None = None,
         callers: frozenset[int] = frozenset(), call: tuple[int, tuple[str, int]] | None = None,
     ) -> None:  # fmt: skip
+        if timeout < 4 * HEARTBEAT:
+            raise OptionError(f"Expected a timeout of at least {4 * HEARTBEAT.total_seconds():g} s, got {timeout}.")
         self._member = member
         self._key = key
         self._owner = owner
@@ -249,7 +256,7 @@ class Hub:
         candidate.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         now = time.monotonic()
         ends = Ends(self._member.rank, peer, self._member.epoch)
-        link = Link(candidate.socket, Conversation(ends, self._timeout, now, candidate.reader))
+        link = Link(candidate.socket, Conversation(ends, self._timeout, now, candidate.reader, HEARTBEAT))
         link.conversation.begin(self._owner.admit, now)
         with self._lock:
             self._links[peer] = link

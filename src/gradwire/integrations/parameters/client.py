@@ -27,7 +27,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from gradwire.compressors.base import Compressor
@@ -40,6 +39,7 @@ from gradwire.core.errors import (
 from gradwire.core.spec import TensorSpec
 from gradwire.integrations.parameters.coder import Coder
 from gradwire.integrations.parameters.line import Line
+from gradwire.integrations.torch_private import note_step
 from gradwire.protocol.parameters.agreement import (
     Agreement,
     Groups,
@@ -48,8 +48,6 @@ from gradwire.protocol.parameters.agreement import (
 )
 from gradwire.protocol.parameters.slot import Slot
 from gradwire.sync.plan import Plan
-
-_EMPTY = np.empty(0, np.uint8)
 
 
 class ParameterClient:
@@ -176,6 +174,7 @@ class ParameterClient:
             parameter.grad = None
         self._pushed.clear()
         self._step += 1
+        note_step(self.optimizer)
         self._behind = set(self._parameters)
 
     @contextlib.contextmanager
@@ -215,6 +214,11 @@ class ParameterClient:
                 raise OptionError(f"Expected residuals of this model's parameters, got {name!r} of {kept.numel()}.")
         for name, kept in state.items():
             self._homes[name][1].residual = kept.to(torch.float32).reshape(-1).numpy().copy()
+
+    @property
+    def steps(self) -> int:
+        """Steps of the job that this worker has passed, those of earlier processes among them."""
+        return self._step
 
     @property
     def sent_bytes(self) -> int:
