@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gradwire.sync.plan import Plan as Plan
     from gradwire.sync.planner.table import PlanTable as PlanTable
     from gradwire.sync.resize import resize_state as resize_state
-    from gradwire.sync.synchronizer import Shard as Shard
+    from gradwire.sync.submission import Shard as Shard
     from gradwire.sync.synchronizer import Synchronizer as Synchronizer
 
 _HOMES = {
@@ -35,7 +35,7 @@ _HOMES = {
     "ParameterClient": "gradwire.integrations.parameters.client",
     "Plan": "gradwire.sync.plan",
     "PlanTable": "gradwire.sync.planner.table",
-    "Shard": "gradwire.sync.synchronizer",
+    "Shard": "gradwire.sync.submission",
     "Synchronizer": "gradwire.sync.synchronizer",
     "TensorSpec": "gradwire.core.spec",
     "attach": "gradwire.integrations.ddp",

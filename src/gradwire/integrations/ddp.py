@@ -30,7 +30,8 @@ from gradwire.observe.metrics import Report
 from gradwire.observe.trace import Trace
 from gradwire.sync.fidelity import LEVELS
 from gradwire.sync.plan import Method, Plan
-from gradwire.sync.synchronizer import DEFAULT_TIMEOUT, Shard, Synchronizer
+from gradwire.sync.submission import Shard
+from gradwire.sync.synchronizer import DEFAULT_TIMEOUT, Synchronizer
 
 logger = logging.getLogger("gradwire")
 _ADVICE = "This DDP module cannot go on: build it anew, or end the job and resume from a checkpoint."

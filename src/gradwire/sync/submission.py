@@ -1,4 +1,4 @@
-"""One call of `Synchronizer.submit`: its future, and what that still waits for."""
+"""One call of `Synchronizer.submit`: what is given to it, its future, and what that still waits for."""
 
 from __future__ import annotations
 
@@ -9,6 +9,24 @@ from typing import Any
 import torch
 
 from gradwire.sync.staging import Staging
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A range of one parameter's gradient, to be averaged in place.
+
+    Attributes:
+        name: parameter name.
+        tensor: the values; overwritten with the mean over ranks. Any strides, any device.
+        offset: global element index of the first value, where the tensor is a range of the parameter.
+        used: whether this rank's backward used the parameter; where not, the values are zeros and this rank's
+            residual stays where it is.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    offset: int = 0
+    used: bool = True
 
 
 class Submission:

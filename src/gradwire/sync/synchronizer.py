@@ -10,44 +10,35 @@ shapes, methods and seed.
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from gradwire.core.errors import GradwireError, OptionError, SyncError
-from gradwire.core.events import Event, EventStream
+from gradwire.core.events import Event
 from gradwire.core.spec import TensorSpec
 from gradwire.feedback.residuals import Residuals
 from gradwire.observe.metrics import Metrics, Report
-from gradwire.observe.recorder import write_dump
-from gradwire.observe.trace import Trace
-from gradwire.sync import exchange, replica
-from gradwire.sync.agreement import agree, share
 from gradwire.sync.bundle import BUNDLE_FLAG, Bundle, bundle_items, travels_in_bundles
-from gradwire.sync.costs import LinkCosts
-from gradwire.sync.engine import Engine
 from gradwire.sync.graph import TaskGraph
 from gradwire.sync.group import GroupInfo
 from gradwire.sync.item import Item
-from gradwire.sync.nodes import NodeMap
+from gradwire.sync.peers import Peers
 from gradwire.sync.plan import Plan, PlanEntry
-from gradwire.sync.probe import Probe
 from gradwire.sync.registry import BATCH_FLAG, TensorRegistry, batch_entry
 from gradwire.sync.resize import resize_state
 from gradwire.sync.staging import Staging
-from gradwire.sync.strategies import STRATEGIES, Builder, Surroundings
-from gradwire.sync.submission import Held, Submission
+from gradwire.sync.strategies import STRATEGIES, Builder
+from gradwire.sync.submission import Held, Shard, Submission
 from gradwire.sync.warmup import warm_up
 from gradwire.transport.base import Transport
 
@@ -55,25 +46,7 @@ DEFAULT_TIMEOUT = timedelta(seconds=30)
 STATE_VERSION = 1
 
 
-@dataclass(frozen=True)
-class Shard:
-    """A range of one parameter's gradient, to be averaged in place.
-
-    Attributes:
-        name: parameter name.
-        tensor: the values; overwritten with the mean over ranks. Any strides, any device.
-        offset: global element index of the first value, where the tensor is a range of the parameter.
-        used: whether this rank's backward used the parameter; where not, the values are zeros and this rank's
-            residual stays where it is.
-    """
-
-    name: str
-    tensor: torch.Tensor
-    offset: int = 0
-    used: bool = True
-
-
-class Synchronizer:
+class Synchronizer(Peers):
     """Averages tensors over the ranks of a process group.
 
     Args:
@@ -97,8 +70,6 @@ class Synchronizer:
         PeerTimeoutError: a rank did not come within `timeout`.
     """
 
-    _instances = itertools.count()
-
     def __init__(
         self,
         group: dist.ProcessGroup | GroupInfo | None = None,
@@ -113,28 +84,13 @@ class Synchronizer:
         nodes: int | Sequence[str | int] | None = None,
         order: Literal["backward", "forward"] = "backward",
     ) -> None:
-        if timeout <= timedelta(0):
-            raise OptionError(f"Expected a timeout above 0, got {timeout}. Do: pass timedelta(seconds=30).")
         self.plan = plan if isinstance(plan, Plan) else Plan(plan)
-        self.timeout = timeout
-        self.seed = seed
-        self.step = 0
-        self.events = EventStream()
+        super().__init__(group, timeout, stall_timeout, seed, dump_dir, nodes)
         self.residuals = Residuals()
-        self._info = GroupInfo.of(group)
-        self.rank, self.world_size = self._info.rank, self._info.world_size
         self._metrics = Metrics(self.events)
-        self._traces: list[Trace] = []
-        self._rounds = itertools.count()
-        self._topics = itertools.count()
-        self._dump_dir = None if dump_dir is None else Path(dump_dir)
         self._forward_first = order == "forward"
         self._nonfinite = False
         self._held: list[Held] = []
-        self._engine: Engine | None = None
-        self._stall_timeout = stall_timeout or 10 * timeout
-        self._name = f"gradwire/{self._info.next_number()}"
-        self._nodes = NodeMap(self._info.store, self.rank, self.world_size, nodes, f"{self._name}/nodes")
         self._tensors = TensorRegistry(self.plan, self.world_size, self._nodes)
         self._warm_up(tensors or {})
         self._agree(
@@ -148,7 +104,7 @@ class Synchronizer:
         )
         self._tensors.add(tensors or {})
         if self.world_size > 1:
-            self._start(transport)
+            self._start(transport, self._tensors, self.residuals)
 
     # -- setting up ------------------------------------------------------------------------------------------
 
@@ -201,27 +157,6 @@ class Synchronizer:
     def _warm_up(self, specs: Mapping[str, TensorSpec]) -> None:
         if self.world_size > 1:
             warm_up((self.plan.entry(name, spec), spec.dtype) for name, spec in specs.items())
-
-    def _agree(self, document: dict[str, Any]) -> None:
-        topic = f"{self._name}/agree/{next(self._topics)}"
-        agree(self._info.store, self.rank, self.world_size, topic, document, self.timeout)
-
-    def _start(self, transport: Transport | None) -> None:
-        if transport is None:
-            from gradwire.transport.tcp import TcpTransport
-
-            transport = TcpTransport.connect(
-                self._info.store, self.rank, self.world_size, timeout=self.timeout, name=self._name
-            )
-        self._around = Surroundings(transport, self.residuals, self.events, self.seed, self._nodes)
-        self._engine = Engine(
-            transport,
-            admit=self._tensors.admit,
-            events=self.events,
-            stall_timeout=self._stall_timeout,
-            on_failure=self._write_dump,
-            early_bytes_limit=self._tensors.early_bytes_limit(),
-        )
 
     @property
     def tensors(self) -> Mapping[str, TensorSpec]:
@@ -288,7 +223,7 @@ class Synchronizer:
         """
         if self._engine is not None:
             self._send_held()
-            self._engine.wait_idle()
+        super().wait()
 
     def _spec(self, shard: Shard) -> TensorSpec:
         if shard.offset:
@@ -404,88 +339,12 @@ class Synchronizer:
         self.wait()
         self.residuals.scale(factor)
 
-    # -- checks, report, state -------------------------------------------------------------------------------
-
-    def check_replicas(self, tensors: Iterable[torch.Tensor] | None) -> None:
-        """Compare a hash of `tensors` over all ranks, beside the gradients. Returns at once; all ranks call it.
-
-        Args:
-            tensors: what must be the same on all ranks; None where this rank has nothing to compare at the moment.
-
-        On failure: `wait` raises `ReplicaError` naming the odd ranks.
-        """
-        if self._engine is None:
-            return
-        mine = replica.ABSENT if tensors is None else replica.fingerprint(tensors)
-        self._exchange("parameters", np.array([mine], float), replica.compare, "hash")
-
-    def exchange(self, numbers: np.ndarray) -> torch.futures.Future[np.ndarray]:
-        """Bring float64[K] of every rank to all: a future of float64[W, K]. Returns at once; all ranks call it."""
-        future: torch.futures.Future[np.ndarray] = torch.futures.Future()
-        if self._engine is None:
-            future.set_result(numbers[None])
-        else:
-            self._exchange("numbers", numbers, future.set_result, "numbers")
-        return future
-
-    def share(self, text: str | None) -> str:
-        """Bring rank 0's text to all ranks, through the job's store. Blocks; all ranks call it.
-
-        Raises:
-            PeerTimeoutError: rank 0 said nothing in time.
-        """
-        topic = f"{self._name}/share/{next(self._topics)}"
-        return share(self._info.store, self.rank, topic, text, self.timeout)
-
-    def link_busy_seconds(self) -> float:
-        """How long this rank's frames have been under way so far, added up over peers; see `Transport.busy_seconds`."""
-        return 0.0 if self._engine is None else self._around.transport.busy_seconds()
-
-    def probe_links(self) -> tuple[LinkCosts, ...]:
-        """Measure the link of every rank, the same figures on all. Between steps; all ranks call it.
-
-        It sends at most 17 MB and takes about 0.2 seconds on links of 20 Mb/s and above.
-        """
-        engine = self._engine
-        if engine is None:
-            return (LinkCosts(0.0, 0.0),)
-
-        def run(graph: TaskGraph) -> None:
-            engine.run(graph)
-            engine.wait_idle()
-
-        def gather(mine: np.ndarray) -> np.ndarray:
-            rows: np.ndarray = self.exchange(mine).wait()
-            return rows
-
-        self.wait()
-        return Probe(self._around.transport, run, gather, partial(next, self._rounds)).links()
-
-    def _exchange(self, name: str, mine: np.ndarray, use: Callable[[np.ndarray], None], what: str) -> None:
-        assert self._engine is not None
-        graph = TaskGraph(name, next(self._rounds), priority=0, on_done=lambda: None)
-        detail = {"method": "exchange", "elements": 0}
-        self.events.emit(Event("submit", time.monotonic(), tensor=name, round=graph.round, detail=detail))
-        exchange.build(graph, mine, self._around.transport, self.events, use, what)
-        self._engine.run(graph)
+    # -- report, state ---------------------------------------------------------------------------------------
 
     def report(self) -> Report:
         """Bytes, ratios and times by tensor and in all, on this rank, since the beginning."""
         norms = {name: math.hypot(*by_role.values()) for name, by_role in self.residuals.norms().items()}
         return self._metrics.report(self.rank, self.world_size, self.step, norms)
-
-    def trace(self, path: str | Path) -> Trace:
-        """Write everything that happens from now on to a file, as Chrome trace JSON; one file a rank.
-
-        Args:
-            path: the file; the rank goes before its suffix, or where it says ``{rank}``. An older one is overwritten.
-
-        Returns:
-            The trace: ``close()`` ends it, as the end of a `with` block or of the synchroniser does.
-        """
-        trace = Trace(self.events, path, self.rank, self.world_size)
-        self._traces.append(trace)
-        return trace
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that a resumed job needs to go on bit for bit: plain dict of tensors and numbers.
@@ -533,26 +392,10 @@ class Synchronizer:
             self._around.seed = self.seed
         self._nonfinite = False
 
-    # -- ending ----------------------------------------------------------------------------------------------
-
     def close(self) -> None:
         """End threads and connections. Idempotent. All ranks call it."""
-        if self._engine is not None:
-            self._engine.close()
+        super().close()
         self._metrics.close()
-        for trace in self._traces:
-            trace.close()
-
-    def _write_dump(self, error: SyncError, state: dict[str, Any]) -> None:
-        path = write_dump(
-            error,
-            rank=self.rank,
-            world_size=self.world_size,
-            events=self.events,
-            state=state | {"step": self.step},
-            directory=self._dump_dir,
-        )
-        error.args = (f"{error} Flight recorder: {path}",)
 
 
 def _batch_arrived(staging: Staging, batch: Sequence[Held]) -> None:
