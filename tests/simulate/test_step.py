@@ -2,9 +2,11 @@
 
 import pytest
 
+from gradwire.compressors.registry import make
 from gradwire.core.errors import OptionError
 from gradwire.simulate import Cluster, Compute, Gradient, Link, Straggler, gradients_of, models, step
-from gradwire.sync.costs import Line
+from gradwire.sync.costs import CodecCosts, Line
+from gradwire.sync.plan import Plan, PlanEntry
 from tests.simulate.costs import costs, gradients, onebit
 
 RATE = 1e9  # bits a second
@@ -161,6 +163,16 @@ def test_hierarchical_with_a_rank_a_node_is_scatter_reduce():
         for strategy in ("scatter_reduce", "hierarchical")
     )
     assert nodes.as_dict() == flat.as_dict()
+
+
+def test_small_tensors_travel_together_by_kind_and_cast_ones_at_half_the_bytes():
+    known = costs(bf16=CodecCosts(Line(0, 0), Line(0, 0), Line(0, 0), Line(0, 2)))
+    tensors = [Gradient(f"b{index}", (4096,)) for index in range(4)]
+    cast, dense = (PlanEntry(make(name), batched=True) for name in ("bf16", "none"))
+    for entries, num_bytes in (([dense] * 4, 16), ([cast] * 4, 8), ([cast, dense, cast, dense], 12)):
+        plan = Plan.of_entries({tensor.name: entry for tensor, entry in zip(tensors, entries)})
+        result = step(tensors, plan, cluster(4), known, trace=True)
+        assert result.sent_bytes == pytest.approx(2 * 3 / 4 * 4096 * num_bytes)
 
 
 def test_hierarchical_on_one_node_is_dense():

@@ -41,3 +41,11 @@ def test_strategies_of_a_method_that_no_level_names_are_the_careful_ones():
 def test_an_unknown_level_lists_the_known():
     with pytest.raises(UnknownNameError, match="Did you mean 'balanced'"):
         fidelity.methods("balance")
+
+
+def test_batches_are_cast_from_near_lossless_on_and_to_what_reaches_as_far_as_float32():
+    assert fidelity.batch_cast(fidelity.methods("exact")) is None
+    for name in ("near-lossless", "balanced", "aggressive"):
+        assert fidelity.batch_cast(fidelity.methods(name)) == "bf16"
+    assert fidelity.batch_cast([fidelity.Method("fp16", ("ring",))]) == "fp16"
+    assert fidelity.batch_cast([fidelity.Method("onebit", ("ring",))]) is None

@@ -6,7 +6,7 @@ import torch
 import gradwire as gw
 from gradwire.core.errors import OptionError, UnknownNameError
 from gradwire.core.spec import TensorSpec
-from gradwire.sync.plan import Plan
+from gradwire.sync.plan import Plan, PlanEntry
 
 MATRIX = TensorSpec((512, 512))
 
@@ -72,3 +72,18 @@ def test_large_dense_tensors_take_the_ring_unless_a_strategy_is_named() -> None:
     assert Plan("none").entry("b", TensorSpec((10,))).strategy == "scatter_reduce"
     assert Plan("threelc").entry("w", MATRIX).strategy == "scatter_reduce"
     assert Plan("none", strategy="allgather").entry("w", MATRIX).strategy == "allgather"
+
+
+@pytest.mark.parametrize("name", ["none", "fp16", "bf16"])
+def test_a_batch_is_dense_or_cast_and_without_feedback(name: str) -> None:
+    entry = PlanEntry(gw.make(name), batched=True)
+    assert Plan.of_entries({"w": entry}).entry("w", MATRIX) == entry
+    for wrong in (PlanEntry(gw.make("onebit"), batched=True), PlanEntry(gw.make(name), feedback="error", batched=True)):
+        with pytest.raises(OptionError, match="in a batch only tensors by none, fp16 or bf16 without feedback"):
+            Plan.of_entries({"w": wrong})
+
+
+def test_a_blanket_rule_keeps_small_tensors_dense_even_where_it_casts() -> None:
+    for name in ("fp16", "bf16", "onebit"):
+        entry = Plan(name).entry("bias", TensorSpec((10,)))
+        assert (entry.compressor.name, entry.batched) == ("none", True)

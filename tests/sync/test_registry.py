@@ -13,11 +13,12 @@ import gradwire as gw
 from gradwire.compressors.registry import code
 from gradwire.core.errors import FrameError
 from gradwire.core.spec import TensorSpec
+from gradwire.sync.batch import BATCH_FLAG
 from gradwire.sync.exchange import EXCHANGE_TENSOR
 from gradwire.sync.nodes import Nodes
-from gradwire.sync.plan import Plan
+from gradwire.sync.plan import Plan, PlanEntry
 from gradwire.sync.probe import CHUNK_BYTES, PROBE_TENSOR
-from gradwire.sync.registry import BATCH_FLAG, TensorRegistry
+from gradwire.sync.registry import TensorRegistry
 from gradwire.wire.frame import HEADER_BYTES, FrameFlags, FrameKind, Header
 
 SPECS = {
@@ -213,3 +214,30 @@ def test_hierarchical_comes_to_what_the_nodes_allow(nodes: Nodes | None, method:
     made.add({"w": SPECS["ternary"], "b": SPECS["bias"]})
     assert (made.entries["w"].compressor.name, made.entries["w"].strategy) == (method, strategy)
     assert (made.entries["b"].batched, made.entries["b"].strategy) == (True, "scatter_reduce")
+
+
+def test_batches_are_held_to_their_kind_and_its_elements() -> None:
+    """Two tensors cast, one dense: what is cast has two bytes an element, and no batch has tensors of both kinds."""
+    cast = PlanEntry(gw.make("bf16"), batched=True)
+    plan = Plan.of_entries({"a": cast, "b": PlanEntry(gw.make("none"), batched=True), "c": cast})
+    made = TensorRegistry(plan, 3)
+    made.add({"a": TensorSpec((10,)), "b": TensorSpec((5,)), "c": TensorSpec((30,))})
+    fitting = dataclasses.replace(BATCH, compressor=code("bf16"), tensor=BATCH_FLAG, count=40, length=80)
+    made.admit(fitting)
+    made.admit(dataclasses.replace(BATCH, tensor=1 | BATCH_FLAG, count=5, length=20))
+    for changed, said in [
+        ({"length": 81}, "Expected at most 80 bytes, got 81"),
+        ({"count": 41}, "Expected a range within 40 elements"),
+        ({"compressor": NONE}, r"Expected bf16 of torch\.float32"),
+        ({"kind": FrameKind.STATS}, "Expected no STATS frames of bf16"),
+        ({"tensor": 1 | BATCH_FLAG}, r"Expected none of torch\.float32"),
+    ]:
+        with pytest.raises(FrameError, match=said):
+            made.admit(dataclasses.replace(fitting, **changed))
+    payloads = 2 * 40 + 4 * 5
+    assert made.early_bytes_limit() >= (1 << 20) + 2 * payloads + 2 * 2 * 3 * HEADER_BYTES
+
+
+def test_a_batch_does_not_begin_with_a_tensor_that_travels_alone() -> None:
+    with pytest.raises(FrameError, match="Expected a range within 0 elements"):
+        REGISTRY.admit(dataclasses.replace(BATCH, tensor=0 | BATCH_FLAG))

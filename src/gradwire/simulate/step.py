@@ -22,9 +22,9 @@ from gradwire.simulate.models import Model
 from gradwire.simulate.prices import PriceList
 from gradwire.simulate.reading import Reading, alone
 from gradwire.simulate.result import StepResult
+from gradwire.sync.batch import BATCH_FLAG, Kind, batch_entry
 from gradwire.sync.costs import Costs
 from gradwire.sync.plan import Method, Plan, PlanEntry
-from gradwire.sync.registry import BATCH_FLAG, batch_entry
 
 MAX_FULL_RANKS = 16
 """Up to so many ranks all are simulated, unless told otherwise."""
@@ -142,23 +142,23 @@ def _check_order(gradients: Sequence[Gradient], compute: Compute) -> None:
 def _items(
     gradients: Sequence[Gradient], plan: PlanLike, cluster: Cluster, costs: Costs, compute: Compute
 ) -> list[SimulatedItem]:
-    """What the synchroniser would make of a backward: an item a tensor, and one for all small dense ones at its end."""
+    """What the synchroniser would make of a backward: an item a tensor, one for all small ones of a kind at its end."""
     items: list[SimulatedItem] = []
-    held: dict[torch.dtype, list[tuple[int, Gradient, PlanEntry]]] = {}
+    held: dict[Kind, list[tuple[int, Gradient, PlanEntry]]] = {}
     for index, grad in enumerate(gradients):
         entry = _placed(plan.entry(grad.name, grad.spec), cluster)
         if grad.spec.numel == 0:
             continue
         if entry.batched:
-            held.setdefault(grad.dtype, []).append((index, grad, entry))
+            held.setdefault(Kind.of(entry, grad.spec), []).append((index, grad, entry))
             continue
         prices = PriceList(entry.compressor, costs, cluster.ranks, grad.dtype)
         ready = compute.forward_seconds + grad.ready_seconds
         items.append(SimulatedItem(grad.name, grad.spec.numel, entry, ready, index, prices))
-    for dtype, batch in held.items():
+    for kind, batch in held.items():
         (index, first, entry), numel = batch[0], sum(grad.spec.numel for _, grad, _ in batch)
         together = batch_entry(entry)
-        prices = PriceList(together.compressor, costs, cluster.ranks, dtype)
+        prices = PriceList(together.compressor, costs, cluster.ranks, kind.dtype)
         ready = compute.forward_seconds + compute.backward_seconds
         name = first.name if len(batch) == 1 else f"{first.name} and {len(batch) - 1} more"
         items.append(SimulatedItem(name, numel, together, ready, index | BATCH_FLAG, prices))

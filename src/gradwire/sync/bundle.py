@@ -36,7 +36,8 @@ def travels_in_bundles(entry: PlanEntry, numel: int) -> bool:
     """Whether such a tensor joins others of its submission; it travels whole even where there are none."""
     codec = entry.compressor
     plain = not (codec.exact or codec.needs_stats or codec.summable or codec.whole)
-    return plain and entry.strategy in STRATEGIES and entry.partitions == 1 and numel <= MAX_ELEMENTS
+    alone = entry.batched or entry.partitions > 1 or numel > MAX_ELEMENTS
+    return plain and not alone and entry.strategy in STRATEGIES
 
 
 def bound(max_bytes: Iterable[int]) -> int:

@@ -6,7 +6,7 @@ algebra is the compressor's own. Ratios and sparsities beyond these are for peop
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from gradwire.core.errors import UnknownNameError
@@ -14,6 +14,11 @@ from gradwire.core.errors import UnknownNameError
 EVERYWHERE = ("scatter_reduce", "ring", "allgather")
 # A ring encodes an aggregate anew at each of its W − 1 hops, so that biases and variances add up: not for these.
 FEW_ENCODES = ("scatter_reduce", "allgather")
+
+# What batches of small tensors may be cast to, where a level allows it, the one to prefer first. bf16 reaches as far as
+# float32: in fp16 one value above 65504, or a loss scale that makes it so, costs all ranks the step, and what is below
+# 2^-25 is lost without a residual. Most such tensors are biases and normalisation, whose gradients vary most in scale.
+CASTS = ("bf16", "fp16")
 
 
 class Method(NamedTuple):
@@ -65,6 +70,12 @@ def methods(fidelity: str) -> list[Method]:
         raise UnknownNameError("fidelity", fidelity, LEVELS)
     names = list(LEVELS)
     return [method for name in names[: names.index(fidelity) + 1] for method in LEVELS[name]]
+
+
+def batch_cast(allowed: Iterable[Method]) -> str | None:
+    """What batches of small tensors may be cast to under these methods; None where they stay as they are."""
+    specs = {method.spec for method in allowed}
+    return next((spec for spec in CASTS if spec in specs), None)
 
 
 def strategies(spec: str) -> tuple[str, ...]:

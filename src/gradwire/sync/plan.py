@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from gradwire.compressors.base import Compressor
+from gradwire.compressors.casts import CastCompressor
 from gradwire.compressors.registry import make
 from gradwire.core.errors import OptionError, UnknownNameError
 from gradwire.core.spec import TensorSpec
@@ -31,7 +32,7 @@ class PlanEntry:
         strategy: name of the strategy.
         partitions: how many ranges a rank's share is cut into, so that they can overlap.
         feedback: residual policy: ``"none"`` or ``"error"``.
-        batched: small and dense: travels in one message with its likes.
+        batched: small, and as it is or cast to 16 bits: travels in one message with its likes.
     """
 
     compressor: Compressor
@@ -101,17 +102,17 @@ class Plan:
 
         Raises:
             UnknownNameError: a strategy or feedback that does not exist.
-            OptionError: no entries, partitions below 1, or a batched entry that is not dense.
+            OptionError: no entries, partitions below 1, or a batched entry that no batch can take.
         """
         for name, entry in entries.items():
             if entry.strategy not in STRATEGIES:
                 raise UnknownNameError(f"strategy of {name!r}", entry.strategy, STRATEGIES)
             if entry.feedback not in policies.names():
                 raise UnknownNameError(f"feedback of {name!r}", entry.feedback, policies.names())
-            if entry.partitions < 1 or (entry.batched and entry.compressor.name != "none"):
+            if entry.partitions < 1 or (entry.batched and not _may_be_batched(entry)):
                 raise OptionError(
-                    f"Expected partitions of at least 1, and only dense tensors in a batch, got {entry} for {name!r}. "
-                    "Do: plan anew, or correct the plan's file."
+                    "Expected partitions of at least 1, and in a batch only tensors by none, fp16 or bf16 without "
+                    f"feedback, got {entry} for {name!r}. Do: plan anew, or correct the plan's file."
                 )
         if not entries:
             raise OptionError("Expected an entry for every tensor, got none. Do: plan anew for this model.")
@@ -154,3 +155,9 @@ class Plan:
             f"Expected a rule for every parameter, got none that matches {name!r} (in {', '.join(self.rules)}). "
             'Do: add a rule "*", for example {"*": "none"}.'
         )
+
+
+def _may_be_batched(entry: PlanEntry) -> bool:
+    """A batch's compressor sees elements of many tensors, whose residuals it does not have."""
+    compressor = entry.compressor
+    return entry.feedback == "none" and (compressor.name == "none" or isinstance(compressor, CastCompressor))

@@ -6,16 +6,16 @@ allocated. Shapes, element types and sizes come from here, never from a packet.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from gradwire.compressors.registry import code
 from gradwire.core.errors import FrameError
 from gradwire.core.spec import ELEMENT_TYPES, TensorSpec
-from gradwire.sync import bundle
+from gradwire.sync import batch, bundle
+from gradwire.sync.batch import BATCH_FLAG, Kind, Place, batch_entry
 from gradwire.sync.codec import DENSE
 from gradwire.sync.exchange import EXCHANGE_TENSOR, MAX_NUMBERS
 from gradwire.sync.nodes import Nodes
@@ -24,8 +24,6 @@ from gradwire.sync.probe import CHUNK_BYTES, PROBE_TENSOR
 from gradwire.sync.strategies.hierarchical import DENSE_STAGES
 from gradwire.wire.frame import HEADER_BYTES, FrameKind, Header, describe
 
-BATCH_FLAG = 1 << 31  # set in the tensor id of a batch; the rest is the id of its first tensor
-BATCH_BYTES = 1 << 16  # of small dense tensors in a message, about: so many need not wait for the end of backward
 _DTYPES = {number: dtype for dtype, number in ELEMENT_TYPES.items()}
 
 
@@ -46,10 +44,10 @@ class TensorRegistry:
         self._plan = plan
         self._world_size = world_size
         self._nodes = nodes
-        self._batched_elements = 0
+        self._batched: Counter[Kind] = Counter()  # elements
         self._bundled = 0, 0  # elements, and bytes of their payloads
         self.places: dict[str, int] = {}
-        self.batches: dict[str, tuple[torch.dtype, int]] = {}
+        self.batches: dict[str, Place] = {}
 
     def describe(self, specs: Mapping[str, TensorSpec]) -> list[dict[str, Any]]:
         """What ranks must agree on before `add`."""
@@ -80,14 +78,9 @@ class TensorRegistry:
         self._count()
 
     def replan(self, plan: Plan) -> None:
-        """Take the entries of all tensors from another plan.
-
-        A tensor that travelled alone is not batched later: its residual is to be given out, which batches have none of.
-        """
+        """Take the entries of all tensors from another plan."""
         self._plan = plan
-        for name, spec in self.specs.items():
-            entry = self._place(plan.entry(name, spec))
-            self.entries[name] = replace(entry, batched=entry.batched and self.entries[name].batched)
+        self.entries = {name: self._place(plan.entry(name, spec)) for name, spec in self.specs.items()}
         self._count()
 
     def _place(self, entry: PlanEntry) -> PlanEntry:
@@ -102,24 +95,14 @@ class TensorRegistry:
 
     def _count(self) -> None:
         """What the largest batch and bundle can hold: all tensors that may travel so."""
-        self._batched_elements = sum(self.specs[name].numel for name in self.names if self.entries[name].batched)
         bundled = [name for name in self.names if bundle.travels_in_bundles(self.entries[name], self.specs[name].numel)]
         self.places = {name: place for place, name in enumerate(bundled)}
         max_bytes = (self.entries[name].compressor.max_encoded_bytes(self.specs[name]) for name in bundled)
         self._bundled = sum(self.specs[name].numel for name in bundled), bundle.bound(max_bytes)
-        self.batches = self._batch()
-
-    def _batch(self) -> dict[str, tuple[torch.dtype, int]]:
-        """The batch of each small dense tensor: `BATCH_BYTES` in the order of backward, under any bucket layout."""
-        found: dict[str, tuple[torch.dtype, int]] = {}
-        filled: dict[torch.dtype, int] = {}
-        for name in reversed(self.names):
-            spec = self.specs[name]
-            if self.entries[name].batched:
-                before = filled.get(spec.dtype, 0)
-                found[name] = spec.dtype, before // BATCH_BYTES
-                filled[spec.dtype] = before + spec.nbytes
-        return found
+        self.batches = batch.places((name, self.entries[name], self.specs[name]) for name in reversed(self.names))
+        self._batched = Counter()
+        for name, (kind, _) in self.batches.items():
+            self._batched[kind] += self.specs[name].numel
 
     def early_bytes_limit(self) -> int:
         """Most bytes a peer can rightly be ahead by: it can finish this step and send all of the next one."""
@@ -183,9 +166,12 @@ class TensorRegistry:
         if number >= len(self.names):
             raise FrameError(f"Expected one of {len(self.names)} tensors, got another (in {describe(header)}).")
         name = self.names[number]
+        entry, spec = self.entries[name], self.specs[name]
         if not header.tensor & BATCH_FLAG:
-            return self.entries[name], self.specs[name]
-        return batch_entry(self.entries[name]), TensorSpec((self._batched_elements,), self.specs[name].dtype)
+            return entry, spec
+        # All of its kind: which batch has which of them changes where further names are registered.
+        place = self.batches.get(name)
+        return batch_entry(entry), TensorSpec((0 if place is None else self._batched[place[0]],), spec.dtype)
 
     def _bound(self, kind: FrameKind, entry: PlanEntry, spec: TensorSpec) -> int:
         compressor = entry.compressor
@@ -196,8 +182,3 @@ class TensorRegistry:
         if kind is FrameKind.AGGREGATE and compressor.summable:
             return compressor.num_lanes(spec) * compressor.lane_dtype(self._world_size).itemsize
         raise FrameError(f"Expected no {kind.name} frames of {compressor.name}, got one.")
-
-
-def batch_entry(entry: PlanEntry) -> PlanEntry:
-    """How a batch of small dense tensors travels, where `entry` is that of its first."""
-    return PlanEntry(DENSE, entry.strategy, 1, "none", batched=True)

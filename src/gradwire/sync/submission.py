@@ -62,12 +62,3 @@ class Submission:
             last = self._left == 0
         if last:
             self.staging.finish(self.future, self._value)
-
-
-@dataclass(frozen=True)
-class Held:
-    """A small dense tensor that waits for others to travel with."""
-
-    name: str
-    tensor: torch.Tensor
-    submission: Submission

@@ -1,7 +1,7 @@
 """The synchroniser: averages named tensors over a process group, as their plan says.
 
 It knows nothing of DDP. A submission is a list of shards (a tensor, its parameter's name, the range of elements it
-holds); each becomes one task graph, small dense ones share one, and a future tells when all of them hold the mean.
+holds); each becomes one task graph, small ones share one, and a future tells when all of them hold the mean.
 
 Guarantees: every rank ends with the same bits; residuals change only when a step is committed; a failure anywhere
 ends every rank with one typed error within twice the deadline; nothing is sent before all ranks agree on names,
@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,17 +26,18 @@ from gradwire.core.events import Event
 from gradwire.core.spec import TensorSpec
 from gradwire.feedback.residuals import Residuals
 from gradwire.observe.metrics import Metrics, Report
+from gradwire.sync.batch import BATCH_FLAG, Batch, Held, Holding, batch_entry
 from gradwire.sync.bundle import BUNDLE_FLAG, Bundle, bundle_items, travels_in_bundles
 from gradwire.sync.graph import TaskGraph
 from gradwire.sync.group import GroupInfo
 from gradwire.sync.item import Item
 from gradwire.sync.peers import Peers
 from gradwire.sync.plan import Plan, PlanEntry
-from gradwire.sync.registry import BATCH_FLAG, TensorRegistry, batch_entry
+from gradwire.sync.registry import TensorRegistry
 from gradwire.sync.resize import resize_state
 from gradwire.sync.staging import Staging
 from gradwire.sync.strategies import STRATEGIES, Builder
-from gradwire.sync.submission import Held, Shard, Submission
+from gradwire.sync.submission import Shard, Submission
 from gradwire.sync.warmup import warm_up
 from gradwire.transport.base import Transport
 
@@ -90,7 +89,7 @@ class Synchronizer(Peers):
         self._metrics = Metrics(self.events)
         self._forward_first = order == "forward"
         self._nonfinite = False
-        self._held: list[Held] = []
+        self._held = Holding()
         self._tensors = TensorRegistry(self.plan, self.world_size, self._nodes)
         self._warm_up(tensors or {})
         self._agree(
@@ -175,7 +174,7 @@ class Synchronizer(Peers):
         Args:
             shards: what to average.
             result: what the future shall hold in place of the list of tensors.
-            hold: keep small dense tensors back, to travel in one message with those of the submissions that follow,
+            hold: keep tensors of batches back, to travel in one message with those of the submissions that follow,
                 until their batch is complete, or a submission comes without `hold` (or `wait`).
 
         Returns:
@@ -200,7 +199,7 @@ class Synchronizer(Peers):
             entry = self._tensors.entries[shard.name]
             if entry.batched:
                 submission.expect()
-                self._held.append(Held(shard.name, shard.tensor, submission))
+                self._held.add(Held(self._tensors.ids[shard.name], shard, submission))
                 continue
             item = self._item(shard, index, submission.staging)
             if travels_in_bundles(entry, self._tensors.specs[shard.name].numel):
@@ -270,26 +269,15 @@ class Synchronizer(Peers):
         return entry
 
     def _send_held(self, complete: bool = False) -> None:
-        """Send the batches of small dense tensors held so far, or only those that are complete."""
-        batches: dict[tuple[torch.dtype, int], list[Held]] = {}
-        for held in sorted(self._held, key=lambda held: self._tensors.ids[held.name]):
-            batches.setdefault(self._tensors.batches[held.name], []).append(held)
-        sizes = Counter(self._tensors.batches.values())
-        ready = [key for key, batch in batches.items() if not complete or len(batch) == sizes[key]]
-        self._held = [held for held in self._held if self._tensors.batches[held.name] not in ready]
-        for batch in (batches[key] for key in ready):
-            first = batch[0].name
-            staging = Staging([held.tensor for held in batch])
+        """Send the batches held so far, or only those that are complete."""
+        for members in self._held.take(self._tensors.batches, complete):
+            batch = Batch(members, self.residuals, self.world_size)
+            entry = batch_entry(self._tensors.entries[members[0].shard.name])
             item = Item(
-                first if len(batch) == 1 else f"{first} and {len(batch) - 1} more",
-                self._tensors.ids[first] | BATCH_FLAG,
-                staging.batch(range(len(batch))),
-                batch_entry(self._tensors.entries[first]),
-                next(self._rounds),
-                self.step,
-                wait_loaded=staging.wait_loaded,
+                *(batch.name, batch.tensor, batch.values, entry, next(self._rounds), self.step),
+                wait_loaded=batch.staging.wait_loaded,
             )
-            self._launch(item, partial(_batch_arrived, staging, batch))
+            self._launch(item, batch.arrived)
 
     def _launch(self, item: Item | Bundle, arrived: Callable[[], None]) -> None:
         assert self._engine is not None
@@ -396,9 +384,3 @@ class Synchronizer(Peers):
         """End threads and connections. Idempotent. All ranks call it."""
         super().close()
         self._metrics.close()
-
-
-def _batch_arrived(staging: Staging, batch: Sequence[Held]) -> None:
-    staging.store()
-    for held in batch:
-        held.submission.arrived(staging)

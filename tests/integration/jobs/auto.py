@@ -30,7 +30,7 @@ def there_and_back(rank: int, world_size: int, steps: int) -> dict[str, Any]:
     model = nn.Linear(128, 64, bias=False)
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(ddp.parameters(), 1.0)
-    handle = gw.attach(ddp, "auto", optimizer=optimizer, min_elements=0)
+    handle = gw.attach(ddp, "auto", optimizer=optimizer)  # dense, so small a tensor travels in a batch
     pilot = handle.autopilot
     assert pilot is not None
     shape = tuple(model.weight.shape)

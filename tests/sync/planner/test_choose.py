@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradwire.core.errors import OptionError, UnknownNameError
-from gradwire.sync.costs import LinkCosts
-from gradwire.sync.fidelity import DENSE
+from gradwire.sync.costs import Line, LinkCosts
+from gradwire.sync.fidelity import DENSE, EVERYWHERE, Method
 from gradwire.sync.planner import schedule
-from gradwire.sync.planner.choose import PARTITIONS, Gradient, best_alone, options, plan, uniform
+from gradwire.sync.planner.choose import PARTITIONS, plan, uniform
 from gradwire.sync.planner.forms import native_seconds, route
+from gradwire.sync.planner.options import Gradient, best_alone, options
 from gradwire.sync.planner.schedule import Job
 from tests.sync.planner.machines import METHODS, any_costs, costs
 
@@ -123,6 +124,54 @@ def test_small_tensors_and_vectors_travel_dense_and_together():
     assert not rows["w0"].batched
     both = route("none", "scatter_reduce", 1, 100_100, costs(rate=1e8)).seconds
     assert rows["bias"].total + rows["small"].total == pytest.approx(both)
+
+
+CAST = [Method("fp16", EVERYWHERE), Method("bf16", EVERYWHERE)]
+
+
+def casting(**network):
+    """Costs of both casts, fp16's the better."""
+    job = costs(**network)
+    slower = replace(job.codecs["half"], encode=Line(0, 3e-10))
+    return replace(job, codecs={"none": job.codecs["none"], "fp16": job.codecs["half"], "bf16": slower})
+
+
+def small_ones(dtype=torch.float32):
+    return [Gradient(f"b{index}", (4000,), dtype, ready=index * 1e-4) for index in range(60)]
+
+
+def test_batches_are_cast_where_that_makes_the_step_shorter():
+    for tensors in (small_ones(), [*small_ones(), *gradients((100, 0.0))]):
+        table = plan(tensors, casting(rate=1e8), CAST)
+        small = [row for row in table.rows if row.batched]
+        assert len(small) == 60
+        assert {row.spec for row in small} == {"bf16"}
+        assert table.compresses
+        assert table.step < 0.8 * table.dense_step
+        dense = plan(tensors, casting(rate=1e8), [DENSE])
+        assert {row.spec for row in dense.rows} == {"none"}
+        assert dense.step == dense.dense_step == table.dense_step
+        both = route("bf16", "scatter_reduce", 1, 240_000, casting(rate=1e8)).seconds
+        assert sum(row.total for row in small) == pytest.approx(both)
+
+
+def test_batches_stay_as_they_are_where_casting_gains_nothing():
+    hidden = [*small_ones(), Gradient("last", (4000,), ready=1.0)]
+    for table in (
+        plan(small_ones(), casting(rate=1e12), CAST),
+        plan(hidden, casting(rate=1e9), CAST),
+        plan(small_ones(torch.float16), casting(rate=1e8), CAST),
+        plan(small_ones(), costs(rate=1e8), METHODS),  # none of them is a cast
+        uniform(small_ones(), casting(rate=1e8), CAST[1]),
+    ):
+        assert {row.spec for row in table.rows} == {"none"}
+        assert not table.compresses
+
+
+def test_batches_of_16_bits_stay_as_they_are_beside_others():
+    table = plan([*small_ones(), Gradient("half", (4000,), torch.float16)], casting(rate=1e8), CAST)
+    assert {row.spec for row in table.rows if row.name != "half"} == {"bf16"}
+    assert next(row.spec for row in table.rows if row.name == "half") == "none"
 
 
 def test_the_frameworks_all_reduce_is_taken_where_it_is_faster_than_anything():

@@ -67,6 +67,25 @@ def test_a_plan_of_the_tables_entries_is_what_was_decided(table):
     assert made.entry("fc.bias", TensorSpec((1000,))).feedback == "none"
 
 
+def cast(table, spec="bf16"):
+    """The same with small tensors cast."""
+    return replace(table, rows=tuple(replace(row, spec=spec) if row.batched else row for row in table.rows))
+
+
+def test_small_tensors_that_are_cast_are_kept_in_files_and_read_as_one_row(table, tmp_path):
+    cast(table).save(tmp_path / "plan.json")
+    found = PlanTable.load(tmp_path / "plan.json")
+    assert found == cast(table)
+    line = str(found).splitlines()[5]
+    assert line.startswith("2 small tensors")
+    assert "bf16" in line
+    assert "Compress 4 of 4 tensors (bf16, threelc:sparsity=1.5)" in found.verdict()
+    entry = found.plan().entry("conv.bias", TensorSpec((64,)))
+    assert (entry.compressor.name, entry.feedback, entry.batched) == ("bf16", "none", True)
+    with pytest.raises(OptionError, match="in a batch only tensors by none, fp16 or bf16"):
+        cast(table, "onebit").plan()
+
+
 def test_a_file_that_is_no_plan_is_refused(table):
     document = json.loads(table.to_json())
     row = document["rows"][0]

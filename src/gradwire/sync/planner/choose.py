@@ -19,66 +19,23 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
-
-import torch
 
 from gradwire.core.errors import OptionError
-from gradwire.core.spec import TensorSpec
 from gradwire.sync import fidelity as levels
+from gradwire.sync.batch import BATCH_BYTES
 from gradwire.sync.bundle import MAX_ELEMENTS
-from gradwire.sync.bundle import STRATEGIES as BUNDLING
-from gradwire.sync.costs import CodecCosts, Costs
+from gradwire.sync.costs import Costs
 from gradwire.sync.fidelity import DENSE, Method
 from gradwire.sync.planner import schedule
 from gradwire.sync.planner.forms import Route, native_seconds, route
+from gradwire.sync.planner.options import Gradient, Option, best_alone, options, unbeaten
 from gradwire.sync.planner.schedule import Job, Outcome
 from gradwire.sync.planner.table import PlanTable, Row
-from gradwire.sync.registry import BATCH_BYTES
 
 PARTITIONS = (1, 2, 3, 4, 6, 8, 12, 16)
 MIN_GAIN = 0.02  # predictions are no better than this, and values that were not rounded are worth something
 _STEP = 0.002  # what counts as better or worse in the search
 _TENSOR_RUNS = 10_000  # tensors scheduled in all, about two seconds on one core
-
-
-@dataclass(frozen=True)
-class Gradient:
-    """A tensor to plan for.
-
-    Attributes:
-        name: parameter name.
-        shape: of the parameter.
-        dtype: of its gradient.
-        ready: seconds from the start of backward until it is handed over, with its bucket.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype = torch.float32
-    ready: float = 0.0
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return TensorSpec(self.shape, self.dtype).nbytes
-
-
-def _size(tensor: Gradient) -> tuple[int, int]:
-    """All that a tensor's options depend on."""
-    return tensor.numel, tensor.dtype.itemsize
-
-
-class Option(NamedTuple):
-    """One way for one tensor."""
-
-    spec: str
-    strategy: str
-    partitions: int
-    route: Route
 
 
 def plan(
@@ -102,7 +59,7 @@ def plan(
         methods: what may be chosen beside dense, the most faithful first; None takes what `fidelity` allows.
         fidelity: see `gradwire.sync.fidelity`.
         partitions: numbers to try.
-        min_elements: smaller tensors, and vectors, stay dense and travel together, as under a blanket rule of `Plan`.
+        min_elements: smaller tensors, and vectors, travel in batches, dense or cast to 16 bits where that is allowed.
         backward: seconds of the backward; None takes the last gradient's.
         rest: seconds of a step before and after backward.
         min_gain: compress only where the step becomes shorter by this share of the dense one.
@@ -118,7 +75,8 @@ def plan(
             f"{list(partitions)} and {min_gain}. Do: plan(tensors, costs)."
         )
     allowed = levels.methods(fidelity) if methods is None else list(methods)
-    search = _Search(sorted(tensors, key=lambda tensor: tensor.ready), costs, allowed, partitions, min_elements)
+    ordered = sorted(tensors, key=lambda tensor: tensor.ready)
+    search = _Search(ordered, costs, allowed, partitions, min_elements, levels.batch_cast(allowed))
     end = max(tensor.ready for tensor in tensors)
     backward = end if backward is None else max(backward, end)
     dense, best = search.dense(), search.best(backward)
@@ -153,7 +111,10 @@ def uniform(
     rest: float = 0.0,
     bucket_bytes: int = 25 << 20,
 ) -> PlanTable:
-    """One method for all large tensors, by its best strategy, whether it pays or not. Arguments as for `plan`."""
+    """One method for all large tensors, by its best strategy, whether it pays or not; small ones travel dense.
+
+    Arguments as for `plan`.
+    """
     ordered = sorted(tensors, key=lambda tensor: tensor.ready)
     search = _Search(ordered, costs, [method], PARTITIONS, min_elements)
     backward = max(tensor.ready for tensor in tensors)
@@ -173,67 +134,16 @@ def uniform(
     )
 
 
-def options(
-    tensor: Gradient, costs: Costs, methods: Sequence[Method], partitions: Sequence[int], neighbours: int = 1
-) -> list[Option]:
-    """Every way there is for a tensor, dense ones included, the most faithful first.
-
-    Args:
-        tensor: the tensor.
-        costs: measured on this job.
-        methods: what may be chosen.
-        partitions: numbers to try.
-        neighbours: how many tensors, itself included, it could share a bundle with.
-    """
-    found, itemsize = [], tensor.dtype.itemsize
-    for method in (DENSE, *(method for method in methods if method.spec != DENSE.spec)):
-        for strategy in method.strategies:
-            codec = costs.codec(method.spec)
-            bundle = neighbours if _travels_in_bundles(method.spec, strategy, codec, tensor.numel) else 1
-            for count in [1] if bundle > 1 else _partitions(partitions, strategy, codec):
-                way = route(method.spec, strategy, count, tensor.numel, costs, itemsize, bundle)
-                found.append(Option(method.spec, strategy, count, way))
-    return found
-
-
-def _travels_in_bundles(spec: str, strategy: str, codec: CodecCosts, numel: int) -> bool:
-    """As `gradwire.sync.bundle.travels_in_bundles`, by what the costs tell of a compressor."""
-    plain = not (spec == DENSE.spec or codec.needs_stats or codec.summable)
-    return plain and strategy in BUNDLING and numel <= MAX_ELEMENTS
-
-
-def _partitions(partitions: Sequence[int], strategy: str, codec: CodecCosts) -> list[int]:
-    """Numbers to try. Ranks whose encodes wait for a preliminary round all send to one owner at a time, so that more
-    ranges make a scatter-reduce slower (8 to 25 % in the simulator).
-    """
-    return [1] if strategy == "scatter_reduce" and codec.needs_stats else sorted(partitions)
-
-
-def _unbeaten(found: Sequence[Option]) -> list[int]:
-    """Those that are the best in some of codec, link and time; of equals the first."""
-    loads = [(option.route.encode + option.route.decode, option.route.wire, option.route.seconds) for option in found]
-    return [
-        pick
-        for pick, load in enumerate(loads)
-        if not any(other != load and all(a <= b for a, b in zip(other, load)) for other in loads)
-        and load not in loads[:pick]
-    ]
-
-
-def best_alone(found: Sequence[Option]) -> Option:
-    """The least time for one tensor by itself; the first, most faithful one among equals."""
-    return min(found, key=lambda option: option.route.seconds)
-
-
 @dataclass
 class _Search:
-    """The discrete search over a model's large tensors."""
+    """The discrete search: what is picked for each large tensor, and, at the end, for the batches of all small ones."""
 
     tensors: list[Gradient]
     costs: Costs
     methods: Sequence[Method]
     partitions: Sequence[int]
     min_elements: int
+    cast: str | None = None
     _known: dict[tuple[int, ...], Outcome] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -241,44 +151,53 @@ class _Search:
         small = [tensor for tensor in self.tensors if self._small(tensor)]
         known: dict[tuple[int, ...], list[Option]] = {}  # by size and neighbours: models repeat their layers
         buckets = Counter(tensor.ready for tensor in self.large if tensor.numel <= MAX_ELEMENTS)
-        self._keys = [(*_size(tensor), buckets[tensor.ready]) for tensor in self.large]
+        self._keys: list[tuple[int, ...]] = [(*tensor.size, buckets[tensor.ready]) for tensor in self.large]
         for tensor, key in zip(self.large, self._keys):
             if key not in known:
                 known[key] = options(tensor, self.costs, self.methods, self.partitions, buckets[tensor.ready])
         self._choices = [known[key] for key in self._keys]
         self._worth: dict[tuple[int, ...], list[int]] = {}
         self._batch_numel = sum(tensor.numel for tensor in small)
-        nbytes = sum(tensor.nbytes for tensor in small)
-        self._batch_bytes = nbytes
-        itemsize = -(-nbytes // max(1, self._batch_numel))
-        self._batch = route("none", "scatter_reduce", 1, self._batch_numel, self.costs, itemsize)
-        self._batches = self._held(small)
+        self._batch_bytes = sum(tensor.nbytes for tensor in small)
+        specs = [DENSE.spec]
+        if self.cast is not None and any(_may_be_cast(tensor) for tensor in small):
+            specs.append(self.cast)
+        self._batches = [self._held(small, spec) for spec in specs]
+        self._keys.append((self._batch_numel,))
+        self._choices.append(
+            [
+                Option(spec, "scatter_reduce", 1, self._batch(spec, self._batch_numel, self._batch_bytes))
+                for spec in specs
+            ]
+        )
         self._left = max(20, _TENSOR_RUNS // max(1, len(self.large)))
 
     def _small(self, tensor: Gradient) -> bool:
         return len(tensor.shape) <= 1 or tensor.numel < self.min_elements
 
-    def _held(self, small: Sequence[Gradient]) -> list[Job]:
-        """The messages of small dense tensors: each when `BATCH_BYTES` are there, the last with the last bucket."""
+    def _batch(self, spec: str, numel: int, nbytes: int) -> Route:
+        return route(spec, "scatter_reduce", 1, numel, self.costs, -(-nbytes // max(1, numel)))
+
+    def _held(self, small: Sequence[Gradient], spec: str) -> list[Job]:
+        """The batches of small tensors: each when `BATCH_BYTES` are there, the last with the last bucket."""
         jobs, numel, nbytes = [], 0, 0
         last = max((tensor.ready for tensor in self.tensors), default=0.0)
         for index, tensor in enumerate(small):
             numel, nbytes = numel + tensor.numel, nbytes + tensor.nbytes
             end = index == len(small) - 1
             if end or (nbytes >= BATCH_BYTES and small[index + 1].ready > tensor.ready):
-                way = route("none", "scatter_reduce", 1, numel, self.costs, -(-nbytes // numel))
-                jobs.append(Job(last if end else tensor.ready, way))
+                jobs.append(Job(last if end else tensor.ready, self._batch(spec, numel, nbytes)))
                 numel, nbytes = 0, 0
         return jobs
 
     def run(self, picks: Sequence[int]) -> Outcome:
-        """The schedule of one choice for each large tensor."""
+        """The schedule of one choice for each large tensor, and one for all batches."""
         key = tuple(picks)
         if key not in self._known:
             self._left -= 1
             jobs = [Job(tensor.ready, choices[pick].route)
                     for tensor, choices, pick in zip(self.large, self._choices, picks)]  # fmt: skip
-            jobs += self._batches
+            jobs += self._batches[picks[-1]]
             self._known[key] = schedule.run(jobs)
         return self._known[key]
 
@@ -293,11 +212,11 @@ class _Search:
         return any(choices[pick].spec != "none" for choices, pick in zip(self._choices, picks))
 
     def uniform(self, spec: str, strategy: str | None) -> list[int]:
-        """One method for all, each with its best partitions."""
+        """One method for all, each with its best partitions; batches are dense where they cannot travel so."""
         picks = []
         for choices in self._choices:
             fitting = [index for index, option in enumerate(choices)
-                       if option.spec == spec and strategy in (None, option.strategy)]  # fmt: skip
+                       if option.spec == spec and strategy in (None, option.strategy)] or [0]  # fmt: skip
             picks.append(min(fitting, key=lambda index: choices[index].route.seconds))
         return picks
 
@@ -343,7 +262,7 @@ class _Search:
         """The options of a tensor that no other beats in codec, link and time alike."""
         size = self._keys[index]
         if size not in self._worth:
-            self._worth[size] = _unbeaten(self._choices[index])
+            self._worth[size] = unbeaten(self._choices[index])
         return self._worth[size]
 
     def _give_back(self, picks: list[int], backward: float) -> list[int]:
@@ -375,14 +294,20 @@ class _Search:
         for tensor, choices, pick, none in zip(self.large, self._choices, picks, dense):
             native = native_seconds(tensor.nbytes, self.costs)
             chosen[tensor.name] = (choices[pick], 1.0, min(native, choices[none].route.seconds))
-        batch = Option("none", "scatter_reduce", 1, self._batch)
-        together = min(native_seconds(self._batch_bytes, self.costs), self._batch.seconds)
+        as_they_are, batch = self._choices[-1][0], self._choices[-1][picks[-1]]
+        together = min(native_seconds(self._batch_bytes, self.costs), as_they_are.route.seconds)
         found = []
         for tensor in self.tensors:
             share = tensor.numel / max(1, self._batch_numel)
-            option, share, least = chosen.get(tensor.name, (batch, share, share * together))
+            small = batch if _may_be_cast(tensor) else as_they_are
+            option, share, least = chosen.get(tensor.name, (small, share, share * together))
             found.append(_row(tensor, option, share, least, tensor.name not in chosen))
         return found
+
+
+def _may_be_cast(tensor: Gradient) -> bool:
+    """Of 16 bits a cast makes nothing smaller."""
+    return tensor.dtype.itemsize > 2
 
 
 def _row(tensor: Gradient, option: Option, share: float, dense: float, batched: bool) -> Row:

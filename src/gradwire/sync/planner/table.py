@@ -32,7 +32,7 @@ class Row:
         spec: the compressor, as ``"threelc:sparsity=1.5"``.
         strategy: how it travels.
         partitions: ranges a rank's share is cut into.
-        batched: travels in one message with other small dense tensors; seconds are then its share of theirs.
+        batched: travels in one message with other small tensors; seconds are then its share of theirs.
         encode: in which a rank's codec encodes.
         wire: in which a rank's link is busy.
         decode: in which a rank's codec decodes and merges.
@@ -199,15 +199,20 @@ _LEFT = (0, 3, 4)  # columns of text
 def _grouped(rows: Iterable[Row]) -> list[Row]:
     """The rows, with those that travel in one message as one."""
     rows = list(rows)
-    small = [row for row in rows if row.batched]
-    if len(small) < 2:
-        return rows
-    sums = {name: sum(getattr(row, name) for row in small)
+    small: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.batched:
+            small.setdefault(row.spec, []).append(row)
+    return [row for row in rows if not row.batched] + [_together(batch) for batch in small.values()]
+
+
+def _together(rows: list[Row]) -> Row:
+    """Small tensors as one row."""
+    if len(rows) == 1:
+        return rows[0]
+    sums = {name: sum(getattr(row, name) for row in rows)
             for name in ("numel", "encode", "wire", "decode", "total", "dense")}  # fmt: skip
-    ready = max(row.ready for row in small)
-    return [row for row in rows if not row.batched] + [
-        replace(small[0], name=f"{len(small)} small tensors", ready=ready, **sums)
-    ]
+    return replace(rows[0], name=f"{len(rows)} small tensors", ready=max(row.ready for row in rows), **sums)
 
 
 def _cells(row: Row) -> tuple[str, ...]:
