@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from gradwire.compressors.base import Compressor
-from gradwire.compressors.registry import spec_of
+from gradwire.compressors.registry import compressor_of, spec_of
 from gradwire.core.errors import (
     AttachError,
     FrameError,
@@ -49,6 +49,8 @@ from gradwire.protocol.parameters.agreement import (
 from gradwire.protocol.parameters.slot import Slot
 from gradwire.sync.plan import Plan
 
+Methods = str | Compressor | dict[str, str | Compressor]
+
 
 class ParameterClient:
     """A worker: pushes a model's gradients to parameter servers and pulls the changes.
@@ -58,7 +60,8 @@ class ParameterClient:
         optimizer: of those parameters, never stepped here: the servers step one of its class.
         servers: ``host:port``, one or several, the same in the same order at all workers; each keeps a part of the
             model. Default: `GRADWIRE_SERVERS`, separated by commas.
-        compressor: of gradients and changes: a name, an instance, or patterns as in a plan.
+        compressor: of gradients and changes: a name, with options as in ``"threelc:sparsity=1.75"``, an instance, or
+            patterns as in a plan.
         pull: of changes, where it is another.
         worker: id of this worker, 0 to n - 1; default `RANK`.
         workers: how many there are; default `WORLD_SIZE`.
@@ -87,8 +90,8 @@ class ParameterClient:
         optimizer: torch.optim.Optimizer,
         servers: str | Sequence[str] | None = None,
         *,
-        compressor: str | Compressor | dict[str, str | Compressor] = "threelc",
-        pull: str | Compressor | dict[str, str | Compressor] | None = None,
+        compressor: Methods = "threelc",
+        pull: Methods | None = None,
         worker: int | None = None,
         workers: int | None = None,
         backups: int = 0,
@@ -120,8 +123,8 @@ class ParameterClient:
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         addresses = _addresses(servers)
         policy = {None: None, True: "error", False: "none"}[feedback]
-        plan = Plan(compressor, min_elements=min_elements, feedback=policy)
-        pull_plan = plan if pull is None else Plan(pull, min_elements=min_elements, feedback=policy)
+        plan = Plan(_made(compressor), min_elements=min_elements, feedback=policy)
+        pull_plan = plan if pull is None else Plan(_made(pull), min_elements=min_elements, feedback=policy)
         terms = {name: self._terms(name, plan, pull_plan) for name in self._parameters}
         incarnation = time.time_ns()
         self._lines: list[Line] = []
@@ -373,6 +376,12 @@ def _share(parameters: dict[str, torch.nn.Parameter], servers: int) -> list[list
         home[name] = load.index(min(load))
         load[home[name]] += parameters[name].nbytes
     return [[name for name in parameters if home[name] == server] for server in range(servers)]
+
+
+def _made(method: Methods) -> Compressor | dict[str, Compressor]:
+    if isinstance(method, dict):
+        return {pattern: compressor_of(each) if isinstance(each, str) else each for pattern, each in method.items()}
+    return compressor_of(method) if isinstance(method, str) else method
 
 
 def _addresses(servers: str | Sequence[str] | None) -> list[tuple[str, int]]:
