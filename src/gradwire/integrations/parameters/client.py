@@ -19,7 +19,7 @@ worker's own, where there one worker updates batch normalisation; its affine par
 from __future__ import annotations
 
 import contextlib
-import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -29,27 +29,31 @@ from typing import Any
 
 import torch
 
-from gradwire.compressors.base import Compressor
-from gradwire.compressors.registry import compressor_of, spec_of
+from gradwire.compressors.registry import spec_of
 from gradwire.core.errors import (
     AttachError,
-    FrameError,
     OptionError,
 )
 from gradwire.core.spec import TensorSpec
+from gradwire.integrations.parameters.arguments import (
+    Methods,
+    addresses_of,
+    class_name,
+    compressors,
+    hyper_parameters,
+    number,
+)
 from gradwire.integrations.parameters.coder import Coder
 from gradwire.integrations.parameters.line import Line
+from gradwire.integrations.parameters.pieces import ELEMENT_WISE, Piece, cut, share
 from gradwire.integrations.torch_private import note_step
 from gradwire.protocol.parameters.agreement import (
     Agreement,
     Groups,
     Terms,
-    groups_from,
 )
 from gradwire.protocol.parameters.slot import Slot
 from gradwire.sync.plan import Plan
-
-Methods = str | Compressor | dict[str, str | Compressor]
 
 
 class ParameterClient:
@@ -68,6 +72,8 @@ class ParameterClient:
         backups: so many workers may miss a step without holding it up; they keep their gradients.
         local_steps: gradients are accumulated over so many steps, and then pushed.
         min_elements: smaller tensors, and all vectors, are not compressed.
+        piece_elements: larger parameters travel in pieces of whole rows, each with a context of its own, where the
+            optimizer treats every element by itself.
         feedback: whether what a payload loses is made up for later; None leaves it to the compressor.
         overlap: whether gradients go as soon as they are there. False sends them in `step`, after clipping and scaling.
         fine_grained: whether each module's forward waits for its own parameters alone. Pass False for a model that
@@ -97,6 +103,7 @@ class ParameterClient:
         backups: int = 0,
         local_steps: int = 1,
         min_elements: int = 1024,
+        piece_elements: int = 1 << 15,
         feedback: bool | None = None,
         overlap: bool = True,
         fine_grained: bool = True,
@@ -108,8 +115,8 @@ class ParameterClient:
     ) -> None:
         self.model = model
         self.optimizer = optimizer
-        self.worker = _number("worker", worker, "RANK")
-        self.workers = _number("workers", workers, "WORLD_SIZE")
+        self.worker = number("worker", worker, "RANK")
+        self.workers = number("workers", workers, "WORLD_SIZE")
         if not 0 <= self.worker < self.workers or not 0 <= backups < self.workers or local_steps < 1:
             raise OptionError(
                 f"Expected a worker below {self.workers}, fewer backups, and 1 local step or more, got worker "
@@ -121,24 +128,27 @@ class ParameterClient:
         self._pushing = True
         self._micro_step = 0
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        addresses = _addresses(servers)
+        addresses = addresses_of(servers)
         policy = {None: None, True: "error", False: "none"}[feedback]
-        plan = Plan(_made(compressor), min_elements=min_elements, feedback=policy)
-        pull_plan = plan if pull is None else Plan(_made(pull), min_elements=min_elements, feedback=policy)
-        terms = {name: self._terms(name, plan, pull_plan) for name in self._parameters}
+        plan = Plan(compressors(compressor), min_elements=min_elements, feedback=policy)
+        pull_plan = plan if pull is None else Plan(compressors(pull), min_elements=min_elements, feedback=policy)
+        optimizer_name = class_name(optimizer)
+        elements = piece_elements if optimizer_name in ELEMENT_WISE else sys.maxsize
         incarnation = time.time_ns()
         self._lines: list[Line] = []
-        self._homes: dict[str, tuple[Line, Slot]] = {}
-        for address, names in zip(addresses, _share(self._parameters, len(addresses))):
-            agreement = Agreement(
-                self.workers, backups, seed, _class_name(optimizer), tuple(terms[name] for name in names)
-            )
+        self._homes: dict[str, list[tuple[Piece, Line, Slot]]] = {name: [] for name in self._parameters}
+        for address, pieces in zip(addresses, share(cut(self._parameters, elements), self._parameters, len(addresses))):
+            terms = tuple(self._terms(piece, plan, pull_plan) for piece in pieces)
+            agreement = Agreement(self.workers, backups, seed, optimizer_name, terms)
+            parts = {piece.name: piece.of(self._parameters[piece.parameter].data) for piece in pieces}
             line = Line(
                 address, agreement, self.worker, job, incarnation, timeout,
-                groups=self._groups, values=lambda name: self._parameters[name], key_file=key_file, insecure=insecure,
+                groups=self._groups, values=parts.__getitem__, key_file=key_file, insecure=insecure,
             )  # fmt: skip
             self._lines.append(line)
-            self._homes.update((name, (line, slot)) for name, slot in zip(names, line.slots))
+            for piece, slot in zip(pieces, line.slots):
+                self._homes[piece.parameter].append((piece, line, slot))
+        self._slots = [slot for line in self._lines for slot in line.slots]
         self._coder = Coder()
         self._told = self._groups()
         self._pushed: set[str] = set()
@@ -151,7 +161,7 @@ class ParameterClient:
                 line.start()
             for line in self._lines:
                 line.wait_for_values()
-            self._step = min(slot.known for _, slot in self._homes.values())
+            self._step = min(slot.known for slot in self._slots)
             self.wait()
             self._install()
         except BaseException:
@@ -203,20 +213,29 @@ class ParameterClient:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """What this worker has kept back, by parameter name: float32, only where there is something."""
         self.wait()
-        kept = {name: slot.residual for name, (_, slot) in self._homes.items()}
-        return {name: torch.from_numpy(each.copy()) for name, each in kept.items() if each is not None}
+        found = {}
+        for name, homes in self._homes.items():
+            if any(slot.residual is not None for _, _, slot in homes):
+                found[name] = torch.zeros(self._parameters[name].shape)
+                for piece, _, slot in homes:
+                    if slot.residual is not None:
+                        piece.of(found[name]).reshape(-1).copy_(torch.from_numpy(slot.residual))
+        return found
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Take up what an earlier process of this worker has kept back.
 
         Raises:
-            OptionError: a name or a size that this model does not have.
+            OptionError: a name or a shape that this model does not have.
         """
         for name, kept in state.items():
-            if name not in self._homes or kept.numel() != self._parameters[name].numel():
-                raise OptionError(f"Expected residuals of this model's parameters, got {name!r} of {kept.numel()}.")
+            if name not in self._homes or kept.shape != self._parameters[name].shape:
+                raise OptionError(
+                    f"Expected residuals of this model's parameters, got {name!r} of {tuple(kept.shape)}."
+                )
         for name, kept in state.items():
-            self._homes[name][1].residual = kept.to(torch.float32).reshape(-1).numpy().copy()
+            for piece, _, slot in self._homes[name]:
+                slot.residual = piece.of(kept).to(torch.float32).reshape(-1).numpy().copy()
 
     @property
     def steps(self) -> int:
@@ -291,8 +310,8 @@ class ParameterClient:
         if not self._pushed:
             self._tell_groups()
         self._pushed.add(name)
-        line, slot = self._homes[name]
-        self._coder.submit(partial(line.push, slot, grad, self._step))
+        for piece, line, slot in self._homes[name]:
+            self._coder.submit(partial(line.push, slot, None if grad is None else piece.of(grad), self._step))
 
     def _tell_groups(self) -> None:
         groups = self._groups()
@@ -329,25 +348,25 @@ class ParameterClient:
 
         Whoever has pushed for a step had all updates before it: to those, this worker can go without being waited for.
         """
-        newest = max(slot.known for _, slot in self._homes.values())
+        newest = max(slot.known for slot in self._slots)
         self._step = max(self._step, newest - 1)
 
     def _pull(self, name: str) -> None:
         if name in self._behind:
-            line, slot = self._homes[name]
-            line.pull(slot, self._parameters[name], self._step)
+            for piece, line, slot in self._homes[name]:
+                line.pull(slot, piece.of(self._parameters[name].data), self._step)
             self._behind.discard(name)
 
     # -- agreement -------------------------------------------------------------------------------------------
 
-    def _terms(self, name: str, plan: Plan, pull_plan: Plan) -> Terms:
-        parameter = self._parameters[name]
-        spec = TensorSpec.of(parameter)
-        push, pull = plan.entry(name, spec), pull_plan.entry(name, spec)
+    def _terms(self, piece: Piece, plan: Plan, pull_plan: Plan) -> Terms:
+        name, parameter = piece.parameter, self._parameters[piece.parameter]
+        push, pull = (each.entry(name, TensorSpec.of(parameter)) for each in (plan, pull_plan))
+        spec = TensorSpec.of(piece.of(parameter))
         for index, group in enumerate(self.optimizer.param_groups):
             if any(parameter is each for each in group["params"]):
                 return Terms(
-                    name, spec.shape, str(spec.dtype).removeprefix("torch."), spec_of(push.compressor),
+                    piece.name, spec.shape, str(spec.dtype).removeprefix("torch."), spec_of(push.compressor),
                     spec_of(pull.compressor), index, push.feedback != "none", pull.feedback != "none" or
                     pull.compressor.exact,
                 )  # fmt: skip
@@ -357,60 +376,4 @@ class ParameterClient:
         )
 
     def _groups(self) -> Groups:
-        groups = [
-            {key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups
-        ]
-        try:
-            return groups_from([{key: _plain(value) for key, value in group.items()} for group in groups])
-        except FrameError as error:
-            raise OptionError(
-                f"Expected hyper-parameters that are numbers, flags or texts, got {groups}. Do: pass lr as a float."
-            ) from error
-
-
-def _share(parameters: dict[str, torch.nn.Parameter], servers: int) -> list[list[str]]:
-    """Names by server: each parameter goes to the server with the fewest bytes so far, the largest first."""
-    load = [0] * servers
-    home: dict[str, int] = {}
-    for name in sorted(parameters, key=lambda name: (-parameters[name].nbytes, name)):
-        home[name] = load.index(min(load))
-        load[home[name]] += parameters[name].nbytes
-    return [[name for name in parameters if home[name] == server] for server in range(servers)]
-
-
-def _made(method: Methods) -> Compressor | dict[str, Compressor]:
-    if isinstance(method, dict):
-        return {pattern: compressor_of(each) if isinstance(each, str) else each for pattern, each in method.items()}
-    return compressor_of(method) if isinstance(method, str) else method
-
-
-def _addresses(servers: str | Sequence[str] | None) -> list[tuple[str, int]]:
-    said = os.environ.get("GRADWIRE_SERVERS", "") if servers is None else servers
-    texts = [text.strip() for text in said.split(",")] if isinstance(said, str) else list(said)
-    found = []
-    for text in texts:
-        host, colon, port = text.rpartition(":")
-        if not colon or not port.isdigit():
-            raise OptionError(
-                f"Expected servers as host:port, got {text!r}. Do: pass them, or set GRADWIRE_SERVERS=host:port."
-            )
-        found.append((host.strip("[]"), int(port)))
-    return found
-
-
-def _number(name: str, value: int | None, variable: str) -> int:
-    said = os.environ.get(variable) if value is None else value
-    if said is None:
-        raise OptionError(f"Expected {name}, got none. Do: pass {name}=, or set {variable} (as torchrun does).")
-    return int(said)
-
-
-def _class_name(optimizer: torch.optim.Optimizer) -> str:
-    kind = type(optimizer)
-    return kind.__name__ if getattr(torch.optim, kind.__name__, None) is kind else f"{kind.__module__}.{kind.__name__}"
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return value.item()
-    return list(value) if isinstance(value, tuple) else value
+        return hyper_parameters(self.optimizer)

@@ -92,11 +92,11 @@ class Line:
         header = Header(FrameKind.GROUPS, sender=self._worker, epoch=self._epoch)
         self._hub.send(self._server, header, np.frombuffer(groups_to(groups), np.uint8))
 
-    def pull(self, slot: Slot, parameter: torch.Tensor, version: int) -> None:
-        """Bring a parameter up to `version`, once that has come."""
+    def pull(self, slot: Slot, values: torch.Tensor, version: int) -> None:
+        """Bring values up to `version` in place, once that has come."""
         self._wait(lambda: slot.known >= version, f"update {version} of {slot.terms.name!r}")
         with self._guards[slot.tensor]:
-            slot.apply(parameter.data, version)
+            slot.apply(values, version)
 
     def close(self, reason: str = "") -> None:
         """Say goodbye, or why not. Idempotent."""

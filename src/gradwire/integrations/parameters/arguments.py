@@ -1,0 +1,71 @@
+"""What a worker is given, as the protocol has it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from gradwire.compressors.base import Compressor
+from gradwire.compressors.registry import compressor_of
+from gradwire.core.errors import FrameError, OptionError
+from gradwire.protocol.parameters.agreement import Groups, groups_from
+
+Methods = str | Compressor | dict[str, str | Compressor]
+
+
+def hyper_parameters(optimizer: torch.optim.Optimizer) -> Groups:
+    """The hyper-parameters of an optimizer's groups, as they are now.
+
+    Raises:
+        OptionError: one of them is not plain.
+    """
+    groups = [
+        {key: _plain(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+    ]
+    try:
+        return groups_from(groups)
+    except FrameError as error:
+        raise OptionError(
+            f"Expected hyper-parameters that are numbers, flags or texts, got {groups}. Do: pass lr as a float."
+        ) from error
+
+
+def compressors(method: Methods) -> Compressor | dict[str, Compressor]:
+    if isinstance(method, dict):
+        return {pattern: compressor_of(each) if isinstance(each, str) else each for pattern, each in method.items()}
+    return compressor_of(method) if isinstance(method, str) else method
+
+
+def addresses_of(servers: str | Sequence[str] | None) -> list[tuple[str, int]]:
+    said = os.environ.get("GRADWIRE_SERVERS", "") if servers is None else servers
+    texts = [text.strip() for text in said.split(",")] if isinstance(said, str) else list(said)
+    found = []
+    for text in texts:
+        host, colon, port = text.rpartition(":")
+        if not colon or not port.isdigit():
+            raise OptionError(
+                f"Expected servers as host:port, got {text!r}. Do: pass them, or set GRADWIRE_SERVERS=host:port."
+            )
+        found.append((host.strip("[]"), int(port)))
+    return found
+
+
+def number(name: str, value: int | None, variable: str) -> int:
+    said = os.environ.get(variable) if value is None else value
+    if said is None:
+        raise OptionError(f"Expected {name}, got none. Do: pass {name}=, or set {variable} (as torchrun does).")
+    return int(said)
+
+
+def class_name(optimizer: torch.optim.Optimizer) -> str:
+    kind = type(optimizer)
+    return kind.__name__ if getattr(torch.optim, kind.__name__, None) is kind else f"{kind.__module__}.{kind.__name__}"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    return list(value) if isinstance(value, tuple) else value
