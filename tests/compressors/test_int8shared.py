@@ -25,6 +25,20 @@ def test_shared_scales_travel_in_no_payload_but_where_there_were_none() -> None:
         codec.decode(bare, context(grad), stats=[np.ones(3, np.float32)])
 
 
+def test_lanes_are_the_sums_of_levels_and_near_the_mean() -> None:
+    codec, grads = compressors.make("int8shared", block=64), [normal(500, seed=rank) for rank in range(5)]
+    stats = reduced(codec, grads, 1 / 5)
+    lanes, levels = np.zeros(500, np.int16), []
+    for rank, grad in enumerate(grads):
+        payload = codec.encode_compensated(grad, context(grad, rank=rank), None, scale=1 / 5, stats=stats)
+        codec.lift(payload, context(grad), lanes, accumulate=True)
+        levels.append(payload.body.view(np.int8).astype(int))
+    assert np.array_equal(lanes, sum(levels))
+    assert codec.lane_bound(5) == 127 == max(np.abs(level).max() for level in levels)
+    off = codec.lower(lanes, 5, context(grads[0]), stats, torch.empty(500)) - torch.stack(grads).mean(0)
+    assert off.abs().max() <= 5 * stats[0].max() / 127
+
+
 def test_lanes_are_the_narrowest_that_hold_the_sum() -> None:
     codec = compressors.make("int8shared")
     assert codec.lane_dtype(258) == np.int16

@@ -44,6 +44,8 @@ OPTION_SETS: dict[str, list[dict]] = {
     "qsgd": [{"bits": 8, "block": 100}, {"bits": 2}],
     "randomk": [{"ratio": 0.5}],
     "powersgd": [{"rank": 1}, {"rank": 12}],
+    "thc": [{"bits": 3, "granularity": 20, "block": 64, "p": 2**-10}, {"bits": 5, "rotate": "full"}],
+    "uthc": [{"bits": 8, "rotate": "none"}, {"bits": 2, "block": 128}],
 }
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import typer
 
-from gradwire.cli import bench, check, compressors, demo, graph, lab, plan, probe, serve, show, simulate
+from gradwire.cli import bench, check, compressors, demo, graph, lab, plan, probe, serve, show, simulate, tables
 
-COMMANDS = (demo, lab, probe, bench, compressors, check, show, graph, plan, simulate, serve)
+COMMANDS = (demo, lab, probe, bench, compressors, check, show, tables, graph, plan, simulate, serve)
 """Modules of commands, in the order of the help page. Each has `register(app: typer.Typer) -> None`."""
 
 

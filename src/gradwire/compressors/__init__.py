@@ -20,9 +20,11 @@ from gradwire.compressors import (
     tbq,
     ternary,
     terngrad,
+    thc,
     threelc,
     threshold,
     topk,
+    uthc,
 )
 from gradwire.compressors.base import Compressor, Stat
 from gradwire.compressors.registry import Description, code, describe, make, names, register
@@ -55,7 +57,9 @@ __all__ = [
     "tbq",
     "ternary",
     "terngrad",
+    "thc",
     "threelc",
     "threshold",
     "topk",
+    "uthc",
 ]

@@ -83,7 +83,7 @@ class Compressor(ABC):
         return None
 
     def variance(self, spec: TensorSpec) -> float | None:
-        """The ω of E‖g − decode(encode(g))‖² ≤ ω‖g‖² for every g of this spec, where unbiased; or None.
+        """The ω of E‖g − decode(encode(g))‖² ≤ ω‖g‖² for every g of this spec, the bias included; or None.
 
         No element decodes to more than 1 + ω times the largest magnitude of g: to more than twice that only where an
         ω above 1 is declared.
@@ -224,6 +224,10 @@ class Compressor(ABC):
     def lane_dtype(self, world_size: int) -> np.dtype:
         """The narrowest integer type whose lanes hold the sum over `world_size` ranks without overflow, or float32."""
         raise NotImplementedError(f"{self!r} is not summable")
+
+    def lane_bound(self, world_size: int) -> int:
+        """The largest magnitude that one payload adds to a lane of integers, where `world_size` ranks add theirs."""
+        raise NotImplementedError(f"{self!r} does not add integers")
 
     def num_lanes(self, spec: TensorSpec) -> int:
         """How many lanes a tensor of this spec takes."""

@@ -141,6 +141,10 @@ class Int8Shared(ArrayCompressor):
                 return lane
         raise OptionError(f"Expected at most {2**31 // 128} ranks, got {world_size}. Do: sum in groups of ranks.")
 
+    def lane_bound(self, world_size: int) -> int:
+        """127."""
+        return _LEVELS
+
     def num_lanes(self, spec: TensorSpec) -> int:
         """A lane an element."""
         return spec.numel

@@ -47,9 +47,8 @@ def _is_random(codec: Compressor) -> bool:
 def unbiased_over_the_private_stream(codec: Compressor) -> None:
     """Hoeffding's bound, of each element and of their mean; false alarm at most 2e-6 a seed, and seeds are fixed."""
     grad, draws = heavy_tailed(512).clamp(-3, 3), 400
-    decoded = torch.stack(
-        [codec.decode(codec.encode(grad, context(grad, step=step)), context(grad)) for step in range(draws)]
-    ).double()
+    ctxs = [context(grad, step=step) for step in range(draws)]
+    decoded = torch.stack([codec.decode(codec.encode(grad, ctx), ctx) for ctx in ctxs]).double()
     spread = float((decoded.amax(0) - decoded.amin(0)).max())  # the widest range a draw can take
     error = decoded.mean(0) - grad.double()
     one_element = spread * math.sqrt(math.log(2 * grad.numel() / 1e-6) / (2 * draws))
@@ -67,10 +66,10 @@ def declared_variance_is_a_bound(codec: Compressor) -> None:
     """Six standard errors of the mean of 200 draws, which are independent and have few of them a long tail."""
     for grad in (heavy_tailed(512), normal(512), torch.ones(512)):
         energy = float((grad.double() ** 2).sum())
-        errors = torch.tensor([
-            ((codec.decode(codec.encode(grad, context(grad, step=step)), context(grad)) - grad).double() ** 2).sum()
-            for step in range(200)
-        ])  # fmt: skip
+        ctxs = [context(grad, step=step) for step in range(200)]
+        errors = torch.tensor(
+            [((codec.decode(codec.encode(grad, ctx), ctx) - grad).double() ** 2).sum() for ctx in ctxs]
+        )
         declared = codec.variance(TensorSpec.of(grad))
         assert declared is not None
         slack = 6 * float(errors.std()) / math.sqrt(200)

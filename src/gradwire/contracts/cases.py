@@ -148,7 +148,7 @@ def keeps_float32(codec: Compressor) -> bool:
 def draws(codec: Compressor) -> set[str]:
     """What an encoder draws at random: ``"rounding"`` of every element, or a ``"sample"`` that may change nothing."""
     if not isinstance(codec, TracedCompressor):
-        return {"rounding"} if codec.unbiased and not codec.exact else set()
+        return {"rounding"} if (codec.unbiased and not codec.exact) or codec.name == "thc" else set()
     private = any(node.op == "random" and not node.attrs["shared"] for node in codec.program.encode_nodes())
     sampled = "sample" in codec.program.operators
     return {kind for kind, drawn in (("rounding", private), ("sample", sampled)) if drawn}

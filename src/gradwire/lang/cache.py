@@ -44,12 +44,12 @@ def load(name: str, source: str) -> ModuleType:
 
 
 @functools.cache
-def folder() -> Path:
-    """Where generated source lies."""
+def folder(kind: str = "generated") -> Path:
+    """Where generated source lies, or another kind of thing that can be made again."""
     wanted = os.environ.get("GRADWIRE_CACHE_DIR") or os.path.join(
         os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "gradwire"
     )
-    path = Path(wanted) / "generated"
+    path = Path(wanted) / kind
     with contextlib.suppress(OSError):
         path.mkdir(parents=True, exist_ok=True)
         if os.access(path, os.W_OK):

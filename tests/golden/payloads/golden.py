@@ -25,8 +25,10 @@ OPTION_SETS: dict[str, list[dict]] = {
     "int8shared": [{"block": 16}],
     "powersgd": [{"rank": 2}, {"rank": 8}],
     "ternary": [{}, {"sparsity": 1.75}, {"zero_run": True}],
+    "thc": [{"granularity": 30, "block": 64}, {"bits": 3, "rotate": "full"}],
     "topk": [{}, {"ratio": 0.1}],
     "threelc": [{}, {"sparsity": 1.75}, {"zero_run": False}],
+    "uthc": [{"block": 64}, {"bits": 8, "rotate": "none"}],
 }
 CONTEXT = Context("golden.weight", step=5, rank=2, world_size=4, seed=11, offset=64)
 

@@ -4,6 +4,8 @@ from gradwire.kernels.cpu.bits import (
     pack_bits,
     unpack_bits,
 )
+from gradwire.kernels.cpu.blocks import block_extremes, block_square_sums, encode_indices, lift_indices, lower_blocks
+from gradwire.kernels.cpu.hadamard import hadamard
 from gradwire.kernels.cpu.low_rank import column_products, outer_sum, row_products
 from gradwire.kernels.cpu.quantise import (
     add_lanes,
@@ -34,6 +36,8 @@ __all__ = [
     "accumulate",
     "add_lanes",
     "block_abs_max",
+    "block_extremes",
+    "block_square_sums",
     "cast",
     "check_indices",
     "column_products",
@@ -41,6 +45,10 @@ __all__ = [
     "count_nonfinite",
     "dequantise_int8",
     "dequantise_int8_sum",
+    "encode_indices",
+    "hadamard",
+    "lift_indices",
+    "lower_blocks",
     "lower_lanes",
     "outer_sum",
     "pack_bits",

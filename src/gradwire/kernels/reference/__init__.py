@@ -4,6 +4,8 @@ from gradwire.kernels.reference.bits import (
     pack_bits,
     unpack_bits,
 )
+from gradwire.kernels.reference.blocks import block_extremes, block_square_sums, encode_indices, lift_indices, lower_blocks
+from gradwire.kernels.reference.hadamard import hadamard
 from gradwire.kernels.reference.low_rank import column_products, outer_sum, row_products
 from gradwire.kernels.reference.quantise import (
     add_lanes,
@@ -34,6 +36,8 @@ __all__ = [
     "accumulate",
     "add_lanes",
     "block_abs_max",
+    "block_extremes",
+    "block_square_sums",
     "cast",
     "check_indices",
     "column_products",
@@ -41,6 +45,10 @@ __all__ = [
     "count_nonfinite",
     "dequantise_int8",
     "dequantise_int8_sum",
+    "encode_indices",
+    "hadamard",
+    "lift_indices",
+    "lower_blocks",
     "lower_lanes",
     "outer_sum",
     "pack_bits",

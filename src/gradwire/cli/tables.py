@@ -1,0 +1,69 @@
+"""`gradwire tables`: the lookup tables of `thc`."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from gradwire.compressors.thc_tables import Table
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command to the command line."""
+    app.command("tables")(tables)
+
+
+def tables(
+    bits: Annotated[int, typer.Option(help="Of an index.")] = 4,
+    granularity: Annotated[int | None, typer.Option(help="The largest value; chosen for --ranks if left out.")] = None,
+    p: Annotated[float, typer.Option(help="The fraction of coordinates that are cut.")] = 1 / 32,
+    ranks: Annotated[int, typer.Option(help="For how many ranks to choose the granularity, and fewer bits.")] = 8,
+    as_json: Annotated[bool, typer.Option("--json", help='Print {"table": [...], "cost": ...}, and no table.')] = False,
+) -> None:
+    """Print the optimal table of a granularity, or the one that `thc` takes for a number of ranks.
+
+    The cost is the expected squared error of a normal coordinate of variance 1 that is not cut, times the share of
+    those. Tables are kept on disk.
+
+    Example: gradwire tables --bits 4 --granularity 30 --p 0.03125 --json
+    """
+    from gradwire.compressors import thc_choice, thc_tables
+
+    if granularity is None:
+        thc_tables.check(bits, thc_tables.MAX_GRANULARITY, p)
+        chosen = thc_choice.choose(ranks, bits, p).table
+        bits, granularity = chosen.bits, chosen.granularity
+    found = thc_tables.stored(bits, granularity, p)
+    if as_json:
+        typer.echo(json.dumps({"table": list(found.values), "cost": found.cost}))
+        return
+    _show(found, ranks)
+    typer.echo(f"Kept: {thc_tables.cached(bits, granularity, p)}")
+
+
+def _show(found: Table, ranks: int) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table as RichTable
+
+    from gradwire.compressors import thc_choice
+
+    even = [round(z * found.granularity / (len(found.values) - 1)) for z in range(len(found.values))]
+    shown = RichTable(
+        box=box.SIMPLE_HEAD,
+        title=f"{found.bits} bits, granularity {found.granularity}, p = {found.p:.4g}, cut at ±{found.threshold:.4f}",
+    )
+    for title in ("index", "value", "step", "at", "evenly"):
+        shown.add_column(title, justify="right")
+    last = 0
+    for index, value in enumerate(found.values):
+        at = (2 * value / found.granularity - 1) * found.threshold
+        shown.add_row(str(index), str(value), f"+{value - last}" if index else "", f"{at:+.4f}", str(even[index]))
+        last = value
+    console = Console()
+    console.print(shown)
+    lane = thc_choice.lane_for(ranks, found.granularity)
+    console.print(f"cost {found.cost:.7f}; lanes of {8 * lane.itemsize} bits at {ranks} ranks", highlight=False)

@@ -1,0 +1,49 @@
+"""Sixteen values that lanes choose from by index.
+
+A CPU has an instruction for it, which LLVM finds on x86 in the pattern that is emitted here: one extraction a lane.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba.core.errors import TypingError
+from numba.extending import intrinsic
+
+from gradwire.kernels.cpu.lanes import _lanes
+from gradwire.kernels.cpu.vector import Vector, _ir
+
+ENTRIES = 16
+
+
+@intrinsic
+def lookup(typingctx, table, indices):
+    """The entries of a vector of 16 at these indices, which must be below 16."""
+    if table.lanes != ENTRIES or indices.lanes % ENTRIES:
+        raise TypingError(f"Expected a table of 16 lanes and a multiple of 16 indices, got {table} and {indices}.")
+    target = Vector(table.element, indices.lanes)
+
+    def codegen(context, builder, sig, args):
+        pieces = [
+            _looked_up(builder, args[0], _lanes(builder, args[1], first, ENTRIES))
+            for first in range(0, indices.lanes, ENTRIES)
+        ]
+        while len(pieces) > 1:
+            pieces = [_joined(builder, low, high) for low, high in zip(pieces[::2], pieces[1::2])]
+        assert pieces[0].type == _ir(target)
+        return pieces[0]
+
+    return target(table, indices), codegen
+
+
+def _looked_up(builder, table, indices):
+    found = ir.Constant(table.type, ir.Undefined)
+    for lane in range(ENTRIES):
+        place = ir.Constant(ir.IntType(32), lane)
+        entry = builder.extract_element(table, builder.extract_element(indices, place))
+        found = builder.insert_element(found, entry, place)
+    return found
+
+
+def _joined(builder, low, high):
+    count = low.type.count + high.type.count
+    return builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(ir.IntType(32), count), list(range(count))))

@@ -1,0 +1,133 @@
+"""THC through the real strategies: integers all the way, and the same mean as if they had been added in one place."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import gradwire as gw
+from gradwire.core.context import Context
+from gradwire.core.spec import TensorSpec
+from gradwire.feedback.residuals import Residuals
+from gradwire.sync.codec import make_codec
+from gradwire.sync.item import Item, Part, split
+from gradwire.sync.plan import Plan, PlanEntry
+from gradwire.sync.synchronizer import Shard, Synchronizer
+from tests.sync.harness import ranks
+
+NUMEL, SEED = 9000, 3
+
+
+def gradient(rank: int, step: int = 0, numel: int = NUMEL) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(1000 * rank + step)) * (1 + rank)
+
+
+def exact_mean(codec: gw.Compressor, world_size: int, num_parts: int, grads: list[torch.Tensor]) -> torch.Tensor:
+    """The mean of one step, with lanes of 64 bits in one place; ranges as the strategy cuts them."""
+    mean = torch.empty(NUMEL)
+    for part in split(NUMEL, num_parts):
+        spec, pieces = TensorSpec((part.count,)), [grad[part.slice] for grad in grads]
+        ctxs = [
+            Context("w", step=1, rank=rank, world_size=world_size, seed=SEED, offset=part.offset, spec=spec)
+            for rank in range(world_size)
+        ]
+        scale = 1 / world_size
+        if codec.default_feedback == "error":  # gradients are scaled as they are compensated
+            pieces, scale = [np.float32(scale) * piece for piece in pieces], 1.0
+        each = [codec.stats(piece, ctx, scale) for piece, ctx in zip(pieces, ctxs, strict=True)]
+        combine = {"max": np.maximum, "min": np.minimum}
+        stats = [combine[rows[0].reduction].reduce([row.values for row in rows]) for rows in zip(*each, strict=True)]
+        lanes = np.zeros(codec.num_lanes(spec), np.int64)
+        for piece, ctx in zip(pieces, ctxs, strict=True):
+            payload = codec.encode_compensated(piece, ctx, None, scale=scale, stats=stats)
+            lanes += codec.lift(payload, ctx, np.zeros(lanes.size, np.uint32))
+        assert lanes.max() <= np.iinfo(codec.lane_dtype(world_size)).max
+        narrow = lanes.astype(codec.lane_dtype(world_size))
+        codec.lower(narrow, world_size, ctxs[0], stats, mean[part.slice])
+    return mean
+
+
+def synchronised(world_size: int, strategy: str, codec: gw.Compressor, grads: list[torch.Tensor]) -> list[torch.Tensor]:
+    def run(one: Synchronizer) -> torch.Tensor:
+        one.begin_step()
+        grad = grads[one.rank].clone()
+        one.submit([Shard("w", grad)])
+        one.wait()
+        one.commit()
+        return grad
+
+    with ranks(world_size, Plan({"w": codec}, strategy=strategy), seed=SEED, nodes=1) as group:
+        group.each(lambda one: one.register({"w": TensorSpec((NUMEL,))}))
+        return group.each(run)
+
+
+@pytest.mark.parametrize("strategy", ["scatter_reduce", "ring", "allgather"])
+@pytest.mark.parametrize(
+    "codec", [gw.make("thc"), gw.make("thc", granularity=90, bits=3, block=2048), gw.make("uthc")], ids=repr
+)
+@pytest.mark.parametrize("world_size", [2, 5])
+def test_a_strategy_gives_what_the_exact_integer_aggregate_gives(world_size: int, codec, strategy: str) -> None:
+    """Bit for bit, in lanes of 8 and of 16 bits: nothing was decoded, rounded or wrapped on the way."""
+    grads = [gradient(rank) for rank in range(world_size)]
+    num_parts = 1 if strategy == "allgather" else world_size
+    found = synchronised(world_size, strategy, codec, grads)
+    expected = exact_mean(codec, world_size, num_parts, grads)
+    for mean in found:
+        assert torch.equal(mean, expected)
+    exact = sum(grads) / world_size
+    assert (expected - exact).norm() < 0.5 * exact.norm()
+
+
+def test_ranks_that_did_not_use_a_parameter_are_not_counted() -> None:
+    """Lanes are centred by the number of payloads in them, which the last lane has."""
+    codec, used, part = gw.make("thc", granularity=30), (True, False, True), Part(0, 0, NUMEL)
+    codecs = []
+    for rank, flag in enumerate(used):
+        values = gradient(rank) if flag else torch.zeros(NUMEL)
+        item = Item("w", 0, values, PlanEntry(codec, feedback="none"), 0, 1, used=flag)
+        codecs.append(make_codec(item, Residuals(), rank, 3, seed=SEED))
+    statistics = [each.stats(part) for each in codecs]
+    for each in codecs:
+        each.reduce_stats(part, statistics)
+    codecs[0].decode(part, codecs[0].merge(part, [each.start(part) for each in codecs[1:]], 1), 1)
+    exact = (gradient(0) + gradient(2)) / 3
+    assert (codecs[0].item.values - exact).norm() < 0.2 * exact.norm()
+
+
+@pytest.mark.parametrize("strategy", ["scatter_reduce", "ring", "hierarchical"])
+def test_nothing_is_lost_in_a_hundred_steps(strategy: str) -> None:
+    """Produced = applied + what residuals hold, with a rank that leaves the parameter out now and then."""
+    world_size, numel = 4, 3000
+
+    def run(one: Synchronizer) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        produced, applied = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64)
+        for step in range(100):
+            one.begin_step()
+            used = (step + one.rank) % 7 != 0
+            grad = gradient(one.rank, step, numel) if used else torch.zeros(numel)
+            produced += grad.double() / world_size
+            one.submit([Shard("w", grad, used=used)])
+            one.wait()
+            one.commit()
+            applied += grad.double()
+        held = torch.zeros(numel, dtype=torch.float64)
+        for role in ("local", "aggregate"):
+            for start, values in one.residuals.state_dict()[role].get("w", {}).items():
+                held[int(start) : int(start) + values.numel()] += values.double()
+        return produced, applied, held
+
+    with ranks(world_size, Plan({"w": "thc"}, strategy=strategy)) as group:
+        found = group.each(run)
+    produced, held = sum(each[0] for each in found), sum(each[2] for each in found)
+    assert all(torch.equal(each[1], found[0][1]) for each in found)
+    assert 0 < held.norm() < 0.5 * produced.norm()
+    assert torch.allclose(found[0][1] + held, produced, rtol=0, atol=1e-3 * float(produced.abs().max()))
+
+
+def test_eight_bits_travel_back_at_eight_ranks() -> None:
+    """Half a byte an element to whoever adds, a byte back: the paper's 8 times and 4 times less."""
+    codec, spec = gw.make("thc"), TensorSpec((1 << 20,))
+    there = codec.max_encoded_bytes(spec) - 4 * (1 << 10)  # norms travel in the preliminary round
+    back = codec.num_lanes(spec) * codec.lane_dtype(8).itemsize - 1
+    assert (there, back) == (spec.nbytes // 8, spec.nbytes // 4)
