@@ -106,6 +106,7 @@ class Job:
         self.end = ServerEnd(agreement.workers, agreement.workers, EPOCH, self.shard)
         self.workers = [Worker(number, agreement, seed=seed) for number in range(agreement.workers)]
         self.random = random.Random(seed)
+        self.draws = random.Random(seed)  # of gradients: the same whatever the order of frames
 
     def deliver(self, worker: Worker) -> None:
         """Bring a worker's oldest frame to the server, over the wire's format."""
@@ -136,7 +137,7 @@ class Job:
             worker.begin()
 
     def grads(self, scale: float = 1.0) -> list[torch.Tensor | None]:
-        generator = torch.Generator().manual_seed(self.random.randrange(1 << 30))
+        generator = torch.Generator().manual_seed(self.draws.randrange(1 << 30))
         return [scale * torch.randn(terms.shape, generator=generator) for terms in self.agreement.tensors]
 
     def train(self, steps: int) -> None:

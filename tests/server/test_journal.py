@@ -1,0 +1,134 @@
+"""Checkpoint and journal: a server that starts again is where it was, to the bit, wherever it was cut off."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from gradwire.core.errors import FrameError
+from gradwire.protocol.parameters.server import ServerEnd
+from gradwire.server.journal import Journal
+from gradwire.server.shard import Shard
+from gradwire.wire.frame import HEADER_BYTES
+from tests.protocol.parameters.harness import EPOCH, Job, agreement
+
+
+class Recorded(Job):
+    """A job whose server keeps a journal."""
+
+    def __init__(self, folder: Path, checkpoint_bytes: int, **terms) -> None:
+        super().__init__(agreement(workers=2, **terms))
+        self.folder = folder
+        self.checkpoint_bytes = checkpoint_bytes
+        self.open()
+
+    def open(self) -> None:
+        self.shard = Shard()
+        self.end = ServerEnd(2, 2, EPOCH, self.shard)
+        self.journal = Journal(self.folder, self.end, self.shard, self.checkpoint_bytes)
+        self.journal.restore()
+
+    def deliver(self, worker) -> None:
+        header, body = worker.outbox[0]
+        super().deliver(worker)
+        self.journal.note(header, body)
+
+    def kill(self) -> None:
+        """As kill -9 does: nothing more is written, nothing under way arrives."""
+        self.journal._file.close()
+        for worker in self.workers:
+            worker.inbox.clear()
+            worker.outbox.clear()
+
+
+@pytest.fixture
+def open_job(tmp_path):
+    jobs = []
+
+    def make(checkpoint_bytes: int, **terms) -> Recorded:
+        jobs.append(Recorded(tmp_path, checkpoint_bytes, **terms))
+        return jobs[-1]
+
+    yield make
+    for job in jobs:
+        if job.journal._file is not None:
+            job.journal._file.close()
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "Adagrad"])
+@pytest.mark.parametrize("checkpoint_bytes", [1, 3000, 1 << 30])
+def test_a_killed_server_is_where_it_was(open_job, optimizer, checkpoint_bytes):
+    unbroken = Job(agreement(workers=2, optimizer=optimizer), seed=0)
+    unbroken.start()
+    unbroken.train(12)
+    job = open_job(checkpoint_bytes, optimizer=optimizer)
+    job.start()
+    job.train(5)
+    for worker in job.workers:  # killed in the middle of a step
+        worker.begin()
+        worker.push(job.grads())
+    job.deliver(job.workers[1])
+    job.kill()
+    before = [view.clone() for view in job.shard.views.values()]
+    job.open()
+    assert [round_.version for round_ in job.end.rounds] == [5, 5]
+    assert list(job.end.rounds[0].pushes) == [1]
+    assert all(torch.equal(job.shard.views[tensor], view) for tensor, view in enumerate(before))
+    for worker in job.workers:
+        worker.join()
+    job.settle()
+    job.train(6)
+    for tensor in range(2):
+        assert torch.equal(job.shard.parameters[tensor], unbroken.shard.parameters[tensor])
+        assert torch.equal(job.workers[0].values[tensor], unbroken.workers[0].values[tensor])
+
+
+def test_a_frame_that_was_cut_off_is_sent_again(tmp_path, open_job):
+    job = open_job(1 << 30)
+    job.start()
+    job.train(2)
+    for worker in job.workers:
+        worker.begin()
+        worker.push(job.grads())
+    job.deliver(job.workers[0])
+    whole = (tmp_path / "journal-0").stat().st_size
+    job.deliver(job.workers[0])
+    job.kill()
+    path = tmp_path / "journal-0"
+    content = path.read_bytes()
+    for kept in (whole + 1, whole + HEADER_BYTES - 1, whole + HEADER_BYTES + 3):
+        path.write_bytes(content[:kept])
+        job.open()
+        job.kill()
+        assert path.stat().st_size == whole + 2 * HEADER_BYTES  # and that both workers have left
+        path.write_bytes(content[:kept])
+    job.open()
+    for worker in job.workers:
+        worker.join()
+    job.settle()
+    assert [round_.version for round_ in job.end.rounds] == [3, 3]
+
+
+def test_a_journal_that_was_damaged_is_refused(tmp_path, open_job):
+    job = open_job(1 << 30)
+    job.start()
+    job.train(2)
+    job.kill()
+    path = tmp_path / "journal-0"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+    with pytest.raises(FrameError, match="checksum"):
+        job.open()
+
+
+def test_a_state_of_another_number_of_workers_is_refused(tmp_path, open_job):
+    job = open_job(1)
+    job.start()
+    job.train(1)
+    job.kill()
+    end = ServerEnd(3, 3, EPOCH, Shard())
+    with pytest.raises(FrameError, match="2"):
+        Journal(tmp_path, end, Shard()).restore()

@@ -1,0 +1,205 @@
+"""Hubs: peers that come, go, and come again; strangers; keys."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+import time
+from datetime import timedelta
+
+import numpy as np
+import pytest
+
+from gradwire.core.errors import FrameError, OptionError, PeerFailedError, PeerLostError, PeerTimeoutError
+from gradwire.protocol.handshake import JobKey, Member
+from gradwire.transport.hub import Hub
+from gradwire.transport.keys import job_key
+from gradwire.wire.frame import FrameKind, Header
+
+SERVER, EPOCH = 3, 5
+KEY = JobKey(bytes(32))
+WAIT = 20.0
+
+
+class Owner:
+    def __init__(self) -> None:
+        self.events: queue.Queue[tuple] = queue.Queue()
+        self.refuse = False
+
+    def admit(self, peer, header) -> None:
+        if self.refuse:
+            raise FrameError("not wanted")
+
+    def joined(self, peer) -> None:
+        self.events.put(("joined", peer))
+
+    def deliver(self, peer, header, body) -> None:
+        self.events.put(("frame", peer, header.round, body.tobytes()))
+
+    def left(self, peer, error) -> None:
+        self.events.put(("left", peer, error))
+
+    def hear(self, kind):
+        deadline = time.monotonic() + WAIT
+        while (left := deadline - time.monotonic()) > 0:
+            event = self.events.get(timeout=left)
+            if event[0] == kind:
+                return event
+        raise AssertionError(f"no {kind}")
+
+
+@pytest.fixture
+def hubs():
+    made = []
+
+    def make(rank: int, port: int | None = None, key: JobKey = KEY, timeout: float = 10.0):
+        owner, member = Owner(), Member("job", rank, SERVER + 1, EPOCH)
+        limit = timedelta(seconds=timeout)
+        if rank == SERVER:
+            listener = socket.create_server(("127.0.0.1", port or 0))
+            found = listener.getsockname()[1]
+            hub = Hub(member, key, owner, timeout=limit, listener=listener, callers=frozenset(range(SERVER)))
+            made.append(hub)
+            hub.start()
+            return hub, owner, found
+        hub = Hub(member, key, owner, timeout=limit, call=(SERVER, ("127.0.0.1", port)))
+        made.append(hub)
+        hub.start()
+        return hub, owner
+
+    yield make
+    for hub in made:
+        hub.close()
+
+
+def frame(sender: int, round_: int = 0) -> Header:
+    return Header(FrameKind.PAYLOAD, sender=sender, epoch=EPOCH, round=round_)
+
+
+def test_frames_go_both_ways(hubs):
+    server, there, port = hubs(SERVER)
+    worker, here = hubs(1, port)
+    here.hear("joined")
+    assert there.hear("joined") == ("joined", 1)
+    big = np.arange(3_000_000, dtype=np.uint32).view(np.uint8)
+    assert worker.send(SERVER, frame(1, 1), big)
+    assert worker.send(SERVER, frame(1, 2), np.arange(3, dtype=np.uint8))
+    assert there.hear("frame") == ("frame", 1, 1, big.tobytes())
+    assert there.hear("frame") == ("frame", 1, 2, bytes([0, 1, 2]))
+    assert server.send(1, frame(SERVER, 3), big)
+    assert here.hear("frame")[3] == big.tobytes()
+    assert not server.send(2, frame(SERVER), big)  # who is not there
+
+
+def test_a_goodbye_is_no_error(hubs):
+    _, there, port = hubs(SERVER)
+    worker, here = hubs(0, port)
+    here.hear("joined")
+    worker.send(SERVER, frame(0, 7), np.zeros(1_000_000, np.uint8))
+    worker.close()
+    assert there.hear("frame")[2] == 7
+    assert there.hear("left") == ("left", 0, None)
+
+
+def test_a_reason_arrives(hubs):
+    server, there, port = hubs(SERVER)
+    _, here = hubs(0, port)
+    there.hear("joined")
+    server.dismiss(0, "another model")
+    error = here.hear("left")[2]
+    assert isinstance(error, PeerFailedError)
+    assert "another model" in str(error)
+
+
+def test_a_server_that_comes_back_is_called_again(hubs):
+    first, _, port = hubs(SERVER)
+    _, here = hubs(2, port)
+    here.hear("joined")
+    with first._lock:  # as a kill: connections end without a word
+        for link in first._links.values():
+            link.socket.shutdown(socket.SHUT_RDWR)
+    assert isinstance(here.hear("left")[2], PeerLostError)
+    here.hear("joined")
+
+
+def test_a_second_connection_of_a_peer_takes_the_place_of_the_first(hubs):
+    _, there, port = hubs(SERVER)
+    _, first = hubs(1, port)
+    first.hear("joined")
+    there.hear("joined")
+    _, second = hubs(1, port)
+    second.hear("joined")
+    assert "connected anew" in str(there.hear("left")[2])
+    there.hear("joined")
+
+
+def test_a_refused_frame_costs_its_sender_alone(hubs):
+    _, there, port = hubs(SERVER)
+    bad, bad_owner = hubs(1, port)
+    good, _ = hubs(0, port)
+    for _ in range(2):
+        there.hear("joined")
+    there.refuse = True
+    bad.send(SERVER, frame(1), np.zeros(1, np.uint8))
+    assert "not wanted" in str(there.hear("left")[2])
+    assert "not wanted" in str(bad_owner.hear("left")[2])
+    there.refuse = False
+    good.send(SERVER, frame(0, 4), np.zeros(1, np.uint8))
+    assert there.hear("frame")[2] == 4
+
+
+def test_silence_is_an_error(hubs):
+    _, there, port = hubs(SERVER, timeout=1.0)
+    worker, here = hubs(1, port)
+    here.hear("joined")
+    there.hear("joined")
+    with worker._lock:  # its thread can say nothing
+        assert isinstance(there.hear("left")[2], PeerTimeoutError)
+
+
+def test_strangers_do_not_get_in(hubs):
+    _, there, port = hubs(SERVER)
+    stranger, out = hubs(1, port, key=JobKey(bytes([1]) * 32))
+    with socket.create_connection(("127.0.0.1", port)) as raw:
+        raw.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
+        raw.settimeout(WAIT)
+        with contextlib.suppress(ConnectionResetError):
+            assert raw.recv(4096) == b""
+    _, here = hubs(0, port)
+    here.hear("joined")
+    assert there.hear("joined") == ("joined", 0)
+    assert out.events.empty()
+    assert there.events.empty()
+    assert stranger.problem
+
+
+def test_a_short_timeout_is_refused(hubs):
+    with pytest.raises(OptionError, match="at least 1 s"):
+        hubs(0, 1, timeout=0.5)
+
+
+def test_keys(tmp_path, monkeypatch):
+    monkeypatch.delenv("GRADWIRE_JOB_KEY", raising=False)
+    monkeypatch.delenv("GRADWIRE_JOB_KEY_FILE", raising=False)
+    loopback = job_key("127.0.0.1", "a").reveal()
+    assert loopback != job_key("::1", "b").reveal()
+    with pytest.raises(OptionError, match="GRADWIRE_JOB_KEY_FILE"):
+        job_key("10.0.0.1", "a")
+    assert job_key("10.0.0.1", "a", insecure=True).reveal() == loopback
+    path = tmp_path / "job.key"
+    path.write_text("ab" * 32 + "\n")
+    path.chmod(0o644)
+    with pytest.raises(OptionError, match="chmod 600"):
+        job_key("10.0.0.1", "a", file=path)
+    path.chmod(0o600)
+    assert job_key("10.0.0.1", "a", file=path).reveal() == bytes([0xAB]) * 32
+    monkeypatch.setenv("GRADWIRE_JOB_KEY_FILE", str(path))
+    assert job_key("127.0.0.1", "a").reveal() == bytes([0xAB]) * 32
+    path.write_text("ab" * 31)
+    with pytest.raises(OptionError, match="64 hexadecimal") as raised:
+        job_key("10.0.0.1", "a")
+    assert "abab" not in str(raised.value)
+    monkeypatch.delenv("GRADWIRE_JOB_KEY_FILE")
+    monkeypatch.setenv("GRADWIRE_JOB_KEY", "cd" * 32)
+    assert job_key("10.0.0.1", "a").reveal() == bytes([0xCD]) * 32
