@@ -1,1 +1,1 @@
-"""Processes that run the server ends of the protocols. Empty until the servers arrive; the layer is reserved."""
+"""Processes that run the server ends of the protocols."""
