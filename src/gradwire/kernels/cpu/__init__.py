@@ -5,6 +5,7 @@ from gradwire.kernels.cpu.bits import (
     unpack_bits,
 )
 from gradwire.kernels.cpu.blocks import block_extremes, block_square_sums, encode_indices, lift_indices, lower_blocks
+from gradwire.kernels.cpu.floats import exponent_counts, pack_floats, packs_shorter, unpack_floats
 from gradwire.kernels.cpu.hadamard import hadamard
 from gradwire.kernels.cpu.low_rank import column_products, outer_sum, row_products
 from gradwire.kernels.cpu.quantise import (
@@ -29,6 +30,7 @@ from gradwire.kernels.cpu.select import (
 )
 from gradwire.kernels.cpu.sweep import accumulate, cast, compensate
 from gradwire.kernels.cpu.ternary import pack_ternary, unpack_ternary, unpack_ternary_sum
+from gradwire.kernels.cpu.truncate import truncate_floats, update_limits
 from gradwire.kernels.cpu.zero_run import zero_run_decode, zero_run_encode
 
 __all__ = [
@@ -46,13 +48,16 @@ __all__ = [
     "dequantise_int8",
     "dequantise_int8_sum",
     "encode_indices",
+    "exponent_counts",
     "hadamard",
     "lift_indices",
     "lower_blocks",
     "lower_lanes",
     "outer_sum",
     "pack_bits",
+    "pack_floats",
     "pack_ternary",
+    "packs_shorter",
     "philox",
     "quantise_int8",
     "random16",
@@ -62,9 +67,12 @@ __all__ = [
     "scatter_sum",
     "take",
     "top_k",
+    "truncate_floats",
     "unpack_bits",
+    "unpack_floats",
     "unpack_ternary",
     "unpack_ternary_sum",
+    "update_limits",
     "zero_run_decode",
     "zero_run_encode",
 ]

@@ -195,6 +195,7 @@ def _halving(combine):
 largest_lane = _halving(lambda builder, vector, low, high: _chosen(builder, vector, ">", low, high))
 smallest_lane = _halving(lambda builder, vector, low, high: _chosen(builder, vector, "<", low, high))
 sum_lanes = _halving(lambda builder, vector, low, high: builder.fadd(low, high))
+sum_integers = _halving(lambda builder, vector, low, high: builder.add(low, high))
 
 
 @intrinsic

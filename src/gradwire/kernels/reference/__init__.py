@@ -4,7 +4,14 @@ from gradwire.kernels.reference.bits import (
     pack_bits,
     unpack_bits,
 )
-from gradwire.kernels.reference.blocks import block_extremes, block_square_sums, encode_indices, lift_indices, lower_blocks
+from gradwire.kernels.reference.blocks import (
+    block_extremes,
+    block_square_sums,
+    encode_indices,
+    lift_indices,
+    lower_blocks,
+)
+from gradwire.kernels.reference.floats import exponent_counts, pack_floats, packs_shorter, unpack_floats
 from gradwire.kernels.reference.hadamard import hadamard
 from gradwire.kernels.reference.low_rank import column_products, outer_sum, row_products
 from gradwire.kernels.reference.quantise import (
@@ -29,6 +36,7 @@ from gradwire.kernels.reference.select import (
 )
 from gradwire.kernels.reference.sweep import accumulate, cast, compensate
 from gradwire.kernels.reference.ternary import pack_ternary, unpack_ternary, unpack_ternary_sum
+from gradwire.kernels.reference.truncate import truncate_floats, update_limits
 from gradwire.kernels.reference.zero_run import zero_run_decode, zero_run_encode
 
 __all__ = [
@@ -46,13 +54,16 @@ __all__ = [
     "dequantise_int8",
     "dequantise_int8_sum",
     "encode_indices",
+    "exponent_counts",
     "hadamard",
     "lift_indices",
     "lower_blocks",
     "lower_lanes",
     "outer_sum",
     "pack_bits",
+    "pack_floats",
     "pack_ternary",
+    "packs_shorter",
     "philox",
     "quantise_int8",
     "random16",
@@ -62,9 +73,12 @@ __all__ = [
     "scatter_sum",
     "take",
     "top_k",
+    "truncate_floats",
     "unpack_bits",
+    "unpack_floats",
     "unpack_ternary",
     "unpack_ternary_sum",
+    "update_limits",
     "zero_run_decode",
     "zero_run_encode",
 ]

@@ -1,0 +1,518 @@
+"""Lossless compression of floats. Mirrors `reference.floats`, where the contracts stand.
+
+A chunk is taken in sweeps over memory that stays in the cache: one finds symbols and counts, `streams` writes words,
+one drops exponents and zeros, `fields` packs the rest. Where no element is +0 nothing is moved but whole vectors.
+"""
+# Shapes: N elements, C = ceil(N / 16384) chunks
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+
+from gradwire.kernels.cpu import streams
+from gradwire.kernels.cpu.compile import kernel
+from gradwire.kernels.cpu.elements import LANES, as_writable
+from gradwire.kernels.cpu.fields import fields_bytes, pack_fields, unpack_fields
+from gradwire.kernels.cpu.lanes import convert, convert_like, mask_bits, popcount, select, splat, sum_integers
+from gradwire.kernels.cpu.vector import load, store, store_until, u16, u32
+from gradwire.kernels.float_format import (
+    CHUNK,
+    FLAT,
+    FORM_SHIFT,
+    LEVELLED,
+    LEVELS,
+    SIZE_MASK,
+    STORED,
+    STREAMS,
+    TABLE_BYTES,
+    as_bits,
+    format_of,
+)
+from gradwire.kernels.layout import expect_size
+from gradwire.kernels.prefix_code import NUM_SYMBOLS, PrefixCode
+
+_U1 = np.uint64(1)
+
+
+class _Room(threading.local):
+    """Memory of a thread for one chunk, kept from call to call."""
+
+    def __init__(self) -> None:
+        self.packing = (
+            np.empty(CHUNK, np.uint16),  # symbols
+            np.empty(CHUNK + 1, np.uint32),  # signs and mantissas
+            np.empty(CHUNK + 1, np.uint8),  # levels
+            np.empty(STREAMS * streams.ROOM_BYTES, np.uint8),
+        )
+        room = STREAMS * streams.STRIDE
+        self.unpacking = (
+            np.empty(room, np.uint8),  # symbols
+            np.empty(room, np.uint8),  # whether they are kept
+            np.empty(CHUNK + 1, np.uint32),  # signs and mantissas
+            np.empty(CHUNK + 1, np.uint32),  # the same, level after level
+            np.empty(CHUNK + 1, np.uint8),  # levels
+            np.empty(CHUNK, np.uint64),  # places of zeros after an escape
+            np.empty(CHUNK, np.uint16),  # symbols, to see how long a chunk would be
+        )
+
+
+_room = _Room()
+
+
+# -- what a chunk holds ----------------------------------------------------------------------------------------
+
+
+@kernel
+def _mean_of(x, form):
+    """The mean of the exponents above 0, rounded; 1 if there is none."""
+    _, mantissa, exponents, _, _, _ = form
+    count, sums = np.int64(0), splat(np.uint32(0), LANES)
+    for i in range(0, x.size, LANES):
+        found = (convert(load(x, i, LANES), u32) >> mantissa) & (exponents - 1)
+        sums = sums + found
+        count += popcount(mask_bits(found != 0))
+    total = np.int64(sum_integers(sums))
+    return (total + count // 2) // count if count > 0 else np.int64(1)
+
+
+@kernel
+def _turn(form, mean):
+    """Compiled `FloatFormat.turn`."""
+    return (form[5] - mean + form[2] - 1) % (form[2] - 1)
+
+
+@kernel
+def _symbols_of(x, form, mean, symbols, counts):
+    """Write the symbols, uint16, and count elements but +0 by level, and +0 in counts[4]."""
+    _, mantissa, exponents, special, step, _ = form
+    turn = _turn(form, mean)
+    counts[:] = 0
+    for i in range(0, x.size, LANES):
+        values = convert(load(x, i, LANES), u32)
+        found = (values >> mantissa) & (exponents - 1)
+        moved = found + turn
+        moved = select(moved >= exponents, moved - (exponents - 1), moved)
+        rest = select(values != 0, splat(np.uint32(special), LANES), found)
+        store(symbols, i, convert(select(found != 0, moved, rest), u16))
+        counts[LEVELS] += popcount(mask_bits(values == 0))
+        for level in range(1, LEVELS):
+            counts[level] += popcount(mask_bits((values & ((1 << (level * step)) - 1)) == 0))
+    missing = (LANES - x.size % LANES) % LANES  # lanes past the end are zeros
+    for level in range(1, LEVELS + 1):
+        counts[level] -= missing
+    _by_level(x.size, counts)
+
+
+@kernel
+def _by_level(size, counts):
+    """From elements of at least a level, +0 among them, to elements of a level, without."""
+    zeros = counts[LEVELS]
+    counts[0] = size
+    for level in range(LEVELS - 1):
+        counts[level] -= counts[level + 1]
+    counts[LEVELS - 1] -= zeros
+
+
+@kernel
+def _mantissa_bytes(form, counts):
+    """The form of signs and mantissas, and their bytes."""
+    _, mantissa, _, _, step, _ = form
+    kept = 0
+    levelled = 0
+    for level in range(LEVELS):
+        kept += counts[level]
+        levelled += fields_bytes(counts[level], 1 + mantissa - level * step)
+    levelled += fields_bytes(kept, 2)
+    flat = fields_bytes(kept, 1 + mantissa)
+    return (FLAT, flat) if flat <= levelled else (LEVELLED, levelled)
+
+
+# -- packing ---------------------------------------------------------------------------------------------------
+
+
+@kernel
+def _signed(x, form, kept):
+    """Sign and mantissa of every element."""
+    bits, mantissa, _, _, _, _ = form
+    for i in range(0, x.size, LANES):
+        values = convert(load(x, i, LANES), u32)
+        signed = ((values >> (bits - 1)) << mantissa) | (values & ((1 << mantissa) - 1))
+        store_until(kept, i, x.size, signed)
+
+
+@kernel
+def _keep(x, form, kept):
+    """Sign and mantissa of every element but +0."""
+    bits, mantissa, _, _, _, _ = form
+    up, down = np.uint32(mantissa), np.uint32(bits - 1)
+    mask = np.uint32((1 << mantissa) - 1)
+    count = np.uint64(0)
+    for i in range(x.size):
+        value = np.uint32(x[i])
+        kept[count] = ((value >> down) << up) | (value & mask)
+        count += np.uint64(value != 0)
+
+
+@kernel
+def _keep_by_level(x, form, counts, kept, levels):
+    """Sign and mantissa of every element but +0, level after level, without the bits that its level takes."""
+    bits, mantissa, _, _, step, _ = form
+    up, down, step_ = np.uint32(mantissa), np.uint32(bits - 1), np.uint32(step)
+    mask = np.uint32((1 << mantissa) - 1)
+    one = np.uint32((1 << step) - 1)
+    two = np.uint32((1 << (2 * step)) - 1)
+    three = np.uint32((1 << (3 * step)) - 1)
+    next_ = np.empty(LEVELS, np.uint64)
+    start = 0
+    for level in range(LEVELS):
+        next_[level] = start
+        start += counts[level]
+    count = np.uint64(0)
+    for i in range(x.size):
+        value = np.uint32(x[i])
+        level = np.uint64((value & one) == 0) + np.uint64((value & two) == 0) + np.uint64((value & three) == 0)
+        signed = ((value >> down) << up) | (value & mask)
+        place, some = next_[level], np.uint64(value != 0)
+        levels[count] = np.uint8(level)
+        kept[place] = signed >> (np.uint32(level) * step_)
+        next_[level] = place + some
+        count += some
+
+
+@kernel
+def _pack_mantissas(x, form, counts, kind, kept, levels, out, at):
+    """Signs and mantissas to `out` from `at` on; returns where they end."""
+    _, mantissa, _, _, step, _ = form
+    count = x.size - counts[LEVELS]
+    if kind == FLAT:
+        if count == x.size:
+            _signed(x, form, kept)
+        else:
+            _keep(x, form, kept)
+        return pack_fields(kept[:count], 1 + mantissa, out, at)
+    _keep_by_level(x, form, counts, kept, levels)
+    at = pack_fields(levels[:count], 2, out, at)
+    start = 0
+    for level in range(LEVELS):
+        end = start + counts[level]
+        at = pack_fields(kept[start:end], 1 + mantissa - level * step, out, at)
+        start = end
+    return at
+
+
+@kernel
+def _put_word(out, at, word):
+    for byte in range(4):
+        out[at + byte] = np.uint8((word >> (8 * byte)) & 0xFF)
+
+
+@kernel
+def _pack(x, form, words, memory, out):
+    """Compiled `pack_floats`."""
+    symbols, kept, levels, room = memory
+    most = x.size * (form[0] >> 3) - 1  # bytes
+    at = TABLE_BYTES * ((x.size + CHUNK - 1) // CHUNK)
+    lengths, counts = np.empty(STREAMS, np.int64), np.empty(LEVELS + 1, np.int64)
+    for start in range(0, x.size, CHUNK):
+        chunk = x[start : start + CHUNK]
+        stored = chunk.size * (form[0] >> 3)
+        mean = _mean_of(chunk, form)
+        _symbols_of(chunk, form, mean, symbols, counts)
+        streams.write_streams(symbols, chunk.size, words, room, lengths)
+        kind, mantissas = _mantissa_bytes(form, counts)
+        size = streams.streams_bytes(lengths) + mantissas
+        if size >= stored:
+            kind, size = STORED, stored
+        if at + size > most:
+            return -1
+        _put_word(out, TABLE_BYTES * (start // CHUNK), size | (kind << FORM_SHIFT))
+        if kind == STORED:
+            _store_chunk(chunk, out, at)
+            at += size
+        else:
+            at = streams.copy_streams(mean, room, lengths, out, at)
+            at = _pack_mantissas(chunk, form, counts, kind, kept, levels, out, at)
+    return at if at <= most else -1
+
+
+@kernel
+def _store_chunk(chunk, out, at):
+    """The elements as they are."""
+    size = chunk.itemsize
+    for i in range(chunk.size):
+        value = np.uint32(chunk[i])
+        for byte in range(size):
+            out[at + i * size + byte] = np.uint8((value >> np.uint32(8 * byte)) & np.uint32(0xFF))
+
+
+def pack_floats(x: np.ndarray, code: PrefixCode, out: np.ndarray) -> int:
+    form = format_of("pack_floats", x)
+    if out.size < x.nbytes:
+        raise ValueError(f"Expected out of at least {x.nbytes} bytes, got {out.size} (in pack_floats).")
+    return int(_pack(as_writable(as_bits(x)), tuple(form), code.words, _room.packing, out))
+
+
+# -- how long it would be --------------------------------------------------------------------------------------
+
+
+@kernel
+def _packed_chunk_bytes(chunk, form, words, symbols, counts, lengths):
+    """The bytes of a chunk that is packed and not stored, whichever is less."""
+    _symbols_of(chunk, form, _mean_of(chunk, form), symbols, counts)
+    streams.measure_streams(symbols, chunk.size, words, lengths)
+    return streams.streams_bytes(lengths) + _mantissa_bytes(form, counts)[1]
+
+
+@kernel
+def _packed_bytes(x, form, words, symbols):
+    lengths, counts = np.empty(STREAMS, np.int64), np.empty(LEVELS + 1, np.int64)
+    total = TABLE_BYTES * ((x.size + CHUNK - 1) // CHUNK)
+    for start in range(0, x.size, CHUNK):
+        chunk = x[start : start + CHUNK]
+        packed = _packed_chunk_bytes(chunk, form, words, symbols, counts, lengths)
+        total += min(packed, chunk.size * (form[0] >> 3))
+    return total
+
+
+def packs_shorter(x: np.ndarray, code: PrefixCode) -> bool:
+    form = format_of("packs_shorter", x)
+    return bool(_packed_bytes(as_writable(as_bits(x)), tuple(form), code.words, _room.packing[0]) < x.nbytes)
+
+
+@kernel
+def _count(x, form, symbols, counts):
+    levels = np.empty(LEVELS + 1, np.int64)
+    several = np.zeros((4, 512), np.int64)  # in turn, so that equal symbols do not wait for one another
+    for start in range(0, x.size, CHUNK):
+        chunk = x[start : start + CHUNK]
+        _symbols_of(chunk, form, _mean_of(chunk, form), symbols, levels)
+        for i in range(chunk.size):
+            several[i & 3, symbols[i]] += 1
+    for symbol in range(counts.size):
+        for each in range(4):
+            counts[symbol] += several[each, symbol]
+
+
+def exponent_counts(x: np.ndarray, counts: np.ndarray) -> None:
+    expect_size("exponent_counts", "counts", counts, NUM_SYMBOLS)
+    form = format_of("exponent_counts", x)
+    _count(as_writable(as_bits(x)), tuple(form), _room.packing[0], counts)
+
+
+# -- unpacking -------------------------------------------------------------------------------------------------
+
+
+@kernel
+def _load_chunk(body, at, chunk):
+    """The elements as they are."""
+    size = chunk.itemsize
+    for i in range(chunk.size):
+        value = np.uint32(0)
+        for byte in range(size):
+            value |= np.uint32(body[at + i * size + byte]) << np.uint32(8 * byte)
+        chunk[i] = value
+
+
+@kernel
+def _join(symbols, start, kept, form, back, out):
+    """Exponents of one stream and their signs and mantissas, of elements of which all have one above 0."""
+    bits, mantissa, exponents, _, _, _ = form
+    for i in range(0, out.size, LANES):
+        moved = convert(load(symbols, start + i, LANES), u32) + back
+        found = select(moved >= exponents, moved - (exponents - 1), moved)
+        signed = load(kept, i, LANES)
+        values = ((signed >> mantissa) << (bits - 1)) | (found << mantissa) | (signed & ((1 << mantissa) - 1))
+        store(out, i, convert_like(values, out))
+
+
+@kernel
+def _count_kept(symbols, size, specials, num_specials, is_kept):
+    """Mark what is not +0, as 1, at its place among the symbols; return how many."""
+    share, total = (size + STREAMS - 1) // STREAMS, 0
+    for stream in range(STREAMS):
+        start = stream * streams.STRIDE
+        end = start + max(0, min(size, (stream + 1) * share) - stream * share)
+        for i in range(start, end, LANES):
+            kept = load(symbols, i, LANES) != 0
+            store(is_kept, i, select(kept, splat(np.uint8(1), LANES), splat(np.uint8(0), LANES)))
+            there = mask_bits(kept)
+            if end - i < LANES:
+                there &= (_U1 << np.uint64(end - i)) - _U1
+            total += popcount(there)
+    for i in range(num_specials):
+        is_kept[specials[i]] = 1
+    return total + num_specials
+
+
+@kernel
+def _spread(symbols, is_kept, start, first, kept, form, back, out):
+    """The elements of one stream, the first of which has kept[first]; returns the next one, or -1 if one is +0."""
+    bits, mantissa, exponents, special, _, _ = form
+    up, down, mask = np.uint32(mantissa), np.uint32(bits - 1), np.uint32((1 << mantissa) - 1)
+    next_ = np.uint64(first)
+    wrong = False
+    for i in range(out.size):
+        place = np.uint64(start + i)
+        some = np.uint32(is_kept[place])
+        signed = kept[next_]
+        symbol = np.int64(symbols[place])
+        found = symbol + back
+        found = found if found < exponents else found - (exponents - 1)
+        found = found if symbol != 0 and symbol != special else 0
+        value = (((signed >> up) << down) | (np.uint32(found) << up) | (signed & mask)) * some
+        wrong |= (value == 0) & (some != 0)
+        out[i] = value
+        next_ += np.uint64(some)
+    return np.int64(-1) if wrong else np.int64(next_)
+
+
+@kernel
+def _gather_levels(levels, counts, step, by_level, kept):
+    """Bring signs and mantissas from the order of levels to that of elements; False if one has a higher level."""
+    next_ = np.empty(LEVELS, np.uint64)
+    start = 0
+    for level in range(LEVELS):
+        next_[level] = start
+        start += counts[level]
+    below, step_ = np.uint32((1 << step) - 1), np.uint32(step)
+    wrong = False
+    for i in range(levels.size):
+        level = np.uint64(levels[i])
+        value = by_level[next_[level]]
+        next_[level] += _U1
+        wrong |= ((value & below) == 0) & (level != np.uint64(LEVELS - 1))
+        kept[i] = value << (np.uint32(level) * step_)
+    return not wrong
+
+
+@kernel
+def _count_levels(values, step, counts):
+    """How many of signs and mantissas are of each level."""
+    counts[:] = 0
+    for i in range(0, values.size, LANES):
+        found = load(values, i, LANES)
+        for level in range(1, LEVELS):
+            counts[level] += popcount(mask_bits((found & ((1 << (level * step)) - 1)) == 0))
+    missing = (LANES - values.size % LANES) % LANES
+    for level in range(1, LEVELS):
+        counts[level] -= missing
+    _by_level(values.size, counts)
+
+
+@kernel
+def _unpack_mantissas(body, at, end, kind, form, counts, levels, by_level, kept):
+    """Signs and mantissas of as many elements as `kept` has; False where they are not in the form they should have."""
+    _, mantissa, _, _, step, _ = form
+    width = 1 + mantissa
+    if kind == FLAT:
+        if end - at != fields_bytes(kept.size, width) or not unpack_fields(body, at, width, 0, kept):
+            return False
+        _count_levels(kept, step, counts)
+        return _mantissa_bytes(form, counts)[0] == FLAT
+    start = at + fields_bytes(kept.size, 2)
+    if start > end or not unpack_fields(body, at, 2, 0, levels):
+        return False
+    counts[:] = 0
+    for i in range(levels.size):
+        counts[levels[i]] += 1
+    chosen, size = _mantissa_bytes(form, counts)
+    if chosen != LEVELLED or end - at != size:
+        return False
+    first = 0
+    for level in range(LEVELS):
+        last = first + counts[level]
+        if not unpack_fields(body, start, width - level * step, 0, by_level[first:last]):
+            return False
+        start += fields_bytes(counts[level], width - level * step)
+        first = last
+    return _gather_levels(levels, counts, step, by_level, kept)
+
+
+@kernel
+def _unpack(body, form, code, memory, out):
+    """Compiled `unpack_floats`."""
+    words, lookup, code_lengths = code
+    symbols, is_kept, kept, by_level, levels, specials, wide = memory
+    num_chunks = (out.size + CHUNK - 1) // CHUNK
+    at = TABLE_BYTES * num_chunks
+    if body.size < at or body.size >= out.size * (form[0] >> 3):
+        return False
+    lengths, counts = np.empty(STREAMS, np.int64), np.empty(LEVELS + 1, np.int64)
+    for number in range(num_chunks):
+        entry = 0
+        for byte in range(4):
+            entry |= np.int64(body[TABLE_BYTES * number + byte]) << (8 * byte)
+        size, kind = entry & SIZE_MASK, entry >> FORM_SHIFT
+        if size > body.size - at:
+            return False
+        chunk = out[number * CHUNK : (number + 1) * CHUNK]
+        stored = chunk.size * (form[0] >> 3)
+        if kind == STORED:
+            if size != stored:
+                return False
+            _load_chunk(body, at, chunk)
+            if _packed_chunk_bytes(chunk, form, words, wide, counts, lengths) < stored:
+                return False
+        elif kind > LEVELLED or size >= stored:
+            return False
+        else:
+            first, num_specials = streams.read_streams(
+                body, at, at + size, chunk.size, lookup, code_lengths, symbols, specials
+            )
+            if first < 0 or (num_specials > 0 and form[3] < 256):
+                return False
+            if not _symbols_fit(symbols, chunk.size, form):
+                return False
+            count = _count_kept(symbols, chunk.size, specials, num_specials, is_kept)
+            parts = kept[:count]
+            if not _unpack_mantissas(body, first, at + size, kind, form, counts, levels[:count], by_level, parts):
+                return False
+            kept[count] = 0
+            mean = np.int64(body[at])
+            if not _write_chunk(symbols, is_kept, kept, count, num_specials, form, mean, chunk):
+                return False
+            if _mean_of(chunk, form) != mean:
+                return False
+        at += size
+    return at == body.size
+
+
+@kernel
+def _symbols_fit(symbols, size, form):
+    """Whether all symbols are of the element type: those of 8-bit exponents always are."""
+    _, _, exponents, special, _, _ = form
+    if exponents == 256:
+        return True
+    share = (size + STREAMS - 1) // STREAMS
+    for stream in range(STREAMS):
+        start = stream * streams.STRIDE
+        for i in range(start, start + max(0, min(size, (stream + 1) * share) - stream * share)):
+            if symbols[i] > special:
+                return False
+    return True
+
+
+@kernel
+def _write_chunk(symbols, is_kept, kept, count, num_specials, form, mean, out):
+    """The elements from their parts; False if one that is sent whole is +0."""
+    back = (form[2] - 1 - _turn(form, mean)) % (form[2] - 1)
+    share = (out.size + STREAMS - 1) // STREAMS
+    next_ = 0
+    for stream in range(STREAMS):
+        start = min(out.size, stream * share)
+        part = out[start : min(out.size, start + share)]
+        if count == out.size and num_specials == 0 and form[3] == 256:
+            _join(symbols, stream * streams.STRIDE, kept[start : start + part.size], form, back, part)
+            continue
+        next_ = _spread(symbols, is_kept, stream * streams.STRIDE, next_, kept, form, back, part)
+        if next_ < 0:
+            return False
+    return True
+
+
+def unpack_floats(body: np.ndarray, code: PrefixCode, out: np.ndarray) -> bool:
+    form = format_of("unpack_floats", out)
+    tables = (code.words, code.lookup, code.lengths)
+    return bool(_unpack(as_writable(body), tuple(form), tables, _room.unpacking, as_bits(out)))

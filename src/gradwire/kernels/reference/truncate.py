@@ -1,0 +1,79 @@
+"""Truncation of mantissas that an update of the parameters does not notice.
+
+Source: GCOMP (SoCC 2024), section 5. What the numbers mean stands in `gradwire.compressors.gcomp_metric`.
+"""
+# Shapes: N elements
+
+from __future__ import annotations
+
+import numpy as np
+
+from gradwire.kernels.float_format import LEVELS, as_bits, format_of
+from gradwire.kernels.layout import expect_size
+from gradwire.kernels.reference.elements import as_float32
+
+
+def update_limits(
+    parameter: np.ndarray,
+    first: np.ndarray | None,
+    second: np.ndarray | None,
+    numbers: np.ndarray,
+    out: np.ndarray,
+) -> None:
+    """Write how large a gradient may be that moves each parameter by as much as itself: base / gain, not below 0.
+
+    With D = sqrt(second · spread) + eps, or 1 where there is no second moment:
+
+        base = |parameter| · max(0, keep − decay / D) − max(0, sign(parameter) · first · (pull + pull_over / D))
+        gain = direct / D + through · |first| / D²
+
+    Args:
+        parameter: gradient's element type.
+        first: first moment, or None for zeros.
+        second: second moment, or None.
+        numbers: float32[8]: keep, decay, pull, pull_over, direct, through, spread, eps.
+        out: float32[N].
+    """
+    keep, decay, pull, pull_over, direct, through, spread, eps = numbers
+    for what, array in (("out", out), ("first", first), ("second", second)):
+        if array is not None:
+            expect_size("update_limits", what, array, parameter.size)
+    theta = as_float32(parameter)
+    m = np.zeros(theta.size, np.float32) if first is None else as_float32(first)
+    with np.errstate(all="ignore"):
+        D = np.ones(theta.size, np.float32) if second is None else np.sqrt(as_float32(second) * spread) + eps
+        kept = _or_zero(keep - decay / D)
+        pulled = _or_zero(np.copysign(np.float32(1), theta) * m * (pull + pull_over / D))
+        base = _or_zero(np.abs(theta) * kept - pulled)
+        out[:] = base / (direct / D + through * np.abs(m) / (D * D))
+
+
+def _or_zero(values: np.ndarray) -> np.ndarray:
+    """What is above 0; 0 in place of a NaN too."""
+    return np.where(values > 0, values, np.float32(0))
+
+
+def truncate_floats(x: np.ndarray, limits: np.ndarray, guard: float, out: np.ndarray) -> None:
+    """Write x without the last bits of each mantissa, as many levels of them as leave limit / |x| above guard · 2^bits.
+
+    What loses bits and is 0 then is +0. NaN, infinities and elements whose limit is NaN stay as they are.
+
+    Args:
+        x: float32, float16 or uint16 (bfloat16 bits).
+        limits: float32[N].
+        guard: a power of two or more; used as float32.
+        out: of the type of x; may be x.
+    """
+    form = format_of("truncate_floats", x)
+    expect_size("truncate_floats", "limits", limits, x.size)
+    expect_size("truncate_floats", "out", out, x.size)
+    bits = as_bits(x)
+    least = np.float32(2.0**form.least_exponent)
+    size = np.maximum(np.abs(as_float32(x)), least)
+    level = np.zeros(x.size, np.int64)
+    with np.errstate(all="ignore"):
+        for each in range(1, LEVELS):
+            level += size * np.float32(guard * 2.0 ** (each * form.step)) < limits
+    cut = bits.astype(np.int64) >> (level * form.step) << (level * form.step)
+    sign = 1 << (form.bits - 1)
+    as_bits(out)[:] = np.where((level > 0) & (cut & (sign - 1) == 0), 0, cut).astype(bits.dtype)
