@@ -15,7 +15,7 @@ from gradwire.sync.plan import Plan, PlanEntry
 from gradwire.sync.synchronizer import Shard, Synchronizer
 from tests.sync.harness import ranks
 
-SPECS = {f"w{index}": TensorSpec((50 + 700 * index, 3)) for index in range(8)}  # 236 kB: four batches
+SPECS = {f"w{index}": TensorSpec((100 + 1400 * index, 3)) for index in range(8)}  # 480 kB: four batches
 WHOLE = sum(spec.numel for spec in SPECS.values())
 DENSE = Plan("none")
 
