@@ -12,7 +12,9 @@ import numpy as np
 import torch
 
 from gradwire.bench.measure import Case, Mixes, Row, measure
+from gradwire.compressors.thc_tables import optimal
 from gradwire.kernels import active as kernels
+from gradwire.kernels.blocks import Blocks, num_sign_words
 
 _BLOCK = 1024
 _RANKS = 4
@@ -170,6 +172,39 @@ def _int8(b: _Buffers) -> Iterator[Case]:
     yield Case("lower_lanes", "int16", 6, "copy", lambda: kernels.lower_lanes(lanes, scales, _BLOCK, 0.25, y))
 
 
+def _blocks(b: _Buffers) -> Iterator[Case]:
+    """THC's: 4 bits and granularity 30. Rates are those of the float32 gradient where nothing else is said."""
+    for block in (_BLOCK, 4 * _BLOCK, 1 << 20):
+        whole = b.y[: b.length // block * block]
+        count = 8 * whole.size / b.length
+        transform = functools.partial(kernels.hadamard, whole, block)
+        yield Case(f"thc hadamard {block}", "float32", count, "update", transform)
+    sums = np.empty(b.length // _BLOCK)
+    yield Case("thc block_square_sums", "float32", 4, "read", lambda: kernels.block_square_sums(b.x, _BLOCK, sums))
+    signs = np.empty(num_sign_words(b.length), np.uint32)
+    kernels.random32(1, 0, signs)
+    blocks, work = Blocks(b.length, _BLOCK, True, signs, 0), np.empty(_BLOCK, np.float32)
+    table = np.array(optimal(4, 30, 1 / 32).values, np.uint32)
+    one = np.ones(b.length // _BLOCK, np.float32)
+    units, lows, rates = one / 32, -2 * one, 7 * one
+    packed, lanes = b.bytes(b.length // 2), b.bytes(b.length)
+
+    def encode(x: np.ndarray, residual: np.ndarray | None = None) -> None:
+        kernels.encode_indices(
+            x, blocks, units, lows, rates, table, 4, 1, 0, work, packed, one, 0 * one, residual
+        )  # fmt: skip
+
+    yield Case("thc encode_indices 4", "float32", 4.5, "read", lambda: encode(b.x))
+    yield Case("thc encode_indices 4 in place", "float32", 8.5, "update", lambda: encode(b.y, b.y))
+    lift = functools.partial(kernels.lift_indices, packed, 4, table, lanes)
+    yield Case("thc lift_indices 4", "uint8", 1.5, "write", lift)
+    yield Case("thc lift_indices 4 accumulate", "uint8", 2.5, "update", lambda: lift(accumulate=True))
+    yield Case(
+        "thc lower_blocks", "uint8", 5, "write",
+        lambda: kernels.lower_blocks(lanes, blocks, one, one, 0 * one, work, b.y),
+    )  # fmt: skip
+
+
 def _random(b: _Buffers) -> Iterator[Case]:
     out = b.bytes(b.length, np.uint16)
     target = torch.from_numpy(out.view(np.int16))
@@ -205,7 +240,7 @@ def _selection(b: _Buffers) -> Iterator[Case]:
 
 
 _GROUPS = (
-    _sweeps, _reductions, _bit_fields, _ternary, _zero_runs, _int8, _random, _selection,
+    _sweeps, _reductions, _bit_fields, _ternary, _zero_runs, _int8, _blocks, _random, _selection,
 )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from gradwire.kernels.blocks import INDEX_CHUNK, Blocks, expect_index_bits, index_bytes, num_sign_words
-from gradwire.kernels.cpu.compile import kernel
+from gradwire.kernels.cpu.compile import inlined, kernel
 from gradwire.kernels.cpu.elements import LANES, as_input, as_writable, load_f32
 from gradwire.kernels.cpu.hadamard import transform
 from gradwire.kernels.cpu.lanes import (
@@ -55,7 +55,7 @@ def block_square_sums(x: np.ndarray, block: int, out: np.ndarray) -> None:
     _block_square_sums(as_input(x), block, out)
 
 
-@kernel
+@inlined
 def _flipped(values, signs, place):
     """64 floats with the signs of their places flipped."""
     word, bit = np.uint64(place) >> np.uint64(5), np.uint64(place) & np.uint64(31)
@@ -118,16 +118,23 @@ def _draw(key_0, key_1, first, count, scratch, noise):
         i += length
 
 
-@kernel
+@inlined
 def _grid_places(work, at, low, rate, top):
     """64 coordinates in units of the table, within it; a NaN is 0."""
     z = (load(work, at, LANES) - low) * rate
     return minimum(maximum(z, splat(np.float32(0), LANES)), splat(top, LANES))
 
 
-@kernel
+@inlined
 def _uniform(noise, at):
     return (convert(convert(load(noise, at, LANES), i32), f32) + _HALF) * _RANDOM_STEP
+
+
+@inlined
+def _further(z, table, index, step):
+    """The index `step` further where the value there is not above z."""
+    higher = index + step
+    return select(z >= lookup(table, higher), higher, index)
 
 
 @kernel
@@ -137,9 +144,10 @@ def _quantise_few(work, at, count, low, rate, top, noise, levels, j0, values, ga
     for j in range(0, count, LANES):
         z = _grid_places(work, at + j, low, rate, top)
         index = splat(np.int32(0), LANES)
-        for step in (8, 4, 2, 1):
-            higher = index + step
-            index = select(z >= lookup(table, higher), higher, index)
+        index = _further(z, table, index, 8)
+        index = _further(z, table, index, 4)
+        index = _further(z, table, index, 2)
+        index = _further(z, table, index, 1)
         above = z - lookup(table, index) > _uniform(noise, j0 + j) * lookup(steps, index)
         index = select(above, index + 1, index)
         store_until(levels, j0 + j, j0 + count, convert(index, u8))
@@ -186,7 +194,7 @@ def _pack_chunk(levels, count, bits, out, at):
     return at
 
 
-@kernel
+@inlined
 def _finite(values):
     return minimum(maximum(values, splat(-_LARGEST, LANES)), splat(_LARGEST, LANES))
 
@@ -330,7 +338,7 @@ def lift_indices(packed: np.ndarray, bits: int, table: np.ndarray, lanes: np.nda
     _lift(as_writable(packed), bits, table, small, levels, lanes, accumulate)
 
 
-@kernel
+@inlined
 def _lowered(work, at, j, factor, base, signs, place):
     """64 elements from coordinate j of a block on, whose first is at work[at] and at `place` among the signs."""
     values = load(work, at + j, LANES) * factor
