@@ -16,7 +16,7 @@ MEMORY_BYTES_A_SECOND = 700e9
 LAUNCH_SECONDS, TASK_SECONDS, FRAME_SECONDS, LATENCY_SECONDS = 10e-6, 2e-6, 2e-6, 5e-6
 # Bytes of memory that encode, decode and merge move for an element: gradients and residuals are read and written in
 # float32, a second sweep where the first only looks (means, thresholds, extremes).
-BYTES = {"none": (8, 8, 12), "onebit": (20, 4, 8), "minmax": (8, 4, 8), "dgc": (28, 4, 4)}
+BYTES = {"none": (8, 8, 12), "fp16": (6, 6, 10), "onebit": (20, 4, 8), "minmax": (8, 4, 8), "dgc": (28, 4, 4)}
 
 
 def gpu_costs(*specs: str) -> Costs:

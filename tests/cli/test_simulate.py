@@ -63,6 +63,14 @@ def test_a_straggler_and_nodes_change_the_step(known: str) -> None:
     assert nodes["step_seconds"] != even["step_seconds"]
 
 
+def test_buckets_let_small_tensors_travel_together(known: str) -> None:
+    base = ("--costs", known, "--ranks", "4", "--rate", "1gbit", "--compare", "")
+    (alone,), (together,) = rows(*base), rows(*base, "--bucket", "25")
+    # Fewer frames and tasks for the same payloads, which wait for the bucket's last gradient.
+    assert together["sent_bytes"] == pytest.approx(alone["sent_bytes"], rel=0.01)
+    assert together["processor"] < 0.95 * alone["processor"]  # type: ignore[operator]
+
+
 def test_a_link_that_was_measured_is_the_default(tmp_path: Path) -> None:
     document = json.loads(costs(10e-6, onebit=onebit()).to_json())
     document["links"] = [{"latency": 1e-4, "seconds_per_byte": 8e-8, "per_message": 0.0}]

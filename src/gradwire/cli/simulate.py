@@ -35,6 +35,9 @@ def simulate(
         str | None, typer.Option(help="scatter_reduce, ring, allgather or hierarchical; default: the plan's.")
     ] = None,
     partitions: Annotated[int, typer.Option(help="Ranges that a rank's share of a tensor is cut into.")] = 1,
+    bucket: Annotated[
+        float | None, typer.Option(help="Hand gradients over in buckets of so many MB, as DDP. Default: one by one.")
+    ] = None,
     ranks: Annotated[str, typer.Option(help="Numbers of ranks: 4,16,64.")] = "4,16,64",
     rate: Annotated[
         str | None, typer.Option(help="Of each link: 10gbit,25gbit. Default: that of --costs, or 10gbit.")
@@ -92,6 +95,7 @@ def simulate(
         cores,
         partitions,
         fold,
+        bucket_bytes=None if bucket is None else bucket * (1 << 20),
     )
     rates: list[float | None] = [parse_rate(text) for text in _split(rate or "10gbit")]
     if measured is not None:

@@ -2,7 +2,8 @@
 
 from gradwire.simulate.bulk import Bulk
 from gradwire.simulate.cluster import Cluster, Compute, Link, Straggler
+from gradwire.simulate.items import Gradient
 from gradwire.simulate.result import StepResult
-from gradwire.simulate.step import Gradient, gradients_of, step
+from gradwire.simulate.step import gradients_of, step
 
 __all__ = ["Bulk", "Cluster", "Compute", "Gradient", "Link", "StepResult", "Straggler", "gradients_of", "step"]

@@ -8,7 +8,7 @@ import functools
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from gradwire.simulate.cluster import Cluster
 from gradwire.simulate.events import Tasks
 from gradwire.simulate.fold import Fold, PartShift, deliveries, part_shift
 from gradwire.simulate.loop import RECV, SEND
-from gradwire.simulate.recording import RecordedGraph, Work, record
+from gradwire.simulate.recording import Member, RecordedGraph, Work, record
 from gradwire.sync.item import RANGE_ALIGNMENT, split
 from gradwire.sync.plan import PlanEntry
 
@@ -31,11 +31,11 @@ MAX_KEPT_TASKS = 2_500_000
 class Prices(Protocol):
     """What the work of one item costs."""
 
-    def seconds(self, work: Work, count: int) -> float:
-        """Of the processor, for a part of so many elements."""
+    def seconds(self, work: Work, sizes: Sequence[int]) -> float:
+        """Of the processor, for a part whose tensors have so many elements."""
         ...
 
-    def frame_bytes(self, work: Work, count: int) -> float:
+    def frame_bytes(self, work: Work, sizes: Sequence[int]) -> float:
         """Of the frame of a send or a recv, header included, or of its piece."""
         ...
 
@@ -50,12 +50,13 @@ class SimulatedItem:
     """What one task graph synchronises.
 
     Attributes:
-        name: of the tensor, or made up for a batch.
+        name: of the tensor, or made up for a batch or a bundle.
         numel: elements.
         entry: how it travels.
         ready_seconds: when its gradient is there, from the beginning of the step on a typical rank.
         tensor: index in the agreed order.
         prices: what its work costs.
+        members: the tensors of a bundle.
     """
 
     name: str
@@ -64,6 +65,7 @@ class SimulatedItem:
     ready_seconds: float
     tensor: int
     prices: Prices
+    members: tuple[Member, ...] = ()
 
 
 class Assembled(NamedTuple):
@@ -137,15 +139,14 @@ def _kept_shape(where: object, item: SimulatedItem, cluster: Cluster, fold: Fold
 def _shape_key(item: SimulatedItem, fold: Fold) -> object:
     """Items of equal keys have equal graphs."""
     how = (repr(item.entry.compressor), item.entry.strategy, item.entry.partitions)
-    return how if fold.folded else (*how, item.numel, item.tensor)
+    return how if fold.folded else (*how, item.numel, item.tensor, item.members)
 
 
 def _shape(item: SimulatedItem, cluster: Cluster, fold: Fold) -> _Shape:
     entry, world_size, step = item.entry, cluster.ranks, cluster.ranks_per_node
     if not fold.folded:
-        graphs = [
-            record(entry, item.numel, rank, world_size, tensor=item.tensor, ranks_per_node=step) for rank in fold.ranks
-        ]
+        how: dict[str, Any] = {"tensor": item.tensor, "ranks_per_node": step, "members": item.members}
+        graphs = [record(entry, item.numel, rank, world_size, **how) for rank in fold.ranks]
         return _Shape(graphs, _pairs(graphs, fold, world_size, lambda part, *_: part))
     # Enough blocks that any number of parts that a strategy cuts into comes out even.
     numel = world_size * entry.partitions * RANGE_ALIGNMENT
@@ -196,7 +197,7 @@ class _Layout:
         """The same graphs with frames in pieces, each piece of a send for the same piece of its recv."""
 
         def chunks_of(work: Work) -> int:
-            return num_chunks(max(item.prices.frame_bytes(work, count) for count, _ in self._sizes(item, work)))
+            return num_chunks(max(item.prices.frame_bytes(work, sizes) for sizes, _ in self._sizes(item, work)))
 
         cut = [in_chunks(graph, chunks_of) for graph in shape.graphs]
         starts = np.cumsum([0, *(graph.kind.size for graph, _, _ in cut)])
@@ -238,32 +239,34 @@ class _Layout:
         outer, inside = cluster.outer_link(node), cluster.inner
         sends = graph.kind == SEND
         pace = np.where(inner, inside.seconds_a_byte, outer.seconds_a_byte)
+        acks = np.where(inner, inside.ack_seconds_a_byte, outer.ack_seconds_a_byte)
         each = np.where(inner, inside.header_seconds, outer.header_seconds)
         each += sends * np.where(inner, inside.message_seconds, outer.message_seconds)
         add("nbytes", costs[:, 2])
         add("wire_seconds", costs[:, 2] * pace + costs[:, 5] * each)
         add("wire_occupancy", costs[:, 3] * pace + costs[:, 4] * each)
+        add("ack_seconds", costs[:, 3] * acks)
         add("latency", np.where(inner, inside.latency_seconds, outer.latency_seconds))
         add("group", self._num_groups + 4 * graph.part + 2 * inner + incoming)
         self._num_groups += 4 * (1 + int(graph.part.max(initial=0)))
         self._sent_bytes[place] += costs[sends, 3].sum()
         self._sent_frames[place] += costs[sends, 4].sum()
 
-    def _sizes(self, item: SimulatedItem, work: Work) -> list[tuple[int, float]]:
-        """Elements of the parts that a task of this work may have, each with its share of all parts."""
+    def _sizes(self, item: SimulatedItem, work: Work) -> list[tuple[tuple[int, ...], float]]:
+        """The sizes of the parts that a task of this work may have, each with its share of all parts."""
         if not self._fold.folded:
-            return [(work.elements, 1.0)]
+            return [(work.sizes, 1.0)]
         padded = self._cluster.ranks * item.entry.partitions * RANGE_ALIGNMENT
-        return _part_sizes(item.numel, padded // work.elements)
+        return _part_sizes(item.numel, item.members, padded // work.sizes[0])
 
     def _costs(self, item: SimulatedItem, work: Work) -> tuple[float, ...]:
         """Of one task of this work: seconds and their mean, bytes and theirs, the mean of frames, and frames."""
-        sizes = self._sizes(item, work)
-        shares = [share for _, share in sizes]
-        seconds = [item.prices.seconds(work, count) for count, _ in sizes]
-        nbytes = [0.0] * len(sizes)
+        parts = self._sizes(item, work)
+        shares = [share for _, share in parts]
+        seconds = [item.prices.seconds(work, sizes) for sizes, _ in parts]
+        nbytes = [0.0] * len(parts)
         if work.call in ("send", "recv"):
-            nbytes = [item.prices.frame_bytes(work, count) for count, _ in sizes]
+            nbytes = [item.prices.frame_bytes(work, sizes) for sizes, _ in parts]
         return (
             *(max(seconds), float(np.dot(seconds, shares))),
             *(max(nbytes), float(np.dot(nbytes, shares))),
@@ -302,7 +305,13 @@ def _starts(counts: np.ndarray) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=4096)
-def _part_sizes(numel: int, num_parts: int) -> list[tuple[int, float]]:
-    """The sizes of the parts that are not empty, each with its share of all parts."""
-    found = Counter(part.count for part in split(numel, num_parts) if part.count)
-    return [(count, number / num_parts) for count, number in sorted(found.items())]
+def _part_sizes(numel: int, members: tuple[Member, ...], num_parts: int) -> list[tuple[tuple[int, ...], float]]:
+    """The sizes of the parts that are not empty, each with its share of all parts; as `Item` and `Bundle` cut."""
+    parts: dict[int, tuple[int, ...]] = {part.index: (part.count,) for part in split(numel, num_parts) if part.count}
+    if members:
+        parts = {}
+        for member in members:
+            part = member.place % num_parts
+            parts[part] = (*parts.get(part, ()), member.numel)
+    found = Counter(parts.values())
+    return [(sizes, number / num_parts) for sizes, number in sorted(found.items())]

@@ -23,7 +23,8 @@ class Link:
         latency_seconds: from one end to the other.
         message_seconds: for which a message of no bytes keeps the sending end busy.
         header_bytes: what the network adds to each 1,448 bytes, and once to each message: Ethernet 14, IPv4 20, TCP
-            with timestamps 32. Use 0 where the rate is a measured goodput.
+            with timestamps 32. Every second packet is acknowledged, by one of headers alone in the other direction.
+            Use 0 where the rate is a measured goodput.
     """
 
     rate_bits: float | None
@@ -49,6 +50,11 @@ class Link:
         if self.rate_bits is None:
             return 0.0
         return 8 / self.rate_bits * (1 + self.header_bytes / _SEGMENT_BYTES)
+
+    @property
+    def ack_seconds_a_byte(self) -> float:
+        """Of frames, in the other direction."""
+        return 8 / self.rate_bits * self.header_bytes / (2 * _SEGMENT_BYTES) if self.rate_bits else 0.0
 
     @property
     def header_seconds(self) -> float:
@@ -93,6 +99,8 @@ class Cluster:
         stragglers: ranks that differ, by rank.
         cores: how many tasks of all ranks together may run at once, where ranks share one machine (as in the lab);
             None for a processor a rank.
+        wake_seconds: that codecs' or the transport's thread of a rank keeps a core busy before it goes on after a wait:
+            switches of context, cold caches.
     """
 
     ranks: int
@@ -101,6 +109,7 @@ class Cluster:
     inner: Link = field(default_factory=lambda: Link(None))
     stragglers: Mapping[int, Straggler] = field(default_factory=dict)
     cores: int | None = None
+    wake_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         if self.ranks < 1 or self.ranks_per_node < 1 or self.ranks % self.ranks_per_node:

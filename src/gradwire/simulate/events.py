@@ -42,6 +42,8 @@ class Tasks(NamedTuple):
         channel: of a send or a recv: which channel its message takes (N).
         wire_seconds: on that channel (N).
         wire_occupancy: for how long it keeps the channel from others (N).
+        ack_seconds: for which its acknowledgements keep the channel of the other direction, 2c for 2c + 1, from
+            others (N).
         group: messages that follow one another in full on that channel (N).
         latency: of a send: seconds from its channel to the receiver's (N).
         deliveries_at, deliveries: the recvs that a send ends (N + 1, D).
@@ -60,6 +62,7 @@ class Tasks(NamedTuple):
     channel: np.ndarray
     wire_seconds: np.ndarray
     wire_occupancy: np.ndarray
+    ack_seconds: np.ndarray
     group: np.ndarray
     latency: np.ndarray
     deliveries_at: np.ndarray
@@ -101,6 +104,8 @@ class _State(NamedTuple):
     waiting: np.ndarray  # processors that wait for a core: a ring, with its two ends and a flag each
     waiting_ends: np.ndarray
     is_waiting: np.ndarray
+    worked_until: np.ndarray  # by processor: the end of its last task
+    wake: np.ndarray  # seconds
     channel_free: np.ndarray
     group_free: np.ndarray
     last_byte: np.ndarray  # of the message of a recv: when it reaches the receiver's channel
@@ -114,6 +119,7 @@ def simulate(
     num_channels: int,
     num_groups: int,
     cores: int | None = None,
+    wake_seconds: float = 0.0,
     coordination: Coordination | None = None,
 ) -> Trail:
     """Run all graphs to their end.
@@ -124,6 +130,7 @@ def simulate(
         num_channels: channels of the network, each direction of each link counting for itself.
         num_groups: groups of messages.
         cores: how many tasks may run at once on all of them; None for one on each.
+        wake_seconds: for which a processor is busy before a task that does not follow on another at once.
         coordination: who batches messages; None for nobody. It changes, and so do the tasks it batches.
     """
     n = tasks.kind.size
@@ -140,6 +147,8 @@ def simulate(
         waiting=np.empty(num_processors + 1, np.int64),
         waiting_ends=np.zeros(2, np.int64),
         is_waiting=np.zeros(num_processors, np.bool_),
+        worked_until=np.full(num_processors, -1.0),
+        wake=np.array([wake_seconds]),
         channel_free=np.zeros(num_channels),
         group_free=np.zeros(num_groups),
         last_byte=np.zeros(n),

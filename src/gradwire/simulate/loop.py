@@ -113,14 +113,18 @@ def _queue(state: Any, processor: int) -> None:
 
 @kernel
 def _free(state: Any, processor: int) -> None:
+    """A thread that has more to do goes on: it keeps its core, as a system's scheduler would let it for a while."""
     state.idle[processor] += 1
     state.cores[0] += 1
-    _queue(state, processor)
+    if not state.is_waiting[processor] and state.heap_size[processor] > 0:
+        state.is_waiting[processor] = True
+        state.waiting_ends[0] = (state.waiting_ends[0] - 1) % state.waiting.size
+        state.waiting[state.waiting_ends[0]] = processor
 
 
 @kernel
 def _dispatch(tasks: Any, state: Any, trail: Any, events: Any, now: float) -> None:
-    """Give idle processors their next tasks, as far as there are cores, in the order in which they began to wait."""
+    """Give idle processors their next tasks, as far as there are cores, in the order in which they woke up."""
     while state.cores[0] > 0 and state.waiting_ends[0] != state.waiting_ends[1]:
         processor = state.waiting[state.waiting_ends[0]]
         state.waiting_ends[0] = (state.waiting_ends[0] + 1) % state.waiting.size
@@ -128,9 +132,11 @@ def _dispatch(tasks: Any, state: Any, trail: Any, events: Any, now: float) -> No
         task = _pop(state, processor)
         state.idle[processor] -= 1
         state.cores[0] -= 1
-        seconds, occupancy = tasks.seconds[task], tasks.occupancy[task]
+        waking = state.wake[0] if now > state.worked_until[processor] else 0.0
+        seconds, occupancy = tasks.seconds[task] + waking, tasks.occupancy[task] + waking
         trail.started[task] = now
         trail.processor_busy[processor] += occupancy
+        state.worked_until[processor] = now + occupancy
         if seconds == occupancy:
             _schedule(events, state, now + seconds, _DONE_AND_FREE, task)
         else:
@@ -186,8 +192,11 @@ def _pop(state: Any, processor: int) -> Any:
 
 @kernel
 def _occupy(tasks: Any, state: Any, trail: Any, now: float, task: int) -> Any:
-    """The next turn of a message at its channel."""
+    """The next turn of a message at its channel. Its acknowledgements take the other direction of the link."""
     channel, group = tasks.channel[task], tasks.group[task]
+    other = channel ^ 1
+    state.channel_free[other] = max(now, state.channel_free[other]) + tasks.ack_seconds[task]
+    trail.channel_busy[other] += tasks.ack_seconds[task]
     begin = max(now, state.channel_free[channel])
     state.channel_free[channel] = begin + tasks.wire_occupancy[task]
     trail.channel_busy[channel] += tasks.wire_occupancy[task]

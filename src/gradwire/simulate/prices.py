@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from gradwire.compressors.base import Compressor
@@ -11,70 +13,70 @@ from gradwire.simulate.recording import Work
 from gradwire.sync.costs import CodecCosts, Costs, Curve
 from gradwire.wire.frame import FrameKind
 
+_MARK_BYTES = 4  # of each tensor in a bundle's message: see `gradwire.sync.bundle`
 _PROBES = (1 << 12, 1 << 16, 1 << 20)
 
 
 class PriceList:
-    """Prices of one method.
+    """Prices of one method. A part has the sizes of its tensors: one, but in a bundle.
 
     Args:
         compressor: of the method.
         costs: measured.
         world_size: ranks, which the width of integer lanes depends on.
         dtype: of the gradients.
+        bundled: whether tensors travel in bundles.
 
     Raises:
         UnknownNameError: the method was not measured.
     """
 
-    def __init__(self, compressor: Compressor, costs: Costs, world_size: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, compressor: Compressor, costs: Costs, world_size: int, dtype: torch.dtype, *, bundled: bool = False
+    ) -> None:
         self._compressor = compressor
         self._codec = costs.codec(spec_of(compressor))
         self._costs = costs
         self._world_size = world_size
         self._dtype = dtype
+        self._mark_bytes = _MARK_BYTES if bundled else 0
         self._is_fixed = _is_fixed(compressor, self._codec)
 
-    def seconds(self, work: Work, count: int) -> float:
+    def seconds(self, work: Work, sizes: Sequence[int]) -> float:
         """Of the processor, which takes a moment for every task, whatever that does."""
-        if self.carries and work.call in ("send", "recv"):
-            return self._carry(work, count)
-        priced: float = getattr(self, f"_{work.call}")(work, count)
-        return self._costs.task + priced
+        if work.call == "hand":
+            return self._costs.task
+        if work.call in ("send", "recv"):
+            return self._carry(work, sizes) if self.carries else self._costs.task + self._costs.frame(0)
+        priced = getattr(self, f"_{work.call}")
+        return self._costs.task + float(sum(priced(work, count) for count in sizes))
 
     @property
     def carries(self) -> bool:
         """Whether frames cost the processor time by their size."""
         return self._costs.frame(1 << 20) > 1.01 * self._costs.frame(0)
 
-    def _carry(self, work: Work, count: int) -> float:
+    def _carry(self, work: Work, sizes: Sequence[int]) -> float:
         """A piece of a frame, and the engine's moment for one that came in: one that goes out had it at hand-over."""
-        whole = self._costs.frame(self.frame_bytes(work._replace(share=1.0), count))
+        whole = self._costs.frame(self.frame_bytes(work._replace(share=1.0), sizes))
         return work.share * (whole + (self._costs.task if work.call == "recv" else 0.0))
 
-    def _hand(self, work: Work, count: int) -> float:
-        return 0.0
-
-    def frame_bytes(self, work: Work, count: int) -> float:
+    def frame_bytes(self, work: Work, sizes: Sequence[int]) -> float:
         """Of a frame, header included, or of a piece of one."""
+        bodies = sum(self._mark_bytes + self._body_bytes(work, count) for count in sizes)
+        return work.share * (self._costs.frame_bytes + bodies)
+
+    def _body_bytes(self, work: Work, count: int) -> float:
         spec = TensorSpec((count,), self._dtype)
         if work.dense:
-            body: float = spec.nbytes
-        elif work.frame is FrameKind.STATS:
-            body = 4 * sum(length for length, _ in self._compressor.stats_spec(spec))
-        elif work.frame is FrameKind.AGGREGATE:
-            body = self._compressor.num_lanes(spec) * self._compressor.lane_dtype(self._world_size).itemsize
-        elif self._is_fixed:
-            body = self._compressor.max_encoded_bytes(spec)
-        else:
-            body = min(self._codec.payload_bytes(count), self._compressor.max_encoded_bytes(spec))
-        return work.share * (self._costs.frame_bytes + body)
-
-    def _send(self, work: Work, count: int) -> float:
-        return self._costs.frame(0)
-
-    def _recv(self, work: Work, count: int) -> float:
-        return self._costs.frame(0)
+            return spec.nbytes
+        if work.frame is FrameKind.STATS:
+            return 4 * sum(length for length, _ in self._compressor.stats_spec(spec))
+        if work.frame is FrameKind.AGGREGATE:
+            return self._compressor.num_lanes(spec) * self._compressor.lane_dtype(self._world_size).itemsize
+        if self._is_fixed:
+            return self._compressor.max_encoded_bytes(spec)
+        return min(self._codec.payload_bytes(count), self._compressor.max_encoded_bytes(spec))
 
     def _start(self, work: Work, count: int) -> float:
         return self._codec.encode(count)

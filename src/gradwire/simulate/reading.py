@@ -74,6 +74,7 @@ class Reading:
             self._cluster.ranks,
             self._fold.folded,
             self._assembled.num_messages,
+            float(self._trail.processor_busy.reshape(2, -1).sum(0) @ np.array(self._fold.stands_for)),
             recorded if trace else None,
         )
 

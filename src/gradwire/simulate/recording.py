@@ -19,6 +19,7 @@ from gradwire.compressors.registry import code
 from gradwire.core.events import EventStream
 from gradwire.feedback.residuals import Residuals
 from gradwire.simulate.loop import COMPUTE, RECV, SEND
+from gradwire.sync.bundle import Bundle
 from gradwire.sync.graph import Task, TaskGraph
 from gradwire.sync.item import Item, Message, Part
 from gradwire.sync.nodes import Nodes
@@ -30,6 +31,18 @@ _KINDS = {"send": SEND, "recv": RECV}
 _NOTHING = np.empty(0, dtype=np.uint8)
 
 
+class Member(NamedTuple):
+    """A tensor of a bundle.
+
+    Attributes:
+        numel: its elements.
+        place: among all tensors that travel in bundles, as `Item.place`.
+    """
+
+    numel: int
+    place: int
+
+
 class Work(NamedTuple):
     """What one task does, apart from where and for which part: tasks of equal work cost the same.
 
@@ -38,7 +51,7 @@ class Work(NamedTuple):
         frame: kind of the frame that it makes, sends or receives, if any.
         taken: kind of the messages that it takes in, if any.
         num_messages: how many it takes in.
-        elements: of the part.
+        sizes: elements of the part; of a bundle, of each tensor in it.
         encodes_own: of a merge: whether the rank encodes its own gradient before it adds it.
         phase: its name in traces.
         share: of a frame that is carried in pieces.
@@ -49,7 +62,7 @@ class Work(NamedTuple):
     frame: FrameKind | None
     taken: FrameKind | None
     num_messages: int
-    elements: int
+    sizes: tuple[int, ...]
     encodes_own: bool
     phase: str
     share: float = 1.0
@@ -82,7 +95,14 @@ class RecordedGraph(NamedTuple):
 
 
 def record(
-    entry: PlanEntry, numel: int, rank: int, world_size: int, *, tensor: int = 0, ranks_per_node: int = 1
+    entry: PlanEntry,
+    numel: int,
+    rank: int,
+    world_size: int,
+    *,
+    tensor: int = 0,
+    ranks_per_node: int = 1,
+    members: Sequence[Member] = (),
 ) -> RecordedGraph:
     """The graph that a rank runs for one item.
 
@@ -93,10 +113,11 @@ def record(
         world_size: ranks in the group.
         tensor: index of the item's tensor in the agreed order.
         ranks_per_node: ranks of a node, which hierarchical strategies look at.
+        members: of a bundle.
     """
     graph = TaskGraph("item", 0, 0, lambda: None)
-    item = Item(graph.name, tensor, torch.empty(numel, device="meta"), entry, 0, 0)
-    notes = _Notes(rank, world_size)
+    item = _item(entry, numel, tensor, members)
+    notes = _Notes(item, rank, world_size)
     builder = _DryBuilder(item, graph, notes, ranks_per_node)
     STRATEGIES[entry.strategy](builder)
     indices: dict[Work, int] = {}
@@ -105,8 +126,8 @@ def record(
         if task.key is not None:
             key = task.key
             task.value = Message(key.kind, FrameFlags.PRESENT | FrameFlags.USED, _NOTHING, key.peer)
-            count = builder.counts[task]
-            found = Work("recv", key.kind, None, 0, count, False, task.phase, dense=task in builder.dense_recvs)
+            sizes = builder.sizes[task]
+            found = Work("recv", key.kind, None, 0, sizes, False, task.phase, dense=task in builder.dense_recvs)
             part, stage = key.partition, key.stage
         else:
             assert task.run is not None, f"{task.phase} has nothing to run"
@@ -117,6 +138,13 @@ def record(
         parts.append(part)
         stages.append(stage)
     return _packed(graph, list(indices), work, parts, stages)
+
+
+def _item(entry: PlanEntry, numel: int, tensor: int, members: Sequence[Member]) -> Item | Bundle:
+    def empty(count: int, place: int) -> Item:
+        return Item("item", tensor, torch.empty(count, device="meta"), entry, 0, 0, place=place)
+
+    return Bundle([empty(*member) for member in members], 0) if members else empty(numel, 0)
 
 
 def _packed(graph: TaskGraph, works: list[Work], work: list[int], parts: list[int], stages: list[int]) -> RecordedGraph:
@@ -140,15 +168,23 @@ class _Notes:
 
     epoch = 0
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    def __init__(self, item: Item | Bundle, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.last = Work("", None, None, 0, 0, False, "")
+        self.last = Work("", None, None, 0, (), False, "")
+        self._item = item
         self.part = self.stage = 0
 
     def send(self, peer: int, header: Header, body: np.ndarray) -> None:
-        self.last = Work("send", header.kind, None, 0, header.count, False, "", dense=header.compressor == code("none"))
+        sizes = self.sizes(Part(header.partition, 0, header.count))
+        self.last = Work("send", header.kind, None, 0, sizes, False, "", dense=header.compressor == code("none"))
         self.part, self.stage = header.partition, header.stage
+
+    def sizes(self, part: Part) -> tuple[int, ...]:
+        """Elements of each tensor in a part."""
+        if isinstance(self._item, Bundle):
+            return tuple(self._item.members[index].values.numel() for index in self._item.group(part))
+        return (part.count,)
 
 
 class _DryCodec:
@@ -216,7 +252,7 @@ class _DryCodec:
         encodes_own: bool = False,
     ) -> Message:
         taken = messages[0].kind if messages else None
-        self._notes.last = Work(call, frame, taken, len(messages), part.count, encodes_own, "")
+        self._notes.last = Work(call, frame, taken, len(messages), self._notes.sizes(part), encodes_own, "")
         self._notes.part, self._notes.stage = part.index, stage
         return Message(frame or FrameKind.PAYLOAD, FrameFlags.PRESENT | FrameFlags.USED, _NOTHING, self._notes.rank)
 
@@ -224,11 +260,12 @@ class _DryCodec:
 class _DryBuilder(Builder):
     """The synchroniser's builder over a codec and a transport that only note."""
 
-    def __init__(self, item: Item, graph: TaskGraph, notes: _Notes, ranks_per_node: int) -> None:
+    def __init__(self, item: Item | Bundle, graph: TaskGraph, notes: _Notes, ranks_per_node: int) -> None:
         nodes = nodes_of(notes.world_size, ranks_per_node)
         super().__init__(item, graph, Surroundings(cast(Any, notes), Residuals(), EventStream(), 0, lambda: nodes))
         self._codec = cast(Any, _DryCodec(self._codec, notes))
-        self.counts: dict[Task, int] = {}  # elements that each recv waits for
+        self._notes = notes
+        self.sizes: dict[Task, tuple[int, ...]] = {}  # elements that each recv waits for
         self.dense_recvs: set[Task] = set()
 
     def recv_dense(self, peer: int, part: Part, stage: int, phase: str) -> Task:
@@ -238,7 +275,7 @@ class _DryBuilder(Builder):
 
     def _recv(self, peer: int, kind: FrameKind, part: Part, stage: int, phase: str) -> Task:
         task = super()._recv(peer, kind, part, stage, phase)
-        self.counts[task] = part.count
+        self.sizes[task] = self._notes.sizes(part)
         return task
 
 

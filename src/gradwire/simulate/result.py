@@ -73,6 +73,7 @@ class StepResult:
         world_size: ranks of the cluster.
         folded: whether simulated ranks stand for others.
         num_messages: frames of all ranks.
+        processor_seconds: that codecs, engine and frames take of all ranks' processors.
     """
 
     seconds: float
@@ -83,6 +84,7 @@ class StepResult:
     world_size: int
     folded: bool
     num_messages: float
+    processor_seconds: float = 0.0
     _trace: Trace | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -106,6 +108,7 @@ class StepResult:
             "world_size": self.world_size,
             "folded": self.folded,
             "num_messages": self.num_messages,
+            "processor_seconds": self.processor_seconds,
             "ranks": [asdict(use) for use in self.ranks],
             "items": [asdict(item) for item in self.items],
         }
@@ -186,7 +189,7 @@ class Trace:
             item = int(self.assembled.graph_item[graph])
             for task in range(int(graph_at[graph]), int(graph_at[graph + 1])):
                 work = self.assembled.works[item][int(self.assembled.work[task])]
-                args = {"part": int(self.assembled.part[task]), "elements": work.elements}
+                args = {"part": int(self.assembled.part[task]), "elements": sum(work.sizes)}
                 name = f"{work.phase} {self.names[item]}"
                 if trail.ended[task] > trail.started[task]:
                     row = 1 if tasks.processor[task] < len(self.ranks) else 4

@@ -52,7 +52,7 @@ class Scenario:
         link: of each rank or node; its rate is what the sweep sets.
         ranks_per_node, inner, stragglers, cores: as in `Cluster`.
         partitions: as in `Plan`.
-        fold, bulk: as in `step`.
+        fold, bulk, bucket_bytes: as in `step`.
     """
 
     model: Model
@@ -66,6 +66,7 @@ class Scenario:
     partitions: int = 1
     fold: bool | None = None
     bulk: Bulk | None = None
+    bucket_bytes: float | None = None
 
     def cluster(self, ranks: int, rate_bits: float | None) -> Cluster:
         """The machines of one row."""
@@ -76,7 +77,7 @@ class Scenario:
         """One step."""
         plan = Plan(compressor_of(method.spec), strategy=method.strategy, partitions=self.partitions)
         gradients = gradients_of(self.model, self.compute.backward_seconds)
-        how: dict[str, Any] = {"fold": self.fold, "bulk": self.bulk, "trace": trace}
+        how: dict[str, Any] = {"fold": self.fold, "bulk": self.bulk, "trace": trace, "bucket_bytes": self.bucket_bytes}
         return step(gradients, plan, self.cluster(ranks, rate_bits), self.costs, self.compute, **how)
 
 
