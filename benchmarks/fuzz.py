@@ -36,6 +36,7 @@ from gradwire.compressors import registry
 from gradwire.core.context import Context
 from gradwire.core.errors import FrameError, PayloadError, SyncError
 from gradwire.core.spec import TensorSpec, as_array
+from gradwire.kernels.prefix_code import PrefixCode
 from gradwire.protocol.conversation import Conversation, Ends
 from gradwire.protocol.handshake import Handshake, JobKey, Member
 from gradwire.wire.frame import DATA_KINDS, HEADER_BYTES, FrameKind, Header, pack, parse, unpack, verify, without_seal
@@ -76,6 +77,27 @@ class Target(ABC):
     @abstractmethod
     def check(self, data: bytes, seed: Seed, rng: random.Random) -> bool:
         """Read `data`, made from `seed`; raises anything but the reader's own error where it is broken."""
+
+
+class CodeTarget(Target):
+    """The lengths of a prefix code are taken only in the one form that they are written in."""
+
+    name = "prefix code"
+    framed = False
+
+    def corpus(self) -> list[Seed]:
+        draw = np.random.default_rng(0)
+        counts = [np.ones(256, np.int64), np.zeros(256, np.int64), *(draw.geometric(0.01, 256) for _ in range(8))]
+        return [Seed(PrefixCode.of(each).to_bytes()) for each in counts]
+
+    def check(self, data: bytes, seed: Seed, rng: random.Random) -> bool:
+        try:
+            code = PrefixCode.from_bytes(data)
+        except PayloadError:
+            return False
+        if code.to_bytes() != data:
+            raise BrokenPromiseError("lengths in another form than ours were taken")
+        return True
 
 
 class FrameTarget(Target):
@@ -219,6 +241,26 @@ class DecoderTarget(Target):
         return Context(name="layer", step=3, rank=1, world_size=2, seed=5, spec=spec)
 
 
+class PackedFloatsTarget(DecoderTarget):
+    """The same for longer tensors and every element type; and what is taken is the one encoding of its tensor."""
+
+    SPECS = tuple(
+        TensorSpec((size,), dtype)
+        for size in (40, 2000, 20_000)
+        for dtype in (torch.float32, torch.float16, torch.bfloat16)
+    )
+
+    def __init__(self, compressor: str) -> None:
+        super().__init__(compressor)
+        self.name += " long"
+
+    def check_other_ways(self, payload: Payload, spec: TensorSpec, found: torch.Tensor, rng: random.Random) -> None:
+        super().check_other_ways(payload, spec, found, rng)
+        again = self.compressor.encode(found, self.context(spec))
+        if bytes(again.body) != bytes(payload.body):
+            raise BrokenPromiseError("a payload in another form than ours was taken")
+
+
 @dataclass
 class Outcome:
     """What came of the cases of one target."""
@@ -308,6 +350,7 @@ def targets() -> dict[str, Target]:
     With its defaults, and with zero runs in the language besides, which no default has.
     """
     made: list[Target] = [FrameTarget(), StreamTarget(), HandshakeTarget(), DecoderTarget("ternary", zero_run=True)]
+    made += [CodeTarget(), PackedFloatsTarget("lossless")]
     for name in registry.names():
         made.append(DecoderTarget(name))
         if registry.make(name).needs_stats:

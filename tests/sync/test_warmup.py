@@ -12,7 +12,7 @@ from numba.core.dispatcher import Dispatcher
 
 import gradwire as gw
 from gradwire.compressors import registry
-from gradwire.core.spec import ELEMENT_TYPES, TensorSpec
+from gradwire.core.spec import ELEMENT_TYPES, Range, TensorSpec
 from gradwire.kernels import cpu
 from gradwire.sync.plan import Plan
 from gradwire.sync.strategies import STRATEGIES
@@ -26,6 +26,16 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("threelc", {"zero_run": False}),
 ]
 SHAPE = (50, 100)
+
+
+def aux(dtype: torch.dtype) -> Any:
+    """What compressors that look at the optimizer get: all ones."""
+
+    def slices(name: str, elements: Range) -> dict[str, torch.Tensor]:
+        ones = torch.ones(elements.count, dtype=dtype)
+        return {"parameter": ones, "first": ones, "numbers": torch.ones(8), "loss_scale": torch.tensor(1.0)}
+
+    return slices
 
 
 def kernels() -> dict[str, Dispatcher]:
@@ -66,5 +76,5 @@ def test_after_the_warm_up_a_step_compiles_nothing(method: str, options: Any, dt
         assert compiled() == before
 
     for strategy in STRATEGIES:
-        with ranks(3, Plan({"w": gw.make(method, **options)}, strategy=strategy)) as group:
+        with ranks(3, Plan({"w": gw.make(method, **options)}, strategy=strategy), aux=aux(dtype)) as group:
             group.each(step)

@@ -32,6 +32,7 @@ _RIVAL_NAME = "torch operations"
 # Passes over the gradient of the compressors that are not written in the language.
 _PASSES = {"none": 1, "fp16": 1, "bf16": 1, "int8shared": 1, "topk": 2, "threelc": 2, "powersgd": 2}
 _PASSES |= {"thc": 2, "uthc": 2}
+_PASSES |= {"lossless": 1, "gcomp": 1}
 
 
 class _Data:

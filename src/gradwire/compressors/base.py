@@ -58,6 +58,7 @@ class Compressor(ABC):
         votes: whether ranks must count alike where their payloads are merged: who merges them encodes its own gradient,
             too, in place of adding it as it is.
         whole: whether tensors are never cut into ranges: contexts then have the tensor's own shape.
+        needs_optimizer: whether contexts must have slices of parameters and optimizer state in `aux`.
         default_feedback: the residual policy that the algorithm needs: ``"none"`` or ``"error"``.
     """
 
@@ -69,6 +70,7 @@ class Compressor(ABC):
     needs_stats: bool = False
     votes: bool = False
     whole: bool = False
+    needs_optimizer: bool = False
     default_feedback: FeedbackName = "error"
 
     # -- algebra ---------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from gradwire.wire.payload import Payload
 
 # Sums go through memory in pieces that stay in a core's cache while the ranks are added.
 _CHUNK = 1 << 15
-_ARRAY_DTYPES = {dtype: as_array(torch.empty(0, dtype=dtype)).dtype for dtype in ELEMENT_TYPES}
+ARRAY_DTYPES = {dtype: as_array(torch.empty(0, dtype=dtype)).dtype for dtype in ELEMENT_TYPES}
 
 
 @register
@@ -39,7 +39,7 @@ class NoCompression(Compressor):
     canonical = True
     default_feedback: FeedbackName = "none"
 
-    def contraction(self, spec: TensorSpec) -> float:
+    def contraction(self, spec: TensorSpec) -> float | None:
         """Nothing is lost."""
         return 1.0
 
@@ -57,7 +57,7 @@ class NoCompression(Compressor):
         """Copy `grad`; ctx.spec, where given, says in which element type."""
         dtype = grad.dtype if ctx.spec is None else ctx.spec.dtype
         x = as_array(grad)
-        payload, elements = _pack(x, dtype, 1.0)
+        payload, elements = self._pack(x, dtype, 1.0)
         if residual is not None:
             start_residual(x, residual)
             kernels.compensate(elements, -1.0, residual, residual)
@@ -77,7 +77,7 @@ class NoCompression(Compressor):
         if work is not None:
             return super().encode_compensated(grad, ctx, work, scale=scale, residual=residual)
         assert residual is None, "a residual without a place for the next one would be lost"
-        return _pack(as_array(grad), grad.dtype if ctx.spec is None else ctx.spec.dtype, scale)[0]
+        return self._pack(as_array(grad), grad.dtype if ctx.spec is None else ctx.spec.dtype, scale)[0]
 
     def decode(
         self,
@@ -91,9 +91,9 @@ class NoCompression(Compressor):
         out = self._output(ctx, out)
         elements = self._elements(payload, ctx, out)
         if accumulate:
-            _add(elements, as_array(out))
+            add(elements, as_array(out))
         else:
-            _convert(elements, as_array(out), 1.0)
+            convert(elements, as_array(out), 1.0)
         return out
 
     def decode_sum(
@@ -112,22 +112,22 @@ class NoCompression(Compressor):
             chunk = total[start : start + _CHUNK]
             chunk.fill(0)
             for elements in ranks:
-                _add(elements[start : start + _CHUNK], chunk)
+                add(elements[start : start + _CHUNK], chunk)
         return out
 
     def _elements(self, payload: Payload, ctx: Context, out: torch.Tensor) -> np.ndarray:
         dtype = out.dtype if ctx.spec is None else ctx.spec.dtype
         body = self._expect_bytes(payload, out.numel() * dtype.itemsize)
-        return Reader(body).array(_ARRAY_DTYPES[dtype], out.numel())
+        return Reader(body).array(ARRAY_DTYPES[dtype], out.numel())
+
+    def _pack(self, x: np.ndarray, dtype: torch.dtype, scale: float) -> tuple[Payload, np.ndarray]:
+        """The payload of scale · x, and the elements that it decodes to."""
+        body = np.empty(x.size * dtype.itemsize, np.uint8)
+        elements = body.view(ARRAY_DTYPES[dtype])
+        return Payload(body, nonfinite=not convert(x, elements, scale)), elements
 
 
-def _pack(x: np.ndarray, dtype: torch.dtype, scale: float) -> tuple[Payload, np.ndarray]:
-    body = np.empty(x.size * dtype.itemsize, np.uint8)
-    elements = body.view(_ARRAY_DTYPES[dtype])
-    return Payload(body, nonfinite=not _convert(x, elements, scale)), elements
-
-
-def _convert(x: np.ndarray, out: np.ndarray, scale: float) -> bool:
+def convert(x: np.ndarray, out: np.ndarray, scale: float) -> bool:
     """Write scale · x to `out` in its element type; return whether all of that is finite."""
     if out.dtype == np.float64:  # kernels calculate in float32
         if x.dtype == np.uint16:
@@ -142,7 +142,8 @@ def _convert(x: np.ndarray, out: np.ndarray, scale: float) -> bool:
     return kernels.count_nonfinite(out) == 0
 
 
-def _add(elements: np.ndarray, out: np.ndarray) -> None:
+def add(elements: np.ndarray, out: np.ndarray) -> None:
+    """Add elements of any type to float32 or float64 `out`."""
     if out.dtype == np.float64 and elements.dtype != np.uint16:
         np.add(out, elements, out=out)
     elif out.dtype == np.float32:

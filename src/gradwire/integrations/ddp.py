@@ -26,6 +26,7 @@ from gradwire.core.errors import AttachError, OptionError, SyncError, UnknownNam
 from gradwire.core.spec import TensorSpec
 from gradwire.integrations import torch_private
 from gradwire.integrations.auto import Autopilot
+from gradwire.integrations.optimizer_state import OptimizerState
 from gradwire.observe.metrics import Report
 from gradwire.observe.trace import Trace
 from gradwire.sync.fidelity import LEVELS
@@ -65,7 +66,7 @@ def attach(
             counts), a whole `Plan`, or ``"auto"``, which decides while training (see `gradwire.integrations.auto`).
         optimizer: the optimizer of these parameters. With it, residuals are committed when it steps, so that steps
             skipped by a GradScaler leave no trace; without it, when the next backward begins, unless any rank's
-            gradients were not finite.
+            gradients were not finite. ``"gcomp"`` needs it: see `gradwire.compressors.gcomp_metric`.
         scaler: the GradScaler of these gradients, if there is one. With it, residuals follow when it changes its scale;
             without it, what was kept back before a change counts by the wrong scale once.
         register: take the module's communication hook. With False it stays yours: register a hook of your own that
@@ -105,6 +106,7 @@ def attach(
     plan = method if isinstance(method, Plan) else Plan(
         method, strategy=strategy, partitions=partitions, min_elements=min_elements, feedback=feedback
     )  # fmt: skip
+    optimizer_state = _optimizer_state(ddp, plan, optimizer)
     synchronizer = Synchronizer(
         ddp.process_group,
         plan,
@@ -114,9 +116,10 @@ def attach(
         seed=seed,
         dump_dir=dump_dir,
         nodes=nodes,
+        aux=optimizer_state,
     )
     try:
-        handle = Handle(ddp, synchronizer, optimizer, check_every, scaler)
+        handle = Handle(ddp, synchronizer, optimizer, check_every, scaler, optimizer_state)
         if automatic:
             handle.autopilot = Autopilot(synchronizer, ddp.process_group, fidelity, min_elements, handle._settle)
         slot = _slot(ddp)
@@ -144,8 +147,10 @@ class Handle:
         optimizer: torch.optim.Optimizer | None,
         check_every: int,
         scaler: torch.amp.GradScaler | None = None,
+        optimizer_state: OptimizerState | None = None,
     ) -> None:
         self.synchronizer = synchronizer
+        self._optimizer_state = optimizer_state
         self.autopilot: Autopilot | None = None
         self._ddp = weakref.ref(ddp)
         self._check_every = check_every
@@ -268,6 +273,8 @@ class Handle:
         if self._loss_scale is not None and scale != self._loss_scale:
             self.synchronizer.rescale(scale / self._loss_scale)
         self._loss_scale = scale
+        if self._optimizer_state is not None:
+            self._optimizer_state.loss_scale = scale
 
     def _count_active_ranks(self, ddp: DistributedDataParallel, joined: bool) -> int:
         """By how many ranks the sum is divided: fewer than all only where `join` was asked for it (R9)."""
@@ -344,6 +351,18 @@ def _slot(ddp: DistributedDataParallel) -> _Slot:
         slot = _Slot(ddp)
         setattr(ddp, _SLOT, slot)
     return slot
+
+
+def _optimizer_state(
+    ddp: DistributedDataParallel, plan: Plan, optimizer: torch.optim.Optimizer | None
+) -> OptimizerState | None:
+    """What compressors that look at the optimizer's state need, if there is one of them."""
+    needed = [
+        (name, parameter)
+        for name, parameter in _trained(ddp)
+        if plan.entry(name, TensorSpec.of(parameter)).compressor.needs_optimizer
+    ]
+    return OptimizerState(optimizer, needed) if needed and optimizer is not None else None
 
 
 def _check_automatic(strategy: str | None, partitions: int, feedback: str | None, fidelity: str) -> None:

@@ -13,6 +13,7 @@ Two algebras: `LossyCodec` decodes, adds in float32 and encodes again, with a re
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -83,6 +84,8 @@ class LossyCodec:
         self, part: Part, grad: torch.Tensor, role: Role, stage: int, scale: float, stats: Sequence[np.ndarray] = ()
     ) -> Payload:
         context, key = self._context(part, stage), self._key(part, role)
+        if self.item.aux is not None:
+            context = replace(context, aux={**context.aux, **self.item.aux(self.item.range(part))})
         return self._policy.encode(self.compressor, grad, context, self._residuals, key, scale=scale, stats=stats)
 
     def _key(self, part: Part, role: Role) -> ResidualKey:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -36,6 +36,7 @@ class Item:
         wait_loaded: blocks until the gradient stands in `values`, where it comes from a GPU.
         shape: of the whole tensor, for compressors that take it whole.
         place: among the tensors that travel in bundles, which says whose it is there under any bucket layout.
+        aux: what contexts of its encodes have in `aux`, by range; None for compressors that need nothing.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Item:
     wait_loaded: Callable[[], None] = lambda: None
     shape: tuple[int, ...] | None = None
     place: int = 0
+    aux: Callable[[Range], Mapping[str, torch.Tensor]] | None = None
 
     @property
     def dtype(self) -> torch.dtype:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ import torch.distributed as dist
 
 from gradwire.core.errors import GradwireError, OptionError, SyncError
 from gradwire.core.events import Event
-from gradwire.core.spec import TensorSpec
+from gradwire.core.spec import Range, TensorSpec
 from gradwire.feedback.residuals import Residuals
 from gradwire.observe.metrics import Metrics, Report
 from gradwire.sync.batch import BATCH_FLAG, Batch, Held, Holding, batch_entry
@@ -63,8 +64,11 @@ class Synchronizer(Peers):
         order: what goes first where several tensors have work ready: ``"backward"``, what was submitted first, which
             fills the link soonest; ``"forward"``, what was registered first, which the next forward needs first, for
             those who wait for each tensor's future by itself.
+        aux: gives the slices of parameters and optimizer state that encodes of a range need, by parameter name and
+            range; for compressors with `needs_optimizer`.
 
     Raises:
+        OptionError: a compressor of the plan needs `aux` and there is none.
         DisagreementError: ranks differ in plan, seed, nodes or world size; on every rank.
         PeerTimeoutError: a rank did not come within `timeout`.
     """
@@ -82,15 +86,18 @@ class Synchronizer(Peers):
         transport: Transport | None = None,
         nodes: int | Sequence[str | int] | None = None,
         order: Literal["backward", "forward"] = "backward",
+        aux: Callable[[str, Range], Mapping[str, torch.Tensor]] | None = None,
     ) -> None:
         self.plan = plan if isinstance(plan, Plan) else Plan(plan)
         super().__init__(group, timeout, stall_timeout, seed, dump_dir, nodes)
         self.residuals = Residuals()
         self._metrics = Metrics(self.events)
         self._forward_first = order == "forward"
+        self._aux = aux
         self._nonfinite = False
         self._held = Holding()
         self._tensors = TensorRegistry(self.plan, self.world_size, self._nodes)
+        self._expect_aux(tensors or {})
         self._warm_up(tensors or {})
         self._agree(
             {
@@ -119,6 +126,7 @@ class Synchronizer(Peers):
             if known != spec:
                 raise OptionError(f"Expected {name!r} of {known}, got {spec}. Do: give another tensor another name.")
         if new:
+            self._expect_aux(new)
             self._warm_up(new)
             # Added first: a peer that has heard the verdict may send before this rank has.
             self._tensors.add(new)
@@ -152,6 +160,17 @@ class Synchronizer(Peers):
             self._engine.early_bytes_limit = self._tensors.early_bytes_limit()
         self._agree({"tensors": self._tensors.describe(self._tensors.specs)})
         self.events.emit(Event("replan", time.monotonic(), detail={"step": self.step}))
+
+    def _expect_aux(self, specs: Mapping[str, TensorSpec]) -> None:
+        if self._aux is not None:
+            return
+        for name, spec in specs.items():
+            compressor = self.plan.entry(name, spec).compressor
+            if compressor.needs_optimizer:
+                raise OptionError(
+                    f"Expected the optimizer of the parameters for {compressor.name!r}, got none (in {name!r}). Do: "
+                    f'attach(ddp, "{compressor.name}", optimizer=opt), or use "lossless", which needs none.'
+                )
 
     def _warm_up(self, specs: Mapping[str, TensorSpec]) -> None:
         if self.world_size > 1:
@@ -259,7 +278,12 @@ class Synchronizer(Peers):
             wait_loaded=staging.wait_loaded,
             shape=self._tensors.specs[shard.name].shape,
             place=self._tensors.places.get(shard.name, 0),
+            aux=self._aux_of(shard.name),
         )
+
+    def _aux_of(self, name: str) -> Callable[[Range], Mapping[str, torch.Tensor]] | None:
+        needed = self._tensors.entries[name].compressor.needs_optimizer
+        return partial(self._aux, name) if needed and self._aux is not None else None
 
     def _entry(self, name: str) -> PlanEntry:
         """The tensor's entry, with feedback where another plan has left a residual to give out."""

@@ -38,11 +38,17 @@ def warm_up(tensors: Iterable[tuple[PlanEntry, torch.dtype]]) -> None:
             _warm_up_one(entry, dtype)
 
 
+def _aux(spec: TensorSpec) -> dict[str, torch.Tensor]:
+    """As of an optimizer with two moments."""
+    moments = {name: torch.ones(spec.shape, dtype=spec.dtype) for name in ("parameter", "first", "second")}
+    return moments | {"numbers": torch.ones(8), "loss_scale": torch.tensor(1.0)}
+
+
 def _warm_up_one(entry: PlanEntry, dtype: torch.dtype) -> None:
     compressor = entry.compressor
     shape = (64, NUM_ELEMENTS // 64) if compressor.whole else (NUM_ELEMENTS,)
     spec = TensorSpec(shape, dtype)
-    context = Context("warm up", world_size=2, spec=spec)
+    context = Context("warm up", world_size=2, spec=spec, aux=_aux(spec) if compressor.needs_optimizer else {})
     policy, residuals = policies.get(entry.feedback), Residuals()
     grad = torch.linspace(-1, 1, NUM_ELEMENTS).to(dtype)
 

@@ -1,0 +1,46 @@
+"""Training with gcomp and lossless beside DDP's own sum, on real processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire as gw
+
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3),
+}
+
+
+def train(rank: int, world_size: int, methods: list[list[str]], optimizer: str, steps: int) -> dict[str, Any]:
+    """For each of (method, strategy): how far parameters are from those of `none`, their sum, and bytes over dense."""
+    found: dict[str, Any] = {}
+    expected = _train(rank, "none", "scatter_reduce", optimizer, steps)[0]
+    for method, strategy in methods:
+        parameters, ratio = _train(rank, method, strategy, optimizer, steps)
+        found[f"{method} {strategy}"] = {
+            "off": float((parameters - expected).abs().max()),
+            "sum": parameters.double().sum().item(),
+            "ratio": ratio,
+        }
+    return found
+
+
+def _train(rank: int, method: str, strategy: str, optimizer: str, steps: int) -> tuple[torch.Tensor, float]:
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)))
+    made = OPTIMIZERS[optimizer](ddp.parameters())
+    handle = gw.attach(ddp, method, optimizer=made, strategy=strategy, min_elements=0, check_every=1)
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        inputs, targets = torch.randn(32, 64, generator=generator), torch.randint(0, 10, (32,), generator=generator)
+        made.zero_grad()
+        nn.functional.cross_entropy(ddp(inputs), targets).backward()
+        made.step()
+    ratio = handle.report().total.ratio
+    handle.detach()
+    return torch.cat([parameter.detach().reshape(-1) for parameter in ddp.parameters()]), ratio

@@ -1,0 +1,23 @@
+"""`gcomp` and `lossless` on real processes: lossless gives DDP's own bits, gcomp stays beside them, in fewer bytes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.integration.launch import launch
+
+METHODS = [["lossless", "ring"], ["lossless", "scatter_reduce"], ["gcomp", "ring"], ["gcomp", "scatter_reduce"]]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_two_ranks_train_as_without_compression(optimizer) -> None:
+    first, second = (
+        outcome.result for outcome in launch("gcomp.train", 2, methods=METHODS, optimizer=optimizer, steps=8)
+    )
+    for name, one in first.items():
+        assert one["sum"] == second[name]["sum"], f"{name}: replicas differ"
+        if name.startswith("lossless"):
+            assert one["off"] == 0
+        else:
+            assert 0 < one["off"] < 1e-6
+            assert one["ratio"] > first["lossless ring"]["ratio"] > 1.1
