@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import gradwire.compressors as compressors
-from gradwire.core.errors import PayloadError
+from gradwire.core.errors import OptionError, PayloadError
+from gradwire.kernels import reference as kernels
 from tests.contracts.compressor_cases import context, heavy_tailed, with_body
 
 
@@ -54,4 +55,55 @@ def test_bytes_without_meaning_are_refused() -> None:
         (runs, scale[:3], "Expected 4 more bytes"),
     ):
         with pytest.raises(PayloadError, match=reason):
+            codec.decode(with_body(payload, body), context(grad))
+
+
+@pytest.mark.parametrize("zero_run", [True, False])
+@pytest.mark.parametrize("size", [1, 70, 139, 140, 141, 281, 10_007])
+def test_blocks_are_encoded_by_themselves(size, zero_run) -> None:
+    """Values are those of one block; bytes are those of each block alone, at the scale of all."""
+    whole, blocks = (compressors.make("threelc", zero_run=zero_run, block=block) for block in (0, 140))
+    grad = heavy_tailed(size)
+    payload = blocks.encode(grad, context(grad))
+    expected = whole.decode(whole.encode(grad, context(grad)), context(grad))
+    assert torch.equal(blocks.decode(payload, context(grad)), expected)
+    if size <= 140:
+        np.testing.assert_array_equal(payload.body, whole.encode(grad, context(grad)).body)
+        return
+    body = payload.body[4:]
+    if zero_run:
+        lengths, body = body[: 4 * -(-size // 140)].view("<u4").tolist(), body[4 * -(-size // 140) :]
+    else:
+        lengths = [-(-min(140, size - start) // 5) for start in range(0, size, 140)]
+    M = float(payload.body[:4].view("<f4")[0])
+    for start, length in zip(range(0, size, 140), lengths):
+        part = np.empty(min(140, size - start), np.float32)
+        quartic = np.empty(-(-part.size // 5), np.uint8)
+        if zero_run:
+            assert kernels.zero_run_decode(body[:length], quartic) == quartic.size
+        else:
+            quartic = body[:length]
+        assert kernels.unpack_ternary(quartic, M, part)
+        np.testing.assert_array_equal(part, expected[start : start + 140].numpy())
+        body = body[length:]
+    assert body.size == 0
+
+
+def test_zeros_in_blocks_take_a_280th_and_the_table() -> None:
+    codec, grad = compressors.make("threelc", block=70_000), torch.zeros(280_000)
+    assert codec.encode(grad, context(grad)).body.nbytes == 4 + 4 * 4 + 4 * 280_000 // 280
+
+
+def test_a_block_ends_runs_evenly() -> None:
+    with pytest.raises(OptionError, match="multiple of 70"):
+        compressors.make("threelc", block=100)
+
+
+def test_a_table_that_lies_is_refused() -> None:
+    codec, grad = compressors.make("threelc", block=70), torch.zeros(140)
+    payload = codec.encode(grad, context(grad))
+    for lengths in ((1, 0), (0, 2), (2, 1), (1 << 31, 1)):
+        body = payload.body.copy()
+        body[4:12].view("<u4")[:] = lengths
+        with pytest.raises(PayloadError):
             codec.decode(with_body(payload, body), context(grad))

@@ -35,7 +35,12 @@ OPTION_SETS: dict[str, list[dict]] = {
     "int8": [{"block": 64, "stochastic": False}, {"block": 100}],
     "int8shared": [{"block": 100}, {"block": 64, "stochastic": False}],
     "topk": [{"ratio": 0.3}, {"ratio": 1.0}],
-    "threelc": [{"sparsity": 1.75}, {"sparsity": 1.999999, "zero_run": False}],
+    "threelc": [
+        {"sparsity": 1.75},
+        {"sparsity": 1.999999, "zero_run": False},
+        {"block": 35_000},
+        {"block": 35_000, "zero_run": False},
+    ],
     "ternary": [{"sparsity": 1.75}, {"sparsity": 1.999999, "zero_run": True}],
     "minmax": [{"bits": 4}],
     "terngrad": [{"clip": 0.0}],

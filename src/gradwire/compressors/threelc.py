@@ -1,7 +1,9 @@
 """3LC: three values {-M, 0, M} an element, five of them in a byte, runs of zero bytes in one.
 
 Biased; a contraction with delta >= s (2 - s) / N, so it needs error feedback. Payloads cannot be summed.
-Body: M as float32, then the bytes of quartic encoding, shortened (option `zero_run`) by zero-run encoding.
+Body: M as float32, then the bytes of quartic encoding, shortened (option `zero_run`) by zero-run encoding. With
+option `block`, for large tensors and several threads, each block of so many elements is encoded by itself, with runs
+that do not cross blocks; the bytes of each, as uint32, come before them all where they are shortened.
 
 Source: 3LC (Lim, Andersen, Kaminsky 2019), section 3; the step numbers are those of its figure 3.
 Differences: M = 0 (all elements zero) is defined, and decodes to zeros. M is at most the largest float32, and
@@ -9,26 +11,33 @@ falls back to the largest magnitude where s times it cannot be told from twice (
 largest element is never rounded to zero. The last byte is filled up with zeros, not with -1, so that it can
 be part of a run.
 """
-# Shapes: N = elements of the tensor or range, S = ceil(N/5), W = ranks
+# Shapes: N = elements of the tensor or range, S = ceil(N/5), W = ranks, B = blocks
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
+import torch
 
 from gradwire.compressors import options
 from gradwire.compressors.array import ArrayCompressor, any_other, expect, scaled, scratch
 from gradwire.compressors.registry import register
 from gradwire.core.context import Context
+from gradwire.core.errors import OptionError
 from gradwire.core.spec import TensorSpec
 from gradwire.kernels import active as kernels
 from gradwire.kernels.layout import ZERO_BYTE, half_of
 from gradwire.wire.fields import Reader
 
+T = TypeVar("T")
+R = TypeVar("R")
 _SCALE_BYTES = 4
+_RUN_ELEMENTS = 70
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -39,19 +48,23 @@ class ThreeLC(ArrayCompressor):
     Args:
         sparsity: the sparsity multiplier s, 1 <= s < 2; a larger one sends fewer elements.
         zero_run: whether zero-run encoding follows.
+        block: elements that are encoded by themselves, a multiple of 70 (a run of fourteen bytes); 0 for all.
     """
 
     name: ClassVar[str] = "threelc"
     canonical = True
 
-    def __init__(self, sparsity: float = 1.0, zero_run: bool = True) -> None:
+    def __init__(self, sparsity: float = 1.0, zero_run: bool = True, block: int = 0) -> None:
         self.sparsity = options.real("sparsity", sparsity, 1.0, 2.0, high_open=True)
         self.zero_run = options.flag("zero_run", zero_run)
+        self.block = options.integer("block", block, 0, 1 << 30)
+        if self.block % _RUN_ELEMENTS:
+            raise OptionError(f"Expected a block of a multiple of {_RUN_ELEMENTS} elements, got {block}.")
 
     @property
     def options(self) -> dict[str, Any]:
         """See `Compressor`."""
-        return {"sparsity": self.sparsity, "zero_run": self.zero_run}
+        return {"sparsity": self.sparsity, "zero_run": self.zero_run, "block": self.block}
 
     def contraction(self, spec: TensorSpec) -> float:
         """An element's error is at most itself, that of the largest (s - 1) of it."""
@@ -59,7 +72,7 @@ class ThreeLC(ArrayCompressor):
 
     def max_encoded_bytes(self, spec: TensorSpec) -> int:
         """The size without any run."""
-        return _SCALE_BYTES + _packed_bytes(spec.numel)
+        return _SCALE_BYTES + self._table_bytes(spec.numel) + _packed_bytes(spec.numel)
 
     def _encode(
         self,
@@ -76,16 +89,29 @@ class ThreeLC(ArrayCompressor):
         sent_M = scaled(M, scale)
         if not math.isfinite(sent_M):
             return None
-        body = np.empty(_SCALE_BYTES + _packed_bytes(x.size), np.uint8)
+        head = _SCALE_BYTES + self._table_bytes(x.size)
+        body = np.empty(head + _packed_bytes(x.size), np.uint8)
         body[:_SCALE_BYTES].view("<f4")[0] = sent_M
-        packed = body[_SCALE_BYTES:]
-        # Steps 2 and 3, and steps a and b in the same sweep: quantise, pack, dequantise, remaining error.
-        if not self.zero_run:
-            kernels.pack_ternary(x, M, packed, residual)
-            return body
-        quartic = scratch(packed.size)
-        kernels.pack_ternary(x, M, quartic, residual)
-        return body[: _SCALE_BYTES + kernels.zero_run_encode(quartic, packed)]  # step 4
+        packed = body[head:]
+        quartic = scratch(packed.size) if self.zero_run else packed
+
+        def encode(block: _Block) -> int:
+            # Steps 2 and 3, and steps a and b in the same sweep: quantise, pack, dequantise, remaining error.
+            left = None if residual is None else residual[block.elements]
+            kernels.pack_ternary(x[block.elements], M, quartic[block.bytes_], left)
+            if not self.zero_run:
+                return block.num_bytes
+            return int(kernels.zero_run_encode(quartic[block.bytes_], packed[block.bytes_]))  # step 4
+
+        blocks = self._blocks(x.size)
+        lengths = _each(encode, blocks)
+        if head > _SCALE_BYTES:
+            body[_SCALE_BYTES:head].view("<u4")[:] = lengths
+        end = head + lengths[0] if lengths else head
+        for block, length in zip(blocks[1:], lengths[1:]):
+            body[end : end + length] = packed[block.bytes_][:length]
+            end += length
+        return body[:end]
 
     def _scale(self, largest: float) -> float:
         """M, from the largest magnitude; NaN from NaN."""
@@ -96,7 +122,11 @@ class ThreeLC(ArrayCompressor):
         self, body: np.ndarray, ctx: Context, stats: Sequence[np.ndarray], out: np.ndarray, accumulate: bool
     ) -> None:
         M, quartic = self._parse(body, out.size, scratch(_packed_bytes(out.size)))
-        expect(kernels.unpack_ternary(quartic, M, out, accumulate), *_CANONICAL, self.name)
+
+        def decode(block: _Block) -> bool:
+            return kernels.unpack_ternary(quartic[block.bytes_], M, out[block.elements], accumulate)
+
+        expect(all(_each(decode, self._blocks(out.size))), *_CANONICAL, self.name)
 
     def _decode_sum(
         self,
@@ -109,11 +139,12 @@ class ThreeLC(ArrayCompressor):
         rooms = scratch(len(bodies) * size).reshape(len(bodies), size)
         parsed = [self._parse(body, out.size, room) for body, room in zip(bodies, rooms, strict=True)]
         scales = np.array([M for M, _ in parsed], np.float32)
-        expect(
-            kernels.unpack_ternary_sum([quartic for _, quartic in parsed], scales, out),
-            *_CANONICAL,
-            self.name,
-        )
+
+        def decode(block: _Block) -> bool:
+            packed = [quartic[block.bytes_] for _, quartic in parsed]
+            return kernels.unpack_ternary_sum(packed, scales, out[block.elements])
+
+        expect(all(_each(decode, self._blocks(out.size))), *_CANONICAL, self.name)
 
     def _parse(self, body: np.ndarray, size: int, room: np.ndarray) -> tuple[float, np.ndarray]:
         """M and the bytes of quartic encoding, which are yet to be checked one by one. May use `room` for them."""
@@ -121,10 +152,18 @@ class ThreeLC(ArrayCompressor):
         M = reader.f32(finite=True)
         if self.zero_run:
             quartic = room
-            expect(
-                kernels.zero_run_decode(reader.rest(), quartic) == quartic.size,
-                f"zero-run encoding of {quartic.size} bytes", "something else", self.name,
-            )  # fmt: skip
+            blocks = self._blocks(size)
+            tabled = self._table_bytes(size) > 0
+            lengths = reader.array(np.uint32, len(blocks)).tolist() if tabled else [reader.remaining] * len(blocks)
+            runs = [reader.take(length) for length in lengths]
+            reader.end()
+
+            def decode(part: tuple[_Block, np.ndarray]) -> bool:
+                block, run = part
+                return kernels.zero_run_decode(run, quartic[block.bytes_]) == block.num_bytes
+
+            whole = all(_each(decode, list(zip(blocks, runs))))
+            expect(whole, f"zero-run encoding of {quartic.size} bytes", "something else", self.name)
         else:
             quartic = reader.take(_packed_bytes(size))
             reader.end()
@@ -136,6 +175,44 @@ class ThreeLC(ArrayCompressor):
             self.name,
         )
         return M, quartic
+
+    def _blocks(self, size: int) -> list[_Block]:
+        """What is encoded by itself; the last block may be shorter, and there is one at least."""
+        block = self.block or max(1, size)
+        return [_Block(start, min(block, size - start)) for start in range(0, max(1, size), block)]
+
+    def _table_bytes(self, size: int) -> int:
+        blocks = len(self._blocks(size)) if self.block else 1
+        return 4 * blocks if self.zero_run and blocks > 1 else 0
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Elements that are encoded by themselves, and where their bytes are without any run."""
+
+    start: int
+    count: int
+
+    @property
+    def elements(self) -> slice:
+        return slice(self.start, self.start + self.count)
+
+    @property
+    def num_bytes(self) -> int:
+        return _packed_bytes(self.count)
+
+    @property
+    def bytes_(self) -> slice:
+        return slice(self.start // 5, self.start // 5 + self.num_bytes)
+
+
+def _each(task: Callable[[T], R], parts: list[T]) -> list[R]:
+    """Run a task for each part, on as many threads as torch may use."""
+    threads = min(len(parts), torch.get_num_threads())
+    if threads < 2:
+        return [task(part) for part in parts]
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(task, parts))
 
 
 _CANONICAL = ("bytes below 243 and padding of zeros", "others")
