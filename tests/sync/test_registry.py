@@ -163,10 +163,22 @@ def test_a_peer_may_be_two_whole_steps_ahead_by_bytes_and_by_frames() -> None:
     step = sum(REGISTRY.entries[name].compressor.max_encoded_bytes(spec) for name, spec in SPECS.items())
     limit = REGISTRY.early_bytes_limit()
     assert limit >= slack + 2 * step + 2 * HEADER_BYTES * len(SPECS)
+    for name, spec in SPECS.items():  # lanes are wider than payloads
+        compressor = REGISTRY.entries[name].compressor
+        if compressor.summable:
+            lanes = compressor.num_lanes(spec) * compressor.lane_dtype(3).itemsize
+            step += max(0, lanes - compressor.max_encoded_bytes(spec))
     assert limit < slack + 4 * step + HEADER_BYTES * 6 * 3 * len(SPECS) + 1
     cut = TensorRegistry(Plan({"*": "topk"}, partitions=64), 8)
     cut.add({"w": TensorSpec((1,))})
     assert cut.early_bytes_limit() >= slack + 2 * HEADER_BYTES * 3 * 8 * 64
+
+
+def test_a_peer_may_be_ahead_by_lanes_that_are_wider_than_payloads() -> None:
+    """Round a ring a neighbour sends the sums of a tensor nearly twice a step: here 16 bits each, of indices of 4."""
+    made = TensorRegistry(Plan({"w": gw.make("thc", granularity=30)}, strategy="ring"), 64)
+    made.add({"w": TensorSpec((1 << 24,))})
+    assert made.early_bytes_limit() >= 2 * 2 * (2 << 24) * 63 // 64
 
 
 def test_of_a_tensor_that_is_taken_whole_no_range_is_admitted() -> None:

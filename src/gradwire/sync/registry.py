@@ -113,7 +113,8 @@ class TensorRegistry:
 
     def _early_bytes(self, entry: PlanEntry, spec: TensorSpec) -> int:
         payload = self._bound(FrameKind.PAYLOAD, entry, spec)
-        return max(payload, spec.nbytes) if entry.strategy == "hierarchical" else payload
+        lanes = self._bound(FrameKind.AGGREGATE, entry, spec) if entry.compressor.summable else 0
+        return max(payload, lanes, spec.nbytes if entry.strategy == "hierarchical" else 0)
 
     def admit(self, header: Header) -> None:
         """Check a header against what was agreed.
