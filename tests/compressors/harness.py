@@ -10,6 +10,7 @@ import torch
 import gradwire.compressors as compressors
 from gradwire.compressors import Compressor
 from gradwire.compressors.traced import TracedCompressor
+from gradwire.kernels.reference import positions_bytes
 from tests.contracts.compressor_cases import context
 
 
@@ -32,6 +33,11 @@ def body(codec: Compressor, grad: torch.Tensor) -> np.ndarray:
 def draws(codec: Compressor, grad: torch.Tensor, count: int) -> np.ndarray:
     """What it decodes to in so many steps, float64[count, N]."""
     return np.stack([sent(codec, grad, step=step) for step in range(count)]).astype(np.float64)
+
+
+def list_bytes(size: int, count: int) -> int:
+    """The bytes of a list of `count` of `size` elements: its length, float32 values, positions."""
+    return 4 + 4 * count + positions_bytes(size, count)
 
 
 def hoeffding(width: float, count: int, alarm: float = 1e-6) -> float:

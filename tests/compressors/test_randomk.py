@@ -8,7 +8,7 @@ import torch
 
 from gradwire.compressors.randomk import probability
 from gradwire.core.spec import TensorSpec
-from tests.compressors.harness import body, draws, hoeffding, sent, traced
+from tests.compressors.harness import body, draws, hoeffding, list_bytes, sent, traced
 from tests.contracts.compressor_cases import normal
 
 
@@ -28,7 +28,7 @@ def test_what_is_kept_is_divided_by_the_probability(ratio) -> None:
     kept = np.flatnonzero(found)
     np.testing.assert_allclose(found[kept], grad.numpy()[kept] / probability(ratio), rtol=1e-6)
     assert abs(kept.size / 5000 - ratio) <= 5 * np.sqrt(ratio * (1 - ratio) / 5000)  # false alarm below 1e-6
-    assert body(traced("randomk", ratio=ratio), grad).nbytes == 8 * kept.size
+    assert body(traced("randomk", ratio=ratio), grad).nbytes == list_bytes(5000, kept.size)
 
 
 def test_the_mean_is_the_gradient() -> None:
@@ -47,5 +47,5 @@ def test_all_are_kept_at_a_ratio_of_one() -> None:
 def test_a_payload_has_a_bound_that_is_never_met() -> None:
     codec = traced("randomk")
     most = codec.max_encoded_bytes(TensorSpec((100_000,)))
-    assert most == 8 * (int(np.ceil(2 * probability(0.01) * 100_000)) + 64)
+    assert most == list_bytes(100_000, int(np.ceil(2 * probability(0.01) * 100_000)) + 64)
     assert max(body(codec, torch.ones(100_000)).nbytes for _ in range(3)) < 0.6 * most

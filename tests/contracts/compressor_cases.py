@@ -34,7 +34,7 @@ __all__ = [
 OPTION_SETS: dict[str, list[dict]] = {
     "int8": [{"block": 64, "stochastic": False}, {"block": 100}],
     "int8shared": [{"block": 100}, {"block": 64, "stochastic": False}],
-    "topk": [{"ratio": 0.3}, {"ratio": 1.0}],
+    "topk": [{"ratio": 0.3}, {"ratio": 1.0}, {"ratio": 0.01, "warmup": 100}],
     "threelc": [
         {"sparsity": 1.75},
         {"sparsity": 1.999999, "zero_run": False},
@@ -48,6 +48,9 @@ OPTION_SETS: dict[str, list[dict]] = {
     "adacomp": [{"block": 24, "threshold": 0.5}],
     "qsgd": [{"bits": 8, "block": 100}, {"bits": 2}],
     "randomk": [{"ratio": 0.5}],
+    "dragonn": [{"ratio": 0.2}],
+    "mstopk": [{"ratio": 0.1}],
+    "threshold": [{"threshold": 0.01}],
     "powersgd": [{"rank": 1}, {"rank": 12}],
     "thc": [{"bits": 3, "granularity": 20, "block": 64, "p": 2**-10}, {"bits": 5, "rotate": "full"}],
     "uthc": [{"bits": 8, "rotate": "none"}, {"bits": 2, "block": 128}],

@@ -61,7 +61,7 @@ def test_an_element_beyond_the_16_bit_range_is_marked(name: str) -> None:
 def test_bad_side_values_are_refused(codec: Compressor, bad: float) -> None:
     grad = -normal(40).abs() if bad == 3.4e38 else normal(40)
     payload = codec.encode(grad, context(grad))
-    side_values = {"int8": [0], "onebit": [0, 4], "threelc": [0], "topk": [payload.body.nbytes - 4]}
+    side_values = {"int8": [0], "onebit": [0, 4], "threelc": [0], "topk": [0]}
     for at in side_values.get(codec.name, []):
         body = bytearray(bytes(payload.body))
         body[at : at + 4] = np.float32(bad).tobytes()

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
 from gradwire.kernels import cpu, reference
-from gradwire.kernels.cpu.elements import MAGNITUDE
+from gradwire.kernels.cpu import select
 from gradwire.kernels.cpu.select import _scratch, _select
 from tests.kernels.samples import (
     BACKENDS,
@@ -90,21 +90,57 @@ def test_top_k_of_long_inputs_agrees(k):
         np.testing.assert_array_equal(got, want)
 
 
-def test_selection_stops_when_full_and_stays_in_its_buffers():
-    def select(indices, values):
-        """Pairs of the magnitudes from 50 on."""
-        low = np.float32(50).view(np.uint32)
-        return _select(x, low, np.uint32(MAGNITUDE) - low, _scratch(np.float32), indices, values)
-
-    x = np.arange(1, 201, dtype=np.float32)
-    indices, values = np.full(80, 7, np.uint32), np.full(80, 7, np.float32)
-    assert select(indices[10:70], values[10:70]) == 60
-    np.testing.assert_array_equal(indices[10:70], np.arange(49, 109))
-    np.testing.assert_array_equal(values[10:70], np.arange(50, 110))
+def test_selection_pauses_when_nearly_full_and_stays_in_its_buffers():
+    low, x = np.float32(50).view(np.uint32), np.arange(1, 301, dtype=np.float32)
+    indices, values = np.full(180, 7, np.uint32), np.full(180, 7, np.float32)
+    count, at = _select(x, 0, low, _scratch(np.float32), indices[10:170], values[10:170], 0)
+    assert (count, at) == (79 + 64, 192)  # of the next 64, not all would have fitted
+    np.testing.assert_array_equal(indices[10 : 10 + count], np.arange(49, 49 + count))
+    np.testing.assert_array_equal(values[10 : 10 + count], np.arange(50, 50 + count))
     for buffer in (indices, values):
         assert (buffer[:10] == 7).all()
-        assert (buffer[70:] == 7).all()
-    assert select(indices[:0], values[:0]) == 0
+        assert (buffer[170:] == 7).all()
+    assert _select(x, at, low, _scratch(np.float32), indices[10:170], values[10:170], 0) == (108, 300)
+    assert indices[10] == 192
+
+
+def _reads(monkeypatch, x, k) -> float:
+    """How often top_k goes over x: what each of its passes is given, and where it ends."""
+    read = 0
+
+    def counted(name):
+        kernel = getattr(select, name)
+
+        def run(given, *args):
+            nonlocal read
+            found = kernel(given, *args)
+            if given.size == x.size:
+                read += found[1] - args[0] if name == "_select" else x.size
+            return found
+
+        monkeypatch.setattr(select, name, run)
+
+    for name in ("_select", "_upper_histogram", "_lower_histogram", "_select_keys"):
+        counted(name)
+    got, want = np.empty(k, np.uint32), np.empty(k, np.uint32)
+    cpu.top_k(x, k, got)
+    reference.top_k(x, k, want)
+    np.testing.assert_array_equal(got, want)
+    return read / x.size
+
+
+def test_top_k_reads_its_input_three_times_at_most(monkeypatch):
+    """Once where a sample tells the threshold, twice where it misleads, three times where much is kept."""
+    found = {}
+    for name, x in zip(("spread", "rounded", "one place", "constant", "not finite"), _long_inputs(), strict=True):
+        for k in (100, 1000, 50_000):
+            with monkeypatch.context() as patch:
+                found[name, k] = _reads(patch, x.astype(np.float32), k)
+    assert found["spread", 100] == found["spread", 1000] == 1
+    assert max(reads for (_, k), reads in found.items() if k < 50_000) <= 2
+    assert max(found.values()) == 3
+    rising = np.arange(100_003, dtype=np.float32)
+    assert _reads(monkeypatch, rising, 1000) <= 2
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

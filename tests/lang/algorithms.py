@@ -123,6 +123,12 @@ def block_norms(g, block=96):
 
 
 @_algorithm(lambda p: p.value.scatter(p.index))
+def hashed(g, ratio=0.05):
+    kept = g.filter(lambda x: abs(x) >= 1.5).hash(ceil(ratio * g.size))
+    return concat(index=kept.index, value=kept.value, unused=kept.size + abs(g).reduce(mean))
+
+
+@_algorithm(lambda p: p.value.scatter(p.index))
 def first_few(g, ratio=0.05):
     kept = g.filter(lambda x: (x > 1) | (x < -1), at_most=ceil(ratio * g.size))
     return concat(index=kept.index, value=kept.value.map(dtype=bfloat16))

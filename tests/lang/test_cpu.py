@@ -47,19 +47,19 @@ class Compiled:
         return static_values(self.statics, size)
 
     def encode(self, x, scale=1.0, residual=None, rest=None, stats=None) -> np.ndarray | None:
-        body, lists = np.empty(16 * x.size + 64, np.uint8), np.empty(8 * x.size + 64, np.uint8)
+        body, lists = np.empty(16 * x.size + 64, np.uint8), np.empty(16 * x.size + 128, np.uint8)
         arguments = (np.float32(scale), residual, rest, body, stats, KEYS, OFFSET, self.static(x.size), lists)
         length = self.module.encode(x, *arguments)
         return None if length < 0 else body[:length].copy()
 
     def decode(self, body, out, accumulate=None, stats=None) -> bool:
-        room = np.empty(out.size, np.uint8)
+        room = np.empty(8 * out.size, np.uint8)
         return self.module.decode(body, out, accumulate, stats, KEYS, OFFSET, self.static(out.size), room)
 
     def decode_sum(self, bodies, out, stats=None) -> bool:
         places = np.array([body.ctypes.data for body in bodies], np.uint64)
         sizes = np.array([body.size for body in bodies], np.int64)
-        room = np.empty(len(bodies) * out.size, np.uint8)
+        room = np.empty(8 * len(bodies) * out.size, np.uint8)
         return self.module.decode_sum(places, sizes, out, stats, KEYS, OFFSET, self.static(out.size), room)
 
 

@@ -37,10 +37,10 @@ SCHEDULES = {
     "block_norms": ["elements: + [norm] s q n -"],
     "shorter_floats": ["elements: + h b -"],
     "exponents": ["elements: + e minus -"],
-    "first_few": ["elements: + filter", "list: index value", "- items"],
-    "signs_of_large": ["elements: + max", "elements: filter", "list: mean", "list: index up", "- items"],
+    "first_few": ["elements: + filter", "list: value index", "- items"],
+    "signs_of_large": ["elements: + max", "elements: filter", "list: mean", "list: up index", "- items"],
     "sampled": [
-        "= sample", "= sort", "= length", "= item", "elements: + filter", "= top", "list: index value", "- items",
+        "= sample", "= sort", "= length", "= item", "elements: + filter", "= top", "list: value index", "- items",
     ],
     "shared_scale": ["elements: + max", "= over_ranks", "elements: q -"],
 }  # fmt: skip

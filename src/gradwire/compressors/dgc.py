@@ -1,14 +1,14 @@
 """Deep gradient compression: the elements above a sampled threshold, and of these no more than the largest K.
 
 Biased; a contraction with delta >= 1/N (the largest element is always kept), so it needs error feedback. Payloads
-cannot be summed. K = ceil(ratio N). Body: indices, ascending, as uint32, then values as float32; fewer than K where
-the sample put the threshold too high.
+cannot be summed. K = ceil(ratio N). Body: how many there are, values as float32, positions in few bits; fewer than K
+where the sample put the threshold too high.
 
 Source: Lin et al. 2018, section 3.1 and hierarchical selection. Differences: the sample is stratified, and has 2 /
 `ratio` elements at least, so that its threshold is not the largest sample alone, and 100 / `ratio` at most, so that no
 more than 100 of it are expected above the threshold, which is estimate enough; a threshold that turns out too high is
 not lowered. The warm-up (section 3.3) is counted in steps, for there are no epochs here. Momentum correction, factor
-masking and clipping belong to the residuals and not here.
+masking and clipping belong to the residuals: `feedback="momentum"`.
 """
 # Shapes: N = elements of the tensor or range, K = elements kept at most
 
@@ -17,7 +17,8 @@ from __future__ import annotations
 from typing import Any
 
 from gradwire.compressors.algorithm import compressor
-from gradwire.lang import ceil, concat, maximum, minimum, step, where
+from gradwire.compressors.warmup import warmed
+from gradwire.lang import ceil, concat, maximum, minimum
 
 
 @compressor(contraction=lambda size, **_: 1 / max(1, size))
@@ -33,9 +34,7 @@ def dgc(g: Any, ratio: float = 0.001, sample: float = 0.01, warmup: int = 0) -> 
     """
     count = minimum(maximum(ceil(sample * g.size), ceil(2 / ratio)), ceil(100 / ratio))
     sizes = abs(g).sample(count).sort(descending=True)
-    now: Any = ratio
-    for quarter in (4, 3, 2, 1) if warmup else ():
-        now = where(4 * step() < quarter * warmup, max(ratio, 0.25**quarter), now)
+    now = warmed(ratio, warmup)
     threshold = sizes[ceil(now * sizes.size) - 1]
     kept = g.filter(lambda x: abs(x) >= threshold).top(ceil(now * g.size))
     return concat(index=kept.index, value=kept.value)

@@ -1,7 +1,7 @@
 """Random sparsification: each element is kept with probability p, and then divided by it.
 
-Unbiased, with a variance of (1/p - 1) ‖g‖², so that it needs no error feedback. Payloads cannot be summed. Body:
-indices, ascending, as uint32, then the elements as they are, as float32; the decoder divides.
+Unbiased, with a variance of (1/p - 1) ‖g‖², so that it needs no error feedback. Payloads cannot be summed. Body: how
+many there are, the elements as they are, as float32, positions in few bits; the decoder divides.
 
 Source: Stich et al. 2018, section 2; Wangni et al. 2018, with equal probabilities. Differences: elements are chosen
 independently of each other, so that their number varies. p is the multiple of 2^-16 next to `ratio`, because random

@@ -165,10 +165,11 @@ def compressor_of(spec: str) -> Compressor:
     name, *options = spec.split(":")
     if name not in names():
         raise UnknownNameError("compressor", name, names())
-    return make(name, **dict(_option(option, spec) for option in options))
+    return make(name, **dict(parse_option(option, spec) for option in options))
 
 
-def _option(text: str, spec: str) -> tuple[str, Any]:
+def parse_option(text: str, spec: str) -> tuple[str, Any]:
+    """The name and the value of an option of a text, as ``sparsity=1.5``."""
     key, equals, value = text.partition("=")
     if not equals:
         raise OptionError(f"Expected options as key=value, got {text!r} (in {spec!r}). Do: write threelc:sparsity=1.5.")

@@ -1,8 +1,8 @@
 """Threshold sparsification: keep the elements whose magnitude reaches a share of the largest, as (index, value) pairs.
 
 Biased; a contraction with delta >= 1/N (the largest element is always kept), so it needs error feedback. Payloads
-cannot be summed. Body: indices, ascending, as uint32, then values as float32. How many there are follows from the
-gradient alone: a constant gradient is sent as a whole, at eight bytes an element.
+cannot be summed. Body: how many there are, values as float32, positions in few bits. How many there are follows from
+the gradient alone: a constant gradient is sent as a whole, and a bit more for each element.
 
 Source: Dutta et al. 2020, section 3, hard threshold. Differences: theirs is a number that is fixed for a training;
 ours is relative to the largest magnitude, so that it fits every layer and something is always sent. Zeros are not

@@ -1,8 +1,8 @@
 """Top-k sparsification: keep the k entries of largest magnitude as (index, value) pairs.
 
 Biased; a contraction with delta = k/N, so it needs error feedback. Payloads cannot be summed.
-k = ceil(ratio N) and at least 1, which the receiver knows, so that it is not sent. Body: k indices,
-ascending, as uint32 (int64 beyond 2^32 elements), then k values as float32.
+k = ceil(ratio N) and at least 1, which the receiver knows, so that it is not sent. Body: k values as
+float32, then k positions in few bits; see `gradwire.kernels.reference.positions`.
 
 Source: Aji and Heafield 2017, section 3. Differences: exact k over the whole tensor instead of a sampled
 threshold; ties go to the lowest index, so that every backend agrees.
@@ -19,8 +19,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from gradwire.compressors import options
-from gradwire.compressors.array import PIECE, SMALLEST, ArrayCompressor, expect, start_residual
+from gradwire.compressors.array import PIECE, SMALLEST, ArrayCompressor, expect, scratch, start_residual
 from gradwire.compressors.registry import register
+from gradwire.compressors.warmup import ratio_at
 from gradwire.core.context import Context
 from gradwire.core.spec import TensorSpec
 from gradwire.kernels import active as kernels
@@ -33,33 +34,35 @@ class TopK(ArrayCompressor):
 
     Args:
         ratio: kept fraction, in (0, 1].
+        warmup: steps in which the kept fraction falls to `ratio`, from 25 % on; see `gradwire.compressors.warmup`.
     """
 
     name: ClassVar[str] = "topk"
     canonical = True
 
-    def __init__(self, ratio: float = 0.01) -> None:
+    def __init__(self, ratio: float = 0.01, warmup: int = 0) -> None:
         self.ratio = options.real("ratio", ratio, 0.0, 1.0, low_open=True)
-        # In decimal, so that 7 % of 100 elements are 7 and not the 8 that 7.000000000000001 would round up
-        # to.
-        self._fraction = Fraction(repr(self.ratio))
+        self.warmup = options.integer("warmup", warmup, 0, 1 << 53)
 
     @property
     def options(self) -> dict[str, Any]:
         """See `Compressor`."""
-        return {"ratio": self.ratio}
+        return {"ratio": self.ratio, "warmup": self.warmup}
 
-    def num_kept(self, size: int) -> int:
-        """K, for a tensor of `size` elements."""
-        return min(size, max(1, math.ceil(self._fraction * size)))
+    def num_kept(self, size: int, step: int | None = None) -> int:
+        """K, for a tensor of `size` elements: in a step, or once it is warm."""
+        ratio = self.ratio if step is None else ratio_at(self.ratio, self.warmup, step)
+        # In decimal, so that 7 % of 100 elements are 7 and not the 8 that 7.000000000000001 would round up to.
+        return min(size, max(1, math.ceil(Fraction(repr(ratio)) * size)))
 
     def contraction(self, spec: TensorSpec) -> float:
         """The K largest of N hold at least K/N of the energy."""
         return self.num_kept(spec.numel) / max(1, spec.numel)
 
     def max_encoded_bytes(self, spec: TensorSpec) -> int:
-        """The exact size of every payload."""
-        return self.num_kept(spec.numel) * (_index_dtype(spec.numel).itemsize + 4)
+        """The exact size of every payload; while it warms up, of the first."""
+        k = self.num_kept(spec.numel, 0)
+        return 4 * k + kernels.positions_bytes(spec.numel, k)
 
     def _encode(
         self,
@@ -71,10 +74,12 @@ class TopK(ArrayCompressor):
         stats: Sequence[np.ndarray] = (),
         residual: np.ndarray | None = None,
     ) -> np.ndarray | None:
-        k, index_dtype = self.num_kept(x.size), _index_dtype(x.size)
-        body = Writer(k * (index_dtype.itemsize + 4))
-        indices, values = body.reserve(index_dtype, k), body.reserve(np.float32, k)
+        k = self.num_kept(x.size, ctx.step)
+        num_bytes = kernels.positions_bytes(x.size, k)
+        body, indices = Writer(4 * k + num_bytes), np.empty(k, _index_dtype(x.size))
+        values, positions = body.reserve(np.float32, k), body.reserve(np.uint8, num_bytes)
         kernels.top_k(x, k, indices)
+        kernels.pack_positions(indices, x.size, positions)
         if residual is not None:
             start_residual(x, residual)
         kernels.take(x, indices, values, residual)
@@ -86,10 +91,11 @@ class TopK(ArrayCompressor):
     def _decode(
         self, body: np.ndarray, ctx: Context, stats: Sequence[np.ndarray], out: np.ndarray, accumulate: bool
     ) -> None:
-        indices, values = self._parse(body, out.size)
+        k = self.num_kept(out.size, ctx.step)
+        indices, values = self._parse(body, k, out.size, scratch(_index_dtype(out.size).itemsize * k))
         if not accumulate:
             out.fill(0)
-        kernels.scatter(indices, values, out, accumulate)
+        kernels.scatter(indices, values, out, accumulate)  # a negative zero stays one, where sums have none
 
     def _decode_sum(
         self,
@@ -98,14 +104,22 @@ class TopK(ArrayCompressor):
         stats: Sequence[np.ndarray],
         out: np.ndarray,
     ) -> None:
-        parsed = [self._parse(body, out.size) for body in bodies]
+        width = _index_dtype(out.size).itemsize
+        room = scratch(width * sum(self.num_kept(out.size, ctx.step) for ctx in ctxs))
+        parsed = []
+        for body, ctx in zip(bodies, ctxs, strict=True):
+            k = self.num_kept(out.size, ctx.step)
+            parsed.append(self._parse(body, k, out.size, room[: width * k]))
+            room = room[width * k :]
         kernels.scatter_sum([indices for indices, _ in parsed], [values for _, values in parsed], out)
 
-    def _parse(self, body: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-        k, reader = self.num_kept(size), Reader(body)
-        indices, values = reader.array(_index_dtype(size), k), reader.array(np.float32, k)
+    def _parse(self, body: np.ndarray, k: int, size: int, room: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Positions, in `room`, and values."""
+        reader, indices = Reader(body), room.view(_index_dtype(size))
+        values, positions = reader.array(np.float32, k), reader.array(np.uint8, kernels.positions_bytes(size, k))
         reader.end()
-        expect(kernels.check_indices(indices, size), f"ascending indices below {size}", "others", self.name)
+        is_valid = kernels.unpack_positions(positions, size, indices)
+        expect(is_valid, f"{k} ascending positions below {size}", "others", self.name)
         expect(kernels.count_nonfinite(values) == 0, "finite values", "others", self.name)
         expect(_zeros_first(indices, values), "zeros at the lowest indices", "others", self.name)
         return indices, values

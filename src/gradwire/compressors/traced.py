@@ -27,7 +27,7 @@ from gradwire.kernels.cpu.elements import addresses, as_input, as_writable
 from gradwire.lang import cache
 from gradwire.lang.cpu.runtime import SLOTS
 from gradwire.lang.emit import statics
-from gradwire.lang.interpret import num_values
+from gradwire.lang.interpret import num_bytes
 from gradwire.lang.ir import Node
 from gradwire.lang.operators.arithmetic import evaluate_static, static_values
 from gradwire.wire.payload import Payload
@@ -54,7 +54,7 @@ class TracedCompressor(OnDevice):
         self.default_feedback = feedback(**self._options) if callable(feedback) else feedback
         self.needs_stats, self.votes = bool(self.program.stats), self.algorithm.votes
         self._statics = statics(self.program)
-        self._filters = [node for node in self.program.encode_nodes() if node.op == "filter"]
+        self._filters = [node for node in self.program.encode_nodes() if node.op in ("filter", "hash")]
         self._uses_step = any(_depends_on_step(node) for node in self._statics)
         self._static_values: dict[tuple[int, int], np.ndarray] = {}
 
@@ -79,13 +79,9 @@ class TracedCompressor(OnDevice):
         """The sizes of all fields; lists at their capacity."""
         total = 0
         for each in self.program.fields:
-            if each.node.space.kind == "items":
-                assert each.node.space.source is not None
-                count = self._capacity(each.node.space.source, spec.numel)
-            else:
-                count = num_values(self.program, each, spec.numel, 0, False)
-            total += each.dtype.num_bytes(count)
-        return total
+            source = each.node.space.source
+            total += num_bytes(each, spec.numel, 0 if source is None else self._capacity(source, spec.numel))
+        return total + 4 * (self.program.items is not None)
 
     def _capacity(self, node: Node, size: int) -> int:
         """The most items that a list of a gradient of so many elements has."""
@@ -199,7 +195,7 @@ class TracedCompressor(OnDevice):
         self._expect_size(body, out.size, stats)
         valid = self.module.decode(
             as_writable(body), out, True if accumulate else None, self._given(stats), _keys(ctx), ctx.offset,
-            self._static(out.size, ctx.step), scratch(self._coded_bytes(out.size)),
+            self._static(out.size, ctx.step), scratch(self._room_bytes([body], out.size)),
         )  # fmt: skip
         expect(valid, "finite values, indices in range, whole runs", "others", self.name)
 
@@ -215,7 +211,7 @@ class TracedCompressor(OnDevice):
         ctx = ctxs[0] if ctxs else Context("")
         valid = self.module.decode_sum(
             addresses(bodies, np.uint8), _sizes(bodies), out, self._given(stats), _keys(ctx), ctx.offset,
-            self._static(out.size, ctx.step), scratch(len(bodies) * self._coded_bytes(out.size)),
+            self._static(out.size, ctx.step), scratch(self._room_bytes(bodies, out.size)),
         )  # fmt: skip
         expect(valid, "finite values, indices in range, whole runs", "others", self.name)
 
@@ -239,13 +235,27 @@ class TracedCompressor(OnDevice):
 
     def _lists(self, size: int, body_bytes: int = 0) -> np.ndarray:
         """Memory for what encoding a gradient of so many elements leaves in between, and for a body behind it."""
-        lists_bytes = sum(8 * (self._capacity(node, size) + SLOTS) for node in self._filters)
+        lists_bytes = sum(self._list_bytes(node, size) for node in self._filters)
         return scratch(lists_bytes + _aligned(self._coded_bytes(size)) + _aligned(body_bytes))
+
+    def _list_bytes(self, node: Node, size: int) -> int:
+        """What a sweep writes a list to: as many pairs as could be chosen, and the table of a hash."""
+        if node.op == "filter":
+            return 8 * (self._capacity(node, size) + SLOTS)
+        return 8 * (size + SLOTS) + 4 * (_count(node.inputs[2], size) + 1)
 
     def _coded_bytes(self, size: int) -> int:
         """The packed bytes of the field that is shortened, if there is one."""
         last = self.program.fields[-1]
         return 0 if last.coding is None else last.dtype.num_bytes(size)
+
+    def _room_bytes(self, bodies: Sequence[np.ndarray], size: int) -> int:
+        """What decoders expand fields to: packed bytes; or positions and values of as many items as a body can hold."""
+        lists = [each for each in self.program.fields if each.node.space == self.program.items]
+        if not lists:
+            return len(bodies) * self._coded_bytes(size)
+        least_bits = sum(1 if each.is_positions else each.dtype.bits for each in lists)
+        return sum(8 * min(size, int(8 * body.nbytes / least_bits)) for body in bodies)
 
     def _given(self, stats: Sequence[np.ndarray]) -> np.ndarray | None:
         """The reduced values of the preliminary round, float32; None where there was none."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from gradwire.lang.ir import Field, Location, Node, Program, closure
+from gradwire.lang.ir import Field, Location, Node, Program
 from gradwire.lang.operators.base import lookup
 from gradwire.lang.types import CHUNK, TRIT_CHUNK
 
@@ -74,15 +74,27 @@ def is_local(node: Node) -> bool:
 
 
 def shared_subexpressions(roots: Iterable[Node]) -> list[Node]:
-    """The arithmetic nodes used more than once, in order: they get a variable."""
+    """The arithmetic nodes of a sweep used more than once, in order: they get a variable."""
     roots = list(roots)
     uses: Counter[int] = Counter(id(node) for node in roots)
-    nodes = closure(roots)
+    nodes = _within_sweep(roots)
     for node in nodes:
         if is_local(node):
             uses.update(id(each) for each in node.inputs)
     leaves = ("gradient", "extract", "constant", "index", "value", "random")
     return [node for node in nodes if is_local(node) and uses[id(node)] > 1 and node.op not in leaves]
+
+
+def _within_sweep(roots: list[Node]) -> list[Node]:
+    """What is computed anew in each step: not what a list or a scalar was made of before."""
+    found: dict[int, Node] = {}
+    stack = list(roots)
+    while stack:
+        node = stack.pop()
+        if id(node) not in found:
+            found[id(node)] = node
+            stack += node.inputs if is_local(node) else ()
+    return sorted(found.values(), key=lambda node: node.number)
 
 
 def statics(program: Program) -> list[Node]:

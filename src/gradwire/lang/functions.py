@@ -114,7 +114,7 @@ def concat(*unnamed: Any, **fields: Any) -> Payload:
         made.append(Field(name, node.inputs[0], coding=node) if is_coded else Field(name, node))
 
     def place(field: Field) -> tuple[bool, float]:
-        return field.coding is not None, -field.dtype.bits if field.is_array else -1000.0
+        return field.coding is not None or field.is_positions, -field.dtype.bits if field.is_array else -1000.0
 
     return Payload(tuple(sorted(made, key=place)))
 

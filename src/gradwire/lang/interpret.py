@@ -14,6 +14,7 @@ import numpy as np
 from gradwire.kernels.layout import TERNARY_DIGITS, ceil_div
 from gradwire.kernels.reference.bits import pack_bits, unpack_bits
 from gradwire.kernels.reference.elements import as_float32
+from gradwire.kernels.reference.positions import pack_positions, positions_bytes, unpack_positions
 from gradwire.kernels.reference.sweep import cast as cast_kernel
 from gradwire.lang.ir import Field, Node, Program
 from gradwire.lang.operators.arithmetic import evaluate_static, narrowed
@@ -61,8 +62,11 @@ def encode(
         value = _as_sent(values[id(each.node)], each)
         env.fields[each.name] = value
         if not (stats and is_stat(program, each)):
-            packed = _packed(value, each)
-            parts.append(packed if each.coding is None else coding_of(each).shorten(packed))
+            parts.append(_sent(value, each, env.size))
+    if program.items is not None:
+        length = next(np.size(env.fields[each.name]) for each in program.fields if each.node.space == program.items)
+        scalars = sum(not each.is_array and not (stats and is_stat(program, each)) for each in program.fields)
+        parts.insert(scalars, np.array([length], "<u4").view(np.uint8))
     sent = _decoded(program, env)
     with np.errstate(all="ignore"):
         rest = gradient - sent
@@ -81,18 +85,26 @@ def statistics(program: Program, x: np.ndarray, env: Environment, scale: float =
 
 def decode(program: Program, body: np.ndarray, env: Environment, stats: Sequence[np.ndarray] = ()) -> np.ndarray:
     """Decode a body that `encode` wrote."""
-    env.fields, at = {}, 0
+    env.fields, at, length = {}, 0, -1
     for each in program.fields:
+        if program.items is not None and each.is_array and length < 0:
+            length, at = int(body[at : at + 4].view("<u4")[0]), at + 4
         if stats and is_stat(program, each):
             position = [id(node) for node in program.stats].index(id(each.node.inputs[0]))
             env.fields[each.name] = np.float32(stats[position][0])
             continue
-        count = num_values(program, each, env.size, body.size, bool(stats))
-        num_bytes = each.dtype.num_bytes(count)
-        part = body[at : at + num_bytes] if each.coding is None else coding_of(each).expand(body[at:], num_bytes)
-        assert part is not None, f"{each.name} does not expand to {num_bytes} bytes"
+        count = num_values(each, env.size, length)
+        if each.is_positions:
+            positions = np.empty(count, np.uint32)
+            is_valid = unpack_positions(body[at:], env.size, positions)
+            assert is_valid, f"{each.name} is not a list of {count} positions"
+            env.fields[each.name] = positions
+            continue
+        packed_bytes = each.dtype.num_bytes(count)
+        part = body[at : at + packed_bytes] if each.coding is None else coding_of(each).expand(body[at:], packed_bytes)
+        assert part is not None, f"{each.name} does not expand to {packed_bytes} bytes"
         env.fields[each.name] = _unpacked(part, each, count)
-        at += num_bytes
+        at += packed_bytes
     return _decoded(program, env)
 
 
@@ -101,24 +113,19 @@ def is_stat(program: Program, each: Field) -> bool:
     return each.node.op == "narrow" and any(each.node.inputs[0] is node for node in program.stats)
 
 
-def num_values(program: Program, each: Field, size: int, num_bytes: int, has_stats: bool) -> int:
-    """How many values a field of a body of so many bytes holds; of a list, from what the others leave."""
+def num_values(each: Field, size: int, length: int) -> int:
+    """How many values a field holds, of a tensor of `size` elements and a list of `length` items."""
     space = each.node.space
-    if space.kind == "elements":
-        return size
     if space.kind == "blocks":
         return ceil_div(size, space.block)
-    if space.kind != "items":
-        return 1
-    rest = num_bytes
-    for other in program.fields:
-        if other.node.space.kind != "items" and not (has_stats and is_stat(program, other)):
-            rest -= other.dtype.num_bytes(num_values(program, other, size, num_bytes, has_stats))
-    lists = [other.dtype for other in program.fields if other.node.space.kind == "items"]
-    count = int(max(rest, 0) / sum(dtype.bits / 8 for dtype in lists))
-    while count > 0 and sum(dtype.num_bytes(count) for dtype in lists) > rest:
-        count -= 1
-    return count
+    return {"elements": size, "items": length}.get(space.kind, 1)
+
+
+def num_bytes(each: Field, size: int, length: int) -> int:
+    """The most bytes that it takes."""
+    if each.is_positions:
+        return positions_bytes(size, length)
+    return each.dtype.num_bytes(num_values(each, size, length))
 
 
 def _evaluate(nodes: Sequence[Node], env: Environment, known: dict[int, Any]) -> dict[int, Any]:
@@ -167,6 +174,16 @@ def _as_sent(value: Any, each: Field) -> Any:
     if not each.is_array:
         return np.float32(value)
     return np.asarray(value, np.uint32 if each.node.op == "index" else np.float32)
+
+
+def _sent(value: Any, each: Field, size: int) -> np.ndarray:
+    """A field as it travels."""
+    if each.is_positions:
+        out = np.empty(positions_bytes(size, value.size), np.uint8)
+        pack_positions(value, size, out)
+        return out
+    packed = _packed(value, each)
+    return packed if each.coding is None else coding_of(each).shorten(packed)
 
 
 def _packed(value: Any, each: Field) -> np.ndarray:

@@ -56,8 +56,9 @@ class Space:
 
 # Words of generated code that no field can have as a variable.
 _WORDS = """
-accumulate at b bodies body count decoded end first grad i inside keys lists n out rank residual rest room
-scale scratch segment_end sent sizes start static stats stop tile tile_end tl torch total triton v watch words x
+accumulate at b bodies body count decoded end first grad i inside keys list_counts list_indices list_values lists n one
+out rank residual rest room room_at scale scratch segment_end sent sizes start static stats stop tile tile_end tl torch
+total triton v watch words x
 """
 RESERVED = frozenset(_WORDS.split())
 
@@ -122,6 +123,11 @@ class Field:
         return self.node.space.kind != "scalar"
 
     @property
+    def is_positions(self) -> bool:
+        """Whether it is the positions of a list, which travel in few bits."""
+        return self.node.op == "index"
+
+    @property
     def variable(self) -> str:
         """Its name in generated code: its own, unless that means something there already."""
         from gradwire.lang.cpu import runtime
@@ -140,7 +146,7 @@ class Program:
     Attributes:
         name: of the compressor.
         options: with which it was traced.
-        fields: the payload, in its order: scalars first, then arrays by falling width, last one that is coded.
+        fields: the payload, in its order: scalars first, then arrays by falling width, last what is coded or positions.
         output: the decoder's result, over `extract` nodes.
         stats: the `over_ranks` nodes, each a scalar to reduce over ranks before encoding.
         num_encode_lines, num_decode_lines: lines of logic, without docstrings, comments and signatures.

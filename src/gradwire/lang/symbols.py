@@ -283,6 +283,17 @@ class Filtered:
         found = graph().add("top", (self._list(), _static(count, "count").node))
         return _Listed(found)
 
+    def hash(self, slots: Any) -> Filtered:
+        """Of the chosen, one for each of `slots` slots, to which a hash of positions, drawn anew each step, sends them.
+
+        Of those that meet in a slot the last stays. It takes no more than the sweep that chooses them.
+        """
+        if self._at_most is not None:
+            raise TraceError(
+                "Cannot hash with at_most: slots bound the list already", user_location(), "leave at_most out"
+            )  # fmt: skip
+        return _Listed(graph().add("hash", (self._node, self._mask, _static(slots, "slots").node), self._where))
+
     def __getattr__(self, name: str) -> Any:
         raise _unknown(self, "What filter gives", name, "use .value and .index, which are lists, or reduce it")
 
@@ -303,6 +314,11 @@ class _Listed(Filtered):
 
     def reduce(self, function: Any) -> Value:
         return self.value.reduce(function)
+
+    def hash(self, slots: Any) -> Filtered:
+        raise TraceError(
+            "Cannot hash what top or hash has chosen from", user_location(), "hash what filter gives"
+        )  # fmt: skip
 
 
 def lift(value: Any) -> Value:

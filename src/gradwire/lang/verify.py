@@ -42,7 +42,7 @@ def _verify_encode(program: Program) -> None:
     if all(node.op != "gradient" for node in nodes):
         raise TraceError("Expected encode to send what depends on the gradient, got nothing that does", place, "use g")
     spaces = {each.node.space for each in program.fields if each.node.space.kind == "items"}
-    if len(spaces) > 1:
+    if len(spaces) > 1 or sum(each.is_positions for each in program.fields) > 1:
         raise TraceError(
             "Expected lists of one length in a payload, got several", place, "send the index and value of one filter"
         )
@@ -119,12 +119,21 @@ def _verify_decode(program: Program) -> None:
                 "compute with the list and scatter what comes out",
             )  # fmt: skip
     output = program.output
+    if output.op == "scatter" and not _is_positions(program, output.inputs[1]):
+        raise TraceError(
+            "Expected the positions of a list as they were sent, got other values", output.where,
+            "p.value.scatter(p.index), with index=kept.index in concat",
+        )  # fmt: skip
     if output.space.kind != "elements" or output.dtype == BOOL:
         got = "conditions" if output.dtype == BOOL else f"{output.dtype} of {output.space}"
         raise TraceError(
             f"Expected decode to give a number an element, got {got}", output.where,
             "map a packed field, scatter a list, or use where",
         )  # fmt: skip
+
+
+def _is_positions(program: Program, node: Node) -> bool:
+    return node.op == "extract" and program.field_of(node).is_positions
 
 
 def _verify_reads(program: Program) -> None:

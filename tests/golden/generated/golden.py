@@ -16,8 +16,9 @@ from tests.lang import algorithms
 
 FOLDER = Path(__file__).parent
 BACKENDS: dict[str, Callable[[Program], str]] = {"cpu": cpu.emit, "triton": gpu.emit}
-# Few but telling: two sweeps and random numbers; reductions that share a sweep; blocks; lists; trits; runs; ranks.
-NAMES = ("between", "two_means", "block_scales", "sampled", "ternary", "few_trits", "shared_scale")
+# Few but telling: two sweeps and random numbers; reductions that share a sweep; blocks; lists; hashes; trits; runs;
+# ranks.
+NAMES = ("between", "two_means", "block_scales", "sampled", "hashed", "ternary", "few_trits", "shared_scale")
 
 
 def path(name: str, backend: str) -> Path:

@@ -8,6 +8,7 @@ from gradwire.kernels.cpu.blocks import block_extremes, block_square_sums, encod
 from gradwire.kernels.cpu.floats import exponent_counts, pack_floats, packs_shorter, unpack_floats
 from gradwire.kernels.cpu.hadamard import hadamard
 from gradwire.kernels.cpu.low_rank import column_products, outer_sum, row_products
+from gradwire.kernels.cpu.positions import pack_positions, positions_bytes, unpack_positions
 from gradwire.kernels.cpu.quantise import (
     add_lanes,
     dequantise_int8,
@@ -56,9 +57,11 @@ __all__ = [
     "outer_sum",
     "pack_bits",
     "pack_floats",
+    "pack_positions",
     "pack_ternary",
     "packs_shorter",
     "philox",
+    "positions_bytes",
     "quantise_int8",
     "random16",
     "random32",
@@ -70,6 +73,7 @@ __all__ = [
     "truncate_floats",
     "unpack_bits",
     "unpack_floats",
+    "unpack_positions",
     "unpack_ternary",
     "unpack_ternary_sum",
     "update_limits",

@@ -1,7 +1,7 @@
 """Selection by magnitude, and sparse pairs to dense and back. Mirrors `reference.select`, where the contracts stand.
 
-`top_k` reads a long input once where a sample of it tells the threshold well, as it does nearly always; else three
-times more: two histograms and a selection.
+`top_k` reads a long input once where a sample of it tells the threshold well, as it does nearly always, else twice; a
+short one, or one of which much is kept, three times: two histograms and a selection.
 """
 # Shapes: N elements, K kept elements, W ranks
 
@@ -12,16 +12,17 @@ from collections.abc import Sequence
 import numpy as np
 
 from gradwire.kernels.cpu.compile import kernel
-from gradwire.kernels.cpu.elements import LANES, MAGNITUDE, as_input, as_writable, load_f32
+from gradwire.kernels.cpu.elements import LANES, MAGNITUDE, addresses, as_input, as_writable, load_f32
 from gradwire.kernels.cpu.lanes import (
     bitcast,
     first_lane,
     lanes_below,
     mask_bits,
     popcount,
+    splat,
     trailing_zeros,
 )
-from gradwire.kernels.cpu.vector import load, store, u32
+from gradwire.kernels.cpu.vector import array_at, f32, load, store, u32
 from gradwire.kernels.layout import expect_same_ranks, expect_size
 
 # Selections write so many pairs at a time, without looking whether there are as many: a branch for each pair, or for
@@ -34,6 +35,8 @@ _LOWER_BITS = 16
 # cost little memory; below the length, a sample does not pay.
 _SAMPLE_RUN, _SAMPLE_PLACES = 16, 4096
 _SAMPLE_MIN_LENGTH, _SAMPLE_MAX_KEPT = 1 << 16, 1 / 16
+# Elements of an output that pairs are added to at a time: 128 KB.
+_TILE = 1 << 15
 
 
 @kernel
@@ -49,31 +52,20 @@ def _chosen(keys, low, span, count):
 
 
 @kernel
-def _fill_up(i, chosen, scratch, indices, values, count):
-    """Append pairs one by one, as long as the buffers have room."""
-    while chosen != 0 and count < indices.size:
-        lane = trailing_zeros(chosen)
-        indices[count] = i + lane
-        values[count] = scratch[lane]
-        count += 1
-        chosen &= chosen - np.uint64(1)
-    return count
+def _select(x, start, low, scratch, indices, values, count):
+    """Append the pairs from element `start` on whose key is at least `low`.
 
-
-@kernel
-def _select(x, low, span, scratch, indices, values):
-    """Write the pairs whose key is from low to low + span until the buffers are full; return how many."""
-    count = 0
-    for i in range(0, x.size, LANES):
+    Returns:
+        How many pairs there are, and the element to go on from: where the buffers are nearly full, not the end of x.
+    """
+    span = np.uint32(MAGNITUDE) - low
+    for i in range(start, x.size, LANES):
         floats = load_f32(x, i, LANES)
         chosen = _chosen(bitcast(floats, u32) & MAGNITUDE, low, span, x.size - i)
         store(scratch, 0, floats)
         num_chosen = popcount(chosen)
         if count + num_chosen + _SLOTS > indices.size:
-            count = _fill_up(i, chosen, scratch, indices, values, count)
-            if count == indices.size:
-                return count
-            continue
+            return count, i
         for first in range(count, count + max(num_chosen, 1), _SLOTS):
             for slot in range(first, first + _SLOTS):
                 lane = trailing_zeros(chosen)
@@ -81,7 +73,7 @@ def _select(x, low, span, scratch, indices, values):
                 values[slot] = scratch[lane]
                 chosen &= chosen - np.uint64(1)
         count += num_chosen
-    return count
+    return count, x.size
 
 
 def _scratch(dtype: type) -> np.ndarray:
@@ -161,13 +153,39 @@ def _top_k(x: np.ndarray, k: int, indices: np.ndarray) -> None:
 
 
 def _sampled_key(x: np.ndarray, k: int) -> tuple[np.uint32, int]:
-    """A key that about k elements, rather more than fewer, are not below; and how many more to make room for."""
+    """A key that about k elements, rather more than fewer, are not below; and for how many to make room."""
     places = np.linspace(0, x.size - _SAMPLE_RUN, min(_SAMPLE_PLACES, x.size // 1024), dtype=np.int64)
     sample = x[(places[:, None] + np.arange(_SAMPLE_RUN)).reshape(-1)]
     expected = sample.size * k / x.size
-    # Four standard deviations more, as if elements were independent. Neighbours are not: then we fall back.
+    # Four standard deviations more, as if elements were independent. Neighbours are not: then we read once more.
     rank = min(sample.size, int(expected + 4 * expected**0.5) + 4)
     return _kth_key(sample, rank)[0], int(1.5 * rank * x.size / sample.size)
+
+
+def _top_k_of_candidates(x: np.ndarray, k: int, low: np.uint32, room: int, indices: np.ndarray) -> bool:
+    """One read of x: the k largest of those whose key is at least `low`; False where there are fewer.
+
+    Whenever the candidates fill their room, only the k largest of them stay, and later ones must be larger than the
+    least of these.
+    """
+    room = max(room, 2 * k) + LANES + _SLOTS
+    places, values, scratch = np.empty(room, indices.dtype), np.empty(room, np.float32), _scratch(np.float32)
+    count, at = 0, 0
+    while at < x.size:
+        count, at = _select(x, at, low, scratch, places, values, count)
+        if count > k:
+            chosen = np.empty(k, np.int64)
+            _top_k(values[:count], k, chosen)
+            places[:k], values[:k] = places[chosen], values[chosen]
+            count, low = k, _least_key(values[:k]) + np.uint32(1)
+    if count < k:
+        return False
+    indices[:] = places[:k]
+    return True
+
+
+def _least_key(values: np.ndarray) -> np.uint32:
+    return np.uint32((values.view(np.uint32) & np.uint32(MAGNITUDE)).min())
 
 
 def top_k(x: np.ndarray, k: int, indices: np.ndarray) -> None:
@@ -177,17 +195,12 @@ def top_k(x: np.ndarray, k: int, indices: np.ndarray) -> None:
     x = as_input(x)
     if k == 0:
         return
-    if x.size >= _SAMPLE_MIN_LENGTH and k <= x.size * _SAMPLE_MAX_KEPT:
-        # One read of x: what is above a sampled key, and among that the k largest.
-        low, room = _sampled_key(x, k)
-        candidates, values = np.empty(room, indices.dtype), np.empty(room, np.float32)
-        count = _select(x, low, np.uint32(MAGNITUDE) - low, _scratch(np.float32), candidates, values)
-        if k <= count < room:
-            chosen = np.empty(k, np.int64)
-            _top_k(values[:count], k, chosen)
-            np.take(candidates, chosen, out=indices)
-            return
-    _top_k(x, k, indices)
+    if x.size < _SAMPLE_MIN_LENGTH or k > x.size * _SAMPLE_MAX_KEPT:
+        _top_k(x, k, indices)
+        return
+    low, room = _sampled_key(x, k)
+    if not _top_k_of_candidates(x, k, low, room, indices):
+        _top_k_of_candidates(x, k, np.uint32(0), room, indices)
 
 
 @kernel
@@ -225,8 +238,43 @@ def scatter(indices: np.ndarray, values: np.ndarray, out: np.ndarray, accumulate
     _scatter(as_writable(indices), as_writable(values), out, accumulate)
 
 
+@kernel
+def _add_below(index, values, first, end, out):
+    """Add the pairs from number `first` on whose position is below `end`; return the number of the next one."""
+    j = first
+    while j < index.size and index[j] < end:
+        out[index[j]] += values[j] + np.float32(0)
+        j += 1
+    return j
+
+
+@kernel
+def scatter_lists(indices, values, counts, out):
+    """Compiled `scatter_sum`, of lists of uint32 and float32 by address; a negative zero counts as zero.
+
+    A tile of the output is cleared and added to while it is in the cache: memory sees each element once, whatever the
+    number of ranks.
+    """
+    next_of = np.zeros(counts.size, np.int64)
+    zero = splat(np.float32(0), LANES)
+    for start in range(0, out.size, _TILE):
+        end = min(out.size, start + _TILE)
+        for i in range(start, end, LANES):
+            store(out, i, zero)
+        for rank in range(counts.size):
+            index = array_at(indices[rank], counts[rank], u32)
+            sent = array_at(values[rank], counts[rank], f32)
+            next_of[rank] = _add_below(index, sent, next_of[rank], end, out)
+
+
 def scatter_sum(indices: Sequence[np.ndarray], values: Sequence[np.ndarray], out: np.ndarray) -> None:
     expect_same_ranks("scatter_sum", indices, values)
+    if all(each.dtype == np.uint32 for each in indices):
+        for where, what in zip(indices, values):
+            expect_size("scatter_sum", "values", what, where.size)
+        counts = np.array([each.size for each in indices], np.int64)
+        scatter_lists(addresses(indices, np.uint32), addresses(values, np.float32), counts, out)
+        return
     out[:] = 0
     for where, what in zip(indices, values):
         scatter(where, what, out, accumulate=True)

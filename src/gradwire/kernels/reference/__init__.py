@@ -14,6 +14,7 @@ from gradwire.kernels.reference.blocks import (
 from gradwire.kernels.reference.floats import exponent_counts, pack_floats, packs_shorter, unpack_floats
 from gradwire.kernels.reference.hadamard import hadamard
 from gradwire.kernels.reference.low_rank import column_products, outer_sum, row_products
+from gradwire.kernels.reference.positions import pack_positions, positions_bytes, unpack_positions
 from gradwire.kernels.reference.quantise import (
     add_lanes,
     dequantise_int8,
@@ -62,9 +63,11 @@ __all__ = [
     "outer_sum",
     "pack_bits",
     "pack_floats",
+    "pack_positions",
     "pack_ternary",
     "packs_shorter",
     "philox",
+    "positions_bytes",
     "quantise_int8",
     "random16",
     "random32",
@@ -76,6 +79,7 @@ __all__ = [
     "truncate_floats",
     "unpack_bits",
     "unpack_floats",
+    "unpack_positions",
     "unpack_ternary",
     "unpack_ternary_sum",
     "update_limits",

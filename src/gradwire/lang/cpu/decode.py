@@ -25,10 +25,16 @@ class Decoder(Function):
         lines.add("@kernel", "def decode(body, out, accumulate, stats, keys, first, static, room):")
         lines.indent = 1
         lines.add("n = out.size")
+        self._begin_lists()
         self._open("body", "body.size")
         if self.program.output.op == "scatter":
-            lines.add("if accumulate is None:", "    out[:] = 0")
-            self._scatter()
+            self._decode_list()
+            index = self.names[id(self.program.output.inputs[1])]
+            lines.add("if accumulate is not None:", f"    return add_at({index}_in, sent, np.float32(1), out)")
+            lines.add("list_indices, list_values, list_counts = list_room(1)")
+            lines.add(f"list_indices[0], list_values[0] = address({index}_in), address(sent)")
+            lines.add("list_counts[0] = count")
+            lines.add("scatter_lists(list_indices, list_values, list_counts, out)")
             lines.add("return True")
             return str(lines)
         self._make_buffers()
@@ -62,23 +68,26 @@ class Decoder(Function):
 
     def _open(self, body: str, size: str) -> None:
         """Find the fields in a body; the body is invalid if they do not fit or a float is not finite."""
-        lines = self.lines
-        items = [each for each in self.program.fields if each.node.space.kind == "items"]
-        if items:
-            fixed = 4 * sum(not each.is_array for each in self.program.fields)
-            per = " + ".join(f"{num_bytes(each, 'count')}" for each in items)
-            lines.add(f"count = list_length({size} - {fixed}, {sum(each.dtype.bits for each in items)!r})")
-            lines.add(f"if count < 0 or {fixed} + {per} != {size}:", "    return False")
+        lines, arrays = self.lines, [each for each in self.program.fields if each.is_array]
         if self.program.fields[-1].coding is not None:
             lines.add(f"if {size} < {self._bytes_before_last()}:", "    return False")
+        if self.program.items is not None:
+            lines.add(f"if {size} < {' + '.join(scalar_bytes(self.program))}:", "    return False")
         lines.add("at = 0")
         for each in self.program.fields:
-            name = each.variable
             if not each.is_array:
                 self._open_scalar(each, body)
-                continue
+        if self.program.items is not None:
+            taken = " + ".join(num_bytes(each, self._count(each)) for each in arrays)
+            lines.add(f"count = read_length({body}, at)", "at += 4")
+            lines.add(f"if count > n or at + {taken} != {size}:", "    return False")
+        for each in arrays:
+            name = each.variable
             if each.coding is not None:
                 self._expand(each, body, size)
+                continue
+            if each.is_positions:
+                self._open_positions(each, body)
                 continue
             place = f"address({body}) + np.uint64(at)"
             lines.add(f"{name}_in = array_at({place}, {self._length(each)}, {self._storage(each)})")
@@ -90,6 +99,18 @@ class Decoder(Function):
             check = _check_of(each)
             if check:
                 lines.add(f"if not {check}({name}_in):", "    return False")
+
+    def _begin_lists(self) -> None:
+        """Where lists are put together; see `traced.TracedCompressor` for how much room there is."""
+        if self.program.items is not None:
+            self.lines.add("room_at = address(room)")
+
+    def _open_positions(self, each: Field, body: str) -> None:
+        """Unpack the positions of a list, which are in order, different and inside."""
+        lines, name = self.lines, each.variable
+        lines.add(f"{name}_in = array_at(room_at, count, u32)", "room_at += np.uint64(4 * count)")
+        coded = f"array_at(address({body}) + np.uint64(at), {num_bytes(each, 'count')}, u8)"
+        lines.add(f"if not read_positions({coded}, n, {name}_in):", "    return False")
 
     def _open_scalar(self, each: Field, body: str) -> None:
         lines, name = self.lines, each.variable
@@ -105,7 +126,7 @@ class Decoder(Function):
         """The bytes of a body before its last field."""
         others = self.program.fields[:-1]
         arrays = [num_bytes(other, self._count(other)) for other in others if other.is_array]
-        return " + ".join([*scalar_bytes(self.program, others), *arrays]) or "0"
+        return " + ".join([*scalar_bytes(self.program), *arrays]) or "0"
 
     def _expand(self, each: Field, body: str, size: str) -> None:
         """Undo what shortened the last field."""
@@ -263,15 +284,15 @@ class Decoder(Function):
 
     # -- lists -----------------------------------------------------------------------------------------------
 
-    def _scatter(self) -> None:
-        """Add the values of a list at their positions."""
-        lines, output = self.lines, self.program.output
-        values, index = output.inputs
+    def _decode_list(self) -> None:
+        """What the items of a list decode to: `sent`, at the positions of the list."""
+        lines = self.lines
+        values, index = self.program.output.inputs
         self.decode_scalars()
         overflows = self.overflows(values)
-        lists = [each for each in self.program.fields if each.node.space.kind == "items"]
+        lists = [each for each in self.program.fields if each.node.space.kind == "items" and not each.is_positions]
         chunk = self.chunk
-        lines.add(f"sent = np.empty({chunk} + LANES, np.float32)")
+        lines.add("sent = array_at(room_at, count, f32)", "room_at += np.uint64(4 * count)")
         for each in lists:
             if has_levels(each.dtype, True):
                 lines.add(f"{each.variable}_levels = np.empty({chunk}, np.uint8)")
@@ -290,10 +311,8 @@ class Decoder(Function):
                 self.shared([values])
                 lines.say(values.where)
                 self.add_decoded(values, overflows)
-                lines.add("store(sent, i - start, decoded)")
+                lines.add("store(sent, i, decoded)")
                 lines.forget()
-            name = self.names[id(index)]
-            lines.add(f"if not add_at({name}_in[start:end], sent, np.float32(1), out):", "    return False")
         self.known = {}
 
     def _loaded_item(self, each: Field) -> str:

@@ -18,12 +18,17 @@ class SumDecoder(Decoder):
         lines.add("@kernel", "def decode_sum(bodies, sizes, out, stats, keys, first, static, room):")
         lines.indent = 1
         lines.add("n = out.size")
+        self._begin_lists()
         if self.program.output.op == "scatter":
-            lines.add("out[:] = 0")
+            index = self.names[id(self.program.output.inputs[1])]
+            lines.add("list_indices, list_values, list_counts = list_room(bodies.size)")
             with lines.block("for rank in range(bodies.size):"):
                 lines.add("body = array_at(bodies[rank], sizes[rank], u8)")
                 self._open("body", "sizes[rank]")
-                self._scatter()
+                self._decode_list()
+                lines.add(f"list_indices[rank], list_values[rank] = address({index}_in), address(sent)")
+                lines.add("list_counts[rank] = count")
+            lines.add("scatter_lists(list_indices, list_values, list_counts, out)")
             lines.add("return True")
             return str(lines)
         self._open_all()
@@ -69,7 +74,7 @@ class SumDecoder(Decoder):
         return [self.names[id(node)] for node in nodes if node.op in ("extract", "narrow")]
 
     def _arrays(self) -> list[Field]:
-        return [each for each in self.program.fields if each.is_array]
+        return [each for each in self.program.fields if each.is_array and each.node.space.kind != "items"]
 
     def _plain_arrays(self) -> list[Field]:
         """The arrays that are read where they lie in a body."""

@@ -18,7 +18,10 @@ class Encoder(Function):
         lines.add("@kernel", "def encode(grad, scale, residual, rest, body, stats, keys, first, static, lists):")
         lines.indent = 1
         lines.add("n = grad.size")
-        if any(node.op == "filter" for node in program.encode_nodes()) or program.fields[-1].coding is not None:
+        if (
+            any(node.op in ("filter", "hash") for node in program.encode_nodes())
+            or program.fields[-1].coding is not None
+        ):
             lines.add("room = address(lists)")
         self.stored = False
         for step in schedule(program):
@@ -56,13 +59,24 @@ class Encoder(Function):
         lines.add(f"{name}, words = np.empty({name}_count, np.float32), draw_words(keys, {name}_count)")
         with lines.block(f"for j in range({name}_count):"):
             lines.add(f"i = sample_position(keys, j, {name}_count, n, words)", "start = i")
-            self.read()
+            self._read_one()
             self.known[id(self._gradient())] = "x"
             lines.add(f"{name}[j] = first_lane({self.vector(node.inputs[0]).vector})")
         self.known = {}
 
     def _gradient(self) -> Node:
         return next(node for node in self.program.encode_nodes() if node.op == "gradient")
+
+    def _read_one(self) -> None:
+        """The element of the gradient at i in every lane of x: neighbours would cost lines of memory each."""
+        lines = self.lines
+        if self.stored:
+            lines.add("if rest is None:", "    one = first_lane(load_f32(grad, i, 1)) * scale")
+            lines.add("else:", "    one = first_lane(load(rest, i, 1))")
+        else:
+            lines.add("one = first_lane(load_f32(grad, i, 1)) * scale", "if residual is not None:")
+            lines.add("    one = one + first_lane(load(residual, i, 1))")
+        lines.add("x = splat(one, LANES)")
 
     def read(self) -> None:
         """The vector x of the gradient at i."""
@@ -77,7 +91,7 @@ class Encoder(Function):
     def offset(self, each: Field) -> None:
         """Set the variable `NAME_at` to where an array of the payload begins."""
         others = self.program.fields[: self.program.fields.index(each)]
-        sizes = [*scalar_bytes(self.program, others), *(f"{f.variable}_bytes" for f in others if f.is_array)]
+        sizes = [*scalar_bytes(self.program), *(f"{f.variable}_bytes" for f in others if f.is_array)]
         self.lines.add(f"{each.variable}_at = {' + '.join(sizes) or '0'}")
         self.lines.add(f"{each.variable}_bytes = {num_bytes(each, self.count(each))}")
 
@@ -97,7 +111,6 @@ class Encoder(Function):
         lines.add("at = 0")
         for each in self.program.fields:
             if each.is_array:
-                lines.add(f"at += {each.variable}_bytes")
                 continue
             guard = is_stat(self.program, each)
             stats_seen |= guard
@@ -107,6 +120,10 @@ class Encoder(Function):
             lines.add(f"write_scalar(body, at, {self.names[id(each.node)]})", "at += 4")
             lines.indent -= guard
             at += 4
+        if self.program.items is not None:
+            source = self.program.items.source
+            lines.add(f"write_length(body, at, {self.names[id(source)]}_count)", "at += 4")
+        lines.add(*(f"at += {each.variable}_bytes" for each in self.program.fields if each.is_array))
 
     def _shorten(self) -> None:
         """Write the last field, where it is to be shortened, from where it was packed to the body."""
@@ -153,7 +170,7 @@ class Measurer(Encoder):
         lines.add("@kernel", "def measure(grad, scale, residual, rest, keys, first, static, lists, out):")
         lines.indent = 1
         lines.add("n = grad.size")
-        if any(node.op == "filter" for node in self.program.encode_nodes()):
+        if any(node.op in ("filter", "hash") for node in self.program.encode_nodes()):
             lines.add("room = address(lists)")
         self.stored = False
         needed = {id(node) for node in closure([node.inputs[0] for node in self.program.stats])}

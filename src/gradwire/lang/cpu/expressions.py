@@ -227,15 +227,18 @@ def is_condition(node: Node) -> bool:
     return node.op == "cast" and node.inputs[0].dtype == BOOL
 
 
-def scalar_bytes(program: Program, fields: Sequence[Field]) -> list[str]:
-    """What the scalars among these fields take, as terms; values of a preliminary round do not travel after it."""
-    scalars = [each for each in fields if not each.is_array]
+def scalar_bytes(program: Program) -> list[str]:
+    """What scalars and the length of lists take, as terms; values of a preliminary round do not travel after it."""
+    scalars = [each for each in program.fields if not each.is_array]
     own = sum(is_stat(program, each) for each in scalars)
-    terms = [str(4 * (len(scalars) - own))] if len(scalars) > own else []
+    plain = len(scalars) - own + (program.items is not None)
+    terms = [str(4 * plain)] if plain else []
     return [*terms, f"(0 if stats is not None else {4 * own})"] if own else terms
 
 
 def num_bytes(each: Field, count: str) -> str:
+    if each.is_positions:
+        return f"coded_bytes(n, {count})"
     if each.dtype.bits >= 8:
         size = each.dtype.storage.itemsize
         return count if size == 1 else f"{size} * ({count})"

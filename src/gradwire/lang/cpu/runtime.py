@@ -14,6 +14,7 @@ from gradwire.kernels.cpu.elements import (
     rounded_float16,
     store_f32,
 )
+from gradwire.kernels.cpu.hashing import keep_hashed
 from gradwire.kernels.cpu.lanes import (
     as_bytes,
     bitcast,
@@ -37,8 +38,10 @@ from gradwire.kernels.cpu.lanes import (
     sum_lanes,
     trailing_zeros,
 )
+from gradwire.kernels.cpu.positions import coded_bytes, read_positions, write_positions
 from gradwire.kernels.cpu.random import copy_part, fill_group16, fill_group32
 from gradwire.kernels.cpu.reduce import LEVELS, finish, push
+from gradwire.kernels.cpu.select import scatter_lists
 from gradwire.kernels.cpu.vector import (
     array_at,
     array_like,
@@ -220,6 +223,18 @@ def read_scalar(body, at):
 
 
 @kernel
+def write_length(body, at, count):
+    """Write the length of lists to bytes."""
+    array_at(np.uint64(body.ctypes.data + at), 1, u32)[0] = count
+
+
+@kernel
+def read_length(body, at):
+    """Read the length of lists from bytes."""
+    return np.int64(array_at(np.uint64(body.ctypes.data + at), 1, u32)[0])
+
+
+@kernel
 def packed_bytes(count, per_byte):
     """Bytes of `count` elements."""
     return (count + per_byte - 1) // per_byte
@@ -299,12 +314,6 @@ def unpack_bits(packed, at, count, levels):
         bits = bits_mask(from_bytes(load(packed, at + (j >> 3), 8)))
         store(levels, j, select(bits, one, zero))
     return at + (count + 7) // 8
-
-
-@kernel
-def list_length(num_bytes, bits):
-    """Items of a list that takes so many bytes, at so many bits an item; the most, where rounding leaves a choice."""
-    return np.int64(num_bytes * 8 / bits) if num_bytes >= 0 else -1
 
 
 # -- lists ---------------------------------------------------------------------------------------------------
@@ -417,6 +426,12 @@ def keep_top(index, value, count, most):
         index[kept], value[kept] = index[i], value[i]
         kept += 1
     return kept
+
+
+@kernel
+def list_room(num_ranks):
+    """For the lists of all ranks: addresses of positions and of values, and lengths."""
+    return np.empty(num_ranks, np.uint64), np.empty(num_ranks, np.uint64), np.empty(num_ranks, np.int64)
 
 
 @kernel

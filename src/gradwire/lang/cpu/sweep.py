@@ -41,10 +41,7 @@ class SweepOverElements:
         lines.add("", f"# Sweep over the gradient: {', '.join(title) or 'is it finite?'}.")
         emissions = self._sinks()
         for node, emission in emissions:
-            if node.op == "filter":
-                name = f.names[id(node)]
-                most = f.scalar64(node.inputs[2]) if len(node.inputs) > 2 else ""
-                lines.add(f"{name}_capacity = " + (f"min(n, max(np.int64({most}), 0))" if most else "n"))
+            self._capacity(node)
             lines.add(*emission.before)
         if step.compensates:
             lines.add("watch = splat(np.int32(0), LANES)")
@@ -77,6 +74,17 @@ class SweepOverElements:
         for _, emission in emissions:
             lines.add(*emission.after)
         f.known = {}
+
+    def _capacity(self, node: Node) -> None:
+        """How many items a list has at most, and how many slots its table."""
+        if node.op not in ("filter", "hash"):
+            return
+        name = self.f.names[id(node)]
+        most = f"max(np.int64({self.f.scalar64(node.inputs[2])}), 0)" if len(node.inputs) > 2 else ""
+        if node.op == "hash":
+            self.lines.add(f"{name}_slots = {most}")
+        bound = most if node.op == "filter" else ""
+        self.lines.add(f"{name}_capacity = " + (f"min(n, {bound})" if bound else "n"))
 
     def _block_fields(self) -> list[Field]:
         mine = {id(node) for node in self.step.block_nodes}
@@ -324,15 +332,15 @@ class SweepOverItems:
             f.offset(each)
             dtype = STORAGE.get(each.dtype.name, "u8")
             size = f.count(each) if each.dtype.packing == "raw" else f"{each.variable}_bytes"
+            if each.is_positions:
+                dtype, size = "u8", f"{each.variable}_bytes"
             lines.add(f"{each.variable}_out = array_at(address(body) + np.uint64({each.variable}_at), {size}, {dtype})")
             if has_levels(each.dtype, True):
                 lines.add(
                     f"{each.variable}_levels = np.empty({chunk}, np.uint8)", f"{each.variable}_next = np.int64(0)"
                 )
-            if each.node.op == "index":
-                lines.add(
-                    f"copy_part({f.names[id(source)]}_index, np.int64(0), {each.variable}_out, np.int64(0), {count})"
-                )
+            if each.is_positions:
+                lines.add(f"write_positions({f.names[id(source)]}_index[:{count}], n, {each.variable}_out)")
         with lines.block(f"for start in range(0, {count}, {chunk}):"):
             lines.add(f"end = min({count}, start + {chunk})")
             for _, emission in emissions:
@@ -369,7 +377,7 @@ class SweepOverItems:
             lines.add(f"{name}_chosen = {mask} & inside" if mask else f"{name}_chosen = inside")
             lines.add(*emission.inside)
         for each in step.packs:
-            if each.node.op == "index":
+            if each.is_positions:
                 continue
             name, dtype = each.variable, each.dtype
             lines.say(each.node.where)

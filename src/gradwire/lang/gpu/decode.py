@@ -69,8 +69,11 @@ class Decoder(Function):
                 lines.add(f"{name} = read_scalar(rows, {place}, bad)", *(["at += 4"] if is_shifted else []))
             at += 4
         for each in self.program.fields:
-            if each.is_array:
-                name = each.variable
+            name = each.variable
+            if each.is_positions:
+                lines.add(f"{name}_in = unpack_positions(rows[0, {name}_at:], n, count)")
+                lines.add(f"if {name}_in is None:", "    return False")
+            elif each.is_array:
                 place = f"{name}_at, {name}_bytes, torch.{storage(each.dtype)}"
                 lines.add(f"{name}_in = read_field(rows, {place})")
         self.decode_scalars()
@@ -151,16 +154,12 @@ class Decoder(Function):
         """Add the values of lists at their positions, a rank after another."""
         lines, (values, index) = self.lines, self.program.output.inputs
         lines.add("if accumulate is None:", "    out.zero_()")
-        lists = [each for each in self.program.fields if each.node.space.kind == "items"]
-        others = [each for each in self.program.fields if each.is_array and each not in lists]
-        bits = ", ".join(repr(each.dtype.bits) for each in lists)
-        sizes = ", ".join(str(_size(each)) for each in lists)
+        arrays = [each for each in self.program.fields if each.is_array]
         with lines.block("for body in bodies:"):
-            lines.add("rows = stacked([body])")
-            lines.add(*places_of(others, self._count))
-            lines.add(f"count = list_length(body.numel() - body_bytes, [{bits}], [{sizes}])")
-            lines.add("if count < 0:", "    return False")
-            lines.add(*places_of(self._in_order(), self._count))
+            lines.add("count = read_length(body, scalars_bytes - 4)")
+            lines.add("if not 0 <= count <= n:", "    return False")
+            lines.add(*places_of(arrays, self._count))
+            lines.add("if body.numel() != body_bytes:", "    return False", "rows = stacked([body])")
             self._read()
             kernel = self.kernel("Decode the values of a list.", count="count")
             kernel.give("sent_out", "sent")
@@ -174,11 +173,3 @@ class Decoder(Function):
             kernel.launch("chunks(count)")
             name = self.names[id(index)]
             lines.add(f"launch(add_at, (chunks(count),), {name}_in, sent, count, out, n, 1.0, bad)")
-
-    def _in_order(self) -> list[Field]:
-        return [each for each in self.program.fields if each.is_array]
-
-
-def _size(each: Field) -> int:
-    """Elements a byte, or minus the bytes of an element."""
-    return -each.dtype.storage.itemsize if each.dtype.bits >= 8 else each.dtype.per_byte

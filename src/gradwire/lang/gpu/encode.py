@@ -179,7 +179,11 @@ class Encoder(Function):
             names = ["*scalars"]
         own = [f"scalar_bytes({', '.join(names)})"] if names else []
         if self.is_list:
-            parts = own + [f"as_bytes({self._array(each)})" for each in self._arrays()]
+            assert program.items is not None and program.items.source is not None
+            own.append(f"length_bytes({self.names[id(program.items.source)]}_count, grad)")
+            arrays = [each for each in self._arrays() if not each.is_positions]
+            parts = own + [f"as_bytes({self._array(each)})" for each in arrays]
+            parts += [f"pack_positions({self._array(each)}, n)" for each in self._arrays() if each.is_positions]
             lines.add(f"return torch.cat([{', '.join(parts)}])")
             return
         if own:
@@ -215,11 +219,11 @@ def load_items(kernel: Kernel, node: Node) -> None:
 
 
 def scalar_size(program: Program) -> list[str]:
-    """Set `scalars_bytes`."""
+    """Set `scalars_bytes`, what scalars and the length of lists take."""
     scalars = [each for each in program.fields if not each.is_array]
     own = sum(is_stat(program, each) for each in scalars)
-    size = f"{4 * len(scalars)} if stats is None else {4 * (len(scalars) - own)}" if own else str(4 * len(scalars))
-    return [f"scalars_bytes = {size}"]
+    most = 4 * (len(scalars) + (program.items is not None))
+    return [f"scalars_bytes = {most} if stats is None else {most - 4 * own}" if own else f"scalars_bytes = {most}"]
 
 
 def places_of(arrays: list[Field], count: Callable[[Field], str]) -> list[str]:

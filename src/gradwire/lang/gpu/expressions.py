@@ -299,6 +299,8 @@ def wrapped(before: str, items: Sequence[str], after: str, indent: int) -> list[
 
 def num_bytes(each: Field, count: str) -> str:
     """Bytes of an array."""
+    if each.is_positions:
+        return f"positions_bytes(n, {count})"
     if each.dtype.bits >= 8:
         size = each.dtype.storage.itemsize
         return count if size == 1 else f"{size} * {count}"

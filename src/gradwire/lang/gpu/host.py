@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from gradwire.kernels.layout import MAX_RUN, NUM_QUARTIC, ZERO_BYTE, ceil_div
+from gradwire.kernels.reference import hashing
 from gradwire.lang.gpu import device, packing
 from gradwire.lang.operators.random import stream_key
 from gradwire.lang.operators.sample import SAMPLE_STREAM
@@ -174,6 +176,28 @@ def keep_top(index: torch.Tensor, value: torch.Tensor, most: float) -> tuple[tor
     return index[chosen], value[chosen]
 
 
+_EMPTY = -(2**63)  # a slot to which nothing was written
+
+
+def hash_table(slots: int, like: torch.Tensor) -> torch.Tensor:
+    """Empty slots."""
+    return torch.full((slots,), _EMPTY, dtype=torch.int64, device=like.device)
+
+
+def hash_numbers(keys: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    """The numbers of a hash that is drawn from the private key, as int64[2]."""
+    words = np.array(hashing.hash_numbers(_key(keys, False)), np.uint64)
+    return torch.from_numpy(words.view(np.int64)).to(like.device)
+
+
+def hashed_list(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The positions and values in a table, in the order of positions: waits for the device, for how many there are."""
+    entries = torch.sort(table).values
+    entries = entries[entries >= _EMPTY + 2**32]
+    index = ((entries >> 32) + (2**31 - 1)).to(torch.int32)
+    return index, entries.to(torch.int32).view(torch.float32)
+
+
 def sort_floats(values: torch.Tensor, descending: bool) -> torch.Tensor:
     """In order; a negative zero comes before a positive one."""
     bits = values.view(torch.int32)
@@ -240,20 +264,6 @@ def read_scalar(bodies: torch.Tensor, at: int, bad: torch.Tensor) -> torch.Tenso
     values = read_field(bodies, at, 4, torch.float32)[:, 0].to(torch.float64)
     bad |= (~torch.isfinite(values)).any().to(torch.int32)
     return torch.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
-
-
-def list_length(num_bytes: int, bits: Sequence[float], sizes: Sequence[int]) -> int:
-    """Items of lists of so many bits each that take so many bytes; -1 if none do.
-
-    Args:
-        bits: of an item of each list.
-        sizes: elements a byte of each, or minus the bytes of an element.
-    """
-    if num_bytes < 0:
-        return -1
-    count = int(num_bytes * 8 / sum(bits))
-    taken = sum(ceil_div(count, size) if size > 0 else -size * count for size in sizes)
-    return count if taken == num_bytes else -1
 
 
 def shorten_runs(body: torch.Tensor, at: int) -> torch.Tensor:

@@ -115,6 +115,27 @@ def store_chosen(index, value, starts, most, i, values, chosen):
 
 
 @triton.jit
+def hash_slot(i, a, b, slots):
+    """The slots of positions; see `gradwire.kernels.reference.hashing`."""
+    x = i.to(tl.uint64) & 0xFFFFFFFF
+    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
+    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
+    x = x ^ (x >> 16)
+    return (((x * a.to(tl.uint64) + b.to(tl.uint64)) >> 32) * slots) >> 32
+
+
+@triton.jit
+def store_hashed(table, numbers, slots, i, values, chosen):
+    """Write chosen positions with their values to their slots, of those that meet in one the last.
+
+    An entry has the position in its upper half, so that the largest is the last, whatever the order of writes.
+    """
+    slot = hash_slot(i, tl.load(numbers), tl.load(numbers + 1), slots)
+    entry = ((i + 1 - 2147483648) << 32) | (values.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
+    tl.atomic_max(table + slot.to(tl.int64), entry, mask=chosen)
+
+
+@triton.jit
 def add_at(index, values, count, out, n, sign, bad):
     """Kernel: add sign · values to `out` at these positions; set `bad` where one lies outside.
 

@@ -43,11 +43,13 @@ from gradwire.lang.gpu.host import (
     finish_norm,
     finish_sum,
     flag,
+    hash_numbers,
+    hash_table,
+    hashed_list,
     item,
     keep_top,
     key_words,
     launch,
-    list_length,
     narrow,
     narrowed,
     pack_rest,
@@ -70,8 +72,16 @@ from gradwire.lang.gpu.packing import (
     store_bits,
     store_chosen,
     store_digits,
+    store_hashed,
     store_planes,
     store_tail,
+)
+from gradwire.lang.gpu.positions import (
+    length_bytes,
+    pack_positions,
+    positions_bytes,
+    read_length,
+    unpack_positions,
 )
 
 __all__ = sorted(RUNTIME)

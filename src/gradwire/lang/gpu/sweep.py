@@ -51,11 +51,22 @@ class _Sweep:
         for node in nodes:
             emission = self._sink(kernel, node)
             kernel.lines.add(*emission.inside)
+            if node.op in ("filter", "hash"):
+                self._most(node)
+            self.lines.add(*emission.before)
+            kernel.take(*emission.takes)
             for name, dtype in emission.parts.items():
                 kernel.take(name)
                 self.lines.add(f"{name} = empty({shape}, torch.{dtype}, grad)")
             found.append(emission)
         return found
+
+    def _most(self, node: Node) -> None:
+        """How many items a list has at most, or how many slots its table has."""
+        self.lines.say(node.where)
+        most = self.f.scalar(node.inputs[2]) if len(node.inputs) > 2 else "n"
+        value = f"max(int({most}), 0)" if node.op == "hash" else most
+        self.lines.add(f"{self.f.names[id(node)]}_{'slots' if node.op == 'hash' else 'most'} = {value}")
 
     # -- packing ---------------------------------------------------------------------------------------------
 
@@ -176,9 +187,6 @@ class SweepOverElements(_Sweep):
         """The end of a sink on the host; for lists, a second kernel over the same elements."""
         name = self.f.names[id(node)]
         self.lines.say(node.where)
-        if node.op == "filter":
-            most = self.f.scalar(node.inputs[2]) if len(node.inputs) > 2 else "n"
-            self.lines.add(f"{name}_most = {most}")
         self.lines.add(*emission.after)
         if emission.again:
             kernel = self.f.kernel(f"Sweep over the gradient: write the list {name}.")

@@ -98,6 +98,8 @@ class DeviceEmission:
         after: on the host, after the kernel.
         again: in a second kernel over the same elements, after that.
         outputs: the variables of the host that the second kernel takes.
+        before: on the host, before the kernel.
+        takes: the variables of the host that the kernel takes besides its elements and `parts`.
     """
 
     parts: dict[str, str]
@@ -105,6 +107,8 @@ class DeviceEmission:
     after: list[str]
     again: list[str] = field(default_factory=list)
     outputs: list[str] = field(default_factory=list)
+    before: list[str] = field(default_factory=list)
+    takes: list[str] = field(default_factory=list)
 
 
 class Sink(Operator):

@@ -1,8 +1,9 @@
 """`concat` and `extract`: named values to a payload, and back.
 
 A payload holds its scalars first, as float32 in little-endian order, then its arrays by falling width of their
-elements, each packed as `gradwire.lang.types` says. Nothing in it says how long it is: lengths follow from the
-receiver's own knowledge of the tensor, and those of lists from the number of bytes.
+elements, each packed as `gradwire.lang.types` says. Lengths follow from the receiver's own knowledge of the tensor;
+where there are lists, their length stands after the scalars, as a uint32, and their positions come last, in the format
+of `gradwire.kernels.reference.positions`.
 
 Source: HiPress (Bai et al. 2021), table 4.
 """

@@ -1,0 +1,63 @@
+"""Hashing to slots: universal, fresh for each key, and the last of those that meet stays."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from gradwire.core.context import Context
+from gradwire.kernels.cpu.hashing import keep_hashed
+from gradwire.kernels.reference.hashing import hash_numbers, hash_slots
+
+SETS = {
+    "consecutive": lambda count: np.arange(count),
+    "equal distances": lambda count: 4096 * np.arange(count) + 5,
+    "random places": lambda count: np.sort(np.random.default_rng(0).choice(1 << 24, count, replace=False)),
+}
+
+
+def key_of(step: int) -> int:
+    return Context("fc.weight", step=step, seed=3).private_key
+
+
+def winners(index: np.ndarray, slots: int, key: int) -> np.ndarray:
+    """What is left in the slots, written out: later positions overwrite earlier ones."""
+    table: dict[int, int] = {}
+    for slot, i in zip(hash_slots(index, *hash_numbers(key), slots).tolist(), index.tolist()):
+        table[slot] = i
+    return np.array(sorted(table.values()))
+
+
+@pytest.mark.parametrize("places", SETS)
+@pytest.mark.parametrize(("slots", "low", "high"), [(1024, 0.36, 0.38), (512, 0.13, 0.14)])
+def test_coverage_is_that_of_balls_in_bins(places: str, slots: int, low: float, high: float) -> None:
+    """The paper's figures, as means over 1,000 seeds, of survivors in any places."""
+    index, empty = SETS[places](1024), []
+    for step in range(1000):
+        filled = np.bincount(hash_slots(index, *hash_numbers(key_of(step)), slots), minlength=slots)
+        empty.append(np.count_nonzero(filled == 0) / slots)
+    assert low <= np.mean(empty) <= high
+    assert abs(np.mean(empty) - (1 - 1 / slots) ** 1024) < 0.002
+
+
+@pytest.mark.parametrize("slots", [7, 64, 1000])
+def test_two_positions_share_a_slot_as_often_as_chance_has_it(slots: int) -> None:
+    """Universality over 4,000 keys, for pairs in several relations; five standard errors."""
+    pairs = np.array([[0, 1], [5, 5 + 2**16], [3, 3 * 2**20], [2**31, 2**32 - 1]])
+    keys = [hash_numbers(key_of(step)) for step in range(4000)]
+    for pair in pairs:
+        shared = np.mean([len(set(hash_slots(pair, a, b, slots).tolist())) == 1 for a, b in keys])
+        assert abs(shared - 1 / slots) <= 5 * np.sqrt(1 / slots / 4000)
+
+
+@pytest.mark.parametrize("slots", [0, 1, 3, 100, 5000])
+def test_the_last_of_those_that_meet_stays(slots: int) -> None:
+    for step, places in enumerate(SETS):
+        index = SETS[places](1000).astype(np.uint32)
+        value, key = np.random.default_rng(0).standard_normal(1000).astype(np.float32), key_of(step)
+        wanted = winners(index, slots, key) if slots else np.empty(0)
+        value_of = dict(zip(index.tolist(), value.tolist()))
+        keys = np.array([1, 2, key & 0xFFFFFFFF, key >> 32], np.uint32)
+        kept = keep_hashed(index, value, 1000, np.full(slots, 77, np.uint32), keys)
+        assert index[:kept].tolist() == wanted.tolist()
+        assert value[:kept].tolist() == [value_of[i] for i in wanted.tolist()]
