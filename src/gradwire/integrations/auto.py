@@ -16,6 +16,7 @@ Source: HiPress (SOSP 2021), section 3.3, selective compression; trials and watc
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -48,6 +49,7 @@ SYNC_BOUND = 2.0  # time between a bucket and its mean
 LINK_BOUND = 2.0  # time with frames under way, which tells of the link even where steps do not wait for it
 NEW_LINK = 1.25  # a rate that differs by more is another link
 _LINK_SHARE = 0.05  # of a step: less time under way than this tells nothing
+NO_GAIN = "steps take longer than those of a more faithful way did"
 PATIENCE = 64  # strikes at most, where looking again has changed nothing
 
 T = TypeVar("T")
@@ -237,11 +239,12 @@ class Autopilot:
         timing = yield from self._timed(warm_up=1)
         reason, strikes = "at the start", STRIKES
         while True:
-            before = self.way, self._link
-            yield from self._decide(reason, timing)
+            before, paid = (self.way, self._link), reason != NO_GAIN
+            rival = yield from self._decide(reason, timing)
             # Where looking again has found nothing new, the next look takes more.
-            strikes = STRIKES if (self.way, self._link) != before else min(2 * strikes, PATIENCE)
-            reason, timing = yield from self._watch(strikes)
+            looked_in_vain = (self.way, self._link) == before or not paid
+            strikes = min(2 * strikes, PATIENCE) if looked_in_vain else STRIKES
+            reason, timing = yield from self._watch(strikes, rival)
 
     def _timed(self, warm_up: int) -> Script[Timing]:
         """Time some steps."""
@@ -256,8 +259,12 @@ class Autopilot:
                 steps.append(step)
         return self._timing(steps, self._survey.largest(_figures(steps)))
 
-    def _decide(self, reason: str, timing: Timing) -> Script[None]:
-        """Try what is predicted to be faster, and keep the most faithful of the fastest."""
+    def _decide(self, reason: str, timing: Timing) -> Script[float]:
+        """Try what is predicted to be faster, and keep the most faithful of the fastest.
+
+        Returns:
+            Seconds of a step by the fastest way that is more faithful than the one kept.
+        """
         costs = self._measure(timing)
         table = self._plan(timing, costs)
         predicted = _predict(table, timing, costs, self._methods)
@@ -271,9 +278,16 @@ class Autopilot:
         chosen = max((way for way in measured if measured[way] <= limit), key=lambda way: way.faithfulness)
         yield from self._switch(chosen)
         self._note(Decision(self._synchronizer.step + 1, reason, chosen, predicted, measured, table, costs))
+        rivals = [step for way, step in measured.items() if way.faithfulness > chosen.faithfulness]
+        return min(rivals, default=math.inf)
 
-    def _watch(self, strikes: int) -> Script[tuple[str, Timing]]:
-        """Compare notes, until so many times one after another things are not as they were; then say what changed."""
+    def _watch(self, strikes: int, rival: float) -> Script[tuple[str, Timing]]:
+        """Compare notes, until so many times one after another things are not as they were; then say what changed.
+
+        Args:
+            strikes: so many times.
+            rival: seconds of a step by a more faithful way: what is slower than that pays no more.
+        """
         first: Timing | None = None
         changed, self.settled = 0, True
         while True:
@@ -285,7 +299,7 @@ class Autopilot:
             yield  # the answers come beside this step's gradients
             timing = self._timing(steps, compare())
             first = first or timing
-            reason = _change(first, timing)
+            reason = _change(first, timing) or (NO_GAIN if timing.step > (1 + MIN_GAIN) * rival else "")
             changed = changed + 1 if reason else 0
             if reason and changed >= strikes:
                 self.settled = False
