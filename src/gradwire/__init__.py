@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from gradwire.core import errors as errors
     from gradwire.core.context import Context as Context
     from gradwire.core.spec import TensorSpec as TensorSpec
+    from gradwire.feedback.momentum import MomentumCorrection as MomentumCorrection
     from gradwire.integrations.ddp import Handle as Handle
     from gradwire.integrations.ddp import attach as attach
     from gradwire.integrations.parameters.client import ParameterClient as ParameterClient
@@ -33,6 +34,7 @@ _HOMES = {
     "Context": "gradwire.core.context",
     "Handle": "gradwire.integrations.ddp",
     "ParameterClient": "gradwire.integrations.parameters.client",
+    "MomentumCorrection": "gradwire.feedback.momentum",
     "Plan": "gradwire.sync.plan",
     "PlanTable": "gradwire.sync.planner.table",
     "Shard": "gradwire.sync.submission",

@@ -75,7 +75,7 @@ def test_bad_options_say_what_is_expected(name, options, error, advice) -> None:
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
-    assert repr(compressors.make("topk", ratio=np.float64(0.25))) == "topk(ratio=0.25)"
+    assert repr(compressors.make("topk", ratio=np.float64(0.25))) == "topk(ratio=0.25, warmup=0)"
     assert compressors.make("int8", block=np.int64(64)).options["block"] == 64
 
 

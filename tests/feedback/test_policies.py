@@ -16,7 +16,7 @@ KEY = ResidualKey("fc.weight", Range(0, 50))
 
 
 def test_unknown_policies_list_the_known() -> None:
-    with pytest.raises(UnknownNameError, match=r"Unknown feedback policy 'errors'.*Known: error, none"):
+    with pytest.raises(UnknownNameError, match=r"Unknown feedback policy 'errors'.*Known: error, momentum, none"):
         get("errors")
 
 

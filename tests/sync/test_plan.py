@@ -28,7 +28,7 @@ def test_a_rule_that_names_a_tensor_is_honoured_for_every_size() -> None:
 def test_the_first_matching_rule_counts() -> None:
     plan = Plan({"head.*": "none", "h*": gw.make("topk", ratio=0.1), "*": "fp16"}, min_elements=0)
     assert plan.entry("head.weight", MATRIX).compressor.name == "none"
-    assert plan.entry("hidden.weight", MATRIX).compressor.options == {"ratio": 0.1}
+    assert plan.entry("hidden.weight", MATRIX).compressor.options == {"ratio": 0.1, "warmup": 0}
     assert plan.entry("embed.weight", MATRIX).compressor.name == "fp16"
 
 
@@ -53,7 +53,7 @@ def test_a_large_dense_tensor_travels_alone() -> None:
             UnknownNameError,
             "Known: allgather, hierarchical, ring, scatter_reduce",
         ),
-        (lambda: Plan("threelc", feedback="momentum"), UnknownNameError, "Known: error, none"),
+        (lambda: Plan("threelc", feedback="momenta"), UnknownNameError, "Known: error, momentum, none"),
         (lambda: Plan("threelc", partitions=0), OptionError, "pass 1 or more"),
         (lambda: Plan("threelc", min_elements=-1), OptionError, "pass 0 to compress all"),
         (lambda: Plan({}), OptionError, '{"*": "threelc"}'),

@@ -1,8 +1,9 @@
 """Residual policies: how a gradient is compensated before it is encoded, and what is kept afterwards.
 
 A policy sees the gradient and the residual, and hands the compensated gradient to the compressor. `none`
-encodes the gradient alone, `error` adds what earlier encodes kept back. Momentum correction (DGC) belongs
-here as a third: it has a velocity besides the residual, and masks both where an element was sent.
+encodes the gradient alone, `error` adds what earlier encodes kept back, `momentum` (see `gradwire.feedback.momentum`)
+has a velocity besides. As text a policy is its name, with those options that are not the default:
+``momentum:momentum=0.95:clip=1.0``.
 
 Source: error feedback as in Karimireddy et al. 2019, algorithm 2. Differences: the learning rate is not part
 of it, the residual is a gradient; and it is staged, not replaced, until the step commits.
@@ -10,14 +11,16 @@ of it, the residual is a gradient; and it is staged, not replaced, until the ste
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from gradwire.compressors.base import Compressor, Stat, as_array
+from gradwire.compressors.registry import parse_option
 from gradwire.core.context import Context
 from gradwire.core.errors import UnknownNameError
 from gradwire.feedback.residuals import ResidualKey, Residuals
@@ -29,6 +32,23 @@ class Policy(ABC):
     """How gradients are compensated. One instance serves all tensors; state lives in `Residuals`."""
 
     name: ClassVar[str]
+    has_velocity: ClassVar[bool] = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options by name."""
+        return {}
+
+    def __str__(self) -> str:
+        default = type(self)().options
+        changed = {key: value for key, value in sorted(self.options.items()) if value != default[key]}
+        return ":".join([self.name, *(f"{key}={value}" for key, value in changed.items())])
+
+    def own(
+        self, grad: torch.Tensor, ctx: Context, residuals: Residuals, key: ResidualKey, scale: float
+    ) -> tuple[torch.Tensor, float]:
+        """What this rank contributes in place of scale · grad, its own gradient, and the scale of that: once a step."""
+        return grad, scale
 
     @abstractmethod
     def encode(
@@ -46,7 +66,7 @@ class Policy(ABC):
 
         Args:
             compressor: what encodes.
-            grad: the gradient, or an aggregate of decoded ones.
+            grad: what `own` gave, or an aggregate of decoded payloads.
             ctx: context of the encode.
             residuals: state of this rank.
             key: whose residual this is.
@@ -145,18 +165,30 @@ class ErrorFeedback(Policy):
         return compressor.stats(torch.from_numpy(work), ctx)
 
 
-_POLICIES: dict[str, Policy] = {policy.name: policy for policy in (NoFeedback(), ErrorFeedback())}
+_POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (NoFeedback, ErrorFeedback)}
 
 
-def get(name: str) -> Policy:
-    """Return the policy of that name.
+def register(policy: type[Policy]) -> None:
+    """Make a policy known under its name."""
+    _POLICIES[policy.name] = policy
+
+
+@functools.cache
+def get(text: str) -> Policy:
+    """Return the policy that a text names.
 
     Raises:
-        UnknownNameError: there is none; the message lists the known ones.
+        UnknownNameError: there is none, or it has no such option; the message lists the known ones.
+        OptionError, TypeError: an option without a value, out of range, or of another type.
     """
+    name, *given = text.split(":")
     if name not in _POLICIES:
         raise UnknownNameError("feedback policy", name, _POLICIES)
-    return _POLICIES[name]
+    known, options = _POLICIES[name]().options, dict(parse_option(each, text) for each in given)
+    for option in options:
+        if option not in known:
+            raise UnknownNameError(f"option of {name}", option, known)
+    return _POLICIES[name](**options)
 
 
 def names() -> list[str]:

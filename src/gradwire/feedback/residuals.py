@@ -4,6 +4,9 @@ A residual is float32 and in *mean units*: what is still to be applied to the me
 both roles, `local` (this rank's own gradient) and `aggregate` (a sum that this rank re-encoded), so that any
 residual may be added to any other of the same elements and nothing is lost.
 
+A third role, `velocity`, holds what momentum correction accumulates of this rank's own gradient. It is staged, cut and
+saved as the residuals are, but it is not among what is still to be applied: conservation is about the other two.
+
 Encodes *stage* the next residual; `commit` makes all that is staged the state, `rollback` forgets it and
 leaves the state of the last commit, bit for bit. Stages chain: until then, an encode compensates with what
 the one before it staged. The cost is two buffers an element range, the second from its first stage on.
@@ -20,7 +23,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -28,32 +31,22 @@ import torch
 from gradwire.core.errors import UnknownNameError
 from gradwire.core.spec import Range, TensorSpec
 from gradwire.feedback.carried import Carried
+from gradwire.feedback.pieces import Piece, any_of, cut, intersection, join, overlap, sum_of
+from gradwire.feedback.state import mapping_of, offset_of, size_of
 
-Role = Literal["local", "aggregate"]
-ROLES: tuple[Role, ...] = get_args(Role)
+Role = Literal["local", "aggregate", "velocity"]
+ROLES: tuple[Role, ...] = ("local", "aggregate")
+STORED: tuple[Role, ...] = (*ROLES, "velocity")
 STATE_VERSION = 1
-_LOAD = "Do: load what state_dict() gave."
 
 
 @dataclass(frozen=True)
 class ResidualKey:
-    """Which residual: a range of a parameter, in one of the two roles."""
+    """Which residual: a range of a parameter, in one of the roles."""
 
     name: str
     range: Range
     role: Role = "local"
-
-
-@dataclass(eq=False)
-class _Piece:
-    """The buffers of one range. None stands for zeros."""
-
-    committed: np.ndarray | None = None
-    staged: np.ndarray | None = None
-    spare: np.ndarray | None = None
-
-    def latest(self) -> np.ndarray | None:
-        return self.committed if self.staged is None else self.staged
 
 
 class Residuals:
@@ -61,8 +54,8 @@ class Residuals:
 
     def __init__(self) -> None:
         # Pieces of one (name, role) never overlap; gaps between them are zeros.
-        self._pieces: dict[tuple[str, Role], dict[Range, _Piece]] = {}
-        self._open: list[_Piece] = []
+        self._pieces: dict[tuple[str, Role], dict[Range, Piece]] = {}
+        self._open: list[Piece] = []
         self._lock = threading.Lock()
         self.carried = Carried()
 
@@ -149,7 +142,7 @@ class Residuals:
                 pieces = self._pieces.get((name, role), {})
                 if any(piece.staged is not None for piece in pieces.values()):
                     return True
-                for where in [where for where, piece in pieces.items() if not _any(piece.committed)]:
+                for where in [where for where, piece in pieces.items() if not any_of(piece.committed)]:
                     del pieces[where]
                 if pieces:
                     return True
@@ -168,9 +161,15 @@ class Residuals:
         """Forget a parameter, whose residuals are then lost: for parameters that have left the model."""
         with self._lock:
             self._expect_closed("drop")
-            for role in ROLES:
+            for role in STORED:
                 self._pieces.pop((name, role), None)
             self.carried.drop(name)
+
+    def drop_velocity(self, name: str) -> None:
+        """Forget the velocity of a parameter, whose gradients are no longer momentum-corrected."""
+        with self._lock:
+            self._expect_closed("drop_velocity")
+            self._pieces.pop((name, "velocity"), None)
 
     # -- state -----------------------------------------------------------------------------------------------
 
@@ -178,12 +177,12 @@ class Residuals:
         """The committed state: ``{"version", role: {parameter name: {offset: float32 tensor}}}``.
 
         Offsets are strings, so that any container takes them as keys. The tensors are copies. Where compressors carry
-        something, there is ``"carried": {parameter name: float32 tensor}``, too.
+        something, there is ``"carried": {parameter name: float32 tensor}``, too; likewise ``"velocity"``.
         """
         with self._lock:
             state: dict[str, Any] = {"version": STATE_VERSION}
-            for role in ROLES:
-                state[role] = {
+            for role in STORED:
+                by_name = {
                     name: {
                         str(where.offset): torch.from_numpy(piece.committed.copy())
                         for where, piece in sorted(pieces.items())
@@ -192,6 +191,8 @@ class Residuals:
                     for (name, found), pieces in self._pieces.items()
                     if found == role and any(piece.committed is not None for piece in pieces.values())
                 }
+                if by_name or role in ROLES:
+                    state[role] = by_name
             carried = self.carried.state_dict()
             return state | ({"carried": carried} if carried else {})
 
@@ -221,20 +222,20 @@ class Residuals:
                 "Do: load what this version's state_dict() gave."
             )
         for field in state:
-            if field not in ("version", "carried", *ROLES):
-                raise UnknownNameError("field of the residual state", field, ("version", "carried", *ROLES))
-        for role in ROLES:
-            for name, pieces in _mapping(role, state.get(role, {})).items():
+            if field not in ("version", "carried", *STORED):
+                raise UnknownNameError("field of the residual state", field, ("version", "carried", *STORED))
+        for role in STORED:
+            for name, pieces in mapping_of(role, state.get(role, {})).items():
                 if name not in specs:
                     raise UnknownNameError("parameter in the residual state", name, specs)
-                for offset, values in _mapping(name, pieces).items():
-                    key = ResidualKey(name, Range(_offset(name, offset), _size(name, values)), role)
+                for offset, values in mapping_of(name, pieces).items():
+                    key = ResidualKey(name, Range(offset_of(name, offset), size_of(name, values)), role)
                     loaded._load(key, values, specs[name].numel)
-        carried = _mapping("carried", state.get("carried", {}))
+        carried = mapping_of("carried", state.get("carried", {}))
         for name, values in carried.items():
             if name not in specs:
                 raise UnknownNameError("parameter in the residual state", name, specs)
-            _size(name, values)
+            size_of(name, values)
         with self._lock:
             self.carried.load(carried, merge=merge)
             if not merge:
@@ -253,12 +254,12 @@ class Residuals:
                 f"Expected a residual within the {numel} elements of {key.name}, got elements "
                 f"{where.offset} to {where.end}. Do: load the state of a model with the same shapes."
             )
-        if any(_overlap(where, other) for other in pieces):
+        if any(overlap(where, other) for other in pieces):
             raise ValueError(
                 f"Expected residuals of {key.name} that do not overlap, got a second one at element "
                 f"{where.offset}. Do: load the state of one rank, then that of others with merge=True."
             )
-        pieces[where] = _Piece(values.detach().cpu().numpy().copy())
+        pieces[where] = Piece(values.detach().cpu().numpy().copy())
 
     # -- reports ---------------------------------------------------------------------------------------------
 
@@ -268,7 +269,7 @@ class Residuals:
         with self._lock:
             for (name, role), pieces in self._pieces.items():
                 held = [piece.committed for piece in pieces.values() if piece.committed is not None]
-                if held:
+                if held and role in ROLES:
                     total = sum(float(np.dot(values, values.astype(np.float64))) for values in held)
                     squares.setdefault(name, {})[role] = total**0.5
         return squares
@@ -277,9 +278,9 @@ class Residuals:
         """By parameter name, the float64 sum over both roles of the state, up to the last element held."""
         totals: dict[str, np.ndarray] = {}
         with self._lock:
-            for (name, _), pieces in self._pieces.items():
+            for (name, role), pieces in self._pieces.items():
                 for where, piece in pieces.items():
-                    if piece.committed is None:
+                    if piece.committed is None or role not in ROLES:
                         continue
                     before = totals.get(name, np.empty(0))
                     totals[name] = np.zeros(max(where.end, before.size))
@@ -304,7 +305,7 @@ class Residuals:
 
     # -- helpers; the lock is held ---------------------------------------------------------------------------
 
-    def _piece(self, key: ResidualKey) -> _Piece:
+    def _piece(self, key: ResidualKey) -> Piece:
         """The piece of exactly this range, re-sliced from what overlaps it if there is none."""
         pieces = self._pieces.setdefault((key.name, key.role), {})
         found = pieces.get(key.range)
@@ -314,40 +315,42 @@ class Residuals:
         self._take_over(key, found)
         return found
 
-    def _take_over(self, key: ResidualKey, found: _Piece) -> None:
+    def _take_over(self, key: ResidualKey, found: Piece) -> None:
         """Add what the other role holds of the range, for its encoder there is gone.
 
         A rank encodes each element once a step, in one role; a role that is asked for has taken the other's place
         (after a resume, or a re-plan, under another strategy).
         """
+        if key.role == "velocity":
+            return
         other: Role = "local" if key.role == "aggregate" else "aggregate"
         pieces = self._pieces.get((key.name, other), {})
-        if not any(_overlap(old, key.range) for old in pieces):
+        if not any(overlap(old, key.range) for old in pieces):
             return
         left = self._reslice(pieces, key.range)
         self._open = [piece for piece in self._open if piece is not left]
         if left.staged is not None or found.staged is not None:
             self._open = [piece for piece in self._open if piece is not found] + [found]
-            found.staged = _sum(found.latest(), left.latest())
-        found.committed = _sum(found.committed, left.committed)
+            found.staged = sum_of(found.latest(), left.latest())
+        found.committed = sum_of(found.committed, left.committed)
 
-    def _reslice(self, pieces: dict[Range, _Piece], where: Range) -> _Piece:
+    def _reslice(self, pieces: dict[Range, Piece], where: Range) -> Piece:
         """Cut `where` out of the pieces that overlap it; what they hold outside of it remains as pieces."""
-        overlapping = [(old, pieces.pop(old)) for old in [old for old in pieces if _overlap(old, where)]]
-        wanted = _join(overlapping, where)
+        overlapping = [(old, pieces.pop(old)) for old in [old for old in pieces if overlap(old, where)]]
+        wanted = join(overlapping, where)
         for old, piece in overlapping:
             for rest in (
                 Range(old.offset, where.offset - old.offset),
                 Range(where.end, old.end - where.end),
             ):
                 if rest.count > 0:
-                    pieces[rest] = _join([(old, piece)], rest)
+                    pieces[rest] = join([(old, piece)], rest)
                     self._note(pieces[rest])
             self._open = [found for found in self._open if found is not piece]
         self._note(wanted)
         return wanted
 
-    def _note(self, piece: _Piece) -> None:
+    def _note(self, piece: Piece) -> None:
         if piece.staged is not None:
             self._open.append(piece)
 
@@ -355,94 +358,22 @@ class Residuals:
         """Add to the state, into the pieces that are there; only what none covers makes new ones."""
         pieces = self._pieces.setdefault((key.name, key.role), {})
         at = key.range.offset
-        for old in sorted(old for old in pieces if _overlap(old, key.range)):
+        for old in sorted(old for old in pieces if overlap(old, key.range)):
             if at < old.offset:
                 gap = Range(at, old.offset - at)
-                pieces[gap] = _Piece(_cut(values, key.range, gap).copy())
-            shared = _intersection(old, key.range)
+                pieces[gap] = Piece(cut(values, key.range, gap).copy())
+            shared = intersection(old, key.range)
             piece = pieces[old]
             if piece.committed is None:
                 piece.committed = np.zeros(old.count, np.float32)
-            _cut(piece.committed, old, shared)[:] += _cut(values, key.range, shared)
+            cut(piece.committed, old, shared)[:] += cut(values, key.range, shared)
             at = shared.end
         if at < key.range.end:
             gap = Range(at, key.range.end - at)
-            pieces[gap] = _Piece(_cut(values, key.range, gap).copy())
+            pieces[gap] = Piece(cut(values, key.range, gap).copy())
 
     def _expect_closed(self, action: str) -> None:
         if self._open:
             raise RuntimeError(
                 f"Expected no staged residuals in {action}, got {len(self._open)}. Do: commit() or rollback() first."
             )
-
-
-def _sum(mine: np.ndarray | None, other: np.ndarray | None) -> np.ndarray | None:
-    if mine is None or other is None:
-        return other if mine is None else mine
-    total: np.ndarray = mine + other
-    return total
-
-
-def _overlap(a: Range, b: Range) -> bool:
-    return a.offset < b.end and b.offset < a.end
-
-
-def _intersection(a: Range, b: Range) -> Range:
-    start = max(a.offset, b.offset)
-    return Range(start, min(a.end, b.end) - start)
-
-
-def _cut(values: np.ndarray, held: Range, wanted: Range) -> np.ndarray:
-    """The view of `values`, which lie at `held`, that lies at `wanted`."""
-    return values[wanted.offset - held.offset : wanted.end - held.offset]
-
-
-def _join(sources: Iterable[tuple[Range, _Piece]], where: Range) -> _Piece:
-    """A piece at `where` with the state and the staged values of `sources`; staged if any of them is."""
-    sources = [(held, piece) for held, piece in sources if _overlap(held, where)]
-    joined = _Piece(_gather([(held, piece.committed) for held, piece in sources], where))
-    if any(piece.staged is not None for _, piece in sources):
-        staged = _gather([(held, piece.latest()) for held, piece in sources], where)
-        joined.staged = np.zeros(where.count, np.float32) if staged is None else staged
-    return joined
-
-
-def _gather(sources: list[tuple[Range, np.ndarray | None]], where: Range) -> np.ndarray | None:
-    if all(values is None for _, values in sources):
-        return None
-    gathered = np.zeros(where.count, np.float32)
-    for held, values in sources:
-        if values is not None:
-            shared = _intersection(held, where)
-            _cut(gathered, where, shared)[:] = _cut(values, held, shared)
-    return gathered
-
-
-def _mapping(what: str, found: object) -> Mapping[str, Any]:
-    if not isinstance(found, Mapping):
-        raise TypeError(f"Expected a dict of residuals for {what}, got {type(found).__name__}. {_LOAD}")
-    return found
-
-
-def _offset(name: str, found: object) -> int:
-    if not str(found).isdecimal():
-        raise ValueError(f"Expected an element offset as key of a residual of {name}, got {found!r}. {_LOAD}")
-    return int(str(found))
-
-
-def _any(values: np.ndarray | None) -> bool:
-    return values is not None and bool(values.any())
-
-
-def _size(name: str, values: object) -> int:
-    """Number of elements of a tensor from a state, after a look at its type, shape and values."""
-    if not isinstance(values, torch.Tensor):
-        raise TypeError(f"Expected a tensor as residual of {name}, got {type(values).__name__}. {_LOAD}")
-    if values.dtype != torch.float32 or values.ndim != 1:
-        raise TypeError(
-            f"Expected a 1-D float32 tensor as residual of {name}, got {values.dtype} of shape "
-            f"{tuple(values.shape)}. {_LOAD}"
-        )
-    if not bool(torch.isfinite(values).all()):
-        raise ValueError(f"Expected finite residuals, got NaN or infinity (in {name}). Do: load an earlier checkpoint.")
-    return values.numel()

@@ -24,8 +24,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.core.errors import AttachError, OptionError, SyncError, UnknownNameError
 from gradwire.core.spec import TensorSpec
+from gradwire.feedback import Policy
 from gradwire.integrations import torch_private
 from gradwire.integrations.auto import Autopilot
+from gradwire.integrations.momentum import check_momentum
 from gradwire.integrations.optimizer_state import OptimizerState
 from gradwire.observe.metrics import Report
 from gradwire.observe.trace import Trace
@@ -49,7 +51,7 @@ def attach(
     strategy: str | None = None,
     partitions: int = 1,
     min_elements: int = 16_384,
-    feedback: str | None = None,
+    feedback: str | Policy | None = None,
     timeout: timedelta = DEFAULT_TIMEOUT,
     stall_timeout: timedelta | None = None,
     seed: int = 0,
@@ -75,7 +77,8 @@ def attach(
             compressed between nodes); None takes the ring for large dense tensors and scatter-reduce for all others.
         partitions: ranges a rank's share of a tensor is cut into.
         min_elements: under a blanket method, vectors and tensors of fewer elements stay dense, in one message.
-        feedback: ``"error"`` or ``"none"``; None leaves it to each compressor's default.
+        feedback: ``"error"``, ``"none"`` or ``"momentum"``, or a `MomentumCorrection`, which needs `optimizer`; None
+            leaves it to each compressor's default.
         timeout: a rank that gives no sign of life for so long ends the backward of all others with an error.
         stall_timeout: how long a live rank may take to join a step; default ten times `timeout`.
         seed: seed of all random streams.
@@ -90,7 +93,8 @@ def attach(
         The handle: report, state, detach.
 
     Raises:
-        AttachError: not a DDP module, already attached, or its hook slot is taken by another hook.
+        AttachError: not a DDP module, already attached, its hook slot is taken by another hook, or momentum would be
+            applied twice.
         UnknownNameError, OptionError: a name or number that does not exist or fit.
         DisagreementError: ranks ask for different things; on every rank, before data is sent.
 
@@ -106,6 +110,7 @@ def attach(
     plan = method if isinstance(method, Plan) else Plan(
         method, strategy=strategy, partitions=partitions, min_elements=min_elements, feedback=feedback
     )  # fmt: skip
+    check_momentum(plan, optimizer, _trained(ddp))
     optimizer_state = _optimizer_state(ddp, plan, optimizer)
     synchronizer = Synchronizer(
         ddp.process_group,
@@ -365,7 +370,7 @@ def _optimizer_state(
     return OptimizerState(optimizer, needed) if needed and optimizer is not None else None
 
 
-def _check_automatic(strategy: str | None, partitions: int, feedback: str | None, fidelity: str) -> None:
+def _check_automatic(strategy: str | None, partitions: int, feedback: object, fidelity: str) -> None:
     if fidelity not in LEVELS:
         raise UnknownNameError("fidelity", fidelity, LEVELS)
     if strategy is not None or partitions != 1 or feedback is not None:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from gradwire.core.errors import PayloadError
+from gradwire.feedback import policies
 from gradwire.feedback.residuals import Residuals
 from gradwire.sync.codec import EMPTY, LossyCodec, blame, make_codec
 from gradwire.sync.item import Item, Message, Part
@@ -35,7 +36,9 @@ _LENGTH = _NONFINITE - 1
 def travels_in_bundles(entry: PlanEntry, numel: int) -> bool:
     """Whether such a tensor joins others of its submission; it travels whole even where there are none."""
     codec = entry.compressor
-    plain = not (codec.exact or codec.needs_stats or codec.summable or codec.whole)
+    # Dense ones travel in batches, unless they have a velocity, which belongs to a parameter's name.
+    is_dense = codec.exact and not policies.get(entry.feedback).has_velocity
+    plain = not (is_dense or codec.needs_stats or codec.summable or codec.whole)
     alone = entry.batched or entry.partitions > 1 or numel > MAX_ELEMENTS
     return plain and not alone and entry.strategy in STRATEGIES
 

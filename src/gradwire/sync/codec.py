@@ -48,6 +48,7 @@ class LossyCodec:
         self._seed = seed
         self._stats: dict[int, list[np.ndarray]] = {}  # reduced, by part
         self._sums: dict[int, torch.Tensor | None] = {}  # by part, of this rank's node, where there is one
+        self._owns: dict[int, tuple[torch.Tensor, float]] = {}  # by part, what the policy makes of the own gradient
         self.first = 0  # stage of the first encode
         self.num_encoders = world_size  # how many ranks have something of a part to encode
 
@@ -67,7 +68,12 @@ class LossyCodec:
             total = self._sums[part.index]
             return None if total is None else (total, 1.0)
         self.item.wait_loaded()
-        return (self.item.values[part.slice], 1 / self.world_size) if self.item.used else None
+        if not self.item.used:
+            return None
+        if part.index not in self._owns:
+            grad, context, key = self.item.values[part.slice], self._context(part, self.first), self._key(part, "local")
+            self._owns[part.index] = self._policy.own(grad, context, self._residuals, key, 1 / self.world_size)
+        return self._owns[part.index]
 
     def start(self, part: Part) -> Message:
         """Encode this rank's gradient of `part`, or its node's sum."""

@@ -31,7 +31,7 @@ class PlanEntry:
         compressor: encodes and decodes it.
         strategy: name of the strategy.
         partitions: how many ranges a rank's share is cut into, so that they can overlap.
-        feedback: residual policy: ``"none"`` or ``"error"``.
+        feedback: residual policy as text: ``"none"``, ``"error"`` or ``"momentum"``, the last with options.
         batched: small, and as it is or cast to 16 bits: travels in one message with its likes.
     """
 
@@ -62,11 +62,13 @@ class Plan:
             flow and loses nothing at its hops, and scatter-reduce for all others.
         partitions: ranges a rank's share of a tensor is cut into.
         min_elements: under a blanket rule, tensors of fewer elements, and all vectors, stay dense.
-        feedback: ``"error"`` or ``"none"`` for all compressors; None leaves it to each one's default.
+        feedback: ``"error"``, ``"none"`` or ``"momentum"`` (a text or a `MomentumCorrection`) for all compressors; None
+            leaves it to each one's default. With momentum correction all tensors have it, dense ones too, and those
+            that are not dense travel by all-gather.
 
     Raises:
         UnknownNameError: a compressor, strategy or feedback that does not exist.
-        OptionError: a number out of range, or rules that match nothing.
+        OptionError: a number out of range, rules that match nothing, or momentum correction by another strategy.
     """
 
     def __init__(
@@ -76,12 +78,14 @@ class Plan:
         strategy: str | None = None,
         partitions: int = 1,
         min_elements: int = 16_384,
-        feedback: str | None = None,
+        feedback: str | policies.Policy | None = None,
     ) -> None:
         if strategy is not None and strategy not in STRATEGIES:
             raise UnknownNameError("strategy", strategy, STRATEGIES)
-        if feedback is not None and feedback not in policies.names():
-            raise UnknownNameError("feedback", feedback, policies.names())
+        policy = None if feedback is None else policies.get(str(feedback))
+        self.has_velocity = policy is not None and policy.has_velocity
+        if self.has_velocity and strategy not in (None, "allgather"):
+            raise _needs_allgather(strategy)
         if partitions < 1:
             raise OptionError(f"Expected partitions of at least 1, got {partitions}. Do: pass 1 or more.")
         if min_elements < 0:
@@ -93,7 +97,7 @@ class Plan:
         self.strategy = strategy
         self.partitions = partitions
         self.min_elements = min_elements
-        self.feedback = feedback
+        self.feedback = None if policy is None else str(policy)
         self.entries: dict[str, PlanEntry] | None = None
 
     @classmethod
@@ -107,8 +111,9 @@ class Plan:
         for name, entry in entries.items():
             if entry.strategy not in STRATEGIES:
                 raise UnknownNameError(f"strategy of {name!r}", entry.strategy, STRATEGIES)
-            if entry.feedback not in policies.names():
-                raise UnknownNameError(f"feedback of {name!r}", entry.feedback, policies.names())
+            has_velocity = policies.get(entry.feedback).has_velocity
+            if has_velocity and not entry.compressor.exact and entry.strategy != "allgather":
+                raise _needs_allgather(entry.strategy)
             if entry.partitions < 1 or (entry.batched and not _may_be_batched(entry)):
                 raise OptionError(
                     "Expected partitions of at least 1, and in a batch only tensors by none, fp16 or bf16 without "
@@ -118,6 +123,7 @@ class Plan:
             raise OptionError("Expected an entry for every tensor, got none. Do: plan anew for this model.")
         plan = cls("none")
         plan.entries = dict(entries)
+        plan.has_velocity = any(policies.get(entry.feedback).has_velocity for entry in entries.values())
         return plan
 
     def entry(self, name: str, spec: TensorSpec) -> PlanEntry:
@@ -138,6 +144,9 @@ class Plan:
         if small and pattern == "*":
             compressor = make("none")
         feedback = self.feedback or compressor.default_feedback
+        if self.has_velocity:
+            strategy = ("scatter_reduce" if small else "ring") if compressor.exact else "allgather"
+            return PlanEntry(compressor, strategy, self.partitions, feedback)
         batched = small and compressor.name == "none"
         return PlanEntry(
             compressor,
@@ -161,3 +170,10 @@ def _may_be_batched(entry: PlanEntry) -> bool:
     """A batch's compressor sees elements of many tensors, whose residuals it does not have."""
     compressor = entry.compressor
     return entry.feedback == "none" and (compressor.name == "none" or isinstance(compressor, CastCompressor))
+
+
+def _needs_allgather(strategy: str | None) -> OptionError:
+    return OptionError(
+        f"Expected all-gather with momentum correction, got {strategy!r}: where sums are encoded anew, no rank knows "
+        'what of its own was sent. Do: leave strategy out, or pass strategy="allgather".'
+    )

@@ -3,7 +3,8 @@
 The rule. New rank j goes on with what old rank j held, in both roles. What an old rank without a successor held, as
 a worker (role ``local``) or as an owner of ranges (role ``aggregate``), is cut evenly by elements and added to the
 local residuals of all new ranks. A rank without a predecessor begins with none. Where owners of ranges change, their
-residuals need no move: a rank that now encodes a range in the other role takes over what it holds of it.
+residuals need no move: a rank that now encodes a range in the other role takes over what it holds of it. Velocities of
+momentum correction are handed on in the same way, among themselves.
 
 The divisor. Residuals are in units of the mean: what they hold is still to be applied to the parameters, as it is.
 So nothing is rescaled, and the sum over ranks and roles, element by element, is the same before and after; gradients
@@ -20,7 +21,7 @@ from typing import Any
 
 from gradwire.core.errors import OptionError
 from gradwire.core.spec import Range, TensorSpec, as_array
-from gradwire.feedback.residuals import ROLES, ResidualKey, Residuals
+from gradwire.feedback.residuals import STORED, ResidualKey, Residuals, Role
 from gradwire.sync.item import split
 
 _LOAD = "Do: pass what state_dict() gave on every rank at one step, in the order of the ranks."
@@ -73,18 +74,20 @@ class _AnySpec(dict[str, TensorSpec]):
 
 def _common(state: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a residual state that all ranks share: all but the residuals."""
-    return {field: found for field, found in state["residuals"].items() if field not in ROLES}
+    return {field: found for field, found in state["residuals"].items() if field not in STORED}
 
 
 def _hand_on(left: Mapping[str, Any], heirs: Sequence[Residuals]) -> None:
     """Cut what a rank has left behind among `heirs`, range by range."""
-    for role in ROLES:
+    for role in STORED:
+        kept: Role = "velocity" if role == "velocity" else "local"
         for name, pieces in left.get(role, {}).items():
             for offset, tensor in pieces.items():
                 values = as_array(tensor)
                 for heir, part in zip(heirs, split(values.size, len(heirs), alignment=1)):
                     if part.count:
-                        heir.add(ResidualKey(name, Range(int(offset) + part.offset, part.count)), values[part.slice])
+                        where = Range(int(offset) + part.offset, part.count)
+                        heir.add(ResidualKey(name, where, kept), values[part.slice])
 
 
 def _check(states: Sequence[Mapping[str, Any]], world_size: int) -> None:

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from gradwire.core.errors import GradwireError, OptionError, SyncError
 from gradwire.core.events import Event
 from gradwire.core.spec import Range, TensorSpec
+from gradwire.feedback import policies
 from gradwire.feedback.residuals import Residuals
 from gradwire.observe.metrics import Metrics, Report
 from gradwire.sync.batch import BATCH_FLAG, Batch, Held, Holding, batch_entry
@@ -90,6 +91,11 @@ class Synchronizer(Peers):
     ) -> None:
         self.plan = plan if isinstance(plan, Plan) else Plan(plan)
         super().__init__(group, timeout, stall_timeout, seed, dump_dir, nodes)
+        if self.plan.has_velocity and self.world_size == 1:
+            raise OptionError(
+                "Expected at least two ranks with momentum correction, got one, which has nothing to synchronise. Do: "
+                'keep the momentum in the optimizer, with feedback="error" or none given.'
+            )
         self.residuals = Residuals()
         self._metrics = Metrics(self.events)
         self._forward_first = order == "forward"
@@ -155,6 +161,9 @@ class Synchronizer(Peers):
         # new one before all have agreed.
         self._tensors.replan(plan)
         self.plan = plan
+        for name, entry in self._tensors.entries.items():
+            if not policies.get(entry.feedback).has_velocity:
+                self.residuals.drop_velocity(name)
         self._warm_up(self._tensors.specs)
         if self._engine is not None:
             self._engine.early_bytes_limit = self._tensors.early_bytes_limit()
