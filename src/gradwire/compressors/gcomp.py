@@ -32,6 +32,9 @@ from gradwire.core.spec import TensorSpec
 from gradwire.kernels import active as kernels
 from gradwire.wire.payload import Payload
 
+# Elements that stay in a core's cache while they are scaled, their limits found, and cut.
+_PIECE = 1 << 15
+
 
 @register
 class GComp(FloatPacking):
@@ -108,12 +111,17 @@ class GComp(FloatPacking):
 
 def _truncated(x: np.ndarray, dtype: torch.dtype, scale: float, ctx: Context) -> tuple[np.ndarray, bool]:
     """Scale · x without what the update does not notice, in memory of this thread, and whether all of it is finite."""
-    memory = scratch((4 + dtype.itemsize) * x.size)
-    limits = memory[: 4 * x.size].view(np.float32)
-    elements = memory[4 * x.size :].view(ARRAY_DTYPES[dtype])
-    if not convert(x, elements, scale):
-        return elements, False
-    first, second = (as_array(ctx.aux[name]) if name in ctx.aux else None for name in ("first", "second"))
-    kernels.update_limits(as_array(ctx.aux["parameter"]), first, second, as_array(ctx.aux["numbers"]), limits)
-    kernels.truncate_floats(elements, limits, guard(ctx.world_size) / float(ctx.aux["loss_scale"]), elements)
+    memory = scratch(4 * _PIECE + dtype.itemsize * x.size)
+    limits, elements = memory[: 4 * _PIECE].view(np.float32), memory[4 * _PIECE :].view(ARRAY_DTYPES[dtype])
+    parameter, numbers = as_array(ctx.aux["parameter"]), as_array(ctx.aux["numbers"])
+    moments = [as_array(ctx.aux[name]) if name in ctx.aux else None for name in ("first", "second")]
+    least = guard(ctx.world_size) / float(ctx.aux["loss_scale"])
+    for start in range(0, x.size, _PIECE):
+        piece = slice(start, start + _PIECE)
+        part = elements[piece]
+        if not convert(x[piece], part, scale):
+            return elements, False
+        first, second = (None if moment is None else moment[piece] for moment in moments)
+        kernels.update_limits(parameter[piece], first, second, numbers, limits[: part.size])
+        kernels.truncate_floats(part, limits[: part.size], least, part)
     return elements, True

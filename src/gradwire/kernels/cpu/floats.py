@@ -12,11 +12,13 @@ import threading
 import numpy as np
 
 from gradwire.kernels.cpu import streams
+from gradwire.kernels.cpu.chunk_counts import count_levels, mantissa_bytes, mean_of, symbols_of, turn_of
 from gradwire.kernels.cpu.compile import kernel
 from gradwire.kernels.cpu.elements import LANES, as_writable
 from gradwire.kernels.cpu.fields import fields_bytes, pack_fields, unpack_fields
-from gradwire.kernels.cpu.lanes import convert, convert_like, mask_bits, popcount, select, splat, sum_integers
-from gradwire.kernels.cpu.vector import load, store, store_until, u16, u32
+from gradwire.kernels.cpu.lanes import convert, convert_like, mask_bits, popcount, select, splat
+from gradwire.kernels.cpu.partition import PITCH, gather_levels, keep, keep_by_level, spread
+from gradwire.kernels.cpu.vector import load, store, store_until, u32
 from gradwire.kernels.float_format import (
     CHUNK,
     FLAT,
@@ -42,91 +44,23 @@ class _Room(threading.local):
     def __init__(self) -> None:
         self.packing = (
             np.empty(CHUNK, np.uint16),  # symbols
-            np.empty(CHUNK + 1, np.uint32),  # signs and mantissas
-            np.empty(CHUNK + 1, np.uint8),  # levels
+            np.empty(LEVELS * PITCH, np.uint32),  # signs and mantissas, level after level
+            np.empty(PITCH, np.uint8),  # levels
             np.empty(STREAMS * streams.ROOM_BYTES, np.uint8),
         )
         room = STREAMS * streams.STRIDE
         self.unpacking = (
             np.empty(room, np.uint8),  # symbols
             np.empty(room, np.uint8),  # whether they are kept
-            np.empty(CHUNK + 1, np.uint32),  # signs and mantissas
-            np.empty(CHUNK + 1, np.uint32),  # the same, level after level
-            np.empty(CHUNK + 1, np.uint8),  # levels
+            np.empty(PITCH, np.uint32),  # signs and mantissas
+            np.empty(LEVELS * PITCH, np.uint32),  # the same, level after level
+            np.empty(PITCH, np.uint8),  # levels
             np.empty(CHUNK, np.uint64),  # places of zeros after an escape
             np.empty(CHUNK, np.uint16),  # symbols, to see how long a chunk would be
         )
 
 
 _room = _Room()
-
-
-# -- what a chunk holds ----------------------------------------------------------------------------------------
-
-
-@kernel
-def _mean_of(x, form):
-    """The mean of the exponents above 0, rounded; 1 if there is none."""
-    _, mantissa, exponents, _, _, _ = form
-    count, sums = np.int64(0), splat(np.uint32(0), LANES)
-    for i in range(0, x.size, LANES):
-        found = (convert(load(x, i, LANES), u32) >> mantissa) & (exponents - 1)
-        sums = sums + found
-        count += popcount(mask_bits(found != 0))
-    total = np.int64(sum_integers(sums))
-    return (total + count // 2) // count if count > 0 else np.int64(1)
-
-
-@kernel
-def _turn(form, mean):
-    """Compiled `FloatFormat.turn`."""
-    return (form[5] - mean + form[2] - 1) % (form[2] - 1)
-
-
-@kernel
-def _symbols_of(x, form, mean, symbols, counts):
-    """Write the symbols, uint16, and count elements but +0 by level, and +0 in counts[4]."""
-    _, mantissa, exponents, special, step, _ = form
-    turn = _turn(form, mean)
-    counts[:] = 0
-    for i in range(0, x.size, LANES):
-        values = convert(load(x, i, LANES), u32)
-        found = (values >> mantissa) & (exponents - 1)
-        moved = found + turn
-        moved = select(moved >= exponents, moved - (exponents - 1), moved)
-        rest = select(values != 0, splat(np.uint32(special), LANES), found)
-        store(symbols, i, convert(select(found != 0, moved, rest), u16))
-        counts[LEVELS] += popcount(mask_bits(values == 0))
-        for level in range(1, LEVELS):
-            counts[level] += popcount(mask_bits((values & ((1 << (level * step)) - 1)) == 0))
-    missing = (LANES - x.size % LANES) % LANES  # lanes past the end are zeros
-    for level in range(1, LEVELS + 1):
-        counts[level] -= missing
-    _by_level(x.size, counts)
-
-
-@kernel
-def _by_level(size, counts):
-    """From elements of at least a level, +0 among them, to elements of a level, without."""
-    zeros = counts[LEVELS]
-    counts[0] = size
-    for level in range(LEVELS - 1):
-        counts[level] -= counts[level + 1]
-    counts[LEVELS - 1] -= zeros
-
-
-@kernel
-def _mantissa_bytes(form, counts):
-    """The form of signs and mantissas, and their bytes."""
-    _, mantissa, _, _, step, _ = form
-    kept = 0
-    levelled = 0
-    for level in range(LEVELS):
-        kept += counts[level]
-        levelled += fields_bytes(counts[level], 1 + mantissa - level * step)
-    levelled += fields_bytes(kept, 2)
-    flat = fields_bytes(kept, 1 + mantissa)
-    return (FLAT, flat) if flat <= levelled else (LEVELLED, levelled)
 
 
 # -- packing ---------------------------------------------------------------------------------------------------
@@ -143,45 +77,6 @@ def _signed(x, form, kept):
 
 
 @kernel
-def _keep(x, form, kept):
-    """Sign and mantissa of every element but +0."""
-    bits, mantissa, _, _, _, _ = form
-    up, down = np.uint32(mantissa), np.uint32(bits - 1)
-    mask = np.uint32((1 << mantissa) - 1)
-    count = np.uint64(0)
-    for i in range(x.size):
-        value = np.uint32(x[i])
-        kept[count] = ((value >> down) << up) | (value & mask)
-        count += np.uint64(value != 0)
-
-
-@kernel
-def _keep_by_level(x, form, counts, kept, levels):
-    """Sign and mantissa of every element but +0, level after level, without the bits that its level takes."""
-    bits, mantissa, _, _, step, _ = form
-    up, down, step_ = np.uint32(mantissa), np.uint32(bits - 1), np.uint32(step)
-    mask = np.uint32((1 << mantissa) - 1)
-    one = np.uint32((1 << step) - 1)
-    two = np.uint32((1 << (2 * step)) - 1)
-    three = np.uint32((1 << (3 * step)) - 1)
-    next_ = np.empty(LEVELS, np.uint64)
-    start = 0
-    for level in range(LEVELS):
-        next_[level] = start
-        start += counts[level]
-    count = np.uint64(0)
-    for i in range(x.size):
-        value = np.uint32(x[i])
-        level = np.uint64((value & one) == 0) + np.uint64((value & two) == 0) + np.uint64((value & three) == 0)
-        signed = ((value >> down) << up) | (value & mask)
-        place, some = next_[level], np.uint64(value != 0)
-        levels[count] = np.uint8(level)
-        kept[place] = signed >> (np.uint32(level) * step_)
-        next_[level] = place + some
-        count += some
-
-
-@kernel
 def _pack_mantissas(x, form, counts, kind, kept, levels, out, at):
     """Signs and mantissas to `out` from `at` on; returns where they end."""
     _, mantissa, _, _, step, _ = form
@@ -190,15 +85,13 @@ def _pack_mantissas(x, form, counts, kind, kept, levels, out, at):
         if count == x.size:
             _signed(x, form, kept)
         else:
-            _keep(x, form, kept)
+            keep(x, form, kept)
         return pack_fields(kept[:count], 1 + mantissa, out, at)
-    _keep_by_level(x, form, counts, kept, levels)
+    keep_by_level(x, form, kept, levels)
     at = pack_fields(levels[:count], 2, out, at)
-    start = 0
     for level in range(LEVELS):
-        end = start + counts[level]
-        at = pack_fields(kept[start:end], 1 + mantissa - level * step, out, at)
-        start = end
+        chosen = kept[level * PITCH : level * PITCH + counts[level]]
+        at = pack_fields(chosen, 1 + mantissa - level * step, out, at)
     return at
 
 
@@ -218,10 +111,10 @@ def _pack(x, form, words, memory, out):
     for start in range(0, x.size, CHUNK):
         chunk = x[start : start + CHUNK]
         stored = chunk.size * (form[0] >> 3)
-        mean = _mean_of(chunk, form)
-        _symbols_of(chunk, form, mean, symbols, counts)
+        mean = mean_of(chunk, form)
+        symbols_of(chunk, form, mean, symbols, counts)
         streams.write_streams(symbols, chunk.size, words, room, lengths)
-        kind, mantissas = _mantissa_bytes(form, counts)
+        kind, mantissas = mantissa_bytes(form, counts)
         size = streams.streams_bytes(lengths) + mantissas
         if size >= stored:
             kind, size = STORED, stored
@@ -260,9 +153,9 @@ def pack_floats(x: np.ndarray, code: PrefixCode, out: np.ndarray) -> int:
 @kernel
 def _packed_chunk_bytes(chunk, form, words, symbols, counts, lengths):
     """The bytes of a chunk that is packed and not stored, whichever is less."""
-    _symbols_of(chunk, form, _mean_of(chunk, form), symbols, counts)
+    symbols_of(chunk, form, mean_of(chunk, form), symbols, counts)
     streams.measure_streams(symbols, chunk.size, words, lengths)
-    return streams.streams_bytes(lengths) + _mantissa_bytes(form, counts)[1]
+    return streams.streams_bytes(lengths) + mantissa_bytes(form, counts)[1]
 
 
 @kernel
@@ -287,7 +180,7 @@ def _count(x, form, symbols, counts):
     several = np.zeros((4, 512), np.int64)  # in turn, so that equal symbols do not wait for one another
     for start in range(0, x.size, CHUNK):
         chunk = x[start : start + CHUNK]
-        _symbols_of(chunk, form, _mean_of(chunk, form), symbols, levels)
+        symbols_of(chunk, form, mean_of(chunk, form), symbols, levels)
         for i in range(chunk.size):
             several[i & 3, symbols[i]] += 1
     for symbol in range(counts.size):
@@ -347,61 +240,6 @@ def _count_kept(symbols, size, specials, num_specials, is_kept):
 
 
 @kernel
-def _spread(symbols, is_kept, start, first, kept, form, back, out):
-    """The elements of one stream, the first of which has kept[first]; returns the next one, or -1 if one is +0."""
-    bits, mantissa, exponents, special, _, _ = form
-    up, down, mask = np.uint32(mantissa), np.uint32(bits - 1), np.uint32((1 << mantissa) - 1)
-    next_ = np.uint64(first)
-    wrong = False
-    for i in range(out.size):
-        place = np.uint64(start + i)
-        some = np.uint32(is_kept[place])
-        signed = kept[next_]
-        symbol = np.int64(symbols[place])
-        found = symbol + back
-        found = found if found < exponents else found - (exponents - 1)
-        found = found if symbol != 0 and symbol != special else 0
-        value = (((signed >> up) << down) | (np.uint32(found) << up) | (signed & mask)) * some
-        wrong |= (value == 0) & (some != 0)
-        out[i] = value
-        next_ += np.uint64(some)
-    return np.int64(-1) if wrong else np.int64(next_)
-
-
-@kernel
-def _gather_levels(levels, counts, step, by_level, kept):
-    """Bring signs and mantissas from the order of levels to that of elements; False if one has a higher level."""
-    next_ = np.empty(LEVELS, np.uint64)
-    start = 0
-    for level in range(LEVELS):
-        next_[level] = start
-        start += counts[level]
-    below, step_ = np.uint32((1 << step) - 1), np.uint32(step)
-    wrong = False
-    for i in range(levels.size):
-        level = np.uint64(levels[i])
-        value = by_level[next_[level]]
-        next_[level] += _U1
-        wrong |= ((value & below) == 0) & (level != np.uint64(LEVELS - 1))
-        kept[i] = value << (np.uint32(level) * step_)
-    return not wrong
-
-
-@kernel
-def _count_levels(values, step, counts):
-    """How many of signs and mantissas are of each level."""
-    counts[:] = 0
-    for i in range(0, values.size, LANES):
-        found = load(values, i, LANES)
-        for level in range(1, LEVELS):
-            counts[level] += popcount(mask_bits((found & ((1 << (level * step)) - 1)) == 0))
-    missing = (LANES - values.size % LANES) % LANES
-    for level in range(1, LEVELS):
-        counts[level] -= missing
-    _by_level(values.size, counts)
-
-
-@kernel
 def _unpack_mantissas(body, at, end, kind, form, counts, levels, by_level, kept):
     """Signs and mantissas of as many elements as `kept` has; False where they are not in the form they should have."""
     _, mantissa, _, _, step, _ = form
@@ -409,25 +247,23 @@ def _unpack_mantissas(body, at, end, kind, form, counts, levels, by_level, kept)
     if kind == FLAT:
         if end - at != fields_bytes(kept.size, width) or not unpack_fields(body, at, width, 0, kept):
             return False
-        _count_levels(kept, step, counts)
-        return _mantissa_bytes(form, counts)[0] == FLAT
+        count_levels(kept, step, counts)
+        return mantissa_bytes(form, counts)[0] == FLAT
     start = at + fields_bytes(kept.size, 2)
     if start > end or not unpack_fields(body, at, 2, 0, levels):
         return False
     counts[:] = 0
     for i in range(levels.size):
         counts[levels[i]] += 1
-    chosen, size = _mantissa_bytes(form, counts)
+    chosen, size = mantissa_bytes(form, counts)
     if chosen != LEVELLED or end - at != size:
         return False
-    first = 0
     for level in range(LEVELS):
-        last = first + counts[level]
-        if not unpack_fields(body, start, width - level * step, 0, by_level[first:last]):
+        chosen = by_level[level * PITCH : level * PITCH + counts[level]]
+        if not unpack_fields(body, start, width - level * step, 0, chosen):
             return False
         start += fields_bytes(counts[level], width - level * step)
-        first = last
-    return _gather_levels(levels, counts, step, by_level, kept)
+    return gather_levels(levels, step, by_level, kept)
 
 
 @kernel
@@ -473,7 +309,7 @@ def _unpack(body, form, code, memory, out):
             mean = np.int64(body[at])
             if not _write_chunk(symbols, is_kept, kept, count, num_specials, form, mean, chunk):
                 return False
-            if _mean_of(chunk, form) != mean:
+            if mean_of(chunk, form) != mean:
                 return False
         at += size
     return at == body.size
@@ -497,7 +333,7 @@ def _symbols_fit(symbols, size, form):
 @kernel
 def _write_chunk(symbols, is_kept, kept, count, num_specials, form, mean, out):
     """The elements from their parts; False if one that is sent whole is +0."""
-    back = (form[2] - 1 - _turn(form, mean)) % (form[2] - 1)
+    back = (form[2] - 1 - turn_of(form, mean)) % (form[2] - 1)
     share = (out.size + STREAMS - 1) // STREAMS
     next_ = 0
     for stream in range(STREAMS):
@@ -506,7 +342,7 @@ def _write_chunk(symbols, is_kept, kept, count, num_specials, form, mean, out):
         if count == out.size and num_specials == 0 and form[3] == 256:
             _join(symbols, stream * streams.STRIDE, kept[start : start + part.size], form, back, part)
             continue
-        next_ = _spread(symbols, is_kept, stream * streams.STRIDE, next_, kept, form, back, part)
+        next_ = spread(symbols, is_kept, stream * streams.STRIDE, next_, kept, form, back, part)
         if next_ < 0:
             return False
     return True

@@ -1,0 +1,92 @@
+"""What a chunk of floats holds: its mean exponent, its symbols, how many elements are of each level. For `floats`."""
+# Shapes: N elements of a chunk
+
+from __future__ import annotations
+
+import numpy as np
+
+from gradwire.kernels.cpu.compile import kernel
+from gradwire.kernels.cpu.elements import LANES
+from gradwire.kernels.cpu.fields import fields_bytes
+from gradwire.kernels.cpu.lanes import convert, mask_bits, popcount, select, splat, sum_integers
+from gradwire.kernels.cpu.vector import load, store, u16, u32
+from gradwire.kernels.float_format import FLAT, LEVELLED, LEVELS
+
+
+@kernel
+def mean_of(x, form):
+    """The mean of the exponents above 0, rounded; 1 if there is none."""
+    _, mantissa, exponents, _, _, _ = form
+    count, sums = np.int64(0), splat(np.uint32(0), LANES)
+    for i in range(0, x.size, LANES):
+        found = (convert(load(x, i, LANES), u32) >> mantissa) & (exponents - 1)
+        sums = sums + found
+        count += popcount(mask_bits(found != 0))
+    total = np.int64(sum_integers(sums))
+    return (total + count // 2) // count if count > 0 else np.int64(1)
+
+
+@kernel
+def turn_of(form, mean):
+    """Compiled `FloatFormat.turn`."""
+    return (form[5] - mean + form[2] - 1) % (form[2] - 1)
+
+
+@kernel
+def symbols_of(x, form, mean, symbols, counts):
+    """Write the symbols, uint16, and count elements but +0 by level, and +0 in counts[4]."""
+    _, mantissa, exponents, special, step, _ = form
+    turn = turn_of(form, mean)
+    counts[:] = 0
+    for i in range(0, x.size, LANES):
+        values = convert(load(x, i, LANES), u32)
+        found = (values >> mantissa) & (exponents - 1)
+        moved = found + turn
+        moved = select(moved >= exponents, moved - (exponents - 1), moved)
+        rest = select(values != 0, splat(np.uint32(special), LANES), found)
+        store(symbols, i, convert(select(found != 0, moved, rest), u16))
+        counts[LEVELS] += popcount(mask_bits(values == 0))
+        for level in range(1, LEVELS):
+            counts[level] += popcount(mask_bits((values & ((1 << (level * step)) - 1)) == 0))
+    missing = (LANES - x.size % LANES) % LANES  # lanes past the end are zeros
+    for level in range(1, LEVELS + 1):
+        counts[level] -= missing
+    _by_level(x.size, counts)
+
+
+@kernel
+def _by_level(size, counts):
+    """From elements of at least a level, +0 among them, to elements of a level, without."""
+    zeros = counts[LEVELS]
+    counts[0] = size
+    for level in range(LEVELS - 1):
+        counts[level] -= counts[level + 1]
+    counts[LEVELS - 1] -= zeros
+
+
+@kernel
+def mantissa_bytes(form, counts):
+    """The form of signs and mantissas, and their bytes."""
+    _, mantissa, _, _, step, _ = form
+    kept = 0
+    levelled = 0
+    for level in range(LEVELS):
+        kept += counts[level]
+        levelled += fields_bytes(counts[level], 1 + mantissa - level * step)
+    levelled += fields_bytes(kept, 2)
+    flat = fields_bytes(kept, 1 + mantissa)
+    return (FLAT, flat) if flat <= levelled else (LEVELLED, levelled)
+
+
+@kernel
+def count_levels(values, step, counts):
+    """How many of signs and mantissas are of each level."""
+    counts[:] = 0
+    for i in range(0, values.size, LANES):
+        found = load(values, i, LANES)
+        for level in range(1, LEVELS):
+            counts[level] += popcount(mask_bits((found & ((1 << (level * step)) - 1)) == 0))
+    missing = (LANES - values.size % LANES) % LANES
+    for level in range(1, LEVELS):
+        counts[level] -= missing
+    _by_level(values.size, counts)
