@@ -82,7 +82,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
 def test_options_with_the_name_make_the_same_compressor_again() -> None:
     codec = compressors.make("threelc", sparsity=1.5, zero_run=False)
     again = compressors.make(codec.name, **codec.options)
-    assert repr(again) == repr(codec) == "threelc(sparsity=1.5, zero_run=False)"
+    assert repr(again) == repr(codec) == "threelc(block=0, sparsity=1.5, zero_run=False)"
 
 
 def test_describe_tells_summary_options_and_algebra() -> None:

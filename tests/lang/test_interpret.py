@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from gradwire.kernels.reference.positions import pack_positions, positions_bytes
 from gradwire.kernels.reference.random import random16
 from gradwire.lang import interpret
 from tests.lang import algorithms
@@ -76,7 +77,9 @@ def test_first_few(size: int) -> None:
     bits = x[index].view(np.uint32).astype(np.uint64)
     short = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)  # halves to even
     body, rest = body_and_rest("first_few", x)
-    assert body == index.tobytes() + short.tobytes()
+    places = np.empty(positions_bytes(size, index.size), np.uint8)
+    pack_positions(index, size, places)
+    assert body == np.uint32(index.size).tobytes() + short.tobytes() + places.tobytes()
     assert np.array_equal(np.delete(rest, index), np.delete(x, index))
 
 
