@@ -194,6 +194,8 @@ class Autopilot:
         self._sample: torch.Tensor | None = None  # of this rank's gradients, for codecs whose work depends on them
         self._num_steps = 0
         self._native: tuple[float, float] | None = None  # seconds a byte of DDP's own all-reduce, and of the link then
+        self._notes: np.ndarray | None = None  # figures to send with the next bucket
+        self._answers: Callable[[], np.ndarray] | None = None
         self._script = self._fly()
 
     # -- what the handle calls -------------------------------------------------------------------------------
@@ -208,6 +210,8 @@ class Autopilot:
 
     def average(self, bucket: torch_private.GradBucket, names: Iterable[str], submit: Callable[[], Future]) -> Future:
         """Average a bucket the way that is chosen; `submit` is gradwire's."""
+        if self._notes is not None:  # not at the boundary: the step could not begin before all ranks had answered
+            self._answers, self._notes = self._survey.post(self._notes), None
         noted = self._clock.ready(tuple(names), bucket.buffer().nbytes)
         if self._num_steps == 2 and (self._sample is None or bucket.buffer().numel() > self._sample.numel()):
             # Of the second step: some models' very first gradients are zeros.
@@ -227,7 +231,7 @@ class Autopilot:
 
     def restart(self) -> None:
         """Begin at the beginning, and give out residuals that were loaded."""
-        self._script, self.settled = self._fly(), False
+        self._script, self.settled, self._notes = self._fly(), False, None
 
     # -- the script: at each `yield` a step passes -----------------------------------------------------------
 
@@ -295,9 +299,10 @@ class Autopilot:
             for _ in range(WINDOW):
                 yield
                 steps.append(self._last)
-            compare = self._survey.post(_figures(steps))
-            yield  # the answers come beside this step's gradients
-            timing = self._timing(steps, compare())
+            self._notes = _figures(steps)
+            yield  # they go, and the answers come, beside this step's gradients
+            assert self._answers is not None, "a step has passed"
+            timing = self._timing(steps, self._answers())
             first = first or timing
             reason = _change(first, timing) or (NO_GAIN if timing.step > (1 + MIN_GAIN) * rival else "")
             changed = changed + 1 if reason else 0
