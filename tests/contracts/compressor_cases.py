@@ -10,6 +10,7 @@ import torch
 
 import gradwire.compressors as compressors
 from gradwire.compressors import Compressor
+from gradwire.compressors.traced import TracedCompressor
 from gradwire.contracts.cases import (
     BACKENDS,
     EDGE_TENSORS,
@@ -27,7 +28,7 @@ from gradwire.wire.payload import Payload
 
 __all__ = [
     "BACKENDS", "CASES", "EDGE_TENSORS", "NONFINITE_TENSORS", "OPTION_SETS", "Halving", "bits", "context", "each_case",
-    "every_case", "float32_context", "heavy_tailed", "normal", "reduced", "use_backend", "with_body",
+    "every_case", "float32_context", "heavy_tailed", "marks", "normal", "reduced", "use_backend", "with_body",
 ]  # fmt: skip
 
 # Every registered compressor has its defaults here, by `every_case`, and the option sets that change its format.
@@ -96,7 +97,17 @@ def every_case() -> list[Compressor]:
 
 
 CASES = every_case()
-each_case = pytest.mark.parametrize("codec", CASES, ids=repr)
+
+
+def marks(codec: Compressor) -> list[pytest.MarkDecorator]:
+    """Slow for what is compiled anew for each option set: `tests/compressors/test_published.py` has all of them."""
+    default = codec.options == compressors.describe(codec.name).options if codec.name in compressors.names() else True
+    return [] if default or not isinstance(codec, TracedCompressor) else [pytest.mark.slow]
+
+
+each_case = pytest.mark.parametrize(
+    "codec", [pytest.param(codec, marks=marks(codec), id=repr(codec)) for codec in CASES]
+)
 
 
 def use_backend(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:

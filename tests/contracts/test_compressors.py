@@ -16,9 +16,10 @@ from gradwire.compressors.traced import TracedCompressor
 from gradwire.contracts import CHECKS, Check
 from gradwire.contracts.cases import context, normal, with_body
 from gradwire.contracts.robustness import take_or_refuse
-from tests.contracts.compressor_cases import CASES, each_case
+from tests.contracts.compressor_cases import CASES, each_case, marks
 
 PAIRS = [(codec, check) for check in CHECKS for codec in CASES if check.applies(codec)]
+PARAMETERS = [pytest.param(codec, check, marks=marks(codec), id=f"{check.name}-{codec!r}") for codec, check in PAIRS]
 
 
 def test_every_registered_compressor_is_in_the_suite() -> None:
@@ -31,7 +32,7 @@ def test_every_check_applies_to_some_compressor() -> None:
     }
 
 
-@pytest.mark.parametrize(("codec", "check"), PAIRS, ids=[f"{check.name}-{codec!r}" for codec, check in PAIRS])
+@pytest.mark.parametrize(("codec", "check"), PARAMETERS)
 def test_contract(codec: Compressor, check: Check) -> None:
     check.function(codec)
 
