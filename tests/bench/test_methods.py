@@ -5,7 +5,8 @@ from gradwire.core.errors import OptionError, UnknownNameError
 
 
 def test_options_reach_the_compressor():
-    assert methods.compressor("threelc:sparsity=1.75:zero_run=False").options == {"sparsity": 1.75, "zero_run": False}
+    expected = {"sparsity": 1.75, "zero_run": False, "block": 0}
+    assert methods.compressor("threelc:sparsity=1.75:zero_run=False").options == expected
 
 
 def test_the_default_methods_exist():
