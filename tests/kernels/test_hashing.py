@@ -57,7 +57,7 @@ def test_the_last_of_those_that_meet_stays(slots: int) -> None:
         value, key = np.random.default_rng(0).standard_normal(1000).astype(np.float32), key_of(step)
         wanted = winners(index, slots, key) if slots else np.empty(0)
         value_of = dict(zip(index.tolist(), value.tolist()))
-        keys = np.array([1, 2, key & 0xFFFFFFFF, key >> 32], np.uint32)
-        kept = keep_hashed(index, value, 1000, np.full(slots, 77, np.uint32), keys)
+        keys, taken = np.array([1, 2, key & 0xFFFFFFFF, key >> 32], np.uint32), np.full(100, 77, np.uint64)
+        kept = keep_hashed(index, value, 1000, taken, slots, np.empty(1000, np.uint32), keys)
         assert index[:kept].tolist() == wanted.tolist()
         assert value[:kept].tolist() == [value_of[i] for i in wanted.tolist()]

@@ -47,7 +47,7 @@ class Compiled:
         return static_values(self.statics, size)
 
     def encode(self, x, scale=1.0, residual=None, rest=None, stats=None) -> np.ndarray | None:
-        body, lists = np.empty(16 * x.size + 64, np.uint8), np.empty(16 * x.size + 128, np.uint8)
+        body, lists = np.empty(16 * x.size + 64, np.uint8), np.empty(20 * x.size + 128, np.uint8)
         arguments = (np.float32(scale), residual, rest, body, stats, KEYS, OFFSET, self.static(x.size), lists)
         length = self.module.encode(x, *arguments)
         return None if length < 0 else body[:length].copy()

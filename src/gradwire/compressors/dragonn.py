@@ -17,8 +17,9 @@ from __future__ import annotations
 from typing import Any
 
 from gradwire.compressors.algorithm import compressor
+from gradwire.compressors.array import SMALLEST
 from gradwire.compressors.warmup import warmed
-from gradwire.lang import ceil, concat
+from gradwire.lang import ceil, concat, maximum
 
 
 @compressor
@@ -32,8 +33,8 @@ def dragonn(g: Any, ratio: float = 0.001, warmup: int = 0) -> Any:
     """
     sizes = abs(g).sample(ceil(16 / ratio)).sort(descending=True)
     now = warmed(ratio, warmup)
-    threshold = sizes[ceil(now * sizes.size) - 1]
-    kept = g.filter(lambda x: (abs(x) >= threshold) & (x != 0)).hash(ceil(now * g.size))
+    threshold = maximum(sizes[ceil(now * sizes.size) - 1], SMALLEST)  # zeros are not sent
+    kept = g.filter(lambda x: abs(x) >= threshold).hash(ceil(now * g.size))
     return concat(index=kept.index, value=kept.value)
 
 

@@ -239,10 +239,10 @@ class TracedCompressor(OnDevice):
         return scratch(lists_bytes + _aligned(self._coded_bytes(size)) + _aligned(body_bytes))
 
     def _list_bytes(self, node: Node, size: int) -> int:
-        """What a sweep writes a list to: as many pairs as could be chosen, and the table of a hash."""
+        """What a sweep writes a list to: as many pairs as could be chosen, and for a hash the slot of each."""
         if node.op == "filter":
             return 8 * (self._capacity(node, size) + SLOTS)
-        return 8 * (size + SLOTS) + 4 * (_count(node.inputs[2], size) + 1)
+        return _aligned(8 * (size + SLOTS) + 4 * size)
 
     def _coded_bytes(self, size: int) -> int:
         """The packed bytes of the field that is shortened, if there is one."""

@@ -23,27 +23,33 @@ def hash_slot(position, a, b, slots):
 
 
 @kernel
-def keep_hashed(index, value, count, table, keys):
-    """Of the pairs that share a slot of the table keep the last, in their order; return how many are kept.
+def keep_hashed(index, value, count, taken, slots, places, keys):
+    """Of the pairs that share a slot keep the last, in their order; return how many are kept.
+
+    From the last pair to the first, whoever finds its slot free takes it: a bit a slot is all that this needs.
 
     Args:
         index, value: pairs, of which the first `count` count, ascending; the kept ones are moved to the front.
-        table: uint32[slots], of any content.
+        taken: uint64, a bit a slot at least, of any content.
+        slots: how many there are.
+        places: memory for as many uint32 as there are pairs.
         keys: words of the shared and of the private key.
     """
     words = np.empty(RANDOM32_GROUP, np.uint32)
     fill_group32(keys[2], np.uint32(keys[3] ^ _STREAM), np.int64(0), words, np.int64(0))
     a = np.uint64(words[0]) | np.uint64(words[1]) << _HALF
     b = np.uint64(words[2]) | np.uint64(words[3]) << _HALF
-    slots = np.uint64(table.size)
     if slots == 0:
         return 0
     for j in range(count):
-        table[hash_slot(np.uint64(index[j]), a, b, slots)] = j
+        places[j] = hash_slot(np.uint64(index[j]), a, b, np.uint64(slots))
+    taken[: (slots + 63) >> 6] = 0
+    for j in range(count - 1, -1, -1):
+        word, bit = np.int64(places[j] >> 6), np.uint64(places[j] & 63)
+        places[j] = ~(taken[word] >> bit) & np.uint64(1)
+        taken[word] |= np.uint64(1) << bit
     kept = 0
     for j in range(count):
-        position = index[j]
-        is_last = table[hash_slot(np.uint64(position), a, b, slots)] == j
-        index[kept], value[kept] = position, value[j]
-        kept += is_last
+        index[kept], value[kept] = index[j], value[j]
+        kept += places[j]
     return kept

@@ -8,7 +8,7 @@ import numpy as np
 from gradwire.kernels.cpu.compile import kernel
 from gradwire.kernels.cpu.elements import as_writable
 from gradwire.kernels.cpu.lanes import trailing_zeros
-from gradwire.kernels.cpu.vector import array_at, u32, u64
+from gradwire.kernels.cpu.vector import array_at, u8, u32, u64
 from gradwire.kernels.layout import expect_size
 from gradwire.kernels.reference.positions import BITMAP, MOST_LOW_BITS
 
@@ -46,53 +46,53 @@ def coded_bytes(size, count):
     return _num_bytes(_num_upper(size, count, low)) + lower
 
 
+# Loops go by address: an array that is handed to a function costs a count of references in each turn.
+
+
 @kernel
-def _put(out, word, value):
-    """Write 32 bits as word number `word` of bytes, or those of its bytes that there are."""
+def _put(place, num_bytes, word, value):
+    """Write 32 bits as word number `word` of the bytes at an address, or those of its bytes that there are."""
     at = 4 * word
-    if at + 4 <= out.size:
-        array_at(np.uint64(out.ctypes.data) + np.uint64(at), 1, u32)[0] = value & _WORD
+    if at + 4 <= num_bytes:
+        array_at(place + np.uint64(at), 1, u32)[0] = value & _WORD
         return
-    for byte in range(at, out.size):
+    out = array_at(place, num_bytes, u8)
+    for byte in range(at, num_bytes):
         out[byte] = (value >> np.uint64(8 * (byte - at))) & np.uint64(0xFF)
 
 
 @kernel
-def _pack_ones(index, low, out):
+def _pack_ones(index, low, place, num_bytes):
     """The bit string or the bitmap: words are gathered in a register, each written once."""
     word, bits = np.int64(0), np.uint64(0)
     for j in range(index.size):
-        place = np.int64(index[j]) if low == BITMAP else (np.int64(index[j]) >> low) + j
-        while place >> 5 != word:
-            _put(out, word, bits)
+        at = np.int64(index[j]) if low == BITMAP else (np.int64(index[j]) >> low) + j
+        while at >> 5 != word:
+            _put(place, num_bytes, word, bits)
             word, bits = word + 1, np.uint64(0)
-        bits |= _ONE << np.uint64(place & 31)
-    while 4 * word < out.size:
-        _put(out, word, bits)
+        bits |= _ONE << np.uint64(at & 31)
+    while 4 * word < num_bytes:
+        _put(place, num_bytes, word, bits)
         word, bits = word + 1, np.uint64(0)
 
 
 @kernel
-def _pack_low(index, low, out):
+def _pack_low(index, low, place, num_bytes):
     mask = (_ONE << np.uint64(low)) - _ONE
     word, bits, filled = np.int64(0), np.uint64(0), np.int64(0)
     for j in range(index.size):
-        value = np.uint64(index[j]) & mask
+        value, width = np.uint64(index[j]) & mask, low
         if low > 32:
             bits |= (value & _WORD) << np.uint64(filled)
-            _put(out, word, bits)
-            word, bits = word + 1, bits >> np.uint64(32)
-            value = value >> np.uint64(32)
-            bits |= value << np.uint64(filled)
-            filled += low - 32
-        else:
-            bits |= value << np.uint64(filled)
-            filled += low
+            _put(place, num_bytes, word, bits)
+            word, bits, value, width = word + 1, bits >> np.uint64(32), value >> np.uint64(32), low - 32
+        bits |= value << np.uint64(filled)
+        filled += width
         if filled >= 32:
-            _put(out, word, bits)
+            _put(place, num_bytes, word, bits)
             word, bits, filled = word + 1, bits >> np.uint64(32), filled - 32
     if filled:
-        _put(out, word, bits)
+        _put(place, num_bytes, word, bits)
 
 
 @kernel
@@ -103,26 +103,27 @@ def write_positions(index, size, out):
         return
     low = _low_bits(np.int64(size), count)
     num_upper = _num_bytes(_num_upper(np.int64(size), count, low))
-    _pack_ones(index, low, out[:num_upper])
+    place = np.uint64(out.ctypes.data)
+    _pack_ones(index, low, place, num_upper)
     if low != BITMAP:
-        _pack_low(index, low, out[num_upper:])
+        _pack_low(index, low, place + np.uint64(num_upper), np.int64(out.size) - num_upper)
 
 
 @kernel
-def _word_at(packed, at):
-    """The 64 bits from byte `at` on; zeros past the end."""
-    if at + 8 <= packed.size:
-        return array_at(np.uint64(packed.ctypes.data) + np.uint64(at), 1, u64)[0]
-    bits = np.uint64(0)
-    for byte in range(at, packed.size):
+def _word_at(place, num_bytes, at):
+    """The 64 bits from byte `at` of the bytes at an address; zeros past their end."""
+    if at + 8 <= num_bytes:
+        return array_at(place + np.uint64(at), 1, u64)[0]
+    packed, bits = array_at(place, num_bytes, u8), np.uint64(0)
+    for byte in range(at, num_bytes):
         bits |= np.uint64(packed[byte]) << np.uint64(8 * (byte - at))
     return bits
 
 
 @kernel
-def _bits_at(packed, at, low):
+def _bits_at(place, num_bytes, at, low):
     """`low` bits, 40 at most, from bit number `at` on."""
-    return (_word_at(packed, at >> 3) >> np.uint64(at & 7)) & ((_ONE << np.uint64(low)) - _ONE)
+    return (_word_at(place, num_bytes, at >> 3) >> np.uint64(at & 7)) & ((_ONE << np.uint64(low)) - _ONE)
 
 
 @kernel
@@ -135,23 +136,24 @@ def read_positions(packed, size, index):
         return True
     low = _low_bits(size, count)
     num_upper = _num_bytes(_num_upper(size, count, low))
-    upper, lower = packed[:num_upper], packed[num_upper:]
-    if low != BITMAP and _bits_at(lower, count * low, np.int64(8 * lower.size - count * low)) != 0:
+    upper, num_lower = np.uint64(packed.ctypes.data), np.int64(packed.size) - num_upper
+    lower = upper + np.uint64(num_upper)
+    if low != BITMAP and _bits_at(lower, num_lower, count * low, 8 * num_lower - count * low) != 0:
         return False
     found, last = np.int64(0), np.int64(-1)
-    for start in range(0, num_upper, 8):
-        bits = _word_at(upper, start)
+    for start in range(np.int64(0), num_upper, np.int64(8)):
+        bits = _word_at(upper, num_upper, start)
         while bits != 0:
             if found == count:
                 return False
-            place = np.int64(8 * start) + trailing_zeros(bits)
+            at = 8 * start + trailing_zeros(bits)
             bits &= bits - _ONE
             if low != BITMAP:
-                place = (place - found) << low | np.int64(_bits_at(lower, found * low, low))
-            if place <= last or place >= size:
+                at = (at - found) << low | np.int64(_bits_at(lower, num_lower, found * low, low))
+            if at <= last or at >= size:
                 return False
-            index[found] = place
-            last = place
+            index[found] = at
+            last = at
             found += 1
     return found == count
 

@@ -56,9 +56,10 @@ class Encoder(Function):
         lines, count = self.lines, self.scalar64(node.inputs[1])
         lines.say(node.where)
         lines.add(f"{name}_count = min(n, max(np.int64({count}), 1))")
-        lines.add(f"{name}, words = np.empty({name}_count, np.float32), draw_words(keys, {name}_count)")
+        lines.add(f"{name} = np.empty({name}_count, np.float32)")
+        lines.add(f"{name}_places = sample_positions(keys, {name}_count, n)")
         with lines.block(f"for j in range({name}_count):"):
-            lines.add(f"i = sample_position(keys, j, {name}_count, n, words)", "start = i")
+            lines.add(f"i = {name}_places[j]", "start = i")
             self._read_one()
             self.known[id(self._gradient())] = "x"
             lines.add(f"{name}[j] = first_lane({self.vector(node.inputs[0]).vector})")

@@ -335,6 +335,7 @@ def append(mask, i, values, scratch, index, value, count, capacity):
             count += 1
             chosen &= chosen - np.uint64(1)
         return count
+    # No branch for vectors without any: measured, it costs a fifth of the sweep where one of a hundred is chosen.
     for first in range(count, count + max(num_chosen, 1), SLOTS):
         for slot in range(first, first + SLOTS):
             lane = trailing_zeros(chosen)
@@ -344,11 +345,21 @@ def append(mask, i, values, scratch, index, value, count, capacity):
 
 
 @kernel
-def sample_position(keys, j, count, size, words):
-    """Where the j-th of `count` equal parts of `size` elements is sampled."""
-    start, end = j * size // count, (j + 1) * size // count
-    width = np.uint64(max(end - start, 1))
-    return start + np.int64((np.uint64(words[j]) * width) >> np.uint64(32))
+def sample_positions(keys, count, size):
+    """Where `count` equal parts of `size` elements are sampled: part j begins at j * size // count."""
+    words, places = draw_words(keys, count), np.empty(count, np.int64)
+    if count == 0:
+        return places
+    whole, rest = size // count, size % count
+    start, over = np.int64(0), np.int64(0)  # over / count is what rounding has cut off
+    for j in range(count):
+        over += rest
+        carry = np.int64(over >= count)
+        width = whole + carry
+        over -= carry * count
+        places[j] = start + np.int64((np.uint64(words[j]) * np.uint64(max(width, 1))) >> np.uint64(32))
+        start += width
+    return places
 
 
 @kernel

@@ -47,10 +47,12 @@ class Hash(Sink):
         assert isinstance(listing, Sink)
         emission = listing.cpu(node, name, value, mask)
         emission.before += [
-            f"{name}_table = array_at(room, {name}_slots, u32)",
-            f"room += np.uint64(4 * ({name}_slots + {name}_slots % 2))",
+            f"{name}_taken = np.empty(({name}_slots >> 6) + 1, np.uint64)",
+            f"{name}_places = array_at(room, {name}_capacity, u32)",
+            f"room += np.uint64(4 * {name}_capacity)",
         ]
-        emission.after = [f"{name}_count = keep_hashed({name}_index, {name}_value, {name}_count, {name}_table, keys)"]
+        arguments = [f"{name}_{each}" for each in ("index", "value", "count", "taken", "slots", "places")]
+        emission.after = [f"{name}_count = keep_hashed({', '.join(arguments)}, keys)"]
         return emission
 
     def triton(self, node: Node, name: str, value: str, chosen: str) -> DeviceEmission:
