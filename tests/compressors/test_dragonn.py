@@ -26,8 +26,8 @@ def test_slots_are_filled_as_balls_fill_bins() -> None:
         assert np.array_equal(found[kept], grad.numpy()[kept])
         assert kept.size <= 1000
         filled.append(kept.size / 1000)
-    # The sample has 800 elements, of which 16 are above the threshold: a load of 1 with an error of a quarter.
-    assert 0.58 <= np.mean(filled) <= 0.68
+    # Of the sample's 400 elements 8 are above the threshold: a load of 1 with an error of a third.
+    assert 0.56 <= np.mean(filled) <= 0.68
 
 
 def test_what_is_sent_is_above_a_threshold_that_not_many_more_exceed() -> None:
@@ -121,9 +121,9 @@ def test_the_codec_contracts_as_lemma_a8_says() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "ratio", "expected"), [(10_000, 0.01, 1600), (10**8, 0.0001, 160_000), (10**8, 0.01, 1600)]
+    ("size", "ratio", "expected"), [(10_000, 0.01, 800), (10**8, 0.0001, 80_000), (10**8, 0.01, 800)]
 )
-def test_a_sample_has_16_above_the_threshold(size: int, ratio: float, expected: int) -> None:
+def test_a_sample_has_8_above_the_threshold(size: int, ratio: float, expected: int) -> None:
     (sampled,) = [node for node in traced("dragonn", ratio=ratio).program.encode_nodes() if node.op == "sample"]
     assert evaluate_static(sampled.inputs[1], size) == expected
 

@@ -7,7 +7,7 @@ values as float32, positions in few bits; see `gradwire.lang.operators.hash` for
 
 Source: Wang et al. 2022, algorithm 1. Differences: the hash is drawn afresh for each step, rank and tensor, so that no
 element loses for ever. Empty slots are not sent, and zeros never chosen. The threshold is that of a stratified sample
-of 16 / `ratio` elements, of which 16 are expected above it: its error changes how full the slots are, and no more. The
+of 8 / `ratio` elements, of which 8 are expected above it: its error changes how full the slots are, and no more. The
 paper takes 1 % of the elements, which is too few of a small tensor and costs more than the rest for a large one.
 """
 # Shapes: N = elements of the tensor or range
@@ -31,7 +31,7 @@ def dragonn(g: Any, ratio: float = 0.001, warmup: int = 0) -> Any:
         ratio: slots, as a fraction of the elements; about 63 % of them are filled.
         warmup: steps in which that fraction falls to `ratio`, from 25 % on.
     """
-    sizes = abs(g).sample(ceil(16 / ratio)).sort(descending=True)
+    sizes = abs(g).sample(ceil(8 / ratio)).sort(descending=True)
     now = warmed(ratio, warmup)
     threshold = maximum(sizes[ceil(now * sizes.size) - 1], SMALLEST)  # zeros are not sent
     kept = g.filter(lambda x: abs(x) >= threshold).hash(ceil(now * g.size))
