@@ -2,6 +2,9 @@
 
 A run on a machine without the rights must not look like a run that passed everything, so the summary has one line a
 marker whatever the options.
+
+Properties are tried on the same examples in every run; `make test-long` tries others, and of a property that does not
+say how many, 2,000.
 """
 
 from __future__ import annotations
@@ -10,6 +13,12 @@ import functools
 from collections.abc import Callable
 
 import pytest
+from hypothesis import settings
+
+# No deadline: the first call of a kernel compiles it, and that is not a slow example.
+settings.register_profile("gradwire", derandomize=True, deadline=None)
+settings.register_profile("campaign", derandomize=False, deadline=None, max_examples=2000)
+settings.load_profile("gradwire")
 
 
 def _no_lab() -> str | None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from gradwire.integrations.ddp import Handle as Handle
     from gradwire.integrations.ddp import attach as attach
     from gradwire.integrations.parameters.client import ParameterClient as ParameterClient
+    from gradwire.sync.aggregator import Aggregator as Aggregator
     from gradwire.sync.plan import Plan as Plan
     from gradwire.sync.planner.table import PlanTable as PlanTable
     from gradwire.sync.resize import resize_state as resize_state
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from gradwire.sync.synchronizer import Synchronizer as Synchronizer
 
 _HOMES = {
+    "Aggregator": "gradwire.sync.aggregator",
     "Compressor": "gradwire.compressors.base",
     "Context": "gradwire.core.context",
     "Handle": "gradwire.integrations.ddp",

@@ -29,6 +29,7 @@ def costs_file(tmp_path) -> str:
     """Made-up costs of everything that a level allows."""
     made = codecs()
     named = {method.spec: made["half" if "16" in method.spec else "bit"] for method in methods("aggressive")}
+    named["lossless"] = made["lossless"]
     path = tmp_path / "costs.json"
     path.write_text(costs(world_size=8, rate=1e8, codecs=named | {"none": made["none"]}).to_json())
     return str(path)

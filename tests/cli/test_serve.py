@@ -6,11 +6,14 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import torch
 from typer.testing import CliRunner
 
 import gradwire as gw
 from gradwire.cli.app import build_app
+from gradwire.protocol.aggregation.terms import Operation, Stream, Table, Terms
+from gradwire.transport.aggregation import AggregationClient
 
 
 def serve(*arguments: str):
@@ -48,5 +51,32 @@ def test_a_worker_trains_with_it():
                 client.step()
                 losses.append(loss.item())
         assert losses[-1] < 0.8 * losses[0]
+        assert server.wait(30) == 0
+        assert "All workers have finished." in server.stdout.read()
+
+
+def test_it_serves_one_thing_with_its_own_options():
+    both = serve("--workers", "2", "--parameters", "--aggregate")
+    assert both.exit_code == 2
+    assert "pass either" in both.output
+    assert serve("--workers", "2", "--parameters", "--udp").exit_code == 2
+    assert serve("--workers", "2", "--aggregate", "--optimizer", "my.Own").exit_code == 2
+
+
+def test_workers_add_up_with_it():
+    command = [sys.executable, "-m", "gradwire.cli", "serve", "--aggregate", "--udp", "--workers", "2", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        port = re.search(r":(\d+)$", server.stdout.readline()).group(1)
+        terms = Terms(2, (Table(8, tuple(range(256)), 16),), (Stream(Operation.SUM, 5000),), packet_elements=2048)
+        clients = [AggregationClient(f"127.0.0.1:{port}", terms, rank) for rank in range(2)]
+        outs = [np.empty(5000, np.uint16) for _ in clients]
+        payloads = [np.random.default_rng(rank).integers(0, 256, 5000, np.uint8) for rank in range(2)]
+        futures = [client.submit(0, 0, *given) for client, *given in zip(clients, payloads, outs)]
+        assert [future.result(30).counts.tolist() for future in futures] == [[2, 2, 2]] * 2
+        total = payloads[0].astype(np.uint16) + payloads[1]
+        assert all((out == total).all() for out in outs)
+        for client in clients:
+            client.close()
         assert server.wait(30) == 0
         assert "All workers have finished." in server.stdout.read()

@@ -43,7 +43,7 @@ def test_people_get_a_table_with_places_and_lanes(folder) -> None:
 def test_the_granularity_is_chosen_for_the_ranks() -> None:
     assert len(json.loads(run("--ranks", "17", "--json"))["table"]) == 16
     assert json.loads(run("--ranks", "17", "--json"))["table"][-1] == 15
-    assert len(json.loads(run("--ranks", "64", "--json"))["table"]) == 8
+    assert len(json.loads(run("--ranks", "64", "--json"))["table"]) == 16
 
 
 def test_what_is_impossible_is_said(folder) -> None:

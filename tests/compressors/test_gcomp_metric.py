@@ -92,7 +92,7 @@ def _parameters(job: Job) -> list[torch.Tensor]:
 
 
 @each_optimizer
-@pytest.mark.parametrize("world_size", [1, 4, 16])
+@pytest.mark.parametrize("world_size", [1, 4, 16, 128])
 def test_all_ranks_together_move_the_update_by_less_than_the_last_bit(name, world_size) -> None:
     """Over W truncating ranks, in real arithmetic: less than 2^-23 of the parameter, with and without moments."""
     job = Job(name, world_size)
@@ -113,7 +113,7 @@ def test_all_ranks_together_move_the_update_by_less_than_the_last_bit(name, worl
 
 @each_optimizer
 @pytest.mark.parametrize("path", ["ring", "scatter_reduce"])
-@pytest.mark.parametrize("world_size", [4, 16])
+@pytest.mark.parametrize("world_size", [4, 16, 128])
 def test_an_update_by_hops_in_float32_is_off_by_a_bit_at_most(name, path, world_size) -> None:
     """Over all ranks and hops, roundings of the optimizer included: 2^-22 of the parameter, before or after."""
     job = Job(name, world_size)

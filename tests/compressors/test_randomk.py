@@ -9,7 +9,7 @@ import torch
 from gradwire.compressors.randomk import probability
 from gradwire.core.spec import TensorSpec
 from tests.compressors.harness import body, draws, hoeffding, list_bytes, sent, traced
-from tests.contracts.compressor_cases import normal
+from tests.contracts.compressor_cases import context, normal
 
 
 @pytest.mark.parametrize("ratio", [1.0, 0.5, 0.3, 0.01, 0.001, 1e-5, 1e-9])
@@ -49,3 +49,14 @@ def test_a_payload_has_a_bound_that_is_never_met() -> None:
     most = codec.max_encoded_bytes(TensorSpec((100_000,)))
     assert most == list_bytes(100_000, int(np.ceil(2 * probability(0.01) * 100_000)) + 64)
     assert max(body(codec, torch.ones(100_000)).nbytes for _ in range(3)) < 0.6 * most
+
+
+def test_unscaled_it_sends_elements_as_they_are_and_keeps_the_rest() -> None:
+    codec, grad = traced("randomk", ratio=0.25, scaled=False), normal(4000)
+    assert (codec.unbiased, codec.default_feedback, codec.variance(TensorSpec.of(grad))) == (False, "error", None)
+    found, residual = sent(codec, grad), np.empty(4000, np.float32)
+    kept = np.flatnonzero(found)
+    assert np.array_equal(found[kept], grad.numpy()[kept])
+    assert abs(kept.size - 1000) < 140
+    codec.encode(grad, context(grad), residual=residual)
+    assert np.array_equal(found + residual, grad.numpy())

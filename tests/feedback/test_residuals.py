@@ -134,7 +134,7 @@ class ResidualMachine(RuleBasedStateMachine):
 
 
 TestResidualMachine = ResidualMachine.TestCase
-TestResidualMachine.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestResidualMachine.settings = settings(max_examples=60, stateful_step_count=25)
 
 
 def test_the_role_that_is_asked_for_takes_over_from_the_other() -> None:

@@ -22,6 +22,8 @@ def test_nothing_is_lost_on_the_way_there_and_back() -> None:
         assert rank["ways"] == ways  # all switch at the same steps
         assert rank["held"][1:] == [True, False]
         assert rank["error"] < 1e-5
+        before, by_plan, after = rank["links"]
+        assert before == after == 0 < by_plan  # what a trial sends beside DDP's own is not there to compare with later
 
 
 def test_ranks_agree_on_costs() -> None:
@@ -52,6 +54,6 @@ def test_it_compresses_on_a_slow_link_and_looks_again_when_the_link_changes() ->
     assert "at the start: gradwire, " in decisions[0]
     assert re.search("(steps take|synchronising takes|frames are under way for) .* after ", decisions[1])
     first, second = (int(text.split()[1]) for text in decisions)
-    assert second - first <= 40  # 10 to notice, and trials
+    assert second - first <= 60, lines  # 10 to notice, and trials
     hashes = {text for _, text in lines if text.startswith("hash")}
     assert len(hashes) == 1

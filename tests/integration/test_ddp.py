@@ -51,10 +51,10 @@ def test_many_small_buckets_on_gloo_do_not_deadlock() -> None:
 @pytest.mark.parametrize(
     ("method", "strategy", "with_optimizer"),
     [
-        ("threelc", "scatter_reduce", False),
         ("threelc", "scatter_reduce", True),
-        ("onebit", "ring", True),
         ("topk", "allgather", False),
+        pytest.param("threelc", "scatter_reduce", False, marks=pytest.mark.slow),
+        pytest.param("onebit", "ring", True, marks=pytest.mark.slow),
     ],
 )
 def test_an_infinite_step_leaves_no_trace(method: str, strategy: str, with_optimizer: bool) -> None:
@@ -68,7 +68,10 @@ def test_an_infinite_step_leaves_no_trace(method: str, strategy: str, with_optim
         assert rank["hashes"][6] != rank["hashes"][5]
 
 
-@pytest.mark.parametrize(("method", "strategy"), [("threelc", "scatter_reduce"), ("onebit", "ring")])
+@pytest.mark.parametrize(
+    ("method", "strategy"),
+    [("threelc", "scatter_reduce"), pytest.param("onebit", "ring", marks=pytest.mark.slow)],
+)
 def test_state_resumes_bit_for_bit_under_another_bucket_layout(tmp_path: Path, method: str, strategy: str) -> None:
     """R3, R4: saved under small buckets, loaded with weights_only=True in new processes under one large bucket."""
     common = {"method": method, "strategy": strategy, "steps": 20, "save_at": 10, "folder": str(tmp_path)}
@@ -78,14 +81,17 @@ def test_state_resumes_bit_for_bit_under_another_bucket_layout(tmp_path: Path, m
         assert resumed == unbroken
 
 
-@pytest.mark.parametrize(("method", "strategy"), [("threelc", "scatter_reduce"), ("topk", "allgather")])
+@pytest.mark.parametrize(
+    ("method", "strategy"),
+    [("threelc", "scatter_reduce"), pytest.param("topk", "allgather", marks=pytest.mark.slow)],
+)
 def test_residuals_stay_bounded_on_non_iid_ranks(method: str, strategy: str) -> None:
     """R5: PowerSGD's grows as the steps do, fourfold from step 100 to 400: 110, 221, 441."""
     for norms in results(launch("ddp.non_iid", 2, method=method, strategy=strategy, steps=[25, 100, 400])):
         assert norms[2] < 1.5 * norms[1], norms
 
 
-@pytest.mark.parametrize("strategy", ["ring", "scatter_reduce"])
+@pytest.mark.parametrize("strategy", [pytest.param("ring", marks=pytest.mark.slow), "scatter_reduce"])
 def test_onebit_residuals_grow_slower_than_the_root_of_the_steps(strategy: str) -> None:
     """R5 for onebit shows no more than this: 3.2, 4.9, 7.6 and 9.3 gradient norms at steps 100, 400, 1600 and 3200."""
     for norms in results(launch("ddp.non_iid", 2, method="onebit", strategy=strategy, steps=[100, 1600])):

@@ -8,8 +8,17 @@ from tests.integration.jobs.faults import TIMEOUT
 from tests.integration.launch import launch, results
 
 
-@pytest.mark.parametrize("strategy", ["scatter_reduce", "ring", "allgather"])
-@pytest.mark.parametrize("how", ["kill", "freeze"])
+@pytest.mark.parametrize(
+    ("how", "strategy"),
+    [
+        ("kill", "scatter_reduce"),
+        ("kill", "allgather"),
+        ("freeze", "ring"),
+        pytest.param("kill", "ring", marks=pytest.mark.slow),
+        pytest.param("freeze", "scatter_reduce", marks=pytest.mark.slow),
+        pytest.param("freeze", "allgather", marks=pytest.mark.slow),
+    ],
+)
 def test_a_lost_rank_ends_the_step_everywhere(how: str, strategy: str) -> None:
     outcomes = launch("faults.lose_a_rank", 3, doomed=(2,), how=how, strategy=strategy)
     for outcome in outcomes[:2]:

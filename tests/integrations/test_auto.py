@@ -11,7 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
 from gradwire.core.errors import OptionError, UnknownNameError
-from gradwire.integrations.auto import NATIVE, NATIVE_FP16, SYNC_BOUND, Timing, Way, _change, _predict
+from gradwire.integrations.auto import NATIVE_DOUBT, SYNC_BOUND, _change, _predict, _worth_a_trial
+from gradwire.integrations.ways import NATIVE, NATIVE_FP16, Timing, Way
 from gradwire.sync import fidelity
 from gradwire.sync.costs import CodecCosts, Costs, Line, LinkCosts
 from gradwire.sync.planner import Gradient, PlanTable, plan
@@ -63,6 +64,13 @@ def test_small_changes_are_none() -> None:
     assert "synchronising" in _change(TIMING, replace(TIMING, synchronising=0.8 / SYNC_BOUND / 1.01))
 
 
+def test_ddps_own_in_fp16_does_not_lose_against_a_plan_by_its_prediction() -> None:
+    planned = Way.of(table("fp16"))
+    assert _worth_a_trial(planned, 0.99, fastest=1.0) and not _worth_a_trial(planned, 1.01, fastest=1.0)
+    assert _worth_a_trial(NATIVE_FP16, NATIVE_DOUBT - 0.01, fastest=1.0)
+    assert not _worth_a_trial(NATIVE_FP16, NATIVE_DOUBT, fastest=1.0)
+
+
 def test_what_auto_chooses_cannot_be_given() -> None:
     ddp = DistributedDataParallel(nn.Linear(4, 4))
     with pytest.raises(OptionError, match="left to auto"):
@@ -81,3 +89,26 @@ def test_a_job_of_one_rank_has_nothing_to_decide() -> None:
     assert handle.autopilot.decisions == []
     assert handle.autopilot.settled
     handle.detach()
+
+
+@pytest.mark.parametrize(("made", "level", "known"), [
+    (torch.optim.AdamW, "near-lossless", True),
+    (torch.optim.AdamW, "exact", False),
+    (torch.optim.NAdam, "balanced", False),
+])  # fmt: skip
+def test_gcomp_is_measured_with_the_users_own_optimizer_where_it_is_known(made, level, known) -> None:
+    ddp = DistributedDataParallel(nn.Linear(40, 30))
+    optimizer = made(ddp.parameters())
+    handle = gw.attach(ddp, "auto", fidelity=level, optimizer=optimizer)
+    for _ in range(3):
+        optimizer.zero_grad()
+        ddp(torch.randn(5, 40)).square().sum().backward()
+        optimizer.step()
+    pilot = handle.autopilot
+    assert pilot is not None and pilot._sample is not None
+    assert ("gcomp" in {method.spec for method in pilot._methods}) == known
+    own, aux = pilot._sample.own, pilot._sample.aux
+    assert (own is not None) == known
+    if own is not None:
+        assert own.numel() == aux["parameter"].numel() == aux["second"].numel() == 1200
+        assert not torch.equal(aux["parameter"], ddp.module.weight.detach().reshape(-1))  # a copy, of step 2

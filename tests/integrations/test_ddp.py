@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
-from gradwire.core.errors import AttachError
+from gradwire.core.errors import AttachError, OptionError
 from gradwire.core.spec import Range
 from gradwire.feedback.residuals import ResidualKey
 
@@ -51,6 +51,16 @@ def test_parameters_go_by_their_names_in_the_model_and_frozen_ones_do_not_go() -
     assert names == ["0.weight", "2.weight", "2.bias"]
     assert handle.synchronizer._tensors.entries["0.weight"].compressor.name == "threelc"
     handle.detach()
+
+
+def test_a_server_is_for_the_strategy_of_that_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GRADWIRE_AGGREGATOR", raising=False)
+    with pytest.raises(OptionError, match="Do: pass both, or leave server out"):
+        gw.attach(wrapped(), "thc", server="127.0.0.1:7071")
+    with pytest.raises(OptionError, match='Do: pass server="host:port"'):
+        gw.attach(wrapped(), "thc", strategy="server", min_elements=0)
+    # One rank has nothing to send there, and calls nobody.
+    gw.attach(wrapped(), "thc", strategy="server", server="127.0.0.1:1", min_elements=0).detach()
 
 
 def commits(handle: gw.Handle) -> int:

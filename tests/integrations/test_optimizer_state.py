@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -45,6 +46,18 @@ def test_slices_are_of_the_range_and_of_the_users_own_memory() -> None:
     assert found["loss_scale"] == 1
 
 
+def test_slices_are_in_the_order_of_the_bucket_whatever_the_memory_format() -> None:
+    torch.manual_seed(0)
+    net = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+    net(torch.randn(2, 3, 5, 5)).square().sum().backward()
+    optimizer.step()
+    found = OptimizerState(optimizer, net.named_parameters())("weight", Range(7, 20))
+    moments = optimizer.state[net.weight]
+    for key, values in (("parameter", net.weight), ("first", moments["exp_avg"]), ("second", moments["exp_avg_sq"])):
+        assert torch.equal(found[key], values.detach().permute(0, 2, 3, 1).reshape(-1)[7:27])
+
+
 def test_hyper_parameters_are_those_of_the_parameters_group_at_the_moment() -> None:
     net = model()
     optimizer = torch.optim.SGD([{"params": net[0].parameters()}, {"params": net[1].parameters(), "lr": 0.5}], lr=0.25)
@@ -53,6 +66,50 @@ def test_hyper_parameters_are_those_of_the_parameters_group_at_the_moment() -> N
     assert state("1.weight", Range(0, 4))["numbers"][4] == 0.5
     optimizer.param_groups[1]["lr"] = 0.125
     assert state("1.weight", Range(0, 4))["numbers"][4] == 0.125
+
+
+@pytest.mark.parametrize("scheduler", ["OneCycleLR", "LinearLR"])
+def test_moments_are_cut_for_the_highest_rate_that_a_scheduler_says(scheduler) -> None:
+    net, optimizer = trained(lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9))
+    made = {
+        "OneCycleLR": lambda: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=100),
+        "LinearLR": lambda: torch.optim.lr_scheduler.LinearLR(optimizer, 0.01),
+    }[scheduler]
+    made()
+    assert optimizer.param_groups[0]["lr"] < 0.1
+    assert OptimizerState(optimizer, net.named_parameters())("0.weight", Range(0, 4))["numbers"][4] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("change", "refused"),
+    [({"lr": 0.5}, True), ({"lr": 0.125}, False), ({"weight_decay": 0.1}, True), ({"lr": 0.0}, False), ({}, False)],
+)
+def test_what_is_applied_may_not_be_larger_than_what_was_cut_for(change, refused) -> None:
+    net, optimizer = trained(lambda p: torch.optim.AdamW(p, lr=0.25, weight_decay=0.01))
+    state = OptimizerState(optimizer, net.named_parameters())
+    for name, parameter in net.named_parameters():
+        state(name, Range(0, parameter.numel()))
+    optimizer.param_groups[0].update(change)
+    with pytest.raises(OptionError, match="Do: set them before backward") if refused else nullcontext():
+        state.before_step([])
+    state.before_step([])  # said once
+
+
+def test_of_several_backwards_for_one_step_the_first_alone_is_cut() -> None:
+    net, optimizer = trained(lambda p: torch.optim.SGD(p, lr=0.25))
+    state = OptimizerState(optimizer, net.named_parameters())
+    for step in range(2):
+        for backward in range(3):
+            state.begin_backward()
+            assert bool(state("0.weight", Range(0, 4))) == (backward == 0), step
+        state.before_step([])
+
+
+def test_nothing_is_cut_for_moments_at_a_rate_of_zero() -> None:
+    for options in ({"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}):
+        net, optimizer = trained(lambda p, options=options: torch.optim.SGD(p, lr=0.25, **options))
+        optimizer.param_groups[0]["lr"] = 0.0
+        assert not OptimizerState(optimizer, net.named_parameters())("0.weight", Range(0, 4))
 
 
 @pytest.mark.parametrize("make", [torch.optim.NAdam, torch.optim.Rprop, Other])

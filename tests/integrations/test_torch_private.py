@@ -302,3 +302,41 @@ def test_a_bucket_says_which_is_the_first_of_a_backward() -> None:
         backward(ddp)
         assert indices == list(range(len(indices)))
     assert len(indices) > 1
+
+
+# -- bucket_gradient, in_bucket_order ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("as_view", [False, True])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_a_bucket_has_gradients_one_after_the_other_in_their_parameters_order_in_memory(as_view, memory_format) -> None:
+    found: dict[int, torch.Tensor] = {}
+
+    def hook(_: Any, bucket: torch_private.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        parameters, all_of_them = torch_private.bucket_parameters(bucket), bucket.gradients()
+        for index, (parameter, among_all) in enumerate(zip(parameters, all_of_them, strict=True)):
+            one = torch_private.bucket_gradient(bucket, parameters, index)
+            assert (one.data_ptr(), one.shape, one.stride()) == (
+                among_all.data_ptr(), among_all.shape, among_all.stride()
+            )  # fmt: skip
+            found[id(parameter)] = one.reshape(-1).clone()
+        return done(bucket.buffer())
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 5, 3)).to(memory_format=memory_format)
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=as_view)
+    ddp.register_comm_hook(None, lambda state, bucket: hook(state, bucket))
+    for _ in range(3):  # buckets are made anew after the first
+        found.clear()
+        ddp.zero_grad()
+        ddp(torch.randn(2, 3, 6, 6)).square().sum().backward()
+        assert len(found) == 4
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            assert torch.equal(torch_private.in_bucket_order(parameter.grad, parameter), found[id(parameter)])
+
+
+def test_what_is_not_dense_in_memory_is_in_the_order_of_its_dimensions() -> None:
+    values, spread = torch.arange(12.0).reshape(3, 4), torch.empty(3, 8)[:, ::2]
+    assert torch.equal(torch_private.in_bucket_order(values, spread), torch.arange(12.0))
+    assert torch.equal(torch_private.in_bucket_order(values, torch.empty(4, 3).T), values.T.reshape(-1))

@@ -3,16 +3,12 @@
 from collections.abc import Callable, Iterator
 
 import numpy as np
-from hypothesis import settings
 
 from gradwire.kernels import cpu, reference
 
 DTYPES = ["float32", "float64", "float16", "bfloat16"]
 LENGTHS = [0, 1, 2, 7, 8, 15, 16, 17, 63, 64, 65, 319, 320, 321, 1023, 1024, 1025, 5003]
 BACKENDS = [cpu, reference]
-
-# The first call of a kernel compiles it: Hypothesis must not take that for a slow example.
-untimed = settings(deadline=None)
 
 # Zeros, largest finite, smallest normal and subnormal, and what carries into infinity when rounded to float16.
 SPECIAL = np.array(

@@ -10,7 +10,6 @@ from tests.kernels.samples import (
     LENGTHS,
     assert_backends_agree,
     empty,
-    untimed,
 )
 
 
@@ -29,7 +28,6 @@ def test_packed_bits_agree(bits, length):
 
 
 @pytest.mark.parametrize("kernels", BACKENDS)
-@untimed
 @given(data=st.binary(max_size=300), bits=st.sampled_from([1, 2, 4, 8]))
 def test_bits_round_trip(kernels, data, bits):
     q = np.frombuffer(data, np.uint8) & (2**bits - 1)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gradwire.kernels import reference
 from gradwire.kernels.blocks import Blocks, index_bytes, num_sign_words, padded_size
-from tests.kernels.samples import BACKENDS, DTYPES, assert_backends_agree, empty, gradients, random_normal, untimed
+from tests.kernels.samples import BACKENDS, DTYPES, assert_backends_agree, empty, gradients, random_normal
 
 TABLES = {
     1: (0, 1), 2: (0, 1, 3, 4), 3: (0, 2, 3, 5, 7, 9, 10, 20), 4: (*range(8), *range(20, 28)),
@@ -180,7 +180,6 @@ def tables(draw):
     return bits, np.array([0, *sorted(inner), top], np.uint32)
 
 
-@untimed
 @given(tables(), st.integers(1, 40), st.integers(1, 1500), st.integers(0, 2**32))
 def test_the_sum_of_payloads_is_lowered_to_the_sum_of_what_each_is_lowered_to(coded, num_ranks, size, seed):
     """Exactly, for every table: centred lanes are integers or halves, and so are their transforms."""

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 
 import numpy as np
@@ -10,9 +12,10 @@ from hypothesis import strategies as st
 
 from gradwire.compressors import exponent_prior
 from gradwire.kernels import cpu, reference
+from gradwire.kernels.cpu import parallel
 from gradwire.kernels.float_format import CHUNK, FLAT, FORM_SHIFT, FORMATS, LEVELLED, STORED, as_bits, field_bytes
 from gradwire.kernels.prefix_code import NUM_SYMBOLS, PrefixCode
-from tests.kernels.samples import BACKENDS, untimed
+from tests.kernels.samples import BACKENDS
 
 CODES = {
     "float32": exponent_prior.code(torch.float32),
@@ -135,7 +138,6 @@ def test_a_chunk_that_does_not_shrink_is_stored_among_others():
     assert unpack(cpu, packed, x, CODES["float32"]).tobytes() == x.tobytes()
 
 
-@untimed
 @given(data=st.data())
 def test_damaged_bytes_stay_in_bounds_and_what_is_taken_is_the_one_encoding(data):
     dtype = data.draw(st.sampled_from(DTYPES))
@@ -185,6 +187,52 @@ def test_another_code_or_another_size_is_refused_or_another_tensor(kernels):
     other = PrefixCode.of(np.ones(256, np.int64))
     found = unpack(kernels, packed, x, other)
     assert found is None or found.tobytes() != x.tobytes()
+
+
+@each_dtype
+@pytest.mark.parametrize("threads", [2, 3])
+def test_threads_give_the_bytes_of_one(dtype, threads, monkeypatch):
+    size = 3 * 16 * CHUNK + 777
+    x = np.resize(np.concatenate(list(samples(dtype, 4 * CHUNK + 99))), size)
+    noise = np.random.default_rng(5).integers(0, 256, x.nbytes, np.uint8).view(x.dtype)
+    partly = np.concatenate([x[: size // 2], noise[: size - size // 2]])  # some threads have only chunks to store
+    for each in (x, partly, noise):
+        monkeypatch.setattr("gradwire.kernels.cpu.parallel.num_threads", lambda: 1)
+        expected = pack(cpu, each, CODES[dtype])
+        monkeypatch.setattr("gradwire.kernels.cpu.parallel.num_threads", lambda: threads)
+        packed = pack(cpu, each, CODES[dtype])
+        assert packed == expected
+        if packed is None:
+            continue
+        assert unpack(cpu, packed, each, CODES[dtype]).tobytes() == each.tobytes()
+        for bit in (3, 8 * len(packed) // 2, 8 * len(packed) - 1):
+            found = unpack(cpu, _flipped(packed, bit), each, CODES[dtype])
+            assert found is None or found.tobytes() != each.tobytes()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks here")
+def test_a_forked_child_has_threads_of_its_own():
+    assert parallel.run_all([lambda: 1, lambda: 2]) == [1, 2]
+    child = os.fork()
+    if not child:
+        signal.alarm(20)  # ends it, should it wait for threads that it does not have
+        os._exit(0 if parallel.run_all([lambda: 1, lambda: 2]) == [1, 2] else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_threads_are_no_more_than_a_ranks_share_of_the_cores(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(12), raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert parallel.num_threads() == 1
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert parallel.num_threads() == 3
+    assert [len(part) for part in parallel.shares(100, 16)] == [33, 33, 34]
+    assert parallel.shares(20, 16) == [range(20)]
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert parallel.num_threads() == parallel.MOST_THREADS
+    with parallel.one_thread():
+        assert parallel.num_threads() == 1
+    assert parallel.num_threads() == parallel.MOST_THREADS
 
 
 @each_dtype

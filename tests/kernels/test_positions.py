@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gradwire.kernels import cpu, reference
 from gradwire.kernels.reference.positions import BITMAP, low_bits
-from tests.kernels.samples import BACKENDS, untimed
+from tests.kernels.samples import BACKENDS
 
 each_backend = pytest.mark.parametrize("kernels", BACKENDS)
 
@@ -53,7 +53,6 @@ def test_positions_beyond_32_bits(kernels) -> None:
     assert np.array_equal(unpacked(kernels, body, size, index.size, np.int64), index)
 
 
-@untimed
 @given(data=st.data())
 def test_a_list_takes_near_the_fewest_bits_that_any_code_takes(data) -> None:
     """At most 3/4 of a bit a position more than the entropy of random places, and never more than a bitmap."""
@@ -67,7 +66,6 @@ def test_a_list_takes_near_the_fewest_bits_that_any_code_takes(data) -> None:
         assert 8 * found / count <= entropy + 0.75 + 16 / count
 
 
-@untimed
 @given(size=st.integers(0, 3000), count=st.integers(0, 3000))
 def test_backends_agree_on_sizes_which_never_fall_with_more_positions(size: int, count: int) -> None:
     count = min(size, count)
@@ -101,7 +99,6 @@ def test_every_flipped_bit_is_refused_or_another_list(kernels, size: int, count:
             assert packed(kernels, found, size).tobytes() == other.tobytes()
 
 
-@untimed
 @given(body=st.binary(max_size=60), size=st.integers(0, 300), count=st.integers(0, 310), right_length=st.booleans())
 def test_any_bytes_are_a_list_or_refused_alike_by_all_backends(body, size, count, right_length) -> None:
     if right_length:

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.kernels import cpu, reference
-from tests.kernels.samples import BACKENDS, assert_same, untimed
+from tests.kernels.samples import BACKENDS, assert_same
 
 STREAMS = [("random16", np.uint16), ("random32", np.uint32)]
 
@@ -39,7 +39,6 @@ def test_philox_of_the_oracle_with_all_counter_words():
     assert [int(word[0]) for word in words] == [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]
 
 
-@untimed
 @given(key=st.integers(0, 2**64 - 1), counter=st.integers(0, 2**64 - 1), count=st.integers(0, 40))
 def test_philox_agrees(key, counter, count):
     got, want = np.empty(4 * count, np.uint32), np.empty(4 * count, np.uint32)
@@ -49,7 +48,6 @@ def test_philox_agrees(key, counter, count):
 
 
 @pytest.mark.parametrize("name", dict(STREAMS))
-@untimed
 @given(key=st.integers(0, 2**64 - 1), first=st.integers(0, 2**48), length=st.integers(0, 4000))
 def test_streams_agree(name, key, first, length):
     assert_same(draw(cpu, name, key, first, length), draw(reference, name, key, first, length))
@@ -57,7 +55,6 @@ def test_streams_agree(name, key, first, length):
 
 @pytest.mark.parametrize("name", dict(STREAMS))
 @pytest.mark.parametrize("kernels", BACKENDS)
-@untimed
 @given(start=st.integers(0, 5000), length=st.integers(0, 3000))
 def test_a_range_is_a_slice_of_the_whole(kernels, name, start, length):
     whole = draw(kernels, name, 42, 7, start + length)

@@ -16,7 +16,6 @@ from tests.kernels.samples import (
     empty,
     gradients,
     random_normal,
-    untimed,
 )
 
 INDEX_TYPES = [np.uint32, np.int64]
@@ -36,7 +35,6 @@ def test_top_k_agrees(dtype, length):
             assert_backends_agree(call)
 
 
-@untimed
 @given(
     x=st_numpy.arrays(np.float32, st.integers(1, 200), elements=st.floats(-4, 4, width=16)),
     fraction=st.floats(0, 1),

@@ -13,7 +13,6 @@ from tests.kernels.samples import (
     empty,
     gradients,
     random_normal,
-    untimed,
 )
 
 
@@ -110,7 +109,6 @@ def test_all_zero_is_all_zero_bytes_whatever_the_padding(kernels, M, length):
 
 
 @pytest.mark.parametrize("kernels", BACKENDS)
-@untimed
 @given(data=st.binary(min_size=1, max_size=200), missing=st.integers(0, 4), accumulate=st.booleans())
 def test_any_bytes_stay_in_bounds_and_only_canonical_ones_are_accepted(kernels, data, missing, accumulate):
     packed = np.frombuffer(data, np.uint8)

@@ -19,11 +19,11 @@ def test_backends_truncate_alike(dtype, length):
     for x in gradients(dtype, length):
         limits = np.abs(random_normal(length, seed=1)) * np.float32(1e4)
         limits[::5], limits[1::7] = np.inf, np.nan
-        for guard in (1.0, 4.25, 1e-3):
+        for guard, levels in ((1.0, 3), (4.25, 2), (1e-3, 3), (1e-3, 1)):
 
-            def call(kernels, x=x, limits=limits, guard=guard):
+            def call(kernels, x=x, limits=limits, guard=guard, levels=levels):
                 out = np.empty_like(x)
-                kernels.truncate_floats(x, limits, guard, out)
+                kernels.truncate_floats(x, limits, guard, out, levels)
                 return [as_bits(out)]
 
             assert_backends_agree(call)
@@ -57,6 +57,8 @@ def test_bits_are_cut_by_levels_where_the_limit_allows(kernels):
     assert out.tolist() == pytest.approx(cut, abs=0)
     kernels.truncate_floats(x, limits * 4, 4.0, out)
     assert out.tolist() == pytest.approx(cut, abs=0)
+    kernels.truncate_floats(x, limits, 1.0, out, levels=1)
+    assert out.tolist() == pytest.approx([x[0], cut[1], cut[1], cut[1], x[0], x[0]], abs=0)
 
 
 @each_dtype

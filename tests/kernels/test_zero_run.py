@@ -4,7 +4,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gradwire.kernels import cpu, reference
-from tests.kernels.samples import BACKENDS, assert_backends_agree, untimed
+from tests.kernels.samples import BACKENDS, assert_backends_agree
 
 # Runs and literals in any mix, longer than the vectors that the compiled kernel takes at once.
 PIECES = st.lists(
@@ -33,7 +33,6 @@ def decode(kernels, data: bytes, size: int) -> bytes | None:
     return guarded[16 : 16 + size].tobytes() if length >= 0 else None
 
 
-@untimed
 @given(data=PIECES)
 def test_round_trip(data):
     encoded = encode(cpu, data)
@@ -64,7 +63,6 @@ def test_a_second_encoding_of_the_same_bytes_is_refused(kernels, tokens):
     assert decode(kernels, bytes(tokens), size) is None
 
 
-@untimed
 @given(data=st.binary(max_size=300), size=st.integers(0, 400))
 @example(data=bytes([255] * 100), size=1400)
 @example(data=bytes([255] * 100), size=1399)

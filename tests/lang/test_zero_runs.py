@@ -14,7 +14,6 @@ from gradwire.kernels import reference
 from gradwire.lang import interpret, mean, sign, trit, uint1
 from gradwire.lang.ir import Program
 from gradwire.lang.operators.base import Coding, Operator, coding_of
-from tests.kernels.samples import untimed
 from tests.kernels.test_zero_run import PIECES
 from tests.lang.test_cpu import Compiled, environment, gradient
 from tests.lang.test_trace import concat, traced
@@ -144,7 +143,6 @@ def _by_the_reference(data: bytes, size: int) -> bytes | None:
     return None if found is None else found.tobytes()
 
 
-@untimed
 @given(data=PIECES)
 @example(data=b"")
 @example(data=bytes([121] * 28))
@@ -158,7 +156,6 @@ def test_runs_on_a_device_are_those_of_the_reference(data: bytes) -> None:
     assert len(data) == 0 or _expanded(wanted, len(data) - 1) is None
 
 
-@untimed
 @given(data=st.lists(st.sampled_from([0, 120, 121, 122, 242, 243, 244, 254, 255]), max_size=60).map(bytes))
 @example(data=bytes([255] * 60))
 def test_a_device_takes_what_the_reference_takes(data: bytes) -> None:

@@ -85,6 +85,42 @@ def test_a_killed_server_is_where_it_was(open_job, optimizer, checkpoint_bytes):
         assert torch.equal(job.workers[0].values[tensor], unbroken.workers[0].values[tensor])
 
 
+@pytest.mark.parametrize("checkpoint_bytes", [1, 1 << 30])
+def test_who_has_finished_is_not_waited_for_again(open_job, checkpoint_bytes):
+    job = open_job(checkpoint_bytes)
+    job.start()
+    job.train(2)
+    for worker in range(2):
+        job.end.leave(worker, finished=True)
+        job.journal.note_leave(worker, finished=True)
+        if worker == 0:
+            job.kill()
+            job.open()
+            assert job.end.finished == {0}
+            job.workers[1].join()
+            job.settle()
+    job.journal.close(checkpoint=True)
+    job.open()
+    assert job.end.finished == set()  # the job is over: whoever starts it again trains further
+
+
+@pytest.mark.parametrize("checkpoint_bytes", [1, 1 << 30])
+def test_a_step_keeps_its_hyper_parameters(open_job, checkpoint_bytes):
+    job = open_job(checkpoint_bytes)
+    job.start()
+    job.workers[0].push(job.grads())
+    job.settle()
+    job.kill()
+    job.open()
+    for worker in job.workers:
+        worker.join(({"lr": 0.0},))
+    job.settle()
+    before = job.shard.parameters[0].detach().clone()
+    job.workers[1].push(job.grads())
+    job.settle()
+    assert not torch.equal(job.shard.parameters[0], before)
+
+
 def test_a_frame_that_was_cut_off_is_sent_again(tmp_path, open_job):
     job = open_job(1 << 30)
     job.start()

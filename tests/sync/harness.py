@@ -44,7 +44,7 @@ class Ranks:
 
 @contextmanager
 def ranks(world_size: int, plan: Any, *, timeout: float = 10.0, **options: Any) -> Iterator[Ranks]:
-    """`world_size` synchronisers over an in-memory network; `plan` and `nodes` may be functions of the rank.
+    """`world_size` synchronisers over an in-memory network; `plan`, `nodes` and `server` may be functions of the rank.
 
     Unless told otherwise, two ranks share a node, where there are more than two.
     """
@@ -58,13 +58,13 @@ def ranks(world_size: int, plan: Any, *, timeout: float = 10.0, **options: Any) 
         def make(rank: int) -> Synchronizer:
             info = GroupInfo(rank, world_size, store, name)
             chosen = plan(rank) if callable(plan) else plan
-            given = options | {"nodes": options["nodes"](rank) if callable(options["nodes"]) else options["nodes"]}
+            own = {name: options[name](rank) for name in ("nodes", "server") if callable(options.get(name))}
             return Synchronizer(
                 info,
                 chosen,
                 timeout=timedelta(seconds=timeout),
                 transport=network.transports[rank],
-                **given,
+                **(options | own),
             )
 
         made = list(pool.map(make, range(world_size), timeout=60))

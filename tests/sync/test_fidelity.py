@@ -11,7 +11,7 @@ from gradwire.sync.plan import STRATEGIES
 
 
 def test_each_level_allows_what_the_one_before_does_and_more():
-    levels = [fidelity.methods(name) for name in fidelity.LEVELS]
+    levels = [fidelity.methods(name, optimizer=True) for name in fidelity.LEVELS]
     assert list(fidelity.LEVELS) == ["exact", "near-lossless", "balanced", "aggressive"]
     for less, more in itertools.pairwise(levels):
         assert more[: len(less)] == less
@@ -29,13 +29,19 @@ def test_exact_is_exact_and_a_ring_is_for_what_it_does_not_wear_down():
     assert all(compressor_of(method.spec).exact for method in fidelity.methods("exact"))
     for method in fidelity.methods("aggressive"):
         compressor = compressor_of(method.spec)
-        if compressor.default_feedback == "error" or (compressor.unbiased and not compressor.summable):
+        if not compressor.summable and (compressor.default_feedback == "error" or compressor.unbiased):
             assert compressor.exact or "ring" not in method.strategies
 
 
 def test_strategies_of_a_method_that_no_level_names_are_the_careful_ones():
     assert fidelity.strategies("fp16") == fidelity.EVERYWHERE
     assert fidelity.strategies("topk:ratio=0.1") == fidelity.FEW_ENCODES
+
+
+def test_what_needs_the_optimizer_is_left_out_where_none_is_known():
+    assert [method.spec for method in fidelity.methods("exact", optimizer=True)] == ["none", "lossless"]
+    with_it, without = (fidelity.methods("near-lossless", optimizer=known) for known in (True, False))
+    assert {method.spec for method in with_it} - {method.spec for method in without} == {"gcomp"}
 
 
 def test_an_unknown_level_lists_the_known():

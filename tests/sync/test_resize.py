@@ -55,7 +55,7 @@ def total(states: list[dict[str, Any]]) -> dict[str, np.ndarray]:
     return sums
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(states=jobs(), world_sizes=st.lists(st.integers(1, 6), min_size=1, max_size=4))
 def test_the_sum_over_ranks_and_roles_is_kept(states: list[dict[str, Any]], world_sizes: list[int]) -> None:
     before = total(states)
@@ -69,7 +69,7 @@ def test_the_sum_over_ranks_and_roles_is_kept(states: list[dict[str, Any]], worl
         assert np.allclose(values, before[name], rtol=0, atol=1e-5)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(states=jobs())
 def test_as_many_ranks_keep_every_bit(states: list[dict[str, Any]]) -> None:
     for state, found in zip(states, resize_state(states, len(states)), strict=True):

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 import gradwire as gw
+from gradwire.compressors.thc import THC
+from gradwire.compressors.thc_tables import Table
 from gradwire.core.context import Context
+from gradwire.core.errors import DisagreementError
 from gradwire.core.spec import TensorSpec
 from gradwire.feedback.residuals import Residuals
 from gradwire.sync.codec import make_codec
 from gradwire.sync.item import Item, Part, split
 from gradwire.sync.plan import Plan, PlanEntry
 from gradwire.sync.synchronizer import Shard, Synchronizer
+from gradwire.wire.frame import HEADER_BYTES
 from tests.sync.harness import ranks
 
 NUMEL, SEED = 9000, 3
@@ -77,6 +83,56 @@ def test_a_strategy_gives_what_the_exact_integer_aggregate_gives(world_size: int
         assert torch.equal(mean, expected)
     exact = sum(grads) / world_size
     assert (expected - exact).norm() < 0.5 * exact.norm()
+
+
+@pytest.mark.parametrize(("codec", "lane_bits"), [
+    (gw.make("thc", granularity=90, bits=3), [8, 16, 16]),
+    (gw.make("thc", granularity=90, bits=3, lane_bits=32), [32] * 3),
+    (gw.make("int8shared"), [16] * 3),
+], ids=repr)  # fmt: skip
+def test_lanes_widen_from_hop_to_hop_of_a_ring(codec: gw.Compressor, lane_bits: list[int]) -> None:
+    """Two values of 90 fit 8 bits, five do not: an aggregate has the lanes that its own sum needs, and a header says no
+    other length.
+    """
+    world_size, hops = 5, [1, 2, 4]  # a stage has as many payloads and one
+    entry = PlanEntry(codec, "ring")
+    assert [8 * entry.lane_dtype(stage, world_size).itemsize for stage in hops] == lane_bits
+    assert 8 * PlanEntry(codec).lane_dtype(1, world_size).itemsize == lane_bits[-1], "owners add all at once"
+    grads = [gradient(rank) for rank in range(world_size)]
+
+    def run(one: Synchronizer) -> int:
+        one.begin_step()
+        one.submit([Shard("w", grads[one.rank].clone())])
+        one.wait()
+        return one.report().total.sent_bytes
+
+    with ranks(world_size, Plan({"w": codec}, strategy="ring"), seed=SEED, nodes=1) as group:
+        group.each(lambda one: one.register({"w": TensorSpec((NUMEL,))}))
+        sent = sum(group.each(run))
+    parts = [TensorSpec((part.count,)) for part in split(NUMEL, world_size)]
+    stats = sum(4 * length for spec in parts for length, _ in codec.stats_spec(spec))
+    indices = sum(codec.max_encoded_bytes(spec) for spec in parts) - stats
+    widths = sum(entry.lane_dtype(stage, world_size).itemsize for stage in range(1, world_size - 1))
+    widths += (world_size - 1) * entry.lane_dtype(world_size, world_size).itemsize  # the mean, once more round
+    lanes = sum(codec.num_lanes(spec) for spec in parts) * widths
+    frames = HEADER_BYTES * world_size * (world_size - 1) * (world_size + 2)
+    assert sent == (world_size * (world_size - 1)) * stats + indices + lanes + frames
+
+
+def test_ranks_with_other_tables_find_out_before_anything_is_sent() -> None:
+    """Equal options are not enough: tables are found, and a large one may come from a disk."""
+
+    class Other(THC):
+        def table(self, world_size: int) -> Table:
+            table = super().table(world_size)
+            return replace(table, values=(0, 2, *table.values[2:]))
+
+    with ranks(3, lambda rank: Plan({"w": (Other if rank == 1 else THC)(granularity=30)})) as group:
+        found = group.outcomes(lambda one: one.register({"w": TensorSpec((NUMEL,))}))
+        sent = [sum(transport.sent_bytes) for transport in group.network.transports]
+    assert [type(error) for error in found] == [DisagreementError] * 3
+    assert "table" in str(found[0]) and "rank 1" in str(found[0])
+    assert sent == [0] * 3
 
 
 def test_ranks_that_did_not_use_a_parameter_are_not_counted() -> None:

@@ -17,6 +17,7 @@ from gradwire.kernels import cpu
 from gradwire.sync.plan import Plan
 from gradwire.sync.strategies import STRATEGIES
 from gradwire.sync.synchronizer import Shard, Synchronizer
+from tests.sync.aggregation import InRoom, Room
 from tests.sync.harness import ranks
 
 METHODS: list[tuple[str, dict[str, Any]]] = [
@@ -78,3 +79,25 @@ def test_after_the_warm_up_a_step_compiles_nothing(method: str, options: Any, dt
     for strategy in STRATEGIES:
         with ranks(3, Plan({"w": gw.make(method, **options)}, strategy=strategy), aux=aux(dtype)) as group:
             group.each(step)
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_latecomers_and_lanes_of_16_bits_compile_nothing_either(dtype: torch.dtype) -> None:
+    """What only some steps need, at a width that only some groups need."""
+
+    def step(one: Synchronizer) -> None:
+        one.register({"w": TensorSpec(SHAPE, dtype)})
+        before = compiled()
+        for _ in range(2):
+            one.begin_step()
+            one.submit([Shard("w", torch.randn(SHAPE, generator=torch.Generator().manual_seed(one.rank)).to(dtype))])
+            one.commit()
+        assert one.report().total.late_elements == (2 * 5000 if one.rank == 1 else 0)
+        assert compiled() == before
+
+    codec = gw.make("thc", granularity=120)
+    room = Room(lambda round, stream, packet, rank: stream == 1 and rank == 1)
+    server = InRoom("room:1", fraction=0.6, room=room)
+    with ranks(3, Plan({"w": codec}, strategy="server"), server=server) as group:
+        group.each(step)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import socket
+import threading
 import time
 from datetime import timedelta
 
@@ -20,18 +21,21 @@ from gradwire.wire.frame import FrameKind, Header
 SERVER, EPOCH = 3, 5
 KEY = JobKey(bytes(32))
 WAIT = 20.0
+EMPTY = np.empty(0, np.uint8)
 
 
 class Owner:
     def __init__(self) -> None:
         self.events: queue.Queue[tuple] = queue.Queue()
         self.refuse = False
+        self.greet = lambda: None
 
     def admit(self, peer, header) -> None:
         if self.refuse:
             raise FrameError("not wanted")
 
     def joined(self, peer) -> None:
+        self.greet()
         self.events.put(("joined", peer))
 
     def deliver(self, peer, header, body) -> None:
@@ -112,10 +116,61 @@ def test_a_reason_arrives(hubs):
     assert "another model" in str(error)
 
 
+def test_a_connection_begins_with_what_its_owner_says_when_it_joins(hubs):
+    server, there, port = hubs(SERVER)
+    worker, here = hubs(1, port)
+    here.hear("joined")
+    sent = []
+
+    def greet():
+        other = threading.Thread(target=lambda: sent.append(worker.send(SERVER, frame(1, 9), EMPTY)))
+        other.start()
+        other.join()
+        sent.append(worker.send(SERVER, frame(1, 1), EMPTY))
+
+    here.greet = greet
+    there.hear("joined")
+    server.dismiss(1, "once more")
+    here.hear("joined")
+    assert worker.send(SERVER, frame(1, 2), EMPTY)
+    assert [there.hear("frame")[2] for _ in range(2)] == [1, 2]
+    assert sent == [False, True]
+
+
+def test_what_is_meant_for_one_connection_does_not_reach_the_next(hubs):
+    server, there, port = hubs(SERVER)
+    hubs(1, port)
+    there.hear("joined")
+    before = server.connection(1)
+    _, second = hubs(1, port)
+    there.hear("joined")
+    second.hear("joined")
+    server.dismiss(1, "an older process", before)
+    assert not server.send(1, frame(SERVER, 1), EMPTY, before)
+    assert server.send(1, frame(SERVER, 2), EMPTY, server.connection(1))
+    assert second.hear("frame")[2] == 2
+    assert second.events.empty()
+
+
+def test_a_peer_that_is_paused_is_not_read_and_not_given_up(hubs):
+    server, there, port = hubs(SERVER, timeout=1.0)
+    worker, here = hubs(1, port)
+    there.hear("joined")
+    here.hear("joined")
+    server.pause(1, True)
+    for round_ in range(3):
+        worker.send(SERVER, frame(1, round_), np.zeros(1_000_000, np.uint8))
+    with pytest.raises(queue.Empty):
+        there.events.get(timeout=1.5)
+    server.pause(1, False)
+    assert [there.hear("frame")[2] for _ in range(3)] == [0, 1, 2]
+
+
 def test_a_server_that_comes_back_is_called_again(hubs):
-    first, _, port = hubs(SERVER)
+    first, there, port = hubs(SERVER)
     _, here = hubs(2, port)
     here.hear("joined")
+    there.hear("joined")
     with first._lock:  # as a kill: connections end without a word
         for link in first._links.values():
             link.socket.shutdown(socket.SHUT_RDWR)
@@ -137,9 +192,9 @@ def test_a_second_connection_of_a_peer_takes_the_place_of_the_first(hubs):
 def test_a_refused_frame_costs_its_sender_alone(hubs):
     _, there, port = hubs(SERVER)
     bad, bad_owner = hubs(1, port)
-    good, _ = hubs(0, port)
-    for _ in range(2):
-        there.hear("joined")
+    good, good_owner = hubs(0, port)
+    for owner in (there, there, bad_owner, good_owner):
+        owner.hear("joined")
     there.refuse = True
     bad.send(SERVER, frame(1), np.zeros(1, np.uint8))
     assert "not wanted" in str(there.hear("left")[2])
@@ -171,6 +226,9 @@ def test_strangers_do_not_get_in(hubs):
     assert there.hear("joined") == ("joined", 0)
     assert out.events.empty()
     assert there.events.empty()
+    until = time.monotonic() + WAIT
+    while not stranger.problem and time.monotonic() < until:
+        time.sleep(0.01)
     assert stranger.problem
 
 

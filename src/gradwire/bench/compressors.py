@@ -23,6 +23,7 @@ from gradwire.compressors.base import Compressor
 from gradwire.compressors.traced import TracedCompressor
 from gradwire.core.context import Context
 from gradwire.core.spec import TensorSpec
+from gradwire.kernels.cpu.parallel import one_thread
 from gradwire.lang.ir import ELEMENTS
 from gradwire.lang.passes import Sweep, schedule
 
@@ -106,7 +107,8 @@ def run(size_mb: int = 256, repeats: int = 7, only: str | None = None) -> list[R
         mixes = Mixes(data.x)
         chosen = [name for name in names() if only is None or only in name]
         cases = [case for name in chosen for case in _cases(make(name), data)]
-        return [measure(case, mixes, data.x, repeats) for case in cases]
+        with one_thread():
+            return [measure(case, mixes, data.x, repeats) for case in cases]
     finally:
         torch.set_num_threads(threads)
 

@@ -22,6 +22,7 @@ class Segment:
         bucket_mb: DDP's `bucket_cap_mb`.
         train_steps: steps for the loss curve, followed by a validation where there are any.
         train_rate: of the links in these; None for links as they are.
+        validate_every: validate after every so many of these steps, too; 0 for only after the last.
         timed_seconds: about how long the timed steps of each rate shall take.
         min_timed: fewest timed steps; 0 for none at all.
         max_timed: most timed steps.
@@ -32,6 +33,7 @@ class Segment:
     bucket_mb: float = 25.0
     train_steps: int = 0
     train_rate: str | None = None
+    validate_every: int = 0
     timed_seconds: float = 4.0
     min_timed: int = 5
     max_timed: int = 30
@@ -89,6 +91,7 @@ class Timed:
         decode_seconds: decodes, together.
         interface_bytes: bytes sent as the interface counted them, or None where nothing counts.
         interface_packets: packets sent, or None.
+        processor_seconds: of all threads of the rank, all timed steps together.
     """
 
     rate: str | None
@@ -99,6 +102,7 @@ class Timed:
     decode_seconds: float
     interface_bytes: int | None = None
     interface_packets: int | None = None
+    processor_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -114,6 +118,7 @@ class Outcome:
         validation_accuracy: fraction of right predictions.
         identical: whether all ranks ended the segment with the same bits.
         timed: one entry a rate.
+        validations: step, validation loss and accuracy, as often as asked for.
     """
 
     segment: int
@@ -124,11 +129,14 @@ class Outcome:
     validation_accuracy: float | None = None
     identical: bool | None = None
     timed: list[Timed] = field(default_factory=list)
+    validations: list[tuple[int, float, float]] = field(default_factory=list)
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Outcome:
         """From the plain data of `asdict`."""
-        return cls(**{**fields, "timed": [Timed(**timed) for timed in fields["timed"]]})
+        timed = [Timed(**timed) for timed in fields["timed"]]
+        validations = [(step, loss, accuracy) for step, loss, accuracy in fields["validations"]]
+        return cls(**{**fields, "timed": timed, "validations": validations})
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from gradwire.bench.job import Job, Message, Outcome, RateRequest, from_line
@@ -21,6 +21,24 @@ _LAST_WORDS = 15
 OnMessage = Callable[[Message], None]
 
 
+@dataclass(frozen=True)
+class Beside:
+    """A process beside the ranks, such as a server, in the lab on a host of its own. It ends when the ranks do.
+
+    Attributes:
+        command: command line; ``{host}`` in it stands for the address of that host.
+        variables: of the environment of all, likewise.
+    """
+
+    command: Sequence[str]
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    def at(self, host: str) -> Beside:
+        """With an address filled in."""
+        command = [word.replace("{host}", host) for word in self.command]
+        return Beside(command, {name: value.replace("{host}", host) for name, value in self.variables.items()})
+
+
 class RanksError(GradwireError, RuntimeError):
     """The ranks of a benchmark did not all end well; the message has the last lines of the first that failed."""
 
@@ -32,6 +50,7 @@ def launch(
     *,
     lab: bool = False,
     module: str = "gradwire.bench.worker",
+    beside: Beside | None = None,
 ) -> list[Outcome]:
     """Run a job to its end.
 
@@ -41,6 +60,7 @@ def launch(
         on_message: called with what the ranks say, as they say it.
         lab: one host a rank in a network lab of its own, with rates as the job asks for them.
         module: what each rank runs; one of your own calls `gradwire.bench.worker.main` with how it runs segments.
+        beside: what runs beside the ranks.
 
     Returns:
         What each rank said of each segment, in any order.
@@ -55,9 +75,9 @@ def launch(
         command = [sys.executable, "-m", module, str(job.save())]
         listener = _Listener(Path(folder), on_message)
         if lab:
-            _run_in_lab(command, world_size, job, listener)
+            _run_in_lab(command, world_size, job, listener, beside)
         else:
-            _run_on_loopback(command, world_size, job, listener)
+            _run_on_loopback(command, world_size, job, listener, beside and beside.at("127.0.0.1"))
     expected = world_size * len(job.segments)
     if len(listener.outcomes) != expected:
         raise RanksError(f"Expected {expected} results of the ranks, got {len(listener.outcomes)}. Do: run it again.")
@@ -86,12 +106,13 @@ class _Listener:
         self._on_message(message)
 
 
-def _run_in_lab(command: list[str], world_size: int, job: Job, listener: _Listener) -> None:
-    with Lab(world_size) as lab:
+def _run_in_lab(command: list[str], world_size: int, job: Job, listener: _Listener, beside: Beside | None) -> None:
+    with Lab(world_size + (beside is not None)) as lab:
         listener.lab = lab
+        placed = Beside([]) if beside is None else beside.at(lab.addresses[world_size])
         result = lab.run(
-            command,
-            env=_environment(),
+            lambda host: command if host < world_size else placed.command,
+            env={**_environment(), **placed.variables, "WORLD_SIZE": str(world_size)},
             timeout=job.deadline_seconds,
             grace=_GRACE_SECONDS,
             capture=False,
@@ -102,15 +123,16 @@ def _run_in_lab(command: list[str], world_size: int, job: Job, listener: _Listen
         raise RanksError(f"Expected all ranks to end well. {result.message}\n{_tail(stderr)}".rstrip())
 
 
-def _run_on_loopback(command: list[str], world_size: int, job: Job, listener: _Listener) -> None:
+def _run_on_loopback(command: list[str], world_size: int, job: Job, listener: _Listener, beside: Beside | None) -> None:
     processes: list[subprocess.Popen[bytes]] = []
+    commands, more = [command] * world_size, {} if beside is None else beside.variables
     try:
-        for rank in range(world_size):
+        for rank, line in enumerate(commands if beside is None else [*commands, list(beside.command)]):
             variables = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
             processes.append(
                 subprocess.Popen(
-                    command,
-                    env={**_environment(), **_loopback_interface(), **variables},
+                    line,
+                    env={**_environment(), **_loopback_interface(), **more, **variables},
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,

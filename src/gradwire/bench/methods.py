@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
     from gradwire.compressors.base import Compressor
+    from gradwire.feedback import Policy
 
 DDP_FP32 = "ddp-fp32"
 DDP_FP16 = "ddp-fp16"
@@ -94,10 +96,11 @@ def label(method: str) -> str:
     """How a reader sees it."""
     if is_native(method):
         return _LABELS[method]
+    method, _, policy = method.partition("/")
     spec, _, way = method.partition("@")
     name, _, options = spec.partition(":")
     label = f"gradwire {name}" + (f" {options.replace('=', ' ').replace(':', ', ')}" if options else "")
-    return f"{label}, {way}" if way else label
+    return ", ".join(part for part in (label, way, policy.partition(":")[0]) if part)
 
 
 def check(methods: list[str]) -> None:
@@ -113,15 +116,16 @@ def check(methods: list[str]) -> None:
         elif not is_native(method):
             compressor(method)
             strategy(method)
+            feedback(method)
     if len(set(methods)) < len(methods):
         raise OptionError(f"Expected each method once, got {', '.join(methods)}. Do: leave the second out.")
 
 
 def compressor(method: str) -> Compressor:
-    """The compressor of ``NAME`` or ``NAME:option=value:option=value``, with or without ``@STRATEGY``."""
+    """The compressor of ``NAME`` or ``NAME:option=value:option=value``, whatever ``@STRATEGY/FEEDBACK`` follows."""
     from gradwire.compressors.registry import make, names
 
-    name, *options = method.partition("@")[0].split(":")
+    name, *options = re.split("[@/]", method)[0].split(":")
     if name not in names():
         raise UnknownNameError("method", name, [DDP_FP32, DDP_FP16, *names()])
     return make(name, **dict(_option(method, text) for text in options))
@@ -131,10 +135,18 @@ def strategy(method: str) -> str | None:
     """The strategy of ``NAME@STRATEGY``; None where the plan decides."""
     from gradwire.sync.plan import STRATEGIES
 
-    _, at, way = method.partition("@")
+    _, at, way = method.partition("/")[0].partition("@")
     if at and way not in STRATEGIES:
         raise UnknownNameError("strategy", way, STRATEGIES)
     return way or None
+
+
+def feedback(method: str) -> Policy | None:
+    """The policy of residuals of ``NAME@STRATEGY/FEEDBACK``; None where the compressor's own counts."""
+    from gradwire.feedback import policies
+
+    _, slash, policy = method.partition("/")
+    return policies.get(policy) if slash else None
 
 
 def fidelity(method: str) -> str:
@@ -154,7 +166,7 @@ def connect(method: str, ddp: DistributedDataParallel, optimizer: torch.optim.Op
         return _Native(method, ddp)
     if is_auto(method):
         return Automatic(method, ddp, optimizer, seed)
-    return _Attached(method, ddp, optimizer, seed)
+    return Attached(method, ddp, optimizer, seed)
 
 
 class _Native:
@@ -190,17 +202,23 @@ class _Native:
         """Nothing to end: the hook goes with its module."""
 
 
-class _Attached:
-    """`gradwire.attach`, with its own accounts."""
+class Attached:
+    """`gradwire.attach`, with the accounts of its `handle`. Momentum correction takes the optimizer's momentum."""
 
     def __init__(self, method: str, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, seed: int) -> None:
+        from gradwire.feedback.momentum import MomentumCorrection
         from gradwire.integrations.ddp import attach
 
-        self._handle = attach(ddp, compressor(method), optimizer=optimizer, strategy=strategy(method), seed=seed)
+        policy = feedback(method)
+        if isinstance(policy, MomentumCorrection):
+            policy = MomentumCorrection.of(optimizer, masking=policy.masking, clip=policy.clip)
+        self.handle = attach(
+            ddp, compressor(method), optimizer=optimizer, strategy=strategy(method), feedback=policy, seed=seed
+        )
 
     def costs(self, steps: int) -> Costs:
         """See `Connection`."""
-        total = self._handle.report().total
+        total = self.handle.report().total
         return Costs(total.sent_bytes, total.dense_bytes, total.encode_seconds, total.decode_seconds)
 
     def settle(self, step: Callable[[], object]) -> None:
@@ -209,7 +227,7 @@ class _Attached:
 
     def close(self) -> None:
         """Detach."""
-        self._handle.detach()
+        self.handle.detach()
 
 
 class Automatic:

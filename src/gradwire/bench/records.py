@@ -96,6 +96,7 @@ def _at_rate(time: StepTime) -> Iterator[dict[str, Any]]:
     yield _row("step_without_communication", time.compute, "s")
     yield _row("ideal_step", time.ideal, "s", "computed")
     yield _row("step_over_ideal", time.over_ideal, "ratio", source)
+    yield _row("processor", time.processor or None, "s")
     yield _row("bytes", time.bytes, "B")
     yield _row("interface_bytes", time.interface_bytes, "B")
     yield _row("interface_payload", time.interface_payload, "B")

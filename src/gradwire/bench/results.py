@@ -39,6 +39,7 @@ class StepTime:
         ideal: the larger of compute and bytes over rate.
         split: where the step's time goes.
         bucket_mb: DDP's bucket size, at this rate the best one of those tried.
+        processor: seconds of processor time that a rank takes in it, all its threads together.
     """
 
     rate: str | None
@@ -52,6 +53,7 @@ class StepTime:
     ideal: float
     split: Split
     bucket_mb: float
+    processor: float = 0.0
 
     @property
     def ratio(self) -> float:
@@ -81,6 +83,7 @@ class MethodResult:
         identical: whether all ranks held the same bits at the end.
         times: one entry a rate.
         train_seconds: of each step of the loss curve, mean over ranks.
+        validations: step, validation loss and accuracy along the loss curve.
     """
 
     method: str
@@ -90,6 +93,7 @@ class MethodResult:
     identical: bool
     times: list[StepTime]
     train_seconds: list[float] = field(default_factory=list)
+    validations: list[tuple[int, float, float]] = field(default_factory=list)
 
     @property
     def label(self) -> str:
@@ -192,6 +196,7 @@ def combine_times(timed: Sequence[Timed], compute: float, measured: bool, bucket
         ideal=ideal_step(compute, num_bytes, rate_bits),
         split=Split.of(step.median, compute, encode, decode),
         bucket_mb=bucket_mb,
+        processor=per_step * sum(rank.processor_seconds for rank in timed),
     )
 
 

@@ -71,35 +71,39 @@ def run_segment(rank: Rank, index: int) -> Outcome:
     rank.set_rate(None)
     training = Training.begin(rank, segment)
     rank.set_rate(segment.train_rate)
-    losses, seconds = _train(training, index)
+    losses, seconds, validations = _train(training, index)
     rank.set_rate(None)
     loss, accuracy = _validate(training) if segment.train_steps else (None, None)
     timed = [time_steps(training, index, rate) for rate in segment.rates] if segment.min_timed else []
     rank.set_rate(None)
     identical = None if segment.method == methods.SILENT else is_identical(training.ddp.parameters())
     training.connection.close()
-    return Outcome(index, rank.rank, losses, seconds, loss, accuracy, identical, timed)
+    return Outcome(index, rank.rank, losses, seconds, loss, accuracy, identical, timed, validations)
 
 
-def _train(training: Training, index: int) -> tuple[list[float], list[float]]:
-    losses, seconds = [], []
-    steps = training.segment.train_steps
+def _train(training: Training, index: int) -> tuple[list[float], list[float], list[tuple[int, float, float]]]:
+    losses, seconds, validations = [], [], []
+    steps, every = training.segment.train_steps, training.segment.validate_every
     for step in range(1, steps + 1):
         loss, duration = training.step()
         losses.append(loss)
         seconds.append(duration)
         training.rank.progress(Progress(index, "train", step, steps, loss=loss))
-    return losses, seconds
+        if every and step % every == 0:
+            validations.append((step, *_validate(training)))
+    return losses, seconds, validations
 
 
 def _validate(training: Training) -> tuple[float, float]:
     """Each rank takes a share of the validation set; their replicas are the same."""
     rank, samples = training.rank, training.rank.workload.validation()
     share = slice(rank.rank, None, rank.world_size)
+    training.ddp.module.eval()
     loss, right = evaluate(training.ddp.module, Samples(samples.inputs[share], samples.targets[share]))
+    training.ddp.module.train()
     sums = torch.tensor([loss, right], dtype=torch.float64)
     dist.all_reduce(sums)
-    return float(sums[0]) / samples.targets.numel(), float(sums[1]) / samples.targets.numel()
+    return float(sums[0]) / samples.num_predictions, float(sums[1]) / samples.num_predictions
 
 
 def is_identical(tensors: Iterable[torch.Tensor]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Protocol
 
 import torch.distributed as dist
@@ -57,15 +58,19 @@ def time_steps(training: Steps, index: int, rate: str | None) -> Timed:
     training.connection.settle(training.step)
     dist.barrier()
     counters, costs, seconds = _interface(rank), training.connection.costs(training.steps), []
+    processor = time.process_time()
     for step in range(1, steps + 1):
         seconds.append(training.step()[1])
         rank.progress(Progress(index, "timed", step, steps, rate=rate))
+    processor = time.process_time() - processor
     spent = training.connection.costs(training.steps) - costs
     dist.barrier()  # all that was sent has arrived
-    return _timed(rate, seconds, spent, _traffic(rank, counters))
+    return _timed(rate, seconds, spent, _traffic(rank, counters), processor)
 
 
-def _timed(rate: str | None, seconds: list[float], spent: methods.Costs, traffic: Counters | None) -> Timed:
+def _timed(
+    rate: str | None, seconds: list[float], spent: methods.Costs, traffic: Counters | None, processor: float
+) -> Timed:
     return Timed(
         rate,
         seconds,
@@ -75,6 +80,7 @@ def _timed(rate: str | None, seconds: list[float], spent: methods.Costs, traffic
         spent.decode_seconds,
         traffic.bytes_sent if traffic else None,
         traffic.packets_sent if traffic else None,
+        processor,
     )
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from gradwire.bench import methods
 from gradwire.bench.environment import environment
 from gradwire.bench.job import Job, Message, Outcome, Progress, Segment
-from gradwire.bench.launch import launch
+from gradwire.bench.launch import Beside, launch
 from gradwire.bench.results import MethodResult, TrainingResult, combine_losses, combine_times
 from gradwire.bench.statistics import Spread, across_ranks
 from gradwire.bench.workload import make_workload
@@ -39,6 +39,7 @@ class TrainingOptions:
         rates: of the links, both ways, as tc writes them.
         steps: S.
         train_rate: of the links while these S steps are taken; None for links as they are, which is sooner done.
+        validate_every: validate after every so many steps, too; 0 for only after the last.
         timed_seconds: about how long to time each method at each rate.
         buckets_mb: bucket sizes to try for DDP's own methods, the better one of which counts. The first is
             everybody else's.
@@ -54,6 +55,7 @@ class TrainingOptions:
     rates: Sequence[str | None] = ("100mbit",)
     steps: int = 150
     train_rate: str | None = None
+    validate_every: int = 0
     timed_seconds: float = 4.0
     buckets_mb: Sequence[float] = (4.0, 25.0)
     seed: int = 0
@@ -102,6 +104,7 @@ class Plan:
                 options.buckets_mb[0],
                 train_steps=options.steps,
                 train_rate=options.train_rate,
+                validate_every=options.validate_every,
                 timed_seconds=options.timed_seconds,
                 rates=rates,
             )
@@ -114,12 +117,17 @@ class Plan:
         return cls([*segments, silent])
 
 
-def run(options: TrainingOptions, on_progress: OnProgress = lambda segment, progress: None) -> TrainingResult:
+def run(
+    options: TrainingOptions,
+    on_progress: OnProgress = lambda segment, progress: None,
+    beside: Beside | None = None,
+) -> TrainingResult:
     """Run the benchmark.
 
     Args:
         options: what to run.
         on_progress: called with the segment and how far it is.
+        beside: what runs beside the ranks, such as a server that a method needs.
 
     Raises:
         OptionError, UnknownNameError: an option does not fit.
@@ -143,7 +151,7 @@ def run(options: TrainingOptions, on_progress: OnProgress = lambda segment, prog
         deadline_seconds=options.deadline_seconds,
         replay=options.replay,
     )
-    outcomes = launch(job, options.ranks, on_message, lab=lab)
+    outcomes = launch(job, options.ranks, on_message, lab=lab, beside=beside)
     return _result(options, plan, outcomes, lab, note, time.monotonic() - started)
 
 
@@ -215,4 +223,5 @@ def _method(method: str, plan: Plan, by_segment: list[list[Outcome]], compute: f
         identical=all(outcome.identical is not False for outcome in first),
         times=[min(tried, key=lambda time: time.step.median) for tried in zip(*times_tried, strict=True)],
         train_seconds=across_ranks([outcome.train_seconds for outcome in first]),
+        validations=first[0].validations,
     )

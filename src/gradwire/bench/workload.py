@@ -8,6 +8,7 @@ of gradient synchronisation trains on the same data in the same order. Nothing i
 from __future__ import annotations
 
 import hashlib
+import importlib
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -21,10 +22,20 @@ from gradwire.core.errors import UnknownNameError
 
 
 class Samples(NamedTuple):
-    """Inputs and the class of each, along the first dimension."""
+    """Inputs and the class of each, along the first dimension; or, of several classes each, their probabilities."""
 
     inputs: torch.Tensor
-    targets: torch.Tensor  # (B), or (B, T) where every place of a sample has one
+    targets: torch.Tensor  # (B), or (B, T) where every place of a sample has one; float32 (B, V) of probabilities
+
+    @property
+    def has_probabilities(self) -> bool:
+        """Whether targets are probabilities of classes."""
+        return self.targets.is_floating_point()
+
+    @property
+    def num_predictions(self) -> int:
+        """How many predictions there are to make."""
+        return len(self.targets) if self.has_probabilities else self.targets.numel()
 
 
 class Workload(ABC):
@@ -69,23 +80,39 @@ def iterate(workload: Workload, seed: int, rank: int, world_size: int) -> Iterat
 
 
 def evaluate(model: nn.Module, samples: Samples, chunk: int = 1024) -> tuple[float, int]:
-    """Sum of the cross-entropy, and how many predictions are right, over `samples`."""
+    """Sum of the cross-entropy, and how many predictions are right, over `samples`.
+
+    Where samples have several classes, a prediction of any of them is right (precision at 1).
+    """
     loss, right = 0.0, 0
     with torch.no_grad():
         for start in range(0, len(samples.targets), chunk):
             inputs, targets = (part[start : start + chunk] for part in samples)
             logits = model(inputs)
             loss += nn.functional.cross_entropy(logits, targets, reduction="sum").item()
-            right += int((logits.argmax(1) == targets).sum())
+            predicted = logits.argmax(1)
+            if samples.has_probabilities:
+                right += int((targets.gather(1, predicted.unsqueeze(1)) > 0).sum())
+            else:
+                right += int((predicted == targets).sum())
     return loss, right
 
 
 def make_workload(name: str) -> Workload:
-    """The workload of a name: one of `WORKLOADS`, or ``lstm:FOLDER`` for words of a text of one's own.
+    """The workload of a name.
+
+    Args:
+        name: one of `WORKLOADS`; ``lstm:FOLDER`` for words of a text of one's own; or ``MODULE.CLASS=PATH`` for a
+            workload of one's own, which is made of the path to its data.
 
     Raises:
         UnknownNameError: there is none of this name; the known ones are listed.
     """
+    if "=" in name:
+        place, _, data = name.partition("=")
+        module, _, kind = place.rpartition(".")
+        made: Workload = getattr(importlib.import_module(module), kind)(Path(data))
+        return made
     if name.startswith("lstm:"):
         from gradwire.bench.words import WordText
 

@@ -12,6 +12,9 @@ import typer
 Parameters = Annotated[
     bool, typer.Option("--parameters", help="Serve parameters: workers push gradients, pull changes.")
 ]
+Aggregate = Annotated[
+    bool, typer.Option("--aggregate", help="Add up what workers send: indices into a table (THC), and maxima.")
+]
 Workers = Annotated[int, typer.Option("--workers", min=1, help="How many workers the job has.")]
 Host = Annotated[str, typer.Option("--host", help="Address to listen at; beyond loopback a job key is required.")]
 Port = Annotated[int, typer.Option("--port", help="Port to listen at; 0 for any.")]
@@ -22,6 +25,9 @@ Patience = Annotated[float, typer.Option("--patience", help="Seconds for which t
 Optimizer = Annotated[list[str], typer.Option("--optimizer", help="Import path of an optimizer beyond torch.optim.")]
 Import = Annotated[list[str], typer.Option("--import", help="Module to import first, such as one with a compressor.")]
 KeyFile = Annotated[Path | None, typer.Option("--key-file", help="File with the job key; or GRADWIRE_JOB_KEY_FILE.")]
+Udp = Annotated[bool, typer.Option("--udp", help="Take packets as datagrams; with --aggregate.")]
+Multicast = Annotated[str, typer.Option("--multicast", help="Send results to this group and port once; with --udp.")]
+Drop = Annotated[float, typer.Option("--drop", min=0, max=1, help="Drop this part of datagrams, to see; with --udp.")]
 Insecure = Annotated[bool, typer.Option("--insecure", help="Listen beyond loopback without a secret key.")]
 
 
@@ -33,6 +39,7 @@ def register(app: typer.Typer) -> None:
 def serve(
     workers: Workers,
     parameters: Parameters = False,
+    aggregate: Aggregate = False,
     host: Host = "127.0.0.1",
     port: Port = 7070,
     job: Job = "gradwire",
@@ -41,24 +48,44 @@ def serve(
     patience: Patience = 120.0,
     optimizer: Optimizer = [],  # noqa: B006  typer reads it
     modules: Import = [],  # noqa: B006
+    udp: Udp = False,
+    multicast: Multicast = "",
+    drop: Drop = 0.0,
     key_file: KeyFile = None,
     insecure: Insecure = False,
 ) -> None:
-    """Run a parameter server until all workers have finished. Start one for each part of the model."""
+    """Run a server until all workers have finished: one that keeps parameters, or one that aggregates."""
     from gradwire.core.errors import GradwireError
+    from gradwire.server.aggregation import AggregationOptions, AggregationServer
     from gradwire.server.parameters import ParameterServer, ServerOptions
+    from gradwire.transport.address import parse_address
 
-    if not parameters:
-        raise typer.BadParameter("Expected what to serve. Do: pass --parameters.")
+    if parameters == aggregate:
+        raise typer.BadParameter("Expected what to serve. Do: pass either --parameters or --aggregate.")
+    if parameters and (udp or multicast or drop):
+        raise typer.BadParameter("Expected --udp, --multicast and --drop with --aggregate. Do: leave them out.")
+    if aggregate and (state or optimizer):
+        raise typer.BadParameter("Expected --state and --optimizer with --parameters. Do: leave them out.")
     for module in modules:
         importlib.import_module(module)
+    limits = timedelta(seconds=timeout), timedelta(seconds=patience)
     try:
-        options = ServerOptions(
-            workers, host, port, job, state, timeout=timedelta(seconds=timeout), patience=timedelta(seconds=patience),
-            optimizers=tuple(optimizer), key_file=key_file, insecure=insecure,
-        )  # fmt: skip
-        server = ParameterServer(options)
-        typer.echo(f"Serving parameters to {workers} workers at {server.address[0]}:{server.address[1]}")
+        server: ParameterServer | AggregationServer
+        if parameters:
+            options = ServerOptions(
+                workers, host, port, job, state, timeout=limits[0], patience=limits[1], optimizers=tuple(optimizer),
+                key_file=key_file, insecure=insecure,
+            )  # fmt: skip
+            server = ParameterServer(options)
+        else:
+            group = parse_address(multicast) if multicast else None
+            ends = AggregationOptions(
+                workers, host, port, job, udp, group, drop, timeout=limits[0], patience=limits[1], key_file=key_file,
+                insecure=insecure,
+            )  # fmt: skip
+            server = AggregationServer(ends)
+        what = "parameters" if parameters else "sums"
+        typer.echo(f"Serving {what} to {workers} workers at {server.address[0]}:{server.address[1]}")
         server.run(on_event=typer.echo)
     except (GradwireError, OSError) as error:
         typer.echo(str(error), err=True)

@@ -26,6 +26,7 @@ from gradwire.lang.trace import signature_line, trace
 
 Bound = Callable[..., float | None]
 Feedback = FeedbackName | Callable[..., FeedbackName]
+Remember = Callable[..., float]
 
 
 class Algorithm:
@@ -33,9 +34,9 @@ class Algorithm:
 
     def __init__(
         self, encode: Callable[..., Any], name: str, feedback: Feedback, unbiased: bool | Callable[..., bool],
-        contraction: Bound | None, variance: Bound | None, votes: bool,
+        contraction: Bound | None, variance: Bound | None, votes: bool, remember: Remember | None,
     ) -> None:  # fmt: skip
-        self.votes = votes
+        self.votes, self.remember = votes, remember
         self.encode_function, self.name = encode, name
         self.feedback, self.unbiased, self.contraction, self.variance = feedback, unbiased, contraction, variance
         self.doc = inspect.getdoc(encode) or ""
@@ -103,6 +104,7 @@ def compressor(
     contraction: Bound | None = None,
     variance: Bound | None = None,
     votes: bool = False,
+    remember: Remember | None = None,
 ) -> Callable[[Callable[..., Any]], Algorithm]: ...
 
 
@@ -114,6 +116,7 @@ def compressor(
     contraction: Bound | None = None,
     variance: Bound | None = None,
     votes: bool = False,
+    remember: Remember | None = None,
 ) -> Any:
     """Decorator: make a compressor of an encoder written in the language, and of the decoder that follows.
 
@@ -127,6 +130,8 @@ def compressor(
             options by name; or None. It may give None for options with which there is no such δ.
         variance: ω of E‖g − decode(encode(g))‖² ≤ ω‖g‖², likewise, where unbiased; see `Compressor.variance`.
         votes: see `Compressor`.
+        remember: of the body, the number of elements, the step and the options by name: what `remembered` gives in the
+            next step.
 
     Returns:
         An `Algorithm`, which is complete once its `decode` has decorated a second function.
@@ -134,6 +139,6 @@ def compressor(
 
     def wrap(encode: Callable[..., Any]) -> Algorithm:
         chosen = name if isinstance(name, str) else encode.__name__
-        return Algorithm(encode, chosen, feedback, unbiased, contraction, variance, votes)
+        return Algorithm(encode, chosen, feedback, unbiased, contraction, variance, votes, remember)
 
     return wrap(name) if callable(name) else wrap

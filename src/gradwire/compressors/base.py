@@ -58,6 +58,7 @@ class Compressor(ABC):
         votes: whether ranks must count alike where their payloads are merged: who merges them encodes its own gradient,
             too, in place of adding it as it is.
         whole: whether tensors are never cut into ranges: contexts then have the tensor's own shape.
+        remembers: whether encodes make use of what `remember` gave in the step before.
         needs_optimizer: whether contexts must have slices of parameters and optimizer state in `aux`.
         default_feedback: the residual policy that the algorithm needs: ``"none"`` or ``"error"``.
     """
@@ -70,6 +71,7 @@ class Compressor(ABC):
     needs_stats: bool = False
     votes: bool = False
     whole: bool = False
+    remembers: bool = False
     needs_optimizer: bool = False
     default_feedback: FeedbackName = "error"
 
@@ -78,6 +80,10 @@ class Compressor(ABC):
     @property
     def options(self) -> dict[str, Any]:
         """The options this instance was made with, by name: together with `name` its whole identity."""
+        return {}
+
+    def agreed(self, world_size: int) -> dict[str, Any]:
+        """What ranks must have alike beside name and options, such as a table that is found: plain data, compared."""
         return {}
 
     def contraction(self, spec: TensorSpec) -> float | None:
@@ -227,6 +233,10 @@ class Compressor(ABC):
         """The narrowest integer type whose lanes hold the sum over `world_size` ranks without overflow, or float32."""
         raise NotImplementedError(f"{self!r} is not summable")
 
+    def partial_lane_dtype(self, num_added: int, world_size: int) -> np.dtype:
+        """The same for the sum of `num_added` of their payloads: what travels between the hops of a ring."""
+        return self.lane_dtype(world_size)
+
     def lane_bound(self, world_size: int) -> int:
         """The largest magnitude that one payload adds to a lane of integers, where `world_size` ranks add theirs."""
         raise NotImplementedError(f"{self!r} does not add integers")
@@ -255,6 +265,13 @@ class Compressor(ABC):
         and it may be that of other options: a hint and no more.
         """
         return None
+
+    def remember(self, payload: Payload, ctx: Context, size: int) -> float:
+        """What the next encode of the same elements gets in a float32 ``aux["remembered"]``, 0 for nothing.
+
+        It is each rank's own, is committed, rolled back and saved with the residuals, and a hint and no more.
+        """
+        return 0.0
 
     # -- helpers for implementations -------------------------------------------------------------------------
 

@@ -7,7 +7,8 @@ in `aux`, nothing is cut off and every bit is kept.
 Biased: magnitudes are cut, never rounded up. What is cut is not kept as a residual; it is below what an update shows.
 
 `ctx.aux` has the range's elements of ``parameter``, ``first`` and ``second`` (the moments, where there are any),
-``numbers`` (see `kernels.update_limits`) and ``loss_scale``. Body: that of `lossless`.
+``numbers`` (see `kernels.update_limits`), ``loss_scale``, and ``clipped``, which stands for the option. Body: that of
+`lossless`.
 
 Source: GCOMP (SoCC 2024). Differences: those of `gcomp_metric`, `kernels.float_format` and `kernels.prefix_code`.
 """
@@ -16,7 +17,7 @@ Source: GCOMP (SoCC 2024). Differences: those of `gcomp_metric`, `kernels.float_
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -26,10 +27,12 @@ from gradwire.compressors.base import as_array
 from gradwire.compressors.gcomp_metric import guard
 from gradwire.compressors.lossless import FloatPacking
 from gradwire.compressors.none import ARRAY_DTYPES, convert
+from gradwire.compressors.options import flag
 from gradwire.compressors.registry import register
 from gradwire.core.context import Context
 from gradwire.core.spec import TensorSpec
 from gradwire.kernels import active as kernels
+from gradwire.kernels.float_format import LEVELS
 from gradwire.wire.payload import Payload
 
 # Elements that stay in a core's cache while they are scaled, their limits found, and cut.
@@ -41,13 +44,25 @@ class GComp(FloatPacking):
     """`lossless`, without the bits that the optimizer's update would not notice.
 
     Args:
-        table: another prefix code than the default, all ranks the same; see `FloatPacking`.
+        table: another prefix code to begin with than the default, all ranks the same; see `FloatPacking`.
+        refresh: every so many steps each tensor gets a code of its own gradients; 0 for never.
+        clipped: whether gradients are multiplied by a factor of their norm before the optimizer's step
+            (`clip_grad_norm_`): then at most 6 bits are cut, and none of 16-bit elements, so that the norm stays.
     """
 
     name: ClassVar[str] = "gcomp"
     exact = False
     unbiased = False
     needs_optimizer = True
+
+    def __init__(self, table: str = "", refresh: int = 50, clipped: bool = False) -> None:
+        super().__init__(table, refresh)
+        self.clipped = flag("clipped", clipped)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """See `Compressor`."""
+        return {**super().options, "clipped": self.clipped}
 
     def contraction(self, spec: TensorSpec) -> float | None:
         """None: subnormal numbers may be cut to nothing."""
@@ -96,20 +111,22 @@ class GComp(FloatPacking):
     def _encode(self, grad: torch.Tensor, ctx: Context, scale: float, residual: np.ndarray | None) -> Payload:
         dtype = grad.dtype if ctx.spec is None else ctx.spec.dtype
         x = as_array(grad)
-        if "numbers" in ctx.aux and dtype != torch.float64:
-            elements, finite = _truncated(x, dtype, scale, ctx)
+        clipped = self.clipped or bool(ctx.aux.get("clipped", False))
+        levels = (1 if dtype == torch.float32 else 0) if clipped else LEVELS - 1
+        if "numbers" in ctx.aux and dtype != torch.float64 and levels:
+            elements, finite = _truncated(x, dtype, scale, ctx, levels)
         else:
             elements, finite = self._elements_to_send(x, dtype, scale)
         if not finite:
             return NONFINITE
-        payload = Payload(self._body(elements, dtype))
+        payload = Payload(self._body(elements, dtype, ctx))
         if residual is not None:
             start_residual(x, residual)
             kernels.compensate(elements, -1.0, residual, residual)
         return payload
 
 
-def _truncated(x: np.ndarray, dtype: torch.dtype, scale: float, ctx: Context) -> tuple[np.ndarray, bool]:
+def _truncated(x: np.ndarray, dtype: torch.dtype, scale: float, ctx: Context, levels: int) -> tuple[np.ndarray, bool]:
     """Scale · x without what the update does not notice, in memory of this thread, and whether all of it is finite."""
     memory = scratch(4 * _PIECE + dtype.itemsize * x.size)
     limits, elements = memory[: 4 * _PIECE].view(np.float32), memory[4 * _PIECE :].view(ARRAY_DTYPES[dtype])
@@ -123,5 +140,5 @@ def _truncated(x: np.ndarray, dtype: torch.dtype, scale: float, ctx: Context) ->
             return elements, False
         first, second = (None if moment is None else moment[piece] for moment in moments)
         kernels.update_limits(parameter[piece], first, second, numbers, limits[: part.size])
-        kernels.truncate_floats(part, limits[: part.size], least, part)
+        kernels.truncate_floats(part, limits[: part.size], least, part, levels)
     return elements, True

@@ -11,9 +11,10 @@ of θ'. Here all of that is a bound, so that what follows is true whatever the o
   move θ' by less than 2⁻ᵐ · |θ| for a mantissa of m bits, to which rounding θ' itself can add as much.
 
 What a truncation does to moments shows in later steps, by what the moment remembers, and is not bounded here. Nor is
-what it does to others through a factor common to all of them: `clip_grad_norm_` scales every gradient by a norm that
-truncation has changed (by at most 2⁻⁵ in float32). `clip_grad_value_` is covered: it brings no two gradients further
-apart. Where nothing is known of an update (no state yet, a learning rate of 0 with moments), nothing is truncated.
+what it does to others through a factor common to all of them, as `clip_grad_norm_` takes from a norm of truncated
+gradients: where that is seen, fewer bits are cut (`gradwire.integrations.clipping`). `clip_grad_value_` is covered: it
+brings no two gradients further apart. Where nothing is known of an update (no state yet, a learning rate of 0 with
+moments), nothing is truncated.
 
 Source: GCOMP (SoCC 2024), section 5.1, table 2 and appendix A. Differences: those above; the paper's δ has signs, and
 takes the second moment of this step.
@@ -44,6 +45,18 @@ class Numbers(NamedTuple):
     spread: float = 1.0
     eps: float = 0.0
 
+    def allow(self, later: Numbers) -> bool:
+        """Whether what was cut for these stays within the bound where `later` ones are applied."""
+        grown = (after > before * (1 + 1e-6) for before, after in zip(self._moving(), later._moving(), strict=True))
+        shrunk = (after < before * (1 - 1e-6) for before, after in zip(self._holding(), later._holding(), strict=True))
+        return not any(grown) and not any(shrunk)
+
+    def _moving(self) -> tuple[float, ...]:
+        return self.decay, self.pull, self.pull_over, self.direct, self.through
+
+    def _holding(self) -> tuple[float, ...]:
+        return self.keep, self.spread, self.eps
+
 
 class Rule(NamedTuple):
     """How one optimizer updates.
@@ -66,8 +79,8 @@ def _rate(group: Mapping[str, Any]) -> float:
 
 
 def _lasting_rate(group: Mapping[str, Any]) -> float:
-    """The rate that a moment of today may be applied with: a warm-up's last one, where a scheduler says it."""
-    return max(_rate(group), float(group.get("initial_lr", 0.0)))
+    """The rate that a moment of today may be applied with: the highest that a scheduler of torch has written down."""
+    return max(_rate(group), float(group.get("initial_lr", 0.0)), float(group.get("max_lr", 0.0)))
 
 
 def _sgd(group: Mapping[str, Any], steps: int) -> Numbers | None:
@@ -77,9 +90,11 @@ def _sgd(group: Mapping[str, Any], steps: int) -> Numbers | None:
         rate = _rate(group)
         return Numbers(decay=rate * decay, direct=rate)
     rate = _lasting_rate(group)
+    if not rate:
+        return None
     if group["nesterov"]:
         return Numbers(decay=rate * decay * (1 + mu), pull=rate * mu * mu, direct=rate * (1 + mu))
-    return Numbers(decay=rate * decay * (1 - tau), pull=rate * mu, direct=rate * (1 - tau)) if rate else None
+    return Numbers(decay=rate * decay * (1 - tau), pull=rate * mu, direct=rate * (1 - tau))
 
 
 def _adagrad(group: Mapping[str, Any], steps: int) -> Numbers | None:

@@ -14,6 +14,7 @@ Body: what all ranks share of each block, as float32, unless a preliminary round
 from __future__ import annotations
 
 import functools
+import hashlib
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -24,7 +25,7 @@ import torch
 from gradwire.compressors import options
 from gradwire.compressors.array import ArrayCompressor, expect, expect_bytes, scratch
 from gradwire.compressors.base import Reduction, Stat, as_array
-from gradwire.compressors.thc_choice import LANE_BITS
+from gradwire.compressors.thc_choice import LANE_BITS, lane_for
 from gradwire.core.context import Context
 from gradwire.core.errors import OptionError, PayloadError
 from gradwire.core.spec import TensorSpec
@@ -84,6 +85,13 @@ class Homomorphic(ArrayCompressor):
     def options(self) -> dict[str, Any]:
         """See `Compressor`."""
         return {"bits": self.bits, "block": self.block, "rotate": self.rotate, "lane_bits": self.lane_bits}
+
+    def agreed(self, world_size: int) -> dict[str, Any]:
+        """The table, by its bits, its largest value and a hash, and the lanes."""
+        values, bits = coding = self.coding(world_size)
+        digest = hashlib.blake2b(values.astype("<u4").tobytes(), digest_size=8).hexdigest()
+        lanes = self.lane_dtype(world_size).name
+        return {"bits": bits, "granularity": coding.granularity, "table": digest, "lanes": lanes}
 
     # -- what an algorithm says ------------------------------------------------------------------------------------
 
@@ -174,6 +182,10 @@ class Homomorphic(ArrayCompressor):
         return sides, reader.array(np.uint8, num_packed)
 
     # -- lanes -----------------------------------------------------------------------------------------------------
+
+    def partial_lane_dtype(self, num_added: int, world_size: int) -> np.dtype:
+        """The narrowest for so many, unless `lane_bits` says which."""
+        return lane_for(num_added, self.lane_bound(world_size), self.lane_bits)
 
     def lane_bound(self, world_size: int) -> int:
         """The granularity."""

@@ -141,6 +141,10 @@ class Int8Shared(ArrayCompressor):
                 return lane
         raise OptionError(f"Expected at most {2**31 // 128} ranks, got {world_size}. Do: sum in groups of ranks.")
 
+    def partial_lane_dtype(self, num_added: int, world_size: int) -> np.dtype:
+        """As for a group of so many."""
+        return self.lane_dtype(num_added)
+
     def lane_bound(self, world_size: int) -> int:
         """127."""
         return _LEVELS

@@ -7,7 +7,8 @@ Body: magic, uint16; 0 if the elements are stored, 1 if they are packed, uint8; 
 number of the code's table, uint32. Then the elements, or what `kernels.pack_floats` writes.
 
 Source: GCOMP (SoCC 2024), sections 4 and 6, without the truncation of section 5, for which see `gcomp`. Differences:
-those of `kernels.float_format` and `kernels.prefix_code`.
+those of `kernels.float_format` and `kernels.prefix_code`; the lengths that the paper's block begins with (figure 7) are
+those of the frame and of the chunks' table.
 """
 # Shapes: N = elements of the tensor or range, W = ranks
 
@@ -24,6 +25,7 @@ from gradwire.compressors import exponent_prior
 from gradwire.compressors.array import expect, scratch
 from gradwire.compressors.base import FeedbackName, as_array
 from gradwire.compressors.none import ARRAY_DTYPES, NoCompression, add, convert
+from gradwire.compressors.options import integer
 from gradwire.compressors.registry import register
 from gradwire.core.context import Context
 from gradwire.core.errors import OptionError, PayloadError
@@ -45,31 +47,37 @@ class FloatPacking(NoCompression):
     Args:
         table: lengths of the prefix code's words, 129 bytes in hexadecimal, as `PrefixCode.to_bytes` gives them; the
             empty text stands for the one in `exponent_prior`.
+        refresh: every so many steps a synchroniser finds a table for each tensor (`gradwire.sync.tables`); 0: never.
+
+    A context may have another table in ``aux["table"]``, uint8; encoder and decoder must have the same.
     """
 
     default_feedback: FeedbackName = "none"
 
-    def __init__(self, table: str = "") -> None:
+    def __init__(self, table: str = "", refresh: int = 50) -> None:
         self.table = _checked(table)
+        self.refresh = integer("refresh", refresh, 0, 1 << 53)
 
     @property
     def options(self) -> dict[str, Any]:
         """See `Compressor`."""
-        return {"table": self.table}
+        return {"table": self.table, "refresh": self.refresh}
 
     def max_encoded_bytes(self, spec: TensorSpec) -> int:
         """The tensor itself, and the header of a block."""
         return HEADER_BYTES + spec.nbytes
 
-    def code(self, dtype: torch.dtype) -> PrefixCode:
-        """The prefix code of an element type."""
+    def code(self, dtype: torch.dtype, table: torch.Tensor | None = None) -> PrefixCode:
+        """The prefix code of an element type, or the one of a table."""
+        if table is not None:
+            return code_of_bytes(as_array(table).tobytes())
         return code_of_bytes(bytes.fromhex(self.table)) if self.table else exponent_prior.code(dtype)
 
     # -- packing ---------------------------------------------------------------------------------------------
 
-    def _pack(self, x: np.ndarray, dtype: torch.dtype, scale: float) -> tuple[Payload, np.ndarray]:
+    def _pack(self, x: np.ndarray, dtype: torch.dtype, scale: float, ctx: Context) -> tuple[Payload, np.ndarray]:
         elements, finite = self._elements_to_send(x, dtype, scale)
-        return Payload(self._body(elements, dtype), nonfinite=not finite), elements
+        return Payload(self._body(elements, dtype, ctx), nonfinite=not finite), elements
 
     def _elements_to_send(self, x: np.ndarray, dtype: torch.dtype, scale: float) -> tuple[np.ndarray, bool]:
         """What `none` would send, and whether all of it is finite."""
@@ -79,9 +87,9 @@ class FloatPacking(NoCompression):
         elements = scratch(x.size * dtype.itemsize).view(element)
         return elements, convert(x, elements, scale)
 
-    def _body(self, elements: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+    def _body(self, elements: np.ndarray, dtype: torch.dtype, ctx: Context) -> np.ndarray:
         body = np.empty(HEADER_BYTES + elements.nbytes, np.uint8)
-        code = self.code(dtype)
+        code = self.code(dtype, ctx.aux.get("table"))
         length = -1 if dtype == torch.float64 else kernels.pack_floats(elements, code, body[HEADER_BYTES:])
         kind = STORED if length < 0 else PACKED
         _HEADER.pack_into(body.data, 0, MAGIC, kind, ELEMENT_TYPES[dtype], code.number)
@@ -105,9 +113,10 @@ class FloatPacking(NoCompression):
         dtype = out.dtype if ctx.spec is None else ctx.spec.dtype
         target = as_array(out)
         if out.dtype == dtype and not accumulate:
-            self._unpack(payload, dtype, target)
+            self._unpack(payload, dtype, target, ctx)
             return out
-        elements = self._unpack(payload, dtype, scratch(out.numel() * dtype.itemsize).view(ARRAY_DTYPES[dtype]))
+        elements = scratch(out.numel() * dtype.itemsize).view(ARRAY_DTYPES[dtype])
+        self._unpack(payload, dtype, elements, ctx)
         if accumulate:
             add(elements, target)
         else:
@@ -127,9 +136,9 @@ class FloatPacking(NoCompression):
             self.decode(payload, ctx, out=out, accumulate=True)
         return out
 
-    def _unpack(self, payload: Payload, dtype: torch.dtype, elements: np.ndarray) -> np.ndarray:
+    def _unpack(self, payload: Payload, dtype: torch.dtype, elements: np.ndarray, ctx: Context) -> None:
         """Decode a body of untrusted bytes into `elements`."""
-        body, code = payload.body, self.code(dtype)
+        body, code = payload.body, self.code(dtype, ctx.aux.get("table"))
         if body.nbytes < HEADER_BYTES:
             raise PayloadError(f"Expected a {self.name} payload of at least {HEADER_BYTES} bytes, got {body.nbytes}.")
         magic, kind, element, number = _HEADER.unpack(bytes(body[:HEADER_BYTES]))
@@ -140,12 +149,11 @@ class FloatPacking(NoCompression):
         if kind == PACKED:
             packed = dtype != torch.float64 and kernels.unpack_floats(body[HEADER_BYTES:], code, elements)
             expect(packed, f"what packs {elements.size} elements", "something else", self.name)
-            return elements
+            return
         stored = Reader(self._expect_bytes(payload, HEADER_BYTES + elements.nbytes)[HEADER_BYTES:])
         elements[:] = stored.array(elements.dtype, elements.size)
         longer = dtype == torch.float64 or not kernels.packs_shorter(elements, code)
         expect(longer, "elements that are packed, since that is shorter", "stored ones", self.name)
-        return elements
 
 
 @register
@@ -153,7 +161,8 @@ class Lossless(FloatPacking):
     """Exponents in a prefix code, signs and mantissas packed tightly: exact.
 
     Args:
-        table: another prefix code than the default, all ranks the same; see `FloatPacking`.
+        table: another prefix code to begin with than the default, all ranks the same; see `FloatPacking`.
+        refresh: every so many steps each tensor gets a code of its own gradients; 0 for never.
     """
 
     name: ClassVar[str] = "lossless"

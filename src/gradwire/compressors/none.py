@@ -57,7 +57,7 @@ class NoCompression(Compressor):
         """Copy `grad`; ctx.spec, where given, says in which element type."""
         dtype = grad.dtype if ctx.spec is None else ctx.spec.dtype
         x = as_array(grad)
-        payload, elements = self._pack(x, dtype, 1.0)
+        payload, elements = self._pack(x, dtype, 1.0, ctx)
         if residual is not None:
             start_residual(x, residual)
             kernels.compensate(elements, -1.0, residual, residual)
@@ -77,7 +77,7 @@ class NoCompression(Compressor):
         if work is not None:
             return super().encode_compensated(grad, ctx, work, scale=scale, residual=residual)
         assert residual is None, "a residual without a place for the next one would be lost"
-        return self._pack(as_array(grad), grad.dtype if ctx.spec is None else ctx.spec.dtype, scale)[0]
+        return self._pack(as_array(grad), grad.dtype if ctx.spec is None else ctx.spec.dtype, scale, ctx)[0]
 
     def decode(
         self,
@@ -120,7 +120,7 @@ class NoCompression(Compressor):
         body = self._expect_bytes(payload, out.numel() * dtype.itemsize)
         return Reader(body).array(ARRAY_DTYPES[dtype], out.numel())
 
-    def _pack(self, x: np.ndarray, dtype: torch.dtype, scale: float) -> tuple[Payload, np.ndarray]:
+    def _pack(self, x: np.ndarray, dtype: torch.dtype, scale: float, ctx: Context) -> tuple[Payload, np.ndarray]:
         """The payload of scale · x, and the elements that it decodes to."""
         body = np.empty(x.size * dtype.itemsize, np.uint8)
         elements = body.view(ARRAY_DTYPES[dtype])

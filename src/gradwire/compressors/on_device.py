@@ -34,7 +34,7 @@ class DeviceCode:
         static: gives what follows from length and step, as generated code takes it.
     """
 
-    def __init__(self, program: Program, static: Callable[[int, int], np.ndarray]) -> None:
+    def __init__(self, program: Program, static: Callable[..., np.ndarray]) -> None:
         self.program, self._static = program, static
 
     @functools.cached_property
@@ -56,7 +56,7 @@ class DeviceCode:
     def measure(self, grad: torch.Tensor, ctx: Context, scale: float = 1.0) -> torch.Tensor:
         """The rank's values of the preliminary round, float32[S]; infinite where the gradient is not finite."""
         values: torch.Tensor = self.module.measure(
-            grad, scale, None, key_words(ctx), ctx.offset, self._static(grad.numel(), ctx.step)
+            grad, scale, None, key_words(ctx), ctx.offset, self._static(grad.numel(), ctx.step, remembered(ctx))
         )  # fmt: skip
         return values
 
@@ -85,7 +85,14 @@ class DeviceCode:
         """
         assert rest is not None or residual is None, "a residual without a place for the next one would be lost"
         body: torch.Tensor | None = self.module.encode(
-            grad, scale, residual, rest, stats, key_words(ctx), ctx.offset, self._static(grad.numel(), ctx.step)
+            grad,
+            scale,
+            residual,
+            rest,
+            stats,
+            key_words(ctx),
+            ctx.offset,
+            self._static(grad.numel(), ctx.step, remembered(ctx)),
         )
         return body
 
@@ -128,7 +135,7 @@ class OnDevice(ArrayCompressor):
         return DeviceCode(self.program, self._static)
 
     @abstractmethod
-    def _static(self, size: int, step: int) -> np.ndarray:
+    def _static(self, size: int, step: int, remembered: float = 0.0) -> np.ndarray:
         """What follows from length and step, as generated code takes it."""
 
     @abstractmethod
@@ -217,6 +224,12 @@ class OnDevice(ArrayCompressor):
     def _given_on(self, device: torch.device, stats: Sequence[np.ndarray]) -> torch.Tensor | None:
         given = self._given(stats)
         return None if given is None else torch.from_numpy(given).to(device)
+
+
+def remembered(ctx: Context) -> float:
+    """What the encode of the step before left for this one; 0 for nothing."""
+    found = ctx.aux.get("remembered")
+    return 0.0 if found is None else float(found[0])
 
 
 def key_words(ctx: Context) -> np.ndarray:

@@ -40,9 +40,8 @@ class THC(Homomorphic):
     """THC: rotated blocks as indices into a table, which an aggregator looks up and adds, with error feedback.
 
     Args:
-        bits: the most bits of an index, from 1 to 8.
-        granularity: the largest value of the table; None chooses it, and fewer bits where they do, for the number of
-            ranks: see `thc_choice`.
+        bits: of an index, from 1 to 8.
+        granularity: the largest value of the table; None chooses it for the number of ranks: see `thc_choice`.
         p: the fraction of coordinates that are clamped.
         block: elements that are rotated together and share a scale; a power of two from 64 to 2^20.
         rotate: "block"; "full" for ranges as they come, whatever `block` is; "none".

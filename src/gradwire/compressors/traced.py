@@ -20,6 +20,7 @@ from gradwire.compressors.array import NONFINITE, expect, scratch
 from gradwire.compressors.base import Reduction, Stat, as_array
 from gradwire.compressors.on_device import OnDevice
 from gradwire.compressors.on_device import key_words as _keys
+from gradwire.compressors.on_device import remembered as _remembered
 from gradwire.core.context import Context
 from gradwire.core.errors import UnknownNameError
 from gradwire.core.spec import TensorSpec
@@ -53,6 +54,7 @@ class TracedCompressor(OnDevice):
         self.unbiased = unbiased(**self._options) if callable(unbiased) else unbiased
         self.default_feedback = feedback(**self._options) if callable(feedback) else feedback
         self.needs_stats, self.votes = bool(self.program.stats), self.algorithm.votes
+        self.remembers = any(node.op == "remembered" for node in self.program.encode_nodes())
         self._statics = statics(self.program)
         self._filters = [node for node in self.program.encode_nodes() if node.op in ("filter", "hash")]
         self._uses_step = any(_depends_on_step(node) for node in self._statics)
@@ -102,7 +104,7 @@ class TracedCompressor(OnDevice):
         if grad.is_cuda:
             return self._stats_on_device(grad, ctx, scale)
         x, values = as_input(as_array(grad)), np.empty(len(self.program.stats), np.float32)
-        static = self._static(x.size, ctx.step)
+        static = self._static(x.size, ctx.step, _remembered(ctx))
         if not self.module.measure(
             x, np.float32(scale), None, None, _keys(ctx), ctx.offset, static, self._lists(x.size), values
         ):
@@ -114,6 +116,12 @@ class TracedCompressor(OnDevice):
     def stats_spec(self, spec: TensorSpec) -> list[tuple[int, Reduction]]:
         """One value for each `over_ranks`."""
         return [(1, node.attrs["function"]) for node in self.program.stats]
+
+    def remember(self, payload: Payload, ctx: Context, size: int) -> float:
+        """What the algorithm declares, of the body, size, step and its options."""
+        if payload.nonfinite or self.algorithm.remember is None:
+            return 0.0
+        return self.algorithm.remember(payload.body, size, ctx.step, **self._options)
 
     # -- encode and decode -----------------------------------------------------------------------------------
 
@@ -154,7 +162,7 @@ class TracedCompressor(OnDevice):
             _places(arrays), _sizes(arrays), np.float32(1), _places(rests) if rests else None,
             _places(bodies), _sizes(bodies), np.stack([_keys(ctx) for ctx in ctxs]),
             np.array([ctx.offset for ctx in ctxs], np.int64),
-            np.stack([self._static(each.size, ctx.step) for each, ctx in zip(arrays, ctxs)]),
+            np.stack([self._static(each.size, ctx.step, _remembered(ctx)) for each, ctx in zip(arrays, ctxs)]),
             self._lists(max(each.size for each in arrays)), lengths,
         )  # fmt: skip
         return [
@@ -183,7 +191,7 @@ class TracedCompressor(OnDevice):
         body = np.empty(most, np.uint8) if is_fixed else lists[lists.size - _aligned(most) :][:most]
         length = self.module.encode(
             as_input(x), np.float32(scale), residual, rest, body, self._given(stats), _keys(ctx), ctx.offset,
-            self._static(x.size, ctx.step), lists,
+            self._static(x.size, ctx.step, _remembered(ctx)), lists,
         )  # fmt: skip
         if length < 0:
             return None
@@ -224,8 +232,10 @@ class TracedCompressor(OnDevice):
 
         return cache.load(f"{self.name}_cpu", emit(self.program))
 
-    def _static(self, size: int, step: int) -> np.ndarray:
+    def _static(self, size: int, step: int, remembered: float = 0.0) -> np.ndarray:
         """See `static_values`."""
+        if remembered:
+            return static_values(self._statics, size, step, remembered)
         key = (size, step if self._uses_step else 0)
         if key not in self._static_values:
             if len(self._static_values) > 4096:

@@ -31,7 +31,8 @@ class Context:
         stage: which encode of the path this is: 0 for a rank's own gradient, then one for each re-encode.
         spec: shape and dtype to decode to; a decoder never takes these from the payload. None means the
             caller hands `out=` to decode.
-        aux: slices of parameter and optimizer state that belong to the gradient, by name (for gcomp).
+        aux: slices of parameter and optimizer state that belong to the gradient, by name (for gcomp), and what the step
+            before left (powersgd, dragonn).
     """
 
     name: str

@@ -23,13 +23,13 @@ class Event:
 
     Attributes:
         kind: ``encode``, ``decode``, ``merge``, ``send``, ``recv``, ``submit``, ``done``, ``commit``,
-            ``rollback``, ``replica_check``, ``failure``.
+            ``rollback``, ``replica_check``, ``failure``, ``late`` (sent, and not counted).
         start: seconds on the monotonic clock.
         duration: seconds; 0 for an instant.
         tensor: name of the tensor or group of tensors.
         round: synchronisation round.
         nbytes: bytes concerned: for send and recv the whole frame, for encode and merge the body of one.
-        peer: the other rank, or None.
+        peer: the other rank, or None; of a send None is the aggregator.
         detail: anything else worth keeping.
     """
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -23,6 +24,7 @@ from gradwire.compressors.base import Compressor, Stat, as_array
 from gradwire.compressors.registry import parse_option
 from gradwire.core.context import Context
 from gradwire.core.errors import UnknownNameError
+from gradwire.core.spec import Range
 from gradwire.feedback.residuals import ResidualKey, Residuals
 from gradwire.kernels import active as kernels
 from gradwire.wire.payload import Payload
@@ -90,6 +92,27 @@ class Policy(ABC):
         Must be followed by `encode` with the same arguments and the reduced values, or by a rollback.
         """
 
+    def take_back(
+        self,
+        residuals: Residuals,
+        key: ResidualKey,
+        grad: torch.Tensor,
+        scale: float,
+        sent: np.ndarray,
+        late: np.ndarray,
+    ) -> None:
+        """Keep what `encode` has sent in this step of some elements, for it came too late to count.
+
+        Args:
+            residuals: state of this rank.
+            key: whose residual this is.
+            grad: as given to `encode`.
+            scale: as given to `encode`.
+            sent: what the payload decodes to, float32[N].
+            late: of which elements, bool[N].
+        """
+        residuals.stage(key)[late] += sent[late]
+
 
 class NoFeedback(Policy):
     """Encodes the gradient alone: for compressors that are exact or unbiased."""
@@ -123,6 +146,20 @@ class NoFeedback(Policy):
         """Statistics of scale · grad."""
         return compressor.stats(grad, ctx, scale)
 
+    def take_back(
+        self,
+        residuals: Residuals,
+        key: ResidualKey,
+        grad: torch.Tensor,
+        scale: float,
+        sent: np.ndarray,
+        late: np.ndarray,
+    ) -> None:
+        """Keep the gradient of these elements: the next encode of them then has feedback."""
+        kept = residuals.stage(key)
+        kept.fill(0)
+        kept[late] = np.float32(scale) * grad.detach().float().numpy()[late]
+
 
 class ErrorFeedback(Policy):
     """Encodes the gradient plus what earlier encodes kept back: for biased compressors."""
@@ -144,9 +181,14 @@ class ErrorFeedback(Policy):
         if stats:
             work = residuals.stage(key)  # `stats` has put the compensated gradient there
             return compressor.encode(torch.from_numpy(work), ctx, stats, residual=work)
+        if compressor.remembers:
+            ctx = _reminded(ctx, residuals, key)
         source = residuals.source(key)
         work = residuals.stage(key)
-        return compressor.encode_compensated(grad, ctx, work, scale=scale, residual=source)
+        payload = compressor.encode_compensated(grad, ctx, work, scale=scale, residual=source)
+        if compressor.remembers:
+            residuals.stage(_memory(key))[0] = compressor.remember(payload, ctx, key.range.count)
+        return payload
 
     def stats(
         self,
@@ -163,6 +205,16 @@ class ErrorFeedback(Policy):
         work = residuals.stage(key)
         kernels.compensate(as_array(grad), scale, source, work)
         return compressor.stats(torch.from_numpy(work), ctx)
+
+
+def _memory(key: ResidualKey) -> ResidualKey:
+    return ResidualKey(key.name, Range(key.range.offset, 1), "memory")
+
+
+def _reminded(ctx: Context, residuals: Residuals, key: ResidualKey) -> Context:
+    """With what the encode of the step before left."""
+    found = residuals.source(_memory(key))
+    return ctx if found is None else replace(ctx, aux={**ctx.aux, "remembered": torch.from_numpy(found)})
 
 
 _POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (NoFeedback, ErrorFeedback)}

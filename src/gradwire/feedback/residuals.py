@@ -5,7 +5,8 @@ both roles, `local` (this rank's own gradient) and `aggregate` (a sum that this 
 residual may be added to any other of the same elements and nothing is lost.
 
 A third role, `velocity`, holds what momentum correction accumulates of this rank's own gradient. It is staged, cut and
-saved as the residuals are, but it is not among what is still to be applied: conservation is about the other two.
+saved as the residuals are, but it is not among what is still to be applied: conservation is about the other two. Nor
+is `memory`, one number at the first element of a range: what a compressor's `remember` left for the next encode.
 
 Encodes *stage* the next residual; `commit` makes all that is staged the state, `rollback` forgets it and
 leaves the state of the last commit, bit for bit. Stages chain: until then, an encode compensates with what
@@ -34,9 +35,9 @@ from gradwire.feedback.carried import Carried
 from gradwire.feedback.pieces import Piece, any_of, cut, intersection, join, overlap, sum_of
 from gradwire.feedback.state import mapping_of, offset_of, size_of
 
-Role = Literal["local", "aggregate", "velocity"]
+Role = Literal["local", "aggregate", "velocity", "memory"]
 ROLES: tuple[Role, ...] = ("local", "aggregate")
-STORED: tuple[Role, ...] = (*ROLES, "velocity")
+STORED: tuple[Role, ...] = (*ROLES, "velocity", "memory")
 STATE_VERSION = 1
 
 
@@ -177,7 +178,8 @@ class Residuals:
         """The committed state: ``{"version", role: {parameter name: {offset: float32 tensor}}}``.
 
         Offsets are strings, so that any container takes them as keys. The tensors are copies. Where compressors carry
-        something, there is ``"carried": {parameter name: float32 tensor}``, too; likewise ``"velocity"``.
+        something, there is ``"carried": {parameter name: float32 tensor}``, too; ``"velocity"`` and ``"memory"`` are as
+        roles are.
         """
         with self._lock:
             state: dict[str, Any] = {"version": STATE_VERSION}
@@ -321,7 +323,7 @@ class Residuals:
         A rank encodes each element once a step, in one role; a role that is asked for has taken the other's place
         (after a resume, or a re-plan, under another strategy).
         """
-        if key.role == "velocity":
+        if key.role not in ROLES:
             return
         other: Role = "local" if key.role == "aggregate" else "aggregate"
         pieces = self._pieces.get((key.name, other), {})

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
@@ -26,20 +26,23 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
 
+from gradwire.core.spec import Range
 from gradwire.integrations import torch_private
 from gradwire.integrations.clock import Step, StepClock
+from gradwire.integrations.ways import GIVE_OUT, NATIVE, NATIVE_FP16, Decision, Timing, Way
 from gradwire.sync import fidelity as levels
 from gradwire.sync.costs import Costs, LinkCosts
 from gradwire.sync.plan import Plan
 from gradwire.sync.planner import Gradient, PlanTable, plan
 from gradwire.sync.planner.table import seconds
-from gradwire.sync.survey import SIZES, Survey
+from gradwire.sync.survey import SIZES, Sample, Survey
 from gradwire.sync.synchronizer import Synchronizer
 
 logger = logging.getLogger("gradwire")
 
 MIN_GAIN = 0.02  # a less faithful way must be faster by so much
 MIN_PLAN_GAIN = 0.05  # gradwire's, which also has more that can vary
+NATIVE_DOUBT = 1.5  # predictions of DDP's own all-reduce were seen to be a third too long
 TIMED_STEPS = 8
 TIMED_SECONDS = 3.0  # slow steps: no more of them than this takes
 WINDOW = 4  # steps that are compared at a time
@@ -53,103 +56,9 @@ NO_GAIN = "steps take longer than those of a more faithful way did"
 PATIENCE = 64  # strikes at most, where looking again has changed nothing
 
 T = TypeVar("T")
+Aux = Callable[[str, Range], Mapping[str, torch.Tensor]]
 Script = Generator[None, None, T]
 Future = torch.futures.Future[torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Way:
-    """How gradients travel.
-
-    Attributes:
-        name: for people.
-        gradwire: by gradwire; else by DDP's own all-reduce.
-        half: DDP's own all-reduce of values rounded to fp16.
-        choices: of a plan, by tensor: compressor, strategy, partitions.
-        table: the plan.
-    """
-
-    name: str
-    gradwire: bool = False
-    half: bool = False
-    choices: tuple[tuple[str, str, int], ...] = ()
-    table: PlanTable | None = field(default=None, compare=False)
-
-    @classmethod
-    def of(cls, table: PlanTable) -> Way:
-        """The way of a plan."""
-        specs = sorted({row.spec for row in table.rows if row.spec != "none"})
-        choices = tuple((row.spec, row.strategy, row.partitions) for row in table.rows)
-        return cls(f"gradwire, {' and '.join(specs) or 'dense'}", gradwire=True, choices=choices, table=table)
-
-    @property
-    def faithfulness(self) -> int:
-        """The lower, the less is rounded or held back."""
-        return -1 * self.half if not self.gradwire else -2 * (self.table is not None and self.table.compresses)
-
-
-NATIVE = Way("DDP's all-reduce")
-NATIVE_FP16 = Way("DDP's all-reduce in fp16", half=True)
-_GIVE_OUT = Way("gradwire, giving out residuals", gradwire=True)
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Figures of some steps, the same on all ranks: of each rank the median, of all ranks the largest.
-
-    Attributes:
-        step: seconds of a step.
-        rest: of it, when neither backward nor synchronisation runs.
-        busy: in which buckets were under way.
-        synchronising: in which each bucket was under way, added up.
-        link: in which gradwire's frames were under way, added up over peers.
-        buckets: names of the parameters of each bucket, and when it was ready.
-        nbytes: of all buckets.
-    """
-
-    step: float
-    rest: float
-    busy: float
-    synchronising: float
-    link: float
-    buckets: tuple[tuple[tuple[str, ...], float], ...]
-    nbytes: int
-
-    @property
-    def backward(self) -> float:
-        return max((ready for _, ready in self.buckets), default=0.0)
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What was decided, and by which figures.
-
-    Attributes:
-        step: the synchroniser's step from which on it holds.
-        reason: why it was time to decide.
-        way: what was chosen.
-        predicted: seconds of a step by each way that was considered.
-        measured: seconds of a step by each way that was tried.
-        table: the planner's proposal.
-        costs: what it was planned with.
-    """
-
-    step: int
-    reason: str
-    way: Way
-    predicted: dict[Way, float]
-    measured: dict[Way, float]
-    table: PlanTable
-    costs: Costs
-
-    def __str__(self) -> str:
-        tried = "; ".join(f"{way.name} {seconds(value)}" for way, value in self.measured.items())
-        guessed = "; ".join(f"{way.name} {seconds(value)}" for way, value in self.predicted.items())
-        link = self.costs.slowest
-        return (
-            f"Step {self.step}, {self.reason}: {self.way.name}. A step measured: {tried}; predicted: {guessed}. "
-            f"Slowest link: {8e-9 / link.seconds_per_byte:.3g} Gb/s, {seconds(link.latency)}."
-        )
 
 
 class Autopilot:
@@ -167,6 +76,7 @@ class Autopilot:
         fidelity: see `gradwire.sync.fidelity`.
         min_elements: see `attach`.
         settle: decides the step before, if it can be decided.
+        aux: of the parameters' optimizer, by name and range, for gcomp; None where it is not known.
     """
 
     def __init__(
@@ -176,6 +86,7 @@ class Autopilot:
         fidelity: str,
         min_elements: int,
         settle: Callable[[], None],
+        aux: Aux | None = None,
     ) -> None:
         self.way = NATIVE
         self.decisions: list[Decision] = []
@@ -184,14 +95,15 @@ class Autopilot:
         self._synchronizer = synchronizer
         self._group = group
         self._tensors = synchronizer.tensors
-        self._methods = levels.methods(fidelity)
+        self._methods = levels.methods(fidelity, optimizer=aux is not None)
+        self._aux = aux
         self._fidelity = fidelity
         self._min_elements = min_elements
         self._settle = settle
         self._clock = StepClock(synchronizer.link_busy_seconds)
         self._survey = Survey(synchronizer, max((spec.numel for spec in self._tensors.values()), default=1))
         self._link = 0.0  # seconds a byte of the slowest one, when it was last found to be another
-        self._sample: torch.Tensor | None = None  # of this rank's gradients, for codecs whose work depends on them
+        self._sample: Sample | None = None  # of this rank's gradients, for codecs whose work depends on them
         self._num_steps = 0
         self._native: tuple[float, float] | None = None  # seconds a byte of DDP's own all-reduce, and of the link then
         self._notes: np.ndarray | None = None  # figures to send with the next bucket
@@ -210,12 +122,13 @@ class Autopilot:
 
     def average(self, bucket: torch_private.GradBucket, names: Iterable[str], submit: Callable[[], Future]) -> Future:
         """Average a bucket the way that is chosen; `submit` is gradwire's."""
+        names = tuple(names)
         if self._notes is not None:  # not at the boundary: the step could not begin before all ranks had answered
             self._answers, self._notes = self._survey.post(self._notes), None
-        noted = self._clock.ready(tuple(names), bucket.buffer().nbytes)
-        if self._num_steps == 2 and (self._sample is None or bucket.buffer().numel() > self._sample.numel()):
+        noted = self._clock.ready(names, bucket.buffer().nbytes)
+        if self._num_steps == 2 and (self._sample is None or bucket.buffer().numel() > self._sample.grad.numel()):
             # Of the second step: some models' very first gradients are zeros.
-            self._sample = bucket.buffer()[: SIZES[-1]].detach().to("cpu", torch.float32, copy=True)
+            self._sample = self._sampled(bucket, names)
         if self.way.gradwire:
             future = submit()
         else:
@@ -228,6 +141,16 @@ class Autopilot:
             return done.value()
 
         return future.then(arrived)
+
+    def _sampled(self, bucket: torch_private.GradBucket, names: Sequence[str]) -> Sample:
+        """Some of a bucket's gradients, and what gcomp gets with those of its largest tensor."""
+        grad = bucket.buffer()[: SIZES[-1]].detach().to("cpu", torch.float32, copy=True)
+        name, own = max(zip(names, bucket.gradients(), strict=True), key=lambda pair: pair[1].numel())
+        aux = {} if self._aux is None or own.dim() < 2 else self._aux(name, Range(0, own.numel()))
+        if not aux:
+            return Sample(grad)
+        copied = {key: values.to("cpu", torch.float32, copy=True) for key, values in aux.items()}
+        return Sample(grad, own.detach().reshape(-1).to("cpu", torch.float32, copy=True), copied)
 
     def restart(self) -> None:
         """Begin at the beginning, and give out residuals that were loaded."""
@@ -244,11 +167,11 @@ class Autopilot:
         reason, strikes = "at the start", STRIKES
         while True:
             before, paid = (self.way, self._link), reason != NO_GAIN
-            rival = yield from self._decide(reason, timing)
+            kept, rival = yield from self._decide(reason, timing)
             # Where looking again has found nothing new, the next look takes more.
             looked_in_vain = (self.way, self._link) == before or not paid
             strikes = min(2 * strikes, PATIENCE) if looked_in_vain else STRIKES
-            reason, timing = yield from self._watch(strikes, rival)
+            reason, timing = yield from self._watch(kept, strikes, rival)
 
     def _timed(self, warm_up: int) -> Script[Timing]:
         """Time some steps."""
@@ -263,36 +186,37 @@ class Autopilot:
                 steps.append(step)
         return self._timing(steps, self._survey.largest(_figures(steps)))
 
-    def _decide(self, reason: str, timing: Timing) -> Script[float]:
+    def _decide(self, reason: str, timing: Timing) -> Script[tuple[Timing, float]]:
         """Try what is predicted to be faster, and keep the most faithful of the fastest.
 
         Returns:
-            Seconds of a step by the fastest way that is more faithful than the one kept.
+            What was timed by the way that is kept, and seconds of a step by the fastest way more faithful than it.
         """
         costs = self._measure(timing)
         table = self._plan(timing, costs)
         predicted = _predict(table, timing, costs, self._methods)
-        measured = {self.way: timing.step}
+        timings = {self.way: timing}
         for way in sorted(predicted, key=lambda way: (predicted[way], way.name)):
-            if way not in measured and predicted[way] < min(measured.values()):
+            if way not in timings and _worth_a_trial(way, predicted[way], min(each.step for each in timings.values())):
                 yield from self._switch(way)
-                measured[way] = (yield from self._timed(warm_up=2)).step
+                timings[way] = yield from self._timed(warm_up=2)
+        measured = {way: timing.step for way, timing in timings.items()}
         best = min(measured, key=lambda way: measured[way])
         limit = (1 + (MIN_PLAN_GAIN if best.gradwire else MIN_GAIN)) * measured[best]
         chosen = max((way for way in measured if measured[way] <= limit), key=lambda way: way.faithfulness)
         yield from self._switch(chosen)
         self._note(Decision(self._synchronizer.step + 1, reason, chosen, predicted, measured, table, costs))
         rivals = [step for way, step in measured.items() if way.faithfulness > chosen.faithfulness]
-        return min(rivals, default=math.inf)
+        return timings[chosen], min(rivals, default=math.inf)
 
-    def _watch(self, strikes: int, rival: float) -> Script[tuple[str, Timing]]:
+    def _watch(self, kept: Timing, strikes: int, rival: float) -> Script[tuple[str, Timing]]:
         """Compare notes, until so many times one after another things are not as they were; then say what changed.
 
         Args:
+            kept: how they were when it was decided.
             strikes: so many times.
             rival: seconds of a step by a more faithful way: what is slower than that pays no more.
         """
-        first: Timing | None = None
         changed, self.settled = 0, True
         while True:
             steps: list[Step] = []
@@ -303,8 +227,7 @@ class Autopilot:
             yield  # they go, and the answers come, beside this step's gradients
             assert self._answers is not None, "a step has passed"
             timing = self._timing(steps, self._answers())
-            first = first or timing
-            reason = _change(first, timing) or (NO_GAIN if timing.step > (1 + MIN_GAIN) * rival else "")
+            reason = _change(kept, timing) or (NO_GAIN if timing.step > (1 + MIN_GAIN) * rival else "")
             changed = changed + 1 if reason else 0
             if reason and changed >= strikes:
                 self.settled = False
@@ -318,7 +241,7 @@ class Autopilot:
         elif not way.gradwire and self._anyone(self._holds_residuals):
             # DDP's own all-reduce knows nothing of residuals: they go first.
             yield from self._replan(Plan("none", min_elements=self._min_elements))
-            self.way = _GIVE_OUT
+            self.way = GIVE_OUT
             while self._anyone(self._holds_residuals):
                 yield
                 self._settle()
@@ -350,7 +273,9 @@ class Autopilot:
         buckets = steps[-1].buckets
         names = [bucket.names for bucket in buckets]
         nbytes = sum(bucket.nbytes for bucket in buckets)
-        return Timing(step, rest, busy, synchronising, link, tuple(zip(names, ready)), nbytes)
+        # Beside DDP's own all-reduce there are no frames but those of a trial's figures, which are not there later.
+        under_way = link if self.way.gradwire else 0.0
+        return Timing(step, rest, busy, synchronising, under_way, tuple(zip(names, ready)), nbytes)
 
     def _measure(self, timing: Timing) -> Costs:
         """All ranks' costs; those of DDP's own all-reduce as far as it has been seen."""
@@ -392,6 +317,15 @@ class Autopilot:
             logger.info("%s", decision)
 
 
+def _worth_a_trial(way: Way, predicted: float, fastest: float) -> bool:
+    """Whether a way may turn out faster than the fastest that was measured; for DDP's own the prediction is in doubt.
+
+    A plan is predicted to be faster than it is more often than not. What is more faithful must not lose against it by
+    a prediction alone.
+    """
+    return predicted < fastest * (1.0 if way.gradwire else NATIVE_DOUBT)
+
+
 def _figures(steps: Sequence[Step]) -> np.ndarray:
     """float64[5 + B] of the last of the steps and those with as many buckets B."""
     alike = [step for step in steps if len(step.buckets) == len(steps[-1].buckets)]
@@ -415,12 +349,12 @@ def _predict(table: PlanTable, timing: Timing, costs: Costs, methods: Sequence[l
     return predicted
 
 
-def _change(first: Timing, now: Timing) -> str:
+def _change(kept: Timing, now: Timing) -> str:
     """What is no longer as it was, as words; empty where nothing is."""
     for what, before, after, bound in (
-        ("steps take", first.step, now.step, STEP_BOUND),
-        ("synchronising takes", first.synchronising, now.synchronising, SYNC_BOUND),
-        ("frames are under way for", first.link, now.link, LINK_BOUND),
+        ("steps take", kept.step, now.step, STEP_BOUND),
+        ("synchronising takes", kept.synchronising, now.synchronising, SYNC_BOUND),
+        ("frames are under way for", kept.link, now.link, LINK_BOUND),
     ):
         if what.startswith("frames") and max(before, after) < _LINK_SHARE * now.step:
             continue

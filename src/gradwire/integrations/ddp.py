@@ -18,27 +18,27 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.core.errors import AttachError, OptionError, SyncError, UnknownNameError
+from gradwire.core.errors import OptionError, SyncError, UnknownNameError
 from gradwire.core.spec import TensorSpec
 from gradwire.feedback import Policy
 from gradwire.integrations import torch_private
 from gradwire.integrations.auto import Autopilot
+from gradwire.integrations.clipping import AfterAveraging
+from gradwire.integrations.hook_slot import check_attachable, slot_of
 from gradwire.integrations.momentum import check_momentum
 from gradwire.integrations.optimizer_state import OptimizerState
 from gradwire.observe.metrics import Report
 from gradwire.observe.trace import Trace
+from gradwire.sync.aggregator import Aggregator
 from gradwire.sync.fidelity import LEVELS
-from gradwire.sync.plan import Method, Plan
+from gradwire.sync.plan import SERVER, Method, Plan
 from gradwire.sync.submission import Shard
 from gradwire.sync.synchronizer import DEFAULT_TIMEOUT, Synchronizer
 
 logger = logging.getLogger("gradwire")
 _ADVICE = "This DDP module cannot go on: build it anew, or end the job and resume from a checkpoint."
-_SLOT = "_gradwire_slot"  # attribute of a DDP module that holds its trampoline
 
 
 def attach(
@@ -58,6 +58,7 @@ def attach(
     check_every: int = 100,
     dump_dir: str | Path | None = None,
     nodes: int | Sequence[str | int] | None = None,
+    server: str | Aggregator | None = None,
     fidelity: str = "balanced",
 ) -> Handle:
     """Synchronise the gradients of `ddp` compressed, from the next backward on. Every rank calls it alike.
@@ -73,8 +74,9 @@ def attach(
             without it, what was kept back before a change counts by the wrong scale once.
         register: take the module's communication hook. With False it stays yours: register a hook of your own that
             calls ``handle.hook(state, bucket)`` and returns its future.
-        strategy: ``"scatter_reduce"``, ``"ring"``, ``"allgather"`` or ``"hierarchical"`` (dense within a node,
-            compressed between nodes); None takes the ring for large dense tensors and scatter-reduce for all others.
+        strategy: ``"scatter_reduce"``, ``"ring"``, ``"allgather"``, ``"hierarchical"`` (dense within a node,
+            compressed between nodes) or ``"server"`` (a stand-alone aggregator, for ``"thc"`` and ``"uthc"``); None
+            takes the ring for large dense tensors and scatter-reduce for all others.
         partitions: ranges a rank's share of a tensor is cut into.
         min_elements: under a blanket method, vectors and tensors of fewer elements stay dense, in one message.
         feedback: ``"error"``, ``"none"`` or ``"momentum"``, or a `MomentumCorrection`, which needs `optimizer`; None
@@ -86,6 +88,8 @@ def attach(
         dump_dir: folder of the flight recorder's file, written on a failure.
         nodes: for ``"hierarchical"``: the name of each rank's node in a list, or how many ranks a node has; None takes
             what torchrun says, else the hosts' names.
+        server: for ``"server"``: the aggregator, as ``"host:port"`` or a `gradwire.Aggregator`; None takes the address
+            in ``GRADWIRE_AGGREGATOR``.
         fidelity: what ``"auto"`` may choose from: ``"exact"``, ``"near-lossless"``, ``"balanced"`` or
             ``"aggressive"``; see `gradwire.sync.fidelity`.
 
@@ -102,16 +106,20 @@ def attach(
         tensor and phase. The DDP module must then be built anew.
     """
     ddp = torch_private.uncompiled(ddp)  # type: ignore[assignment]
-    _check_attachable(ddp, register)
+    check_attachable(ddp, register)
     automatic = method == "auto"
     if automatic:
         _check_automatic(strategy, partitions, feedback, fidelity)
         method = Plan("none", min_elements=min_elements)
+    if server is not None and strategy != SERVER and not isinstance(method, Plan):
+        raise OptionError(
+            f'Expected strategy="server" with server=, got {strategy!r}. Do: pass both, or leave server out.'
+        )
     plan = method if isinstance(method, Plan) else Plan(
         method, strategy=strategy, partitions=partitions, min_elements=min_elements, feedback=feedback
     )  # fmt: skip
     check_momentum(plan, optimizer, _trained(ddp))
-    optimizer_state = _optimizer_state(ddp, plan, optimizer)
+    optimizer_state = _optimizer_state(ddp, plan, optimizer, automatic and fidelity != "exact")
     synchronizer = Synchronizer(
         ddp.process_group,
         plan,
@@ -121,13 +129,15 @@ def attach(
         seed=seed,
         dump_dir=dump_dir,
         nodes=nodes,
+        server=server,
         aux=optimizer_state,
     )
     try:
         handle = Handle(ddp, synchronizer, optimizer, check_every, scaler, optimizer_state)
         if automatic:
-            handle.autopilot = Autopilot(synchronizer, ddp.process_group, fidelity, min_elements, handle._settle)
-        slot = _slot(ddp)
+            settle, aux = handle._settle, None if optimizer_state is None else optimizer_state.slices
+            handle.autopilot = Autopilot(synchronizer, ddp.process_group, fidelity, min_elements, settle, aux)
+        slot = slot_of(ddp)
         if register:
             slot.register(ddp)
     except BaseException:
@@ -165,7 +175,11 @@ class Handle:
         self._called = False
         self._names = {id(parameter): name for name, parameter in _trained(ddp)}
         self._commits_in_optimizer = optimizer is not None
+        self._averaged = AfterAveraging()
         self._unhook = None if optimizer is None else optimizer.register_step_post_hook(self._after_step)
+        self._unhook_before = (
+            None if optimizer_state is None else optimizer_state.optimizer.register_step_pre_hook(self._before_step)
+        )
 
     # -- what users call -------------------------------------------------------------------------------------
 
@@ -187,7 +201,8 @@ class Handle:
         It loads with ``torch.load(..., weights_only=True)``.
         """
         self._settle()
-        return self.synchronizer.state_dict() | {"loss_scale": self._loss_scale}
+        state = self.synchronizer.state_dict() | {"loss_scale": self._loss_scale}
+        return state if self._optimizer_state is None else state | {"clipped": self._optimizer_state.clipped}
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Go on from `state`, bit for bit, under whatever bucket layout this module has.
@@ -197,18 +212,22 @@ class Handle:
                 their order. `gradwire.resize_state` says what becomes of the residuals.
         """
         self.synchronizer.load_state_dict(state)
-        self._loss_scale = (state if isinstance(state, Mapping) else state[0]).get("loss_scale")
+        first = state if isinstance(state, Mapping) else state[0]
+        self._loss_scale = first.get("loss_scale")
+        if self._optimizer_state is not None:
+            self._optimizer_state.clipped = bool(first.get("clipped", False))
         if self.autopilot is not None:
             self.autopilot.restart()
 
     def detach(self) -> None:
         """Return to DDP's own all-reduce. Residuals that were not applied are dropped. Every rank calls it."""
         ddp = self._ddp()
-        if ddp is not None and _slot(ddp).handle is self:
-            _slot(ddp).handle = None
-        if self._unhook is not None:
-            self._unhook.remove()
-            self._unhook = None
+        if ddp is not None and slot_of(ddp).handle is self:
+            slot_of(ddp).handle = None
+        for hook in (self._unhook, self._unhook_before):
+            if hook is not None:
+                hook.remove()
+        self._unhook = self._unhook_before = None
         self.synchronizer.close()
 
     def hook(self, state: Any, bucket: torch_private.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -219,7 +238,7 @@ class Handle:
         """
         ddp = self._ddp()
         assert ddp is not None, "a hook runs in a backward of its module"
-        return _slot(ddp)(bucket)
+        return slot_of(ddp)(bucket)
 
     # -- the hook --------------------------------------------------------------------------------------------
 
@@ -251,11 +270,26 @@ class Handle:
             future = submit()
         else:
             future = self.autopilot.average(bucket, (self._names[id(parameter)] for parameter in parameters), submit)
+        if self._optimizer_state is not None and not joined:
+            future = self._remember(future, bucket, parameters)
         if bucket.is_last() and (joined or torch_private.waits_before_callbacks(ddp)):
             self._end_backward()
         if bucket.is_last() and joined:
             self.synchronizer.commit()  # no optimizer steps here; residuals of sums are this rank's as before
         return future
+
+    def _remember(
+        self, future: torch.futures.Future[torch.Tensor], bucket: torch_private.GradBucket, parameters: Sequence[Any]
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Keep some of the bucket's largest mean, to see at the optimizer's step what has become of it."""
+        index = max(range(len(parameters)), key=lambda each: parameters[each].numel())
+        parameter, grad = parameters[index], torch_private.bucket_gradient(bucket, parameters, index)
+
+        def arrived(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+            self._averaged.take(parameter, grad)
+            return done.value()
+
+        return future.then(arrived)
 
     def _begin_backward(self, ddp: DistributedDataParallel, joined: bool) -> None:
         if not joined:
@@ -265,6 +299,8 @@ class Handle:
         self._settle()
         self.synchronizer.begin_step()
         self._follow_loss_scale()
+        if self._optimizer_state is not None:
+            self._optimizer_state.begin_backward()
         self._active_ranks = self._count_active_ranks(ddp, joined)
         if self._check_every and self.synchronizer.step % self._check_every == 0:
             # A rank that has joined takes no optimizer steps; it gets the parameters when all have.
@@ -299,6 +335,10 @@ class Handle:
         if not self._commits_in_optimizer:
             self.synchronizer.commit()
 
+    def _before_step(self, *_: Any) -> None:
+        assert self._optimizer_state is not None, "hooked where there is one"
+        self._optimizer_state.before_step(self._averaged.factors())
+
     def _after_step(self, *_: Any) -> None:
         if not self._called:
             self._called = True  # said once
@@ -320,48 +360,16 @@ def _advising() -> Iterator[None]:
         raise
 
 
-class _Slot:
-    """The one communication hook of a DDP module: calls the attached handle, else does what DDP does natively."""
-
-    def __init__(self, ddp: DistributedDataParallel) -> None:
-        self.handle: Handle | None = None
-        self.registered = False
-        self._ddp = weakref.ref(ddp)
-        self._group = ddp.process_group
-
-    def register(self, ddp: DistributedDataParallel) -> None:
-        """Take the module's hook slot, for good, if it has not been taken for this."""
-        if not self.registered:
-            # A lambda, because torch compares annotations as objects and ours are strings.
-            ddp.register_comm_hook(None, lambda state, bucket: self(bucket))
-            self.registered = True
-
-    def __call__(self, bucket: torch_private.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        return self._native(bucket) if self.handle is None else self.handle.on_bucket(bucket)
-
-    def _native(self, bucket: torch_private.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        ddp = self._ddp()
-        if ddp is not None and torch_private.divides_by_active_ranks(ddp):  # as DDP's own path does, but no hook's
-            if bucket.index() == 0:
-                self._active = torch.tensor([float(torch_private.in_backward())], device=ddp.device)
-                dist.all_reduce(self._active, group=self._group)
-            bucket.buffer().mul_(self._group.size() / self._active.item())
-        return allreduce_hook(self._group, bucket)
-
-
-def _slot(ddp: DistributedDataParallel) -> _Slot:
-    """The module's trampoline; made on first use, and kept, since a hook cannot be unregistered."""
-    slot = getattr(ddp, _SLOT, None)
-    if slot is None:
-        slot = _Slot(ddp)
-        setattr(ddp, _SLOT, slot)
-    return slot
-
-
 def _optimizer_state(
-    ddp: DistributedDataParallel, plan: Plan, optimizer: torch.optim.Optimizer | None
+    ddp: DistributedDataParallel, plan: Plan, optimizer: torch.optim.Optimizer | None, automatic: bool
 ) -> OptimizerState | None:
-    """What compressors that look at the optimizer's state need, if there is one of them."""
+    """What compressors that look at the optimizer's state need, if there is one of them, or may be."""
+    if automatic and optimizer is not None:
+        try:
+            return OptimizerState(optimizer, _trained(ddp))
+        except OptionError as error:
+            logger.info("auto leaves gcomp out: %s", error)
+            return None
     needed = [
         (name, parameter)
         for name, parameter in _trained(ddp)
@@ -377,43 +385,6 @@ def _check_automatic(strategy: str | None, partitions: int, feedback: object, fi
         raise OptionError(
             f"Expected strategy, partitions and feedback to be left to auto, got {strategy!r}, {partitions} and "
             f'{feedback!r}. Do: attach(ddp, "auto", fidelity="balanced"), or name a compressor.'
-        )
-
-
-def _check_attachable(ddp: object, register: bool) -> None:
-    if not isinstance(ddp, DistributedDataParallel):
-        raise AttachError(
-            f"Expected a DistributedDataParallel module, got {type(ddp).__name__}. Do: wrap the model first, "
-            "ddp = DistributedDataParallel(model), and attach to ddp."
-        )
-    if torch_private.has_python_reducer(ddp):
-        raise AttachError(
-            "Expected a DDP module that hands buckets to its hook, got one made under torch._dynamo.config."
-            'optimize_ddp = "python_reducer". Do: set optimize_ddp = True before the module is made.'
-        )
-    if torch_private.has_mixed_precision(ddp):
-        raise AttachError(
-            "Expected a free communication hook slot, got one taken by DDP's mixed_precision=. torch has one slot a "
-            "module and cannot free it. Do: build the DDP module without mixed_precision= and run the forward under "
-            "torch.autocast; gradients then travel as small as the compressor makes them."
-        )
-    slot = _slot(ddp)
-    if slot.handle is not None:
-        raise AttachError(
-            "Expected a module without gradwire, got one that is attached. Do: call handle.detach() of the first "
-            "attachment before attaching again."
-        )
-    if register and not slot.registered and torch_private.has_comm_hook(ddp):
-        raise AttachError(
-            "Expected a free communication hook slot, got one taken by another hook (register_comm_hook). torch has "
-            "one slot a module and cannot free it. Do: build the DDP module without that hook and attach gradwire in "
-            "its place; or, where that hook is yours, attach with register=False and call handle.hook(state, bucket) "
-            "in it."
-        )
-    if not register and slot.registered:
-        raise AttachError(
-            "Expected a communication hook slot that is yours, got one that gradwire took when it was attached before. "
-            "Do: attach without register=False, or build the DDP module anew."
         )
 
 

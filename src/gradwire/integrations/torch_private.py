@@ -5,7 +5,7 @@ Each function has a test that fails where a torch version changes what it relies
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch._C._distributed_c10d import GradBucket as GradBucket
@@ -69,6 +69,23 @@ def uncompiled_name(name: str) -> str:
 def bucket_parameters(bucket: GradBucket) -> list[torch.Tensor]:
     """The parameters of a bucket, in the order of its gradients."""
     return list(bucket.parameters())
+
+
+def bucket_gradient(bucket: GradBucket, parameters: Sequence[torch.Tensor], index: int) -> torch.Tensor:
+    """One gradient of a bucket, without those of all others, which `bucket.gradients()` makes anew each time."""
+    offset = sum(each.numel() for each in parameters[:index])
+    return bucket.buffer()[offset : offset + parameters[index].numel()].view(parameters[index].shape)
+
+
+def in_bucket_order(values: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """What is shaped like a parameter, flat, in the order in which buckets have its gradient.
+
+    That is the parameter's order in memory where it is dense, as `torch.channels_last` is; else that of its dimensions.
+    """
+    if parameter.is_contiguous():
+        return values.reshape(-1)
+    order = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
+    return (values.permute(order) if parameter.permute(order).is_contiguous() else values).reshape(-1)
 
 
 def note_step(optimizer: torch.optim.Optimizer) -> None:

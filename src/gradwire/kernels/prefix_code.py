@@ -205,7 +205,7 @@ def _limited_lengths(weights: list[int]) -> list[int]:
     return lengths
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)
 def code_of_bytes(data: bytes) -> PrefixCode:
     """`PrefixCode.from_bytes`, with the tables of the last codes kept."""
     return PrefixCode.from_bytes(data)

@@ -43,6 +43,11 @@ def step() -> Value:
     return Value(graph().add("step", ()))
 
 
+def remembered() -> Value:
+    """What `remember` of the compressor made of the payload of the step before, 0 at first: for encoders alone."""
+    return Value(graph().add("remembered", ()))
+
+
 def minimum(a: Any, b: Any) -> Value:
     """The smaller of two."""
     return apply("minimum", a, b)

@@ -24,6 +24,7 @@ class TensorMetrics:
         decode_seconds: decodes.
         latency_seconds: from submission to result.
         residual_norm: 2-norm of what this rank holds back, both roles; filled in by the report.
+        late_elements: elements that this rank sent too late to be counted, and kept.
     """
 
     method: str = ""
@@ -35,6 +36,7 @@ class TensorMetrics:
     decode_seconds: float = 0.0
     latency_seconds: float = 0.0
     residual_norm: float = 0.0
+    late_elements: int = 0
 
     @property
     def ratio(self) -> float:
@@ -127,6 +129,7 @@ class Metrics:
             total.dense_bytes += row.dense_bytes
             total.encode_seconds += row.encode_seconds
             total.decode_seconds += row.decode_seconds
+            total.late_elements += row.late_elements
             total.latency_seconds = max(total.latency_seconds, row.latency_seconds)
         total.residual_norm = sum(row.residual_norm**2 for row in rows.values()) ** 0.5
         return Report(rank, world_size, steps, rows, total)
@@ -149,6 +152,8 @@ class Metrics:
                 known.encode_seconds += event.duration
             elif event.kind == "decode":
                 known.decode_seconds += event.duration
+            elif event.kind == "late":
+                known.late_elements += event.detail["elements"]
             elif event.kind == "done":
                 known.syncs += 1
                 known.latency_seconds += event.duration

@@ -80,9 +80,9 @@ class Trace:
             if event.kind in _CODEC:
                 self._complete(event, "codec", event.detail.get("phase", event.kind))
             elif event.kind == "send":
-                self._complete(event, "send", f"send to rank {event.peer}")
+                self._complete(event, "send", f"send to {_end(event.peer)}")
             elif event.kind == "recv":
-                self._complete(event, f"recv from rank {event.peer}", event.detail.get("phase", event.kind))
+                self._complete(event, f"recv from {_end(event.peer)}", event.detail.get("phase", event.kind))
             elif event.kind == "done":
                 self._complete(event, self._free_row(f"tensor {event.tensor}", event), event.tensor)
             else:
@@ -134,6 +134,10 @@ class Trace:
 
     def _line(self, fields: dict[str, Any], comma: bool) -> None:
         self._file.write((",\n" if comma else "") + json.dumps(fields, default=str))
+
+
+def _end(peer: int | None) -> str:
+    return "the aggregator" if peer is None else f"rank {peer}"
 
 
 def path_of(path: str | Path, rank: int) -> Path:

@@ -20,11 +20,12 @@ import numpy as np
 import torch
 
 from gradwire.core.errors import FrameError, OptionError
-from gradwire.protocol.parameters.agreement import Agreement
-from gradwire.protocol.parameters.server import Round, ServerEnd
+from gradwire.protocol.parameters.agreement import Agreement, groups_to
+from gradwire.protocol.parameters.server import Push, Round, ServerEnd
 from gradwire.server.shard import Shard
 from gradwire.wire.frame import HEADER_BYTES, FrameFlags, FrameKind, Header, seal, unpack, verify
 
+VERSION = 2
 _CHECKPOINT = "checkpoint.safetensors"
 
 
@@ -72,7 +73,6 @@ class Journal:
         for worker in sorted(self._end.present):  # whoever was there has lost its connection
             self._end.leave(worker)
             self.note_leave(worker, finished=False)
-        self._end.finished.clear()
 
     def note(self, header: Header, body: np.ndarray) -> None:
         """Write down a frame that the end has taken."""
@@ -104,12 +104,17 @@ class Journal:
         old, self._file = self._file, self._path(self._number).open("wb")
         fresh.replace(path)  # from here on the new journal counts
         old.close()
-        self._path(self._number - 1).unlink()
+        self._path(self._number - 1).unlink(missing_ok=True)
 
-    def close(self) -> None:
-        """Write a last checkpoint and close. Idempotent."""
+    def close(self, *, checkpoint: bool) -> None:
+        """Close the file. Idempotent.
+
+        Args:
+            checkpoint: whether to write a last checkpoint first. Not after an exception, which may have come in the
+                middle of a step: memory is not to be trusted then, and what was written down is.
+        """
         if self._file is not None:
-            if self._end.initialised:
+            if checkpoint and self._end.initialised:
                 self.checkpoint()
             self._file.close()
             self._file = None
@@ -145,15 +150,19 @@ class Journal:
         assert end.agreement is not None, "initialised"
         tensors: dict[str, torch.Tensor] = {}
         rounds, optimizers = [], []
+        told: dict[bytes, int] = {}  # hyper-parameters, in the order of their numbers
         for tensor, round_ in enumerate(end.rounds):
             tensors[f"parameter.{tensor}"] = shard.parameters[tensor].detach()
             tensors[f"view.{tensor}"] = shard.views[tensor]
             tensors[f"pushed.{tensor}"] = torch.from_numpy(round_.pushed)
             tensors[f"counted.{tensor}"] = torch.from_numpy(round_.counted)
-            for worker, (_, body) in round_.pushes.items():
-                tensors[f"push.{tensor}.{worker}"] = torch.from_numpy(body.copy())
-            flags = {str(worker): int(flags) for worker, (flags, _) in round_.pushes.items()}
-            rounds.append({"version": round_.version, "pushes": flags})
+            for worker, push in round_.pushes.items():
+                tensors[f"push.{tensor}.{worker}"] = torch.from_numpy(push.body.copy())
+            pushes = {
+                str(worker): [int(push.flags), told.setdefault(groups_to(push.groups), len(told))]
+                for worker, push in round_.pushes.items()
+            }
+            rounds.append({"version": round_.version, "pushes": pushes})
             plain: dict[str, Any] = {}
             for key, value in self._optimizer_state(tensor).items():
                 if isinstance(value, torch.Tensor):
@@ -161,9 +170,13 @@ class Journal:
                 else:
                     plain[key] = value
             optimizers.append(plain if tensor in shard.optimizers else None)
+        over = len(end.finished) == end.workers  # whoever starts again after that trains further
         said = {
+            "version": VERSION,
             "agreement": end.agreement.to_json(),
             "present": sorted(end.present),
+            "finished": [] if over else sorted(end.finished),
+            "told": [json.loads(groups) for groups in told],
             "rounds": rounds,
             "optimizers": optimizers,
             "groups": {str(worker): list(map(dict, groups)) for worker, groups in end.groups.items()},
@@ -182,6 +195,11 @@ class Journal:
         with safe_open(path, "pt") as file:
             said = json.loads(file.metadata()["gradwire"])
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        if said.get("version") != VERSION:
+            raise FrameError(
+                f"Expected a state of version {VERSION} in {path}, got {said.get('version')}. Do: go on with the "
+                "gradwire version that wrote it, or start anew in another folder."
+            )
         end.agreement = shard.agreement = Agreement.from_json(said["agreement"])
         if end.agreement.workers != end.workers:
             raise FrameError(f"Expected a state of {end.workers} workers in {path}, got {end.agreement.workers}.")
@@ -189,14 +207,16 @@ class Journal:
         end.incarnations = {int(worker): number for worker, number in said["incarnations"].items()}
         end.initialised = True
         end.present.update(said["present"])
+        end.finished.update(said["finished"])
         self._number = said["journal"]
         end.rounds = []
         for tensor, kept in enumerate(said["rounds"]):
             round_ = Round(end.workers, kept["version"])
             round_.pushed = tensors[f"pushed.{tensor}"].numpy().copy()
             round_.counted = tensors[f"counted.{tensor}"].numpy().copy()
-            for worker, flags in kept["pushes"].items():
-                round_.pushes[int(worker)] = FrameFlags(flags), tensors[f"push.{tensor}.{worker}"].numpy().copy()
+            for worker, (flags, number) in kept["pushes"].items():
+                body = tensors[f"push.{tensor}.{worker}"].numpy().copy()
+                round_.pushes[int(worker)] = Push(FrameFlags(flags), body, tuple(said["told"][number]))
             end.rounds.append(round_)
             shard.parameters[tensor] = torch.nn.Parameter(tensors[f"parameter.{tensor}"])
             shard.views[tensor] = tensors[f"view.{tensor}"]

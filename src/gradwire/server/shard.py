@@ -13,18 +13,23 @@ feedback the change of this step alone is sent, as there.
 from __future__ import annotations
 
 import importlib
+import math
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-from gradwire.core.errors import OptionError, PayloadError
+from gradwire.core.errors import FrameError, OptionError, PayloadError
+from gradwire.core.spec import TensorSpec
 from gradwire.protocol.parameters.agreement import Agreement, Groups
 from gradwire.protocol.parameters.delta import add_change, pull_context, push_context
 from gradwire.protocol.parameters.slot import body_of, values_of
 from gradwire.wire.payload import Payload
 
+CHECKED_GROUPS = 16
+"""So many hyper-parameters are remembered as good: all workers tell the same, one after another."""
 _WHOLE_MODEL = ("LBFGS", "SparseAdam")
 
 
@@ -70,6 +75,36 @@ class Shard:
         self.views: dict[int, torch.Tensor] = {}
         self.optimizers: dict[int, torch.optim.Optimizer] = {}
         self._allowed = allowed
+        self._first_groups: Groups | None = None
+        self._checked: deque[Groups] = deque(maxlen=CHECKED_GROUPS)
+
+    def check(self, agreement: Agreement, groups: Groups) -> None:
+        """Refuse hyper-parameters with which a step would fail, by steps of parameters of one element.
+
+        The first of them are those of hyper-parameters that were there before, as some cannot be changed later.
+
+        Raises:
+            FrameError: the optimizer does not take them, or there is no such optimizer.
+        """
+        if _but_rates(groups) in self._checked:
+            return
+        first = groups if self._first_groups is None or not self.optimizers else self._first_groups
+        try:
+            for number, dimensions, dtype in agreement.sorts:
+                spec = TensorSpec((1,) * dimensions, getattr(torch, dtype))
+                parameter = torch.nn.Parameter(torch.ones(spec.shape, dtype=spec.dtype))
+                optimizer = _new_optimizer(agreement.optimizer, self._allowed, parameter, _wanted(first[number]))
+                for group in (first[number], groups[number], groups[number]):
+                    optimizer.param_groups[0].update(_wanted(group))
+                    parameter.grad = torch.ones_like(parameter)
+                    optimizer.step()
+        except Exception as error:  # whatever an optimizer has to say of them
+            raise FrameError(
+                f"Expected hyper-parameters that {agreement.optimizer} takes, got {groups!s:.200} ({error}). Do: "
+                "give the optimizer such."
+            ) from error
+        self._checked.append(_but_rates(groups))
+        self._first_groups = first
 
     def put(self, tensor: int, body: np.ndarray) -> None:
         """Take a parameter's first values."""
@@ -133,8 +168,7 @@ class Shard:
 
     def optimizer(self, tensor: int, groups: Groups) -> torch.optim.Optimizer:
         assert self.agreement is not None
-        wanted = {key: tuple(value) if isinstance(value, list) else value for key, value in
-                  groups[self.agreement.tensors[tensor].group].items()}  # fmt: skip
+        wanted = _wanted(groups[self.agreement.tensors[tensor].group])
         if tensor not in self.optimizers:
             self.optimizers[tensor] = self.new_optimizer(tensor, wanted)
         self.optimizers[tensor].param_groups[0].update(wanted)
@@ -143,6 +177,26 @@ class Shard:
     def new_optimizer(self, tensor: int, wanted: Mapping[str, Any]) -> torch.optim.Optimizer:
         """An optimizer of one parameter, without a state yet."""
         assert self.agreement is not None
-        kind = optimizer_class(self.agreement.optimizer, self._allowed)
-        made: torch.optim.Optimizer = kind([{"params": [self.parameters[tensor]], **wanted}])  # type: ignore[call-arg]
-        return made
+        return _new_optimizer(self.agreement.optimizer, self._allowed, self.parameters[tensor], wanted)
+
+
+def _wanted(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's hyper-parameters, as optimizers take them."""
+    if "params" in group:
+        raise OptionError("Expected hyper-parameters, got parameters.")
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()}
+
+
+def _but_rates(groups: Groups) -> Groups:
+    """The groups with one rate for all that are numbers, as schedules change it with every step."""
+    rates = [group.get("lr") for group in groups]
+    usual = [type(rate) is float and 0 <= rate < math.inf for rate in rates]
+    return tuple({**group, "lr": 1.0} if plain else group for group, plain in zip(groups, usual))
+
+
+def _new_optimizer(
+    name: str, allowed: tuple[str, ...], parameter: torch.nn.Parameter, wanted: Mapping[str, Any]
+) -> torch.optim.Optimizer:
+    kind = optimizer_class(name, allowed)
+    made: torch.optim.Optimizer = kind([{"params": [parameter], **wanted}])  # type: ignore[call-arg]
+    return made

@@ -136,7 +136,7 @@ class _Maker(NamedTuple):
         return SimulatedItem(_name(group), numel, entry, ready, first.number | BATCH_FLAG, self._prices(entry, first))
 
     def _prices(self, entry: PlanEntry, first: _Entry, bundled: bool = False) -> PriceList:
-        return PriceList(entry.compressor, self.costs, self.cluster.ranks, first.gradient.dtype, bundled=bundled)
+        return PriceList(entry.compressor, self.costs, first.gradient.dtype, bundled=bundled)
 
 
 def _name(group: Sequence[_Entry]) -> str:

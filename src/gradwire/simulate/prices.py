@@ -23,7 +23,6 @@ class PriceList:
     Args:
         compressor: of the method.
         costs: measured.
-        world_size: ranks, which the width of integer lanes depends on.
         dtype: of the gradients.
         bundled: whether tensors travel in bundles.
 
@@ -31,13 +30,10 @@ class PriceList:
         UnknownNameError: the method was not measured.
     """
 
-    def __init__(
-        self, compressor: Compressor, costs: Costs, world_size: int, dtype: torch.dtype, *, bundled: bool = False
-    ) -> None:
+    def __init__(self, compressor: Compressor, costs: Costs, dtype: torch.dtype, *, bundled: bool = False) -> None:
         self._compressor = compressor
         self._codec = costs.codec(spec_of(compressor))
         self._costs = costs
-        self._world_size = world_size
         self._dtype = dtype
         self._mark_bytes = _MARK_BYTES if bundled else 0
         self._is_fixed = _is_fixed(compressor, self._codec)
@@ -73,7 +69,7 @@ class PriceList:
         if work.frame is FrameKind.STATS:
             return 4 * sum(length for length, _ in self._compressor.stats_spec(spec))
         if work.frame is FrameKind.AGGREGATE:
-            return self._compressor.num_lanes(spec) * self._compressor.lane_dtype(self._world_size).itemsize
+            return self._compressor.num_lanes(spec) * work.lane_bytes
         if self._is_fixed:
             return self._compressor.max_encoded_bytes(spec)
         return min(self._codec.payload_bytes(count), self._compressor.max_encoded_bytes(spec))

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from gradwire.compressors.registry import code
+from gradwire.core.errors import UnknownNameError
 from gradwire.core.events import EventStream
 from gradwire.feedback.residuals import Residuals
 from gradwire.simulate.loop import COMPUTE, RECV, SEND
@@ -56,6 +57,7 @@ class Work(NamedTuple):
         phase: its name in traces.
         share: of a frame that is carried in pieces.
         dense: of a frame that is not compressed, whatever the item's compressor: within a node.
+        lane_bytes: of a lane of the frame, where that is an aggregate.
     """
 
     call: str
@@ -67,6 +69,7 @@ class Work(NamedTuple):
     phase: str
     share: float = 1.0
     dense: bool = False
+    lane_bytes: int = 0
 
 
 class RecordedGraph(NamedTuple):
@@ -114,7 +117,12 @@ def record(
         tensor: index of the item's tensor in the agreed order.
         ranks_per_node: ranks of a node, which hierarchical strategies look at.
         members: of a bundle.
+
+    Raises:
+        UnknownNameError: a strategy that needs more than the ranks.
     """
+    if entry.strategy not in STRATEGIES:
+        raise UnknownNameError("strategy between ranks, which alone are simulated,", entry.strategy, STRATEGIES)
     graph = TaskGraph("item", 0, 0, lambda: None)
     item = _item(entry, numel, tensor, members)
     notes = _Notes(item, rank, world_size)
@@ -127,7 +135,11 @@ def record(
             key = task.key
             task.value = Message(key.kind, FrameFlags.PRESENT | FrameFlags.USED, _NOTHING, key.peer)
             sizes = builder.sizes[task]
-            found = Work("recv", key.kind, None, 0, sizes, False, task.phase, dense=task in builder.dense_recvs)
+            found = Work(
+                *("recv", key.kind, None, 0, sizes, False, task.phase),
+                dense=task in builder.dense_recvs,
+                lane_bytes=notes.lane_bytes(key.kind, key.stage),
+            )
             part, stage = key.partition, key.stage
         else:
             assert task.run is not None, f"{task.phase} has nothing to run"
@@ -177,8 +189,14 @@ class _Notes:
 
     def send(self, peer: int, header: Header, body: np.ndarray) -> None:
         sizes = self.sizes(Part(header.partition, 0, header.count))
-        self.last = Work("send", header.kind, None, 0, sizes, False, "", dense=header.compressor == code("none"))
+        dense, lane_bytes = header.compressor == code("none"), self.lane_bytes(header.kind, header.stage)
+        self.last = Work("send", header.kind, None, 0, sizes, False, "", dense=dense, lane_bytes=lane_bytes)
         self.part, self.stage = header.partition, header.stage
+
+    def lane_bytes(self, kind: FrameKind, stage: int) -> int:
+        """Of a lane of a frame that leaves a stage; 0 where it has none."""
+        is_sum = kind is FrameKind.AGGREGATE
+        return self._item.entry.lane_dtype(stage, self.world_size).itemsize if is_sum else 0
 
     def sizes(self, part: Part) -> tuple[int, ...]:
         """Elements of each tensor in a part."""

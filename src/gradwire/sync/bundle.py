@@ -5,9 +5,10 @@ cost is paid once for many tensors. Each tensor keeps its own payload, statistic
 a bundle gives the same bits as its tensors would one by one, whole.
 
 A part of a bundle is a group of whole tensors; where each part has an owner, each tensor has one, the same in every
-bundle. Body of a message: a
-uint32 a tensor (its payload's bytes; bit 31 where the sender's backward used it, bit 30 where it was not finite), then
-the payloads.
+bundle. So a small tensor has one scale, where the ranges of a large one have one each.
+
+Body of a message: a uint32 a tensor (its payload's bytes; bit 31 where the sender's backward used it, bit 30 where it
+was not finite), then the payloads.
 """
 
 from __future__ import annotations

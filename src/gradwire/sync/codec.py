@@ -252,7 +252,7 @@ class LossyCodec:
         return Message(kind, flags, payload.body, self.rank)
 
     def _context(self, part: Part, stage: int, rank: int | None = None) -> Context:
-        carried = self._residuals.carried.get(self.item.name)
+        hints = {"carried": self._residuals.carried.get(self.item.name), "table": self.item.table}
         return Context(
             name=self.item.name,
             step=self.item.step,
@@ -262,7 +262,7 @@ class LossyCodec:
             offset=self.item.offset + part.offset,
             stage=stage,
             spec=self.item.spec(part),
-            aux={} if carried is None else {"carried": carried},
+            aux={name: hint for name, hint in hints.items() if hint is not None},
         )
 
 
@@ -282,28 +282,33 @@ class LaneCodec(LossyCodec):
             return self._message(FrameKind.AGGREGATE, None)
         if any(message.nonfinite for message in contributions):
             return self._message(FrameKind.AGGREGATE, Payload(EMPTY, nonfinite=True))
-        lanes = self._sum_lanes(part, contributions)
+        lanes = self._sum_lanes(part, contributions, self._lanes(stage), self._lanes(stage - 1))
         return self._message(FrameKind.AGGREGATE, Payload(lanes.view(np.uint8)))
 
     def decode(self, part: Part, message: Message, stage: int) -> None:
-        self._lower(part, [message])
+        self._lower(part, [message], self._lanes(stage))
 
     def decode_sum(self, part: Part, messages: Sequence[Message]) -> None:
-        self._lower(part, [message for message in messages if message.used])
+        lane = self.compressor.lane_dtype(self.world_size)
+        self._lower(part, [message for message in messages if message.used], lane)
 
-    def _sum_lanes(self, part: Part, messages: Sequence[Message]) -> np.ndarray:
-        lanes = np.zeros(self.compressor.num_lanes(self.item.spec(part)), self.compressor.lane_dtype(self.world_size))
+    def _lanes(self, stage: int) -> np.dtype:
+        return self.item.entry.lane_dtype(stage, self.world_size)
+
+    def _sum_lanes(self, part: Part, messages: Sequence[Message], lane: np.dtype, arrived: np.dtype) -> np.ndarray:
+        """The sum of payloads and aggregates in lanes of type `lane`; those of aggregates are of type `arrived`."""
+        lanes = np.zeros(self.compressor.num_lanes(self.item.spec(part)), lane)
         for message in messages:
             with blame(self, message):
                 if message.kind == FrameKind.AGGREGATE:
-                    _expect_bytes(message, lanes.nbytes)
-                    lanes += message.body.view(lanes.dtype)
+                    _expect_bytes(message, lanes.size * arrived.itemsize)
+                    lanes += message.body.view(arrived)
                 else:
                     context = self._context(part, self.first, message.sender)
                     self.compressor.lift(_payload(message), context, lanes, accumulate=True)
         return lanes
 
-    def _lower(self, part: Part, messages: Sequence[Message]) -> None:
+    def _lower(self, part: Part, messages: Sequence[Message], lane: np.dtype) -> None:
         out = self.item.values[part.slice]
         if not any(message.used for message in messages):
             out.zero_()
@@ -311,7 +316,7 @@ class LaneCodec(LossyCodec):
             self.item.nonfinite = True
             out.fill_(torch.nan)
         else:
-            lanes = self._sum_lanes(part, messages)
+            lanes = self._sum_lanes(part, messages, lane, lane)
             mean = out if out.dtype == torch.float32 else torch.empty(part.count)  # lanes are lowered to float32
             context, stats = self._context(part, self.first), self._stats[part.index]
             self.compressor.lower(lanes, self.num_encoders, context, stats, mean)

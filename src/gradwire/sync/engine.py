@@ -19,6 +19,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ import numpy as np
 
 from gradwire.core.errors import FrameError, PeerLostError, PeerTimeoutError, SyncError
 from gradwire.core.events import Event, EventStream
+from gradwire.sync.failure import closed, raised
 from gradwire.sync.graph import FrameKey, Task, TaskGraph
 from gradwire.sync.item import Message
 from gradwire.transport.base import Callbacks, Transport
@@ -85,6 +87,7 @@ class Engine:
         self._order = itertools.count()
         self._waiting: dict[FrameKey, Task] = {}
         self._early: dict[FrameKey, Arrival] = {}
+        self._asked: set[Task] = set()  # whose futures are not done
         self._early_bytes = [0] * transport.world_size
         self._active: set[TaskGraph] = set()
         self._closing = False
@@ -108,7 +111,7 @@ class Engine:
                 self._start(graph)
                 return
         self._raise_if_failed()
-        raise _closed()
+        raise closed()
 
     def _start(self, graph: TaskGraph) -> None:
         """Make ready what can run. Holds the lock."""
@@ -136,7 +139,7 @@ class Engine:
             abandoned = bool(self._active) and self.error is None
         self._raise_if_failed()
         if abandoned:
-            raise _closed()
+            raise closed()
 
     def _raise_if_failed(self) -> None:
         with self._condition:
@@ -171,6 +174,7 @@ class Engine:
             self._ready.clear()
             self._waiting.clear()
             self._early.clear()
+            self._asked.clear()
             self._condition.notify_all()
             # Not from this thread: it may be the transport's own, which cannot wait for itself.
             self._aborting = threading.Thread(
@@ -230,7 +234,7 @@ class Engine:
 
     def _record_arrival(self, task: Task) -> None:
         now = time.monotonic()
-        nbytes = 0 if task.value is None else HEADER_BYTES + task.value.header.length
+        nbytes = HEADER_BYTES + task.value.header.length if isinstance(task.value, Arrival) else 0
         graph = task.graph
         self._events.emit(
             Event(
@@ -281,7 +285,10 @@ class Engine:
         try:
             task.value = task.run()
         except Exception as error:  # the engine's thread must never die in silence
-            self.fail(error if isinstance(error, SyncError) else _wrapped(error, task))
+            self.fail(raised(error, task))
+            return
+        if isinstance(task.value, Future):
+            self._wait_for(task, task.value)
             return
         if task.phase is FINISH:
             with self._condition:
@@ -303,6 +310,29 @@ class Engine:
         with self._condition:
             if self.error is None:
                 self._end(task)
+
+    # -- futures ---------------------------------------------------------------------------------------------
+
+    def _wait_for(self, task: Task, future: Future[Any]) -> None:
+        task.started = time.monotonic()
+        with self._condition:
+            self._asked.add(task)
+        future.add_done_callback(lambda done: self._land(task, done))
+
+    def _land(self, task: Task, future: Future[Any]) -> None:
+        """End a task whose future is done; on any thread."""
+        error = future.exception()
+        if error is not None:
+            self.fail(raised(error, task))
+            return
+        with self._condition:
+            if self.error is not None or self._closing:
+                return
+            self._asked.discard(task)
+            task.value = future.result()
+            self._record_arrival(task)
+            self._end(task)
+            self._condition.notify_all()
 
     # -- deadlines and messages ------------------------------------------------------------------------------
 
@@ -341,7 +371,7 @@ class Engine:
     def _state(self) -> dict[str, Any]:
         """What the flight recorder wants to know."""
         now = time.monotonic()
-        waiting = sorted(self._waiting.values(), key=lambda task: task.started)
+        waiting = sorted([*self._waiting.values(), *self._asked], key=lambda task: task.started)
         return {
             "active": sorted(graph.name for graph in self._active),
             "waiting": [
@@ -357,9 +387,8 @@ class Engine:
     def _located(self, error: SyncError) -> SyncError:
         """The same error with the tensor and the phase that were waited for, where it lacks them."""
         if error.tensor is None:
-            tasks = [task for task in self._waiting.values() if error.rank in (None, task.peer)] or list(
-                self._waiting.values()
-            )
+            waiting = [*self._waiting.values(), *self._asked]
+            tasks = [task for task in waiting if error.rank in (None, task.peer)] or waiting
             if tasks:
                 task = min(tasks, key=lambda task: (task.graph.round, task.started))
                 error.tensor, error.phase = task.graph.name, task.phase
@@ -369,25 +398,3 @@ class Engine:
                 where = f"(tensor none, {error.phase})"
             error.args = (f"{error} {where}",)
         return error
-
-
-def _closed() -> SyncError:
-    return SyncError(
-        "Expected an open synchroniser, got one that was closed. Do: wait() for what was submitted before close() or "
-        "detach(), and make a new one to go on.",
-        tensor="none",
-        phase="closed",
-    )
-
-
-def _wrapped(error: Exception, task: Task) -> SyncError:
-    graph = task.graph
-    blame = "" if task.peer is None else f" of rank {task.peer}"
-    wrapped = SyncError(
-        f"{type(error).__name__} in {task.phase}{blame} (tensor {graph.name}, round {graph.round}): {error}",
-        rank=task.peer,
-        tensor=graph.name,
-        phase=task.phase,
-    )
-    wrapped.__cause__ = error
-    return wrapped

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from gradwire.compressors.registry import compressor_of
 from gradwire.core.errors import UnknownNameError
 
 EVERYWHERE = ("scatter_reduce", "ring", "allgather")
@@ -38,30 +39,39 @@ DENSE = Method("none", ("ring", "scatter_reduce", "allgather"))
 # Each level from the most to the least faithful, which is also the order of preference among equally fast methods.
 LEVELS: dict[str, tuple[Method, ...]] = {
     # The bits of the sum, but for the order of additions.
-    "exact": (DENSE,),
-    # Rounding of a value to 16 bits: +0.0 % by DDP's fp16 hook. fp16 keeps 11 bits and bf16 8, with float32's range;
+    "exact": (DENSE, Method("lossless", EVERYWHERE)),
+    # What a step does to parameters stays as it is to the last bit or two (gcomp, where the optimizer is known). Then
+    # rounding of a value to 16 bits: +0.0 % by DDP's fp16 hook. fp16 keeps 11 bits and bf16 8, with float32's range;
     # both re-encode without harm on a ring, because rounding what is rounded loses little more.
-    "near-lossless": (Method("fp16", EVERYWHERE), Method("bf16", EVERYWHERE)),
+    "near-lossless": (Method("gcomp", EVERYWHERE), Method("fp16", EVERYWHERE), Method("bf16", EVERYWHERE)),
     # Unbiased with small variance (int8: +0.0 %), or biased with a residual that sends later what is left out, at a
-    # contraction that does not grow with the tensor: threelc with s = 1 (+0.4 %), onebit (+0.3 %).
+    # contraction that does not grow with the tensor: threelc with s = 1 (+0.4 %), onebit (+0.3 %); thc keeps back
+    # only what it cuts, 1/32 of coordinates (+0.0 % after 120 steps, benchmarks/results/thc-lab.csv).
     "balanced": (
         Method("int8", FEW_ENCODES),
         Method("int8shared", EVERYWHERE),  # integer lanes: a ring only adds them
+        Method("thc", EVERYWHERE),  # likewise
         Method("threelc", FEW_ENCODES),
         Method("onebit", FEW_ENCODES),
     ),
     # Most of a gradient waits in the residual for many steps: topk at 1 % (+1.7 %), threelc with s = 1.75 (+15.6 %
-    # after 32 steps), dgc at 0.1 % (less still each step; its accuracy needs the published warm-up).
+    # after 32 steps), dgc at 0.1 % (less still each step; its accuracy needs the published warm-up), dragonn at 63 % of
+    # that, for less work where choosing elements needs prefix sums.
     "aggressive": (
         Method("topk", FEW_ENCODES),
         Method("threelc:sparsity=1.75", FEW_ENCODES),
         Method("dgc", FEW_ENCODES),
+        Method("dragonn", FEW_ENCODES),
     ),
 }
 
 
-def methods(fidelity: str) -> list[Method]:
+def methods(fidelity: str, optimizer: bool = False) -> list[Method]:
     """What a level allows, the most faithful first.
+
+    Args:
+        fidelity: the level.
+        optimizer: whether the gradients' optimizer is known, which some methods need.
 
     Raises:
         UnknownNameError: no such level.
@@ -69,7 +79,8 @@ def methods(fidelity: str) -> list[Method]:
     if fidelity not in LEVELS:
         raise UnknownNameError("fidelity", fidelity, LEVELS)
     names = list(LEVELS)
-    return [method for name in names[: names.index(fidelity) + 1] for method in LEVELS[name]]
+    allowed = [method for name in names[: names.index(fidelity) + 1] for method in LEVELS[name]]
+    return [method for method in allowed if optimizer or not compressor_of(method.spec).needs_optimizer]
 
 
 def batch_cast(allowed: Iterable[Method]) -> str | None:

@@ -1,7 +1,8 @@
 """The task graph of one synchronisation: CaSync's five primitives and the order between them.
 
 A graph is data: strategies build it, the engine runs it, `TaskGraph.describe` prints it. A task becomes ready when
-every task it comes after has ended; a `recv` has no code of its own and ends when its frame arrives.
+every task it comes after has ended; a `recv` has no code of its own and ends when its frame arrives; a task whose code
+returns a future ends when that does.
 
 Source: HiPress (SOSP 2021), section 3.1: encode, decode, merge, send and recv as composable primitives with a
 dependency graph between them.
@@ -40,7 +41,7 @@ class Task:
         key: the frame a `recv` waits for.
         phase: what to call it in messages, for example ``"recv scatter"``.
         pending: how many tasks it still waits for.
-        value: the result: a payload, an arrival, nothing.
+        value: the result: a payload, an arrival, what a future came to, nothing.
     """
 
     kind: Primitive

@@ -37,6 +37,7 @@ class Item:
         shape: of the whole tensor, for compressors that take it whole.
         place: among the tensors that travel in bundles, which says whose it is there under any bucket layout.
         aux: what contexts of its encodes have in `aux`, by range; None for compressors that need nothing.
+        table: what all its contexts have as ``aux["table"]``; see `gradwire.sync.tables`.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Item:
     shape: tuple[int, ...] | None = None
     place: int = 0
     aux: Callable[[Range], Mapping[str, torch.Tensor]] | None = None
+    table: torch.Tensor | None = None
 
     @property
     def dtype(self) -> torch.dtype:

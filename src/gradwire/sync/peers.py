@@ -8,6 +8,7 @@ The part of `Synchronizer` that knows nothing of tensors and plans: the two are 
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -19,12 +20,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from gradwire.core.errors import OptionError, SyncError
+from gradwire.core.errors import GradwireError, OptionError, SyncError
 from gradwire.core.events import Event, EventStream
 from gradwire.feedback.residuals import Residuals
 from gradwire.observe.recorder import write_dump
 from gradwire.observe.trace import Trace
 from gradwire.sync import exchange, replica
+from gradwire.sync.aggregator import Aggregator, Service, served
 from gradwire.sync.agreement import agree, share
 from gradwire.sync.costs import LinkCosts
 from gradwire.sync.engine import Engine
@@ -62,6 +64,7 @@ class Peers:
         self._topics = itertools.count()
         self._dump_dir = None if dump_dir is None else Path(dump_dir)
         self._engine: Engine | None = None
+        self._service: Service | None = None
         self._stall_timeout = stall_timeout or 10 * timeout
         self._name = f"gradwire/{self._info.next_number()}"
         self._nodes = NodeMap(self._info.store, self.rank, self.world_size, nodes, f"{self._name}/nodes")
@@ -83,9 +86,32 @@ class Peers:
             admit=tensors.admit,
             events=self.events,
             stall_timeout=self._stall_timeout,
-            on_failure=self._write_dump,
+            on_failure=self._give_up,
             early_bytes_limit=tensors.early_bytes_limit(),
         )
+
+    def _meet(self, aggregator: Aggregator | None, tensors: TensorRegistry) -> None:
+        """Connect to the aggregator, once, when all have agreed on tensors that travel by it.
+
+        On failure: the other ranks hear of it.
+        """
+        if self._service is not None:
+            self._service.check(tensors)
+            return
+        if self._engine is None or not served(tensors):
+            return
+        assert aggregator is not None, "agreed on"
+        session = int(self.share(str(time.time_ns())))
+        limits = self.timeout, self._stall_timeout
+        try:
+            self._around.service = self._service = Service(
+                aggregator, tensors, self.rank, self.world_size, session, *limits
+            )
+        except GradwireError as error:
+            # The others may be connected, and would wait for this rank.
+            self._engine.fail(error if isinstance(error, SyncError) else SyncError(str(error), phase="aggregator"))
+            self._engine.close()
+            raise
 
     def wait(self) -> None:
         """Block until everything that was begun has ended.
@@ -180,10 +206,13 @@ class Peers:
         """End threads and connections. Idempotent. All ranks call it."""
         if self._engine is not None:
             self._engine.close()
+        if self._service is not None:
+            self._service.close()
         for trace in self._traces:
             trace.close()
 
-    def _write_dump(self, error: SyncError, state: dict[str, Any]) -> None:
+    def _give_up(self, error: SyncError, state: dict[str, Any]) -> None:
+        """Write the flight recorder's file, and tell the aggregator; the engine tells the peers."""
         path = write_dump(
             error,
             rank=self.rank,
@@ -193,3 +222,5 @@ class Peers:
             directory=self._dump_dir,
         )
         error.args = (f"{error} Flight recorder: {path}",)
+        if self._service is not None:  # which waits for its threads, and this may be one of them
+            threading.Thread(target=self._service.close, args=(str(error),), daemon=True).start()

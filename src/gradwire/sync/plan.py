@@ -12,15 +12,19 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+import numpy as np
+
 from gradwire.compressors.base import Compressor
 from gradwire.compressors.casts import CastCompressor
+from gradwire.compressors.homomorphic import Homomorphic
 from gradwire.compressors.registry import make
 from gradwire.core.errors import OptionError, UnknownNameError
 from gradwire.core.spec import TensorSpec
 from gradwire.feedback import policies
 
 Method = str | Compressor
-STRATEGIES = ("allgather", "hierarchical", "ring", "scatter_reduce")
+SERVER = "server"  # the one strategy that needs more than the ranks
+STRATEGIES = ("allgather", "hierarchical", "ring", "scatter_reduce", SERVER)
 
 
 @dataclass(frozen=True)
@@ -41,11 +45,18 @@ class PlanEntry:
     feedback: str = "none"
     batched: bool = False
 
-    def describe(self) -> dict[str, Any]:
-        """Everything ranks must agree on, as plain data."""
+    def lane_dtype(self, stage: int, world_size: int) -> np.dtype:
+        """Of aggregates that leave a stage. On a ring a payload is added at each hop, and lanes widen as that needs."""
+        if self.strategy == "ring":
+            return self.compressor.partial_lane_dtype(min(stage + 1, world_size), world_size)
+        return self.compressor.lane_dtype(world_size)
+
+    def describe(self, world_size: int) -> dict[str, Any]:
+        """Everything that so many ranks must agree on, as plain data."""
         return {
             "compressor": self.compressor.name,
             "options": {key: repr(value) for key, value in sorted(self.compressor.options.items())},
+            "agreed": self.compressor.agreed(world_size),
             "strategy": self.strategy,
             "partitions": self.partitions,
             "feedback": self.feedback,
@@ -59,7 +70,8 @@ class Plan:
     Args:
         rules: one method for all tensors (a name or a compressor), or a mapping from name patterns to methods.
         strategy: how tensors travel; None takes the ring for large dense tensors, which fills each link with one
-            flow and loses nothing at its hops, and scatter-reduce for all others.
+            flow and loses nothing at its hops, and scatter-reduce for all others. Dense tensors never travel by
+            ``"server"``: they take what None would.
         partitions: ranges a rank's share of a tensor is cut into.
         min_elements: under a blanket rule, tensors of fewer elements, and all vectors, stay dense.
         feedback: ``"error"``, ``"none"`` or ``"momentum"`` (a text or a `MomentumCorrection`) for all compressors; None
@@ -68,7 +80,8 @@ class Plan:
 
     Raises:
         UnknownNameError: a compressor, strategy or feedback that does not exist.
-        OptionError: a number out of range, rules that match nothing, or momentum correction by another strategy.
+        OptionError: a number out of range, rules that match nothing, momentum correction by another strategy, or a
+            compressor whose payloads a server cannot add.
     """
 
     def __init__(
@@ -94,6 +107,8 @@ class Plan:
             raise OptionError('Expected at least one rule, got none. Do: pass for example {"*": "threelc"}.')
         named = rules if isinstance(rules, Mapping) else {"*": rules}
         self.rules = {pattern: make(method) if isinstance(method, str) else method for pattern, method in named.items()}
+        for pattern, compressor in self.rules.items():
+            _check_servable(strategy, compressor, pattern)
         self.strategy = strategy
         self.partitions = partitions
         self.min_elements = min_elements
@@ -111,6 +126,9 @@ class Plan:
         for name, entry in entries.items():
             if entry.strategy not in STRATEGIES:
                 raise UnknownNameError(f"strategy of {name!r}", entry.strategy, STRATEGIES)
+            if entry.strategy == SERVER and entry.compressor.exact:
+                raise _not_servable(entry.compressor, name)
+            _check_servable(entry.strategy, entry.compressor, name)
             has_velocity = policies.get(entry.feedback).has_velocity
             if has_velocity and not entry.compressor.exact and entry.strategy != "allgather":
                 raise _needs_allgather(entry.strategy)
@@ -148,9 +166,10 @@ class Plan:
             strategy = ("scatter_reduce" if small else "ring") if compressor.exact else "allgather"
             return PlanEntry(compressor, strategy, self.partitions, feedback)
         batched = small and compressor.name == "none"
+        given = None if self.strategy == SERVER and compressor.exact else self.strategy  # it adds nothing but lanes
         return PlanEntry(
             compressor,
-            self.strategy or ("ring" if compressor.exact and not batched else "scatter_reduce"),
+            given or ("ring" if compressor.exact and not batched else "scatter_reduce"),
             self.partitions,
             feedback="none" if compressor.exact else feedback,
             batched=batched,
@@ -170,6 +189,18 @@ def _may_be_batched(entry: PlanEntry) -> bool:
     """A batch's compressor sees elements of many tensors, whose residuals it does not have."""
     compressor = entry.compressor
     return entry.feedback == "none" and (compressor.name == "none" or isinstance(compressor, CastCompressor))
+
+
+def _check_servable(strategy: str | None, compressor: Compressor, where: str) -> None:
+    if strategy == SERVER and not compressor.exact and not isinstance(compressor, Homomorphic):
+        raise _not_servable(compressor, where)
+
+
+def _not_servable(compressor: Compressor, where: str) -> OptionError:
+    return OptionError(
+        f'Expected thc or uthc with strategy="server", whose server looks indices up and adds, got {compressor!r} (in '
+        f'{where!r}). Do: name one of them, or choose a strategy between ranks, such as "scatter_reduce".'
+    )
 
 
 def _needs_allgather(strategy: str | None) -> OptionError:

@@ -11,7 +11,7 @@ its own figures hands in its own gradients.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -28,6 +28,7 @@ from gradwire.core.events import EventStream
 from gradwire.core.spec import TensorSpec
 from gradwire.feedback.residuals import Residuals
 from gradwire.kernels import active as kernels
+from gradwire.kernels.cpu.parallel import one_thread
 from gradwire.observe.metrics import Metrics
 from gradwire.sync.costs import CodecCosts, Cost, Curve
 from gradwire.sync.engine import Engine
@@ -41,7 +42,7 @@ from gradwire.wire.frame import Header, seal, unpack
 SIZES = (1 << 10, 1 << 13, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 """Elements of the tensors that are measured: from one block to 64 MB, which no cache holds."""
 Clock = Callable[[], float]
-_WORLD_SIZE = 4  # of the payloads that are merged; figures are for each of them
+_NUM_MERGED = 4  # payloads that are merged; figures are for each of them
 _WARM_UPS = 3
 _MIN_REPEATS = 3
 _MAX_REPEATS = 101
@@ -55,7 +56,9 @@ def measure_codec(
     sizes: Sequence[int] = SIZES,
     seconds_budget: float = 2.0,
     *,
+    world_size: int = _NUM_MERGED,
     gradient: torch.Tensor | None = None,
+    aux: Mapping[str, torch.Tensor] | None = None,
     clock: Clock = time.thread_time,
 ) -> CodecCosts:
     """Measure encode, decode and merge of a compressor, and what else it has.
@@ -64,7 +67,9 @@ def measure_codec(
         compressor: with its options.
         sizes: elements of the tensors to measure, two at least.
         seconds_budget: about how long this may take, without compilation at first use.
+        world_size: ranks, which the width of integer lanes depends on, and of some compressors the bits.
         gradient: float32, from which tensors are cut (repeated where it is too short); None for random numbers.
+        aux: what contexts have in `aux`, cut and repeated as `gradient` is, but for what is of less than its length.
         clock: ``time.perf_counter`` where ranks share cores, measure at once and shall see what that costs them.
 
     Raises:
@@ -81,7 +86,12 @@ def measure_codec(
     # Half of the time for the largest: its calls take the longest and vary the least.
     with _one_thread():
         seconds_each = seconds_budget / len(ordered)
-        rows = [_measure_size(compressor, _gradient(size, gradient), seconds_each, clock) for size in ordered]
+        rows = [
+            _measure_size(
+                compressor, world_size, _gradient(size, gradient), _cut(aux or {}, gradient, size), seconds_each, clock
+            )
+            for size in ordered
+        ]
     spent = {name: Curve.through(ordered, [row.seconds[name] for row in rows]) for name in rows[0].seconds}
     nbytes = {name: _exact_curve(ordered, [row.nbytes[name] for row in rows]) for name in rows[0].nbytes}
     costs: dict[str, Cost] = {**spent, **nbytes}
@@ -95,27 +105,34 @@ class _Row(NamedTuple):
     nbytes: dict[str, float]
 
 
-def _measure_size(compressor: Compressor, grad: torch.Tensor, seconds_budget: float, clock: Clock) -> _Row:
+def _measure_size(
+    compressor: Compressor,
+    world_size: int,
+    grad: torch.Tensor,
+    aux: dict[str, torch.Tensor],
+    seconds_budget: float,
+    clock: Clock,
+) -> _Row:
     spec = TensorSpec.of(grad)
-    context = Context("profile", world_size=_WORLD_SIZE, spec=spec)
+    context = Context("profile", world_size=world_size, spec=spec, aux=aux)
     encode, stats_call, shared = _encoder(compressor, grad, context)
     payload = encode()
     out = torch.empty(grad.numel())
-    payloads, contexts = [payload] * _WORLD_SIZE, [context] * _WORLD_SIZE
+    payloads, contexts = [payload] * _NUM_MERGED, [context] * _NUM_MERGED
     calls: dict[str, tuple[Callable[[], object], int]] = {
         "encode": (encode, 1),
         "decode": (lambda: compressor.decode(payload, context, out, stats=shared), 1),
-        "merge": (lambda: compressor.decode_sum(payloads, contexts, out, shared), _WORLD_SIZE),
+        "merge": (lambda: compressor.decode_sum(payloads, contexts, out, shared), _NUM_MERGED),
     }
     nbytes: dict[str, float] = {"payload_bytes": payload.body.nbytes}
     if compressor.needs_stats:
         calls["stats"] = (stats_call, 1)
         nbytes["stats_bytes"] = 4 * sum(length for length, _ in compressor.stats_spec(spec))
     if compressor.summable:
-        lanes = np.zeros(compressor.num_lanes(spec), compressor.lane_dtype(_WORLD_SIZE))
+        lanes = np.zeros(compressor.num_lanes(spec), compressor.lane_dtype(world_size))
         # Zeroed each time: lanes are as wide as the sum of a few payloads needs, and no wider.
         calls["lift"] = (lambda: compressor.lift(payload, context, lanes, accumulate=False), 1)
-        calls["lower"] = (lambda: compressor.lower(lanes, _WORLD_SIZE, context, shared, out), 1)
+        calls["lower"] = (lambda: compressor.lower(lanes, world_size, context, shared, out), 1)
         nbytes["lane_bytes"] = lanes.nbytes
     share = seconds_budget / len(calls)
     seconds = {name: median_seconds(call, share, clock) / divisor for name, (call, divisor) in calls.items()}
@@ -126,7 +143,7 @@ def _encoder(
     compressor: Compressor, grad: torch.Tensor, context: Context
 ) -> tuple[Callable[[], Any], Callable[[], object], list[np.ndarray]]:
     """Encodes as the synchroniser does, with a residual where it keeps one; its preliminary round; what that gave."""
-    scale = 1 / _WORLD_SIZE
+    scale = 1 / context.world_size
     feedback = compressor.default_feedback == "error" and not compressor.exact
     work = np.zeros(grad.numel(), np.float32) if feedback else None
     residual = None if work is None else np.zeros(grad.numel(), np.float32)
@@ -149,6 +166,12 @@ def _encoder(
         if work is not None and residual is not None:
             residual[:] = work
     return encode, statistics, shared
+
+
+def _cut(aux: Mapping[str, torch.Tensor], gradient: torch.Tensor | None, size: int) -> dict[str, torch.Tensor]:
+    """What belongs to a gradient, for one of another size."""
+    whole = 0 if gradient is None else gradient.numel()
+    return {name: _gradient(size, each) if each.numel() == whole else each for name, each in aux.items()}
 
 
 def _gradient(size: int, given: torch.Tensor | None) -> torch.Tensor:
@@ -179,7 +202,7 @@ def measure_add(sizes: Sequence[int] = SIZES, seconds_budget: float = 0.3) -> Cu
 
 
 def _adder(grad: np.ndarray, total: np.ndarray) -> Callable[[], object]:
-    return lambda: kernels.compensate(grad, 1 / _WORLD_SIZE, total, total)
+    return lambda: kernels.compensate(grad, 1 / _NUM_MERGED, total, total)
 
 
 def measure_task(num_items: int = 300) -> float:
@@ -267,6 +290,7 @@ def _one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        yield
+        with one_thread():
+            yield
     finally:
         torch.set_num_threads(before)

@@ -56,7 +56,7 @@ class TensorRegistry:
                 "name": name,
                 "shape": list(spec.shape),
                 "dtype": str(spec.dtype),
-                **self._plan.entry(name, spec).describe(),
+                **self._plan.entry(name, spec).describe(self._world_size),
             }
             for name, spec in specs.items()
         ]
@@ -113,7 +113,7 @@ class TensorRegistry:
 
     def _early_bytes(self, entry: PlanEntry, spec: TensorSpec) -> int:
         payload = self._bound(FrameKind.PAYLOAD, entry, spec)
-        lanes = self._bound(FrameKind.AGGREGATE, entry, spec) if entry.compressor.summable else 0
+        lanes = self._bound(FrameKind.AGGREGATE, entry, spec, self._world_size) if entry.compressor.summable else 0
         return max(payload, lanes, spec.nbytes if entry.strategy == "hierarchical" else 0)
 
     def admit(self, header: Header) -> None:
@@ -143,7 +143,8 @@ class TensorRegistry:
         whole = entry.compressor.whole
         if whole and header.count != spec.numel:
             raise FrameError(f"Expected all {spec.numel} elements, got a range (in {describe(header)}).")
-        bound = self._bound(header.kind, entry, spec if whole else TensorSpec((header.count,), spec.dtype))
+        part = spec if whole else TensorSpec((header.count,), spec.dtype)
+        bound = self._bound(header.kind, entry, part, header.stage)
         if header.length > bound:
             raise FrameError(f"Expected at most {bound} bytes, got {header.length} (in {describe(header)}).")
         if header.kind is not FrameKind.PAYLOAD and header.length not in (0, bound):
@@ -174,12 +175,12 @@ class TensorRegistry:
         place = self.batches.get(name)
         return batch_entry(entry), TensorSpec((0 if place is None else self._batched[place[0]],), spec.dtype)
 
-    def _bound(self, kind: FrameKind, entry: PlanEntry, spec: TensorSpec) -> int:
+    def _bound(self, kind: FrameKind, entry: PlanEntry, spec: TensorSpec, stage: int = 0) -> int:
         compressor = entry.compressor
         if kind is FrameKind.PAYLOAD:
             return compressor.max_encoded_bytes(spec)
         if kind is FrameKind.STATS and compressor.needs_stats:
             return 4 * sum(length for length, _ in compressor.stats_spec(spec))
         if kind is FrameKind.AGGREGATE and compressor.summable:
-            return compressor.num_lanes(spec) * compressor.lane_dtype(self._world_size).itemsize
+            return compressor.num_lanes(spec) * entry.lane_dtype(stage, self._world_size).itemsize
         raise FrameError(f"Expected no {kind.name} frames of {compressor.name}, got one.")

@@ -9,6 +9,8 @@ momentum correction are handed on in the same way, among themselves.
 The divisor. Residuals are in units of the mean: what they hold is still to be applied to the parameters, as it is.
 So nothing is rescaled, and the sum over ranks and roles, element by element, is the same before and after; gradients
 that are produced afterwards are divided by the new number of ranks.
+
+Tables of prefix codes (`gradwire.sync.tables`) are the same on all ranks, and stay.
 """
 
 # Shapes: V = ranks before, W = ranks after.
@@ -57,6 +59,7 @@ def resize_state(states: Sequence[Mapping[str, Any]], world_size: int) -> list[d
             "rank": rank,
             "world_size": world_size,
             "residuals": held[rank].state_dict(),
+            "tables": {name: table.clone() for name, table in states[0].get("tables", {}).items()},
         }
         for rank in range(world_size)
     ]
@@ -79,7 +82,7 @@ def _common(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _hand_on(left: Mapping[str, Any], heirs: Sequence[Residuals]) -> None:
     """Cut what a rank has left behind among `heirs`, range by range."""
-    for role in STORED:
+    for role in (role for role in STORED if role != "memory"):  # a hint for ranges that nobody has any more
         kept: Role = "velocity" if role == "velocity" else "local"
         for name, pieces in left.get(role, {}).items():
             for offset, tensor in pieces.items():

@@ -9,12 +9,15 @@ a step. Of each figure the slowest rank's stands, for it is that rank that the o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
+from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from gradwire.compressors.base import Compressor
 from gradwire.compressors.registry import compressor_of
 from gradwire.sync.costs import CodecCosts, Cost, Costs, Curve, Line
 from gradwire.sync.exchange import MAX_NUMBERS
@@ -25,6 +28,26 @@ SIZES = (1 << 12, 1 << 16, 1 << 19, 1 << 22)
 """Elements of the tensors that are measured, as far as the model has such large ones."""
 _SECONDS_A_CODEC = 0.3
 _TASKS = 60
+
+
+class Sample(NamedTuple):
+    """Gradients that codecs are measured with, all float32.
+
+    Attributes:
+        grad: of any tensors.
+        own: of one tensor.
+        aux: what belongs to `own` of its parameter and optimizer; see `compressors.gcomp`.
+    """
+
+    grad: torch.Tensor
+    own: torch.Tensor | None = None
+    aux: Mapping[str, torch.Tensor] = MappingProxyType({})
+
+    def of(self, compressor: Compressor) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+        """What a compressor is measured with."""
+        if compressor.needs_optimizer and self.own is not None:
+            return self.own, self.aux
+        return self.grad, {}
 
 
 class Survey:
@@ -46,18 +69,21 @@ class Survey:
         self._add: Curve | None = None
         self._task = 0.0
 
-    def costs(self, specs: Iterable[str], gradient: torch.Tensor | None = None) -> Costs:
+    def costs(self, specs: Iterable[str], sample: Sample | None = None) -> Costs:
         """Everything the planner needs, but for the framework's own all-reduce.
 
         Args:
             specs: compressors beside ``"none"``.
-            gradient: of this rank, for codecs whose work or bytes depend on values; None for random numbers.
+            sample: of this rank, for codecs whose work or bytes depend on values; None for random numbers.
         """
         links = self._synchronizer.probe_links()
         for spec in dict.fromkeys(["none", *specs]):
             if spec not in self._codecs:
+                compressor = compressor_of(spec)
+                given = (None, {}) if sample is None else sample.of(compressor)
                 self._codecs[spec] = self._slowest(measure_codec(
-                    compressor_of(spec), self._sizes, _SECONDS_A_CODEC, gradient=gradient, clock=time.perf_counter
+                    compressor, self._sizes, _SECONDS_A_CODEC, world_size=self._synchronizer.world_size,
+                    gradient=given[0], aux=given[1], clock=time.perf_counter,
                 ))  # fmt: skip
         if self._add is None:
             self._add = _curve(self._sizes, self.largest(_values(measure_add(self._sizes, 0.1))))

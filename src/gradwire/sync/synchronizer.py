@@ -28,18 +28,20 @@ from gradwire.core.spec import Range, TensorSpec
 from gradwire.feedback import policies
 from gradwire.feedback.residuals import Residuals
 from gradwire.observe.metrics import Metrics, Report
+from gradwire.sync.aggregator import ADDRESS_VARIABLE, Aggregator
 from gradwire.sync.batch import BATCH_FLAG, Batch, Held, Holding, batch_entry
 from gradwire.sync.bundle import BUNDLE_FLAG, Bundle, bundle_items, travels_in_bundles
 from gradwire.sync.graph import TaskGraph
 from gradwire.sync.group import GroupInfo
 from gradwire.sync.item import Item
 from gradwire.sync.peers import Peers
-from gradwire.sync.plan import Plan, PlanEntry
+from gradwire.sync.plan import SERVER, Plan, PlanEntry
 from gradwire.sync.registry import TensorRegistry
 from gradwire.sync.resize import resize_state
 from gradwire.sync.staging import Staging
-from gradwire.sync.strategies import STRATEGIES, Builder
+from gradwire.sync.strategies import BUILDERS, Builder
 from gradwire.sync.submission import Shard, Submission
+from gradwire.sync.tables import Tables
 from gradwire.sync.warmup import warm_up
 from gradwire.transport.base import Transport
 
@@ -65,6 +67,8 @@ class Synchronizer(Peers):
         order: what goes first where several tensors have work ready: ``"backward"``, what was submitted first, which
             fills the link soonest; ``"forward"``, what was registered first, which the next forward needs first, for
             those who wait for each tensor's future by itself.
+        server: for the strategy ``"server"``: the aggregator, as ``"host:port"`` or an `Aggregator`; None takes the
+            address in ``GRADWIRE_AGGREGATOR``.
         aux: gives the slices of parameters and optimizer state that encodes of a range need, by parameter name and
             range; for compressors with `needs_optimizer`.
 
@@ -87,6 +91,7 @@ class Synchronizer(Peers):
         transport: Transport | None = None,
         nodes: int | Sequence[str | int] | None = None,
         order: Literal["backward", "forward"] = "backward",
+        server: str | Aggregator | None = None,
         aux: Callable[[str, Range], Mapping[str, torch.Tensor]] | None = None,
     ) -> None:
         self.plan = plan if isinstance(plan, Plan) else Plan(plan)
@@ -102,7 +107,10 @@ class Synchronizer(Peers):
         self._aux = aux
         self._nonfinite = False
         self._held = Holding()
+        self._tables = Tables()
         self._tensors = TensorRegistry(self.plan, self.world_size, self._nodes)
+        self._aggregator = Aggregator.of(server)
+        self._expect_aggregator(tensors or {}, self.plan)
         self._expect_aux(tensors or {})
         self._warm_up(tensors or {})
         self._agree(
@@ -111,12 +119,14 @@ class Synchronizer(Peers):
                 "seed": seed,
                 "timeout": timeout.total_seconds(),
                 "nodes": self._nodes.names,
+                "server": None if self._aggregator is None else self._aggregator.describe(),
                 "tensors": self._tensors.describe(tensors or {}),
             }
         )
         self._tensors.add(tensors or {})
         if self.world_size > 1:
             self._start(transport, self._tensors, self.residuals)
+            self._meet(self._aggregator, self._tensors)
 
     # -- setting up ------------------------------------------------------------------------------------------
 
@@ -132,6 +142,7 @@ class Synchronizer(Peers):
             if known != spec:
                 raise OptionError(f"Expected {name!r} of {known}, got {spec}. Do: give another tensor another name.")
         if new:
+            self._expect_aggregator(new, self.plan)
             self._expect_aux(new)
             self._warm_up(new)
             # Added first: a peer that has heard the verdict may send before this rank has.
@@ -140,6 +151,7 @@ class Synchronizer(Peers):
                 self._engine.early_bytes_limit = self._tensors.early_bytes_limit()
             try:
                 self._agree({"tensors": self._tensors.describe(new)})
+                self._meet(self._aggregator, self._tensors)
             except GradwireError:
                 self._tensors.forget(new)
                 raise
@@ -157,6 +169,7 @@ class Synchronizer(Peers):
         self.wait()
         if self.residuals.is_open:
             raise SyncError("Expected a step that is decided, got an open one. Do: call commit() or rollback() first.")
+        self._expect_aggregator(self._tensors.specs, plan)
         # All that this rank waited for is here, so nothing more comes under the old plan; and nobody sends under the
         # new one before all have agreed.
         self._tensors.replan(plan)
@@ -168,6 +181,7 @@ class Synchronizer(Peers):
         if self._engine is not None:
             self._engine.early_bytes_limit = self._tensors.early_bytes_limit()
         self._agree({"tensors": self._tensors.describe(self._tensors.specs)})
+        self._meet(self._aggregator, self._tensors)
         self.events.emit(Event("replan", time.monotonic(), detail={"step": self.step}))
 
     def _expect_aux(self, specs: Mapping[str, TensorSpec]) -> None:
@@ -181,9 +195,17 @@ class Synchronizer(Peers):
                     f'attach(ddp, "{compressor.name}", optimizer=opt), or use "lossless", which needs none.'
                 )
 
+    def _expect_aggregator(self, specs: Mapping[str, TensorSpec], plan: Plan) -> None:
+        for name, spec in specs.items():
+            if self._aggregator is None and plan.entry(name, spec).strategy == SERVER:
+                raise OptionError(
+                    f'Expected the address of an aggregator for strategy="server", got none (in {name!r}). Do: pass '
+                    f'server="host:port", or set {ADDRESS_VARIABLE}, and start it with gradwire serve --aggregate.'
+                )
+
     def _warm_up(self, specs: Mapping[str, TensorSpec]) -> None:
         if self.world_size > 1:
-            warm_up((self.plan.entry(name, spec), spec.dtype) for name, spec in specs.items())
+            warm_up(((self.plan.entry(name, spec), spec.dtype) for name, spec in specs.items()), self.world_size)
 
     @property
     def tensors(self) -> Mapping[str, TensorSpec]:
@@ -267,11 +289,12 @@ class Synchronizer(Peers):
                 f"Expected a range of {shard.name!r}, {spec}, got {count} elements of {shard.tensor.dtype} from "
                 f"element {shard.offset} on. Do: submit what was registered, or register the whole parameter first."
             )
-        compressor = self._tensors.entries[shard.name].compressor
-        if compressor.whole and count != spec.numel:
+        entry = self._tensors.entries[shard.name]
+        if (entry.compressor.whole or entry.strategy == SERVER) and count != spec.numel:
+            why = f"{entry.compressor!r} by strategy={entry.strategy!r} needs whole"
             raise OptionError(
-                f"Expected all {spec.numel} elements of {shard.name!r}, which {compressor!r} needs whole, got {count}. "
-                "Do: submit whole tensors, or choose another compressor for it."
+                f"Expected all {spec.numel} elements of {shard.name!r}, which {why}, got {count}. Do: submit whole "
+                "tensors, or choose another compressor or strategy for it."
             )
 
     def _item(self, shard: Shard, index: int, staging: Staging) -> Item:
@@ -288,6 +311,7 @@ class Synchronizer(Peers):
             shape=self._tensors.specs[shard.name].shape,
             place=self._tensors.places.get(shard.name, 0),
             aux=self._aux_of(shard.name),
+            table=self._tables.of(shard.name),
         )
 
     def _aux_of(self, name: str) -> Callable[[Range], Mapping[str, torch.Tensor]] | None:
@@ -322,12 +346,13 @@ class Synchronizer(Peers):
 
         def done() -> None:
             self._nonfinite |= item.nonfinite
+            self._tables.count(item, self._tensors.specs)
             self.events.emit(Event("done", submitted, time.monotonic() - submitted, item.name, item.round))
             arrived()
 
         priority = item.tensor & ~(BATCH_FLAG | BUNDLE_FLAG) if self._forward_first else item.round
         graph = TaskGraph(item.name, item.round, priority, on_done=done)
-        STRATEGIES[item.entry.strategy](Builder(item, graph, self._around))
+        BUILDERS[item.entry.strategy](Builder(item, graph, self._around))
         self._engine.run(graph)
 
     # -- the step as a transaction ---------------------------------------------------------------------------
@@ -337,6 +362,7 @@ class Synchronizer(Peers):
         self.wait()
         if self._nonfinite:
             self.rollback()
+        self._tables.switch()
         self.step += 1
 
     def commit(self) -> None:
@@ -380,6 +406,7 @@ class Synchronizer(Peers):
             "rank": self.rank,
             "world_size": self.world_size,
             "residuals": self.residuals.state_dict(),
+            "tables": self._tables.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
@@ -407,6 +434,7 @@ class Synchronizer(Peers):
                     "that the same rank saved, in a group of the same size, or a list of the states of all old ranks."
                 )
         self.residuals.load_state_dict(state["residuals"], self._tensors.specs)
+        self._tables.load_state_dict(state.get("tables", {}))
         self.step = int(state["step"])
         self.seed = int(state["seed"])
         if self._engine is not None:
@@ -416,4 +444,5 @@ class Synchronizer(Peers):
     def close(self) -> None:
         """End threads and connections. Idempotent. All ranks call it."""
         super().close()
+        self._tables.close()
         self._metrics.close()

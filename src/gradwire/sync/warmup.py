@@ -11,20 +11,23 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
+from gradwire.compressors.lossless import FloatPacking
 from gradwire.compressors.registry import make
 from gradwire.core.context import Context
 from gradwire.core.spec import Range, TensorSpec, as_array
 from gradwire.feedback import policies
 from gradwire.feedback.residuals import ResidualKey, Residuals
 from gradwire.kernels import active as kernels
-from gradwire.sync.plan import PlanEntry
+from gradwire.kernels.float_format import FORMATS
+from gradwire.kernels.prefix_code import NUM_SYMBOLS
+from gradwire.sync.plan import SERVER, PlanEntry
 from gradwire.wire.payload import Payload
 
 NUM_ELEMENTS = 4096
 
 
-def warm_up(tensors: Iterable[tuple[PlanEntry, torch.dtype]]) -> None:
-    """Take a small tensor through every path of each distinct compressor and element type."""
+def warm_up(tensors: Iterable[tuple[PlanEntry, torch.dtype]], world_size: int = 2) -> None:
+    """Take a small tensor through every path of each distinct compressor, strategy and element type."""
     seen = set()
     pairs = list(tensors)
     # Within a node tensors travel dense, and what is encoded are float32 sums.
@@ -32,10 +35,10 @@ def warm_up(tensors: Iterable[tuple[PlanEntry, torch.dtype]]) -> None:
     for entry, dtype in [pair for pair in pairs if pair[0].strategy == "hierarchical"]:
         pairs += [(dense, dtype), (dense, torch.float32), (entry, torch.float32)]
     for entry, dtype in pairs:
-        key = (repr(entry.compressor), entry.feedback, dtype)
+        key = (repr(entry.compressor), entry.strategy, entry.feedback, dtype)
         if key not in seen:
             seen.add(key)
-            _warm_up_one(entry, dtype)
+            _warm_up_one(entry, dtype, world_size)
 
 
 def _aux(spec: TensorSpec) -> dict[str, torch.Tensor]:
@@ -44,13 +47,16 @@ def _aux(spec: TensorSpec) -> dict[str, torch.Tensor]:
     return moments | {"numbers": torch.ones(8), "loss_scale": torch.tensor(1.0)}
 
 
-def _warm_up_one(entry: PlanEntry, dtype: torch.dtype) -> None:
+def _warm_up_one(entry: PlanEntry, dtype: torch.dtype, world_size: int) -> None:
     compressor = entry.compressor
     shape = (64, NUM_ELEMENTS // 64) if compressor.whole else (NUM_ELEMENTS,)
     spec = TensorSpec(shape, dtype)
-    context = Context("warm up", world_size=2, spec=spec, aux=_aux(spec) if compressor.needs_optimizer else {})
+    aux = _aux(spec) if compressor.needs_optimizer else {}
+    context = Context("warm up", world_size=world_size, spec=spec, aux=aux)
     policy, residuals = policies.get(entry.feedback), Residuals()
     grad = torch.linspace(-1, 1, NUM_ELEMENTS).to(dtype)
+    if isinstance(compressor, FloatPacking) and as_array(grad).dtype in FORMATS:
+        kernels.exponent_counts(as_array(grad), np.zeros(NUM_SYMBOLS, np.int64))
 
     whole = Range(0, NUM_ELEMENTS)
     local, merged = ResidualKey("local", whole), ResidualKey("merged", whole, "aggregate")
@@ -70,9 +76,12 @@ def _warm_up_one(entry: PlanEntry, dtype: torch.dtype) -> None:
     kernels.compensate(as_array(grad), 0.5, total.numpy(), total.numpy())
     kernels.cast(total.numpy(), as_array(grad))
     if compressor.summable:
-        lanes = np.zeros(compressor.num_lanes(spec), compressor.lane_dtype(2))
-        compressor.lift(payload, context, lanes, accumulate=True)
-        compressor.lower(lanes, 2, context, stats, total)
+        for lane in {entry.lane_dtype(stage, world_size) for stage in range(1, world_size)}:
+            lanes = np.zeros(compressor.num_lanes(spec), lane)
+            compressor.lift(payload, context, lanes, accumulate=True)
+            compressor.lower(lanes, world_size, context, stats, total)
+        if entry.strategy == SERVER:
+            kernels.abs_max(as_array(grad))
         return
     for _ in range(2):
         aggregate = encode(total, merged, 1.0)

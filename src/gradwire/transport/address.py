@@ -82,6 +82,18 @@ def is_loopback(address: str) -> bool:
     return address.startswith("127.") or address == "::1"
 
 
+def parse_address(said: str) -> tuple[str, int]:
+    """Return host and port of "host:port".
+
+    Raises:
+        OptionError: it is something else.
+    """
+    host, _, port = said.rpartition(":")
+    if not host or not port.isdigit():
+        raise OptionError(f"Expected an address as host:port, got {said!r}. Do: add the port.")
+    return host.strip("[]"), int(port)
+
+
 def _ipv4_of(name: str) -> str | None:
     try:
         import fcntl

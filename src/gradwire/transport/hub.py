@@ -47,7 +47,10 @@ class Owner(Protocol):
         """Refuse a header with `FrameError` before its body is allocated."""
 
     def joined(self, peer: int) -> None:
-        """A peer is connected; or connected again, in place of its connection before."""
+        """A peer is connected; or connected again, in place of its connection before.
+
+        What is sent from here goes first: until this returns, other threads find no connection.
+        """
 
     def deliver(self, peer: int, header: Header, body: np.ndarray) -> None:
         """A whole frame has come."""
@@ -96,7 +99,9 @@ class Hub:
         self._links: dict[int, Link] = {}
         self._candidates: dict[socket.socket, Candidate] = {}
         self._strangers = 0
-        self._dismissed: list[tuple[int, str]] = []
+        self._newcomer: Link | None = None
+        self._connections: dict[int, int] = {}
+        self._dismissed: list[tuple[Link, str]] = []
         self._last_word: LastWord | None = None
         self._lock = threading.Lock()
         self._selector = selectors.DefaultSelector()
@@ -113,11 +118,22 @@ class Hub:
         """Begin to answer and to call."""
         self._thread.start()
 
-    def send(self, peer: int, header: Header, body: np.ndarray) -> bool:
-        """Queue one frame and return at once; False where the peer is not there and the frame is dropped."""
+    def connection(self, peer: int) -> int:
+        """Number of a peer's latest connection, 0 before there is one: in `Owner.deliver`, of the frame's own."""
+        return self._connections.get(peer, 0)
+
+    def send(self, peer: int, header: Header, body: np.ndarray, connection: int | None = None) -> bool:
+        """Queue one frame and return at once; False where the peer is not there and the frame is dropped.
+
+        Args:
+            peer: for whom it is.
+            header: of the frame.
+            body: of the frame.
+            connection: the connection that it is for, where a later one is to do without it.
+        """
         head = seal(header, body)
         with self._lock:
-            link = self._links.get(peer)
+            link = self._link(peer, connection)
             if link is None or not link.open or self._last_word is not None:
                 return False
             link.enqueue(head, body)
@@ -128,11 +144,27 @@ class Hub:
                 self._wake()
         return True
 
-    def dismiss(self, peer: int, reason: str) -> None:
-        """Tell a peer why it is not wanted, and close its connection; the owner hears `left` then."""
+    def pause(self, peer: int, paused: bool) -> None:
+        """Read nothing more from a peer for now, while it is taken to be alive; or go on. A new connection is read."""
         with self._lock:
-            self._dismissed.append((peer, reason))
-            self._wake()
+            link = self._link(peer, None)
+            if link is not None and link.paused != paused:
+                link.paused = paused
+                self._wake()
+
+    def dismiss(self, peer: int, reason: str, connection: int | None = None) -> None:
+        """Tell a peer why it is not wanted, and close its connection; the owner hears `left` then.
+
+        Args:
+            peer: whom.
+            reason: what it is told.
+            connection: the connection that is not wanted; default the one that there is now. A later one stays.
+        """
+        with self._lock:
+            link = self._link(peer, connection)
+            if link is not None:
+                self._dismissed.append((link, reason))
+                self._wake()
 
     def close(self, reason: str = "") -> None:
         """Say goodbye after all that is queued; or, with a reason, that in its place. Idempotent."""
@@ -170,9 +202,8 @@ class Hub:
                 self._drop(candidate, "it did not finish the handshake in time")
         with self._lock:
             dismissed, self._dismissed = self._dismissed, []
-        for peer, reason in dismissed:
-            if peer in self._links:
-                self._lose(self._links[peer], SyncError(reason, rank=peer), reason)
+        for link, reason in dismissed:
+            self._lose(link, SyncError(reason, rank=link.peer), reason)
         for link in list(self._links.values()):
             self._serve(link, looked_at)
 
@@ -258,11 +289,15 @@ class Hub:
         ends = Ends(self._member.rank, peer, self._member.epoch)
         link = Link(candidate.socket, Conversation(ends, self._timeout, now, candidate.reader, HEARTBEAT))
         link.conversation.begin(self._owner.admit, now)
-        with self._lock:
-            self._links[peer] = link
         self._pause = _FIRST_RETRY
         self.problem = ""
+        with self._lock:
+            self._connections[peer] = self.connection(peer) + 1
+            self._newcomer = link
         self._owner.joined(peer)
+        with self._lock:
+            self._newcomer = None
+            self._links[peer] = link
         self._take(link, link.leftover(now))
 
     def _drop(self, candidate: Candidate, problem: str) -> None:
@@ -284,6 +319,14 @@ class Hub:
 
     # -- links -----------------------------------------------------------------------------------------------
 
+    def _link(self, peer: int, connection: int | None) -> Link | None:
+        """A peer's link, if it is that connection: to this thread also the one that is being announced."""
+        if connection is not None and connection != self.connection(peer):
+            return None
+        if self._newcomer is not None and self._newcomer.peer == peer:
+            return self._newcomer if threading.current_thread() is self._thread else None
+        return self._links.get(peer)
+
     def _take(self, link: Link, frames: Iterator[tuple[Header, np.ndarray]]) -> None:
         try:
             for header, body in frames:
@@ -299,6 +342,8 @@ class Hub:
             self._lose(link, None, None)
             return
         liveness = link.conversation.liveness
+        if link.paused:
+            liveness.heard(looked_at)
         if liveness.silent(looked_at):
             error = link.conversation.silence()
             self._lose(link, error, str(error))
@@ -332,10 +377,12 @@ class Hub:
         self._owner.left(link.peer, error)
 
     def _watch(self, link: Link) -> None:
-        wanted = selectors.EVENT_READ | link.blocked * selectors.EVENT_WRITE
+        wanted = (not link.paused) * selectors.EVENT_READ | link.blocked * selectors.EVENT_WRITE
         if wanted == link.watched:
             return
-        if link.watched:
+        if not wanted:
+            self._selector.unregister(link.socket)
+        elif link.watched:
             self._selector.modify(link.socket, wanted, link)
         else:
             self._selector.register(link.socket, wanted, link)

@@ -40,6 +40,7 @@ class Link:
     Attributes:
         open: the socket is open and the peer has not said BYE.
         writable: frames can still be sent.
+        paused: nothing is read for now.
         blocked: the kernel takes no more for now.
         watched: the events that the owner's selector looks for.
     """
@@ -49,6 +50,7 @@ class Link:
         self.conversation = conversation
         self.open = True
         self.writable = True
+        self.paused = False
         self.blocked = False
         self.watched = 0
         self._busy_seconds = 0.0  # as last seen
@@ -121,7 +123,7 @@ class Link:
                 self._ended("the end of its connection")
                 return
             yield from self.conversation.advance(count, now)
-            if count < len(room) or self.conversation.departed:
+            if count < len(room) or self.conversation.departed or self.paused:
                 return
 
     def leftover(self, now: float) -> Iterator[tuple[Header, np.ndarray]]:

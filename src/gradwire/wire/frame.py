@@ -81,6 +81,8 @@ class FrameKind(IntEnum):
     """A parameter's values as they are."""
     DELTA = 14
     """Who was counted in an update of a parameter, and the encoded change of it."""
+    PACKET = 15
+    """A packet of `gradwire.protocol.aggregation`."""
 
 
 class FrameFlags(IntFlag):
@@ -99,6 +101,7 @@ DATA_KINDS = frozenset(
     {
         FrameKind.PAYLOAD, FrameKind.AGGREGATE, FrameKind.STATS,
         FrameKind.JOIN, FrameKind.WELCOME, FrameKind.GROUPS, FrameKind.MODEL, FrameKind.DELTA,
+        FrameKind.PACKET,
     }
 )  # fmt: skip
 _KINDS = {int(kind): kind for kind in FrameKind}

@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
-from gradwire.integrations.auto import NATIVE, Script, Way
+from gradwire.integrations.auto import TIMED_STEPS, Script
+from gradwire.integrations.ways import NATIVE, Way
 from gradwire.sync.costs import CodecCosts, Costs, Line, LinkCosts
 from gradwire.sync.fidelity import Method
 from gradwire.sync.planner import Gradient, PlanTable, plan
@@ -38,7 +39,7 @@ def there_and_back(rank: int, world_size: int, steps: int) -> dict[str, Any]:
     table = plan([Gradient("weight", shape)], costs, [Method("onebit", ("scatter_reduce",))], min_elements=0)
     assert table.compresses
     begun = model.weight.detach().double()
-    held = []
+    held, links = [], []
 
     def script() -> Script[None]:
         for way in (NATIVE, Way.of(table), NATIVE):
@@ -46,11 +47,13 @@ def there_and_back(rank: int, world_size: int, steps: int) -> dict[str, Any]:
             for _ in range(steps):
                 yield
             held.append(handle.synchronizer.residuals.holds("weight"))
+            timing = yield from pilot._timed(warm_up=0)
+            links.append(timing.link)
         yield from itertools.repeat(None)
 
     pilot._script = script()
     expected, ways = begun.clone(), []
-    for step in range(3 * steps + 4):
+    for step in range(3 * (steps + TIMED_STEPS) + 4):
         grads = [
             torch.randn(shape, generator=torch.Generator().manual_seed(100 * step + peer)) for peer in range(world_size)
         ]
@@ -61,7 +64,7 @@ def there_and_back(rank: int, world_size: int, steps: int) -> dict[str, Any]:
         ways.append(pilot.way.name)
     error = (model.weight.double() - expected).norm() / (expected - begun).norm()
     handle.detach()
-    return {"hash": fingerprint(model.parameters()), "error": float(error), "held": held, "ways": ways}
+    return {"hash": fingerprint(model.parameters()), "error": float(error), "held": held, "links": links, "ways": ways}
 
 
 def agrees_on_costs(rank: int, world_size: int) -> list[Any]:
@@ -80,7 +83,7 @@ def agrees_on_costs(rank: int, world_size: int) -> list[Any]:
 
 
 def lab_main() -> None:
-    """A rank in the lab: says what each step took, until its folder holds a file `stop`."""
+    """A rank in the lab: says what is decided, and when, until so many decisions or seconds have passed."""
     limit, wanted = float(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -98,9 +101,11 @@ def lab_main() -> None:
         ddp(data).square().mean().backward()
         optimizer.step()
         now = time.monotonic()
-        if dist.get_rank() == 0 and len(handle.autopilot.decisions) > told:
+        if len(handle.autopilot.decisions) > told:
             told = len(handle.autopilot.decisions)
-            print(f"decided {handle.synchronizer.step} {handle.autopilot.decisions[-1]}", flush=True)
+            if dist.get_rank() == 0:
+                print(f"decided {handle.synchronizer.step} {handle.autopilot.decisions[-1]}", flush=True)
+            time.sleep(1.0)  # time for the links to change before the first step that is watched
         last = now
         over = torch.tensor([float(len(handle.autopilot.decisions) >= wanted or last > deadline)])
         dist.all_reduce(over)

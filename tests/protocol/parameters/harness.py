@@ -8,7 +8,7 @@ from collections import deque
 import numpy as np
 import torch
 
-from gradwire.protocol.parameters.agreement import Agreement, Join, Terms, Welcome
+from gradwire.protocol.parameters.agreement import Agreement, Groups, Join, Terms, Welcome, groups_to
 from gradwire.protocol.parameters.server import ServerEnd
 from gradwire.protocol.parameters.slot import Slot
 from gradwire.server.shard import Shard
@@ -136,9 +136,11 @@ class Job:
         for worker in self.workers:
             worker.begin()
 
-    def grads(self, scale: float = 1.0) -> list[torch.Tensor | None]:
+    def grads(self, unused: float = 0.0) -> list[torch.Tensor | None]:
+        """Gradients at random; each None with the probability `unused`."""
         generator = torch.Generator().manual_seed(self.draws.randrange(1 << 30))
-        return [scale * torch.randn(terms.shape, generator=generator) for terms in self.agreement.tensors]
+        found = [torch.randn(terms.shape, generator=generator) for terms in self.agreement.tensors]
+        return [None if self.draws.random() < unused else grad for grad in found] if unused else found
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
@@ -148,3 +150,9 @@ class Job:
             self.settle()
         for worker in self.workers:
             worker.begin()
+
+
+def tell(job: Job, worker: int, groups: Groups) -> None:
+    """A worker's hyper-parameters, as its frame brings them."""
+    body = np.frombuffer(groups_to(groups), np.uint8)
+    job.end.receive(worker, Header(FrameKind.GROUPS, sender=worker, epoch=EPOCH), body)

@@ -27,6 +27,7 @@ def codecs(speed=1.0, fixed=1e-5):
     stats = {"stats": line(1e-10), "stats_bytes": Line(4, 0)}
     return {
         "none": codec(1e-10, 1e-10, 1e-10, Line(0, 4)),
+        "lossless": codec(1.4e-9, 8e-10, 8e-10, Line(8, 3.4)),
         "half": codec(2e-10, 1e-10, 1e-10, Line(0, 2)),
         "bit": codec(4e-10, 1e-10, 5e-11, Line(8, 0.125)),
         "lanes": codec(3e-10, 2e-10, 1e-10, Line(0, 1), **lanes, **stats),

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from gradwire.core.errors import OptionError, UnknownNameError
 from gradwire.sync.costs import Line, LinkCosts
-from gradwire.sync.fidelity import DENSE, EVERYWHERE, Method
+from gradwire.sync.fidelity import DENSE, EVERYWHERE, Method, methods
 from gradwire.sync.planner import schedule
 from gradwire.sync.planner.choose import PARTITIONS, plan, uniform
 from gradwire.sync.planner.forms import native_seconds, route
 from gradwire.sync.planner.options import Gradient, best_alone, options
 from gradwire.sync.planner.schedule import Job
-from tests.sync.planner.machines import METHODS, any_costs, costs
+from tests.sync.planner.machines import METHODS, any_costs, codecs, costs
 
 models = st.lists(st.tuples(st.integers(1, 5000), st.floats(0, 0.2)), min_size=1, max_size=5)
 
@@ -38,7 +38,7 @@ def test_the_best_alone_is_that_of_brute_force(job, numel):
     assert found.route.seconds == min(every)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(any_costs, models, st.floats(0, 0.5), st.floats(0, 0.1))
 def test_no_plan_is_slower_than_dense(job, drawn, rest, min_gain):
     table = plan(gradients(*drawn), job, METHODS, rest=rest, min_gain=min_gain)
@@ -51,7 +51,7 @@ def test_no_plan_is_slower_than_dense(job, drawn, rest, min_gain):
         assert not table.native
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(any_costs, st.lists(st.tuples(st.integers(20, 5000), st.floats(0, 0.2)), min_size=1, max_size=3))
 def test_the_step_is_close_to_the_best_of_all_combinations(job, drawn):
     """The search is greedy; over every combination of three tensors it is at most a little behind."""
@@ -222,9 +222,24 @@ def test_a_uniform_plan_compresses_whether_it_pays_or_not(rate):
 def test_a_fidelity_names_methods_that_must_be_measured():
     with pytest.raises(UnknownNameError, match="measured compressor 'fp16'"):
         plan(gradients((100, 0.0)), costs(), fidelity="near-lossless")
-    assert not plan(gradients((1000, 0.0)), costs(rate=1e7), fidelity="exact").compresses
+    assert plan(gradients((1000, 0.0)), costs(rate=1e7), fidelity="exact").compresses
     with pytest.raises(UnknownNameError, match="Known: aggressive, balanced, exact, near-lossless"):
         plan(gradients((100, 0.0)), costs(), fidelity="lossy")
+
+
+@pytest.mark.parametrize(("rate", "expected"), [(1e7, {"lossless"}), (1e11, {"none"}), (1e12, {"none"})])
+def test_without_loss_gradients_are_compressed_only_where_the_link_is_slow(rate, expected):
+    table = plan(gradients((3000, 0.0), (2000, 0.01)), costs(rate=rate), fidelity="exact")
+    assert {row.spec for row in table.rows} == expected
+
+
+def test_gcomp_is_considered_where_it_was_measured():
+    made = codecs()
+    measured = {method.spec: made["half"] for method in methods("near-lossless")} | {"none": made["none"]}
+    gcomp = replace(made["lossless"], payload_bytes=Line(8, 1.5))
+    for more, expected in (({}, "fp16"), ({"gcomp": gcomp}, "gcomp")):
+        known = costs(rate=1e6, codecs=measured | {"lossless": made["lossless"]} | more)
+        assert plan(gradients((1000, 0.0)), known, fidelity="near-lossless").rows[0].spec == expected
 
 
 @pytest.mark.parametrize(("tensors", "more"), [([], {}), (None, {"partitions": (0,)}), (None, {"min_gain": 1.0})])

@@ -62,7 +62,7 @@ def test_a_plan_of_the_tables_entries_is_what_was_decided(table):
         entry = made.entry(row.name, TensorSpec((row.numel,), getattr(torch, row.dtype)))
         assert (entry.strategy, entry.partitions, entry.batched) == (row.strategy, row.partitions, row.batched)
     large = made.entry("fc.weight", TensorSpec((1000, 1000)))
-    assert large.describe()["options"]["sparsity"] == "1.5"
+    assert large.describe(4)["options"]["sparsity"] == "1.5"
     assert large.feedback == "error"
     assert made.entry("fc.bias", TensorSpec((1000,))).feedback == "none"
 

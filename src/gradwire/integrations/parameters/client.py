@@ -83,6 +83,8 @@ class ParameterClient:
         key_file: see `gradwire.transport.keys.job_key`.
         insecure: see there.
         timeout: how long a server may be silent, or not be there.
+        stall_timeout: how long an update may take to come from a server that is there; longer than the servers wait for
+            workers, so that they can say which one it is.
 
     Raises:
         OptionError: a number out of range, no server, or hyper-parameters that do not travel.
@@ -112,6 +114,7 @@ class ParameterClient:
         key_file: str | Path | None = None,
         insecure: bool = False,
         timeout: timedelta = timedelta(seconds=120),
+        stall_timeout: timedelta = timedelta(seconds=1800),
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -135,6 +138,7 @@ class ParameterClient:
         optimizer_name = class_name(optimizer)
         elements = piece_elements if optimizer_name in ELEMENT_WISE else sys.maxsize
         incarnation = time.time_ns()
+        self._finished = False
         self._lines: list[Line] = []
         self._homes: dict[str, list[tuple[Piece, Line, Slot]]] = {name: [] for name in self._parameters}
         for address, pieces in zip(addresses, share(cut(self._parameters, elements), self._parameters, len(addresses))):
@@ -142,8 +146,8 @@ class ParameterClient:
             agreement = Agreement(self.workers, backups, seed, optimizer_name, terms)
             parts = {piece.name: piece.of(self._parameters[piece.parameter].data) for piece in pieces}
             line = Line(
-                address, agreement, self.worker, job, incarnation, timeout,
-                groups=self._groups, values=parts.__getitem__, key_file=key_file, insecure=insecure,
+                address, agreement, self.worker, job, incarnation, timeout, stall_timeout,
+                groups=self._groups(), values=parts.__getitem__, key_file=key_file, insecure=insecure,
             )  # fmt: skip
             self._lines.append(line)
             for piece, slot in zip(pieces, line.slots):
@@ -170,15 +174,18 @@ class ParameterClient:
 
     # -- what a training loop calls --------------------------------------------------------------------------
 
-    def step(self) -> None:
+    def step(self) -> bool:
         """End a step: push what has not gone yet, and drop the gradients.
+
+        Returns:
+            Whether the job goes on: see `finished`.
 
         Raises:
             SyncError: a server is lost for longer than the timeout, or has given up.
         """
         self._micro_step += 1
         if self._micro_step % self._local_steps:
-            return  # unsent gradients accumulate in .grad
+            return not self.finished  # unsent gradients accumulate in .grad
         for name, parameter in self._parameters.items():
             if name not in self._pushed:
                 self._push(name, parameter.grad)
@@ -189,6 +196,7 @@ class ParameterClient:
         self._step += 1
         note_step(self.optimizer)
         self._behind = set(self._parameters)
+        return not self.finished
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -238,6 +246,15 @@ class ParameterClient:
                 slot.residual = piece.of(kept).to(torch.float32).reshape(-1).numpy().copy()
 
     @property
+    def finished(self) -> bool:
+        """Whether the job has finished without this worker.
+
+        With backups, so many others have no batches left that no step can be closed any more. Further steps change
+        nothing, and their gradients count nowhere.
+        """
+        return self._finished or any(line.finished for line in self._lines)
+
+    @property
     def steps(self) -> int:
         """Steps of the job that this worker has passed, those of earlier processes among them."""
         return self._step
@@ -263,7 +280,11 @@ class ParameterClient:
         try:
             if not reason:
                 self.wait()
+        except BaseException as error:  # no goodbye: this worker has not finished
+            reason = f"{type(error).__name__}: {error}"
+            raise
         finally:
+            self._finished = self.finished
             for hook in self._hooks:
                 hook.remove()
             self._coder.close()

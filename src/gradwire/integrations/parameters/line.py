@@ -32,7 +32,8 @@ class Line:
         job: name of the job.
         incarnation: grows with each start of this worker's process.
         timeout: how long the server may be silent, or not be there.
-        groups: tells the hyper-parameters.
+        stall_timeout: how long one update may take to come, whether the server is there or not.
+        groups: hyper-parameters to begin with.
         values: gives a parameter's values by its name.
         key_file: see `job_key`.
         insecure: see `job_key`.
@@ -40,11 +41,12 @@ class Line:
     Attributes:
         slots: in the order of the agreement.
         received_bytes: of frames, headers included.
+        finished: the server has ended in good order: enough workers have finished, and it takes no more.
     """
 
     def __init__(
         self, address: tuple[str, int], agreement: Agreement, worker: int, job: str, incarnation: int,
-        timeout: timedelta, *, groups: Callable[[], Groups], values: Callable[[str], torch.Tensor],
+        timeout: timedelta, stall_timeout: timedelta, *, groups: Groups, values: Callable[[str], torch.Tensor],
         key_file: str | Path | None, insecure: bool,
     ) -> None:  # fmt: skip
         self.agreement = agreement
@@ -56,7 +58,10 @@ class Line:
         self._server = agreement.workers
         self._incarnation = incarnation
         self._timeout = timeout
-        self._groups = groups
+        self._stall_timeout = stall_timeout
+        self._told = groups
+        self._telling = threading.Lock()
+        self.finished = False
         self._values = values
         self._welcome: Welcome | None = None
         self._error: SyncError | None = None
@@ -79,21 +84,30 @@ class Line:
     def wait_for_values(self) -> None:
         """Wait until all parameters have values, this worker's own or the server's."""
         self._wait(lambda: all(slot.known >= 0 for slot in self.slots), "the model")
+        if any(slot.known < 0 for slot in self.slots):
+            raise SyncError(
+                f"Expected the model from the parameter server at {self.address}, got its goodbye: the job has "
+                "finished. Do: start the server again, with the same --state to train further."
+            )
 
     def push(self, slot: Slot, grad: torch.Tensor | None, step: int) -> None:
-        """Encode a gradient and send it; without a connection it goes with the next."""
+        """Encode a gradient and send it; before the server has welcomed this worker, it goes when it has."""
+        if self.finished:
+            return
         with self._guards[slot.tensor]:
             frame = slot.push(grad, step)
-        if frame is not None:
-            self._hub.send(self._server, *frame)
+            if frame is not None and self._welcome is not None:
+                self._hub.send(self._server, *frame)
 
     def tell(self, groups: Groups) -> None:
         """Send hyper-parameters that hold for the pushes that follow."""
-        header = Header(FrameKind.GROUPS, sender=self._worker, epoch=self._epoch)
-        self._hub.send(self._server, header, np.frombuffer(groups_to(groups), np.uint8))
+        with self._telling:
+            self._told = groups
+            if self._welcome is not None:
+                self._send_told()
 
     def pull(self, slot: Slot, values: torch.Tensor, version: int) -> None:
-        """Bring values up to `version` in place, once that has come."""
+        """Bring values up to `version` in place, once that has come; as far as there is, of a server that has ended."""
         self._wait(lambda: slot.known >= version, f"update {version} of {slot.terms.name!r}")
         with self._guards[slot.tensor]:
             slot.apply(values, version)
@@ -119,7 +133,7 @@ class Line:
             self._lost_at = None
             versions = tuple(slot.known for slot in self.slots)
         known = None if -1 in versions else versions
-        said = Join(self.agreement, self._groups(), self._incarnation, known).to_bytes()
+        said = Join(self.agreement, self._told, self._incarnation, known).to_bytes()
         header = Header(FrameKind.JOIN, sender=self._worker, epoch=self._epoch)
         self._hub.send(self._server, header, np.frombuffer(said, np.uint8))
 
@@ -137,28 +151,38 @@ class Line:
     def left(self, peer: int, error: SyncError | None) -> None:
         with self._changed:
             self._lost_at = time.monotonic()
-            if error is None or isinstance(error, PeerFailedError):
-                self._error = self._error or SyncError(
-                    f"The parameter server at {self.address} has ended: {error or 'it said goodbye'}"
-                )
+            self._welcome = None
+            self.finished = self.finished or error is None
+            if isinstance(error, PeerFailedError):
+                self._error = self._error or SyncError(f"The parameter server at {self.address} has ended: {error}")
             self._changed.notify_all()
 
     def _be_welcome(self, welcome: Welcome) -> None:
-        self._welcome = welcome
+        """Send what the server has not had: first values, then hyper-parameters, then the pushes of their step."""
+        if welcome.initialise:
+            for slot, guard in zip(self.slots, self._guards):
+                with guard:
+                    self._hub.send(self._server, *slot.first_values(self._values(slot.terms.name)))
+        with self._telling:
+            self._send_told()
+            self._welcome = welcome  # from here on other threads send, too
         for tensor, slot in enumerate(self.slots):
             with self._guards[tensor]:
-                if welcome.initialise:
-                    self._hub.send(self._server, *slot.first_values(self._values(slot.terms.name)))
                 slot.pushed_before(welcome.pushed[tensor])
                 frame = slot.unanswered()
             if frame is not None and frame[0].round == welcome.versions[tensor]:
                 self._hub.send(self._server, *frame)
 
+    def _send_told(self) -> None:
+        header = Header(FrameKind.GROUPS, sender=self._worker, epoch=self._epoch)
+        self._hub.send(self._server, header, np.frombuffer(groups_to(self._told), np.uint8))
+
     # -- waiting ---------------------------------------------------------------------------------------------
 
     def _wait(self, ready: Callable[[], bool], what: str) -> None:
+        began = time.monotonic()
         with self._changed:
-            while not ready():
+            while not ready() and not self.finished:
                 if self._error is not None:
                     raise self._error
                 lost = 0.0 if self._lost_at is None else time.monotonic() - self._lost_at
@@ -166,6 +190,13 @@ class Line:
                     raise PeerTimeoutError(
                         f"Expected {what} from the parameter server at {self.address}, got no connection for "
                         f"{self._timeout.total_seconds():g} s ({self._hub.problem or 'it was lost'}). Look at its log.",
+                        phase=what,
+                    )
+                if time.monotonic() - began > self._stall_timeout.total_seconds():
+                    raise PeerTimeoutError(
+                        f"Expected {what} from the parameter server at {self.address} within "
+                        f"{self._stall_timeout.total_seconds():g} s, got nothing, though it is there. Do: look at its "
+                        "log and those of the other workers; pass a longer stall_timeout= if steps may take so long.",
                         phase=what,
                     )
                 self._changed.wait(0.25)

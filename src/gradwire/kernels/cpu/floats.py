@@ -8,6 +8,7 @@ one drops exponents and zeros, `fields` packs the rest. Where no element is +0 n
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from gradwire.kernels.cpu.compile import kernel
 from gradwire.kernels.cpu.elements import LANES, as_writable
 from gradwire.kernels.cpu.fields import fields_bytes, pack_fields, unpack_fields
 from gradwire.kernels.cpu.lanes import convert, convert_like, mask_bits, popcount, select, splat
+from gradwire.kernels.cpu.parallel import run_all, shares
 from gradwire.kernels.cpu.partition import PITCH, gather_levels, keep, keep_by_level, spread
 from gradwire.kernels.cpu.vector import load, store, store_until, u32
 from gradwire.kernels.float_format import (
@@ -36,6 +38,7 @@ from gradwire.kernels.layout import expect_size
 from gradwire.kernels.prefix_code import NUM_SYMBOLS, PrefixCode
 
 _U1 = np.uint64(1)
+_LEAST_CHUNKS = 16  # of a thread: a megabyte of float32, which takes longer than to wake one
 
 
 class _Room(threading.local):
@@ -102,14 +105,12 @@ def _put_word(out, at, word):
 
 
 @kernel
-def _pack(x, form, words, memory, out):
-    """Compiled `pack_floats`."""
+def _pack(x, first, end, form, words, memory, out, at, most):
+    """Pack chunks `first` to `end` to `out` from `at` on, and up to `most`; returns where they end, or -1."""
     symbols, kept, levels, room = memory
-    most = x.size * (form[0] >> 3) - 1  # bytes
-    at = TABLE_BYTES * ((x.size + CHUNK - 1) // CHUNK)
     lengths, counts = np.empty(STREAMS, np.int64), np.empty(LEVELS + 1, np.int64)
-    for start in range(0, x.size, CHUNK):
-        chunk = x[start : start + CHUNK]
+    for number in range(first, end):
+        chunk = x[number * CHUNK : (number + 1) * CHUNK]
         stored = chunk.size * (form[0] >> 3)
         mean = mean_of(chunk, form)
         symbols_of(chunk, form, mean, symbols, counts)
@@ -120,14 +121,14 @@ def _pack(x, form, words, memory, out):
             kind, size = STORED, stored
         if at + size > most:
             return -1
-        _put_word(out, TABLE_BYTES * (start // CHUNK), size | (kind << FORM_SHIFT))
+        _put_word(out, TABLE_BYTES * number, size | (kind << FORM_SHIFT))
         if kind == STORED:
             _store_chunk(chunk, out, at)
             at += size
         else:
             at = streams.copy_streams(mean, room, lengths, out, at)
             at = _pack_mantissas(chunk, form, counts, kind, kept, levels, out, at)
-    return at if at <= most else -1
+    return at
 
 
 @kernel
@@ -144,7 +145,31 @@ def pack_floats(x: np.ndarray, code: PrefixCode, out: np.ndarray) -> int:
     form = format_of("pack_floats", x)
     if out.size < x.nbytes:
         raise ValueError(f"Expected out of at least {x.nbytes} bytes, got {out.size} (in pack_floats).")
-    return int(_pack(as_writable(as_bits(x)), tuple(form), code.words, _room.packing, out))
+    bits, chunks = as_writable(as_bits(x)), form.chunks(x.size)
+    start = TABLE_BYTES * chunks
+    most = x.nbytes - 1
+
+    def pack(part: range, at: int, most: int) -> int:
+        return int(_pack(bits, part.start, part.stop, tuple(form), code.words, _room.packing, out, at, most))
+
+    parts = shares(chunks, _LEAST_CHUNKS)
+    if len(parts) > 1:
+        # Each where it would stand if all before it were stored, then moved up.
+        places = [start + part.start * CHUNK * x.itemsize for part in parts] + [most]
+        ends = run_all([partial(pack, *each) for each in zip(parts, places[:-1], places[1:], strict=True)])
+        if min(ends) >= 0:
+            return _move_up(out, places, ends)
+    end = pack(range(chunks), start, most)
+    return end if end <= most else -1
+
+
+def _move_up(out: np.ndarray, places: list[int], ends: list[int]) -> int:
+    """Put what stands in `out` from each place to each end together; returns where it ends."""
+    at = ends[0]
+    for place, end in zip(places[1:], ends[1:], strict=False):
+        out[at : at + end - place] = out[place:end]
+        at += end - place
+    return at
 
 
 # -- how long it would be --------------------------------------------------------------------------------------
@@ -267,52 +292,48 @@ def _unpack_mantissas(body, at, end, kind, form, counts, levels, by_level, kept)
 
 
 @kernel
-def _unpack(body, form, code, memory, out):
-    """Compiled `unpack_floats`."""
+def _unpack(body, first, end, at, form, code, memory, out):
+    """Unpack chunks `first` to `end`, which begin at `at` of the body; returns where they end, or -1."""
     words, lookup, code_lengths = code
     symbols, is_kept, kept, by_level, levels, specials, wide = memory
-    num_chunks = (out.size + CHUNK - 1) // CHUNK
-    at = TABLE_BYTES * num_chunks
-    if body.size < at or body.size >= out.size * (form[0] >> 3):
-        return False
     lengths, counts = np.empty(STREAMS, np.int64), np.empty(LEVELS + 1, np.int64)
-    for number in range(num_chunks):
+    for number in range(first, end):
         entry = 0
         for byte in range(4):
             entry |= np.int64(body[TABLE_BYTES * number + byte]) << (8 * byte)
         size, kind = entry & SIZE_MASK, entry >> FORM_SHIFT
         if size > body.size - at:
-            return False
+            return -1
         chunk = out[number * CHUNK : (number + 1) * CHUNK]
         stored = chunk.size * (form[0] >> 3)
         if kind == STORED:
             if size != stored:
-                return False
+                return -1
             _load_chunk(body, at, chunk)
             if _packed_chunk_bytes(chunk, form, words, wide, counts, lengths) < stored:
-                return False
+                return -1
         elif kind > LEVELLED or size >= stored:
-            return False
+            return -1
         else:
             first, num_specials = streams.read_streams(
                 body, at, at + size, chunk.size, lookup, code_lengths, symbols, specials
             )
             if first < 0 or (num_specials > 0 and form[3] < 256):
-                return False
+                return -1
             if not _symbols_fit(symbols, chunk.size, form):
-                return False
+                return -1
             count = _count_kept(symbols, chunk.size, specials, num_specials, is_kept)
             parts = kept[:count]
             if not _unpack_mantissas(body, first, at + size, kind, form, counts, levels[:count], by_level, parts):
-                return False
+                return -1
             kept[count] = 0
             mean = np.int64(body[at])
             if not _write_chunk(symbols, is_kept, kept, count, num_specials, form, mean, chunk):
-                return False
+                return -1
             if mean_of(chunk, form) != mean:
-                return False
+                return -1
         at += size
-    return at == body.size
+    return at
 
 
 @kernel
@@ -350,5 +371,18 @@ def _write_chunk(symbols, is_kept, kept, count, num_specials, form, mean, out):
 
 def unpack_floats(body: np.ndarray, code: PrefixCode, out: np.ndarray) -> bool:
     form = format_of("unpack_floats", out)
-    tables = (code.words, code.lookup, code.lengths)
-    return bool(_unpack(as_writable(body), tuple(form), tables, _room.unpacking, as_bits(out)))
+    tables, bits, readable = (code.words, code.lookup, code.lengths), as_bits(out), as_writable(body)
+    chunks = form.chunks(out.size)
+    start = TABLE_BYTES * chunks
+    if body.size < start or body.size >= out.nbytes:
+        return False
+    sizes = body[:start].view("<u4") & SIZE_MASK
+    places = start + np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+    if places[-1] != body.size:
+        return False
+
+    def unpack(part: range) -> int:
+        at = int(places[part.start])
+        return int(_unpack(readable, part.start, part.stop, at, tuple(form), tables, _room.unpacking, bits))
+
+    return min(run_all([partial(unpack, part) for part in shares(chunks, _LEAST_CHUNKS)])) >= 0

@@ -9,7 +9,7 @@ from gradwire.kernels.cpu.compile import kernel
 from gradwire.kernels.cpu.elements import LANES, MAGNITUDE, as_input, as_writable, load_f32
 from gradwire.kernels.cpu.lanes import bitcast, convert, convert_like, maximum, select, splat, sqrt
 from gradwire.kernels.cpu.vector import f32, i32, load, store, u32
-from gradwire.kernels.float_format import as_bits, format_of
+from gradwire.kernels.float_format import LEVELS, as_bits, format_of
 from gradwire.kernels.layout import expect_size
 
 _SIGN = np.int32(-(1 << 31))
@@ -74,11 +74,13 @@ def _truncate(x, bits, limits, factors, step, least, out):
         store(out, i, convert_like(select(gone, zeros, cut), out))
 
 
-def truncate_floats(x: np.ndarray, limits: np.ndarray, guard: float, out: np.ndarray) -> None:
+def truncate_floats(x: np.ndarray, limits: np.ndarray, guard: float, out: np.ndarray, levels: int = LEVELS - 1) -> None:
     form = format_of("truncate_floats", x)
     expect_size("truncate_floats", "limits", limits, x.size)
     expect_size("truncate_floats", "out", out, x.size)
-    factors = tuple(np.float32(guard * 2.0 ** (level * form.step)) for level in (1, 2, 3))
+    factors = tuple(
+        np.float32(guard * 2.0 ** (level * form.step) if level <= levels else np.inf) for level in range(1, LEVELS)
+    )
     least = np.float32(2.0**form.least_exponent)
     bits = as_writable(as_bits(x))
     _truncate(as_input(x), bits, as_writable(limits), factors, form.step, least, as_bits(out))

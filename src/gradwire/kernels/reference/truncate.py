@@ -53,7 +53,7 @@ def _or_zero(values: np.ndarray) -> np.ndarray:
     return np.where(values > 0, values, np.float32(0))
 
 
-def truncate_floats(x: np.ndarray, limits: np.ndarray, guard: float, out: np.ndarray) -> None:
+def truncate_floats(x: np.ndarray, limits: np.ndarray, guard: float, out: np.ndarray, levels: int = LEVELS - 1) -> None:
     """Write x without the last bits of each mantissa, as many levels of them as leave limit / |x| above guard · 2^bits.
 
     What loses bits and is 0 then is +0. NaN, infinities and elements whose limit is NaN stay as they are.
@@ -63,6 +63,7 @@ def truncate_floats(x: np.ndarray, limits: np.ndarray, guard: float, out: np.nda
         limits: float32[N].
         guard: a power of two or more; used as float32.
         out: of the type of x; may be x.
+        levels: the highest one to use, 0 to 3.
     """
     form = format_of("truncate_floats", x)
     expect_size("truncate_floats", "limits", limits, x.size)
@@ -72,7 +73,7 @@ def truncate_floats(x: np.ndarray, limits: np.ndarray, guard: float, out: np.nda
     size = np.maximum(np.abs(as_float32(x)), least)
     level = np.zeros(x.size, np.int64)
     with np.errstate(all="ignore"):
-        for each in range(1, LEVELS):
+        for each in range(1, levels + 1):
             level += size * np.float32(guard * 2.0 ** (each * form.step)) < limits
     cut = bits.astype(np.int64) >> (level * form.step) << (level * form.step)
     sign = 1 << (form.bits - 1)

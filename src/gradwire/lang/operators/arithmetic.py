@@ -326,6 +326,19 @@ class Step(Operator):
         return float(env.step)
 
 
+class Remembered(Operator):
+    """`remembered()`: what the encode of the step before left for this one, 0 where none did; not for decoders."""
+
+    name = "remembered"
+    is_collective: ClassVar[bool] = False
+
+    def infer(self, inputs: Sequence[Node], attrs: Mapping[str, Any]) -> tuple[Space, Dtype]:
+        return STATIC, FLOAT
+
+    def reference(self, node: Node, inputs: Sequence[Any], env: Any) -> Any:
+        return float(env.remembered)
+
+
 class Cast(Operator):
     """A value of an element type: clamped to its integers, or rounded to its floats; see `map`."""
 
@@ -357,17 +370,17 @@ def cast_reference(values: np.ndarray, dtype: ElementType) -> np.ndarray:
     return as_float32(short)
 
 
-for _operator in (Constant(), Size(), Step(), Cast()):
+for _operator in (Constant(), Size(), Step(), Remembered(), Cast()):
     register(_operator)
 
 
-def static_values(nodes: Iterable[Node], size: int, step: int = 0) -> np.ndarray:
-    """Numbers that follow from length and step, float64: the argument `static` of generated code."""
-    return np.array([float(evaluate_static(node, size, step)) for node in nodes], np.float64)
+def static_values(nodes: Iterable[Node], size: int, step: int = 0, remembered: float = 0.0) -> np.ndarray:
+    """Numbers that are known before an encode, float64: the argument `static` of generated code."""
+    return np.array([float(evaluate_static(node, size, step, remembered)) for node in nodes], np.float64)
 
 
-def evaluate_static(node: Node, size: int, step: int = 0) -> Fraction | int | bool:
-    """A number that follows from length and step, exactly: 7 % of 100 elements are 7, not 7.000000000000001."""
+def evaluate_static(node: Node, size: int, step: int = 0, remembered: float = 0.0) -> Fraction | int | float | bool:
+    """A number known before an encode, exactly: 7 % of 100 elements are 7, not 7.000000000000001."""
     if node.op == "constant":
         value = node.attrs["value"]
         return Fraction(repr(value)) if isinstance(value, float) else value
@@ -375,9 +388,11 @@ def evaluate_static(node: Node, size: int, step: int = 0) -> Fraction | int | bo
         return size
     if node.op == "step":
         return step
+    if node.op == "remembered":
+        return remembered
     operator = _arithmetic(node.op)
     assert operator.static is not None
-    return operator.static(*(evaluate_static(each, size, step) for each in node.inputs))  # type: ignore[no-any-return]
+    return operator.static(*(evaluate_static(each, size, step, remembered) for each in node.inputs))  # type: ignore[no-any-return]
 
 
 def _arithmetic(name: str) -> Arithmetic:

@@ -9,6 +9,7 @@ later frame.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -23,6 +24,10 @@ VERSION = 1
 MAX_JOIN_BYTES = 16 << 20
 """Of the JSON of a JOIN or a WELCOME: room for some hundred thousand tensors."""
 MAX_GROUPS_BYTES = 1 << 20
+MAX_TEXT = 256
+"""Characters of a compressor as text: its options are read as Python literals, which may be nested."""
+MAX_DIMENSIONS = 16
+_MAX_DEPTH = 8
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in ELEMENT_TYPES}
 Groups = tuple[Mapping[str, Any], ...]
 """The hyper-parameters of each parameter group: plain numbers, flags, texts and lists of them."""
@@ -83,6 +88,11 @@ class Agreement:
     optimizer: str
     tensors: tuple[Terms, ...]
 
+    @cached_property
+    def sorts(self) -> frozenset[tuple[int, int, str]]:
+        """Parameter group, number of dimensions and element type of the tensors, each combination once."""
+        return frozenset((terms.group, len(terms.shape), terms.dtype) for terms in self.tensors)
+
     @property
     def needed(self) -> int:
         """How many workers close a step."""
@@ -111,7 +121,7 @@ class Agreement:
             _typed(found.optimizer, str)
             if len({terms.name for terms in tensors}) != len(tensors):
                 raise ValueError("a name twice")
-        except (GradwireError, KeyError, TypeError, ValueError) as error:
+        except (GradwireError, KeyError, TypeError, ValueError, RecursionError, MemoryError) as error:
             raise FrameError(
                 f"Expected the terms of a parameter server, got {error!r}. Run one gradwire version."
             ) from (error)
@@ -219,9 +229,8 @@ def groups_from(said: Any) -> Groups:
 
 
 def _plain(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return all(_plain(each) and not isinstance(each, list | tuple) for each in value)
-    return value is None or isinstance(value, bool | int | float | str)
+    values = value if isinstance(value, list | tuple) else [value]
+    return all(each is None or isinstance(each, bool | int | float | str) for each in values)
 
 
 def _terms(said: Any) -> Terms:
@@ -230,10 +239,14 @@ def _terms(said: Any) -> Terms:
     found = Terms(**fields)
     for text in (found.name, found.dtype, found.push, found.pull):
         _typed(text, str)
+    if max(len(found.push), len(found.pull)) > MAX_TEXT:
+        raise ValueError(f"a compressor of more than {MAX_TEXT} characters")
     for flag in (found.push_feedback, found.pull_feedback):
         _typed(flag, bool)
     _typed(found.group, int)
-    if found.dtype not in _DTYPES or found.spec.numel >= 1 << 48:
+    sizes = [max(1, size) for size in found.shape]  # an empty tensor may have other sizes that do not fit
+    fits = len(sizes) <= MAX_DIMENSIONS and math.prod(sizes) < 1 << 48
+    if found.dtype not in _DTYPES or not fits or -1 in found.shape:
         raise ValueError(f"{found.name!r} of {found.dtype} and shape {found.shape}")
     _ = found.pushes, found.pulls  # looked up now: an unknown compressor is refused here
     return found
@@ -258,6 +271,13 @@ def _dump(said: Any) -> bytes:
 
 def _load(body: bytes) -> Any:
     try:
-        return json.loads(body.decode())
+        said = json.loads(body.decode())
     except (UnicodeDecodeError, ValueError, RecursionError) as error:
         raise FrameError(f"Expected JSON, got {error}.") from error
+    level = [said]
+    for _ in range(_MAX_DEPTH):
+        held = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
+        level = [value for values in held for value in values]
+    if level:
+        raise FrameError(f"Expected JSON of at most {_MAX_DEPTH} levels, got more.")
+    return said

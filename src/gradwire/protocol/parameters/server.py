@@ -48,6 +48,13 @@ class Model(Protocol):
 
     agreement: Agreement | None
 
+    def check(self, agreement: Agreement, groups: Groups) -> None:
+        """Refuse hyper-parameters with which a step would fail.
+
+        Raises:
+            FrameError: the optimizer does not take them, or there is no such optimizer.
+        """
+
     def put(self, tensor: int, body: np.ndarray) -> None:
         """Take a parameter's first values."""
 
@@ -67,6 +74,21 @@ class Model(Protocol):
         """Whether a push decodes."""
 
 
+@dataclass(frozen=True)
+class Push:
+    """A worker's gradient for the step that is open.
+
+    Attributes:
+        flags: of its frame.
+        body: of its frame.
+        groups: the hyper-parameters that its worker had told when it came: those of its step.
+    """
+
+    flags: FrameFlags
+    body: np.ndarray
+    groups: Groups
+
+
 @dataclass
 class Round:
     """Where one parameter stands.
@@ -76,14 +98,14 @@ class Round:
 
     Attributes:
         version: updates so far, and the step that is open.
-        pushes: flags and body of what has come for it, by worker.
+        pushes: what has come for it, by worker.
         pushed: int64[n], the last step that each worker has pushed for, or -1.
         counted: int64[n], the last step that each was counted in, or -1.
     """
 
     workers: int
     version: int = 0
-    pushes: dict[int, tuple[FrameFlags, np.ndarray]] = field(default_factory=dict)
+    pushes: dict[int, Push] = field(default_factory=dict)
     pushed: np.ndarray = field(init=False)
     counted: np.ndarray = field(init=False)
 
@@ -152,6 +174,7 @@ class ServerEnd:
             count, compressor = header.count, code(terms.pushes.name)
             most = terms.pushes.max_encoded_bytes(terms.spec)
             fits = header.length <= most if count == terms.spec.numel else header.length == count == 0
+            fits = fits and (header.length == 0 or FrameFlags.USED in header.flags)
         else:
             raise FrameError(f"Expected a push of worker {worker}, got {describe(header)}.")
         expected = Header(
@@ -169,6 +192,8 @@ class ServerEnd:
             DisagreementError: the worker expects another job than the others.
         """
         if header.kind is FrameKind.JOIN:
+            if worker in self.present:
+                raise FrameError(f"Expected one JOIN a connection, got a second of worker {worker}.")
             return self._join(worker, Join.from_bytes(body.tobytes()))
         if worker not in self.present:
             raise FrameError(f"Expected worker {worker} to join first, got {describe(header)}.")
@@ -179,11 +204,11 @@ class ServerEnd:
         return self._push(worker, header, body)
 
     def leave(self, worker: int, *, finished: bool = False) -> list[Message]:
-        """Note that a worker's connection is gone; `finished` where it has said goodbye."""
+        """Note that a worker's connection is gone; `finished` where it had joined and said goodbye."""
+        if finished and worker in self.present:
+            self.finished.add(worker)
         self.present.discard(worker)
         self._waiting.pop(worker, None)
-        if finished:
-            self.finished.add(worker)
         # Whoever was waited for because it had missed too much may be the last one missing.
         return [message for tensor in range(len(self.rounds)) for message in self._close_if_due(tensor)]
 
@@ -202,6 +227,7 @@ class ServerEnd:
                 f"worker {worker}. Do: give both the same number."
             )
         if self.agreement is None:
+            self._model.check(join.agreement, join.groups)
             self.agreement = self._model.agreement = join.agreement
             self.rounds = [Round(self.workers) for _ in join.agreement.tensors]
             self._missing_values = set(range(len(join.agreement.tensors)))
@@ -216,8 +242,9 @@ class ServerEnd:
                     f"Expected at most {round_.version} updates of {terms.name!r}, got {version} at worker {worker}: "
                     "this server was started from an older state. Do: start the job anew from one checkpoint."
                 )
+        self._model.check(self.agreement, join.groups)
         self.incarnations[worker] = join.incarnation
-        self.groups[worker] = join.groups
+        self.groups.setdefault(worker, join.groups)  # a worker that returns tells them anew, ahead of its next push
         self.present.add(worker)
         self.finished.discard(worker)
         if self.initialised or worker == 0:
@@ -258,6 +285,8 @@ class ServerEnd:
     def _take_groups(self, worker: int, groups: Groups) -> list[Message]:
         if len(groups) != len(self.groups[worker]):
             raise FrameError(f"Expected {len(self.groups[worker])} parameter groups, got {len(groups)}.")
+        assert self.agreement is not None, "joined"
+        self._model.check(self.agreement, groups)
         self.groups[worker] = groups
         return []
 
@@ -269,7 +298,7 @@ class ServerEnd:
             raise FrameError(f"Expected a push for step {round_.version} at most, got {describe(header)}.")
         if header.round < round_.version or worker in round_.pushes:
             return []  # late, and it has been told; or sent again over a new connection
-        round_.pushes[worker] = header.flags, body
+        round_.pushes[worker] = Push(header.flags, body, self.groups[worker])
         round_.pushed[worker] = header.round
         return self._close_if_due(header.tensor)
 
@@ -285,12 +314,13 @@ class ServerEnd:
     def _close(self, tensor: int) -> list[Message]:
         assert self.agreement is not None
         round_ = self.rounds[tensor]
-        counted = sorted(who for who, (flags, _) in round_.pushes.items() if not flags & FrameFlags.NONFINITE)
-        pushes = {who: Payload(body) if body.nbytes else None for who in counted for _, body in [round_.pushes[who]]}
-        used = any(round_.pushes[who][0] & FrameFlags.USED for who in counted)
-        teller = min(counted or round_.pushes)
+        counted = sorted(who for who, push in round_.pushes.items() if not push.flags & FrameFlags.NONFINITE)
+        bodies = {who: round_.pushes[who].body for who in counted}
+        pushes = {who: Payload(body) if body.nbytes else None for who, body in bodies.items()}
+        used = any(round_.pushes[who].flags & FrameFlags.USED for who in counted)
+        groups = round_.pushes[min(counted or round_.pushes)].groups
         try:
-            payload = self._model.update(tensor, round_.version, pushes, self.groups[teller], used)
+            payload = self._model.update(tensor, round_.version, pushes, groups, used)
         except PayloadError as error:
             return self._turn_away(tensor, pushes, error)
         header = self._header(FrameKind.DELTA, tensor, round_.version)

@@ -136,10 +136,8 @@ class Slot:
         return header, body_of(values)
 
     def _encode(self, grad: torch.Tensor | None, step: int) -> tuple[Payload | None, np.ndarray | None]:
-        if grad is None:
-            if self.residual is None:
-                return None, None
-            grad = torch.zeros(self.terms.shape, dtype=self.terms.spec.dtype)
+        if grad is None:  # what is kept waits until the parameter is used: the optimizer may leave it alone now
+            return None, None
         grad = grad.detach().cpu()
         compressor = self.terms.pushes
         ctx = push_context(self._agreement, self.tensor, self._worker, step)

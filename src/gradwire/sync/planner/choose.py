@@ -56,7 +56,8 @@ def plan(
     Args:
         tensors: its gradients.
         costs: measured on this job.
-        methods: what may be chosen beside dense, the most faithful first; None takes what `fidelity` allows.
+        methods: what may be chosen beside dense, the most faithful first; None takes what `fidelity` allows, gcomp only
+            where it was measured, since that takes an optimizer.
         fidelity: see `gradwire.sync.fidelity`.
         partitions: numbers to try.
         min_elements: smaller tensors, and vectors, travel in batches, dense or cast to 16 bits where that is allowed.
@@ -74,7 +75,7 @@ def plan(
             f"Expected tensors, partitions of at least 1 and a min_gain from 0 up to 1, got {len(tensors)} tensors, "
             f"{list(partitions)} and {min_gain}. Do: plan(tensors, costs)."
         )
-    allowed = levels.methods(fidelity) if methods is None else list(methods)
+    allowed = levels.methods(fidelity, optimizer="gcomp" in costs.codecs) if methods is None else list(methods)
     ordered = sorted(tensors, key=lambda tensor: tensor.ready)
     search = _Search(ordered, costs, allowed, partitions, min_elements, levels.batch_cast(allowed))
     end = max(tensor.ready for tensor in tensors)

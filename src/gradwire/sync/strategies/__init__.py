@@ -1,11 +1,13 @@
 """Strategies: each turns an item into a graph of the five primitives.
 
-Adding one is a file with a function `build(builder)` and a line in `STRATEGIES`.
+Adding one is a file with a function `build(builder)` and a line in `STRATEGIES`. `BUILDERS` has, too, what needs more
+than the ranks.
 """
 
 from collections.abc import Callable
 
-from gradwire.sync.strategies import allgather, hierarchical, ring, scatter_reduce
+from gradwire.sync.plan import SERVER
+from gradwire.sync.strategies import allgather, hierarchical, ring, scatter_reduce, server
 from gradwire.sync.strategies.builder import Builder, Surroundings
 
 STRATEGIES: dict[str, Callable[[Builder], None]] = {
@@ -15,4 +17,6 @@ STRATEGIES: dict[str, Callable[[Builder], None]] = {
     "scatter_reduce": scatter_reduce.build,
 }
 
-__all__ = ["STRATEGIES", "Builder", "Surroundings"]
+BUILDERS = STRATEGIES | {SERVER: server.build}
+
+__all__ = ["BUILDERS", "STRATEGIES", "Builder", "Surroundings"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import cast
 
@@ -17,25 +18,33 @@ from gradwire.compressors.registry import code
 from gradwire.core.events import Event, EventStream
 from gradwire.core.spec import ELEMENT_TYPES
 from gradwire.feedback.residuals import Residuals
+from gradwire.protocol.aggregation.interface import Reply
+from gradwire.sync.aggregator import Service
 from gradwire.sync.bundle import Bundle, BundleCodec
 from gradwire.sync.codec import DENSE, LossyCodec, make_codec
 from gradwire.sync.engine import Arrival
 from gradwire.sync.graph import FrameKey, Task, TaskGraph
 from gradwire.sync.item import Item, Message, Part
 from gradwire.sync.nodes import Nodes
+from gradwire.sync.plan import SERVER
+from gradwire.sync.served import ServedCodec
 from gradwire.transport.base import Transport
 from gradwire.wire.frame import HEADER_BYTES, FrameKind, Header
 
 
 @dataclass
 class Surroundings:
-    """What is the same for every item of a synchroniser. Without `nodes`, every rank is a node."""
+    """What is the same for every item of a synchroniser. Without `nodes`, every rank is a node.
+
+    `service` is the line to the aggregator, for items that travel by it.
+    """
 
     transport: Transport
     residuals: Residuals
     events: EventStream
     seed: int
     nodes: Callable[[], Nodes] | None = None
+    service: Service | None = None
 
 
 class Builder:
@@ -57,9 +66,13 @@ class Builder:
         constants = around.residuals, self.rank, self.world_size, around.seed
         if isinstance(item, Bundle):
             self._codec = cast(LossyCodec, BundleCodec(item, *constants))
+        elif item.entry.strategy == SERVER:
+            assert around.service is not None, "connected before anything is submitted"
+            self._codec = ServedCodec(item, around.service, *constants)
         else:
             self._codec = make_codec(item, *constants)
         self._find_nodes = around.nodes
+        self._service = around.service
         self._sums: dict[int, tuple[Task, list[int]]] = {}  # by part: what makes the node's sum, and who has one
 
     @property
@@ -161,6 +174,8 @@ class Builder:
         """
         if not self.item.entry.compressor.needs_stats:
             return []
+        if isinstance(self._codec, ServedCodec):
+            return [self._ask_stats(part, self._codec)]
         after, members, stage = [], list(range(self.world_size)), self._codec.first
         if part.index in self._sums:
             task, members = self._sums[part.index]
@@ -178,6 +193,50 @@ class Builder:
             ordered,
         )
         return [reduce]
+
+    # -- the aggregator --------------------------------------------------------------------------------------
+
+    def ask_sum(self, part: Part, mine: Task) -> Task:
+        """Send what `mine` encoded to the aggregator; ends with what it says of the sum."""
+        codec = self._served
+        return self._ask(part, mine, FrameKind.PAYLOAD, "send indices", lambda: codec.ask_sum(part, _message(mine)))
+
+    def take(self, part: Part, total: Task, phase: str) -> Task:
+        """Write the mean over the gradient, and keep what came too late for it."""
+        codec, item = self._served, self.item
+
+        def run() -> None:
+            num_late = codec.take(part, total.value)
+            if num_late:
+                detail = {"elements": num_late}
+                self._events.emit(Event("late", time.monotonic(), 0.0, item.name, item.round, detail=detail))
+
+        return self.graph.add("decode", phase, run, [total])
+
+    def _ask_stats(self, part: Part, codec: ServedCodec) -> Task:
+        """The preliminary round by way of the aggregator."""
+        mine = self.graph.add("encode", "encode stats", lambda: codec.stats(part))
+        reply = self._ask(part, mine, FrameKind.STATS, "send stats", lambda: codec.ask_stats(part, _message(mine)))
+        return self.graph.add("merge", "merge stats", lambda: codec.take_stats(part), [reply])
+
+    def _ask(
+        self, part: Part, mine: Task, kind: FrameKind, phase: str, ask: Callable[[], Future[Reply] | None]
+    ) -> Task:
+        def run() -> Future[Reply] | None:
+            start, item = time.monotonic(), self.item
+            future = ask()
+            if future is not None:
+                assert self._service is not None and isinstance(item, Item), "it has been asked"
+                nbytes = self._service.sent_bytes(item, part, kind, _message(mine).body)
+                self._events.emit(Event("send", start, time.monotonic() - start, item.name, item.round, nbytes))
+            return future
+
+        return self.graph.add("send", phase, run, [mine])
+
+    @property
+    def _served(self) -> ServedCodec:
+        assert isinstance(self._codec, ServedCodec), "asked for by the server strategy alone"
+        return self._codec
 
     # -- frames ----------------------------------------------------------------------------------------------
 

@@ -1,0 +1,57 @@
+"""Threads for kernels whose chunks do not depend on one another.
+
+They share the cores of a process with whatever else runs there, so there are few of them: with several ranks on a
+machine, no more than a rank's share of the cores.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+MOST_THREADS = 4
+_alone = threading.local()
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Have kernels that are called here, on this thread, take no others: for whoever measures what they cost."""
+    before = getattr(_alone, "now", False)
+    _alone.now = True
+    try:
+        yield
+    finally:
+        _alone.now = before
+
+
+def num_threads() -> int:
+    """How many threads one call may take, its own included."""
+    if getattr(_alone, "now", False):
+        return 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(MOST_THREADS, cores // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))))
+
+
+def shares(count: int, least: int) -> list[range]:
+    """Cut 0 to `count` into as many nearly equal ranges as there are threads, none shorter than `least` but one."""
+    parts = max(1, min(num_threads(), count // least))
+    return [range(count * part // parts, count * (part + 1) // parts) for part in range(parts)]
+
+
+def run_all(calls: Sequence[Callable[[], int]]) -> list[int]:
+    """Run calls that hold no GIL, the first on this thread; return their results in order."""
+    others = [_pool().submit(call) for call in calls[1:]]
+    return [calls[0](), *(other.result() for other in others)]
+
+
+@functools.cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="gradwire-kernels")
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_pool.cache_clear)  # a child has none of the threads

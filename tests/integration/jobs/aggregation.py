@@ -1,0 +1,67 @@
+"""Jobs that train through a stand-alone aggregator, which somebody else starts, kills and starts again."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import gradwire as gw
+from tests.integration.jobs.training import batches, fingerprint, loss_of, model, wrap
+
+TIMEOUT = 3.0  # seconds
+
+
+def train(rank: int, world_size: int, server: str, folder: str, steps: int = 20) -> dict[str, Any]:
+    """The same training between ranks and through the server; during the second the server is started anew."""
+
+    def run(note: bool, **options: Any) -> tuple[list[str], dict[str, Any]]:
+        ddp, weights = wrap(model()), []
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+        handle = gw.attach(ddp, "thc", optimizer=optimizer, min_elements=0, **options)
+        for step, batch in enumerate(itertools.islice(batches(rank, world_size), steps)):
+            if note and step == 5 and rank == 0:
+                (Path(folder) / "under-way").touch()
+            if note and step == steps - 3:
+                _await(Path(folder) / "started-anew")
+            ddp.zero_grad()
+            loss_of(ddp, batch).backward()
+            optimizer.step()
+            weights.append(fingerprint(ddp.parameters()))
+        report = handle.report().as_dict()["tensors"]["2.weight"]
+        handle.detach()
+        return weights, report
+
+    between, _ = run(False, strategy="scatter_reduce")
+    through, report = run(True, strategy="server", server=server, timeout=timedelta(seconds=30))
+    return {"between": between, "through": through, "report": report}
+
+
+def lose_the_server(rank: int, world_size: int, server: str, folder: str) -> dict[str, Any]:
+    """Trains until the server is gone."""
+    ddp = wrap(model())
+    limit = timedelta(seconds=TIMEOUT)
+    handle = gw.attach(ddp, "thc", strategy="server", server=server, min_elements=0, timeout=limit, check_every=0)
+    for step, batch in enumerate(batches(rank, world_size)):
+        if step == 5 and rank == 0:
+            (Path(folder) / "under-way").touch()
+        ddp.zero_grad()
+        start = time.monotonic()
+        try:
+            loss_of(ddp, batch).backward()
+        except gw.errors.SyncError as error:
+            seconds = time.monotonic() - start
+            handle.detach()
+            return {"type": type(error).__name__, "message": str(error), "seconds": seconds, "step": step}
+    raise AssertionError("unreachable")
+
+
+def _await(path: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline, f"no {path.name}"
+        time.sleep(0.01)

@@ -1,0 +1,122 @@
+"""A worker's line to a server that the test plays: what goes out, and in which order."""
+
+from __future__ import annotations
+
+import queue
+import socket
+from collections.abc import Iterator
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+
+from gradwire.core.errors import PeerTimeoutError
+from gradwire.integrations.parameters.line import Line
+from gradwire.protocol.handshake import Member
+from gradwire.protocol.parameters.agreement import Groups, Join, Welcome, groups_of
+from gradwire.transport.hub import Hub
+from gradwire.transport.keys import job_epoch, job_key
+from gradwire.wire.frame import FrameKind, Header
+from tests.protocol.parameters.harness import agreement
+
+WAIT = 20.0
+FIRST: Groups = ({"lr": 0.5},)
+NEXT: Groups = ({"lr": 0.25},)
+TERMS = agreement(workers=1)
+
+
+class Server:
+    """Listens, writes down what it hears, and says what it is told to."""
+
+    def __init__(self) -> None:
+        self.epoch = job_epoch("gradwire")
+        self.heard: queue.Queue[tuple[Header, bytes]] = queue.Queue()
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.address: tuple[str, int] = listener.getsockname()
+        self.hub = Hub(
+            Member("gradwire", 1, 2, self.epoch), job_key("127.0.0.1", "gradwire"), self,
+            timeout=timedelta(seconds=WAIT), listener=listener, callers=frozenset({0}),
+        )  # fmt: skip
+        self.hub.start()
+
+    def admit(self, peer: int, header: Header) -> None:
+        """Whatever it is."""
+
+    def joined(self, peer: int) -> None:
+        """It says JOIN."""
+
+    def deliver(self, peer: int, header: Header, body: np.ndarray) -> None:
+        self.heard.put((header, body.tobytes()))
+
+    def left(self, peer: int, error: object) -> None:
+        """It comes again."""
+
+    def hear(self, kind: FrameKind) -> bytes:
+        header, body = self.heard.get(timeout=WAIT)
+        assert header.kind is kind
+        return body
+
+    def welcome(self) -> None:
+        words = Welcome(True, (0, 0), (-1, -1), (-1, -1)).to_bytes()
+        self.hub.send(0, Header(FrameKind.WELCOME, sender=1, epoch=self.epoch), np.frombuffer(words, np.uint8))
+
+    def break_connection(self) -> None:
+        with self.hub._lock:
+            for link in self.hub._links.values():
+                link.socket.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    made = Server()
+    yield made
+    made.hub.close()
+
+
+def call(server: Server, stall_seconds: float = WAIT) -> Line:
+    values = {terms.name: torch.zeros(terms.shape) for terms in TERMS.tensors}
+    made = Line(
+        server.address, TERMS, 0, "gradwire", 1, timedelta(seconds=WAIT), timedelta(seconds=stall_seconds),
+        groups=FIRST, values=values.__getitem__, key_file=None, insecure=False,
+    )  # fmt: skip
+    made.start()
+    return made
+
+
+@pytest.fixture
+def line(server: Server) -> Iterator[Line]:
+    made = call(server)
+    yield made
+    made.close()
+
+
+def test_pushes_wait_for_a_welcome_and_go_after_values_and_hyper_parameters(server: Server, line: Line) -> None:
+    assert Join.from_bytes(server.hear(FrameKind.JOIN)).groups == FIRST
+    server.welcome()
+    for kind in (FrameKind.MODEL, FrameKind.MODEL, FrameKind.GROUPS):
+        server.hear(kind)
+    server.break_connection()
+    server.hear(FrameKind.JOIN)
+    line.wait_for_values()
+    line.tell(NEXT)
+    for slot in line.slots:
+        line.push(slot, torch.ones(slot.terms.shape), 0)
+    server.welcome()
+    server.hear(FrameKind.MODEL)
+    server.hear(FrameKind.MODEL)
+    assert groups_of(server.hear(FrameKind.GROUPS)) == NEXT
+    server.hear(FrameKind.PAYLOAD)
+    server.hear(FrameKind.PAYLOAD)
+    server.break_connection()
+    assert Join.from_bytes(server.hear(FrameKind.JOIN)).groups == NEXT
+
+
+def test_a_server_that_is_there_and_says_nothing_is_one_error(server: Server) -> None:
+    line = call(server, stall_seconds=0.5)
+    server.hear(FrameKind.JOIN)
+    try:
+        with pytest.raises(PeerTimeoutError, match=r"the model .* within 0.5 s, got nothing, though it is there"):
+            line.wait_for_values()
+    finally:
+        line.close()

@@ -1,0 +1,149 @@
+"""An aggregator within one process, exact and slow, whose latecomers a test chooses.
+
+Sums are of 64 bits and in one place; who is late, in which packet of which round, is a function. For tests of what
+ranks make of its replies; the servers of `gradwire.protocol.aggregation` have tests of their own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import numpy as np
+
+from gradwire.core.errors import SyncError
+from gradwire.kernels import reference
+from gradwire.protocol.aggregation.interface import Aggregation, Reply
+from gradwire.protocol.aggregation.terms import Operation, Terms
+from gradwire.sync.aggregator import Aggregator
+from gradwire.wire.frame import FrameFlags
+
+Late = Callable[[int, int, int, int], bool]
+"""Whether (round, stream, packet, rank) is late."""
+
+
+@dataclass
+class _Round:
+    """What ranks have submitted."""
+
+    parts: dict[int, tuple[np.ndarray | None, np.ndarray, FrameFlags, Future[Reply]]] = field(default_factory=dict)
+
+
+class Room:
+    """The aggregator of one group.
+
+    Args:
+        late: who is; nobody unless told otherwise.
+    """
+
+    def __init__(self, late: Late = lambda *_: False) -> None:
+        self.late = late
+        self.terms: Terms | None = None
+        self.replies: list[tuple[int, int, Reply]] = []  # round, stream
+        self._rounds: dict[tuple[int, int], _Round] = {}
+        self._lock = threading.Lock()
+        self._error: SyncError | None = None
+
+    def fail(self, error: SyncError) -> None:
+        """End as a server would whose connection is lost."""
+        with self._lock:
+            self._error = error
+            waiting = [each[3] for round_ in self._rounds.values() for each in round_.parts.values()]
+            self._rounds.clear()
+        for future in waiting:
+            future.set_exception(self._again())
+
+    def _again(self) -> SyncError:
+        """As each process would have its own."""
+        assert self._error is not None, "it has failed"
+        return type(self._error)(str(self._error))
+
+    def submit(
+        self, key: tuple[int, int], rank: int, payload: np.ndarray | None, out: np.ndarray, flags: FrameFlags
+    ) -> Future[Reply]:
+        assert self.terms is not None, "ranks have come in"
+        future: Future[Reply] = Future()
+        with self._lock:
+            if self._error is not None:
+                raise self._again()
+            round_ = self._rounds.setdefault(key, _Round())
+            assert rank not in round_.parts, f"rank {rank} submitted {key} twice"
+            round_.parts[rank] = (payload, out, flags, future)
+            if len(round_.parts) < self.terms.world_size:
+                return future
+            del self._rounds[key]
+        reply = self._add_up(key, round_)
+        self.replies.append((*key, reply))
+        for _, _, _, waiting in round_.parts.values():
+            waiting.set_result(reply)
+        return future
+
+    def _add_up(self, key: tuple[int, int], round_: _Round) -> Reply:
+        assert self.terms is not None, "ranks have come in"
+        terms, (number, stream) = self.terms, key
+        described, num_packets = terms.streams[stream], terms.num_packets(stream)
+        is_sum = described.operation is Operation.SUM
+        total = np.full(described.size, 0 if is_sum else -np.inf)
+        counted, heard = np.zeros((num_packets, terms.world_size), bool), FrameFlags.NONE
+        for rank, (payload, _, flags, _) in sorted(round_.parts.items()):
+            values = None if payload is None else self._values(stream, payload)
+            for packet in range(num_packets):
+                if self.late(number, stream, packet, rank):
+                    continue
+                heard |= flags
+                if values is not None:
+                    counted[packet, rank] = True
+                    where = slice(packet * terms.packet_elements, (packet + 1) * terms.packet_elements)
+                    total[where] = total[where] + values[where] if is_sum else np.maximum(total[where], values[where])
+        heard_enough = terms.world_size - max(
+            (sum(self.late(number, stream, packet, rank) for rank in range(terms.world_size)))
+            for packet in range(num_packets)
+        )
+        assert heard_enough >= terms.needed, "the test leaves out more than the terms allow"
+        for _, out, _, _ in round_.parts.values():
+            assert not is_sum or total.max(initial=0) <= np.iinfo(out.dtype).max
+            out[:] = total
+        return Reply(counted.sum(axis=1), counted, heard, terms.packet_elements)
+
+    def _values(self, stream: int, payload: np.ndarray) -> np.ndarray:
+        assert self.terms is not None, "ranks have come in"
+        described = self.terms.streams[stream]
+        if described.operation is Operation.MAXIMUM:
+            return payload
+        table, lanes = self.terms.tables[described.table], np.zeros(described.size, np.uint32)
+        assert payload.nbytes == self.terms.payload_bytes(stream, described.size)
+        reference.lift_indices(payload, table.bits, table.array, lanes)
+        return lanes
+
+
+@dataclass(frozen=True)
+class InRoom(Aggregator):
+    """Options that lead to a room."""
+
+    room: Room = field(default_factory=Room)
+
+    def connect(
+        self, terms: Terms, rank: int, session: int, timeout: timedelta, stall_timeout: timedelta
+    ) -> Aggregation:
+        return _Guest(self.room, terms, rank)
+
+
+class _Guest(Aggregation):
+    """A rank in a room."""
+
+    def __init__(self, room: Room, terms: Terms, rank: int) -> None:
+        assert room.terms in (None, terms), "all ranks say the same"
+        room.terms = self.terms = terms
+        self.rank = rank
+        self._room = room
+
+    def submit(
+        self, round_: int, stream: int, payload: np.ndarray | None, out: np.ndarray, flags: FrameFlags = FrameFlags.NONE
+    ) -> Future[Reply]:
+        return self._room.submit((round_, stream), self.rank, payload, out, flags)
+
+    def close(self, reason: str = "") -> None:
+        """Nothing to end."""

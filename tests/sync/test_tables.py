@@ -1,0 +1,174 @@
+"""Tables of prefix codes: found anew from means that all ranks hold, at one step for all, and saved."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import gradwire as gw
+from gradwire.core.errors import PayloadError
+from gradwire.kernels import active as kernels
+from gradwire.kernels.prefix_code import PrefixCode
+from gradwire.sync.plan import Plan
+from gradwire.sync.synchronizer import Shard, Synchronizer
+from gradwire.sync.tables import Tables
+from tests.contracts.compressor_cases import bits
+from tests.sync.harness import ranks
+
+SHAPES = {"embedding": (400, 100), "layer": (40, 30)}
+REFRESH = 3
+
+
+def gradients(rank: int, step: int) -> dict[str, torch.Tensor]:
+    """Nine in ten rows of an embedding are zeros."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    embedding = torch.randn(SHAPES["embedding"], generator=generator)
+    embedding *= torch.rand(400, 1, generator=generator) < 0.1
+    return {"embedding": embedding, "layer": torch.randn(SHAPES["layer"], generator=generator)}
+
+
+def train(one: Synchronizer, steps: range) -> list[dict[str, Any]]:
+    """Of each step the means, and the bytes that this rank has sent."""
+    sent: list[int] = []
+    one.events.listen(lambda event: sent.append(event.nbytes) if event.kind == "send" else None)
+    found = []
+    for step in steps:
+        grads = gradients(one.rank, step)
+        one.begin_step()
+        sent.clear()
+        one.submit([Shard(name, grad) for name, grad in grads.items()])
+        one.commit()
+        found.append({"means": grads, "bytes": sum(sent)})
+    return found
+
+
+def plan(strategy: str = "scatter_reduce", refresh: int = REFRESH) -> Plan:
+    return Plan(gw.make("lossless", refresh=refresh), min_elements=0, strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "scatter_reduce", "allgather", "hierarchical"])
+def test_tensors_get_a_table_of_their_own_at_the_same_step_and_means_stay_exact(strategy: str) -> None:
+    with ranks(3, plan(strategy)) as group, ranks(3, plan(strategy, refresh=0)) as fixed:
+        found = group.each(lambda one: train(one, range(6)))
+        plain = fixed.each(lambda one: train(one, range(6)))
+        saved = group.each(lambda one: one.state_dict()["tables"])
+    for each, other in zip(found, plain, strict=True):
+        for mine, theirs in zip(each, other, strict=True):
+            assert all(bits(mine["means"][name]) == bits(theirs["means"][name]) for name in SHAPES)
+    mine, theirs = ([sum(each[step]["bytes"] for each in ranks_) for step in range(6)] for ranks_ in (found, plain))
+    assert mine[0] == theirs[0]  # the first step is counted, and gives the tables of the second
+    assert all(one < 0.98 * other for one, other in zip(mine[1:], theirs[1:], strict=True))
+    assert list(saved[0]) == list(SHAPES)
+    assert all(torch.equal(state[name], saved[0][name]) for state in saved for name in SHAPES)
+
+
+def test_a_resumed_job_goes_on_bit_for_bit() -> None:
+    with ranks(2, plan()) as group:
+        group.each(lambda one: train(one, range(1)))
+        states = group.each(Synchronizer.state_dict)
+        expected = group.each(lambda one: train(one, range(1, 5)))
+    with ranks(2, plan()) as group:
+        group.each(lambda one: one.load_state_dict(states[one.rank]))
+        found = group.each(lambda one: train(one, range(1, 5)))
+    for mine, theirs in zip(found, expected, strict=True):
+        assert [step["bytes"] for step in mine] == [step["bytes"] for step in theirs]
+
+
+def test_ranks_that_join_take_the_tables_of_the_others() -> None:
+    with ranks(2, plan()) as group:
+        states = group.each(lambda one: (train(one, range(1)), one.state_dict())[1])
+    resized = gw.resize_state(states, 3)
+    assert all(torch.equal(state["tables"]["embedding"], states[0]["tables"]["embedding"]) for state in resized)
+    with ranks(3, plan()) as group:
+        group.each(lambda one: one.load_state_dict(resized[one.rank]))
+        means = group.each(lambda one: train(one, range(1, 2))[0]["means"]["embedding"])
+    assert all(torch.equal(mean, means[0]) for mean in means)
+
+
+def test_a_rank_with_another_table_gets_a_typed_error() -> None:
+    with ranks(2, plan()) as group:
+        states = group.each(lambda one: (train(one, range(1)), one.state_dict())[1])
+    states[1] = states[1] | {"tables": {}}
+    with ranks(2, plan(), timeout=2.0) as group:
+        group.each(lambda one: one.load_state_dict(states[one.rank]))
+        outcomes = group.outcomes(lambda one: train(one, range(1, 2)))
+    assert any("words of the table" in str(outcome) for outcome in outcomes)
+    assert all(isinstance(outcome, Exception) for outcome in outcomes)
+
+
+def test_a_mean_that_is_not_finite_is_not_counted() -> None:
+    def poisoned(one: Synchronizer) -> list[str]:
+        grads = gradients(one.rank, 0)
+        grads["embedding"][0, 0] = torch.inf
+        one.begin_step()
+        one.submit([Shard(name, grad) for name, grad in grads.items()])
+        one.commit()
+        return list(one.state_dict()["tables"])
+
+    with ranks(2, plan()) as group:
+        assert group.each(poisoned) == [["layer"], ["layer"]]
+
+
+def test_a_mean_that_is_all_but_zero_says_nothing_of_what_comes() -> None:
+    def begun(one: Synchronizer) -> list[str]:
+        grads = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+        grads["embedding"][0] = gradients(one.rank, 0)["layer"].reshape(-1)[:100]
+        one.begin_step()
+        one.submit([Shard(name, grad) for name, grad in grads.items()])
+        one.commit()
+        return list(one.state_dict()["tables"])
+
+    with ranks(2, plan()) as group:
+        assert group.each(begun) == [[], []]
+
+
+def test_what_is_submitted_once_more_in_a_step_is_not_counted_again() -> None:
+    def tables(one: Synchronizer, times: int) -> dict[str, torch.Tensor]:
+        one.begin_step()
+        for again in range(times):
+            one.submit([Shard(name, grad) for name, grad in gradients(one.rank, again).items()])
+        one.commit()
+        found: dict[str, torch.Tensor] = one.state_dict()["tables"]
+        return found
+
+    with ranks(2, plan()) as group:
+        twice = group.each(lambda one: tables(one, 2))
+    with ranks(2, plan()) as group:
+        once = group.each(lambda one: tables(one, 1))
+    assert all(torch.equal(found[name], once[0][name]) for found in twice for name in SHAPES)
+
+
+def test_ranges_of_a_tensor_count_as_well() -> None:
+    def in_ranges(one: Synchronizer) -> torch.Tensor:
+        grad = gradients(one.rank, 0)["embedding"].reshape(-1)
+        one.register({"embedding": gw.TensorSpec(SHAPES["embedding"], torch.float32)})
+        one.begin_step()
+        one.submit([Shard("embedding", grad[:16_384])])
+        one.commit()
+        table: torch.Tensor = one.state_dict()["tables"]["embedding"]
+        return table
+
+    with ranks(2, plan()) as group:
+        first, second = group.each(in_ranges)
+    assert torch.equal(first, second)
+
+
+def test_zeros_keep_a_short_word_although_the_mean_has_none() -> None:
+    counts = np.zeros(257, np.int64)
+    kernels.exponent_counts(torch.full((20_000,), 3.0).numpy(), counts)
+    from gradwire.sync import tables
+
+    table = tables._better(gw.make("lossless").code(torch.float32), counts)
+    assert table is not None
+    assert PrefixCode.from_bytes(table.numpy().tobytes()).lengths[0] <= 4
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros(129, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8)])
+def test_a_state_with_something_else_for_a_table_is_refused(wrong: torch.Tensor) -> None:
+    with pytest.raises(PayloadError, match="Expected"):
+        Tables().load_state_dict({"w": wrong})
+    with pytest.raises(TypeError, match="Do: load what state_dict"):
+        Tables().load_state_dict({"w": wrong.float()})
