@@ -25,7 +25,8 @@ from pathlib import Path
 import torch
 from benchmarks.described import LATENCY_SECONDS, MEMORY_BYTES_A_SECOND, gpu_costs, link
 
-from gradwire.integrations.auto import MIN_GAIN, MIN_PLAN_GAIN, NATIVE, NATIVE_FP16, Way
+from gradwire.integrations.auto import MIN_GAIN, MIN_PLAN_GAIN
+from gradwire.integrations.ways import NATIVE, NATIVE_FP16, Way
 from gradwire.simulate import Cluster, Compute, Gradient, gradients_of, models, step
 from gradwire.simulate.machine import machine_costs
 from gradwire.sync import planner

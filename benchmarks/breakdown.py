@@ -80,12 +80,12 @@ class Plans:
             self.found[message.rate] = PlanTable.from_json(message.phase)
 
 
-def segments(rates: Sequence[str], seconds: float) -> list[Segment]:
+def segments(rates: Sequence[str], seconds: float, stages: Sequence[str] = STAGES) -> list[Segment]:
     """What the ranks do: each stage at all rates, the step without communication before and after."""
     silent = Segment(SILENT, BUCKET_MB, min_timed=15, max_timed=15)
     timed = {"timed_seconds": seconds, "min_timed": 5, "rates": tuple(rates)}
     dense = [Segment(DDP_FP32, size, **timed) for size in (BUCKET_MB, OTHER_BUCKET_MB)]
-    return [silent, *dense, *(Segment(stage, BUCKET_MB, **timed) for stage in STAGES), silent]
+    return [silent, *dense, *(Segment(stage, BUCKET_MB, **timed) for stage in stages), silent]
 
 
 def stages(run: Sequence[Segment], outcomes: Sequence[Outcome], rates: Sequence[str]) -> dict[str, list[Stage]]:
@@ -115,7 +115,10 @@ def chain(times: dict[str, StepTime]) -> list[Stage]:
 
 
 def figures(
-    workload: str, table: dict[str, list[Stage]], plans: dict[str | None, PlanTable]
+    workload: str,
+    table: dict[str, list[Stage]],
+    plans: dict[str | None, PlanTable],
+    planned: Sequence[str] = ("planned",),
 ) -> Iterator[dict[str, Any]]:
     """One figure a line. `workload` is a column of its own."""
     for rate, found in table.items():
@@ -130,7 +133,7 @@ def figures(
             yield {**here, "metric": "bytes", "unit": "B", "value": stage.time.bytes}
             if stage.saved is not None:
                 yield {**here, "metric": "saved_of_stage_before", "unit": "fraction", "value": stage.saved}
-            if stage.name == "planned" and rate in plans:
+            if stage.name in planned and rate in plans:
                 plan = plans[rate]
                 compressed = sum(row.spec != "none" for row in plan.rows)
                 yield {**here, "metric": "compressed_tensors", "unit": f"of {len(plan.rows)}", "value": compressed}

@@ -27,10 +27,11 @@ from gradwire.bench import methods
 from gradwire.bench.plots import smooth
 from gradwire.bench.records import rows, write_figures
 from gradwire.bench.results import MethodResult, TrainingResult
-from gradwire.bench.table import short_label
+from gradwire.bench.table import rate_text, short_label
 from gradwire.bench.training import TrainingOptions
 
-RESULTS = Path("benchmarks/results/convergence-wikitext2.csv")
+NAME = "convergence-wikitext2"
+RESULTS = Path(f"benchmarks/results/{NAME}.csv")
 RATE = "100mbit"
 EVERY = 5  # steps between the points of a curve that are written down
 CLOSE = 1.02  # of DDP's last perplexity: what a method is to reach
@@ -58,11 +59,11 @@ def reached(entry: MethodResult, perplexity: float) -> tuple[int, float] | None:
     return found
 
 
-def figures(result: TrainingResult) -> Iterator[dict[str, Any]]:
-    """What `gradwire bench training` writes, and the curves."""
+def figures(result: TrainingResult, benchmark: str = NAME, rate: str = RATE) -> Iterator[dict[str, Any]]:
+    """What `gradwire bench training` writes, and the curves at the rate that it has trained at."""
     goal = CLOSE * curve(result.results[0])[-1][2]
-    fixed = {"dtype": "float32", "size": result.num_parameters, "ranks": result.ranks, "rate": RATE}
-    yield from ({**row, "benchmark": "convergence-wikitext2"} for row in rows(result))
+    fixed = {"dtype": "float32", "size": result.num_parameters, "ranks": result.ranks, "rate": rate}
+    yield from ({**row, "benchmark": benchmark} for row in rows(result))
     for entry in result.results:
         here = {**fixed, "method": entry.method, "source": "measured" if result.shaped else "predicted"}
         assert entry.validation_loss is not None, "it was trained"
@@ -94,7 +95,7 @@ def text(result: TrainingResult) -> str:
     return "\n".join(lines)
 
 
-def plot(result: TrainingResult, path: Path) -> None:
+def plot(result: TrainingResult, path: Path, rate: str = RATE) -> None:
     """Perplexity against steps, and against time."""
     import matplotlib as mpl
 
@@ -107,7 +108,7 @@ def plot(result: TrainingResult, path: Path) -> None:
         left.plot(steps, values, label=entry.label)
         right.plot(seconds, values, label=entry.label)
     left.set(yscale="log", xlabel="step", ylabel="training perplexity (logarithmic, smoothed)")
-    right.set(xlabel="seconds at 100 Mb/s")
+    right.set(xlabel=f"seconds at {rate_text(rate)}")
     left.legend(frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
@@ -141,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     )
     show(result)
-    write_figures("convergence-wikitext2", figures(result), arguments.csv, more_columns=("step", "seconds"))
+    write_figures(NAME, figures(result), arguments.csv, more_columns=("step", "seconds"))
     print(text(result))
     print(f"Figures: {arguments.csv.resolve()}")
     if arguments.out:

@@ -20,7 +20,6 @@ import resource
 import signal
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -31,6 +30,9 @@ from typing import Any
 import google_crc32c
 import numpy as np
 import torch
+from benchmarks.fuzz_aggregation import aggregation_targets
+from benchmarks.fuzz_parameters import ServerTarget, UpdateTarget, WordsTarget
+from benchmarks.fuzz_target import BrokenPromiseError, Seed, Target
 
 from gradwire.compressors import registry
 from gradwire.core.context import Context
@@ -46,37 +48,6 @@ HANG_SECONDS = 5
 # What caches, counters and the allocator may take over a campaign; a decompression bomb takes more at once.
 GROWTH_BYTES = 256 << 20
 EDGES = [0, 1, 2, 0x7F, 0x80, 0xFF, 0x7FFF, 0xFFFF, 1 << 31, (1 << 32) - 1, (1 << 63) - 1, 1 << 63, (1 << 64) - 1]
-
-
-class BrokenPromiseError(AssertionError):
-    """A target did not keep its promise."""
-
-
-@dataclass(frozen=True)
-class Seed:
-    """A valid input, and the tensor that it is of."""
-
-    data: bytes
-    spec: TensorSpec | None = None
-
-
-class Target(ABC):
-    """A reader of bytes. `check` returns whether it took them, or raises.
-
-    Attributes:
-        framed: inputs are frames, whose checksum would hide every other change if it were not put right.
-    """
-
-    name: str
-    framed = True
-
-    @abstractmethod
-    def corpus(self) -> list[Seed]:
-        """Valid inputs to start from."""
-
-    @abstractmethod
-    def check(self, data: bytes, seed: Seed, rng: random.Random) -> bool:
-        """Read `data`, made from `seed`; raises anything but the reader's own error where it is broken."""
 
 
 class CodeTarget(Target):
@@ -350,7 +321,8 @@ def targets() -> dict[str, Target]:
     With its defaults, and with zero runs in the language besides, which no default has.
     """
     made: list[Target] = [FrameTarget(), StreamTarget(), HandshakeTarget(), DecoderTarget("ternary", zero_run=True)]
-    made += [CodeTarget(), PackedFloatsTarget("lossless")]
+    made += [CodeTarget(), PackedFloatsTarget("lossless"), WordsTarget(), ServerTarget(), UpdateTarget()]
+    made += aggregation_targets()
     for name in registry.names():
         made.append(DecoderTarget(name))
         if registry.make(name).needs_stats:

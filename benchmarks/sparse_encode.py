@@ -1,6 +1,6 @@
 """Encoding time over what is kept, and decoding time over ranks: DRAGONN's figures 5a and 5b on one core.
 
-    python -m benchmarks.sparse_encode                            # 4 minutes: benchmarks/results/sparse-encode.csv
+    python -m benchmarks.sparse_encode                            # 2 minutes: benchmarks/results/sparse-encode.csv
     python -m benchmarks.sparse_encode --out sparse-report        # and the plot
     python -m benchmarks.sparse_encode --plot-only --out sparse-report   # the plot alone, of the figures there are
 
@@ -186,6 +186,7 @@ def plot(figures: Sequence[Figure], path: Path) -> None:
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize=8, frameon=False)
     right.set_xticks(RANKS, [str(count) for count in RANKS])
+    right.set_xticks([], minor=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     pyplot.close(figure)

@@ -9,6 +9,7 @@ together, and when it is waited for.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ from gradwire.core.spec import TensorSpec
 from gradwire.sync.fidelity import FEW_ENCODES, Method
 from gradwire.sync.plan import Plan
 from gradwire.sync.planner import Gradient, PlanTable, plan
+from gradwire.sync.planner.choose import PARTITIONS
 from gradwire.sync.survey import Survey
 from gradwire.sync.synchronizer import Shard, Synchronizer
 from gradwire.wire.payload import Payload
@@ -40,7 +42,7 @@ from gradwire.wire.payload import Payload
 CODEC = "onebit"
 STAGES = ("torch", "generated", "pipelined", "bulk", "planned")
 _BITS = torch.arange(8, dtype=torch.uint8).unsqueeze(1)
-_EVERY_TENSOR = "?*"  # a rule that is no blanket one holds for vectors and small tensors, too
+EVERY_TENSOR = "?*"  # a rule that is no blanket one holds for vectors and small tensors, too
 
 
 class TorchOnebit(Compressor):
@@ -101,21 +103,42 @@ class TorchOnebit(Compressor):
         return out.add_(values) if accumulate else out.copy_(values)
 
 
-def plan_of(stage: str) -> Plan:
-    """What a stage begins with."""
+@dataclass(frozen=True)
+class How:
+    """How a stage synchronises.
+
+    Attributes:
+        plan: what it begins with.
+        buckets: hand buckets over as they are, and not tensor after tensor.
+        waits: with tensors, for each before the next one is encoded.
+        chosen: what the planner chooses from at each rate; nothing where the plan stays.
+        partitions: numbers of them that the planner tries.
+    """
+
+    plan: Plan
+    buckets: bool = True
+    waits: bool = False
+    chosen: tuple[Method, ...] = ()
+    partitions: tuple[int, ...] = PARTITIONS
+
+
+def how(stage: str) -> How:
+    """That of one of `STAGES`."""
     if stage in ("bulk", "planned"):
-        return Plan(CODEC)  # small tensors and vectors travel in one message, dense
-    return Plan({_EVERY_TENSOR: TorchOnebit() if stage == "torch" else CODEC})
+        # Small tensors and vectors travel in one message, dense.
+        return How(Plan(CODEC), chosen=(Method(CODEC, FEW_ENCODES),) if stage == "planned" else ())
+    every = TorchOnebit() if stage == "torch" else CODEC
+    return How(Plan({EVERY_TENSOR: every}), buckets=False, waits=stage != "pipelined")
 
 
 class Staged:
     """A DDP module's gradients, synchronised as a stage does: a `gradwire.bench.methods.Connection`."""
 
-    def __init__(self, stage: str, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, rank: Rank) -> None:
-        self._stage, self._ddp = stage, ddp
+    def __init__(self, how: How, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, rank: Rank) -> None:
+        self.how, self._ddp = how, ddp
         self._names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
         specs = {name: TensorSpec.of(parameter) for name, parameter in ddp.module.named_parameters()}
-        self.synchronizer = Synchronizer(None, plan_of(stage), tensors=specs, seed=rank.job.seed)
+        self.synchronizer = Synchronizer(None, how.plan, tensors=specs, seed=rank.job.seed)
         self.survey = Survey(self.synchronizer, max(spec.numel for spec in specs.values()))
         self.native = False  # by DDP's own all-reduce, as the planner may want it
         self.native_bytes = 0
@@ -135,13 +158,13 @@ class Staged:
             Shard(self._names[id(parameter)], grad)
             for parameter, grad in zip(bucket.parameters(), bucket.gradients(), strict=True)
         ]
-        if self._stage in ("bulk", "planned"):
+        if self.how.buckets:
             return self.synchronizer.submit(shards, result=buffer, hold=not bucket.is_last())
         futures = []
         for shard in shards:
             futures.append(self.synchronizer.submit([shard]))
-            if self._stage != "pipelined":
-                self.synchronizer.wait()  # before the next one is encoded
+            if self.how.waits:
+                self.synchronizer.wait()
         return torch.futures.collect_all(futures).then(lambda _: buffer)
 
     def costs(self, steps: int) -> Costs:
@@ -152,7 +175,7 @@ class Staged:
     def settle(self, step: Callable[[], object]) -> None:
         """Fill the links' queues; then plan for them, if this is the stage that plans."""
         step()
-        if self._stage == "planned":
+        if self.how.chosen:
             self.replan()
             step()
 
@@ -164,7 +187,7 @@ class Staged:
 
 def make_plan(staged: Staged, recording: Recording, rank: Rank) -> PlanTable:
     """Rank 0's plan for the links as they are, with what the recorded backward is known to take."""
-    costs = staged.survey.costs([CODEC])
+    costs = staged.survey.costs([method.spec for method in staged.how.chosen])
     first, specs = recording.buckets[0].ready_seconds, staged.synchronizer.tensors
     ready = {name: bucket.ready_seconds - first for bucket in recording.buckets for name in _inner(bucket.names)}
     backward = recording.backward_seconds - first
@@ -173,8 +196,8 @@ def make_plan(staged: Staged, recording: Recording, rank: Rank) -> PlanTable:
     if rank.rank == 0:
         nbytes = sum(spec.nbytes for spec in specs.values()) // len(recording.buckets)
         text = plan(
-            tensors, costs, [Method(CODEC, FEW_ENCODES)], backward=backward, rest=recording.step_seconds - backward,
-            bucket_bytes=nbytes,
+            tensors, costs, staged.how.chosen, partitions=staged.how.partitions, backward=backward,
+            rest=recording.step_seconds - backward, bucket_bytes=nbytes,
         ).to_json()  # fmt: skip
     return PlanTable.from_json(staged.synchronizer.share(text))
 
@@ -183,7 +206,7 @@ def _inner(names: Sequence[str]) -> list[str]:
     return [name.replace(".", "/") for name in names]  # as the replayed model has them
 
 
-def _run(rank: Rank, index: int, recording: Recording) -> Outcome:
+def _run(rank: Rank, index: int, recording: Recording, how: How) -> Outcome:
     """One stage at each rate."""
     segment: Segment = rank.job.segments[index]
     rank.set_rate(None)
@@ -191,7 +214,7 @@ def _run(rank: Rank, index: int, recording: Recording) -> Outcome:
         RecordedModel(recording), bucket_cap_mb=segment.bucket_mb, gradient_as_bucket_view=True
     )
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
-    staged = Staged(segment.method, ddp, optimizer, rank)
+    staged = Staged(how, ddp, optimizer, rank)
     replay, timed = Replay(rank, segment, ddp, optimizer, staged), []
     replay.step()
 
@@ -211,18 +234,19 @@ def _run(rank: Rank, index: int, recording: Recording) -> Outcome:
     return Outcome(index, rank.rank, identical=identical, timed=timed)
 
 
-def _runner(rank: Rank) -> RunSegment:
+def runner(rank: Rank, how_of: Callable[[str], How] = how) -> RunSegment:
+    """Runs segments whose methods are stages, of which `how_of` knows what they do, or DDP's own."""
     recordings = {size: record(rank, size) for size in sorted({s.bucket_mb for s in rank.job.segments})}
 
     def run(index: int) -> Outcome:
         segment = rank.job.segments[index]
         if is_native(segment.method):
             return run_replay(rank, index, recordings)
-        return _run(rank, index, recordings[segment.bucket_mb])
+        return _run(rank, index, recordings[segment.bucket_mb], how_of(segment.method))
 
     return run
 
 
 if __name__ == "__main__":
     register(TorchOnebit)
-    worker.main(_runner)
+    worker.main(runner)

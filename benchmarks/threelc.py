@@ -5,12 +5,14 @@
     python -m benchmarks.threelc --plot-only --out threelc-report    # the plots alone, of the figures there are
 
 `--data` is a folder of CIFAR-10 as images, see `benchmarks.cifar`. Four workers and a server train a ResNet in the lab,
-each on a host of its own. As in the paper, accuracy is measured in whole trainings at 1 Gb/s, and step times at the
-other rates in short ones; a rate does not change what is learnt.
+each on a host of its own. As in the paper, accuracy is measured in whole trainings at one rate, and step times at each
+rate in others, which are short but for 3LC's; a rate does not change what is learnt. Trainings that the CSV holds
+already are not run again, if they have as many steps and the same model.
 
 Source: 3LC (Lim, Andersen, Kaminsky 2019), section 5. Differences: 4 workers in place of 10; a ResNet of 8 layers and
-308 thousand parameters whose first convolution has a stride of 2; some hundred steps in place of 25,600; the learning
-rate rises over the first twentieth; the processors compute for all workers and the server.
+308 thousand parameters whose first convolution has a stride of 2; some hundred steps in place of 25,600; a learning
+rate of 0.025 a worker in place of 0.1, with which 3LC of s = 1.75 diverges in so few steps, and which rises over the
+first twentieth; the processors compute for all workers and the server.
 """
 
 from __future__ import annotations
@@ -28,16 +30,18 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.bench.records import write_figures
+from gradwire.bench.table import rate_text
 from gradwire.lab import Lab
+from gradwire.lab.units import parse_rate
 
 RESULTS = Path("benchmarks/results/threelc.csv")
 WORKERS = 4
 FULL_RATE = "1gbit"
-SHORT_STEPS = {"10mbit": 10, "100mbit": 40}
+SHORT_STEPS = {"10mbit": 10, "100mbit": 40, FULL_RATE: 60}
 PORT = 7070
 FIRST = 3  # steps that are not timed: kernels are loaded, connections warm up
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # Student's t for a 95 % interval, by samples
-MORE_COLUMNS = ("step", "share", "seed")
+MORE_COLUMNS = ("step", "share", "seed", "steps")
 
 
 @dataclass(frozen=True)
@@ -84,15 +88,22 @@ class Run:
     Attributes:
         workers: what each wrote down.
         parameters: of the model.
+        local_steps: steps that are exchanged together.
     """
 
     workers: list[dict[str, Any]]
     parameters: int
+    local_steps: int = 1
 
     @property
     def step(self) -> float:
-        """Median seconds of a step."""
-        return statistics.median(s for worker in self.workers for s in worker["seconds"][FIRST:])
+        """Median seconds of a step; of the mean of as many as go together."""
+        together = range(FIRST, len(self.workers[0]["seconds"]) - self.local_steps + 1, self.local_steps)
+        return statistics.median(
+            statistics.fmean(worker["seconds"][at : at + self.local_steps])
+            for worker in self.workers
+            for at in together
+        )
 
     def bits(self, way: str) -> list[float]:
         """Bits a parameter and step, pushed or pulled, on average over workers."""
@@ -106,16 +117,12 @@ class Run:
         return max(compute, *(WORKERS * bits * self.parameters / rate_bits for bits in ways))
 
 
-def train(
-    lab: Lab, design: Design, arguments: argparse.Namespace, *, steps: int, schedule: int, seed: int, test: bool
-) -> Run:
+def train(lab: Lab, design: Design, arguments: argparse.Namespace, *, steps: int, seed: int, test: bool) -> Run:
     """One training in the lab: host 0 serves, the others work."""
-    from benchmarks.cifar import ResNet
-
     with tempfile.TemporaryDirectory(prefix="gradwire-threelc-") as folder:
         server = lab.addresses[0]
         job = {
-            "workers": WORKERS, "steps": steps, "schedule": schedule, "seed": seed, "test": test,
+            "workers": WORKERS, "steps": steps, "seed": seed, "test": test,
             "data": str(arguments.data.resolve()), "server": f"{server}:{PORT}", "options": design.options,
             "blocks": arguments.blocks, "width": arguments.width,
         }  # fmt: skip
@@ -132,47 +139,74 @@ def train(
 
         lab.run(command, timeout=1800, env={"OMP_NUM_THREADS": "1"}).check()
         workers = [json.loads((Path(folder) / f"worker-{worker}.json").read_text()) for worker in range(WORKERS)]
-    model = ResNet(arguments.blocks, arguments.width)
-    return Run(workers, sum(parameter.numel() for parameter in model.parameters()))
+    return Run(workers, _num_parameters(arguments), design.options.get("local_steps", 1))
 
 
-def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """All trainings, one after the other, and their figures."""
-    from gradwire.lab.units import parse_rate
+def _num_parameters(arguments: argparse.Namespace) -> int:
+    from benchmarks.cifar import ResNet
 
+    return sum(parameter.numel() for parameter in ResNet(arguments.blocks, arguments.width).parameters())
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    """All trainings that the file of figures does not have yet, one after the other; each is written down at once."""
     designs = [design for design in DESIGNS if not arguments.designs or design.label in arguments.designs]
+    rows: list[dict[str, Any]] = list(_read(arguments.csv)) if arguments.csv.exists() else []
+    size = _num_parameters(arguments)
+    done = {
+        (row["method"], row["rate"], int(row["seed"]), row["share"], int(row["steps"]))
+        for row in rows
+        if int(row["size"]) == size
+    }
     with Lab(WORKERS + 1, FULL_RATE) as lab:
-        for seed in range(arguments.seeds):
-            for design in designs:
-                shares = (1.0, 0.25, 0.5, 0.75) if design.main and arguments.shares else (1.0,)
-                for share in shares:
-                    steps = round(share * arguments.steps)
-                    run = train(lab, design, arguments, steps=steps, schedule=steps, seed=seed, test=True)
-                    said = f"{1e3 * run.step:6.1f} ms a step, {run.workers[0]['accuracy']:.2%}"
-                    print(f"{design.label:20} {FULL_RATE:8} seed {seed} share {share:4.2f}: {said}", flush=True)
-                    yield from figures(design, run, FULL_RATE, parse_rate(FULL_RATE) or 0, seed, share)
-        for rate, steps in SHORT_STEPS.items():
-            lab.set_rate(rate)
-            for design in designs:
-                # Payloads of zero runs shrink and grow as training goes on, so that a tenth of it is looked at.
-                few = steps if "threelc" not in design.options["compressor"] else max(steps, arguments.steps // 10)
-                run = train(lab, design, arguments, steps=few, schedule=few, seed=0, test=False)
-                print(f"{design.label:20} {rate:8} {1e3 * run.step:6.1f} ms a step", flush=True)
-                yield from figures(design, run, rate, parse_rate(rate) or 0, 0, None)
+        for trainings in (learn, hurry):
+            if trainings.__name__ not in arguments.parts:
+                continue
+            for design, rate, seed, share in trainings(designs, arguments):
+                steps = round(float(share or 0) * arguments.steps) or _few(design, rate, arguments)
+                if (design.label, rate, seed, str(share), steps) in done:
+                    continue
+                lab.set_rate(rate)
+                run = train(lab, design, arguments, steps=steps, seed=seed, test=bool(share))
+                rows += figures(design, run, rate, seed, share)
+                write_figures("threelc", rows, arguments.csv, more_columns=MORE_COLUMNS)
+                learnt = f", {run.workers[0]['accuracy']:.2%} after {steps} steps, seed {seed}" if share else ""
+                print(f"{design.label:20} {rate:8} {1e3 * run.step:7.1f} ms a step{learnt}", flush=True)
 
 
-def figures(
-    design: Design, run: Run, rate: str, rate_bits: float, seed: int, share: float | None
-) -> Iterator[dict[str, Any]]:
+Training = tuple[Design, str, int, float | str]
+
+
+def learn(designs: Sequence[Design], arguments: argparse.Namespace) -> Iterator[Training]:
+    """Whole trainings: design, rate, seed, and the share of the steps. Shorter ones have the first seed."""
+    for seed in range(arguments.seeds):
+        yield from ((design, FULL_RATE, seed, 1.0) for design in designs)
+    for share in (0.25, 0.5, 0.75):
+        yield from ((design, FULL_RATE, 0, share) for design in designs if design.main and arguments.shares)
+
+
+def hurry(designs: Sequence[Design], arguments: argparse.Namespace) -> Iterator[Training]:
+    """Short trainings, to time a step; they have no share."""
+    for rate in SHORT_STEPS:
+        yield from ((design, rate, 0, "") for design in designs)
+
+
+def _few(design: Design, rate: str, arguments: argparse.Namespace) -> int:
+    """Steps to time: of 3LC all, because zero runs shrink and grow as training goes on."""
+    return int(arguments.steps) if "threelc" in design.options["compressor"] else SHORT_STEPS[rate]
+
+
+def figures(design: Design, run: Run, rate: str, seed: int, share: float | str) -> Iterator[dict[str, Any]]:
     """What one training comes to."""
     fixed = {
         "method": design.label, "rate": rate, "ranks": WORKERS, "size": run.parameters, "dtype": "float32",
-        "seed": seed, "source": "measured", "share": "" if share is None else share,
+        "seed": seed, "source": "measured", "share": share, "steps": len(run.workers[0]["seconds"]),
     }  # fmt: skip
-    ideal = run.ideal(rate_bits)
-    yield {**fixed, "metric": "step", "value": run.step, "unit": "s", "samples": len(run.workers[0]["seconds"])}
-    yield {**fixed, "metric": "ideal_step", "value": ideal, "unit": "s"}
-    yield {**fixed, "metric": "step_over_ideal", "value": run.step / ideal, "unit": "ratio"}
+    if not share:
+        ideal = run.ideal(parse_rate(rate) or math.inf)
+        yield {**fixed, "metric": "step", "value": run.step, "unit": "s", "samples": len(run.workers[0]["seconds"])}
+        yield {**fixed, "metric": "ideal_step", "value": ideal, "unit": "s"}
+        yield {**fixed, "metric": "step_over_ideal", "value": run.step / ideal, "unit": "ratio"}
     for way in ("pushed", "pulled"):
         yield {**fixed, "metric": f"bits_{way}", "value": statistics.fmean(run.bits(way)[FIRST:]), "unit": "bit"}
     if "accuracy" in run.workers[0]:
@@ -191,10 +225,15 @@ def figures(
 Rows = list[dict[str, str]]
 
 
-def values(rows: Rows, label: str, metric: str, rate: str, share: str = "1.0") -> list[float]:
-    """A metric of a design, by seed."""
-    wanted = {"method": label, "metric": metric, "rate": rate, "share": share if rate == FULL_RATE else ""}
+def values(rows: Rows, label: str, metric: str, rate: str, share: str = "") -> list[float]:
+    """A metric of a design, by seed: of its short runs, or of those with a share of the steps."""
+    wanted = {"method": label, "metric": metric, "rate": rate, "share": share}
     return [float(row["value"]) for row in rows if all(row[key] == value for key, value in wanted.items())]
+
+
+def _read(path: Path) -> Rows:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def interval(samples: Sequence[float]) -> tuple[float, float]:
@@ -211,9 +250,9 @@ def table(rows: Rows) -> str:
         "| design | × at 10 Mb/s | × at 100 Mb/s | × at 1 Gb/s | ÷ ideal | accuracy, % | difference | bits |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    base = values(rows, DESIGNS[0].label, "accuracy", FULL_RATE)
+    base = values(rows, DESIGNS[0].label, "accuracy", FULL_RATE, "1.0")
     for design in DESIGNS:
-        if not (found := values(rows, design.label, "accuracy", FULL_RATE)):
+        if not (found := values(rows, design.label, "accuracy", FULL_RATE, "1.0")):
             continue
         cells = []
         for rate, paper in zip(rates, design.paper):
@@ -224,7 +263,10 @@ def table(rows: Rows) -> str:
         )
         mean, _ = interval(found)
         difference, half = interval([100 * (a - b) for a, b in zip(found, base)])
-        bits = (statistics.fmean(values(rows, design.label, f"bits_{way}", FULL_RATE)) for way in ("pushed", "pulled"))
+        bits = (
+            statistics.fmean(values(rows, design.label, f"bits_{way}", FULL_RATE, "1.0"))
+            for way in ("pushed", "pulled")
+        )
         lines.append(
             f"| {design.label} | {' | '.join(cells)} | {over} | {100 * mean:.2f} | {difference:+.2f} ± {half:.2f} | "
             f"{' + '.join(f'{each:.3f}' for each in bits)} |"
@@ -241,32 +283,36 @@ def plot(rows: Rows, folder: Path) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     figure, axes = pyplot.subplots(1, 3, figsize=(15, 4.4), layout="constrained", sharey=True)
+    colours = pyplot.get_cmap("tab20").colors  # type: ignore[attr-defined]
     for axis, rate in zip(axes, ("10mbit", "100mbit", FULL_RATE)):
-        for design in DESIGNS:
+        for design, colour in zip(DESIGNS, colours):
             points = []
             for share in ("0.25", "0.5", "0.75", "1.0"):
                 found = values(rows, design.label, "accuracy", FULL_RATE, share)
-                step, full = values(rows, design.label, "step", rate), values(rows, design.label, "loss", FULL_RATE)
+                step, full = (
+                    values(rows, design.label, "step", rate),
+                    values(rows, design.label, "loss", FULL_RATE, "1.0"),
+                )
                 if found and step:
                     points.append(
                         (float(share) * 10 * len(full) * statistics.fmean(step) / 60, 100 * statistics.fmean(found))
                     )
             if points:
-                axis.plot(*zip(*points), marker="o", markersize=4, label=design.label, alpha=0.9)
-        axis.set(xscale="log", xlabel=f"minutes of training at {rate}")
+                axis.plot(*zip(*points), marker="o", markersize=4, label=design.label, color=colour)
+        axis.set(xscale="log", xlabel=f"minutes of training at {rate_text(rate)}")
     axes[0].set_ylabel("test accuracy, %")
     axes[0].legend(frameon=False, fontsize=8)
     figure.savefig(folder / "accuracy-and-time.svg")
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     for design in DESIGNS:
-        losses = values(rows, design.label, "loss", FULL_RATE)
+        losses = values(rows, design.label, "loss", FULL_RATE, "1.0")
         if design.main and losses:
             left.plot([10 * (i + 1) for i in range(len(losses))], losses, label=design.label, linewidth=1.2)
     left.set(xlabel="step", ylabel="training loss, mean of 10 steps")
     left.legend(frameon=False)
     for label, colour in (("3LC (s=1.00)", "#17a08a"), ("3LC (s=1.75)", "#2f6db5")):
         for way, style in (("pushed", "-"), ("pulled", "--")):
-            bits = values(rows, label, f"bits_{way}_at", FULL_RATE)
+            bits = values(rows, label, f"bits_{way}_at", FULL_RATE, "1.0")
             right.plot([10 * (i + 1) for i in range(len(bits))], bits, style, color=colour, label=f"{label}, {way}")
     right.set(xlabel="step", ylabel="bits a state change", ylim=(0, None))
     right.legend(frameon=False)
@@ -276,7 +322,7 @@ def plot(rows: Rows, folder: Path) -> None:
 def main(argv: Iterable[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="folder or tar of CIFAR-10 as images")
-    parser.add_argument("--steps", type=int, default=600, help="of a whole training")
+    parser.add_argument("--steps", type=int, default=200, help="of a whole training")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--blocks", type=int, default=1, help="of each stage of the ResNet")
     parser.add_argument("--width", type=int, default=32, help="channels of its first stage")
@@ -284,7 +330,11 @@ def main(argv: Iterable[str] | None = None) -> None:
         "--no-shares", dest="shares", action="store_false", help="leave out 25, 50 and 75 % of the steps"
     )
     parser.add_argument("--designs", nargs="*", default=[], help="labels of designs; all unless given")
-    parser.add_argument("--csv", type=Path, default=RESULTS)
+    parser.add_argument(
+        "--parts", nargs="*", default=["learn", "hurry"], choices=["learn", "hurry"],
+        help="whole trainings, which may share the machine, and short ones for times, which may not",
+    )  # fmt: skip
+    parser.add_argument("--csv", type=Path, default=RESULTS, help="trainings that it has are not run again")
     parser.add_argument("--out", type=Path, help="folder for the plots")
     parser.add_argument("--plot-only", action="store_true")
     arguments = parser.parse_args(None if argv is None else list(argv))
@@ -294,9 +344,8 @@ def main(argv: Iterable[str] | None = None) -> None:
         from benchmarks.cifar import load
 
         load(arguments.data, "train")  # decoded once, before all workers would
-        write_figures("threelc", list(measure(arguments)), arguments.csv, more_columns=MORE_COLUMNS)
-    with arguments.csv.open(newline="") as file:
-        rows = list(csv.DictReader(file))
+        measure(arguments)
+    rows = _read(arguments.csv)
     print(table(rows))
     if arguments.out:
         plot(rows, arguments.out)

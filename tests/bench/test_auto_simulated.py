@@ -5,7 +5,7 @@ from dataclasses import replace
 from benchmarks import auto_simulated
 from benchmarks.auto_simulated import NATIVE, NATIVE_FP16
 
-from gradwire.integrations.auto import Way
+from gradwire.integrations.ways import Way
 
 PLAN = Way("gradwire, onebit", gradwire=True)
 

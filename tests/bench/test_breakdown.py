@@ -64,7 +64,7 @@ def test_torch_operations_give_the_values_of_generated_code(size):
 
 def test_all_are_compressed_until_small_ones_are_batched():
     bias = TensorSpec((4,))
-    entries = {stage: stages.plan_of(stage).entry("fc.bias", bias) for stage in breakdown.STAGES}
+    entries = {stage: stages.how(stage).plan.entry("fc.bias", bias) for stage in breakdown.STAGES}
     names = {stage: entry.compressor.name for stage, entry in entries.items()}
     assert names == {
         "torch": "torch_onebit", "generated": "onebit", "pipelined": "onebit", "bulk": "none", "planned": "none",

@@ -2,10 +2,11 @@
 
 import csv
 import math
+from dataclasses import replace
 
 import pytest
 import torch
-from benchmarks import convergence
+from benchmarks import convergence, gcomp_lab
 
 from gradwire.bench import methods, words
 from gradwire.bench.records import write_figures
@@ -76,3 +77,14 @@ def test_curves_are_written_beside_the_final_figures(run, tmp_path, monkeypatch)
     final = next(row for row in rows if row["metric"] == "validation_perplexity")
     assert float(final["value"]) == pytest.approx(math.exp(2.0))
     assert "minmax bits 2, scatter_reduce" in convergence.text(run)
+
+
+def test_gcomp_in_the_lab_has_the_same_curves_at_its_own_rate(run):
+    few = replace(run, ranks=2)
+    rows = list(gcomp_lab.figures([few, run]))
+    assert {row.get("benchmark", gcomp_lab.NAME) for row in rows} == {gcomp_lab.NAME}
+    curves = [row for row in rows if row["metric"] in ("training_perplexity", "seconds_to_goal")]
+    assert {(row["ranks"], row["rate"]) for row in curves} == {(4, gcomp_lab.TRAIN_RATE)}
+    assert {row["ranks"] for row in rows if row["metric"] == "step" and row["rate"] == "100mbit"} == {2, 4}
+    assert "1,000     256" in gcomp_lab.text(run)  # milliseconds, and sentences a second of 4 · 64
+    methods.check(list(gcomp_lab.METHODS))

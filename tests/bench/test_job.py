@@ -9,6 +9,7 @@ from gradwire.bench.job import Job, Outcome, Progress, RateRequest, Segment, Tim
         Progress(1, "timed", 2, 5, rate="10mbit"),
         RateRequest(3, None),
         Outcome(0, 1, [1.0, 2.0], [0.1, 0.1], 2.0, 0.5, True, [Timed("1gbit", [0.1], 10, 20, 0.1, 0.2, 12, 1)]),
+        Outcome(0, 1, [1.0, 2.0], validations=[(1, 2.0, 0.25), (2, 1.0, 0.5)]),
     ],
 )
 def test_what_a_rank_says_arrives(message):

@@ -10,6 +10,8 @@ import torch
 from benchmarks import lossless_rivals
 
 from gradwire.bench.extras import MissingPackageError
+from gradwire.core.spec import Range
+from gradwire.integrations.optimizer_state import OptimizerState
 
 
 def test_the_rivals_are_asked_for_by_the_extra_that_brings_them(monkeypatch) -> None:
@@ -31,6 +33,25 @@ def test_figures_are_those_of_the_payloads_and_every_tensor_is_compared(dtype) -
     wrong = lossless_rivals.rival("wrong", lambda data, _: data, lambda data, _: data[:-1])
     with pytest.raises(AssertionError, match="wrong gave another tensor"):
         lossless_rivals.measured(wrong, tensors, repeats=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_model_of_16_bits_has_gradient_parameter_and_state_of_16_bits(dtype) -> None:
+    grad = 1e-6 * torch.randn(3000, generator=torch.Generator().manual_seed(0))
+    parameter = torch.nn.Parameter(torch.randn(3000, generator=torch.Generator().manual_seed(1)))
+    optimizer = torch.optim.SGD([parameter], 0.1, momentum=0.9)
+    parameter.grad = grad
+    optimizer.step()
+    aux = OptimizerState(optimizer, [("w", parameter)])("w", Range(0, 3000))
+    (tensor,) = lossless_rivals.cast([lossless_rivals.Tensor(grad, aux)], dtype)
+    assert {tensor.grad.dtype, tensor.aux["parameter"].dtype, tensor.aux["first"].dtype} == {dtype}
+    scale = 2.0**16 if dtype == torch.float16 else 1.0
+    assert tensor.aux["loss_scale"] == scale
+    assert torch.equal(tensor.grad, (grad * scale).to(dtype))
+    rates = {
+        name: lossless_rivals.measured(lossless_rivals.ours(name), [tensor], 1)[0] for name in ("lossless", "gcomp")
+    }
+    assert rates["gcomp"] < rates["lossless"] - 0.1  # the parameters are a million times as large
 
 
 def test_rows_have_ratio_and_both_rates() -> None:

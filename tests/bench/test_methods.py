@@ -38,6 +38,7 @@ def test_labels_are_for_readers():
     assert methods.label("ddp-fp16") == "DDP fp16 hook"
     assert methods.label("topk:ratio=0.01") == "gradwire topk ratio 0.01"
     assert methods.label("dgc:ratio=0.01@ring") == "gradwire dgc ratio 0.01, ring"
+    assert methods.label("dgc:ratio=0.01/momentum:clip=1.0") == "gradwire dgc ratio 0.01, momentum"
 
 
 def test_a_strategy_may_follow_the_options():
@@ -45,3 +46,13 @@ def test_a_strategy_may_follow_the_options():
     assert (methods.strategy("topk@ring"), methods.strategy("topk")) == ("ring", None)
     with pytest.raises(UnknownNameError, match="allgather, hierarchical, ring, scatter_reduce"):
         methods.check(["topk@star"])
+
+
+def test_a_policy_of_residuals_may_follow_last():
+    method = "dgc:ratio=0.5@allgather/momentum:masking=False"
+    assert methods.compressor(method).options["ratio"] == 0.5
+    assert methods.strategy(method) == "allgather"
+    assert not methods.feedback(method).masking
+    assert methods.feedback("dgc@allgather") is None
+    with pytest.raises(UnknownNameError, match="error, momentum, none"):
+        methods.check(["dgc/velocity"])

@@ -41,6 +41,11 @@ def test_the_ideal_is_of_the_bytes_of_one_rank():
     assert time.over_ideal == pytest.approx(2.0)
 
 
+def test_processor_time_is_that_of_a_rank_and_a_step():
+    ranks = [timed([1.0, 1.0], 300, processor_seconds=seconds) for seconds in (0.6, 1.0)]
+    assert combine_times(ranks, 0.5, measured=True).processor == pytest.approx(0.4)
+
+
 def test_losses_are_those_of_the_whole_batch():
     assert combine_losses([Outcome(0, 0, [1.0, 2.0]), Outcome(0, 1, [3.0, 4.0])]) == [2.0, 3.0]
 

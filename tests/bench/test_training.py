@@ -45,6 +45,15 @@ def test_methods_train_alike_on_loopback():
     json.dumps(result.as_dict())
 
 
+def test_validation_along_the_way_and_momentum_correction():
+    result = run(small(methods=("dgc:ratio=0.1/momentum",), validate_every=5, steps=10))
+    (entry,) = result.results
+    assert [step for step, _, _ in entry.validations] == [5, 10]
+    assert entry.validations[-1][1:] == (entry.validation_loss, entry.validation_accuracy)
+    assert entry.identical
+    assert entry.losses[-1] < entry.losses[0]
+
+
 def test_a_recorded_backward_is_replayed():
     result = run(small(replay=True, steps=0, buckets_mb=(25.0,)))
     assert result.replayed

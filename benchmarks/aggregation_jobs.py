@@ -1,0 +1,77 @@
+"""Jobs of an aggregation server, for tests and campaigns: terms, what workers contribute, and what must come out."""
+# Shapes: W = workers, P = elements of a stream
+
+from __future__ import annotations
+
+import numpy as np
+
+from gradwire.kernels import reference
+from gradwire.protocol.aggregation.terms import Operation, Stream, Table, Terms
+from gradwire.simulate.aggregation import AggregationSimulation
+
+WIDE = Table(4, tuple(2 * value for value in range(16)), 16)
+NARROW = Table(2, (0, 3, 8, 15), 8)
+
+
+def terms(world_size: int = 3, **options: object) -> Terms:
+    """Two sums in packets of 1,024 and a maximum; the last packets are short."""
+    streams = (Stream(Operation.SUM, 2500, 0), Stream(Operation.MAXIMUM, 40), Stream(Operation.SUM, 130, 1))
+    return Terms(world_size, (WIDE, NARROW), streams, packet_elements=1024, **options)
+
+
+def small_terms(world_size: int, **options: object) -> Terms:
+    """A sum in two packets and a maximum."""
+    streams = (Stream(Operation.SUM, 1100, 0), Stream(Operation.MAXIMUM, 3))
+    return Terms(world_size, (NARROW if world_size <= 17 else WIDE,), streams, packet_elements=1024, **options)
+
+
+def payload(job: Terms, worker: int, round_: int, stream: int) -> np.ndarray | None:
+    """Drawn anew for each; now and then a worker has nothing."""
+    draw = np.random.default_rng([worker, round_ % (1 << 62), stream])
+    found = job.streams[stream]
+    if draw.random() < 0.1:
+        return None
+    if found.operation is Operation.MAXIMUM:
+        return draw.standard_normal(found.size).astype(np.float32)
+    return draw.integers(0, 256, job.payload_bytes(stream, found.size), np.uint8)
+
+
+def expected(job: Terms, round_: int, stream: int, place: slice, workers: list[int]) -> np.ndarray:
+    """What these workers' contributions make of some elements: a model without packets."""
+    found, lanes = job.streams[stream], job.lanes(stream)
+    made = [payload(job, worker, round_, stream) for worker in workers]
+    given = [each for each in made if each is not None]
+    if found.operation is Operation.MAXIMUM:
+        return np.max([np.full(found.size, -np.inf, np.float32), *given], axis=0)[place]
+    total, table = np.zeros(found.size, lanes), job.tables[found.table]
+    for each in given:
+        reference.lift_indices(each, table.bits, table.array, total, accumulate=True)
+    return total[place]
+
+
+def simulation(job: Terms, rounds, faults, seed: int, **options) -> AggregationSimulation:
+    return AggregationSimulation(
+        job, lambda worker, round_, stream: payload(job, worker, round_, stream), rounds, faults, seed, **options
+    )
+
+
+def check(run: AggregationSimulation, rounds) -> None:
+    """Every worker has every result; each is exactly what the workers counted make, and the same for all."""
+    job = run.terms
+    for round_ in rounds:
+        for stream in range(len(job.streams)):
+            first = run.results[0, round_, stream]
+            for worker in range(1, job.world_size):
+                other = run.results[worker, round_, stream]
+                assert other.lanes.tobytes() == first.lanes.tobytes()
+                assert (other.reply.counted == first.reply.counted).all()
+                assert (other.reply.counts == first.reply.counts).all()
+                assert other.reply.flags == first.reply.flags
+            for packet in range(job.num_packets(stream)):
+                counted = np.flatnonzero(first.reply.counted[packet]).tolist()
+                place = slice(packet * job.packet_elements, (packet + 1) * job.packet_elements)
+                assert first.reply.counts[packet] == len(counted)
+                assert first.lanes[place].tobytes() == expected(job, round_, stream, place, counted).tobytes()
+                if job.needed == job.world_size:
+                    gave = [w for w in range(job.world_size) if payload(job, w, round_, stream) is not None]
+                    assert counted == gave
