@@ -20,8 +20,9 @@ test: $(STAMP) ## all tests, under ten minutes on two cores
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal $(COMPILING)
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile $(COMPILING:%=--ignore=%)
 
-test-long: $(STAMP) ## the long campaigns: a million fuzz cases a decoder, and the tests marked slow
+test-long: $(STAMP) ## the long campaigns: a million fuzz cases a decoder, properties on new examples, and the tests marked slow
 	$(BIN)/python -m benchmarks.fuzz --cases 1000000
+	$(BIN)/python -m pytest -q -n 2 --timeout 1200 -m hypothesis --hypothesis-profile campaign
 	$(BIN)/python -m pytest -q -m slow
 
 lint: $(STAMP) ## format check, linter, types, layers
