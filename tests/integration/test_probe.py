@@ -52,12 +52,19 @@ def test_torchrun_on_loopback(module):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("my_job:job: 98,760 parameters in 6 tensors; 2 ranks, gloo; fidelity exact.") == 1
-    assert "Do not compress" in done.stdout
     assert "probe: timing DDP's fp16 hook\n" in done.stderr
     found = json.loads((module.parent / "found.json").read_text())
     dense, half = found["rows"][:2]
     assert dense["nbytes"] == 4 * 98_760 == 2 * half["nbytes"]
-    assert found["advised"] == "DDP fp32" and not half["allowed"]
+    assert not half["allowed"]
+    # Which is faster here, is for the machine to say; what follows from the figures is not.
+    assert found["sentence"] in done.stdout
+    rows = {row["name"]: row for row in found["rows"] if row["allowed"]}
+    chosen = rows[found["advised"]]
+    assert chosen["step"] * 0.95 <= max(found["compute"], min(row["step"] for row in rows.values()))
+    assert found["sentence"].startswith("Do not compress" if chosen["kind"] == "fp32" else "Compress, with")
+    twice = [line for line in done.stderr.splitlines() if line.startswith("probe: timing DDP's all-reduce")]
+    assert len(twice) == 1 + (chosen["name"].startswith("gradwire"))
 
 
 @pytest.mark.root

@@ -4,7 +4,8 @@
 2. *Dense.* DDP's own all-reduce, and its 16-bit hooks.
 3. *Survey and plan.* Links, codecs and engine are measured by all ranks; rank 0 plans, and predicts each method alone.
 4. *Candidates.* The plan, the methods that are best alone and what the user names are attached and timed.
-5. *No communication* again: the lesser figure is the bound.
+5. *Again*, since what else runs on these cores only adds time and the lesser figure counts: no communication, which is
+   the bound, and where all this comes to compressing, DDP's fp32 and what would take its place.
 
 A step is forward and backward, without an optimizer. DDP's own bytes are those of a ring; nothing counts them.
 """
@@ -12,8 +13,9 @@ A step is forward and backward, without an optimizer. DDP's own bytes are those 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -33,6 +35,7 @@ from gradwire.sync.survey import Survey
 from gradwire.sync.synchronizer import Synchronizer
 
 DEFAULT_SECONDS = 3.0
+DDP_FP32 = "DDP fp32"
 SINGLE_METHODS = 2  # of the level's, beside its plan
 
 Say = Callable[[str], None]
@@ -102,36 +105,42 @@ class Prober:
             return result
         self.say("timing DDP's all-reduce in fp32")
         dense = watch.with_hook("fp32")
-        halves = {}
+        timed = {DDP_FP32: dense}
         # Not every Gloo adds bfloat16, and its bytes are those of fp16.
-        for name in ("fp16", "bf16") if result.backend == "nccl" else ("fp16",):
-            self.say(f"timing DDP's {name} hook")
-            halves[name] = watch.with_hook(name)
+        halves = {f"DDP {name} hook": name for name in (("fp16", "bf16") if result.backend == "nccl" else ("fp16",))}
+        for name, hook in halves.items():
+            self.say(f"timing DDP's {hook} hook")
+            timed[name] = watch.with_hook(hook)
         priced = [method for method in (*self._methods, *self._extra) if not compressor_of(method.spec).whole]
         self.say(f"measuring links and {len({'none', *(method.spec for method in priced)})} codecs")
         costs = survey.costs(method.spec for method in priced)
         own = replace(costs, native=_native_hop(dense, costs))
         self.say("planning")
         candidates, untried = self._candidates(synchronizer, silent, own)
-        timed_plans = []
         for candidate in candidates:
             self.say(f"timing {candidate.name}")
-            timed_plans.append(watch.with_plan(candidate.plan))
-        self.say("timing steps without communication again")  # what else ran on these cores only adds time
+            timed[candidate.name] = watch.with_plan(candidate.plan)
+        self.say("timing steps without communication again")
         compute = min(silent.step, watch.without_communication().step)
+        half = _all_reduced(silent, own, 2)
+        ways = [
+            _Way(DDP_FP32, FP32, _all_reduced(silent, costs, 1), "nothing to add to DDP"),
+            *(_Way(name, HALF, half, f"ddp.register_comm_hook(None, default_hooks.{hook}_compress_hook)",
+                   self.fidelity != "exact") for name, hook in halves.items()),
+            *map(_Way.of, candidates),
+        ]  # fmt: skip
         link = costs.slowest
         scale = _Scale(compute, link.seconds_per_byte)
-        rows = [scale.row("DDP fp32", FP32, _all_reduced(silent, costs, 1), dense, "nothing to add to DDP")]
-        for name, timed in halves.items():
-            use = f"ddp.register_comm_hook(None, default_hooks.{name}_compress_hook)"
-            predicted = _all_reduced(silent, own, 2)
-            rows.append(scale.row(f"DDP {name} hook", HALF, predicted, timed, use, self.fidelity != "exact"))
-        for candidate, timed in zip(candidates, timed_plans):
-            table = candidate.table
-            kind = GRADWIRE if table is None or table.compresses else FP32
-            rows.append(scale.row(candidate.name, kind, None if table is None else table.step, timed, candidate.use))
-        return replace(result, compute=compute, bytes_per_second=1 / link.seconds_per_byte, latency=link.latency,
-                       rows=tuple(rows), untried=untried)  # fmt: skip
+        result = replace(result, compute=compute, bytes_per_second=1 / link.seconds_per_byte, latency=link.latency,
+                         rows=scale.rows(ways, timed), untried=untried)  # fmt: skip
+        plans = {candidate.name: candidate.plan for candidate in candidates}
+        chosen = result.advised
+        if chosen is None or chosen.name not in plans:
+            return result
+        self.say(f"timing DDP's all-reduce in fp32 and {chosen.name} again")
+        for name, again in ((DDP_FP32, watch.with_hook("fp32")), (chosen.name, watch.with_plan(plans[chosen.name]))):
+            timed[name] = min(timed[name], again, key=attrgetter("step"))
+        return replace(result, rows=scale.rows(ways, timed))
 
     # -- candidates ------------------------------------------------------------------------------------------
 
@@ -175,6 +184,22 @@ class Prober:
         return [level, *sorted(singles, key=lambda table: table.step)]
 
 
+class _Way(NamedTuple):
+    """One way of the gradients, before it is timed. See `Measurement`."""
+
+    name: str
+    kind: str
+    predicted: float | None
+    use: str
+    allowed: bool = True
+
+    @classmethod
+    def of(cls, candidate: Candidate) -> _Way:
+        table = candidate.table
+        kind = GRADWIRE if table is None or table.compresses else FP32
+        return cls(candidate.name, kind, None if table is None else table.step, candidate.use)
+
+
 @dataclass(frozen=True)
 class _Scale:
     """What steps are compared with: the step without communication, and the link."""
@@ -182,17 +207,19 @@ class _Scale:
     compute: float
     seconds_per_byte: float
 
-    def row(
-        self, name: str, kind: str, predicted: float | None, timed: Timed, use: str, allowed: bool = True
-    ) -> Measurement:
+    def rows(self, ways: Iterable[_Way], timed: dict[str, Timed]) -> tuple[Measurement, ...]:
+        return tuple(self._row(way, timed[way.name]) for way in ways)
+
+    def _row(self, way: _Way, timed: Timed) -> Measurement:
         nbytes = timed.sent_bytes
         if timed.buckets:  # by DDP's own all-reduce
             whole = ring_bytes(sum(bucket.nbytes for bucket in timed.buckets), dist.get_world_size())
-            nbytes = whole / (2 if kind == HALF else 1)
+            nbytes = whole / (2 if way.kind == HALF else 1)
         wire = nbytes * self.seconds_per_byte
         return Measurement(
-            name, kind, predicted, timed.step, timed.steps, nbytes, timed.codec, ideal=max(self.compute, wire),
-            limit=limit_of(timed.step, self.compute, wire, timed.codec), allowed=allowed, use=use,
+            way.name, way.kind, way.predicted, timed.step, timed.steps, nbytes, timed.codec,
+            ideal=max(self.compute, wire), limit=limit_of(timed.step, self.compute, wire, timed.codec),
+            allowed=way.allowed, use=way.use,
         )  # fmt: skip
 
 

@@ -166,8 +166,9 @@ def _table(found: Probe) -> Table:
     from gradwire.sync.planner.table import seconds
 
     table = Table(box=box.SIMPLE)
-    for name in ("way", "predicted", "step", "faster", "÷ ideal", "MB a step", "codec", "waits for", "steps"):
-        table.add_column(name, justify="left" if name in ("way", "waits for") else "right", no_wrap=True)
+    table.add_column("way")  # a plan's name may be long: it alone is wrapped
+    for name in ("predicted", "step", "faster", "÷ ideal", "MB a step", "codec", "waits for", "steps"):
+        table.add_column(name, justify="left" if name == "waits for" else "right", no_wrap=True)
     dense = found.rows[0].step
     for row in found.rows:
         table.add_row(
