@@ -1,7 +1,8 @@
 """What the trainings of sparsifiers share: `benchmarks.extreme_classification` and `benchmarks.vision`.
 
-Accuracy by step is measured once, in a whole training on links as they are: a rate does not change what is learnt. Step
-times are measured in short trainings of the same model in the lab, at each rate. Both together are accuracy by time.
+Accuracy by step is measured in whole trainings, one a seed, on links as they are: a rate does not change what is
+learnt. Step times are measured in short trainings of the same model in the lab, at each rate. Both together are
+accuracy by time.
 Every training is a cell of its own, kept in a folder: what has been run is not run again.
 """
 # Shapes: W = ranks
@@ -11,6 +12,8 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import math
+import statistics
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,16 +21,19 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.bench.records import write_figures
+from gradwire.bench.statistics import interval
 from gradwire.bench.training import TrainingOptions, run
 
 RANKS = 4
 RATES = ("100mbit", "1gbit")
 PARTS = ("learn", "time")
+SEEDS = 3
+MORE_COLUMNS = ("seed", "step")
 GOAL = 0.97  # of the dense training's last accuracy: what a method is to reach
 EVERY = 10  # steps between the points of a loss curve that are written down
 COLOURS = ("#3e4c59", "#17a08a", "#2f6db5", "#b3590f", "#8a4fbf", "#c2324f")
 Cells = dict[str, dict[str, Any]]
-"""What was measured, by label and part."""
+"""What was measured, by label and part, of which there is one ``learn-0``, ``learn-1``… for each seed."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +84,9 @@ class Study:
         return Path(f"benchmarks/results/{self.name}.csv")
 
 
-def learn(study: Study, design: Design, arguments: argparse.Namespace) -> dict[str, Any]:
+def learn(study: Study, design: Design, arguments: argparse.Namespace, seed: int) -> dict[str, Any]:
     """A whole training: losses, and accuracy along it."""
-    options = {"rates": (None,), "timed_seconds": 0.1, "buckets_mb": (25.0,), "lab": False}
+    options = {"rates": (None,), "timed_seconds": 0.1, "buckets_mb": (25.0,), "lab": False, "seed": seed}
     result = _run(study, design.learnt(arguments.steps), arguments, steps=arguments.steps,
                   validate_every=study.validate_every, **options)  # fmt: skip
     entry = result.results[0]
@@ -114,32 +120,41 @@ def _run(study: Study, method: str, arguments: argparse.Namespace, **options: An
     )  # fmt: skip
 
 
+def parts(arguments: argparse.Namespace) -> list[str]:
+    """The cells of a design: trainings of the seeds that are wanted, and times."""
+    learnt = [f"learn-{seed}" for seed in range(arguments.seeds)]
+    return (learnt if "learn" in arguments.parts else []) + (["time"] if "time" in arguments.parts else [])
+
+
 def measure(study: Study, arguments: argparse.Namespace) -> Cells:
     """Run what has not been run; returns all cells that there are."""
     arguments.cells.mkdir(parents=True, exist_ok=True)
-    for design in study.designs:
-        for part in PARTS:
+    for part in parts(arguments):
+        for design in study.designs:
             path = arguments.cells / f"{design.label}-{part}.json"
-            if path.exists() or part not in arguments.parts or design.label not in arguments.designs:
+            if path.exists() or design.label not in arguments.designs:
                 continue
-            found = (learn if part == "learn" else time)(study, design, arguments)
+            kind, _, seed = part.partition("-")
+            found = learn(study, design, arguments, int(seed)) if kind == "learn" else time(study, design, arguments)
             path.write_text(json.dumps(found))
             print(f"{design.label}: {part} done", flush=True)
     return {path.stem: json.loads(path.read_text()) for path in sorted(arguments.cells.glob("*.json"))}
 
 
-def figures(study: Study, cells: Cells) -> Iterator[dict[str, Any]]:
+def figures(study: Study, cells: Cells, seeds: int = SEEDS) -> Iterator[dict[str, Any]]:
     """One figure a line."""
     for design in study.designs:
-        learnt, timed = cells[f"{design.label}-learn"], cells[f"{design.label}-time"]
-        fixed = {"method": design.label, "ranks": RANKS, "size": learnt["parameters"], "dtype": "float32",
+        timed = cells[f"{design.label}-time"]
+        fixed = {"method": design.label, "ranks": RANKS, "size": timed["parameters"], "dtype": "float32",
                  "source": "measured"}  # fmt: skip
-        for step, loss, accuracy in learnt["validations"]:
-            yield {**fixed, "metric": "accuracy", "value": accuracy, "unit": "share", "step": step}
-            yield {**fixed, "metric": "validation_loss", "value": loss, "unit": "nats", "step": step}
-        for at in range(0, len(learnt["losses"]) - EVERY + 1, EVERY):
-            mean = sum(learnt["losses"][at : at + EVERY]) / EVERY
-            yield {**fixed, "metric": "training_loss", "value": mean, "unit": "nats", "step": at + EVERY}
+        for seed in range(seeds):
+            learnt, of_seed = cells[f"{design.label}-learn-{seed}"], {**fixed, "seed": seed}
+            for step, loss, accuracy in learnt["validations"]:
+                yield {**of_seed, "metric": "accuracy", "value": accuracy, "unit": "share", "step": step}
+                yield {**of_seed, "metric": "validation_loss", "value": loss, "unit": "nats", "step": step}
+            for at in range(0, len(learnt["losses"]) - EVERY + 1, EVERY):
+                mean = statistics.fmean(learnt["losses"][at : at + EVERY])
+                yield {**of_seed, "metric": "training_loss", "value": mean, "unit": "nats", "step": at + EVERY}
         for rate, found in timed["rates"].items():
             here = {**fixed, "rate": rate}
             spread = {key: found[key] for key in ("p20", "p80", "samples")}
@@ -157,13 +172,15 @@ class Found:
     """One design, as read back.
 
     Attributes:
-        accuracy: by step.
+        seeds: accuracy at the end, of each seed.
+        accuracy: by step, the mean of all seeds.
         steps: seconds of a step by rate.
         ideal: seconds of the ideal step by rate.
         megabytes: that a rank sends a step, at the first rate.
     """
 
     label: str
+    seeds: tuple[float, ...]
     accuracy: dict[int, float]
     steps: dict[str, float]
     ideal: dict[str, float]
@@ -171,11 +188,11 @@ class Found:
 
     @property
     def last(self) -> float:
-        """Accuracy at the end."""
-        return self.accuracy[max(self.accuracy)]
+        """Accuracy at the end, the mean of all seeds."""
+        return statistics.fmean(self.seeds)
 
     def reaches(self, accuracy: float) -> int | None:
-        """The first step from which on it is at least so accurate; None for never."""
+        """The first step from which on the mean is at least so accurate; None for never."""
         found = None
         for step in sorted(self.accuracy, reverse=True):
             if self.accuracy[step] < accuracy:
@@ -191,22 +208,30 @@ def read(path: Path, study: Study) -> list[Found]:
     found = []
     for design in study.designs:
         mine = [row for row in rows if row["method"] == design.label]
+        by_step: dict[int, list[float]] = {}
+        for row in mine:
+            if row["metric"] == "accuracy":
+                by_step.setdefault(int(row["step"]), []).append(float(row["value"]))
 
-        def by(metric: str, key: str, mine: Sequence[Mapping[str, str]] = mine) -> dict[str, float]:
-            return {row[key]: float(row["value"]) for row in mine if row["metric"] == metric}
+        def by_rate(metric: str, mine: Sequence[Mapping[str, str]] = mine) -> dict[str, float]:
+            return {row["rate"]: float(row["value"]) for row in mine if row["metric"] == metric}
 
-        accuracy = {int(step): value for step, value in by("accuracy", "step").items()}
-        megabytes = by("bytes", "rate")[RATES[0]] / 1e6
-        found.append(Found(design.label, accuracy, by("step", "rate"), by("ideal_step", "rate"), megabytes))
+        means = {step: statistics.fmean(values) for step, values in by_step.items()}
+        megabytes = by_rate("bytes")[RATES[0]] / 1e6
+        last = tuple(by_step[max(by_step)])
+        found.append(Found(design.label, last, means, by_rate("step"), by_rate("ideal_step"), megabytes))
     return found
 
 
 def table(study: Study, found: Sequence[Found]) -> str:
-    """Accuracy and speed, in Markdown."""
+    """Accuracy with its difference from the first design's, seed by seed, and speed, in Markdown."""
     dense = found[0]
     goal = GOAL * dense.last
     rates = " | ".join(f"{rate}: step, × dense, ÷ ideal, × dense to {goal:.1%}" for rate in RATES)
-    lines = [f"| | {study.measure} | steps to {goal:.1%} | MB a step | {rates} |", "|---|---|---|---|" + "---|" * 2]
+    lines = [
+        f"| | {study.measure} | points above {dense.label} | steps to {goal:.1%} | MB a step | {rates} |",
+        "|---|---|---|---|---|" + "---|" * len(RATES),
+    ]
     for each in found:
         reached, first = each.reaches(goal), dense.reaches(goal)
         cells = []
@@ -215,8 +240,11 @@ def table(study: Study, found: Sequence[Found]) -> str:
             sooner = "never" if reached is None or first is None else f"{faster * first / reached:.2f}"
             over = each.steps[rate] / each.ideal[rate]
             cells.append(f"{1e3 * each.steps[rate]:,.0f} ms, {faster:.2f}, {over:.2f}, {sooner}")
+        mean, half = interval([100 * (a - b) for a, b in zip(each.seeds, dense.seeds)])
+        apart = "" if each is dense else f"{mean:+.1f}" + ("" if math.isnan(half) else f" ± {half:.1f}")
         lines.append(
-            f"| {each.label} | {each.last:.1%} | {reached or 'never'} | {each.megabytes:.3g} | {' | '.join(cells)} |"
+            f"| {each.label} | {each.last:.1%} | {apart} | {reached or 'never'} | {each.megabytes:.3g} | "
+            f"{' | '.join(cells)} |"
         )
     return "\n".join(lines)
 
@@ -257,6 +285,7 @@ def main(study: Study, description: str, argv: Sequence[str] | None = None) -> N
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="folder of the data")
     parser.add_argument("--steps", type=int, default=study.steps, help="of a whole training")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="whole trainings of each design")
     parser.add_argument("--seconds", type=float, default=5.0, help="for which steps are timed at each rate")
     parser.add_argument("--designs", nargs="*", default=labels, choices=labels)
     parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=PARTS)
@@ -270,10 +299,13 @@ def main(study: Study, description: str, argv: Sequence[str] | None = None) -> N
         if arguments.data is None:
             parser.error("Expected --data.")
         cells = measure(study, arguments)
-        if len(cells) < len(PARTS) * len(labels):
-            print(f"{len(cells)} of {len(PARTS) * len(labels)} trainings are there; no figures are written before.")
+        arguments.parts = PARTS
+        missing = [f"{label}-{part}" for label in labels for part in parts(arguments)
+                   if f"{label}-{part}" not in cells]  # fmt: skip
+        if missing:
+            print(f"No figures are written before {', '.join(missing)} are there.")
             return
-        write_figures(study.name, figures(study, cells), arguments.csv, more_columns=("step",))
+        write_figures(study.name, figures(study, cells, arguments.seeds), arguments.csv, more_columns=MORE_COLUMNS)
     found = read(arguments.csv, study)
     print(table(study, found))
     if arguments.out:

@@ -21,6 +21,7 @@ from typing import Any
 from benchmarks import thc_study as study
 from benchmarks.simulated_workers import Aggregator, IntegerSums
 
+from gradwire.bench.statistics import interval
 from gradwire.compressors import make
 from gradwire.compressors.homomorphic import Homomorphic
 
@@ -60,7 +61,7 @@ def table(rows: study.Rows) -> str:
     lines = ["| | " + " | ".join(f"{task}: {METRICS[metric]}" for task, metric in columns) + " |"]
     lines.append("|---|" + "---|" * len(columns))
     base = (list(study.by_seed(rows, task, study.DENSE, RANKS, metric).values()) for task, metric in columns)
-    lines.append("| dense, % | " + " | ".join(f"{100 * study.interval(each)[0]:.1f}" for each in base) + " |")
+    lines.append("| dense, % | " + " | ".join(f"{100 * interval(each)[0]:.1f}" for each in base) + " |")
     for method in OPTIONS:
         found = (study.difference(rows, task, method, RANKS, metric) for task, metric in columns)
         lines.append(f"| {method} | " + " | ".join(map(study.plus_minus, found)) + " |")

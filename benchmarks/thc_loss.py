@@ -26,6 +26,8 @@ from benchmarks.simulated_training import EpochSync
 from benchmarks.simulated_workers import Aggregator, Faults, IntegerSums, LeftOut, PacketLoss, Reliable, Stragglers
 from benchmarks.thc_scale import homomorphic
 
+from gradwire.bench.statistics import interval
+
 RESULTS = Path("benchmarks/results/thc-loss.csv")
 RANKS, EPOCHS, SAMPLES, SEEDS = 10, 5, 4000, 3
 LOSSES = (0.001, 0.01)
@@ -67,10 +69,10 @@ def table(rows: study.Rows) -> str:
     for method in (study.DENSE, *METHODS):
         cells = []
         for metric in METRICS:
-            mean, _ = study.interval(list(study.by_seed(rows, "cifar10", method, RANKS, metric).values()))
+            mean, _ = interval(list(study.by_seed(rows, "cifar10", method, RANKS, metric).values()))
             cells.append(f"{100 * mean:.1f}")
             cells.append(study.plus_minus(study.difference(rows, "cifar10", method, RANKS, metric)))
-        apart, _ = study.interval(list(study.by_seed(rows, "cifar10", method, RANKS, "replicas_apart").values()))
+        apart, _ = interval(list(study.by_seed(rows, "cifar10", method, RANKS, "replicas_apart").values()))
         lines.append(f"| {method} | {' | '.join(cells)} | {f'{100 * apart:.1f}' if apart else ''} |")
     return "\n".join(lines)
 

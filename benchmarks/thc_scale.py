@@ -32,6 +32,7 @@ from benchmarks import thc_study as study
 from benchmarks.simulated_training import Task, train
 from benchmarks.simulated_workers import Aggregator, Dense, IntegerSums, Reencoded
 
+from gradwire.bench.statistics import interval
 from gradwire.compressors import make
 from gradwire.compressors.homomorphic import Homomorphic
 from gradwire.core.spec import TensorSpec
@@ -124,14 +125,14 @@ def _table(rows: study.Rows, task: str) -> str:
     for metric, title in METRICS.items():
         lines += [f"| {title}, % | dense | {' | '.join(METHODS)} |", "|---|---|" + "---|" * len(METHODS)]
         for ranks in RANKS:
-            base, _ = study.interval(list(study.by_seed(rows, task, study.DENSE, ranks, metric).values()))
+            base, _ = interval(list(study.by_seed(rows, task, study.DENSE, ranks, metric).values()))
             cells = [study.plus_minus(study.difference(rows, task, method, ranks, metric)) for method in METHODS]
             lines.append(f"| {ranks} workers | {100 * base:.1f} | {' | '.join(cells)} |")
         lines.append("")
     lines += [f"| NMSE of a mean | agreement | {' | '.join(METHODS)} |", "|---|---|" + "---|" * len(METHODS)]
     for ranks in RANKS:
         metrics = ("agreement", *(f"nmse {method}" for method in METHODS))
-        found = (study.interval(list(study.by_seed(rows, task, ERRORS, ranks, each).values()))[0] for each in metrics)
+        found = (interval(list(study.by_seed(rows, task, ERRORS, ranks, each).values()))[0] for each in metrics)
         lines.append(f"| {ranks} workers | {' | '.join(f'{value:.3g}' for value in found)} |")
     return "\n".join(lines)
 

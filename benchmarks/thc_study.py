@@ -1,4 +1,4 @@
-"""What the studies of THC with simulated workers share: cells of a table, the file they are written to, and intervals.
+"""What the studies of THC with simulated workers share: cells of a table, and the file they are written to.
 
 A cell is one training. It is written down as soon as it is done, and not trained again when the command is repeated.
 """
@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import argparse
 import csv
-import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,10 @@ from benchmarks.simulated_training import EpochSync, Task, train
 from benchmarks.simulated_workers import Aggregator, Dense
 
 from gradwire.bench.records import write_figures
+from gradwire.bench.statistics import interval
 
 Rows = list[dict[str, str]]
 MORE_COLUMNS = ("task", "seed", "steps")
-T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}  # Student's t, by samples
 DENSE = "dense"
 
 
@@ -87,13 +86,6 @@ def by_seed(rows: Rows, task: str, method: str, ranks: int, metric: str) -> dict
     """A metric of one method, by seed."""
     wanted = {"task": task, "method": method, "ranks": str(ranks), "metric": metric}
     return {row["seed"]: float(row["value"]) for row in rows if all(row[key] == value for key, value in wanted.items())}
-
-
-def interval(samples: Sequence[float]) -> tuple[float, float]:
-    """Mean, and half of its 95 % interval; NaN for too few samples."""
-    if len(samples) < 2:
-        return samples[0] if samples else math.nan, math.nan
-    return statistics.fmean(samples), T_95[len(samples)] * statistics.stdev(samples) / math.sqrt(len(samples))
 
 
 def difference(rows: Rows, task: str, method: str, ranks: int, metric: str) -> tuple[float, float]:

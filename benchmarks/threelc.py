@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.bench.records import write_figures
+from gradwire.bench.statistics import interval
 from gradwire.bench.table import rate_text
 from gradwire.lab import Lab
 from gradwire.lab.units import parse_rate
@@ -40,7 +41,6 @@ FULL_RATE = "1gbit"
 SHORT_STEPS = {"10mbit": 10, "100mbit": 40, FULL_RATE: 60}
 PORT = 7070
 FIRST = 3  # steps that are not timed: kernels are loaded, connections warm up
-T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # Student's t for a 95 % interval, by samples
 MORE_COLUMNS = ("step", "share", "seed", "steps")
 
 
@@ -234,13 +234,6 @@ def values(rows: Rows, label: str, metric: str, rate: str, share: str = "") -> l
 def _read(path: Path) -> Rows:
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
-
-
-def interval(samples: Sequence[float]) -> tuple[float, float]:
-    """Mean, and half of its 95 % interval."""
-    if len(samples) < 2:
-        return samples[0], math.nan
-    return statistics.fmean(samples), T_95[len(samples)] * statistics.stdev(samples) / math.sqrt(len(samples))
 
 
 def table(rows: Rows) -> str:

@@ -40,10 +40,6 @@ def test_cells_that_are_in_the_file_are_not_trained_again(tmp_path, capsys):
     assert "seed 2: test_accuracy 0.543" in capsys.readouterr().out
 
 
-def test_an_interval_wants_two_samples():
-    assert study.interval([0.25])[0] == 0.25 and math.isnan(study.interval([0.25])[1])
-
-
 def test_top_k_and_qsgd_take_no_more_bytes_than_the_papers_setting():
     for ranks in thc_scale.RANKS:
         paper, topk, qsgd = (

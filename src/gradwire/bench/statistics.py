@@ -1,14 +1,18 @@
-"""What is computed from measured figures: percentiles, the ideal step, predictions, the split of a step's time."""
+"""What is computed from measured figures: percentiles, intervals, ideal steps, predictions, the split of a step."""
 # Shapes: S = timed steps, W = ranks
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 HEADER_BYTES = 66
 """What a full TCP segment carries besides payload: Ethernet 14, IPv4 20, TCP with timestamps 32."""
+
+# Student's t for a 95 % interval, by values.
+_T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,13 @@ def percentile(values: Sequence[float], share: float) -> float:
 def mean(values: Sequence[float]) -> float:
     """Arithmetic mean; NaN of an empty sample."""
     return sum(values) / len(values) if values else math.nan
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Mean, and half of its 95 % interval by Student's t; NaN where there are too few values for one."""
+    if len(values) < 2:
+        return mean(values), math.nan
+    return mean(values), _T_95[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def across_ranks(by_rank: Sequence[Sequence[float]]) -> list[float]:
