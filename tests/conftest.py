@@ -33,7 +33,22 @@ def _no_gpu() -> str | None:
     return None if torch.cuda.is_available() else "Expected a CUDA device, torch finds none."
 
 
-NEEDS: dict[str, Callable[[], str | None]] = {"root": functools.cache(_no_lab), "gpu": functools.cache(_no_gpu)}
+def _no_loss() -> str | None:
+    from gradwire.core.errors import RightsError
+    from gradwire.lab.rights import find_loss_tool
+
+    try:
+        find_loss_tool()
+    except RightsError as error:
+        return str(error)
+    return None
+
+
+NEEDS: dict[str, Callable[[], str | None]] = {
+    "root": functools.cache(_no_lab),
+    "loss": functools.cache(_no_loss),
+    "gpu": functools.cache(_no_gpu),
+}
 """Why tests with a marker cannot run on this machine, or None if they can."""
 
 

@@ -15,6 +15,7 @@ ROUNDS = 5
 
 
 @pytest.mark.root
+@pytest.mark.loss
 @pytest.mark.parametrize(
     "how", [(), pytest.param(("multicast",), marks=pytest.mark.slow)], ids=["unicast", "multicast"]
 )
