@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from gradwire.compressors import options
-from gradwire.compressors.array import PIECE, SMALLEST, ArrayCompressor, expect, scratch, start_residual
+from gradwire.compressors.array import PIECE, SMALLEST, ArrayCompressor, clear, expect, scratch, start_residual
 from gradwire.compressors.registry import register
 from gradwire.compressors.warmup import ratio_at
 from gradwire.core.context import Context
@@ -94,7 +94,7 @@ class TopK(ArrayCompressor):
         k = self.num_kept(out.size, ctx.step)
         indices, values = self._parse(body, k, out.size, scratch(_index_dtype(out.size).itemsize * k))
         if not accumulate:
-            out.fill(0)
+            clear(out)
         kernels.scatter(indices, values, out, accumulate)  # a negative zero stays one, where sums have none
 
     def _decode_sum(

@@ -46,7 +46,15 @@ def coded_bytes(size, count):
     return _num_bytes(_num_upper(size, count, low)) + lower
 
 
-# Loops go by address: an array that is handed to a function costs a count of references in each turn.
+# Loops go by address: an array that is handed to a function costs a count of references in each turn. Last words are
+# functions of their own, so that those of all words are small enough to be inlined: twice as fast.
+
+
+@kernel
+def _put_last(place, num_bytes, at, value):
+    out = array_at(place, num_bytes, u8)
+    for byte in range(at, num_bytes):
+        out[byte] = (value >> np.uint64(8 * (byte - at))) & np.uint64(0xFF)
 
 
 @kernel
@@ -55,10 +63,8 @@ def _put(place, num_bytes, word, value):
     at = 4 * word
     if at + 4 <= num_bytes:
         array_at(place + np.uint64(at), 1, u32)[0] = value & _WORD
-        return
-    out = array_at(place, num_bytes, u8)
-    for byte in range(at, num_bytes):
-        out[byte] = (value >> np.uint64(8 * (byte - at))) & np.uint64(0xFF)
+    else:
+        _put_last(place, num_bytes, at, value)
 
 
 @kernel
@@ -110,14 +116,19 @@ def write_positions(index, size, out):
 
 
 @kernel
-def _word_at(place, num_bytes, at):
-    """The 64 bits from byte `at` of the bytes at an address; zeros past their end."""
-    if at + 8 <= num_bytes:
-        return array_at(place + np.uint64(at), 1, u64)[0]
+def _last_word(place, num_bytes, at):
     packed, bits = array_at(place, num_bytes, u8), np.uint64(0)
     for byte in range(at, num_bytes):
         bits |= np.uint64(packed[byte]) << np.uint64(8 * (byte - at))
     return bits
+
+
+@kernel
+def _word_at(place, num_bytes, at):
+    """The 64 bits from byte `at` of the bytes at an address; zeros past their end."""
+    if at + 8 <= num_bytes:
+        return array_at(place + np.uint64(at), 1, u64)[0]
+    return _last_word(place, num_bytes, at)
 
 
 @kernel

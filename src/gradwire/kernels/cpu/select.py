@@ -19,7 +19,6 @@ from gradwire.kernels.cpu.lanes import (
     lanes_below,
     mask_bits,
     popcount,
-    splat,
     trailing_zeros,
 )
 from gradwire.kernels.cpu.vector import array_at, f32, load, store, u32
@@ -35,8 +34,9 @@ _LOWER_BITS = 16
 # cost little memory; below the length, a sample does not pay.
 _SAMPLE_RUN, _SAMPLE_PLACES = 16, 4096
 _SAMPLE_MIN_LENGTH, _SAMPLE_MAX_KEPT = 1 << 16, 1 / 16
-# Elements of an output that pairs are added to at a time: 128 KB.
-_TILE = 1 << 15
+# Elements of an output that pairs are added to at a time: 128 KB. With fewer pairs than one in so many elements the
+# output is one tile: to clear it the system has stores that pass the cache, and few lines of it are seen again.
+_TILE, _FEW = 1 << 15, 64
 
 
 @kernel
@@ -256,11 +256,10 @@ def scatter_lists(indices, values, counts, out):
     number of ranks.
     """
     next_of = np.zeros(counts.size, np.int64)
-    zero = splat(np.float32(0), LANES)
-    for start in range(0, out.size, _TILE):
-        end = min(out.size, start + _TILE)
-        for i in range(start, end, LANES):
-            store(out, i, zero)
+    tile = max(1, out.size) if counts.sum() < out.size // _FEW else _TILE
+    for start in range(0, out.size, tile):
+        end = min(out.size, start + tile)
+        out[start:end] = 0
         for rank in range(counts.size):
             index = array_at(indices[rank], counts[rank], u32)
             sent = array_at(values[rank], counts[rank], f32)
