@@ -1,21 +1,30 @@
-"""Real processes, real sockets: run a job on every rank of a group on loopback and collect what each returns."""
+"""Real processes, real sockets: run a job on every rank of a group on loopback and collect what each returns.
+
+Ranks are forked from a process that has imported torch already: to import it took longer than most jobs.
+"""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import random
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+from tests.integration import worker
+
 ROOT = Path(__file__).parents[2]
+# Forked before anything starts a thread, and after what takes seconds to import: of torch its compiler, of which DDP
+# asks whether it runs.
+_SERVER = multiprocessing.get_context("forkserver")
+_SERVER.set_forkserver_preload(["gradwire.integrations.ddp", "sklearn.datasets", "torch._dynamo"])
 
 
 @dataclass
@@ -50,10 +59,11 @@ def launch(
             return [found[rank] for rank in range(world_size)]
         finally:
             for process in processes:
-                if process.poll() is None:
-                    process.send_signal(signal.SIGCONT)
+                if process.is_alive():
+                    assert process.pid is not None
+                    os.kill(process.pid, signal.SIGCONT)
                     process.kill()
-                process.wait()
+                process.join()
 
 
 def free_port() -> int:
@@ -71,26 +81,24 @@ def free_port() -> int:
     raise OSError("Expected a free port from 20000 to 29999, found none in 100 tries.")
 
 
-def _start(job: str, rank: int, world_size: int, port: int, parameters: Any, path: Path) -> subprocess.Popen[bytes]:
+def _start(job: str, rank: int, world_size: int, port: int, parameters: Any, path: Path) -> ForkServerProcess:
     path.mkdir()
-    env = os.environ | {
+    env = {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
         "GRADWIRE_DUMP_DIR": str(path),
     }
-    command = [sys.executable, "-m", "tests.integration.worker", job, json.dumps(parameters), str(path / "result.json")]
-    with (path / "output").open("wb") as output:
-        return subprocess.Popen(command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT)
+    arguments = (os.environ | env, path / "output", job, parameters, path / "result.json")
+    process = _SERVER.Process(target=worker.run, args=arguments)
+    process.start()
+    return process
 
 
-def _collect(process: subprocess.Popen[bytes], path: Path, deadline: float) -> Outcome:
-    try:
-        exit_code = process.wait(max(0.1, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        exit_code = None
+def _collect(process: ForkServerProcess, path: Path, deadline: float) -> Outcome:
+    process.join(max(0.1, deadline - time.monotonic()))
+    exit_code = process.exitcode  # None while it runs
     result = path / "result.json"
     value = json.loads(result.read_text()) if result.exists() else None
     return Outcome(value, exit_code, (path / "output").read_text(errors="replace"))

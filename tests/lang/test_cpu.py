@@ -112,8 +112,19 @@ def test_a_gradient_that_is_not_finite_is_not_encoded(name: str, bad: float) -> 
         assert compiled.encode(x, 1.0, np.zeros(size, np.float32), np.empty(size, np.float32)) is None
 
 
-@each_algorithm
-@pytest.mark.parametrize("dtype", [np.float64, np.float16, np.uint16])
+OTHER_TYPES = (np.float64, np.float16, np.uint16)
+
+
+def of_other_types() -> list:
+    """Each algorithm with one of the types; with the others, which compile it anew, in the long tests."""
+    return [
+        pytest.param(name, dtype, marks=() if number % len(OTHER_TYPES) == place else pytest.mark.slow)
+        for number, name in enumerate(algorithms.names())
+        for place, dtype in enumerate(OTHER_TYPES)
+    ]
+
+
+@pytest.mark.parametrize(("name", "dtype"), of_other_types())
 def test_other_element_types_are_read_as_float32(name: str, dtype: type) -> None:
     from gradwire.kernels.cpu.elements import as_input
     from gradwire.kernels.reference.elements import as_float32
