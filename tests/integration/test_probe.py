@@ -80,6 +80,7 @@ def test_on_a_slow_link_it_says_to_compress_and_saves_the_plan(module):
     words = result.hosts[0].stdout
     assert "Compress, with gradwire onebit: a step of" in words
     assert result.hosts[1].stdout == ""
+    assert "probe: timing DDP's all-reduce in fp32 and gradwire onebit again" in result.hosts[0].stderr
     found = json.loads((module.parent / "found.json").read_text())
     rows = {row["name"]: row for row in found["rows"]}
     dense, best = rows["DDP fp32"], rows["gradwire onebit"]
