@@ -1,6 +1,6 @@
 """Extreme classification with sparsifiers, in the lab: DRAGONN's figure 7 and its row of table 2.
 
-    python -m benchmarks.extreme_classification --data FOLDER         # 15 minutes: results/extreme-classification.csv
+    python -m benchmarks.extreme_classification --data FOLDER         # 45 minutes: results/extreme-classification.csv
     python -m benchmarks.extreme_classification --data FOLDER --out sparse-report      # and the plot
     python -m benchmarks.extreme_classification --plot-only --out sparse-report        # the plot alone
 

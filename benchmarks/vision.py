@@ -1,6 +1,6 @@
 """A vision model with sparsifiers, in the lab: DRAGONN's figures 3 and 4 and table 2 in small.
 
-    python -m benchmarks.vision --data FOLDER                     # 12 minutes: benchmarks/results/vision.csv
+    python -m benchmarks.vision --data FOLDER                     # 25 minutes: benchmarks/results/vision.csv
     python -m benchmarks.vision --data FOLDER --out sparse-report # and the plot
 
 The folder is what `benchmarks.cifar.load` takes; four ranks train its ResNet. With 64 channels in its first stage it
