@@ -16,7 +16,7 @@ help: ## list the targets
 demo: $(STAMP) ## train with 4 ranks over a 100 Mb/s network, dense against compressed, and write a report
 	$(BIN)/gradwire demo
 
-test: $(STAMP) ## all tests, under ten minutes on two cores
+test: $(STAMP) ## all tests: ten minutes on two cores, and some more where kernels are compiled first
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal $(COMPILING)
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile $(COMPILING:%=--ignore=%)
 
