@@ -173,6 +173,20 @@ def test_what_is_taken_leaves_the_residual(kernels):
     assert not residual[indices].any()
 
 
+@pytest.mark.parametrize("count", [0, 1, 300, 30_000], ids=["none", "one", "one tile", "many tiles"])
+def test_lists_of_all_ranks_add_up_in_their_order(count):
+    size, rng = 3 * 32_768 + 5, np.random.default_rng(count)
+    indices = [np.sort(rng.choice(size, count, replace=False)).astype(np.uint32) for _ in range(3)]
+    values = [rng.standard_normal(count, np.float32) for _ in indices]
+
+    def call(kernels):
+        out = np.full(size, np.nan, np.float32)  # all of it is written
+        kernels.scatter_sum(indices, values, out)
+        return [out]
+
+    assert_backends_agree(call)
+
+
 @pytest.mark.parametrize("kernels", BACKENDS)
 @pytest.mark.parametrize("index_type", INDEX_TYPES)
 @pytest.mark.parametrize("length", [1, 2, 16, 17, 18, 33, 200])
