@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,23 @@ RANKS = (2, 4, 8, 16, 32, 64, 128)
 STEPS, BATCH = 60, 8
 CHOSEN = ("SGD", "AdamW")
 Send = Callable[[int, torch.Tensor], torch.Tensor]
+
+
+def updated(
+    model: nn.Module, optimizer: torch.optim.Optimizer, grads: Sequence[torch.Tensor], dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """The parameters after a step of a copy with these gradients, in an arithmetic of this precision."""
+    model, optimizer = copy.deepcopy((model, optimizer))
+    model.to(dtype)
+    for group in optimizer.param_groups:
+        group["foreach"] = False
+    for parameter, grad in zip(model.parameters(), grads, strict=True):
+        parameter.grad = grad.to(dtype)
+        for key, value in optimizer.state[parameter].items():
+            if key != "step" and isinstance(value, torch.Tensor):
+                optimizer.state[parameter][key] = value.to(dtype)
+    optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
 
 
 class State:
@@ -87,17 +104,7 @@ class State:
 
     def updated(self, grads: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         """All parameters after a step with these gradients, in an arithmetic of this precision."""
-        model, optimizer = copy.deepcopy((self.model, self.optimizer))
-        model.to(dtype)
-        for group in optimizer.param_groups:
-            group["foreach"] = False
-        for parameter, grad in zip(model.parameters(), grads, strict=True):
-            parameter.grad = grad.to(dtype)
-            for key, value in optimizer.state[parameter].items():
-                if key != "step" and isinstance(value, torch.Tensor):
-                    optimizer.state[parameter][key] = value.to(dtype)
-        optimizer.step()
-        return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]).double()
+        return torch.cat([each.reshape(-1) for each in updated(self.model, self.optimizer, grads, dtype)]).double()
 
 
 def cut_alone(state: State, path: str, ranks: int, send: Send) -> list[torch.Tensor]:

@@ -6,13 +6,13 @@ Exact and truncated gradients go to two copies of the optimizer; what they make 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from benchmarks.gcomp_hops import updated
 from torch import nn
 
 import gradwire.compressors as compressors
@@ -62,17 +62,7 @@ class Job:
 
     def updated(self, grads: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
         """The parameters after a step with these gradients, in an arithmetic of this precision."""
-        model, optimizer = copy.deepcopy((self.model, self.optimizer))
-        model.to(dtype)
-        for group in optimizer.param_groups:
-            group["foreach"] = False
-        for parameter, grad in zip(model.parameters(), grads, strict=True):
-            parameter.grad = grad.to(dtype)
-            for key, value in optimizer.state[parameter].items():
-                if key != "step" and isinstance(value, torch.Tensor):
-                    optimizer.state[parameter][key] = value.to(dtype)
-        optimizer.step()
-        return [parameter.detach() for parameter in model.parameters()]
+        return updated(self.model, self.optimizer, grads, dtype)
 
     def sent(self, index: int, values: torch.Tensor, scale: float, loss_scale: float = 1.0) -> torch.Tensor:
         """What arrives of an encode on the path of a parameter's gradient."""
