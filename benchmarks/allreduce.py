@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gradwire.bench.records import write_figures
-from gradwire.bench.workload import make_workload
+from gradwire.bench.workloads import make_workload
 from gradwire.core.spec import TensorSpec
 from gradwire.integrations.optimizer_state import OptimizerState
 from gradwire.sync.plan import Plan

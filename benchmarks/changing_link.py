@@ -25,11 +25,11 @@ import torch.distributed as dist
 
 from gradwire.bench.job import Job, Segment
 from gradwire.bench.methods import AUTO, Automatic
+from gradwire.bench.rank import Rank
 from gradwire.bench.recording import record
 from gradwire.bench.records import write_figures
 from gradwire.bench.replay import Replay
 from gradwire.bench.segment import is_identical
-from gradwire.bench.worker import Rank
 from gradwire.lab import Lab
 
 RESULT = Path("benchmarks/results/changing-link.csv")

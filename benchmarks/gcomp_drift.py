@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 from gradwire.bench.records import write_figures
-from gradwire.bench.workload import evaluate, make_workload
+from gradwire.bench.workload import evaluate
+from gradwire.bench.workloads import make_workload
 from gradwire.compressors import make
 from gradwire.core.context import Context
 from gradwire.core.spec import Range, TensorSpec

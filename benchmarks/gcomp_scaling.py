@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from gradwire.bench.records import write_figures
-from gradwire.bench.workload import make_workload
+from gradwire.bench.workloads import make_workload
 from gradwire.compressors import make
 from gradwire.core.spec import Range
 from gradwire.integrations.optimizer_state import OptimizerState

@@ -31,7 +31,7 @@ from torch import nn
 
 from gradwire.bench.extras import need
 from gradwire.bench.records import write_figures
-from gradwire.bench.workload import make_workload
+from gradwire.bench.workloads import make_workload
 from gradwire.compressors import make
 from gradwire.core.context import Context
 from gradwire.core.spec import Range, TensorSpec, as_array

@@ -21,13 +21,13 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.bench import worker
 from gradwire.bench.job import Outcome, Progress, Segment
 from gradwire.bench.methods import Costs, is_native
+from gradwire.bench.rank import Rank, RunSegment
 from gradwire.bench.recording import Recording, record
 from gradwire.bench.replay import RecordedModel, Replay, run_replay
 from gradwire.bench.rivals import pack
 from gradwire.bench.segment import is_identical
 from gradwire.bench.statistics import ring_bytes
 from gradwire.bench.timing import time_steps
-from gradwire.bench.worker import Rank, RunSegment
 from gradwire.compressors import Compressor, register
 from gradwire.core.context import Context
 from gradwire.core.spec import TensorSpec

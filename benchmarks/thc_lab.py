@@ -40,7 +40,7 @@ from gradwire.bench.launch import Beside, launch
 from gradwire.bench.methods import DDP_FP32, label
 from gradwire.bench.records import write_figures
 from gradwire.bench.training import TrainingOptions, run
-from gradwire.bench.workload import make_workload
+from gradwire.bench.workloads import make_workload
 
 RESULTS = Path("benchmarks/results/thc-lab.csv")
 RANKS = 4

@@ -23,9 +23,10 @@ import torch.distributed as dist
 
 from gradwire.bench.job import Outcome, Progress
 from gradwire.bench.methods import Attached
+from gradwire.bench.rank import Rank, RunSegment
 from gradwire.bench.recording import Recording, record
 from gradwire.bench.replay import Replay
-from gradwire.bench.worker import Rank, RunSegment, main
+from gradwire.bench.worker import main
 from gradwire.core.events import Event
 from gradwire.kernels import active as kernels
 from gradwire.lab.counters import interface_counters

@@ -10,7 +10,7 @@ from benchmarks import convergence, gcomp_lab
 
 from gradwire.bench import methods, words
 from gradwire.bench.records import write_figures
-from gradwire.bench.workload import make_workload
+from gradwire.bench.workloads import make_workload
 from gradwire.core.errors import OptionError
 from tests.bench.support import method, result
 

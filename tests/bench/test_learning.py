@@ -8,7 +8,8 @@ from torch import nn
 
 from gradwire.bench import methods
 from gradwire.bench.records import write_figures
-from gradwire.bench.workload import Samples, evaluate, make_workload
+from gradwire.bench.workload import Samples, evaluate
+from gradwire.bench.workloads import make_workload
 from gradwire.core.errors import OptionError
 from gradwire.feedback import MomentumCorrection
 

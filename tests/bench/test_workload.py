@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from gradwire.bench.text import CONTEXT, VOCABULARY, SourceText, encode, source_files
-from gradwire.bench.workload import WORKLOADS, evaluate, make_workload
+from gradwire.bench.workload import evaluate
+from gradwire.bench.workloads import WORKLOADS, make_workload
 from gradwire.core.errors import OptionError, UnknownNameError
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.bench.workload import make_workload
+from gradwire.bench.workloads import make_workload
 from gradwire.core.errors import GradwireError, OptionError
 
 CONTRACT = "return model, batch, with the batch a tensor, a tuple for model(*batch) or a dict for model(**batch)"

@@ -10,17 +10,15 @@ import itertools
 import statistics
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gradwire.bench.rank import Rank
 from gradwire.bench.workload import Samples
-
-if TYPE_CHECKING:
-    from gradwire.bench.worker import Rank
 
 _TRAINED_STEPS = 10
 _TIMED_STEPS = 7

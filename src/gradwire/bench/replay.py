@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,12 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.bench import methods
 from gradwire.bench.job import Outcome, Segment
 from gradwire.bench.methods import Connection
+from gradwire.bench.rank import Rank
 from gradwire.bench.recording import RecordedBucket, Recording
 from gradwire.bench.segment import is_identical
 from gradwire.bench.timing import time_steps
-
-if TYPE_CHECKING:
-    from gradwire.bench.worker import Rank
 
 
 class RecordedModel(nn.Module):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -19,12 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.bench import methods
 from gradwire.bench.job import Outcome, Progress, Segment
 from gradwire.bench.methods import Connection
+from gradwire.bench.rank import Rank
 from gradwire.bench.timing import time_steps
 from gradwire.bench.workload import Samples, evaluate, iterate
 from gradwire.sync.replica import fingerprint
-
-if TYPE_CHECKING:
-    from gradwire.bench.worker import Rank
 
 
 @dataclass

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch.distributed as dist
 
 from gradwire.bench import methods
 from gradwire.bench.job import Progress, Segment, Timed
+from gradwire.bench.rank import Rank
 from gradwire.bench.statistics import wire_seconds
 from gradwire.lab.counters import Counters, interface_counters
 from gradwire.lab.units import parse_rate
-
-if TYPE_CHECKING:
-    from gradwire.bench.worker import Rank
 
 
 class Steps(Protocol):

@@ -19,7 +19,7 @@ from gradwire.bench.job import Job, Message, Outcome, Progress, Segment
 from gradwire.bench.launch import Beside, launch
 from gradwire.bench.results import MethodResult, TrainingResult, combine_losses, combine_times
 from gradwire.bench.statistics import Spread, across_ranks
-from gradwire.bench.workload import make_workload
+from gradwire.bench.workloads import make_workload
 from gradwire.core.errors import OptionError
 
 OnProgress = Callable[[Segment, Progress], None]

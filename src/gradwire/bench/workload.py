@@ -8,17 +8,13 @@ of gradient synchronisation trains on the same data in the same order. Nothing i
 from __future__ import annotations
 
 import hashlib
-import importlib
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import nn
-
-from gradwire.core.errors import UnknownNameError
 
 
 class Samples(NamedTuple):
@@ -96,50 +92,3 @@ def evaluate(model: nn.Module, samples: Samples, chunk: int = 1024) -> tuple[flo
             else:
                 right += int((predicted == targets).sum())
     return loss, right
-
-
-def make_workload(name: str) -> Workload:
-    """The workload of a name.
-
-    Args:
-        name: one of `WORKLOADS`; ``lstm:FOLDER`` for words of a text of one's own; or ``MODULE.CLASS=PATH`` for a
-            workload of one's own, which is made of the path to its data.
-
-    Raises:
-        UnknownNameError: there is none of this name; the known ones are listed.
-    """
-    if "=" in name:
-        place, _, data = name.partition("=")
-        module, _, kind = place.rpartition(".")
-        made: Workload = getattr(importlib.import_module(module), kind)(Path(data))
-        return made
-    if name.startswith("lstm:"):
-        from gradwire.bench.words import WordText
-
-        return WordText(Path(name.partition(":")[2]))
-    if name not in _WORKLOADS:
-        raise UnknownNameError("workload", name, _WORKLOADS)
-    return _WORKLOADS[name]()
-
-
-def _text() -> Workload:
-    from gradwire.bench.text import SourceText
-
-    return SourceText()
-
-
-def _digits() -> Workload:
-    from gradwire.bench.digits import Digits
-
-    return Digits()
-
-
-def _deep() -> Workload:
-    from gradwire.bench.deep import DeepText
-
-    return DeepText()
-
-
-_WORKLOADS: dict[str, Callable[[], Workload]] = {"text": _text, "deep": _deep, "digits": _digits}
-WORKLOADS = tuple(_WORKLOADS)
-"""Names for `make_workload`."""

@@ -45,6 +45,7 @@ def _row(name: str) -> dict[str, Any]:
     from gradwire.compressors import describe
     from gradwire.compressors.traced import TracedCompressor
     from gradwire.core.spec import TensorSpec
+    from gradwire.lang.operators.base import used_operators
 
     found = describe(name)
     codec = found.default
@@ -60,7 +61,7 @@ def _row(name: str) -> dict[str, Any]:
         "default_feedback": codec.default_feedback,
         "lines": program and program.num_encode_lines + program.num_decode_lines,
         "functions": program and program.functions,
-        "operators": program and program.operators,
+        "operators": program and used_operators(program),
     }
 
 

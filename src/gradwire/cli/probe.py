@@ -101,7 +101,7 @@ def _job(target: str) -> Job:
     import torch.distributed as dist
 
     from gradwire.bench.probe_job import builtin, from_user
-    from gradwire.bench.workload import WORKLOADS
+    from gradwire.bench.workloads import WORKLOADS
     from gradwire.cli.targets import object_of
 
     if ":" in target:

@@ -25,6 +25,7 @@ def show(target: Target, option: Options = None, backend: Backend = "cpu") -> No
     """
     from gradwire.compressors.traced import TracedCompressor
     from gradwire.lang import cpu, gpu
+    from gradwire.lang.operators.base import used_operators
 
     emitters = {"cpu": cpu.emit, "triton": gpu.emit}
     if backend not in emitters:
@@ -38,7 +39,7 @@ def show(target: Target, option: Options = None, backend: Backend = "cpu") -> No
     program = codec.program
     title = [
         f"# {codec!r}: {program.num_encode_lines} + {program.num_decode_lines} lines of the language",
-        f"# operators: {', '.join(program.operators)}",
+        f"# operators: {', '.join(used_operators(program))}",
         f"# payload: {', '.join(map(str, program.fields))}",
     ]
     _print("\n".join([*title, "", emitters[backend](program)]))

@@ -16,6 +16,7 @@ from gradwire.compressors.traced import TracedCompressor
 from gradwire.core.context import Context
 from gradwire.core.spec import TensorSpec, as_array
 from gradwire.kernels import cpu, reference
+from gradwire.lang.operators.base import used_operators
 from gradwire.wire.payload import Payload
 
 BACKENDS = {"cpu": cpu, "reference": reference}
@@ -150,7 +151,7 @@ def draws(codec: Compressor) -> set[str]:
     if not isinstance(codec, TracedCompressor):
         return {"rounding"} if (codec.unbiased and not codec.exact) or codec.name == "thc" else set()
     private = any(node.op == "random" and not node.attrs["shared"] for node in codec.program.encode_nodes())
-    sampled = "sample" in codec.program.operators
+    sampled = "sample" in used_operators(codec.program)
     return {kind for kind, drawn in (("rounding", private), ("sample", sampled)) if drawn}
 
 
@@ -158,4 +159,4 @@ def selects(codec: Compressor) -> bool:
     """Whether an encoder looks for elements of a given rank."""
     if not isinstance(codec, TracedCompressor):
         return codec.name == "topk"
-    return not {"sort", "top"}.isdisjoint(codec.program.operators)
+    return not {"sort", "top"}.isdisjoint(used_operators(codec.program))

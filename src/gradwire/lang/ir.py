@@ -185,19 +185,6 @@ class Program:
         """Whether all payloads of one tensor have one length."""
         return self.items is None and self.fields[-1].coding is None
 
-    @property
-    def operators(self) -> list[str]:
-        """CompLL's operators that it uses, sorted."""
-        from gradwire.lang.operators import lookup
-
-        used = {node.op for node in (*self.encode_nodes(), *self.decode_nodes())}
-        found = {name for name in used if lookup(name).is_collective} | {"concat", "extract"}
-        arithmetic = any(
-            not lookup(node.op).is_collective and node.space.kind in ("elements", "items")
-            for node in (*self.encode_nodes(), *self.decode_nodes())
-        )
-        return sorted(found | ({"map"} if arithmetic else set()))
-
 
 def closure(roots: list[Node]) -> list[Node]:
     """The nodes that the roots depend on, themselves included, in order of creation."""

@@ -15,10 +15,10 @@ import numpy as np
 from gradwire.core.errors import OptionError
 from gradwire.simulate.chunks import in_chunks, num_chunks
 from gradwire.simulate.cluster import Cluster
-from gradwire.simulate.events import Tasks
 from gradwire.simulate.fold import Fold, PartShift, deliveries, part_shift
 from gradwire.simulate.loop import RECV, SEND
 from gradwire.simulate.recording import Member, RecordedGraph, Work, record
+from gradwire.simulate.tasks import Tasks
 from gradwire.sync.item import RANGE_ALIGNMENT, split
 from gradwire.sync.plan import PlanEntry
 

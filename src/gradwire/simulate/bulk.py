@@ -26,17 +26,15 @@ batch when it is idle. The paper does not give threshold and time-out.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from gradwire.core.errors import OptionError
 from gradwire.simulate.cluster import Cluster
 from gradwire.simulate.loop import ALONE, COORDINATED, SEND, UNBATCHED
+from gradwire.simulate.tasks import Tasks
 from gradwire.wire.frame import HEADER_BYTES
-
-if TYPE_CHECKING:
-    from gradwire.simulate.assemble import Assembled
 
 ENTRY_BYTES = 24
 """Of the metadata of one message: tensor, part, kind, size and destination."""
@@ -151,16 +149,17 @@ def unbatched() -> Coordination:
     return Coordination(Rules(UNBATCHED), _messages(nothing, nothing, nothing, nothing), _queues(nothing, nothing))
 
 
-def coordination(bulk: Bulk, assembled: Assembled, cluster: Cluster, frame_seconds: float) -> Coordination:
-    """Of all messages of a step.
+def coordination(bulk: Bulk, tasks: Tasks, nbytes: np.ndarray, cluster: Cluster, frame_seconds: float) -> Coordination:
+    """The coordination of all messages of a step.
 
     Args:
         bulk: how.
-        assembled: the tasks.
+        tasks: The tasks of the step.
+        nbytes: Bytes of the frame that a task sends or receives, by task.
         cluster: the machines, a rank each.
         frame_seconds: that a frame takes of a processor, whatever its size.
     """
-    tasks, ranks = assembled.tasks, cluster.ranks
+    ranks = cluster.ranks
     is_send = tasks.kind == SEND
     source = tasks.processor % ranks
     destination = np.zeros_like(source)
@@ -177,7 +176,7 @@ def coordination(bulk: Bulk, assembled: Assembled, cluster: Cluster, frame_secon
         *(lead if bulk.coordinated else 0.0, latency, frame_seconds),
     )
     saved_wire = header[source] + message[source] * is_send
-    messages = _messages(source, destination, assembled.nbytes, saved_wire)
+    messages = _messages(source, destination, nbytes, saved_wire)
     return Coordination(rules, messages, _queues(control, ENTRY_BYTES * pace))
 
 

@@ -89,7 +89,7 @@ def _coordination(bulk: Bulk, assembled: Assembled, cluster: Cluster, costs: Cos
             f"{cluster.ranks_per_node} ranks a node and {per_byte:g} s for 1 MiB. Do: pass ranks_per_node=1, and "
             "costs whose frame is Line(seconds, 0)."
         )
-    return coordination(bulk, assembled, cluster, costs.frame(0))
+    return coordination(bulk, assembled.tasks, assembled.nbytes, cluster, costs.frame(0))
 
 
 def _check_order(gradients: Sequence[Gradient], compute: Compute) -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from gradwire.lang.cpu.expressions import Function, num_bytes, scalar_bytes
+from gradwire.lang.cpu.encode_function import EncodeFunction
 from gradwire.lang.cpu.sweep import SweepOverElements, SweepOverItems
 from gradwire.lang.interpret import is_stat
-from gradwire.lang.ir import ELEMENTS, Field, Node, closure
+from gradwire.lang.ir import ELEMENTS, Node, closure
 from gradwire.lang.operators.base import coding_of
 from gradwire.lang.passes import Assign, SubtractItems, Sweep, schedule
 
 
-class Encoder(Function):
+class Encoder(EncodeFunction):
     """Emits `encode`."""
 
     def source(self) -> str:
@@ -23,7 +23,6 @@ class Encoder(Function):
             or program.fields[-1].coding is not None
         ):
             lines.add("room = address(lists)")
-        self.stored = False
         for step in schedule(program):
             lines.forget()
             if isinstance(step, Assign):
@@ -61,12 +60,9 @@ class Encoder(Function):
         with lines.block(f"for j in range({name}_count):"):
             lines.add(f"i = {name}_places[j]", "start = i")
             self._read_one()
-            self.known[id(self._gradient())] = "x"
+            self.known[id(self.gradient())] = "x"
             lines.add(f"{name}[j] = first_lane({self.vector(node.inputs[0]).vector})")
         self.known = {}
-
-    def _gradient(self) -> Node:
-        return next(node for node in self.program.encode_nodes() if node.op == "gradient")
 
     def _read_one(self) -> None:
         """The element of the gradient at i in every lane of x: neighbours would cost lines of memory each."""
@@ -78,31 +74,6 @@ class Encoder(Function):
             lines.add("one = first_lane(load_f32(grad, i, 1)) * scale", "if residual is not None:")
             lines.add("    one = one + first_lane(load(residual, i, 1))")
         lines.add("x = splat(one, LANES)")
-
-    def read(self) -> None:
-        """The vector x of the gradient at i."""
-        if self.stored:
-            self.lines.add(
-                "if rest is None:", "    x = load_f32(grad, i, LANES) * scale", "else:", "    x = load(rest, i, LANES)"
-            )
-        else:
-            self.lines.add("x = load_f32(grad, i, LANES) * scale", "if residual is not None:")
-            self.lines.add("    x = x + load(residual, i, LANES)")
-
-    def offset(self, each: Field) -> None:
-        """Set the variable `NAME_at` to where an array of the payload begins."""
-        others = self.program.fields[: self.program.fields.index(each)]
-        sizes = [*scalar_bytes(self.program), *(f"{f.variable}_bytes" for f in others if f.is_array)]
-        self.lines.add(f"{each.variable}_at = {' + '.join(sizes) or '0'}")
-        self.lines.add(f"{each.variable}_bytes = {num_bytes(each, self.count(each))}")
-
-    def count(self, each: Field) -> str:
-        """How many values a field has."""
-        space = each.node.space
-        if space.kind == "items":
-            assert space.source is not None
-            return f"{self.names[id(space.source)]}_count"
-        return f"(n + {space.block - 1}) // {space.block}" if space.kind == "blocks" else "n"
 
     def _scalars(self) -> None:
         """Write the scalars, and set `at` to the end of the payload."""
@@ -154,14 +125,6 @@ class Encoder(Function):
             lines.add(f"add_at({source}_index[:{source}_count], sent, np.float32(-1), rest)")
         self.known, self.replaced = {}, {}
 
-    def load_items(self, source: Node) -> None:
-        """Load what a sweep over a list computes with."""
-        name = self.names[id(source)]
-        for node in self.program.encode_nodes():
-            if node.op == "value" and node.inputs[0] is source:
-                self.lines.add(f"v = load({name}_value, i, LANES)")
-                self.known[id(node)] = "v"
-
 
 class Measurer(Encoder):
     """The encoder up to the values of the preliminary round."""
@@ -173,7 +136,6 @@ class Measurer(Encoder):
         lines.add("n = grad.size")
         if any(node.op in ("filter", "hash") for node in self.program.encode_nodes()):
             lines.add("room = address(lists)")
-        self.stored = False
         needed = {id(node) for node in closure([node.inputs[0] for node in self.program.stats])}
         for step in schedule(self.program):
             if isinstance(step, Assign) and id(step.node) in needed:

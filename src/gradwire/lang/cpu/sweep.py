@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
+from gradwire.lang.cpu.encode_function import EncodeFunction
 from gradwire.lang.cpu.expressions import STORAGE, has_levels, is_condition, is_masked
 from gradwire.lang.emit import chunk_of
 from gradwire.lang.ir import BOOL, Field, Node
@@ -12,14 +12,11 @@ from gradwire.lang.operators.arithmetic import Arithmetic
 from gradwire.lang.operators.base import Emission, Sink, lookup
 from gradwire.lang.passes import Sweep
 
-if TYPE_CHECKING:
-    from gradwire.lang.cpu.encode import Encoder
-
 
 class SweepOverElements:
     """Emits one sweep over the gradient."""
 
-    def __init__(self, encoder: Encoder, step: Sweep, failure: str = "return -1") -> None:
+    def __init__(self, encoder: EncodeFunction, step: Sweep, failure: str = "return -1") -> None:
         self.f, self.step, self.failure = encoder, step, failure
         self.lines = encoder.lines
         self.program = encoder.program
@@ -122,7 +119,7 @@ class SweepOverElements:
         """What is done with the 64 elements at i, as far as they lie before `stop`."""
         f, step, lines = self.f, self.step, self.lines
         f.read()
-        f.known = {id(f._gradient()): "x"}
+        f.known = {id(f.gradient()): "x"}
         if first_read:
             lines.add("watch = maximum(watch, magnitude_bits(x))")
             if not step.residual:
@@ -273,7 +270,7 @@ class SweepOverElements:
             with lines.block("for i in range(start, end, LANES):"):
                 lines.add("stop = end")
                 f.read()
-                f.known = {id(f._gradient()): "x"}
+                f.known = {id(f.gradient()): "x"}
                 lines.add("inside = lanes_below(stop - i, LANES)")
                 if step.compensates:
                     lines.add("watch = maximum(watch, magnitude_bits(x))")
@@ -310,7 +307,7 @@ class SweepOverElements:
 class SweepOverItems:
     """Emits one sweep over a list."""
 
-    def __init__(self, encoder: Encoder, step: Sweep, failure: str = "") -> None:
+    def __init__(self, encoder: EncodeFunction, step: Sweep, failure: str = "") -> None:
         self.f, self.step = encoder, step
 
     def emit(self) -> None:

@@ -5,22 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gradwire.lang.emit import Lines
-from gradwire.lang.gpu.expressions import Function, Kernel, num_bytes, storage
+from gradwire.lang.gpu.encode_function import EncodeFunction, load_items
+from gradwire.lang.gpu.expressions import num_bytes
 from gradwire.lang.gpu.sweep import SweepOverElements, SweepOverItems
 from gradwire.lang.interpret import is_stat
 from gradwire.lang.ir import ELEMENTS, Field, Node, Program, closure
-from gradwire.lang.operators.arithmetic import Text
 from gradwire.lang.operators.base import coding_of
 from gradwire.lang.passes import Assign, SubtractItems, Sweep, schedule
 
 
-class Encoder(Function):
+class Encoder(EncodeFunction):
     """Emits `encode`."""
-
-    def __init__(self, program: Program, prefix: str = "encode") -> None:
-        super().__init__(program, prefix)
-        self.stored = False  # whether `rest` holds the compensated gradient
-        self.is_list = program.items is not None
 
     def encode(self) -> str:
         """The source of `encode` and of its kernels."""
@@ -111,15 +106,6 @@ class Encoder(Function):
         kernel.lines.add(f"tl.store({name}_out + j, {kernel.lanes(node.inputs[0])}, mask=inside)")
         kernel.launch(f"chunks({name}_count)")
 
-    def read(self, kernel: Kernel) -> None:
-        """The elements x of the gradient at i."""
-        function, third = ("compensated_again", "rest") if self.stored else ("compensated", "residual")
-        kernel.take("grad", "scale", third)
-        kernel.lines.add(f"x = {function}(grad, scale, {third}, i, inside)")
-        gradient = next((node for node in self.program.encode_nodes() if node.op == "gradient"), None)
-        if gradient is not None:
-            kernel.known[id(gradient)] = Text("x", True)
-
     def _subtract(self) -> None:
         """Take from the gradient what its list of values will decode to."""
         output, lines = self.program.output, self.lines
@@ -140,23 +126,6 @@ class Encoder(Function):
         self.replaced = {}
 
     # -- the payload -----------------------------------------------------------------------------------------
-
-    def field_count(self, each: Field) -> str:
-        """How many values a field has."""
-        space = each.node.space
-        if space.kind == "items":
-            return self.count(each.node)
-        return f"ceil_div(n, {space.block})" if space.kind == "blocks" else "n"
-
-    def place(self, each: Field) -> None:
-        """Set `NAME_out` to the memory of a packed array."""
-        name = each.variable
-        if self.is_list:
-            memory = f"empty({num_bytes(each, self.field_count(each))}, torch.uint8, grad)"
-        else:
-            memory = f"body[{name}_at : {name}_at + {name}_bytes]"
-        kind = storage(each.dtype)
-        self.lines.add(f"{name}_out = {memory}" + (f".view(torch.{kind})" if kind != "uint8" else ""))
 
     def _arrays(self) -> list[Field]:
         return [each for each in self.program.fields if each.is_array]
@@ -202,20 +171,6 @@ class Encoder(Function):
         if each.node.op in ("index", "value"):
             return self.list_name(each.node)
         return self.names[id(each.node)] if each.node.space.kind == "blocks" else f"{each.variable}_out"
-
-
-def load_items(kernel: Kernel, node: Node) -> None:
-    """Load what a sweep over a list computes with."""
-    f, source = kernel.f, node.space.source
-    assert source is not None
-    kernel.is_group = False
-    leaf = source
-    if source.op not in ("sample", "sort"):
-        leaf = next((n for n in f.program.encode_nodes() if n.op == "value" and n.inputs[0] is source), source)
-    name = f"{f.names[id(source)]}" if leaf is source else f"{f.names[id(source)]}_value"
-    kernel.give(f"{name}_in", name)
-    kernel.lines.add(f"v = tl.load({name}_in + i, mask=inside, other=0.0)")
-    kernel.known[id(leaf)] = Text("v", True)
 
 
 def scalar_size(program: Program) -> list[str]:

@@ -6,17 +6,13 @@ by a kernel of their own, since a program for each keeps more of a GPU busy than
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from gradwire.lang.emit import Lines, chunk_of
+from gradwire.lang.gpu.encode_function import EncodeFunction, load_items
 from gradwire.lang.gpu.expressions import Kernel, has_tail
 from gradwire.lang.ir import BOOL, Field, Node
 from gradwire.lang.operators.base import DeviceEmission, Sink, lookup
 from gradwire.lang.passes import Sweep
 from gradwire.lang.types import CHUNK
-
-if TYPE_CHECKING:
-    from gradwire.lang.gpu.encode import Encoder
 
 _MOST_LANES, _LEAST_LANES = 1024, 64
 
@@ -26,7 +22,7 @@ class _Sweep:
 
     count = "n"
 
-    def __init__(self, encoder: Encoder, step: Sweep) -> None:
+    def __init__(self, encoder: EncodeFunction, step: Sweep) -> None:
         self.f, self.step, self.lines, self.program = encoder, step, encoder.lines, encoder.program
         self.chunk = chunk_of(step.packs)
 
@@ -247,8 +243,6 @@ class SweepOverItems(_Sweep):
     """Emits one sweep over a list."""
 
     def emit(self) -> None:
-        from gradwire.lang.gpu.encode import load_items
-
         f, step = self.f, self.step
         source = step.space.source
         assert source is not None

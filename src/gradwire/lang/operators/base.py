@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from gradwire.core.errors import UnknownNameError
-from gradwire.lang.ir import Dtype, Field, Node, Space
+from gradwire.lang.ir import Dtype, Field, Node, Program, Space
 
 _OPERATORS: dict[str, Operator] = {}
 
@@ -226,6 +226,15 @@ def lookup(name: str) -> Operator:
 def names() -> list[str]:
     """All operators, sorted."""
     return sorted(_OPERATORS)
+
+
+def used_operators(program: Program) -> list[str]:
+    """CompLL's operators that a program uses, sorted."""
+    nodes = [*program.encode_nodes(), *program.decode_nodes()]
+    found = {node.op for node in nodes if lookup(node.op).is_collective} | {"concat", "extract"}
+    if any(not lookup(node.op).is_collective and node.space.kind in ("elements", "items") for node in nodes):
+        found.add("map")
+    return sorted(found)
 
 
 def quietly(function: Any, *args: Any) -> Any:

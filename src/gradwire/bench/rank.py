@@ -1,0 +1,66 @@
+"""One process's part in a benchmark: how it talks to the process that started it, and agrees with the other ranks."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from gradwire.bench.job import Job, Message, Outcome, Progress, RateRequest, to_line
+from gradwire.bench.workload import Workload
+from gradwire.bench.workloads import make_workload
+
+_PROGRESS_SECONDS = 0.2
+_POLL_SECONDS = 0.005
+
+
+class Rank:
+    """One process's part in a job: what its segments share."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self.workload: Workload = make_workload(job.workload)
+        self._ticket = 0
+        self._rate: str | None = None
+        self._next_progress = 0.0
+
+    def say(self, message: Message) -> None:
+        """One line to the parent."""
+        # One write a line, so that lines of several threads cannot mix.
+        sys.stdout.write(to_line(message) + "\n")
+        sys.stdout.flush()
+
+    def progress(self, progress: Progress) -> None:
+        """Tell the parent how far it is, from rank 0 and not too often."""
+        now = time.monotonic()
+        if self.rank == 0 and (now >= self._next_progress or progress.step == progress.steps):
+            self._next_progress = now + _PROGRESS_SECONDS
+            self.say(progress)
+
+    def set_rate(self, rate: str | None) -> None:
+        """Have the parent set the rate of all links; returns on all ranks once it has."""
+        if not self.job.shaped or rate == self._rate:
+            return
+        dist.barrier()  # nobody still sends at the old rate
+        self._ticket, self._rate = self._ticket + 1, rate
+        if self.rank == 0:
+            self.say(RateRequest(self._ticket, rate))
+        answer = Path(self.job.folder) / f"rate-{self._ticket}"
+        while not answer.exists():
+            time.sleep(_POLL_SECONDS)  # the job's deadline ends this
+
+    def agree(self, number: int) -> int:
+        """Rank 0's number, on all ranks."""
+        box = torch.tensor([number])
+        dist.broadcast(box, 0)
+        return int(box)
+
+
+RunSegment = Callable[[int], Outcome]
+"""Runs the segment of an index."""

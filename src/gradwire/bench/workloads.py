@@ -1,0 +1,57 @@
+"""The workloads by name. Each is imported when it is asked for, since some need data or packages of their own."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+
+from gradwire.bench.workload import Workload
+from gradwire.core.errors import UnknownNameError
+
+
+def make_workload(name: str) -> Workload:
+    """The workload of a name.
+
+    Args:
+        name: one of `WORKLOADS`; ``lstm:FOLDER`` for words of a text of one's own; or ``MODULE.CLASS=PATH`` for a
+            workload of one's own, which is made of the path to its data.
+
+    Raises:
+        UnknownNameError: there is none of this name; the known ones are listed.
+    """
+    if "=" in name:
+        place, _, data = name.partition("=")
+        module, _, kind = place.rpartition(".")
+        made: Workload = getattr(importlib.import_module(module), kind)(Path(data))
+        return made
+    if name.startswith("lstm:"):
+        from gradwire.bench.words import WordText
+
+        return WordText(Path(name.partition(":")[2]))
+    if name not in _WORKLOADS:
+        raise UnknownNameError("workload", name, _WORKLOADS)
+    return _WORKLOADS[name]()
+
+
+def _text() -> Workload:
+    from gradwire.bench.text import SourceText
+
+    return SourceText()
+
+
+def _digits() -> Workload:
+    from gradwire.bench.digits import Digits
+
+    return Digits()
+
+
+def _deep() -> Workload:
+    from gradwire.bench.deep import DeepText
+
+    return DeepText()
+
+
+_WORKLOADS: dict[str, Callable[[], Workload]] = {"text": _text, "deep": _deep, "digits": _digits}
+WORKLOADS = tuple(_WORKLOADS)
+"""Names for `make_workload`."""
