@@ -122,6 +122,22 @@ def test_results_may_be_multicast(job):
     stranger.close()
 
 
+@pytest.mark.parametrize("udp", [False, True])
+def test_a_name_of_this_machine_is_one_address_for_connection_and_datagrams(job, monkeypatch, udp):
+    """Also where the system knows localhost as ::1 first, and the server listens at 127.0.0.1."""
+    look_up = socket.getaddrinfo
+
+    def ipv6_first(host: Any, port: Any, family: int = 0, *rest: Any, **options: Any) -> list[Any]:
+        found = look_up(host, port, family, *rest, **options)
+        if host == "localhost" and family == socket.AF_UNSPEC:
+            return [(socket.AF_INET6, *found[0][1:4], ("::1", port or 0, 0, 0)), *found]
+        return found
+
+    monkeypatch.setattr(socket, "getaddrinfo", ipv6_first)
+    _, port = job.serve(udp=udp)
+    check_round(job.join(("localhost", port), jobs.terms()), 0)
+
+
 def test_small_buffers_and_many_workers(job):
     terms = jobs.terms(16)
     address = job.serve(workers=16, udp=True, buffer_bytes=4096)

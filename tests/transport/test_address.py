@@ -56,9 +56,20 @@ def test_a_host_without_a_route_says_what_to_set():
         address_towards("no-such-host.invalid")
 
 
-@pytest.mark.parametrize(("address", "loopback"), [("127.0.1.1", True), ("::1", True), ("10.0.0.1", False)])
-def test_loopback_is_known(address, loopback):
-    assert is_loopback(address) == loopback
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "127.0.1.1", "127.1", "::1", "::ffff:127.0.0.1", "localhost", "Localhost"]
+)
+def test_loopback_is_known(host):
+    assert is_loopback(host)
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["10.0.0.1", "0.0.0.0", "::", "fe80::1%lo", "::ffff:10.0.0.1", "127.evil.example", "localhost.evil.example", "",
+     "a" * 300],
+)  # fmt: skip
+def test_what_others_can_reach_or_name_is_no_loopback(host):
+    assert not is_loopback(host)
 
 
 def test_processes_of_one_machine_are_in_one_place():

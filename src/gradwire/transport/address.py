@@ -6,6 +6,7 @@ machine and was named so. `GLOO_SOCKET_IFNAME` overrides it, as it does for Gloo
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 import struct
@@ -40,6 +41,15 @@ def store_host(store: Any) -> str | None:
         store = store.underlying_store
     host = getattr(store, "host", None)
     return str(host) if host else os.environ.get("MASTER_ADDR") or None
+
+
+def resolve(host: str) -> str:
+    """Return the address that connections to `host` go to: IPv4, unless it is an IPv6 address itself."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return str(socket.getaddrinfo(host, None, family, socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise OptionError(f"There is no address of {host!r} ({error}). Name a host that this machine knows.") from error
 
 
 def address_towards(host: str) -> str:
@@ -77,9 +87,17 @@ def place() -> str:
     return f"{socket.gethostname()}/{namespace}"
 
 
-def is_loopback(address: str) -> bool:
-    """Whether `address` can only be reached from its own machine."""
-    return address.startswith("127.") or address == "::1"
+def is_loopback(host: str) -> bool:
+    """Whether `host`, an address or "localhost", can only be reached from its own machine.
+
+    Other names do not count, whatever they resolve to now: whoever answers for a name may say something else next time.
+    """
+    flags = 0 if host.lower() == "localhost" else socket.AI_NUMERICHOST
+    try:
+        found = [ipaddress.ip_address(address[0]) for *_, address in socket.getaddrinfo(host, None, flags=flags)]
+    except (OSError, ValueError):  # a name, or nothing that could be one
+        return False
+    return all((getattr(each, "ipv4_mapped", None) or each).is_loopback for each in found)
 
 
 def parse_address(said: str) -> tuple[str, int]:

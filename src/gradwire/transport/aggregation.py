@@ -35,7 +35,7 @@ from gradwire.protocol.aggregation.terms import Terms
 from gradwire.protocol.aggregation.window import LEAST_WIDTH, Window
 from gradwire.protocol.aggregation.worker import NO_EPOCH, Contributor
 from gradwire.protocol.handshake import Member
-from gradwire.transport.address import address_towards, parse_address
+from gradwire.transport.address import address_towards, parse_address, resolve
 from gradwire.transport.datagrams import DatagramSocket
 from gradwire.transport.hub import Hub
 from gradwire.transport.keys import job_epoch, job_key
@@ -93,8 +93,8 @@ class AggregationClient(Aggregation):
         self._welcome: Welcome | None = None
         self._changed = threading.Condition(threading.RLock())
         key = job_key(host, job, file=key_file, insecure=insecure)
-        self._datagrams = DatagramSocket((address_towards(host), 0), key)
-        self._server_ip = self._datagrams.resolved(host)
+        self._server_ip = resolve(host)  # no packet waits for a name to be looked up
+        self._datagrams = DatagramSocket((address_towards(self._server_ip), 0), key)
         self._group: DatagramSocket | None = None
         self._key = key
         self._wake_in, self._wake_out = socket.socketpair()

@@ -84,11 +84,6 @@ class DatagramSocket:
         self.socket.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_IF, socket.inet_aton(interface))
         self.socket.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_LOOP, 1)
 
-    def resolved(self, host: str) -> str:
-        """The address of a host that this socket can send to, so that no packet waits for a name to be looked up."""
-        found = socket.getaddrinfo(host, None, self.socket.family, socket.SOCK_DGRAM)
-        return str(found[0][4][0])
-
     def send(self, packet: np.ndarray, addresses: Iterable[Address]) -> None:
         """Send one packet to each. Waits where the system has no room; what the system refuses counts as lost."""
         tag = self._tag.copy()
