@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -367,6 +369,32 @@ def test_a_server_that_is_lost_ends_the_step_on_all_ranks_with_its_error() -> No
         assert "the aggregation server" in str(error) and same
     # A rank that hears of it from another before it submits was between steps.
     assert any(error.tensor == "w" and "send" in error.phase for error, _ in found)
+
+
+def test_a_dump_that_cannot_be_written_does_not_keep_the_failure_from_the_server(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "full").touch()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "full"))
+    server, ends = AggregationServer(AggregationOptions(2)), []
+
+    def serve() -> None:
+        with pytest.raises(SyncError) as caught:
+            server.run()
+        ends.append(str(caught.value))
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    plan, specs = Plan({"w": "thc"}, strategy="server"), {"w": TensorSpec((NUMEL,))}
+    there = f"127.0.0.1:{server.address[1]}"
+    with ranks(2, plan, server=there, tensors=specs, dump_dir=tmp_path / "full" / "dumps") as group:
+        group.each(lambda one: take_step(one, 0))
+        group.network.kill(1)
+        with pytest.raises(PeerLostError, match=r"There is no file of the flight recorder: .*full"):
+            take_step(group.synchronizers[0], 1)
+        thread.join(30)
+    thread.join(30)
+    assert ["gave up: Expected rank 1 to stay" in end for end in ends] == [True]
 
 
 @dataclass(frozen=True)

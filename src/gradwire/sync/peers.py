@@ -8,6 +8,7 @@ The part of `Synchronizer` that knows nothing of tensors and plans: the two are 
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -37,6 +38,8 @@ from gradwire.sync.probe import Probe
 from gradwire.sync.registry import TensorRegistry
 from gradwire.sync.strategies import Surroundings
 from gradwire.transport.base import Transport
+
+logger = logging.getLogger("gradwire")
 
 
 class Peers:
@@ -213,14 +216,19 @@ class Peers:
 
     def _give_up(self, error: SyncError, state: dict[str, Any]) -> None:
         """Write the flight recorder's file, and tell the aggregator; the engine tells the peers."""
-        path = write_dump(
-            error,
-            rank=self.rank,
-            world_size=self.world_size,
-            events=self.events,
-            state=state | {"step": self.step},
-            directory=self._dump_dir,
-        )
-        error.args = (f"{error} Flight recorder: {path}",)
+        try:
+            path = write_dump(
+                error,
+                rank=self.rank,
+                world_size=self.world_size,
+                events=self.events,
+                state=state | {"step": self.step},
+                directory=self._dump_dir,
+            )
+            note = f"Flight recorder: {path}"
+        except Exception as problem:  # must not stop what follows
+            logger.exception("The flight recorder could not be written.")
+            note = f"There is no file of the flight recorder: {problem}"
+        error.args = (f"{error} {note}",)
         if self._service is not None:  # which waits for its threads, and this may be one of them
             threading.Thread(target=self._service.close, args=(str(error),), daemon=True).start()
