@@ -28,6 +28,7 @@ class Owner:
     def __init__(self) -> None:
         self.events: queue.Queue[tuple] = queue.Queue()
         self.refuse = False
+        self.refuse_body = b""
         self.greet = lambda: None
 
     def admit(self, peer, header) -> None:
@@ -39,6 +40,8 @@ class Owner:
         self.events.put(("joined", peer))
 
     def deliver(self, peer, header, body) -> None:
+        if self.refuse_body and body.tobytes() == self.refuse_body:
+            raise FrameError("not wanted")
         self.events.put(("frame", peer, header.round, body.tobytes()))
 
     def left(self, peer, error) -> None:
@@ -200,6 +203,20 @@ def test_a_refused_frame_costs_its_sender_alone(hubs):
     assert "not wanted" in str(there.hear("left")[2])
     assert "not wanted" in str(bad_owner.hear("left")[2])
     there.refuse = False
+    good.send(SERVER, frame(0, 4), np.zeros(1, np.uint8))
+    assert there.hear("frame")[2] == 4
+
+
+def test_a_frame_that_its_owner_cannot_read_costs_its_sender_alone(hubs):
+    _, there, port = hubs(SERVER)
+    there.refuse_body = b"nonsense"
+    bad, bad_owner = hubs(1, port)
+    good, good_owner = hubs(0, port)
+    for owner in (there, there, bad_owner, good_owner):
+        owner.hear("joined")
+    bad.send(SERVER, frame(1), np.frombuffer(there.refuse_body, np.uint8))
+    assert "not wanted" in str(there.hear("left")[2])
+    assert "not wanted" in str(bad_owner.hear("left")[2])
     good.send(SERVER, frame(0, 4), np.zeros(1, np.uint8))
     assert there.hear("frame")[2] == 4
 

@@ -92,10 +92,7 @@ class Conversation:
                     self.control_bytes += frame_bytes
                     self._control(header, body)
         except FrameError as error:
-            raise SyncError(
-                f"Rank {self.ends.peer} sent what rank {self.ends.rank} does not take: {error}",
-                rank=self.ends.peer,
-            ) from error
+            raise self.refused(error) from error
 
     def control(self, kind: FrameKind, reason: str = "", blame: int | None = None) -> bytes:
         """Return a control frame to send. ABORT carries a reason and whom to blame, if not this rank."""
@@ -106,6 +103,12 @@ class Conversation:
         )
         self.control_bytes += len(frame)
         return frame
+
+    def refused(self, error: FrameError) -> SyncError:
+        """The error of a peer that sent a frame which is not taken."""
+        return SyncError(
+            f"Rank {self.ends.peer} sent what rank {self.ends.rank} does not take: {error}", rank=self.ends.peer
+        )
 
     def lost(self, cause: str) -> PeerLostError | None:
         """The error of a connection that ended now for `cause`, or None where the peer had said BYE."""

@@ -53,7 +53,7 @@ class Owner(Protocol):
         """
 
     def deliver(self, peer: int, header: Header, body: np.ndarray) -> None:
-        """A whole frame has come."""
+        """Take a whole frame, or refuse it with `FrameError`, which costs the peer its connection."""
 
     def left(self, peer: int, error: SyncError | None) -> None:
         """A peer's connection is gone; None where it has said goodbye."""
@@ -331,7 +331,8 @@ class Hub:
         try:
             for header, body in frames:
                 self._owner.deliver(link.peer, header, body)
-        except SyncError as error:
+        except (FrameError, SyncError) as found:
+            error = found if isinstance(found, SyncError) else link.conversation.refused(found)
             self._lose(link, error, None if link.conversation.departed else str(error))
             return
         if link.conversation.departed or not link.open:

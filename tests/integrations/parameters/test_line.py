@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from gradwire.core.errors import PeerTimeoutError
+from gradwire.core.errors import PeerTimeoutError, SyncError
 from gradwire.integrations.parameters.line import Line
 from gradwire.protocol.handshake import Member
 from gradwire.protocol.parameters.agreement import Groups, Join, Welcome, groups_of
@@ -57,8 +57,7 @@ class Server:
         assert header.kind is kind
         return body
 
-    def welcome(self) -> None:
-        words = Welcome(True, (0, 0), (-1, -1), (-1, -1)).to_bytes()
+    def welcome(self, words: bytes = Welcome(True, (0, 0), (-1, -1), (-1, -1)).to_bytes()) -> None:
         self.hub.send(0, Header(FrameKind.WELCOME, sender=1, epoch=self.epoch), np.frombuffer(words, np.uint8))
 
     def break_connection(self) -> None:
@@ -120,3 +119,13 @@ def test_a_server_that_is_there_and_says_nothing_is_one_error(server: Server) ->
             line.wait_for_values()
     finally:
         line.close()
+
+
+@pytest.mark.parametrize("words", [b"", b"{}", b"\xff", Welcome(False, (0,), (-1,), (-1,)).to_bytes()])
+def test_a_welcome_that_cannot_be_read_is_one_error_at_once(server: Server, line: Line, words: bytes) -> None:
+    server.hear(FrameKind.JOIN)
+    server.welcome(words)
+    with pytest.raises(SyncError, match=r"an answer that this worker cannot read.*Expected") as raised:
+        line.wait_for_values()
+    assert not isinstance(raised.value, PeerTimeoutError)
+    assert "127.0.0.1" in str(raised.value)

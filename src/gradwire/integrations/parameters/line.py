@@ -140,7 +140,7 @@ class Line:
     def deliver(self, peer: int, header: Header, body: np.ndarray) -> None:
         self.received_bytes += HEADER_BYTES + body.nbytes
         if header.kind is FrameKind.WELCOME:
-            self._be_welcome(Welcome.from_bytes(body.tobytes(), len(self.slots)))
+            self._be_welcome(self._read_welcome(body))
         else:
             assert self._welcome is not None, "admitted"
             with self._guards[header.tensor]:
@@ -156,6 +156,17 @@ class Line:
             if isinstance(error, PeerFailedError):
                 self._error = self._error or SyncError(f"The parameter server at {self.address} has ended: {error}")
             self._changed.notify_all()
+
+    def _read_welcome(self, body: np.ndarray) -> Welcome:
+        """Where the server stands; an answer that makes no sense is its last, as the next would make no more."""
+        try:
+            return Welcome.from_bytes(body.tobytes(), len(self.slots))
+        except FrameError as error:
+            self._error = self._error or SyncError(
+                f"The parameter server at {self.address} gave an answer that this worker cannot read: {error}"
+            )
+            self._hub.close(str(error))
+            raise
 
     def _be_welcome(self, welcome: Welcome) -> None:
         """Send what the server has not had: first values, then hyper-parameters, then the pushes of their step."""
