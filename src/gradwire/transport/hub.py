@@ -27,6 +27,7 @@ import numpy as np
 from gradwire.core.errors import FrameError, OptionError, SyncError
 from gradwire.protocol.conversation import Conversation, Ends
 from gradwire.protocol.handshake import Handshake, JobKey, Member
+from gradwire.transport.acceptor import Acceptor
 from gradwire.transport.candidate import HANDSHAKE_SECONDS, Candidate
 from gradwire.transport.farewell import LastWord, say_farewell
 from gradwire.transport.link import Link
@@ -109,9 +110,7 @@ class Hub:
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
         self._selector.register(self._wake_in, selectors.EVENT_READ)
-        if listener is not None:
-            listener.setblocking(False)
-            self._selector.register(listener, selectors.EVENT_READ)
+        self._acceptor = None if listener is None else Acceptor(listener, self._selector)
         self._thread = threading.Thread(target=self._run, name=f"gradwire-hub-{member.group}", daemon=True)
 
     def start(self) -> None:
@@ -195,6 +194,8 @@ class Hub:
         if self._call_at is not None and looked_at >= self._call_at:
             self._call_at = None
             self._dial()
+        if self._acceptor is not None:
+            self._acceptor.resume(looked_at)
         for key, events in self._selector.select(self._wait(looked_at)):
             self._progress(key.fileobj, key.data, events)
         for candidate in list(self._candidates.values()):
@@ -213,6 +214,8 @@ class Hub:
         times = [link.conversation.liveness.next_deadline() for link in self._links.values()]
         times += [candidate.expires for candidate in self._candidates.values()]
         times += [] if self._call_at is None else [self._call_at]
+        if self._acceptor is not None and self._acceptor.rests_until is not None:
+            times.append(self._acceptor.rests_until)
         return max(0.0, min(times) - now) if times else None
 
     def _progress(self, source: Any, data: Any, events: int) -> None:
@@ -234,7 +237,11 @@ class Hub:
     def _dial(self) -> None:
         assert self._call is not None
         peer, (host, port) = self._call
-        sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        except OSError as error:  # out of descriptors
+            self._call_later(error.strerror or str(error))
+            return
         sock.setblocking(False)
         handshake = Handshake(self._member, self._key, frozenset({peer}), connect=True)
         candidate = Candidate(sock, handshake, time.monotonic() + HANDSHAKE_SECONDS)
@@ -248,12 +255,10 @@ class Hub:
             self._drop(candidate, errno.errorcode.get(code, str(code)))
 
     def _answer(self) -> None:
-        assert self._listener is not None
-        try:
-            sock, _ = self._listener.accept()
-        except OSError:  # gone again, or out of descriptors: the caller tries again
+        assert self._acceptor is not None
+        sock = self._acceptor.accept()
+        if sock is None:
             return
-        sock.setblocking(False)
         if len(self._candidates) >= len(self._callers) + SPARE_CANDIDATES:
             self._drop(next(iter(self._candidates.values())), "too many strangers at the port")
         handshake = Handshake(self._member, self._key, self._callers, connect=False)
@@ -304,13 +309,16 @@ class Hub:
         self._forget(candidate)
         candidate.socket.close()
         if candidate.handshake.connects:
-            self.problem = problem
-            self._call_at = time.monotonic() + self._pause
-            self._pause = min(2 * self._pause, _LONGEST_RETRY)
+            self._call_later(problem)
             return
         self._strangers += 1
         if self._strangers & (self._strangers - 1) == 0:  # 1, 2, 4, 8...: a flood does not fill the log
             logger.warning("Refused %d connections so far; the last: %s", self._strangers, problem)
+
+    def _call_later(self, problem: str) -> None:
+        self.problem = problem
+        self._call_at = time.monotonic() + self._pause
+        self._pause = min(2 * self._pause, _LONGEST_RETRY)
 
     def _forget(self, candidate: Candidate) -> None:
         del self._candidates[candidate.socket]

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from gradwire.core.errors import FrameError, PeerTimeoutError
 from gradwire.protocol.handshake import Handshake
 from gradwire.protocol.stream import FrameReader
+from gradwire.transport.acceptor import Acceptor
 from gradwire.transport.candidate import HANDSHAKE_SECONDS, Candidate
 from gradwire.transport.rendezvous import Deadline, Meeting
 
@@ -50,6 +51,7 @@ class MeshBuilder:
         self._meeting = meeting
         self._deadline = deadline
         self._selector = selectors.DefaultSelector()
+        self._acceptor = Acceptor(listener, self._selector)
         self._candidates: dict[socket.socket, Candidate] = {}
         self._ready: dict[int, Connection] = {}
         self._retry_at: dict[int, float] = {}
@@ -65,8 +67,6 @@ class MeshBuilder:
         """
         member = self._meeting.member
         try:
-            self._listener.setblocking(False)
-            self._selector.register(self._listener, selectors.EVENT_READ)
             self._retry_at = dict.fromkeys(range(member.rank), 0.0)
             while len(self._ready) < member.world_size - 1:
                 if self._deadline.left == 0:
@@ -89,6 +89,9 @@ class MeshBuilder:
                 del self._retry_at[peer]
                 self._call(peer)
         times = [*self._retry_at.values(), *(candidate.expires for candidate in self._candidates.values())]
+        self._acceptor.resume(now)
+        if self._acceptor.rests_until is not None:
+            times.append(self._acceptor.rests_until)
         wait = min([self._deadline.left, *(max(0.0, at - now) for at in times)])
         for key, _ in self._selector.select(wait):
             if key.fileobj is self._listener:
@@ -114,11 +117,9 @@ class MeshBuilder:
             self._drop(candidate, errno.errorcode.get(code, str(code)))
 
     def _answer(self) -> None:
-        try:
-            sock, _ = self._listener.accept()
-        except OSError:  # gone again before it was answered, or out of descriptors: the caller tries again
+        sock = self._acceptor.accept()
+        if sock is None:
             return
-        sock.setblocking(False)
         member = self._meeting.member
         waiting = [candidate for candidate in self._candidates.values() if not candidate.handshake.connects]
         if len(waiting) >= member.world_size + SPARE_CANDIDATES:
