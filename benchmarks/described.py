@@ -7,7 +7,7 @@ a codec moves over 700 GB/s of memory (a V100 reaches about that of its 900), 10
 
 from __future__ import annotations
 
-from gradwire.compressors.registry import compressor_of
+from gradwire.compressors.base.registry import compressor_of
 from gradwire.core.spec import TensorSpec
 from gradwire.simulate import Link
 from gradwire.sync.costs import CodecCosts, Costs, Line, LinkCosts

@@ -34,7 +34,7 @@ from benchmarks.fuzz_aggregation import aggregation_targets
 from benchmarks.fuzz_parameters import ServerTarget, UpdateTarget, WordsTarget
 from benchmarks.fuzz_target import BrokenPromiseError, Seed, Target
 
-from gradwire.compressors import registry
+from gradwire.compressors.base import registry
 from gradwire.core.context import Context
 from gradwire.core.errors import FrameError, PayloadError, SyncError
 from gradwire.core.spec import TensorSpec, as_array

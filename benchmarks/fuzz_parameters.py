@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from benchmarks.fuzz_target import BrokenPromiseError, Seed, Target
 
-from gradwire.compressors.registry import compressor_of
+from gradwire.compressors.base.registry import compressor_of
 from gradwire.core.errors import DisagreementError, FrameError, PayloadError
 from gradwire.core.spec import TensorSpec
 from gradwire.protocol.parameters.agreement import Agreement, Groups, Join, Terms, Welcome, groups_of, groups_to

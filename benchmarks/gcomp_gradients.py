@@ -32,9 +32,10 @@ from benchmarks.gcomp_models import OPTIMIZERS, Training, resnet, transformer
 from torch import nn
 
 from gradwire.bench.records import write_figures
-from gradwire.compressors import exponent_prior, make
+from gradwire.compressors import make
 from gradwire.compressors.gcomp import GComp
-from gradwire.compressors.gcomp_metric import guard
+from gradwire.compressors.support import exponent_prior
+from gradwire.compressors.support.gcomp_metric import guard
 from gradwire.core.context import Context
 from gradwire.core.spec import Range, TensorSpec
 from gradwire.integrations.optimizer_state import OptimizerState

@@ -5,7 +5,7 @@
 `gcomp` cuts what an update of the parameter does not notice. But a gradient goes into moments first, and of each the
 same can be asked: how many times the gradient's share in the new value is the old value's.
 
-    of the parameter:       δ_θ, that of `gradwire.compressors.gcomp_metric`
+    of the parameter:       δ_θ, that of `gradwire.compressors.support.gcomp_metric`
     of the momentum:        δ_m = β₁ |m| / ((1 − β₁) |g|), where m' = β₁ m + (1 − β₁) g
     of the second moment:   δ_v = β₂ v / (2 (1 − β₂) g²), where v' = β₂ v + (1 − β₂) g², whose slope is 2 (1 − β₂) |g|
 
@@ -36,7 +36,7 @@ from benchmarks.gcomp_loss import BATCH, RANKS, Job
 from benchmarks.gcomp_models import Training, trainings
 
 from gradwire.bench.records import write_figures
-from gradwire.compressors.gcomp_metric import Numbers
+from gradwire.compressors.support.gcomp_metric import Numbers
 from gradwire.kernels import active as kernels
 
 RESULTS = Path("benchmarks/results/gcomp-moments.csv")

@@ -28,7 +28,7 @@ import torch
 
 from gradwire.compressors import Compressor
 from gradwire.compressors.base import Reduction, Stat
-from gradwire.compressors.homomorphic import Homomorphic
+from gradwire.compressors.support.homomorphic import Homomorphic
 from gradwire.core.context import Context
 from gradwire.core.spec import Range, TensorSpec
 from gradwire.feedback import policies

@@ -23,7 +23,7 @@ from benchmarks.simulated_workers import Aggregator, IntegerSums
 
 from gradwire.bench.statistics import interval
 from gradwire.compressors import make
-from gradwire.compressors.homomorphic import Homomorphic
+from gradwire.compressors.support.homomorphic import Homomorphic
 
 RESULTS = Path("benchmarks/results/thc-ablation.csv")
 RANKS, SEEDS, EPOCHS = 4, 3, {"sst2": 4, "cifar10": 2}

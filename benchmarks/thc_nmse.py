@@ -34,8 +34,9 @@ import numpy as np
 import torch
 
 from gradwire.bench.records import write_figures
-from gradwire.compressors import Compressor, make, thc_tables
-from gradwire.compressors.registry import compressor_of
+from gradwire.compressors import Compressor, make
+from gradwire.compressors.base.registry import compressor_of
+from gradwire.compressors.support import thc_tables
 from gradwire.core.context import Context
 from gradwire.core.spec import TensorSpec
 

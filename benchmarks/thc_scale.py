@@ -34,7 +34,7 @@ from benchmarks.simulated_workers import Aggregator, Dense, IntegerSums, Reencod
 
 from gradwire.bench.statistics import interval
 from gradwire.compressors import make
-from gradwire.compressors.homomorphic import Homomorphic
+from gradwire.compressors.support.homomorphic import Homomorphic
 from gradwire.core.spec import TensorSpec
 
 RESULTS = Path("benchmarks/results/thc-scale.csv")

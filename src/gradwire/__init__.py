@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from gradwire.compressors.algorithm import compressor as compressor
     from gradwire.compressors.base import Compressor as Compressor
-    from gradwire.compressors.registry import make as make
+    from gradwire.compressors.base.decorator import compressor as compressor
+    from gradwire.compressors.base.registry import make as make
     from gradwire.core import errors as errors
     from gradwire.core.context import Context as Context
     from gradwire.core.spec import TensorSpec as TensorSpec
@@ -43,8 +43,8 @@ _HOMES = {
     "Synchronizer": "gradwire.sync.synchronizer",
     "TensorSpec": "gradwire.core.spec",
     "attach": "gradwire.integrations.ddp",
-    "compressor": "gradwire.compressors.algorithm",
-    "make": "gradwire.compressors.registry",
+    "compressor": "gradwire.compressors.base.decorator",
+    "make": "gradwire.compressors.base.registry",
     "resize_state": "gradwire.sync.resize",
 }
 

@@ -8,7 +8,7 @@ from gradwire.bench import methods
 from gradwire.bench.job import Outcome, Timed
 from gradwire.bench.records import write_figures
 from gradwire.compressors import make
-from gradwire.compressors.registry import unregister
+from gradwire.compressors.base.registry import unregister
 from gradwire.core.context import Context
 from gradwire.core.spec import TensorSpec
 

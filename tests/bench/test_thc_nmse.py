@@ -4,7 +4,7 @@ import pytest
 from benchmarks import thc_nmse
 
 from gradwire.compressors import make
-from gradwire.compressors.thc_tables import optimal
+from gradwire.compressors.support.thc_tables import optimal
 
 
 @pytest.mark.parametrize(("bits", "granularity"), [(2, 9), (3, 15), (4, 30)])

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from gradwire.cli.app import build_app
-from gradwire.compressors import registry
+from gradwire.compressors.base import registry
 from gradwire.contracts import CHECKS
 from gradwire.core.errors import GradwireError, OptionError, UnknownNameError
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from gradwire import compressors
 from gradwire.cli import show
 from gradwire.cli.app import build_app
-from gradwire.compressors.traced import TracedCompressor
+from gradwire.compressors.base.traced import TracedCompressor
 from gradwire.lang import cpu, gpu
 
 

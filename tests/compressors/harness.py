@@ -9,7 +9,7 @@ import torch
 
 import gradwire.compressors as compressors
 from gradwire.compressors import Compressor
-from gradwire.compressors.traced import TracedCompressor
+from gradwire.compressors.base.traced import TracedCompressor
 from gradwire.kernels.reference import positions_bytes
 from tests.contracts.compressor_cases import context
 

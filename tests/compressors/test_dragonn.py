@@ -252,7 +252,7 @@ def test_a_rank_that_leaves_takes_its_threshold_with_it() -> None:
 
 
 def test_decoders_remember_nothing() -> None:
-    from gradwire.compressors.algorithm import Algorithm
+    from gradwire.compressors.base.decorator import Algorithm
     from gradwire.lang import concat, remembered
 
     def encode(g):

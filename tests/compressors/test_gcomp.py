@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gradwire.compressors as compressors
-from gradwire.compressors.gcomp_metric import Numbers
+from gradwire.compressors.support.gcomp_metric import Numbers
 from gradwire.core.context import Context
 from tests.contracts.compressor_cases import bits, context, heavy_tailed, normal
 

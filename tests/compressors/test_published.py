@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import gradwire.compressors as compressors
-from gradwire.compressors.traced import TracedCompressor
+from gradwire.compressors.base.traced import TracedCompressor
 from gradwire.core.spec import as_array
 from gradwire.lang import interpret
 from tests.compressors.harness import traced

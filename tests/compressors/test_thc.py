@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gradwire.compressors as compressors
+from gradwire.compressors.support.thc_tables import threshold
 from gradwire.compressors.thc import THC
-from gradwire.compressors.thc_tables import threshold
 from gradwire.core.errors import OptionError, PayloadError
 from gradwire.core.spec import TensorSpec
 from tests.compressors.harness import sent

@@ -10,7 +10,7 @@ import torch
 
 import gradwire.compressors as compressors
 from gradwire.compressors import Compressor
-from gradwire.compressors.traced import TracedCompressor
+from gradwire.compressors.base.traced import TracedCompressor
 from gradwire.contracts.cases import (
     BACKENDS,
     EDGE_TENSORS,

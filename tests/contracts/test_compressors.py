@@ -12,7 +12,7 @@ import torch
 
 import gradwire.compressors as compressors
 from gradwire.compressors import Compressor
-from gradwire.compressors.traced import TracedCompressor
+from gradwire.compressors.base.traced import TracedCompressor
 from gradwire.contracts import CHECKS, Check
 from gradwire.contracts.cases import context, normal, with_body
 from gradwire.contracts.robustness import take_or_refuse

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.compressors import exponent_prior
+from gradwire.compressors.support import exponent_prior
 from gradwire.kernels import cpu, reference
 from gradwire.kernels.cpu import parallel
 from gradwire.kernels.float_format import CHUNK, FLAT, FORM_SHIFT, FORMATS, LEVELLED, STORED, as_bits, field_bytes

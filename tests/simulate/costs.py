@@ -1,6 +1,6 @@
 """Costs that make oracles simple: nothing takes time but what a test names."""
 
-from gradwire.compressors.registry import make
+from gradwire.compressors.base.registry import make
 from gradwire.core.spec import TensorSpec
 from gradwire.simulate import Gradient
 from gradwire.sync.costs import FREE, CodecCosts, Costs, Line, LinkCosts

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from gradwire.compressors.registry import make
+from gradwire.compressors.base.registry import make
 from gradwire.simulate.frames import measure_frame
 from gradwire.simulate.machine import machine_costs
 from gradwire.simulate.prices import PriceList

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gradwire.compressors.registry import make
+from gradwire.compressors.base.registry import make
 from gradwire.core.spec import TensorSpec
 from gradwire.simulate import Cluster, Gradient, Link, step
 from gradwire.simulate.items import items_of

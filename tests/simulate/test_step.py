@@ -2,7 +2,7 @@
 
 import pytest
 
-from gradwire.compressors.registry import make
+from gradwire.compressors.base.registry import make
 from gradwire.core.errors import OptionError
 from gradwire.simulate import Cluster, Compute, Gradient, Link, Straggler, gradients_of, models, step
 from gradwire.sync.costs import CodecCosts, Line

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from gradwire.compressors.registry import make
+from gradwire.compressors.base.registry import make
 from gradwire.core.spec import TensorSpec
 from gradwire.sync.batch import BATCH_BYTES, places
 from gradwire.sync.plan import Plan, PlanEntry

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from gradwire.compressors.registry import code, make
+from gradwire.compressors.base.registry import code, make
 from gradwire.core.errors import FrameError, PayloadError
 from gradwire.core.spec import ELEMENT_TYPES, TensorSpec
 from gradwire.sync import bundle

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from gradwire.compressors.registry import compressor_of, spec_of
+from gradwire.compressors.base.registry import compressor_of, spec_of
 from gradwire.core.errors import UnknownNameError
 from gradwire.sync import fidelity
 from gradwire.sync.plan import STRATEGIES

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import gradwire as gw
+from gradwire.compressors.support.thc_tables import Table
 from gradwire.compressors.thc import THC
-from gradwire.compressors.thc_tables import Table
 from gradwire.core.context import Context
 from gradwire.core.errors import DisagreementError
 from gradwire.core.spec import TensorSpec

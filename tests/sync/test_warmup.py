@@ -11,7 +11,7 @@ import torch
 from numba.core.dispatcher import Dispatcher
 
 import gradwire as gw
-from gradwire.compressors import registry
+from gradwire.compressors.base import registry
 from gradwire.core.spec import ELEMENT_TYPES, Range, TensorSpec
 from gradwire.kernels import cpu
 from gradwire.sync.plan import Plan

@@ -20,7 +20,7 @@ from gradwire.bench.measure import Case, Mixes, Row, measure
 from gradwire.bench.rivals import RIVALS
 from gradwire.compressors import make, names
 from gradwire.compressors.base import Compressor
-from gradwire.compressors.traced import TracedCompressor
+from gradwire.compressors.base.traced import TracedCompressor
 from gradwire.core.context import Context
 from gradwire.core.spec import TensorSpec
 from gradwire.kernels.cpu.parallel import one_thread

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from gradwire.bench.measure import Case, Mixes, Row, measure
-from gradwire.compressors.thc_tables import optimal
+from gradwire.compressors.support.thc_tables import optimal
 from gradwire.kernels import active as kernels
 from gradwire.kernels.blocks import Blocks, num_sign_words
 

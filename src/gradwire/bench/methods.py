@@ -123,7 +123,7 @@ def check(methods: list[str]) -> None:
 
 def compressor(method: str) -> Compressor:
     """The compressor of ``NAME`` or ``NAME:option=value:option=value``, whatever ``@STRATEGY/FEEDBACK`` follows."""
-    from gradwire.compressors.registry import make, names
+    from gradwire.compressors.base.registry import make, names
 
     name, *options = re.split("[@/]", method)[0].split(":")
     if name not in names():

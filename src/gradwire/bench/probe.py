@@ -24,7 +24,7 @@ from gradwire.bench.advice import FP32, GRADWIRE, HALF, Measurement, Probe, limi
 from gradwire.bench.probe_job import Job
 from gradwire.bench.probe_timing import Stopwatch, Timed
 from gradwire.bench.statistics import ring_bytes
-from gradwire.compressors.registry import compressor_of
+from gradwire.compressors.base.registry import compressor_of
 from gradwire.core.spec import TensorSpec
 from gradwire.sync import fidelity as levels
 from gradwire.sync.costs import Costs, LinkCosts

@@ -43,7 +43,7 @@ def compressors(
 
 def _row(name: str) -> dict[str, Any]:
     from gradwire.compressors import describe
-    from gradwire.compressors.traced import TracedCompressor
+    from gradwire.compressors.base.traced import TracedCompressor
     from gradwire.core.spec import TensorSpec
     from gradwire.lang.operators.base import used_operators
 

@@ -23,7 +23,7 @@ def show(target: Target, option: Options = None, backend: Backend = "cpu") -> No
 
     Comments say which line of the algorithm each part comes from.
     """
-    from gradwire.compressors.traced import TracedCompressor
+    from gradwire.compressors.base.traced import TracedCompressor
     from gradwire.lang import cpu, gpu
     from gradwire.lang.operators.base import used_operators
 
@@ -47,7 +47,7 @@ def show(target: Target, option: Options = None, backend: Backend = "cpu") -> No
 
 def _of_the_language() -> list[str]:
     from gradwire.compressors import describe, names
-    from gradwire.compressors.traced import TracedCompressor
+    from gradwire.compressors.base.traced import TracedCompressor
 
     return [name for name in names() if isinstance(describe(name).default, TracedCompressor)]
 

@@ -128,7 +128,7 @@ def _costs(path: Path | None, methods: list[Method], anew: bool) -> Costs:
     """Costs from a file, or this machine's."""
     from rich.console import Console
 
-    from gradwire.compressors.registry import compressor_of, spec_of
+    from gradwire.compressors.base.registry import compressor_of, spec_of
     from gradwire.simulate.machine import machine_costs
     from gradwire.sync.costs import Costs
 

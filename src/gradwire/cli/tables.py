@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from gradwire.compressors.thc_tables import Table
+    from gradwire.compressors.support.thc_tables import Table
 
 
 def register(app: typer.Typer) -> None:
@@ -30,7 +30,7 @@ def tables(
 
     Example: gradwire tables --bits 4 --granularity 30 --p 0.03125 --json
     """
-    from gradwire.compressors import thc_choice, thc_tables
+    from gradwire.compressors.support import thc_choice, thc_tables
 
     if granularity is None:
         thc_tables.check(bits, thc_tables.MAX_GRANULARITY, p)
@@ -49,7 +49,7 @@ def _show(found: Table, ranks: int) -> None:
     from rich.console import Console
     from rich.table import Table as RichTable
 
-    from gradwire.compressors import thc_choice
+    from gradwire.compressors.support import thc_choice
 
     even = [round(z * found.granularity / (len(found.values) - 1)) for z in range(len(found.values))]
     shown = RichTable(

@@ -32,8 +32,8 @@ def codec_of(target: str, options: list[str] | None) -> Compressor:
         GradwireError: there is no such file, module or compressor, or an option does not fit.
     """
     from gradwire.compressors import make, names
-    from gradwire.compressors.algorithm import Algorithm
     from gradwire.compressors.base import Compressor
+    from gradwire.compressors.base.decorator import Algorithm
 
     given = dict(map(_option, options or []))
     place, colon, name = target.rpartition(":")
@@ -66,8 +66,8 @@ def object_of(target: str) -> Any:
 
 
 def _compressors(module: ModuleType) -> list[str]:
-    from gradwire.compressors.algorithm import Algorithm
     from gradwire.compressors.base import Compressor
+    from gradwire.compressors.base.decorator import Algorithm
 
     return [key for key, value in vars(module).items() if isinstance(value, (Algorithm, Compressor))]
 

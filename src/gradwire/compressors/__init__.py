@@ -31,7 +31,7 @@ from gradwire.compressors import (
     uthc,
 )
 from gradwire.compressors.base import Compressor, Stat
-from gradwire.compressors.registry import Description, code, describe, make, names, register
+from gradwire.compressors.base.registry import Description, code, describe, make, names, register
 
 __all__ = [
     "Compressor",

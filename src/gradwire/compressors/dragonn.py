@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from gradwire.compressors.algorithm import compressor
-from gradwire.compressors.array import SMALLEST
-from gradwire.compressors.warmup import ratio_at, warmed
+from gradwire.compressors.base.array import SMALLEST
+from gradwire.compressors.base.decorator import compressor
+from gradwire.compressors.support.warmup import ratio_at, warmed
 from gradwire.lang import ceil, concat, maximum, remembered, where
 
 _FEW_SLOTS = 256  # as many samples would do, and the count of fewer says little

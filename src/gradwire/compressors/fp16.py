@@ -13,8 +13,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from gradwire.compressors.casts import CastCompressor
-from gradwire.compressors.registry import register
+from gradwire.compressors.base.registry import register
+from gradwire.compressors.support.casts import CastCompressor
 
 
 @register

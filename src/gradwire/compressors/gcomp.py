@@ -22,15 +22,14 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from gradwire.compressors.array import NONFINITE, scratch, start_residual
-from gradwire.compressors.base import as_array
-from gradwire.compressors.gcomp_metric import guard
+from gradwire.compressors.base.array import NONFINITE, scratch, start_residual
+from gradwire.compressors.base.options import flag
+from gradwire.compressors.base.registry import register
 from gradwire.compressors.lossless import FloatPacking
 from gradwire.compressors.none import ARRAY_DTYPES, convert
-from gradwire.compressors.options import flag
-from gradwire.compressors.registry import register
+from gradwire.compressors.support.gcomp_metric import guard
 from gradwire.core.context import Context
-from gradwire.core.spec import TensorSpec
+from gradwire.core.spec import TensorSpec, as_array
 from gradwire.kernels import active as kernels
 from gradwire.kernels.float_format import LEVELS
 from gradwire.wire.payload import Payload

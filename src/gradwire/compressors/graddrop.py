@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from gradwire.compressors.algorithm import compressor
-from gradwire.compressors.warmup import warmed
+from gradwire.compressors.base.decorator import compressor
+from gradwire.compressors.support.warmup import warmed
 from gradwire.lang import ceil, concat, maximum, minimum
 
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from gradwire.compressors.algorithm import compressor
 from gradwire.compressors.base import FeedbackName
+from gradwire.compressors.base.decorator import compressor
 from gradwire.lang import concat, floor, random, round_even, types
 
 _LEVELS = 127

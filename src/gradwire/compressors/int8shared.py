@@ -21,13 +21,12 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from gradwire.compressors import options
-from gradwire.compressors.array import ArrayCompressor, expect, expect_bytes
-from gradwire.compressors.base import FeedbackName, Reduction, Stat, as_array
-from gradwire.compressors.registry import register
+from gradwire.compressors.base import FeedbackName, Reduction, Stat, options
+from gradwire.compressors.base.array import ArrayCompressor, expect, expect_bytes
+from gradwire.compressors.base.registry import register
 from gradwire.core.context import Context
 from gradwire.core.errors import OptionError, PayloadError
-from gradwire.core.spec import TensorSpec
+from gradwire.core.spec import TensorSpec, as_array
 from gradwire.kernels import active as kernels
 from gradwire.wire.fields import Reader
 from gradwire.wire.payload import Payload

@@ -21,15 +21,15 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from gradwire.compressors import exponent_prior
-from gradwire.compressors.array import expect, scratch
-from gradwire.compressors.base import FeedbackName, as_array
+from gradwire.compressors.base import FeedbackName
+from gradwire.compressors.base.array import expect, scratch
+from gradwire.compressors.base.options import integer
+from gradwire.compressors.base.registry import register
 from gradwire.compressors.none import ARRAY_DTYPES, NoCompression, add, convert
-from gradwire.compressors.options import integer
-from gradwire.compressors.registry import register
+from gradwire.compressors.support import exponent_prior
 from gradwire.core.context import Context
 from gradwire.core.errors import OptionError, PayloadError
-from gradwire.core.spec import ELEMENT_TYPES, TensorSpec
+from gradwire.core.spec import ELEMENT_TYPES, TensorSpec, as_array
 from gradwire.kernels import active as kernels
 from gradwire.kernels.prefix_code import SERIAL_BYTES, PrefixCode, code_of_bytes
 from gradwire.wire.fields import Reader

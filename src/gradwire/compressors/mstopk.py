@@ -20,8 +20,8 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from gradwire.compressors.algorithm import compressor
-from gradwire.compressors.warmup import warmed
+from gradwire.compressors.base.decorator import compressor
+from gradwire.compressors.support.warmup import warmed
 from gradwire.lang import ceil, concat, count, mean, sqrt, where
 
 _HALVINGS = 3  # of the interval on a logarithmic scale, so that there are 2^3 - 1 thresholds

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gradwire.compressors.algorithm import compressor
+from gradwire.compressors.base.decorator import compressor
 from gradwire.lang import concat, exponent, power, random, uint1, uint8, where
 
 

@@ -15,11 +15,11 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from gradwire.compressors.array import start_residual
-from gradwire.compressors.base import Compressor, FeedbackName, as_array
-from gradwire.compressors.registry import register
+from gradwire.compressors.base import Compressor, FeedbackName
+from gradwire.compressors.base.array import start_residual
+from gradwire.compressors.base.registry import register
 from gradwire.core.context import Context
-from gradwire.core.spec import ELEMENT_TYPES, TensorSpec
+from gradwire.core.spec import ELEMENT_TYPES, TensorSpec, as_array
 from gradwire.kernels import active as kernels
 from gradwire.wire.fields import Reader
 from gradwire.wire.payload import Payload

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gradwire.compressors.algorithm import compressor
+from gradwire.compressors.base.decorator import compressor
 from gradwire.lang import concat, mean, uint1, where
 
 

@@ -35,13 +35,12 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from gradwire.compressors import options
-from gradwire.compressors.array import ArrayCompressor, expect, expect_bytes, start_residual
-from gradwire.compressors.base import Reduction, Stat, as_array
-from gradwire.compressors.registry import register
+from gradwire.compressors.base import Reduction, Stat, options
+from gradwire.compressors.base.array import ArrayCompressor, expect, expect_bytes, start_residual
+from gradwire.compressors.base.registry import register
 from gradwire.core.context import Context
 from gradwire.core.errors import PayloadError
-from gradwire.core.spec import TensorSpec
+from gradwire.core.spec import TensorSpec, as_array
 from gradwire.kernels import active as kernels
 from gradwire.wire.fields import Reader
 from gradwire.wire.payload import Payload

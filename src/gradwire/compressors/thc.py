@@ -24,10 +24,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from gradwire.compressors import options, thc_choice, thc_tables
-from gradwire.compressors.base import Reduction
-from gradwire.compressors.homomorphic import Coding, Grid, Homomorphic, coding_of, narrowed, spread
-from gradwire.compressors.registry import register
+from gradwire.compressors.base import Reduction, options
+from gradwire.compressors.base.registry import register
+from gradwire.compressors.support import thc_choice, thc_tables
+from gradwire.compressors.support.homomorphic import Coding, Grid, Homomorphic, coding_of, narrowed, spread
 from gradwire.core.spec import TensorSpec
 from gradwire.kernels import active as kernels
 from gradwire.kernels.blocks import Blocks

@@ -24,9 +24,9 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 import torch
 
-from gradwire.compressors import options
-from gradwire.compressors.array import ArrayCompressor, any_other, expect, scaled, scratch
-from gradwire.compressors.registry import register
+from gradwire.compressors.base import options
+from gradwire.compressors.base.array import ArrayCompressor, any_other, expect, scaled, scratch
+from gradwire.compressors.base.registry import register
 from gradwire.core.context import Context
 from gradwire.core.errors import OptionError
 from gradwire.core.spec import TensorSpec

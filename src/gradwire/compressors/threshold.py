@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from gradwire.compressors import options
-from gradwire.compressors.algorithm import compressor
+from gradwire.compressors.base import options
+from gradwire.compressors.base.decorator import compressor
 from gradwire.lang import concat
 
 

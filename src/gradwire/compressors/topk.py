@@ -18,10 +18,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from gradwire.compressors import options
-from gradwire.compressors.array import PIECE, SMALLEST, ArrayCompressor, clear, expect, scratch, start_residual
-from gradwire.compressors.registry import register
-from gradwire.compressors.warmup import ratio_at
+from gradwire.compressors.base import options
+from gradwire.compressors.base.array import PIECE, SMALLEST, ArrayCompressor, clear, expect, scratch, start_residual
+from gradwire.compressors.base.registry import register
+from gradwire.compressors.support.warmup import ratio_at
 from gradwire.core.context import Context
 from gradwire.core.spec import TensorSpec
 from gradwire.kernels import active as kernels
@@ -34,7 +34,7 @@ class TopK(ArrayCompressor):
 
     Args:
         ratio: kept fraction, in (0, 1].
-        warmup: steps in which the kept fraction falls to `ratio`, from 25 % on; see `gradwire.compressors.warmup`.
+        warmup: steps in which the kept fraction falls to `ratio`, from 25 % on; see `support.warmup`.
     """
 
     name: ClassVar[str] = "topk"

@@ -16,10 +16,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from gradwire.compressors import thc_choice
 from gradwire.compressors.base import FeedbackName, Reduction
-from gradwire.compressors.homomorphic import Coding, Grid, Homomorphic, coding_of, narrowed, spread
-from gradwire.compressors.registry import register
+from gradwire.compressors.base.registry import register
+from gradwire.compressors.support import thc_choice
+from gradwire.compressors.support.homomorphic import Coding, Grid, Homomorphic, coding_of, narrowed, spread
 from gradwire.core.spec import TensorSpec
 from gradwire.kernels import active as kernels
 from gradwire.kernels.blocks import Blocks

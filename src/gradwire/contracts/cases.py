@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from gradwire.compressors.base import Compressor
-from gradwire.compressors.traced import TracedCompressor
+from gradwire.compressors.base.traced import TracedCompressor
 from gradwire.core.context import Context
 from gradwire.core.spec import TensorSpec, as_array
 from gradwire.kernels import cpu, reference

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from gradwire.compressors.base import Compressor
-from gradwire.compressors.traced import TracedCompressor
+from gradwire.compressors.base.traced import TracedCompressor
 from gradwire.contracts.cases import EDGE_TENSORS, context, heavy_tailed, normal, reduced
 from gradwire.contracts.checks import about, check, expect
 from gradwire.core.spec import TensorSpec, as_array

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from gradwire.compressors.base import Compressor
-from gradwire.compressors.traced import TracedCompressor
+from gradwire.compressors.base.traced import TracedCompressor
 from gradwire.contracts.cases import context, float32_context, heavy_tailed, normal, selects
 from gradwire.contracts.checks import about, check, expect
 from gradwire.core.spec import TensorSpec

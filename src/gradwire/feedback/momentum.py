@@ -31,10 +31,10 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from gradwire.compressors import options
-from gradwire.compressors.base import Compressor, as_array
+from gradwire.compressors.base import Compressor, options
 from gradwire.core.context import Context
 from gradwire.core.errors import OptionError
+from gradwire.core.spec import as_array
 from gradwire.feedback.policies import ErrorFeedback, register
 from gradwire.feedback.residuals import ResidualKey, Residuals
 from gradwire.kernels import active as kernels

@@ -20,11 +20,11 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from gradwire.compressors.base import Compressor, Stat, as_array
-from gradwire.compressors.registry import parse_option
+from gradwire.compressors.base import Compressor, Stat
+from gradwire.compressors.base.registry import parse_option
 from gradwire.core.context import Context
 from gradwire.core.errors import UnknownNameError
-from gradwire.core.spec import Range
+from gradwire.core.spec import Range, as_array
 from gradwire.feedback.residuals import ResidualKey, Residuals
 from gradwire.kernels import active as kernels
 from gradwire.wire.payload import Payload

@@ -69,7 +69,7 @@ def attach(
             counts), a whole `Plan`, or ``"auto"``, which decides while training (see `gradwire.integrations.auto`).
         optimizer: the optimizer of these parameters. With it, residuals are committed when it steps, so that steps
             skipped by a GradScaler leave no trace; without it, when the next backward begins, unless any rank's
-            gradients were not finite. ``"gcomp"`` needs it: see `gradwire.compressors.gcomp_metric`.
+            gradients were not finite. ``"gcomp"`` needs it: see `gradwire.compressors.support.gcomp_metric`.
         scaler: the GradScaler of these gradients, if there is one. With it, residuals follow when it changes its scale;
             without it, what was kept back before a change counts by the wrong scale once.
         register: take the module's communication hook. With False it stays yours: register a hook of your own that

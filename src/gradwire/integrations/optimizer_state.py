@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from gradwire.compressors.gcomp_metric import RULES, Numbers
+from gradwire.compressors.support.gcomp_metric import RULES, Numbers
 from gradwire.core.errors import OptionError
 from gradwire.core.spec import Range
 from gradwire.integrations.clipping import is_no_change, is_power_of_two

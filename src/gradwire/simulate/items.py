@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from gradwire.compressors.registry import make
+from gradwire.compressors.base.registry import make
 from gradwire.core.spec import TensorSpec
 from gradwire.simulate.assemble import SimulatedItem
 from gradwire.simulate.cluster import Cluster

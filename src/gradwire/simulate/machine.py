@@ -10,7 +10,7 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
-from gradwire.compressors.registry import compressor_of
+from gradwire.compressors.base.registry import compressor_of
 from gradwire.core.errors import OptionError
 from gradwire.kernels.cpu.compile import fingerprint
 from gradwire.simulate.frames import measure_frame

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from gradwire.compressors.base import Compressor
-from gradwire.compressors.registry import spec_of
+from gradwire.compressors.base.registry import spec_of
 from gradwire.core.spec import TensorSpec
 from gradwire.simulate.recording import Work
 from gradwire.sync.costs import CodecCosts, Costs, Curve

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 
-from gradwire.compressors.registry import code
+from gradwire.compressors.base.registry import code
 from gradwire.core.errors import UnknownNameError
 from gradwire.core.events import EventStream
 from gradwire.feedback.residuals import Residuals

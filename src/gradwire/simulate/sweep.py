@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gradwire.compressors.registry import compressor_of
+from gradwire.compressors.base.registry import compressor_of
 from gradwire.simulate.bulk import Bulk
 from gradwire.simulate.cluster import Cluster, Compute, Link, Straggler
 from gradwire.simulate.models import Model

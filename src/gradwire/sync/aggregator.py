@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradwire.compressors.homomorphic import Homomorphic
+from gradwire.compressors.support.homomorphic import Homomorphic
 from gradwire.core.errors import OptionError
 from gradwire.core.spec import TensorSpec
 from gradwire.protocol.aggregation.interface import Aggregation, Reply

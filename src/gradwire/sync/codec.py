@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from gradwire.compressors.base import Compressor
-from gradwire.compressors.registry import make
+from gradwire.compressors.base.registry import make
 from gradwire.core.context import Context
 from gradwire.core.errors import PayloadError, SyncError
 from gradwire.core.spec import as_array

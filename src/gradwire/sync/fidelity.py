@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from gradwire.compressors.registry import compressor_of
+from gradwire.compressors.base.registry import compressor_of
 from gradwire.core.errors import UnknownNameError
 
 EVERYWHERE = ("scatter_reduce", "ring", "allgather")
@@ -26,7 +26,7 @@ class Method(NamedTuple):
     """A compressor that may be chosen.
 
     Attributes:
-        spec: as `gradwire.compressors.registry.compressor_of` reads it.
+        spec: as `gradwire.compressors.base.registry.compressor_of` reads it.
         strategies: by which it may travel, the one to prefer among equals first.
     """
 

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from gradwire.compressors.base import Compressor
-from gradwire.compressors.casts import CastCompressor
-from gradwire.compressors.homomorphic import Homomorphic
-from gradwire.compressors.registry import make
+from gradwire.compressors.base.registry import make
+from gradwire.compressors.support.casts import CastCompressor
+from gradwire.compressors.support.homomorphic import Homomorphic
 from gradwire.core.errors import OptionError, UnknownNameError
 from gradwire.core.spec import TensorSpec
 from gradwire.feedback import policies

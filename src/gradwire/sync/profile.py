@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from gradwire.compressors.base import Compressor
-from gradwire.compressors.registry import make
+from gradwire.compressors.base.registry import make
 from gradwire.core.context import Context
 from gradwire.core.errors import OptionError
 from gradwire.core.events import EventStream

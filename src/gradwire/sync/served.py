@@ -21,7 +21,7 @@ from concurrent.futures import Future
 import numpy as np
 import torch
 
-from gradwire.compressors.homomorphic import Homomorphic
+from gradwire.compressors.support.homomorphic import Homomorphic
 from gradwire.core.spec import as_array
 from gradwire.feedback.residuals import Residuals
 from gradwire.kernels import active as kernels

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from gradwire.compressors.base import Compressor
-from gradwire.compressors.registry import compressor_of
+from gradwire.compressors.base.registry import compressor_of
 from gradwire.sync.costs import CodecCosts, Cost, Costs, Curve, Line
 from gradwire.sync.exchange import MAX_NUMBERS
 from gradwire.sync.profile import measure_add, measure_codec, measure_task

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
+from gradwire.compressors.base.registry import make
 from gradwire.compressors.lossless import FloatPacking
-from gradwire.compressors.registry import make
 from gradwire.core.context import Context
 from gradwire.core.spec import Range, TensorSpec, as_array
 from gradwire.feedback import policies

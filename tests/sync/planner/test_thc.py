@@ -2,7 +2,7 @@
 
 import pytest
 
-from gradwire.compressors.registry import compressor_of
+from gradwire.compressors.base.registry import compressor_of
 from gradwire.core.spec import TensorSpec
 from gradwire.simulate import models
 from gradwire.sync import fidelity

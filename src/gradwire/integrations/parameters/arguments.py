@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from gradwire.compressors.base import Compressor
-from gradwire.compressors.registry import compressor_of
+from gradwire.compressors.base.registry import compressor_of
 from gradwire.core.errors import FrameError, OptionError
 from gradwire.protocol.parameters.agreement import Groups, groups_from
 

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from gradwire.compressors.registry import spec_of
+from gradwire.compressors.base.registry import spec_of
 from gradwire.core.errors import (
     AttachError,
     OptionError,

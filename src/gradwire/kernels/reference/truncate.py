@@ -1,6 +1,6 @@
 """Truncation of mantissas that an update of the parameters does not notice.
 
-Source: GCOMP (SoCC 2024), section 5. What the numbers mean stands in `gradwire.compressors.gcomp_metric`.
+Source: GCOMP (SoCC 2024), section 5. What the numbers mean stands in `gradwire.compressors.support.gcomp_metric`.
 """
 # Shapes: N elements
 

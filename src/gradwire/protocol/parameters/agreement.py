@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any
 
 from gradwire.compressors.base import Compressor
-from gradwire.compressors.registry import compressor_of
+from gradwire.compressors.base.registry import compressor_of
 from gradwire.core.errors import FrameError, GradwireError
 from gradwire.core.spec import ELEMENT_TYPES, TensorSpec
 

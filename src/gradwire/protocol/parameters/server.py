@@ -22,7 +22,7 @@ from typing import Protocol
 
 import numpy as np
 
-from gradwire.compressors.registry import code
+from gradwire.compressors.base.registry import code
 from gradwire.core.errors import DisagreementError, FrameError, PayloadError
 from gradwire.core.spec import ELEMENT_TYPES
 from gradwire.protocol.parameters.agreement import (

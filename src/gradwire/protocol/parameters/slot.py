@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from gradwire.compressors.registry import code
+from gradwire.compressors.base.registry import code
 from gradwire.core.errors import FrameError
 from gradwire.core.spec import ELEMENT_TYPES, TensorSpec, as_array, as_tensor
 from gradwire.protocol.parameters.agreement import Agreement

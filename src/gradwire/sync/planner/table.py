@@ -12,7 +12,7 @@ from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from gradwire.compressors.registry import compressor_of
+from gradwire.compressors.base.registry import compressor_of
 from gradwire.core.errors import OptionError
 from gradwire.sync.costs import expect_document
 from gradwire.sync.plan import Plan, PlanEntry

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import cast
 
-from gradwire.compressors.registry import code
+from gradwire.compressors.base.registry import code
 from gradwire.core.events import Event, EventStream
 from gradwire.core.spec import ELEMENT_TYPES
 from gradwire.feedback.residuals import Residuals

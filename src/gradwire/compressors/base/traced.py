@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import torch
 
-from gradwire.compressors import options as checks
-from gradwire.compressors.array import NONFINITE, expect, scratch
-from gradwire.compressors.base import Reduction, Stat, as_array
-from gradwire.compressors.on_device import OnDevice
-from gradwire.compressors.on_device import key_words as _keys
-from gradwire.compressors.on_device import remembered as _remembered
+from gradwire.compressors.base import Reduction, Stat
+from gradwire.compressors.base import options as checks
+from gradwire.compressors.base.array import NONFINITE, expect, scratch
+from gradwire.compressors.base.on_device import OnDevice
+from gradwire.compressors.base.on_device import key_words as _keys
+from gradwire.compressors.base.on_device import remembered as _remembered
 from gradwire.core.context import Context
 from gradwire.core.errors import UnknownNameError
-from gradwire.core.spec import TensorSpec
+from gradwire.core.spec import TensorSpec, as_array
 from gradwire.kernels.cpu.elements import addresses, as_input, as_writable
 from gradwire.lang import cache
 from gradwire.lang.cpu.runtime import SLOTS
@@ -34,7 +34,7 @@ from gradwire.lang.operators.arithmetic import evaluate_static, static_values
 from gradwire.wire.payload import Payload
 
 if TYPE_CHECKING:
-    from gradwire.compressors.algorithm import Algorithm
+    from gradwire.compressors.base.decorator import Algorithm
 
 
 class TracedCompressor(OnDevice):

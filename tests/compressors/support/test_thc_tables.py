@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from gradwire.compressors import thc_tables
-from gradwire.compressors.thc_tables import Table, cost, optimal, solve, stored, threshold
+from gradwire.compressors.support import thc_tables
+from gradwire.compressors.support.thc_tables import Table, cost, optimal, solve, stored, threshold
 from gradwire.core.errors import OptionError
 from gradwire.lang import cache
 

@@ -18,8 +18,8 @@ from collections.abc import Callable
 from typing import Any, overload
 
 from gradwire.compressors.base import FeedbackName
-from gradwire.compressors.registry import register
-from gradwire.compressors.traced import TracedCompressor
+from gradwire.compressors.base.registry import register
+from gradwire.compressors.base.traced import TracedCompressor
 from gradwire.lang.errors import TraceError
 from gradwire.lang.ir import Program
 from gradwire.lang.trace import signature_line, trace

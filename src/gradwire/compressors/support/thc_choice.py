@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gradwire.compressors.thc_tables import Table, optimal
+from gradwire.compressors.support.thc_tables import Table, optimal
 from gradwire.core.errors import OptionError
 
 LANE_BITS = (8, 16, 32)

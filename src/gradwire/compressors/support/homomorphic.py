@@ -22,13 +22,12 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import torch
 
-from gradwire.compressors import options
-from gradwire.compressors.array import ArrayCompressor, expect, expect_bytes, scratch
-from gradwire.compressors.base import Reduction, Stat, as_array
-from gradwire.compressors.thc_choice import LANE_BITS, lane_for
+from gradwire.compressors.base import Reduction, Stat, options
+from gradwire.compressors.base.array import ArrayCompressor, expect, expect_bytes, scratch
+from gradwire.compressors.support.thc_choice import LANE_BITS, lane_for
 from gradwire.core.context import Context
 from gradwire.core.errors import OptionError, PayloadError
-from gradwire.core.spec import TensorSpec
+from gradwire.core.spec import TensorSpec, as_array
 from gradwire.kernels import active as kernels
 from gradwire.kernels.blocks import SIGNS_A_WORD, Blocks, index_bytes, next_power, num_sign_words, padded_size
 from gradwire.wire.fields import Reader

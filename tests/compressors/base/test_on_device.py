@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gradwire import compressors
-from gradwire.compressors.traced import TracedCompressor
+from gradwire.compressors.base.traced import TracedCompressor
 from gradwire.core.context import Context
 from gradwire.core.errors import PayloadError
 from gradwire.core.spec import TensorSpec

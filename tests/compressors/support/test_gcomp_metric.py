@@ -16,7 +16,7 @@ from benchmarks.gcomp_hops import updated
 from torch import nn
 
 import gradwire.compressors as compressors
-from gradwire.compressors.gcomp_metric import RULES, delta, guard
+from gradwire.compressors.support.gcomp_metric import RULES, delta, guard
 from gradwire.core.context import Context
 from gradwire.core.spec import Range, TensorSpec
 from gradwire.integrations.optimizer_state import OptimizerState

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.compressors.thc_choice import choose, lane_for
-from gradwire.compressors.thc_tables import optimal
+from gradwire.compressors.support.thc_choice import choose, lane_for
+from gradwire.compressors.support.thc_tables import optimal
 from gradwire.core.errors import OptionError
 
 P = 1 / 32

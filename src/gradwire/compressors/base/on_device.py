@@ -15,8 +15,8 @@ from types import ModuleType
 import numpy as np
 import torch
 
-from gradwire.compressors.array import NONFINITE, ArrayCompressor, expect
 from gradwire.compressors.base import Stat
+from gradwire.compressors.base.array import NONFINITE, ArrayCompressor, expect
 from gradwire.core.context import Context
 from gradwire.kernels.cpu.elements import as_writable
 from gradwire.lang import cache

@@ -22,7 +22,7 @@ import torch
 
 from gradwire.core.context import Context
 from gradwire.core.errors import PayloadError
-from gradwire.core.spec import TensorSpec, as_array, as_tensor
+from gradwire.core.spec import TensorSpec, as_array
 from gradwire.kernels import active as kernels
 from gradwire.wire.payload import Payload
 
@@ -299,6 +299,3 @@ class Compressor(ABC):
         if payload.body.nbytes != expected:
             raise PayloadError(f"Expected a {self.name} payload of {expected} bytes, got {payload.body.nbytes}.")
         return payload.body
-
-
-__all__ = ["Compressor", "FeedbackName", "Reduction", "Stat", "as_array", "as_tensor"]

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import gradwire.compressors as compressors
-from gradwire.compressors import Compressor, registry
+from gradwire.compressors import Compressor
+from gradwire.compressors.base import registry
 from gradwire.core.context import Context
 from gradwire.core.errors import OptionError, UnknownNameError
 from gradwire.wire.payload import Payload

@@ -16,9 +16,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from gradwire.compressors.base import Compressor, as_array
+from gradwire.compressors.base import Compressor
 from gradwire.core.context import Context
 from gradwire.core.errors import PayloadError
+from gradwire.core.spec import as_array
 from gradwire.kernels import active as kernels
 from gradwire.wire.payload import Payload
 

@@ -13,8 +13,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from gradwire.compressors.array import ArrayCompressor, expect_bytes, start_residual
 from gradwire.compressors.base import FeedbackName
+from gradwire.compressors.base.array import ArrayCompressor, expect_bytes, start_residual
 from gradwire.core.context import Context
 from gradwire.core.spec import TensorSpec
 from gradwire.kernels import active as kernels
