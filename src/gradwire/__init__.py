@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from gradwire.core.context import Context as Context
     from gradwire.core.spec import TensorSpec as TensorSpec
     from gradwire.feedback.momentum import MomentumCorrection as MomentumCorrection
-    from gradwire.integrations.ddp import Handle as Handle
     from gradwire.integrations.ddp import attach as attach
+    from gradwire.integrations.handle import Handle as Handle
     from gradwire.integrations.parameters.client import ParameterClient as ParameterClient
     from gradwire.sync.aggregator import Aggregator as Aggregator
     from gradwire.sync.plan import Plan as Plan
@@ -34,7 +34,7 @@ _HOMES = {
     "Aggregator": "gradwire.sync.aggregator",
     "Compressor": "gradwire.compressors.base",
     "Context": "gradwire.core.context",
-    "Handle": "gradwire.integrations.ddp",
+    "Handle": "gradwire.integrations.handle",
     "ParameterClient": "gradwire.integrations.parameters.client",
     "MomentumCorrection": "gradwire.feedback.momentum",
     "Plan": "gradwire.sync.plan",

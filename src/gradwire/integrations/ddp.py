@@ -1,6 +1,6 @@
-"""`attach`: compressed gradient synchronisation for a DistributedDataParallel module, and its handle.
+"""`attach`: compressed gradient synchronisation for a DistributedDataParallel module.
 
-A thin adapter on `Synchronizer`: buckets become shards by parameter name, the hook's future is the synchroniser's.
+A thin adapter on `Synchronizer`; see `gradwire.integrations.handle`.
 
 Guarantees: nothing but this module's gradient synchronisation changes; one hook slot is taken for good (torch offers
 no way back), and after `detach` it does exactly what DDP does without a hook; an error keeps its type.
@@ -9,36 +9,28 @@ no way back), and after `detach` it does exactly what DDP does without a hook; a
 from __future__ import annotations
 
 import logging
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.core.errors import OptionError, SyncError, UnknownNameError
+from gradwire.core.errors import OptionError, UnknownNameError
 from gradwire.core.spec import TensorSpec
 from gradwire.feedback import Policy
 from gradwire.integrations import torch_private
 from gradwire.integrations.auto import Autopilot
-from gradwire.integrations.clipping import AfterAveraging
+from gradwire.integrations.handle import Handle
 from gradwire.integrations.hook_slot import check_attachable, slot_of
 from gradwire.integrations.momentum import check_momentum
 from gradwire.integrations.optimizer_state import OptimizerState
-from gradwire.observe.metrics import Report
-from gradwire.observe.trace import Trace
 from gradwire.sync.aggregator import Aggregator
 from gradwire.sync.fidelity import LEVELS
 from gradwire.sync.plan import SERVER, Method, Plan
-from gradwire.sync.submission import Shard
 from gradwire.sync.synchronizer import DEFAULT_TIMEOUT, Synchronizer
 
 logger = logging.getLogger("gradwire")
-_ADVICE = "This DDP module cannot go on: build it anew, or end the job and resume from a checkpoint."
 
 
 def attach(
@@ -118,12 +110,12 @@ def attach(
     plan = method if isinstance(method, Plan) else Plan(
         method, strategy=strategy, partitions=partitions, min_elements=min_elements, feedback=feedback
     )  # fmt: skip
-    check_momentum(plan, optimizer, _trained(ddp))
+    check_momentum(plan, optimizer, torch_private.trained_parameters(ddp))
     optimizer_state = _optimizer_state(ddp, plan, optimizer, automatic and fidelity != "exact")
     synchronizer = Synchronizer(
         ddp.process_group,
         plan,
-        tensors={name: TensorSpec.of(parameter) for name, parameter in _trained(ddp)},
+        tensors={name: TensorSpec.of(parameter) for name, parameter in torch_private.trained_parameters(ddp)},
         timeout=timeout,
         stall_timeout=stall_timeout,
         seed=seed,
@@ -147,232 +139,19 @@ def attach(
     return handle
 
 
-class Handle:
-    """An attached module. Made by `attach`.
-
-    Attributes:
-        synchronizer: what does the work.
-        autopilot: under ``"auto"`` what decides, with its decisions; else None.
-    """
-
-    def __init__(
-        self,
-        ddp: DistributedDataParallel,
-        synchronizer: Synchronizer,
-        optimizer: torch.optim.Optimizer | None,
-        check_every: int,
-        scaler: torch.amp.GradScaler | None = None,
-        optimizer_state: OptimizerState | None = None,
-    ) -> None:
-        self.synchronizer = synchronizer
-        self._optimizer_state = optimizer_state
-        self.autopilot: Autopilot | None = None
-        self._ddp = weakref.ref(ddp)
-        self._check_every = check_every
-        self._scaler = scaler
-        self._loss_scale: float | None = None  # that of the residuals; None where there is no telling
-        self._active_ranks = synchronizer.world_size
-        self._called = False
-        self._names = {id(parameter): name for name, parameter in _trained(ddp)}
-        self._commits_in_optimizer = optimizer is not None
-        self._averaged = AfterAveraging()
-        self._unhook = None if optimizer is None else optimizer.register_step_post_hook(self._after_step)
-        self._unhook_before = (
-            None if optimizer_state is None else optimizer_state.optimizer.register_step_pre_hook(self._before_step)
-        )
-
-    # -- what users call -------------------------------------------------------------------------------------
-
-    def report(self) -> Report:
-        """Bytes, ratios, times and residual norms, by tensor and in all, on this rank. Prints as a table."""
-        return self.synchronizer.report()
-
-    def trace(self, path: str | Path) -> Trace:
-        """Write what synchronisation does from now on as Chrome trace JSON, for ui.perfetto.dev; one file a rank.
-
-        ``with handle.trace("trace.json"):`` around some steps writes ``trace.rank0.json`` and so on; or call `close`
-        of what is returned.
-        """
-        return self.synchronizer.trace(path)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Residuals by parameter name, step and seed: a plain dict of tensors and numbers. One file a rank.
-
-        It loads with ``torch.load(..., weights_only=True)``.
-        """
-        self._settle()
-        state = self.synchronizer.state_dict() | {"loss_scale": self._loss_scale}
-        return state if self._optimizer_state is None else state | {"clipped": self._optimizer_state.clipped}
-
-    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Go on from `state`, bit for bit, under whatever bucket layout this module has.
-
-        Args:
-            state: what this rank saved; or, where the number of ranks has changed, a list of what all ranks saved, in
-                their order. `gradwire.resize_state` says what becomes of the residuals.
-        """
-        self.synchronizer.load_state_dict(state)
-        first = state if isinstance(state, Mapping) else state[0]
-        self._loss_scale = first.get("loss_scale")
-        if self._optimizer_state is not None:
-            self._optimizer_state.clipped = bool(first.get("clipped", False))
-        if self.autopilot is not None:
-            self.autopilot.restart()
-
-    def detach(self) -> None:
-        """Return to DDP's own all-reduce. Residuals that were not applied are dropped. Every rank calls it."""
-        ddp = self._ddp()
-        if ddp is not None and slot_of(ddp).handle is self:
-            slot_of(ddp).handle = None
-        for hook in (self._unhook, self._unhook_before):
-            if hook is not None:
-                hook.remove()
-        self._unhook = self._unhook_before = None
-        self.synchronizer.close()
-
-    def hook(self, state: Any, bucket: torch_private.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Average one bucket, within a hook of your own; see `register` of `attach`. After `detach`, all-reduce it.
-
-        What your hook changes in the bucket before is what is averaged; what it chains to the future comes after. It
-        must call this for every bucket, on every rank.
-        """
-        ddp = self._ddp()
-        assert ddp is not None, "a hook runs in a backward of its module"
-        return slot_of(ddp)(bucket)
-
-    # -- the hook --------------------------------------------------------------------------------------------
-
-    def on_bucket(self, bucket: torch_private.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Average one bucket: what the trampoline calls during backward."""
-        with _advising():
-            return self._average(bucket)
-
-    def _average(self, bucket: torch_private.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        joined = not torch_private.in_backward()
-        ddp = self._ddp()
-        assert ddp is not None, "a hook runs in a backward of its module"
-        self._called = True
-        if bucket.index() == 0:
-            self._begin_backward(ddp, joined)
-        if self._active_ranks != self.synchronizer.world_size:
-            bucket.buffer().mul_(self.synchronizer.world_size / self._active_ranks)
-        parameters = torch_private.bucket_parameters(bucket)
-
-        def submit() -> torch.futures.Future[torch.Tensor]:
-            shards = [
-                Shard(self._names[id(parameter)], grad, used=not joined and _used(ddp, parameter, grad))
-                for parameter, grad in zip(parameters, bucket.gradients(), strict=True)
-            ]
-            # The small tensors of several buckets travel together, the last of them with the last bucket.
-            return self.synchronizer.submit(shards, result=bucket.buffer(), hold=not bucket.is_last())
-
-        if self.autopilot is None:
-            future = submit()
-        else:
-            future = self.autopilot.average(bucket, (self._names[id(parameter)] for parameter in parameters), submit)
-        if self._optimizer_state is not None and not joined:
-            future = self._remember(future, bucket, parameters)
-        if bucket.is_last() and (joined or torch_private.waits_before_callbacks(ddp)):
-            self._end_backward()
-        if bucket.is_last() and joined:
-            self.synchronizer.commit()  # no optimizer steps here; residuals of sums are this rank's as before
-        return future
-
-    def _remember(
-        self, future: torch.futures.Future[torch.Tensor], bucket: torch_private.GradBucket, parameters: Sequence[Any]
-    ) -> torch.futures.Future[torch.Tensor]:
-        """Keep some of the bucket's largest mean, to see at the optimizer's step what has become of it."""
-        index = max(range(len(parameters)), key=lambda each: parameters[each].numel())
-        parameter, grad = parameters[index], torch_private.bucket_gradient(bucket, parameters, index)
-
-        def arrived(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-            self._averaged.take(parameter, grad)
-            return done.value()
-
-        return future.then(arrived)
-
-    def _begin_backward(self, ddp: DistributedDataParallel, joined: bool) -> None:
-        if not joined:
-            torch_private.after_backward(self._end_backward)
-        if self.autopilot is not None:
-            self.autopilot.boundary()
-        self._settle()
-        self.synchronizer.begin_step()
-        self._follow_loss_scale()
-        if self._optimizer_state is not None:
-            self._optimizer_state.begin_backward()
-        self._active_ranks = self._count_active_ranks(ddp, joined)
-        if self._check_every and self.synchronizer.step % self._check_every == 0:
-            # A rank that has joined takes no optimizer steps; it gets the parameters when all have.
-            self.synchronizer.check_replicas(None if joined else (parameter for _, parameter in _trained(ddp)))
-
-    def _follow_loss_scale(self) -> None:
-        """Bring the residuals to the scale that the gradients of this backward have."""
-        if self._scaler is None:
-            return
-        scale = self._scaler.get_scale()
-        if self._loss_scale is not None and scale != self._loss_scale:
-            self.synchronizer.rescale(scale / self._loss_scale)
-        self._loss_scale = scale
-        if self._optimizer_state is not None:
-            self._optimizer_state.loss_scale = scale
-
-    def _count_active_ranks(self, ddp: DistributedDataParallel, joined: bool) -> int:
-        """By how many ranks the sum is divided: fewer than all only where `join` was asked for it (R9)."""
-        if not torch_private.divides_by_active_ranks(ddp):
-            return self.synchronizer.world_size
-        active = self.synchronizer.exchange(np.array([0.0 if joined else 1.0]))
-        self.synchronizer.wait()
-        return int(active.value().sum())
-
-    def _end_backward(self) -> None:
-        """Raise here what went wrong: an exception set on a bucket's future would surface as a cast error."""
-        with _advising():
-            self.synchronizer.wait()
-
-    def _settle(self) -> None:
-        """Without an optimizer to tell, a step counts as taken once the next one begins, or its state is saved."""
-        if not self._commits_in_optimizer:
-            self.synchronizer.commit()
-
-    def _before_step(self, *_: Any) -> None:
-        assert self._optimizer_state is not None, "hooked where there is one"
-        self._optimizer_state.before_step(self._averaged.factors())
-
-    def _after_step(self, *_: Any) -> None:
-        if not self._called:
-            self._called = True  # said once
-            logger.warning(
-                "Expected a synchronised backward before the optimizer's step, got none. Do: call the DDP module, not "
-                "the model in it; with register=False, call handle.hook(state, bucket) in the hook that you register."
-            )
-        self.synchronizer.commit()
-
-
-@contextmanager
-def _advising() -> Iterator[None]:
-    """Add to what ends a backward, in a hook or after it, what to do with the module."""
-    try:
-        yield
-    except SyncError as error:
-        if not error.args[0].endswith(_ADVICE):
-            error.args = (f"{error} {_ADVICE}",)
-        raise
-
-
 def _optimizer_state(
     ddp: DistributedDataParallel, plan: Plan, optimizer: torch.optim.Optimizer | None, automatic: bool
 ) -> OptimizerState | None:
     """What compressors that look at the optimizer's state need, if there is one of them, or may be."""
     if automatic and optimizer is not None:
         try:
-            return OptimizerState(optimizer, _trained(ddp))
+            return OptimizerState(optimizer, torch_private.trained_parameters(ddp))
         except OptionError as error:
             logger.info("auto leaves gcomp out: %s", error)
             return None
     needed = [
         (name, parameter)
-        for name, parameter in _trained(ddp)
+        for name, parameter in torch_private.trained_parameters(ddp)
         if plan.entry(name, TensorSpec.of(parameter)).compressor.needs_optimizer
     ]
     return OptimizerState(optimizer, needed) if needed and optimizer is not None else None
@@ -386,22 +165,3 @@ def _check_automatic(strategy: str | None, partitions: int, feedback: object, fi
             f"Expected strategy, partitions and feedback to be left to auto, got {strategy!r}, {partitions} and "
             f'{feedback!r}. Do: attach(ddp, "auto", fidelity="balanced"), or name a compressor.'
         )
-
-
-def _used(ddp: DistributedDataParallel, parameter: torch.Tensor, grad: torch.Tensor) -> bool:
-    """Whether this rank's backward used a parameter (R10). If no rank's did, DDP drops what the hook gives back.
-
-    Its .grad is None then, or what `zero_grad(set_to_none=False)` has left; a gradient that is used and zero may stay
-    away as well, for its residual waits for the next one.
-    """
-    return parameter.grad is not None and (not torch_private.may_skip_parameters(ddp) or bool(grad.any()))
-
-
-def _trained(ddp: DistributedDataParallel) -> list[tuple[str, torch.nn.Parameter]]:
-    """The parameters that DDP synchronises, in its order, by their names in the model before it was compiled."""
-    ignored = getattr(ddp, "parameters_to_ignore", ())
-    return [
-        (torch_private.uncompiled_name(name), parameter)
-        for name, parameter in ddp.module.named_parameters()
-        if parameter.requires_grad and name not in ignored
-    ]

@@ -18,7 +18,7 @@ from gradwire.core.errors import AttachError
 from gradwire.integrations import torch_private
 
 if TYPE_CHECKING:
-    from gradwire.integrations.ddp import Handle
+    from gradwire.integrations.handle import Handle
 
 _ATTRIBUTE = "_gradwire_slot"  # of a DDP module: its trampoline
 

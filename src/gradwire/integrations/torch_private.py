@@ -56,6 +56,16 @@ def may_skip_parameters(ddp: DistributedDataParallel) -> bool:
     return bool(ddp.find_unused_parameters or ddp.static_graph)
 
 
+def trained_parameters(ddp: DistributedDataParallel) -> list[tuple[str, torch.nn.Parameter]]:
+    """The parameters that DDP synchronises, in its order, by their names in the model before it was compiled."""
+    ignored = getattr(ddp, "parameters_to_ignore", ())
+    return [
+        (uncompiled_name(name), parameter)
+        for name, parameter in ddp.module.named_parameters()
+        if parameter.requires_grad and name not in ignored
+    ]
+
+
 def uncompiled(module: object) -> object:
     """The module that `torch.compile` has wrapped; any other module is returned as it is."""
     return getattr(module, "_orig_mod", module)
