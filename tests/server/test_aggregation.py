@@ -443,7 +443,7 @@ def test_a_worker_that_is_killed_ends_the_job_with_its_name(job):
 
 
 def test_strangers_and_garbage_beside_a_job_change_nothing(job):
-    """Ten thousand datagrams of others, replays among them, while sums are formed."""
+    """Ten thousand datagrams of others while sums are formed."""
     terms = jobs.terms()
     address = job.serve(udp=True)
     clients = job.join(address, terms)
@@ -466,3 +466,37 @@ def test_strangers_and_garbage_beside_a_job_change_nothing(job):
         check_round(clients, round_)
         round_ += 1
     flooding.join()
+
+
+def test_replays_of_a_session_change_no_sum_and_do_not_end_the_job(job, monkeypatch):
+    """Whoever hears the network sends what workers and server have said once more, tag and all, to whom it was for."""
+    send, recorded, lock = DatagramSocket.send, [], threading.Lock()
+    tap = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    tap.bind(("127.0.0.1", 0))
+
+    def record(source: DatagramSocket, packet: np.ndarray, addresses: Any) -> None:
+        addresses = list(addresses)
+        with lock:
+            send(source, packet, [tap.getsockname()])
+            datagram = tap.recv(1 << 16)
+        recorded.extend((datagram, address) for address in addresses)
+        send(source, packet, addresses)
+
+    monkeypatch.setattr(DatagramSocket, "send", record)
+    clients = job.join(job.serve(udp=True), jobs.terms())
+    draw, num_replayed = random.Random(0), {}
+    with tap, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as eavesdropper:
+        for round_ in range(30):
+            check_round(clients, round_)
+            for datagram, address in draw.choices(recorded, k=100):  # which come while the next round is under way
+                eavesdropper.sendto(datagram, address)
+                num_replayed[address] = num_replayed.get(address, 0) + 1
+        for client in clients:
+            client.close()
+        assert job.end() is None
+        eavesdropper.setblocking(False)
+        with pytest.raises(BlockingIOError):  # nothing came back to it
+            eavesdropper.recv(1 << 16)
+    assert num_replayed.keys() == {job.server.address, *(client._datagrams.address for client in clients)}
+    for end in (job.server, *clients):
+        assert end.counters.received + end.counters.forged > end.counters.taken, "the replays came"
