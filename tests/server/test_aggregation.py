@@ -241,6 +241,47 @@ def test_a_server_that_is_not_there(job):
         AggregationClient(address, jobs.terms(1), 0, timeout=SHORT)
 
 
+@pytest.mark.timeout(30)
+def test_a_server_that_is_there_and_says_nothing():
+    listener = socket.create_server(("127.0.0.1", 0))
+    member = Member("gradwire", 1, 2, job_epoch("gradwire"))
+    key, callers = job_key("127.0.0.1", "gradwire"), frozenset([0])
+    mute = Hub(member, key, Mute(), timeout=10 * SHORT, listener=listener, callers=callers)
+    mute.start()
+    with pytest.raises(PeerTimeoutError, match="no answer for 1 s"):
+        AggregationClient(listener.getsockname(), jobs.terms(1), 0, timeout=SHORT)
+    mute.close()
+
+
+class Mute:
+    """Lets everybody in, takes everything, and says nothing."""
+
+    def admit(self, peer: int, header: Header) -> None:
+        """Whatever it is."""
+
+    def joined(self, peer: int) -> None:
+        """Nothing to say."""
+
+    def deliver(self, peer: int, header: Header, body: np.ndarray) -> None:
+        """Nothing to do."""
+
+    def left(self, peer: int, error: SyncError | None) -> None:
+        """Nobody to tell."""
+
+
+@pytest.mark.timeout(30)
+def test_what_goes_wrong_on_a_clients_thread_is_told_to_whoever_waits(job):
+    client = job.join(job.serve(workers=1, udp=True), jobs.terms(1))[0]
+    out = np.empty(40, np.float32)
+    out.flags.writeable = False  # so that its result cannot be taken
+    with pytest.raises(SyncError, match="read-only") as caught:
+        client.submit(0, 1, np.zeros(40, np.float32), out).result()
+    assert isinstance(caught.value.__cause__, ValueError)
+    with pytest.raises(SyncError, match="read-only"):
+        client.submit(0, 2, None, np.empty(130, np.uint8))
+    assert "read-only" in str(job.end())
+
+
 def test_an_older_session_is_fenced(job):
     address = job.serve(workers=2, udp=True)
     terms = jobs.terms(2)
@@ -257,7 +298,7 @@ def test_an_older_session_is_fenced(job):
     check_round(new, 1)
 
 
-class Stranger:
+class Stranger(Mute):
     """Holds the job's key, and says one thing when it is connected."""
 
     def __init__(self, address: tuple[str, int], rank: int, workers: int, words: bytes) -> None:
@@ -269,15 +310,9 @@ class Stranger:
         )  # fmt: skip
         self.hub.start()
 
-    def admit(self, peer: int, header: Header) -> None:
-        """Whatever it is."""
-
     def joined(self, peer: int) -> None:
         header = Header(FrameKind.JOIN, sender=self._member.rank, epoch=self._member.epoch)
         self.hub.send(peer, header, np.frombuffer(self.words, np.uint8))
-
-    def deliver(self, peer: int, header: Header, body: np.ndarray) -> None:
-        """Nothing to do."""
 
     def left(self, peer: int, error: SyncError | None) -> None:
         self.told.put(error)

@@ -89,7 +89,8 @@ class AggregationClient(Aggregation):
         self._futures: dict[Submission, Future[Reply]] = {}
         self._error: SyncError | None = None
         self._last_words = ""
-        self._lost_at: float | None = time.monotonic()
+        self._connected = False
+        self._lost_at: float | None = time.monotonic()  # since when no server has welcomed this rank
         self._welcome: Welcome | None = None
         self._changed = threading.Condition(threading.RLock())
         key = job_key(host, job, file=key_file, insecure=insecure)
@@ -153,9 +154,7 @@ class AggregationClient(Aggregation):
 
     def joined(self, peer: int) -> None:
         """A connection is there: say what this rank expects."""
-        with self._changed:
-            self._lost_at = None
-            self._changed.notify_all()
+        self._connected = True
         place = self._datagrams.address
         words = Join(self.terms, self._session, self._life, self._end.epoch, self._stall, place).to_bytes()
         header = Header(FrameKind.JOIN, sender=self.rank, epoch=self._epoch)
@@ -174,7 +173,8 @@ class AggregationClient(Aggregation):
     def left(self, peer: int, error: SyncError | None) -> None:
         """The connection is gone: it is called again, unless the server has ended."""
         with self._changed:
-            self._lost_at = time.monotonic()
+            self._connected = False
+            self._lost_at = self._lost_at or time.monotonic()
         if error is None or isinstance(error, PeerFailedError):
             self._fail(SyncError(f"The aggregation server at {self._name} has ended: {error or 'it said goodbye'}"))
 
@@ -189,6 +189,7 @@ class AggregationClient(Aggregation):
             self._datagrams.enter(welcome.epoch)
             self._enter_group(welcome)
             self._welcome = welcome
+            self._lost_at = None
             try:
                 for packet in self._end.joined(welcome.epoch, time.monotonic()):
                     self._send(packet)
@@ -208,16 +209,11 @@ class AggregationClient(Aggregation):
     # -- its own thread --------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while self._error is None:
-            self._selector.select(self._patience())
-            with contextlib.suppress(BlockingIOError):
-                self._wake_in.recv(4096)
-            self._hear(self._datagrams)
-            if self._group is not None:
-                self._hear(self._group)
-            with self._changed:
-                self._send_due()
-                self._check_connection()
+        try:
+            while self._error is None:
+                self._turn()
+        except Exception as error:  # whoever waits for a future is told
+            self._break(error)
         with self._changed:
             waiting, self._futures = list(self._futures.values()), {}
         for future in waiting:
@@ -230,6 +226,17 @@ class AggregationClient(Aggregation):
         self._selector.close()
         self._wake_in.close()
         self._wake_out.close()
+
+    def _turn(self) -> None:
+        self._selector.select(self._patience())
+        with contextlib.suppress(BlockingIOError):
+            self._wake_in.recv(4096)
+        self._hear(self._datagrams)
+        if self._group is not None:
+            self._hear(self._group)
+        with self._changed:
+            self._send_due()
+            self._check_connection()
 
     def _patience(self) -> float:
         with self._changed:
@@ -244,10 +251,12 @@ class AggregationClient(Aggregation):
     def _check_connection(self) -> None:
         lost = 0.0 if self._lost_at is None else time.monotonic() - self._lost_at
         if lost > self._timeout:
+            lack = "answer" if self._connected else "connection"
+            why = f"{self._hub.problem or 'it was lost'}, " if not self._connected else ""
             self._fail(
                 PeerTimeoutError(
-                    f"Expected the aggregation server at {self._name}, got no connection for {self._timeout:g} s "
-                    f"({self._hub.problem or 'it was lost'}, at rank {self.rank}). Do: look at its log.",
+                    f"The aggregation server at {self._name} gave no {lack} for {self._timeout:g} s ({why}at rank "
+                    f"{self.rank}). Look at its log.",
                     phase="aggregation",
                 )
             )
@@ -293,6 +302,13 @@ class AggregationClient(Aggregation):
                 self._last_words = str(error) if last_words is None else last_words
             self._changed.notify_all()
         self._wake()
+
+    def _break(self, cause: Exception) -> None:
+        """End because of what none of this has foreseen."""
+        logger.error("A thread of the aggregation client at rank %d failed.", self.rank, exc_info=cause)
+        error = SyncError(f"The aggregation client at rank {self.rank} failed: {cause!r}. The log says where.")
+        error.__cause__ = cause
+        self._fail(error)
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):  # full, or closed
