@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 # Tests that mostly compile kernels are handed out one by one; the others start processes, and go file by file.
 COMPILING := tests/compressors tests/contracts tests/golden tests/kernels tests/lang
 
-.PHONY: demo test test-long lint format bench golden clean help
+.PHONY: demo test ci test-long lint format bench golden clean help
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -19,6 +19,9 @@ demo: $(STAMP) ## train with 4 ranks over a 100 Mb/s network, dense against comp
 test: $(STAMP) ## all tests: ten minutes on two cores, and some more where kernels are compiled first
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal $(COMPILING)
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile $(COMPILING:%=--ignore=%)
+
+ci: test ## what a change must pass: all tests, then the longer ones
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m ci
 
 test-long: $(STAMP) ## the long campaigns: a million fuzz cases a decoder, properties on new examples, and the tests marked slow
 	$(BIN)/python -m benchmarks.fuzz --cases 1000000
