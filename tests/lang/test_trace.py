@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import math
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import gradwire as gw
+from gradwire import lang
 from gradwire.lang import (
     TraceError,
     concat,
@@ -235,6 +237,12 @@ def test_outside_of_a_trace_there_is_nothing_to_add_to() -> None:
         with pytest.raises(TraceError, match="call it inside a function decorated with") as caught:
             call()
         assert caught.value.where.file == "test_trace.py"
+
+
+def test_python_s_own_functions_may_be_imported_with_the_language_s() -> None:
+    for name in ("abs", "max", "min", "sum"):
+        assert getattr(lang, name) is getattr(builtins, name)
+    traced(lambda g: concat(top=lang.abs(g).reduce(lang.max), q=g.map(dtype=uint8)))
 
 
 def test_an_option_without_a_default_is_refused_when_it_is_decorated() -> None:

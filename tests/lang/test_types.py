@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gradwire.lang import interpret, trit, types, uint, uint1, uint2, uint4
+from gradwire.lang import TraceError, interpret, trit, types, uint, uint1, uint2, uint4
 from gradwire.lang.interpret import Environment
 from gradwire.lang.ir import Program
 from tests.lang.test_trace import concat, traced
@@ -82,6 +82,7 @@ def test_the_ends_of_a_range_are_float32s(dtype: types.ElementType) -> None:
 
 def test_uint_gives_the_type_of_so_many_bits_or_says_which_there_are() -> None:
     assert [uint(bits).high for bits in (1, 2, 4, 8)] == [1, 3, 15, 255]
-    for bits in (0, 3, 16, 32):
-        with pytest.raises(ValueError, match=r"Expected 1, 2, 4 or 8 bits.*Do: choose the next larger type"):
-            uint(bits)
+    with pytest.raises(TraceError, match=r"no uint\(3\).*1, 2, 4 or 8 bits.*in test_types.py:.*Do: .*uint\(4\)"):
+        traced(lambda g: concat(q=g.map(dtype=uint(3))))
+    with pytest.raises(TraceError, match=r"no uint\(16\).*Do: take one of these, or int32"):
+        uint(16)

@@ -28,6 +28,10 @@ class OptionError(GradwireError, ValueError):
     """An option whose value is out of range."""
 
 
+class OptionTypeError(GradwireError, TypeError):
+    """An option of the wrong type."""
+
+
 class AttachError(GradwireError, RuntimeError):
     """`gradwire.attach` cannot do what was asked for with this module, optimizer or process group."""
 

@@ -14,10 +14,12 @@
     def _(p):
         return p.q.map(lambda q: q * p.gap + p.low)
 
-What a function of an algorithm may use is what this module exports.
+What a function of an algorithm may use is what this module exports; `abs`, `max`, `min` and `sum` are Python's own.
 
 Source: HiPress (Bai et al. 2021), section 4.
 """
+
+from builtins import abs, max, min, sum  # noqa: UP029 - so that they can be imported with the others
 
 from gradwire.lang import operators as operators
 from gradwire.lang.errors import TraceError
@@ -38,6 +40,7 @@ from gradwire.lang.functions import (
     sign,
     sqrt,
     step,
+    uint,
     where,
 )
 from gradwire.lang.symbols import apply
@@ -49,7 +52,6 @@ from gradwire.lang.types import (
     int8,
     int32,
     trit,
-    uint,
     uint1,
     uint2,
     uint4,
@@ -58,6 +60,7 @@ from gradwire.lang.types import (
 
 __all__ = [
     "TraceError",
+    "abs",
     "apply",
     "bfloat16",
     "ceil",
@@ -69,8 +72,10 @@ __all__ = [
     "floor",
     "int8",
     "int32",
+    "max",
     "maximum",
     "mean",
+    "min",
     "minimum",
     "norm",
     "operators",
@@ -81,6 +86,7 @@ __all__ = [
     "sign",
     "sqrt",
     "step",
+    "sum",
     "trace",
     "trit",
     "uint",

@@ -11,6 +11,23 @@ from gradwire.lang.ir import BOOL, Field
 from gradwire.lang.operators.base import Coding, lookup
 from gradwire.lang.payload import Payload
 from gradwire.lang.symbols import Value, apply, lift
+from gradwire.lang.types import TYPES, ElementType
+
+
+def uint(bits: int) -> ElementType:
+    """The unsigned type of 1, 2, 4 or 8 bits.
+
+    Raises:
+        TraceError: there is no such type.
+    """
+    widths = (1, 2, 4, 8)
+    if bits not in widths:
+        wider = [width for width in widths if isinstance(bits, (int, float)) and width > bits]
+        raise TraceError(
+            f"There is no uint({bits!r}): unsigned types have 1, 2, 4 or 8 bits", user_location(),
+            f"take the next larger one, uint({wider[0]})" if wider else "take one of these, or int32 for larger values",
+        )  # fmt: skip
+    return TYPES[f"uint{int(bits)}"]
 
 
 def where(condition: Any, a: Any, b: Any) -> Value:

@@ -88,15 +88,3 @@ bfloat16 = ElementType("bfloat16", "raw", 16, np.dtype(np.uint16))
 TYPES = {each.name: each for each in (
     uint1, uint2, uint4, uint8, int8, int32, uint32, trit, float32, float16, bfloat16
 )}  # fmt: skip
-
-
-def uint(bits: int) -> ElementType:
-    """The unsigned type of 1, 2, 4 or 8 bits.
-
-    Raises:
-        ValueError: there is no such type.
-    """
-    found = TYPES.get(f"uint{bits}")
-    if found is None or bits > 8:
-        raise ValueError(f"Expected 1, 2, 4 or 8 bits, got {bits!r} (in uint). Do: choose the next larger type.")
-    return found

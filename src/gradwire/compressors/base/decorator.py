@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, overload
+from typing import Any, get_args, overload
 
 from gradwire.compressors.base import FeedbackName
+from gradwire.compressors.base import options as checks
 from gradwire.compressors.base.registry import register
 from gradwire.compressors.base.traced import TracedCompressor
+from gradwire.core.errors import OptionError, OptionTypeError, UnknownNameError
 from gradwire.lang.errors import TraceError
 from gradwire.lang.ir import Program
 from gradwire.lang.trace import signature_line, trace
@@ -27,6 +29,7 @@ from gradwire.lang.trace import signature_line, trace
 Bound = Callable[..., float | None]
 Feedback = FeedbackName | Callable[..., FeedbackName]
 Remember = Callable[..., float]
+FEEDBACKS: tuple[FeedbackName, ...] = get_args(FeedbackName)
 
 
 class Algorithm:
@@ -49,9 +52,71 @@ class Algorithm:
                 )  # fmt: skip
         self.defaults = {parameter.name: parameter.default for parameter in parameters[1:]}
         self._signature = inspect.Signature([p.replace(kind=p.KEYWORD_ONLY) for p in parameters[1:]])
+        self._check()
         self._class: type[TracedCompressor] | None = None
         self._decode_function: Callable[..., Any] | None = None
         self._programs: dict[tuple[Any, ...], Program] = {}
+
+    def _check(self) -> None:
+        """Refuse what the decorator cannot mean, while the line that says it is on the stack."""
+        self.feedback_of(self.defaults)
+        self.is_unbiased(self.defaults)
+        checks.flag("votes", self.votes)
+        arguments = {"contraction": ("size",), "variance": ("size",), "remember": ("body", "size", "step")}
+        for option, given in arguments.items():
+            function = getattr(self, option)
+            if function is not None:
+                self._check_call(option, function, given)
+        if self.variance is not None and self.unbiased is False:
+            raise OptionError(
+                f"The variance of {self.name!r} would never be asked for, because it is declared biased. Pass "
+                "unbiased=True, or leave variance out."
+            )
+
+    def _check_call(self, option: str, function: object, given: tuple[str, ...]) -> None:
+        """Refuse what cannot be called with these arguments and the compressor's options."""
+        if not callable(function):
+            takes = ", ".join([*given, *self.defaults])
+            raise OptionTypeError(f"{option} of {self.name!r} must be a function of {takes}, not {function!r}.")
+        try:
+            signature = inspect.signature(function)
+        except ValueError:  # a built-in function that has none
+            return
+        try:
+            signature.bind(*given, **self.defaults)
+        except TypeError as error:
+            options = "".join(f", {name}={value!r}" for name, value in self.defaults.items())
+            raise OptionTypeError(
+                f"{option} of {self.name!r} is called as {option}({', '.join(given)}{options}), but {error}. Give it "
+                "these parameters, or **_ for the options that it does not need."
+            ) from None
+
+    def feedback_of(self, options: dict[str, Any]) -> FeedbackName:
+        """Whether there are residuals with these options.
+
+        Raises:
+            UnknownNameError: the algorithm declares something else.
+        """
+        found: FeedbackName = self._declared("feedback", options)
+        if found not in FEEDBACKS:
+            raise UnknownNameError(f"feedback of {self.name}", found, FEEDBACKS)
+        return found
+
+    def is_unbiased(self, options: dict[str, Any]) -> bool:
+        """Whether the mean of what is decoded is the gradient, with these options.
+
+        Raises:
+            OptionTypeError: the algorithm declares something else.
+        """
+        return checks.flag(f"unbiased of {self.name}", self._declared("unbiased", options))
+
+    def _declared(self, option: str, options: dict[str, Any]) -> Any:
+        """What the algorithm declares, itself or by a function of its options."""
+        declared = getattr(self, option)
+        if not callable(declared):
+            return declared
+        self._check_call(option, declared, ())
+        return declared(**options)
 
     def decode(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Decorator of the decoder; registers the compressor.
@@ -117,6 +182,7 @@ def compressor(
     variance: Bound | None = None,
     votes: bool = False,
     remember: Remember | None = None,
+    **unknown: object,
 ) -> Any:
     """Decorator: make a compressor of an encoder written in the language, and of the decoder that follows.
 
@@ -135,7 +201,19 @@ def compressor(
 
     Returns:
         An `Algorithm`, which is complete once its `decode` has decorated a second function.
+
+    Raises:
+        UnknownNameError: an option that there is not, or a feedback that there is not.
+        OptionTypeError: an option of the wrong type, or a function that cannot be called with the options.
+        OptionError: a variance of a biased algorithm.
     """
+    if unknown:
+        known = [*inspect.signature(compressor).parameters][:-1]
+        raise UnknownNameError("option of gradwire.compressor", next(iter(unknown)), known)
+    if not (name is None or callable(name) or isinstance(name, str)):
+        raise OptionTypeError(
+            f'The name of a compressor is a string, not {name!r}. Write @gradwire.compressor("name").'
+        )
 
     def wrap(encode: Callable[..., Any]) -> Algorithm:
         chosen = name if isinstance(name, str) else encode.__name__

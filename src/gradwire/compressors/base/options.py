@@ -1,6 +1,6 @@
 """Checks of the options of a compressor: each returns the value, or raises and says what to do.
 
-A wrong type is a `TypeError`, a value out of range an `OptionError`.
+A wrong type is an `OptionTypeError`, a value out of range an `OptionError`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import math
 import numbers
 from typing import Any
 
-from gradwire.core.errors import OptionError
+from gradwire.core.errors import OptionError, OptionTypeError
 
 
 def real(
@@ -17,7 +17,7 @@ def real(
 ) -> float:
     """Return `value` as a float that lies between `low` and `high`, which belong to the range unless open."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"Expected {option} to be a number, got {value!r}. Do: {option}={low if low else high}.")
+        raise OptionTypeError(f"Expected {option} to be a number, got {value!r}. Do: {option}={low if low else high}.")
     found = float(value)
     above = found > low if low_open else found >= low
     below = found < high if high_open else found <= high
@@ -32,7 +32,9 @@ def real(
 def integer(option: str, value: object, low: int, high: int) -> int:
     """Return `value` as an int from `low` to `high`, both included."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"Expected {option} to be an integer, got {value!r}. Do: pass an int from {low} to {high}.")
+        raise OptionTypeError(
+            f"Expected {option} to be an integer, got {value!r}. Do: pass an int from {low} to {high}."
+        )
     found = int(value)
     if not low <= found <= high:
         raise OptionError(f"Expected {option} from {low} to {high}, got {found}. Do: pass an int in that range.")
@@ -42,7 +44,7 @@ def integer(option: str, value: object, low: int, high: int) -> int:
 def flag(option: str, value: object) -> bool:
     """Return `value`, which is True or False."""
     if not isinstance(value, bool):
-        raise TypeError(f"Expected {option} to be True or False, got {value!r}. Do: pass one of the two.")
+        raise OptionTypeError(f"Expected {option} to be True or False, got {value!r}. Do: pass one of the two.")
     return value
 
 

@@ -50,9 +50,8 @@ class TracedCompressor(OnDevice):
         for name, value in self._options.items():
             self._options[name] = checks.like(name, value, self.algorithm.defaults[name])
         self.program = self.algorithm.trace(self._options)
-        unbiased, feedback = self.algorithm.unbiased, self.algorithm.feedback
-        self.unbiased = unbiased(**self._options) if callable(unbiased) else unbiased
-        self.default_feedback = feedback(**self._options) if callable(feedback) else feedback
+        self.unbiased = self.algorithm.is_unbiased(self._options)
+        self.default_feedback = self.algorithm.feedback_of(self._options)
         self.needs_stats, self.votes = bool(self.program.stats), self.algorithm.votes
         self.remembers = any(node.op == "remembered" for node in self.program.encode_nodes())
         self._statics = statics(self.program)
