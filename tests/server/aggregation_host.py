@@ -12,11 +12,11 @@ import sys
 from dataclasses import asdict
 
 import numpy as np
-from benchmarks import aggregation_jobs as jobs
 
 from gradwire.protocol.aggregation.terms import Operation, Stream, Terms
 from gradwire.server.aggregation import AggregationOptions, AggregationServer
 from gradwire.transport.aggregation import AggregationClient
+from tests.schedules import jobs
 
 WORKERS = 3
 PORT = 7071

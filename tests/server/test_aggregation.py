@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from benchmarks import aggregation_jobs as jobs
 
 from gradwire.core.errors import DisagreementError, OptionError, PeerLostError, PeerTimeoutError, SyncError
 from gradwire.protocol.aggregation.joining import Join
@@ -31,6 +30,7 @@ from gradwire.transport.datagrams import DatagramSocket
 from gradwire.transport.hub import HEARTBEAT, Hub
 from gradwire.transport.keys import job_epoch, job_key
 from gradwire.wire.frame import FrameFlags, FrameKind, Header
+from tests.schedules import jobs
 from tests.server.processes import Process
 from tests.transport.recorder import until
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from benchmarks.gcomp_hops import updated
+from benchmarks.papers.gcomp.hops import updated
 from torch import nn
 
 import gradwire.compressors as compressors

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
-from benchmarks import aggregation_jobs as jobs
 
 from gradwire.core.errors import FrameError, OptionError
 from gradwire.protocol.aggregation.joining import MAX_JOIN_BYTES, Join, Welcome, check_size
 from gradwire.protocol.aggregation.terms import Operation, Stream, Terms
+from tests.schedules import jobs
 
 JOIN = Join(jobs.terms(), 5, 1 << 63, 0, 300.0, ("127.0.0.1", 5000))
 

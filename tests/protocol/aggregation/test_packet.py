@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from benchmarks.fuzz_aggregation import EPOCH, from_server, from_workers, payload, terms
 
 from gradwire.core.errors import FrameError
 from gradwire.protocol.aggregation.packet import Key, Kind, keys_of, keys_to, pack, unpack, workers_of
 from gradwire.protocol.aggregation.server import EVERYONE, Aggregator
 from gradwire.protocol.aggregation.worker import Contributor
 from gradwire.wire.frame import FrameFlags
+from tests.fuzz.aggregation import EPOCH, from_server, from_workers, payload, terms
 
 
 def test_layout():

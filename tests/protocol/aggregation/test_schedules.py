@@ -1,6 +1,6 @@
 """Exactly once, whatever the network does: schedules of loss, repetition, reordering, cuts, flipped bits and restarts.
 
-`python -m benchmarks.aggregation_schedules --schedules 100000` is the long form.
+`python -m tests.schedules --schedules 100000` is the long form.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ import random
 
 import numpy as np
 import pytest
-from benchmarks import aggregation_jobs as jobs
-from benchmarks import aggregation_schedules
 
 from gradwire.core.errors import SyncError
 from gradwire.protocol.aggregation.packet import SERVER, Kind, unpack
 from gradwire.protocol.aggregation.terms import Operation, Stream, Terms
 from gradwire.simulate.datagrams import Faults
+from tests.schedules import campaign, jobs
 
 ROUNDS = (3, 4, 7)
 HARSH = Faults(loss=0.1, duplicate=0.1, truncate=0.05, corrupt=0.05, spread=0.01)
@@ -34,7 +33,7 @@ def test_every_contribution_is_added_exactly_once(loss):
 
 def test_a_few_of_the_long_campaign():
     for seed in range(80):
-        aggregation_schedules.schedule(seed)
+        campaign.schedule(seed)
 
 
 def test_without_faults_nothing_is_sent_twice():

@@ -1,0 +1,142 @@
+"""How fast an aggregation server adds up on one core, over loopback: bytes in a second, and what each costs it.
+
+    python -m benchmarks.micro.aggregation_server            # 2 minutes: benchmarks/results/aggregation-server.csv
+
+A server process on one core, and four workers in a process on another, which send 4-bit indices of one tensor round
+after round and get lanes of 8 bits back. "rate" is what came in over the time of all rounds, which the workers may
+limit; "capacity" is what came in over the processor time of the server. A link of 1 Gb/s brings 125 MB/s.
+"""
+# Shapes: N = elements of the tensor, W = workers
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gradwire.bench.records import write_figures
+from gradwire.compressors import make
+from gradwire.compressors.thc import THC
+from gradwire.protocol.aggregation.terms import Operation, Stream, Table, Terms
+from gradwire.server.aggregation import AggregationOptions, AggregationServer
+from gradwire.transport.aggregation import AggregationClient
+
+RESULTS = Path("benchmarks/results/aggregation-server.csv")
+WORKERS = 4
+CASES = (
+    ("tcp", 1 << 18), ("tcp", 61_440), ("tcp", 8192), ("udp", 61_440), ("udp", 8192), ("udp", 1024),
+)  # fmt: skip
+COLUMNS = ("packet_elements",)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One case: bytes a second by the clock, by the server's processor, and its time for a packet that comes in."""
+
+    transport: str
+    packet_elements: int
+    rate: float
+    capacity: float
+    packet_seconds: float
+    size: int
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Lines of the CSV."""
+        where = {"method": "thc", "dtype": "uint8", "size": self.size, "ranks": WORKERS, "rate": "none"}
+        where |= {"source": "measured", "packet_elements": self.packet_elements}
+        yield {**where, "metric": f"{self.transport}_in", "value": self.rate, "unit": "B/s"}
+        yield {**where, "metric": f"{self.transport}_in_per_cpu_second", "value": self.capacity, "unit": "B/s"}
+        yield {**where, "metric": f"{self.transport}_cpu_per_packet", "value": self.packet_seconds, "unit": "s"}
+
+
+def terms(elements: int, packet_elements: int) -> Terms:
+    """The paper's table, and one tensor."""
+    codec = make("thc", granularity=30)
+    assert isinstance(codec, THC)
+    coding = codec.coding(WORKERS)
+    table = Table(coding.bits, tuple(coding.values.tolist()), 8)
+    return Terms(WORKERS, (table,), (Stream(Operation.SUM, elements),), packet_elements)
+
+
+def serve(line: Connection, udp: bool, core: int) -> None:
+    """The server's process."""
+    os.sched_setaffinity(0, {core})
+    server = AggregationServer(AggregationOptions(WORKERS, udp=udp))
+    line.send(server.address[1])
+    server.run(lambda text: None)
+
+
+def rounds(clients: list[AggregationClient], payloads: list[np.ndarray], outs: list[np.ndarray], first: int) -> int:
+    """Rounds for about two seconds; returns how many."""
+    began, count = time.monotonic(), 0
+    while time.monotonic() - began < 2:
+        submitted = [
+            client.submit(first + count, 0, payload, out) for client, payload, out in zip(clients, payloads, outs)
+        ]
+        for future in submitted:
+            future.result(60)
+        count += 1
+    return count
+
+
+def measure(transport: str, packet_elements: int, elements: int) -> Figure:
+    """One case."""
+    context = multiprocessing.get_context("forkserver")
+    line, theirs = context.Pipe()
+    process = context.Process(target=serve, args=(theirs, transport == "udp", 0), daemon=True)
+    process.start()
+    agreed = terms(elements, packet_elements)
+    payloads = [
+        np.random.default_rng(rank).integers(0, 256, agreed.payload_bytes(0, elements), np.uint8)
+        for rank in range(WORKERS)
+    ]
+    outs = [np.empty(elements, np.uint8) for _ in range(WORKERS)]
+    port = line.recv()
+    clients = [AggregationClient(("127.0.0.1", port), agreed, rank) for rank in range(WORKERS)]
+    rounds(clients, payloads, outs, 0)  # warms up
+    before = cpu_seconds(process.pid)
+    began = time.monotonic()
+    count = rounds(clients, payloads, outs, 1 << 20)
+    seconds, used = time.monotonic() - began, cpu_seconds(process.pid) - before
+    for client in clients:
+        client.close()
+    process.join(30)
+    num_bytes = count * WORKERS * payloads[0].nbytes
+    num_packets = count * WORKERS * agreed.num_packets(0)
+    return Figure(transport, packet_elements, num_bytes / seconds, num_bytes / used, used / num_packets, elements)
+
+
+def cpu_seconds(pid: int | None) -> float:
+    """Processor time of a process so far, all its threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--elements", type=int, default=1 << 22, help="of the tensor")
+    parser.add_argument("--csv", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    figures = []
+    for transport, packet_elements in CASES:
+        figure = measure(transport, packet_elements, arguments.elements)
+        figures.append(figure)
+        print(
+            f"{transport} {packet_elements:7} indices a packet: {figure.rate / 1e6:6.0f} MB/s in, "
+            f"{figure.capacity / 1e6:6.0f} MB/s of processor time, {figure.packet_seconds * 1e6:5.0f} us a packet",
+            flush=True,
+        )
+    write_figures("aggregation-server", [row for each in figures for row in each.rows()], arguments.csv, COLUMNS)
+
+
+if __name__ == "__main__":
+    main()

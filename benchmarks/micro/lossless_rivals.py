@@ -1,0 +1,281 @@
+"""`lossless` and `gcomp` beside zstd, zlib and ZipNN, on gradients of the text workload, on one thread.
+
+    pip install 'gradwire[bench]'
+    python -m benchmarks.micro.lossless_rivals           # a table
+    python -m benchmarks.micro.lossless_rivals --csv     # and benchmarks/results/lossless-rivals.csv
+
+Gradients are those of a training of its own, by one rank: the matrices at steps 1, 8 and 32, each packed by itself, as
+float32 and as a model of 16 bits has them: rounded, and in float16 times the largest loss scale that all of them bear,
+up to 65,536. `gcomp` has the parameters and the state of the optimizer that is named, at that step, rounded likewise,
+and the guard for four ranks. A rate is bytes of gradient over wall time, whichever way; rivals get bytes and give
+bytes, ours take a tensor and write into one, once more with threads for their chunks. Every decoded tensor is compared
+with what was packed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from gradwire.bench.extras import need
+from gradwire.bench.records import write_figures
+from gradwire.bench.workloads import make_workload
+from gradwire.compressors import make
+from gradwire.core.context import Context
+from gradwire.core.spec import Range, TensorSpec, as_array
+from gradwire.integrations.optimizer_state import OptimizerState
+from gradwire.kernels.cpu.parallel import one_thread
+
+RESULTS = Path("benchmarks/results/lossless-rivals.csv")
+STEPS = (1, 8, 32)
+RANKS = 4
+# How much of an element `gcomp` may cut: of mantissas it keeps 5 bits, or 1; a subnormal float16 it may cut to nothing.
+MOST_CUT = {torch.float32: 1 / 32, torch.bfloat16: 1 / 2, torch.float16: 1.0}
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "its own": lambda model: make_workload("text").optimizer(model),
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
+}
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A gradient, and what gcomp gets of the optimizer."""
+
+    grad: torch.Tensor
+    aux: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Method:
+    """How one tensor is packed and unpacked; `prepare` is not timed."""
+
+    name: str
+    prepare: Callable[[Tensor], Any]
+    encode: Callable[[Any], Any]
+    decode: Callable[[Any, Any], Any]
+    nbytes: Callable[[Any], int]
+    check: Callable[[Any, Any], None]
+    threads: bool = False
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A method over the tensors of a step."""
+
+    optimizer: str
+    step: int
+    dtype: str
+    method: str
+    ratio: float
+    encode: list[float]
+    decode: list[float]
+
+
+def recorded(optimizer: str, steps: tuple[int, ...] = STEPS) -> Iterator[tuple[int, list[Tensor]]]:
+    """The gradients of the matrices at each step, with the optimizer's state before it."""
+    torch.manual_seed(0)
+    workload = make_workload("text")
+    model = workload.model()
+    made = OPTIMIZERS[optimizer](model)
+    matrices = [(name, parameter) for name, parameter in model.named_parameters() if parameter.dim() > 1]
+    state = OptimizerState(made, matrices)
+    for step in range(max(steps) + 1):
+        batch = workload.batch(0, step, 0, RANKS)
+        made.zero_grad()
+        nn.functional.cross_entropy(model(batch.inputs), batch.targets).backward()
+        if step in steps:
+            yield (
+                step,
+                [
+                    Tensor(parameter.grad.clone(), _copied(state(name, Range(0, parameter.numel()))))
+                    for name, parameter in matrices
+                ],
+            )
+        made.step()
+
+
+def cast(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """The same as a model of `dtype` has them."""
+    largest = max(float(tensor.grad.abs().max()) for tensor in tensors)
+    scale = 2.0 ** min(16, math.floor(math.log2(2**15 / largest))) if dtype == torch.float16 else 1.0
+    found = []
+    for tensor in tensors:
+        state = {key: values.to(dtype) for key, values in tensor.aux.items() if key in ("parameter", "first", "second")}
+        aux = {**tensor.aux, **state, "loss_scale": torch.tensor(scale)} if tensor.aux else {}
+        found.append(Tensor((tensor.grad * scale).to(dtype), aux))
+    return found
+
+
+def _copied(aux: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {key: value.clone() for key, value in aux.items()}
+
+
+def ours(name: str) -> Method:
+    codec = make(name)
+
+    def prepare(tensor: Tensor) -> tuple[torch.Tensor, Context, torch.Tensor]:
+        grad = tensor.grad
+        ctx = Context("w", world_size=RANKS, spec=TensorSpec.of(grad), aux=tensor.aux if name == "gcomp" else {})
+        return grad, ctx, torch.empty_like(grad)
+
+    def check(prepared: Any, found: torch.Tensor) -> None:
+        grad = prepared[0]
+        off = (found.double() - grad.double()).abs()
+        if (name == "lossless" and as_array(found).tobytes() != as_array(grad).tobytes()) or (
+            off > grad.double().abs() * MOST_CUT[grad.dtype]
+        ).any():
+            raise AssertionError(f"{name} gave another tensor")
+
+    return Method(
+        name,
+        prepare,
+        lambda prepared: codec.encode(prepared[0], prepared[1]),
+        lambda prepared, payload: codec.decode(payload, prepared[1], out=prepared[2]),
+        lambda payload: payload.body.nbytes,
+        check,
+    )
+
+
+def rival(name: str, pack: Callable[[bytes, str], bytes], unpack: Callable[[bytes, str], bytes]) -> Method:
+    def prepare(tensor: Tensor) -> tuple[bytes, str]:
+        return as_array(tensor.grad).tobytes(), str(tensor.grad.dtype).removeprefix("torch.")
+
+    def check(prepared: Any, found: bytes) -> None:
+        if bytes(found) != prepared[0]:
+            raise AssertionError(f"{name} gave another tensor")
+
+    return Method(
+        name,
+        prepare,
+        lambda prepared: pack(*prepared),
+        lambda prepared, packed: unpack(packed, prepared[1]),
+        len,
+        check,
+    )
+
+
+def methods() -> list[Method]:
+    """Ours, and the rivals that are asked for by name."""
+    need("zstandard", "zipnn", extra="bench", purpose="the rivals of lossless compression")
+    import zipnn
+    import zstandard
+
+    def zip_nn(dtype: str) -> Any:
+        return zipnn.ZipNN(input_format="byte", bytearray_dtype=dtype, threads=1)
+
+    found = [ours("lossless"), ours("gcomp")]
+    found += [replace(method, name=f"{method.name}, threads", threads=True) for method in found]
+    for level in (1, 3):
+        found.append(
+            rival(
+                f"zstd -{level}",
+                lambda data, _, level=level: zstandard.ZstdCompressor(level).compress(data),
+                lambda data, _: zstandard.ZstdDecompressor().decompress(data),
+            )
+        )
+    found.append(rival("zlib -1", lambda data, _: zlib.compress(data, 1), lambda data, _: zlib.decompress(data)))
+    # It works in place on what it is given.
+    found.append(
+        rival(
+            "ZipNN",
+            lambda data, dtype: zip_nn(dtype).compress(bytearray(data)),
+            lambda data, dtype: zip_nn(dtype).decompress(data),
+        )
+    )
+    return found
+
+
+def measured(method: Method, tensors: list[Tensor], repeats: int) -> tuple[float, list[float], list[float]]:
+    """Packed over plain bytes, and the seconds of each pass over all tensors, both ways."""
+    with nullcontext() if method.threads else one_thread():
+        return _measured(method, tensors, repeats)
+
+
+def _measured(method: Method, tensors: list[Tensor], repeats: int) -> tuple[float, list[float], list[float]]:
+    prepared = [method.prepare(tensor) for tensor in tensors]
+    encodes, decodes, packed = [], [], []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        packed = [method.encode(each) for each in prepared]
+        middle = time.perf_counter()
+        found = [method.decode(each, data) for each, data in zip(prepared, packed, strict=True)]
+        encodes.append(middle - start)
+        decodes.append(time.perf_counter() - middle)
+    for each, tensor in zip(prepared, found, strict=True):
+        method.check(each, tensor)
+    plain = sum(tensor.grad.nbytes for tensor in tensors)
+    return sum(method.nbytes(data) for data in packed) / plain, encodes[1:], decodes[1:]
+
+
+def run(repeats: int = 5, steps: tuple[int, ...] = STEPS) -> list[Figure]:
+    """All methods, on one thread; the first pass of each warms it up."""
+    torch.set_num_threads(1)
+    kernels_ready = make("lossless").encode(torch.ones(10), Context("w"))  # compiled before anything is timed
+    assert kernels_ready.body.nbytes > 0
+    found = []
+    for optimizer in OPTIMIZERS:
+        for step, tensors in recorded(optimizer, steps):
+            for dtype in MOST_CUT:
+                rounded = cast(tensors, dtype)
+                plain = sum(tensor.grad.nbytes for tensor in rounded)
+                for method in methods():
+                    # Nothing but gcomp depends on the optimizer.
+                    if "gcomp" not in method.name and optimizer != "its own":
+                        continue
+                    ratio, encodes, decodes = measured(method, rounded, repeats)
+                    rates = [[plain / seconds / 1e9 for seconds in each] for each in (encodes, decodes)]
+                    name = str(dtype).removeprefix("torch.")
+                    found.append(Figure(optimizer, step, name, method.name, ratio, *rates))
+    return found
+
+
+def text(found: list[Figure]) -> str:
+    lines = [
+        f"{'optimizer':10}{'step':>5}  {'elements':9}{'method':18}{'ratio':>8}{'encode GB/s':>13}{'decode GB/s':>13}"
+    ]
+    for each in found:
+        rates = f"{statistics.median(each.encode):13.2f}{statistics.median(each.decode):13.2f}"
+        lines.append(f"{each.optimizer:10}{each.step:>5}  {each.dtype:9}{each.method:18}{each.ratio:8.3f}{rates}")
+    return "\n".join(lines)
+
+
+def figures(found: list[Figure], size: int) -> Iterator[dict[str, Any]]:
+    for each in found:
+        fixed = {
+            "method": each.method, "dtype": each.dtype, "size": size, "ranks": RANKS, "rate": "none",
+            "source": "measured", "step": each.step, "optimizer": each.optimizer,
+        }  # fmt: skip
+        yield {**fixed, "metric": "ratio", "value": each.ratio, "unit": "fraction"}
+        for way, rates in (("encode", each.encode), ("decode", each.decode)):
+            low, high = (float(np.percentile(rates, q)) for q in (20, 80))
+            spread = {"p20": low, "p80": high, "samples": len(rates)}
+            yield {**fixed, "metric": way, "value": statistics.median(rates), "unit": "GB/s", **spread}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="lossless and gcomp beside zstd, zlib and ZipNN.")
+    parser.add_argument("--csv", action="store_true", help=f"write {RESULTS}")
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+    found = run(args.repeats)
+    print(text(found))
+    if args.csv:
+        size = sum(parameter.numel() for parameter in make_workload("text").model().parameters() if parameter.dim() > 1)
+        write_figures("lossless-rivals", figures(found, size), RESULTS, more_columns=("step", "optimizer"))
+        print(f"Figures: {RESULTS.resolve()}")
+
+
+if __name__ == "__main__":
+    main()

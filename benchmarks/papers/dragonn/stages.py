@@ -1,0 +1,74 @@
+"""The ranks of `benchmarks.papers.dragonn.ablation`: each stage has one more of DRAGONN's means than the one before.
+
+Stages are those of `benchmarks.papers.hipress.stages`. Dense decoding is that of other systems: each rank's payload
+becomes a tensor of its own, and tensors are added.
+"""
+# Shapes: N = elements of the tensor or range, W = ranks
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.papers.hipress.stages import EVERY_TENSOR, How, runner
+from gradwire.bench import worker
+from gradwire.compressors import Compressor, make, register
+from gradwire.core.context import Context
+from gradwire.sync.fidelity import Method
+from gradwire.sync.plan import Plan
+from gradwire.wire.payload import Payload
+
+STAGES = ("dgc", "hashing", "selection", "sparse decoding")
+PLANNED = ("selection", "sparse decoding")
+RATIO = 0.001
+GATHERED = "allgather"  # as in the paper
+
+
+class Densely(Compressor):
+    """Mixin: decodes payloads one by one, each to a tensor of its own."""
+
+    def decode_sum(
+        self,
+        payloads: Sequence[Payload],
+        ctxs: Sequence[Context],
+        out: torch.Tensor,
+        stats: Sequence[np.ndarray] = (),
+    ) -> torch.Tensor:
+        """See `Compressor`."""
+        out.zero_()
+        for payload, ctx in zip(payloads, ctxs, strict=True):
+            out += self.decode(payload, ctx, out=torch.empty_like(out), stats=stats)
+        return out
+
+
+def densely(name: str) -> type[Compressor]:
+    """A compressor that is another one, but for how sums are decoded: ``NAME_dense``."""
+    there: Any = type(make(name))
+    found: type[Compressor] = type(f"{name}_dense", (Densely, there), {"name": f"{name}_dense"})
+    return found
+
+
+def register_all() -> None:
+    """Make those of the stages known."""
+    for name in ("dgc", "dragonn"):
+        register(densely(name))
+
+
+def how(stage: str) -> How:
+    """What a stage does."""
+    codec = {"dgc": "dgc_dense", "sparse decoding": "dragonn"}.get(stage, "dragonn_dense")
+    if stage in PLANNED:
+        spec = f"{codec}:ratio={RATIO}"
+        return How(
+            Plan(make(codec, ratio=RATIO), strategy=GATHERED), chosen=(Method(spec, (GATHERED,)),), partitions=(1,)
+        )
+    return How(Plan({EVERY_TENSOR: make(codec, ratio=RATIO)}, strategy=GATHERED))
+
+
+if __name__ == "__main__":
+    register_all()
+    worker.main(partial(runner, how_of=how))

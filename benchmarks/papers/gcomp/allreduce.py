@@ -1,0 +1,185 @@
+"""Time of one all-reduce of a model's gradients in the lab, beside Gloo's own: figure 10 of GCOMP's paper.
+
+    python -m benchmarks.papers.gcomp.allreduce --rates 250mbit,1gbit,10gbit --csv
+
+Four hosts of the lab, a rank each. The gradients are those of the text workload's matrices (6.3 million elements) after
+nine steps, each rank's of its own batch, with the optimizer's state at that step. All are handed over at once, and it
+is over when the last rank holds all means: no backward to hide behind. Times are the slowest rank's; load is the time
+of all its threads over the wall's. `K blocks` cuts a rank's share into as many, so that hops overlap with encoding.
+
+All ranks share the machine's cores: with two of them codecs of four ranks wait for one another, as on no cluster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gradwire.bench.records import write_figures
+from gradwire.bench.workloads import make_workload
+from gradwire.core.spec import TensorSpec
+from gradwire.integrations.optimizer_state import OptimizerState
+from gradwire.sync.plan import Plan
+from gradwire.sync.synchronizer import Shard, Synchronizer
+
+RESULTS = Path("benchmarks/results/allreduce.csv")
+RANKS, TRAINED, REPEATS = 4, 9, 5
+WAYS = (
+    ("none", "ring", 1), ("fp16", "ring", 1),
+    ("lossless", "ring", 1), ("lossless", "ring", 4), ("lossless", "scatter_reduce", 1),
+    ("gcomp", "ring", 1), ("gcomp", "ring", 4), ("gcomp", "scatter_reduce", 1),
+)  # fmt: skip
+Call = Callable[[], object]
+
+
+class Gradients:
+    """What a rank has to average."""
+
+    def __init__(self, rank: int) -> None:
+        torch.manual_seed(0)
+        workload = make_workload("text")
+        self.model = workload.model()
+        optimizer = workload.optimizer(self.model)
+        self.named = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.dim() > 1]
+        self.state = OptimizerState(optimizer, self.named)
+        for step in range(TRAINED + 1):
+            batch = workload.batch(0, step, rank if step == TRAINED else 0, RANKS)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(self.model(batch.inputs), batch.targets).backward()
+            if step < TRAINED:
+                optimizer.step()
+        self.grads = {name: parameter.grad.clone() for name, parameter in self.named if parameter.grad is not None}
+        self.nbytes = sum(grad.nbytes for grad in self.grads.values())
+
+    def copies(self) -> dict[str, torch.Tensor]:
+        return {name: grad.clone() for name, grad in self.grads.items()}
+
+
+def timed(prepare: Callable[[], Call]) -> dict[str, list[float]]:
+    """Seconds and load of each repeat, of the slowest and the busiest rank."""
+    found: dict[str, list[float]] = {"seconds": [], "load": []}
+    for repeat in range(REPEATS + 2):
+        call = prepare()
+        dist.barrier()
+        begun, busy = time.perf_counter(), time.process_time()
+        call()
+        spent = time.perf_counter() - begun
+        figures = torch.tensor([spent, (time.process_time() - busy) / spent], dtype=torch.float64)
+        dist.all_reduce(figures, dist.ReduceOp.MAX)
+        if repeat >= 2:  # the first has the default tables
+            for name, value in zip(found, figures.tolist(), strict=True):
+                found[name].append(value)
+    return found
+
+
+def work(rank: int, out: Path) -> None:
+    """What each host runs; rank 0 writes what was measured."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    gradients = Gradients(rank)
+    found = {}
+
+    def by_gloo() -> Call:
+        flat = torch.cat([grad.reshape(-1) for grad in gradients.grads.values()])
+        return lambda: dist.all_reduce(flat)
+
+    found["Gloo"] = {**timed(by_gloo), "bytes": 2 * (RANKS - 1) * gradients.nbytes / RANKS}
+    for method, strategy, partitions in WAYS:
+        plan = Plan(method, strategy=strategy, partitions=partitions, min_elements=0)
+        specs = {name: TensorSpec.of(grad) for name, grad in gradients.grads.items()}
+        synchronizer = Synchronizer(None, plan, tensors=specs, aux=gradients.state)
+        sent: list[int] = []
+        synchronizer.events.listen(lambda event, sent=sent: sent.append(event.nbytes) if event.kind == "send" else None)
+
+        def by_gradwire(synchronizer: Synchronizer = synchronizer) -> Call:
+            shards = [Shard(name, grad) for name, grad in gradients.copies().items()]
+            synchronizer.begin_step()
+
+            def call() -> None:
+                synchronizer.submit(shards)
+                synchronizer.wait()
+
+            return call
+
+        blocks = f", {partitions} blocks" if partitions > 1 else ""
+        figures = timed(by_gradwire)
+        found[f"{method}, {strategy}{blocks}"] = {**figures, "bytes": sum(sent) / (REPEATS + 2)}
+        synchronizer.close()
+    if rank == 0:
+        out.write_text(json.dumps({"size": gradients.nbytes // 4, "found": found}))
+    dist.destroy_process_group()
+
+
+def figures(rate: str, found: dict[str, dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    dense = statistics.median(found["Gloo"]["seconds"])
+    for method, measured in found.items():
+        fixed = {"method": method, "rate": rate}
+        for metric, unit in (("seconds", "s"), ("load", "cores")):
+            values = measured[metric]
+            low, high = (float(np.percentile(values, q)) for q in (20, 80))
+            yield {**fixed, "metric": metric, "value": statistics.median(values), "unit": unit, "p20": low, "p80": high,
+                   "samples": len(values)}  # fmt: skip
+        yield {**fixed, "metric": "over Gloo", "value": statistics.median(measured["seconds"]) / dense, "unit": "ratio"}
+        yield {**fixed, "metric": "sent", "value": measured["bytes"], "unit": "bytes"}
+
+
+def _recorded() -> list[dict[str, Any]]:
+    """The lines of earlier runs."""
+    if not RESULTS.exists():
+        return []
+    with RESULTS.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Time of one all-reduce in the lab, beside Gloo's own.")
+    parser.add_argument("--rates", default="250mbit,1gbit,10gbit")
+    parser.add_argument("--csv", action="store_true", help=f"write {RESULTS}; lines of other rates stay")
+    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.work:
+        import os
+
+        work(int(os.environ["RANK"]), args.work)
+        return
+    from gradwire.lab import Lab
+
+    rows: list[dict[str, Any]] = []
+    size = 0
+    with tempfile.TemporaryDirectory() as folder:
+        for rate in args.rates.split(","):
+            out = Path(folder) / f"{rate}.json"
+            with Lab(RANKS, rate) as net:
+                result = net.run(
+                    [sys.executable, "-m", "benchmarks.papers.gcomp.allreduce", "--work", str(out)], timeout=170
+                )
+            if result.exit_code:
+                raise SystemExit(f"The ranks did not all end well: {result}")
+            said = json.loads(out.read_text())
+            size = said["size"]
+            rows += figures(rate, said["found"])
+    for row in rows:
+        print(f"{row['rate']:8}{row['method']:30}{row['metric']:12}{row['value']:14.4g} {row['unit']}")
+    if args.csv:
+        fixed = {"dtype": "float32", "ranks": RANKS, "size": size, "source": "measured"}
+        measured = {row["rate"] for row in rows}
+        kept = [row for row in _recorded() if row["rate"] not in measured]
+        write_figures("allreduce", (*kept, *({**fixed, **row} for row in rows)), RESULTS)
+        print(f"Figures: {RESULTS.resolve()}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,297 @@
+"""What `gcomp` makes of gradients of real trainings, part by part: figures 9, 12, 13 and 14 of its paper.
+
+    python -m benchmarks.papers.gcomp.gradients --cifar10 FOLDER --sst2 FOLDER/train.tsv --csv --out gcomp-figures
+
+A ResNet-8 on CIFAR-10 and a transformer encoder of two layers on SST-2, both from scratch
+(`benchmarks.papers.gcomp.models`), each with SGD with momentum and with AdamW. At every tenth step all gradients of
+matrices and convolutions, of a rank's batch of 32, are encoded as that rank would among four.
+
+- *Rates* (figure 9): bytes of a payload over those of float32, and of them the exponents' and the rest's.
+- *Levels* (figure 14): bytes of signs, mantissas and levels over those of float32, with one level (18 bits or none) and
+  with four, zeros pruned or not.
+- *Tables* (figure 13a): bits an exponent, as the paper codes them (the exponent itself) and as gradwire does (its
+  distance from the chunk's mean), with a table of before the training (the paper's: of the first recorded step; ours:
+  the default) and with one found anew every 50 steps.
+- *Escape* (figure 12): bits an exponent of four gradients, each by codes made of each, with Huffman's own code and with
+  the one of at most 11 bits and an escape. Each symbol counts once more, so that Huffman's own has a word for all.
+- *Decoding* (figure 13b): symbols a second, bit by bit through the tree, by a lookup a symbol, and as gradwire does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from benchmarks.papers.gcomp.decoding import decoding_rates
+from benchmarks.papers.gcomp.models import OPTIMIZERS, Training, resnet, transformer
+from gradwire.bench.records import write_figures
+from gradwire.compressors import make
+from gradwire.compressors.gcomp import GComp
+from gradwire.compressors.support import exponent_prior
+from gradwire.compressors.support.gcomp_metric import guard
+from gradwire.core.context import Context
+from gradwire.core.spec import Range, TensorSpec
+from gradwire.integrations.optimizer_state import OptimizerState
+from gradwire.kernels import active as kernels
+from gradwire.kernels.prefix_code import ESCAPE, NUM_SYMBOLS, RAW_BITS, PrefixCode
+
+RESULTS = Path("benchmarks/results/gcomp-gradients.csv")
+RANKS = 4
+EVERY, REFRESH = 10, 50
+LEAST_DECODED = 60_000
+CHOSEN = ("SGD, momentum", "AdamW")
+Figure = dict[str, Any]
+
+
+class Recorded(NamedTuple):
+    """A gradient, and the optimizer's state as `gcomp` sees it."""
+
+    name: str
+    grad: torch.Tensor
+    aux: dict[str, torch.Tensor]
+
+
+def recorded(training: Training, optimizer: str, steps: int) -> Iterator[tuple[int, float, list[Recorded]]]:
+    """Step, loss and the gradients of what has more than one dimension."""
+    torch.manual_seed(0)
+    model = training.model()
+    made = OPTIMIZERS[optimizer](model)
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.dim() > 1]
+    state = OptimizerState(made, named)
+    for step in range(steps + 1):
+        inputs, targets = training.batch(0, step, 0)
+        made.zero_grad()
+        loss = nn.functional.cross_entropy(model(inputs), targets)
+        loss.backward()
+        if step % EVERY == 0:
+            yield (
+                step,
+                loss.item(),
+                [
+                    Recorded(name, parameter.grad.reshape(-1).clone(), state(name, Range(0, parameter.numel())))
+                    for name, parameter in named
+                    if parameter.grad is not None
+                ],
+            )
+        made.step()
+
+
+# -- what one step's gradients take ------------------------------------------------------------------------------
+
+
+def counts_of(grad: torch.Tensor) -> np.ndarray:
+    """Symbols as gradwire codes them."""
+    counts = np.zeros(NUM_SYMBOLS, np.int64)
+    kernels.exponent_counts(grad.numpy(), counts)
+    return counts
+
+
+def exponents_of(grad: torch.Tensor) -> np.ndarray:
+    """Exponents as they are; what is subnormal counts as 0, as in the paper."""
+    return np.bincount((grad.numpy().view(np.uint32) >> 23) & 0xFF, minlength=NUM_SYMBOLS)
+
+
+def coded_bits(code: PrefixCode, counts: np.ndarray) -> float:
+    """Bits of so many symbols."""
+    lengths = code.lengths.astype(np.float64)
+    escaped = lengths[ESCAPE] + RAW_BITS
+    lengths[(lengths == 0) | (np.arange(NUM_SYMBOLS) == ESCAPE)] = escaped
+    return float(lengths @ counts)
+
+
+def native_bits(source: np.ndarray, counts: np.ndarray) -> float:
+    """Bits by Huffman's own code of `source`, each symbol counted once more so that each has a word."""
+    heap = [(int(weight) + 1, index, [index]) for index, weight in enumerate(source[:256])]
+    heapq.heapify(heap)
+    lengths = np.zeros(NUM_SYMBOLS)
+    while len(heap) > 1:
+        (a, tie, left), (b, _, right) = heapq.heappop(heap), heapq.heappop(heap)
+        lengths[left + right] += 1
+        heapq.heappush(heap, (a + b, tie, left + right))
+    return float(lengths @ counts)
+
+
+class Levels(NamedTuple):
+    """How many elements are +0, and how many of the others have each level."""
+
+    zeros: int
+    of: list[int]
+
+
+def levels_of(each: Recorded) -> Levels:
+    grad = each.grad.numpy() / np.float32(RANKS)
+    kept = grad != 0
+    if "numbers" not in each.aux:
+        return Levels(int((~kept).sum()), [int(kept.sum()), 0, 0, 0])
+    limits, factor = np.empty(grad.size, np.float32), guard(RANKS)
+    moments = [each.aux[name].numpy() if name in each.aux else None for name in ("first", "second")]
+    kernels.update_limits(each.aux["parameter"].numpy(), *moments, each.aux["numbers"].numpy(), limits)
+    level = sum((np.abs(grad) * np.float32(factor * 64.0**n) < limits).astype(int) for n in (1, 2, 3))
+    return Levels(int((~kept).sum()), np.bincount(level[kept], minlength=4).tolist())
+
+
+def mantissa_bytes(found: Levels, several: bool, pruned: bool) -> float:
+    """Signs, mantissas and levels."""
+    of = [*found.of]
+    if not pruned:
+        of[3] += found.zeros  # of a zero everything may be cut, but for its sign
+    flag = 2 if several else 1
+    widths = (24, 18, 12, 6) if several else (24, 24, 24, 6)
+    return sum(count * (flag + width) for count, width in zip(of, widths, strict=True)) / 8
+
+
+def step_figures(step: int, loss: float, found: list[Recorded], codes: Codes) -> Iterator[Figure]:
+    """All that has a line over the steps."""
+    plain, size = sum(each.grad.nbytes for each in found), sum(each.grad.numel() for each in found)
+    packed = dict.fromkeys(("lossless", "gcomp", "gcomp, default table"), 0)
+    exponents = dict.fromkeys(("paper, static", "paper, dynamic", "gradwire, static", "gradwire, dynamic"), 0.0)
+    mantissas: dict[str, float] = {}
+    symbols = 0.0
+    for each in found:
+        table = codes.tables.get(each.name)
+        for method, aux in (("lossless", {}), ("gcomp", each.aux), ("gcomp, default table", each.aux)):
+            hint = {} if table is None or method.endswith("table") else {"table": table}
+            ctx = Context(each.name, world_size=RANKS, spec=TensorSpec.of(each.grad), aux={**aux, **hint})
+            codec = make(method.split(",")[0])
+            packed[method] += codec.encode_compensated(each.grad, ctx, None, scale=1 / RANKS).body.nbytes
+        own, raw = counts_of(each.grad), exponents_of(each.grad)
+        prior = exponent_prior.code(torch.float32)
+        fresh = prior if table is None else PrefixCode.from_bytes(table.numpy().tobytes())
+        symbols += coded_bits(fresh, own)
+        exponents["gradwire, static"] += coded_bits(prior, own)
+        exponents["gradwire, dynamic"] += coded_bits(fresh, own)
+        exponents["paper, static"] += coded_bits(codes.first, raw)
+        exponents["paper, dynamic"] += coded_bits(codes.now, raw)
+        levels = levels_of(each)
+        for several in (False, True):
+            for pruned in (False, True):
+                name = f"{'four levels' if several else 'one level'}{', zeros pruned' if pruned else ''}"
+                mantissas[name] = mantissas.get(name, 0.0) + mantissa_bytes(levels, several, pruned)
+        mantissas["zeros pruned"] = mantissas.get("zeros pruned", 0.0) + 3 * sum(levels.of)
+    for name, nbytes in packed.items():
+        yield {"metric": "rate", "method": name, "value": nbytes / plain, "unit": "fraction"}
+    yield {"metric": "rate", "method": "gcomp, exponents", "value": symbols / 8 / plain, "unit": "fraction"}
+    rest = packed["gcomp"] - symbols / 8
+    yield {"metric": "rate", "method": "gcomp, all but exponents", "value": rest / plain, "unit": "fraction"}
+    for name, nbytes in mantissas.items():
+        yield {"metric": "mantissas", "method": name, "value": nbytes / plain, "unit": "fraction"}
+    for name, bits in exponents.items():
+        yield {"metric": "exponents", "method": name, "value": bits / size, "unit": "bits"}
+    zeros = sum(int((each.grad == 0).sum()) for each in found)
+    yield {"metric": "zeros", "method": "none", "value": zeros / size, "unit": "fraction"}
+    yield {"metric": "loss", "method": "none", "value": loss, "unit": "nat"}
+
+
+class Codes:
+    """The tables in use: of the paper's exponents one for all tensors, of ours one a tensor."""
+
+    def __init__(self, found: list[Recorded]) -> None:
+        self.first = self.now = self._of_all(found)
+        self.tables: dict[str, torch.Tensor] = {}
+
+    def refresh(self, found: list[Recorded]) -> None:
+        self.now = self._of_all(found)
+        for each in found:
+            counts = counts_of(each.grad)
+            counts[0] = max(int(counts[0]), int(counts.sum()) // 16)
+            self.tables[each.name] = torch.frombuffer(bytearray(PrefixCode.of(counts).to_bytes()), dtype=torch.uint8)
+
+    @staticmethod
+    def _of_all(found: list[Recorded]) -> PrefixCode:
+        return PrefixCode.of(np.sum([exponents_of(each.grad) for each in found], axis=0))
+
+
+# -- four gradients ------------------------------------------------------------------------------------------------
+
+
+def escape_figures(samples: list[Recorded]) -> Iterator[Figure]:
+    """Codes of each sample on each sample, of exponents as they are."""
+    counts = [exponents_of(each.grad) for each in samples]
+    for source, of in enumerate(counts, start=1):
+        code = PrefixCode.of(of)
+        for target, on in enumerate(counts, start=1):
+            size = on.sum()
+            where = {"metric": "escape", "unit": "bits", "case": f"code of S{source} on S{target}"}
+            yield {**where, "method": "Huffman", "value": native_bits(of, on) / size}
+            yield {**where, "method": "with escape", "value": coded_bits(code, on) / size}
+
+
+def run(training: Training, steps: int) -> Iterator[Figure]:
+    """All figures of one training."""
+    samples: list[Recorded] = []
+    for optimizer in CHOSEN:
+        codes: Codes | None = None
+        for step, loss, found in recorded(training, optimizer, steps):
+            codes = codes or Codes(found)
+            for figure in step_figures(step, loss, found, codes):
+                yield {**figure, "workload": training.name, "optimizer": optimizer, "step": step}
+            if step % REFRESH == 0:
+                codes.refresh(found)
+            if optimizer == "AdamW" and step in (0, steps):
+                ordered = sorted(found, key=lambda each: float(each.grad.abs().mean()))
+                for half in (ordered[: len(ordered) // 2], ordered[len(ordered) // 2 :]):
+                    samples.append(max(half, key=lambda each: each.grad.numel()))
+    fixed = {"workload": training.name, "optimizer": "AdamW"}
+    yield from ({**fixed, **figure} for figure in escape_figures(samples))
+    for each in samples:
+        if each.grad.numel() < LEAST_DECODED:  # a branch predictor learns a short stream by heart
+            continue
+        yield from ({**fixed, **figure} for figure in decoding_rates(each.grad.numpy()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What gcomp makes of gradients of real trainings.")
+    parser.add_argument("--cifar10", type=Path, required=True, help="folder or tar of the images")
+    parser.add_argument("--sst2", type=Path, required=True, help="train.tsv")
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--csv", action="store_true", help=f"write {RESULTS}")
+    parser.add_argument("--out", type=Path, help="folder for the plots")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    assert isinstance(make("gcomp"), GComp)
+    found = [
+        figure
+        for training in (resnet(args.cifar10, 32), transformer(args.sst2, 32))
+        for figure in run(training, args.steps)
+    ]
+    print(table(found))
+    if args.csv:
+        fixed = {"dtype": "float32", "ranks": RANKS, "source": "measured"}
+        columns = ("workload", "optimizer", "step", "case")
+        write_figures("gcomp-gradients", ({**fixed, **figure} for figure in found), RESULTS, more_columns=columns)
+        print(f"Figures: {RESULTS.resolve()}")
+    if args.out:
+        from benchmarks.papers.gcomp.plots import plot_gradients
+
+        print(f"Plots: {plot_gradients(found, args.out)}")
+
+
+def table(found: list[Figure]) -> str:
+    """Means over the last half of the steps, and what has no steps."""
+    last = max(figure.get("step") or 0 for figure in found)
+    groups: dict[tuple[str, ...], list[float]] = {}
+    for figure in found:
+        if figure.get("step") is None or figure["step"] > last / 2:
+            names = (
+                figure["workload"],
+                figure["optimizer"],
+                figure["metric"],
+                figure.get("case", ""),
+                figure["method"],
+            )
+            groups.setdefault(names, []).append(figure["value"])
+    return "\n".join(
+        f"{workload:12}{optimizer:14}{metric:11}{case:20}{method:28}{np.mean(values):10.4g}"
+        for (workload, optimizer, metric, case, method), values in groups.items()
+    )
+
+
+if __name__ == "__main__":
+    main()

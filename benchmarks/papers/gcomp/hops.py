@@ -1,0 +1,168 @@
+"""What encoding at every hop does to an update of the parameters, from 2 to 128 ranks.
+
+    python -m benchmarks.papers.gcomp.hops --cifar10 FOLDER --csv
+
+A ResNet-8 has trained for 60 steps on CIFAR-10. At the next, each of so many ranks has a gradient of its own batch of 8
+images. They are averaged by a ring (each hop decodes, adds and encodes again, W encodes on the path of an element) and
+by scatter-reduce (W − 1 encodes of gradients, one of the mean), and the optimizer steps. The same in float64 without
+cuts is what is right. Off is how far a parameter is from that, in units of 2^-23 of itself, which is the last bit of
+its mantissa: in float64 by what was cut alone, and in float32 with all roundings, those of exact sums beside it.
+
+Without the guard δ > W · 2ⁿ, each rank cuts as if it were alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.papers.gcomp.models import OPTIMIZERS, resnet
+from gradwire.bench.records import write_figures
+from gradwire.compressors import make
+from gradwire.core.context import Context
+from gradwire.core.spec import Range, TensorSpec
+from gradwire.integrations.optimizer_state import OptimizerState
+
+RESULTS = Path("benchmarks/results/gcomp-hops.csv")
+RANKS = (2, 4, 8, 16, 32, 64, 128)
+STEPS, BATCH = 60, 8
+CHOSEN = ("SGD", "AdamW")
+Send = Callable[[int, torch.Tensor], torch.Tensor]
+
+
+def updated(
+    model: nn.Module, optimizer: torch.optim.Optimizer, grads: Sequence[torch.Tensor], dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """The parameters after a step of a copy with these gradients, in an arithmetic of this precision."""
+    model, optimizer = copy.deepcopy((model, optimizer))
+    model.to(dtype)
+    for group in optimizer.param_groups:
+        group["foreach"] = False
+    for parameter, grad in zip(model.parameters(), grads, strict=True):
+        parameter.grad = grad.to(dtype)
+        for key, value in optimizer.state[parameter].items():
+            if key != "step" and isinstance(value, torch.Tensor):
+                optimizer.state[parameter][key] = value.to(dtype)
+    optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+class State:
+    """A model in training, and the gradients of many ranks at its next step."""
+
+    def __init__(self, data: Path, optimizer: str) -> None:
+        torch.manual_seed(0)
+        self.training = resnet(data, BATCH)
+        self.model = self.training.model()
+        self.optimizer = OPTIMIZERS[optimizer](self.model)
+        for step in range(STEPS):
+            self._backward(step, 0)
+            self.optimizer.step()
+        self.grads = [self._backward(STEPS, rank) for rank in range(max(RANKS))]
+        self.named = list(self.model.named_parameters())
+        self.slices = OptimizerState(self.optimizer, self.named)
+        self.codec = make("gcomp")
+        self.nbytes = self.plain = 0
+
+    def _backward(self, step: int, rank: int) -> list[torch.Tensor]:
+        inputs, targets = self.training.batch(0, step, rank)
+        self.optimizer.zero_grad()
+        nn.functional.cross_entropy(self.model(inputs), targets).backward()
+        return [parameter.grad.clone() for parameter in self.model.parameters() if parameter.grad is not None]
+
+    def sent(self, index: int, values: torch.Tensor, encodes: int) -> torch.Tensor:
+        """What arrives of an encode on the path of one parameter's gradient, with a guard for so many of them."""
+        aux = self.slices(self.named[index][0], Range(0, values.numel()))
+        ctx = Context("w", world_size=encodes, spec=TensorSpec((values.numel(),)), aux=aux)
+        payload = self.codec.encode(values.reshape(-1), ctx)
+        self.nbytes, self.plain = self.nbytes + payload.body.nbytes, self.plain + values.nbytes
+        return self.codec.decode(payload, ctx).view(values.shape)
+
+    def mean(self, path: str, ranks: int, send: Send) -> list[torch.Tensor]:
+        """The mean of so many ranks' gradients as it arrives."""
+        found = []
+        for index in range(len(self.named)):
+            own = [self.grads[rank][index] * (1 / ranks) for rank in range(ranks)]
+            if path == "ring":
+                total = send(index, own[0])
+                for grad in own[1:]:
+                    total = send(index, total + grad)
+            else:
+                total = own[0]
+                for grad in own[1:]:
+                    total = total + send(index, grad)
+                total = send(index, total)
+            found.append(total)
+        return found
+
+    def updated(self, grads: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """All parameters after a step with these gradients, in an arithmetic of this precision."""
+        return torch.cat([each.reshape(-1) for each in updated(self.model, self.optimizer, grads, dtype)]).double()
+
+
+def cut_alone(state: State, path: str, ranks: int, send: Send) -> list[torch.Tensor]:
+    """The exact mean in float64, less all that was cut on the way."""
+    lost = [torch.zeros(parameter.shape, dtype=torch.float64) for _, parameter in state.named]
+
+    def counting(index: int, values: torch.Tensor) -> torch.Tensor:
+        arrived = send(index, values)
+        lost[index] += arrived.double() - values.double()
+        return arrived
+
+    state.mean(path, ranks, counting)
+    exact = state.mean(path, ranks, lambda _, values: values.double())
+    return [mean + each for mean, each in zip(exact, lost, strict=True)]
+
+
+def run(data: Path) -> Iterator[dict[str, Any]]:
+    for optimizer in CHOSEN:
+        state = State(data, optimizer)
+        theta = torch.cat([parameter.detach().reshape(-1) for _, parameter in state.named]).double().abs()
+        for ranks in RANKS:
+            for path in ("ring", "scatter_reduce"):
+                right = state.updated(state.mean(path, ranks, lambda _, values: values.double()), torch.float64)
+                sends: dict[str, Send] = {
+                    "exact": lambda _, values: values,
+                    "gcomp": partial(state.sent, encodes=ranks),
+                    "without the guard": partial(state.sent, encodes=1),
+                }
+                for method, send in sends.items():
+                    state.nbytes = state.plain = 0
+                    cut = state.updated(cut_alone(state, path, ranks, send), torch.float64)
+                    ratio = state.nbytes / state.plain if state.plain else 1.0
+                    both = state.updated(state.mean(path, ranks, send), torch.float32)
+                    for metric, found in (("cut alone", cut), ("with roundings", both)):
+                        off = (found - right).abs() / (torch.maximum(theta, right.abs()) * 2.0**-23)
+                        off = off.nan_to_num(0.0)
+                        fixed = {"optimizer": optimizer, "ranks": ranks, "strategy": path, "method": method}
+                        for name, value in (("largest", off.max()), ("mean", off.mean())):
+                            figure = {"metric": f"off, {metric}, {name}", "value": float(value), "unit": "last bits"}
+                            yield {**fixed, **figure}
+                    yield {**fixed, "metric": "ratio", "value": ratio, "unit": "fraction"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What encoding at every hop does to an update of the parameters.")
+    parser.add_argument("--cifar10", type=Path, required=True, help="folder or tar of the images")
+    parser.add_argument("--csv", action="store_true", help=f"write {RESULTS}")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    found = list(run(args.cifar10))
+    for row in found:
+        way = f"{row['optimizer']:7}{row['ranks']:>4} {row['strategy']:15}{row['method']:18}"
+        print(f"{way}{row['metric']:30}{row['value']:9.3f}")
+    if args.csv:
+        fixed = {"dtype": "float32", "source": "measured"}
+        write_figures("gcomp-hops", ({**fixed, **row} for row in found), RESULTS, ("optimizer", "strategy"))
+        print(f"Figures: {RESULTS.resolve()}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""How far losses with `gcomp` are from those without compression: figures 18 and 19 of its paper.
+
+    python -m benchmarks.papers.gcomp.loss --cifar10 FOLDER --sst2 FOLDER/train.tsv --csv --out gcomp-figures
+
+Four ranks in one process train the models of `benchmarks.papers.gcomp.models` from scratch, in batches of 8 a rank,
+with SGD and with AdamW, on three seeds. Gradients are averaged exactly; by `gcomp`; with 18 of 23 bits cut off every
+mantissa, whatever the optimizer; or exactly, but only in every eighth step: in the seven between, ranks go by gradients
+of their own, and at the eighth take the mean of their parameters, too, or they would stay apart. Exact sums in another
+order of ranks, which changes nothing but roundings, say what training makes of any difference.
+
+By scatter-reduce: every rank's gradient is encoded, but for the owner's, and the mean once more. What is compared is
+the training loss of all ranks at each step with the one of exact sums at the same step.
+
+Source: GCOMP (SoCC 2024), section 7.6. Differences: small models for some hundred steps; the paper does not say what
+ranks do between all-reduces.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from benchmarks.papers.gcomp.models import OPTIMIZERS, Training, trainings
+from gradwire.bench.records import write_figures
+from gradwire.compressors import make
+from gradwire.core.context import Context
+from gradwire.core.spec import Range, TensorSpec
+from gradwire.integrations.optimizer_state import OptimizerState
+from gradwire.kernels import active as kernels
+
+RESULTS = Path("benchmarks/results/gcomp-loss.csv")
+RANKS, BATCH, SPARSE = 4, 8, 8
+SEEDS = (0, 1, 2)
+METHODS = ("exact", "another order", "gcomp", "18 bits cut", "every 8 steps")
+CHOSEN = ("SGD", "AdamW")
+
+
+class Job:
+    """One training by all ranks, whose replicas are one as long as they are alike.
+
+    Attributes:
+        bytes_sent: of all payloads of gcomp.
+        bytes_plain: of what was in them, in float32.
+    """
+
+    def __init__(self, training: Training, optimizer: str, method: str, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.training, self.method, self.seed = training, method, seed
+        model = training.model()
+        num_replicas = RANKS if method == "every 8 steps" else 1
+        self.models = [model, *(copy.deepcopy(model) for _ in range(num_replicas - 1))]
+        self.optimizers = [OPTIMIZERS[optimizer](each) for each in self.models]
+        self.named = list(model.named_parameters())
+        self.state = OptimizerState(self.optimizers[0], self.named)
+        self.codec = make("gcomp")
+        self.bytes_sent = self.bytes_plain = 0
+
+    def step(self, number: int) -> float:
+        """The mean loss of all ranks."""
+        losses, grads = zip(*(self._backward(number, rank) for rank in range(RANKS)), strict=True)
+        if self.method == "every 8 steps":
+            self._step_sparsely(number, grads)
+        else:
+            for index, (name, parameter) in enumerate(self.named):
+                parameter.grad = self._mean(name, [grad[index] for grad in grads])
+            self.optimizers[0].step()
+        return float(np.mean(losses))
+
+    def _backward(self, number: int, rank: int) -> tuple[float, list[torch.Tensor]]:
+        model, optimizer = self.models[rank % len(self.models)], self.optimizers[rank % len(self.models)]
+        inputs, targets = self.training.batch(self.seed, number, rank)
+        optimizer.zero_grad(set_to_none=False)
+        loss = nn.functional.cross_entropy(model(inputs), targets)
+        loss.backward()
+        return loss.item(), [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+    def _mean(self, name: str, grads: list[torch.Tensor]) -> torch.Tensor:
+        own, *others = grads[::-1] if self.method == "another order" else grads
+        total = own / RANKS
+        for grad in others:
+            total = total + self._sent(name, grad, 1 / RANKS)
+        return self._sent(name, total, 1.0)
+
+    def _sent(self, name: str, grad: torch.Tensor, scale: float) -> torch.Tensor:
+        """What arrives of scale · grad."""
+        if self.method == "18 bits cut":
+            out = (grad * scale).reshape(-1)
+            kernels.truncate_floats(out.numpy(), np.full(out.numel(), np.inf, np.float32), 1.0, out.numpy())
+            return out.view(grad.shape)
+        if self.method != "gcomp" or grad.dim() == 1:  # under a blanket method, vectors travel dense
+            return grad * scale
+        ctx = Context(name, world_size=RANKS, spec=TensorSpec.of(grad), aux=self.aux(name, grad, scale))
+        payload = self.codec.encode_compensated(grad, ctx, None, scale=scale)
+        self.bytes_sent, self.bytes_plain = self.bytes_sent + payload.body.nbytes, self.bytes_plain + grad.nbytes
+        return self.codec.decode(payload, ctx)
+
+    def aux(self, name: str, grad: torch.Tensor, scale: float) -> dict[str, torch.Tensor]:
+        """What the codec gets of the optimizer to send scale · grad."""
+        return self.state(name, Range(0, grad.numel()))
+
+    def _step_sparsely(self, number: int, grads: tuple[list[torch.Tensor], ...]) -> None:
+        average = number % SPARSE == SPARSE - 1
+        means = [torch.stack(each).mean(0) for each in zip(*grads, strict=True)]
+        for model, optimizer, own in zip(self.models, self.optimizers, grads, strict=True):
+            for parameter, grad in zip(model.parameters(), means if average else own, strict=True):
+                parameter.grad = grad.clone()
+            optimizer.step()
+        if average:
+            with torch.no_grad():
+                for each in zip(*(model.parameters() for model in self.models), strict=True):
+                    mean = torch.stack([parameter.detach() for parameter in each]).mean(0)
+                    for parameter in each:
+                        parameter.copy_(mean)
+
+
+def run(training: Training, steps: int) -> Iterator[dict[str, Any]]:
+    """The loss of every step of every method."""
+    for optimizer in CHOSEN:
+        for seed in SEEDS:
+            for method in METHODS:
+                job = Job(training, optimizer, method, seed)
+                fixed = {"workload": training.name, "optimizer": optimizer, "seed": seed, "method": method}
+                for number in range(steps):
+                    yield {**fixed, "step": number + 1, "metric": "loss", "value": job.step(number), "unit": "nat"}
+
+
+Key = tuple[str, str, str]
+
+
+def deviations(found: list[dict[str, Any]]) -> dict[Key, np.ndarray]:
+    """Loss minus that of exact sums, of all steps and seeds, by workload, optimizer and method."""
+    curves: dict[tuple[str, str, str, int], list[float]] = {}
+    for row in found:
+        curves.setdefault((row["workload"], row["optimizer"], row["method"], row["seed"]), []).append(row["value"])
+    grouped: dict[Key, list[float]] = {}
+    for (workload, optimizer, method, seed), losses in curves.items():
+        if method != "exact":
+            off = np.subtract(losses, curves[workload, optimizer, "exact", seed])
+            grouped.setdefault((workload, optimizer, method), []).extend(off.tolist())
+    return {key: np.array(values) for key, values in grouped.items()}
+
+
+def summary(found: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Mean and spread of the deviations, of all steps and of the last quarter."""
+    for (workload, optimizer, method), off in deviations(found).items():
+        size = np.abs(off)
+        fixed = {"workload": workload, "optimizer": optimizer, "method": method, "unit": "nat", "samples": size.size}
+        low, high = (float(np.percentile(size, q)) for q in (20, 80))
+        yield {**fixed, "metric": "mean deviation", "value": float(size.mean()), "p20": low, "p80": high}
+        yield {**fixed, "metric": "variance of the deviation", "value": float(off.var())}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="How far losses with gcomp are from those of exact sums.")
+    parser.add_argument("--cifar10", type=Path, required=True, help="folder or tar of the images")
+    parser.add_argument("--sst2", type=Path, required=True, help="train.tsv")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--csv", action="store_true", help=f"write {RESULTS}")
+    parser.add_argument("--out", type=Path, help="folder for the plots")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    found = [row for training in trainings(args.cifar10, args.sst2, BATCH) for row in run(training, args.steps)]
+    totals = list(summary(found))
+    for row in totals:
+        print(f"{row['workload']:12}{row['optimizer']:8}{row['method']:16}{row['metric']:28}{row['value']:12.3e}")
+    if args.csv:
+        fixed = {"dtype": "float32", "ranks": RANKS, "source": "measured"}
+        thinned = [row for row in found if row["step"] % 5 == 0]
+        columns = ("workload", "optimizer", "seed", "step")
+        write_figures("gcomp-loss", ({**fixed, **row} for row in [*totals, *thinned]), RESULTS, more_columns=columns)
+        print(f"Figures: {RESULTS.resolve()}")
+    if args.out:
+        from benchmarks.papers.gcomp.plots import plot_losses
+
+        print(f"Plots: {plot_losses(found, args.out)}")
+
+
+if __name__ == "__main__":
+    main()

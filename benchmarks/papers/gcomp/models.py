@@ -1,0 +1,92 @@
+"""The two trainings of the GCOMP studies: a small ResNet on CIFAR-10, and a small transformer encoder on SST-2.
+
+Both from scratch: there are no pretrained weights here, so gradients are larger beside parameters, and for longer, than
+in the fine-tuning of BERT that the paper measures. CIFAR-10 is a folder or tar of JPEGs, see `benchmarks.data.cifar`;
+SST-2 a file with a sentence, a tab and a 0 or 1 a line (Socher et al. 2013, as `train.tsv`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from benchmarks.data import cifar
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.05),
+    "SGD, momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9),
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
+}
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Training:
+    """A model, and the batch of each (seed, step, rank)."""
+
+    name: str
+    model: Callable[[], nn.Module]
+    batch: Callable[[int, int, int], Batch]
+
+
+def resnet(data: Path, batch_size: int, blocks: int = 1) -> Training:
+    """ResNet-(6 · blocks + 2) of width 32; batches are cropped and flipped at random."""
+    split = cifar.load(data, "train")
+
+    def batch(seed: int, step: int, rank: int) -> Batch:
+        generator = torch.Generator().manual_seed((seed * 100_003 + step) * 1009 + rank)
+        index = torch.randint(0, len(split[1]), (batch_size,), generator=generator)
+        return cifar.batch(split, index, generator=generator)
+
+    return Training("ResNet", lambda: cifar.ResNet(blocks, 32, 2), batch)
+
+
+WORDS = 6000
+LENGTH = 32
+
+
+class Encoder(nn.Module):
+    """Two layers of a transformer encoder, and a head over the mean of what they give."""
+
+    def __init__(self, width: int = 128, layers: int = 2) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, width, padding_idx=0)
+        self.places = nn.Parameter(torch.randn(LENGTH, width) * 0.02)
+        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.head = nn.Linear(width, 2)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        padding = tokens == 0
+        found = self.layers(self.words(tokens) + self.places, src_key_padding_mask=padding)
+        kept = (~padding).unsqueeze(2)
+        out: torch.Tensor = self.head((found * kept).sum(1) / kept.sum(1))
+        return out
+
+
+def transformer(data: Path, batch_size: int) -> Training:
+    """A sentence is its first 32 words; the 5,998 most frequent words have a number of their own."""
+    lines = [line.rsplit("\t", 1) for line in data.read_text().splitlines() if "\t" in line]
+    counts = Counter(word for sentence, _ in lines for word in sentence.split())
+    numbers = {word: number for number, (word, _) in enumerate(counts.most_common(WORDS - 2), start=2)}
+    tokens, labels = torch.zeros(len(lines), LENGTH, dtype=torch.int64), torch.empty(len(lines), dtype=torch.int64)
+    for row, (sentence, label) in enumerate(lines):
+        found = [numbers.get(word, 1) for word in sentence.split()[:LENGTH]] or [1]
+        tokens[row, : len(found)], labels[row] = torch.tensor(found), int(label)
+
+    def batch(seed: int, step: int, rank: int) -> Batch:
+        generator = torch.Generator().manual_seed((seed * 100_003 + step) * 1009 + rank)
+        index = torch.randint(0, len(labels), (batch_size,), generator=generator)
+        return tokens[index], labels[index]
+
+    return Training("transformer", Encoder, batch)
+
+
+def trainings(cifar10: Path, sst2: Path, batch_size: int) -> list[Training]:
+    """Both, for ranks with batches of this size."""
+    return [resnet(cifar10, batch_size), transformer(sst2, batch_size)]

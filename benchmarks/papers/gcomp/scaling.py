@@ -1,0 +1,133 @@
+"""ResNet-50 and BERT with `lossless` and `gcomp` on up to 128 nodes, simulated: figures 15 to 17 of GCOMP's paper.
+
+    python -m benchmarks.papers.gcomp.scaling --out gcomp-figures     # and benchmarks/results/gcomp-scaling.csv
+
+gradwire's own graphs in virtual time (`gradwire simulate`), a rank a node, with what codecs, tasks and frames cost on
+one core of this machine. Codecs are measured on a gradient of the text workload after nine steps, `gcomp` with its
+optimizer's state and the guard of each number of ranks; so compression is that of a young training. A step computes for
+150 ms (the paper's A100 is not here), two thirds of that backward. Dense is gradwire's own ring, without a codec.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradwire.bench.records import write_figures
+from gradwire.bench.workloads import make_workload
+from gradwire.compressors import make
+from gradwire.core.spec import Range
+from gradwire.integrations.optimizer_state import OptimizerState
+from gradwire.simulate import Cluster, Compute, Link, gradients_of, models, step
+from gradwire.simulate.machine import machine_costs
+from gradwire.sync.costs import Costs
+from gradwire.sync.profile import measure_codec
+
+RESULTS = Path("benchmarks/results/gcomp-scaling.csv")
+MODELS = ("resnet50", "bert-base")
+RANKS = (4, 8, 16, 32, 64, 128)
+RATES = (1e9, 10e9)
+COMPUTE = Compute(0.05, 0.1)
+WAYS = (("none", "ring"), ("fp16", "ring"), ("lossless", "ring"), ("lossless", "scatter_reduce"), ("gcomp", "ring"),
+        ("gcomp", "scatter_reduce"))  # fmt: skip
+SIZES = (1 << 13, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
+
+
+def recorded() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """A matrix's gradient at the tenth step, and its optimizer's state."""
+    torch.manual_seed(0)
+    workload = make_workload("text")
+    model = workload.model()
+    optimizer = workload.optimizer(model)
+    for number in range(10):
+        batch = workload.batch(0, number, 0, 4)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(batch.inputs), batch.targets).backward()
+        if number < 9:
+            optimizer.step()
+    named = list(model.named_parameters())
+    name, parameter = max(named, key=lambda each: each[1].numel())
+    aux = OptimizerState(optimizer, named)(name, Range(0, parameter.numel()))
+    assert parameter.grad is not None
+    return parameter.grad.reshape(-1).clone(), {key: values.clone() for key, values in aux.items()}
+
+
+def costs_of(ranks: int, known: Costs, grad: torch.Tensor, aux: dict[str, torch.Tensor]) -> Costs:
+    """This machine's costs, with the codecs of that gradient among so many ranks."""
+    measured = {
+        "lossless": measure_codec(make("lossless"), SIZES, 1.0, world_size=ranks, gradient=grad),
+        "gcomp": measure_codec(make("gcomp"), SIZES, 1.0, world_size=ranks, gradient=grad, aux=aux),
+    }
+    return replace(known, codecs={**known.codecs, **measured})
+
+
+def run() -> Iterator[dict[str, Any]]:
+    known, (grad, aux) = machine_costs(["fp16"]), recorded()
+    for ranks in RANKS:
+        costs = costs_of(ranks, known, grad, aux)
+        packed = {spec: codec.payload_bytes(SIZES[-1]) / SIZES[-1] / 4 for spec, codec in costs.codecs.items()}
+        for name in MODELS:
+            gradients = gradients_of(models.get(name), COMPUTE.backward_seconds)
+            for rate in RATES:
+                cluster = Cluster(ranks, Link(rate, 20e-6))
+                dense = 0.0
+                for method, strategy in WAYS:
+                    found = step(gradients, method, cluster, costs, COMPUTE, strategy=strategy, fold=True)
+                    dense = dense or found.seconds
+                    fixed = {"model": name, "ranks": ranks, "rate": f"{rate / 1e9:g}gbit", "method": method,
+                             "strategy": strategy}  # fmt: skip
+                    yield {**fixed, "metric": "step", "value": found.seconds, "unit": "s"}
+                    yield {**fixed, "metric": "efficiency", "value": found.efficiency, "unit": "fraction"}
+                    yield {**fixed, "metric": "speedup over dense", "value": dense / found.seconds, "unit": "ratio"}
+                    yield {**fixed, "metric": "ratio", "value": packed[method], "unit": "fraction"}
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Steps a second of all ranks together."""
+    from benchmarks.papers.gcomp.plots import figure_axes
+    from gradwire.simulate.plots import _COLOURS
+
+    with figure_axes(len(RATES), len(MODELS), (9, 7), path) as axes:
+        for line, rate in zip(axes, RATES, strict=True):
+            for axis, model in zip(line, MODELS, strict=True):
+                for colour, (method, strategy) in zip(("#3e4c59", *_COLOURS), WAYS, strict=False):
+                    found = [row for row in rows if row["metric"] == "step" and row["model"] == model
+                             and row["rate"] == f"{rate / 1e9:g}gbit"
+                             and (row["method"], row["strategy"]) == (method, strategy)]  # fmt: skip
+                    speeds = [row["ranks"] / row["value"] for row in found]
+                    axis.plot(
+                        [row["ranks"] for row in found], speeds, "o-", color=colour, label=f"{method}, {strategy}"
+                    )
+                axis.set_title(f"{model}, {rate / 1e9:g} Gb/s", fontsize=10)
+                axis.set_xscale("log", base=2)
+                axis.set_yscale("log")
+        for axis in axes[-1]:
+            axis.set_xlabel("ranks (logarithmic)")
+        for line in axes:
+            line[0].set_ylabel("batches/s of all ranks (logarithmic)")
+        axes[0][0].legend(fontsize=8)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="ResNet-50 and BERT with lossless and gcomp, simulated.")
+    parser.add_argument("--out", type=Path, help="folder for the plot")
+    args = parser.parse_args()
+    rows = list(run())
+    for row in rows:
+        if row["metric"] == "speedup over dense":
+            way = f"{row['model']:10}{row['rate']:8}{row['ranks']:>4} {row['method']:10}{row['strategy']:15}"
+            print(f"{way}{row['value']:7.2f}")
+    fixed = {"dtype": "float32", "source": "simulated"}
+    write_figures("gcomp-scaling", ({**fixed, **row} for row in rows), RESULTS, ("model", "strategy"))
+    if args.out:
+        plot(rows, args.out / "scaling.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""What each of HiPress's means gains, one added to the next: its figure 11 as a table, in this machine's lab.
+
+    python -m benchmarks.papers.hipress.breakdown                # 10 minutes: benchmarks/results/breakdown.csv
+    python -m benchmarks.papers.hipress.breakdown --workloads deep --rates 1gbit
+
+Four ranks replay the recorded backward of a workload of a few large tensors (text) and of one of hundreds of small
+ones (deep), with onebit through co-located servers:
+
+    dense      DDP's own all-reduce in fp32, with the better of two bucket sizes
+    torch      every tensor compressed by plain torch operations, one tensor after another
+    generated  the same by the code that gradwire generates
+    pipelined  all tensors at once: one is encoded while another travels
+    bulk       vectors and tensors below 16,384 elements in one message
+    planned    the planner decides for each tensor whether to compress, strategy and partitions; or for DDP's all-reduce
+
+Synchronisation is the step less the step without communication. Backward goes on while gradients travel, in all
+stages, as it does in HiPress's baselines.
+
+Source: HiPress (SOSP 2021), figure 11. Differences: all codecs run on CPUs, so that its on-CPU stage is one of torch
+operations here; small tensors in a batch are dense, so that a part of what it counts as selective compression comes
+with bulk; the bulk coordinator is not there (benchmarks/papers/hipress/coordinator.py says why); ring is left to the
+planner.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gradwire.bench.job import Job, Message, Outcome, Progress, Segment
+from gradwire.bench.launch import launch
+from gradwire.bench.methods import DDP_FP32, SILENT
+from gradwire.bench.records import write_figures
+from gradwire.bench.results import StepTime, combine_times
+from gradwire.bench.statistics import Spread
+from gradwire.sync.planner import PlanTable
+
+WORKLOADS, RATES = ("text", "deep"), ("100mbit", "1gbit")
+STAGES = ("torch", "generated", "pipelined", "bulk", "planned")
+DENSE = "dense"
+RANKS, BUCKET_MB, OTHER_BUCKET_MB = 4, 4.0, 25.0
+RESULTS = Path("benchmarks/results/breakdown.csv")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage at one rate.
+
+    Attributes:
+        name: of the stage.
+        time: of its step.
+        before: seconds of synchronisation in the stage before; None for the first.
+    """
+
+    name: str
+    time: StepTime
+    before: float | None
+
+    @property
+    def synchronisation(self) -> float:
+        """Seconds of the step that are not computing's."""
+        return max(0.0, self.time.step.median - self.time.compute)
+
+    @property
+    def saved(self) -> float | None:
+        """Of the synchronisation of the stage before."""
+        return 1 - self.synchronisation / self.before if self.before else None
+
+
+@dataclass
+class Plans:
+    """Hears what the planner decided at each rate: plans travel as the phase of a progress."""
+
+    found: dict[str | None, PlanTable] = field(default_factory=dict)
+
+    def __call__(self, message: Message) -> None:
+        if isinstance(message, Progress) and message.phase.startswith("{"):
+            self.found[message.rate] = PlanTable.from_json(message.phase)
+
+
+def segments(rates: Sequence[str], seconds: float, stages: Sequence[str] = STAGES) -> list[Segment]:
+    """What the ranks do: each stage at all rates, the step without communication before and after."""
+    silent = Segment(SILENT, BUCKET_MB, min_timed=15, max_timed=15)
+    timed = {"timed_seconds": seconds, "min_timed": 5, "rates": tuple(rates)}
+    dense = [Segment(DDP_FP32, size, **timed) for size in (BUCKET_MB, OTHER_BUCKET_MB)]
+    return [silent, *dense, *(Segment(stage, BUCKET_MB, **timed) for stage in stages), silent]
+
+
+def stages(run: Sequence[Segment], outcomes: Sequence[Outcome], rates: Sequence[str]) -> dict[str, list[Stage]]:
+    """The stages of each rate, from what the ranks said."""
+    of = [sorted((o for o in outcomes if o.segment == index), key=lambda o: o.rank) for index in range(len(run))]
+    silent = [outcomes for segment, outcomes in zip(run, of) if segment.method == SILENT]
+    compute = Spread.of([s for ranks in silent for o in ranks for timed in o.timed for s in timed.seconds]).median
+    table = {}
+    for number, rate in enumerate(rates):
+        times: dict[str, StepTime] = {}
+        for segment, ranks in zip(run, of):
+            if segment.method != SILENT:
+                name = DENSE if segment.method == DDP_FP32 else segment.method
+                time = combine_times([outcome.timed[number] for outcome in ranks], compute, True)
+                if name not in times or time.step.median < times[name].step.median:
+                    times[name] = time
+        table[rate] = chain(times)
+    return table
+
+
+def chain(times: dict[str, StepTime]) -> list[Stage]:
+    """Each stage beside the one before."""
+    found: list[Stage] = []
+    for name, time in times.items():
+        found.append(Stage(name, time, found[-1].synchronisation if found else None))
+    return found
+
+
+def figures(
+    workload: str,
+    table: dict[str, list[Stage]],
+    plans: dict[str | None, PlanTable],
+    planned: Sequence[str] = ("planned",),
+) -> Iterator[dict[str, Any]]:
+    """One figure a line. `workload` is a column of its own."""
+    for rate, found in table.items():
+        for stage in found:
+            here = {"workload": workload, "method": stage.name, "rate": rate, "ranks": RANKS, "source": "measured",
+                    "dtype": "float32"}  # fmt: skip
+            step = stage.time.step
+            spread = {"value": step.median, "p20": step.p20, "p80": step.p80, "samples": step.size}
+            yield {**here, "metric": "step", "unit": "s", **spread}
+            yield {**here, "metric": "step_without_communication", "unit": "s", "value": stage.time.compute}
+            yield {**here, "metric": "synchronisation", "unit": "s", "value": stage.synchronisation}
+            yield {**here, "metric": "bytes", "unit": "B", "value": stage.time.bytes}
+            if stage.saved is not None:
+                yield {**here, "metric": "saved_of_stage_before", "unit": "fraction", "value": stage.saved}
+            if stage.name in planned and rate in plans:
+                plan = plans[rate]
+                compressed = sum(row.spec != "none" for row in plan.rows)
+                yield {**here, "metric": "compressed_tensors", "unit": f"of {len(plan.rows)}", "value": compressed}
+                yield {**here, "metric": "partitions", "unit": "most", "value": max(r.partitions for r in plan.rows)}
+                yield {**here, "metric": "step", "unit": "s", "value": plan.step, "source": "predicted"}
+
+
+def text(table: dict[str, list[Stage]]) -> str:
+    """The figure as a table."""
+    lines = [f"{'':10}{'':11}{'step ms':>9}{'p20-p80':>16}{'sync ms':>9}{'saved':>8}{'MB':>8}"]
+    for rate, found in table.items():
+        for stage in found:
+            step, saved = stage.time.step, stage.saved
+            lines.append(
+                f"{rate:10}{stage.name:11}{1e3 * step.median:9.1f}{f'{1e3 * step.p20:.1f}-{1e3 * step.p80:.1f}':>16}"
+                f"{1e3 * stage.synchronisation:9.1f}{'' if saved is None else f'{saved:+.0%}':>8}"
+                f"{stage.time.bytes / 1e6:8.2f}"
+            )
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workloads", nargs="*", default=list(WORKLOADS))
+    parser.add_argument("--rates", nargs="*", default=list(RATES))
+    parser.add_argument("--seconds", type=float, default=8.0, help="for which each stage is timed at each rate")
+    parser.add_argument("--csv", type=Path, help=f"default, for the whole: {RESULTS}")
+    arguments = parser.parse_args(argv)
+    rows: list[dict[str, Any]] = []
+    for workload in arguments.workloads:
+        run, plans = segments(arguments.rates, arguments.seconds), Plans()
+        job = Job(workload, tuple(run), folder="", deadline_seconds=1800.0, replay=True)
+        outcomes = launch(job, RANKS, plans, lab=True, module="benchmarks.papers.hipress.stages")
+        table = stages(run, outcomes, arguments.rates)
+        print(f"{workload}, {RANKS} ranks\n{text(table)}")
+        for rate, plan in plans.found.items():
+            print(f"{rate}: {plan.verdict()}")
+        odd = sorted({run[outcome.segment].method for outcome in outcomes if outcome.identical is False})
+        print(f"Ranks differed: {', '.join(odd)}.\n" if odd else "All ranks ended with the same bits.\n", flush=True)
+        rows += figures(workload, table, plans.found)
+    is_whole = (arguments.workloads, arguments.rates) == (list(WORKLOADS), list(RATES))
+    if target := arguments.csv or (RESULTS if is_whole else None):
+        write_figures("breakdown", rows, target, more_columns=("workload",))
+        print(f"Figures: {target.resolve()}")
+
+
+if __name__ == "__main__":
+    main()

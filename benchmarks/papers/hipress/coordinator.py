@@ -1,0 +1,114 @@
+"""What HiPress's bulk coordinator would gain, simulated: clusters, rates and models with and without it.
+
+    python -m benchmarks.papers.hipress.coordinator  # all, 15 minutes: benchmarks/results/coordinator.csv
+    python -m benchmarks.papers.hipress.coordinator --ranks 4 --models vgg19 --rates 10e9
+
+Many small tensors (ResNet50, Bert-base) and few large ones (VGG19), with onebit through co-located servers, the
+strategy whose senders compete for receivers. Three ways to send: each message when it is ready; batches that each rank
+makes by itself; batches of the coordinator, of which the best of some thresholds and time-outs counts. Batches cost
+less than they would (`gradwire.simulate.bulk`). Two machines: this one's cores, measured, and the described GPU; with
+frames whose bytes the network card copies. 64 ranks, which take minutes, are simulated for the GPU and one threshold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from benchmarks.planning.described import gpu_costs, link
+from gradwire.simulate import Bulk, Compute, StepResult, models
+from gradwire.simulate.machine import machine_costs
+from gradwire.simulate.sweep import Method, Scenario
+from gradwire.sync.costs import Costs, Line
+
+RANKS, RATES, MODELS = (4, 8, 16, 64), (1e9, 10e9, 100e9), ("resnet50", "bert-base", "vgg19")
+METHOD = Method("onebit", "scatter_reduce")
+ALONE = Bulk(coordinated=False)
+COORDINATED = tuple(Bulk(size, wait) for size in (64 << 10, 1 << 20) for wait in (0.0, 500e-6))
+COMPUTE = Compute(0.05, 0.1)
+RESULTS = Path("benchmarks/results/coordinator.csv")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One simulated step. Gain is over the same without batches; threshold and time-out are those of the batches."""
+
+    machine: str
+    model: str
+    ranks: int
+    rate_bits: float
+    way: str
+    threshold_bytes: float
+    timeout_seconds: float
+    step_seconds: float
+    compute_seconds: float
+    gain: float
+
+
+def machines() -> dict[str, Costs]:
+    """Costs by name."""
+    core = machine_costs([METHOD.spec])
+    return {
+        "core": replace(core, frame=Line(core.frame(0), 0.0)),
+        "gpu": gpu_costs(METHOD.spec),
+    }
+
+
+def cells(machine: str, costs: Costs, name: str, ranks: int, rate: float) -> Iterator[Cell]:
+    """All ways of one cluster."""
+    scenario = Scenario(models.get(name), COMPUTE, costs, link(), fold=False)
+
+    def cell(way: str, bulk: Bulk | None, before: float | None) -> Cell:
+        result: StepResult = replace(scenario, bulk=bulk).run(METHOD, ranks, rate)
+        gain = 0.0 if before is None else before / result.seconds - 1
+        batch = (bulk.threshold_bytes, bulk.timeout_seconds) if bulk else (0.0, 0.0)
+        return Cell(machine, name, ranks, rate, way, *batch, result.seconds, result.compute_seconds, gain)
+
+    plain = cell("each message", None, None)
+    yield plain
+    yield cell("alone", ALONE, plain.step_seconds)
+    for bulk in COORDINATED if ranks <= 16 else (Bulk(),):
+        yield cell("coordinated", bulk, plain.step_seconds)
+
+
+def describe(found: list[Cell]) -> str:
+    """One cluster in a line."""
+    best = {way: max((cell for cell in found if cell.way == way), key=lambda cell: cell.gain) for way in
+            ("each message", "alone", "coordinated")}  # fmt: skip
+    plain, alone, coordinated = best.values()
+    return (
+        f"{plain.machine:5} {plain.model:10} {plain.ranks:4} {plain.rate_bits / 1e9:5.0f} Gb/s "
+        f"{1e3 * plain.step_seconds:9.2f} ms   alone {alone.gain:+6.1%}   coordinated {coordinated.gain:+6.1%} "
+        f"({coordinated.threshold_bytes / 1024:.0f} KiB, {1e6 * coordinated.timeout_seconds:.0f} us)"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", nargs="*", type=int, default=list(RANKS))
+    parser.add_argument("--rates", nargs="*", type=float, default=list(RATES), help="bits a second")
+    parser.add_argument("--models", nargs="*", default=list(MODELS))
+    parser.add_argument("--csv", type=Path, help=f"default, for the whole: {RESULTS}")
+    options = parser.parse_args()
+    found: list[Cell] = []
+    for machine, costs in machines().items():
+        for name in options.models:
+            for ranks in options.ranks:
+                for rate in options.rates if ranks <= 16 or machine == "gpu" else ():
+                    here = list(cells(machine, costs, name, ranks, rate))
+                    print(describe(here), flush=True)
+                    found += here
+    is_whole = (options.ranks, options.rates, options.models) == (list(RANKS), list(RATES), list(MODELS))
+    target = options.csv or (RESULTS if is_whole else None)
+    if target:
+        with target.open("w", newline="") as file:
+            writer = csv.DictWriter(file, asdict(found[0]).keys(), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(map(asdict, found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,252 @@
+"""The ranks of the breakdown: each stage synchronizes with one more of the means of HiPress than the one before.
+
+Every stage goes through `gradwire.Synchronizer`, as `attach` does, from a DDP hook of its own that hands tensors over
+in its own way. The switches are those that the synchroniser has: which tensors a plan compresses, what is submitted
+together, and when it is waited for.
+"""
+# Shapes: N = elements of the tensor or range
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.bench import worker
+from gradwire.bench.job import Outcome, Progress, Segment
+from gradwire.bench.methods import Costs, is_native
+from gradwire.bench.rank import Rank, RunSegment
+from gradwire.bench.recording import Recording, record
+from gradwire.bench.replay import RecordedModel, Replay, run_replay
+from gradwire.bench.rivals import pack
+from gradwire.bench.segment import is_identical
+from gradwire.bench.statistics import ring_bytes
+from gradwire.bench.timing import time_steps
+from gradwire.compressors import Compressor, register
+from gradwire.core.context import Context
+from gradwire.core.spec import TensorSpec
+from gradwire.sync.fidelity import FEW_ENCODES, Method
+from gradwire.sync.plan import Plan
+from gradwire.sync.planner import Gradient, PlanTable, plan
+from gradwire.sync.planner.choose import PARTITIONS
+from gradwire.sync.survey import Survey
+from gradwire.sync.synchronizer import Shard, Synchronizer
+from gradwire.wire.payload import Payload
+
+CODEC = "onebit"
+STAGES = ("torch", "generated", "pipelined", "bulk", "planned")
+_BITS = torch.arange(8, dtype=torch.uint8).unsqueeze(1)
+EVERY_TENSOR = "?*"  # a rule that is no blanket one holds for vectors and small tensors, too
+
+
+class TorchOnebit(Compressor):
+    """`onebit` as a user would write it in plain torch operations: same values, another order of bits."""
+
+    name = "torch_onebit"
+
+    def max_encoded_bytes(self, spec: TensorSpec) -> int:
+        """Two means and a bit an element."""
+        return 8 + -(-spec.numel // 8)
+
+    def encode(
+        self, grad: torch.Tensor, ctx: Context, stats: Sequence[np.ndarray] = (), residual: np.ndarray | None = None
+    ) -> Payload:
+        """See `Compressor`."""
+        g = grad.reshape(-1).float()
+        negative = g < 0
+        count = negative.sum()
+        low_sum = torch.where(negative, g, 0).sum()
+        means = torch.stack((low_sum / count.clamp(min=1), (g.sum() - low_sum) / (g.numel() - count).clamp(min=1)))
+        if not means.isfinite().all():
+            return Payload(np.empty(0, np.uint8), nonfinite=True)
+        bits = torch.nn.functional.pad((~negative).view(torch.uint8), (0, -g.numel() % 8))
+        if residual is not None:
+            torch.sub(g, torch.where(negative, *means), out=torch.from_numpy(residual))
+        return Payload(torch.cat((means.view(torch.uint8), pack(bits, 1))).numpy())
+
+    def encode_compensated(
+        self,
+        grad: torch.Tensor,
+        ctx: Context,
+        work: np.ndarray | None,
+        *,
+        scale: float = 1.0,
+        residual: np.ndarray | None = None,
+        stats: Sequence[np.ndarray] = (),
+    ) -> Payload:
+        """See `Compressor`."""
+        g = grad.reshape(-1).float() * scale
+        if residual is not None:
+            g += torch.from_numpy(residual)
+        return self.encode(g, ctx, residual=work)
+
+    def decode(
+        self,
+        payload: Payload,
+        ctx: Context,
+        out: torch.Tensor | None = None,
+        accumulate: bool = False,
+        stats: Sequence[np.ndarray] = (),
+    ) -> torch.Tensor:
+        """See `Compressor`."""
+        out = self._output(ctx, out)
+        body = torch.from_numpy(self._expect_bytes(payload, self.max_encoded_bytes(TensorSpec.of(out))))
+        low, high = body[:8].clone().view(torch.float32)
+        positive = (body[8:] >> _BITS & 1).view(-1)[: out.numel()].view(out.shape)
+        values = torch.where(positive == 1, high, low)
+        return out.add_(values) if accumulate else out.copy_(values)
+
+
+@dataclass(frozen=True)
+class How:
+    """How a stage synchronises.
+
+    Attributes:
+        plan: what it begins with.
+        buckets: hand buckets over as they are, and not tensor after tensor.
+        waits: with tensors, for each before the next one is encoded.
+        chosen: what the planner chooses from at each rate; nothing where the plan stays.
+        partitions: numbers of them that the planner tries.
+    """
+
+    plan: Plan
+    buckets: bool = True
+    waits: bool = False
+    chosen: tuple[Method, ...] = ()
+    partitions: tuple[int, ...] = PARTITIONS
+
+
+def how(stage: str) -> How:
+    """That of one of `STAGES`."""
+    if stage in ("bulk", "planned"):
+        # Small tensors and vectors travel in one message, dense.
+        return How(Plan(CODEC), chosen=(Method(CODEC, FEW_ENCODES),) if stage == "planned" else ())
+    every = TorchOnebit() if stage == "torch" else CODEC
+    return How(Plan({EVERY_TENSOR: every}), buckets=False, waits=stage != "pipelined")
+
+
+class Staged:
+    """A DDP module's gradients, synchronised as a stage does: a `gradwire.bench.methods.Connection`."""
+
+    def __init__(self, how: How, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, rank: Rank) -> None:
+        self.how, self._ddp = how, ddp
+        self._names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
+        specs = {name: TensorSpec.of(parameter) for name, parameter in ddp.module.named_parameters()}
+        self.synchronizer = Synchronizer(None, how.plan, tensors=specs, seed=rank.job.seed)
+        self.survey = Survey(self.synchronizer, max(spec.numel for spec in specs.values()))
+        self.native = False  # by DDP's own all-reduce, as the planner may want it
+        self.native_bytes = 0
+        self.replan: Callable[[], object] = lambda: None
+        self._unhook = optimizer.register_step_post_hook(lambda *_: self.synchronizer.commit())
+        # Unannotated: torch compares annotations as objects, and here they are strings.
+        ddp.register_comm_hook(None, lambda state, bucket: self._average(bucket))
+
+    def _average(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        buffer = bucket.buffer()
+        if bucket.index() == 0:
+            self.synchronizer.begin_step()
+        if self.native:
+            self.native_bytes += ring_bytes(buffer.nbytes, dist.get_world_size())
+            return allreduce_hook(dist.group.WORLD, bucket)
+        shards = [
+            Shard(self._names[id(parameter)], grad)
+            for parameter, grad in zip(bucket.parameters(), bucket.gradients(), strict=True)
+        ]
+        if self.how.buckets:
+            return self.synchronizer.submit(shards, result=buffer, hold=not bucket.is_last())
+        futures = []
+        for shard in shards:
+            futures.append(self.synchronizer.submit([shard]))
+            if self.how.waits:
+                self.synchronizer.wait()
+        return torch.futures.collect_all(futures).then(lambda _: buffer)
+
+    def costs(self, steps: int) -> Costs:
+        """See `Connection`."""
+        total, native = self.synchronizer.report().total, self.native_bytes
+        return Costs(total.sent_bytes + native, total.dense_bytes + native, total.encode_seconds, total.decode_seconds)
+
+    def settle(self, step: Callable[[], object]) -> None:
+        """Fill the links' queues; then plan for them, if this is the stage that plans."""
+        step()
+        if self.how.chosen:
+            self.replan()
+            step()
+
+    def close(self) -> None:
+        """End the synchroniser."""
+        self._unhook.remove()
+        self.synchronizer.close()
+
+
+def make_plan(staged: Staged, recording: Recording, rank: Rank) -> PlanTable:
+    """Rank 0's plan for the links as they are, with what the recorded backward is known to take."""
+    costs = staged.survey.costs([method.spec for method in staged.how.chosen])
+    first, specs = recording.buckets[0].ready_seconds, staged.synchronizer.tensors
+    ready = {name: bucket.ready_seconds - first for bucket in recording.buckets for name in _inner(bucket.names)}
+    backward = recording.backward_seconds - first
+    tensors = [Gradient(name, spec.shape, spec.dtype, ready[name]) for name, spec in specs.items()]
+    text = None
+    if rank.rank == 0:
+        nbytes = sum(spec.nbytes for spec in specs.values()) // len(recording.buckets)
+        text = plan(
+            tensors, costs, staged.how.chosen, partitions=staged.how.partitions, backward=backward,
+            rest=recording.step_seconds - backward, bucket_bytes=nbytes,
+        ).to_json()  # fmt: skip
+    return PlanTable.from_json(staged.synchronizer.share(text))
+
+
+def _inner(names: Sequence[str]) -> list[str]:
+    return [name.replace(".", "/") for name in names]  # as the replayed model has them
+
+
+def _run(rank: Rank, index: int, recording: Recording, how: How) -> Outcome:
+    """One stage at each rate."""
+    segment: Segment = rank.job.segments[index]
+    rank.set_rate(None)
+    ddp = DistributedDataParallel(
+        RecordedModel(recording), bucket_cap_mb=segment.bucket_mb, gradient_as_bucket_view=True
+    )
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
+    staged = Staged(how, ddp, optimizer, rank)
+    replay, timed = Replay(rank, segment, ddp, optimizer, staged), []
+    replay.step()
+
+    def replan() -> None:
+        table = make_plan(staged, recording, rank)
+        staged.native = table.native
+        staged.synchronizer.replan(table.plan())
+        if rank.rank == 0:
+            rank.say(Progress(index, table.to_json(), 0, 0, rate=segment.rates[len(timed)]))
+
+    staged.replan = replan
+    for rate in segment.rates:
+        timed.append(time_steps(replay, index, rate))
+    rank.set_rate(None)
+    identical = is_identical([parameter.grad for parameter in ddp.parameters() if parameter.grad is not None])
+    staged.close()
+    return Outcome(index, rank.rank, identical=identical, timed=timed)
+
+
+def runner(rank: Rank, how_of: Callable[[str], How] = how) -> RunSegment:
+    """Runs segments whose methods are stages, of which `how_of` knows what they do, or DDP's own."""
+    recordings = {size: record(rank, size) for size in sorted({s.bucket_mb for s in rank.job.segments})}
+
+    def run(index: int) -> Outcome:
+        segment = rank.job.segments[index]
+        if is_native(segment.method):
+            return run_replay(rank, index, recordings)
+        return _run(rank, index, recordings[segment.bucket_mb], how_of(segment.method))
+
+    return run
+
+
+if __name__ == "__main__":
+    register(TorchOnebit)
+    worker.main(runner)

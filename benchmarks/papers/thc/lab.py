@@ -1,0 +1,250 @@
+"""THC in the lab: where a round's time goes, step times, and time to accuracy (its figures 2a and 5 to 8).
+
+    python -m benchmarks.papers.thc.lab                          # 15 minutes: benchmarks/results/thc-lab.csv
+    python -m benchmarks.papers.thc.lab --parts rounds --rates 1gbit
+    python -m benchmarks.papers.thc.lab --table                  # of the figures there are
+
+Four ranks on a host each, and the aggregator on a fifth, all behind links of 100 Mb/s or 1 Gb/s both ways:
+
+    rounds   all gradients of a model at once, nothing beside: seconds in the worker's codec, in the server's, and the
+             rest, which is the wire and waiting; and the bytes of a rank's interface there and back
+    steps    a recorded backward replayed as waits, with gradients synchronised beside it
+    learn    a real training on links as they are, validated now and then. With the step times, time to accuracy
+
+For methods without a stand-alone server, ranks are each other's, and the server's share is what they merge; that of the
+aggregator is its process's, on a processor that all hosts share. A part that is run again takes the place of its
+figures in the file.
+
+Source: THC (Li et al. 2024), sections 2 and 8. Differences: a small transformer on two cores in place of GPUs, 4 ranks,
+no RDMA and no switch; ring all-reduce by Gloo in place of NCCL's.
+"""
+# Shapes: W = ranks
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import secrets
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.papers.thc.lab_ends import BUCKET_MB, PORT
+from gradwire.bench.job import Job, Message, Progress, Segment
+from gradwire.bench.launch import Beside, launch
+from gradwire.bench.methods import DDP_FP32, label
+from gradwire.bench.records import write_figures
+from gradwire.bench.training import TrainingOptions, run
+from gradwire.bench.workloads import make_workload
+
+RESULTS = Path("benchmarks/results/thc-lab.csv")
+RANKS = 4
+RATES = ("100mbit", "1gbit")
+METHODS = (DDP_FP32, "thc@server", "thc@scatter_reduce", "topk:ratio=0.1", "dgc:ratio=0.1/momentum", "terngrad")
+PARTS = ("rounds", "steps", "learn")
+GOAL = 0.97  # of DDP's last accuracy
+Row = dict[str, Any]
+
+
+def beside(folder: str, sessions: int) -> Beside:
+    """The aggregator, for so many methods one after another."""
+    report = str(Path(folder) / "server")
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.papers.thc.lab_ends",
+        "serve",
+        str(sessions),
+        "{host}",
+        str(RANKS),
+        report,
+    ]
+    key = secrets.token_hex(32)  # of this run alone
+    return Beside(command, {"GRADWIRE_AGGREGATOR": f"{{host}}:{PORT}", "GRADWIRE_JOB_KEY": key})
+
+
+def served(methods: Sequence[str]) -> int:
+    """How many of them need the aggregator."""
+    return sum(method.endswith("@server") for method in methods)
+
+
+# -- rounds ------------------------------------------------------------------------------------------------------------
+
+
+def rounds(arguments: argparse.Namespace) -> Iterator[Row]:
+    """Round times and bytes of each method at each rate."""
+    segments = tuple(
+        Segment(method, BUCKET_MB, timed_seconds=arguments.seconds, rates=(rate,))
+        for method in arguments.methods
+        for rate in arguments.rates
+    )
+    said: dict[int, list[Row]] = {}
+
+    def hear(message: Message) -> None:
+        if isinstance(message, Progress) and message.phase.startswith("{"):
+            said.setdefault(message.segment, []).append(json.loads(message.phase))
+
+    with tempfile.TemporaryDirectory() as folder:
+        needed = served([segment.method for segment in segments])
+        server = beside(folder, needed)
+        job = Job(arguments.workload, segments, folder="", deadline_seconds=arguments.deadline, replay=True)
+        launch(job, RANKS, hear, lab=not arguments.loopback, module="benchmarks.papers.thc.lab_ends", beside=server)
+        report = Path(folder) / "server"
+        spent = [float(line) for line in report.read_text().split()] if needed else []
+    numel = sum(parameter.numel() for parameter in make_workload(arguments.workload).model().parameters())
+    for index, segment in enumerate(segments):
+        here = {"part": "rounds", "method": segment.method, "rate": segment.rates[0], "size": numel, "unit": "s"}
+        server_seconds = spent.pop(0) if served([segment.method]) else None
+        yield from (here | row for row in round_figures(said[index], server_seconds, numel))
+
+
+def round_figures(ranks: Sequence[Row], server_seconds: float | None, numel: int) -> Iterator[Row]:
+    """One method at one rate.
+
+    Args:
+        ranks: what each rank said.
+        server_seconds: of the aggregator in all rounds, where there is one.
+        numel: elements of the model.
+    """
+    count = len(ranks[0]["seconds"])
+    longest = [max(times) for times in zip(*(rank["seconds"] for rank in ranks), strict=True)]
+    total = statistics.median(longest)
+    worker = statistics.fmean(rank["worker"] for rank in ranks) / count
+    merging = statistics.fmean(rank["server"] for rank in ranks) / count
+    server = merging if server_seconds is None else server_seconds / ranks[0]["rounds"]
+    yield {"metric": "round", "value": total, "samples": count}
+    yield {"metric": "round_worker", "value": worker}
+    yield {"metric": "round_server", "value": server}
+    yield {"metric": "round_wire", "value": total - worker - server}
+    if "sent" in ranks[0]:
+        for metric, way in (("bytes_there", "sent"), ("bytes_back", "received")):
+            nbytes = statistics.fmean(rank[way] for rank in ranks) / count
+            yield {"metric": metric, "value": nbytes, "unit": "B"}
+            yield {"metric": f"{metric}_an_element", "value": nbytes / numel, "unit": "B"}
+
+
+# -- steps, learning ---------------------------------------------------------------------------------------------------
+
+
+def steps(arguments: argparse.Namespace) -> Iterator[Row]:
+    """Step times of a replayed backward."""
+    options = TrainingOptions(
+        workload=arguments.workload, methods=arguments.methods, ranks=RANKS, rates=arguments.rates, steps=0,
+        timed_seconds=arguments.seconds, buckets_mb=(BUCKET_MB,), lab=not arguments.loopback,
+        deadline_seconds=arguments.deadline, replay=True,
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        result = run(options, beside=beside(folder, served(arguments.methods)))
+    for entry in result.results:
+        for time in entry.times:
+            here = {"part": "steps", "method": entry.method, "rate": time.rate, "size": result.num_parameters}
+            step = time.step
+            spread = {"value": step.median, "p20": step.p20, "p80": step.p80, "samples": step.size}
+            yield {**here, "metric": "step", "unit": "s", **spread}
+            yield {**here, "metric": "step_without_communication", "unit": "s", "value": time.compute}
+
+
+def learn(arguments: argparse.Namespace) -> Iterator[Row]:
+    """Accuracy along a training."""
+    options = TrainingOptions(
+        workload=arguments.workload, methods=arguments.methods, ranks=RANKS, rates=(None,), steps=arguments.steps,
+        validate_every=arguments.every, timed_seconds=0.1, buckets_mb=(BUCKET_MB,), lab=False,
+        deadline_seconds=arguments.deadline,
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        result = run(options, beside=beside(folder, served(arguments.methods)))
+    for entry in result.results:
+        here = {"part": "learn", "method": entry.method, "rate": "none", "size": result.num_parameters}
+        for step, loss, accuracy in entry.validations:
+            yield {**here, "metric": "validation_loss", "unit": "nats", "value": loss, "step": step}
+            yield {**here, "metric": "validation_accuracy", "unit": "fraction", "value": accuracy, "step": step}
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+def find(rows: Sequence[Row], metric: str, method: str, rate: str = "none") -> list[Row]:
+    """The figures of one metric."""
+    wanted = {"metric": metric, "method": method, "rate": rate}
+    return [row for row in rows if all(row[key] == value for key, value in wanted.items())]
+
+
+def steps_to(rows: Sequence[Row], method: str, goal: float) -> int | None:
+    """The first validated step with this accuracy; None where there is none."""
+    reached = (int(row["step"]) for row in find(rows, "validation_accuracy", method) if float(row["value"]) >= goal)
+    return min(reached, default=None)
+
+
+def table(rows: Sequence[Row], rate: str) -> str:
+    """One rate's figures, in Markdown."""
+    lines = [
+        "| method | round, ms | worker | server | wire | there, B | back, B | step, ms | steps to goal | s to goal |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    base = find(rows, "validation_accuracy", DDP_FP32)
+    goal = GOAL * float(base[-1]["value"]) if base else None
+    for method in dict.fromkeys(row["method"] for row in rows):
+        cells = [_cell(rows, metric, method, rate, 1e3, "{:.1f}") for metric in
+                 ("round", "round_worker", "round_server", "round_wire")]  # fmt: skip
+        cells += [_cell(rows, f"bytes_{way}_an_element", method, rate, 1, "{:.2f}") for way in ("there", "back")]
+        cells.append(_cell(rows, "step", method, rate, 1e3, "{:.0f}"))
+        count, step = None if goal is None else steps_to(rows, method, goal), find(rows, "step", method, rate)
+        cells.append("–" if count is None else str(count))
+        cells.append("–" if count is None or not step else f"{count * float(step[0]['value']):.1f}")
+        lines.append(f"| {label(method)} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _cell(rows: Sequence[Row], metric: str, method: str, rate: str, factor: float, form: str) -> str:
+    found = find(rows, metric, method, rate)
+    return form.format(factor * float(found[0]["value"])) if found else "–"
+
+
+def read(path: Path) -> list[Row]:
+    """Figures of earlier runs."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def merged(old: Sequence[Row], new: Sequence[Row]) -> list[Row]:
+    """New figures in place of those of the same part, method and rate."""
+    known = {(row["part"], row["method"], row["rate"]) for row in new}
+    rows = [row for row in old if (row["part"], row["method"], row["rate"]) not in known] + list(new)
+    return sorted(rows, key=lambda row: (PARTS.index(row["part"]), _place(row["method"]), str(row["rate"])))
+
+
+def _place(method: str) -> int:
+    return METHODS.index(method) if method in METHODS else len(METHODS)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=PARTS)
+    parser.add_argument("--rates", nargs="*", default=list(RATES))
+    parser.add_argument("--methods", nargs="*", default=list(METHODS))
+    parser.add_argument("--workload", default="text")
+    parser.add_argument("--seconds", type=float, default=4.0, help="about how long to time a method at a rate")
+    parser.add_argument("--steps", type=int, default=200, help="of the training")
+    parser.add_argument("--every", type=int, default=10, help="validate after so many of them")
+    parser.add_argument("--deadline", type=float, default=1200.0, help="seconds after which a part fails")
+    parser.add_argument("--loopback", action="store_true", help="without the lab: to see that it runs")
+    parser.add_argument("--csv", type=Path, default=RESULTS)
+    parser.add_argument("--table", action="store_true", help="print the figures there are, and measure none")
+    arguments = parser.parse_args(argv)
+    parts = {"rounds": rounds, "steps": steps, "learn": learn}
+    for part in [] if arguments.table else arguments.parts:
+        fixed = {"ranks": RANKS, "dtype": "float32", "source": "measured", "step": ""}
+        found = [{**fixed, **row} for row in parts[part](arguments)]
+        write_figures("thc-lab", merged(read(arguments.csv), found), arguments.csv, more_columns=("part", "step"))
+    for rate in arguments.rates:
+        print(f"{rate}\n{table(read(arguments.csv), rate)}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""The ends of `benchmarks.papers.thc.lab`: ranks that synchronise gradients in rounds, and the aggregator.
+
+A round is a replayed step that takes no time to compute: all gradients are there at once, nothing hides behind a
+backward, and what it takes is what synchronisation takes.
+
+    python -m benchmarks.papers.thc.lab_ends JOB.json                           # a rank
+    python -m benchmarks.papers.thc.lab_ends serve SESSIONS HOST REPORT         # the aggregator, for so many methods
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from gradwire.bench.job import Outcome, Progress
+from gradwire.bench.methods import Attached
+from gradwire.bench.rank import Rank, RunSegment
+from gradwire.bench.recording import Recording, record
+from gradwire.bench.replay import Replay
+from gradwire.bench.worker import main
+from gradwire.core.events import Event
+from gradwire.kernels import active as kernels
+from gradwire.lab.counters import interface_counters
+
+PORT = 7071
+WARM_UPS = 3
+LEAST, MOST = 4, 30  # timed rounds
+BUCKET_MB = 25.0
+
+
+def rounds(rank: Rank) -> RunSegment:
+    """Runs segments as rounds."""
+    recording = at_once(record(rank, BUCKET_MB))
+    return lambda index: run(rank, index, recording)
+
+
+def at_once(recording: Recording) -> Recording:
+    """A recorded step that takes no time."""
+    buckets = [replace(bucket, ready_seconds=0.0) for bucket in recording.buckets]
+    return replace(recording, buckets=buckets, backward_seconds=0.0, step_seconds=0.0)
+
+
+def run(rank: Rank, index: int, recording: Recording) -> Outcome:
+    """Rounds of one method at one rate; what they took is said as the phase of a progress."""
+    segment = rank.job.segments[index]
+    (rate,) = segment.rates
+    replay = Replay.begin(rank, segment, recording)
+    for _ in range(WARM_UPS - 1):
+        replay.step()
+    rank.set_rate(rate)
+    _, expected = replay.step()
+    count = rank.agree(max(LEAST, min(MOST, round(segment.timed_seconds / expected))))
+    dist.barrier()
+    before = interface_counters() if rank.job.shaped else None
+    with listening(replay) as spent:
+        seconds = [replay.step()[1] for _ in range(count)]
+    dist.barrier()  # all that was sent has arrived
+    said: dict[str, Any] = {"rank": rank.rank, "seconds": seconds, "rounds": replay.steps, **spent}
+    if before is not None:
+        traffic = interface_counters() - before
+        said |= {"sent": traffic.bytes_sent, "received": traffic.bytes_received}
+    rank.say(Progress(index, json.dumps(said), count, count, rate=rate))
+    rank.set_rate(None)
+    replay.connection.close()
+    return Outcome(index, rank.rank)
+
+
+@contextmanager
+def listening(replay: Replay) -> Iterator[dict[str, float]]:
+    """Adds up what codecs take meanwhile: at the worker, and where this rank merges for all, as their server."""
+    spent = {"worker": 0.0, "server": 0.0}
+
+    def note(event: Event) -> None:
+        if event.kind in ("encode", "merge", "decode"):
+            merges = event.kind == "merge" and event.detail["phase"] != "merge stats"
+            spent["server" if merges else "worker"] += event.duration
+
+    if not isinstance(replay.connection, Attached):
+        yield spent
+        return
+    stop = replay.connection.handle.synchronizer.events.listen(note)
+    yield spent
+    stop()
+
+
+def serve(sessions: int, host: str, workers: int, report: Path) -> None:
+    """Aggregate for one method after another; the processor's seconds of each are a line of the report."""
+    from gradwire.server.aggregation import AggregationOptions, AggregationServer
+
+    for lanes in (np.zeros(1024, np.uint8), np.zeros(1024, np.uint16)):  # compiled before anybody waits
+        kernels.lift_indices(np.zeros(512, np.uint8), 4, np.arange(16, dtype=np.uint32), lanes, True)
+    for _ in range(sessions):
+        began = time.process_time()
+        AggregationServer(AggregationOptions(workers, host, PORT)).run(lambda said: None)
+        with report.open("a") as file:
+            file.write(f"{time.process_time() - began}\n")
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "serve":
+        serve(int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), Path(sys.argv[5]))
+    else:
+        main(rounds)

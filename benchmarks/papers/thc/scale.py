@@ -1,0 +1,199 @@
+"""Accuracy as workers are added, of THC beside top-k and QSGD at its compression ratio: THC's figure 10.
+
+    python -m benchmarks.papers.thc.scale --data sst2              # 20 minutes: benchmarks/results/thc-scale.csv
+    python -m benchmarks.papers.thc.scale --data sst2 --out FOLDER # and the plot
+
+`--data` is a folder of SST-2, see `benchmarks.papers.thc.sst2`. 4 to 64 workers in one process train bags of words from
+scratch, all methods from the same seeds on the same batches; once with word vectors that are learnt, whose gradients
+are mostly zeros, and once with vectors that stay as they were drawn, so that all gradients are dense. Trainings that
+are in the file already are not repeated.
+
+Ratios: each worker sends 4 bits an element, of norms a little more. The sum comes back in lanes that hold 36 n, of 8
+bits for 4 workers and of 16 for more. Top-k keeps as many elements as fit the same bytes, on both ways. QSGD has 4 bits
+there, and 8 back, the most that it takes. The mean that both encode anew has a residual of its own where they have any.
+Errors of means are looked at along a dense training, of the same gradients for all methods, without residuals.
+
+Source: THC (Li et al. 2024), figure 10: bits 4, granularity 36, p = 1/32, 8 sentences a worker. Differences: models of
+50 thousand parameters without pretraining in place of BERT and RoBERTa, so 4 epochs in place of 2; beside the paper's
+setting `thc` as the library chooses its table for the number of ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.papers.thc import study
+from benchmarks.papers.thc.simulated_training import Task, train
+from benchmarks.papers.thc.simulated_workers import Aggregator, Dense, IntegerSums, Reencoded
+from gradwire.bench.statistics import interval
+from gradwire.compressors import make
+from gradwire.compressors.support.homomorphic import Homomorphic
+from gradwire.core.spec import TensorSpec
+
+RESULTS = Path("benchmarks/results/thc-scale.csv")
+RANKS = (4, 8, 16, 32, 64)
+EPOCHS, SEEDS = 4, 8
+THC, CHOSEN, TOPK, QSGD = "thc", "thc, chosen", "topk", "qsgd"
+METHODS = (THC, CHOSEN, TOPK, QSGD)
+ERRORS, LOOKED_AT = "errors", 8  # every so many steps
+TASKS = ("sst2", "sst2, fixed words")
+METRICS = {"train_accuracy": "training accuracy", "test_accuracy": "held-out accuracy"}
+
+
+def homomorphic(**options: object) -> Homomorphic:
+    """`thc` with options."""
+    codec = make("thc", **options)
+    assert isinstance(codec, Homomorphic), codec
+    return codec
+
+
+@functools.cache
+def ratio_for(size: int, bits: float) -> float:
+    """The largest ratio of top-k, in thousandths, whose payload takes no more than so many bits an element."""
+    spec = TensorSpec((size,))
+    fits = [
+        each for each in range(1, 1001) if 8 * make("topk", ratio=each / 1000).max_encoded_bytes(spec) <= bits * size
+    ]  # fmt: skip
+    return max(fits) / 1000
+
+
+def aggregator(cell: study.Cell, size: int) -> Aggregator:
+    """The aggregator of a cell."""
+    paper = IntegerSums(homomorphic(granularity=36), cell.ranks, size, cell.seed)
+    if cell.method == CHOSEN:
+        return IntegerSums(homomorphic(), cell.ranks, size, cell.seed)
+    if cell.method == TOPK:
+        codecs = (make("topk", ratio=ratio_for(size, bits)) for bits in (paper.bits_there, paper.bits_back))
+        return Reencoded(*codecs, cell.ranks, size, cell.seed)
+    if cell.method == QSGD:
+        return Reencoded(make("qsgd", bits=4), make("qsgd", bits=8), cell.ranks, size, cell.seed)
+    return paper if cell.method == THC else study.dense(cell, size)
+
+
+class Errors(Dense):
+    """Trains densely, and looks at what every few means would be by the methods, without feedback.
+
+    Attributes:
+        nmse: by method, of each mean that was looked at.
+        agreement: n ‖mean‖² over the mean of ‖gradient‖²: n for copies, 1 for gradients that are orthogonal.
+    """
+
+    def __init__(self, cell: study.Cell) -> None:
+        super().__init__(cell.ranks)
+        self.cell = cell
+        self.nmse: dict[str, list[float]] = {method: [] for method in METHODS}
+        self.agreement: list[float] = []
+
+    def means(self, grads: Sequence[torch.Tensor], step: int) -> list[torch.Tensor]:
+        """See `Aggregator`."""
+        exact = super().means(grads, step)
+        if step % LOOKED_AT == 0:
+            length = float(exact[0].double().square().sum())
+            each = statistics.fmean(float(grad.double().square().sum()) for grad in grads)
+            self.agreement.append(self.num_workers * length / each)
+            for method, found in self.nmse.items():
+                cell = dataclasses.replace(self.cell, method=method)
+                mean = aggregator(cell, len(exact[0])).means(grads, step)[0]
+                found.append(float((mean.double() - exact[0].double()).square().sum()) / length)
+        return exact
+
+
+def errors(cell: study.Cell, task: Task) -> Iterator[dict[str, Any]]:
+    """The errors of means along a dense training; a cell of its own."""
+    watched = Errors(cell)
+    steps = len(train(task, watched, cell.seed).losses)
+    fixed = {**dataclasses.asdict(cell), "steps": steps, "size": task.size, "source": "measured", "unit": "ratio"}
+    yield {**fixed, "metric": "agreement", "value": statistics.fmean(watched.agreement)}
+    for method, found in watched.nmse.items():
+        yield {**fixed, "metric": f"nmse {method}", "value": statistics.fmean(found), "samples": len(found)}
+
+
+def table(rows: study.Rows) -> str:
+    """Differences from dense in points, and errors of means, of each task, in Markdown."""
+    return "\n\n".join(_table(rows, task) for task in TASKS)
+
+
+def _table(rows: study.Rows, task: str) -> str:
+    lines = [f"{task}:", ""]
+    for metric, title in METRICS.items():
+        lines += [f"| {title}, % | dense | {' | '.join(METHODS)} |", "|---|---|" + "---|" * len(METHODS)]
+        for ranks in RANKS:
+            base, _ = interval(list(study.by_seed(rows, task, study.DENSE, ranks, metric).values()))
+            cells = [study.plus_minus(study.difference(rows, task, method, ranks, metric)) for method in METHODS]
+            lines.append(f"| {ranks} workers | {100 * base:.1f} | {' | '.join(cells)} |")
+        lines.append("")
+    lines += [f"| NMSE of a mean | agreement | {' | '.join(METHODS)} |", "|---|---|" + "---|" * len(METHODS)]
+    for ranks in RANKS:
+        metrics = ("agreement", *(f"nmse {method}" for method in METHODS))
+        found = (interval(list(study.by_seed(rows, task, ERRORS, ranks, each).values()))[0] for each in metrics)
+        lines.append(f"| {ranks} workers | {' | '.join(f'{value:.3g}' for value in found)} |")
+    return "\n".join(lines)
+
+
+def plot(rows: study.Rows, path: Path) -> None:
+    """Differences from dense against workers, a row of plots a task."""
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(len(TASKS), 2, figsize=(11, 4 * len(TASKS)), layout="constrained", sharex=True)
+    for row, task in zip(axes, TASKS):
+        for axis, (metric, title) in zip(row, METRICS.items()):
+            for shift, method in enumerate(METHODS):
+                means, halves = zip(*(study.difference(rows, task, method, ranks, metric) for ranks in RANKS))
+                places = [ranks * 1.04 ** (shift - 1.5) for ranks in RANKS]
+                axis.errorbar(places, means, halves, marker="o", markersize=4, capsize=3, linewidth=1.2, label=method)
+            axis.axhline(0, color="black", linewidth=0.8)
+            axis.set_xscale("log", base=2)
+            axis.set_xticks(RANKS, map(str, RANKS))
+            axis.set(title=task, ylabel=f"{title}, points above dense")
+    for axis in axes[-1]:
+        axis.set_xlabel("workers")
+    figure.legend(
+        *axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=len(METHODS), frameon=False
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = study.parser(__doc__, RESULTS, SEEDS)
+    parser.add_argument("--data", type=Path, help="folder of SST-2")
+    parser.add_argument("--epochs", type=int, default=EPOCHS)
+    arguments = parser.parse_args(argv)
+    study.prepare(arguments)
+    if not arguments.plot_only:
+        if arguments.data is None:
+            parser.error("Expected --data with the folder of SST-2.")
+        from benchmarks.papers.thc.sst2 import SST2
+
+        tasks = {task.name: task for task in (SST2(arguments.data, arguments.epochs, each) for each in (True, False))}
+        cells = [
+            study.Cell(task, method, ranks, seed)
+            for task in TASKS for seed in range(arguments.seeds) for ranks in RANKS
+            for method in (study.DENSE, *METHODS, ERRORS)
+        ]  # fmt: skip
+
+        def figures_of(cell: study.Cell) -> Iterator[dict[str, Any]]:
+            task = tasks[cell.task]
+            return errors(cell, task) if cell.method == ERRORS else study.measure(cell, task, aggregator)
+
+        study.record("thc-scale", cells, figures_of, arguments.csv)
+    rows = study.read(arguments.csv)
+    print(table(rows))
+    if arguments.out:
+        plot(rows, arguments.out / "thc-scale.svg")
+        print(f"Plot: {(arguments.out / 'thc-scale.svg').resolve()}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,321 @@
+"""n workers and their aggregator in one process: how a mean of gradients is formed, and what is lost on the way.
+
+Codecs, residuals and integer sums are the package's own. There is no network and no clock: what is found is accuracy.
+A gradient is one flat tensor, as a partition is in THC. With blocks of 1,024 elements a block is a packet, and packets
+are what is lost. What the paper does about that (section 6) is here a class each:
+
+- `PacketLoss`: packets are lost on both ways. One that does not reach the aggregator is not in the sum, which is
+  divided by the number that did (partial aggregation). Where the sum does not reach a worker it goes on with zeros.
+- `Stragglers`: the aggregator does not wait for the last few, another few in each step.
+- `LeftOut`: what becomes of gradients that are not in the sum. The paper drops them; they can be kept as residuals.
+
+`benchmarks.papers.thc.simulated_training` has the workers, and what they synchronise after an epoch.
+
+Source: THC (Li et al. 2024), section 6 and section 8.4, "simulation environment". Differences: the preliminary round is
+never lost.
+"""
+# Shapes: N elements of the flat gradient, n workers, G packets of a gradient
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from gradwire.compressors import Compressor
+from gradwire.compressors.base import Reduction, Stat
+from gradwire.compressors.support.homomorphic import Homomorphic
+from gradwire.core.context import Context
+from gradwire.core.spec import Range, TensorSpec
+from gradwire.feedback import policies
+from gradwire.feedback.residuals import ResidualKey, Residuals, Role
+from gradwire.kernels.blocks import index_bytes
+from gradwire.wire.payload import Payload
+
+NAME = "model"
+_REDUCE: dict[Reduction, np.ufunc] = {"max": np.maximum, "min": np.minimum, "sum": np.add}
+
+
+# -- what happens on the way ---------------------------------------------------------------------------------------
+
+
+class Delivery(NamedTuple):
+    """Which packets arrive: bool[n, G], of each worker's gradient, and of the sum at each worker."""
+
+    there: np.ndarray
+    back: np.ndarray
+
+
+@dataclass(frozen=True)
+class Reliable:
+    """All packets arrive."""
+
+    diverges = False
+
+    def draw(self, step: int, num_workers: int, num_packets: int) -> Delivery:
+        """The packets of a step."""
+        everything = np.ones((num_workers, num_packets), bool)
+        return Delivery(everything, everything)
+
+
+@dataclass(frozen=True)
+class PacketLoss:
+    """Each packet is lost by itself, on both ways: replicas diverge.
+
+    Args:
+        rate: the fraction that is lost.
+        seed: of what is lost.
+    """
+
+    rate: float
+    seed: int
+    diverges = True
+
+    def draw(self, step: int, num_workers: int, num_packets: int) -> Delivery:
+        """The packets of a step."""
+        there, back = np.random.default_rng([self.seed, step]).random((2, num_workers, num_packets)) >= self.rate
+        return Delivery(there, back)
+
+
+@dataclass(frozen=True)
+class Stragglers:
+    """The aggregator replies without a few workers, others in each step, to whom the sum gets like to all.
+
+    Args:
+        count: how many.
+        seed: of who it is.
+    """
+
+    count: int
+    seed: int
+    diverges = False
+
+    def draw(self, step: int, num_workers: int, num_packets: int) -> Delivery:
+        """The packets of a step."""
+        there = np.ones((num_workers, num_packets), bool)
+        there[np.random.default_rng([self.seed, step]).permutation(num_workers)[: self.count]] = False
+        return Delivery(there, np.ones_like(there))
+
+
+Faults = Reliable | PacketLoss | Stragglers
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """What becomes of gradients that are not in the sum.
+
+    Args:
+        keep: their workers keep them in their residuals; else, as in the paper, they are lost.
+        divisor: "counted" divides a sum by the number of gradients in it; "all" by that of all workers. What is kept
+            is in some sum later, so that with "counted" all gradients together weigh more than they would in means.
+    """
+
+    keep: bool = False
+    divisor: str = "counted"
+
+
+# -- who encodes ---------------------------------------------------------------------------------------------------
+
+
+class Encoder:
+    """A worker that encodes its gradient, or an aggregator that encodes a mean anew; with its residual.
+
+    Args:
+        codec: what encodes.
+        size: N.
+        rank: of the worker.
+        num_workers: n.
+        seed: of rotations and roundings.
+        feedback: residual policy; None for the codec's own.
+        role: "aggregate" for a mean that is encoded anew, as it is; gradients are divided by n.
+    """
+
+    def __init__(
+        self, codec: Compressor, size: int, rank: int, num_workers: int, seed: int, *,
+        feedback: str | None = None, role: Role = "local",
+    ) -> None:  # fmt: skip
+        self.codec, self.rank, self.num_workers, self.seed = codec, rank, num_workers, seed
+        self.spec, self.stage = TensorSpec((size,)), int(role == "aggregate")
+        self.scale = 1.0 if self.stage else 1 / num_workers
+        self.policy = policies.get(feedback or codec.default_feedback)
+        self.residuals, self.key = Residuals(), ResidualKey(NAME, Range(0, size), role)
+
+    def context(self, step: int) -> Context:
+        """The context of its encode in a step."""
+        return Context(
+            NAME, step, self.rank, self.num_workers, self.seed, stage=self.stage, spec=self.spec
+        )  # fmt: skip
+
+    def stats(self, grad: torch.Tensor, step: int) -> list[Stat]:
+        """What must be reduced over workers first; `encode` follows."""
+        ctx = self.context(step)
+        return self.policy.stats(self.codec, grad, ctx, self.residuals, self.key, scale=self.scale)
+
+    def encode(self, grad: torch.Tensor, step: int, stats: Sequence[np.ndarray] = ()) -> Payload:
+        """Encode a gradient, and keep what the payload does not carry."""
+        ctx = self.context(step)
+        payload = self.policy.encode(
+            self.codec, grad, ctx, self.residuals, self.key, scale=self.scale, stats=stats
+        )  # fmt: skip
+        self.residuals.commit()
+        return payload
+
+    def take_back(self, values: np.ndarray) -> None:
+        """Keep values that a payload carried but no sum holds."""
+        self.residuals.add(self.key, values)
+
+
+# -- aggregators ---------------------------------------------------------------------------------------------------
+
+
+class Aggregator(ABC):
+    """Forms the mean of n gradients.
+
+    Attributes:
+        diverges: whether workers may receive different means.
+        lost: int[n], packets of means that have not reached each worker since they were last looked at.
+        bits_there: of an element from each worker to the aggregator, at most.
+        bits_back: of an element to each worker, at most.
+    """
+
+    diverges = False
+    bits_there = bits_back = 32.0
+
+    def __init__(self, num_workers: int) -> None:
+        self.num_workers = num_workers
+        self.lost = np.zeros(num_workers, np.int64)
+
+    @abstractmethod
+    def means(self, grads: Sequence[torch.Tensor], step: int) -> list[torch.Tensor]:
+        """What each worker receives; the same tensor for all where they receive the same."""
+
+
+class Dense(Aggregator):
+    """No compression."""
+
+    def means(self, grads: Sequence[torch.Tensor], step: int) -> list[torch.Tensor]:
+        """See `Aggregator`."""
+        return [torch.stack(tuple(grads)).mean(0)] * self.num_workers
+
+
+class Reencoded(Aggregator):
+    """Payloads are decoded and added, and the mean is encoded anew for the way back: all that is not homomorphic.
+
+    Args:
+        there: the codec of gradients.
+        back: the codec of the mean.
+        num_workers: n.
+        size: N.
+        seed: of roundings.
+    """
+
+    def __init__(self, there: Compressor, back: Compressor, num_workers: int, size: int, seed: int) -> None:
+        super().__init__(num_workers)
+        self.workers = [Encoder(there, size, rank, num_workers, seed) for rank in range(num_workers)]
+        self.again = Encoder(back, size, 0, num_workers, seed, role="aggregate")
+        self.bits_there, self.bits_back = (
+            8 * codec.max_encoded_bytes(TensorSpec((size,))) / size for codec in (there, back)
+        )
+
+    def means(self, grads: Sequence[torch.Tensor], step: int) -> list[torch.Tensor]:
+        """See `Aggregator`."""
+        payloads = [worker.encode(grad, step) for worker, grad in zip(self.workers, grads)]
+        contexts = [worker.context(step) for worker in self.workers]
+        mean = self.workers[0].codec.decode_sum(payloads, contexts, torch.empty(self.again.spec.shape))
+        payload = self.again.encode(mean, step)
+        return [self.again.codec.decode(payload, self.again.context(step))] * self.num_workers
+
+
+class IntegerSums(Aggregator):
+    """Payloads are looked up and added as integers, which all workers decode: `thc` and `uthc`.
+
+    Args:
+        codec: `thc` or `uthc`; with a block of 1,024 for faults that lose packets.
+        num_workers: n.
+        size: N.
+        seed: of rotations and roundings.
+        feedback: residual policy; None for the codec's own.
+        faults: what happens on the way.
+        left_out: what becomes of gradients that are not in the sum.
+    """
+
+    def __init__(
+        self, codec: Homomorphic, num_workers: int, size: int, seed: int, *,
+        feedback: str | None = None, faults: Faults | None = None, left_out: LeftOut | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(num_workers)
+        self.codec = codec
+        self.workers = [
+            Encoder(codec, size, rank, num_workers, seed, feedback=feedback) for rank in range(num_workers)
+        ]  # fmt: skip
+        self.faults, self.left_out = faults or Reliable(), left_out or LeftOut()
+        self.diverges = self.faults.diverges
+        spec = TensorSpec((size,))
+        self.num_packets = codec.stats_spec(spec)[0][0]
+        self.packet = codec.block if self.num_packets > 1 else size
+        shared, num_lanes = 4 * sum(count for count, _ in codec.stats_spec(spec)), codec.num_lanes(spec)
+        packed = index_bytes(num_lanes - 1, codec.coding(num_workers).bits)
+        self.bits_there = 8 * (shared + packed) / size
+        self.bits_back = 8 * (shared + num_lanes * codec.lane_dtype(num_workers).itemsize) / size
+
+    def means(self, grads: Sequence[torch.Tensor], step: int) -> list[torch.Tensor]:
+        """See `Aggregator`."""
+        stats = self._preliminary_round(grads, step)
+        payloads = [worker.encode(grad, step, stats) for worker, grad in zip(self.workers, grads)]
+        there, back = self.faults.draw(step, self.num_workers, self.num_packets)
+        if self.left_out.keep:
+            self._take_back(payloads, there, stats, step)
+        first = self.workers[0]
+        mean = torch.empty(first.spec.shape)
+        self.codec.lower_blocks(self._sum(payloads, there, step), there.sum(0), first.context(step), stats, mean)
+        self._divide(mean.numpy(), there.sum(0))
+        self.lost += (~back).sum(1)
+        return [self._received(mean, arrived) for arrived in back]
+
+    def _preliminary_round(self, grads: Sequence[torch.Tensor], step: int) -> list[np.ndarray]:
+        each = zip(*(worker.stats(grad, step) for worker, grad in zip(self.workers, grads)))
+        return [_REDUCE[entry[0].reduction].reduce([stat.values for stat in entry]) for entry in each]
+
+    def _sum(self, payloads: Sequence[Payload], there: np.ndarray, step: int) -> np.ndarray:
+        """Of the packets that arrived."""
+        ctx = self.workers[0].context(step)
+        lanes = np.zeros(self.codec.num_lanes(self.workers[0].spec), self.codec.lane_dtype(self.num_workers))
+        values = np.empty_like(lanes)
+        for payload, arrived in zip(payloads, there):
+            self.codec.lift(payload, ctx, values)
+            for packet in np.flatnonzero(~arrived):
+                values[:-1][self._elements(packet)] = 0
+            lanes += values
+        return lanes[:-1]
+
+    def _divide(self, mean: np.ndarray, counts: np.ndarray) -> None:
+        """What was decoded is a sum of gradients over n."""
+        if self.left_out.divisor == "counted":
+            for packet in np.flatnonzero((counts > 0) & (counts < self.num_workers)):
+                mean[self._elements(packet)] *= np.float32(self.num_workers / counts[packet])
+
+    def _take_back(
+        self, payloads: Sequence[Payload], there: np.ndarray, stats: Sequence[np.ndarray], step: int
+    ) -> None:  # fmt: skip
+        for worker, payload, arrived in zip(self.workers, payloads, there):
+            if not arrived.all():
+                values = self.codec.decode(payload, worker.context(step), stats=stats).numpy()
+                for packet in np.flatnonzero(arrived):
+                    values[self._elements(packet)] = 0
+                worker.take_back(values)
+
+    def _received(self, mean: torch.Tensor, arrived: np.ndarray) -> torch.Tensor:
+        """With zeros for what is lost: gradients of zero, which a lane of zero is not."""
+        if arrived.all():
+            return mean
+        mean = mean.clone()
+        for packet in np.flatnonzero(~arrived):
+            mean[self._elements(packet)] = 0
+        return mean
+
+    def _elements(self, packet: int) -> slice:
+        return slice(packet * self.packet, (packet + 1) * self.packet)

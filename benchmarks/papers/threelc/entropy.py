@@ -1,0 +1,159 @@
+"""What an entropy stage in place of zero runs would give 3LC: a prefix code over the 243 byte values of quartic bytes.
+
+    python -m benchmarks.papers.threelc.entropy --data cifar10     # half a minute
+
+A ResNet learns CIFAR-10 with plain SGD in one process; each of its gradients goes through 3LC without zero runs, with
+error feedback. The bytes are counted as they are (1.6 bits an element), with zero runs, in the prefix code of this
+very step's bytes (the best there is, its table not counted), and in that of the step before (which both ends could
+know). Then one core codes bytes of the last step both ways, in the cache.
+
+Source: 3LC (Lim, Andersen, Kaminsky 2019), section 3.3, which takes zero runs because they are cheap.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+import gradwire as gw
+from benchmarks.data.cifar import ResNet, batch, load
+from gradwire.bench.records import write_figures
+from gradwire.core.spec import TensorSpec
+from gradwire.kernels import cpu as kernels
+from gradwire.kernels.cpu.streams import ROOM_BYTES, STRIDE, copy_streams, read_streams, write_streams
+from gradwire.kernels.float_format import CHUNK, STREAMS
+from gradwire.kernels.prefix_code import PrefixCode
+
+RESULTS = Path("benchmarks/results/threelc-entropy.csv")
+SCALE_BYTES = 4
+FIRST = 20  # residuals have grown by then
+
+
+def quartic_bytes(sparsity: float, steps: int, data: Path) -> Iterator[tuple[np.ndarray, int]]:
+    """The quartic bytes of each step's gradients, one tensor after another, and how many elements they are of."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    train, generator = load(data, "train"), torch.Generator().manual_seed(0)
+    model = ResNet()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
+    codec = gw.make("threelc", sparsity=sparsity, zero_run=False)
+    large = {name: p for name, p in model.named_parameters() if p.ndim > 1}
+    residuals = {name: torch.zeros_like(p) for name, p in large.items()}
+    for step in range(steps):
+        optimizer.zero_grad()
+        x, y = batch(train, torch.randint(0, len(train[1]), (32,), generator=generator), generator=generator)
+        functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        bodies = []
+        for name, parameter in large.items():
+            assert parameter.grad is not None, "every layer is used"
+            ctx = gw.Context(name=name, step=step, spec=TensorSpec.of(parameter))
+            residuals[name] += parameter.grad
+            payload = codec.encode(residuals[name], ctx)
+            residuals[name] -= codec.decode(payload, ctx)
+            bodies.append(payload.body[SCALE_BYTES:])
+        yield np.concatenate(bodies), sum(parameter.numel() for parameter in large.values())
+
+
+def bits_a_step(sparsity: float, steps: int, data: Path) -> tuple[dict[str, list[float]], np.ndarray]:
+    """Bits an element by each stage and step, and the last step's bytes."""
+    found: dict[str, list[float]] = {"quartic": [], "zero runs": [], "prefix code": [], "last step's prefix code": []}
+    before: PrefixCode | None = None
+    quartic = np.empty(0, np.uint8)
+    for step, (quartic, elements) in enumerate(quartic_bytes(sparsity, steps, data)):
+        counts = np.bincount(quartic, minlength=256)
+        code = PrefixCode.of(counts)
+        if step >= FIRST and before is not None:
+            runs = kernels.zero_run_encode(quartic, np.empty_like(quartic))
+            found["quartic"].append(8 * quartic.size / elements)
+            found["zero runs"].append(8 * runs / elements)
+            found["prefix code"].append(coded_bits(code, counts) / elements)
+            found["last step's prefix code"].append(coded_bits(before, counts) / elements)
+        before = code
+    return found, quartic
+
+
+def coded_bits(code: PrefixCode, counts: np.ndarray) -> float:
+    """What bytes that occur so often take in a code."""
+    return float((counts * (code.words[:256] >> np.uint32(24))).sum())
+
+
+def speeds(quartic: np.ndarray) -> dict[str, float]:
+    """Gigabytes a second of float32 that one core codes and decodes, by stage; a chunk at a time."""
+    chunk = np.resize(quartic, CHUNK)
+    code = PrefixCode.of(np.bincount(chunk, minlength=256))
+    symbols, lengths = chunk.astype(np.uint16), np.empty(STREAMS, np.int64)
+    room, body = np.empty(STREAMS * ROOM_BYTES, np.uint8), np.empty(STREAMS * ROOM_BYTES, np.uint8)
+    runs, back, specials = np.empty_like(chunk), np.empty(STREAMS * STRIDE, np.uint8), np.empty(CHUNK, np.int64)
+    end = kernels.zero_run_encode(chunk, runs)
+
+    def write() -> int:
+        write_streams(symbols, CHUNK, code.words, room, lengths)
+        return int(copy_streams(0, room, lengths, body, 0))
+
+    stop = write()
+    read_streams(body, 0, stop, CHUNK, code.lookup, code.lengths, back, specials)
+    read = back.reshape(STREAMS, STRIDE)[:, : CHUNK // STREAMS].reshape(-1)
+    assert np.array_equal(read, chunk), "a code that is read as it was written"
+    return {
+        "zero runs, encode": rate(lambda: kernels.zero_run_encode(chunk, runs)),
+        "zero runs, decode": rate(lambda: kernels.zero_run_decode(runs[:end], chunk)),
+        "prefix code, encode": rate(write),
+        "prefix code, decode": rate(
+            lambda: read_streams(body, 0, stop, CHUNK, code.lookup, code.lengths, back, specials)
+        ),
+    }
+
+
+def rate(call: Callable[[], object]) -> float:
+    """Gigabytes a second of the float32 that a chunk of quartic bytes stands for; the best of some rounds."""
+    best = float("inf")
+    for _ in range(20):
+        begun = time.perf_counter()
+        for _ in range(100):
+            call()
+        best = min(best, time.perf_counter() - begun)
+    return 100 * CHUNK * 5 * 4 / best / 1e9
+
+
+def measure(data: Path, steps: int) -> Iterator[dict[str, Any]]:
+    """All figures."""
+    for sparsity in (1.0, 1.5, 1.75, 1.9):
+        found, quartic = bits_a_step(sparsity, steps, data)
+        fixed = {"rate": "none", "ranks": 1, "dtype": "float32", "size": 5 * quartic.size}
+        for stage, bits in found.items():
+            method = f"threelc s={sparsity:g}, {stage}"
+            yield {
+                **fixed,
+                "method": method,
+                "metric": "bits",
+                "value": np.mean(bits),
+                "unit": "bit",
+                "source": "measured",
+            }
+        for stage, speed in speeds(quartic).items():
+            method = f"threelc s={sparsity:g}, {stage}"
+            yield {**fixed, "method": method, "metric": "rate", "value": speed, "unit": "GB/s", "source": "measured"}
+
+
+def main(argv: Iterable[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="folder or tar of CIFAR-10 as images")
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--csv", type=Path, default=RESULTS)
+    arguments = parser.parse_args(None if argv is None else list(argv))
+    figures = list(measure(arguments.data, arguments.steps))
+    for figure in figures:
+        print(f"{figure['method']:42} {figure['value']:7.3f} {figure['unit']}")
+    write_figures("threelc-entropy", figures, arguments.csv)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""`auto` at 10 Gb/s and above, simulated: its plan beside DDP's own all-reduce in fp32 and fp16.
+
+    python -m benchmarks.planning.auto_simulated  # all: benchmarks/results/auto-simulated.csv
+    python -m benchmarks.planning.auto_simulated --models vgg19 --rates 10e9   # a part of it, printed
+
+The lab ends at about 1 Gb/s, where its processors are the link. Here the planner plans, the synchroniser's graphs run
+in virtual time, and `auto` decides as it does in a job: simulated steps stand for its trials. DDP's own all-reduce is a
+ring in buckets of 25 MB that costs nothing but its bytes, latency and additions at memory speed, in fp16 not even
+the casts: faster than a real one. Two machines: this one's cores with all that the fidelity "balanced" allows, and the
+described GPU (`benchmarks.planning.described`) with fp16 and onebit.
+
+It ends with a verdict: in how many cells the better of the two dense steps over `auto`'s is below 0.98. Beside it
+stands the same of the plan alone, as a job runs it that pins the plan and tries nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import itertools
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+
+from benchmarks.planning.described import LATENCY_SECONDS, MEMORY_BYTES_A_SECOND, gpu_costs, link
+from gradwire.integrations.auto import MIN_GAIN, MIN_PLAN_GAIN
+from gradwire.integrations.ways import NATIVE, NATIVE_FP16, Way
+from gradwire.simulate import Cluster, Compute, Gradient, gradients_of, models, step
+from gradwire.simulate.machine import machine_costs
+from gradwire.sync import planner
+from gradwire.sync.costs import FREE, CodecCosts, Costs, Line, LinkCosts
+from gradwire.sync.fidelity import EVERYWHERE, FEW_ENCODES, Method, methods
+from gradwire.sync.planner import PlanTable
+
+MODELS, RANKS, RATES = ("resnet50", "bert-base", "vgg19", "lstm", "transformer"), (4, 16), (10e9, 25e9, 100e9)
+MACHINES = ("core", "gpu")
+GPU_METHODS = [Method("fp16", EVERYWHERE), Method("onebit", FEW_ENCODES)]
+COMPUTE = Compute(0.05, 0.1)
+BUCKET_BYTES = 25 << 20
+BOUND = 0.98
+RESULTS = Path("benchmarks/results/auto-simulated.csv")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One model on one cluster. Seconds of a step; `gain` and `plan_gain` are the better dense one over the other."""
+
+    machine: str
+    model: str
+    ranks: int
+    rate_bits: float
+    fp32: float
+    fp16: float
+    plan: float
+    auto: float
+    way: str
+    plan_gain: float
+    gain: float
+
+
+def costs_of(machine: str) -> tuple[Costs, list[Method]]:
+    """Costs of a machine, and what may be chosen there."""
+    if machine == "gpu":
+        return gpu_costs(*(method.spec for method in GPU_METHODS)), GPU_METHODS
+    allowed = methods("balanced")
+    return machine_costs([method.spec for method in allowed]), allowed
+
+
+def buckets_of(gradients: Sequence[Gradient]) -> list[list[Gradient]]:
+    """As DDP fills them."""
+    found: list[list[Gradient]] = [[]]
+    for grad in gradients:
+        if found[-1] and sum(each.spec.nbytes for each in found[-1]) + grad.spec.nbytes > BUCKET_BYTES:
+            found.append([])
+        found[-1].append(grad)
+    return found
+
+
+def native_step(gradients: Sequence[Gradient], cluster: Cluster, dtype: torch.dtype) -> float:
+    """DDP's own all-reduce: a ring a bucket."""
+    free = CodecCosts(FREE, FREE, FREE, Line(0.0, 4.0))
+    add = Line(0.0, 3 * dtype.itemsize / MEMORY_BYTES_A_SECOND)
+    costs = Costs(1, (LinkCosts(0.0, 0.0),), {"none": free}, add=add)
+    whole = [
+        Gradient(f"bucket.{index}", (sum(each.spec.numel for each in bucket), 1), bucket[-1].ready_seconds, dtype)
+        for index, bucket in enumerate(buckets_of(gradients))
+    ]
+    return step(whole, "none", cluster, costs, COMPUTE, strategy="ring").seconds
+
+
+def plan_of(
+    gradients: Sequence[Gradient], costs: Costs, allowed: Sequence[Method], ranks: int, rate: float
+) -> PlanTable:
+    """The planner's proposal for a job on these links."""
+    known = replace(costs, world_size=ranks, links=(LinkCosts(LATENCY_SECONDS, 8 / rate),), native=None)
+    tensors = [
+        planner.Gradient(each.name, each.shape, ready=bucket[-1].ready_seconds)
+        for bucket in buckets_of(gradients)
+        for each in bucket
+    ]
+    backward, rest = COMPUTE.backward_seconds, COMPUTE.forward_seconds
+    return planner.plan(tensors, known, allowed, backward=backward, rest=rest, bucket_bytes=BUCKET_BYTES)
+
+
+def decide(predicted: dict[Way, float], simulated: dict[Way, float]) -> Way:
+    """What `auto` would choose: it tries what is predicted to be faster than what it knows (`Autopilot`)."""
+    tried = {NATIVE: simulated[NATIVE]}
+    for way in sorted(predicted, key=lambda way: (predicted[way], way.name)):
+        if way not in tried and predicted[way] < min(tried.values()):
+            tried[way] = simulated[way]
+    best = min(tried, key=lambda way: tried[way])
+    limit = (1 + (MIN_PLAN_GAIN if best.gradwire else MIN_GAIN)) * tried[best]
+    return max((way for way in tried if tried[way] <= limit), key=lambda way: way.faithfulness)
+
+
+def cell(machine: str, costs: Costs, allowed: Sequence[Method], name: str, ranks: int, rate: float) -> Cell:
+    """All ways of one model on one cluster."""
+    cluster = Cluster(ranks, replace(link(), rate_bits=rate))
+    gradients = gradients_of(models.get(name), COMPUTE.backward_seconds)
+    simulated = {
+        NATIVE: native_step(gradients, cluster, torch.float32),
+        NATIVE_FP16: native_step(gradients, cluster, torch.float16),
+    }
+    table = plan_of(gradients, costs, allowed, ranks, rate)
+    nbytes = sum(grad.spec.nbytes for grad in gradients)
+    saved = 8 / rate * (ranks - 1) * nbytes / ranks
+    least = COMPUTE.forward_seconds + COMPUTE.backward_seconds
+    predicted = {NATIVE: table.native_step, NATIVE_FP16: max(least, table.native_step - saved)}
+    planned = NATIVE
+    if not table.native:
+        planned = Way.of(table)
+        predicted[planned] = table.step
+        found = step(gradients, table.plan(), cluster, costs, COMPUTE, bucket_bytes=BUCKET_BYTES)
+        simulated[planned] = found.seconds
+    way = decide(predicted, simulated)
+    dense = min(simulated[NATIVE], simulated[NATIVE_FP16])
+    return Cell(
+        *(machine, name, ranks, rate, simulated[NATIVE], simulated[NATIVE_FP16], simulated[planned], simulated[way]),
+        *(way.name, dense / simulated[planned], dense / simulated[way]),
+    )
+
+
+def describe(row: Cell) -> str:
+    return (
+        f"{row.machine:5} {row.model:12} {row.ranks:3} ranks {row.rate_bits / 1e9:4.0f} Gb/s   fp32 "
+        f"{1e3 * row.fp32:8.2f}   fp16 {1e3 * row.fp16:8.2f}   plan {1e3 * row.plan:8.2f} ({row.plan_gain:.2f})   auto "
+        f"{1e3 * row.auto:8.2f} ms ({row.gain:.2f}): {row.way}"
+    )
+
+
+def verdict(rows: Sequence[Cell]) -> str:
+    """Whether `auto`, or the plan alone, is ever slower than the better dense step."""
+    below = [row for row in rows if row.gain < BOUND]
+    alone = [row for row in rows if row.plan_gain < BOUND]
+    return (
+        f"auto: {len(below)} of {len(rows)} cells below {BOUND} of the better dense step, the least "
+        f"{min(row.gain for row in rows):.3f}; the plan alone, without trials: {len(alone)}, the least "
+        f"{min(row.plan_gain for row in rows):.3f}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--machines", nargs="*", default=list(MACHINES), choices=MACHINES)
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(models.MODELS))
+    parser.add_argument("--ranks", nargs="*", type=int, default=list(RANKS))
+    parser.add_argument("--rates", nargs="*", type=float, default=list(RATES), help="bits a second")
+    options = parser.parse_args()
+    rows: list[Cell] = []
+    for machine in options.machines:
+        costs, allowed = costs_of(machine)
+        for name, ranks, rate in itertools.product(options.models, options.ranks, options.rates):
+            rows.append(cell(machine, costs, allowed, name, ranks, rate))
+            print(describe(rows[-1]), flush=True)
+    print(verdict(rows))
+    chosen = (options.machines, options.models, options.ranks, options.rates)
+    if chosen == (list(MACHINES), list(MODELS), list(RANKS), list(RATES)):
+        with RESULTS.open("w", newline="") as file:
+            writer = csv.DictWriter(file, asdict(rows[0]).keys(), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(map(asdict, rows))
+
+
+if __name__ == "__main__":
+    main()

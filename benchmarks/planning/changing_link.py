@@ -1,0 +1,148 @@
+"""How soon `auto` notices that the links have changed: a job in the lab, 1 Gb/s, then 50 Mb/s, then 1 Gb/s again.
+
+    python -m benchmarks.planning.changing_link
+
+Four ranks replay the recorded backward of the main workload through DDP with ``attach(ddp, "auto")``. Once it has
+decided and some steps have passed, all links are changed under the running job, and back. Written down: the steps from
+each change to the decision that follows, what a step took before, right after, and once it had decided; and whether
+all ranks end with the same bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradwire.bench.job import Job, Segment
+from gradwire.bench.methods import AUTO, Automatic
+from gradwire.bench.rank import Rank
+from gradwire.bench.recording import record
+from gradwire.bench.records import write_figures
+from gradwire.bench.replay import Replay
+from gradwire.bench.segment import is_identical
+from gradwire.lab import Lab
+
+RESULT = Path("benchmarks/results/changing-link.csv")
+QUIET_STEPS = 25  # after each decision, before the next change
+LIMIT_SECONDS = 600
+
+
+@dataclass
+class Watch:
+    """What rank 0 says, and what the parent does about it.
+
+    Attributes:
+        seconds: of each step.
+        decisions: the step of each, and its text.
+        changes: the step after which links were changed, from the second rate on.
+        identical: whether all ranks ended with the same bits.
+    """
+
+    lab: Lab
+    rates: list[str]
+    seconds: list[float] = field(default_factory=list)
+    decisions: list[tuple[int, str]] = field(default_factory=list)
+    changes: list[int] = field(default_factory=list)
+    identical: bool | None = None
+
+    def on_line(self, host: int, stream: str, line: str) -> None:
+        """A line of a rank."""
+        if stream == "stderr" or not line.startswith("{"):
+            return
+        said = json.loads(line)
+        if "seconds" in said:
+            self.seconds.append(said["seconds"])
+            print(f"step {len(self.seconds)}: {said['seconds']:.3f} s by {said['way']}", file=sys.stderr)
+        elif "text" in said:
+            self.decisions.append((len(self.seconds), said["text"]))
+            print(said["text"])
+        elif "quiet" in said:
+            self.changes.append(len(self.seconds))
+            self.lab.set_rate(self.rates[len(self.changes)])
+            print(f"After step {len(self.seconds)}: links to {self.rates[len(self.changes)]}.")
+        elif "identical" in said:
+            self.identical = said["identical"]
+
+
+def main() -> None:
+    """Runs the job and writes the file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rates", default="1gbit,50mbit,1gbit", help="one after another")
+    parser.add_argument("--workload", default="text")
+    parser.add_argument("--rank", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    rates = arguments.rates.split(",")
+    if arguments.rank:
+        _rank(arguments.workload, Path(arguments.rank), len(rates))
+        return
+    with Lab(4, rates[0]) as lab, tempfile.TemporaryDirectory() as folder:
+        watch = Watch(lab, rates)
+        command = [sys.executable, "-m", "benchmarks.planning.changing_link", "--workload", arguments.workload]
+        command += ["--rates", arguments.rates, "--rank", folder]
+        lab.run(command, on_line=watch.on_line, timeout=LIMIT_SECONDS, capture=False).check()
+    write_figures("changing_link", _figures(watch, arguments.workload), RESULT)
+    print(f"Replicas identical: {watch.identical}. Figures: {RESULT}")
+
+
+def _figures(watch: Watch, workload: str) -> Iterator[dict[str, Any]]:
+    fixed = {"method": f"auto, {workload}", "ranks": 4, "source": "measured", "dtype": "float32"}
+    # Each decision comes in the step after its line; the first one is that of the start.
+    for index, (change, (decided, text)) in enumerate(zip([0, *watch.changes], watch.decisions, strict=True)):
+        end = watch.changes[index] if index < len(watch.changes) else len(watch.seconds)
+        here = fixed | {"rate": watch.rates[index]}
+        yield here | {"metric": "steps to the decision", "value": decided - change, "unit": "steps"}
+        if index:
+            first = watch.seconds[change + 1 : change + 6]
+            yield here | {"metric": "step after the change", "value": median(first), "unit": "s"}
+        yield here | {"metric": "step after the decision", "value": median(watch.seconds[decided:end]), "unit": "s"}
+        yield here | {"metric": text, "value": 1, "unit": "decision"}
+    yield fixed | {"metric": "replicas identical", "value": int(bool(watch.identical)), "unit": "bool"}
+
+
+# -- one rank --------------------------------------------------------------------------------------------------------
+
+
+def _rank(workload: str, folder: Path, num_rates: int) -> None:
+    """Steps until so many decisions have been followed by quiet steps."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = Rank(Job(workload, (), folder=str(folder)))
+    replay = Replay.begin(rank, Segment(AUTO), record(rank, 25.0))
+    assert isinstance(replay.connection, Automatic)
+    pilot = replay.connection.autopilot
+    quiet, seen = 0, 0
+    while seen < num_rates or quiet < QUIET_STEPS:
+        seconds = replay.step()[1]
+        changed = len(pilot.decisions) > seen
+        seen = len(pilot.decisions)
+        quiet = 0 if changed else quiet + pilot.settled
+        if rank.rank == 0:
+            _say(seconds=seconds, way=pilot.way.name)
+            if changed:
+                _say(text=str(pilot.decisions[-1]))
+            elif quiet == QUIET_STEPS and seen < num_rates:
+                _say(quiet=True)
+    gradients = [parameter.grad for parameter in replay.ddp.parameters() if parameter.grad is not None]
+    identical = is_identical(gradients)
+    if rank.rank == 0:
+        _say(identical=identical)
+    replay.connection.close()
+    dist.destroy_process_group()
+
+
+def _say(**what: Any) -> None:
+    print(json.dumps(what), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,218 @@
+"""How far the simulator is from the lab: the same steps in both, at every number of ranks, rate and strategy.
+
+    python -m benchmarks.planning.simulator_error  # all, about ten minutes; needs a lab
+    python -m benchmarks.planning.simulator_error --ranks 2 --rates 1gbit           # a part of it, printed
+    python -m benchmarks.planning.simulator_error --ranks 2 --rates 1gbit --record
+
+Four matrices get ready one after another while ranks wait, as in a replayed backward; synchronisation and network are
+real. The simulated cluster has this machine's cores, shared by all ranks, its measured costs, and links of the lab's
+rate. What ranks on shared cores cost beside is calibrated by other steps, just before and in the same lab
+(`benchmarks.planning.calibration`); nothing is fitted to the steps that are compared. A measured step is from a moment
+that all ranks know to the end of the slowest; medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.planning.calibration import Calibration, Measured, calibrate, common_moment, sleep_until
+from benchmarks.planning.calibration import measure as measure_calibration
+from gradwire.core.spec import TensorSpec
+from gradwire.lab import Lab
+from gradwire.lab.units import parse_rate
+from gradwire.simulate import Compute, Gradient, step
+from gradwire.simulate.machine import machine_costs
+from gradwire.sync.plan import Plan
+from gradwire.sync.synchronizer import Shard, Synchronizer
+
+RANKS, RATES = (2, 4, 8), ("10mbit", "100mbit", "1gbit")
+STRATEGIES, METHODS = ("ring", "scatter_reduce", "allgather"), ("none", "onebit")
+BACKWARD_SECONDS = 0.05
+GRADIENTS = [Gradient(f"layer{index}.weight", (128, 1024), BACKWARD_SECONDS * (index + 1) / 4) for index in range(4)]
+WARM_UPS, MIN_STEPS, MAX_STEPS, TIMED_SECONDS = 1, 3, 30, 2.0
+BOUND = 0.15
+RESULTS = Path("benchmarks/results/simulator-error.csv")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One kind of step in both. Seconds; p20 and p80 of the measured ones; the calibration it was simulated with."""
+
+    ranks: int
+    rate: str
+    strategy: str
+    method: str
+    measured: float
+    p20: float
+    p80: float
+    samples: int
+    simulated: float
+    error: float
+    wake: float
+    seconds_a_byte: float
+    latency: float
+    pace: float
+
+
+# -- in the lab --------------------------------------------------------------------------------------------------
+
+
+def worker(methods: list[str], rate: str) -> None:
+    """One rank: prints what its calibration measured, then the seconds of its steps, a line a method and strategy."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    print(json.dumps({"calibration": [asdict(each) for each in measure_calibration(rate_bits(rate))]}), flush=True)
+    for method in methods:
+        for strategy in STRATEGIES:
+            seconds = timed_steps(method, strategy)
+            print(json.dumps({"method": method, "strategy": strategy, "seconds": seconds}), flush=True)
+    dist.destroy_process_group()
+
+
+def timed_steps(method: str, strategy: str) -> list[float]:
+    """Seconds of each step on the slowest rank."""
+    tensors = {grad.name: torch.randn(grad.shape) for grad in GRADIENTS}
+    specs = {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
+    synchronizer = Synchronizer(None, Plan(method, strategy=strategy), tensors=specs)
+    found: list[float] = []
+    while len(found) < WARM_UPS + MIN_STEPS or (sum(found) < TIMED_SECONDS and len(found) < WARM_UPS + MAX_STEPS):
+        begun = common_moment()
+        sleep_until(begun)
+        synchronizer.begin_step()
+        for grad in GRADIENTS:
+            sleep_until(begun + grad.ready_seconds)
+            synchronizer.submit([Shard(grad.name, tensors[grad.name])])
+        synchronizer.wait()
+        synchronizer.commit()
+        seconds = torch.tensor([time.perf_counter() - begun], dtype=torch.float64)
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+        found.append(float(seconds))
+    synchronizer.close()
+    return found[WARM_UPS:]
+
+
+def rate_bits(rate: str) -> float:
+    """Of a link."""
+    found = parse_rate(rate)
+    assert found is not None, "all rates of this benchmark are shaped"
+    return float(found)
+
+
+def measure(ranks: int, rate: str, methods: list[str]) -> list[dict[str, Any]]:
+    """The calibration, and steps of all methods and strategies, in a lab of their own."""
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.planning.simulator_error",
+        "--worker",
+        "--rates",
+        rate,
+        "--methods",
+        *methods,
+    ]
+    with Lab(ranks, rate) as lab:
+        result = lab.run(command, env={"OMP_NUM_THREADS": "1"}, timeout=900).check()
+    return [json.loads(line) for line in result.hosts[0].stdout.splitlines() if line.startswith("{")]
+
+
+# -- in virtual time ---------------------------------------------------------------------------------------------
+
+
+def simulate(ranks: int, rate: str, method: str, strategy: str, found: Calibration) -> float:
+    """Seconds of the same step."""
+    cluster = found.cluster(ranks, rate_bits(rate), os.cpu_count() or 1)
+    costs = found.costs(machine_costs([*METHODS]))
+    return step(GRADIENTS, method, cluster, costs, Compute(0.0, BACKWARD_SECONDS), strategy=strategy).seconds
+
+
+def compare(ranks: int, rate: str, methods: list[str]) -> list[Comparison]:
+    """All methods and strategies of one cluster."""
+    known = machine_costs([*METHODS])  # before the lab: measured where they are not kept
+    calibration, *rows = measure(ranks, rate, methods)
+    steps = [Measured(**each) for each in calibration["calibration"]]
+    calibrated = calibrate(steps, known, ranks, rate_bits(rate), os.cpu_count() or 1)
+    found = []
+    for row in rows:
+        seconds, method, strategy = sorted(row["seconds"]), str(row["method"]), str(row["strategy"])
+        median, fifth = statistics.median(seconds), len(seconds) // 5
+        simulated = simulate(ranks, rate, method, strategy, calibrated)
+        spread = (median, seconds[fifth], seconds[-1 - fifth], len(seconds))
+        error = simulated / median - 1
+        found.append(Comparison(ranks, rate, strategy, method, *spread, simulated, error, *calibrated))
+    return found
+
+
+def describe(row: Comparison) -> str:
+    return (
+        f"{row.ranks:3} {row.rate:>8} {row.strategy:15} {row.method:8} measured {1e3 * row.measured:9.2f} ms   "
+        f"simulated {1e3 * row.simulated:9.2f} ms   {row.error:+7.1%}"
+    )
+
+
+def describe_calibration(row: Comparison) -> str:
+    return (
+        f"{row.ranks:3} {row.rate:>8} waking {1e6 * row.wake:.0f} us, "
+        f"{1e9 * row.seconds_a_byte:.2f} ns a byte, latency {1e6 * row.latency:.0f} us, pace {row.pace:.2f}"
+    )
+
+
+def summary(rows: list[Comparison]) -> str:
+    errors = [abs(row.error) for row in rows]
+    within = sum(error <= BOUND for error in errors)
+    return (
+        f"off by {statistics.median(errors):.1%} in the median, by {max(errors):.1%} at most; {within} of {len(rows)} "
+        f"steps within {BOUND:.0%}"
+    )
+
+
+def record(rows: list[Comparison], path: Path) -> None:
+    """Write rows in the place of the same steps', and keep the others."""
+    new = {(str(row.ranks), row.rate, row.strategy, row.method): asdict(row) for row in rows}
+    old: dict[tuple[str, ...], dict[str, Any]] = {}
+    if path.exists():
+        with path.open(newline="") as file:
+            old = {(row["ranks"], row["rate"], row["strategy"], row["method"]): row for row in csv.DictReader(file)}
+    merged = sorted((old | new).items(), key=lambda item: (int(item[0][0]), RATES.index(item[0][1])))
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, asdict(rows[0]).keys(), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(row for _, row in merged)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", nargs="*", type=int, default=list(RANKS), choices=RANKS)
+    parser.add_argument("--rates", nargs="*", default=list(RATES), choices=RATES)
+    parser.add_argument("--methods", nargs="*", default=list(METHODS))
+    parser.add_argument("--record", action="store_true", help=f"renew the rows of these labs in {RESULTS}")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        worker(options.methods, options.rates[0])
+        return
+    rows: list[Comparison] = []
+    for ranks in options.ranks:
+        for rate in options.rates:
+            here = compare(ranks, rate, options.methods)
+            print("\n".join([describe_calibration(here[0]), *map(describe, here)]), flush=True)
+            rows += here
+    print(summary(rows))
+    is_whole = (options.ranks, options.rates, options.methods) == (list(RANKS), list(RATES), list(METHODS))
+    if is_whole or options.record:
+        record(rows, RESULTS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""`auto` in the simulator: it decides as in a job, and the verdict counts what is too slow."""
+
+from dataclasses import replace
+
+from benchmarks.planning import auto_simulated
+from benchmarks.planning.auto_simulated import NATIVE, NATIVE_FP16
+
+from gradwire.integrations.ways import Way
+
+PLAN = Way("gradwire, onebit", gradwire=True)
+
+
+def test_what_is_predicted_slower_is_not_tried() -> None:
+    simulated = {NATIVE: 1.0, NATIVE_FP16: 0.5, PLAN: 0.4}
+    assert auto_simulated.decide({NATIVE: 1.0, NATIVE_FP16: 0.6, PLAN: 0.55}, simulated) is PLAN
+    assert auto_simulated.decide({NATIVE: 1.0, NATIVE_FP16: 0.6, PLAN: 1.1}, simulated) is NATIVE_FP16
+
+
+def test_a_plan_must_gain_enough_over_dense() -> None:
+    assert auto_simulated.decide({NATIVE: 1.0, PLAN: 0.5}, {NATIVE: 1.0, PLAN: 0.97}) is NATIVE
+    assert auto_simulated.decide({NATIVE: 1.0, PLAN: 0.5}, {NATIVE: 1.0, PLAN: 1.5}) is NATIVE
+
+
+def test_the_verdict_counts_cells_below_the_bound() -> None:
+    costs, allowed = auto_simulated.costs_of("gpu")
+    row = auto_simulated.cell("gpu", costs, allowed, "lstm", 4, 10e9)
+    assert row.auto <= row.fp32
+    assert row.gain >= auto_simulated.BOUND
+    slow = replace(row, gain=0.9, plan_gain=0.8)
+    assert "auto: 1 of 2 cells below 0.98 of the better dense step, the least 0.900" in auto_simulated.verdict(
+        [row, slow]
+    )

@@ -1,0 +1,148 @@
+"""The studies of GCOMP, on a model and data of their own that take no time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from benchmarks.papers.gcomp import gradients as gcomp_gradients
+from benchmarks.papers.gcomp import hops as gcomp_hops
+from benchmarks.papers.gcomp import loss as gcomp_loss
+from benchmarks.papers.gcomp import moments as gcomp_moments
+from benchmarks.papers.gcomp.decoding import decoding_rates
+from benchmarks.papers.gcomp.gradients import Levels, mantissa_bytes, native_bits
+from benchmarks.papers.gcomp.models import Training, transformer
+from benchmarks.papers.gcomp.plots import plot_gradients, plot_losses
+from torch import nn
+
+from gradwire.kernels.prefix_code import NUM_SYMBOLS
+
+
+def made_up(name: str = "made up") -> Training:
+    """Twenty numbers in, three classes out."""
+
+    def batch(seed: int, step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs = torch.randn(16, 20, generator=torch.Generator().manual_seed(10_000 * seed + 100 * step + rank))
+        return inputs, inputs[:, :3].argmax(1)
+
+    return Training(name, lambda: nn.Sequential(nn.Linear(20, 40), nn.Tanh(), nn.Linear(40, 3)), batch)
+
+
+def test_every_way_of_decoding_gives_the_symbols_and_takes_as_many_bits() -> None:
+    grad = torch.randn(20_000, generator=torch.Generator().manual_seed(0)).numpy()
+    grad[::97] = 1e-30  # after an escape
+    rows = list(decoding_rates(grad))  # which compares what they give
+    assert [row["method"] for row in rows] == ["tree", "a lookup a symbol", "gradwire"]
+    assert len({row["case"] for row in rows}) == 1
+    assert 2.4 < float(rows[0]["case"].split()[0]) < 3.2
+
+
+def test_huffmans_own_code_of_equal_counts_takes_eight_bits() -> None:
+    counts = np.zeros(NUM_SYMBOLS, np.int64)
+    counts[:256] = 5
+    assert native_bits(counts, counts) == 8 * counts.sum()
+    counts[0] = 10**6
+    assert native_bits(counts, counts) / counts.sum() == pytest.approx(1, abs=0.05)
+
+
+def test_mantissas_by_levels() -> None:
+    found = Levels(zeros=10, of=[1, 2, 3, 4])
+    assert mantissa_bytes(found, several=True, pruned=True) == (26 + 2 * 20 + 3 * 14 + 4 * 8) / 8
+    assert mantissa_bytes(found, several=True, pruned=False) == mantissa_bytes(found, True, True) + 10
+    assert mantissa_bytes(found, several=False, pruned=True) == (6 * 25 + 4 * 7) / 8
+
+
+def test_rates_of_a_training_and_their_plots(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(gcomp_gradients, "LEAST_DECODED", 100)
+    found = list(gcomp_gradients.run(made_up(), 20))
+    rates = [row["value"] for row in found if row["metric"] == "rate" and row["method"] == "gcomp"]
+    assert len(rates) == 6  # of two optimizers at three steps
+    assert all(0 < rate < 1 for rate in rates)
+    assert "with escape" in gcomp_gradients.table(found)
+    names = {path.name for path in plot_gradients(found, tmp_path).iterdir()}
+    assert names == {"rates.png", "tables.png", "levels.png", "escape.png", "decoding.png"}
+
+
+@pytest.mark.parametrize("method", gcomp_loss.METHODS)
+def test_replicas_are_one_or_meet_at_every_eighth_step(method) -> None:
+    job = gcomp_loss.Job(made_up(), "SGD", method, seed=1)
+    job.step(0)
+    apart = [torch.equal(job.models[0][0].weight, model[0].weight) for model in job.models[1:]]
+    assert not any(apart)
+    assert all(0 < job.step(number) < 2 for number in range(1, 8))
+    assert all(torch.equal(job.models[0][0].weight, model[0].weight) for model in job.models[1:])
+
+
+def test_deviations_are_from_the_exact_sums_of_the_same_seed(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(gcomp_loss, "SEEDS", (0, 1))
+    monkeypatch.setattr(gcomp_loss, "CHOSEN", ("SGD",))
+    found = list(gcomp_loss.run(made_up(), 6))
+    off = gcomp_loss.deviations(found)
+    assert {key[2] for key in off} == set(gcomp_loss.METHODS) - {"exact"}
+    assert off["made up", "SGD", "gcomp"].size == 2 * 6
+    worst = {method: np.abs(values).max() for (_, _, method), values in off.items()}
+    assert worst["gcomp"] < 1e-5 < worst["18 bits cut"] < worst["every 8 steps"]
+    assert (plot_losses(found, tmp_path) / "losses.png").stat().st_size > 1000
+
+
+def test_cuts_of_all_hops_stay_below_the_last_bit_with_the_guard_alone(monkeypatch) -> None:
+    monkeypatch.setattr(gcomp_hops, "resnet", lambda data, batch_size: made_up())
+    monkeypatch.setattr(gcomp_hops, "RANKS", (16,))
+    worst = {
+        (row["optimizer"], row["strategy"], row["method"]): row["value"]
+        for row in gcomp_hops.run(Path("none"))
+        if row["metric"] == "off, cut alone, largest"
+    }
+    for optimizer in gcomp_hops.CHOSEN:
+        for strategy in ("ring", "scatter_reduce"):
+            assert worst[optimizer, strategy, "exact"] == 0
+            assert 0 < worst[optimizer, strategy, "gcomp"] < 1 < worst[optimizer, strategy, "without the guard"]
+
+
+def test_sentences_become_numbers_by_how_often_a_word_occurs(tmp_path) -> None:
+    path = tmp_path / "train.tsv"
+    path.write_text("a b a\t1\nc a\t0\n")
+    training = transformer(path, 4)
+    tokens, labels = training.batch(0, 0, 0)
+    assert tokens.shape == (4, 32)
+    assert {tuple(row[:3].tolist()) for row in tokens} <= {(2, 3, 2), (4, 2, 0)}
+    assert set(labels.tolist()) <= {0, 1}
+    assert training.model()(tokens).shape == (4, 2)
+
+
+@pytest.mark.parametrize("optimizer", gcomp_moments.CHOSEN)
+def test_a_metric_of_all_that_a_step_writes_cuts_least_and_leaves_moments_alone(optimizer) -> None:
+    found = list(gcomp_moments.run(made_up(), optimizer, 10))
+    values = {(row["method"], row["metric"], row.get("step")): row["value"] for row in found}
+    rate = {metric: values[metric, "rate", None] for metric in gcomp_moments.METRICS}
+    assert rate["any"] <= rate["parameter"] < rate["all"]
+    assert rate["momentum"] <= rate["all"] <= rate["nothing"] < 1
+    last_bit = 2.0**-22
+    for metric in gcomp_moments.METRICS:
+        assert values[metric, "parameters, percentile 99", 2] <= last_bit
+    assert values["all", "momentum, percentile 99", 2] <= last_bit < values["parameter", "momentum, percentile 99", 2]
+    assert len(gcomp_moments.table(found).splitlines()) == 2 + len(gcomp_moments.METHODS)
+
+
+def test_limits_of_moments_by_hand() -> None:
+    group = {"betas": (0.9, 0.99)}
+    aux = {
+        "parameter": torch.tensor([1.0, 1.0]),
+        "first": torch.tensor([0.5, -2.0]),
+        "second": torch.tensor([4.0, 0.01]),
+        "numbers": torch.tensor(gcomp_moments.Numbers(direct=1.0, spread=0.99)),
+    }
+    grad = np.array([0.1, 3.0], np.float32)
+    momentum, squared = np.array([4.5, 18.0]), np.array([4.0 * 49.5 / 0.1, 0.01 * 49.5 / 3.0])
+    theta = np.array([2.0, 0.1]) * np.sqrt(0.99)  # 1 / (1 / sqrt(0.99 v))
+    expected = {
+        "parameter": theta,
+        "any": np.maximum(theta, momentum),
+        "momentum": np.minimum(momentum, squared),
+        "all": np.minimum(theta, np.minimum(momentum, squared)),
+        "nothing": np.zeros(2),
+    }
+    for metric in gcomp_moments.METRICS:
+        assert gcomp_moments.limits_of(metric, grad, aux, group) == pytest.approx(expected[metric], rel=1e-5)

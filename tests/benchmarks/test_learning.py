@@ -1,0 +1,104 @@
+"""The trainings of sparsifiers: their data, their designs, and what is made of what was measured."""
+
+import pytest
+import torch
+from benchmarks.papers.dragonn import extreme_classification as extreme
+from benchmarks.papers.dragonn import learning, vision
+from torch import nn
+
+from gradwire.bench import methods
+from gradwire.bench.records import write_figures
+from gradwire.bench.workload import Samples, evaluate
+from gradwire.bench.workloads import make_workload
+from gradwire.core.errors import OptionError
+from gradwire.feedback import MomentumCorrection
+
+HEADER = "@relation r\n@attribute a {0,1}\n@data\n"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / extreme.TRAIN).write_text(HEADER + "{0 1,499 1,500 1,1482 1}\n" * 70 + "{3 1}\n")
+    (tmp_path / extreme.TEST).write_text(HEADER + "{1 1,501 1}\n")
+    return tmp_path
+
+
+def cells(study):
+    """The first design is dense; the second learns in as many steps, the third never, both ten times as fast."""
+    found = {}
+    for index, design in enumerate(study.designs):
+        for seed in range(learning.SEEDS):
+            accuracy = (0.6 if index != 2 else 0.3) + 0.01 * (seed - 1) * (index != 1)
+            found[f"{design.label}-learn-{seed}"] = {
+                "parameters": 8, "losses": [1.0] * 20, "identical": True,
+                "validations": [(10, 1.0, 0.5), (20, 0.5, accuracy)],
+            }  # fmt: skip
+        step = 1.0 if index == 0 else 0.1
+        rate = {"step": step, "p20": step, "p80": step, "samples": 5, "step_without_communication": 0.05,
+                "ideal_step": 0.05, "encode": 0.0, "decode": 0.0, "bytes": 1e6}  # fmt: skip
+        found[f"{design.label}-time"] = {"parameters": 8, "rates": dict.fromkeys(learning.RATES, rate)}
+    return found
+
+
+@pytest.mark.parametrize("study", [extreme.STUDY, vision.STUDY])
+def test_every_design_can_be_run(study):
+    for design in study.designs:
+        methods.check([design.timed])
+        methods.check([design.learnt(100)])
+        if design.label != "dense":
+            assert isinstance(methods.feedback(design.timed), MomentumCorrection)
+    assert vision.STUDY.designs[1].learnt(100) == "dragonn:ratio=0.001:warmup=25/momentum"
+
+
+def test_pages_have_words_and_equal_shares_for_their_tags(folder):
+    words, tags = extreme.read(folder / extreme.TRAIN)
+    assert words.shape == (70, extreme.WORDS)  # the page without a tag is left out
+    assert words[0].nonzero().flatten().tolist() == [0, 499]
+    assert tags[0].nonzero().flatten().tolist() == [0, 982]
+    workload = make_workload(f"benchmarks.papers.dragonn.extreme_classification.Delicious={folder}")
+    batch = workload.batch(0, 0, 1, 4)
+    assert batch.inputs.shape == (workload.batch_size, workload.width)
+    assert torch.equal(batch.targets.unique(), torch.tensor([0.0, 0.5]))
+    assert batch.num_predictions == workload.batch_size
+    assert torch.equal(batch.inputs, workload.batch(0, 0, 1, 4).inputs)
+
+
+def test_a_missing_file_says_where_to_get_it(folder):
+    (folder / extreme.TEST).unlink()
+    with pytest.raises(OptionError, match="Do: download the Delicious data set"):
+        extreme.Delicious(folder)
+
+
+def test_a_prediction_of_any_class_of_a_sample_is_right():
+    logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, 0.0, 0.0], [0.0, 0.0, 1.0]])
+    targets = torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.5, 0.5], [0.0, 0.0, 1.0]])
+    loss, right = evaluate(nn.Identity(), Samples(logits, targets), chunk=2)
+    assert right == 2
+    assert loss == pytest.approx(float(nn.functional.cross_entropy(logits, targets, reduction="sum")))
+
+
+def test_tables_say_who_gets_there_and_how_much_sooner(tmp_path):
+    study, path = extreme.STUDY, tmp_path / "study.csv"
+    write_figures(study.name, learning.figures(study, cells(study)), path, more_columns=learning.MORE_COLUMNS)
+    dense, second, third, *_ = learning.read(path, study)
+    assert (dense.reaches(0.55), second.reaches(0.55), third.reaches(0.55)) == (20, 20, None)
+    lines = learning.table(study, [dense, second, third]).splitlines()
+    assert lines[3].endswith(
+        "| 60.0% | +0.0 ± 2.5 | 20 | 1 | 100 ms, 10.00, 2.00, 10.00 | 100 ms, 10.00, 2.00, 10.00 |"
+    )
+    assert "| 30.0% | -30.0 ± 0.0 | never |" in lines[4]
+    assert lines[4].endswith("100 ms, 10.00, 2.00, never |")
+
+
+def test_the_plot_names_every_design(tmp_path):
+    pytest.importorskip("matplotlib")
+    study, path = vision.STUDY, tmp_path / "study.csv"
+    write_figures(study.name, learning.figures(study, cells(study)), path, more_columns=learning.MORE_COLUMNS)
+    learning.plot(study, learning.read(path, study), tmp_path / "plot.svg")
+    drawn = (tmp_path / "plot.svg").read_text()
+    assert all(design.label in drawn for design in study.designs)
+
+
+def test_what_was_measured_is_not_measured_again(tmp_path, capsys):
+    extreme.main(["--data", str(tmp_path), "--designs", "--cells", str(tmp_path / "cells")])
+    assert "No figures are written before dense-learn-0, dense-learn-1," in capsys.readouterr().out

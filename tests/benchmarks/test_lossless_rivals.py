@@ -1,0 +1,61 @@
+"""The benchmark beside zstd, zlib and ZipNN: what of it needs none of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import zlib
+
+import pytest
+import torch
+from benchmarks.micro import lossless_rivals
+
+from gradwire.bench.extras import MissingPackageError
+from gradwire.core.spec import Range
+from gradwire.integrations.optimizer_state import OptimizerState
+
+
+def test_the_rivals_are_asked_for_by_the_extra_that_brings_them(monkeypatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingPackageError, match=r"pip install 'gradwire\[bench\]'"):
+        lossless_rivals.methods()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_figures_are_those_of_the_payloads_and_every_tensor_is_compared(dtype) -> None:
+    tensors = [lossless_rivals.Tensor(torch.randn(size).to(dtype), {}) for size in (100, 3000)]
+    zlib_1 = lossless_rivals.rival(
+        "zlib", lambda data, _: zlib.compress(data, 1), lambda data, _: zlib.decompress(data)
+    )
+    for method in (lossless_rivals.ours("lossless"), lossless_rivals.ours("gcomp"), zlib_1):
+        ratio, encodes, decodes = lossless_rivals.measured(method, tensors, repeats=2)
+        assert 0.5 < ratio < 1
+        assert len(encodes) == len(decodes) == 2
+    wrong = lossless_rivals.rival("wrong", lambda data, _: data, lambda data, _: data[:-1])
+    with pytest.raises(AssertionError, match="wrong gave another tensor"):
+        lossless_rivals.measured(wrong, tensors, repeats=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_model_of_16_bits_has_gradient_parameter_and_state_of_16_bits(dtype) -> None:
+    grad = 1e-6 * torch.randn(3000, generator=torch.Generator().manual_seed(0))
+    parameter = torch.nn.Parameter(torch.randn(3000, generator=torch.Generator().manual_seed(1)))
+    optimizer = torch.optim.SGD([parameter], 0.1, momentum=0.9)
+    parameter.grad = grad
+    optimizer.step()
+    aux = OptimizerState(optimizer, [("w", parameter)])("w", Range(0, 3000))
+    (tensor,) = lossless_rivals.cast([lossless_rivals.Tensor(grad, aux)], dtype)
+    assert {tensor.grad.dtype, tensor.aux["parameter"].dtype, tensor.aux["first"].dtype} == {dtype}
+    scale = 2.0**16 if dtype == torch.float16 else 1.0
+    assert tensor.aux["loss_scale"] == scale
+    assert torch.equal(tensor.grad, (grad * scale).to(dtype))
+    rates = {
+        name: lossless_rivals.measured(lossless_rivals.ours(name), [tensor], 1)[0] for name in ("lossless", "gcomp")
+    }
+    assert rates["gcomp"] < rates["lossless"] - 0.1  # the parameters are a million times as large
+
+
+def test_rows_have_ratio_and_both_rates() -> None:
+    found = [lossless_rivals.Figure("its own", 8, "float32", "lossless", 0.84, [1.0, 3.0, 2.0], [4.0, 5.0, 6.0])]
+    rows = list(lossless_rivals.figures(found, 10))
+    assert [(row["metric"], row["value"]) for row in rows] == [("ratio", 0.84), ("encode", 2.0), ("decode", 5.0)]
+    assert "lossless" in lossless_rivals.text(found)

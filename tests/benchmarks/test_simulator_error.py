@@ -1,0 +1,52 @@
+"""The comparison of simulator and lab: calibration on steps whose constants are known, and the file it adds to."""
+
+import csv
+from dataclasses import replace
+
+import pytest
+from benchmarks.planning import calibration, simulator_error
+from benchmarks.planning.calibration import Calibration, Measured
+
+from gradwire.simulate import Compute, step
+from gradwire.sync.costs import Line
+from tests.simulate.costs import costs
+
+RANKS, RATE, CORES = 4, 1e8, 2
+KNOWN = costs(20e-6, frame=Line(8e-6, 2e-10))
+
+
+def lab(known: Calibration) -> list[Measured]:
+    """What `measure` would find where these constants hold."""
+    found = []
+    for kind in (("ring", 4096), ("ring", 1 << 19), ("allgather", 1 << 19)):
+        steps = Measured(*kind, 0.0, 0.0, 0.0)
+        cluster = known.cluster(RANKS, RATE, CORES)
+        result = step([steps.gradient], steps.plan, cluster, known.costs(KNOWN), Compute())
+        found.append(
+            replace(steps, seconds=result.seconds, processes=result.processor_seconds, busy=result.processor_seconds)
+        )
+    return found
+
+
+@pytest.mark.parametrize("known", [Calibration(1e-4, 2e-9, 2e-4, 1.1), Calibration(0.0, 1e-9, 0.0, 1.0)])
+def test_calibration_finds_the_constants_of_a_lab(known: Calibration) -> None:
+    found = calibration.calibrate(lab(known), KNOWN, RANKS, RATE, CORES)
+    assert tuple(found) == pytest.approx(tuple(known), rel=0.05, abs=1e-5)
+
+
+def test_solving_stays_within_the_range() -> None:
+    assert calibration.solve(lambda x: x * x, 4.0, 0.0, 10.0) == pytest.approx(2.0, rel=2e-3)
+    assert calibration.solve(lambda x: x, 0.5, 1.0, 10.0) == 1.0
+    assert calibration.solve(lambda x: x, 20.0, 1.0, 10.0) == 10.0
+
+
+def test_a_part_of_the_labs_renews_its_rows_and_keeps_the_others(tmp_path) -> None:
+    path = tmp_path / "rows.csv"
+    row = simulator_error.Comparison(4, "1gbit", "ring", "none", 1.0, 0.9, 1.1, 5, 1.0, 0.0, *Calibration(0, 0, 0, 1))
+    simulator_error.record([row], path)
+    other = replace(row, ranks=2, rate="100mbit")
+    simulator_error.record([other], path)
+    simulator_error.record([replace(row, measured=2.0)], path)
+    with path.open() as file:
+        kept = [(line["ranks"], line["rate"], line["measured"]) for line in csv.DictReader(file)]
+    assert kept == [("2", "100mbit", "1.0"), ("4", "1gbit", "2.0")]

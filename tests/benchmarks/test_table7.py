@@ -1,0 +1,51 @@
+"""HiPress's table 7: the equations as printed, and what is written down."""
+
+import csv
+
+import pytest
+from benchmarks.papers.hipress import table7
+
+from gradwire.bench.records import COLUMNS, write_figures
+
+
+@pytest.fixture(scope="module")
+def cells():
+    return table7.cells()
+
+
+def test_every_entry_is_there_twice(cells):
+    assert [cell.by for cell in cells] == ["equations", "planner"] * 12
+    lines = table7.text(cells).splitlines()
+    assert len(lines) == 13
+    assert "<yes, 12>" in next(line for line in lines if "392 MB scatter_reduce" in line)
+
+
+def test_a_choice_is_never_slower_than_dense(cells):
+    for cell in cells:
+        assert cell.choice.seconds <= cell.choice.dense_seconds
+        assert cell.choice.compress == (cell.choice.seconds < cell.choice.dense_seconds)
+
+
+def test_the_largest_gradients_are_compressed_by_all(cells):
+    for cell in cells:
+        if cell.megabytes == 392:
+            assert cell.choice.compress
+            assert cell.choice.partitions >= cell.nodes
+
+
+def test_the_chosen_fixed_times_are_among_the_best_fits():
+    found = table7.fits()
+    best = found[0][:2]
+    assert best in [fit[:2] for fit in found if fit[2:] == (table7.KERNEL, table7.MESSAGE)]
+
+
+def test_published_entries_stand_in_a_column_of_their_own(cells, tmp_path):
+    path = tmp_path / "table7.csv"
+    write_figures("hipress-table7", table7.figures(cells), path, more_columns=("published",))
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == [*COLUMNS, "published"]
+    assert len(rows) == 12 * 2 * 4
+    no = [row for row in rows if row["metric"] == "compress" and row["published"] == "0"]
+    assert {(row["size"], row["ranks"]) for row in no} == {(str(4 << 20), "16")}
+    assert {row["method"] for row in no} == {"onebit, equations, ring", "onebit, planner, ring"}

@@ -1,0 +1,70 @@
+"""What `benchmarks.papers.thc.lab` makes of what ranks and the aggregator say."""
+
+from __future__ import annotations
+
+import pytest
+from benchmarks.papers.thc import lab as thc_lab
+
+from gradwire.bench.launch import Beside
+
+SAID = [
+    {"rank": 0, "seconds": [0.5, 0.4, 0.6], "rounds": 6, "worker": 0.3, "server": 0.03, "sent": 3000, "received": 6000},
+    {"rank": 1, "seconds": [0.4, 0.5, 0.7], "rounds": 6, "worker": 0.6, "server": 0.06, "sent": 3600, "received": 6600},
+]
+
+
+def figures(server_seconds: float | None) -> dict[str, float]:
+    return {row["metric"]: row["value"] for row in thc_lab.round_figures(SAID, server_seconds, 100)}
+
+
+def test_a_round_is_that_of_the_slowest_rank_and_the_wire_is_what_codecs_leave() -> None:
+    found = figures(None)
+    assert found["round"] == 0.5
+    assert found["round_worker"] == pytest.approx(0.15) and found["round_server"] == pytest.approx(0.015)
+    assert found["round_wire"] == pytest.approx(0.5 - 0.165)
+    assert found["bytes_there"] == 1100 and found["bytes_back_an_element"] == 21
+
+
+def test_an_aggregators_seconds_are_over_all_rounds_that_it_served() -> None:
+    assert figures(0.6)["round_server"] == pytest.approx(0.1)
+
+
+def rows(part: str, method: str, metric: str, rate: str, *values: float) -> list[dict[str, str]]:
+    return [
+        {
+            "part": part,
+            "method": method,
+            "metric": metric,
+            "rate": rate,
+            "value": str(value),
+            "step": str(10 * (at + 1)),
+        }
+        for at, value in enumerate(values)
+    ]
+
+
+def test_time_to_accuracy_is_steps_to_the_goal_times_a_step() -> None:
+    ddp, thc = "ddp-fp32", "thc@server"
+    known = [
+        *rows("learn", ddp, "validation_accuracy", "none", 0.5, 0.8, 1.0),
+        *rows("learn", thc, "validation_accuracy", "none", 0.5, 0.98, 0.96),
+        *rows("learn", "terngrad", "validation_accuracy", "none", 0.1, 0.2, 0.3),
+        *rows("steps", ddp, "step", "1gbit", 0.4), *rows("steps", thc, "step", "1gbit", 0.2),
+    ]  # fmt: skip
+    assert [thc_lab.steps_to(known, method, 0.97) for method in (ddp, thc, "terngrad")] == [30, 20, None]
+    lines = thc_lab.table(known, "1gbit").splitlines()
+    assert lines[2].endswith("| 400 | 30 | 12.0 |") and lines[3].endswith("| 200 | 20 | 4.0 |")
+    assert lines[4].endswith("| – | – | – |")
+
+
+def test_what_is_measured_again_takes_the_place_of_the_earlier() -> None:
+    old = [*rows("rounds", "thc@server", "round", "1gbit", 1.0), *rows("steps", "thc@server", "step", "1gbit", 2.0)]
+    new = rows("rounds", "thc@server", "round", "1gbit", 3.0) + rows("rounds", "ddp-fp32", "round", "1gbit", 4.0)
+    assert [float(row["value"]) for row in thc_lab.merged(old, new)] == [4.0, 3.0, 2.0]
+
+
+def test_one_aggregator_serves_one_method_after_another_at_the_address_of_its_host(tmp_path) -> None:
+    beside = thc_lab.beside(str(tmp_path), thc_lab.served(thc_lab.METHODS)).at("10.0.0.5")
+    assert beside.command[3:6] == ["serve", "1", "10.0.0.5"]
+    assert beside.variables["GRADWIRE_AGGREGATOR"] == f"10.0.0.5:{thc_lab.PORT}"
+    assert Beside(["run"]).at("there") == Beside(["run"])

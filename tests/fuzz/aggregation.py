@@ -1,0 +1,140 @@
+"""Targets of the fuzz campaign: what an aggregation server and its workers read of each other."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+
+import numpy as np
+
+from gradwire.core.errors import FrameError, SyncError
+from gradwire.protocol.aggregation.joining import Join, Welcome
+from gradwire.protocol.aggregation.packet import PACKET_HEADER_BYTES, SERVER, Key, Kind, keys_to, pack, seal, unpack
+from gradwire.protocol.aggregation.server import Aggregator
+from gradwire.protocol.aggregation.terms import Operation, Stream, Table, Terms
+from gradwire.protocol.aggregation.window import Window
+from gradwire.protocol.aggregation.worker import Contributor
+from gradwire.wire.frame import FrameFlags
+from tests.fuzz.target import BrokenPromiseError, Seed, Target, put_checksum
+from tests.fuzz.words import WordsTarget
+
+EPOCH = 7
+KEY = Key(3, 0, 1)
+
+
+@cache
+def terms() -> Terms:
+    """What two workers and a server agree on."""
+    streams = (Stream(Operation.SUM, 1100), Stream(Operation.MAXIMUM, 3))
+    return Terms(2, (Table(2, (0, 3, 8, 30), 8),), streams, packet_elements=1024)
+
+
+def payload(stream: int) -> np.ndarray:
+    """A contribution."""
+    return np.arange(terms().payload_bytes(stream, terms().streams[stream].size), dtype=np.uint8) % 63
+
+
+def from_workers() -> list[bytes]:
+    """What workers send."""
+    pieces = [(Key(3, 0, 0), payload(0)[:256]), (KEY, payload(0)[256:]), (Key(3, 1, 0), payload(1)), (KEY, b"")]
+    made = [pack(Kind.DATA, key, worker, EPOCH, body) for key, body in pieces for worker in range(2)]
+    return [packet.tobytes() for packet in [*made, pack(Kind.ASK, KEY, 0, EPOCH)]]
+
+
+@cache
+def from_server() -> list[bytes]:
+    """What the server sends."""
+    end = Aggregator(terms(), EPOCH)
+    results = [message.packet for packet in from_workers() for message in end.receive(packet, 0.0)]
+    said = [pack(kind, KEY, SERVER, EPOCH) for kind in (Kind.WANTED, Kind.OBSOLETE)]
+    held = pack(Kind.HELD, Key(0, 0, 0), SERVER, EPOCH, keys_to([KEY, Key(3, 1, 0)]))
+    return [packet.tobytes() for packet in [*results, *said, held]]
+
+
+def with_checksum(data: bytes, rng: random.Random) -> bytes:
+    """Mostly, give a packet the length of what follows its header, and its checksum: else it hides every change."""
+    if len(data) < PACKET_HEADER_BYTES or rng.random() < 0.3:
+        return data
+    right = bytearray(data)
+    right[36:40] = (len(data) - PACKET_HEADER_BYTES).to_bytes(4, "little")
+    put_checksum(right, 40)
+    return bytes(right)
+
+
+class PacketTarget(Target):
+    """A packet is taken only in the one form that `pack` writes."""
+
+    name = "aggregation packet"
+    framed = False
+
+    def corpus(self) -> list[Seed]:
+        return [Seed(packet) for packet in [*from_workers(), *from_server()]]
+
+    def check(self, data: bytes, seed: Seed, rng: random.Random) -> bool:
+        data = with_checksum(data, rng)
+        try:
+            found = unpack(data)
+        except FrameError:
+            return False
+        again = np.frombuffer(data, np.uint8).copy()
+        seal(again, found.kind, found.key, found.worker, found.epoch, flags=found.flags, count=found.num_added)
+        if again.tobytes() != data:
+            raise BrokenPromiseError("a packet in another form than ours was taken")
+        return True
+
+
+class AggregatorTarget(Target):
+    """A server takes a packet, or refuses it and changes nothing; memory is bounded by the terms."""
+
+    name = "aggregation server"
+    framed = False
+
+    def corpus(self) -> list[Seed]:
+        return [Seed(packet) for packet in from_workers()]
+
+    def check(self, data: bytes, seed: Seed, rng: random.Random) -> bool:
+        end, valid = Aggregator(terms(), EPOCH), from_workers()
+        for packet in valid[: rng.randrange(len(valid))]:
+            end.receive(packet, 0.0)
+        try:
+            messages = end.receive(with_checksum(data, rng), 0.0)
+        except FrameError:
+            for packet in valid[:2]:  # goes on as before
+                end.receive(packet, 0.0)
+            return False
+        if sum(message.packet.nbytes for message in messages) > 2000:
+            raise BrokenPromiseError("a packet drew more bytes than a result has")
+        return True
+
+
+class ContributorTarget(Target):
+    """A worker takes a packet of the server, or refuses it and goes on; results are written where they belong."""
+
+    name = "aggregation worker"
+    framed = False
+
+    def corpus(self) -> list[Seed]:
+        return [Seed(packet) for packet in from_server()]
+
+    def check(self, data: bytes, seed: Seed, rng: random.Random) -> bool:
+        end = Contributor(terms(), 0, Window(64, rng))
+        outs = [np.zeros(stream.size, terms().lanes(index)) for index, stream in enumerate(terms().streams)]
+        for stream, out in enumerate(outs):
+            end.submit(3, stream, payload(stream), out, FrameFlags.NONE, 100.0)
+        sent = len([*end.joined(EPOCH, 0.0), *end.poll(0.0)])
+        if sent != 3:
+            raise BrokenPromiseError(f"{sent} packets were sent, not 3")
+        try:
+            end.receive(with_checksum(data, rng), 0.1)
+        except (FrameError, SyncError):
+            return False
+        list(end.poll(0.5))
+        return True
+
+
+def aggregation_targets() -> list[Target]:
+    """All of them."""
+    words = [Join(terms(), 5, 6, 0, 30.0, ("127.0.0.1", 80)), Welcome(5), Welcome(5, 80, ("239.0.0.1", 81))]
+    readers = [(Join.from_bytes, Join.to_bytes), (Welcome.from_bytes, Welcome.to_bytes)]
+    said = WordsTarget("aggregation server's words", [each.to_bytes() for each in words], readers)
+    return [PacketTarget(), AggregatorTarget(), ContributorTarget(), said]

@@ -1,0 +1,98 @@
+"""Targets of the fuzz campaign: the decoder of every compressor."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+from gradwire.compressors.base import registry
+from gradwire.core.context import Context
+from gradwire.core.errors import PayloadError
+from gradwire.core.spec import TensorSpec, as_array
+from gradwire.wire.payload import Payload
+from tests.fuzz.target import BrokenPromiseError, Seed, Target
+
+
+class DecoderTarget(Target):
+    """A payload decodes to a tensor of the receiver's spec or is a `PayloadError`."""
+
+    framed = False
+
+    SPECS = tuple(
+        TensorSpec(shape, dtype)
+        for shape in ((0,), (1,), (5,), (33, 9), (1500,))
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+
+    def __init__(self, compressor: str, shared: bool = False, **options: Any) -> None:
+        named = "".join(f" {key}={value}" for key, value in options.items())
+        self.name = f"decode:{compressor}{named}" + " with shared values" * shared
+        self.compressor = registry.make(compressor, **options)
+        self.shared = shared
+
+    def corpus(self) -> list[Seed]:
+        generator = torch.Generator().manual_seed(0)
+        found = []
+        for spec in self.SPECS:
+            dense = torch.randn(spec.shape, generator=generator)
+            sparse = dense * (torch.rand(spec.shape, generator=generator) < 0.05)
+            for values in (dense, sparse, torch.zeros(spec.shape)):
+                payload = self.compressor.encode(values.to(spec.dtype), self.context(spec), stats=self.stats(spec))
+                found.append(Seed(payload.body.tobytes(), spec))
+        return found
+
+    def check(self, data: bytes, seed: Seed, rng: random.Random) -> bool:
+        spec = seed.spec if seed.spec is not None and rng.random() < 0.9 else rng.choice(self.SPECS)
+        payload = Payload(np.frombuffer(data, dtype=np.uint8), nonfinite=rng.random() < 0.02)
+        try:
+            found = self.compressor.decode(payload, self.context(spec), stats=self.stats(spec))
+        except PayloadError:
+            return False
+        if tuple(found.shape) != spec.shape or found.dtype != spec.dtype:
+            raise BrokenPromiseError(f"decoded to {found.dtype} of {tuple(found.shape)}, expected {spec}")
+        self.check_other_ways(payload, spec, found, rng)
+        return True
+
+    def check_other_ways(self, payload: Payload, spec: TensorSpec, found: torch.Tensor, rng: random.Random) -> None:
+        """What one way of decoding takes, the others take, too."""
+        ctx, stats = self.context(spec), self.stats(spec)
+        out = torch.full(spec.shape, 7, dtype=spec.dtype)
+        self.compressor.decode(payload, ctx, out=out, stats=stats)
+        if as_array(out).tobytes() != as_array(found).tobytes():
+            raise BrokenPromiseError("decode with out= gives another result")
+        self.compressor.decode(payload, ctx, out=torch.zeros(spec.shape), accumulate=True, stats=stats)
+        if self.compressor.summable and self.shared and not payload.nonfinite:  # those are not added
+            lanes = np.zeros(self.compressor.num_lanes(spec), self.compressor.lane_dtype(2))
+            self.compressor.lift(payload, ctx, lanes)
+
+    def stats(self, spec: TensorSpec) -> list[np.ndarray]:
+        """What a preliminary round gave, where there was one."""
+        if not self.shared:
+            return []
+        return [np.ones(count, np.float32) for count, _ in self.compressor.stats_spec(spec)]
+
+    def context(self, spec: TensorSpec) -> Context:
+        return Context(name="layer", step=3, rank=1, world_size=2, seed=5, spec=spec)
+
+
+class PackedFloatsTarget(DecoderTarget):
+    """The same for longer tensors and every element type; and what is taken is the one encoding of its tensor."""
+
+    SPECS = tuple(
+        TensorSpec((size,), dtype)
+        for size in (40, 2000, 20_000)
+        for dtype in (torch.float32, torch.float16, torch.bfloat16)
+    )
+
+    def __init__(self, compressor: str) -> None:
+        super().__init__(compressor)
+        self.name += " long"
+
+    def check_other_ways(self, payload: Payload, spec: TensorSpec, found: torch.Tensor, rng: random.Random) -> None:
+        super().check_other_ways(payload, spec, found, rng)
+        again = self.compressor.encode(found, self.context(spec))
+        if bytes(again.body) != bytes(payload.body):
+            raise BrokenPromiseError("a payload in another form than ours was taken")

@@ -1,0 +1,149 @@
+"""Targets of the fuzz campaign: what a parameter server and its workers read of each other."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+
+import numpy as np
+import torch
+
+from gradwire.compressors.base.registry import compressor_of
+from gradwire.core.errors import DisagreementError, FrameError, PayloadError
+from gradwire.core.spec import TensorSpec
+from gradwire.protocol.parameters.agreement import Agreement, Groups, Join, Terms, Welcome, groups_of, groups_to
+from gradwire.protocol.parameters.delta import add_change, change_spec, join_update, pull_context, split_update
+from gradwire.protocol.parameters.server import ServerEnd
+from gradwire.protocol.parameters.slot import Slot
+from gradwire.server.shard import Shard
+from gradwire.wire.frame import FrameKind, Header, pack, parse
+from tests.fuzz.target import BrokenPromiseError, Seed, Target
+from tests.fuzz.words import WordsTarget
+
+EPOCH = 7
+WORKERS = 2
+GROUPS: Groups = ({"lr": 0.5, "betas": [0.9, 0.999], "foreach": None},)
+SPEC = TensorSpec((70,))
+
+
+@cache
+def terms() -> Agreement:
+    """What two workers and a server agree on."""
+    made = (
+        Terms("a", (70,), "float32", "threelc", "threelc", 0, True, True),
+        Terms("b", (3, 5), "bfloat16", "none", "none", 0, False, False),
+    )
+    return Agreement(WORKERS, 0, 0, "SGD", made)
+
+
+def words_target() -> WordsTarget:
+    """First words of both ends, and hyper-parameters."""
+    joins = [Join(terms(), GROUPS, 1), Join(terms(), GROUPS, 2, (0, 3))]
+    welcome = Welcome(False, (1, 2), (0, -1), (-1, 1))
+    return WordsTarget(
+        "parameter server's words",
+        [*(join.to_bytes() for join in joins), welcome.to_bytes(), groups_to(GROUPS)],
+        [(Join.from_bytes, Join.to_bytes), (lambda body: Welcome.from_bytes(body, 2), Welcome.to_bytes),
+         (groups_of, groups_to)],
+    )  # fmt: skip
+
+
+class ServerTarget(Target):
+    """A server takes a frame, or refuses it and serves the other worker as before."""
+
+    name = "parameter server"
+
+    def corpus(self) -> list[Seed]:
+        step(ServerEnd(WORKERS, WORKERS, EPOCH, Shard()))  # loads compiled code
+        joins = [join_frame(worker) for worker in range(WORKERS)]
+        values = [model_frame(tensor) for tensor in range(2)]
+        return [Seed(frame) for frame in [*joins, *values, push_frame(0), push_frame(1), groups_frame()]]
+
+    def check(self, data: bytes, seed: Seed, rng: random.Random) -> bool:
+        end = ServerEnd(WORKERS, WORKERS, EPOCH, Shard())
+        valid = [join_frame(0), model_frame(0), model_frame(1), groups_frame(), push_frame(0)]
+        for frame in valid[: rng.randrange(len(valid) + 1)]:
+            say(end, 0, frame)
+        try:
+            say(end, 0, data)
+        except (FrameError, DisagreementError):
+            end.leave(0)
+        else:
+            return True
+        if rng.random() < 0.9:  # a step takes as long as many refusals
+            return False
+        if len(step(end)) != WORKERS:
+            raise BrokenPromiseError("a refused frame held up the step")
+        return False
+
+
+class UpdateTarget(Target):
+    """A worker takes an update that decodes, and counts workers that there are."""
+
+    name = "update"
+    framed = False
+
+    def corpus(self) -> list[Seed]:
+        ctx = pull_context(terms(), 0, 0)
+        values = torch.randn(70, generator=torch.Generator().manual_seed(0))
+        payload = compressor_of("threelc").encode(values, ctx)
+        return [Seed(join_update(counted, WORKERS, payload).tobytes(), change_spec(SPEC)) for counted in ([0], [0, 1])]
+
+    def check(self, data: bytes, seed: Seed, rng: random.Random) -> bool:
+        header = Header(FrameKind.DELTA, sender=WORKERS, epoch=EPOCH)
+        values = torch.zeros(70)
+        try:
+            counted, payload = split_update(header, np.frombuffer(data, np.uint8), WORKERS)
+            add_change(compressor_of("threelc"), payload, pull_context(terms(), 0, 0), values)
+        except (FrameError, PayloadError):
+            if values.any():
+                raise BrokenPromiseError("a refused update changed the values") from None
+            return False
+        if not counted <= set(range(WORKERS)):
+            raise BrokenPromiseError(f"counted {sorted(counted)} of {WORKERS} workers")
+        return True
+
+
+def say(end: ServerEnd, worker: int, frame: bytes) -> list[object]:
+    """Bring a frame to the server as its connection would."""
+    header, body = parse(frame)
+    end.admit(worker, header)
+    return list(end.receive(worker, header, body))
+
+
+def step(end: ServerEnd) -> list[object]:
+    """Both workers come, again or for the first time, and push; returns what the last one's push leads to."""
+    answers: list[object] = []
+    for worker in range(WORKERS):
+        say(end, worker, join_frame(worker))
+        if not end.initialised:
+            say(end, 0, model_frame(0))
+            say(end, 0, model_frame(1))
+        answers = say(end, worker, push_frame(worker))
+    return answers
+
+
+@cache
+def join_frame(worker: int) -> bytes:
+    return pack(Header(FrameKind.JOIN, sender=worker, epoch=EPOCH), Join(terms(), GROUPS, 1).to_bytes())
+
+
+@cache
+def groups_frame() -> bytes:
+    return pack(Header(FrameKind.GROUPS, sender=0, epoch=EPOCH), groups_to(GROUPS))
+
+
+@cache
+def model_frame(tensor: int) -> bytes:
+    spec = terms().tensors[tensor].spec
+    header, body = Slot(tensor, terms(), 0, EPOCH).first_values(torch.ones(spec.shape, dtype=spec.dtype))
+    return pack(header, body.tobytes())
+
+
+@cache
+def push_frame(worker: int) -> bytes:
+    slot = Slot(0, terms(), worker, EPOCH)
+    frame = slot.push(torch.linspace(-1, 1, 70), 0)
+    assert frame is not None
+    header, body = frame
+    return pack(header, body.tobytes())
