@@ -18,6 +18,9 @@ from gradwire.transport.hub import Hub
 from gradwire.transport.keys import job_key
 from gradwire.wire.frame import FrameKind, Header
 
+from . import forking
+from .processes import processes
+
 SERVER, EPOCH = 3, 5
 KEY = JobKey(bytes(32))
 WAIT = 20.0
@@ -228,6 +231,23 @@ def test_silence_is_an_error(hubs):
     there.hear("joined")
     with worker._lock:  # its thread can say nothing
         assert isinstance(there.hear("left")[2], PeerTimeoutError)
+
+
+def test_a_forked_child_is_refused_and_does_not_hide_the_death_of_its_parent(hubs):
+    _, there, port = hubs(SERVER, timeout=4.0)
+    line, theirs = processes.Pipe()
+    member = Member("job", 1, SERVER + 1, EPOCH)
+    worker = processes.Process(target=forking.main, args=(theirs, member, SERVER, port))
+    worker.start()
+    theirs.close()
+    with line:
+        there.hear("joined")
+        assert line.poll(WAIT)
+        assert "Connect after forking" in line.recv()
+        worker.kill()
+        assert isinstance(there.hear("left")[2], PeerLostError)  # the connection closed: the child holds no copy
+    worker.join()
+    worker.close()
 
 
 def test_strangers_do_not_get_in(hubs):

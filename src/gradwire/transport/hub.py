@@ -30,6 +30,7 @@ from gradwire.protocol.handshake import Handshake, JobKey, Member
 from gradwire.transport.acceptor import Acceptor
 from gradwire.transport.candidate import HANDSHAKE_SECONDS, Candidate
 from gradwire.transport.farewell import LastWord, say_farewell
+from gradwire.transport.forks import ProcessBound
 from gradwire.transport.link import Link
 from gradwire.wire.frame import HEADER_BYTES, FrameKind, Header, seal
 
@@ -60,7 +61,7 @@ class Owner(Protocol):
         """A peer's connection is gone; None where it has said goodbye."""
 
 
-class Hub:
+class Hub(ProcessBound):
     """The connections of one end.
 
     Args:
@@ -112,6 +113,7 @@ class Hub:
         self._selector.register(self._wake_in, selectors.EVENT_READ)
         self._acceptor = None if listener is None else Acceptor(listener, self._selector)
         self._thread = threading.Thread(target=self._run, name=f"gradwire-hub-{member.group}", daemon=True)
+        self._bind()
 
     def start(self) -> None:
         """Begin to answer and to call."""
@@ -129,7 +131,11 @@ class Hub:
             header: of the frame.
             body: of the frame.
             connection: the connection that it is for, where a later one is to do without it.
+
+        Raises:
+            SyncError: this process is a fork of the one that the hub belongs to.
         """
+        self.check_process()
         head = seal(header, body)
         with self._lock:
             link = self._link(peer, connection)
@@ -167,6 +173,8 @@ class Hub:
 
     def close(self, reason: str = "") -> None:
         """Say goodbye after all that is queued; or, with a reason, that in its place. Idempotent."""
+        if self.forked:
+            return  # its descriptors were closed when it began
         with self._lock:
             word = LastWord(FrameKind.ABORT, reason) if reason else LastWord(FrameKind.BYE)
             self._last_word = self._last_word or word

@@ -16,7 +16,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
-import os
 import secrets
 import selectors
 import socket
@@ -35,6 +34,7 @@ from gradwire.transport.address import local_address
 from gradwire.transport.base import Callbacks, Transport
 from gradwire.transport.checks import check_outgoing
 from gradwire.transport.farewell import LastWord, say_farewell
+from gradwire.transport.forks import ProcessBound
 from gradwire.transport.link import Link
 from gradwire.transport.mesh import Connection, MeshBuilder
 from gradwire.transport.rendezvous import Deadline, meet
@@ -46,7 +46,7 @@ _EMPTY = np.empty(0, dtype=np.uint8)
 _alive: weakref.WeakSet[TcpTransport] = weakref.WeakSet()
 
 
-class TcpTransport(Transport):
+class TcpTransport(Transport, ProcessBound):
     """One rank of a group over TCP. Made by `connect`.
 
     Args:
@@ -75,7 +75,6 @@ class TcpTransport(Transport):
         self._last_word: LastWord | None = None  # set once, ends the loop
         self._undeliverable: SyncError | None = None
         self._lock = threading.Lock()  # orders sends, wake-ups and the end of the wake-up socket
-        self._pid = os.getpid()
         self._selector = selectors.DefaultSelector()
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
@@ -83,6 +82,7 @@ class TcpTransport(Transport):
         self._woken = False
         self._selector.register(self._wake_in, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name=f"gradwire-tcp-{name}", daemon=True)
+        self._bind()
         _alive.add(self)
         self._thread.start()
 
@@ -137,7 +137,7 @@ class TcpTransport(Transport):
 
     def start(self, callbacks: Callbacks) -> None:
         """Begin to deliver. Until then peers may send, and the kernel holds what they do."""
-        self._check_process()
+        self.check_process()
         assert self._callbacks is None, "start is called once"
         self._callbacks = callbacks
         with self._lock:
@@ -145,7 +145,7 @@ class TcpTransport(Transport):
 
     def send(self, peer: int, header: Header, body: np.ndarray) -> None:
         """Queue one frame for `peer` and return at once."""
-        self._check_process()
+        self.check_process()
         check_outgoing(self, peer, header)
         link = self._links[peer]
         head = seal(header, body)
@@ -186,8 +186,8 @@ class TcpTransport(Transport):
         self._end(LastWord(FrameKind.BYE))
 
     def _end(self, word: LastWord) -> None:
-        if os.getpid() != self._pid:
-            return  # the descriptors of a forked child were closed when it began
+        if self.forked:
+            return  # its descriptors were closed when it began
         with self._lock:
             self._last_word = self._last_word or word
             self._wake()
@@ -201,13 +201,6 @@ class TcpTransport(Transport):
         self._woken = True
         with contextlib.suppress(OSError):  # closed: there is nothing to wake
             self._wake_out.send(b"\0")
-
-    def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise SyncError(
-                "Expected to run in the process that connected, got a fork of it. Connect after forking, or "
-                "start workers with the 'spawn' method."
-            )
 
     def _run(self) -> None:
         try:
@@ -325,7 +318,6 @@ class TcpTransport(Transport):
             logger.exception("The fail callback of a transport raised on %s", error)
 
     def _release(self) -> None:
-        """Close every descriptor. Also runs in a forked child, whose copies would keep connections alive."""
         for link in self._links.values():
             link.shut()
         self._selector.close()
@@ -339,16 +331,9 @@ class TcpTransport(Transport):
         return counts
 
 
-def _release_in_child() -> None:
-    for transport in list(_alive):
-        transport._release()
-
-
 def _abort_at_exit() -> None:
     for transport in list(_alive):
         transport.abort("its interpreter exits")
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_release_in_child)
 atexit.register(_abort_at_exit)

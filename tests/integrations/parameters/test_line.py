@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import socket
 from collections.abc import Iterator
@@ -129,3 +130,19 @@ def test_a_welcome_that_cannot_be_read_is_one_error_at_once(server: Server, line
         line.wait_for_values()
     assert not isinstance(raised.value, PeerTimeoutError)
     assert "127.0.0.1" in str(raised.value)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks here")
+def test_a_forked_child_does_not_wait_for_what_only_its_parent_can_hear(server: Server, line: Line) -> None:
+    server.hear(FrameKind.JOIN)
+    child = os.fork()
+    if child == 0:
+        try:
+            line.wait_for_values()
+        except SyncError as error:
+            os._exit(not str(error).endswith("start workers with the 'spawn' method."))
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    server.welcome()
+    line.wait_for_values()

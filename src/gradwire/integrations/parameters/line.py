@@ -191,6 +191,9 @@ class Line:
     # -- waiting ---------------------------------------------------------------------------------------------
 
     def _wait(self, ready: Callable[[], bool], what: str) -> None:
+        if ready():
+            return
+        self._hub.check_process()
         began = time.monotonic()
         with self._changed:
             while not ready() and not self.finished:
