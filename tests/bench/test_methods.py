@@ -1,7 +1,7 @@
 import pytest
 
 from gradwire.bench import methods
-from gradwire.core.errors import OptionError, UnknownNameError
+from gradwire.core.errors import GradwireError, OptionError, UnknownNameError
 
 
 def test_options_reach_the_compressor():
@@ -18,10 +18,15 @@ def test_an_unknown_method_lists_ddps_too():
         methods.check(["ddp-fp64"])
 
 
-@pytest.mark.parametrize("method", ["threelc:sparsity", "threelc:sparsity=x y", "threelc:=2"])
+@pytest.mark.parametrize("method", ["threelc:sparsity", "threelc:=2"])
 def test_options_that_do_not_parse_show_how_to_write_them(method):
     with pytest.raises(OptionError, match=r"threelc:sparsity=1\.75"):
         methods.check([method])
+
+
+def test_an_option_of_another_type_is_an_error_that_the_command_line_shows():
+    with pytest.raises(GradwireError, match="Expected sparsity to be a number, got 'x y'"):
+        methods.check(["threelc:sparsity=x y"])
 
 
 def test_an_option_out_of_range_is_refused_before_anything_starts():

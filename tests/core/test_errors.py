@@ -21,6 +21,7 @@ def test_every_error_is_a_gradwire_error_with_a_docstring() -> None:
     [
         (errors.UnknownNameError, ValueError),
         (errors.OptionError, ValueError),
+        (errors.OptionTypeError, TypeError),
         (errors.PayloadError, ValueError),
         (errors.FrameError, errors.PayloadError),
         (errors.AttachError, RuntimeError),
@@ -40,6 +41,16 @@ def test_code_that_knows_nothing_of_gradwire_handles_them_as_usual(kind: type, b
 def test_an_unknown_name_lists_the_known_ones_and_the_closest() -> None:
     error = UnknownNameError("strategy", "rings", ["scatter_reduce", "ring", "allgather"])
     assert str(error) == "Unknown strategy 'rings'. Did you mean 'ring'? Known: allgather, ring, scatter_reduce."
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("3lc", "threelc"), ("3LC", "threelc"), ("ThreeLC", "threelc"), ("1bit", "onebit"), ("INT8", "int8"),
+     ("Top-K", "topk"), ("float16", "fp16"), ("terngard", "terngrad")],
+)  # fmt: skip
+def test_names_are_found_whatever_their_case_and_however_digits_are_spelled(name: str, meant: str) -> None:
+    known = ["fp16", "int8", "onebit", "powersgd", "terngrad", "ternary", "threelc", "threshold", "topk"]
+    assert f"Did you mean '{meant}'?" in str(UnknownNameError("compressor", name, known))
 
 
 def test_a_name_like_none_of_the_known_gets_no_guess() -> None:

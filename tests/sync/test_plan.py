@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.core.errors import OptionError, UnknownNameError
+from gradwire.core.errors import OptionError, OptionTypeError, UnknownNameError
 from gradwire.core.spec import TensorSpec
 from gradwire.sync.plan import Plan, PlanEntry
 
@@ -32,6 +32,44 @@ def test_the_first_matching_rule_counts() -> None:
     assert plan.entry("embed.weight", MATRIX).compressor.name == "fp16"
 
 
+def test_options_may_be_part_of_a_name() -> None:
+    plan = Plan({"head.*": "topk:ratio=0.5", "*": "threelc:sparsity=1.5"})
+    assert plan.entry("head.weight", MATRIX).compressor.options["ratio"] == 0.5
+    assert plan.entry("w", MATRIX).compressor.options["sparsity"] == 1.5
+
+
+SPECS = {"embed.weight": MATRIX, "layers.0.weight": MATRIX, "layers.0.bias": TensorSpec((512,))}
+
+
+@pytest.mark.parametrize(
+    ("rules", "note"),
+    [
+        ({"embd.*": "topk", "*": "threelc"}, "'embd.*' matches no parameter. Did you mean 'embed.*'?"),
+        ({"*.biases": "none", "*": "threelc"}, "'*.biases' matches no parameter. Did you mean '*.bias'?"),
+        ({"zzz": "none", "*": "threelc"}, "'zzz' matches no parameter. They are named as 'embed.weight' is."),
+        ({"*": "threelc", "*.bias": "none"}, "'*.bias' comes to nothing: earlier rules have all that it matches (*)."),
+    ],
+)
+def test_a_rule_that_comes_to_nothing_is_noted(rules: dict[str, str], note: str) -> None:
+    (found,) = Plan(rules).notes(SPECS)
+    assert note in found
+
+
+def test_a_catch_all_that_has_nothing_left_and_rules_that_match_are_not_noted() -> None:
+    assert Plan({"embed.*": "topk", "layers.*": "threelc", "*": "none"}).notes(SPECS) == []
+    assert Plan("threelc").notes(SPECS) == []
+    assert Plan("threelc").notes({}) == []
+
+
+def test_a_plan_that_compresses_nothing_notes_why_and_what_to_pass() -> None:
+    small = {"0.weight": TensorSpec((8, 16)), "0.bias": TensorSpec((4096,))}
+    (note,) = Plan("topk").notes(small)
+    assert "Nothing is compressed by topk: all 2 tensors are vectors or below min_elements=16,384" in note
+    assert "the largest is '0.weight' of 128" in note and "Pass min_elements=0" in note
+    assert Plan("topk", min_elements=0).notes(small) == []
+    assert Plan("none").notes(small) == [], "nothing was asked for"
+
+
 def test_feedback_is_each_compressors_default_unless_said() -> None:
     assert Plan("threelc").entry("w", MATRIX).feedback == "error"
     assert Plan("int8").entry("w", MATRIX).feedback == "none"
@@ -56,6 +94,11 @@ def test_a_large_dense_tensor_travels_alone() -> None:
         (lambda: Plan("threelc", feedback="momenta"), UnknownNameError, "Known: error, momentum, none"),
         (lambda: Plan("threelc", partitions=0), OptionError, "pass 1 or more"),
         (lambda: Plan("threelc", min_elements=-1), OptionError, "pass 0 to compress all"),
+        (lambda: Plan("3lc"), UnknownNameError, "Did you mean 'threelc'?"),
+        (lambda: Plan("threelc", strategy="Scatter-Reduce"), UnknownNameError, "Did you mean 'scatter_reduce'?"),
+        (lambda: Plan(["topk"]), OptionTypeError, "Pass 'topk'."),
+        (lambda: Plan({"*": torch.float16}), OptionTypeError, "Pass 'fp16'."),
+        (lambda: Plan({0: "topk"}), OptionTypeError, "a pattern of parameter names"),
         (lambda: Plan({}), OptionError, '{"*": "threelc"}'),
         (lambda: Plan({"a": "none"}).entry("b", MATRIX), OptionError, 'add a rule "*"'),
         (lambda: TensorSpec((3,), torch.int32), UnknownNameError, "torch.float32"),

@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
@@ -125,10 +124,11 @@ def compressor(method: str) -> Compressor:
     """The compressor of ``NAME`` or ``NAME:option=value:option=value``, whatever ``@STRATEGY/FEEDBACK`` follows."""
     from gradwire.compressors.base.registry import make, names
 
-    name, *options = re.split("[@/]", method)[0].split(":")
+    spec = re.split("[@/]", method)[0]
+    name = spec.partition(":")[0]
     if name not in names():
         raise UnknownNameError("method", name, [DDP_FP32, DDP_FP16, *names()])
-    return make(name, **dict(_option(method, text) for text in options))
+    return make(spec)
 
 
 def strategy(method: str) -> str | None:
@@ -231,7 +231,7 @@ class Attached:
 
 
 class Automatic:
-    """`gradwire.attach(ddp, "auto")`. What DDP's own all-reduce sends is computed, as for `_Native`."""
+    """`gradwire.attach(ddp, "auto")`, with its report's accounts, which have DDP's own all-reduce as `_Native` does."""
 
     def __init__(self, method: str, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, seed: int) -> None:
         from gradwire.integrations.ddp import attach
@@ -241,9 +241,9 @@ class Automatic:
         self.autopilot = self._handle.autopilot
 
     def costs(self, steps: int) -> Costs:
-        """See `Connection`. The dense bytes of DDP's own all-reduce are those it sends, or would without fp16."""
-        total, native = self._handle.report().total, self.autopilot.native_bytes
-        return Costs(total.sent_bytes + native, total.dense_bytes + native, total.encode_seconds, total.decode_seconds)
+        """See `Connection`."""
+        total = self._handle.report().total
+        return Costs(total.sent_bytes, total.dense_bytes, total.encode_seconds, total.decode_seconds)
 
     def settle(self, step: Callable[[], object]) -> None:
         """Begin anew, as a job that starts at this rate would, and go on until it has decided."""
@@ -263,15 +263,3 @@ def _done(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(tensor)
     return future
-
-
-def _option(method: str, text: str) -> tuple[str, Any]:
-    key, equals, value = text.partition("=")
-    try:
-        if not (key and equals):
-            raise ValueError("no value")
-        return key, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        raise OptionError(
-            f"Expected options as NAME:option=number, got {method!r}. Do: write for example threelc:sparsity=1.75."
-        ) from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import importlib.util
 import sys
@@ -12,13 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gradwire.core.errors import GradwireError, OptionError, UnknownNameError
+from gradwire.core.errors import GradwireError, UnknownNameError
 
 if TYPE_CHECKING:
     from gradwire.compressors.base import Compressor
 
 Target = Annotated[
-    str, typer.Argument(metavar="TARGET", help="A registered name, MODULE:NAME, or path/to/file.py:NAME.")
+    str,
+    typer.Argument(metavar="TARGET", help="A name (topk, or topk:ratio=0.01), MODULE:NAME, or path/to/file.py:NAME."),
 ]
 Options = Annotated[
     list[str] | None, typer.Option("--option", "-o", metavar="KEY=VALUE", help="An option of the compressor.")
@@ -34,10 +34,11 @@ def codec_of(target: str, options: list[str] | None) -> Compressor:
     from gradwire.compressors import make, names
     from gradwire.compressors.base import Compressor
     from gradwire.compressors.base.decorator import Algorithm
+    from gradwire.compressors.base.registry import parse_option
 
-    given = dict(map(_option, options or []))
+    given = dict(parse_option(option, target) for option in options or [])
     place, colon, name = target.rpartition(":")
-    if not colon:
+    if not colon or "=" in name:
         return make(target, **given)
     module = _module(place)
     found = getattr(module, name, None)
@@ -91,13 +92,3 @@ def _module(place: str) -> ModuleType:
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
     return module
-
-
-def _option(text: str) -> tuple[str, Any]:
-    key, equals, value = text.partition("=")
-    if not equals:
-        raise OptionError(f"Expected an option as KEY=VALUE, got {text!r}. Do: --option bits=4.")
-    try:
-        return key, ast.literal_eval(value.title() if value in ("true", "false") else value)
-    except (SyntaxError, ValueError):
-        return key, value

@@ -1,13 +1,16 @@
 """The exceptions that gradwire raises.
 
-Every message reads *Expected X, got Y (in Z). Do W.* Errors about a caller's input are also `ValueError`s or
-`TypeError`s, so that code which knows nothing of gradwire handles them as usual.
+Every message says what is wrong, with the value, and what to do. Errors about a caller's input are also `ValueError`s
+or `TypeError`s, so that code which knows nothing of gradwire handles them as usual.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+
+# "3lc" and "1bit" are in use for what is threelc and onebit here.
+_SPELLING = str.maketrans({"1": "one", "2": "two", "3": "three"})
 
 
 class GradwireError(Exception):
@@ -19,8 +22,8 @@ class UnknownNameError(GradwireError, ValueError):
 
     def __init__(self, kind: str, name: object, known: Iterable[str]) -> None:
         known = sorted(known)
-        close = difflib.get_close_matches(str(name), known, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
+        close = nearest(str(name), known)
+        hint = f" Did you mean {close!r}?" if close else ""
         super().__init__(f"Unknown {kind} {name!r}.{hint} Known: {', '.join(known) or 'none'}.")
 
 
@@ -29,7 +32,7 @@ class OptionError(GradwireError, ValueError):
 
 
 class OptionTypeError(GradwireError, TypeError):
-    """An option of the wrong type."""
+    """An option, or another argument, of the wrong type."""
 
 
 class AttachError(GradwireError, RuntimeError):
@@ -86,3 +89,14 @@ class ReplicaError(SyncError):
 
 class RightsError(GradwireError, PermissionError):
     """The system does not permit what a tool needs; the message says which right and how to get it."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that `name` was probably meant to be, whatever its case and however its digits are spelled."""
+    spelled = {_spelled(each): each for each in known}
+    close = difflib.get_close_matches(_spelled(name), spelled, n=1)
+    return spelled[close[0]] if close else None
+
+
+def _spelled(name: str) -> str:
+    return name.lower().translate(_SPELLING)

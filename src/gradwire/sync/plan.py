@@ -3,6 +3,9 @@
 Rules are shell patterns on parameter names; the first that matches counts. A rule that names a tensor on purpose
 (any pattern but ``*``) is honoured for every size; under a blanket rule, vectors and small tensors stay dense,
 because their bytes are few and their values (biases, normalisation) are the ones that compression hurts most.
+
+A rule that comes to nothing, because nothing has such a name or earlier rules have it all, is no error, so that models
+that differ can share their rules; a plan says so in its `notes`, which are logged and stand in every report.
 """
 
 from __future__ import annotations
@@ -15,10 +18,11 @@ from typing import Any
 import numpy as np
 
 from gradwire.compressors.base import Compressor
-from gradwire.compressors.base.registry import make
+from gradwire.compressors.base.arguments import names_unknown_arguments
+from gradwire.compressors.base.registry import compressor_of, make
 from gradwire.compressors.support.casts import CastCompressor
 from gradwire.compressors.support.homomorphic import Homomorphic
-from gradwire.core.errors import OptionError, UnknownNameError
+from gradwire.core.errors import OptionError, OptionTypeError, UnknownNameError, nearest
 from gradwire.core.spec import TensorSpec
 from gradwire.feedback import policies
 
@@ -68,7 +72,8 @@ class Plan:
     """Plan entries by parameter name.
 
     Args:
-        rules: one method for all tensors (a name or a compressor), or a mapping from name patterns to methods.
+        rules: one method for all tensors (a compressor, or its name as `gradwire.make` takes it, with options as in
+            ``"topk:ratio=0.01"``), or a mapping from name patterns to methods.
         strategy: how tensors travel; None takes the ring for large dense tensors, which fills each link with one
             flow and loses nothing at its hops, and scatter-reduce for all others. Dense tensors never travel by
             ``"server"``: they take what None would.
@@ -80,10 +85,12 @@ class Plan:
 
     Raises:
         UnknownNameError: a compressor, strategy or feedback that does not exist.
+        OptionTypeError: rules that are neither; or an option of a compressor that was passed as an argument.
         OptionError: a number out of range, rules that match nothing, momentum correction by another strategy, or a
             compressor whose payloads a server cannot add.
     """
 
+    @names_unknown_arguments
     def __init__(
         self,
         rules: Method | Mapping[str, Method],
@@ -106,7 +113,10 @@ class Plan:
         if isinstance(rules, Mapping) and not rules:
             raise OptionError('Expected at least one rule, got none. Do: pass for example {"*": "threelc"}.')
         named = rules if isinstance(rules, Mapping) else {"*": rules}
-        self.rules = {pattern: make(method) if isinstance(method, str) else method for pattern, method in named.items()}
+        for pattern in named:
+            if not isinstance(pattern, str):
+                raise OptionTypeError(f'A rule goes by a pattern of parameter names, as "*.bias", not by {pattern!r}.')
+        self.rules = {pattern: compressor_of(method) for pattern, method in named.items()}
         for pattern, compressor in self.rules.items():
             _check_servable(strategy, compressor, pattern)
         self.strategy = strategy
@@ -175,6 +185,24 @@ class Plan:
             batched=batched,
         )
 
+    def notes(self, specs: Mapping[str, TensorSpec]) -> list[str]:
+        """What a user may not expect of this plan with these tensors, as sentences that say what to do."""
+        if self.entries is not None or not specs:
+            return []
+        matched = {name: self._match(name)[0] for name in specs}
+        idle = [pattern for pattern in self.rules if pattern != "*" and pattern not in matched.values()]
+        found = [_idle_note(pattern, specs, matched) for pattern in idle]
+        methods = {compressor.name for compressor in self.rules.values()} - {"none"}
+        if methods and all(self.entry(name, spec).compressor.name == "none" for name, spec in specs.items()):
+            largest = max(specs, key=lambda name: (len(specs[name].shape) > 1, specs[name].numel))
+            found.append(
+                f"Nothing is compressed by {', '.join(sorted(methods))}: all {len(specs)} tensors are vectors or below "
+                f"min_elements={self.min_elements:,} elements; the largest is {largest!r} of {specs[largest].numel:,}. "
+                "Pass min_elements=0 to compress all but vectors, or name the tensors: "
+                f'{{"{largest}": "{min(methods)}", "*": "none"}}.'
+            )
+        return found
+
     def _match(self, name: str) -> tuple[str, Compressor]:
         for pattern, compressor in self.rules.items():
             if fnmatchcase(name, pattern):
@@ -183,6 +211,17 @@ class Plan:
             f"Expected a rule for every parameter, got none that matches {name!r} (in {', '.join(self.rules)}). "
             'Do: add a rule "*", for example {"*": "none"}.'
         )
+
+
+def _idle_note(pattern: str, specs: Mapping[str, TensorSpec], matched: Mapping[str, str]) -> str:
+    """Why a rule has nothing to do, where `matched` is the rule of each tensor."""
+    earlier = sorted({matched[name] for name in specs if fnmatchcase(name, pattern)})
+    if earlier:
+        return f"The rule {pattern!r} comes to nothing: earlier rules have all that it matches ({', '.join(earlier)})."
+    prefixes = {".".join(name.split(".")[:depth]) + ".*" for name in specs for depth in range(1, name.count(".") + 1)}
+    close = nearest(pattern, [*specs, *prefixes, *(f"*.{name.split('.')[-1]}" for name in specs)])
+    hint = f" Did you mean {close!r}?" if close else ""
+    return f"The rule {pattern!r} matches no parameter.{hint} They are named as {next(iter(specs))!r} is."
 
 
 def _may_be_batched(entry: PlanEntry) -> bool:

@@ -13,7 +13,7 @@ import gradwire.compressors as compressors
 from gradwire.compressors import Compressor
 from gradwire.compressors.base import registry
 from gradwire.core.context import Context
-from gradwire.core.errors import OptionError, UnknownNameError
+from gradwire.core.errors import OptionError, OptionTypeError, UnknownNameError
 from gradwire.wire.payload import Payload
 
 
@@ -84,6 +84,35 @@ def test_options_with_the_name_make_the_same_compressor_again() -> None:
     codec = compressors.make("threelc", sparsity=1.5, zero_run=False)
     again = compressors.make(codec.name, **codec.options)
     assert repr(again) == repr(codec) == "threelc(block=0, sparsity=1.5, zero_run=False)"
+
+
+def test_options_may_be_part_of_the_name() -> None:
+    assert repr(compressors.make("topk:ratio=0.25")) == "topk(ratio=0.25, warmup=0)"
+    assert repr(compressors.make("topk:ratio=0.25", warmup=8)) == "topk(ratio=0.25, warmup=8)"
+    assert compressors.make("threelc:sparsity=1.5:zero_run=false").options["zero_run"] is False
+    with pytest.raises(OptionError, match=r"An option of topk is given twice, in 'topk:ratio=0\.25'"):
+        compressors.make("topk:ratio=0.25", ratio=0.5)
+    with pytest.raises(UnknownNameError, match=r"option of topk 'ration'\. Did you mean 'ratio'\?"):
+        compressors.make("topk:ration=0.25")
+    with pytest.raises(OptionError, match=r"'ratio' \(of 'topk:ratio'\) is not NAME=VALUE"):
+        compressors.make("topk:ratio")
+
+
+@pytest.mark.parametrize(
+    ("given", "advice"),
+    [
+        (["topk"], "Pass 'topk'."),
+        (torch.float16, "Pass 'fp16'."),
+        (torch.bfloat16, "Pass 'bf16'."),
+        (compressors.topk.TopK, r"Make one: topk\(\)\."),
+        (0.01, 'Pass "topk:ratio=0.01", for example. Names: adacomp, bf16'),
+        (None, "neither a compressor nor the name of one: None"),
+    ],
+)
+def test_what_is_no_compressor_is_told_what_to_pass(given, advice) -> None:
+    for ask in (compressors.make, registry.compressor_of):
+        with pytest.raises(OptionTypeError, match=advice):
+            ask(given)
 
 
 def test_describe_tells_summary_options_and_algebra() -> None:

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import google_crc32c
+import torch
 
 from gradwire.compressors.base import Compressor
-from gradwire.core.errors import OptionError, UnknownNameError
+from gradwire.core.errors import OptionError, OptionTypeError, UnknownNameError, nearest
 
 _COMPRESSORS: dict[str, type[Compressor]] = {}
 _NAMES_BY_CODE: dict[int, str] = {}
@@ -86,22 +87,50 @@ def unregister(name: str) -> None:
 def make(name: str, **options: Any) -> Compressor:
     """Return a compressor.
 
+    Args:
+        name: its name, with options or without: ``"topk"``, ``"topk:ratio=0.01"``, ``"topk:ratio=0.01:warmup=8"``.
+        options: more options, by name.
+
     Raises:
         UnknownNameError: no such compressor, or it has no such option; the message lists the known ones.
-        OptionError: an option is out of range.
-        TypeError: an option has the wrong type.
+        OptionError: an option is out of range, has no value, or is given twice.
+        OptionTypeError: an option has the wrong type.
     """
-    compressor = _lookup(name)
-    known = _defaults(compressor)
-    for option in options:
+    if not isinstance(name, str):
+        raise _no_compressor(name)
+    plain, *texts = name.split(":")
+    known = options_of(plain)
+    given = [*(parse_option(text, name) for text in texts), *options.items()]
+    for option, _ in given:
         if option not in known:
-            raise UnknownNameError(f"option of {name}", option, known)
-    return compressor(**options)
+            raise UnknownNameError(f"option of {plain}", option, known)
+    if len(dict(given)) < len(given):
+        raise OptionError(f"An option of {plain} is given twice, in {name!r} or after it. Give it once.")
+    return _lookup(plain)(**dict(given))
+
+
+def compressor_of(method: object) -> Compressor:
+    """The compressor that a user means, who may give one, or its name as `make` takes it.
+
+    Raises:
+        OptionTypeError: something else; the message says what to pass in its place.
+        UnknownNameError, OptionError: see `make`.
+    """
+    if isinstance(method, Compressor):
+        return method
+    if isinstance(method, str):
+        return make(method)
+    raise _no_compressor(method)
 
 
 def names() -> list[str]:
     """All registered names, sorted."""
     return sorted(_COMPRESSORS)
+
+
+def options_of(name: str) -> dict[str, Any]:
+    """Default value of each option of a compressor."""
+    return _defaults(_lookup(name))
 
 
 def code(name: str) -> int:
@@ -114,7 +143,17 @@ def describe(name: str) -> Description:
     """Summary, options and algebra of a compressor."""
     compressor = _lookup(name)
     summary = (compressor.__doc__ or "").strip().split("\n")[0]
-    return Description(name, summary, _defaults(compressor), code(name), make(name))
+    return Description(name, summary, options_of(name), code(name), make(name))
+
+
+def _no_compressor(found: Any) -> OptionTypeError:
+    if callable(found) and isinstance(getattr(found, "name", None), str):  # a class, or an `Algorithm`
+        advice = f"Make one: {found.name}()."
+    else:
+        named = str(found).removeprefix("torch.") if isinstance(found, (torch.dtype, list, tuple)) else ""
+        close = nearest(named, names())
+        advice = f"Pass {close!r}." if close else f'Pass "topk:ratio=0.01", for example. Names: {", ".join(names())}.'
+    return OptionTypeError(f"This is neither a compressor nor the name of one: {found!r}. {advice}")
 
 
 def _lookup(name: str) -> type[Compressor]:
@@ -150,29 +189,16 @@ def _hash(name: str) -> int:
 
 def spec_of(compressor: Compressor) -> str:
     """A compressor as text: its name, and the options that are not the default, as ``threelc:sparsity=1.5``."""
-    defaults = describe(compressor.name).options if compressor.name in names() else {}
+    defaults = options_of(compressor.name) if compressor.name in names() else {}
     changed = {key: value for key, value in sorted(compressor.options.items()) if defaults.get(key) != value}
     return ":".join([compressor.name, *(f"{key}={value}" for key, value in changed.items())])
-
-
-def compressor_of(spec: str) -> Compressor:
-    """The compressor that a text names.
-
-    Raises:
-        UnknownNameError: no such compressor or option; the message lists the known ones.
-        OptionError: an option without a value, or out of range.
-    """
-    name, *options = spec.split(":")
-    if name not in names():
-        raise UnknownNameError("compressor", name, names())
-    return make(name, **dict(parse_option(option, spec) for option in options))
 
 
 def parse_option(text: str, spec: str) -> tuple[str, Any]:
     """The name and the value of an option of a text, as ``sparsity=1.5``."""
     key, equals, value = text.partition("=")
-    if not equals:
-        raise OptionError(f"Expected options as key=value, got {text!r} (in {spec!r}). Do: write threelc:sparsity=1.5.")
+    if not (key and equals):
+        raise OptionError(f"{text!r} (of {spec!r}) is not NAME=VALUE. Write an option as in threelc:sparsity=1.75.")
     try:
         return key, ast.literal_eval(value.title() if value in ("true", "false") else value)
     except (SyntaxError, ValueError):

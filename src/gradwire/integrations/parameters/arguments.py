@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from gradwire.compressors.base import Compressor
-from gradwire.compressors.base.registry import compressor_of
 from gradwire.core.errors import FrameError, OptionError
 from gradwire.protocol.parameters.agreement import Groups, groups_from
 
@@ -31,12 +30,6 @@ def hyper_parameters(optimizer: torch.optim.Optimizer) -> Groups:
         raise OptionError(
             f"Expected hyper-parameters that are numbers, flags or texts, got {groups}. Do: pass lr as a float."
         ) from error
-
-
-def compressors(method: Methods) -> Compressor | dict[str, Compressor]:
-    if isinstance(method, dict):
-        return {pattern: compressor_of(each) if isinstance(each, str) else each for pattern, each in method.items()}
-    return compressor_of(method) if isinstance(method, str) else method
 
 
 def addresses_of(servers: str | Sequence[str] | None) -> list[tuple[str, int]]:

@@ -19,6 +19,7 @@ worker's own, where there one worker updates batch normalisation; its affine par
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +30,7 @@ from typing import Any
 
 import torch
 
+from gradwire.compressors.base.arguments import names_unknown_arguments
 from gradwire.compressors.base.registry import spec_of
 from gradwire.core.errors import (
     AttachError,
@@ -39,7 +41,6 @@ from gradwire.integrations.parameters.arguments import (
     Methods,
     addresses_of,
     class_name,
-    compressors,
     hyper_parameters,
     number,
 )
@@ -54,6 +55,8 @@ from gradwire.protocol.parameters.agreement import (
 )
 from gradwire.protocol.parameters.slot import Slot
 from gradwire.sync.plan import Plan
+
+logger = logging.getLogger("gradwire")
 
 
 class ParameterClient:
@@ -87,11 +90,13 @@ class ParameterClient:
             workers, so that they can say which one it is.
 
     Raises:
+        UnknownNameError, OptionTypeError: see `Plan`.
         OptionError: a number out of range, no server, or hyper-parameters that do not travel.
         AttachError: the optimizer does not have the model's parameters.
         SyncError: the servers are not there, or refuse.
     """
 
+    @names_unknown_arguments
     def __init__(
         self,
         model: torch.nn.Module,
@@ -133,8 +138,12 @@ class ParameterClient:
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         addresses = addresses_of(servers)
         policy = {None: None, True: "error", False: "none"}[feedback]
-        plan = Plan(compressors(compressor), min_elements=min_elements, feedback=policy)
-        pull_plan = plan if pull is None else Plan(compressors(pull), min_elements=min_elements, feedback=policy)
+        plan = Plan(compressor, min_elements=min_elements, feedback=policy)
+        pull_plan = plan if pull is None else Plan(pull, min_elements=min_elements, feedback=policy)
+        if self.worker == 0:
+            specs = {name: TensorSpec.of(parameter) for name, parameter in self._parameters.items()}
+            for note in dict.fromkeys([*plan.notes(specs), *pull_plan.notes(specs)]):
+                logger.warning("%s", note)
         optimizer_name = class_name(optimizer)
         elements = piece_elements if optimizer_name in ELEMENT_WISE else sys.maxsize
         incarnation = time.time_ns()
