@@ -142,7 +142,7 @@ def test_a_compiled_module_is_attached_under_its_own_names() -> None:
 def test_an_optimizer_that_steps_without_a_synchronised_backward_is_told_once(caplog) -> None:
     ddp = wrapped()
     optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
-    handle = gw.attach(ddp, "threelc", optimizer=optimizer)
+    handle = gw.attach(ddp, "threelc", optimizer=optimizer, min_elements=0)
     backward(ddp.module)
     optimizer.step()
     optimizer.step()

@@ -32,12 +32,13 @@ def test_every_event_lands_in_its_column() -> None:
     events = EventStream()
     metrics = Metrics(events)
     play(events)
-    report = metrics.report(1, 3, 2, {"w": 3.0, "b": 4.0, "gone": 5.0})
+    report = metrics.report(1, 3, 2, {"w": 3.0, "b": 4.0, "loaded": 12.0})
     assert report.tensors == {
         "w": TensorMetrics("threelc() ring", 1000, 2, 400, 8000, 1.5, 0.25, 4.0, 3.0),
         "b": TensorMetrics("none() ring", 10, 1, 112, 40, 0.0, 0.0, 1.0, 4.0),
+        "loaded": TensorMetrics(residual_norm=12.0),
     }
-    assert report.total == TensorMetrics("", 1010, 2, 512, 8040, 1.5, 0.25, 4.0, 5.0)
+    assert report.total == TensorMetrics("", 1010, 3, 512, 8040, 1.5, 0.25, 4.0, 13.0)
     assert report.total.ratio == 8040 / 512
 
 
@@ -52,6 +53,46 @@ def test_the_report_prints_as_a_table_with_figures_a_step() -> None:
     assert lines[2].split() == expected
     assert lines[-1].split()[0] == "total"
     assert len({len(line) for line in lines[1:]}) == 1, "columns are aligned"
+
+
+def test_rows_that_were_not_part_of_every_step_add_up_to_the_total() -> None:
+    """Under `auto`, and where a state was loaded, most rows are younger than the job."""
+    events = EventStream()
+    metrics = Metrics(events)
+    for step in range(20):
+        sent = {"method": "DDP's all-reduce", "elements": 1000, "sent_bytes": 4000}
+        name, detail = ("bucket 0", sent) if step < 16 else ("w", {"method": "threelc()", "elements": 1000})
+        events.emit(Event("submit", 0.0, 0.0, name, step, 4000, detail=detail))
+        if step >= 16:
+            events.emit(Event("send", 0.0, 0.0, name, nbytes=1000, peer=1))
+            events.emit(Event("decode", 0.0, 0.05, name))
+        events.emit(Event("done", 0.0, 2.0, name))
+    events.emit(Event("submit", 0.0, tensor="numbers", detail={"method": "control message", "elements": 0}))
+    events.emit(Event("send", 0.0, 0.0, "numbers", nbytes=14_000, peer=1))
+    events.emit(Event("done", 0.0, 0.1, "numbers"))
+    lines = str(metrics.report(0, 2, 20, {})).splitlines()
+    column = lines[1].index("kB/step"), lines[1].index("kB/step") + len("kB/step")
+    assert [float(line[slice(*column)]) for line in lines[2:]] == [3.2, 0.2, 0.7, 4.1]
+    column = lines[1].index("decode ms"), lines[1].index("decode ms") + len("decode ms")
+    assert [float(line[slice(*column)]) for line in lines[2:]] == [0, 10, 0, 10]
+
+
+def test_residuals_of_tensors_that_travel_together_are_in_the_row_they_were_part_of_last() -> None:
+    events = EventStream()
+    metrics = Metrics(events)
+    for members in (["a", "b"], ["a", "b", "c"]):  # DDP has rebuilt its buckets
+        detail = {"method": "threelc()", "elements": 10, "members": members}
+        events.emit(Event("submit", 0.0, 0.0, f"a and {len(members) - 1} more", detail=detail))
+    report = metrics.report(0, 2, 2, {"a": 3.0, "b": 4.0, "c": 12.0})
+    assert {name: row.residual_norm for name, row in report.tensors.items()} == {"a and 1 more": 0, "a and 2 more": 13}
+    assert report.total.residual_norm == 13
+
+
+def test_notes_stand_below_the_table() -> None:
+    report = Metrics(EventStream()).report(0, 2, 0, {})
+    report.notes = ["Nothing is compressed."]
+    assert str(report).splitlines()[-1] == "Nothing is compressed."
+    assert report.as_dict()["notes"] == ["Nothing is compressed."]
 
 
 def test_a_report_of_nothing_prints_too() -> None:

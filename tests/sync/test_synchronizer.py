@@ -511,7 +511,8 @@ def test_reported_bytes_are_the_transports(strategy: str) -> None:
         for report, transport in zip(group.each(run), group.network.transports, strict=True):
             assert report.total.sent_bytes == sum(row.sent_bytes for row in report.tensors.values())
             assert report.total.sent_bytes == sum(transport.sent_bytes)
-            assert (report.world_size, report.steps, report.total.syncs) == (3, 3, 3)
+            assert report.total.syncs == sum(row.syncs for row in report.tensors.values())
+            assert (report.world_size, report.steps) == (3, 3)
             assert {row.syncs for row in report.tensors.values()} == {3}
             row = report.tensors["w"]
             assert row.elements == NUMEL
@@ -532,6 +533,46 @@ def test_the_reported_norm_is_that_of_the_state() -> None:
     with ranks(2, Plan({"w": "threelc"}, strategy="allgather")) as group:
         for reported, exact in group.each(run):
             assert reported == pytest.approx(exact, rel=1e-6)
+
+
+def test_figures_a_step_are_of_the_steps_of_this_run_also_where_a_state_was_loaded() -> None:
+    def run(one: Synchronizer) -> gw.Handle:
+        take_step(one, 0)
+        state = one.state_dict()
+        one.load_state_dict(state | {"step": 1000})
+        take_step(one, 1)
+        assert one.step == 1001
+        return one.report()
+
+    with ranks(2, Plan({"w": "threelc"})) as group:
+        for report in group.each(run):
+            assert report.steps == 2
+            row, total = (line.split() for line in str(report).splitlines()[-2:])
+            assert row[-5:] == total[-5:], "the one row is the total"
+
+
+def test_the_residual_of_tensors_that_travel_together_is_reported() -> None:
+    def run(one: Synchronizer) -> tuple[float, float]:
+        one.begin_step()
+        one.submit([Shard(name, gradient(one.rank, 0)[:300].clone()) for name in "ab"])
+        one.commit()
+        return one.report().tensors["a and 1 more"].residual_norm, one.report().total.residual_norm
+
+    with ranks(2, Plan({"?": "threelc"}, strategy="allgather")) as group:
+        for row, total in group.each(run):
+            assert row == total > 0
+
+
+def test_what_a_plan_notes_is_logged_by_rank_0_and_stands_in_every_report(caplog: pytest.LogCaptureFixture) -> None:
+    with ranks(2, Plan({"embd": "topk", "*": "threelc"}), tensors={"embed": TensorSpec((4, 4))}) as group:
+        reports = group.each(lambda one: one.report())
+    logged = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(logged) == 2
+    assert "'embd' matches no parameter. Did you mean 'embed'?" in logged[0]
+    assert "Nothing is compressed by threelc, topk" in logged[1]
+    for report in reports:
+        assert report.notes == logged
+        assert str(report).endswith("\n".join(logged))
 
 
 # -- failures ------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -26,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
 
+from gradwire.core.events import Event
 from gradwire.core.spec import Range
 from gradwire.integrations import torch_private
 from gradwire.integrations.clock import Step, StepClock
@@ -68,7 +70,6 @@ class Autopilot:
         way: how gradients travel.
         decisions: all of them, the latest last.
         settled: whether it has decided, and watches.
-        native_bytes: what a rank has sent by DDP's own all-reduce, if that is a ring.
 
     Args:
         synchronizer: of the module; its plan is replaced.
@@ -91,7 +92,6 @@ class Autopilot:
         self.way = NATIVE
         self.decisions: list[Decision] = []
         self.settled = False
-        self.native_bytes = 0
         self._synchronizer = synchronizer
         self._group = group
         self._tensors = synchronizer.tensors
@@ -132,15 +132,29 @@ class Autopilot:
         if self.way.gradwire:
             future = submit()
         else:
-            future = (fp16_compress_hook if self.way.half else allreduce_hook)(self._group, bucket)
-            world_size = self._synchronizer.world_size
-            self.native_bytes += 2 * (world_size - 1) * noted.nbytes // world_size // (1 + self.way.half)
+            future = self._native_average(bucket)
 
         def arrived(done: Future) -> torch.Tensor:
             self._clock.done(noted)
             return done.value()
 
         return future.then(arrived)
+
+    def _native_average(self, bucket: torch_private.GradBucket) -> Future:
+        """DDP's own all-reduce, with the events of a tensor of ours: what it sends is computed, as that of a ring."""
+        buffer, world_size, events = bucket.buffer(), self._synchronizer.world_size, self._synchronizer.events
+        begun, row, ring_bytes = time.monotonic(), f"bucket {bucket.index()}", 2 * (world_size - 1) * buffer.nbytes
+        detail = {
+            "method": self.way.name, "elements": buffer.numel(),
+            "sent_bytes": ring_bytes // world_size // (1 + self.way.half),
+        }  # fmt: skip
+        events.emit(Event("submit", begun, tensor=row, nbytes=ring_bytes // world_size, detail=detail))
+
+        def arrived(done: Future) -> torch.Tensor:
+            events.emit(Event("done", begun, time.monotonic() - begun, row))
+            return done.value()
+
+        return (fp16_compress_hook if self.way.half else allreduce_hook)(self._group, bucket).then(arrived)
 
     def _sampled(self, bucket: torch_private.GradBucket, names: Sequence[str]) -> Sample:
         """Some of a bucket's gradients, and what gcomp gets with those of its largest tensor."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from gradwire.core.events import Event, EventStream
@@ -12,7 +13,9 @@ from gradwire.core.events import Event, EventStream
 
 @dataclass
 class TensorMetrics:
-    """Sums over all steps so far, for one tensor (or one batch of small ones), on this rank.
+    """Sums over all steps so far, for one tensor (or one batch of small ones, or a bucket), on this rank.
+
+    The total adds up all rows, but for latencies, which overlap: its latency is that of the slowest row.
 
     Attributes:
         method: compressor and strategy.
@@ -46,13 +49,23 @@ class TensorMetrics:
 
 @dataclass
 class Report:
-    """What `handle.report()` returns: prints as a table, `as_dict` for machines."""
+    """What `handle.report()` returns: prints as a table, `as_dict` for machines.
+
+    Attributes:
+        rank: this rank.
+        world_size: ranks of the group.
+        steps: steps that the figures are of, which are those since the module was attached.
+        tensors: metrics by tensor, batch or bucket.
+        total: metrics of all rows together.
+        notes: what the user may not expect, as sentences that say what to do.
+    """
 
     rank: int
     world_size: int
     steps: int
     tensors: dict[str, TensorMetrics]
     total: TensorMetrics = field(default_factory=TensorMetrics)
+    notes: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         rows = {name: asdict(row) | {"ratio": row.ratio} for name, row in self.tensors.items()}
@@ -63,6 +76,7 @@ class Report:
             "steps": self.steps,
             "tensors": rows,
             "total": total,
+            "notes": list(self.notes),
         }
 
     def __str__(self) -> str:
@@ -91,19 +105,20 @@ class Report:
             for row in rows
         ]
         title = f"gradwire on rank {self.rank} of {self.world_size}, {self.steps} steps (figures a step)"
-        return "\n".join([title, *lines])
+        return "\n".join([title, *lines, *self.notes])
 
     def _row(self, name: str, row: TensorMetrics) -> tuple[str, ...]:
-        syncs = max(row.syncs, 1)
+        # One divisor for all rows: a row that was not part of every step would not add up to the total otherwise.
+        steps = self.steps or max((each.syncs for each in self.tensors.values()), default=0) or 1
         return (
             name,
             row.method,
             f"{row.elements:,}",
-            f"{row.sent_bytes / syncs / 1e3:,.1f}",
+            f"{row.sent_bytes / steps / 1e3:,.1f}",
             f"{row.ratio:.1f}",
-            f"{row.encode_seconds / syncs * 1e3:.2f}",
-            f"{row.decode_seconds / syncs * 1e3:.2f}",
-            f"{row.latency_seconds / syncs * 1e3:.2f}",
+            f"{row.encode_seconds / steps * 1e3:.2f}",
+            f"{row.decode_seconds / steps * 1e3:.2f}",
+            f"{row.latency_seconds / steps * 1e3:.2f}",
             f"{row.residual_norm:.3g}",
         )
 
@@ -113,6 +128,7 @@ class Metrics:
 
     def __init__(self, events: EventStream) -> None:
         self._tensors: dict[str, TensorMetrics] = {}
+        self._row_of: dict[str, str] = {}  # by parameter name: the row that it was part of last
         self._lock = threading.Lock()
         self.close = events.listen(self._on_event)
 
@@ -120,19 +136,11 @@ class Metrics:
         """Everything so far."""
         with self._lock:
             rows = {name: TensorMetrics(**asdict(row)) for name, row in self._tensors.items()}
-        for name, row in rows.items():
-            row.residual_norm = residual_norms.get(name, 0.0)
-        total = TensorMetrics(syncs=steps)
-        for row in rows.values():
-            total.elements += row.elements
-            total.sent_bytes += row.sent_bytes
-            total.dense_bytes += row.dense_bytes
-            total.encode_seconds += row.encode_seconds
-            total.decode_seconds += row.decode_seconds
-            total.late_elements += row.late_elements
-            total.latency_seconds = max(total.latency_seconds, row.latency_seconds)
-        total.residual_norm = sum(row.residual_norm**2 for row in rows.values()) ** 0.5
-        return Report(rank, world_size, steps, rows, total)
+            row_of = dict(self._row_of)
+        for name, norm in residual_norms.items():
+            row = rows.setdefault(row_of.get(name, name), TensorMetrics())
+            row.residual_norm = math.hypot(row.residual_norm, norm)
+        return Report(rank, world_size, steps, rows, _total(rows.values()))
 
     def _on_event(self, event: Event) -> None:
         if not event.tensor:
@@ -142,6 +150,10 @@ class Metrics:
                 row = self._tensors.setdefault(event.tensor, TensorMetrics())
                 row.method, row.elements = event.detail["method"], event.detail["elements"]
                 row.dense_bytes += event.nbytes
+                row.sent_bytes += event.detail.get(
+                    "sent_bytes", 0
+                )  # by others than our transport, which counts its own
+                self._row_of.update(dict.fromkeys(event.detail.get("members", ()), event.tensor))
                 return
             known = self._tensors.get(event.tensor)
             if known is None:
@@ -157,3 +169,14 @@ class Metrics:
             elif event.kind == "done":
                 known.syncs += 1
                 known.latency_seconds += event.duration
+
+
+def _total(rows: Iterable[TensorMetrics]) -> TensorMetrics:
+    total = TensorMetrics()
+    for row in rows:
+        for field_ in fields(TensorMetrics):
+            if field_.name not in ("method", "latency_seconds", "residual_norm"):
+                setattr(total, field_.name, getattr(total, field_.name) + getattr(row, field_.name))
+        total.latency_seconds = max(total.latency_seconds, row.latency_seconds)
+        total.residual_norm = math.hypot(total.residual_norm, row.residual_norm)
+    return total

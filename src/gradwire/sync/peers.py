@@ -120,7 +120,7 @@ class Peers:
         """Block until everything that was begun has ended.
 
         Raises:
-            SyncError: the synchroniser failed; within twice the deadline.
+            SyncError: the synchroniser failed; within twice `timeout`.
         """
         if self._engine is not None:
             self._engine.wait_idle()
@@ -185,7 +185,7 @@ class Peers:
     def _exchange(self, name: str, mine: np.ndarray, use: Callable[[np.ndarray], None], what: str) -> None:
         assert self._engine is not None
         graph = TaskGraph(name, next(self._rounds), priority=0, on_done=lambda: None)
-        detail = {"method": "exchange", "elements": 0}
+        detail = {"method": "control message", "elements": 0}
         self.events.emit(Event("submit", time.monotonic(), tensor=name, round=graph.round, detail=detail))
         exchange.build(graph, mine, self._around.transport, self.events, use, what)
         self._engine.run(graph)

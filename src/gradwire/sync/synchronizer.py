@@ -4,12 +4,13 @@ It knows nothing of DDP. A submission is a list of shards (a tensor, its paramet
 holds); each becomes one task graph, small ones share one, and a future tells when all of them hold the mean.
 
 Guarantees: every rank ends with the same bits; residuals change only when a step is committed; a failure anywhere
-ends every rank with one typed error within twice the deadline; nothing is sent before all ranks agree on names,
+ends every rank with one typed error within twice `timeout`; nothing is sent before all ranks agree on names,
 shapes, methods and seed.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from gradwire.compressors.arguments import names_unknown_arguments
 from gradwire.core.errors import GradwireError, OptionError, SyncError
 from gradwire.core.events import Event
 from gradwire.core.spec import Range, TensorSpec
@@ -44,6 +46,8 @@ from gradwire.sync.submission import Shard, Submission
 from gradwire.sync.tables import Tables
 from gradwire.sync.warmup import warm_up
 from gradwire.transport.base import Transport
+
+logger = logging.getLogger("gradwire")
 
 DEFAULT_TIMEOUT = timedelta(seconds=30)
 STATE_VERSION = 1
@@ -73,11 +77,13 @@ class Synchronizer(Peers):
             range; for compressors with `needs_optimizer`.
 
     Raises:
+        UnknownNameError, ArgumentTypeError: see `Plan`.
         OptionError: a compressor of the plan needs `aux` and there is none.
         DisagreementError: ranks differ in plan, seed, nodes or world size; on every rank.
         PeerTimeoutError: a rank did not come within `timeout`.
     """
 
+    @names_unknown_arguments
     def __init__(
         self,
         group: dist.ProcessGroup | GroupInfo | None = None,
@@ -106,6 +112,7 @@ class Synchronizer(Peers):
         self._forward_first = order == "forward"
         self._aux = aux
         self._nonfinite = False
+        self._num_steps = 0  # begun here; `step` goes on where a loaded state ended
         self._held = Holding()
         self._tables = Tables()
         self._tensors = TensorRegistry(self.plan, self.world_size, self._nodes)
@@ -127,6 +134,9 @@ class Synchronizer(Peers):
         if self.world_size > 1:
             self._start(transport, self._tensors, self.residuals)
             self._meet(self._aggregator, self._tensors)
+        if self.rank == 0:
+            for note in self.plan.notes(self.tensors):
+                logger.warning("%s", note)
 
     # -- setting up ------------------------------------------------------------------------------------------
 
@@ -256,10 +266,10 @@ class Synchronizer(Peers):
                 together.append(item)
             else:
                 submission.expect()
-                self._launch(item, submission.arrived)
+                self._launch(item, submission.arrived, [item.name])
         for bundle in bundle_items(together, self._rounds):
             submission.expect()
-            self._launch(bundle, submission.arrived)
+            self._launch(bundle, submission.arrived, [item.name for item in bundle.members])
         self._send_held(complete=hold)
         submission.arrived()
         return submission.future
@@ -268,7 +278,7 @@ class Synchronizer(Peers):
         """Block until everything submitted holds its mean.
 
         Raises:
-            SyncError: the synchroniser failed; within twice the deadline.
+            SyncError: the synchroniser failed; within twice `timeout`.
         """
         if self._engine is not None:
             self._send_held()
@@ -334,14 +344,14 @@ class Synchronizer(Peers):
                 *(batch.name, batch.tensor, batch.values, entry, next(self._rounds), self.step),
                 wait_loaded=batch.staging.wait_loaded,
             )
-            self._launch(item, batch.arrived)
+            self._launch(item, batch.arrived, [held.shard.name for held in members])
 
-    def _launch(self, item: Item | Bundle, arrived: Callable[[], None]) -> None:
+    def _launch(self, item: Item | Bundle, arrived: Callable[[], None], members: list[str]) -> None:
         assert self._engine is not None
         submitted = time.monotonic()
         dense_bytes = 2 * (self.world_size - 1) * item.nbytes // self.world_size
         method = f"{item.entry.compressor!r} {item.entry.strategy}"
-        detail = {"method": method, "elements": item.num_elements}
+        detail = {"method": method, "elements": item.num_elements, "members": members}
         self.events.emit(Event("submit", submitted, 0.0, item.name, item.round, dense_bytes, detail=detail))
 
         def done() -> None:
@@ -364,6 +374,7 @@ class Synchronizer(Peers):
             self.rollback()
         self._tables.switch()
         self.step += 1
+        self._num_steps += 1
 
     def commit(self) -> None:
         """Make the residuals staged so far those that count; a non-finite step is rolled back instead."""
@@ -389,9 +400,11 @@ class Synchronizer(Peers):
     # -- report, state ---------------------------------------------------------------------------------------
 
     def report(self) -> Report:
-        """Bytes, ratios and times by tensor and in all, on this rank, since the beginning."""
+        """Bytes, ratios and times by tensor and in all, on this rank, since this synchroniser was made."""
         norms = {name: math.hypot(*by_role.values()) for name, by_role in self.residuals.norms().items()}
-        return self._metrics.report(self.rank, self.world_size, self.step, norms)
+        report = self._metrics.report(self.rank, self.world_size, self._num_steps, norms)
+        report.notes = self.plan.notes(self.tensors)
+        return report
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that a resumed job needs to go on bit for bit: plain dict of tensors and numbers.
