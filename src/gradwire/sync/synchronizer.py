@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from gradwire.compressors.arguments import names_unknown_arguments
+from gradwire.compressors.base.arguments import names_unknown_arguments
 from gradwire.core.errors import GradwireError, OptionError, SyncError
 from gradwire.core.events import Event
 from gradwire.core.spec import Range, TensorSpec
