@@ -77,7 +77,7 @@ class Synchronizer(Peers):
             range; for compressors with `needs_optimizer`.
 
     Raises:
-        UnknownNameError, ArgumentTypeError: see `Plan`.
+        UnknownNameError, OptionTypeError: see `Plan`.
         OptionError: a compressor of the plan needs `aux` and there is none.
         DisagreementError: ranks differ in plan, seed, nodes or world size; on every rank.
         PeerTimeoutError: a rank did not come within `timeout`.
