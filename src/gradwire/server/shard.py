@@ -119,7 +119,7 @@ class Shard:
 
     def update(
         self, tensor: int, step: int, pushes: Mapping[int, Payload | None], groups: Groups, used: bool
-    ) -> Payload:
+    ) -> Payload | None:
         """Average the pushes of the workers counted, let the optimizer step, and encode the change.
 
         Args:
@@ -129,6 +129,10 @@ class Shard:
             groups: hyper-parameters.
             used: whether a worker has used the parameter: the optimizer leaves it alone otherwise.
 
+        Returns:
+            The change; None where the average is not finite, as finite gradients may have an infinite sum. Nothing has
+            changed then.
+
         Raises:
             PayloadError: a push does not decode.
         """
@@ -137,7 +141,10 @@ class Shard:
         parameter, view = self.parameters[tensor], self.views[tensor]
         before = None if terms.pull_feedback else parameter.detach().float().clone()
         if used:
-            parameter.grad = self._mean(tensor, step, pushes)
+            mean = self._mean(tensor, step, pushes)
+            if not bool(torch.isfinite(mean).all()):
+                return None
+            parameter.grad = mean
             optimizer = self.optimizer(tensor, groups)
             optimizer.step()
             parameter.grad = None

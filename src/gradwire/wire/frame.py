@@ -95,6 +95,8 @@ class FrameFlags(IntFlag):
     """The sender's backward used the parameter."""
     NONFINITE = 4
     """The sender's gradient held a NaN or an infinity."""
+    DROPPED = 8
+    """The gradients of the step add up to a NaN or an infinity: they have no part in the model."""
 
 
 DATA_KINDS = frozenset(
@@ -105,7 +107,7 @@ DATA_KINDS = frozenset(
     }
 )  # fmt: skip
 _KINDS = {int(kind): kind for kind in FrameKind}
-_KNOWN_FLAGS = int(FrameFlags.PRESENT | FrameFlags.USED | FrameFlags.NONFINITE)
+_KNOWN_FLAGS = int(FrameFlags.PRESENT | FrameFlags.USED | FrameFlags.NONFINITE | FrameFlags.DROPPED)
 _FLAGS = {bits: FrameFlags(bits) for bits in range(_KNOWN_FLAGS + 1)}
 
 

@@ -181,6 +181,65 @@ def test_a_gradient_that_is_not_finite_is_counted_by_nobody_and_kept_nowhere():
     assert list(job.end.rounds[1].counted) == [3, 3, 3]
 
 
+@pytest.mark.parametrize("push", ["none", "threelc"])
+@pytest.mark.parametrize("returns", [False, True], ids=["stays", "returns"])
+def test_a_step_of_finite_gradients_with_an_infinite_sum_is_dropped(push, returns):
+    job = Job(agreement(workers=2, push=push, pull="none", feedback=push == "threelc"), seed=2)
+    job.start()
+    job.train(3)
+    before = [parameter.detach().clone() for parameter in job.shard.parameters.values()]
+    residuals = [[slot.residual for slot in worker.slots] for worker in job.workers]
+    for worker in job.workers:
+        huge, usual = job.grads()
+        huge[3] = -3e38
+        worker.push([huge, usual])
+    for worker in job.workers:
+        while worker.outbox:
+            job.deliver(worker)
+    if returns:  # without having heard of the step
+        job.post(job.end.leave(1))
+        job.workers[1].join()
+    job.settle()
+    for worker in job.workers:
+        worker.begin()
+    assert_same(job)
+    assert torch.equal(job.shard.parameters[0].detach(), before[0])
+    assert not torch.equal(job.shard.parameters[1].detach(), before[1])
+    assert list(job.end.rounds[0].counted) == [2, 2]
+    for worker, kept in zip(job.workers, residuals):
+        assert worker.slots[0].unanswered() is None
+        if kept[0] is None:
+            assert worker.slots[0].residual is None
+        else:
+            np.testing.assert_array_equal(worker.slots[0].residual, kept[0])
+    job.train(2)
+    assert_same(job)
+    assert torch.isfinite(job.shard.parameters[0]).all()
+    assert list(job.end.rounds[0].counted) == [5, 5]
+
+
+def test_a_late_worker_keeps_its_gradient_where_the_step_was_dropped():
+    job = Job(agreement(((70,),), backups=1, push="none", pull="none", feedback=False), seed=2)
+    job.start()
+    for worker in job.workers:
+        worker.push([torch.full((70,), 3e38 if worker.number < 2 else 1.0)])
+    for worker in job.workers:
+        job.deliver(worker)
+    job.settle()
+    for worker in job.workers:
+        worker.begin()
+    assert list(job.end.rounds[0].counted) == [-1, -1, -1]
+    assert [worker.slots[0].residual is None for worker in job.workers] == [True, True, False]
+    np.testing.assert_array_equal(job.workers[2].slots[0].residual, np.ones(70, np.float32))
+
+
+def test_what_late_gradients_add_up_to_is_kept_while_it_is_finite():
+    slot = Worker(0, agreement()).slots[0]
+    for _ in range(2):
+        slot._keep(torch.full((70,), 3e38))
+    np.testing.assert_array_equal(slot.residual, np.full(70, 3e38, np.float32))
+
+
 def test_a_parameter_that_nobody_used_is_left_alone():
     job = Job(agreement(), seed=2)
     job.start()

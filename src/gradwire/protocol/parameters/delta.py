@@ -1,5 +1,7 @@
 """Updates on the wire: who was counted, then the encoded change of the parameter; and what both ends do with them.
 
+The update of a step that was dropped has no change, and names the workers whose gradients were dropped with it.
+
 A worker's values and the server's copy of them take the same changes in the same order by the same kernel, so that they
 are the same bits.
 """
@@ -63,24 +65,29 @@ def counted_bytes(workers: int) -> int:
     return -(-workers // 8)
 
 
-def join_update(counted: Iterable[int], workers: int, payload: Payload) -> np.ndarray:
-    """uint8: the body of an update."""
+def join_update(named: Iterable[int], workers: int, payload: Payload | None) -> np.ndarray:
+    """uint8: the body of an update; without a payload, of a step that was dropped."""
     bits = np.zeros(8 * counted_bytes(workers), np.uint8)
-    bits[list(counted)] = 1
-    return np.concatenate([np.packbits(bits, bitorder="little"), payload.body])
+    bits[list(named)] = 1
+    names = np.packbits(bits, bitorder="little")
+    return names if payload is None else np.concatenate([names, payload.body])
 
 
-def split_update(header: Header, body: np.ndarray, workers: int) -> tuple[frozenset[int], Payload]:
-    """Who was counted, and the change.
+def split_update(header: Header, body: np.ndarray, workers: int) -> tuple[frozenset[int], Payload | None]:
+    """Who was counted, and the change; or whose gradients were dropped, and None.
 
     Raises:
-        FrameError: too short, or counted is who does not exist.
+        FrameError: too short, too long for a step that was dropped, or named is who does not exist.
     """
     size = counted_bytes(workers)
     if body.nbytes < size:
         raise FrameError(f"Expected an update of {size} bytes and more, got {body.nbytes}.")
-    counted = np.flatnonzero(np.unpackbits(body[:size], bitorder="little"))
-    if counted.size and counted[-1] >= workers:
-        raise FrameError(f"Expected workers below {workers} in an update, got {counted[-1]}.")
+    named = np.flatnonzero(np.unpackbits(body[:size], bitorder="little"))
+    if named.size and named[-1] >= workers:
+        raise FrameError(f"Expected workers below {workers} in an update, got {named[-1]}.")
+    if header.flags & FrameFlags.DROPPED:
+        if body.nbytes > size:
+            raise FrameError(f"An update of a dropped step has no change, but this one has {body.nbytes - size} bytes.")
+        return frozenset(named.tolist()), None
     nonfinite = bool(header.flags & FrameFlags.NONFINITE)
-    return frozenset(counted.tolist()), Payload(body[size:], nonfinite)
+    return frozenset(named.tolist()), Payload(body[size:], nonfinite)

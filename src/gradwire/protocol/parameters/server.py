@@ -4,9 +4,10 @@ Every parameter has its own steps (fine-grained barriers): one is closed when en
 goes to all, and later pushes for it count no more. Everything that changes this end's state comes in as a frame, in an
 order that a journal can repeat.
 
-Guarantees: a worker's push is counted in one update at most; an update names who was counted; a worker that has missed
-`MAX_MISSES` updates of a parameter in a row is waited for; what a worker sends out of turn costs that worker its
-connection and nobody else anything.
+Guarantees: a worker's push is counted in one update at most; an update names who was counted; a step whose pushes add
+up to a NaN or an infinity is dropped with them, and its update says so; a worker that has missed `MAX_MISSES` updates
+of a parameter in a row is waited for; what a worker sends out of turn costs that worker its connection and nobody else
+anything.
 
 Source: 3LC (Lim, Andersen, Kaminsky 2019), section 2.1. Differences: who comes late is told so, and keeps its gradient;
 a straggler is not left out for ever.
@@ -63,8 +64,11 @@ class Model(Protocol):
 
     def update(
         self, tensor: int, step: int, pushes: Mapping[int, Payload | None], groups: Groups, used: bool
-    ) -> Payload:
+    ) -> Payload | None:
         """Average the pushes of the workers counted, let the optimizer step, and encode the change.
+
+        Returns:
+            The change; None where the average is not finite, and nothing has changed.
 
         Raises:
             PayloadError: a push does not decode; nothing has changed then.
@@ -323,11 +327,13 @@ class ServerEnd:
             payload = self._model.update(tensor, round_.version, pushes, groups, used)
         except PayloadError as error:
             return self._turn_away(tensor, pushes, error)
-        header = self._header(FrameKind.DELTA, tensor, round_.version)
-        if payload.nonfinite:
-            header = self._header(FrameKind.DELTA, tensor, round_.version, FrameFlags.NONFINITE)
+        if payload is None:
+            flags = FrameFlags.DROPPED
+        else:
+            flags = FrameFlags.NONFINITE if payload.nonfinite else FrameFlags.NONE
+            round_.counted[counted] = round_.version
+        header = self._header(FrameKind.DELTA, tensor, round_.version, flags)
         body = join_update(counted, self.workers, payload)
-        round_.counted[counted] = round_.version
         round_.version += 1
         round_.pushes = {}
         return [(worker, header, body) for worker in sorted(self.present) if worker not in self._waiting]

@@ -2,7 +2,7 @@
 
 A gradient is pushed for the step that its parameter's version names, and its residual is staged until the update of
 that step says who was counted. Who was not, because it came late, adds what it pushed back to its residual: a gradient
-is counted once or kept, never both, never neither.
+is counted once or kept, never both, never neither; but a step that is not finite is dropped with its gradients.
 
 Source: 3LC (Lim, Andersen, Kaminsky 2019), sections 2.1 and 3, figure 3: steps 1 to 4, a and b. Differences: an update
 names the workers counted in it. The backup workers of section 2.1 drop what comes late; here it stays in the residual.
@@ -122,7 +122,7 @@ class Slot:
         return None if self._push is None else self._push.frame
 
     def pushed_before(self, step: int) -> None:
-        """Learn that an earlier life of this worker has pushed for `step`."""
+        """Learn that this worker has pushed for `step`, in an earlier life or over an earlier connection."""
         self._pushed_before = step
 
     def first_values(self, values: torch.Tensor) -> Frame:
@@ -149,12 +149,12 @@ class Slot:
             grad = grad + as_tensor(self.residual, change_spec(self.terms.spec)).to(grad.dtype)
         return compressor.encode(grad, ctx), None
 
-    def _settle(self, push: _Push, counted: bool) -> None:
-        """Learn whether a push was counted."""
+    def _settle(self, push: _Push, *, counted: bool, dropped: bool) -> None:
+        """Learn whether a push was counted, or dropped with its step."""
         self._push = None
         if push.payload is None:
             return
-        if push.payload.nonfinite:  # it was counted by nobody, and has no part in what is kept
+        if dropped or push.payload.nonfinite:  # it was counted by nobody, and has no part in what is kept
             self._spare = push.residual
             return
         self.residual, self._spare = push.residual, self.residual if push.residual is not None else None
@@ -164,8 +164,10 @@ class Slot:
 
     def _keep(self, grad: torch.Tensor) -> None:
         values = as_array(grad.detach().to("cpu", torch.float32))
-        if np.isfinite(values).all():
-            self.residual = values.copy() if self.residual is None else self.residual + values
+        with np.errstate(over="ignore"):
+            kept = values.copy() if self.residual is None else self.residual + values
+        if np.isfinite(kept).all():
+            self.residual = kept
 
     # -- pull ------------------------------------------------------------------------------------------------
 
@@ -215,17 +217,23 @@ class Slot:
         """
         while self._arrived and (self.version < version or self._arrived[0][0].kind is FrameKind.MODEL):
             header, body, last_counted = self._arrived.popleft()
+            last_taken = self._pushed_before  # by the server, into a step: one that closes counts it, or drops it
             if header.kind is FrameKind.MODEL:
                 with torch.no_grad():
                     values.copy_(values_of(body, self.terms.spec))
                 self.version = header.round
             else:
-                counted, payload = split_update(header, body, self._agreement.workers)
-                add_change(self.terms.pulls, payload, pull_context(self._agreement, self.tensor, self.version), values)
-                last_counted = self.version if self._worker in counted else -1
+                named, payload = split_update(header, body, self._agreement.workers)
+                if payload is not None:
+                    ctx = pull_context(self._agreement, self.tensor, self.version)
+                    add_change(self.terms.pulls, payload, ctx, values)
+                last_taken = self.version if self._worker in named else -1
+                last_counted = -1 if payload is None else last_taken
                 self.version += 1
             if self._push is not None and self._push.header.round < self.version:
-                self._settle(self._push, last_counted == self._push.header.round)
+                counted = last_counted == self._push.header.round
+                dropped = last_taken == self._push.header.round and not counted
+                self._settle(self._push, counted=counted, dropped=dropped)
 
 
 def values_of(body: np.ndarray, spec: TensorSpec) -> torch.Tensor:
