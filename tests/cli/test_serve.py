@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 
 import numpy as np
+import pytest
 import torch
 from typer.testing import CliRunner
 
 import gradwire as gw
 from gradwire.cli.app import build_app
+from gradwire.core.errors import SyncError
 from gradwire.protocol.aggregation.terms import Operation, Stream, Table, Terms
 from gradwire.transport.aggregation import AggregationClient
 
@@ -61,6 +64,33 @@ def test_it_serves_one_thing_with_its_own_options():
     assert "pass either" in both.output
     assert serve("--workers", "2", "--parameters", "--udp").exit_code == 2
     assert serve("--workers", "2", "--aggregate", "--optimizer", "my.Own").exit_code == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("kind", ["--parameters", "--aggregate"])
+def test_a_signal_is_told_to_the_workers_at_once(kind, number):
+    """Of servers that no other can take over from."""
+    command = [sys.executable, "-m", "gradwire.cli", "serve", kind, "--workers", "3", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        assert server.stderr is not None
+        address = re.search(r"at (.*:\d+)$", server.stdout.readline()).group(1)
+        if kind == "--aggregate":
+            terms = Terms(3, (), (Stream(Operation.MAXIMUM, 50),), fraction=0.6)
+            client = AggregationClient(address, terms, 0)
+            result = client.submit(0, 0, np.ones(50, np.float32), np.empty(50, np.float32)).result
+        else:
+            model = torch.nn.Linear(4, 3)
+            client = gw.ParameterClient(model, torch.optim.SGD(model.parameters()), address, worker=0, workers=3)
+            model(torch.ones(2, 4)).sum().backward()
+            client.step()
+            result = client.wait
+        server.send_signal(number)
+        with pytest.raises(SyncError, match=f"has ended: .* stopped by {number.name}"):
+            result()
+        client.close("over")
+        assert server.wait(30) == 128 + number
+        assert server.stderr.read() == f"The server was stopped by {number.name}.\n"
 
 
 def test_workers_add_up_with_it():

@@ -31,6 +31,7 @@ def test_every_error_is_a_gradwire_error_with_a_docstring() -> None:
         (errors.PeerLostError, SyncError),
         (errors.PeerFailedError, SyncError),
         (errors.ReplicaError, SyncError),
+        (errors.ServerStoppedError, SyncError),
         (errors.RightsError, PermissionError),
     ],
 )

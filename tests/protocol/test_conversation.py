@@ -72,6 +72,14 @@ def test_abort_carries_reason_and_blame():
         assert caught.value.rank == rank
 
 
+def test_goaway_is_a_loss_with_a_reason():
+    with pytest.raises(PeerLostError, match="Rank 1 went away: SIGTERM") as caught:
+        hear(conversation(), made_by_peer().control(FrameKind.GOAWAY, "SIGTERM"))
+    assert caught.value.rank == 1
+    with pytest.raises(SyncError, match="no such control frame"):
+        hear(conversation(), data(b"", kind=FrameKind.GOAWAY, count=1))
+
+
 def test_reasons_are_bounded_and_decoded_whatever_they_are():
     long = made_by_peer().control(FrameKind.ABORT, "ü" * 5000)
     assert parse(long)[0].length == MAX_REASON_BYTES

@@ -14,6 +14,7 @@ import torch
 import gradwire as gw
 from gradwire.core.errors import GradwireError
 from gradwire.server.parameters import ParameterServer, ServerOptions
+from gradwire.server.stopping import stopped_by_signals
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["tests.server.processes", "gradwire.integrations.parameters.client"])
@@ -69,8 +70,9 @@ def serve(line: Any, workers: int, port: int, state: str | None, timeout: float,
             timeout=timedelta(seconds=timeout), patience=timedelta(seconds=patience),
         )  # fmt: skip
         server = ParameterServer(options)
-        line.send(("port", server.address[1]))
-        server.run(lambda text: None)
+        with stopped_by_signals(server):
+            line.send(("port", server.address[1]))
+            server.run(lambda text: None)
         line.send(("ended", ""))
     except GradwireError as error:
         line.send(("ended", f"{type(error).__name__}: {error}"))

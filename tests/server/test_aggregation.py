@@ -25,6 +25,7 @@ from gradwire.protocol.aggregation.terms import Operation, Stream, Terms
 from gradwire.protocol.aggregation.worker import NO_EPOCH
 from gradwire.protocol.handshake import JobKey, Member
 from gradwire.server.aggregation import AggregationOptions, AggregationServer
+from gradwire.server.stopping import stopped_by_signals
 from gradwire.transport.aggregation import AggregationClient
 from gradwire.transport.datagrams import DatagramSocket
 from gradwire.transport.hub import HEARTBEAT, Hub
@@ -420,22 +421,25 @@ def test_a_worker_that_is_lost_for_a_moment_before_all_have_come_is_waited_for(j
 def serve_process(line: Any, port: int, options: dict[str, Any]) -> None:
     try:
         server = AggregationServer(AggregationOptions(port=port, **options))
-        line.send(("port", server.address[1]))
-        server.run(lambda text: None)
+        with stopped_by_signals(server):
+            line.send(("port", server.address[1]))
+            server.run(lambda text: None)
         line.send(("ended", ""))
     except SyncError as error:
         line.send(("ended", f"{type(error).__name__}: {error}"))
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.parametrize("udp", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_server_that_is_killed_comes_back_and_no_result_changes(job, udp):
+def test_a_server_that_is_killed_or_stopped_comes_back_and_no_result_changes(job, udp, number):
     options = {"workers": 2, "udp": udp}
     first = Process(serve_process, 0, options)
     port = first.hear("port")
     clients = job.join(("127.0.0.1", port), jobs.terms(2))
     check_round(clients, 0)
     half = submit_all(clients[0], 1)  # of a round that the other has not begun
-    first.signal(signal.SIGKILL)
+    first.signal(number)
+    first.process.join()
     first.end()
     second = Process(serve_process, port, options)
     assert second.hear("port") == port

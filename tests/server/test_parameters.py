@@ -70,7 +70,7 @@ def assert_same(found: list[dict[str, np.ndarray]]) -> None:
 
 
 @pytest.mark.timeout(180)
-def test_a_server_that_is_killed_goes_on_where_it_was(job: Job, tmp_path) -> None:
+def test_a_server_that_is_killed_or_stopped_goes_on_where_it_was(job: Job, tmp_path) -> None:
     """The weights in the end are those of a run that nothing has happened to, bit for bit."""
     job.serve(2, state=tmp_path / "unbroken")
     unbroken = weights([job.work(worker, 2, 14) for worker in range(2)])
@@ -79,10 +79,10 @@ def test_a_server_that_is_killed_goes_on_where_it_was(job: Job, tmp_path) -> Non
     server = job.serve(2, state=tmp_path / "broken")
     port = int(job.servers.rpartition(":")[2])
     workers = [job.work(worker, 2, 14) for worker in range(2)]
-    for at in (4, 9):
+    for at, number in ((4, signal.SIGKILL), (9, signal.SIGTERM)):
         while workers[0].hear("step") < at:
             pass
-        server.signal(signal.SIGKILL)
+        server.signal(number)
         server.process.join()
         server = job.serve(2, port=port, state=tmp_path / "broken")
     broken = weights(workers)

@@ -40,6 +40,7 @@ FRAMES: dict[str, tuple[Header, bytes]] = {
     "nonfinite": (Header(FrameKind.PAYLOAD, flags=FrameFlags.NONFINITE, dtype=3, count=4), b""),
     "heartbeat": (Header(FrameKind.HEARTBEAT, sender=65535, epoch=(1 << 64) - 1), b""),
     "abort": (Header(FrameKind.ABORT, sender=4, epoch=5, count=3), "rank 2 is gone — ende".encode()),
+    "goaway": (Header(FrameKind.GOAWAY, sender=4, epoch=5), b"stopped by SIGTERM"),
     "bye": (Header(FrameKind.BYE, sender=4, epoch=5), b""),
     "hello": (Header(FrameKind.HELLO, sender=1, epoch=5, count=4), b"\x01\x00" + bytes(32)),
     "challenge": (Header(FrameKind.CHALLENGE, epoch=5, count=4), bytes(range(32))),

@@ -133,7 +133,7 @@ def with_field(layout: str, at: int, value: int) -> bytes:
         ("<I", 0, 0, "Expected magic"),
         ("<B", 4, 2, "Run one gradwire version"),
         ("<B", 5, 0, "known frame kind"),
-        ("<B", 5, 16, "known frame kind"),
+        ("<B", 5, 255, "known frame kind"),
         ("<H", 6, 16, "flags"),
         ("<H", 6, 0x8001, "flags"),
         ("<B", 14, 5, "element type"),

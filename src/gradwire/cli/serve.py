@@ -54,10 +54,15 @@ def serve(
     key_file: KeyFile = None,
     insecure: Insecure = False,
 ) -> None:
-    """Run a server until all workers have finished: one that keeps parameters, or one that aggregates."""
-    from gradwire.core.errors import GradwireError
+    """Run a server until all workers have finished: one that keeps parameters, or one that aggregates.
+
+    SIGINT ends the job. So does SIGTERM, unless the server can be started again and go on. The exit code is then 128
+    plus the signal's number.
+    """
+    from gradwire.core.errors import GradwireError, ServerStoppedError
     from gradwire.server.aggregation import AggregationOptions, AggregationServer
     from gradwire.server.parameters import ParameterServer, ServerOptions
+    from gradwire.server.stopping import stopped_by_signals
     from gradwire.transport.address import parse_address
 
     if parameters == aggregate:
@@ -86,7 +91,11 @@ def serve(
             server = AggregationServer(ends)
         what = "parameters" if parameters else "sums"
         typer.echo(f"Serving {what} to {workers} workers at {server.address[0]}:{server.address[1]}")
-        server.run(on_event=typer.echo)
+        with stopped_by_signals(server) as received:
+            server.run(on_event=typer.echo)
+    except ServerStoppedError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(128 + received[0]) from None
     except (GradwireError, OSError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from error

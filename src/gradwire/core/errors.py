@@ -87,6 +87,10 @@ class ReplicaError(SyncError):
     """The replica check found ranks whose parameters differ in at least one bit."""
 
 
+class ServerStoppedError(SyncError):
+    """Somebody stopped a server before its workers had finished."""
+
+
 class RightsError(GradwireError, PermissionError):
     """The system does not permit what a tool needs; the message says which right and how to get it."""
 

@@ -78,6 +78,7 @@ class Conversation:
 
         Raises:
             PeerFailedError: the peer sent ABORT.
+            PeerLostError: the peer sent GOAWAY.
             SyncError: the peer sent what is not a frame, or a frame that was refused.
         """
         if num_bytes:
@@ -95,7 +96,7 @@ class Conversation:
             raise self.refused(error) from error
 
     def control(self, kind: FrameKind, reason: str = "", blame: int | None = None) -> bytes:
-        """Return a control frame to send. ABORT carries a reason and whom to blame, if not this rank."""
+        """Return a control frame to send. ABORT and GOAWAY carry a reason, ABORT also who is to blame, if another."""
         body = reason.encode("utf-8", "replace")[:MAX_REASON_BYTES]
         frame = pack(
             Header(kind, sender=self.ends.rank, epoch=self.ends.epoch, count=0 if blame is None else blame + 1),
@@ -164,9 +165,17 @@ class Conversation:
             reason = body.tobytes().decode("utf-8", "replace")
             blame = header.count - 1 if 0 < header.count <= 1 << 16 else self.ends.peer
             raise PeerFailedError(f"Rank {self.ends.peer} gave up: {reason}", rank=blame)
+        elif header.kind is FrameKind.GOAWAY:
+            reason = body.tobytes().decode("utf-8", "replace")
+            raise PeerLostError(f"Rank {self.ends.peer} went away: {reason}", rank=self.ends.peer)
 
 
-_CONTROL_LIMITS = {FrameKind.HEARTBEAT: 0, FrameKind.BYE: 0, FrameKind.ABORT: MAX_REASON_BYTES}
+_CONTROL_LIMITS = {
+    FrameKind.HEARTBEAT: 0,
+    FrameKind.BYE: 0,
+    FrameKind.ABORT: MAX_REASON_BYTES,
+    FrameKind.GOAWAY: MAX_REASON_BYTES,
+}
 
 
 def _refuse(peer: int, header: Header) -> None:

@@ -43,6 +43,7 @@ from gradwire.protocol.aggregation.packet import PACKET_HEADER_BYTES
 from gradwire.protocol.aggregation.server import EVERYONE, Aggregator, Message
 from gradwire.protocol.aggregation.worker import NO_EPOCH
 from gradwire.protocol.handshake import Member
+from gradwire.server.stopping import Stoppable
 from gradwire.transport.datagrams import BUFFER_BYTES, MAX_PACKET_BYTES, DatagramSocket
 from gradwire.transport.hub import Hub
 from gradwire.transport.keys import job_epoch, job_key
@@ -103,7 +104,7 @@ class _Session:
         self.stall_seconds = float("inf")
 
 
-class AggregationServer:
+class AggregationServer(Stoppable):
     """One server.
 
     Args:
@@ -166,6 +167,7 @@ class AggregationServer:
             PeerLostError: a worker has finished, and others wait for it.
             DisagreementError: workers differ in their terms.
             SyncError: a worker has given up.
+            ServerStoppedError: `stop` was called. Where all workers are waited for, a successor can go on.
         """
         self._on_event = on_event
         reader = threading.Thread(target=self._read_datagrams, name="gradwire-aggregation", daemon=True)
@@ -176,10 +178,11 @@ class AggregationServer:
             with self._changed:
                 while not self._done():
                     self._changed.wait(_TURN_SECONDS)
+                    self._check_stopped()
                     self._watch()
                 on_event(f"Packets: {self.counters}")
         except BaseException as error:
-            self._hub.close(str(error) or type(error).__name__)
+            self._tell(self._hub, error, resumable=self._resumable())
             raise
         finally:
             self._hub.close()
@@ -291,6 +294,11 @@ class AggregationServer:
 
     def _done(self) -> bool:
         return self._session is not None and len(self._session.finished) == self.options.workers
+
+    def _resumable(self) -> bool:
+        """Whether another server could go on: one that may answer without stragglers would count others."""
+        terms = None if self._session is None else self._session.aggregator.terms
+        return terms is None or terms.needed == terms.world_size
 
     def _watch(self) -> None:
         """Raise what ends the session."""

@@ -26,6 +26,7 @@ from gradwire.protocol.handshake import JobKey, Member
 from gradwire.protocol.parameters.server import Message, ServerEnd
 from gradwire.server.journal import Journal
 from gradwire.server.shard import Shard
+from gradwire.server.stopping import Stoppable
 from gradwire.transport.hub import Hub
 from gradwire.transport.keys import job_epoch, job_key
 from gradwire.wire.frame import HEADER_BYTES, FrameKind, Header
@@ -85,7 +86,7 @@ class _Left:
     error: SyncError | None
 
 
-class ParameterServer:
+class ParameterServer(Stoppable):
     """One server.
 
     Args:
@@ -161,15 +162,17 @@ class ParameterServer:
                 step for `STALL_PATIENCES` times as long.
             PeerLostError: a worker has finished, and others wait for it.
             DisagreementError: the workers differ in what they train.
+            ServerStoppedError: `stop` was called. Where this keeps state, a successor can go on.
         """
         self._hub.start()
         done = False
         try:
             while len(self.end.finished) < self.options.workers:
+                self._check_stopped()
                 self._turn(on_event)
             done = True
         except BaseException as error:
-            self._hub.close(str(error) or type(error).__name__)
+            self._tell(self._hub, error, resumable=self._journal is not None)
             raise
         finally:
             self._hub.close()

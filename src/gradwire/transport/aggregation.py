@@ -91,6 +91,7 @@ class AggregationClient(Aggregation):
         self._last_words = ""
         self._connected = False
         self._lost_at: float | None = time.monotonic()  # since when no server has welcomed this rank
+        self._lost_by: SyncError | None = None
         self._welcome: Welcome | None = None
         self._changed = threading.Condition(threading.RLock())
         key = job_key(host, job, file=key_file, insecure=insecure)
@@ -177,6 +178,10 @@ class AggregationClient(Aggregation):
             self._lost_at = self._lost_at or time.monotonic()
         if error is None or isinstance(error, PeerFailedError):
             self._fail(SyncError(f"The aggregation server at {self._name} has ended: {error or 'it said goodbye'}"))
+        elif self._error is None:
+            self._lost_by = error
+            limit = f"{self._timeout:g} s"
+            logger.warning("The aggregation server at %s is called again for %s. %s", self._name, limit, error)
 
     def _be_welcome(self, welcome: Welcome) -> None:
         with self._changed:
@@ -252,7 +257,8 @@ class AggregationClient(Aggregation):
         lost = 0.0 if self._lost_at is None else time.monotonic() - self._lost_at
         if lost > self._timeout:
             lack = "answer" if self._connected else "connection"
-            why = f"{self._hub.problem or 'it was lost'}, " if not self._connected else ""
+            said = [str(each) for each in (self._lost_by, self._hub.problem) if each]
+            why = "" if self._connected else f"{'; '.join(said) or 'it was lost'}, "
             self._fail(
                 PeerTimeoutError(
                     f"The aggregation server at {self._name} gave no {lack} for {self._timeout:g} s ({why}at rank "

@@ -27,8 +27,8 @@ class LastWord:
     """What a rank says when it ends.
 
     Attributes:
-        kind: BYE, after all that is queued, or ABORT, instead of it.
-        reason: why, for ABORT.
+        kind: BYE, after all that is queued, or ABORT or GOAWAY, instead of it.
+        reason: why, for ABORT and GOAWAY.
         blame: the rank at fault, if it is another.
     """
 
@@ -43,8 +43,8 @@ def say_farewell(links: Iterable[Link], word: LastWord, timeout: timedelta) -> S
     Args:
         links: those that may still be open.
         word: what to say.
-        timeout: for BYE, how long a peer may take no bytes of what is queued. ABORT gets `LINGER_SECONDS` in
-        all.
+        timeout: for BYE, how long a peer may take no bytes of what is queued. ABORT and GOAWAY get
+            `LINGER_SECONDS` in all.
 
     Returns:
         The error of the first peer that did not take what was queued for it.

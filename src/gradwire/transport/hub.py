@@ -171,12 +171,18 @@ class Hub(ProcessBound):
                 self._dismissed.append((link, reason))
                 self._wake()
 
-    def close(self, reason: str = "") -> None:
-        """Say goodbye after all that is queued; or, with a reason, that in its place. Idempotent."""
+    def close(self, reason: str = "", *, for_good: bool = True) -> None:
+        """Say goodbye after all that is queued; or, with a reason, that in its place. Idempotent.
+
+        Args:
+            reason: why this ends before its time.
+            for_good: whether peers hear that this end has failed, and not that its connections are lost for now.
+        """
         if self.forked:
             return  # its descriptors were closed when it began
         with self._lock:
-            word = LastWord(FrameKind.ABORT, reason) if reason else LastWord(FrameKind.BYE)
+            kind = FrameKind.ABORT if for_good else FrameKind.GOAWAY
+            word = LastWord(kind, reason) if reason else LastWord(FrameKind.BYE)
             self._last_word = self._last_word or word
             self._wake()
         if threading.current_thread() is not self._thread and self._thread.is_alive():

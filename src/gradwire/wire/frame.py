@@ -83,6 +83,8 @@ class FrameKind(IntEnum):
     """Who was counted in an update of a parameter, and the encoded change of it."""
     PACKET = 15
     """A packet of `gradwire.protocol.aggregation`."""
+    GOAWAY = 16
+    """The sender ends, for the reason that follows; it may be called again, as a successor may take its place."""
 
 
 class FrameFlags(IntFlag):

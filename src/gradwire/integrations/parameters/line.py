@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from gradwire.protocol.parameters.slot import Slot
 from gradwire.transport.hub import Hub
 from gradwire.transport.keys import job_epoch, job_key
 from gradwire.wire.frame import HEADER_BYTES, FrameKind, Header, describe
+
+logger = logging.getLogger("gradwire")
 
 
 class Line:
@@ -66,6 +69,7 @@ class Line:
         self._welcome: Welcome | None = None
         self._error: SyncError | None = None
         self._lost_at: float | None = time.monotonic()
+        self._lost_by: SyncError | None = None
         self._changed = threading.Condition()
         self._guards = [threading.Lock() for _ in self.slots]
         member = Member(job, worker, agreement.workers + 1, self._epoch)
@@ -155,6 +159,10 @@ class Line:
             self.finished = self.finished or error is None
             if isinstance(error, PeerFailedError):
                 self._error = self._error or SyncError(f"The parameter server at {self.address} has ended: {error}")
+            elif error is not None:
+                self._lost_by = error
+                limit = f"{self._timeout.total_seconds():g} s"
+                logger.warning("The parameter server at %s is called again for %s. %s", self.address, limit, error)
             self._changed.notify_all()
 
     def _read_welcome(self, body: np.ndarray) -> Welcome:
@@ -201,9 +209,10 @@ class Line:
                     raise self._error
                 lost = 0.0 if self._lost_at is None else time.monotonic() - self._lost_at
                 if lost > self._timeout.total_seconds():
+                    said = "; ".join(str(each) for each in (self._lost_by, self._hub.problem) if each)
                     raise PeerTimeoutError(
                         f"Expected {what} from the parameter server at {self.address}, got no connection for "
-                        f"{self._timeout.total_seconds():g} s ({self._hub.problem or 'it was lost'}). Look at its log.",
+                        f"{self._timeout.total_seconds():g} s ({said or 'it was lost'}). Look at its log.",
                         phase=what,
                     )
                 if time.monotonic() - began > self._stall_timeout.total_seconds():
