@@ -23,9 +23,10 @@ test: $(STAMP) ## all tests: ten minutes on two cores, and some more where kerne
 ci: test ## what a change must pass: all tests, then the longer ones
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m ci
 
-test-long: $(STAMP) ## the long campaigns: a million fuzz cases a decoder, 100,000 schedules of faults, properties on new examples, and the tests marked slow
+test-long: $(STAMP) ## the long campaigns: a million fuzz cases a decoder, 100,000 schedules of faults, 200 runs of the README's example, properties on new examples, and the tests marked slow
 	$(BIN)/python -m tests.fuzz --cases 1000000
 	$(BIN)/python -m tests.schedules --schedules 100000
+	$(BIN)/python -m tests.integration.readme_example --runs 200
 	$(BIN)/python -m pytest -q -n 2 --timeout 1200 -m hypothesis --hypothesis-profile campaign
 	$(BIN)/python -m pytest -q -m slow
 

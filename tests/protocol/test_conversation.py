@@ -107,10 +107,13 @@ def test_control_frames_have_no_body_and_no_other_fields(kind):
 
 def test_an_end_is_an_error_unless_bye_came_first():
     made = conversation()
+    assert made.end is None
     error = made.lost("the end of its connection")
     assert isinstance(error, PeerLostError)
     assert error.rank == 1
     assert "Look at the log of rank 1" in str(error)
+    assert made.end is error
+    assert not made.departed
     hear(made, data()[:50])
     assert "in the middle of a frame" in str(made.lost("the end of its connection"))
 
@@ -118,7 +121,7 @@ def test_an_end_is_an_error_unless_bye_came_first():
     hear(made, made_by_peer().control(FrameKind.BYE))
     assert made.departed
     assert made.lost("the end of its connection") is None
-    assert "same number of steps" in str(made.gone())
+    assert "Run the same number of steps on every rank" in str(made.end)
     with pytest.raises(SyncError, match="nothing after BYE"):
         hear(made, data())
 

@@ -30,7 +30,9 @@ class Setup:
 
     def __init__(self, world_size: int, timeout: float, stall_timeout: float, **options: Any) -> None:
         self.network = MemoryNetwork(world_size, timeout=timedelta(seconds=timeout))
-        self.peers: dict[int, Recorder] = {rank: start(self.network.transports[rank]) for rank in range(1, world_size)}
+        self.peers: dict[int, Recorder] = {
+            rank: start(self.network.transports[rank], needs=lambda peer: False) for rank in range(1, world_size)
+        }
         self.events = EventStream()
         self.dumps: list[tuple[SyncError, dict[str, Any]]] = []
         options = {"admit": lambda header: None, "on_failure": lambda *found: self.dumps.append(found)} | options
@@ -381,7 +383,7 @@ def test_a_failure_is_located_at_what_was_waited_for_of_that_rank() -> None:
 
 def test_a_failure_between_steps_says_so() -> None:
     with setup() as made:
-        made.network.kill(1)
+        made.network.transports[1].abort("out of memory")
         until(lambda: made.engine.error is not None)
         error = failure_of(made.engine)
         assert (error.rank, error.tensor, error.phase) == (1, "none", "between steps")
@@ -425,18 +427,50 @@ def test_a_peer_that_closed_in_good_order_with_its_part_missing_is_an_error_at_o
         assert time.monotonic() - start_time < PATIENCE, "not the stall timeout"
         assert isinstance(error, PeerLostError)
         assert (error.rank, error.tensor, error.phase) == (1, "w", "recv stage 0")
-        assert "make as many steps on every rank before detach or exit" in str(error)
+        assert "Rank 1 has left the group" in str(error)
+        assert "Run the same number of steps on every rank before detach() or the end of the script" in str(error)
 
 
-def test_a_peer_that_closed_after_its_part_is_no_failure() -> None:
-    with setup() as made:
+@pytest.mark.parametrize("how", ["close", "kill"])
+def test_a_peer_that_left_after_its_part_is_missed_at_the_next_step(how: str) -> None:
+    with setup(stall=600.0) as made:
         content = made.send(1, 50)
-        made.network.transports[1].close()
+        getattr(made.network.transports[1], how)()
         graph, got = receiving(key())
         made.engine.run(graph)
         made.engine.wait_idle()
+        until(lambda: made.network.transports[0].departed(1) is not None)
+        made.engine.wait_idle()
         assert made.engine.error is None
+        made.engine.run(receiving(key(round=1), name="next")[0])
+        error = failure_of(made.engine)
+        assert isinstance(error, PeerLostError)
+        assert (error.rank, error.tensor, error.phase) == (1, "next", "recv stage 0")
     assert got == {key(): content.tobytes()}
+
+
+@pytest.mark.parametrize("how", ["close", "kill"])
+def test_what_is_left_to_compute_ends_after_a_peer_has_left(how: str) -> None:
+    """The others may have all that they need while this rank still decodes; one of three is still waited for."""
+    hold, held = threading.Event(), threading.Event()
+
+    def block() -> None:
+        held.set()
+        assert hold.wait(PATIENCE)
+
+    with setup(3, stall=600.0) as made:
+        made.send(1, 50)
+        graph, got = receiving(key(1), key(2))
+        graph.add("decode", "decode", block)
+        made.engine.run(graph)
+        assert held.wait(PATIENCE)
+        getattr(made.network.transports[1], how)()
+        until(lambda: made.network.transports[0].departed(1) is not None)
+        made.send(2, 50)
+        hold.set()
+        made.engine.wait_idle()
+        assert made.engine.error is None
+    assert set(got) == {key(1), key(2)}
 
 
 def test_a_live_rank_that_does_not_send_is_blamed_after_the_stall_timeout() -> None:

@@ -109,7 +109,7 @@ def test_goodbye_is_no_failure_but_sending_after_it_is():
         assert recorders[0].failures.empty()
         until(lambda: sender.departed(1))
         sender.send(1, header(sender), body(3))
-        assert "closed in good order" in str(recorders[0].failure())
+        assert "has left the group" in str(recorders[0].failure())
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,33 @@ def test_close_sends_what_is_queued(group):
     transports[1].send(0, header(transports[1]), body(3))
     error = recorders[1].failure()
     assert isinstance(error, PeerLostError)
-    assert "closed in good order" in str(error)
+    assert "has left the group" in str(error)
+
+
+def vanish(transport: TcpTransport) -> None:
+    """End all connections as the end of the process does."""
+    for link in transport._links.values():
+        link.socket.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("leave", [TcpTransport.close, vanish])
+@pytest.mark.parametrize("needed", [True, False])
+def test_who_leaves_fails_those_who_need_it(group, leave, needed):
+    transports = group(3)
+    recorders = [start(transports[rank], needs=lambda peer, rank=rank: needed and rank == 0) for rank in range(3)]
+    leave(transports[2])
+    if needed:
+        assert [recorders[rank].failure().rank for rank in (0, 1)] == [2, 2]
+        return
+    until(lambda: transports[0].departed(2) and transports[1].departed(2))
+    transports[0].send(1, header(transports[0]), body(5))
+    recorders[1].frame()
+    assert recorders[0].failures.empty() and recorders[1].failures.empty()
+    transports[0].send(2, header(transports[0]), body(5))
+    error = recorders[0].failure()
+    assert isinstance(error, PeerLostError)
+    assert error.rank == 2
+    assert ("has left the group" if leave is TcpTransport.close else "without a goodbye") in str(error)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux alone counts it")

@@ -44,6 +44,7 @@ class Conversation:
         received_bytes: bytes of whole data frames.
         control_bytes: bytes of whole control frames, both ways.
         departed: the peer said BYE.
+        end: the error for whoever still needs the peer, once it said BYE or its connection ended; None until then.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Conversation:
         self.received_bytes = 0
         self.control_bytes = 0
         self.departed = False
+        self.end: PeerLostError | None = None
         self._timeout = timeout
         self._reader = reader or FrameReader(self._admit)
         self._reader.admit = self._admit
@@ -116,20 +118,13 @@ class Conversation:
         if self.departed:
             return None
         where = " in the middle of a frame" if self._reader.in_frame else ""
-        return PeerLostError(
-            f"Expected rank {self.ends.peer} to stay until it says goodbye, got {cause}{where} (at rank "
+        self.end = PeerLostError(
+            f"The connection to rank {self.ends.peer} has ended without a goodbye: {cause}{where} (at rank "
             f"{self.ends.rank}). Look at the log of rank {self.ends.peer}: its process has ended or lost its "
             "network.",
             rank=self.ends.peer,
         )
-
-    def gone(self) -> PeerLostError:
-        """The error of sending to a peer that has said BYE."""
-        return PeerLostError(
-            f"Expected rank {self.ends.peer} to take part, but it has closed in good order (at rank "
-            f"{self.ends.rank}). Make all ranks run the same number of steps.",
-            rank=self.ends.peer,
-        )
+        return self.end
 
     def silence(self) -> PeerTimeoutError:
         """The error of a peer that has been silent too long."""
@@ -161,6 +156,12 @@ class Conversation:
     def _control(self, header: Header, body: np.ndarray) -> None:
         if header.kind is FrameKind.BYE:
             self.departed = True
+            self.end = PeerLostError(
+                f"Rank {self.ends.peer} has left the group, and rank {self.ends.rank} still needs it. Run the same "
+                f"number of steps on every rank before detach() or the end of the script. If rank {self.ends.peer} "
+                "ended early, its log says why.",
+                rank=self.ends.peer,
+            )
         elif header.kind is FrameKind.ABORT:
             reason = body.tobytes().decode("utf-8", "replace")
             blame = header.count - 1 if 0 < header.count <= 1 << 16 else self.ends.peer

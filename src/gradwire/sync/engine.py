@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gradwire.core.errors import FrameError, PeerLostError, PeerTimeoutError, SyncError
+from gradwire.core.errors import FrameError, PeerTimeoutError, SyncError
 from gradwire.core.events import Event, EventStream
 from gradwire.sync.failure import closed, raised
 from gradwire.sync.graph import FrameKey, Task, TaskGraph
@@ -92,7 +92,7 @@ class Engine:
         self._active: set[TaskGraph] = set()
         self._closing = False
         self._aborting: threading.Thread | None = None
-        transport.start(Callbacks(self._check, self._arrive, self.fail))
+        transport.start(Callbacks(self._check, self._arrive, self.fail, self._needs))
         self._thread = threading.Thread(target=self._loop, name="gradwire-engine", daemon=True)
         self._thread.start()
 
@@ -125,7 +125,17 @@ class Engine:
                 self._push(task)
         for task in ended:
             self._end(task)
+        for error in map(self.transport.departed, {key.peer for key in self._waiting}):
+            if error is not None:
+                self.fail(error)
+                return
         self._condition.notify_all()
+
+    @property
+    def idle(self) -> bool:
+        """Whether every graph has ended, and none has failed."""
+        with self._condition:
+            return not self._active and self.error is None
 
     def wait_idle(self) -> None:
         """Block until every graph has ended.
@@ -219,6 +229,11 @@ class Engine:
             self._record_arrival(task)
             self._end(task)
             self._condition.notify_all()
+
+    def _needs(self, peer: int) -> bool:
+        """Whether a frame of a peer that is gone is waited for; if not, the next step that waits for one fails."""
+        with self._condition:
+            return any(key.peer == peer for key in self._waiting)
 
     def _claim(self, task: Task) -> bool:
         """Give a new `recv` task its frame if that is here already, else wait for it."""
@@ -342,16 +357,6 @@ class Engine:
     def _check_stalls(self) -> None:
         if not self._waiting or self.error is not None:
             return
-        for task in self._waiting.values():
-            if task.peer is not None and self.transport.departed(task.peer):
-                self.fail(
-                    PeerLostError(
-                        f"Rank {task.peer} has closed in good order, but its part of this step is missing. "
-                        "Do: make as many steps on every rank before detach or exit.",
-                        rank=task.peer,
-                    )
-                )
-                return
         # A frame of stage 0 depends on its sender alone, so its absence is evidence. Who lacks only later stages gives
         # a better informed rank time to say whose fault it is.
         key, oldest = min(self._waiting.items(), key=lambda item: (item[0].stage, item[1].started))

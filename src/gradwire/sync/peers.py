@@ -7,10 +7,13 @@ The part of `Synchronizer` that knows nothing of tensors and plans: the two are 
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import logging
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -40,6 +43,7 @@ from gradwire.sync.strategies import Surroundings
 from gradwire.transport.base import Transport
 
 logger = logging.getLogger("gradwire")
+_open: weakref.WeakSet[Peers] = weakref.WeakSet()
 
 
 class Peers:
@@ -71,6 +75,7 @@ class Peers:
         self._stall_timeout = stall_timeout or 10 * timeout
         self._name = f"gradwire/{self._info.next_number()}"
         self._nodes = NodeMap(self._info.store, self.rank, self.world_size, nodes, f"{self._name}/nodes")
+        _open.add(self)
 
     def _agree(self, document: dict[str, Any]) -> None:
         topic = f"{self._name}/agree/{next(self._topics)}"
@@ -213,6 +218,14 @@ class Peers:
             self._service.close()
         for trace in self._traces:
             trace.close()
+        _open.discard(self)
+
+    def _exit(self) -> None:
+        """End with the interpreter: in good order between steps; within one, peers are told at once."""
+        if self._engine is None or self._engine.idle:
+            self.close()
+        else:
+            self._engine.transport.abort("its interpreter exits in the middle of a step")
 
     def _give_up(self, error: SyncError, state: dict[str, Any]) -> None:
         """Write the flight recorder's file, and tell the aggregator; the engine tells the peers."""
@@ -232,3 +245,13 @@ class Peers:
         error.args = (f"{error} {note}",)
         if self._service is not None:  # which waits for its threads, and this may be one of them
             threading.Thread(target=self._service.close, args=(str(error),), daemon=True).start()
+
+
+def _exit_all() -> None:
+    for peers in list(_open):
+        peers._exit()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_open.clear)  # they are the parent's to end
+atexit.register(_exit_all)

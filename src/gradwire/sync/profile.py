@@ -258,8 +258,8 @@ class _Echo(Transport):
         sealed = unpack(seal(header, body))
         self._deliver(peer, replace(sealed, sender=peer), body)
 
-    def departed(self, peer: int) -> bool:
-        return False
+    def departed(self, peer: int) -> None:
+        return None
 
     def abort(self, reason: str, blame: int | None = None) -> None:
         """Nobody to tell."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gradwire.core.errors import SyncError
+from gradwire.protocol.conversation import Conversation
 from gradwire.wire.frame import Header
 
 
@@ -26,11 +27,22 @@ class Callbacks:
         deliver: called with (peer, header, body) for a whole frame whose checksum is right. The body is a
             uint8 array that the callee owns.
         fail: called once, with the error that ended the transport: a peer lost, silent, failed or malformed.
+        needs: called with a peer that has said goodbye or whose connection has ended, after all of its frames have
+            been delivered. If true, its departure ends the transport. Default: a goodbye does not, a connection that
+            ends without one does.
     """
 
     admit: Callable[[int, Header], None]
     deliver: Callable[[int, Header, np.ndarray], None]
     fail: Callable[[SyncError], None]
+    needs: Callable[[int], bool] | None = None
+
+    def check_end(self, conversation: Conversation) -> None:
+        """Raise the error of a conversation that has ended, if its peer is still needed."""
+        error, peer = conversation.end, conversation.ends.peer
+        assert error is not None, "it has ended"
+        if not conversation.departed if self.needs is None else self.needs(peer):
+            raise error
 
 
 class Transport(ABC):
@@ -69,8 +81,11 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def departed(self, peer: int) -> bool:
-        """Whether `peer` has closed in good order: nothing more comes from it, sending to it fails."""
+    def departed(self, peer: int) -> SyncError | None:
+        """The error for whoever needs `peer`, once it is gone; None while it is there.
+
+        Nothing more comes from a peer that is gone, and sending to it fails.
+        """
 
     def busy_seconds(self) -> float:
         """How long connections have had bytes under way that the peer had not acknowledged, added up over peers.

@@ -1,8 +1,8 @@
 """How connections end: a last word to every peer, and time for it to arrive.
 
-A socket that is closed with unread bytes resets the connection, which may overtake what was said before. So
-the last word is followed by a half close, and what the peer still sends is read and dropped until it closes
-too, for at most `LINGER_SECONDS`.
+A socket that is closed with unread bytes, or that gets more of them later, resets the connection: what the kernel has
+not delivered by then is lost. So the last word is followed by a half close, and what the peer still sends is read and
+dropped until it closes too; for at most `LINGER_SECONDS`, and after a goodbye for as long as bytes are on their way.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def say_farewell(links: Iterable[Link], word: LastWord, timeout: timedelta) -> S
     Args:
         links: those that may still be open.
         word: what to say.
-        timeout: for BYE, how long a peer may take no bytes of what is queued. ABORT and GOAWAY get
-            `LINGER_SECONDS` in all.
+        timeout: for BYE, how long a peer may take no bytes of what is queued here or in the kernel. ABORT and
+            GOAWAY get `LINGER_SECONDS` in all.
 
     Returns:
         The error of the first peer that did not take what was queued for it.
@@ -74,7 +74,8 @@ class _Departure:
             link.drop_unsent()
         frame = link.conversation.control(word.kind, word.reason, word.blame)
         link.enqueue(frame, np.empty(0, dtype=np.uint8))
-        self.deadline = time.monotonic() + self._patience
+        self.deadline = self._gives_up = time.monotonic() + self._patience
+        self._undelivered = 0
         selector.register(link.socket, selectors.EVENT_READ | selectors.EVENT_WRITE, self)
 
     def progress(self, events: int, now: float) -> None:
@@ -85,7 +86,14 @@ class _Departure:
             self._close(unsaid)
 
     def expire(self, now: float) -> None:
-        if self.link.open and now >= self.deadline:
+        if not self.link.open or now < self.deadline:
+            return
+        undelivered = self.link.undelivered_bytes() if self._says_bye and not self.link.writable else 0
+        if undelivered != self._undelivered:
+            self._undelivered, self._gives_up = undelivered, now + self._patience
+        if undelivered and now < self._gives_up:
+            self.deadline = now + LINGER_SECONDS
+        else:
             self._close(self.link.pending_frames)
 
     def _send(self, now: float) -> None:

@@ -9,8 +9,10 @@ went, its reason above all, is still read. Everything but `enqueue` belongs to t
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import socket
 import sys
+import termios
 from collections import deque
 from collections.abc import Iterator
 from itertools import islice
@@ -87,6 +89,12 @@ class Link:
                 self._busy_seconds = int.from_bytes(info[_BUSY_TIME:], sys.byteorder) / 1e6
         return self._busy_seconds
 
+    def undelivered_bytes(self) -> int:
+        """Bytes sent that the peer's system has not acknowledged; 0 where this system does not tell."""
+        with contextlib.suppress(OSError):  # closed, or another system
+            return int.from_bytes(fcntl.ioctl(self.socket, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+        return 0
+
     def flush(self, now: float) -> None:
         """Send as much as the kernel takes in one turn. One thread at a time: the owner sees to that."""
         for _ in range(CALLS_PER_TURN):
@@ -131,15 +139,16 @@ class Link:
         yield from self.conversation.advance(0, now)
 
     def depart(self) -> None:
-        """Close after the peer's BYE. Not while another thread is in `flush`: the owner sees to that.
+        """Close after the peer is gone. Not while another thread is in `flush`: the owner sees to that.
 
         Raises:
             PeerLostError: there were frames that the peer has not waited for.
         """
-        unsent = self.pending_frames
+        unsent, error = self.pending_frames, self.conversation.end
+        assert error is not None, "the peer is gone"
         self.shut()
         if unsent:
-            raise self.conversation.gone()
+            raise error
 
     def discard(self) -> bool:
         """Read and drop what has come; False at the end of the connection."""

@@ -111,16 +111,17 @@ class MemoryTransport(Transport):
         """Queue one frame for `peer`. The body is copied here, as a network would."""
         check_outgoing(self, peer, header)
         frame = np.concatenate([np.frombuffer(seal(header, body), dtype=np.uint8), body])
-        if self._conversations[peer].departed:
-            self._inbox.put((peer, self._conversations[peer].gone()))
+        gone = self.departed(peer)
+        if gone is not None:
+            self._inbox.put((peer, gone))
             return
         with self._lock:
             self.sent_bytes[peer] += frame.nbytes
             self._put(peer, frame)
 
-    def departed(self, peer: int) -> bool:
-        """Whether `peer` has closed in good order."""
-        return self._conversations[peer].departed
+    def departed(self, peer: int) -> SyncError | None:
+        """See `Transport`."""
+        return self._conversations[peer].end
 
     def abort(self, reason: str, blame: int | None = None) -> None:
         """Tell every peer why this rank gives up, then close."""
@@ -203,24 +204,26 @@ class MemoryTransport(Transport):
             return False
         if isinstance(frame, SyncError):
             raise frame
-        if frame is None:
-            error = self._conversations[sender].lost("the end of its connection")
-            if error is not None:
-                raise error
-        else:
-            self._take(sender, frame)
+        self._take(sender, frame)
         return True
 
-    def _take(self, sender: int, frame: np.ndarray) -> None:
+    def _take(self, sender: int, frame: np.ndarray | None) -> None:
         assert self._callbacks is not None
-        for header, body in feed(self._conversations[sender], frame):
-            if self._ended:
+        conversation = self._conversations[sender]
+        if frame is None:
+            if conversation.lost("the end of its connection") is None:
                 return
-            self._callbacks.deliver(sender, header, body)
+        else:
+            for header, body in feed(conversation, frame):
+                if self._ended:
+                    return
+                self._callbacks.deliver(sender, header, body)
+        if conversation.end is not None:
+            self._callbacks.check_end(conversation)
 
     def _run_timers(self, looked_at: float) -> None:
         for peer, conversation in self._conversations.items():
-            if conversation.departed:
+            if conversation.end is not None:
                 continue
             if conversation.liveness.silent(looked_at):
                 raise conversation.silence()
@@ -230,7 +233,7 @@ class MemoryTransport(Transport):
                     self._put(peer, frame)
 
     def _open(self) -> list[Conversation]:
-        return [conversation for conversation in self._conversations.values() if not conversation.departed]
+        return [conversation for conversation in self._conversations.values() if conversation.end is None]
 
     def _by_peer(self, counter: str) -> list[int]:
         counts = [0] * self.world_size

@@ -13,7 +13,6 @@ a body is admitted before it is allocated.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import secrets
@@ -21,14 +20,13 @@ import selectors
 import socket
 import threading
 import time
-import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
 import numpy as np
 
-from gradwire.core.errors import OptionError, SyncError
+from gradwire.core.errors import OptionError, PeerLostError, SyncError
 from gradwire.protocol.conversation import Conversation, Ends
 from gradwire.transport.address import local_address
 from gradwire.transport.base import Callbacks, Transport
@@ -43,7 +41,6 @@ from gradwire.wire.frame import HEADER_BYTES, FrameKind, Header, seal
 logger = logging.getLogger("gradwire")
 ABORT_SECONDS = 5.0
 _EMPTY = np.empty(0, dtype=np.uint8)
-_alive: weakref.WeakSet[TcpTransport] = weakref.WeakSet()
 
 
 class TcpTransport(Transport, ProcessBound):
@@ -83,7 +80,6 @@ class TcpTransport(Transport, ProcessBound):
         self._selector.register(self._wake_in, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name=f"gradwire-tcp-{name}", daemon=True)
         self._bind()
-        _alive.add(self)
         self._thread.start()
 
     @classmethod
@@ -152,8 +148,9 @@ class TcpTransport(Transport, ProcessBound):
         with self._lock:
             if self._last_word is not None:
                 return  # closing: the last word is the last, and only the transport's thread sends it
-            if link.conversation.departed:
-                self._undeliverable = link.conversation.gone()
+            gone = link.conversation.end
+            if gone is not None:
+                self._undeliverable = gone
             else:
                 self.sent_bytes[peer] += HEADER_BYTES + body.nbytes
                 idle = not link.pending
@@ -170,9 +167,9 @@ class TcpTransport(Transport, ProcessBound):
         """See `Transport`; Linux counts it for every TCP connection."""
         return sum(link.busy_seconds() for link in self._links.values())
 
-    def departed(self, peer: int) -> bool:
-        """Whether `peer` has closed in good order."""
-        return self._links[peer].conversation.departed
+    def departed(self, peer: int) -> SyncError | None:
+        """See `Transport`."""
+        return self._links[peer].conversation.end
 
     def abort(self, reason: str, blame: int | None = None) -> None:
         """Tell every peer why this rank gives up, for at most a second, then close."""
@@ -260,11 +257,16 @@ class TcpTransport(Transport, ProcessBound):
 
     def _deliver(self, link: Link, frames: Iterator[tuple[Header, np.ndarray]]) -> None:
         assert self._callbacks is not None
-        for header, body in frames:
-            self._callbacks.deliver(link.peer, header, body)
-            if self._last_word is not None:  # a callback has closed the transport
-                return
-        if link.open and link.conversation.departed:
+        try:
+            for header, body in frames:
+                self._callbacks.deliver(link.peer, header, body)
+                if self._last_word is not None:  # a callback has closed the transport
+                    return
+        except PeerLostError:
+            if link.conversation.end is None:  # it is a callback's own
+                raise
+        if link.open and link.conversation.end is not None:
+            self._callbacks.check_end(link.conversation)
             # Under the lock: `send` may be between the kernel's taking a frame and its own note that it is sent.
             with self._lock:
                 link.depart()
@@ -329,11 +331,3 @@ class TcpTransport(Transport, ProcessBound):
         for peer, link in self._links.items():
             counts[peer] = getattr(link.conversation, counter)
         return counts
-
-
-def _abort_at_exit() -> None:
-    for transport in list(_alive):
-        transport.abort("its interpreter exits")
-
-
-atexit.register(_abort_at_exit)
