@@ -66,8 +66,10 @@ def test_it_serves_one_thing_with_its_own_options():
     assert serve("--workers", "2", "--aggregate", "--optimizer", "my.Own").exit_code == 2
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("kind", ["--parameters", "--aggregate"])
+@pytest.mark.parametrize(
+    ("kind", "number"),
+    [("--parameters", signal.SIGTERM), ("--aggregate", signal.SIGTERM), ("--aggregate", signal.SIGINT)],
+)
 def test_a_signal_is_told_to_the_workers_at_once(kind, number):
     """Of servers that no other can take over from."""
     command = [sys.executable, "-m", "gradwire.cli", "serve", kind, "--workers", "3", "--port", "0"]

@@ -139,6 +139,17 @@ def test_a_name_of_this_machine_is_one_address_for_connection_and_datagrams(job,
     check_round(job.join(("localhost", port), jobs.terms()), 0)
 
 
+@pytest.mark.timeout(30)
+def test_a_group_that_a_worker_cannot_join_is_told_at_once(job):
+    group = ("239.71.87.3", 0x6757)
+    address = job.serve(workers=1, udp=True, multicast=group)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as taken:
+        taken.bind(group)
+        with pytest.raises(SyncError, match=r"multicast group 239\.71\.87\.3:26455: .* without --multicast"):
+            AggregationClient(address, jobs.terms(1), 0, timeout=timedelta(seconds=600))
+    assert "multicast group" in str(job.end())
+
+
 def test_small_buffers_and_many_workers(job):
     terms = jobs.terms(16)
     address = job.serve(workers=16, udp=True, buffer_bytes=4096)
@@ -281,6 +292,22 @@ def test_what_goes_wrong_on_a_clients_thread_is_told_to_whoever_waits(job):
     with pytest.raises(SyncError, match="read-only"):
         client.submit(0, 2, None, np.empty(130, np.uint8))
     assert "read-only" in str(job.end())
+
+
+@pytest.mark.timeout(30)
+def test_what_goes_wrong_on_a_servers_thread_is_told_to_all(job):
+    def print_to_nobody(text: str) -> None:
+        raise BrokenPipeError("nobody reads")
+
+    with pytest.raises(SyncError, match="nobody reads"):
+        AggregationClient(job.serve(workers=1, on_event=print_to_nobody), jobs.terms(1), 0)
+    assert "nobody reads" in str(job.end())
+
+
+@pytest.mark.timeout(30)
+def test_an_address_that_cannot_be_called_is_told_at_once():
+    with pytest.raises(SyncError, match="port must be 0-65535"):
+        AggregationClient(("127.0.0.1", 99_999), jobs.terms(1), 0, timeout=timedelta(seconds=600))
 
 
 def test_an_older_session_is_fenced(job):

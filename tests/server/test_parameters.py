@@ -358,6 +358,17 @@ def test_a_flood_waits_at_its_sender() -> None:
     assert MAX_QUEUED_BYTES // size <= num_queued[0] <= MAX_QUEUED_BYTES // size + 20
 
 
+@pytest.mark.timeout(30)
+def test_an_exception_on_the_hubs_thread_ends_the_server() -> None:
+    server = ParameterServer(ServerOptions(1))
+    server._queued_bytes.clear()  # so that no frame can be taken
+    worker = Stranger(server.address[1], 0, 1, (FrameKind.JOIN, b"{}"))
+    with pytest.raises(SyncError, match="IndexError"):
+        server.run(lambda text: None)
+    assert "IndexError" in str(worker.told.get(timeout=20))
+    worker.hub.close()
+
+
 @pytest.mark.timeout(120)
 def test_a_worker_that_hangs_while_its_connection_lives_ends_the_job() -> None:
     server = ParameterServer(ServerOptions(2, patience=timedelta(seconds=0.2)))

@@ -12,7 +12,9 @@ from gradwire.transport.address import (
     interface_address,
     is_loopback,
     local_address,
+    parse_address,
     place,
+    resolve,
     store_host,
 )
 
@@ -70,6 +72,23 @@ def test_loopback_is_known(host):
 )  # fmt: skip
 def test_what_others_can_reach_or_name_is_no_loopback(host):
     assert not is_loopback(host)
+
+
+def test_an_address_has_a_host_and_a_port():
+    assert parse_address("a.example:7070") == ("a.example", 7070)
+    assert parse_address("[::1]:65535") == ("::1", 65535)
+    for said in ("a.example", ":7070", "a.example:", "a.example:http", "a.example:-1", "a.example:\xb2"):
+        with pytest.raises(OptionError, match="as host:port"):
+            parse_address(said)
+    for port in (0, 65536, 99999):
+        with pytest.raises(OptionError, match=f"no port {port}.* from 1 to 65535"):
+            parse_address(f"a.example:{port}")
+
+
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "a..b", "a" * 300])
+def test_a_host_without_an_address_is_refused(host):
+    with pytest.raises(OptionError, match="no address of"):
+        resolve(host)
 
 
 def test_processes_of_one_machine_are_in_one_place():

@@ -12,7 +12,7 @@ from datetime import timedelta
 import numpy as np
 import pytest
 
-from gradwire.core.errors import FrameError, OptionError, PeerFailedError, PeerLostError, PeerTimeoutError
+from gradwire.core.errors import FrameError, OptionError, PeerFailedError, PeerLostError, PeerTimeoutError, SyncError
 from gradwire.protocol.handshake import JobKey, Member
 from gradwire.transport.hub import Hub
 from gradwire.transport.keys import job_key
@@ -49,6 +49,9 @@ class Owner:
 
     def left(self, peer, error) -> None:
         self.events.put(("left", peer, error))
+
+    def failed(self, error) -> None:
+        self.events.put(("failed", error))
 
     def hear(self, kind):
         deadline = time.monotonic() + WAIT
@@ -100,6 +103,21 @@ def test_frames_go_both_ways(hubs):
     assert server.send(1, frame(SERVER, 3), big)
     assert here.hear("frame")[3] == big.tobytes()
     assert not server.send(2, frame(SERVER), big)  # who is not there
+
+
+def test_an_exception_on_its_thread_is_told_to_the_owner_and_to_all_peers(hubs):
+    server, there, port = hubs(SERVER)
+    worker, here = hubs(1, port)
+    here.hear("joined")
+    there.deliver = None  # which cannot be called
+    worker.send(SERVER, frame(1, 1), EMPTY)
+    _, error = there.hear("failed")
+    assert isinstance(error, SyncError)
+    assert isinstance(error.__cause__, TypeError)
+    end = here.hear("left")[2]
+    assert isinstance(end, PeerFailedError)
+    assert "not callable" in str(end)
+    assert not server.send(1, frame(SERVER, 1), EMPTY)
 
 
 def test_a_goodbye_is_no_error(hubs):

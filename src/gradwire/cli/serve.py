@@ -17,7 +17,7 @@ Aggregate = Annotated[
 ]
 Workers = Annotated[int, typer.Option("--workers", min=1, help="How many workers the job has.")]
 Host = Annotated[str, typer.Option("--host", help="Address to listen at; beyond loopback a job key is required.")]
-Port = Annotated[int, typer.Option("--port", help="Port to listen at; 0 for any.")]
+Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen at; 0 for any.")]
 Job = Annotated[str, typer.Option("--job", help="Name of the job, as the workers have it.")]
 State = Annotated[Path | None, typer.Option("--state", help="Folder of checkpoint and journal: survive a restart.")]
 Timeout = Annotated[float, typer.Option("--timeout", help="Seconds for which a worker may be silent.")]

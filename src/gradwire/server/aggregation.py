@@ -235,6 +235,10 @@ class AggregationServer(Stoppable):
                 session.lost_at[peer] = time.monotonic()
             self._changed.notify_all()
 
+    def failed(self, error: SyncError) -> None:
+        """No worker can be heard any more."""
+        self._error = self._error or error
+
     # -- sessions --------------------------------------------------------------------------------------------
 
     def _join(self, worker: int, join: Join) -> None:

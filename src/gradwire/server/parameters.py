@@ -119,7 +119,7 @@ class ParameterServer(Stoppable):
         family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
         listener = socket.create_server((options.host, options.port), family=family, backlog=128)
         self.address: tuple[str, int] = (options.host, int(listener.getsockname()[1]))
-        self._events: queue.SimpleQueue[_Frame | _Left] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[_Frame | _Left | SyncError] = queue.SimpleQueue()
         self._queued_bytes = [0] * options.workers
         self._queue_lock = threading.Lock()
         callers = frozenset(range(options.workers))
@@ -148,6 +148,9 @@ class ParameterServer(Stoppable):
 
     def left(self, peer: int, error: SyncError | None) -> None:
         self._events.put(_Left(peer, error))
+
+    def failed(self, error: SyncError) -> None:
+        self._events.put(error)
 
     # -- the loop --------------------------------------------------------------------------------------------
 
@@ -186,6 +189,8 @@ class ParameterServer(Stoppable):
             self._check_patience(on_event)
             self._check_stalls()
             return
+        if isinstance(event, SyncError):
+            raise event
         if isinstance(event, _Left):
             on_event(f"Worker {event.worker}: {event.error or 'finished'}")
             self._send(self.end.leave(event.worker, finished=event.error is None))

@@ -48,7 +48,7 @@ def resolve(host: str) -> str:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return str(socket.getaddrinfo(host, None, family, socket.SOCK_STREAM)[0][4][0])
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the latter where it cannot be a name
         raise OptionError(f"There is no address of {host!r} ({error}). Name a host that this machine knows.") from error
 
 
@@ -107,8 +107,10 @@ def parse_address(said: str) -> tuple[str, int]:
         OptionError: it is something else.
     """
     host, _, port = said.rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not port.isdecimal():
         raise OptionError(f"Expected an address as host:port, got {said!r}. Do: add the port.")
+    if not 0 < int(port) < 1 << 16:
+        raise OptionError(f"There is no port {port}, as {said!r} has it. Pass one from 1 to 65535.")
     return host.strip("[]"), int(port)
 
 

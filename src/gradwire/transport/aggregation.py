@@ -183,6 +183,10 @@ class AggregationClient(Aggregation):
             limit = f"{self._timeout:g} s"
             logger.warning("The aggregation server at %s is called again for %s. %s", self._name, limit, error)
 
+    def failed(self, error: SyncError) -> None:
+        """Nothing comes from the server any more."""
+        self._fail(error)
+
     def _be_welcome(self, welcome: Welcome) -> None:
         with self._changed:
             lossy = welcome.port is not None
@@ -192,10 +196,10 @@ class AggregationClient(Aggregation):
                 self._fail(SyncError("Expected an aggregation server with or without --udp as before, got the other."))
                 return
             self._datagrams.enter(welcome.epoch)
-            self._enter_group(welcome)
-            self._welcome = welcome
-            self._lost_at = None
             try:
+                self._enter_group(welcome)
+                self._welcome = welcome
+                self._lost_at = None
                 for packet in self._end.joined(welcome.epoch, time.monotonic()):
                     self._send(packet)
             except SyncError as error:
@@ -205,8 +209,14 @@ class AggregationClient(Aggregation):
 
     def _enter_group(self, welcome: Welcome) -> None:
         if welcome.group is not None and self._group is None:
-            self._group = DatagramSocket(welcome.group, self._key, shared=True)
-            self._group.join(welcome.group[0], self._datagrams.address[0])
+            try:
+                self._group = DatagramSocket(welcome.group, self._key, shared=True)
+                self._group.join(welcome.group[0], self._datagrams.address[0])
+            except OSError as error:
+                raise SyncError(
+                    f"Rank {self.rank} cannot take results from the multicast group {welcome.group[0]}:"
+                    f"{welcome.group[1]}: {error}. Start the server with another group, or without --multicast."
+                ) from error
             self._selector.register(self._group.socket, selectors.EVENT_READ)
         if self._group is not None:
             self._group.enter(welcome.epoch)

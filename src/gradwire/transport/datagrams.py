@@ -60,7 +60,11 @@ class DatagramSocket:
             if sys.platform == "linux":
                 with contextlib.suppress(PermissionError):  # for root alone
                     self.socket.setsockopt(socket.SOL_SOCKET, beyond, buffer_bytes)
-        self.socket.bind(address)
+        try:
+            self.socket.bind(address)
+        except OSError:
+            self.socket.close()
+            raise
         self.address: Address = self.socket.getsockname()[:2]
         self.forged = 0
         self._job_key = key

@@ -60,6 +60,9 @@ class Owner(Protocol):
     def left(self, peer: int, error: SyncError | None) -> None:
         """A peer's connection is gone; None where it has said goodbye."""
 
+    def failed(self, error: SyncError) -> None:
+        """The hub's thread has ended because of an exception, and all connections with it, for good."""
+
 
 class Hub(ProcessBound):
     """The connections of one end.
@@ -195,10 +198,14 @@ class Hub(ProcessBound):
             while self._last_word is None:
                 self._turn()
             say_farewell([link for link in self._links.values() if link.open], self._last_word, self._timeout)
-        except Exception:
+        except Exception as cause:
             logger.exception("The thread of a hub failed.")
-            for peer in list(self._links):
-                self._owner.left(peer, SyncError("Expected the hub's thread to run on, got the error in the log."))
+            error = SyncError(f"The thread that serves the connections failed: {cause!r}. The log says where.")
+            error.__cause__ = cause
+            with self._lock:
+                self._last_word = self._last_word or LastWord(FrameKind.ABORT, str(error))
+            self._owner.failed(error)
+            say_farewell(self._links.values(), self._last_word, self._timeout)
         finally:
             with self._lock:
                 self._release()
@@ -262,11 +269,12 @@ class Hub(ProcessBound):
         self._candidates[sock] = candidate
         try:
             code = sock.connect_ex((host, port))
+            problem = "" if code in (0, errno.EINPROGRESS) else errno.errorcode.get(code, str(code))
         except OSError as error:  # no such host
-            code = error.errno or errno.EHOSTUNREACH
+            problem = str(error)
         self._selector.register(sock, selectors.EVENT_WRITE)
-        if code not in (0, errno.EINPROGRESS):
-            self._drop(candidate, errno.errorcode.get(code, str(code)))
+        if problem:
+            self._drop(candidate, problem)
 
     def _answer(self) -> None:
         assert self._acceptor is not None

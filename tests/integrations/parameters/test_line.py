@@ -74,8 +74,10 @@ def server() -> Iterator[Server]:
     made.hub.close()
 
 
-def call(server: Server, stall_seconds: float = WAIT) -> Line:
-    values = {terms.name: torch.zeros(terms.shape) for terms in TERMS.tensors}
+VALUES = {terms.name: torch.zeros(terms.shape) for terms in TERMS.tensors}
+
+
+def call(server: Server, stall_seconds: float = WAIT, values: dict[str, torch.Tensor] = VALUES) -> Line:
     made = Line(
         server.address, TERMS, 0, "gradwire", 1, timedelta(seconds=WAIT), timedelta(seconds=stall_seconds),
         groups=FIRST, values=values.__getitem__, key_file=None, insecure=False,
@@ -146,3 +148,16 @@ def test_a_forked_child_does_not_wait_for_what_only_its_parent_can_hear(server: 
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     server.welcome()
     line.wait_for_values()
+
+
+@pytest.mark.timeout(15)
+def test_an_exception_on_the_hubs_thread_is_told_to_whoever_waits(server: Server) -> None:
+    line = call(server, values={})
+    server.hear(FrameKind.JOIN)
+    server.welcome()
+    try:
+        with pytest.raises(SyncError, match="KeyError") as caught:
+            line.wait_for_values()
+        assert isinstance(caught.value.__cause__, KeyError)
+    finally:
+        line.close()

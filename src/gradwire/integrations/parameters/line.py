@@ -165,6 +165,11 @@ class Line:
                 logger.warning("The parameter server at %s is called again for %s. %s", self.address, limit, error)
             self._changed.notify_all()
 
+    def failed(self, error: SyncError) -> None:
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
     def _read_welcome(self, body: np.ndarray) -> Welcome:
         """Where the server stands; an answer that makes no sense is its last, as the next would make no more."""
         try:
