@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -140,6 +141,49 @@ def test_has_comm_hook_sees_what_mixed_precision_registers() -> None:
 
     mixed = _MixedPrecision(param_dtype=torch.float32, reduce_dtype=torch.float32, buffer_dtype=torch.float32)
     assert torch_private.has_comm_hook(DistributedDataParallel(module(), mixed_precision=mixed))
+
+
+def test_has_comm_hook_sees_built_in_hooks_and_none_in_a_copy_which_has_none() -> None:
+    ddp = hooked(None)
+    ddp._register_builtin_comm_hook(torch.distributed.BuiltinCommHookType.ALLREDUCE)
+    assert torch_private.has_comm_hook(ddp)
+    assert not torch_private.has_comm_hook(copy.deepcopy(ddp))
+
+
+def test_register_hook_leaves_no_hook_in_copies() -> None:
+    ddp, called = hooked(None), []
+
+    def hook(bucket: torch_private.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        called.append(bucket.index())
+        return done(bucket.buffer())
+
+    torch_private.register_hook(ddp, lambda state, bucket: hook(bucket))
+    assert torch_private.has_comm_hook(ddp)
+    twin = copy.deepcopy(ddp)
+    backward(twin)
+    assert not called
+    assert not torch_private.has_comm_hook(twin)
+    backward(ddp)
+    assert called == [0]
+
+
+def test_steps_in_backward_sees_optimizers_for_which_ddp_takes_the_hook_in_its_next_forward() -> None:
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    ddp = hooked(None)
+    assert not torch_private.steps_in_backward(ddp)
+    _apply_optimizer_in_backward(torch.optim.SGD, ddp.module.parameters(), {"lr": 0.1})
+    assert torch_private.steps_in_backward(ddp)
+    assert not torch_private.has_comm_hook(ddp)  # the forward that takes it needs an accelerator
+
+
+def test_is_replicated_knows_modules_whose_ddp_module_comes_with_the_first_forward() -> None:
+    from torch.distributed._composable.replicate import replicate
+
+    replicated = replicate(module())
+    assert torch_private.is_replicated(replicated)
+    assert not torch_private.is_replicated(hooked(None))
+    assert not hasattr(replicate.state(replicated), "_ddp")
 
 
 def test_torch_takes_one_hook_a_module_so_a_taken_slot_must_be_noticed() -> None:
@@ -340,3 +384,39 @@ def test_what_is_not_dense_in_memory_is_in_the_order_of_its_dimensions() -> None
     values, spread = torch.arange(12.0).reshape(3, 4), torch.empty(3, 8)[:, ::2]
     assert torch.equal(torch_private.in_bucket_order(values, spread), torch.arange(12.0))
     assert torch.equal(torch_private.in_bucket_order(values, torch.empty(4, 3).T), values.T.reshape(-1))
+
+
+# -- parameters ----------------------------------------------------------------------------------------------------
+
+
+def test_trained_parameters_are_those_that_ddp_would_take_now_and_buckets_have_those_it_took() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(2))
+            self.words = nn.EmbeddingBag(10, 4, sparse=True)
+            self.body, self.head, self.left_out = nn.Linear(4, 4), nn.Linear(4, 2), nn.Linear(2, 2)
+            self._ddp_params_and_buffers_to_ignore = ["left_out.weight", "left_out.bias", "scale"]
+
+        def forward(self, words: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.scale * self.head(self.body(self.words(words)))
+            return result
+
+    in_buckets: list[str] = []
+    are_sparse: dict[str, bool] = {}
+
+    def hook(_: Any, bucket: torch_private.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        names = [torch_private.parameter_names(ddp)[id(each)] for each in torch_private.bucket_parameters(bucket)]
+        in_buckets.extend(names)
+        are_sparse.update(dict.fromkeys(names, torch_private.is_sparse(bucket)))
+        return done(bucket.buffer())
+
+    ddp = DistributedDataParallel(Net(), find_unused_parameters=True)
+    ddp.register_comm_hook(None, lambda state, bucket: hook(state, bucket))
+    ddp.module.body.requires_grad_(False)
+    ddp(torch.tensor([[1, 2]])).sum().backward()
+    trained = [name for name, _ in torch_private.trained_parameters(ddp)]
+    assert trained == ["scale", "head.weight", "head.bias"], "DDP cannot ignore what stands in the root"
+    assert [name for name, _ in torch_private.trained_parameters(ddp, sparse=True)] == ["words.weight"]
+    assert sorted(in_buckets) == sorted([*trained, "words.weight", "body.weight", "body.bias"])
+    assert [name for name, is_sparse in are_sparse.items() if is_sparse] == ["words.weight"]

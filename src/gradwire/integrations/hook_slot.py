@@ -15,12 +15,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.core.errors import AttachError
+from gradwire.core.spec import ELEMENT_TYPES
 from gradwire.integrations import torch_private
 
 if TYPE_CHECKING:
     from gradwire.integrations.handle import Handle
-
-_ATTRIBUTE = "_gradwire_slot"  # of a DDP module: its trampoline
 
 
 class Slot:
@@ -35,13 +34,12 @@ class Slot:
         self.handle: Handle | None = None
         self.registered = False
         self._ddp = weakref.ref(ddp)
-        self._group = ddp.process_group
 
     def register(self, ddp: DistributedDataParallel) -> None:
         """Take the module's hook slot, for good, if it has not been taken for this."""
         if not self.registered:
             # A lambda, because torch compares annotations as objects and ours are strings.
-            ddp.register_comm_hook(None, lambda state, bucket: self(bucket))
+            torch_private.register_hook(ddp, lambda state, bucket: self(bucket))
             self.registered = True
 
     def __call__(self, bucket: torch_private.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -49,25 +47,35 @@ class Slot:
 
     def _native(self, bucket: torch_private.GradBucket) -> torch.futures.Future[torch.Tensor]:
         ddp = self._ddp()
-        if ddp is not None and torch_private.divides_by_active_ranks(ddp):  # as DDP's own path does, but no hook's
+        assert ddp is not None, "a hook runs in a backward of its module"
+        group = ddp.process_group  # which DDP may have replaced since
+        if torch_private.divides_by_active_ranks(ddp):  # as DDP's own path does, but no hook's
             if bucket.index() == 0:
                 self._active = torch.tensor([float(torch_private.in_backward())], device=ddp.device)
-                dist.all_reduce(self._active, group=self._group)
-            bucket.buffer().mul_(self._group.size() / self._active.item())
-        return allreduce_hook(self._group, bucket)
+                dist.all_reduce(self._active, group=group)
+            bucket.buffer().mul_(group.size() / self._active.item())
+        return allreduce_hook(group, bucket)
+
+
+# Not in the modules, whose copies and pickles would have them too: a copy's hook slot is free again.
+_slots: weakref.WeakKeyDictionary[DistributedDataParallel, Slot] = weakref.WeakKeyDictionary()
 
 
 def slot_of(ddp: DistributedDataParallel) -> Slot:
-    """The module's trampoline; made on first use, and kept, since a hook cannot be unregistered."""
-    slot = getattr(ddp, _ATTRIBUTE, None)
+    """The module's trampoline. Made on first use and kept, since a hook cannot be unregistered."""
+    slot = _slots.get(ddp)
     if slot is None:
-        slot = Slot(ddp)
-        setattr(ddp, _ATTRIBUTE, slot)
+        slot = _slots[ddp] = Slot(ddp)
     return slot
 
 
 def check_attachable(ddp: object, register: bool) -> None:
     """Raise `AttachError`, with advice, where gradwire cannot have the module's buckets."""
+    if torch_private.is_replicated(ddp):
+        raise AttachError(
+            "This module is under torch's replicate(), which makes its DDP module in the first forward. Run a forward, "
+            "then attach to that one: gradwire.attach(replicate.state(module)._ddp)."
+        )
     if not isinstance(ddp, DistributedDataParallel):
         raise AttachError(
             f"Expected a DistributedDataParallel module, got {type(ddp).__name__}. Do: wrap the model first, "
@@ -84,6 +92,18 @@ def check_attachable(ddp: object, register: bool) -> None:
             "module and cannot free it. Do: build the DDP module without mixed_precision= and run the forward under "
             "torch.autocast; gradients then travel as small as the compressor makes them."
         )
+    if torch_private.steps_in_backward(ddp):
+        raise AttachError(
+            "The parameters of this module have optimizers that step within backward (_apply_optimizer_in_backward). "
+            "DDP takes its one communication hook slot for them. Use an optimizer that steps after backward."
+        )
+    for name, parameter in torch_private.trained_parameters(ddp):
+        if parameter.dtype not in ELEMENT_TYPES:
+            raise AttachError(
+                f"Parameter {name!r} is {parameter.dtype}. gradwire averages gradients of these types only: "
+                f"{', '.join(map(str, ELEMENT_TYPES))}. Keep a complex parameter as a real one, whose last dimension "
+                "is 2, and call torch.view_as_complex in forward."
+            )
     slot = slot_of(ddp)
     if slot.handle is not None:
         raise AttachError(

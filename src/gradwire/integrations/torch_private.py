@@ -6,10 +6,13 @@ Each function has a test that fails where a torch version changes what it relies
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch._C._distributed_c10d import GradBucket as GradBucket
 from torch.nn.parallel import DistributedDataParallel
+
+Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 
 
 def in_backward() -> bool:
@@ -23,13 +26,37 @@ def after_backward(callback: Callable[[], None]) -> None:
 
 
 def has_comm_hook(ddp: DistributedDataParallel) -> bool:
-    """Whether a communication hook is registered (by anybody); there is one slot and no way to empty it."""
-    return bool(getattr(ddp, "_comm_hooks", None))
+    """Whether a communication hook is registered (by anybody); there is one slot and no way to empty it.
+
+    DDP's own list of hooks lacks the built-in ones, and a copy of a module has the list but not the hooks.
+    """
+    return bool(ddp._get_ddp_logging_data().get("comm_hook"))  # type: ignore[no-untyped-call]
+
+
+def register_hook(ddp: DistributedDataParallel, hook: Hook) -> None:
+    """Register a communication hook that stays out of copies and pickles of the module.
+
+    DDP keeps hooks in a list as well, for its Python reducer alone. In a copy they would never be called.
+    """
+    ddp.register_comm_hook(None, hook)
+    ddp._comm_hooks.pop()
 
 
 def has_mixed_precision(ddp: DistributedDataParallel) -> bool:
     """Whether DDP's own ``mixed_precision=`` is on, which takes the communication hook."""
     return getattr(ddp, "mixed_precision", None) is not None
+
+
+def steps_in_backward(ddp: DistributedDataParallel) -> bool:
+    """Whether parameters have optimizers that step within backward: DDP's next forward takes the hook for them."""
+    return any(hasattr(parameter, "_in_backward_optimizers") for parameter in ddp._module_parameters)
+
+
+def is_replicated(module: object) -> bool:
+    """Whether `replicate` was called on a module: its DDP module has other parameter names, and comes later."""
+    from torch.distributed._composable.replicate import DDP
+
+    return isinstance(module, DDP)
 
 
 def has_python_reducer(ddp: DistributedDataParallel) -> bool:
@@ -56,14 +83,22 @@ def may_skip_parameters(ddp: DistributedDataParallel) -> bool:
     return bool(ddp.find_unused_parameters or ddp.static_graph)
 
 
-def trained_parameters(ddp: DistributedDataParallel) -> list[tuple[str, torch.nn.Parameter]]:
-    """The parameters that DDP synchronises, in its order, by their names in the model before it was compiled."""
-    ignored = getattr(ddp, "parameters_to_ignore", ())
-    return [
-        (uncompiled_name(name), parameter)
-        for name, parameter in ddp.module.named_parameters()
-        if parameter.requires_grad and name not in ignored
-    ]
+def parameter_names(ddp: DistributedDataParallel) -> dict[int, str]:
+    """The names that all parameters have in the model before it was compiled, by their ids."""
+    return {id(parameter): uncompiled_name(name) for name, parameter in ddp.module.named_parameters()}
+
+
+def trained_parameters(ddp: DistributedDataParallel, *, sparse: bool = False) -> list[tuple[str, torch.nn.Parameter]]:
+    """The parameters with dense gradients that DDP would synchronize if it were made now, by name, in its order.
+
+    It was made with those that were not frozen then: which these are, it does not tell.
+
+    Args:
+        sparse: return those whose gradients are sparse instead.
+    """
+    names = parameter_names(ddp)
+    found, are_sparse = ddp._build_params_for_reducer()  # type: ignore[no-untyped-call]
+    return [(names[id(each)], each) for each, is_sparse in zip(found, are_sparse) if is_sparse == sparse]
 
 
 def uncompiled(module: object) -> object:
@@ -79,6 +114,11 @@ def uncompiled_name(name: str) -> str:
 def bucket_parameters(bucket: GradBucket) -> list[torch.Tensor]:
     """The parameters of a bucket, in the order of its gradients."""
     return list(bucket.parameters())
+
+
+def is_sparse(bucket: GradBucket) -> bool:
+    """Whether a bucket is the sparse gradient of one parameter: then it has no `gradients()`."""
+    return bucket.buffer().is_sparse
 
 
 def bucket_gradient(bucket: GradBucket, parameters: Sequence[torch.Tensor], index: int) -> torch.Tensor:
