@@ -44,6 +44,16 @@ def test_a_rank_that_does_not_come_is_named() -> None:
         assert PATIENCE <= outcome["seconds"] < 5 * PATIENCE  # with what attach does before, on a busy machine
 
 
+def test_a_rank_that_attaches_alone_ends_with_advice_and_the_others_with_it() -> None:
+    alone, *others = launch("faults.lonely_attach", 3)
+    assert alone.exit_code == 1
+    assert "PeerTimeoutError: Ranks 1, 2 did not reach this call" in alone.output
+    assert "Make the same gradwire calls on every rank, attach included" in alone.output
+    for outcome in others:
+        assert outcome.exit_code, f"still running, or ended well: {outcome}"
+        assert "Connection closed by peer" in outcome.output
+
+
 def test_a_live_rank_that_does_not_join_the_step_is_named() -> None:
     for outcome in results(launch("faults.stalled_rank", 3)):
         assert outcome["type"] in ("PeerTimeoutError", "PeerFailedError")

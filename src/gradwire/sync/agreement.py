@@ -55,9 +55,10 @@ def agree(store: Store, rank: int, world_size: int, topic: str, document: dict[s
         _let_all_hear(store, rank, topic, [peer for peer in range(1, world_size) if peer not in verdict["missing"]])
     if verdict["missing"]:
         raise PeerTimeoutError(
-            f"Expected all ranks at {topic} within {timeout.total_seconds():g} s, got none of rank "
-            f"{', '.join(map(str, verdict['missing']))}. Do: look whether it is alive and calls gradwire at the same "
-            "point of the script, or pass a larger timeout.",
+            f"{_ranks(verdict['missing'])} did not reach this call within {timeout.total_seconds():g} s ({topic}). "
+            "Make the same gradwire calls on every rank, attach included. Look whether a missing rank still runs, and "
+            "pass a larger timeout if it only starts slowly. If it trains without gradwire, it waits in DDP's own "
+            "all-reduce until this process ends.",
             rank=verdict["missing"][0],
             tensor="none",
             phase="agreement",
@@ -92,6 +93,10 @@ def share(store: Store, rank: int, topic: str, text: str | None, timeout: timede
             phase="agreement",
         )
     return found
+
+
+def _ranks(missing: list[int]) -> str:
+    return ("Rank " if len(missing) == 1 else "Ranks ") + ", ".join(map(str, missing))
 
 
 def _let_all_hear(store: Store, rank: int, topic: str, others: list[int]) -> None:

@@ -75,6 +75,14 @@ def late_rank(rank: int, world_size: int) -> dict[str, Any] | None:
     return found
 
 
+def lonely_attach(rank: int, world_size: int) -> None:
+    """Rank 0 alone attaches; the others train with plain DDP, whose all-reduce waits for it."""
+    ddp = wrap(model())
+    if rank == 0:
+        gw.attach(ddp, "threelc", timeout=timedelta(seconds=TIMEOUT))
+    loss_of(ddp, next(batches(rank, world_size))).backward()
+
+
 def stalled_rank(rank: int, world_size: int) -> dict[str, Any]:
     """A rank that is alive and attached but does not join the step: the others wait out `stall_timeout`."""
     ddp = wrap(model())
