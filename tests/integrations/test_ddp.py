@@ -139,18 +139,6 @@ def test_a_compiled_module_is_attached_under_its_own_names() -> None:
     handle.detach()
 
 
-def test_an_optimizer_that_steps_without_a_synchronised_backward_is_told_once(caplog) -> None:
-    ddp = wrapped()
-    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
-    handle = gw.attach(ddp, "threelc", optimizer=optimizer, min_elements=0)
-    backward(ddp.module)
-    optimizer.step()
-    optimizer.step()
-    assert [record.message for record in caplog.records if "Do: call the DDP module, not the model" in record.message]
-    assert len(caplog.records) == 1
-    handle.detach()
-
-
 def test_residuals_follow_the_scale_of_the_gradients_and_it_is_saved() -> None:
     ddp = wrapped()
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)

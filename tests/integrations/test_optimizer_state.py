@@ -46,6 +46,13 @@ def test_slices_are_of_the_range_and_of_the_users_own_memory() -> None:
     assert found["loss_scale"] == 1
 
 
+def test_parameters_that_were_frozen_have_no_slices() -> None:
+    net, optimizer = trained(lambda p: torch.optim.Adam(p, lr=1e-3))
+    state = OptimizerState(optimizer, [("0.weight", net[0].weight)])
+    assert state("0.bias", Range(0, 4)) == {}
+    assert state.slices("0.bias", Range(0, 4)) == {}
+
+
 def test_slices_are_in_the_order_of_the_bucket_whatever_the_memory_format() -> None:
     torch.manual_seed(0)
     net = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)

@@ -136,6 +136,9 @@ def attach(
         synchronizer.close()
         raise
     slot.handle = handle
+    sparse = [name for name, _ in torch_private.trained_parameters(ddp, sparse=True)]
+    if sparse and synchronizer.rank == 0:
+        logger.warning("Gradients of %s are sparse: DDP's own all-reduce averages them.", ", ".join(sparse))
     return handle
 
 

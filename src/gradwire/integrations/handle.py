@@ -7,17 +7,20 @@ synchronizer's. It does not keep the module alive.
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.core.errors import SyncError
+from gradwire.core.spec import TensorSpec
 from gradwire.integrations import torch_private
 from gradwire.integrations.auto import Autopilot
 from gradwire.integrations.clipping import AfterAveraging
@@ -53,18 +56,24 @@ class Handle:
         self._optimizer_state = optimizer_state
         self.autopilot: Autopilot | None = None
         self._ddp = weakref.ref(ddp)
+        self._group = ddp.process_group
         self._check_every = check_every
         self._scaler = scaler
         self._loss_scale: float | None = None  # that of the residuals; None where there is no telling
         self._active_ranks = synchronizer.world_size
         self._called = False
-        self._names = {id(parameter): name for name, parameter in torch_private.trained_parameters(ddp)}
+        self._names = torch_private.parameter_names(ddp)  # frozen ones too: DDP may have been made before that
         self._commits_in_optimizer = optimizer is not None
         self._averaged = AfterAveraging()
-        self._unhook = None if optimizer is None else optimizer.register_step_post_hook(self._after_step)
+        self._unhook = None if optimizer is None else optimizer.register_step_post_hook(_weakly(self._after_step))
         self._unhook_before = (
-            None if optimizer_state is None else optimizer_state.optimizer.register_step_pre_hook(self._before_step)
+            None
+            if optimizer_state is None
+            else optimizer_state.optimizer.register_step_pre_hook(_weakly(self._before_step))
         )
+        # A module that is dropped without `detach` takes threads and connections with it.
+        self._abandoned = weakref.finalize(ddp, _close_in_background, synchronizer)
+        self._abandoned.atexit = False
 
     # -- what users call -------------------------------------------------------------------------------------
 
@@ -113,6 +122,7 @@ class Handle:
             if hook is not None:
                 hook.remove()
         self._unhook = self._unhook_before = None
+        self._abandoned.detach()
         self.synchronizer.close()
 
     def hook(self, state: Any, bucket: torch_private.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -141,26 +151,37 @@ class Handle:
             self._begin_backward(ddp, joined)
         if self._active_ranks != self.synchronizer.world_size:
             bucket.buffer().mul_(self.synchronizer.world_size / self._active_ranks)
-        parameters = torch_private.bucket_parameters(bucket)
-
-        def submit() -> torch.futures.Future[torch.Tensor]:
-            shards = [
-                Shard(self._names[id(parameter)], grad, used=not joined and _used(ddp, parameter, grad))
-                for parameter, grad in zip(parameters, bucket.gradients(), strict=True)
-            ]
-            # The small tensors of several buckets travel together, the last of them with the last bucket.
-            return self.synchronizer.submit(shards, result=bucket.buffer(), hold=not bucket.is_last())
-
-        if self.autopilot is None:
-            future = submit()
+        if torch_private.is_sparse(bucket):  # compressors take dense gradients
+            future = allreduce_hook(self._group, bucket)
         else:
-            future = self.autopilot.average(bucket, (self._names[id(parameter)] for parameter in parameters), submit)
-        if self._optimizer_state is not None and not joined:
-            future = self._remember(future, bucket, parameters)
+            future = self._submit(ddp, bucket, joined)
         if bucket.is_last() and (joined or torch_private.waits_before_callbacks(ddp)):
             self._end_backward()
         if bucket.is_last() and joined:
             self.synchronizer.commit()  # no optimizer steps here; residuals of sums are this rank's as before
+        return future
+
+    def _submit(
+        self, ddp: DistributedDataParallel, bucket: torch_private.GradBucket, joined: bool
+    ) -> torch.futures.Future[torch.Tensor]:
+        parameters = torch_private.bucket_parameters(bucket)
+        names = [self._names[id(parameter)] for parameter in parameters]
+        may_skip = torch_private.may_skip_parameters(ddp)
+        # Those that were frozen at attach. Here and not by `submit`: auto plans for what is registered.
+        frozen = [index for index, name in enumerate(names) if name not in self.synchronizer.tensors]
+        self.synchronizer.register({names[index]: TensorSpec.of(parameters[index]) for index in frozen})
+
+        def submit() -> torch.futures.Future[torch.Tensor]:
+            shards = [
+                Shard(name, grad, used=not joined and _used(grad, may_skip))
+                for name, grad in zip(names, bucket.gradients(), strict=True)
+            ]
+            # The small tensors of several buckets travel together, the last of them with the last bucket.
+            return self.synchronizer.submit(shards, result=bucket.buffer(), hold=not bucket.is_last())
+
+        future = submit() if self.autopilot is None else self.autopilot.average(bucket, names, submit)
+        if self._optimizer_state is not None and not joined:
+            future = self._remember(future, bucket, parameters)
         return future
 
     def _remember(
@@ -177,6 +198,13 @@ class Handle:
         return future.then(arrived)
 
     def _begin_backward(self, ddp: DistributedDataParallel, joined: bool) -> None:
+        if ddp.process_group is not self._group:
+            raise SyncError(
+                "The process group of this DDP module is no longer the one that gradwire was attached with "
+                "(_update_process_group). Call handle.detach() before the group is replaced and attach again after it.",
+                tensor="none",
+                phase="begin of backward",
+            )
         if not joined:
             torch_private.after_backward(self._end_backward)
         if self.autopilot is not None:
@@ -189,9 +217,8 @@ class Handle:
         self._active_ranks = self._count_active_ranks(ddp, joined)
         if self._check_every and self.synchronizer.step % self._check_every == 0:
             # A rank that has joined takes no optimizer steps; it gets the parameters when all have.
-            self.synchronizer.check_replicas(
-                None if joined else (parameter for _, parameter in torch_private.trained_parameters(ddp))
-            )
+            parameters = (parameter for _, parameter in torch_private.trained_parameters(ddp))
+            self.synchronizer.check_replicas(None if joined else parameters)
 
     def _follow_loss_scale(self) -> None:
         """Bring the residuals to the scale that the gradients of this backward have."""
@@ -227,11 +254,12 @@ class Handle:
         self._optimizer_state.before_step(self._averaged.factors())
 
     def _after_step(self, *_: Any) -> None:
-        if not self._called:
+        ddp = self._ddp()
+        if not self._called and ddp is not None:
             self._called = True  # said once
             logger.warning(
-                "Expected a synchronised backward before the optimizer's step, got none. Do: call the DDP module, not "
-                "the model in it; with register=False, call handle.hook(state, bucket) in the hook that you register."
+                "The optimizer has stepped, but no gradients were averaged: DDP has handed over none since attach. %s",
+                _what_to_do(ddp),
             )
         self.synchronizer.commit()
 
@@ -247,10 +275,43 @@ def _advising() -> Iterator[None]:
         raise
 
 
-def _used(ddp: DistributedDataParallel, parameter: torch.Tensor, grad: torch.Tensor) -> bool:
+def _what_to_do(ddp: DistributedDataParallel) -> str:
+    """Advice, where the hook was never called, for each cause that is possible."""
+    advice = ["Call the DDP module, not the model in it."]
+    if not slot_of(ddp).registered:
+        advice.append("Call handle.hook(state, bucket) in the hook that you register, as register=False asks for it.")
+    parameters = torch_private.trained_parameters(ddp)
+    unused = [name for name, parameter in parameters if parameter.grad is None]
+    if 0 < len(unused) < len(parameters):
+        more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
+        advice.append(f"Use {unused[0]!r}{more} in the loss, or pass find_unused_parameters=True to DDP.")
+    else:
+        advice.append("Convert the model's dtype before DDP wraps it: afterwards DDP no longer sees the gradients.")
+    return " Or: ".join(advice)
+
+
+def _used(grad: torch.Tensor, may_skip: bool) -> bool:
     """Whether this rank's backward used a parameter (R10). If no rank's did, DDP drops what the hook gives back.
 
-    Its .grad is None then, or what `zero_grad(set_to_none=False)` has left; a gradient that is used and zero may stay
-    away as well, for its residual waits for the next one.
+    What a bucket holds tells it, and not .grad, which distributed autograd never fills. An unused parameter's gradient
+    is zero there, or what `zero_grad(set_to_none=False)` has left; one that is used and zero may stay away as well, for
+    its residual waits for the next one.
     """
-    return parameter.grad is not None and (not torch_private.may_skip_parameters(ddp) or bool(grad.any()))
+    return not may_skip or bool(grad.any())
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """A hook of the optimizer that does not keep the handle alive: the optimizer may outlive the module."""
+    reference = weakref.WeakMethod(method)
+
+    def hook(*args: Any) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(*args)
+
+    return hook
+
+
+def _close_in_background(synchronizer: Synchronizer) -> None:
+    """Close when a module was collected: by whichever thread, which may hold the locks that closing needs."""
+    threading.Thread(target=synchronizer.close, name="gradwire-close", daemon=True).start()

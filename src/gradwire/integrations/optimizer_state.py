@@ -52,8 +52,11 @@ class OptimizerState:
             self._check(name, index)
 
     def __call__(self, name: str, elements: Range) -> dict[str, torch.Tensor]:
-        """The slices of one range that is encoded; nothing where an earlier backward of this step had the bound."""
-        if self._again:
+        """The slices of one range that is encoded; nothing where an earlier backward of this step had the bound.
+
+        Nothing of a parameter that was frozen at attach, either: its gradient is not cut.
+        """
+        if self._again or name not in self._parameters:
             return {}
         numbers = self._numbers(name)
         slices = self._slices(name, elements, numbers)
@@ -82,7 +85,7 @@ class OptimizerState:
 
     def slices(self, name: str, elements: Range) -> dict[str, torch.Tensor]:
         """The slices of one range; nothing where the optimizer has no state of the parameter yet."""
-        return self._slices(name, elements, self._numbers(name))
+        return self._slices(name, elements, self._numbers(name)) if name in self._parameters else {}
 
     def _slices(self, name: str, elements: Range, numbers: Numbers | None) -> dict[str, torch.Tensor]:
         parameter, _ = self._parameters[name]

@@ -1,0 +1,75 @@
+"""The handle where one process is the whole job: what it says, and what it takes. Several ranks: tests/integration."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire as gw
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 2), nn.Linear(4, 2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.used(inputs)
+        return result
+
+
+def step_twice(call: nn.Module, ddp: DistributedDataParallel, **options: bool) -> None:
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    handle = gw.attach(ddp, "threelc", optimizer=optimizer, min_elements=0, **options)  # type: ignore[arg-type]
+    call(torch.ones(5, 4, dtype=next(ddp.parameters()).dtype)).sum().backward()
+    optimizer.step()
+    optimizer.step()
+    handle.detach()
+
+
+def test_an_optimizer_that_steps_without_an_averaged_backward_is_told_why_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ddp = DistributedDataParallel(nn.Linear(4, 2))
+    step_twice(ddp.module, ddp)
+    ddp = DistributedDataParallel(nn.Linear(4, 2))
+    step_twice(ddp.half(), ddp)
+    ddp = DistributedDataParallel(Branches())
+    step_twice(ddp, ddp)
+    ddp = DistributedDataParallel(nn.Linear(4, 2))
+    step_twice(ddp, ddp, register=False)
+    called, converted, unused, hook = (record.message for record in caplog.records)
+    for message in (called, converted, unused, hook):
+        assert "Call the DDP module, not the model in it." in message
+    assert "Convert the model's dtype before DDP wraps it" in called
+    assert "Convert the model's dtype before DDP wraps it" in converted
+    assert "Use 'unused.weight' and 1 more in the loss, or pass find_unused_parameters=True" in unused
+    assert "Call handle.hook(state, bucket) in the hook that you register" in hook
+
+
+def test_it_is_said_which_gradients_are_sparse(caplog: pytest.LogCaptureFixture) -> None:
+    ddp = DistributedDataParallel(nn.EmbeddingBag(10, 4, sparse=True))
+    handle = gw.attach(ddp, "threelc", min_elements=0)
+    assert [record.message for record in caplog.records] == [
+        "Gradients of weight are sparse: DDP's own all-reduce averages them."
+    ]
+    ddp(torch.tensor([[1, 2], [3, 3]])).sum().backward()
+    assert ddp.module.weight.grad.is_sparse
+    handle.detach()
+
+
+def test_an_optimizer_may_outlive_the_module_and_the_handle(caplog: pytest.LogCaptureFixture) -> None:
+    import gc
+    import weakref
+
+    ddp = DistributedDataParallel(nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    alive = weakref.ref(gw.attach(ddp, "threelc", optimizer=optimizer, min_elements=0))
+    assert alive() is not None, "the module keeps its handle"
+    del ddp
+    gc.collect()
+    assert alive() is None
+    optimizer.step()
+    assert not caplog.records
