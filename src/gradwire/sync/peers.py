@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -41,6 +42,7 @@ from gradwire.sync.probe import Probe
 from gradwire.sync.registry import TensorRegistry
 from gradwire.sync.strategies import Surroundings
 from gradwire.transport.base import Transport
+from gradwire.transport.store import BoundedStore
 
 logger = logging.getLogger("gradwire")
 _open: weakref.WeakSet[Peers] = weakref.WeakSet()
@@ -64,7 +66,8 @@ class Peers:
         self.seed = seed
         self.step = 0
         self.events = EventStream()
-        self._info = GroupInfo.of(group)
+        info = GroupInfo.of(group)
+        self._info = replace(info, store=BoundedStore(info.store, timeout))
         self.rank, self.world_size = self._info.rank, self._info.world_size
         self._traces: list[Trace] = []
         self._rounds = itertools.count()

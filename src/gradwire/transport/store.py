@@ -1,0 +1,68 @@
+"""The job's store, with a deadline for each of its answers.
+
+torch's `TCPStore` waits for its server without one: where the process that holds the store is frozen, or its machine
+is cut off, a call never returns.
+
+On failure: the thread of the call that was not answered stays behind, and later calls fail at once.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future, wait
+from datetime import timedelta
+from typing import Any
+
+from gradwire.core.errors import PeerTimeoutError
+
+
+class BoundedStore:
+    """The part of `torch.distributed.Store` that is used.
+
+    Args:
+        store: the job's store.
+        timeout: how long an answer may take.
+
+    Raises:
+        PeerTimeoutError: from every call, once an answer has taken longer.
+    """
+
+    def __init__(self, store: Any, timeout: timedelta) -> None:
+        self.underlying_store = store  # the name that torch's own wrappers have for it
+        self._timeout = timeout
+        self._silent = False
+
+    def set(self, key: str, value: str) -> None:
+        self._call(self.underlying_store.set, key, value)
+
+    def get(self, key: str) -> bytes:
+        found: bytes = self._call(self.underlying_store.get, key)
+        return found
+
+    def add(self, key: str, amount: int) -> int:
+        found: int = self._call(self.underlying_store.add, key, amount)
+        return found
+
+    def check(self, keys: list[str]) -> bool:
+        found: bool = self._call(self.underlying_store.check, keys)
+        return found
+
+    def _call(self, function: Any, *arguments: Any) -> Any:
+        answer: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(function(*arguments))
+            except BaseException as error:
+                answer.set_exception(error)
+
+        if not self._silent:
+            threading.Thread(target=run, name="gradwire-store", daemon=True).start()
+            self._silent = not wait([answer], self._timeout.total_seconds()).done
+        if self._silent:
+            raise PeerTimeoutError(
+                f"The job's store has not answered within {self._timeout.total_seconds():g} s. Look whether the "
+                "process that holds it, usually rank 0's or the launcher's, is stopped or cut off.",
+                phase="rendezvous",
+            )
+        return answer.result()
