@@ -1,6 +1,4 @@
-"""How fast an aggregation server adds up on one core, over loopback: bytes in a second, and what each costs it.
-
-    python -m benchmarks.micro.aggregation_server            # 2 minutes: benchmarks/results/aggregation-server.csv
+"""Speed of an aggregation server on one core, over loopback: bytes that come in a second, and what each costs it.
 
 A server process on one core, and four workers in a process on another, which send 4-bit indices of one tensor round
 after round and get lanes of 8 bits back. "rate" is what came in over the time of all rounds, which the workers may
@@ -10,31 +8,28 @@ limit; "capacity" is what came in over the processor time of the server. A link 
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+import typer
 
-from gradwire.bench.records import write_figures
 from gradwire.compressors import make
 from gradwire.compressors.thc import THC
 from gradwire.protocol.aggregation.terms import Operation, Stream, Table, Terms
 from gradwire.server.aggregation import AggregationOptions, AggregationServer
 from gradwire.transport.aggregation import AggregationClient
 
-RESULTS = Path("benchmarks/results/aggregation-server.csv")
 WORKERS = 4
 CASES = (
     ("tcp", 1 << 18), ("tcp", 61_440), ("tcp", 8192), ("udp", 61_440), ("udp", 8192), ("udp", 1024),
 )  # fmt: skip
-COLUMNS = ("packet_elements",)
 
 
 @dataclass(frozen=True)
@@ -120,23 +115,20 @@ def cpu_seconds(pid: int | None) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--elements", type=int, default=1 << 22, help="of the tensor")
-    parser.add_argument("--csv", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
+def run(elements: Annotated[int, typer.Option(help="Elements of the tensor.")] = 1 << 22) -> Iterator[dict[str, Any]]:
+    """All cases."""
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    figures = []
     for transport, packet_elements in CASES:
-        figure = measure(transport, packet_elements, arguments.elements)
-        figures.append(figure)
-        print(
-            f"{transport} {packet_elements:7} indices a packet: {figure.rate / 1e6:6.0f} MB/s in, "
-            f"{figure.capacity / 1e6:6.0f} MB/s of processor time, {figure.packet_seconds * 1e6:5.0f} us a packet",
-            flush=True,
+        yield from measure(transport, packet_elements, elements).rows()
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """One case a line."""
+    lines = []
+    for rate, capacity, packet in zip(rows[::3], rows[1::3], rows[2::3], strict=True):
+        lines.append(
+            f"{rate['metric'].removesuffix('_in')} {rate['packet_elements']:7} indices a packet: "
+            f"{rate['value'] / 1e6:6.0f} MB/s in, {capacity['value'] / 1e6:6.0f} MB/s of processor time, "
+            f"{packet['value'] * 1e6:5.0f} us a packet"
         )
-    write_figures("aggregation-server", [row for each in figures for row in each.rows()], arguments.csv, COLUMNS)
-
-
-if __name__ == "__main__":
-    main()
+    return "\n".join(lines)

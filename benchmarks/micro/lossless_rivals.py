@@ -1,8 +1,6 @@
-"""`lossless` and `gcomp` beside zstd, zlib and ZipNN, on gradients of the text workload, on one thread.
+"""`lossless` and `gcomp` against zstd, zlib and ZipNN, on gradients of the text workload, on one thread.
 
-    pip install 'gradwire[bench]'
-    python -m benchmarks.micro.lossless_rivals           # a table
-    python -m benchmarks.micro.lossless_rivals --csv     # and benchmarks/results/lossless-rivals.csv
+The rivals come with `pip install 'gradwire[bench]'`.
 
 Gradients are those of a training of its own, by one rank: the matrices at steps 1, 8 and 32, each packed by itself, as
 float32 and as a model of 16 bits has them: rounded, and in float16 times the largest loss scale that all of them bear,
@@ -14,23 +12,21 @@ with what was packed.
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+import typer
 from torch import nn
 
 from gradwire.bench.extras import need
-from gradwire.bench.records import write_figures
 from gradwire.bench.workloads import make_workload
 from gradwire.compressors import make
 from gradwire.core.context import Context
@@ -38,7 +34,6 @@ from gradwire.core.spec import Range, TensorSpec, as_array
 from gradwire.integrations.optimizer_state import OptimizerState
 from gradwire.kernels.cpu.parallel import one_thread
 
-RESULTS = Path("benchmarks/results/lossless-rivals.csv")
 STEPS = (1, 8, 32)
 RANKS = 4
 # How much of an element `gcomp` may cut: of mantissas it keeps 5 bits, or 1; a subnormal float16 it may cut to nothing.
@@ -219,9 +214,8 @@ def _measured(method: Method, tensors: list[Tensor], repeats: int) -> tuple[floa
     return sum(method.nbytes(data) for data in packed) / plain, encodes[1:], decodes[1:]
 
 
-def run(repeats: int = 5, steps: tuple[int, ...] = STEPS) -> list[Figure]:
+def measured_all(repeats: int = 5, steps: tuple[int, ...] = STEPS) -> list[Figure]:
     """All methods, on one thread; the first pass of each warms it up."""
-    torch.set_num_threads(1)
     kernels_ready = make("lossless").encode(torch.ones(10), Context("w"))  # compiled before anything is timed
     assert kernels_ready.body.nbytes > 0
     found = []
@@ -241,16 +235,6 @@ def run(repeats: int = 5, steps: tuple[int, ...] = STEPS) -> list[Figure]:
     return found
 
 
-def text(found: list[Figure]) -> str:
-    lines = [
-        f"{'optimizer':10}{'step':>5}  {'elements':9}{'method':18}{'ratio':>8}{'encode GB/s':>13}{'decode GB/s':>13}"
-    ]
-    for each in found:
-        rates = f"{statistics.median(each.encode):13.2f}{statistics.median(each.decode):13.2f}"
-        lines.append(f"{each.optimizer:10}{each.step:>5}  {each.dtype:9}{each.method:18}{each.ratio:8.3f}{rates}")
-    return "\n".join(lines)
-
-
 def figures(found: list[Figure], size: int) -> Iterator[dict[str, Any]]:
     for each in found:
         fixed = {
@@ -264,18 +248,19 @@ def figures(found: list[Figure], size: int) -> Iterator[dict[str, Any]]:
             yield {**fixed, "metric": way, "value": statistics.median(rates), "unit": "GB/s", **spread}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="lossless and gcomp beside zstd, zlib and ZipNN.")
-    parser.add_argument("--csv", action="store_true", help=f"write {RESULTS}")
-    parser.add_argument("--repeats", type=int, default=5)
-    args = parser.parse_args()
-    found = run(args.repeats)
-    print(text(found))
-    if args.csv:
-        size = sum(parameter.numel() for parameter in make_workload("text").model().parameters() if parameter.dim() > 1)
-        write_figures("lossless-rivals", figures(found, size), RESULTS, more_columns=("step", "optimizer"))
-        print(f"Figures: {RESULTS.resolve()}")
+def run(repeats: Annotated[int, typer.Option(help="Timed passes over all tensors.")] = 5) -> Iterator[dict[str, Any]]:
+    """All figures."""
+    size = sum(parameter.numel() for parameter in make_workload("text").model().parameters() if parameter.dim() > 1)
+    yield from figures(measured_all(repeats), size)
 
 
-if __name__ == "__main__":
-    main()
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Ratio and rates of each method, a line a step and element type."""
+    lines = [
+        f"{'optimizer':10}{'step':>5}  {'elements':9}{'method':18}{'ratio':>8}{'encode GB/s':>13}{'decode GB/s':>13}"
+    ]
+    for ratio, encode, decode in zip(rows[::3], rows[1::3], rows[2::3], strict=True):
+        rates = f"{encode['value']:13.2f}{decode['value']:13.2f}"
+        where = f"{ratio['optimizer']:10}{ratio['step']:>5}  {ratio['dtype']:9}{ratio['method']:18}"
+        lines.append(f"{where}{ratio['value']:8.3f}{rates}")
+    return "\n".join(lines)

@@ -1,16 +1,11 @@
-"""How fast frames travel over TCP on this machine's loopback, beside bare sockets that carry the same bytes.
+"""Speed of frames over TCP on this machine's loopback, against bare sockets that carry the same bytes.
 
-    python -m benchmarks.micro.transport            # a table
-    python -m benchmarks.micro.transport --csv      # long CSV: measure, of, unit, median, worst
-
-Two processes on one machine share its cores: with two cores, sender and receiver have one each and other work on the
+Two processes on one machine share its cores. With two cores, sender and receiver have one each, and other work on the
 machine shows. The bare sockets do what any program must (copy into the kernel and out of it) and nothing else.
 """
 
 from __future__ import annotations
 
-import argparse
-import csv
 import multiprocessing
 import queue
 import socket
@@ -18,7 +13,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -36,15 +30,7 @@ ROUND_TRIPS, BIG_FRAMES, BURST = 2000, 20, 5000
 ECHO, ACKNOWLEDGE, COUNT = 0, 1, 2
 
 
-@dataclass(frozen=True)
-class Row:
-    """One figure: its median over the repetitions, and the worst of them."""
-
-    measure: str
-    of: str
-    unit: str
-    median: float
-    worst: float
+Row = dict[str, Any]
 
 
 class Frames:
@@ -145,7 +131,8 @@ def timed(action: Callable[[np.ndarray], Any], body: np.ndarray, repetitions: in
 
 
 def row(measure: str, of: str, unit: str, figures: list[float], worst: Callable[[list[float]], float]) -> Row:
-    return Row(measure, of, unit, statistics.median(figures), worst(figures))
+    value = statistics.median(figures)
+    return {"method": of, "metric": measure, "unit": unit, "value": value, "worst": worst(figures), "ranks": 2}
 
 
 def measure(end: Frames | Bare) -> list[Row]:
@@ -180,19 +167,9 @@ def run() -> list[Row]:
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--csv", action="store_true", help="long CSV on standard output")
-    options = parser.parse_args()
-    rows = run()
-    if options.csv:
-        writer = csv.writer(sys.stdout)
-        writer.writerow(["measure", "of", "unit", "median", "worst"])
-        writer.writerows([[r.measure, r.of, r.unit, f"{r.median:.3f}", f"{r.worst:.3f}"] for r in rows])
-        return
-    for r in rows:
-        print(f"{r.measure:28} {r.of:12} {r.median:9.2f} {r.unit:10} (worst {r.worst:.2f})")
-
-
-if __name__ == "__main__":
-    main()
+def table(rows: list[Row]) -> str:
+    """One figure a line."""
+    return "\n".join(
+        f"{row['metric']:28} {row['method']:12} {row['value']:9.2f} {row['unit']:10} (worst {row['worst']:.2f})"
+        for row in rows
+    )

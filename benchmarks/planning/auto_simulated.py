@@ -1,8 +1,5 @@
 """`auto` at 10 Gb/s and above, simulated: its plan beside DDP's own all-reduce in fp32 and fp16.
 
-    python -m benchmarks.planning.auto_simulated  # all: benchmarks/results/auto-simulated.csv
-    python -m benchmarks.planning.auto_simulated --models vgg19 --rates 10e9   # a part of it, printed
-
 The lab ends at about 1 Gb/s, where its processors are the link. Here the planner plans, the synchroniser's graphs run
 in virtual time, and `auto` decides as it does in a job: simulated steps stand for its trials. DDP's own all-reduce is a
 ring in buckets of 25 MB that costs nothing but its bytes, latency and additions at memory speed, in fp16 not even
@@ -15,15 +12,15 @@ stands the same of the plan alone, as a job runs it that pins the plan and tries
 
 from __future__ import annotations
 
-import argparse
-import csv
 import itertools
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Annotated, Any
 
 import torch
+import typer
 
+from benchmarks.options import choose
 from benchmarks.planning.described import LATENCY_SECONDS, MEMORY_BYTES_A_SECOND, gpu_costs, link
 from gradwire.integrations.auto import MIN_GAIN, MIN_PLAN_GAIN
 from gradwire.integrations.ways import NATIVE, NATIVE_FP16, Way
@@ -40,7 +37,8 @@ GPU_METHODS = [Method("fp16", EVERYWHERE), Method("onebit", FEW_ENCODES)]
 COMPUTE = Compute(0.05, 0.1)
 BUCKET_BYTES = 25 << 20
 BOUND = 0.98
-RESULTS = Path("benchmarks/results/auto-simulated.csv")
+KEY, CHOICES = ("machine", "model", "ranks", "rate_bits"), ("machines", "chosen_models", "num_ranks", "rates")
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -161,27 +159,22 @@ def verdict(rows: Sequence[Cell]) -> str:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--machines", nargs="*", default=list(MACHINES), choices=MACHINES)
-    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(models.MODELS))
-    parser.add_argument("--ranks", nargs="*", type=int, default=list(RANKS))
-    parser.add_argument("--rates", nargs="*", type=float, default=list(RATES), help="bits a second")
-    options = parser.parse_args()
-    rows: list[Cell] = []
-    for machine in options.machines:
+def run(
+    machines: Annotated[str, typer.Option(help="core, gpu, or both.")] = "",
+    chosen_models: Annotated[str, typer.Option("--models", help="Models, such as vgg19.")] = "",
+    num_ranks: Annotated[str, typer.Option("--ranks", help="Numbers of ranks, such as 4,16.")] = "",
+    rates: Annotated[str, typer.Option(help="Bits a second, such as 10e9.")] = "",
+) -> Iterator[Row]:
+    """All cells."""
+    for machine in choose(machines, MACHINES):
         costs, allowed = costs_of(machine)
-        for name, ranks, rate in itertools.product(options.models, options.ranks, options.rates):
-            rows.append(cell(machine, costs, allowed, name, ranks, rate))
-            print(describe(rows[-1]), flush=True)
-    print(verdict(rows))
-    chosen = (options.machines, options.models, options.ranks, options.rates)
-    if chosen == (list(MACHINES), list(MODELS), list(RANKS), list(RATES)):
-        with RESULTS.open("w", newline="") as file:
-            writer = csv.DictWriter(file, asdict(rows[0]).keys(), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(map(asdict, rows))
+        for cluster in itertools.product(choose(chosen_models, MODELS), choose(num_ranks, RANKS), choose(rates, RATES)):
+            found = cell(machine, costs, allowed, *cluster)
+            print(describe(found), flush=True)
+            yield asdict(found)
 
 
-if __name__ == "__main__":
-    main()
+def table(rows: Sequence[Row]) -> str:
+    """One cell a line, and the verdict."""
+    cells = [Cell(*(row[each.name] for each in fields(Cell))) for row in rows]
+    return "\n".join([*map(describe, cells), verdict(cells)])

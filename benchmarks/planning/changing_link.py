@@ -1,38 +1,36 @@
 """How soon `auto` notices that the links have changed: a job in the lab, 1 Gb/s, then 50 Mb/s, then 1 Gb/s again.
 
-    python -m benchmarks.planning.changing_link
-
 Four ranks replay the recorded backward of the main workload through DDP with ``attach(ddp, "auto")``. Once it has
-decided and some steps have passed, all links are changed under the running job, and back. Written down: the steps from
-each change to the decision that follows, what a step took before, right after, and once it had decided; and whether
-all ranks end with the same bits.
+decided and some steps have passed, all links are changed under the running job, and back. Recorded are the steps from
+each change to the decision that follows, the time of a step before the change, right after it, and after the decision,
+and whether all ranks end with the same bits.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
+import typer
 
+from benchmarks import ranks
+from benchmarks.options import Rates, listed
+from benchmarks.ranks import say
 from gradwire.bench.job import Job, Segment
 from gradwire.bench.methods import AUTO, Automatic
 from gradwire.bench.rank import Rank
 from gradwire.bench.recording import record
-from gradwire.bench.records import write_figures
 from gradwire.bench.replay import Replay
 from gradwire.bench.segment import is_identical
 from gradwire.lab import Lab
 
-RESULT = Path("benchmarks/results/changing-link.csv")
 QUIET_STEPS = 25  # after each decision, before the next change
 LIMIT_SECONDS = 600
 
@@ -74,24 +72,22 @@ class Watch:
             self.identical = said["identical"]
 
 
-def main() -> None:
-    """Runs the job and writes the file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rates", default="1gbit,50mbit,1gbit", help="one after another")
-    parser.add_argument("--workload", default="text")
-    parser.add_argument("--rank", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    rates = arguments.rates.split(",")
-    if arguments.rank:
-        _rank(arguments.workload, Path(arguments.rank), len(rates))
-        return
-    with Lab(4, rates[0]) as lab, tempfile.TemporaryDirectory() as folder:
-        watch = Watch(lab, rates)
-        command = [sys.executable, "-m", "benchmarks.planning.changing_link", "--workload", arguments.workload]
-        command += ["--rates", arguments.rates, "--rank", folder]
+def run(
+    rates: Rates = "1gbit,50mbit,1gbit",
+    workload: Annotated[str, typer.Option(help="What the ranks train.")] = "text",
+) -> list[dict[str, Any]]:
+    """Run the job."""
+    chosen = listed(rates, ())
+    with Lab(4, chosen[0]) as lab, tempfile.TemporaryDirectory() as folder:
+        watch = Watch(lab, chosen)
+        command = ranks.command(__name__, "work", workload, folder, len(chosen))
         lab.run(command, on_line=watch.on_line, timeout=LIMIT_SECONDS, capture=False).check()
-    write_figures("changing_link", _figures(watch, arguments.workload), RESULT)
-    print(f"Replicas identical: {watch.identical}. Figures: {RESULT}")
+    return list(_figures(watch, workload))
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """One figure a line."""
+    return "\n".join(f"{row['rate'] or '':8}{row['metric']:60}{row['value']:8.3g} {row['unit']}" for row in rows)
 
 
 def _figures(watch: Watch, workload: str) -> Iterator[dict[str, Any]]:
@@ -112,11 +108,11 @@ def _figures(watch: Watch, workload: str) -> Iterator[dict[str, Any]]:
 # -- one rank --------------------------------------------------------------------------------------------------------
 
 
-def _rank(workload: str, folder: Path, num_rates: int) -> None:
-    """Steps until so many decisions have been followed by quiet steps."""
+def work(workload: str, folder: str, num_rates: int) -> None:
+    """Step until each rate has had a decision, followed by quiet steps."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rank = Rank(Job(workload, (), folder=str(folder)))
+    rank = Rank(Job(workload, (), folder=folder))
     replay = Replay.begin(rank, Segment(AUTO), record(rank, 25.0))
     assert isinstance(replay.connection, Automatic)
     pilot = replay.connection.autopilot
@@ -127,22 +123,14 @@ def _rank(workload: str, folder: Path, num_rates: int) -> None:
         seen = len(pilot.decisions)
         quiet = 0 if changed else quiet + pilot.settled
         if rank.rank == 0:
-            _say(seconds=seconds, way=pilot.way.name)
+            say(seconds=seconds, way=pilot.way.name)
             if changed:
-                _say(text=str(pilot.decisions[-1]))
+                say(text=str(pilot.decisions[-1]))
             elif quiet == QUIET_STEPS and seen < num_rates:
-                _say(quiet=True)
+                say(quiet=True)
     gradients = [parameter.grad for parameter in replay.ddp.parameters() if parameter.grad is not None]
     identical = is_identical(gradients)
     if rank.rank == 0:
-        _say(identical=identical)
+        say(identical=identical)
     replay.connection.close()
     dist.destroy_process_group()
-
-
-def _say(**what: Any) -> None:
-    print(json.dumps(what), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,34 +1,30 @@
 """How far the simulator is from the lab: the same steps in both, at every number of ranks, rate and strategy.
 
-    python -m benchmarks.planning.simulator_error  # all, about ten minutes; needs a lab
-    python -m benchmarks.planning.simulator_error --ranks 2 --rates 1gbit           # a part of it, printed
-    python -m benchmarks.planning.simulator_error --ranks 2 --rates 1gbit --record
-
-Four matrices get ready one after another while ranks wait, as in a replayed backward; synchronisation and network are
+Four matrices get ready one after another while ranks wait, as in a replayed backward. Synchronization and network are
 real. The simulated cluster has this machine's cores, shared by all ranks, its measured costs, and links of the lab's
-rate. What ranks on shared cores cost beside is calibrated by other steps, just before and in the same lab
-(`benchmarks.planning.calibration`); nothing is fitted to the steps that are compared. A measured step is from a moment
-that all ranks know to the end of the slowest; medians.
+rate. What ranks on shared cores cost in addition is calibrated by other steps, just before and in the same lab
+(`benchmarks.planning.calibration`); nothing is fitted to the steps that are compared. A measured step lasts from a
+moment that all ranks know to the end of the slowest; medians.
 """
 
 from __future__ import annotations
 
-import argparse
-import csv
-import json
 import os
 import statistics
-import sys
 import time
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
+import typer
 
+from benchmarks import ranks as processes
+from benchmarks.options import Rates, choose
 from benchmarks.planning.calibration import Calibration, Measured, calibrate, common_moment, sleep_until
 from benchmarks.planning.calibration import measure as measure_calibration
+from benchmarks.ranks import say
 from gradwire.core.spec import TensorSpec
 from gradwire.lab import Lab
 from gradwire.lab.units import parse_rate
@@ -43,7 +39,9 @@ BACKWARD_SECONDS = 0.05
 GRADIENTS = [Gradient(f"layer{index}.weight", (128, 1024), BACKWARD_SECONDS * (index + 1) / 4) for index in range(4)]
 WARM_UPS, MIN_STEPS, MAX_STEPS, TIMED_SECONDS = 1, 3, 30, 2.0
 BOUND = 0.15
-RESULTS = Path("benchmarks/results/simulator-error.csv")
+Ranks = Annotated[str, typer.Option("--ranks", help="Numbers of ranks, such as 2,4.")]
+Methods = Annotated[str, typer.Option("--methods", help="Compressors, such as none,onebit.")]
+KEY, CHOICES = ("ranks", "rate", "strategy", "method"), ("num_ranks", "rates", "chosen_methods")
 
 
 @dataclass(frozen=True)
@@ -73,11 +71,10 @@ def worker(methods: list[str], rate: str) -> None:
     """One rank: prints what its calibration measured, then the seconds of its steps, a line a method and strategy."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    print(json.dumps({"calibration": [asdict(each) for each in measure_calibration(rate_bits(rate))]}), flush=True)
+    say(calibration=[asdict(each) for each in measure_calibration(rate_bits(rate))])
     for method in methods:
         for strategy in STRATEGIES:
-            seconds = timed_steps(method, strategy)
-            print(json.dumps({"method": method, "strategy": strategy, "seconds": seconds}), flush=True)
+            say(method=method, strategy=strategy, seconds=timed_steps(method, strategy))
     dist.destroy_process_group()
 
 
@@ -112,19 +109,10 @@ def rate_bits(rate: str) -> float:
 
 def measure(ranks: int, rate: str, methods: list[str]) -> list[dict[str, Any]]:
     """The calibration, and steps of all methods and strategies, in a lab of their own."""
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.planning.simulator_error",
-        "--worker",
-        "--rates",
-        rate,
-        "--methods",
-        *methods,
-    ]
+    command = processes.command(__name__, "worker", methods, rate)
     with Lab(ranks, rate) as lab:
         result = lab.run(command, env={"OMP_NUM_THREADS": "1"}, timeout=900).check()
-    return [json.loads(line) for line in result.hosts[0].stdout.splitlines() if line.startswith("{")]
+    return processes.said(result)
 
 
 # -- in virtual time ---------------------------------------------------------------------------------------------
@@ -177,42 +165,16 @@ def summary(rows: list[Comparison]) -> str:
     )
 
 
-def record(rows: list[Comparison], path: Path) -> None:
-    """Write rows in the place of the same steps', and keep the others."""
-    new = {(str(row.ranks), row.rate, row.strategy, row.method): asdict(row) for row in rows}
-    old: dict[tuple[str, ...], dict[str, Any]] = {}
-    if path.exists():
-        with path.open(newline="") as file:
-            old = {(row["ranks"], row["rate"], row["strategy"], row["method"]): row for row in csv.DictReader(file)}
-    merged = sorted((old | new).items(), key=lambda item: (int(item[0][0]), RATES.index(item[0][1])))
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, asdict(rows[0]).keys(), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(row for _, row in merged)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", nargs="*", type=int, default=list(RANKS), choices=RANKS)
-    parser.add_argument("--rates", nargs="*", default=list(RATES), choices=RATES)
-    parser.add_argument("--methods", nargs="*", default=list(METHODS))
-    parser.add_argument("--record", action="store_true", help=f"renew the rows of these labs in {RESULTS}")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.worker:
-        worker(options.methods, options.rates[0])
-        return
-    rows: list[Comparison] = []
-    for ranks in options.ranks:
-        for rate in options.rates:
-            here = compare(ranks, rate, options.methods)
+def run(num_ranks: Ranks = "", rates: Rates = "", chosen_methods: Methods = "") -> Iterator[dict[str, Any]]:
+    """All labs."""
+    for ranks in choose(num_ranks, RANKS):
+        for rate in choose(rates, RATES):
+            here = compare(ranks, rate, choose(chosen_methods, METHODS))
             print("\n".join([describe_calibration(here[0]), *map(describe, here)]), flush=True)
-            rows += here
-    print(summary(rows))
-    is_whole = (options.ranks, options.rates, options.methods) == (list(RANKS), list(RATES), list(METHODS))
-    if is_whole or options.record:
-        record(rows, RESULTS)
+            yield from map(asdict, here)
 
 
-if __name__ == "__main__":
-    main()
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """One kind of step a line, and how many of them are close."""
+    found = [Comparison(*(row[each.name] for each in fields(Comparison))) for row in rows]
+    return "\n".join([*map(describe, found), summary(found)])

@@ -1,6 +1,5 @@
 """The language model's data, and what is made of its loss curves."""
 
-import csv
 import math
 from dataclasses import replace
 
@@ -10,7 +9,7 @@ from benchmarks.papers.gcomp import lab as gcomp_lab
 from benchmarks.papers.hipress import convergence
 
 from gradwire.bench import methods, words
-from gradwire.bench.records import write_figures
+from gradwire.bench.records import read_figures, write_figures
 from gradwire.bench.workloads import make_workload
 from gradwire.core.errors import OptionError
 from tests.bench.support import method, result
@@ -70,14 +69,13 @@ def test_the_goal_is_reached_once_perplexity_stays_below(run):
 
 def test_curves_are_written_beside_the_final_figures(run, tmp_path, monkeypatch):
     monkeypatch.setattr(convergence, "EVERY", 1)
-    write_figures("convergence", convergence.figures(run), tmp_path / "c.csv", more_columns=("step", "seconds"))
-    with (tmp_path / "c.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    write_figures("convergence", convergence.figures(run), tmp_path / "c.csv")
+    rows = read_figures(tmp_path / "c.csv")
     curve = [row for row in rows if row["metric"] == "training_perplexity" and row["method"] == "ddp-fp32"]
-    assert [(row["step"], row["seconds"]) for row in curve] == [("1", "10.0"), ("2", "20.0"), ("3", "30.0")]
+    assert [(row["step"], row["seconds"]) for row in curve] == [(1, 10.0), (2, 20.0), (3, 30.0)]
     final = next(row for row in rows if row["metric"] == "validation_perplexity")
-    assert float(final["value"]) == pytest.approx(math.exp(2.0))
-    assert "minmax bits 2, scatter_reduce" in convergence.text(run)
+    assert final["value"] == pytest.approx(math.exp(2.0))
+    assert "minmax bits 2, scatter_reduce" in convergence.table(rows)
 
 
 def test_gcomp_in_the_lab_has_the_same_curves_at_its_own_rate(run):
@@ -87,5 +85,5 @@ def test_gcomp_in_the_lab_has_the_same_curves_at_its_own_rate(run):
     curves = [row for row in rows if row["metric"] in ("training_perplexity", "seconds_to_goal")]
     assert {(row["ranks"], row["rate"]) for row in curves} == {(4, gcomp_lab.TRAIN_RATE)}
     assert {row["ranks"] for row in rows if row["metric"] == "step" and row["rate"] == "100mbit"} == {2, 4}
-    assert "1,000     256" in gcomp_lab.text(run)  # milliseconds, and sentences a second of 4 · 64
+    assert "1,000   1,216" in gcomp_lab.table(rows)  # milliseconds, and windows a second of 4 · 304
     methods.check(list(gcomp_lab.METHODS))

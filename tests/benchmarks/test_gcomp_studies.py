@@ -14,7 +14,6 @@ from benchmarks.papers.gcomp import moments as gcomp_moments
 from benchmarks.papers.gcomp.decoding import decoding_rates
 from benchmarks.papers.gcomp.gradients import Levels, mantissa_bytes, native_bits
 from benchmarks.papers.gcomp.models import Training, transformer
-from benchmarks.papers.gcomp.plots import plot_gradients, plot_losses
 from torch import nn
 
 from gradwire.kernels.prefix_code import NUM_SYMBOLS
@@ -56,12 +55,13 @@ def test_mantissas_by_levels() -> None:
 
 def test_rates_of_a_training_and_their_plots(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(gcomp_gradients, "LEAST_DECODED", 100)
-    found = list(gcomp_gradients.run(made_up(), 20))
+    found = list(gcomp_gradients.figures_of(made_up(), 20))
     rates = [row["value"] for row in found if row["metric"] == "rate" and row["method"] == "gcomp"]
     assert len(rates) == 6  # of two optimizers at three steps
     assert all(0 < rate < 1 for rate in rates)
     assert "with escape" in gcomp_gradients.table(found)
-    names = {path.name for path in plot_gradients(found, tmp_path).iterdir()}
+    gcomp_gradients.plot(found, tmp_path)
+    names = {path.name for path in tmp_path.iterdir()}
     assert names == {"rates.png", "tables.png", "levels.png", "escape.png", "decoding.png"}
 
 
@@ -78,13 +78,14 @@ def test_replicas_are_one_or_meet_at_every_eighth_step(method) -> None:
 def test_deviations_are_from_the_exact_sums_of_the_same_seed(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(gcomp_loss, "SEEDS", (0, 1))
     monkeypatch.setattr(gcomp_loss, "CHOSEN", ("SGD",))
-    found = list(gcomp_loss.run(made_up(), 6))
+    found = list(gcomp_loss.losses_of(made_up(), 6))
     off = gcomp_loss.deviations(found)
     assert {key[2] for key in off} == set(gcomp_loss.METHODS) - {"exact"}
     assert off["made up", "SGD", "gcomp"].size == 2 * 6
     worst = {method: np.abs(values).max() for (_, _, method), values in off.items()}
     assert worst["gcomp"] < 1e-5 < worst["18 bits cut"] < worst["every 8 steps"]
-    assert (plot_losses(found, tmp_path) / "losses.png").stat().st_size > 1000
+    gcomp_loss.plot(found, tmp_path)
+    assert (tmp_path / "losses.png").stat().st_size > 1000
 
 
 def test_cuts_of_all_hops_stay_below_the_last_bit_with_the_guard_alone(monkeypatch) -> None:
@@ -104,7 +105,7 @@ def test_cuts_of_all_hops_stay_below_the_last_bit_with_the_guard_alone(monkeypat
 def test_sentences_become_numbers_by_how_often_a_word_occurs(tmp_path) -> None:
     path = tmp_path / "train.tsv"
     path.write_text("a b a\t1\nc a\t0\n")
-    training = transformer(path, 4)
+    training = transformer(tmp_path, 4)
     tokens, labels = training.batch(0, 0, 0)
     assert tokens.shape == (4, 32)
     assert {tuple(row[:3].tolist()) for row in tokens} <= {(2, 3, 2), (4, 2, 0)}
@@ -114,7 +115,7 @@ def test_sentences_become_numbers_by_how_often_a_word_occurs(tmp_path) -> None:
 
 @pytest.mark.parametrize("optimizer", gcomp_moments.CHOSEN)
 def test_a_metric_of_all_that_a_step_writes_cuts_least_and_leaves_moments_alone(optimizer) -> None:
-    found = list(gcomp_moments.run(made_up(), optimizer, 10))
+    found = list(gcomp_moments.figures_of(made_up(), optimizer, 10))
     values = {(row["method"], row["metric"], row.get("step")): row["value"] for row in found}
     rate = {metric: values[metric, "rate", None] for metric in gcomp_moments.METRICS}
     assert rate["any"] <= rate["parameter"] < rate["all"]

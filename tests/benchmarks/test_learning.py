@@ -1,17 +1,21 @@
 """The trainings of sparsifiers: their data, their designs, and what is made of what was measured."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from benchmarks.keys import key_of
 from benchmarks.papers.dragonn import extreme_classification as extreme
 from benchmarks.papers.dragonn import learning, vision
 from torch import nn
 
 from gradwire.bench import methods
-from gradwire.bench.records import write_figures
+from gradwire.bench.records import read_figures, write_figures
 from gradwire.bench.workload import Samples, evaluate
 from gradwire.bench.workloads import make_workload
 from gradwire.core.errors import OptionError
 from gradwire.feedback import MomentumCorrection
+from tests.bench.support import step_time
 
 HEADER = "@relation r\n@attribute a {0,1}\n@data\n"
 
@@ -23,20 +27,17 @@ def folder(tmp_path):
     return tmp_path
 
 
-def cells(study):
+def rows(study):
     """The first design is dense; the second learns in as many steps, the third never, both ten times as fast."""
-    found = {}
+    found = []
     for index, design in enumerate(study.designs):
         for seed in range(learning.SEEDS):
             accuracy = (0.6 if index != 2 else 0.3) + 0.01 * (seed - 1) * (index != 1)
-            found[f"{design.label}-learn-{seed}"] = {
-                "parameters": 8, "losses": [1.0] * 20, "identical": True,
-                "validations": [(10, 1.0, 0.5), (20, 0.5, accuracy)],
-            }  # fmt: skip
-        step = 1.0 if index == 0 else 0.1
-        rate = {"step": step, "p20": step, "p80": step, "samples": 5, "step_without_communication": 0.05,
-                "ideal_step": 0.05, "encode": 0.0, "decode": 0.0, "bytes": 1e6}  # fmt: skip
-        found[f"{design.label}-time"] = {"parameters": 8, "rates": dict.fromkeys(learning.RATES, rate)}
+            validations = [(10, 1.0, 0.5), (20, 0.5, accuracy)]
+            found += learning.learning_figures(design, seed, 8, [1.0] * 20, validations)
+        time = step_time(1.0 if index == 0 else 0.1, 1e6)
+        times = [replace(time, rate=rate, ideal=0.05) for rate in learning.RATES]
+        found += learning.step_figures(design, 8, times)
     return found
 
 
@@ -79,10 +80,10 @@ def test_a_prediction_of_any_class_of_a_sample_is_right():
 
 def test_tables_say_who_gets_there_and_how_much_sooner(tmp_path):
     study, path = extreme.STUDY, tmp_path / "study.csv"
-    write_figures(study.name, learning.figures(study, cells(study)), path, more_columns=learning.MORE_COLUMNS)
-    dense, second, third, *_ = learning.read(path, study)
+    write_figures(study.name, rows(study), path)
+    dense, second, third, *_ = learning.read(read_figures(path), study)
     assert (dense.reaches(0.55), second.reaches(0.55), third.reaches(0.55)) == (20, 20, None)
-    lines = learning.table(study, [dense, second, third]).splitlines()
+    lines = extreme.table(read_figures(path)).splitlines()
     assert lines[3].endswith(
         "| 60.0% | +0.0 ± 2.5 | 20 | 1 | 100 ms, 10.00, 2.00, 10.00 | 100 ms, 10.00, 2.00, 10.00 |"
     )
@@ -92,13 +93,13 @@ def test_tables_say_who_gets_there_and_how_much_sooner(tmp_path):
 
 def test_the_plot_names_every_design(tmp_path):
     pytest.importorskip("matplotlib")
-    study, path = vision.STUDY, tmp_path / "study.csv"
-    write_figures(study.name, learning.figures(study, cells(study)), path, more_columns=learning.MORE_COLUMNS)
-    learning.plot(study, learning.read(path, study), tmp_path / "plot.svg")
-    drawn = (tmp_path / "plot.svg").read_text()
-    assert all(design.label in drawn for design in study.designs)
+    vision.plot(rows(vision.STUDY), tmp_path)
+    drawn = (tmp_path / "vision.svg").read_text()
+    assert all(design.label in drawn for design in vision.STUDY.designs)
 
 
-def test_what_was_measured_is_not_measured_again(tmp_path, capsys):
-    extreme.main(["--data", str(tmp_path), "--designs", "--cells", str(tmp_path / "cells")])
-    assert "No figures are written before dense-learn-0, dense-learn-1," in capsys.readouterr().out
+def test_what_was_measured_is_not_measured_again(tmp_path):
+    done = {key_of(row, extreme.KEY) for row in rows(extreme.STUDY)}
+    assert list(extreme.run(tmp_path, done=done)) == []
+    part = [row for row in rows(extreme.STUDY) if row["method"] == "topk"]
+    assert extreme.table(part) == "There is no table before 'dense' is learned and timed."

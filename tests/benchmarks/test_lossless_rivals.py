@@ -58,4 +58,4 @@ def test_rows_have_ratio_and_both_rates() -> None:
     found = [lossless_rivals.Figure("its own", 8, "float32", "lossless", 0.84, [1.0, 3.0, 2.0], [4.0, 5.0, 6.0])]
     rows = list(lossless_rivals.figures(found, 10))
     assert [(row["metric"], row["value"]) for row in rows] == [("ratio", 0.84), ("encode", 2.0), ("decode", 5.0)]
-    assert "lossless" in lossless_rivals.text(found)
+    assert "lossless" in lossless_rivals.table(rows)

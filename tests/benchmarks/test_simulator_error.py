@@ -1,12 +1,13 @@
 """The comparison of simulator and lab: calibration on steps whose constants are known, and the file it adds to."""
 
-import csv
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from benchmarks.planning import calibration, simulator_error
 from benchmarks.planning.calibration import Calibration, Measured
 
+from benchmarks import runner
+from gradwire.bench.records import read_figures
 from gradwire.simulate import Compute, step
 from gradwire.sync.costs import Line
 from tests.simulate.costs import costs
@@ -43,10 +44,12 @@ def test_solving_stays_within_the_range() -> None:
 def test_a_part_of_the_labs_renews_its_rows_and_keeps_the_others(tmp_path) -> None:
     path = tmp_path / "rows.csv"
     row = simulator_error.Comparison(4, "1gbit", "ring", "none", 1.0, 0.9, 1.1, 5, 1.0, 0.0, *Calibration(0, 0, 0, 1))
-    simulator_error.record([row], path)
-    other = replace(row, ranks=2, rate="100mbit")
-    simulator_error.record([other], path)
-    simulator_error.record([replace(row, measured=2.0)], path)
-    with path.open() as file:
-        kept = [(line["ranks"], line["rate"], line["measured"]) for line in csv.DictReader(file)]
-    assert kept == [("2", "100mbit", "1.0"), ("4", "1gbit", "2.0")]
+    for each in (row, replace(row, ranks=2, rate="100mbit"), replace(row, measured=2.0)):
+        runner.record("simulator-error", [asdict(each)], path, simulator_error.KEY)
+    kept = read_figures(path)
+    assert [(line["ranks"], line["rate"], line["measured"]) for line in kept] == [
+        (4, "1gbit", 2.0),
+        (2, "100mbit", 1.0),
+    ]
+    assert all(line["commit"] and line["date"] for line in kept)
+    assert "off by 0.0% in the median" in simulator_error.table(kept)

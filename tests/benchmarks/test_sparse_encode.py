@@ -4,7 +4,7 @@ import pytest
 import torch
 from benchmarks.papers.dragonn import encode as bench
 
-from gradwire.bench.records import write_figures
+from gradwire.bench.records import read_figures, write_figures
 from gradwire.compressors import make
 from gradwire.core.context import Context
 from gradwire.core.spec import TensorSpec
@@ -14,8 +14,8 @@ from gradwire.core.spec import TensorSpec
 def figures(tmp_path_factory):
     found = list(bench.encoding(1, 1, (0.01,), bench.METHODS))
     path = tmp_path_factory.mktemp("sparse") / "sparse.csv"
-    write_figures("sparse-encode", (row for each in found for row in each.rows()), path, bench.COLUMNS)
-    assert bench.read(path) == found
+    write_figures("sparse-encode", (row for each in found for row in each.rows()), path)
+    assert bench.read(read_figures(path)) == found
     return found
 
 
@@ -42,7 +42,8 @@ def test_both_ways_of_decoding_give_the_same():
 
 def test_tables_and_plot_have_every_method(figures, tmp_path):
     pytest.importorskip("matplotlib")
-    table = bench.text(figures)
+    rows = [row for each in figures for row in each.rows()]
+    table = bench.table(rows)
     assert all(f"\n{method} " in table for method in bench.METHODS)
-    bench.plot(figures, tmp_path / "plot.svg")
-    assert "dragonn with feedback" in (tmp_path / "plot.svg").read_text()
+    bench.plot(rows, tmp_path)
+    assert "dragonn with feedback" in (tmp_path / "sparse-encode.svg").read_text()

@@ -9,7 +9,7 @@ from benchmarks.papers.hipress import breakdown
 
 from gradwire.bench import methods
 from gradwire.bench.job import Outcome, Timed
-from gradwire.bench.records import write_figures
+from gradwire.bench.records import read_figures, write_figures
 from gradwire.compressors import make
 from gradwire.compressors.base.registry import unregister
 from gradwire.core.context import Context
@@ -26,7 +26,7 @@ def registered():
 
 def test_workloads_have_short_names():
     names = ("text", "benchmarks.papers.dragonn.extreme_classification.Delicious=/data/delicious")
-    assert [sparse_ratios.short(name) for name in names] == ["text", "extreme-classification"]
+    assert [sparse_ablation.short(name) for name in names] == ["text", "extreme-classification"]
 
 
 def test_ratios_are_read_back_and_drawn(tmp_path):
@@ -39,12 +39,13 @@ def test_ratios_are_read_back_and_drawn(tmp_path):
         for metric, value in (("compression_ratio", 50.0), ("speedup", 4.0), ("step_over_ideal", 1.25))
     ]
     write_figures("replay", [*rows, {"method": "dgc:ratio=0.1", "metric": "bytes", "value": 1}], path)
-    points = sparse_ratios.read(path)
+    rows = read_figures(path)
+    points = sparse_ratios.points_of(rows)
     assert points["qsgd:bits=4", "1gbit"] == (sparse_ratios.Point(0.02, 4.0, 1.25))
-    assert "| `dragonn:ratio=0.001` | 2.000% | 4.00, 1.25 | 4.00, 1.25 |" in sparse_ratios.table(points)
+    assert "| `dragonn:ratio=0.001` | 2.000% | 4.00, 1.25 | 4.00, 1.25 |" in sparse_ratios.table(rows)
     pytest.importorskip("matplotlib")
-    sparse_ratios.plot(points, tmp_path / "ratios.svg")
-    assert "qsgd" in (tmp_path / "ratios.svg").read_text()
+    sparse_ratios.plot(rows, tmp_path)
+    assert "qsgd" in (tmp_path / "sparse-ratios.svg").read_text()
 
 
 def test_stages_switch_on_one_thing_after_the_other(registered):
@@ -84,9 +85,9 @@ def test_synchronisation_is_tabulated_by_stage(tmp_path):
     ]
     found = breakdown.stages(run, outcomes, ["1gbit"])
     path = tmp_path / "sparse-ablation-text.csv"
-    write_figures("sparse-ablation", breakdown.figures("text", found, {}), path, more_columns=("workload",))
-    times = sparse_ablation.read([path])
-    assert sparse_ablation.table(times).endswith("| text, 1gbit | 500.0 | 400.0 | 300.0 | 200.0 | 100.0 |")
+    write_figures("sparse-ablation", breakdown.figures("text", found, {}), path)
+    rows = read_figures(path)
+    assert sparse_ablation.table(rows).endswith("| text, 1gbit | 500.0 | 400.0 | 300.0 | 200.0 | 100.0 |")
     pytest.importorskip("matplotlib")
-    sparse_ablation.plot(times, tmp_path / "plot.svg")
-    assert "sparse decoding" in (tmp_path / "plot.svg").read_text()
+    sparse_ablation.plot(rows, tmp_path)
+    assert "sparse decoding" in (tmp_path / "sparse-ablation.svg").read_text()

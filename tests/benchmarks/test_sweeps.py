@@ -4,7 +4,7 @@ import pytest
 from benchmarks.papers.hipress import sweeps
 
 from gradwire.bench import methods
-from gradwire.bench.records import write_figures
+from gradwire.bench.records import read_figures, write_figures
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def figures(tmp_path):
         for metric, value in (("speedup", speedup), ("step", 1 / speedup), ("step_without_communication", 0.1))
     ]
     write_figures("replay", rows, path)
-    return path
+    return read_figures(path)
 
 
 def test_all_methods_exist():
@@ -25,14 +25,14 @@ def test_all_methods_exist():
 
 
 def test_losses_are_those_of_the_narrowest(figures):
-    steps = sweeps.read(figures)
+    steps = sweeps.by_method(figures)
     assert sweeps.kept(steps, sweeps.WIDTHS, "1gbit") == [("2", 4.0, 0.0), ("4", 3.0, 0.25), ("8", 2.0, 0.5)]
-    assert sweeps.text(steps) == "1gbit    minmax:bits 2: 4.00x, 4: 3.00x (-25.0%), 8: 2.00x (-50.0%)"
+    assert sweeps.table(figures) == "1gbit    minmax:bits 2: 4.00x, 4: 3.00x (-25.0%), 8: 2.00x (-50.0%)"
 
 
 def test_the_plot_names_the_methods_that_there_are(figures, tmp_path):
     pytest.importorskip("matplotlib")
-    sweeps.plot(sweeps.read(figures), tmp_path / "sweeps.svg")
+    sweeps.plot(figures, tmp_path)
     drawn = (tmp_path / "sweeps.svg").read_text()
     assert "gradwire minmax bits 8" in drawn
     assert "topk" not in drawn

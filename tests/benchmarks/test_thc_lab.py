@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
+from benchmarks.keys import merged
 from benchmarks.papers.thc import lab as thc_lab
 
 from gradwire.bench.launch import Beside
@@ -29,15 +32,15 @@ def test_an_aggregators_seconds_are_over_all_rounds_that_it_served() -> None:
     assert figures(0.6)["round_server"] == pytest.approx(0.1)
 
 
-def rows(part: str, method: str, metric: str, rate: str, *values: float) -> list[dict[str, str]]:
+def rows(part: str, method: str, metric: str, rate: str, *values: float) -> list[dict[str, object]]:
     return [
         {
             "part": part,
             "method": method,
             "metric": metric,
             "rate": rate,
-            "value": str(value),
-            "step": str(10 * (at + 1)),
+            "value": value,
+            "step": 10 * (at + 1),
         }
         for at, value in enumerate(values)
     ]
@@ -52,7 +55,7 @@ def test_time_to_accuracy_is_steps_to_the_goal_times_a_step() -> None:
         *rows("steps", ddp, "step", "1gbit", 0.4), *rows("steps", thc, "step", "1gbit", 0.2),
     ]  # fmt: skip
     assert [thc_lab.steps_to(known, method, 0.97) for method in (ddp, thc, "terngrad")] == [30, 20, None]
-    lines = thc_lab.table(known, "1gbit").splitlines()
+    lines = thc_lab.table_of(known, "1gbit").splitlines()
     assert lines[2].endswith("| 400 | 30 | 12.0 |") and lines[3].endswith("| 200 | 20 | 4.0 |")
     assert lines[4].endswith("| – | – | – |")
 
@@ -60,11 +63,12 @@ def test_time_to_accuracy_is_steps_to_the_goal_times_a_step() -> None:
 def test_what_is_measured_again_takes_the_place_of_the_earlier() -> None:
     old = [*rows("rounds", "thc@server", "round", "1gbit", 1.0), *rows("steps", "thc@server", "step", "1gbit", 2.0)]
     new = rows("rounds", "thc@server", "round", "1gbit", 3.0) + rows("rounds", "ddp-fp32", "round", "1gbit", 4.0)
-    assert [float(row["value"]) for row in thc_lab.merged(old, new)] == [4.0, 3.0, 2.0]
+    assert [row["value"] for row in merged(old, new, thc_lab.KEY)] == [3.0, 2.0, 4.0]
 
 
 def test_one_aggregator_serves_one_method_after_another_at_the_address_of_its_host(tmp_path) -> None:
     beside = thc_lab.beside(str(tmp_path), thc_lab.served(thc_lab.METHODS)).at("10.0.0.5")
-    assert beside.command[3:6] == ["serve", "1", "10.0.0.5"]
+    assert beside.command[4] == "serve"
+    assert json.loads(beside.command[5])[:2] == [1, "10.0.0.5"]
     assert beside.variables["GRADWIRE_AGGREGATOR"] == f"10.0.0.5:{thc_lab.PORT}"
     assert Beside(["run"]).at("there") == Beside(["run"])

@@ -6,13 +6,17 @@ import math
 
 import pytest
 import torch
+from benchmarks.keys import key_of
 from benchmarks.papers.thc import ablation as thc_ablation
 from benchmarks.papers.thc import loss as thc_loss
 from benchmarks.papers.thc import scale as thc_scale
 from benchmarks.papers.thc import study
 from benchmarks.papers.thc.simulated_training import train
 from benchmarks.papers.thc.simulated_workers import Dense, IntegerSums, LeftOut, PacketLoss, Reencoded, Stragglers
-from benchmarks.papers.thc.sst2 import SST2
+from benchmarks.papers.thc.tasks import SST2
+
+from benchmarks import runner
+from gradwire.bench.records import read_figures
 
 SIZE = 5000
 
@@ -33,10 +37,12 @@ def test_cells_that_are_in_the_file_are_not_trained_again(tmp_path, capsys):
         trained.append(cell)
         return figures(cell, values[cell])
 
-    study.record("test", cells[:3], measure, path)
-    rows = study.record("test", cells, measure, path)
+    assert runner.record("test", study.run(cells[:3], measure, set()), path, study.KEY)
+    done = {key_of(row, study.KEY) for row in read_figures(path)}
+    assert runner.record("test", study.run(cells, measure, done), path, study.KEY)
+    rows = read_figures(path)
     assert trained == cells and len(rows) == len(cells)
-    assert study.by_seed(rows, "task", study.DENSE, 4, "test_accuracy") == {"0": 0.5, "1": 0.51, "2": 0.54}
+    assert study.by_seed(rows, "task", study.DENSE, 4, "test_accuracy") == {0: 0.5, 1: 0.51, 2: 0.54}
     mean, half = study.difference(rows, "task", "thc", 4, "test_accuracy")
     assert mean == pytest.approx(0.2) and half == pytest.approx(4.303 * 0.1 / math.sqrt(3))
     assert "seed 2: test_accuracy 0.543" in capsys.readouterr().out
@@ -105,11 +111,13 @@ def test_tables_and_plots_are_drawn_of_what_there_is(tmp_path):
         (thc_ablation, "sst2", [4], thc_ablation.OPTIONS),
     ):
         rows = [
-            {"task": task, "method": method, "ranks": str(n), "seed": str(seed), "metric": metric, "value": str(value)}
+            {"task": task, "method": method, "ranks": n, "seed": seed, "metric": metric, "value": value}
             for n in ranks for seed in range(2) for metric in module.METRICS
             for method, value in [(study.DENSE, 0.75), *((each, 0.74 + seed / 1000) for each in methods)]
         ]  # fmt: skip
         assert "-0.95 ± 0.64" in module.table(rows)
         pytest.importorskip("matplotlib")
-        module.plot(rows, tmp_path / "plot.svg")
-        assert "points above dense" in (tmp_path / "plot.svg").read_text()
+        module.plot(rows, tmp_path)
+        (drawn,) = tmp_path.iterdir()
+        assert "points above dense" in drawn.read_text()
+        drawn.unlink()

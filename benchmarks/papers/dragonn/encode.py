@@ -1,14 +1,10 @@
 """Encoding time over what is kept, and decoding time over ranks: DRAGONN's figures 5a and 5b on one core.
 
-    python -m benchmarks.papers.dragonn.encode  # 2 minutes: benchmarks/results/sparse-encode.csv
-    python -m benchmarks.papers.dragonn.encode --out sparse-report        # and the plot
-    python -m benchmarks.papers.dragonn.encode --plot-only --out sparse-report
-
 Figure 5a: a gradient of 256 MB, larger than the cache, is encoded by sparsifiers and by torch's own top-k, at ratios
-from 0.0001 to 0.01, with and without a residual. Beside each time stands that of a sweep that moves the same bytes of
-memory in the same run: a read of the gradient, or with a residual a read and a write of it. Figure 5b: the payloads of
-2 to 64 ranks of a 64 MB tensor at ratio 0.001, decoded one by one and added (dense decoding), and in one call (sparse
-decoding).
+from 0.0001 to 0.01, with and without a residual. Each time is compared with that of a sweep that moves the same bytes
+of memory in the same run: a read of the gradient, or with a residual a read and a write of it. Figure 5b: the payloads
+of 2 to 64 ranks of a 64 MB tensor at ratio 0.001, decoded one by one and added (dense decoding), and in one call
+(sparse decoding).
 
 Source: DRAGONN (Wang et al. 2022), section 5.2, figure 5. Differences: one CPU core in place of a V100; sizes are fixed
 and ratios vary, where figure 5a has it the other way round and says the rest in words.
@@ -17,18 +13,18 @@ and ratios vary, where figure 5a has it the other way round and says the rest in
 
 from __future__ import annotations
 
-import argparse
-import csv
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+import typer
 
+from benchmarks.options import choose
+from benchmarks.plotting import figure, plain_numbers
 from gradwire.bench.measure import Case, Mixes, measure
-from gradwire.bench.records import write_figures
 from gradwire.compressors import Compressor, make
 from gradwire.core.context import Context
 from gradwire.core.spec import TensorSpec
@@ -40,8 +36,7 @@ RANKS = (2, 4, 8, 16, 32, 64)
 DECODED = ("dragonn", "topk")
 DECODED_MB, DECODED_RATIO = 64, 0.001
 COLOURS = dict(zip(METHODS, ("#17a08a", "#2f6db5", "#b3590f", "#8a4fbf", "#9aa5b1")))
-RESULTS = Path("benchmarks/results/sparse-encode.csv")
-COLUMNS = ("ratio",)
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -124,27 +119,20 @@ def decoding(repeats: int, ranks: Sequence[int]) -> Iterator[Figure]:
                 yield Figure(method, metric, DECODED_RATIO, count, ms, row.fraction_of_mix, row.size)
 
 
-def read(path: Path) -> list[Figure]:
-    """The figures of a file."""
-    fractions: dict[tuple[str, ...], float] = {}
-    found = []
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    for row in rows:
-        key = row["method"], row["metric"].removesuffix("_fraction"), row["ratio"], row["ranks"]
-        if row["metric"].endswith("_fraction"):
-            fractions[key] = float(row["value"])
-    for row in rows:
-        key = row["method"], row["metric"], row["ratio"], row["ranks"]
-        if key in fractions:
-            size = int(row["size"])
-            found.append(Figure(*key[:2], float(key[2]), int(key[3]), float(row["value"]), fractions[key], size))
-    return found
+def read(rows: Sequence[Row]) -> list[Figure]:
+    """The figures of rows."""
+    key = lambda row: (row["method"], row["metric"].removesuffix("_fraction"), row["ratio"], row["ranks"])  # noqa: E731
+    fractions = {key(row): row["value"] for row in rows if row["metric"].endswith("_fraction")}
+    return [
+        Figure(*key(row), row["value"], fractions[key(row)], row["size"])
+        for row in rows
+        if not row["metric"].endswith("_fraction")
+    ]
 
 
-def text(figures: Sequence[Figure]) -> str:
+def table(rows: Sequence[Row]) -> str:
     """Tables of both figures."""
-    lines = []
+    lines, figures = [], read(rows)
     for metric in dict.fromkeys(each.metric for each in figures):
         mine = [each for each in figures if each.metric == metric]
         across = "ratio" if "encode" in metric else "ranks"
@@ -160,62 +148,38 @@ def text(figures: Sequence[Figure]) -> str:
     return "\n".join(lines)
 
 
-def plot(figures: Sequence[Figure], path: Path) -> None:
-    """Both figures side by side."""
-    import matplotlib as mpl
-
-    mpl.use("agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.6), layout="constrained")
-    for method in dict.fromkeys(each.method for each in figures):
-        for metric, style in (("encode", "-"), ("encode with feedback", "--")):
-            mine = [each for each in figures if (each.method, each.metric) == (method, metric)]
-            if mine:
-                left.plot([e.ratio for e in mine], [e.ms for e in mine], style, color=COLOURS[method], marker="o",
-                          label=method + metric.removeprefix("encode"))  # fmt: skip
-        for metric, style in (("dense decoding", ":"), ("sparse decoding", "-")):
-            mine = [each for each in figures if (each.method, each.metric) == (method, metric)]
-            if mine:
-                right.plot([e.ranks for e in mine], [e.ms for e in mine], style, color=COLOURS[method], marker="o",
-                           label=f"{method}, {metric}")  # fmt: skip
-    left.set(xscale="log", yscale="log", xlabel="kept fraction", ylabel="ms", title="Encoding 256 MB, one core")
-    right.set(xscale="log", yscale="log", xlabel="ranks", ylabel="ms", title="Decoding 64 MB at 0.001, one core")
-    for axes in (left, right):
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize=8, frameon=False)
-    right.set_xticks(RANKS, [str(count) for count in RANKS])
-    right.set_xticks([], minor=True)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    pyplot.close(figure)
+def plot(rows: Sequence[Row], folder: Path) -> None:
+    """Both figures next to each other."""
+    figures = read(rows)
+    kinds = ((("encode", "-"), ("encode with feedback", "--")), (("dense decoding", ":"), ("sparse decoding", "-")))
+    with figure(folder / "sparse-encode.svg", columns=2, size=(12, 4.6)) as axes:
+        for axis, across, metrics in zip(axes[0], ("ratio", "ranks"), kinds):
+            for method in dict.fromkeys(each.method for each in figures):
+                for metric, style in metrics:
+                    mine = [each for each in figures if (each.method, each.metric) == (method, metric)]
+                    if mine:
+                        xs, label = (
+                            [getattr(each, across) for each in mine],
+                            f"{method} {metric.removeprefix('encode ')}",
+                        )
+                        label = label.removesuffix(" encode")
+                        axis.plot(xs, [e.ms for e in mine], style, color=COLOURS[method], marker="o", label=label)
+            axis.set(xscale="log", yscale="log", ylabel="ms")
+            plain_numbers(axis.yaxis)
+            if axis.get_legend_handles_labels()[0]:
+                axis.legend(fontsize=8)
+        left, right = axes[0]
+        left.set(xlabel="kept fraction", title="Encoding 256 MB, one core")
+        right.set(xlabel="ranks", title="Decoding 64 MB at 0.001, one core")
+        right.set_xticks(RANKS, [str(count) for count in RANKS])
+        right.set_xticks([], minor=True)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size-mb", type=int, default=256)
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=METHODS)
-    parser.add_argument("--csv", type=Path, default=RESULTS)
-    parser.add_argument("--out", type=Path, help="folder for the plot")
-    parser.add_argument("--plot-only", action="store_true", help="run nothing, and read the figures from --csv")
-    arguments = parser.parse_args(argv)
-    if arguments.out:
-        from gradwire.bench.extras import need
-
-        need("matplotlib", extra="report", purpose="the plot")
-    if not arguments.plot_only:
-        torch.set_num_threads(1)
-        figures = list(encoding(arguments.size_mb, arguments.repeats, RATIOS, arguments.methods))
-        figures += decoding(arguments.repeats, RANKS)
-        write_figures("sparse-encode", (row for each in figures for row in each.rows()), arguments.csv, COLUMNS)
-    figures = read(arguments.csv)
-    print(text(figures))
-    if arguments.out:
-        plot(figures, arguments.out / "sparse-encode.svg")
-        print(f"Plot: {(arguments.out / 'sparse-encode.svg').resolve()}")
-
-
-if __name__ == "__main__":
-    main()
+def run(
+    size_mb: Annotated[int, typer.Option(help="Size of the gradient in MB.")] = 256,
+    repeats: Annotated[int, typer.Option(help="Timed runs of each call.")] = 7,
+    methods: Annotated[str, typer.Option(help="Sparsifiers, such as dragonn,topk.")] = "",
+) -> Iterator[Row]:
+    """Both figures."""
+    for each in (*encoding(size_mb, repeats, RATIOS, choose(methods, METHODS)), *decoding(repeats, RANKS)):
+        yield from each.rows()

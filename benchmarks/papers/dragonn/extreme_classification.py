@@ -1,9 +1,5 @@
 """Extreme classification with sparsifiers, in the lab: DRAGONN's figure 7 and its row of table 2.
 
-    python -m benchmarks.papers.dragonn.extreme_classification --data FOLDER
-    python -m benchmarks.papers.dragonn.extreme_classification --data FOLDER --out sparse-report      # and the plot
-    python -m benchmarks.papers.dragonn.extreme_classification --plot-only --out sparse-report        # the plot alone
-
 The folder holds `delicious-train.arff` and `delicious-test.arff` as the authors of the data set publish them: 12,920
 and 3,185 pages, 500 words each there or not, 983 tags. 983 are few for "extreme": so that the layer is a large tensor
 all the same, a fixed random layer maps words to `WIDTH` features first, and the trained one has as many inputs.
@@ -18,7 +14,6 @@ whose momentum is corrected for all sparsifiers. Random is with memory, as witho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -130,9 +125,4 @@ STUDY = Study(
 )
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    learning.main(STUDY, __doc__ or "", argv)
-
-
-if __name__ == "__main__":
-    main()
+run, table, plot, KEY, CHOICES = STUDY.run, STUDY.table, STUDY.plot, learning.KEY, learning.CHOICES

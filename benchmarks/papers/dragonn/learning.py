@@ -1,26 +1,25 @@
 """What the trainings of sparsifiers share: `extreme_classification` and `vision`.
 
-Accuracy by step is measured in whole trainings, one a seed, on links as they are: a rate does not change what is
-learnt. Step times are measured in short trainings of the same model in the lab, at each rate. Both together are
-accuracy by time.
-Every training is a cell of its own, kept in a folder: what has been run is not run again.
+Accuracy by step is measured in whole trainings, one for each seed, on links as they are: a rate does not change what is
+learned. Step times are measured in short trainings of the same model in the lab, at each rate. Both together are
+accuracy by time. Each training is a part of the record. What the record has is not run again.
 """
 # Shapes: W = ranks
 
 from __future__ import annotations
 
-import argparse
-import csv
-import json
 import math
 import statistics
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from gradwire.bench.records import write_figures
+import typer
+
+from benchmarks.options import Seconds, Seeds, choose
+from benchmarks.plotting import bar_places, figure
+from gradwire.bench.results import StepTime, TrainingResult
 from gradwire.bench.statistics import interval
 from gradwire.bench.training import TrainingOptions, run
 
@@ -28,12 +27,11 @@ RANKS = 4
 RATES = ("100mbit", "1gbit")
 PARTS = ("learn", "time")
 SEEDS = 3
-MORE_COLUMNS = ("seed", "step")
+KEY, CHOICES = ("method", "seed"), ("seeds", "designs", "parts")
 GOAL = 0.97  # of the dense training's last accuracy: what a method is to reach
 EVERY = 10  # steps between the points of a loss curve that are written down
 COLOURS = ("#3e4c59", "#17a08a", "#2f6db5", "#b3590f", "#8a4fbf", "#c2324f")
-Cells = dict[str, dict[str, Any]]
-"""What was measured, by label and part, of which there is one ``learn-0``, ``learn-1``… for each seed."""
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -78,90 +76,90 @@ class Study:
     steps: int
     validate_every: int
 
-    @property
-    def results(self) -> Path:
-        """The file of its figures."""
-        return Path(f"benchmarks/results/{self.name}.csv")
+    def run(
+        self,
+        data: Annotated[Path, typer.Option(help="Folder of the data.")],
+        steps: Annotated[int | None, typer.Option(help="Steps of a whole training.")] = None,
+        seeds: Seeds = SEEDS,
+        seconds: Seconds = 5.0,
+        designs: Annotated[str, typer.Option(help="Labels of designs, such as dense,topk.")] = "",
+        parts: Annotated[str, typer.Option(help="learn, time, or both.")] = "",
+        *,
+        done: Set[tuple[str, ...]],
+    ) -> Iterator[Row]:
+        """All trainings that are not done."""
+        chosen, kinds = choose(designs, [design.label for design in self.designs]), choose(parts, PARTS)
+        numbers = [*(range(seeds) if "learn" in kinds else ()), *([None] if "time" in kinds else [])]
+        for seed in numbers:
+            for design in self.designs:
+                if design.label in chosen and (design.label, "" if seed is None else str(seed)) not in done:
+                    if seed is None:
+                        yield from self.time(design, data, seconds)
+                    else:
+                        yield from self.learn(design, data, steps or self.steps, seed)
 
+    def learn(self, design: Design, data: Path, steps: int, seed: int) -> Iterator[Row]:
+        """A whole training: losses, and accuracy along it."""
+        result = self._train(
+            design.learnt(steps), data, steps=steps, validate_every=self.validate_every, rates=(None,),
+            timed_seconds=0.1, buckets_mb=(25.0,), lab=False, seed=seed,
+        )  # fmt: skip
+        entry = result.results[0]
+        yield from learning_figures(design, seed, result.num_parameters, entry.losses, entry.validations)
 
-def learn(study: Study, design: Design, arguments: argparse.Namespace, seed: int) -> dict[str, Any]:
-    """A whole training: losses, and accuracy along it."""
-    options = {"rates": (None,), "timed_seconds": 0.1, "buckets_mb": (25.0,), "lab": False, "seed": seed}
-    result = _run(study, design.learnt(arguments.steps), arguments, steps=arguments.steps,
-                  validate_every=study.validate_every, **options)  # fmt: skip
-    entry = result.results[0]
-    return {
-        "parameters": result.num_parameters, "losses": entry.losses, "validations": entry.validations,
-        "identical": entry.identical,
-    }  # fmt: skip
-
-
-def time(study: Study, design: Design, arguments: argparse.Namespace) -> dict[str, Any]:
-    """A short training at each rate: what a step takes."""
-    options = {"rates": RATES, "timed_seconds": arguments.seconds, "buckets_mb": (4.0, 25.0), "lab": True}
-    result = _run(study, design.timed, arguments, steps=3, **options)
-    found = {
-        time.rate: {
-            "step": time.step.median, "p20": time.step.p20, "p80": time.step.p80, "samples": time.step.size,
-            "step_without_communication": time.compute, "ideal_step": time.ideal, "bytes": time.bytes,
-            "encode": time.split.encode, "decode": time.split.decode,
-        }
-        for time in result.results[0].times
-    }  # fmt: skip
-    return {"parameters": result.num_parameters, "rates": found}
-
-
-def _run(study: Study, method: str, arguments: argparse.Namespace, **options: Any) -> Any:
-    return run(
-        TrainingOptions(
-            workload=f"{study.workload}={arguments.data.resolve()}", methods=(method,), ranks=RANKS,
-            deadline_seconds=3600.0, **options,
+    def time(self, design: Design, data: Path, seconds: float) -> Iterator[Row]:
+        """A short training at each rate: what a step takes."""
+        result = self._train(
+            design.timed, data, steps=3, rates=RATES, timed_seconds=seconds, buckets_mb=(4.0, 25.0), lab=True
         )
-    )  # fmt: skip
+        yield from step_figures(design, result.num_parameters, result.results[0].times)
+
+    def _train(self, method: str, data: Path, **options: Any) -> TrainingResult:
+        workload = f"{self.workload}={data.resolve()}"
+        return run(
+            TrainingOptions(workload=workload, methods=(method,), ranks=RANKS, deadline_seconds=3600.0, **options)
+        )
+
+    def table(self, rows: Sequence[Row]) -> str:
+        """Accuracy with its difference from the first design's, seed by seed, and speed, in Markdown."""
+        found = read(rows, self)
+        if not found or found[0].label != self.designs[0].label:
+            return f"There is no table before {self.designs[0].label!r} is learned and timed."
+        return table(self, found)
+
+    def plot(self, rows: Sequence[Row], folder: Path) -> None:
+        """Accuracy by step, steps a second at each rate, and accuracy by time at each rate."""
+        plot(self, read(rows, self), folder / f"{self.name}.svg")
 
 
-def parts(arguments: argparse.Namespace) -> list[str]:
-    """The cells of a design: trainings of the seeds that are wanted, and times."""
-    learnt = [f"learn-{seed}" for seed in range(arguments.seeds)]
-    return (learnt if "learn" in arguments.parts else []) + (["time"] if "time" in arguments.parts else [])
+def learning_figures(
+    design: Design, seed: int, parameters: int, losses: list[float], validations: list[tuple[int, float, float]]
+) -> Iterator[Row]:
+    """What one training learned: a figure a line."""
+    fixed = {**_fixed(design, parameters), "seed": seed}
+    for step, loss, accuracy in validations:
+        yield {**fixed, "metric": "accuracy", "value": accuracy, "unit": "share", "step": step}
+        yield {**fixed, "metric": "validation_loss", "value": loss, "unit": "nats", "step": step}
+    for at in range(0, len(losses) - EVERY + 1, EVERY):
+        mean = statistics.fmean(losses[at : at + EVERY])
+        yield {**fixed, "metric": "training_loss", "value": mean, "unit": "nats", "step": at + EVERY}
 
 
-def measure(study: Study, arguments: argparse.Namespace) -> Cells:
-    """Run what has not been run; returns all cells that there are."""
-    arguments.cells.mkdir(parents=True, exist_ok=True)
-    for part in parts(arguments):
-        for design in study.designs:
-            path = arguments.cells / f"{design.label}-{part}.json"
-            if path.exists() or design.label not in arguments.designs:
-                continue
-            kind, _, seed = part.partition("-")
-            found = learn(study, design, arguments, int(seed)) if kind == "learn" else time(study, design, arguments)
-            path.write_text(json.dumps(found))
-            print(f"{design.label}: {part} done", flush=True)
-    return {path.stem: json.loads(path.read_text()) for path in sorted(arguments.cells.glob("*.json"))}
+def step_figures(design: Design, parameters: int, times: Sequence[StepTime]) -> Iterator[Row]:
+    """What its steps take at each rate."""
+    for time in times:
+        here, step = {**_fixed(design, parameters), "rate": time.rate}, time.step
+        spread = {"value": step.median, "p20": step.p20, "p80": step.p80, "samples": step.size}
+        yield {**here, "metric": "step", "unit": "s", **spread}
+        yield {**here, "metric": "step_without_communication", "value": time.compute, "unit": "s"}
+        yield {**here, "metric": "ideal_step", "value": time.ideal, "unit": "s"}
+        yield {**here, "metric": "encode", "value": time.split.encode, "unit": "s"}
+        yield {**here, "metric": "decode", "value": time.split.decode, "unit": "s"}
+        yield {**here, "metric": "bytes", "value": time.bytes, "unit": "B"}
 
 
-def figures(study: Study, cells: Cells, seeds: int = SEEDS) -> Iterator[dict[str, Any]]:
-    """One figure a line."""
-    for design in study.designs:
-        timed = cells[f"{design.label}-time"]
-        fixed = {"method": design.label, "ranks": RANKS, "size": timed["parameters"], "dtype": "float32",
-                 "source": "measured"}  # fmt: skip
-        for seed in range(seeds):
-            learnt, of_seed = cells[f"{design.label}-learn-{seed}"], {**fixed, "seed": seed}
-            for step, loss, accuracy in learnt["validations"]:
-                yield {**of_seed, "metric": "accuracy", "value": accuracy, "unit": "share", "step": step}
-                yield {**of_seed, "metric": "validation_loss", "value": loss, "unit": "nats", "step": step}
-            for at in range(0, len(learnt["losses"]) - EVERY + 1, EVERY):
-                mean = statistics.fmean(learnt["losses"][at : at + EVERY])
-                yield {**of_seed, "metric": "training_loss", "value": mean, "unit": "nats", "step": at + EVERY}
-        for rate, found in timed["rates"].items():
-            here = {**fixed, "rate": rate}
-            spread = {key: found[key] for key in ("p20", "p80", "samples")}
-            yield {**here, "metric": "step", "value": found["step"], "unit": "s", **spread}
-            for metric in ("step_without_communication", "ideal_step", "encode", "decode"):
-                yield {**here, "metric": metric, "value": found[metric], "unit": "s"}
-            yield {**here, "metric": "bytes", "value": found["bytes"], "unit": "B"}
+def _fixed(design: Design, parameters: int) -> Row:
+    return {"method": design.label, "ranks": RANKS, "size": parameters, "dtype": "float32", "source": "measured"}
 
 
 # -- tables and plots ----------------------------------------------------------------------------------------------
@@ -201,25 +199,23 @@ class Found:
         return found
 
 
-def read(path: Path, study: Study) -> list[Found]:
-    """The figures of a file."""
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
+def read(rows: Sequence[Row], study: Study) -> list[Found]:
+    """What the rows have of each design that was learned and timed."""
     found = []
     for design in study.designs:
         mine = [row for row in rows if row["method"] == design.label]
         by_step: dict[int, list[float]] = {}
         for row in mine:
             if row["metric"] == "accuracy":
-                by_step.setdefault(int(row["step"]), []).append(float(row["value"]))
-
-        def by_rate(metric: str, mine: Sequence[Mapping[str, str]] = mine) -> dict[str, float]:
-            return {row["rate"]: float(row["value"]) for row in mine if row["metric"] == metric}
-
-        means = {step: statistics.fmean(values) for step, values in by_step.items()}
-        megabytes = by_rate("bytes")[RATES[0]] / 1e6
-        last = tuple(by_step[max(by_step)])
-        found.append(Found(design.label, last, means, by_rate("step"), by_rate("ideal_step"), megabytes))
+                by_step.setdefault(row["step"], []).append(row["value"])
+        steps, ideal, sent = (
+            {row["rate"]: row["value"] for row in mine if row["metric"] == metric}
+            for metric in ("step", "ideal_step", "bytes")
+        )
+        if by_step and steps:
+            means = {step: statistics.fmean(values) for step, values in by_step.items()}
+            last = tuple(by_step[max(by_step)])
+            found.append(Found(design.label, last, means, steps, ideal, sent[RATES[0]] / 1e6))
     return found
 
 
@@ -250,64 +246,22 @@ def table(study: Study, found: Sequence[Found]) -> str:
 
 
 def plot(study: Study, found: Sequence[Found], path: Path) -> None:
-    """Accuracy by step, steps a second at each rate, and accuracy by time at each rate."""
-    import matplotlib as mpl
-
-    mpl.use("agg")
-    from matplotlib import pyplot
-
-    figure, (by_step, speed, *by_time) = pyplot.subplots(1, 2 + len(RATES), figsize=(18, 4.2), layout="constrained")
-    width = 0.8 / len(found)
-    for index, (each, colour) in enumerate(zip(found, COLOURS)):
-        steps = sorted(each.accuracy)
-        values = [100 * each.accuracy[step] for step in steps]
-        by_step.plot(steps, values, color=colour, label=each.label)
-        places = [place + (index - (len(found) - 1) / 2) * width for place in range(len(RATES))]
-        speed.bar(places, [1 / each.steps[rate] for rate in RATES], width, color=colour)
-        for axes, rate in zip(by_time, RATES):
-            axes.plot([step * each.steps[rate] for step in steps], values, color=colour)
-    by_step.set(xlabel="step", ylabel=f"{study.measure}, %")
-    by_step.legend(frameon=False, fontsize=8)
-    speed.set(yscale="log", ylabel="steps a second (logarithmic)")
-    speed.set_xticks(range(len(RATES)), RATES)
-    speed.set_yticks([0.2, 0.5, 1, 2, 5, 10], ["0.2", "0.5", "1", "2", "5", "10"])
-    speed.set_yticks([], minor=True)
-    for axes, rate in zip(by_time, RATES):
-        axes.set(xscale="log", xlabel=f"seconds of training at {rate} (logarithmic)")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    pyplot.close(figure)
-
-
-def main(study: Study, description: str, argv: Sequence[str] | None = None) -> None:
-    """The command line of a study."""
-    labels = [design.label for design in study.designs]
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, help="folder of the data")
-    parser.add_argument("--steps", type=int, default=study.steps, help="of a whole training")
-    parser.add_argument("--seeds", type=int, default=SEEDS, help="whole trainings of each design")
-    parser.add_argument("--seconds", type=float, default=5.0, help="for which steps are timed at each rate")
-    parser.add_argument("--designs", nargs="*", default=labels, choices=labels)
-    parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=PARTS)
-    parser.add_argument("--cells", type=Path, default=Path(tempfile.gettempdir()) / f"gradwire-{study.name}",
-                        help="folder of what has been measured already; delete it to begin anew")  # fmt: skip
-    parser.add_argument("--csv", type=Path, default=study.results)
-    parser.add_argument("--out", type=Path, help="folder for the plot")
-    parser.add_argument("--plot-only", action="store_true", help="run nothing, and read the figures from --csv")
-    arguments = parser.parse_args(argv)
-    if not arguments.plot_only:
-        if arguments.data is None:
-            parser.error("Expected --data.")
-        cells = measure(study, arguments)
-        arguments.parts = PARTS
-        missing = [f"{label}-{part}" for label in labels for part in parts(arguments)
-                   if f"{label}-{part}" not in cells]  # fmt: skip
-        if missing:
-            print(f"No figures are written before {', '.join(missing)} are there.")
-            return
-        write_figures(study.name, figures(study, cells, arguments.seeds), arguments.csv, more_columns=MORE_COLUMNS)
-    found = read(arguments.csv, study)
-    print(table(study, found))
-    if arguments.out:
-        plot(study, found, arguments.out / f"{study.name}.svg")
-        print(f"Plot: {(arguments.out / f'{study.name}.svg').resolve()}")
+    """See `Study.plot`."""
+    with figure(path, columns=2 + len(RATES), size=(18, 4.2)) as axes:
+        by_step, speed, *by_time = axes[0]
+        for index, (each, colour) in enumerate(zip(found, COLOURS)):
+            steps = sorted(each.accuracy)
+            values = [100 * each.accuracy[step] for step in steps]
+            by_step.plot(steps, values, color=colour, label=each.label)
+            places = bar_places(index, len(found), len(RATES))
+            speed.bar(places, [1 / each.steps[rate] for rate in RATES], 0.8 / len(found), color=colour)
+            for axis, rate in zip(by_time, RATES):
+                axis.plot([step * each.steps[rate] for step in steps], values, color=colour)
+        by_step.set(xlabel="step", ylabel=f"{study.measure}, %")
+        by_step.legend(fontsize=8)
+        speed.set(yscale="log", ylabel="steps a second (logarithmic)")
+        speed.set_xticks(range(len(RATES)), RATES)
+        speed.set_yticks([0.2, 0.5, 1, 2, 5, 10], ["0.2", "0.5", "1", "2", "5", "10"])
+        speed.set_yticks([], minor=True)
+        for axis, rate in zip(by_time, RATES):
+            axis.set(xscale="log", xlabel=f"seconds of training at {rate} (logarithmic)")

@@ -1,9 +1,4 @@
-"""Speed-up over the compression ratio, with QSGD beside sparsifiers: DRAGONN's figure 8 in this machine's lab.
-
-    python -m benchmarks.papers.dragonn.ratios  # 3 minutes: results/sparse-ratios-text.csv
-    python -m benchmarks.papers.dragonn.ratios --out sparse-report               # and the plot
-    python -m benchmarks.papers.dragonn.ratios --plot-only --out sparse-report
-    python -m benchmarks.papers.dragonn.ratios --workload benchmarks.papers.dragonn.vision.Cifar10=FOLDER
+"""Speed-up over the compression ratio, of sparsifiers and QSGD: DRAGONN's figure 8 in this machine's lab.
 
 Four ranks replay the recorded backward of a workload with dragonn and dgc at four ratios and qsgd at three widths, at
 two rates. The ratio of the plot is that of bytes, positions and headers included.
@@ -14,15 +9,17 @@ place of ViT and MLP-Mixer; 4 ranks on slower links.
 
 from __future__ import annotations
 
-import argparse
-import csv
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any
 
+import typer
+
+from benchmarks.options import Rates, Seconds, listed
+from benchmarks.papers.hipress.sweeps import by_method, replayed
+from benchmarks.plotting import DENSE, figure
 from gradwire.bench import methods
-from gradwire.bench.records import write_csv
-from gradwire.bench.training import TrainingOptions
 
 RATES = ("100mbit", "1gbit")
 RATIOS = (0.0001, 0.001, 0.01, 0.1)
@@ -52,33 +49,21 @@ class Point:
 
 Points = dict[tuple[str, str], Point]
 """By method and rate."""
+Row = dict[str, Any]
 
 
-def results(workload: str) -> Path:
-    """The file of a workload's figures."""
-    return Path(f"benchmarks/results/sparse-ratios-{short(workload)}.csv")
-
-
-def short(workload: str) -> str:
-    """Its name in files: of a class, the module's last word."""
-    return workload.partition("=")[0].split(".")[-2 if "=" in workload else -1].replace("_", "-")
-
-
-def read(path: Path) -> Points:
-    """The figures of a file."""
-    found: dict[tuple[str, str], dict[str, float]] = {}
-    with path.open(newline="") as file:
-        for row in csv.DictReader(file):
-            found.setdefault((row["method"], row["rate"]), {})[row["metric"]] = float(row["value"])
+def points_of(rows: Sequence[Row]) -> Points:
+    """What the plot has of each method and rate."""
     return {
         key: Point(1 / metrics["compression_ratio"], metrics["speedup"], metrics["step_over_ideal"])
-        for key, metrics in found.items()
+        for key, metrics in by_method(rows).items()
         if "compression_ratio" in metrics
     }
 
 
-def table(points: Points) -> str:
+def table(rows: Sequence[Row]) -> str:
     """Speed-ups in Markdown: a line a method."""
+    points = points_of(rows)
     rates = list(dict.fromkeys(rate for _, rate in points))
     lines = [f"| | of the dense bytes | {' | '.join(f'{rate}: ×, ÷ ideal' for rate in rates)} |"]
     lines.append("|---|---|" + "---|" * len(rates))
@@ -88,62 +73,29 @@ def table(points: Points) -> str:
     return "\n".join(lines)
 
 
-def plot(points: Points, path: Path) -> None:
+def plot(rows: Sequence[Row], folder: Path) -> None:
     """Speed-up against the fraction of bytes, a picture a rate."""
-    import matplotlib as mpl
-
-    mpl.use("agg")
-    from matplotlib import pyplot
-
+    points = points_of(rows)
     rates = list(dict.fromkeys(rate for _, rate in points))
-    figure, panels = pyplot.subplots(
-        1, len(rates), figsize=(5.5 * len(rates), 4.2), layout="constrained", squeeze=False
-    )
-    for axes, rate in zip(panels[0], rates):
-        for family, members in FAMILIES.items():
-            mine = sorted((points[m, rate].fraction, points[m, rate].speedup) for m in members if (m, rate) in points)
-            if mine:
-                axes.plot(*zip(*mine), marker="o", color=COLOURS[family], label=family)
-        axes.axhline(1.0, color="#3e4c59", linewidth=1)
-        axes.set(xscale="log", yscale="log", xlabel="bytes, as a fraction of dense ones", title=rate)
-        axes.set_yticks([1, 2, 5, 10, 20], ["1", "2", "5", "10", "20"])
-        axes.set_yticks([], minor=True)
-    panels[0][0].set_ylabel("times DDP fp32 (logarithmic)")
-    panels[0][0].legend(frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    pyplot.close(figure)
+    with figure(folder / "sparse-ratios.svg", columns=len(rates), size=(5.5 * len(rates), 4.2)) as axes:
+        for axis, rate in zip(axes[0], rates):
+            for family, members in FAMILIES.items():
+                mine = [points[method, rate] for method in members if (method, rate) in points]
+                if mine:
+                    xy = sorted((point.fraction, point.speedup) for point in mine)
+                    axis.plot(*zip(*xy), marker="o", color=COLOURS[family], label=family)
+            axis.axhline(1.0, color=DENSE, linewidth=1)
+            axis.set(xscale="log", yscale="log", xlabel="bytes, as a fraction of dense ones", title=rate)
+            axis.set_yticks([1, 2, 5, 10, 20], ["1", "2", "5", "10", "20"])
+            axis.set_yticks([], minor=True)
+        axes[0][0].set_ylabel("times DDP fp32 (logarithmic)")
+        axes[0][0].legend()
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workload", default="text")
-    parser.add_argument("--rates", nargs="*", default=list(RATES))
-    parser.add_argument("--seconds", type=float, default=3.0, help="for which each method is timed at each rate")
-    parser.add_argument("--csv", type=Path, help="default: one a workload, in benchmarks/results")
-    parser.add_argument("--out", type=Path, help="folder for the plot")
-    parser.add_argument("--plot-only", action="store_true", help="run nothing, and read the figures from --csv")
-    arguments = parser.parse_args(argv)
-    target = arguments.csv or results(arguments.workload)
-    if arguments.out:
-        from gradwire.bench.extras import need
-
-        need("matplotlib", extra="report", purpose="the plot")
-    if not arguments.plot_only:
-        from gradwire.cli.bench import run_with_bars
-
-        options = TrainingOptions(
-            workload=arguments.workload, methods=METHODS, rates=tuple(arguments.rates), steps=0,
-            timed_seconds=arguments.seconds, buckets_mb=(4.0, 25.0), deadline_seconds=1800.0, replay=True,
-        )  # fmt: skip
-        write_csv(run_with_bars(options), target)
-    points = read(target)
-    print(table(points))
-    if arguments.out:
-        path = arguments.out / f"{target.stem}.svg"
-        plot(points, path)
-        print(f"Plot: {path.resolve()}")
-
-
-if __name__ == "__main__":
-    main()
+def run(
+    workload: Annotated[str, typer.Option(help="text, deep, or CLASS=FOLDER.")] = "text",
+    rates: Rates = "",
+    seconds: Seconds = 3.0,
+) -> list[Row]:
+    """All methods at all rates."""
+    return replayed(workload, METHODS, listed(rates, RATES), seconds)

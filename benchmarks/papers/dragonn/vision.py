@@ -1,8 +1,5 @@
 """A vision model with sparsifiers, in the lab: DRAGONN's figures 3 and 4 and table 2 in small.
 
-    python -m benchmarks.papers.dragonn.vision --data FOLDER  # 25 minutes: benchmarks/results/vision.csv
-    python -m benchmarks.papers.dragonn.vision --data FOLDER --out sparse-report # and the plot
-
 The folder is what `benchmarks.data.cifar.load` takes; four ranks train its ResNet. With 64 channels in its first stage
 it has 1.2 million parameters, which take longer on a link of 100 Mb/s than a batch of 16 images takes to compute.
 
@@ -14,7 +11,6 @@ of the steps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -83,9 +79,4 @@ STUDY = Study(
 )
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    learning.main(STUDY, __doc__ or "", argv)
-
-
-if __name__ == "__main__":
-    main()
+run, table, plot, KEY, CHOICES = STUDY.run, STUDY.table, STUDY.plot, learning.KEY, learning.CHOICES

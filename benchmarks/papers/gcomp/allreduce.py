@@ -1,6 +1,4 @@
-"""Time of one all-reduce of a model's gradients in the lab, beside Gloo's own: figure 10 of GCOMP's paper.
-
-    python -m benchmarks.papers.gcomp.allreduce --rates 250mbit,1gbit,10gbit --csv
+"""Time of one all-reduce of a model's gradients in the lab, against Gloo's own: figure 10 of GCOMP's paper.
 
 Four hosts of the lab, a rank each. The gradients are those of the text workload's matrices (6.3 million elements) after
 nine steps, each rank's of its own batch, with the optimizer's state at that step. All are handed over at once, and it
@@ -12,15 +10,10 @@ All ranks share the machine's cores: with two of them codecs of four ranks wait 
 
 from __future__ import annotations
 
-import argparse
-import csv
-import json
+import os
 import statistics
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,14 +21,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradwire.bench.records import write_figures
+from benchmarks import ranks as processes
+from benchmarks.options import Rates, listed
 from gradwire.bench.workloads import make_workload
 from gradwire.core.spec import TensorSpec
 from gradwire.integrations.optimizer_state import OptimizerState
+from gradwire.lab import Lab
 from gradwire.sync.plan import Plan
 from gradwire.sync.synchronizer import Shard, Synchronizer
 
-RESULTS = Path("benchmarks/results/allreduce.csv")
+RATES = ("250mbit", "1gbit", "10gbit")
+KEY, CHOICES = ("rate",), ("rates",)
 RANKS, TRAINED, REPEATS = 4, 9, 5
 WAYS = (
     ("none", "ring", 1), ("fp16", "ring", 1),
@@ -43,6 +39,7 @@ WAYS = (
     ("gcomp", "ring", 1), ("gcomp", "ring", 4), ("gcomp", "scatter_reduce", 1),
 )  # fmt: skip
 Call = Callable[[], object]
+Row = dict[str, Any]
 
 
 class Gradients:
@@ -85,8 +82,9 @@ def timed(prepare: Callable[[], Call]) -> dict[str, list[float]]:
     return found
 
 
-def work(rank: int, out: Path) -> None:
-    """What each host runs; rank 0 writes what was measured."""
+def work() -> None:
+    """What each host runs; rank 0 says what was measured."""
+    rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     gradients = Gradients(rank)
@@ -119,14 +117,16 @@ def work(rank: int, out: Path) -> None:
         found[f"{method}, {strategy}{blocks}"] = {**figures, "bytes": sum(sent) / (REPEATS + 2)}
         synchronizer.close()
     if rank == 0:
-        out.write_text(json.dumps({"size": gradients.nbytes // 4, "found": found}))
+        processes.say(size=gradients.nbytes // 4, found=found)
     dist.destroy_process_group()
 
 
-def figures(rate: str, found: dict[str, dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def figures(rate: str, size: int, found: dict[str, dict[str, Any]]) -> Iterator[Row]:
+    """What one rate comes to."""
     dense = statistics.median(found["Gloo"]["seconds"])
     for method, measured in found.items():
-        fixed = {"method": method, "rate": rate}
+        fixed = {"method": method, "rate": rate, "dtype": "float32", "ranks": RANKS, "size": size,
+                 "source": "measured"}  # fmt: skip
         for metric, unit in (("seconds", "s"), ("load", "cores")):
             values = measured[metric]
             low, high = (float(np.percentile(values, q)) for q in (20, 80))
@@ -136,50 +136,17 @@ def figures(rate: str, found: dict[str, dict[str, Any]]) -> Iterator[dict[str, A
         yield {**fixed, "metric": "sent", "value": measured["bytes"], "unit": "bytes"}
 
 
-def _recorded() -> list[dict[str, Any]]:
-    """The lines of earlier runs."""
-    if not RESULTS.exists():
-        return []
-    with RESULTS.open(newline="") as file:
-        return list(csv.DictReader(file))
+def run(rates: Rates = "") -> Iterator[Row]:
+    """All rates."""
+    for rate in listed(rates, RATES):
+        with Lab(RANKS, rate) as lab:
+            result = lab.run(processes.command(__name__, "work"), timeout=170).check()
+        (said,) = processes.said(result)
+        yield from figures(rate, **said)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Time of one all-reduce in the lab, beside Gloo's own.")
-    parser.add_argument("--rates", default="250mbit,1gbit,10gbit")
-    parser.add_argument("--csv", action="store_true", help=f"write {RESULTS}; lines of other rates stay")
-    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.work:
-        import os
-
-        work(int(os.environ["RANK"]), args.work)
-        return
-    from gradwire.lab import Lab
-
-    rows: list[dict[str, Any]] = []
-    size = 0
-    with tempfile.TemporaryDirectory() as folder:
-        for rate in args.rates.split(","):
-            out = Path(folder) / f"{rate}.json"
-            with Lab(RANKS, rate) as net:
-                result = net.run(
-                    [sys.executable, "-m", "benchmarks.papers.gcomp.allreduce", "--work", str(out)], timeout=170
-                )
-            if result.exit_code:
-                raise SystemExit(f"The ranks did not all end well: {result}")
-            said = json.loads(out.read_text())
-            size = said["size"]
-            rows += figures(rate, said["found"])
-    for row in rows:
-        print(f"{row['rate']:8}{row['method']:30}{row['metric']:12}{row['value']:14.4g} {row['unit']}")
-    if args.csv:
-        fixed = {"dtype": "float32", "ranks": RANKS, "size": size, "source": "measured"}
-        measured = {row["rate"] for row in rows}
-        kept = [row for row in _recorded() if row["rate"] not in measured]
-        write_figures("allreduce", (*kept, *({**fixed, **row} for row in rows)), RESULTS)
-        print(f"Figures: {RESULTS.resolve()}")
-
-
-if __name__ == "__main__":
-    main()
+def table(rows: Sequence[Row]) -> str:
+    """One figure a line."""
+    return "\n".join(
+        f"{row['rate']:8}{row['method']:30}{row['metric']:12}{row['value']:14.4g} {row['unit']}" for row in rows
+    )

@@ -1,8 +1,5 @@
 """How far trainings with gcomp drift from those with exact sums, by optimizer: what the moments remember of a cut.
 
-    python -m benchmarks.papers.gcomp.drift           # a table
-    python -m benchmarks.papers.gcomp.drift --csv     # and benchmarks/results/gcomp-drift.csv
-
 Four ranks in one process train the digits model. Their gradients are summed exactly as `none` would by scatter-reduce;
 the same with every encode cut by gcomp; and exactly again, but in another order of ranks, which changes nothing but
 roundings. The difference is that of the parameters, relative to each, after so many steps: the median and the 99th of
@@ -11,15 +8,12 @@ a hundred, and the difference of the validation loss.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from gradwire.bench.records import write_figures
 from gradwire.bench.workload import evaluate
 from gradwire.bench.workloads import make_workload
 from gradwire.compressors import make
@@ -27,7 +21,7 @@ from gradwire.core.context import Context
 from gradwire.core.spec import Range, TensorSpec
 from gradwire.integrations.optimizer_state import OptimizerState
 
-RESULTS = Path("benchmarks/results/gcomp-drift.csv")
+Row = dict[str, Any]
 RANKS = 4
 STEPS = (1, 10, 100, 300)
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -87,8 +81,8 @@ class Copy:
         return evaluate(self.model, samples)[0] / len(samples.targets)
 
 
-def run(steps: Sequence[int] = STEPS) -> Iterator[dict[str, Any]]:
-    """A line an optimizer and a number of steps."""
+def run() -> Iterator[Row]:
+    """All optimizers."""
     for optimizer in OPTIMIZERS:
         order = range(RANKS)
         exact, cut, turned = (
@@ -96,43 +90,34 @@ def run(steps: Sequence[int] = STEPS) -> Iterator[dict[str, Any]]:
             Copy(optimizer, order, True),
             Copy(optimizer, order[::-1], False),
         )
-        for number in range(max(steps)):
+        for number in range(max(STEPS)):
             for each in (exact, cut, turned):
                 each.step(number)
-            if number + 1 in steps:
+            if number + 1 in STEPS:
                 theta, loss = exact.parameters(), exact.loss()
                 for name, other in (("gcomp", cut), ("another order", turned)):
                     off = ((other.parameters() - theta).abs() / theta.abs()).nan_to_num(0)
-                    yield {
-                        "optimizer": optimizer, "step": number + 1, "method": name,
+                    values = {
                         "median": float(off.median()), "p99": float(off.quantile(0.99)),
                         "loss_difference": other.loss() / loss - 1,
-                        "ratio": cut.bytes / cut.plain if name == "gcomp" else None,
                     }  # fmt: skip
+                    if name == "gcomp":
+                        values["ratio"] = cut.bytes / cut.plain
+                    fixed = {"optimizer": optimizer, "step": number + 1, "method": name, "dtype": "float32",
+                             "ranks": RANKS, "source": "measured", "unit": "fraction"}  # fmt: skip
+                    yield from ({**fixed, "metric": metric, "value": value} for metric, value in values.items())
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="How far trainings with gcomp drift from exact ones.")
-    parser.add_argument("--csv", action="store_true", help=f"write {RESULTS}")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    found = list(run())
-    print(f"{'optimizer':15}{'steps':>6}  {'':15}{'median':>10}{'p99':>10}{'loss':>11}{'bytes':>8}")
-    for row in found:
-        ratio = "" if row["ratio"] is None else f"{row['ratio']:8.3f}"
-        print(
-            f"{row['optimizer']:15}{row['step']:>6}  {row['method']:15}{row['median']:10.1e}{row['p99']:10.1e}"
-            f"{row['loss_difference']:+11.1e}{ratio}"
+def table(rows: Sequence[Row]) -> str:
+    """A line an optimizer, a number of steps and a method."""
+    lines = [f"{'optimizer':15}{'steps':>6}  {'':15}{'median':>10}{'p99':>10}{'loss':>11}{'bytes':>8}"]
+    values: dict[tuple[str, int, str], dict[str, float]] = {}
+    for row in rows:
+        values.setdefault((row["optimizer"], row["step"], row["method"]), {})[row["metric"]] = row["value"]
+    for (optimizer, step, method), found in values.items():
+        ratio = f"{found['ratio']:8.3f}" if "ratio" in found else ""
+        lines.append(
+            f"{optimizer:15}{step:>6}  {method:15}{found['median']:10.1e}{found['p99']:10.1e}"
+            f"{found['loss_difference']:+11.1e}{ratio}"
         )
-    if args.csv:
-        figures = (
-            {**{key: row[key] for key in ("optimizer", "step", "method")}, "dtype": "float32", "ranks": RANKS,
-             "source": "measured", "metric": metric, "value": row[metric], "unit": "fraction"}
-            for row in found for metric in ("median", "p99", "loss_difference", "ratio") if row[metric] is not None
-        )  # fmt: skip
-        write_figures("gcomp-drift", figures, RESULTS, more_columns=("step", "optimizer"))
-        print(f"Figures: {RESULTS.resolve()}")
-
-
-if __name__ == "__main__":
-    main()
+    return "\n".join(lines)

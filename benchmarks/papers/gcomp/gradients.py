@@ -1,7 +1,5 @@
 """What `gcomp` makes of gradients of real trainings, part by part: figures 9, 12, 13 and 14 of its paper.
 
-    python -m benchmarks.papers.gcomp.gradients --cifar10 FOLDER --sst2 FOLDER/train.tsv --csv --out gcomp-figures
-
 A ResNet-8 on CIFAR-10 and a transformer encoder of two layers on SST-2, both from scratch
 (`benchmarks.papers.gcomp.models`), each with SGD with momentum and with AdamW. At every tenth step all gradients of
 matrices and convolutions, of a rank's batch of 32, are encoded as that rank would among four.
@@ -11,7 +9,7 @@ matrices and convolutions, of a rank's batch of 32, are encoded as that rank wou
   with four, zeros pruned or not.
 - *Tables* (figure 13a): bits an exponent, as the paper codes them (the exponent itself) and as gradwire does (its
   distance from the chunk's mean), with a table of before the training (the paper's: of the first recorded step; ours:
-  the default) and with one found anew every 50 steps.
+  the default) and with one found again every 50 steps.
 - *Escape* (figure 12): bits an exponent of four gradients, each by codes made of each, with Huffman's own code and with
   the one of at most 11 bits and an escape. Each symbol counts once more, so that Huffman's own has a word for all.
 - *Decoding* (figure 13b): symbols a second, bit by bit through the tree, by a lookup a symbol, and as gradwire does.
@@ -19,21 +17,21 @@ matrices and convolutions, of a rank's batch of 32, are encoded as that rank wou
 
 from __future__ import annotations
 
-import argparse
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
+import typer
 from torch import nn
 
+from benchmarks.options import Cifar10, Sst2
+from benchmarks.papers.gcomp import gradient_plots
 from benchmarks.papers.gcomp.decoding import decoding_rates
-from benchmarks.papers.gcomp.models import OPTIMIZERS, Training, resnet, transformer
-from gradwire.bench.records import write_figures
+from benchmarks.papers.gcomp.models import OPTIMIZERS, Training, trainings
 from gradwire.compressors import make
-from gradwire.compressors.gcomp import GComp
 from gradwire.compressors.support import exponent_prior
 from gradwire.compressors.support.gcomp_metric import guard
 from gradwire.core.context import Context
@@ -42,7 +40,6 @@ from gradwire.integrations.optimizer_state import OptimizerState
 from gradwire.kernels import active as kernels
 from gradwire.kernels.prefix_code import ESCAPE, NUM_SYMBOLS, RAW_BITS, PrefixCode
 
-RESULTS = Path("benchmarks/results/gcomp-gradients.csv")
 RANKS = 4
 EVERY, REFRESH = 10, 50
 LEAST_DECODED = 60_000
@@ -223,7 +220,7 @@ def escape_figures(samples: list[Recorded]) -> Iterator[Figure]:
             yield {**where, "method": "with escape", "value": coded_bits(code, on) / size}
 
 
-def run(training: Training, steps: int) -> Iterator[Figure]:
+def figures_of(training: Training, steps: int) -> Iterator[Figure]:
     """All figures of one training."""
     samples: list[Recorded] = []
     for optimizer in CHOSEN:
@@ -246,34 +243,16 @@ def run(training: Training, steps: int) -> Iterator[Figure]:
         yield from ({**fixed, **figure} for figure in decoding_rates(each.grad.numpy()))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="What gcomp makes of gradients of real trainings.")
-    parser.add_argument("--cifar10", type=Path, required=True, help="folder or tar of the images")
-    parser.add_argument("--sst2", type=Path, required=True, help="train.tsv")
-    parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--csv", action="store_true", help=f"write {RESULTS}")
-    parser.add_argument("--out", type=Path, help="folder for the plots")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    assert isinstance(make("gcomp"), GComp)
-    found = [
-        figure
-        for training in (resnet(args.cifar10, 32), transformer(args.sst2, 32))
-        for figure in run(training, args.steps)
-    ]
-    print(table(found))
-    if args.csv:
-        fixed = {"dtype": "float32", "ranks": RANKS, "source": "measured"}
-        columns = ("workload", "optimizer", "step", "case")
-        write_figures("gcomp-gradients", ({**fixed, **figure} for figure in found), RESULTS, more_columns=columns)
-        print(f"Figures: {RESULTS.resolve()}")
-    if args.out:
-        from benchmarks.papers.gcomp.plots import plot_gradients
-
-        print(f"Plots: {plot_gradients(found, args.out)}")
+def run(
+    cifar10: Cifar10, sst2: Sst2, steps: Annotated[int, typer.Option(help="Training steps.")] = 300
+) -> Iterator[Figure]:
+    """Both trainings."""
+    for training in trainings(cifar10, sst2, 32):
+        for figure in figures_of(training, steps):
+            yield {"dtype": "float32", "ranks": RANKS, "source": "measured", **figure}
 
 
-def table(found: list[Figure]) -> str:
+def table(found: Sequence[Figure]) -> str:
     """Means over the last half of the steps, and what has no steps."""
     last = max(figure.get("step") or 0 for figure in found)
     groups: dict[tuple[str, ...], list[float]] = {}
@@ -283,7 +262,7 @@ def table(found: list[Figure]) -> str:
                 figure["workload"],
                 figure["optimizer"],
                 figure["metric"],
-                figure.get("case", ""),
+                figure.get("case") or "",
                 figure["method"],
             )
             groups.setdefault(names, []).append(figure["value"])
@@ -293,5 +272,6 @@ def table(found: list[Figure]) -> str:
     )
 
 
-if __name__ == "__main__":
-    main()
+def plot(rows: Sequence[Figure], folder: Path) -> None:
+    """Figures 9, 12, 13 and 14."""
+    gradient_plots.plot(rows, folder)

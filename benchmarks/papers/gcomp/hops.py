@@ -1,19 +1,16 @@
 """What encoding at every hop does to an update of the parameters, from 2 to 128 ranks.
 
-    python -m benchmarks.papers.gcomp.hops --cifar10 FOLDER --csv
-
 A ResNet-8 has trained for 60 steps on CIFAR-10. At the next, each of so many ranks has a gradient of its own batch of 8
 images. They are averaged by a ring (each hop decodes, adds and encodes again, W encodes on the path of an element) and
 by scatter-reduce (W − 1 encodes of gradients, one of the mean), and the optimizer steps. The same in float64 without
 cuts is what is right. Off is how far a parameter is from that, in units of 2^-23 of itself, which is the last bit of
-its mantissa: in float64 by what was cut alone, and in float32 with all roundings, those of exact sums beside it.
+its mantissa: in float64 by what was cut alone, and in float32 with all roundings. Exact sums have roundings, too.
 
 Without the guard δ > W · 2ⁿ, each rank cuts as if it were alone.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -23,14 +20,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.options import Cifar10
 from benchmarks.papers.gcomp.models import OPTIMIZERS, resnet
-from gradwire.bench.records import write_figures
 from gradwire.compressors import make
 from gradwire.core.context import Context
 from gradwire.core.spec import Range, TensorSpec
 from gradwire.integrations.optimizer_state import OptimizerState
 
-RESULTS = Path("benchmarks/results/gcomp-hops.csv")
 RANKS = (2, 4, 8, 16, 32, 64, 128)
 STEPS, BATCH = 60, 8
 CHOSEN = ("SGD", "AdamW")
@@ -121,9 +117,10 @@ def cut_alone(state: State, path: str, ranks: int, send: Send) -> list[torch.Ten
     return [mean + each for mean, each in zip(exact, lost, strict=True)]
 
 
-def run(data: Path) -> Iterator[dict[str, Any]]:
+def run(cifar10: Cifar10) -> Iterator[dict[str, Any]]:
+    """All optimizers, ranks and paths."""
     for optimizer in CHOSEN:
-        state = State(data, optimizer)
+        state = State(cifar10, optimizer)
         theta = torch.cat([parameter.detach().reshape(-1) for _, parameter in state.named]).double().abs()
         for ranks in RANKS:
             for path in ("ring", "scatter_reduce"):
@@ -141,28 +138,18 @@ def run(data: Path) -> Iterator[dict[str, Any]]:
                     for metric, found in (("cut alone", cut), ("with roundings", both)):
                         off = (found - right).abs() / (torch.maximum(theta, right.abs()) * 2.0**-23)
                         off = off.nan_to_num(0.0)
-                        fixed = {"optimizer": optimizer, "ranks": ranks, "strategy": path, "method": method}
+                        fixed = {"optimizer": optimizer, "ranks": ranks, "strategy": path, "method": method,
+                                 "dtype": "float32", "source": "measured"}  # fmt: skip
                         for name, value in (("largest", off.max()), ("mean", off.mean())):
                             figure = {"metric": f"off, {metric}, {name}", "value": float(value), "unit": "last bits"}
                             yield {**fixed, **figure}
                     yield {**fixed, "metric": "ratio", "value": ratio, "unit": "fraction"}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="What encoding at every hop does to an update of the parameters.")
-    parser.add_argument("--cifar10", type=Path, required=True, help="folder or tar of the images")
-    parser.add_argument("--csv", action="store_true", help=f"write {RESULTS}")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    found = list(run(args.cifar10))
-    for row in found:
-        way = f"{row['optimizer']:7}{row['ranks']:>4} {row['strategy']:15}{row['method']:18}"
-        print(f"{way}{row['metric']:30}{row['value']:9.3f}")
-    if args.csv:
-        fixed = {"dtype": "float32", "source": "measured"}
-        write_figures("gcomp-hops", ({**fixed, **row} for row in found), RESULTS, ("optimizer", "strategy"))
-        print(f"Figures: {RESULTS.resolve()}")
-
-
-if __name__ == "__main__":
-    main()
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """One figure a line."""
+    return "\n".join(
+        f"{row['optimizer']:7}{row['ranks']:>4} {row['strategy']:15}{row['method']:18}{row['metric']:30}"
+        f"{row['value']:9.3f}"
+        for row in rows
+    )

@@ -1,7 +1,5 @@
 """How far losses with `gcomp` are from those without compression: figures 18 and 19 of its paper.
 
-    python -m benchmarks.papers.gcomp.loss --cifar10 FOLDER --sst2 FOLDER/train.tsv --csv --out gcomp-figures
-
 Four ranks in one process train the models of `benchmarks.papers.gcomp.models` from scratch, in batches of 8 a rank,
 with SGD and with AdamW, on three seeds. Gradients are averaged exactly; by `gcomp`; with 18 of 23 bits cut off every
 mantissa, whatever the optimizer; or exactly, but only in every eighth step: in the seven between, ranks go by gradients
@@ -17,37 +15,39 @@ ranks do between all-reduces.
 
 from __future__ import annotations
 
-import argparse
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+import typer
 from torch import nn
 
+from benchmarks.options import Cifar10, Sst2
 from benchmarks.papers.gcomp.models import OPTIMIZERS, Training, trainings
-from gradwire.bench.records import write_figures
+from benchmarks.plotting import COLOURS, DENSE, figure, legend_below
 from gradwire.compressors import make
 from gradwire.core.context import Context
 from gradwire.core.spec import Range, TensorSpec
 from gradwire.integrations.optimizer_state import OptimizerState
 from gradwire.kernels import active as kernels
 
-RESULTS = Path("benchmarks/results/gcomp-loss.csv")
 RANKS, BATCH, SPARSE = 4, 8, 8
 SEEDS = (0, 1, 2)
 METHODS = ("exact", "another order", "gcomp", "18 bits cut", "every 8 steps")
 CHOSEN = ("SGD", "AdamW")
+EVERY = 5  # steps between the losses that are recorded
+Row = dict[str, Any]
 
 
 class Job:
-    """One training by all ranks, whose replicas are one as long as they are alike.
+    """One training by all ranks, whose replicas are one as long as they are the same.
 
     Attributes:
-        bytes_sent: of all payloads of gcomp.
-        bytes_plain: of what was in them, in float32.
+        bytes_sent: Bytes of all payloads of gcomp.
+        bytes_plain: Bytes of their contents in float32.
     """
 
     def __init__(self, training: Training, optimizer: str, method: str, seed: int) -> None:
@@ -120,7 +120,7 @@ class Job:
                         parameter.copy_(mean)
 
 
-def run(training: Training, steps: int) -> Iterator[dict[str, Any]]:
+def losses_of(training: Training, steps: int) -> Iterator[Row]:
     """The loss of every step of every method."""
     for optimizer in CHOSEN:
         for seed in SEEDS:
@@ -134,10 +134,12 @@ def run(training: Training, steps: int) -> Iterator[dict[str, Any]]:
 Key = tuple[str, str, str]
 
 
-def deviations(found: list[dict[str, Any]]) -> dict[Key, np.ndarray]:
+def deviations(found: Sequence[Row]) -> dict[Key, np.ndarray]:
     """Loss minus that of exact sums, of all steps and seeds, by workload, optimizer and method."""
     curves: dict[tuple[str, str, str, int], list[float]] = {}
     for row in found:
+        if row["metric"] != "loss":
+            continue
         curves.setdefault((row["workload"], row["optimizer"], row["method"], row["seed"]), []).append(row["value"])
     grouped: dict[Key, list[float]] = {}
     for (workload, optimizer, method, seed), losses in curves.items():
@@ -147,7 +149,7 @@ def deviations(found: list[dict[str, Any]]) -> dict[Key, np.ndarray]:
     return {key: np.array(values) for key, values in grouped.items()}
 
 
-def summary(found: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def summary(found: Sequence[Row]) -> Iterator[Row]:
     """Mean and spread of the deviations, of all steps and of the last quarter."""
     for (workload, optimizer, method), off in deviations(found).items():
         size = np.abs(off)
@@ -157,30 +159,44 @@ def summary(found: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         yield {**fixed, "metric": "variance of the deviation", "value": float(off.var())}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="How far losses with gcomp are from those of exact sums.")
-    parser.add_argument("--cifar10", type=Path, required=True, help="folder or tar of the images")
-    parser.add_argument("--sst2", type=Path, required=True, help="train.tsv")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--csv", action="store_true", help=f"write {RESULTS}")
-    parser.add_argument("--out", type=Path, help="folder for the plots")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    found = [row for training in trainings(args.cifar10, args.sst2, BATCH) for row in run(training, args.steps)]
-    totals = list(summary(found))
-    for row in totals:
-        print(f"{row['workload']:12}{row['optimizer']:8}{row['method']:16}{row['metric']:28}{row['value']:12.3e}")
-    if args.csv:
-        fixed = {"dtype": "float32", "ranks": RANKS, "source": "measured"}
-        thinned = [row for row in found if row["step"] % 5 == 0]
-        columns = ("workload", "optimizer", "seed", "step")
-        write_figures("gcomp-loss", ({**fixed, **row} for row in [*totals, *thinned]), RESULTS, more_columns=columns)
-        print(f"Figures: {RESULTS.resolve()}")
-    if args.out:
-        from benchmarks.papers.gcomp.plots import plot_losses
-
-        print(f"Plots: {plot_losses(found, args.out)}")
+def run(
+    cifar10: Cifar10, sst2: Sst2, steps: Annotated[int, typer.Option(help="Training steps.")] = 200
+) -> Iterator[Row]:
+    """Deviations, and the loss of every fifth step."""
+    found = [row for training in trainings(cifar10, sst2, BATCH) for row in losses_of(training, steps)]
+    for row in (*summary(found), *(row for row in found if row["step"] % EVERY == 0)):
+        yield {"dtype": "float32", "ranks": RANKS, "source": "measured", **row}
 
 
-if __name__ == "__main__":
-    main()
+def table(rows: Sequence[Row]) -> str:
+    """Deviations of each method."""
+    return "\n".join(
+        f"{row['workload']:12}{row['optimizer']:8}{row['method']:16}{row['metric']:28}{row['value']:12.3e}"
+        for row in rows
+        if row["metric"] != "loss"
+    )
+
+
+def plot(rows: Sequence[Row], folder: Path) -> None:
+    """Boxes of deviations above, curves of the first seed below, of the steps that are recorded."""
+    off = deviations(rows)
+    pairs, methods = (list(dict.fromkeys(part)) for part in ([key[:2] for key in off], [key[2] for key in off]))
+    with figure(folder / "losses.png", 2, len(pairs), (4.2 * len(pairs), 7)) as axes:
+        for upper, lower, (workload, optimizer) in zip(*axes, pairs, strict=True):
+            boxes = [off[workload, optimizer, method] for method in methods]
+            names = [name.replace(" ", "\n", 1) for name in methods]
+            upper.boxplot(boxes, whis=(1, 99), showfliers=False, tick_labels=names)
+            upper.set_yscale("symlog", linthresh=1e-4)
+            upper.set_title(f"{workload}, {optimizer}", fontsize=10)
+            for colour, method in zip((DENSE, *COLOURS), METHODS, strict=False):
+                curve = {
+                    row["step"]: row["value"] for row in rows
+                    if (row["workload"], row["optimizer"], row["method"], row["metric"], row.get("seed"))
+                    == (workload, optimizer, method, "loss", SEEDS[0])
+                }  # fmt: skip
+                means = np.convolve(list(curve.values()), np.ones(2) / 2, "valid")
+                lower.plot(list(curve)[1:], means, color=colour, label=method, linewidth=1.2)
+            lower.set_xlabel("step")
+        axes[0][0].set_ylabel("loss minus that of exact sums, nat")
+        axes[1][0].set_ylabel("training loss, mean of 2 recorded steps, nat")
+        legend_below(axes[1][0])

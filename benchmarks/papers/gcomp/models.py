@@ -1,8 +1,7 @@
 """The two trainings of the GCOMP studies: a small ResNet on CIFAR-10, and a small transformer encoder on SST-2.
 
-Both from scratch: there are no pretrained weights here, so gradients are larger beside parameters, and for longer, than
-in the fine-tuning of BERT that the paper measures. CIFAR-10 is a folder or tar of JPEGs, see `benchmarks.data.cifar`;
-SST-2 a file with a sentence, a tab and a 0 or 1 a line (Socher et al. 2013, as `train.tsv`).
+Both from scratch: there are no pretrained weights here, so gradients are larger relative to parameters, and for longer,
+than in the fine-tuning of BERT that the paper measures. See `benchmarks.data` for the data.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from benchmarks.data import cifar
+from benchmarks.data import cifar, sst2
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.05),
@@ -71,13 +70,10 @@ class Encoder(nn.Module):
 
 def transformer(data: Path, batch_size: int) -> Training:
     """A sentence is its first 32 words; the 5,998 most frequent words have a number of their own."""
-    lines = [line.rsplit("\t", 1) for line in data.read_text().splitlines() if "\t" in line]
+    lines = sst2.read(data, "train")
     counts = Counter(word for sentence, _ in lines for word in sentence.split())
-    numbers = {word: number for number, (word, _) in enumerate(counts.most_common(WORDS - 2), start=2)}
-    tokens, labels = torch.zeros(len(lines), LENGTH, dtype=torch.int64), torch.empty(len(lines), dtype=torch.int64)
-    for row, (sentence, label) in enumerate(lines):
-        found = [numbers.get(word, 1) for word in sentence.split()[:LENGTH]] or [1]
-        tokens[row, : len(found)], labels[row] = torch.tensor(found), int(label)
+    numbers = sst2.numbered([word for word, _ in counts.most_common(WORDS - 2)])
+    tokens, labels = sst2.tokens(lines, numbers, LENGTH), sst2.labels(lines)
 
     def batch(seed: int, step: int, rank: int) -> Batch:
         generator = torch.Generator().manual_seed((seed * 100_003 + step) * 1009 + rank)

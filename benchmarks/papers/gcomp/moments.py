@@ -1,7 +1,5 @@
 """GCOMP's metric with the moments in it: the study that section 8 of its paper leaves to the future.
 
-    python -m benchmarks.papers.gcomp.moments --cifar10 FOLDER --sst2 FOLDER/train.tsv --csv
-
 `gcomp` cuts what an update of the parameter does not notice. But a gradient goes into moments first, and of each the
 same can be asked: how many times the gradient's share in the new value is the old value's.
 
@@ -26,21 +24,19 @@ Differences: δ_v takes the value that is sent for the mean, which is not known 
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+import typer
 
+from benchmarks.options import Cifar10, Sst2
 from benchmarks.papers.gcomp.loss import BATCH, RANKS, Job
 from benchmarks.papers.gcomp.models import Training, trainings
-from gradwire.bench.records import write_figures
 from gradwire.compressors.support.gcomp_metric import Numbers
 from gradwire.kernels import active as kernels
 
-RESULTS = Path("benchmarks/results/gcomp-moments.csv")
 CHOSEN = ("SGD, momentum", "AdamW")
 METRICS = ("parameter", "any", "momentum", "all", "nothing")
 METHODS = ("another order", *METRICS)
@@ -103,7 +99,7 @@ class Measured(Job):
         }
 
 
-def run(training: Training, optimizer: str, steps: int) -> Iterator[dict[str, Any]]:
+def figures_of(training: Training, optimizer: str, steps: int) -> Iterator[dict[str, Any]]:
     """All figures of one training, whose copies go step by step."""
     exact = Measured(training, optimizer, "exact")
     jobs = {method: Measured(training, optimizer, method) for method in METHODS}
@@ -131,7 +127,7 @@ def drift(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> Ite
             yield {"metric": f"{name}, percentile {percentile}", "value": float(np.percentile(off, percentile))}
 
 
-def table(found: list[dict[str, Any]]) -> str:
+def table(found: Sequence[dict[str, Any]]) -> str:
     """Markdown: a line a training and method."""
     last = max(row.get("step") or 0 for row in found)
     values = {
@@ -152,27 +148,11 @@ def table(found: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="GCOMP's metric with the moments in it.")
-    parser.add_argument("--cifar10", type=Path, required=True, help="folder or tar of the images")
-    parser.add_argument("--sst2", type=Path, required=True, help="train.tsv")
-    parser.add_argument("--steps", type=int, default=max(LOOKED_AT))
-    parser.add_argument("--csv", action="store_true", help=f"write {RESULTS}")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    found = [
-        row
-        for training in trainings(args.cifar10, args.sst2, BATCH)
-        for optimizer in CHOSEN
-        for row in run(training, optimizer, args.steps)
-    ]
-    print(table(found))
-    if args.csv:
-        fixed = {"dtype": "float32", "ranks": RANKS, "source": "measured"}
-        columns = ("workload", "optimizer", "step")
-        write_figures("gcomp-moments", ({**fixed, **row} for row in found), RESULTS, more_columns=columns)
-        print(f"Figures: {RESULTS.resolve()}")
-
-
-if __name__ == "__main__":
-    main()
+def run(
+    cifar10: Cifar10, sst2: Sst2, steps: Annotated[int, typer.Option(help="Training steps.")] = LOOKED_AT[-1]
+) -> Iterator[dict[str, Any]]:
+    """Both trainings, with each optimizer."""
+    for training in trainings(cifar10, sst2, BATCH):
+        for optimizer in CHOSEN:
+            for row in figures_of(training, optimizer, steps):
+                yield {"dtype": "float32", "ranks": RANKS, "source": "measured", **row}

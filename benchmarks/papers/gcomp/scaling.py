@@ -1,7 +1,5 @@
 """ResNet-50 and BERT with `lossless` and `gcomp` on up to 128 nodes, simulated: figures 15 to 17 of GCOMP's paper.
 
-    python -m benchmarks.papers.gcomp.scaling --out gcomp-figures     # and benchmarks/results/gcomp-scaling.csv
-
 gradwire's own graphs in virtual time (`gradwire simulate`), a rank a node, with what codecs, tasks and frames cost on
 one core of this machine. Codecs are measured on a gradient of the text workload after nine steps, `gcomp` with its
 optimizer's state and the guard of each number of ranks; so compression is that of a young training. A step computes for
@@ -10,8 +8,7 @@ optimizer's state and the guard of each number of ranks; so compression is that 
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradwire.bench.records import write_figures
+from benchmarks.plotting import COLOURS, DENSE, figure
 from gradwire.bench.workloads import make_workload
 from gradwire.compressors import make
 from gradwire.core.spec import Range
@@ -29,7 +26,6 @@ from gradwire.simulate.machine import machine_costs
 from gradwire.sync.costs import Costs
 from gradwire.sync.profile import measure_codec
 
-RESULTS = Path("benchmarks/results/gcomp-scaling.csv")
 MODELS = ("resnet50", "bert-base")
 RANKS = (4, 8, 16, 32, 64, 128)
 RATES = (1e9, 10e9)
@@ -68,6 +64,7 @@ def costs_of(ranks: int, known: Costs, grad: torch.Tensor, aux: dict[str, torch.
 
 
 def run() -> Iterator[dict[str, Any]]:
+    """All models, ranks, rates and ways."""
     known, (grad, aux) = machine_costs(["fp16"]), recorded()
     for ranks in RANKS:
         costs = costs_of(ranks, known, grad, aux)
@@ -81,53 +78,39 @@ def run() -> Iterator[dict[str, Any]]:
                     found = step(gradients, method, cluster, costs, COMPUTE, strategy=strategy, fold=True)
                     dense = dense or found.seconds
                     fixed = {"model": name, "ranks": ranks, "rate": f"{rate / 1e9:g}gbit", "method": method,
-                             "strategy": strategy}  # fmt: skip
+                             "strategy": strategy, "dtype": "float32", "source": "simulated"}  # fmt: skip
                     yield {**fixed, "metric": "step", "value": found.seconds, "unit": "s"}
                     yield {**fixed, "metric": "efficiency", "value": found.efficiency, "unit": "fraction"}
                     yield {**fixed, "metric": "speedup over dense", "value": dense / found.seconds, "unit": "ratio"}
                     yield {**fixed, "metric": "ratio", "value": packed[method], "unit": "fraction"}
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Steps a second of all ranks together."""
-    from benchmarks.papers.gcomp.plots import figure_axes
-    from gradwire.simulate.plots import _COLOURS
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """How many times as fast as dense each way is."""
+    return "\n".join(
+        f"{row['model']:10}{row['rate']:8}{row['ranks']:>4} {row['method']:10}{row['strategy']:15}{row['value']:7.2f}"
+        for row in rows
+        if row["metric"] == "speedup over dense"
+    )
 
-    with figure_axes(len(RATES), len(MODELS), (9, 7), path) as axes:
+
+def plot(rows: Sequence[dict[str, Any]], folder: Path) -> None:
+    """Steps a second of all ranks together."""
+    speeds: dict[tuple[str, ...], dict[int, float]] = {}
+    for row in rows:
+        if row["metric"] == "step":
+            key = (row["model"], row["rate"], row["method"], row["strategy"])
+            speeds.setdefault(key, {})[row["ranks"]] = row["ranks"] / row["value"]
+    with figure(folder / "scaling.png", len(RATES), len(MODELS), (9, 7)) as axes:
         for line, rate in zip(axes, RATES, strict=True):
             for axis, model in zip(line, MODELS, strict=True):
-                for colour, (method, strategy) in zip(("#3e4c59", *_COLOURS), WAYS, strict=False):
-                    found = [row for row in rows if row["metric"] == "step" and row["model"] == model
-                             and row["rate"] == f"{rate / 1e9:g}gbit"
-                             and (row["method"], row["strategy"]) == (method, strategy)]  # fmt: skip
-                    speeds = [row["ranks"] / row["value"] for row in found]
-                    axis.plot(
-                        [row["ranks"] for row in found], speeds, "o-", color=colour, label=f"{method}, {strategy}"
-                    )
+                for colour, way in zip((DENSE, *COLOURS), WAYS, strict=False):
+                    found = speeds.get((model, f"{rate / 1e9:g}gbit", *way), {})
+                    axis.plot(list(found), list(found.values()), "o-", color=colour, label=", ".join(way))
                 axis.set_title(f"{model}, {rate / 1e9:g} Gb/s", fontsize=10)
                 axis.set_xscale("log", base=2)
                 axis.set_yscale("log")
+            line[0].set_ylabel("batches/s of all ranks (logarithmic)")
         for axis in axes[-1]:
             axis.set_xlabel("ranks (logarithmic)")
-        for line in axes:
-            line[0].set_ylabel("batches/s of all ranks (logarithmic)")
         axes[0][0].legend(fontsize=8)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="ResNet-50 and BERT with lossless and gcomp, simulated.")
-    parser.add_argument("--out", type=Path, help="folder for the plot")
-    args = parser.parse_args()
-    rows = list(run())
-    for row in rows:
-        if row["metric"] == "speedup over dense":
-            way = f"{row['model']:10}{row['rate']:8}{row['ranks']:>4} {row['method']:10}{row['strategy']:15}"
-            print(f"{way}{row['value']:7.2f}")
-    fixed = {"dtype": "float32", "source": "simulated"}
-    write_figures("gcomp-scaling", ({**fixed, **row} for row in rows), RESULTS, ("model", "strategy"))
-    if args.out:
-        plot(rows, args.out / "scaling.png")
-
-
-if __name__ == "__main__":
-    main()

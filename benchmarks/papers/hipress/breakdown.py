@@ -1,8 +1,5 @@
 """What each of HiPress's means gains, one added to the next: its figure 11 as a table, in this machine's lab.
 
-    python -m benchmarks.papers.hipress.breakdown                # 10 minutes: benchmarks/results/breakdown.csv
-    python -m benchmarks.papers.hipress.breakdown --workloads deep --rates 1gbit
-
 Four ranks replay the recorded backward of a workload of a few large tensors (text) and of one of hundreds of small
 ones (deep), with onebit through co-located servers:
 
@@ -24,16 +21,16 @@ planner.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+
+from benchmarks.options import Rates, Seconds, choose, listed
 from gradwire.bench.job import Job, Message, Outcome, Progress, Segment
 from gradwire.bench.launch import launch
 from gradwire.bench.methods import DDP_FP32, SILENT
-from gradwire.bench.records import write_figures
 from gradwire.bench.results import StepTime, combine_times
 from gradwire.bench.statistics import Spread
 from gradwire.sync.planner import PlanTable
@@ -42,7 +39,8 @@ WORKLOADS, RATES = ("text", "deep"), ("100mbit", "1gbit")
 STAGES = ("torch", "generated", "pipelined", "bulk", "planned")
 DENSE = "dense"
 RANKS, BUCKET_MB, OTHER_BUCKET_MB = 4, 4.0, 25.0
-RESULTS = Path("benchmarks/results/breakdown.csv")
+KEY, CHOICES = ("workload",), ("workloads",)
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -142,44 +140,47 @@ def figures(
                 yield {**here, "metric": "step", "unit": "s", "value": plan.step, "source": "predicted"}
 
 
-def text(table: dict[str, list[Stage]]) -> str:
-    """The figure as a table."""
-    lines = [f"{'':10}{'':11}{'step ms':>9}{'p20-p80':>16}{'sync ms':>9}{'saved':>8}{'MB':>8}"]
-    for rate, found in table.items():
-        for stage in found:
-            step, saved = stage.time.step, stage.saved
-            lines.append(
-                f"{rate:10}{stage.name:11}{1e3 * step.median:9.1f}{f'{1e3 * step.p20:.1f}-{1e3 * step.p80:.1f}':>16}"
-                f"{1e3 * stage.synchronisation:9.1f}{'' if saved is None else f'{saved:+.0%}':>8}"
-                f"{stage.time.bytes / 1e6:8.2f}"
-            )
+def measure(
+    workload: str, rates: Sequence[str], seconds: float, names: Sequence[str], planned: Sequence[str], module: str
+) -> Iterator[Row]:
+    """Run stages on one workload; `module` is what the ranks run."""
+    ordered, plans = segments(rates, seconds, names), Plans()
+    job = Job(workload, tuple(ordered), folder="", deadline_seconds=1800.0, replay=True)
+    outcomes = launch(job, RANKS, plans, lab=True, module=module)
+    for rate, plan in plans.found.items():
+        print(f"{rate}: {plan.verdict()}")
+    odd = sorted({ordered[outcome.segment].method for outcome in outcomes if outcome.identical is False})
+    if odd:
+        raise AssertionError(f"Ranks ended with different bits: {', '.join(odd)}.")
+    yield from figures(workload, stages(ordered, outcomes, rates), plans.found, planned)
+
+
+def run(
+    workloads: Annotated[str, typer.Option(help="text, deep, or both.")] = "",
+    rates: Rates = "",
+    seconds: Seconds = 8.0,
+) -> Iterator[Row]:
+    """All workloads."""
+    for workload in choose(workloads, WORKLOADS):
+        yield from measure(
+            workload, listed(rates, RATES), seconds, STAGES, ("planned",), "benchmarks.papers.hipress.stages"
+        )
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The figure as a table: one stage a line."""
+    steps: dict[tuple[str, str, str], dict[str, Row]] = {}
+    for row in rows:
+        if row["source"] == "measured":
+            steps.setdefault((row["workload"], row["rate"], row["method"]), {})[row["metric"]] = row
+    lines = [f"{'':26}{'':10}{'':17}{'step ms':>9}{'p20-p80':>16}{'sync ms':>9}{'saved':>8}{'MB':>8}"]
+    for (workload, rate, name), found in steps.items():
+        step, saved = found["step"], found.get("saved_of_stage_before")
+        percent = f"{saved['value']:+.0%}" if saved else ""
+        spread = f"{1e3 * step['p20']:.1f}-{1e3 * step['p80']:.1f}"
+        lines.append(
+            f"{workload:26}{rate:10}{name:17}{1e3 * step['value']:9.1f}{spread:>16}"
+            f"{1e3 * found['synchronisation']['value']:9.1f}{percent:>8}"
+            f"{found['bytes']['value'] / 1e6:8.2f}"
+        )
     return "\n".join(lines)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workloads", nargs="*", default=list(WORKLOADS))
-    parser.add_argument("--rates", nargs="*", default=list(RATES))
-    parser.add_argument("--seconds", type=float, default=8.0, help="for which each stage is timed at each rate")
-    parser.add_argument("--csv", type=Path, help=f"default, for the whole: {RESULTS}")
-    arguments = parser.parse_args(argv)
-    rows: list[dict[str, Any]] = []
-    for workload in arguments.workloads:
-        run, plans = segments(arguments.rates, arguments.seconds), Plans()
-        job = Job(workload, tuple(run), folder="", deadline_seconds=1800.0, replay=True)
-        outcomes = launch(job, RANKS, plans, lab=True, module="benchmarks.papers.hipress.stages")
-        table = stages(run, outcomes, arguments.rates)
-        print(f"{workload}, {RANKS} ranks\n{text(table)}")
-        for rate, plan in plans.found.items():
-            print(f"{rate}: {plan.verdict()}")
-        odd = sorted({run[outcome.segment].method for outcome in outcomes if outcome.identical is False})
-        print(f"Ranks differed: {', '.join(odd)}.\n" if odd else "All ranks ended with the same bits.\n", flush=True)
-        rows += figures(workload, table, plans.found)
-    is_whole = (arguments.workloads, arguments.rates) == (list(WORKLOADS), list(RATES))
-    if target := arguments.csv or (RESULTS if is_whole else None):
-        write_figures("breakdown", rows, target, more_columns=("workload",))
-        print(f"Figures: {target.resolve()}")
-
-
-if __name__ == "__main__":
-    main()

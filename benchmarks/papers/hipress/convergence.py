@@ -1,7 +1,5 @@
 """An LSTM language model with DGC on a ring and minmax on co-located servers, in the lab: HiPress's figure 13.
 
-    python -m benchmarks.papers.hipress.convergence --data wikitext-2  # 10 minutes: results/convergence-wikitext2.csv
-
 `--data` is a folder with the files `valid.txt` and `test.txt` of WikiText-2 (wiki.valid.tokens and wiki.test.tokens in
 some archives; raw or not), which the authors of "Pointer sentinel mixture models" (Merity et al. 2016) made public:
 download it from where you get your data sets. Four ranks train on the smaller file's words and hold out the other.
@@ -16,22 +14,24 @@ DGC, and not before on each rank.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from gradwire.bench import methods
+import typer
+
+from benchmarks.options import Seconds
+from benchmarks.plotting import figure
+from gradwire.bench import methods, records
 from gradwire.bench.plots import smooth
-from gradwire.bench.records import rows, write_figures
 from gradwire.bench.results import MethodResult, TrainingResult
-from gradwire.bench.table import rate_text, short_label
+from gradwire.bench.table import rate_text
 from gradwire.bench.training import TrainingOptions
 
 NAME = "convergence-wikitext2"
-RESULTS = Path(f"benchmarks/results/{NAME}.csv")
+Row = dict[str, Any]
 RATE = "100mbit"
 EVERY = 5  # steps between the points of a curve that are written down
 CLOSE = 1.02  # of DDP's last perplexity: what a method is to reach
@@ -63,7 +63,7 @@ def figures(result: TrainingResult, benchmark: str = NAME, rate: str = RATE) -> 
     """What `gradwire bench training` writes, and the curves at the rate that it has trained at."""
     goal = CLOSE * curve(result.results[0])[-1][2]
     fixed = {"dtype": "float32", "size": result.num_parameters, "ranks": result.ranks, "rate": rate}
-    yield from ({**row, "benchmark": benchmark} for row in rows(result))
+    yield from ({**row, "benchmark": benchmark} for row in records.rows(result))
     for entry in result.results:
         here = {**fixed, "method": entry.method, "source": "measured" if result.shaped else "predicted"}
         assert entry.validation_loss is not None, "it was trained"
@@ -79,76 +79,58 @@ def figures(result: TrainingResult, benchmark: str = NAME, rate: str = RATE) -> 
                 yield {**here, "metric": "training_perplexity", **point}
 
 
-def text(result: TrainingResult) -> str:
-    """A table of what each has reached, and when."""
-    goal = CLOSE * curve(result.results[0])[-1][2]
-    goal_name = f"reaches {goal:.0f}"
-    lines = [f"{'':34}{'held out':>10}{'training':>10}{'all steps, s':>14}{goal_name:>16}{'seconds':>9}"]
-    for entry in result.results:
-        assert entry.validation_loss is not None, "it was trained"
-        found = reached(entry, goal)
-        when = f"{f'step {found[0]}':>16}{found[1]:9.1f}" if found else f"{'never':>16}{'':9}"
-        lines.append(
-            f"{short_label(entry):34}{math.exp(entry.validation_loss):10.1f}{curve(entry)[-1][2]:10.1f}"
-            f"{sum(entry.train_seconds):14.1f}{when}"
+def value(rows: Sequence[Row], method: str, metric: str, name: str = "value") -> float | None:
+    """The last figure of a method."""
+    found = [row[name] for row in rows if (row["method"], row["metric"]) == (method, metric)]
+    return found[-1] if found else None
+
+
+def short(method: str) -> str:
+    """The label of a method where it is plain that what is not DDP is gradwire."""
+    return methods.label(method).removeprefix("gradwire ")
+
+
+def table(rows: Sequence[Row]) -> str:
+    """What each has reached, and when."""
+    trained = [row["method"] for row in rows if row["metric"] == "training_time"]
+    goal = f"reaches {CLOSE * (value(rows, trained[0], 'training_perplexity') or math.nan):.0f}"
+    lines = [f"{'':34}{'held out':>10}{'training':>10}{'all steps, s':>14}{goal:>16}{'seconds':>9}"]
+    for method in trained:
+        step, seconds = value(rows, method, "seconds_to_goal", "step"), value(rows, method, "seconds_to_goal")
+        when = f"{f'step {step}':>16}{seconds:9.1f}" if step else f"{'never':>16}{'':9}"
+        held_out, training, total = (
+            value(rows, method, metric) for metric in ("validation_perplexity", "training_perplexity", "training_time")
         )
+        lines.append(f"{short(method):34}{held_out:10.1f}{training:10.1f}{total:14.1f}{when}")
     return "\n".join(lines)
 
 
-def plot(result: TrainingResult, path: Path, rate: str = RATE) -> None:
+def plot(rows: Sequence[Row], folder: Path) -> None:
     """Perplexity against steps, and against time."""
-    import matplotlib as mpl
-
-    mpl.use("agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained", sharey=True)
-    for entry in result.results:
-        steps, seconds, values = zip(*curve(entry))
-        left.plot(steps, values, label=entry.label)
-        right.plot(seconds, values, label=entry.label)
-    left.set(yscale="log", xlabel="step", ylabel="training perplexity (logarithmic, smoothed)")
-    right.set(xlabel=f"seconds at {rate_text(rate)}")
-    left.legend(frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    pyplot.close(figure)
+    points = [row for row in rows if row["metric"] == "training_perplexity"]
+    with figure(folder / "convergence.svg", columns=2, size=(11, 4.2), sharey=True) as axes:
+        left, right = axes[0]
+        for method in dict.fromkeys(row["method"] for row in points):
+            mine = [row for row in points if row["method"] == method]
+            left.plot([row["step"] for row in mine], [row["value"] for row in mine], label=methods.label(method))
+            right.plot([row["seconds"] for row in mine], [row["value"] for row in mine])
+        left.set(yscale="log", xlabel="step", ylabel="training perplexity (logarithmic, smoothed)")
+        right.set(xlabel=f"seconds at {rate_text(points[0]['rate'])}")
+        left.legend()
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder with valid.txt and test.txt of WikiText-2")
-    parser.add_argument("--steps", type=int, default=240)
-    parser.add_argument("--seconds", type=float, default=20.0, help="for which each method is timed")
-    parser.add_argument("--csv", type=Path, default=RESULTS)
-    parser.add_argument("--out", type=Path, help="folder for the plot")
-    arguments = parser.parse_args(argv)
-    if arguments.out:
-        from gradwire.bench.extras import need
-
-        need("matplotlib", extra="report", purpose="the plot")
+def run(
+    data: Annotated[Path, typer.Option(help="Folder with valid.txt and test.txt of WikiText-2.")],
+    steps: Annotated[int, typer.Option(help="Training steps.")] = 240,
+    seconds: Seconds = 20.0,
+) -> list[Row]:
+    """Train with each method."""
     from gradwire.cli.bench import run_with_bars, show
 
-    result = run_with_bars(
-        TrainingOptions(
-            workload=f"lstm:{arguments.data.resolve()}",
-            methods=compared(arguments.steps),
-            rates=(RATE,),
-            steps=arguments.steps,
-            train_rate=RATE,
-            timed_seconds=arguments.seconds,
-            buckets_mb=(4.0, 25.0),
-            deadline_seconds=3600.0,
-        )
-    )
+    options = TrainingOptions(
+        workload=f"lstm:{data.resolve()}", methods=compared(steps), rates=(RATE,), steps=steps, train_rate=RATE,
+        timed_seconds=seconds, buckets_mb=(4.0, 25.0), deadline_seconds=3600.0,
+    )  # fmt: skip
+    result = run_with_bars(options)
     show(result)
-    write_figures(NAME, figures(result), arguments.csv, more_columns=("step", "seconds"))
-    print(text(result))
-    print(f"Figures: {arguments.csv.resolve()}")
-    if arguments.out:
-        plot(result, arguments.out / "convergence.svg")
-        print(f"Plot: {(arguments.out / 'convergence.svg').resolve()}")
-
-
-if __name__ == "__main__":
-    main()
+    return list(figures(result))

@@ -1,8 +1,5 @@
 """What HiPress's bulk coordinator would gain, simulated: clusters, rates and models with and without it.
 
-    python -m benchmarks.papers.hipress.coordinator  # all, 15 minutes: benchmarks/results/coordinator.csv
-    python -m benchmarks.papers.hipress.coordinator --ranks 4 --models vgg19 --rates 10e9
-
 Many small tensors (ResNet50, Bert-base) and few large ones (VGG19), with onebit through co-located servers, the
 strategy whose senders compete for receivers. Three ways to send: each message when it is ready; batches that each rank
 makes by itself; batches of the coordinator, of which the best of some thresholds and time-outs counts. Batches cost
@@ -12,12 +9,14 @@ frames whose bytes the network card copies. 64 ranks, which take minutes, are si
 
 from __future__ import annotations
 
-import argparse
-import csv
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Annotated, Any
 
+import typer
+
+from benchmarks.options import choose
 from benchmarks.planning.described import gpu_costs, link
 from gradwire.simulate import Bulk, Compute, StepResult, models
 from gradwire.simulate.machine import machine_costs
@@ -29,7 +28,7 @@ METHOD = Method("onebit", "scatter_reduce")
 ALONE = Bulk(coordinated=False)
 COORDINATED = tuple(Bulk(size, wait) for size in (64 << 10, 1 << 20) for wait in (0.0, 500e-6))
 COMPUTE = Compute(0.05, 0.1)
-RESULTS = Path("benchmarks/results/coordinator.csv")
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -86,29 +85,23 @@ def describe(found: list[Cell]) -> str:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", nargs="*", type=int, default=list(RANKS))
-    parser.add_argument("--rates", nargs="*", type=float, default=list(RATES), help="bits a second")
-    parser.add_argument("--models", nargs="*", default=list(MODELS))
-    parser.add_argument("--csv", type=Path, help=f"default, for the whole: {RESULTS}")
-    options = parser.parse_args()
-    found: list[Cell] = []
+def run(
+    num_ranks: Annotated[str, typer.Option("--ranks", help="Numbers of ranks, such as 4,8.")] = "",
+    rates: Annotated[str, typer.Option(help="Bits a second, such as 10e9.")] = "",
+    chosen_models: Annotated[str, typer.Option("--models", help="Models, such as vgg19.")] = "",
+) -> Iterator[Row]:
+    """All clusters."""
     for machine, costs in machines().items():
-        for name in options.models:
-            for ranks in options.ranks:
-                for rate in options.rates if ranks <= 16 or machine == "gpu" else ():
-                    here = list(cells(machine, costs, name, ranks, rate))
-                    print(describe(here), flush=True)
-                    found += here
-    is_whole = (options.ranks, options.rates, options.models) == (list(RANKS), list(RATES), list(MODELS))
-    target = options.csv or (RESULTS if is_whole else None)
-    if target:
-        with target.open("w", newline="") as file:
-            writer = csv.DictWriter(file, asdict(found[0]).keys(), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(map(asdict, found))
+        clusters = itertools.product(choose(chosen_models, MODELS), choose(num_ranks, RANKS), choose(rates, RATES))
+        for name, ranks, rate in clusters:
+            if ranks <= 16 or machine == "gpu":
+                here = list(cells(machine, costs, name, ranks, rate))
+                print(describe(here), flush=True)
+                yield from map(asdict, here)
 
 
-if __name__ == "__main__":
-    main()
+def table(rows: Sequence[Row]) -> str:
+    """One cluster a line."""
+    found = [Cell(*(row[each.name] for each in fields(Cell))) for row in rows]
+    of = lambda cell: (cell.machine, cell.model, cell.ranks, cell.rate_bits)  # noqa: E731
+    return "\n".join(describe(list(cluster)) for _, cluster in itertools.groupby(found, of))

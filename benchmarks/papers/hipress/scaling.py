@@ -1,7 +1,4 @@
-"""How HiPress's models scale from 16 to 4,096 nodes, simulated, beside what the paper measured with 16.
-
-    python -m benchmarks.papers.hipress.scaling  # all, ten minutes: benchmarks/results/scaling.csv
-    python -m benchmarks.papers.hipress.scaling --models vgg19 --nodes 16  # a part of it, printed
+"""How HiPress's models scale from 16 to 4,096 nodes, simulated, and what the paper measured with 16.
 
 A rank is a node whose GPUs have added their gradients up (HiPress, section 5). Codecs, tasks and frames cost what
 `benchmarks.planning.described` says. The baseline is a dense ring as collective libraries have it: buckets of 25 MB,
@@ -15,20 +12,21 @@ which did not: compute comes out shorter than it was, and codecs weigh more than
 
 from __future__ import annotations
 
-import argparse
-import csv
 import itertools
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Annotated, Any
 
+import typer
+
+from benchmarks.options import choose
 from benchmarks.planning.described import MEMORY_BYTES_A_SECOND, gpu_costs, link
 from gradwire.simulate import Cluster, Compute, Gradient, StepResult, gradients_of, models, step
 from gradwire.sync.costs import FREE, CodecCosts, Line
 
 RATES, NODES = (10e9, 25e9, 56e9, 100e9), (16, 64, 256, 1024, 4096)
 BUCKET_BYTES = 25e6
-RESULTS = Path("benchmarks/results/scaling.csv")
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -144,26 +142,18 @@ def describe(row: Figure) -> str:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="*", default=list(CLAIMS), choices=list(CLAIMS))
-    parser.add_argument("--nodes", nargs="*", type=int, default=list(NODES))
-    parser.add_argument("--rates", nargs="*", type=float, default=list(RATES), help="bits a second")
-    parser.add_argument("--csv", type=Path, help=f"default, for the whole: {RESULTS}")
-    options = parser.parse_args()
-    rows: list[Figure] = []
-    for name in options.models:
-        for row in figures(name, options.nodes, options.rates):
+def run(
+    chosen_models: Annotated[str, typer.Option("--models", help="Models, such as vgg19.")] = "",
+    nodes: Annotated[str, typer.Option(help="Numbers of nodes, such as 16,64.")] = "",
+    rates: Annotated[str, typer.Option(help="Bits a second, such as 10e9.")] = "",
+) -> Iterator[Row]:
+    """All models."""
+    for name in choose(chosen_models, list(CLAIMS)):
+        for row in figures(name, choose(nodes, NODES), choose(rates, RATES)):
             print(describe(row), flush=True)
-            rows.append(row)
-    is_whole = (options.models, options.nodes, options.rates) == (list(CLAIMS), list(NODES), list(RATES))
-    target = options.csv or (RESULTS if is_whole else None)
-    if target:
-        with target.open("w", newline="") as file:
-            writer = csv.DictWriter(file, asdict(rows[0]).keys(), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(map(asdict, rows))
+            yield asdict(row)
 
 
-if __name__ == "__main__":
-    main()
+def table(rows: Sequence[Row]) -> str:
+    """One step a line."""
+    return "\n".join(describe(Figure(*(row[each.name] for each in fields(Figure)))) for row in rows)

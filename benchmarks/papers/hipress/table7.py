@@ -1,11 +1,7 @@
 """HiPress's table 7: which gradients to compress, and in how many partitions, by its equations and by our planner.
 
-    python -m benchmarks.papers.hipress.table7           # a table
-    python -m benchmarks.papers.hipress.table7 --csv     # and benchmarks/results/hipress-table7.csv
-    python -m benchmarks.papers.hipress.table7 --fit     # how the two figures that the paper lacks were derived
-
 The paper states the link (100 Gb/s), the ratio of onebit (1/32) and the counts of section 6.1. It states no speed of
-onebit, only that CompLL encodes TBQ 12 times as fast as 38.2 ms for 256 MB and decodes alike: 84 GB/s, taken here for
+onebit, only that CompLL encodes TBQ 12 times as fast as 38.2 ms for 256 MB and decodes as fast: 84 GB/s, taken here for
 both. It states no fixed times. Two are derived from table 7 itself, as those that give back most of its entries: a
 kernel takes no less than `KERNEL` whatever its size, a message no less than `MESSAGE`.
 
@@ -14,13 +10,12 @@ Source: HiPress (SOSP 2021), table 7, section 6.1 and section 4.4.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, NamedTuple
 
-from gradwire.bench.records import write_figures
+import typer
+
 from gradwire.sync.costs import FREE, CodecCosts, Costs, Curve, Line, LinkCosts
 from gradwire.sync.planner.choose import PARTITIONS
 from gradwire.sync.planner.forms import route
@@ -32,7 +27,6 @@ RATIO = 1 / 32
 CODEC_RATE = 256 * MB / (38.2e-3 / 12)  # bytes of gradient a second
 KERNEL, MESSAGE = 20e-6, 5e-6  # seconds; see `fits`
 SLACK = 0.02  # the least number of partitions within so much of the best time, by either
-RESULTS = Path("benchmarks/results/hipress-table7.csv")
 
 # (topology, nodes, MB): whether to compress, partitions.
 PUBLISHED: dict[tuple[Topology, int, int], tuple[bool, int]] = {
@@ -112,7 +106,7 @@ def fits() -> list[tuple[int, int, float, float]]:
 
 
 def figures(found: list[Cell]) -> Iterator[dict[str, Any]]:
-    """One figure a line, what the paper has beside it."""
+    """One figure a line, and what the paper has."""
     for cell in found:
         compress, partitions = PUBLISHED[cell[1:4]]
         fixed = {
@@ -126,35 +120,31 @@ def figures(found: list[Cell]) -> Iterator[dict[str, Any]]:
         yield {**fixed, "metric": "dense_synchronisation", "value": choice.dense_seconds, "unit": "s"}
 
 
-def text(found: list[Cell]) -> str:
-    """The table as the paper prints it, with ours beside."""
+def run(
+    fit: Annotated[bool, typer.Option("--fit", help="Print how well each pair of fixed times fits the table.")] = False,
+) -> list[dict[str, Any]]:
+    """The table, or the fits."""
+    if not fit:
+        return list(figures(cells()))
+    for decisions, both, kernel, message in fits():
+        times = f"kernel {1e6 * kernel:4g} us, message {1e6 * message:3g} us"
+        print(f"{times}: {decisions} of 12 decisions, {both} of 12 entries")
+    return []
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The table as the paper prints it, and ours."""
     lines = [
         f"{'':8}{'strategy':16}{'nodes':>6}  {'published':12}{'equations':12}{'planner':12}{'ms':>8}{'dense ms':>10}"
     ]
-    for printed, ours in zip(found[::2], found[1::2]):
-        entries = [PUBLISHED[printed[1:4]], printed.choice[:2], ours.choice[:2]]
-        shown = "".join(f"<{'yes' if compress else 'no'}, {count}>".ljust(12) for compress, count in entries)
-        times = f"{1e3 * ours.choice.seconds:8.3g}{1e3 * ours.choice.dense_seconds:10.3g}"
-        lines.append(f"{printed.megabytes:>4} MB {STRATEGY[printed.topology]:16}{printed.nodes:>6}  {shown}{times}")
+    entries = [rows[at : at + 4] for at in range(0, len(rows), 4)]
+    for printed, ours in zip(entries[::2], entries[1::2]):
+        pairs = [
+            [row["published"] for row in printed[:2]],
+            *([row["value"] for row in by[:2]] for by in (printed, ours)),
+        ]
+        shown = "".join(f"<{'yes' if compress else 'no'}, {count}>".ljust(12) for compress, count in pairs)
+        times = f"{1e3 * ours[2]['value']:8.3g}{1e3 * ours[3]['value']:10.3g}"
+        megabytes, strategy = ours[0]["size"] // MB, ours[0]["method"].split(", ")[2]
+        lines.append(f"{megabytes:>4} MB {strategy:16}{ours[0]['ranks']:>6}  {shown}{times}")
     return "\n".join(lines)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="HiPress's table 7 by its equations and by our planner.")
-    parser.add_argument("--csv", action="store_true", help=f"write {RESULTS}")
-    parser.add_argument("--fit", action="store_true", help="how well each pair of fixed times gives back the table")
-    args = parser.parse_args()
-    if args.fit:
-        for decisions, both, kernel, message in fits():
-            times = f"kernel {1e6 * kernel:4g} us, message {1e6 * message:3g} us"
-            print(f"{times}: {decisions} of 12 decisions, {both} of 12 entries")
-        return
-    found = cells()
-    print(text(found))
-    if args.csv:
-        write_figures("hipress-table7", figures(found), RESULTS, more_columns=("published",))
-        print(f"Figures: {RESULTS.resolve()}")
-
-
-if __name__ == "__main__":
-    main()

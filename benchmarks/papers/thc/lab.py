@@ -1,19 +1,14 @@
 """THC in the lab: where a round's time goes, step times, and time to accuracy (its figures 2a and 5 to 8).
 
-    python -m benchmarks.papers.thc.lab                          # 15 minutes: benchmarks/results/thc-lab.csv
-    python -m benchmarks.papers.thc.lab --parts rounds --rates 1gbit
-    python -m benchmarks.papers.thc.lab --table                  # of the figures there are
-
 Four ranks on a host each, and the aggregator on a fifth, all behind links of 100 Mb/s or 1 Gb/s both ways:
 
-    rounds   all gradients of a model at once, nothing beside: seconds in the worker's codec, in the server's, and the
+    rounds   all gradients of a model at once, and nothing else: seconds in the worker's codec, in the server's, and the
              rest, which is the wire and waiting; and the bytes of a rank's interface there and back
-    steps    a recorded backward replayed as waits, with gradients synchronised beside it
+    steps    a recorded backward replayed as waits, while gradients are synchronized
     learn    a real training on links as they are, validated now and then. With the step times, time to accuracy
 
 For methods without a stand-alone server, ranks are each other's, and the server's share is what they merge; that of the
-aggregator is its process's, on a processor that all hosts share. A part that is run again takes the place of its
-figures in the file.
+aggregator is its process's, on a processor that all hosts share.
 
 Source: THC (Li et al. 2024), sections 2 and 8. Differences: a small transformer on two cores in place of GPUs, 4 ranks,
 no RDMA and no switch; ring all-reduce by Gloo in place of NCCL's.
@@ -22,47 +17,54 @@ no RDMA and no switch; ring all-reduce by Gloo in place of NCCL's.
 
 from __future__ import annotations
 
-import argparse
-import csv
 import json
 import secrets
 import statistics
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+
+from benchmarks import ranks as processes
+from benchmarks.options import Rates, Seconds, choose, listed
 from benchmarks.papers.thc.lab_ends import BUCKET_MB, PORT
 from gradwire.bench.job import Job, Message, Progress, Segment
 from gradwire.bench.launch import Beside, launch
 from gradwire.bench.methods import DDP_FP32, label
-from gradwire.bench.records import write_figures
-from gradwire.bench.training import TrainingOptions, run
+from gradwire.bench.training import TrainingOptions
+from gradwire.bench.training import run as train
 from gradwire.bench.workloads import make_workload
 
-RESULTS = Path("benchmarks/results/thc-lab.csv")
 RANKS = 4
 RATES = ("100mbit", "1gbit")
 METHODS = (DDP_FP32, "thc@server", "thc@scatter_reduce", "topk:ratio=0.1", "dgc:ratio=0.1/momentum", "terngrad")
 PARTS = ("rounds", "steps", "learn")
 GOAL = 0.97  # of DDP's last accuracy
+KEY, CHOICES = ("part", "method", "rate"), ("parts", "rates", "methods")
 Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What to run: see `run`."""
+
+    rates: list[str]
+    methods: list[str]
+    workload: str
+    seconds: float
+    steps: int
+    every: int
+    deadline: float
+    loopback: bool
 
 
 def beside(folder: str, sessions: int) -> Beside:
     """The aggregator, for so many methods one after another."""
     report = str(Path(folder) / "server")
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.papers.thc.lab_ends",
-        "serve",
-        str(sessions),
-        "{host}",
-        str(RANKS),
-        report,
-    ]
+    command = processes.command("benchmarks.papers.thc.lab_ends", "serve", sessions, "{host}", RANKS, report)
     key = secrets.token_hex(32)  # of this run alone
     return Beside(command, {"GRADWIRE_AGGREGATOR": f"{{host}}:{PORT}", "GRADWIRE_JOB_KEY": key})
 
@@ -75,12 +77,12 @@ def served(methods: Sequence[str]) -> int:
 # -- rounds ------------------------------------------------------------------------------------------------------------
 
 
-def rounds(arguments: argparse.Namespace) -> Iterator[Row]:
+def measure_rounds(asked: Asked) -> Iterator[Row]:
     """Round times and bytes of each method at each rate."""
     segments = tuple(
-        Segment(method, BUCKET_MB, timed_seconds=arguments.seconds, rates=(rate,))
-        for method in arguments.methods
-        for rate in arguments.rates
+        Segment(method, BUCKET_MB, timed_seconds=asked.seconds, rates=(rate,))
+        for method in asked.methods
+        for rate in asked.rates
     )
     said: dict[int, list[Row]] = {}
 
@@ -91,11 +93,11 @@ def rounds(arguments: argparse.Namespace) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
         needed = served([segment.method for segment in segments])
         server = beside(folder, needed)
-        job = Job(arguments.workload, segments, folder="", deadline_seconds=arguments.deadline, replay=True)
-        launch(job, RANKS, hear, lab=not arguments.loopback, module="benchmarks.papers.thc.lab_ends", beside=server)
+        job = Job(asked.workload, segments, folder="", deadline_seconds=asked.deadline, replay=True)
+        launch(job, RANKS, hear, lab=not asked.loopback, module="benchmarks.papers.thc.lab_ends", beside=server)
         report = Path(folder) / "server"
         spent = [float(line) for line in report.read_text().split()] if needed else []
-    numel = sum(parameter.numel() for parameter in make_workload(arguments.workload).model().parameters())
+    numel = sum(parameter.numel() for parameter in make_workload(asked.workload).model().parameters())
     for index, segment in enumerate(segments):
         here = {"part": "rounds", "method": segment.method, "rate": segment.rates[0], "size": numel, "unit": "s"}
         server_seconds = spent.pop(0) if served([segment.method]) else None
@@ -130,15 +132,15 @@ def round_figures(ranks: Sequence[Row], server_seconds: float | None, numel: int
 # -- steps, learning ---------------------------------------------------------------------------------------------------
 
 
-def steps(arguments: argparse.Namespace) -> Iterator[Row]:
+def measure_steps(asked: Asked) -> Iterator[Row]:
     """Step times of a replayed backward."""
     options = TrainingOptions(
-        workload=arguments.workload, methods=arguments.methods, ranks=RANKS, rates=arguments.rates, steps=0,
-        timed_seconds=arguments.seconds, buckets_mb=(BUCKET_MB,), lab=not arguments.loopback,
-        deadline_seconds=arguments.deadline, replay=True,
+        workload=asked.workload, methods=tuple(asked.methods), ranks=RANKS, rates=tuple(asked.rates), steps=0,
+        timed_seconds=asked.seconds, buckets_mb=(BUCKET_MB,), lab=not asked.loopback,
+        deadline_seconds=asked.deadline, replay=True,
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        result = run(options, beside=beside(folder, served(arguments.methods)))
+        result = train(options, beside=beside(folder, served(asked.methods)))
     for entry in result.results:
         for time in entry.times:
             here = {"part": "steps", "method": entry.method, "rate": time.rate, "size": result.num_parameters}
@@ -148,15 +150,15 @@ def steps(arguments: argparse.Namespace) -> Iterator[Row]:
             yield {**here, "metric": "step_without_communication", "unit": "s", "value": time.compute}
 
 
-def learn(arguments: argparse.Namespace) -> Iterator[Row]:
+def measure_learning(asked: Asked) -> Iterator[Row]:
     """Accuracy along a training."""
     options = TrainingOptions(
-        workload=arguments.workload, methods=arguments.methods, ranks=RANKS, rates=(None,), steps=arguments.steps,
-        validate_every=arguments.every, timed_seconds=0.1, buckets_mb=(BUCKET_MB,), lab=False,
-        deadline_seconds=arguments.deadline,
+        workload=asked.workload, methods=tuple(asked.methods), ranks=RANKS, rates=(None,), steps=asked.steps,
+        validate_every=asked.every, timed_seconds=0.1, buckets_mb=(BUCKET_MB,), lab=False,
+        deadline_seconds=asked.deadline,
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        result = run(options, beside=beside(folder, served(arguments.methods)))
+        result = train(options, beside=beside(folder, served(asked.methods)))
     for entry in result.results:
         here = {"part": "learn", "method": entry.method, "rate": "none", "size": result.num_parameters}
         for step, loss, accuracy in entry.validations:
@@ -175,11 +177,11 @@ def find(rows: Sequence[Row], metric: str, method: str, rate: str = "none") -> l
 
 def steps_to(rows: Sequence[Row], method: str, goal: float) -> int | None:
     """The first validated step with this accuracy; None where there is none."""
-    reached = (int(row["step"]) for row in find(rows, "validation_accuracy", method) if float(row["value"]) >= goal)
+    reached = (int(row["step"]) for row in find(rows, "validation_accuracy", method) if row["value"] >= goal)
     return min(reached, default=None)
 
 
-def table(rows: Sequence[Row], rate: str) -> str:
+def table_of(rows: Sequence[Row], rate: str) -> str:
     """One rate's figures, in Markdown."""
     lines = [
         "| method | round, ms | worker | server | wire | there, B | back, B | step, ms | steps to goal | s to goal |",
@@ -187,7 +189,7 @@ def table(rows: Sequence[Row], rate: str) -> str:
     ]
     base = find(rows, "validation_accuracy", DDP_FP32)
     goal = GOAL * float(base[-1]["value"]) if base else None
-    for method in dict.fromkeys(row["method"] for row in rows):
+    for method in sorted(dict.fromkeys(row["method"] for row in rows), key=_place):
         cells = [_cell(rows, metric, method, rate, 1e3, "{:.1f}") for metric in
                  ("round", "round_worker", "round_server", "round_wire")]  # fmt: skip
         cells += [_cell(rows, f"bytes_{way}_an_element", method, rate, 1, "{:.2f}") for way in ("there", "back")]
@@ -204,47 +206,32 @@ def _cell(rows: Sequence[Row], metric: str, method: str, rate: str, factor: floa
     return form.format(factor * float(found[0]["value"])) if found else "–"
 
 
-def read(path: Path) -> list[Row]:
-    """Figures of earlier runs."""
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def merged(old: Sequence[Row], new: Sequence[Row]) -> list[Row]:
-    """New figures in place of those of the same part, method and rate."""
-    known = {(row["part"], row["method"], row["rate"]) for row in new}
-    rows = [row for row in old if (row["part"], row["method"], row["rate"]) not in known] + list(new)
-    return sorted(rows, key=lambda row: (PARTS.index(row["part"]), _place(row["method"]), str(row["rate"])))
-
-
 def _place(method: str) -> int:
     return METHODS.index(method) if method in METHODS else len(METHODS)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=PARTS)
-    parser.add_argument("--rates", nargs="*", default=list(RATES))
-    parser.add_argument("--methods", nargs="*", default=list(METHODS))
-    parser.add_argument("--workload", default="text")
-    parser.add_argument("--seconds", type=float, default=4.0, help="about how long to time a method at a rate")
-    parser.add_argument("--steps", type=int, default=200, help="of the training")
-    parser.add_argument("--every", type=int, default=10, help="validate after so many of them")
-    parser.add_argument("--deadline", type=float, default=1200.0, help="seconds after which a part fails")
-    parser.add_argument("--loopback", action="store_true", help="without the lab: to see that it runs")
-    parser.add_argument("--csv", type=Path, default=RESULTS)
-    parser.add_argument("--table", action="store_true", help="print the figures there are, and measure none")
-    arguments = parser.parse_args(argv)
-    parts = {"rounds": rounds, "steps": steps, "learn": learn}
-    for part in [] if arguments.table else arguments.parts:
-        fixed = {"ranks": RANKS, "dtype": "float32", "source": "measured", "step": ""}
-        found = [{**fixed, **row} for row in parts[part](arguments)]
-        write_figures("thc-lab", merged(read(arguments.csv), found), arguments.csv, more_columns=("part", "step"))
-    for rate in arguments.rates:
-        print(f"{rate}\n{table(read(arguments.csv), rate)}\n")
+def table(rows: Sequence[Row]) -> str:
+    """The figures of each rate."""
+    rates = sorted({row["rate"] for row in rows} - {"none"})
+    return "\n\n".join(f"{rate}\n{table_of(rows, rate)}" for rate in rates)
 
 
-if __name__ == "__main__":
-    main()
+def run(
+    parts: Annotated[str, typer.Option(help="rounds, steps, learn, or several.")] = "",
+    rates: Rates = "",
+    methods: Annotated[str, typer.Option(help="Methods, as `gradwire bench training` takes them.")] = "",
+    workload: Annotated[str, typer.Option(help="What the ranks train.")] = "text",
+    seconds: Seconds = 4.0,
+    steps: Annotated[int, typer.Option(help="Steps of the training.")] = 120,
+    every: Annotated[int, typer.Option(help="Steps after which it is validated.")] = 8,
+    deadline: Annotated[float, typer.Option(help="Seconds after which a part fails.")] = 1200.0,
+    loopback: Annotated[bool, typer.Option("--loopback", help="Without the lab: to see that it runs.")] = False,
+) -> Iterator[Row]:
+    """All parts."""
+    asked = Asked(
+        listed(rates, RATES), listed(methods, METHODS), workload, seconds, steps, every, deadline, loopback
+    )  # fmt: skip
+    measures = dict(zip(PARTS, (measure_rounds, measure_steps, measure_learning)))
+    for part in choose(parts, PARTS):
+        for row in measures[part](asked):
+            yield {"ranks": RANKS, "dtype": "float32", "source": "measured", **row}

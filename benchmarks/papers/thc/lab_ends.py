@@ -1,16 +1,12 @@
-"""The ends of `benchmarks.papers.thc.lab`: ranks that synchronise gradients in rounds, and the aggregator.
+"""The ends of `benchmarks.papers.thc.lab`: ranks that synchronize gradients in rounds, and the aggregator.
 
 A round is a replayed step that takes no time to compute: all gradients are there at once, nothing hides behind a
-backward, and what it takes is what synchronisation takes.
-
-    python -m benchmarks.papers.thc.lab_ends JOB.json                           # a rank
-    python -m benchmarks.papers.thc.lab_ends serve SESSIONS HOST REPORT         # the aggregator, for so many methods
+backward, and what it takes is what synchronization takes. This module runs as a rank.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -92,7 +88,7 @@ def listening(replay: Replay) -> Iterator[dict[str, float]]:
     stop()
 
 
-def serve(sessions: int, host: str, workers: int, report: Path) -> None:
+def serve(sessions: int, host: str, workers: int, report: str) -> None:
     """Aggregate for one method after another; the processor's seconds of each are a line of the report."""
     from gradwire.server.aggregation import AggregationOptions, AggregationServer
 
@@ -101,12 +97,9 @@ def serve(sessions: int, host: str, workers: int, report: Path) -> None:
     for _ in range(sessions):
         began = time.process_time()
         AggregationServer(AggregationOptions(workers, host, PORT)).run(lambda said: None)
-        with report.open("a") as file:
+        with Path(report).open("a") as file:
             file.write(f"{time.process_time() - began}\n")
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "serve":
-        serve(int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), Path(sys.argv[5]))
-    else:
-        main(rounds)
+    main(rounds)

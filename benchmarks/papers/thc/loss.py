@@ -1,10 +1,7 @@
 """Accuracy of THC under packet loss and with stragglers: THC's figures 11 and 16.
 
-    python -m benchmarks.papers.thc.loss --data cifar10              # some minutes: benchmarks/results/thc-loss.csv
-    python -m benchmarks.papers.thc.loss --data cifar10 --out FOLDER # and the plot
-
 `--data` is CIFAR-10 as images, see `benchmarks.data.cifar`. Ten workers in one process train a small net, all methods
-from the same seeds on the same batches. Trainings that are in the file already are not repeated. What is lost, and what
+from the same seeds on the same batches. What is lost, and what
 becomes of it, is in `benchmarks.papers.thc.simulated_workers`; there is no retransmission. Accuracy is the mean over
 the workers' own models where packets are lost.
 
@@ -18,9 +15,13 @@ place of 128, and a training of 250 steps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Set
 from pathlib import Path
+from typing import Annotated, Any
 
+import typer
+
+from benchmarks.options import Cifar10, Seeds
 from benchmarks.papers.thc import study
 from benchmarks.papers.thc.scale import homomorphic
 from benchmarks.papers.thc.simulated_training import EpochSync
@@ -33,9 +34,10 @@ from benchmarks.papers.thc.simulated_workers import (
     Reliable,
     Stragglers,
 )
-from gradwire.bench.statistics import interval
+from benchmarks.papers.thc.tasks import CIFAR10
+from benchmarks.plotting import figure
 
-RESULTS = Path("benchmarks/results/thc-loss.csv")
+KEY, CHOICES, METRICS = study.KEY, ("seeds",), study.METRICS
 RANKS, EPOCHS, SAMPLES, SEEDS = 10, 5, 4000, 3
 LOSSES = (0.001, 0.01)
 LEFT_OUT = {"dropped": LeftOut(), "kept": LeftOut(keep=True), "kept, over all": LeftOut(keep=True, divisor="all")}
@@ -43,7 +45,6 @@ THC, SYNCHRONISED = "thc", ", synchronised"
 LOSSY = [f"loss {rate:g}{sync}" for rate in LOSSES for sync in ("", SYNCHRONISED)]
 LATE = [f"{count} of {RANKS} left out, {policy}" for count in (1, 2, 3) for policy in LEFT_OUT]
 METHODS = (THC, *LOSSY, *LATE)
-METRICS = {"train_accuracy": "training accuracy", "test_accuracy": "test accuracy"}
 
 
 def faults(cell: study.Cell) -> tuple[Faults, LeftOut]:
@@ -76,61 +77,39 @@ def table(rows: study.Rows) -> str:
     for method in (study.DENSE, *METHODS):
         cells = []
         for metric in METRICS:
-            mean, _ = interval(list(study.by_seed(rows, "cifar10", method, RANKS, metric).values()))
-            cells.append(f"{100 * mean:.1f}")
+            cells.append(f"{100 * study.mean_of(rows, 'cifar10', method, RANKS, metric):.1f}")
             cells.append(study.plus_minus(study.difference(rows, "cifar10", method, RANKS, metric)))
-        apart, _ = interval(list(study.by_seed(rows, "cifar10", method, RANKS, "replicas_apart").values()))
+        apart = study.mean_of(rows, "cifar10", method, RANKS, "replicas_apart")
         lines.append(f"| {method} | {' | '.join(cells)} | {f'{100 * apart:.1f}' if apart else ''} |")
     return "\n".join(lines)
 
 
-def plot(rows: study.Rows, path: Path) -> None:
-    """Differences from dense: packet loss, then stragglers."""
-    import matplotlib as mpl
-
-    mpl.use("agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(12, 4.4), layout="constrained")
-    for axis, (metric, title) in zip(axes, METRICS.items()):
-        found = [study.difference(rows, "cifar10", method, RANKS, metric) for method in METHODS]
-        colours = ["#444444"] + ["#c1440e" if method in LOSSY else "#2f6db5" for method in METHODS[1:]]
-        for place, ((mean, half), colour) in enumerate(zip(found, colours)):
-            axis.errorbar(mean, place, xerr=half, marker="o", markersize=5, capsize=3, color=colour)
-        axis.axvline(0, color="black", linewidth=0.8)
-        axis.set_yticks(range(len(METHODS)), METHODS if axis is axes[0] else [""] * len(METHODS), fontsize=8)
-        axis.invert_yaxis()
-        axis.grid(axis="y", linewidth=0.3)
-        axis.set(xlabel=f"{title}, points above dense")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    pyplot.close(figure)
+def plot(rows: study.Rows, folder: Path) -> None:
+    """Differences from dense: of THC, under packet loss, then with stragglers."""
+    groups = (("#444444", (THC,)), ("#c1440e", LOSSY), ("#2f6db5", LATE))
+    with figure(folder / "thc-loss.svg", columns=2, size=(12, 4.4)) as axes:
+        for axis, (metric, title) in zip(axes[0], METRICS.items()):
+            first = 0
+            for colour, methods in groups:
+                found = {method: study.difference(rows, "cifar10", method, RANKS, metric) for method in methods}
+                study.plot_differences(axis, found, False, first, color=colour)
+                first += len(methods)
+            axis.set_yticks(range(len(METHODS)), METHODS if axis is axes[0][0] else [""] * len(METHODS), fontsize=8)
+            study.finish(axis)
+            axis.set(xlabel=f"{title}, points above dense")
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = study.parser(__doc__, RESULTS, SEEDS)
-    parser.add_argument("--data", type=Path, help="folder or tar of CIFAR-10 as images")
-    parser.add_argument("--epochs", type=int, default=EPOCHS)
-    parser.add_argument("--samples", type=int, default=SAMPLES, help="training images")
-    arguments = parser.parse_args(argv)
-    study.prepare(arguments)
-    if not arguments.plot_only:
-        if arguments.data is None:
-            parser.error("Expected --data with CIFAR-10 as images.")
-        from benchmarks.papers.thc.cifar_small import CIFAR10
-
-        task = CIFAR10(arguments.data, arguments.epochs, arguments.samples)
-        cells = [
-            study.Cell(task.name, method, RANKS, seed)
-            for seed in range(arguments.seeds) for method in (study.DENSE, *METHODS)
-        ]  # fmt: skip
-        study.record("thc-loss", cells, lambda cell: study.measure(cell, task, aggregator, sync(cell)), arguments.csv)
-    rows = study.read(arguments.csv)
-    print(table(rows))
-    if arguments.out:
-        plot(rows, arguments.out / "thc-loss.svg")
-        print(f"Plot: {(arguments.out / 'thc-loss.svg').resolve()}")
-
-
-if __name__ == "__main__":
-    main()
+def run(
+    data: Cifar10,
+    seeds: Seeds = SEEDS,
+    epochs: Annotated[int, typer.Option(help="Passes over the data.")] = EPOCHS,
+    samples: Annotated[int, typer.Option(help="Training images.")] = SAMPLES,
+    *,
+    done: Set[tuple[str, ...]],
+) -> Iterator[dict[str, Any]]:
+    """All cells that are not done."""
+    task = CIFAR10(data, epochs, samples)
+    cells = [
+        study.Cell(task.name, method, RANKS, seed) for seed in range(seeds) for method in (study.DENSE, *METHODS)
+    ]  # fmt: skip
+    yield from study.run(cells, lambda cell: study.measure(cell, task, aggregator, sync(cell)), done)

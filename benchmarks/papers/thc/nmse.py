@@ -1,13 +1,10 @@
 """The error of THC against granularity, bits and other methods: THC's figures 15 and 2b.
 
-    python -m benchmarks.papers.thc.nmse                 # 2 minutes: benchmarks/results/thc-nmse.csv
-    python -m benchmarks.papers.thc.nmse --out FOLDER    # the plots as well
-
 Figure 15: a gradient of log-normal elements, copied to 10 ranks, p = 1/1024, 2, 3 and 4 bits against the granularity;
-the normalised mean squared error of the mean, averaged over 100 gradients. Beside it what the closed forms predict: the
+the normalised mean squared error of the mean, averaged over 100 gradients. The closed forms predict: the
 table's cost over the number of ranks, and what clamping takes, which is the same on all ranks. Figure 2b: four ranks
 with copies; the error of the mean at the aggregator, and of what ranks have after the way back, for which the mean is
-encoded anew, but for THC, whose integers are passed on.
+encoded again, but for THC, whose integers are passed on.
 
 What agrees with the paper: errors are those of the closed forms to within 3 %. They fall with the granularity, by less
 and less and not evenly, and by a factor of 4 to 6 for each further bit ("almost an order of magnitude" there).
@@ -24,23 +21,22 @@ of 1 of the logarithm, 16,384 elements for figure 15 and 2^20 (a partition of 4 
 
 from __future__ import annotations
 
-import argparse
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+import typer
 
-from gradwire.bench.records import write_figures
+from benchmarks.plotting import figure
 from gradwire.compressors import Compressor, make
 from gradwire.compressors.base.registry import compressor_of
 from gradwire.compressors.support import thc_tables
 from gradwire.core.context import Context
 from gradwire.core.spec import TensorSpec
 
-RESULTS = Path("benchmarks/results/thc-nmse.csv")
 RANKS, P, REPEATS = 10, 2.0**-10, 100
 SIZE = 1 << 14
 GRANULARITIES = {2: range(3, 46, 3), 3: range(7, 46, 2), 4: range(15, 46)}
@@ -97,7 +93,7 @@ def predicted(table: thc_tables.Table, num_ranks: int) -> float:
     return table.cost / num_ranks + clamped
 
 
-def granularity_figures(repeats: int, show: Callable[[str], object]) -> Iterator[Figure]:
+def granularity_figures(repeats: int) -> Iterator[Figure]:
     """Figure 15."""
     grads = [gradient(SIZE, repeat) for repeat in range(repeats)]
     for bits, granularities in GRANULARITIES.items():
@@ -109,7 +105,7 @@ def granularity_figures(repeats: int, show: Callable[[str], object]) -> Iterator
             expected = predicted(thc_tables.optimal(bits, granularity, P), RANKS)
             yield {**here, "metric": "nmse", "source": "measured", **_spread(errors)}
             yield {**here, "metric": "nmse", "source": "predicted", "value": expected}
-        show(f"{bits} bits, granularity {granularities[0]} to {granularities[-1]}: done")
+        print(f"{bits} bits, granularity {granularities[0]} to {granularities[-1]}: done", flush=True)
 
 
 def compared_figures(repeats: int) -> Iterator[Figure]:
@@ -140,68 +136,40 @@ def curves(figures: Sequence[Figure]) -> dict[tuple[int, str], list[tuple[int, f
     return found
 
 
-def text(figures: Sequence[Figure]) -> str:
+def table(rows: Sequence[Figure]) -> str:
     """What was found, in a few lines."""
     lines = ["NMSE of the mean of 10 copies, p = 1/1024, by granularity (predicted)"]
-    known = curves(figures)
+    known = curves(rows)
     for bits in GRANULARITIES:
         measured, expected = known[bits, "measured"], dict(known[bits, "predicted"])
         chosen = [measured[0], measured[len(measured) // 2], measured[-1]]
         lines.append(f"  {bits} bits  " + "  ".join(f"g={g}: {value:.5f} ({expected[g]:.5f})" for g, value in chosen))
     lines.append(f"{'NMSE, 4 ranks':22}{'there':>10}{'and back':>10}{'published':>10}")
-    there, back = (
-        {each["method"]: each["value"] for each in figures if each["metric"] == way} for way in (THERE, BACK)
-    )
+    there, back = ({each["method"]: each["value"] for each in rows if each["metric"] == way} for way in (THERE, BACK))
     lines += [f"  {name:20}{there[name]:10.4f}{back[name]:10.4f}{PUBLISHED.get(name, ''):>10}" for name in there]
     return "\n".join(lines)
 
 
-def plot(figures: Sequence[Figure], folder: Path) -> None:
+def plot(rows: Sequence[Figure], folder: Path) -> None:
     """Both figures, as in the paper."""
-    import matplotlib as mpl
-
-    mpl.use("agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    for (bits, source), points in curves(figures).items():
-        style = {"marker": "o", "markersize": 3} if source == "measured" else {"linestyle": ":", "color": "black"}
-        label = f"{bits} bits" if source == "measured" else ("predicted" if bits == 4 else None)
-        left.plot(*zip(*points), label=label, **style)
-    left.set(yscale="log", xlabel="granularity", ylabel="NMSE of the mean of 10 ranks")
-    left.legend(frameon=False)
-    for shift, way in ((-0.2, THERE), (0.2, BACK)):
-        bars = [each for each in figures if each["metric"] == way]
-        right.bar(
-            np.arange(len(bars)) + shift, [each["value"] for each in bars], width=0.4, label=way.removeprefix("nmse ")
-        )
-    right.set_xticks(range(len(bars)), [each["method"] for each in bars], fontsize=8)
-    right.set(yscale="log", ylabel="NMSE, 4 ranks")
-    right.legend(frameon=False)
-    folder.mkdir(parents=True, exist_ok=True)
-    figure.savefig(folder / "thc-nmse.svg")
-    pyplot.close(figure)
+    with figure(folder / "thc-nmse.svg", columns=2, size=(11, 4.2)) as axes:
+        left, right = axes[0]
+        for (bits, source), points in curves(rows).items():
+            style = {"marker": "o", "markersize": 3} if source == "measured" else {"linestyle": ":", "color": "black"}
+            label = f"{bits} bits" if source == "measured" else ("predicted" if bits == 4 else None)
+            left.plot(*zip(*points), label=label, **style)
+        left.set(yscale="log", xlabel="granularity", ylabel="NMSE of the mean of 10 ranks")
+        left.legend()
+        for shift, way in ((-0.2, THERE), (0.2, BACK)):
+            bars = [each for each in rows if each["metric"] == way]
+            places, heights = np.arange(len(bars)) + shift, [each["value"] for each in bars]
+            right.bar(places, heights, width=0.4, label=way.removeprefix("nmse "))
+        right.set_xticks(range(len(bars)), [each["method"] for each in bars], fontsize=8)
+        right.set(yscale="log", ylabel="NMSE, 4 ranks")
+        right.legend()
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=REPEATS, help="gradients of figure 15")
-    parser.add_argument("--csv", type=Path, default=RESULTS)
-    parser.add_argument("--out", type=Path, help="folder for the plot")
-    arguments = parser.parse_args(argv)
-    if arguments.out:
-        from gradwire.bench.extras import need
-
-        need("matplotlib", extra="report", purpose="the plot")
-    figures = [*granularity_figures(arguments.repeats, print)]
-    figures += compared_figures(min(arguments.repeats, COMPARED_REPEATS))
-    write_figures("thc-nmse", figures, arguments.csv, more_columns=("bits", "granularity", "p"))
-    print(text(figures))
-    print(f"Figures: {arguments.csv.resolve()}")
-    if arguments.out:
-        plot(figures, arguments.out)
-        print(f"Plot: {(arguments.out / 'thc-nmse.svg').resolve()}")
-
-
-if __name__ == "__main__":
-    main()
+def run(repeats: Annotated[int, typer.Option(help="Gradients of figure 15.")] = REPEATS) -> Iterator[Figure]:
+    """Both figures."""
+    yield from granularity_figures(repeats)
+    yield from compared_figures(min(repeats, COMPARED_REPEATS))

@@ -1,16 +1,12 @@
-"""Accuracy as workers are added, of THC beside top-k and QSGD at its compression ratio: THC's figure 10.
+"""Accuracy as workers are added, of THC, top-k and QSGD at one compression ratio: THC's figure 10.
 
-    python -m benchmarks.papers.thc.scale --data sst2              # 20 minutes: benchmarks/results/thc-scale.csv
-    python -m benchmarks.papers.thc.scale --data sst2 --out FOLDER # and the plot
-
-`--data` is a folder of SST-2, see `benchmarks.papers.thc.sst2`. 4 to 64 workers in one process train bags of words from
+`--data` is a folder of SST-2, see `benchmarks.data.sst2`. 4 to 64 workers in one process train bags of words from
 scratch, all methods from the same seeds on the same batches; once with word vectors that are learnt, whose gradients
-are mostly zeros, and once with vectors that stay as they were drawn, so that all gradients are dense. Trainings that
-are in the file already are not repeated.
+are mostly zeros, and once with vectors that stay as they were drawn, so that all gradients are dense.
 
 Ratios: each worker sends 4 bits an element, of norms a little more. The sum comes back in lanes that hold 36 n, of 8
 bits for 4 workers and of 16 for more. Top-k keeps as many elements as fit the same bytes, on both ways. QSGD has 4 bits
-there, and 8 back, the most that it takes. The mean that both encode anew has a residual of its own where they have any.
+there, and 8 back, the most that it takes. The mean that both encode again has a residual where gradients have one.
 Errors of means are looked at along a dense training, of the same gradients for all methods, without residuals.
 
 Source: THC (Li et al. 2024), figure 10: bits 4, granularity 36, p = 1/32, 8 sentences a worker. Differences: models of
@@ -23,21 +19,24 @@ from __future__ import annotations
 import dataclasses
 import functools
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 
+from benchmarks.options import Seeds, Sst2
 from benchmarks.papers.thc import study
 from benchmarks.papers.thc.simulated_training import Task, train
 from benchmarks.papers.thc.simulated_workers import Aggregator, Dense, IntegerSums, Reencoded
-from gradwire.bench.statistics import interval
+from benchmarks.papers.thc.tasks import SST2
+from benchmarks.plotting import figure, legend_below
 from gradwire.compressors import make
 from gradwire.compressors.support.homomorphic import Homomorphic
 from gradwire.core.spec import TensorSpec
 
-RESULTS = Path("benchmarks/results/thc-scale.csv")
+KEY, CHOICES = study.KEY, ("seeds",)
 RANKS = (4, 8, 16, 32, 64)
 EPOCHS, SEEDS = 4, 8
 THC, CHOSEN, TOPK, QSGD = "thc", "thc, chosen", "topk", "qsgd"
@@ -125,75 +124,53 @@ def _table(rows: study.Rows, task: str) -> str:
     for metric, title in METRICS.items():
         lines += [f"| {title}, % | dense | {' | '.join(METHODS)} |", "|---|---|" + "---|" * len(METHODS)]
         for ranks in RANKS:
-            base, _ = interval(list(study.by_seed(rows, task, study.DENSE, ranks, metric).values()))
+            base = study.mean_of(rows, task, study.DENSE, ranks, metric)
             cells = [study.plus_minus(study.difference(rows, task, method, ranks, metric)) for method in METHODS]
             lines.append(f"| {ranks} workers | {100 * base:.1f} | {' | '.join(cells)} |")
         lines.append("")
     lines += [f"| NMSE of a mean | agreement | {' | '.join(METHODS)} |", "|---|---|" + "---|" * len(METHODS)]
     for ranks in RANKS:
         metrics = ("agreement", *(f"nmse {method}" for method in METHODS))
-        found = (interval(list(study.by_seed(rows, task, ERRORS, ranks, each).values()))[0] for each in metrics)
+        found = (study.mean_of(rows, task, ERRORS, ranks, each) for each in metrics)
         lines.append(f"| {ranks} workers | {' | '.join(f'{value:.3g}' for value in found)} |")
     return "\n".join(lines)
 
 
-def plot(rows: study.Rows, path: Path) -> None:
+def plot(rows: study.Rows, folder: Path) -> None:
     """Differences from dense against workers, a row of plots a task."""
-    import matplotlib as mpl
-
-    mpl.use("agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(len(TASKS), 2, figsize=(11, 4 * len(TASKS)), layout="constrained", sharex=True)
-    for row, task in zip(axes, TASKS):
-        for axis, (metric, title) in zip(row, METRICS.items()):
-            for shift, method in enumerate(METHODS):
-                means, halves = zip(*(study.difference(rows, task, method, ranks, metric) for ranks in RANKS))
-                places = [ranks * 1.04 ** (shift - 1.5) for ranks in RANKS]
-                axis.errorbar(places, means, halves, marker="o", markersize=4, capsize=3, linewidth=1.2, label=method)
-            axis.axhline(0, color="black", linewidth=0.8)
-            axis.set_xscale("log", base=2)
-            axis.set_xticks(RANKS, map(str, RANKS))
-            axis.set(title=task, ylabel=f"{title}, points above dense")
-    for axis in axes[-1]:
-        axis.set_xlabel("workers")
-    figure.legend(
-        *axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=len(METHODS), frameon=False
-    )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    pyplot.close(figure)
+    with figure(folder / "thc-scale.svg", len(TASKS), 2, (11, 4 * len(TASKS)), sharex=True) as axes:
+        for line, task in zip(axes, TASKS):
+            for axis, (metric, title) in zip(line, METRICS.items()):
+                for shift, method in enumerate(METHODS):
+                    means, halves = zip(*(study.difference(rows, task, method, ranks, metric) for ranks in RANKS))
+                    places = [ranks * 1.04 ** (shift - 1.5) for ranks in RANKS]
+                    axis.errorbar(places, means, halves, marker="o", markersize=4, capsize=3, label=method)
+                axis.axhline(0, color="black", linewidth=0.8)
+                axis.set_xscale("log", base=2)
+                axis.set_xticks(RANKS, map(str, RANKS))
+                axis.set(title=task, ylabel=f"{title}, points above dense")
+        for axis in axes[-1]:
+            axis.set_xlabel("workers")
+        legend_below(axes[0, 0])
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = study.parser(__doc__, RESULTS, SEEDS)
-    parser.add_argument("--data", type=Path, help="folder of SST-2")
-    parser.add_argument("--epochs", type=int, default=EPOCHS)
-    arguments = parser.parse_args(argv)
-    study.prepare(arguments)
-    if not arguments.plot_only:
-        if arguments.data is None:
-            parser.error("Expected --data with the folder of SST-2.")
-        from benchmarks.papers.thc.sst2 import SST2
+def run(
+    data: Sst2,
+    seeds: Seeds = SEEDS,
+    epochs: Annotated[int, typer.Option(help="Passes over the data.")] = EPOCHS,
+    *,
+    done: Set[tuple[str, ...]],
+) -> Iterator[dict[str, Any]]:
+    """All cells that are not done."""
+    tasks = {task.name: task for task in (SST2(data, epochs, each) for each in (True, False))}
+    cells = [
+        study.Cell(task, method, ranks, seed)
+        for task in TASKS for seed in range(seeds) for ranks in RANKS
+        for method in (study.DENSE, *METHODS, ERRORS)
+    ]  # fmt: skip
 
-        tasks = {task.name: task for task in (SST2(arguments.data, arguments.epochs, each) for each in (True, False))}
-        cells = [
-            study.Cell(task, method, ranks, seed)
-            for task in TASKS for seed in range(arguments.seeds) for ranks in RANKS
-            for method in (study.DENSE, *METHODS, ERRORS)
-        ]  # fmt: skip
+    def figures_of(cell: study.Cell) -> Iterator[dict[str, Any]]:
+        task = tasks[cell.task]
+        return errors(cell, task) if cell.method == ERRORS else study.measure(cell, task, aggregator)
 
-        def figures_of(cell: study.Cell) -> Iterator[dict[str, Any]]:
-            task = tasks[cell.task]
-            return errors(cell, task) if cell.method == ERRORS else study.measure(cell, task, aggregator)
-
-        study.record("thc-scale", cells, figures_of, arguments.csv)
-    rows = study.read(arguments.csv)
-    print(table(rows))
-    if arguments.out:
-        plot(rows, arguments.out / "thc-scale.svg")
-        print(f"Plot: {(arguments.out / 'thc-scale.svg').resolve()}")
-
-
-if __name__ == "__main__":
-    main()
+    yield from study.run(cells, figures_of, done)

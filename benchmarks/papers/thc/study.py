@@ -1,27 +1,20 @@
-"""What the studies of THC with simulated workers share: cells of a table, and the file they are written to.
-
-A cell is one training. It is written down as soon as it is done, and not trained again when the command is repeated.
-"""
+"""What the studies of THC with simulated workers share. A cell is one training, and a part of the record."""
 
 from __future__ import annotations
 
-import argparse
-import csv
 import statistics
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-import torch
-
+from benchmarks.keys import Row, key_of
 from benchmarks.papers.thc.simulated_training import EpochSync, Task, train
 from benchmarks.papers.thc.simulated_workers import Aggregator, Dense
-from gradwire.bench.records import write_figures
 from gradwire.bench.statistics import interval
 
-Rows = list[dict[str, str]]
-MORE_COLUMNS = ("task", "seed", "steps")
+KEY = ("task", "method", "ranks", "seed")
+Rows = Sequence[Row]
+METRICS = {"train_accuracy": "training accuracy", "test_accuracy": "test accuracy"}
 DENSE = "dense"
 
 
@@ -60,32 +53,22 @@ def measure(
         yield {**fixed, "metric": metric, "value": value, "unit": "bit"}
 
 
-def record(
-    benchmark: str, cells: Iterable[Cell], figures_of: Callable[[Cell], Iterable[dict[str, Any]]], path: Path
-) -> Rows:
-    """Train the cells of which the file has nothing, and give all that it has then."""
-    rows: list[Any] = read(path) if path.exists() else []
-    done = {tuple(row[key] for key in asdict(Cell("", "", 0, 0))) for row in rows}
+def run(
+    cells: Iterable[Cell], figures_of: Callable[[Cell], Iterable[Row]], done: Set[tuple[str, ...]]
+) -> Iterator[Row]:
+    """Train the cells that are not done."""
     for cell in cells:
-        if tuple(map(str, asdict(cell).values())) not in done:
+        if key_of(asdict(cell), KEY) not in done:
             figures = list(figures_of(cell))
             said = ", ".join(f"{each['metric']} {each['value']:.4g}" for each in figures)
             print(f"{cell.task} {cell.method}, {cell.ranks} workers, seed {cell.seed}: {said}", flush=True)
-            rows += figures
-            write_figures(benchmark, rows, path, more_columns=MORE_COLUMNS)
-    return read(path)
+            yield from figures
 
 
-def read(path: Path) -> Rows:
-    """All rows of a file."""
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def by_seed(rows: Rows, task: str, method: str, ranks: int, metric: str) -> dict[str, float]:
+def by_seed(rows: Rows, task: str, method: str, ranks: int, metric: str) -> dict[int, float]:
     """A metric of one method, by seed."""
-    wanted = {"task": task, "method": method, "ranks": str(ranks), "metric": metric}
-    return {row["seed"]: float(row["value"]) for row in rows if all(row[key] == value for key, value in wanted.items())}
+    wanted = {"task": task, "method": method, "ranks": ranks, "metric": metric}
+    return {row["seed"]: row["value"] for row in rows if all(row[key] == value for key, value in wanted.items())}
 
 
 def difference(rows: Rows, task: str, method: str, ranks: int, metric: str) -> tuple[float, float]:
@@ -99,20 +82,23 @@ def plus_minus(found: tuple[float, float]) -> str:
     return f"{found[0]:+.2f} ± {found[1]:.2f}"
 
 
-def parser(description: str | None, path: Path, seeds: int) -> argparse.ArgumentParser:
-    """The options that all studies have."""
-    found = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    found.add_argument("--seeds", type=int, default=seeds)
-    found.add_argument("--csv", type=Path, default=path)
-    found.add_argument("--out", type=Path, help="folder for the plot")
-    found.add_argument("--plot-only", action="store_true", help="train nothing, and read the figures from --csv")
-    return found
+def mean_of(rows: Rows, task: str, method: str, ranks: int, metric: str) -> float:
+    """The mean of a metric over seeds."""
+    return interval(list(by_seed(rows, task, method, ranks, metric).values()))[0]
 
 
-def prepare(arguments: argparse.Namespace) -> None:
-    """One thread, and matplotlib where a plot is wanted."""
-    torch.set_num_threads(1)
-    if arguments.out:
-        from gradwire.bench.extras import need
+def plot_differences(
+    axis: Any, found: Mapping[str, tuple[float, float]], names: bool, shift: float = 0.0, **style: Any
+) -> None:
+    """Points above dense and their intervals, a line a method."""
+    means, halves = zip(*found.values())
+    places = [place + shift for place in range(len(found))]
+    axis.errorbar(means, places, xerr=halves, fmt="o", markersize=5, capsize=3, **style)
+    axis.set_yticks(range(len(found)), list(found) if names else [""] * len(found), fontsize=8)
 
-        need("matplotlib", extra="report", purpose="the plot")
+
+def finish(axis: Any) -> None:
+    """What such axes have in common: dense at zero, and the first method on top."""
+    axis.axvline(0, color="black", linewidth=0.8)
+    axis.invert_yaxis()
+    axis.grid(axis="y", linewidth=0.3)

@@ -1,7 +1,5 @@
 """What an entropy stage in place of zero runs would give 3LC: a prefix code over the 243 byte values of quartic bytes.
 
-    python -m benchmarks.papers.threelc.entropy --data cifar10     # half a minute
-
 A ResNet learns CIFAR-10 with plain SGD in one process; each of its gradients goes through 3LC without zero runs, with
 error feedback. The bytes are counted as they are (1.6 bits an element), with zero runs, in the prefix code of this
 very step's bytes (the best there is, its table not counted), and in that of the step before (which both ends could
@@ -12,26 +10,25 @@ Source: 3LC (Lim, Andersen, Kaminsky 2019), section 3.3, which takes zero runs b
 
 from __future__ import annotations
 
-import argparse
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+import typer
 from torch.nn import functional
 
 import gradwire as gw
 from benchmarks.data.cifar import ResNet, batch, load
-from gradwire.bench.records import write_figures
+from benchmarks.options import Cifar10
 from gradwire.core.spec import TensorSpec
 from gradwire.kernels import cpu as kernels
 from gradwire.kernels.cpu.streams import ROOM_BYTES, STRIDE, copy_streams, read_streams, write_streams
 from gradwire.kernels.float_format import CHUNK, STREAMS
 from gradwire.kernels.prefix_code import PrefixCode
 
-RESULTS = Path("benchmarks/results/threelc-entropy.csv")
 SCALE_BYTES = 4
 FIRST = 20  # residuals have grown by then
 
@@ -39,7 +36,6 @@ FIRST = 20  # residuals have grown by then
 def quartic_bytes(sparsity: float, steps: int, data: Path) -> Iterator[tuple[np.ndarray, int]]:
     """The quartic bytes of each step's gradients, one tensor after another, and how many elements they are of."""
     torch.manual_seed(0)
-    torch.set_num_threads(1)
     train, generator = load(data, "train"), torch.Generator().manual_seed(0)
     model = ResNet()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
@@ -123,7 +119,7 @@ def rate(call: Callable[[], object]) -> float:
     return 100 * CHUNK * 5 * 4 / best / 1e9
 
 
-def measure(data: Path, steps: int) -> Iterator[dict[str, Any]]:
+def run(data: Cifar10, steps: Annotated[int, typer.Option(help="Training steps.")] = 120) -> Iterator[dict[str, Any]]:
     """All figures."""
     for sparsity in (1.0, 1.5, 1.75, 1.9):
         found, quartic = bits_a_step(sparsity, steps, data)
@@ -143,17 +139,6 @@ def measure(data: Path, steps: int) -> Iterator[dict[str, Any]]:
             yield {**fixed, "method": method, "metric": "rate", "value": speed, "unit": "GB/s", "source": "measured"}
 
 
-def main(argv: Iterable[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder or tar of CIFAR-10 as images")
-    parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--csv", type=Path, default=RESULTS)
-    arguments = parser.parse_args(None if argv is None else list(argv))
-    figures = list(measure(arguments.data, arguments.steps))
-    for figure in figures:
-        print(f"{figure['method']:42} {figure['value']:7.3f} {figure['unit']}")
-    write_figures("threelc-entropy", figures, arguments.csv)
-
-
-if __name__ == "__main__":
-    main()
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """One figure a line."""
+    return "\n".join(f"{row['method']:42} {row['value']:7.3f} {row['unit']}" for row in rows)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import time
@@ -26,13 +25,10 @@ def learning_rate(step: int, steps: int, workers: int) -> float:
     return workers * decayed * warm
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("job", type=Path, help="JSON of what to do")
-    parser.add_argument("worker", type=int)
-    arguments = parser.parse_args()
-    job = json.loads(arguments.job.read_text())
-    worker, workers, steps = arguments.worker, job["workers"], job["steps"]
+def work(path: str, worker: int) -> None:
+    """Train as the JSON file of a job says."""
+    job = json.loads(Path(path).read_text())
+    workers, steps = job["workers"], job["steps"]
     torch.set_num_threads(1)
     torch.manual_seed(job["seed"])
     train = load(Path(job["data"]), "train")
@@ -68,7 +64,7 @@ def main() -> None:
     }
     if worker == 0 and job["test"]:
         said["accuracy"] = accuracy(model, load(Path(job["data"]), "test"))
-    (arguments.job.parent / f"worker-{worker}.json").write_text(json.dumps(said))
+    (Path(path).parent / f"worker-{worker}.json").write_text(json.dumps(said))
 
 
 def _compute_seconds(
@@ -83,7 +79,3 @@ def _compute_seconds(
         found.append(time.monotonic() - begun)
     model.load_state_dict(buffers, strict=False)
     return sorted(found)[6]
-
-
-if __name__ == "__main__":
-    main()

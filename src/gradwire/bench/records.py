@@ -1,16 +1,23 @@
-"""Results for machines: long CSV, one figure a line."""
+"""Records of benchmarks: CSV with a row for each figure, and where it comes from.
+
+Every row carries the commit and the date of its run. A record in `benchmarks/results` is written only if the checkout
+has no changes. Other files may be written at any time; their commit then ends in ``-dirty``.
+"""
 
 from __future__ import annotations
 
 import csv
 import math
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradwire.bench.environment import environment
+from gradwire.bench import environment as environments
+from gradwire.bench.environment import RECORDS, Checkout, environment
 from gradwire.bench.results import MethodResult, StepTime, TrainingResult
 from gradwire.bench.statistics import Spread
+from gradwire.core.errors import GradwireError
 
 if TYPE_CHECKING:
     from gradwire.bench.measure import Row
@@ -19,6 +26,30 @@ COLUMNS = (
     "benchmark", "method", "metric", "value", "unit", "p20", "p80", "samples", "dtype", "size", "ranks", "rate",
     "source", "device", "cores", "versions", "commit", "date",
 )  # fmt: skip
+WHERE = ("benchmark", "device", "cores", "versions", "commit", "date")
+# A commit such as 12e4567 is no number.
+TEXT = {"benchmark", "method", "metric", "unit", "dtype", "rate", "source", "device", "versions", "commit", "date"}
+
+
+class RecordError(GradwireError):
+    """A record may not be written: the checkout has changes."""
+
+
+def check_record(path: Path) -> None:
+    """Check that a file may be written. Call it before a long run.
+
+    Raises:
+        RecordError: The file is a record, and the checkout has changes.
+    """
+    checkout = Checkout.of(environments.ROOT)
+    if checkout is None or not path.resolve().is_relative_to((checkout.root / RECORDS).resolve()):
+        return
+    if changes := checkout.changes():
+        shown = ", ".join(changes[:5]) + (f" and {len(changes) - 5} more" if len(changes) > 5 else "")
+        raise RecordError(
+            f"{path} is a record, but these files differ from commit {checkout.commit}: {shown}. "
+            "Commit them first, or write to another file with --csv."
+        )
 
 
 def write_csv(result: TrainingResult, path: Path) -> None:
@@ -41,20 +72,51 @@ def write_kernels_csv(rows: Sequence[Row], environment: dict[str, str], path: Pa
     _write(figures, path)
 
 
-def write_figures(
-    benchmark: str, figures: Iterable[dict[str, Any]], path: Path, more_columns: Sequence[str] = ()
-) -> None:
-    """Write figures of a benchmark that has columns of its own, with where they come from."""
+def write_figures(benchmark: str, figures: Iterable[dict[str, Any]], path: Path) -> None:
+    """Write figures of a benchmark that may have columns of its own, with where they come from.
+
+    Rows that were read from a record keep their own commit and date. Rows without a metric are written as they are,
+    followed by where they come from.
+    """
+    found = list(figures)
     where = _where(benchmark, environment())
-    _write(({**where, **figure} for figure in figures), path, (*COLUMNS, *more_columns))
+    _write([{**where, **figure} for figure in found], path)
 
 
-def _write(figures: Iterable[dict[str, Any]], path: Path, columns: Sequence[str] = COLUMNS) -> None:
+def read_figures(path: Path) -> list[dict[str, Any]]:
+    """Rows of a file that this module wrote. Numbers are numbers, and empty cells None."""
+    with path.open(newline="") as file:
+        return [
+            {name: text if name in TEXT and text else _number(text) for name, text in row.items()}
+            for row in csv.DictReader(file)
+        ]
+
+
+def _number(text: str) -> int | float | str | None:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text or None
+
+
+def _write(figures: Iterable[dict[str, Any]], path: Path) -> None:
+    found = list(figures)
+    known = dict.fromkeys(name for row in found for name in row)
+    leading, last = (COLUMNS, ()) if "metric" in known or not found else ((), WHERE)
+    columns = [*leading, *(name for name in known if name not in (*leading, *last)), *last]
+    try:
+        check_record(path)
+    except RecordError as error:  # too late: what was measured must not be lost
+        path = Path(tempfile.mkdtemp(prefix="gradwire-")) / path.name
+        _write(found, path)
+        raise RecordError(f"{error} The figures are in {path}.") from None
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
-        writer.writerows(figures)
+        writer.writerows(found)
 
 
 def _where(benchmark: str, environment: dict[str, str]) -> dict[str, Any]:

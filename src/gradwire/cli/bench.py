@@ -52,9 +52,11 @@ def training(
 
     Example: gradwire bench training --rates 100mbit,1gbit --methods ddp-fp32,ddp-fp16,threelc --replay
     """
-    from gradwire.bench.records import write_csv
+    from gradwire.bench.records import check_record, write_csv
     from gradwire.bench.training import TrainingOptions
 
+    path = csv or RESULTS / f"{'replay' if replay else 'training'}-{workload}.csv"
+    check_record(path)
     if out is not None:
         from gradwire.bench.extras import need
 
@@ -73,7 +75,6 @@ def training(
         replay=replay,
     )
     result = run_with_bars(options)
-    path = csv or RESULTS / f"{'replay' if replay else 'training'}-{workload}.csv"
     write_csv(result, path)
     if out is not None:
         from gradwire.bench.report import write_report
@@ -98,7 +99,9 @@ def kernels(
     Example: gradwire bench kernels --only ternary
     """
     from gradwire.bench.kernels import run
+    from gradwire.bench.records import check_record
 
+    check_record(csv)
     _report(run(size_mb=size, repeats=repeats, only=only), csv, as_json)
 
 
@@ -121,8 +124,11 @@ def compressors(
             typer.echo(f"{name:10} compiled {cold:5.2f} s, from the cache {warm:5.2f} s")
         return
     from gradwire.bench.compressors import run
+    from gradwire.bench.records import check_record
 
-    _report(run(size_mb=size, repeats=repeats, only=only), csv or RESULTS / "compressors.csv", as_json)
+    path = csv or RESULTS / "compressors.csv"
+    check_record(path)
+    _report(run(size_mb=size, repeats=repeats, only=only), path, as_json)
 
 
 def _report(rows: list[Row], csv: Path, as_json: bool) -> None:

@@ -83,7 +83,7 @@ def _best(bits: int, most: int, p: float) -> Table | None:
     Errors do not fall evenly with the granularity: with 4 bits and p = 1/32, 17 beats all from 18 to 31. So all are
     tried, up to four times as many integers as there are values, beyond which little is gained. Half a percent, since
     errors are those of normal coordinates: gradients of rare words rotate into others, and means of these erred 8 to 21
-    % more with 53, the least, than with 59 (`benchmarks.papers.thc.scale` at commit fccffa8, which chose 53). With more
+    % more with 53, the least, than with 59 (benchmark `thc-scale` at commit fccffa8, which chose 53). With more
     than 6 bits it takes long to find a table, and errors differ little: evenly spaced values and the finest.
     """
     evenly_spaced, finest = 2**bits - 1, min(most, 4 * 2**bits - 1)

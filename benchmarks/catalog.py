@@ -1,0 +1,223 @@
+"""All benchmarks: the question of each, the command that answers it, and the record of the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path("benchmarks/results")
+README = Path("benchmarks/README.md")
+BEGIN, END = "<!-- index: begin -->", "<!-- index: end -->"
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One benchmark.
+
+    Attributes:
+        name: What it is called by, and the stem of its record.
+        question: What it answers, as part of a table.
+        module: Its module in `benchmarks`; empty if it is a command of gradwire.
+        arguments: Options that it needs.
+        stands_for: The command of gradwire that it runs; empty if it has a module.
+        presets: Options that the module has by default under this name.
+        recorded: Whether its figures are kept in the repository.
+    """
+
+    name: str
+    question: str
+    module: str = ""
+    arguments: str = ""
+    stands_for: str = ""
+    presets: Mapping[str, Any] = field(default_factory=dict)
+    recorded: bool = True
+
+    @property
+    def record(self) -> Path | None:
+        """File of the figures."""
+        return RESULTS / f"{self.name}.csv" if self.recorded else None
+
+    @property
+    def command(self) -> str:
+        """What to type."""
+        return f"python -m benchmarks run {self.name} {self.arguments}".rstrip()
+
+
+def _gradwire(name: str, question: str, arguments: str) -> Benchmark:
+    return Benchmark(name, question, stands_for=f"gradwire bench {arguments} --csv {RESULTS}/{name}.csv")
+
+
+_CODECS = (
+    _gradwire("kernels", "How fast is every CPU kernel, against a copy of the same memory?", "kernels"),
+    _gradwire("compressors", "How fast do compressors encode and decode, against a copy and torch?", "compressors"),
+    _gradwire("thc-kernels", "How fast are THC's kernels, such as the Hadamard transform?", "kernels --only thc"),
+    Benchmark(
+        "list-decoding", "How much faster is decoding of lists at commit fa93654 than at ec7a283? Two runs in turns.",
+        arguments="--only NAME --csv FILE", stands_for="gradwire bench compressors",
+    ),
+)  # fmt: skip
+_REPLAY = "training --replay --rates 100mbit,1gbit"
+_AUTO = "--buckets 4,25 --methods ddp-fp32,ddp-trampoline,ddp-fp16,auto"
+_TRAINING = (
+    Benchmark(
+        "demo", "What do a few methods gain in a real training at 100 Mb/s?",
+        stands_for="gradwire demo",
+    ),
+    _gradwire("replay-text", "What is a step worth when cores do not limit it?", f"{_REPLAY} --seconds 5"),
+    _gradwire("auto-text", "Is `auto` ever slower than DDP, with a few large tensors?", f"{_REPLAY},none {_AUTO}"),
+    _gradwire(
+        "auto-deep", "... with hundreds of small tensors?", f"{_REPLAY},none {_AUTO} --workload deep"
+    ),
+    _gradwire("auto-text-10mbit", "... at 10 Mb/s?", f"training --replay --rates 10mbit {_AUTO}"),
+    _gradwire(
+        "auto-deep-10mbit", "... at 10 Mb/s, with hundreds of small tensors?",
+        f"training --replay --rates 10mbit {_AUTO} --workload deep",
+    ),
+    _gradwire(
+        "auto-deep-repeated", "How much do six runs of the hardest case differ?",
+        f"training --replay --rates 1gbit,none {_AUTO} --workload deep",
+    ),
+)  # fmt: skip
+_MICRO = (
+    Benchmark(
+        "transport", "How fast do frames travel over loopback, against bare sockets?", "micro.transport", recorded=False
+    ),
+    Benchmark(
+        "aggregation-server", "How many bytes a second does an aggregation server add on one core, over TCP and UDP?",
+        "micro.aggregation_server",
+    ),
+    Benchmark(
+        "lossless-rivals", "How do `lossless` and `gcomp` compare with zstd, zlib, and ZipNN?", "micro.lossless_rivals"
+    ),
+)  # fmt: skip
+_PLANNING = (
+    Benchmark("changing-link", "How soon does `auto` notice that links changed under a job?", "planning.changing_link"),
+    Benchmark(
+        "auto-simulated", "Is `auto` ever slower than DDP at 10 to 100 Gb/s, in simulation?", "planning.auto_simulated"
+    ),
+    Benchmark("simulator-error", "How far is the simulator from the lab?", "planning.simulator_error"),
+)
+_THREELC = (
+    Benchmark(
+        "threelc", "How do 3LC and its rivals learn and run through a parameter server? (tables 1, 2, figures 4 to 9)",
+        "papers.threelc.training", "--data FOLDER",
+    ),
+    Benchmark(
+        "threelc-entropy", "What would a prefix code gain in place of zero runs? (section 3.3)",
+        "papers.threelc.entropy", "--data FOLDER",
+    ),
+)  # fmt: skip
+_HIPRESS = (
+    Benchmark("hipress-table7", "What to compress, in how many partitions? (table 7)", "papers.hipress.table7"),
+    Benchmark(
+        "breakdown", "What do generated code, pipelining, batches, and the planner gain? (figure 11)",
+        "papers.hipress.breakdown",
+    ),
+    Benchmark("sweeps", "How do step times depend on rate, ratio, and width? (figure 12)", "papers.hipress.sweeps"),
+    Benchmark(
+        "convergence-wikitext2", "How does an LSTM converge, by step and by time? (figure 13)",
+        "papers.hipress.convergence", "--data FOLDER",
+    ),
+    Benchmark(
+        "scaling", "How do its models scale from 16 to 4,096 nodes, in simulation? (figure 7)", "papers.hipress.scaling"
+    ),
+    Benchmark("coordinator", "What would a bulk coordinator gain, in simulation?", "papers.hipress.coordinator"),
+)  # fmt: skip
+_DELICIOUS = "benchmarks.papers.dragonn.extreme_classification.Delicious"
+_DRAGONN = (
+    Benchmark("sparse-encode", "How fast do sparsifiers encode and decode? (figure 5)", "papers.dragonn.encode"),
+    Benchmark(
+        "sparse-ablation-text", "What do hashing, tensor selection, and sparse decoding gain? (figure 6)",
+        "papers.dragonn.ablation",
+    ),
+    Benchmark(
+        "sparse-ablation-deep", "... with hundreds of small tensors?", "papers.dragonn.ablation",
+        presets={"workload": "deep"},
+    ),
+    Benchmark(
+        "sparse-ablation-extreme-classification", "... with one large layer?", "papers.dragonn.ablation",
+        "--data FOLDER", presets={"workload": _DELICIOUS},
+    ),
+    Benchmark(
+        "extreme-classification", "How do sparsifiers learn a wide last layer? (figure 7, table 2)",
+        "papers.dragonn.extreme_classification", "--data FOLDER",
+    ),
+    Benchmark("vision", "... and a ResNet? (figures 3 and 4)", "papers.dragonn.vision", "--data FOLDER"),
+    Benchmark("sparse-ratios-text", "How does speed depend on the ratio? (figure 8)", "papers.dragonn.ratios"),
+)  # fmt: skip
+_THC = (
+    Benchmark("thc-nmse", "How large is THC's error, by bits and granularity? (figures 2b and 15)", "papers.thc.nmse"),
+    Benchmark(
+        "thc-scale", "How does accuracy change as workers are added? (figure 10)", "papers.thc.scale", "--data FOLDER"
+    ),
+    Benchmark(
+        "thc-loss", "... under packet loss and with stragglers? (figures 11 and 16)", "papers.thc.loss", "--data FOLDER"
+    ),
+    Benchmark(
+        "thc-ablation", "... without rotation, feedback, or table? (figure 14)", "papers.thc.ablation",
+        "--sst2 FOLDER --cifar10 FOLDER",
+    ),
+    Benchmark(
+        "thc-lab", "Where does a round's time go, and when is an accuracy reached? (figures 2a and 5 to 8)",
+        "papers.thc.lab",
+    ),
+)  # fmt: skip
+_TRAININGS = "--cifar10 FOLDER --sst2 FOLDER"
+_GCOMP = (
+    Benchmark(
+        "gcomp-gradients", "What does each part of `gcomp` make of real gradients? (figures 9, 12, 13, 14)",
+        "papers.gcomp.gradients", _TRAININGS,
+    ),
+    Benchmark("allreduce", "How long does one all-reduce take, against Gloo? (figure 10)", "papers.gcomp.allreduce"),
+    Benchmark(
+        "gcomp-lab", "How fast are iterations, and when is a loss reached? (figures 11, 15, 16, 20)", "papers.gcomp.lab"
+    ),
+    Benchmark(
+        "gcomp-scaling", "How do ResNet-50 and BERT scale to 128 nodes, in simulation? (figures 15 to 17)",
+        "papers.gcomp.scaling",
+    ),
+    Benchmark(
+        "gcomp-loss", "How far are losses from those of exact sums? (figures 18, 19)", "papers.gcomp.loss", _TRAININGS
+    ),
+    Benchmark("gcomp-drift", "How far do parameters drift, by optimizer?", "papers.gcomp.drift"),
+    Benchmark(
+        "gcomp-hops", "What does encoding at every hop do to an update, with 2 to 128 ranks?",
+        "papers.gcomp.hops", "--cifar10 FOLDER",
+    ),
+    Benchmark(
+        "gcomp-moments", "What if the metric includes the moments? (section 8)", "papers.gcomp.moments", _TRAININGS
+    ),
+)  # fmt: skip
+
+SECTIONS: dict[str, tuple[Benchmark, ...]] = {
+    "Codecs": _CODECS,
+    "Training": _TRAINING,
+    "Servers, transport, other libraries": _MICRO,
+    "Planner, `auto`, simulator": _PLANNING,
+    "[3LC](papers/threelc/README.md)": _THREELC,
+    "[HiPress](papers/hipress/README.md)": _HIPRESS,
+    "[DRAGONN](papers/dragonn/README.md)": _DRAGONN,
+    "[THC](papers/thc/README.md)": _THC,
+    "[GCOMP](papers/gcomp/README.md)": _GCOMP,
+}
+BENCHMARKS = {each.name: each for section in SECTIONS.values() for each in section}
+
+
+def index() -> str:
+    """The table of all benchmarks, in Markdown."""
+    lines = ["| question | command | record |", "|---|---|---|"]
+    for title, section in SECTIONS.items():
+        lines.append(f"| **{title}** | | |")
+        for each in section:
+            record = f"[{each.record.name}](results/{each.record.name})" if each.record else "printed"
+            lines.append(f"| {each.question} | `{each.command}` | {record} |")
+    return "\n".join(lines)
+
+
+def in_readme(text: str) -> str:
+    """The README with the present index."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{index()}\n{END}{after}"

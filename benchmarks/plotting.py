@@ -1,0 +1,60 @@
+"""Figures of benchmarks: one style, one way to open and save them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from gradwire.simulate.plots import _COLOURS as COLOURS
+from gradwire.simulate.plots import _STYLE as STYLE
+
+DENSE = "#3e4c59"
+__all__ = ["COLOURS", "DENSE", "STYLE", "bar_places", "figure", "legend_below", "plain_numbers"]
+
+
+@contextmanager
+def figure(
+    path: Path, rows: int = 1, columns: int = 1, size: tuple[float, float] = (8, 4.2), **options: Any
+) -> Iterator[Any]:
+    """Axes in an array of rows and columns, whose figure is written to `path` at the end of the block.
+
+    Args:
+        path: The picture. Its ending says the format.
+        rows: Rows of axes.
+        columns: Columns of axes.
+        size: Width and height in inches.
+        **options: More of `matplotlib.pyplot.subplots`, such as `sharey`.
+    """
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    from matplotlib import pyplot
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with mpl.rc_context({**STYLE, "axes.grid": False}):
+        drawn, axes = pyplot.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained", **options)
+        yield axes
+        drawn.savefig(path, dpi=130)
+        pyplot.close(drawn)
+
+
+def bar_places(index: int, count: int, groups: int) -> list[float]:
+    """Where the bars of one of `count` series stand, one for each group, if each is 0.8 / count wide."""
+    return [group + (index - (count - 1) / 2) * 0.8 / count for group in range(groups)]
+
+
+def plain_numbers(axis: Any, minor: bool = False) -> None:
+    """Write numbers along a logarithmic axis as they are, and not as powers of ten."""
+    axis.set_major_formatter(lambda value, _: f"{value:g}")
+    if minor:
+        axis.set_minor_formatter(lambda value, _: f"{value:g}")
+
+
+def legend_below(axes: Any, columns: int = 5) -> None:
+    """One legend for all axes, which show the same lines."""
+    handles, labels = axes.get_legend_handles_labels()
+    axes.figure.legend(
+        handles, labels, loc="outside lower center", ncols=min(columns, len(labels)), fontsize=8, frameon=False
+    )
