@@ -11,7 +11,7 @@ import re
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
@@ -253,16 +253,32 @@ def test_a_server_that_is_not_there(job):
         AggregationClient(address, jobs.terms(1), 0, timeout=SHORT)
 
 
-@pytest.mark.timeout(30)
-def test_a_server_that_is_there_and_says_nothing():
+@contextlib.contextmanager
+def answering(words: bytes | None) -> Iterator[tuple[str, int]]:
+    """A server with this one answer to a worker's first words, or with none."""
     listener = socket.create_server(("127.0.0.1", 0))
     member = Member("gradwire", 1, 2, job_epoch("gradwire"))
-    key, callers = job_key("127.0.0.1", "gradwire"), frozenset([0])
-    mute = Hub(member, key, Mute(), timeout=10 * SHORT, listener=listener, callers=callers)
-    mute.start()
-    with pytest.raises(PeerTimeoutError, match="no answer for 1 s"):
-        AggregationClient(listener.getsockname(), jobs.terms(1), 0, timeout=SHORT)
-    mute.close()
+    key, callers, owner = job_key("127.0.0.1", "gradwire"), frozenset([0]), Mute()
+    hub = Hub(member, key, owner, timeout=10 * SHORT, listener=listener, callers=callers)
+    if words is not None:
+        header, body = Header(FrameKind.WELCOME, sender=1, epoch=member.epoch), np.frombuffer(words, np.uint8)
+        owner.joined = lambda peer: hub.send(peer, header, body)
+    hub.start()
+    yield listener.getsockname()
+    hub.close()
+
+
+@pytest.mark.timeout(30)
+def test_a_server_that_is_there_and_says_nothing():
+    with answering(None) as address, pytest.raises(PeerTimeoutError, match="no answer for 1 s"):
+        AggregationClient(address, jobs.terms(1), 0, timeout=SHORT)
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("words", [b"", b"{}", b'{"epoch": 0, "port": null, "group": null}'])
+def test_a_server_whose_answer_cannot_be_read(words):
+    with answering(words) as address, pytest.raises(SyncError, match="cannot read: Expected"):
+        AggregationClient(address, jobs.terms(1), 0, timeout=timedelta(seconds=600))
 
 
 class Mute:

@@ -163,13 +163,16 @@ class AggregationClient(Aggregation):
 
     def deliver(self, peer: int, header: Header, body: np.ndarray) -> None:
         """A welcome, or a packet."""
+        if header.kind is FrameKind.PACKET:
+            self._take(body)
+            return
         try:
-            if header.kind is FrameKind.WELCOME:
-                self._be_welcome(Welcome.from_bytes(body.tobytes()))
-            else:
-                self._take(body)
-        except FrameError as error:
-            raise SyncError(f"The aggregation server sent what is not expected: {error}") from error
+            welcome = Welcome.from_bytes(body.tobytes())
+        except FrameError as error:  # the next would be no better
+            words = f"The aggregation server at {self._name} gave an answer that rank {self.rank} cannot read: {error}"
+            self._fail(SyncError(words))
+            return
+        self._be_welcome(welcome)
 
     def left(self, peer: int, error: SyncError | None) -> None:
         """The connection is gone: it is called again, unless the server has ended."""
