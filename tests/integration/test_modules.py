@@ -21,7 +21,11 @@ def test_sparse_gradients_travel_by_ddps_own_all_reduce(of_two: list[dict[str, A
     for found in (rank["sparse"] for rank in of_two):
         for case, trained in found.items():
             assert max(trained["deviations"]) < 1e-6, case
-            assert trained["names"] == ["head.weight", "head.bias"]
+            assert trained["names"] == ([] if case == "auto, nothing else" else ["head.weight", "head.bias"])
+
+
+def test_replicas_are_compared_with_their_sparse_parameters(of_two: list[dict[str, Any]]) -> None:
+    assert [rank["strayed"] for rank in of_two] == ["rank 1", "rank 1"]
 
 
 def test_parameters_frozen_after_ddp_was_made_wait_and_then_train(of_two: list[dict[str, Any]]) -> None:

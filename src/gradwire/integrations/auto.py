@@ -173,7 +173,7 @@ class Autopilot:
     # -- the script: at each `yield` a step passes -----------------------------------------------------------
 
     def _fly(self) -> Script[None]:
-        while self._synchronizer.world_size == 1:
+        while self._synchronizer.world_size == 1 or not self._tensors:  # all gradients are sparse
             self.settled = True
             yield
         yield from self._switch(NATIVE)

@@ -217,8 +217,7 @@ class Handle:
         self._active_ranks = self._count_active_ranks(ddp, joined)
         if self._check_every and self.synchronizer.step % self._check_every == 0:
             # A rank that has joined takes no optimizer steps; it gets the parameters when all have.
-            parameters = (parameter for _, parameter in torch_private.trained_parameters(ddp))
-            self.synchronizer.check_replicas(None if joined else parameters)
+            self.synchronizer.check_replicas(None if joined else _replica(ddp))
 
     def _follow_loss_scale(self) -> None:
         """Bring the residuals to the scale that the gradients of this backward have."""
@@ -273,6 +272,11 @@ def _advising() -> Iterator[None]:
         if not error.args[0].endswith(_ADVICE):
             error.args = (f"{error} {_ADVICE}",)
         raise
+
+
+def _replica(ddp: DistributedDataParallel) -> list[torch.nn.Parameter]:
+    """What must be the same on all ranks."""
+    return [each for sparse in (False, True) for _, each in torch_private.trained_parameters(ddp, sparse=sparse)]
 
 
 def _what_to_do(ddp: DistributedDataParallel) -> str:

@@ -7,7 +7,7 @@ DDP does without a hook.
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,8 +18,12 @@ from gradwire.core.errors import AttachError
 from gradwire.core.spec import ELEMENT_TYPES
 from gradwire.integrations import torch_private
 
-if TYPE_CHECKING:
-    from gradwire.integrations.handle import Handle
+
+class Attached(Protocol):
+    """What a slot calls: a handle."""
+
+    def on_bucket(self, bucket: torch_private.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Average one bucket."""
 
 
 class Slot:
@@ -31,7 +35,7 @@ class Slot:
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
-        self.handle: Handle | None = None
+        self.handle: Attached | None = None
         self.registered = False
         self._ddp = weakref.ref(ddp)
 
