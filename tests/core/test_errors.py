@@ -26,6 +26,7 @@ def test_every_error_is_a_gradwire_error_with_a_docstring() -> None:
         (errors.FrameError, errors.PayloadError),
         (errors.AttachError, RuntimeError),
         (errors.DisagreementError, RuntimeError),
+        (errors.StateError, RuntimeError),
         (errors.SyncError, RuntimeError),
         (errors.PeerTimeoutError, SyncError),
         (errors.PeerLostError, SyncError),

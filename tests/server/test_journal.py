@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradwire.core.errors import FrameError
+from gradwire.core.errors import StateError
 from gradwire.protocol.parameters.server import ServerEnd
 from gradwire.server.journal import Journal
 from gradwire.server.shard import Shard
@@ -37,7 +37,7 @@ class Recorded(Job):
 
     def kill(self) -> None:
         """As kill -9 does: nothing more is written, nothing under way arrives."""
-        self.journal._file.close()
+        self.journal.close(checkpoint=False)
         for worker in self.workers:
             worker.inbox.clear()
             worker.outbox.clear()
@@ -53,8 +53,7 @@ def open_job(tmp_path):
 
     yield make
     for job in jobs:
-        if job.journal._file is not None:
-            job.journal._file.close()
+        job.journal.close(checkpoint=False)
 
 
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "Adagrad"])
@@ -138,13 +137,76 @@ def test_a_frame_that_was_cut_off_is_sent_again(tmp_path, open_job):
         path.write_bytes(content[:kept])
         job.open()
         job.kill()
-        assert path.stat().st_size == whole + 2 * HEADER_BYTES  # and that both workers have left
+        assert path.stat().st_size == whole
         path.write_bytes(content[:kept])
     job.open()
     for worker in job.workers:
         worker.join()
     job.settle()
     assert [round_.version for round_ in job.end.rounds] == [3, 3]
+
+
+@pytest.mark.parametrize("checkpoint_bytes", [1, 1 << 30])
+def test_a_state_of_another_number_of_workers_is_refused(tmp_path, open_job, checkpoint_bytes):
+    job = open_job(checkpoint_bytes)
+    job.start()
+    job.train(1)
+    job.kill()
+    end = ServerEnd(3, 3, EPOCH, Shard())
+    with pytest.raises(StateError, match="Start") as raised:
+        Journal(tmp_path, end, Shard()).restore()
+    assert str(tmp_path) in str(raised.value)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "lock"}
+
+
+@pytest.mark.parametrize("checkpoint_bytes", [1500, 1 << 30])
+def test_a_server_that_takes_no_frame_changes_nothing(tmp_path, open_job, checkpoint_bytes):
+    job = open_job(checkpoint_bytes)
+    job.start()
+    job.train(3)
+    job.workers[0].push(job.grads())
+    job.settle()
+    before = contents(tmp_path)
+    assert ("checkpoint.safetensors" in before) == (checkpoint_bytes == 1500)
+    with pytest.raises(StateError, match="in use"):
+        job.open()
+    job.journal.close(checkpoint=False)
+    for _ in range(2):
+        job.open()
+        job.kill()
+        assert contents(tmp_path) == before
+    job.open()
+    for worker in job.workers:
+        worker.join()
+    job.settle()
+    assert job.end.present == {0, 1}
+    job.kill()
+    job.open()  # what the last server wrote down is read again, departures first
+    assert [round_.version for round_ in job.end.rounds] == [3, 3]
+    assert list(job.end.rounds[0].pushes) == [0]
+
+
+def test_an_end_that_lost_power_is_sent_again(tmp_path, open_job, caplog):
+    job = open_job(1 << 30)
+    job.start()
+    job.train(2)
+    whole = (tmp_path / "journal-0").stat().st_size
+    for worker in job.workers:
+        worker.push(job.grads())
+    job.settle()
+    job.kill()
+    path = tmp_path / "journal-0"
+    size = path.stat().st_size
+    path.write_bytes(path.read_bytes()[:whole] + bytes(size - whole))
+    job.open()
+    assert [round_.version for round_ in job.end.rounds] == [2, 2]
+    assert path.stat().st_size == whole
+    [message] = caplog.messages
+    assert f"{size - whole} bytes" in message
+    assert str(path) in message
 
 
 def test_a_journal_that_was_damaged_is_refused(tmp_path, open_job):
@@ -156,15 +218,60 @@ def test_a_journal_that_was_damaged_is_refused(tmp_path, open_job):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 4
     path.write_bytes(content)
-    with pytest.raises(FrameError, match="checksum"):
+    for _ in range(2):  # and not held by who has refused it
+        with pytest.raises(StateError, match=r"journal-0 is damaged at byte \d+") as raised:
+            job.open()
+        assert "network" not in str(raised.value)
+    assert path.read_bytes() == content
+
+
+def test_a_journal_or_checkpoint_that_is_missing_is_refused(tmp_path, open_job):
+    job = open_job(1500)
+    job.start()
+    job.train(4)
+    assert job.journal._number > 0
+    job.workers[0].push(job.grads())
+    job.settle()
+    job.kill()
+    journal = tmp_path / f"journal-{job.journal._number}"
+    checkpoint = tmp_path / "checkpoint.safetensors"
+    for path in (journal, checkpoint):
+        content = path.read_bytes()
+        path.unlink()
+        with pytest.raises(StateError, match="missing") as raised:
+            job.open()
+        assert str(path) in str(raised.value)
+        path.write_bytes(content)
+    job.open()
+
+
+def test_an_older_checkpoint_is_refused(tmp_path, open_job):
+    job = open_job(1500)
+    job.start()
+    checkpoint = tmp_path / "checkpoint.safetensors"
+    while not checkpoint.exists():
+        job.train(1)
+    old, number = checkpoint.read_bytes(), job.journal._number
+    while job.journal._number == number:
+        job.train(1)
+    job.workers[0].push(job.grads())
+    job.settle()
+    job.kill()
+    checkpoint.write_bytes(old)
+    (tmp_path / f"journal-{number}").touch()
+    with pytest.raises(StateError, match="older than the journal"):
         job.open()
 
 
-def test_a_state_of_another_number_of_workers_is_refused(tmp_path, open_job):
-    job = open_job(1)
+@pytest.mark.parametrize("name", ["journal-1", "checkpoint.new"])
+def test_what_a_server_killed_in_a_checkpoint_leaves_is_no_harm(tmp_path, open_job, name):
+    job = open_job(1 << 30)
     job.start()
-    job.train(1)
+    job.train(2)
     job.kill()
-    end = ServerEnd(3, 3, EPOCH, Shard())
-    with pytest.raises(FrameError, match="2"):
-        Journal(tmp_path, end, Shard()).restore()
+    (tmp_path / name).write_bytes(b"" if name == "journal-1" else b"the beginning of a file")
+    job.open()
+    job.journal.close(checkpoint=True)
+    assert sorted(contents(tmp_path)) == ["checkpoint.safetensors", "journal-1"]
+    job.open()
+    assert [round_.version for round_ in job.end.rounds] == [2, 2]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import queue
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
@@ -17,7 +20,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import gradwire as gw
-from gradwire.core.errors import PeerTimeoutError, SyncError
+from gradwire.core.errors import PeerTimeoutError, StateError, SyncError
 from gradwire.protocol.handshake import Member
 from gradwire.protocol.parameters.server import ServerEnd
 from gradwire.server.journal import Journal
@@ -71,7 +74,10 @@ def assert_same(found: list[dict[str, np.ndarray]]) -> None:
 
 @pytest.mark.timeout(180)
 def test_a_server_that_is_killed_or_stopped_goes_on_where_it_was(job: Job, tmp_path) -> None:
-    """The weights in the end are those of a run that nothing has happened to, bit for bit."""
+    """The weights in the end are those of a run that nothing has happened to, bit for bit.
+
+    A second server that is started on its state is refused, and has no part in them.
+    """
     job.serve(2, state=tmp_path / "unbroken")
     unbroken = weights([job.work(worker, 2, 14) for worker in range(2)])
     assert_same(unbroken)
@@ -82,12 +88,31 @@ def test_a_server_that_is_killed_or_stopped_goes_on_where_it_was(job: Job, tmp_p
     for at, number in ((4, signal.SIGKILL), (9, signal.SIGTERM)):
         while workers[0].hear("step") < at:
             pass
+        workers[1].signal(signal.SIGSTOP)  # so that the job cannot end meanwhile
+        assert_in_use(tmp_path / "broken", server, port)
         server.signal(number)
         server.process.join()
+        workers[1].signal(signal.SIGCONT)
         server = job.serve(2, port=port, state=tmp_path / "broken")
     broken = weights(workers)
     assert_same([*unbroken, *broken])
     assert server.hear("ended") == ""
+
+
+def assert_in_use(state: Path, server: Process, port: int) -> None:
+    """A second server is refused, at the port of the first and at another."""
+    for asked in (port, 0):
+        with pytest.raises(StateError, match=f"in use by another server .process {server.process.pid} on") as raised:
+            ParameterServer(ServerOptions(2, port=asked, state=state))
+        assert str(state) in str(raised.value)
+
+
+def test_a_server_that_cannot_listen_gives_its_state_back(tmp_path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        for _ in range(2):
+            with pytest.raises(OSError, match="in use") as raised:
+                ParameterServer(ServerOptions(1, port=taken.getsockname()[1], state=tmp_path))
+            assert raised.value.errno == errno.EADDRINUSE
 
 
 @pytest.mark.timeout(180)

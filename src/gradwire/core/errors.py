@@ -43,6 +43,10 @@ class DisagreementError(GradwireError, RuntimeError):
     """Ranks differ in method, shapes, order or world size. Raised on every rank, before data is sent."""
 
 
+class StateError(GradwireError, RuntimeError):
+    """Saved state that cannot be used: damaged, incomplete, of another job, or held by another process."""
+
+
 class PayloadError(GradwireError, ValueError):
     """Received bytes that are not a payload of the expected tensor: the one error of every decoder."""
 

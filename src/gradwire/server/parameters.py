@@ -9,6 +9,7 @@ longer than the patience. A server that is started again goes on from its checkp
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import socket
@@ -99,6 +100,7 @@ class ParameterServer(Stoppable):
     Raises:
         OptionError: it could be reached from other machines, and there is no key.
         OSError: the address is taken.
+        StateError: the state is in use by another server, or cannot be used.
     """
 
     def __init__(self, options: ServerOptions) -> None:
@@ -110,20 +112,24 @@ class ParameterServer(Stoppable):
         member = Member(options.job, options.workers, options.workers + 1, epoch)
         self.shard = Shard(options.optimizers)
         self.end = ServerEnd(options.workers, options.workers, epoch, self.shard)
-        self._journal = (
-            None if options.state is None else Journal(options.state, self.end, self.shard, options.checkpoint_bytes)
-        )
-        if self._journal is not None:
-            self._journal.restore()
+        with contextlib.ExitStack() as undo:
+            self._journal: Journal | None = None
+            if options.state is not None:
+                self._journal = Journal(options.state, self.end, self.shard, options.checkpoint_bytes)
+                undo.callback(self._journal.close, checkpoint=False)
+            address = (options.host, options.port)
+            family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+            listener = undo.enter_context(socket.create_server(address, family=family, backlog=128))
+            if self._journal is not None:  # last, as it is the one that changes files
+                self._journal.restore()
+            callers = frozenset(range(options.workers))
+            self._hub = Hub(member, key, self, timeout=options.timeout, listener=listener, callers=callers)
+            undo.pop_all()
         self._finished_before = set(self.end.finished)  # at an earlier start of this server
-        family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-        listener = socket.create_server((options.host, options.port), family=family, backlog=128)
         self.address: tuple[str, int] = (options.host, int(listener.getsockname()[1]))
         self._events: queue.SimpleQueue[_Frame | _Left | SyncError] = queue.SimpleQueue()
         self._queued_bytes = [0] * options.workers
         self._queue_lock = threading.Lock()
-        callers = frozenset(range(options.workers))
-        self._hub = Hub(member, key, self, timeout=options.timeout, listener=listener, callers=callers)
         self._connections: dict[int, int] = {}  # on which each worker has said its last JOIN
         self._lost_since: float | None = None
         self._open: dict[int, tuple[int, float]] = {}  # tensors with a push: the step, and when it was first seen
