@@ -72,10 +72,10 @@ class ResidualMachine(RuleBasedStateMachine):
         stage(self.residuals, key, before + grad - sent)
         self.latest[name, role][where.offset : where.end] += grad - sent
 
-    @rule()
-    def commit(self) -> None:
-        self.residuals.commit()
-        self.committed = {key: value.copy() for key, value in self.latest.items()}
+    @rule(names=st.none() | st.sets(st.sampled_from(sorted(SIZES))))
+    def commit(self, names: set[str] | None) -> None:
+        self.residuals.commit(names)
+        self.committed |= {key: value.copy() for key, value in self.latest.items() if names is None or key[0] in names}
         self.at_commit = self.bits()
 
     @rule()

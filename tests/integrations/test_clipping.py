@@ -47,15 +47,14 @@ def trained(change: Change, method: Any = "gcomp", state: Any = None, **options:
         handle.load_state_dict(state)
     ddp(torch.randn(8, 30)).square().sum().backward()
     change(list(ddp.parameters()))
-    if handle._optimizer_state is not None:
-        handle._optimizer_state("0.weight", Range(0, 1))  # as an encode does; a job of one rank has none
+    if handle._optimizers.states:
+        handle._optimizers.aux("0.weight", Range(0, 1))  # as an encode does; a job of one rank has none
     optimizer.step()
     return handle
 
 
 def clipped(handle: gw.Handle) -> bool:
-    assert handle._optimizer_state is not None
-    return bool(handle._optimizer_state("0.weight", Range(0, 5))["clipped"])
+    return bool(handle._optimizers.aux("0.weight", Range(0, 5))["clipped"])
 
 
 @pytest.mark.parametrize("change", [nothing, value_clipped, scaled(2.0**-16)])

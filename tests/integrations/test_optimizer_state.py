@@ -152,6 +152,5 @@ def test_the_loss_scale_is_the_scalers() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
     handle = gw.attach(ddp, "gcomp", optimizer=optimizer, scaler=scaler, min_elements=0)
     scaler.scale(ddp(torch.ones(2, 6)).square().sum()).backward()
-    assert handle._optimizer_state is not None
-    assert handle._optimizer_state("0.weight", Range(0, 1))["loss_scale"] == 512
+    assert handle._optimizers.aux("0.weight", Range(0, 1))["loss_scale"] == 512
     handle.detach()

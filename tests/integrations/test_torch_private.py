@@ -420,3 +420,20 @@ def test_trained_parameters_are_those_that_ddp_would_take_now_and_buckets_have_t
     assert [name for name, _ in torch_private.trained_parameters(ddp, sparse=True)] == ["words.weight"]
     assert sorted(in_buckets) == sorted([*trained, "words.weight", "body.weight", "body.bias"])
     assert [name for name, is_sparse in are_sparse.items() if is_sparse] == ["words.weight"]
+
+
+# -- stepping_scaler -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fused", [False, True])  # the scaler leaves the scale to fused ones
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_hook_of_the_optimizer_sees_the_scaler_that_steps_it(fused: bool, enabled: bool) -> None:
+    model, seen = nn.Linear(2, 2), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", enabled=enabled)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # wraps the optimizer's step
+    optimizer.register_step_pre_hook(lambda *_: seen.append(torch_private.stepping_scaler()))
+    scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+    scaler.step(optimizer)
+    optimizer.step()
+    assert seen == [scaler if enabled else None, None]

@@ -68,6 +68,7 @@ def test_a_plan_that_compresses_nothing_notes_why_and_what_to_pass() -> None:
     assert "the largest is '0.weight' of 128" in note and "Pass min_elements=0" in note
     assert Plan("topk", min_elements=0).notes(small) == []
     assert Plan("none").notes(small) == [], "nothing was asked for"
+    assert len(Plan({"zzz": "topk", "*": "none"}).notes(small)) == 1, "that a rule has nothing to do says it"
 
 
 def test_feedback_is_each_compressors_default_unless_said() -> None:

@@ -6,7 +6,7 @@ is added or re-sliced: a state is taken as it is, and that of a rank that has le
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 import torch
@@ -28,10 +28,10 @@ class Carried:
         """Keep float32 values, which nobody writes to any more, for the next step."""
         self._staged[name] = values
 
-    def commit(self) -> None:
-        """Make what was staged the state."""
-        self._committed.update(self._staged)
-        self._staged.clear()
+    def commit(self, names: Collection[str] | None = None) -> None:
+        """Make what was staged the state, of these parameters or of all."""
+        for name in [name for name in self._staged if names is None or name in names]:
+            self._committed[name] = self._staged.pop(name)
 
     def rollback(self) -> None:
         """Forget what was staged since the last commit."""

@@ -34,6 +34,7 @@ import torch
 from gradwire.compressors.base import Compressor, options
 from gradwire.core.context import Context
 from gradwire.core.errors import OptionError
+from gradwire.core.optimizers import optimizers_of
 from gradwire.core.spec import as_array
 from gradwire.feedback.policies import ErrorFeedback, register
 from gradwire.feedback.residuals import ResidualKey, Residuals
@@ -62,22 +63,28 @@ class MomentumCorrection(ErrorFeedback):
         self.clip = options.real("clip", clip, 0.0, math.inf, high_open=True)
 
     @classmethod
-    def of(cls, optimizer: torch.optim.Optimizer, **others: Any) -> MomentumCorrection:
-        """Take the momentum out of a `torch.optim.SGD`: it is 0 there from now on, and this policy's.
+    def of(
+        cls, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], **others: Any
+    ) -> MomentumCorrection:
+        """Take the momentum out of a `torch.optim.SGD`, or of several: it is 0 there from now on, and this policy's.
 
         Raises:
             OptionError: another optimizer, several momenta, dampening, or steps that were taken already.
+            OptionTypeError: no optimizer.
         """
-        groups = optimizer.param_groups
+        optimizers = optimizers_of(optimizer)
+        groups = [group for each in optimizers for group in each.param_groups]
         found = {(group.get("momentum"), group.get("nesterov"), group.get("dampening")) for group in groups}
         momentum, nesterov, dampening = found.pop()
-        if not isinstance(optimizer, torch.optim.SGD) or found or dampening:
+        if not all(isinstance(each, torch.optim.SGD) for each in optimizers) or found or dampening:
+            kinds = " and ".join(type(each).__name__ for each in optimizers)
             raise OptionError(
-                f"Expected torch.optim.SGD with one momentum and no dampening, got {type(optimizer).__name__} with "
+                f"Expected torch.optim.SGD with one momentum and no dampening, got {kinds} with "
                 f"{sorted({str(group.get('momentum')) for group in groups})}. Do: give all groups one momentum, or "
                 "make MomentumCorrection(momentum) and an optimizer without momentum yourself."
             )
-        if any(state.get("momentum_buffer") is not None for state in optimizer.state.values()):
+        states = [state for each in optimizers for state in each.state.values()]
+        if any(state.get("momentum_buffer") is not None for state in states):
             raise OptionError(
                 "Expected an optimizer that has taken no step, got one with momentum buffers. Do: take its momentum "
                 "before the first step, or before a checkpoint is loaded."

@@ -22,7 +22,7 @@ everything that reads or moves state belong between steps.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -83,13 +83,18 @@ class Residuals:
                 self._open.append(piece)
             return piece.staged
 
-    def commit(self) -> None:
-        """Make what was staged the state. Pointer swaps only."""
+    def commit(self, names: Collection[str] | None = None) -> None:
+        """Make what was staged the state, of these parameters or of all. Pointer swaps only."""
         with self._lock:
-            for piece in self._open:
-                piece.committed, piece.staged, piece.spare = piece.staged, None, piece.committed
-            self._open.clear()
-            self.carried.commit()
+            if names is None:
+                chosen = self._open
+            else:
+                chosen = [piece for key, held in self._pieces.items() if key[0] in names for piece in held.values()]
+            for piece in chosen:
+                if piece.staged is not None:
+                    piece.committed, piece.staged, piece.spare = piece.staged, None, piece.committed
+            self._open = [piece for piece in self._open if piece.staged is not None]
+            self.carried.commit(names)
 
     def rollback(self) -> None:
         """Forget what was staged since the last commit. Pointer swaps only."""

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from gradwire.compressors.base.arguments import names_unknown_arguments
 from gradwire.core.errors import OptionError, UnknownNameError
 from gradwire.core.spec import TensorSpec
 from gradwire.feedback import Policy
@@ -24,7 +25,7 @@ from gradwire.integrations.auto import Autopilot
 from gradwire.integrations.handle import Handle
 from gradwire.integrations.hook_slot import check_attachable, slot_of
 from gradwire.integrations.momentum import check_momentum
-from gradwire.integrations.optimizer_state import OptimizerState
+from gradwire.integrations.optimizers import Optimizers, Parameters
 from gradwire.sync.aggregator import Aggregator
 from gradwire.sync.fidelity import LEVELS
 from gradwire.sync.plan import SERVER, Method, Plan
@@ -33,11 +34,12 @@ from gradwire.sync.synchronizer import DEFAULT_TIMEOUT, Synchronizer
 logger = logging.getLogger("gradwire")
 
 
+@names_unknown_arguments
 def attach(
     ddp: DistributedDataParallel,
     method: Method | Mapping[str, Method] | Plan = "threelc",
     *,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     scaler: torch.amp.GradScaler | None = None,
     register: bool = True,
     strategy: str | None = None,
@@ -57,11 +59,13 @@ def attach(
 
     Args:
         ddp: any DDP module, on Gloo or NCCL; compiled or not, inside or outside.
-        method: a compressor's name, a compressor, a mapping from parameter name patterns to either (first match
-            counts), a whole `Plan`, or ``"auto"``, which decides while training (see `gradwire.integrations.auto`).
-        optimizer: the optimizer of these parameters. With it, residuals are committed when it steps, so that steps
-            skipped by a GradScaler leave no trace; without it, when the next backward begins, unless any rank's
-            gradients were not finite. ``"gcomp"`` needs it: see `gradwire.compressors.support.gcomp_metric`.
+        method: a compressor's name, with options as in ``"topk:ratio=0.01"``, a compressor, a mapping from parameter
+            name patterns to either (first match counts), a whole `Plan`, or ``"auto"``, which decides while training
+            (see `gradwire.integrations.auto`).
+        optimizer: the optimizer of these parameters, or a list of all optimizers that have some of them. With it,
+            residuals are committed when the optimizer of their parameters steps, so that steps skipped by a GradScaler
+            leave no trace; without it, when the next backward begins, unless any rank's gradients were not finite.
+            ``"gcomp"`` needs it: see `gradwire.compressors.support.gcomp_metric`.
         scaler: the GradScaler of these gradients, if there is one. With it, residuals follow when it changes its scale;
             without it, what was kept back before a change counts by the wrong scale once.
         register: take the module's communication hook. With False it stays yours: register a hook of your own that
@@ -89,9 +93,9 @@ def attach(
         The handle: report, state, detach.
 
     Raises:
-        AttachError: not a DDP module, already attached, its hook slot is taken by another hook, or momentum would be
-            applied twice.
-        UnknownNameError, OptionError: a name or number that does not exist or fit.
+        AttachError: not a DDP module, already attached, its hook slot is taken by another hook, the optimizers lack
+            parameters, or momentum would be applied twice.
+        UnknownNameError, OptionError, OptionTypeError: a name or value that does not exist or fit.
         DisagreementError: ranks ask for different things; on every rank, before data is sent.
 
     On failure: a rank that dies or freezes makes `backward` raise a `SyncError` on every other rank, which names rank,
@@ -110,24 +114,26 @@ def attach(
     plan = method if isinstance(method, Plan) else Plan(
         method, strategy=strategy, partitions=partitions, min_elements=min_elements, feedback=feedback
     )  # fmt: skip
-    check_momentum(plan, optimizer, torch_private.trained_parameters(ddp))
-    optimizer_state = _optimizer_state(ddp, plan, optimizer, automatic and fidelity != "exact")
+    parameters = torch_private.trained_parameters(ddp)
+    optimizers = Optimizers(optimizer, parameters, torch_private.parameter_names(ddp))
+    check_momentum(plan, list(optimizers), parameters)
+    _show_state(optimizers, plan, parameters, automatic and fidelity != "exact")
     synchronizer = Synchronizer(
         ddp.process_group,
         plan,
-        tensors={name: TensorSpec.of(parameter) for name, parameter in torch_private.trained_parameters(ddp)},
+        tensors={name: TensorSpec.of(parameter) for name, parameter in parameters},
         timeout=timeout,
         stall_timeout=stall_timeout,
         seed=seed,
         dump_dir=dump_dir,
         nodes=nodes,
         server=server,
-        aux=optimizer_state,
+        aux=optimizers.aux if optimizers.states else None,
     )
     try:
-        handle = Handle(ddp, synchronizer, optimizer, check_every, scaler, optimizer_state)
+        handle = Handle(ddp, synchronizer, optimizers, check_every, scaler)
         if automatic:
-            settle, aux = handle._settle, None if optimizer_state is None else optimizer_state.slices
+            settle, aux = handle._settle, optimizers.slices if optimizers.states else None
             handle.autopilot = Autopilot(synchronizer, ddp.process_group, fidelity, min_elements, settle, aux)
         slot = slot_of(ddp)
         if register:
@@ -142,22 +148,16 @@ def attach(
     return handle
 
 
-def _optimizer_state(
-    ddp: DistributedDataParallel, plan: Plan, optimizer: torch.optim.Optimizer | None, automatic: bool
-) -> OptimizerState | None:
-    """What compressors that look at the optimizer's state need, if there is one of them, or may be."""
-    if automatic and optimizer is not None:
+def _show_state(optimizers: Optimizers, plan: Plan, parameters: Parameters, automatic: bool) -> None:
+    """Show the state of optimizers to compressors that look at it, if there is one of them, or may be."""
+    if automatic:
         try:
-            return OptimizerState(optimizer, torch_private.trained_parameters(ddp))
+            optimizers.show_state({name for name, _ in parameters})
         except OptionError as error:
             logger.info("auto leaves gcomp out: %s", error)
-            return None
-    needed = [
-        (name, parameter)
-        for name, parameter in torch_private.trained_parameters(ddp)
-        if plan.entry(name, TensorSpec.of(parameter)).compressor.needs_optimizer
-    ]
-    return OptimizerState(optimizer, needed) if needed and optimizer is not None else None
+        return
+    specs = {name: TensorSpec.of(parameter) for name, parameter in parameters}
+    optimizers.show_state({name for name in specs if plan.entry(name, specs[name]).compressor.needs_optimizer})
 
 
 def _check_automatic(strategy: str | None, partitions: int, feedback: object, fidelity: str) -> None:

@@ -23,9 +23,8 @@ from gradwire.core.errors import SyncError
 from gradwire.core.spec import TensorSpec
 from gradwire.integrations import torch_private
 from gradwire.integrations.auto import Autopilot
-from gradwire.integrations.clipping import AfterAveraging
 from gradwire.integrations.hook_slot import slot_of
-from gradwire.integrations.optimizer_state import OptimizerState
+from gradwire.integrations.optimizers import Optimizers
 from gradwire.observe.metrics import Report
 from gradwire.observe.trace import Trace
 from gradwire.sync.submission import Shard
@@ -47,13 +46,12 @@ class Handle:
         self,
         ddp: DistributedDataParallel,
         synchronizer: Synchronizer,
-        optimizer: torch.optim.Optimizer | None,
+        optimizers: Optimizers,
         check_every: int,
         scaler: torch.amp.GradScaler | None = None,
-        optimizer_state: OptimizerState | None = None,
     ) -> None:
         self.synchronizer = synchronizer
-        self._optimizer_state = optimizer_state
+        self._optimizers = optimizers
         self.autopilot: Autopilot | None = None
         self._ddp = weakref.ref(ddp)
         self._group = ddp.process_group
@@ -63,17 +61,17 @@ class Handle:
         self._active_ranks = synchronizer.world_size
         self._called = False
         self._names = torch_private.parameter_names(ddp)  # frozen ones too: DDP may have been made before that
-        self._commits_in_optimizer = optimizer is not None
-        self._averaged = AfterAveraging()
-        self._unhook = None if optimizer is None else optimizer.register_step_post_hook(_weakly(self._after_step))
-        self._unhook_before = (
-            None
-            if optimizer_state is None
-            else optimizer_state.optimizer.register_step_pre_hook(_weakly(self._before_step))
-        )
+        on_step, warns = _weakly(self._after_step), synchronizer.rank == 0
+        optimizers.listen(on_step, expects_scaler=scaler is not None, warns=warns)
         # A module that is dropped without `detach` takes threads and connections with it.
         self._abandoned = weakref.finalize(ddp, _close_in_background, synchronizer)
         self._abandoned.atexit = False
+
+    def __repr__(self) -> str:
+        one, ddp = self.synchronizer, self._ddp()
+        method = one.plan if self.autopilot is None else f"auto, now by {self.autopilot.way.name}"
+        attached = "attached" if ddp is not None and slot_of(ddp).handle is self else "detached"
+        return f"<gradwire.Handle: {method}; rank {one.rank} of {one.world_size}; step {one.step}; {attached}>"
 
     # -- what users call -------------------------------------------------------------------------------------
 
@@ -96,7 +94,8 @@ class Handle:
         """
         self._settle()
         state = self.synchronizer.state_dict() | {"loss_scale": self._loss_scale}
-        return state if self._optimizer_state is None else state | {"clipped": self._optimizer_state.clipped}
+        states = self._optimizers.states
+        return state | {"clipped": any(each.clipped for each in states)} if states else state
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Go on from `state`, bit for bit, under whatever bucket layout this module has.
@@ -108,8 +107,8 @@ class Handle:
         self.synchronizer.load_state_dict(state)
         first = state if isinstance(state, Mapping) else state[0]
         self._loss_scale = first.get("loss_scale")
-        if self._optimizer_state is not None:
-            self._optimizer_state.clipped = bool(first.get("clipped", False))
+        for each in self._optimizers.states:
+            each.clipped = bool(first.get("clipped", False))
         if self.autopilot is not None:
             self.autopilot.restart()
 
@@ -118,10 +117,7 @@ class Handle:
         ddp = self._ddp()
         if ddp is not None and slot_of(ddp).handle is self:
             slot_of(ddp).handle = None
-        for hook in (self._unhook, self._unhook_before):
-            if hook is not None:
-                hook.remove()
-        self._unhook = self._unhook_before = None
+        self._optimizers.close()
         self._abandoned.detach()
         self.synchronizer.close()
 
@@ -180,22 +176,7 @@ class Handle:
             return self.synchronizer.submit(shards, result=bucket.buffer(), hold=not bucket.is_last())
 
         future = submit() if self.autopilot is None else self.autopilot.average(bucket, names, submit)
-        if self._optimizer_state is not None and not joined:
-            future = self._remember(future, bucket, parameters)
-        return future
-
-    def _remember(
-        self, future: torch.futures.Future[torch.Tensor], bucket: torch_private.GradBucket, parameters: Sequence[Any]
-    ) -> torch.futures.Future[torch.Tensor]:
-        """Keep some of the bucket's largest mean, to see at the optimizer's step what has become of it."""
-        index = max(range(len(parameters)), key=lambda each: parameters[each].numel())
-        parameter, grad = parameters[index], torch_private.bucket_gradient(bucket, parameters, index)
-
-        def arrived(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-            self._averaged.take(parameter, grad)
-            return done.value()
-
-        return future.then(arrived)
+        return future if joined else self._optimizers.watch(future, bucket, names)
 
     def _begin_backward(self, ddp: DistributedDataParallel, joined: bool) -> None:
         if ddp.process_group is not self._group:
@@ -212,8 +193,7 @@ class Handle:
         self._settle()
         self.synchronizer.begin_step()
         self._follow_loss_scale()
-        if self._optimizer_state is not None:
-            self._optimizer_state.begin_backward()
+        self._optimizers.begin_backward(joined)
         self._active_ranks = self._count_active_ranks(ddp, joined)
         if self._check_every and self.synchronizer.step % self._check_every == 0:
             # A rank that has joined takes no optimizer steps; it gets the parameters when all have.
@@ -227,8 +207,8 @@ class Handle:
         if self._loss_scale is not None and scale != self._loss_scale:
             self.synchronizer.rescale(scale / self._loss_scale)
         self._loss_scale = scale
-        if self._optimizer_state is not None:
-            self._optimizer_state.loss_scale = scale
+        for each in self._optimizers.states:
+            each.loss_scale = scale
 
     def _count_active_ranks(self, ddp: DistributedDataParallel, joined: bool) -> int:
         """By how many ranks the sum is divided: fewer than all only where `join` was asked for it (R9)."""
@@ -245,14 +225,10 @@ class Handle:
 
     def _settle(self) -> None:
         """Without an optimizer to tell, a step counts as taken once the next one begins, or its state is saved."""
-        if not self._commits_in_optimizer:
+        if not self._optimizers:
             self.synchronizer.commit()
 
-    def _before_step(self, *_: Any) -> None:
-        assert self._optimizer_state is not None, "hooked where there is one"
-        self._optimizer_state.before_step(self._averaged.factors())
-
-    def _after_step(self, *_: Any) -> None:
+    def _after_step(self, names: frozenset[str] | None) -> None:
         ddp = self._ddp()
         if not self._called and ddp is not None:
             self._called = True  # said once
@@ -260,7 +236,7 @@ class Handle:
                 "The optimizer has stepped, but no gradients were averaged: DDP has handed over none since attach. %s",
                 _what_to_do(ddp),
             )
-        self.synchronizer.commit()
+        self.synchronizer.commit(names)
 
 
 @contextmanager

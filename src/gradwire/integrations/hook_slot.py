@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.core.errors import AttachError
 from gradwire.core.spec import ELEMENT_TYPES
 from gradwire.integrations import torch_private
+from gradwire.integrations.wrappers import advice_on
 
 
 class Attached(Protocol):
@@ -81,10 +82,7 @@ def check_attachable(ddp: object, register: bool) -> None:
             "then attach to that one: gradwire.attach(replicate.state(module)._ddp)."
         )
     if not isinstance(ddp, DistributedDataParallel):
-        raise AttachError(
-            f"Expected a DistributedDataParallel module, got {type(ddp).__name__}. Do: wrap the model first, "
-            "ddp = DistributedDataParallel(model), and attach to ddp."
-        )
+        raise AttachError(advice_on(ddp))
     if torch_private.has_python_reducer(ddp):
         raise AttachError(
             "Expected a DDP module that hands buckets to its hook, got one made under torch._dynamo.config."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -19,17 +19,17 @@ _ADVICE = (
 
 
 def check_momentum(
-    plan: Plan, optimizer: torch.optim.Optimizer | None, parameters: Iterable[tuple[str, torch.nn.Parameter]]
+    plan: Plan, optimizers: Sequence[torch.optim.Optimizer], parameters: Iterable[tuple[str, torch.nn.Parameter]]
 ) -> None:
-    """Raise unless the optimizer has no momentum for the parameters that are momentum-corrected.
+    """Raise unless the optimizers have no momentum for the parameters that are momentum-corrected.
 
     Args:
         plan: says which they are.
-        optimizer: that of the parameters.
+        optimizers: all of these parameters.
         parameters: by name.
 
     Raises:
-        AttachError: the optimizer has momentum too, or none was given, so that there is no telling.
+        AttachError: an optimizer has momentum too, or none was given, so that there is no telling.
     """
     corrected = {
         id(parameter): name
@@ -38,12 +38,12 @@ def check_momentum(
     }
     if not corrected:
         return
-    if optimizer is None:
+    if not optimizers:
         raise AttachError(
             "Expected optimizer= with momentum correction, got none, so that momentum might be applied twice. "
             f"Do: pass the optimizer of these parameters to attach. {_ADVICE}"
         )
-    for group in optimizer.param_groups:
+    for optimizer, group in ((each, group) for each in optimizers for group in each.param_groups):
         names = [corrected[id(parameter)] for parameter in group["params"] if id(parameter) in corrected]
         if names and (group.get("momentum") or "betas" in group):
             has = f"momentum={group['momentum']}" if group.get("momentum") else f"betas={group['betas']}"

@@ -5,7 +5,10 @@ Each function has a test that fails where a torch version changes what it relies
 
 from __future__ import annotations
 
+import sys
+import traceback
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -141,3 +144,15 @@ def in_bucket_order(values: torch.Tensor, parameter: torch.Tensor) -> torch.Tens
 def note_step(optimizer: torch.optim.Optimizer) -> None:
     """Tell schedules that a step of `optimizer` has been made, here elsewhere: else they warn of a wrong order."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def stepping_scaler() -> torch.amp.GradScaler | None:
+    """The enabled GradScaler whose `step` the caller runs within, as hooks of an optimizer do; None without one."""
+    frames = islice(
+        traceback.walk_stack(sys._getframe()), 32
+    )  # wrappers of the optimizer's `step` lie between, as schedulers' do
+    for frame, _ in frames:
+        if frame.f_code is torch.amp.GradScaler.step.__code__:
+            scaler: torch.amp.GradScaler = frame.f_locals["self"]
+            return scaler if scaler.is_enabled() else None
+    return None

@@ -19,7 +19,7 @@ import numpy as np
 
 from gradwire.compressors.base import Compressor
 from gradwire.compressors.base.arguments import names_unknown_arguments
-from gradwire.compressors.base.registry import compressor_of, make
+from gradwire.compressors.base.registry import compressor_of, make, spec_of
 from gradwire.compressors.support.casts import CastCompressor
 from gradwire.compressors.support.homomorphic import Homomorphic
 from gradwire.core.errors import OptionError, OptionTypeError, UnknownNameError, nearest
@@ -154,6 +154,14 @@ class Plan:
         plan.has_velocity = any(policies.get(entry.feedback).has_velocity for entry in entries.values())
         return plan
 
+    def __str__(self) -> str:
+        if self.entries is not None:
+            specs = sorted({spec_of(entry.compressor) for entry in self.entries.values()})
+            return f"a plan of {len(self.entries)} tensors by {', '.join(specs)}"
+        if list(self.rules) == ["*"]:
+            return spec_of(self.rules["*"])
+        return ", ".join(f"{pattern}: {spec_of(compressor)}" for pattern, compressor in self.rules.items())
+
     def entry(self, name: str, spec: TensorSpec) -> PlanEntry:
         """The plan entry of one tensor.
 
@@ -192,14 +200,14 @@ class Plan:
         matched = {name: self._match(name)[0] for name in specs}
         idle = [pattern for pattern in self.rules if pattern != "*" and pattern not in matched.values()]
         found = [_idle_note(pattern, specs, matched) for pattern in idle]
-        methods = {compressor.name for compressor in self.rules.values()} - {"none"}
-        if methods and all(self.entry(name, spec).compressor.name == "none" for name, spec in specs.items()):
+        blanket = self.rules["*"].name if "*" in self.rules else "none"
+        if blanket != "none" and all(self.entry(name, spec).compressor.name == "none" for name, spec in specs.items()):
             largest = max(specs, key=lambda name: (len(specs[name].shape) > 1, specs[name].numel))
             found.append(
-                f"Nothing is compressed by {', '.join(sorted(methods))}: all {len(specs)} tensors are vectors or below "
+                f"Nothing is compressed by {blanket}: all {len(specs)} tensors are vectors or below "
                 f"min_elements={self.min_elements:,} elements; the largest is {largest!r} of {specs[largest].numel:,}. "
                 "Pass min_elements=0 to compress all but vectors, or name the tensors: "
-                f'{{"{largest}": "{min(methods)}", "*": "none"}}.'
+                f'{{"{largest}": "{blanket}", "*": "none"}}.'
             )
         return found
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -376,13 +376,17 @@ class Synchronizer(Peers):
         self.step += 1
         self._num_steps += 1
 
-    def commit(self) -> None:
-        """Make the residuals staged so far those that count; a non-finite step is rolled back instead."""
+    def commit(self, names: Collection[str] | None = None) -> None:
+        """Make the residuals staged so far those that count; a non-finite step is rolled back instead, as a whole.
+
+        Args:
+            names: of which tensors; None for all.
+        """
         self.wait()
         if self._nonfinite:
             self.rollback()
             return
-        self.residuals.commit()
+        self.residuals.commit(names)
         self.events.emit(Event("commit", time.monotonic(), detail={"step": self.step}))
 
     def rollback(self) -> None:

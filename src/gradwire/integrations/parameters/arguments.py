@@ -2,17 +2,45 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from gradwire.compressors.base import Compressor
 from gradwire.core.errors import FrameError, OptionError
+from gradwire.core.optimizers import optimizers_of
+from gradwire.core.spec import TensorSpec
 from gradwire.protocol.parameters.agreement import Groups, groups_from
+from gradwire.sync.plan import Plan
+
+logger = logging.getLogger("gradwire")
 
 Methods = str | Compressor | dict[str, str | Compressor]
+
+
+def one_optimizer(given: object) -> torch.optim.Optimizer:
+    """The optimizer that a user means.
+
+    Raises:
+        OptionTypeError: see `optimizers_of`.
+        OptionError: several.
+    """
+    optimizers = optimizers_of(given)
+    if len(optimizers) > 1:
+        raise OptionError(
+            f"Parameter servers step one optimizer, but here are {len(optimizers)}. Make one, with a group of "
+            'parameters for each: torch.optim.SGD([{"params": first, "lr": 0.1}, {"params": second, "lr": 0.01}]).'
+        )
+    return optimizers[0]
+
+
+def log_notes(specs: Mapping[str, TensorSpec], *plans: Plan) -> None:
+    """Log what the plans note of these tensors, each note once."""
+    for note in dict.fromkeys(note for plan in plans for note in plan.notes(specs)):
+        logger.warning("%s", note)
 
 
 def hyper_parameters(optimizer: torch.optim.Optimizer) -> Groups:

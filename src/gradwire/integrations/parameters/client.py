@@ -19,7 +19,6 @@ worker's own, where there one worker updates batch normalisation; its affine par
 from __future__ import annotations
 
 import contextlib
-import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,31 +31,24 @@ import torch
 
 from gradwire.compressors.base.arguments import names_unknown_arguments
 from gradwire.compressors.base.registry import spec_of
-from gradwire.core.errors import (
-    AttachError,
-    OptionError,
-)
+from gradwire.core.errors import AttachError, OptionError
 from gradwire.core.spec import TensorSpec
 from gradwire.integrations.parameters.arguments import (
     Methods,
     addresses_of,
     class_name,
     hyper_parameters,
+    log_notes,
     number,
+    one_optimizer,
 )
 from gradwire.integrations.parameters.coder import Coder
 from gradwire.integrations.parameters.line import Line
 from gradwire.integrations.parameters.pieces import ELEMENT_WISE, Piece, cut, share
 from gradwire.integrations.torch_private import note_step
-from gradwire.protocol.parameters.agreement import (
-    Agreement,
-    Groups,
-    Terms,
-)
+from gradwire.protocol.parameters.agreement import Agreement, Groups, Terms
 from gradwire.protocol.parameters.slot import Slot
 from gradwire.sync.plan import Plan
-
-logger = logging.getLogger("gradwire")
 
 
 class ParameterClient:
@@ -122,7 +114,7 @@ class ParameterClient:
         stall_timeout: timedelta = timedelta(seconds=1800),
     ) -> None:
         self.model = model
-        self.optimizer = optimizer
+        self.optimizer = one_optimizer(optimizer)
         self.worker = number("worker", worker, "RANK")
         self.workers = number("workers", workers, "WORLD_SIZE")
         if not 0 <= self.worker < self.workers or not 0 <= backups < self.workers or local_steps < 1:
@@ -141,10 +133,8 @@ class ParameterClient:
         plan = Plan(compressor, min_elements=min_elements, feedback=policy)
         pull_plan = plan if pull is None else Plan(pull, min_elements=min_elements, feedback=policy)
         if self.worker == 0:
-            specs = {name: TensorSpec.of(parameter) for name, parameter in self._parameters.items()}
-            for note in dict.fromkeys([*plan.notes(specs), *pull_plan.notes(specs)]):
-                logger.warning("%s", note)
-        optimizer_name = class_name(optimizer)
+            log_notes({name: TensorSpec.of(each) for name, each in self._parameters.items()}, plan, pull_plan)
+        optimizer_name = class_name(self.optimizer)
         elements = piece_elements if optimizer_name in ELEMENT_WISE else sys.maxsize
         incarnation = time.time_ns()
         self._finished = False
