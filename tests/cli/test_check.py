@@ -36,6 +36,7 @@ BAD = GOOD.replace("+ random()", "").replace("good", "bad").replace("p.q * p.ste
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "good_compressors.py").write_text(GOOD)
     (tmp_path / "bad_compressors.py").write_text(BAD)
+    (tmp_path / "empty.py").write_text("from gradwire.compressors import make\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     before = set(registry.names())
@@ -80,13 +81,28 @@ def test_modules_instances_and_registered_names_are_targets_too(folder: Path, ta
     assert "2 passed" in result.output
 
 
+def test_all_compressors_of_a_file_are_checked(folder: Path) -> None:
+    result = run("check", "good_compressors.py", "--only", "unusable-out-is-refused-with-advice")
+    assert result.exit_code == 0, result.output
+    assert [line for line in result.output.splitlines() if "of_test(" in line] == [
+        "good_of_test(levels=100)",
+        "good_of_test(levels=50)",
+    ]
+
+
+def test_show_prints_every_compressor_of_a_file(folder: Path) -> None:
+    assert run("show", "good_compressors.py").output.count("# good_of_test(levels=") == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "kind", "advice"),
     [
         (["good_compressors.py:goood_of_test"], UnknownNameError, "Did you mean 'good_of_test'"),
         (["threelcc"], UnknownNameError, "Did you mean 'threelc'"),
-        (["missing.py:name"], GradwireError, "Do: path/to/file.py:NAME"),
-        (["missing_module:name"], GradwireError, "Do: run where it lies, or name its file"),
+        (["missing.py:name"], GradwireError, "Name one as path/to/file.py:NAME"),
+        (["missing_module:name"], GradwireError, "Run the command in the folder where it lies, or name its file"),
+        (["empty.py"], GradwireError, "empty.py defines no compressor. Decorate an encoder with @gradwire.compressor"),
+        (["good_compressors.py:ready", "-o", "levels=3"], OptionError, "is good_of_test(levels=50), with its options"),
         (["int8", "--option", "block"], OptionError, "as in threelc:sparsity=1.75"),
         (["int8:blocks=3"], UnknownNameError, "Did you mean 'block'"),
         (["int8", "--option", "block=wide"], TypeError, "Expected block to be an integer, got 'wide'"),
@@ -114,4 +130,4 @@ def test_show_prints_the_code_with_lines_of_the_algorithm(folder: Path) -> None:
 
 def test_show_of_what_is_written_by_hand_says_where_to_read_it() -> None:
     error = run("show", "threelc").exception
-    assert "written by hand. Do: read gradwire.compressors.threelc" in str(error)
+    assert "written by hand, not in the language. Read gradwire.compressors.threelc" in str(error)

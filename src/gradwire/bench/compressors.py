@@ -22,6 +22,7 @@ from gradwire.compressors import make, names
 from gradwire.compressors.base import Compressor
 from gradwire.compressors.base.traced import TracedCompressor
 from gradwire.core.context import Context
+from gradwire.core.errors import UnknownNameError
 from gradwire.core.spec import TensorSpec
 from gradwire.kernels.cpu.parallel import one_thread
 from gradwire.lang.ir import ELEMENTS
@@ -98,14 +99,26 @@ def num_passes(codec: Compressor) -> int:
     return sum(bool(step.sinks or step.packs or step.block_nodes) for step in steps)
 
 
+def matching(only: str | None) -> list[str]:
+    """Compressors whose names have this in them; all for None.
+
+    Raises:
+        UnknownNameError: there is none.
+    """
+    found = [name for name in names() if only is None or only in name]
+    if not found:
+        raise UnknownNameError("compressor", only, names())
+    return found
+
+
 def run(size_mb: int = 256, repeats: int = 7, only: str | None = None) -> list[Row]:
     """Measure every compressor on one thread; see `gradwire.bench.kernels.run`."""
+    chosen = matching(only)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         data = _Data(size_mb)
         mixes = Mixes(data.x)
-        chosen = [name for name in names() if only is None or only in name]
         cases = [case for name in chosen for case in _cases(make(name), data)]
         with one_thread():
             return [measure(case, mixes, data.x, repeats) for case in cases]

@@ -16,13 +16,12 @@ _CODE = "import sys; from gradwire.bench.compressors import first_use; print(fir
 
 def run(only: str | None = None) -> Iterator[tuple[str, float, float]]:
     """Name, seconds with an empty cache, and seconds with a filled one, of each compressor."""
-    from gradwire.compressors import names
+    from gradwire.bench.compressors import matching
 
-    for name in names():
-        if only is None or only in name:
-            with tempfile.TemporaryDirectory() as folder:
-                env = os.environ | {"NUMBA_CACHE_DIR": f"{folder}/numba", "GRADWIRE_CACHE_DIR": folder}
-                yield name, _seconds(name, env), _seconds(name, env)
+    for name in matching(only):
+        with tempfile.TemporaryDirectory() as folder:
+            env = os.environ | {"NUMBA_CACHE_DIR": f"{folder}/numba", "GRADWIRE_CACHE_DIR": folder}
+            yield name, _seconds(name, env), _seconds(name, env)
 
 
 def _seconds(name: str, env: dict[str, str]) -> float:

@@ -13,6 +13,7 @@ import torch
 
 from gradwire.bench.measure import Case, Mixes, Row, measure
 from gradwire.compressors.support.thc_tables import optimal
+from gradwire.core.errors import UnknownNameError
 from gradwire.kernels import active as kernels
 from gradwire.kernels.blocks import Blocks, num_sign_words
 
@@ -244,6 +245,16 @@ _GROUPS = (
 )  # fmt: skip
 
 
+def _cases(buffers: _Buffers, only: str | None) -> Iterator[Case]:
+    names = []
+    for case in (case for group in _GROUPS for case in group(buffers)):
+        names.append(case.kernel)
+        if only is None or only in case.kernel:
+            yield case
+    if not any(only is None or only in name for name in names):
+        raise UnknownNameError("kernel", only, names)
+
+
 def run(size_mb: int = 256, repeats: int = 7, only: str | None = None) -> list[Row]:
     """Measure the kernels of `gradwire.kernels.active` on one thread.
 
@@ -252,17 +263,15 @@ def run(size_mb: int = 256, repeats: int = 7, only: str | None = None) -> list[R
             figures are those of the cache.
         repeats: timed runs of each kernel, and of the copies between them.
         only: measure the kernels whose name has this in it.
+
+    Raises:
+        UnknownNameError: there is no such kernel.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         buffers = _Buffers(size_mb * 1_000_000)
         mixes = Mixes(buffers.x)
-        return [
-            measure(case, mixes, buffers.x, repeats)
-            for group in _GROUPS
-            for case in group(buffers)
-            if only is None or only in case.kernel
-        ]
+        return [measure(case, mixes, buffers.x, repeats) for case in _cases(buffers, only)]
     finally:
         torch.set_num_threads(threads)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gradwire.bench.users import users_code
 from gradwire.bench.workloads import make_workload
 from gradwire.core.errors import GradwireError, OptionError
 
@@ -84,10 +85,12 @@ def from_user(name: str, function: Callable[[], Any]) -> Job:
 
     Raises:
         OptionError: something else than a model and a batch.
+        UserCodeError: the function raised.
     """
     if not callable(function):
         raise OptionError(f"Expected {name} to be a function, got {type(function).__name__}. Do: {CONTRACT}.")
-    made = function()
+    with users_code(name):
+        made = function()
     if not (isinstance(made, (tuple, list)) and len(made) == 2 and isinstance(made[0], nn.Module)):
         raise OptionError(f"Expected model and batch of {name}, got {type(made).__name__}. Do: {CONTRACT}.")
     model, batch = made

@@ -22,6 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.bench.probe_job import Job
+from gradwire.bench.users import users_code
 from gradwire.integrations import torch_private
 from gradwire.integrations.clock import Bucket as Handed
 from gradwire.integrations.clock import Step, StepClock
@@ -146,7 +147,8 @@ class Stopwatch:
     def _try(self) -> bool:
         """A step of a copy by itself; whether it leaves parameters without a gradient, on any rank."""
         model = self._job.copy()
-        self._job.step(model)
+        with users_code(f"A step of {self._job.name}"):
+            self._job.step(model)
         unused = any(p.requires_grad and p.grad is None for p in model.parameters())
         return bool(self._largest([float(unused)])[0])
 

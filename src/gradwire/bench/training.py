@@ -72,6 +72,7 @@ class TrainingOptions:
         from gradwire.lab.units import parse_rate
 
         methods.check(list(self.methods))
+        make_workload(self.workload)  # a rank's traceback would hide what it says
         for rate in (*self.rates, self.train_rate):
             parse_rate(rate)
         limits = (
@@ -84,6 +85,8 @@ class TrainingOptions:
         for name, number, least in limits:
             if number < least:
                 raise OptionError(f"Expected {name} of at least {least}, got {number}. Do: give at least {least}.")
+        if min(self.buckets_mb) <= 0:
+            raise OptionError(f"A bucket cannot have {min(self.buckets_mb):g} MB. Give sizes above 0.")
 
 
 @dataclass(frozen=True)

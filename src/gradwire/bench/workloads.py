@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from pathlib import Path
 
+from gradwire.bench.users import load_module, users_code
 from gradwire.bench.workload import Workload
-from gradwire.core.errors import UnknownNameError
+from gradwire.core.errors import GradwireError, UnknownNameError
 
 
 def make_workload(name: str) -> Workload:
@@ -23,8 +23,12 @@ def make_workload(name: str) -> Workload:
     if "=" in name:
         place, _, data = name.partition("=")
         module, _, kind = place.rpartition(".")
-        made: Workload = getattr(importlib.import_module(module), kind)(Path(data))
-        return made
+        found = getattr(load_module(module), kind, None)
+        if found is None:
+            raise GradwireError(f"The module {module!r} has no workload {kind!r}. Write MODULE.CLASS=PATH.")
+        with users_code(f"Making the workload {name}"):
+            made: Workload = found(Path(data))
+            return made
     if name.startswith("lstm:"):
         from gradwire.bench.words import WordText
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
+import gradwire
 from gradwire.cli import bench, check, compressors, demo, graph, lab, plan, probe, serve, show, simulate, tables
 
 COMMANDS = (demo, lab, probe, bench, compressors, check, show, tables, graph, plan, simulate, serve)
@@ -25,6 +28,16 @@ def build_app() -> typer.Typer:
     return app
 
 
-def _root() -> None:
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"gradwire {gradwire.__version__}")
+        raise typer.Exit
+
+
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
     # A callback keeps `gradwire lab` a subcommand even while it is the only one.
     pass

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gradwire.cli.files import out_file, out_folder
+
 if TYPE_CHECKING:
     from gradwire.bench.measure import Row
     from gradwire.bench.results import TrainingResult
@@ -31,7 +33,7 @@ def training(
     steps: Annotated[int, typer.Option(help="Training steps of each method, for the loss curve.")] = 150,
     ranks: Annotated[int, typer.Option(help="How many ranks.")] = 4,
     workload: Annotated[str, typer.Option(help="text (large tensors), deep (small ones), digits (tiny).")] = "text",
-    seconds: Annotated[float, typer.Option(help="How long to time each method at each rate.")] = 8.0,
+    seconds: Annotated[float, typer.Option(min=0, help="How long to time each method at each rate.")] = 8.0,
     buckets: Annotated[
         str, typer.Option(help="Bucket sizes in MB: the first for all, the others for DDP to choose from.")
     ] = "4,25,1",
@@ -39,10 +41,10 @@ def training(
     loopback: Annotated[
         bool, typer.Option("--loopback", help="Do not shape links, even where it can be done.")
     ] = False,
-    timeout: Annotated[float, typer.Option(help="End with an error after so many seconds.")] = 1800.0,
+    timeout: Annotated[float, typer.Option(min=1, help="End with an error after so many seconds.")] = 1800.0,
     seed: Annotated[int, typer.Option(help="Of model and data.")] = 0,
-    csv: Annotated[Path | None, typer.Option(help="File for the figures; default in benchmarks/results.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for a report with plots.")] = None,
+    csv: Annotated[Path | None, out_file(help="File for the figures; default in benchmarks/results.")] = None,
+    out: Annotated[Path | None, out_folder(help="Folder for a report with plots.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON, and no table.")] = False,
 ) -> None:
     """Time training steps and learn loss curves, method by method, rate by rate.
@@ -88,10 +90,10 @@ def training(
 
 
 def kernels(
-    size: Annotated[int, typer.Option(help="Of the gradient, in MB; below 256 it may fit the cache.")] = 256,
-    repeats: Annotated[int, typer.Option(help="Timed runs of each kernel.")] = 7,
+    size: Annotated[int, typer.Option(min=1, help="Of the gradient, in MB; below 256 it may fit the cache.")] = 256,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each kernel.")] = 7,
     only: Annotated[str | None, typer.Option(help="Kernels whose names contain this.")] = None,
-    csv: Annotated[Path, typer.Option(help="File for the figures.")] = RESULTS / "kernels.csv",
+    csv: Annotated[Path, out_file(help="File for the figures.")] = RESULTS / "kernels.csv",
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON, and no table.")] = False,
 ) -> None:
     """Time every CPU kernel on one thread, against a copy of the same memory.
@@ -106,11 +108,11 @@ def kernels(
 
 
 def compressors(
-    size: Annotated[int, typer.Option(help="Of the gradient, in MB; below 256 it may fit the cache.")] = 256,
-    repeats: Annotated[int, typer.Option(help="Timed runs of each call.")] = 7,
+    size: Annotated[int, typer.Option(min=1, help="Of the gradient, in MB; below 256 it may fit the cache.")] = 256,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each call.")] = 7,
     only: Annotated[str | None, typer.Option(help="Compressors whose names contain this.")] = None,
     first_use: Annotated[bool, typer.Option("--first-use", help="Time first calls in new processes instead.")] = False,
-    csv: Annotated[Path | None, typer.Option(help="File for the figures; default in benchmarks/results.")] = None,
+    csv: Annotated[Path | None, out_file(help="File for the figures; default in benchmarks/results.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON, and no table.")] = False,
 ) -> None:
     """Time encoding and decoding with every compressor on one thread, against a copy and against plain torch.

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from gradwire.cli.files import out_folder
+
 
 def register(app: typer.Typer) -> None:
     """Adds the command to the command line."""
@@ -19,7 +21,7 @@ def demo(
     rate: Annotated[str, typer.Option(help="Of each link, both ways: 10mbit, 1gbit, none.")] = "100mbit",
     steps: Annotated[int, typer.Option(help="Training steps of each method.")] = 32,
     methods: Annotated[str | None, typer.Option(help="Which ones, such as ddp-fp32,threelc,topk:ratio=0.01.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("gradwire-report"),
+    out: Annotated[Path, out_folder(help="Folder of the report.")] = Path("gradwire-report"),
     workload: Annotated[str, typer.Option(help="text, or digits (tiny).")] = "text",
     loopback: Annotated[
         bool, typer.Option("--loopback", help="Do not shape links, even where it can be done.")

@@ -14,6 +14,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from gradwire.cli.files import out_file
+
 if TYPE_CHECKING:
     from gradwire.lab import LabResult
 
@@ -29,9 +31,9 @@ def lab(
     rate: Annotated[str, typer.Option(help="Of each link, both ways: 10mbit, 1gbit, none.")] = "100mbit",
     loss: Annotated[str, typer.Option(help="Share of packets dropped on arrival: 0.1%, 0.001.")] = "0",
     delay: Annotated[str, typer.Option(help="One-way delay: 5ms, none. Needs the kernel's netem.")] = "none",
-    timeout: Annotated[float | None, typer.Option(help="End the commands after so many seconds.")] = None,
-    grace: Annotated[float, typer.Option(help="Seconds the others may go on once a host has failed.")] = 10.0,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the summary to this file.")] = None,
+    timeout: Annotated[float | None, typer.Option(min=0, help="End the commands after so many seconds.")] = None,
+    grace: Annotated[float, typer.Option(min=0, help="Seconds the others may go on once a host has failed.")] = 10.0,
+    json_file: Annotated[Path | None, out_file("--json", help="Write the summary to this file.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Do not relay the hosts' output.")] = False,
     only: Annotated[int | None, typer.Option(help="Relay the output of this host only.")] = None,
 ) -> None:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gradwire.cli.costs import costs_of
+from gradwire.cli.files import out_file
 from gradwire.core.errors import OptionError
 
 if TYPE_CHECKING:
@@ -36,7 +38,7 @@ def plan(
         Path | None, typer.Option(help="Measured costs; default: this machine's, kept in the cache.")
     ] = None,
     save: Annotated[
-        Path | None, typer.Option(help="Write the plan to this file, pinned, as PlanTable.load reads it.")
+        Path | None, out_file(help="Write the plan to this file, pinned, as PlanTable.load reads it.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON, and no table.")] = False,
 ) -> None:
@@ -53,35 +55,13 @@ def plan(
     seconds = _seconds(compute)
     forward, backward = seconds / 3, seconds * 2 / 3
     chosen = models.get(model)
-    known = _network(_costs(costs, [method.spec for method in methods(fidelity)]), ranks, rate, latency)
+    known = _network(costs_of(costs, [method.spec for method in methods(fidelity)]), ranks, rate, latency)
     tensors = [planner.Gradient(tensor.name, tensor.shape, ready=share * backward)
                for tensor, share in chosen.backward()]  # fmt: skip
     table = planner.plan(tensors, known, fidelity=fidelity, backward=backward, rest=forward)
     if save is not None:
         table.pin().save(save)
     typer.echo(table.to_json() if as_json else f"{table}\n\nCosts: {known.made_by or 'from a file'}.")
-
-
-def _costs(path: Path | None, specs: list[str]) -> Costs:
-    """Costs from a file, or this machine's."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    from gradwire.simulate.machine import machine_costs
-    from gradwire.sync.costs import Costs
-
-    if path is not None:
-        if not path.is_file():
-            raise OptionError(
-                f"Expected a file of costs, got {str(path)!r}, which is none. Do: leave --costs out to measure here."
-            )
-        return Costs.from_json(path.read_text())
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("looking for measurements", total=len(set(specs)))
-        return machine_costs(
-            specs, on_measure=lambda spec: progress.update(bar, description=f"measuring {spec}", advance=1)
-        )
 
 
 def _network(costs: Costs, ranks: int | None, rate: str | None, latency: str) -> Costs:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gradwire.cli.files import out_file
 from gradwire.core.errors import GradwireError, UnknownNameError
 
 if TYPE_CHECKING:
@@ -41,10 +42,10 @@ def probe(
     compressors: Annotated[
         str | None, typer.Option(help="Further candidates, such as topk:ratio=0.01,powersgd.")
     ] = None,
-    seconds: Annotated[float, typer.Option(help="Of each measurement; slow steps take longer.")] = 3.0,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+    seconds: Annotated[float, typer.Option(min=0.01, help="Of each measurement; slow steps take longer.")] = 3.0,
+    json_file: Annotated[Path | None, out_file("--json", help="Write the figures to this file.")] = None,
     save_plan: Annotated[
-        Path | None, typer.Option(help="Write gradwire's fastest plan to this file, as PlanTable.load reads it.")
+        Path | None, out_file(help="Write gradwire's fastest plan to this file, as PlanTable.load reads it.")
     ] = None,
 ) -> None:
     """Time a model's steps on the ranks, links and cores it will train on, and say whether compression pays.

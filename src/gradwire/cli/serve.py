@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated
@@ -56,12 +55,21 @@ def serve(
 ) -> None:
     """Run a server until all workers have finished: one that keeps parameters, or one that aggregates.
 
+    Start it before the workers. They find a server of parameters by ParameterClient(model, optimizer, "HOST:PORT"), and
+    one that aggregates by attach(ddp, "thc", strategy="server", server="HOST:PORT").
+
     SIGINT ends the job. So does SIGTERM, unless the server can be started again and go on. The exit code is then 128
     plus the signal's number.
+
+    Example: gradwire serve --parameters --workers 4 --port 7070
+
+    Example: gradwire serve --aggregate --workers 4 --udp
     """
+    from gradwire.bench.users import load_module, users_code
     from gradwire.core.errors import GradwireError, ServerStoppedError
     from gradwire.server.aggregation import AggregationOptions, AggregationServer
     from gradwire.server.parameters import ParameterServer, ServerOptions
+    from gradwire.server.shard import optimizer_class
     from gradwire.server.stopping import stopped_by_signals
     from gradwire.transport.address import parse_address
 
@@ -72,7 +80,13 @@ def serve(
     if aggregate and (state or optimizer):
         raise typer.BadParameter("Expected --state and --optimizer with --parameters. Do: leave them out.")
     for module in modules:
-        importlib.import_module(module)
+        load_module(module)
+    for path in optimizer:
+        if "." not in path:
+            raise typer.BadParameter(f"--optimizer takes an import path such as my_module.MyOptimizer, not {path!r}.")
+        load_module(path.rpartition(".")[0])
+        with users_code(f"Loading {path}"):
+            optimizer_class(path, tuple(optimizer))
     limits = timedelta(seconds=timeout), timedelta(seconds=patience)
     try:
         server: ParameterServer | AggregationServer

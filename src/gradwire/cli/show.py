@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gradwire.cli.targets import Options, Target, codec_of
+from gradwire.cli.targets import Options, Target, codecs_of
 from gradwire.core.errors import GradwireError, UnknownNameError
+
+if TYPE_CHECKING:
+    from gradwire.compressors.base import Compressor
+    from gradwire.lang.ir import Program
 
 Backend = Annotated[str, typer.Option("--backend", help="cpu for Numba, triton for GPUs.")]
 
@@ -22,19 +27,27 @@ def show(target: Target, option: Options = None, backend: Backend = "cpu") -> No
     """Print the generated code of a compressor written in the language.
 
     Comments say which line of the algorithm each part comes from.
+
+    Example: gradwire show int8 --option block=256 --backend triton
     """
-    from gradwire.compressors.base.traced import TracedCompressor
     from gradwire.lang import cpu, gpu
-    from gradwire.lang.operators.base import used_operators
 
     emitters = {"cpu": cpu.emit, "triton": gpu.emit}
     if backend not in emitters:
         raise UnknownNameError("backend", backend, emitters)
-    codec = codec_of(target, option)
+    for codec in codecs_of(target, option).values():
+        _print(_source(codec, emitters[backend]))
+
+
+def _source(codec: Compressor, emit: Callable[[Program], str]) -> str:
+    """The code, below a comment that says what it is made of."""
+    from gradwire.compressors.base.traced import TracedCompressor
+    from gradwire.lang.operators.base import used_operators
+
     if not isinstance(codec, TracedCompressor):
         raise GradwireError(
-            f"Expected a compressor of the language, got {codec!r}, which is written by hand. Do: read "
-            f"{type(codec).__module__}, or show one of the language: {', '.join(_of_the_language())}."
+            f"{codec!r} is written by hand, not in the language. Read {type(codec).__module__}, or show one of the "
+            f"language: {', '.join(_of_the_language())}."
         )
     program = codec.program
     title = [
@@ -42,7 +55,7 @@ def show(target: Target, option: Options = None, backend: Backend = "cpu") -> No
         f"# operators: {', '.join(used_operators(program))}",
         f"# payload: {', '.join(map(str, program.fields))}",
     ]
-    _print("\n".join([*title, "", emitters[backend](program)]))
+    return "\n".join([*title, "", emit(program)])
 
 
 def _of_the_language() -> list[str]:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gradwire.cli.costs import costs_of, progress
+from gradwire.cli.files import out_file
 from gradwire.core.errors import OptionError
 
 if TYPE_CHECKING:
@@ -36,7 +38,8 @@ def simulate(
     ] = None,
     partitions: Annotated[int, typer.Option(help="Ranges that a rank's share of a tensor is cut into.")] = 1,
     bucket: Annotated[
-        float | None, typer.Option(help="Hand gradients over in buckets of so many MB, as DDP. Default: one by one.")
+        float | None,
+        typer.Option(min=0.001, help="Hand gradients over in buckets of so many MB, as DDP. Default: one by one."),
     ] = None,
     ranks: Annotated[str, typer.Option(help="Numbers of ranks: 4,16,64.")] = "4,16,64",
     rate: Annotated[
@@ -59,9 +62,9 @@ def simulate(
         Path | None, typer.Option(help="Measured costs; default: this machine's, kept in the cache.")
     ] = None,
     measure: Annotated[bool, typer.Option("--measure", help="Measure this machine's codecs anew.")] = False,
-    csv: Annotated[Path | None, typer.Option(help="Write the figures to this file.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw step time and efficiency: .png, .svg, .pdf.")] = None,
-    trace: Annotated[Path | None, typer.Option(help="Chrome trace of --method, fewest ranks, first rate.")] = None,
+    csv: Annotated[Path | None, out_file(help="Write the figures to this file.")] = None,
+    plot: Annotated[Path | None, out_file(help="Draw step time and efficiency: .png, .svg, .pdf.")] = None,
+    trace: Annotated[Path | None, out_file(help="Chrome trace of --method, fewest ranks, first rate.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON, and no table.")] = False,
 ) -> None:
     """Predict the step time of a cluster: the real task graphs in virtual time, with measured costs.
@@ -72,32 +75,41 @@ def simulate(
     Example: gradwire simulate --model vgg19 --method onebit --ranks 4,16,64,256 --rate 10gbit,100gbit --plot out.png
     """
     from gradwire.lab.units import parse_rate
-    from gradwire.simulate import Compute, Link, models
+    from gradwire.simulate import Cluster, Compute, Link, models
     from gradwire.simulate.sweep import Method, Scenario, write_csv
 
     if plot is not None:
         from gradwire.bench.extras import need
+        from gradwire.simulate.plots import check_format
 
         need("matplotlib", extra="report", purpose="the plot")
+        check_format(plot)
     chosen, counts = models.get(model.lower()), sorted(_whole_numbers(ranks))
     main = Method.parse(method, strategy)
     methods = list(dict.fromkeys([*(Method.parse(text, strategy) for text in _split(compare)), main]))
-    known, seconds = _costs(costs, methods, measure), _seconds(compute)
+    stragglers = dict(_straggler(text) for text in straggler or [])
+    for each in methods:
+        each.plan(partitions)  # what cannot run is refused before anything is measured
+    for count in counts:
+        Cluster(count, Link(None), per_node, Link(None), stragglers, cores)
+    rates: list[float | None] = [parse_rate(text) for text in _split(rate or "10gbit")]
+    computing = Compute(_seconds(compute) / 3, _seconds(compute) * 2 / 3, _seconds(optimizer))
+    inner = Link(parse_rate(inner_rate), _seconds(inner_latency))
+    known = costs_of(costs, [each.canonical for each in methods], measure)
     measured = Link.measured(known.slowest) if rate is None and known.slowest.seconds_per_byte else None
     scenario = Scenario(
         chosen,
-        Compute(seconds / 3, seconds * 2 / 3, _seconds(optimizer)),
+        computing,
         known,
         measured or Link(None, _seconds(latency)),
         per_node,
-        Link(parse_rate(inner_rate), _seconds(inner_latency)),
-        dict(_straggler(text) for text in straggler or []),
+        inner,
+        stragglers,
         cores,
         partitions,
         fold,
         bucket_bytes=None if bucket is None else bucket * (1 << 20),
     )
-    rates: list[float | None] = [parse_rate(text) for text in _split(rate or "10gbit")]
     if measured is not None:
         rates = [measured.rate_bits]
     rows = _run(scenario, methods, counts, rates)
@@ -114,33 +126,12 @@ def simulate(
 
 def _run(scenario: Scenario, methods: list[Method], counts: list[int], rates: list[float | None]) -> list[Row]:
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from gradwire.simulate.sweep import sweep
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("simulating", total=len(methods) * len(counts) * len(rates))
-        return sweep(scenario, methods, counts, rates, lambda row: progress.advance(bar))
-
-
-def _costs(path: Path | None, methods: list[Method], anew: bool) -> Costs:
-    """Costs from a file, or this machine's."""
-    from rich.console import Console
-
-    from gradwire.compressors.base.registry import compressor_of, spec_of
-    from gradwire.simulate.machine import machine_costs
-    from gradwire.sync.costs import Costs
-
-    specs = [spec_of(compressor_of(method.spec)) for method in methods]
-    if path is not None and not anew:
-        if not path.is_file():
-            raise OptionError(
-                f"Expected a file of costs, got {str(path)!r}, which is none. Do: add --measure to make it."
-            )
-        return Costs.from_json(path.read_text())
-    console = Console(stderr=True)
-    return machine_costs(specs, path, anew=anew, on_measure=lambda spec: console.print(f"Measuring {spec}…"))
+    with progress(Console(stderr=True)) as bar:
+        task = bar.add_task("simulating", total=len(methods) * len(counts) * len(rates))
+        return sweep(scenario, methods, counts, rates, lambda row: bar.advance(task))
 
 
 def _print(rows: list[Row], costs: Costs, as_json: bool) -> None:

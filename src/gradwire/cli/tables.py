@@ -20,7 +20,7 @@ def tables(
     bits: Annotated[int, typer.Option(help="Of an index.")] = 4,
     granularity: Annotated[int | None, typer.Option(help="The largest value; chosen for --ranks if left out.")] = None,
     p: Annotated[float, typer.Option(help="The fraction of coordinates that are cut.")] = 1 / 32,
-    ranks: Annotated[int, typer.Option(help="For how many ranks to choose the granularity.")] = 8,
+    ranks: Annotated[int, typer.Option(min=1, help="For how many ranks to choose the granularity.")] = 8,
     as_json: Annotated[bool, typer.Option("--json", help='Print {"table": [...], "cost": ...}, and no table.')] = False,
 ) -> None:
     """Print the optimal table of a granularity, or the one that `thc` takes for a number of ranks.

@@ -2,54 +2,51 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import sys
-from pathlib import Path
+from inspect import isabstract, isfunction
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gradwire.core.errors import GradwireError, UnknownNameError
+from gradwire.bench.users import load_module, users_code
+from gradwire.core.errors import GradwireError, OptionError, UnknownNameError
 
 if TYPE_CHECKING:
     from gradwire.compressors.base import Compressor
 
 Target = Annotated[
     str,
-    typer.Argument(metavar="TARGET", help="A name (topk, or topk:ratio=0.01), MODULE:NAME, or path/to/file.py:NAME."),
+    typer.Argument(
+        metavar="TARGET", help="A name (topk, or topk:ratio=0.01), MODULE:NAME, or path/to/file.py, all in it or :NAME."
+    ),
 ]
 Options = Annotated[
     list[str] | None, typer.Option("--option", "-o", metavar="KEY=VALUE", help="An option of the compressor.")
 ]
 
 
-def codec_of(target: str, options: list[str] | None) -> Compressor:
-    """The compressor that a target names, with these options.
+def codecs_of(target: str, options: list[str] | None) -> dict[str, Compressor]:
+    """The compressors that a target names, with these options: one, or all that a file defines.
+
+    Returns:
+        The compressors by the target that names each alone.
 
     Raises:
         GradwireError: there is no such file, module or compressor, or an option does not fit.
+        UserCodeError: the user's code raised.
     """
-    from gradwire.compressors import make, names
-    from gradwire.compressors.base import Compressor
-    from gradwire.compressors.base.decorator import Algorithm
     from gradwire.compressors.base.registry import parse_option
 
     given = dict(parse_option(option, target) for option in options or [])
-    place, colon, name = target.rpartition(":")
-    if not colon or "=" in name:
-        return make(target, **given)
-    module = _module(place)
-    found = getattr(module, name, None)
-    if isinstance(found, Algorithm) or (isinstance(found, type) and issubclass(found, Compressor)):
-        made: Compressor = found(**given)
-        return made
-    if isinstance(found, Compressor) and not given:
-        return found
-    if found is None and name in names():
-        return make(name, **given)
-    raise UnknownNameError(f"compressor of {place}", name, _compressors(module))
+    if not target.endswith(".py"):
+        return {target: _codec_of(target, given)}
+    found = _compressors(load_module(target))
+    if not found:
+        raise GradwireError(
+            f"{target} defines no compressor. Decorate an encoder with @gradwire.compressor and its decoder with "
+            "@NAME.decode, or derive a class from gradwire.Compressor."
+        )
+    return {f"{target}:{name}": _made(f"{target}:{name}", each, given) for name, each in found.items()}
 
 
 def object_of(target: str) -> Any:
@@ -57,38 +54,66 @@ def object_of(target: str) -> Any:
 
     Raises:
         GradwireError: there is no such file, module or name.
+        UserCodeError: the user's code raised.
     """
     place, _, name = target.rpartition(":")
-    module = _module(place)
+    module = load_module(place)
     if not hasattr(module, name):
-        functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        public = {key: value for key, value in vars(module).items() if not key.startswith("_")}
+        functions = [key for key, value in public.items() if isfunction(value) and _is_own(value, module)]
         raise UnknownNameError(f"function of {place}", name, functions)
     return getattr(module, name)
 
 
-def _compressors(module: ModuleType) -> list[str]:
+def _codec_of(target: str, given: dict[str, Any]) -> Compressor:
+    from gradwire.compressors import make, names
+
+    place, colon, name = target.rpartition(":")
+    if not colon or "=" in name:
+        return make(target, **given)
+    module = load_module(place)
+    known = _compressors(module)
+    found = getattr(module, name, None)
+    if found is None and name in names():
+        return make(name, **given)
+    if found is None or not _makes_compressors(found):
+        raise UnknownNameError(f"compressor of {place}", name, known)
+    return _made(target, found, given)
+
+
+def _made(target: str, found: Any, given: dict[str, Any]) -> Compressor:
+    """A compressor of an algorithm, a class or a compressor."""
+    from gradwire.compressors.base import Compressor
+
+    if isinstance(found, Compressor):
+        if given:
+            raise OptionError(
+                f"{target} is {found!r}, with its options. Leave --option out, or name what it is made of."
+            )
+        return found
+    with users_code(f"Making {target}"):
+        made: Compressor = found(**given)
+        return made
+
+
+def _compressors(module: ModuleType) -> dict[str, Any]:
+    """The algorithms, classes and compressors of a module that it has not imported."""
+    return {
+        key: value
+        for key, value in vars(module).items()
+        if _makes_compressors(value) and (_is_own(value, module) or not callable(value))
+    }
+
+
+def _makes_compressors(value: object) -> bool:
     from gradwire.compressors.base import Compressor
     from gradwire.compressors.base.decorator import Algorithm
 
-    return [key for key, value in vars(module).items() if isinstance(value, (Algorithm, Compressor))]
+    if isinstance(value, type):
+        return issubclass(value, Compressor) and not isabstract(value)
+    return isinstance(value, (Algorithm, Compressor))
 
 
-def _module(place: str) -> ModuleType:
-    if not place.endswith(".py"):
-        sys.path.insert(0, str(Path.cwd()))
-        if importlib.util.find_spec(place.partition(".")[0]) is None:
-            raise GradwireError(
-                f"Expected a module that can be imported, got {place!r}. Do: run where it lies, or name its file, "
-                "path/to/file.py:NAME."
-            )
-        return importlib.import_module(place)
-    path = Path(place).resolve()
-    if not path.is_file():
-        raise GradwireError(f"Expected a file, got {place!r}, which is none. Do: path/to/file.py:NAME.")
-    sys.path.insert(0, str(path.parent))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
+def _is_own(value: object, module: ModuleType) -> bool:
+    """Whether a module defines a function, a class or an algorithm itself."""
+    return callable(value) and getattr(getattr(value, "encode_function", value), "__module__", "") == module.__name__

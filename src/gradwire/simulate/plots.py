@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from gradwire.core.errors import OptionError
 from gradwire.simulate.sweep import Row
 
 if TYPE_CHECKING:
@@ -36,6 +37,19 @@ _STYLE: dict[str, Any] = {
 }
 
 Axis = tuple[str, Callable[[Row], float], Callable[[float], str]]
+
+
+def check_format(path: Path) -> None:
+    """Refuse a picture of a format that cannot be written.
+
+    Raises:
+        OptionError: its ending is not that of a known format.
+    """
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    known = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix.lower().removeprefix(".") not in known:
+        raise OptionError(f"{path} has no ending of a picture. End it in .{', .'.join(sorted(known))}.")
 
 
 def write_plot(rows: Sequence[Row], path: str | Path, title: str = "") -> None:

@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gradwire.compressors.base.registry import compressor_of
+from gradwire.compressors.base.registry import compressor_of, spec_of
+from gradwire.core.errors import UnknownNameError
 from gradwire.simulate.bulk import Bulk
 from gradwire.simulate.cluster import Cluster, Compute, Link, Straggler
 from gradwire.simulate.models import Model
@@ -16,6 +17,7 @@ from gradwire.simulate.result import StepResult
 from gradwire.simulate.step import gradients_of, step
 from gradwire.sync.costs import Costs
 from gradwire.sync.plan import Plan
+from gradwire.sync.strategies import STRATEGIES
 
 
 class Method(NamedTuple):
@@ -31,9 +33,25 @@ class Method(NamedTuple):
 
     @classmethod
     def parse(cls, text: str, strategy: str | None = None) -> Method:
-        """From ``SPEC`` or ``SPEC@STRATEGY``; `strategy` where the text names none."""
+        """From ``SPEC`` or ``SPEC@STRATEGY``; `strategy` where the text names none.
+
+        Raises:
+            UnknownNameError: a strategy that there is not between ranks, which alone are simulated.
+        """
         spec, _, named = text.partition("@")
-        return cls(spec, named or strategy)
+        found = named or strategy
+        if found is not None and found not in STRATEGIES:
+            raise UnknownNameError("strategy between ranks", found, STRATEGIES)
+        return cls(spec, found)
+
+    @property
+    def canonical(self) -> str:
+        """The compressor as costs are named."""
+        return spec_of(compressor_of(self.spec))
+
+    def plan(self, partitions: int = 1) -> Plan:
+        """All tensors by this method."""
+        return Plan(compressor_of(self.spec), strategy=self.strategy, partitions=partitions)
 
     @property
     def label(self) -> str:
@@ -75,10 +93,11 @@ class Scenario:
 
     def run(self, method: Method, ranks: int, rate_bits: float | None, *, trace: bool = False) -> StepResult:
         """One step."""
-        plan = Plan(compressor_of(method.spec), strategy=method.strategy, partitions=self.partitions)
         gradients = gradients_of(self.model, self.compute.backward_seconds)
         how: dict[str, Any] = {"fold": self.fold, "bulk": self.bulk, "trace": trace, "bucket_bytes": self.bucket_bytes}
-        return step(gradients, plan, self.cluster(ranks, rate_bits), self.costs, self.compute, **how)
+        return step(
+            gradients, method.plan(self.partitions), self.cluster(ranks, rate_bits), self.costs, self.compute, **how
+        )
 
 
 @dataclass(frozen=True)

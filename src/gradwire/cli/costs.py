@@ -1,0 +1,64 @@
+"""The costs that `plan` and `simulate` count with: from a file, or this machine's, measured with signs of life."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gradwire.core.errors import OptionError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from gradwire.sync.costs import Costs
+
+
+def costs_of(path: Path | None, specs: Iterable[str], anew: bool = False) -> Costs:
+    """Costs of these compressors from a file, or of this machine; what is missing there is measured.
+
+    Args:
+        path: the file; None for the one in this machine's cache, which is filled as far as need be.
+        specs: compressors.
+        anew: measure all of them, and write them to the file.
+
+    Raises:
+        OptionError: there is no such file, or something else in it.
+    """
+    from rich.console import Console
+
+    from gradwire.simulate.machine import default_path, machine_costs
+    from gradwire.sync.costs import Costs
+
+    if path is not None and not anew:
+        if not path.is_file():
+            raise OptionError(
+                f"There is no file of costs {str(path)!r}. Leave --costs out to take this machine's, or write the file "
+                f"with gradwire simulate --costs {path} --measure."
+            )
+        return Costs.from_json(path.read_text())
+    wanted = list(dict.fromkeys(["none", *specs]))
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    with progress(console) as bar:
+        task = bar.add_task("looking for measurements", total=len(wanted))
+
+        def show(spec: str) -> None:
+            if not bar.tasks[task].completed:
+                console.print(
+                    "Measuring codecs on one core of this machine; they are compiled at first use. The figures are "
+                    f"kept in {path or default_path()}."
+                )
+            bar.update(task, description=f"measuring {spec}", advance=1)
+            if not console.is_terminal:
+                console.print(f"Measuring {spec}…")
+
+        return machine_costs(wanted, path, anew=anew, on_measure=show)
+
+
+def progress(console: Console) -> Progress:
+    """A bar with a count and the time, on a terminal alone."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
