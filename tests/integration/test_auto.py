@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from typing import Any
 
 import pytest
 
@@ -24,6 +25,20 @@ def test_nothing_is_lost_on_the_way_there_and_back() -> None:
         assert rank["error"] < 1e-5
         before, by_plan, after = rank["links"]
         assert before == after == 0 < by_plan  # what a trial sends beside DDP's own is not there to compare with later
+        _adds_up(rank["report"], rank["table"], num_native=ways.count("DDP's all-reduce"))
+
+
+def _adds_up(report: dict[str, Any], table: str, num_native: int) -> None:
+    """Rows of a report, which were not part of every step, come to its total, as they print and as data."""
+    total, native = report["total"], report["tensors"]["bucket 0"]
+    assert native["method"] == "DDP's all-reduce" and native["syncs"] == num_native
+    assert native["sent_bytes"] == num_native * (2 * 2 * 4 * 128 * 64 // 3)
+    for column in ("sent_bytes", "dense_bytes", "encode_seconds", "decode_seconds", "elements", "syncs"):
+        assert total[column] == pytest.approx(sum(row[column] for row in report["tensors"].values()))
+    columns = [re.split(r" {2,}", line) for line in table.splitlines()[1:]]
+    place = columns[0].index("kB/step")
+    rows = [float(row[place]) for row in columns[1:-1]]
+    assert float(columns[-1][place - 1]) == pytest.approx(sum(rows), abs=0.1 * len(rows)), table  # it has no method
 
 
 def test_ranks_agree_on_costs() -> None:

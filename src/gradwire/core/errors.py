@@ -76,7 +76,7 @@ class SyncError(GradwireError, RuntimeError):
 
 
 class PeerTimeoutError(SyncError):
-    """A rank gave no sign of life, or did not join the step, within the deadline."""
+    """A rank gave no sign of life within `timeout`, or did not join the step within `stall_timeout`."""
 
 
 class PeerLostError(SyncError):
