@@ -12,7 +12,6 @@ dropped: the owner's protocol sends again what has not been answered.
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import selectors
 import socket
@@ -26,19 +25,17 @@ import numpy as np
 
 from gradwire.core.errors import FrameError, OptionError, SyncError
 from gradwire.protocol.conversation import Conversation, Ends
-from gradwire.protocol.handshake import Handshake, JobKey, Member
-from gradwire.transport.acceptor import Acceptor
-from gradwire.transport.candidate import HANDSHAKE_SECONDS, Candidate
+from gradwire.protocol.handshake import JobKey, Member
+from gradwire.transport.candidate import Candidate
 from gradwire.transport.farewell import LastWord, say_farewell
 from gradwire.transport.forks import ProcessBound
 from gradwire.transport.link import Link
+from gradwire.transport.pending import PendingConnections
 from gradwire.wire.frame import HEADER_BYTES, FrameKind, Header, seal
 
 logger = logging.getLogger("gradwire")
-SPARE_CANDIDATES = 64
 # The two ends may have different timeouts: neither can be below four of these.
 HEARTBEAT = timedelta(seconds=0.25)
-_FIRST_RETRY, _LONGEST_RETRY = 0.05, 1.0
 _EMPTY = np.empty(0, np.uint8)
 
 
@@ -80,7 +77,6 @@ class Hub(ProcessBound):
         OptionError: a timeout below a second.
 
     Attributes:
-        problem: why the last call has failed; empty once one has not.
         sent_bytes: of frames of the owner, headers included.
     """
 
@@ -91,19 +87,10 @@ class Hub(ProcessBound):
         if timeout < 4 * HEARTBEAT:
             raise OptionError(f"Expected a timeout of at least {4 * HEARTBEAT.total_seconds():g} s, got {timeout}.")
         self._member = member
-        self._key = key
         self._owner = owner
         self._timeout = timeout
-        self._listener = listener
-        self._callers = callers
-        self._call = call
-        self._call_at: float | None = 0.0 if call else None
-        self._pause = _FIRST_RETRY
-        self.problem = ""
         self.sent_bytes = 0
         self._links: dict[int, Link] = {}
-        self._candidates: dict[socket.socket, Candidate] = {}
-        self._strangers = 0
         self._newcomer: Link | None = None
         self._connections: dict[int, int] = {}
         self._dismissed: list[tuple[Link, str]] = []
@@ -114,9 +101,14 @@ class Hub(ProcessBound):
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
         self._selector.register(self._wake_in, selectors.EVENT_READ)
-        self._acceptor = None if listener is None else Acceptor(listener, self._selector)
+        self._pending = PendingConnections(member, key, self._selector, listener=listener, callers=callers, call=call)
         self._thread = threading.Thread(target=self._run, name=f"gradwire-hub-{member.group}", daemon=True)
         self._bind()
+
+    @property
+    def problem(self) -> str:
+        """Why the last call has failed; empty once one has not."""
+        return self._pending.problem
 
     def start(self) -> None:
         """Begin to answer and to call."""
@@ -212,16 +204,10 @@ class Hub(ProcessBound):
 
     def _turn(self) -> None:
         looked_at = time.monotonic()
-        if self._call_at is not None and looked_at >= self._call_at:
-            self._call_at = None
-            self._dial()
-        if self._acceptor is not None:
-            self._acceptor.resume(looked_at)
+        self._pending.begin_turn(looked_at)
         for key, events in self._selector.select(self._wait(looked_at)):
             self._progress(key.fileobj, key.data, events)
-        for candidate in list(self._candidates.values()):
-            if time.monotonic() >= candidate.expires:
-                self._drop(candidate, "it did not finish the handshake in time")
+        self._pending.expire()
         with self._lock:
             dismissed, self._dismissed = self._dismissed, []
         for link, reason in dismissed:
@@ -233,82 +219,28 @@ class Hub(ProcessBound):
         if any(link.pending and not link.blocked for link in self._links.values()):
             return 0.0
         times = [link.conversation.liveness.next_deadline() for link in self._links.values()]
-        times += [candidate.expires for candidate in self._candidates.values()]
-        times += [] if self._call_at is None else [self._call_at]
-        if self._acceptor is not None and self._acceptor.rests_until is not None:
-            times.append(self._acceptor.rests_until)
+        times += self._pending.deadlines()
         return max(0.0, min(times) - now) if times else None
 
     def _progress(self, source: Any, data: Any, events: int) -> None:
         if source is self._wake_in:
             with contextlib.suppress(BlockingIOError):
                 self._wake_in.recv(4096)
-        elif source is self._listener:
-            self._answer()
-        elif source in self._candidates:
-            self._hear(self._candidates[source])
-        elif isinstance(data, Link) and data.open:
+        elif not isinstance(data, Link):
+            proven = self._pending.progress(source)
+            if proven is not None:
+                self._promote(proven)
+        elif data.open:
             if events & selectors.EVENT_WRITE:
                 data.blocked = False
             if events & selectors.EVENT_READ:
                 self._take(data, data.receive(time.monotonic()))
 
-    # -- connections -----------------------------------------------------------------------------------------
-
-    def _dial(self) -> None:
-        assert self._call is not None
-        peer, (host, port) = self._call
-        try:
-            sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-        except OSError as error:  # out of descriptors
-            self._call_later(error.strerror or str(error))
-            return
-        sock.setblocking(False)
-        handshake = Handshake(self._member, self._key, frozenset({peer}), connect=True)
-        candidate = Candidate(sock, handshake, time.monotonic() + HANDSHAKE_SECONDS)
-        self._candidates[sock] = candidate
-        try:
-            code = sock.connect_ex((host, port))
-            problem = "" if code in (0, errno.EINPROGRESS) else errno.errorcode.get(code, str(code))
-        except OSError as error:  # no such host
-            problem = str(error)
-        self._selector.register(sock, selectors.EVENT_WRITE)
-        if problem:
-            self._drop(candidate, problem)
-
-    def _answer(self) -> None:
-        assert self._acceptor is not None
-        sock = self._acceptor.accept()
-        if sock is None:
-            return
-        if len(self._candidates) >= len(self._callers) + SPARE_CANDIDATES:
-            self._drop(next(iter(self._candidates.values())), "too many strangers at the port")
-        handshake = Handshake(self._member, self._key, self._callers, connect=False)
-        self._candidates[sock] = Candidate(sock, handshake, time.monotonic() + HANDSHAKE_SECONDS)
-        self._selector.register(sock, selectors.EVENT_READ)
-
-    def _hear(self, candidate: Candidate) -> None:
-        try:
-            if self._selector.get_key(candidate.socket).events == selectors.EVENT_WRITE:
-                code = candidate.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-                if code:
-                    raise OSError(code, errno.errorcode.get(code, str(code)))
-                self._selector.modify(candidate.socket, selectors.EVENT_READ)
-                candidate.say(candidate.handshake.opening())
-            else:
-                candidate.hear()
-        except BlockingIOError:
-            return
-        except (OSError, FrameError) as error:
-            self._drop(candidate, str(error))
-            return
-        if candidate.handshake.done:
-            self._promote(candidate)
+    # -- links -----------------------------------------------------------------------------------------------
 
     def _promote(self, candidate: Candidate) -> None:
         peer = candidate.handshake.peer
         assert peer is not None
-        self._forget(candidate)
         if peer in self._links:
             self._lose(self._links[peer], SyncError(f"Rank {peer} has connected anew.", rank=peer), None)
         candidate.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -316,8 +248,6 @@ class Hub(ProcessBound):
         ends = Ends(self._member.rank, peer, self._member.epoch)
         link = Link(candidate.socket, Conversation(ends, self._timeout, now, candidate.reader, HEARTBEAT))
         link.conversation.begin(self._owner.admit, now)
-        self._pause = _FIRST_RETRY
-        self.problem = ""
         with self._lock:
             self._connections[peer] = self.connection(peer) + 1
             self._newcomer = link
@@ -326,28 +256,6 @@ class Hub(ProcessBound):
             self._newcomer = None
             self._links[peer] = link
         self._take(link, link.leftover(now))
-
-    def _drop(self, candidate: Candidate, problem: str) -> None:
-        self._forget(candidate)
-        candidate.socket.close()
-        if candidate.handshake.connects:
-            self._call_later(problem)
-            return
-        self._strangers += 1
-        if self._strangers & (self._strangers - 1) == 0:  # 1, 2, 4, 8...: a flood does not fill the log
-            logger.warning("Refused %d connections so far; the last: %s", self._strangers, problem)
-
-    def _call_later(self, problem: str) -> None:
-        self.problem = problem
-        self._call_at = time.monotonic() + self._pause
-        self._pause = min(2 * self._pause, _LONGEST_RETRY)
-
-    def _forget(self, candidate: Candidate) -> None:
-        del self._candidates[candidate.socket]
-        with contextlib.suppress(KeyError):
-            self._selector.unregister(candidate.socket)
-
-    # -- links -----------------------------------------------------------------------------------------------
 
     def _link(self, peer: int, connection: int | None) -> Link | None:
         """A peer's link, if it is that connection: to this thread also the one that is being announced."""
@@ -403,8 +311,7 @@ class Hub(ProcessBound):
             threading.Thread(target=say_farewell, args=([link], word, self._timeout), daemon=True).start()
         else:
             link.shut()
-        if self._call is not None and self._call[0] == link.peer:
-            self._call_at = time.monotonic() + self._pause
+        self._pending.lost(link.peer)
         self._owner.left(link.peer, error)
 
     def _watch(self, link: Link) -> None:
@@ -426,10 +333,7 @@ class Hub(ProcessBound):
     def _release(self) -> None:
         for link in self._links.values():
             link.shut()
-        for sock in self._candidates:
-            sock.close()
-        if self._listener is not None:
-            self._listener.close()
+        self._pending.release()
         self._selector.close()
         self._wake_in.close()
         self._wake_out.close()
