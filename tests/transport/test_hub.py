@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import queue
+import resource
 import socket
 import threading
 import time
@@ -188,6 +191,28 @@ def test_a_peer_that_is_paused_is_not_read_and_not_given_up(hubs):
         there.events.get(timeout=1.5)
     server.pause(1, False)
     assert [there.hear("frame")[2] for _ in range(3)] == [0, 1, 2]
+
+
+def test_a_worker_without_a_descriptor_for_a_connection_calls_again(hubs):
+    _, _, port = hubs(SERVER)
+    owner, member = Owner(), Member("job", 2, SERVER + 1, EPOCH)
+    worker = Hub(member, KEY, owner, timeout=timedelta(seconds=10), call=(SERVER, ("127.0.0.1", port)))
+    free = os.dup(0)
+    os.close(free)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, before[1]))
+    try:
+        worker.start()
+        until = time.monotonic() + WAIT
+        while not worker.problem and time.monotonic() < until:
+            time.sleep(0.01)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    try:
+        assert worker.problem == os.strerror(errno.EMFILE)
+        owner.hear("joined")
+    finally:
+        worker.close()
 
 
 def test_a_server_that_comes_back_is_called_again(hubs):
