@@ -16,10 +16,10 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from benchmarks.papers.hipress.equations import Choice, Hardware, Topology, choose, fewest
 from gradwire.sync.costs import FREE, CodecCosts, Costs, Curve, Line, LinkCosts
 from gradwire.sync.planner.choose import PARTITIONS
 from gradwire.sync.planner.forms import route
-from gradwire.sync.planner.hipress import Choice, Hardware, Topology, choose, fewest
 
 MB = 1 << 20  # as in the paper's table 6
 RATE = 100e9 / 8  # bytes a second

@@ -253,7 +253,9 @@ def table(rows: Sequence[Row]) -> str:
     ]
     base = values(rows, DESIGNS[0].label, "accuracy", FULL_RATE, 1.0)
     for design in DESIGNS:
-        if not (found := values(rows, design.label, "accuracy", FULL_RATE, 1.0)):
+        found = values(rows, design.label, "accuracy", FULL_RATE, 1.0)
+        timed = all(values(rows, each.label, "step", rate) for each in (DESIGNS[0], design) for rate in rates)
+        if not (found and timed):
             continue
         cells = []
         for rate, paper in zip(rates, design.paper):

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from benchmarks.papers.hipress.equations import Hardware, compressed_seconds
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,7 +13,6 @@ from gradwire.simulate.step import Gradient, step
 from gradwire.sync.costs import FREE, CodecCosts, Costs, Line, LinkCosts
 from gradwire.sync.plan import Plan
 from gradwire.sync.planner.forms import FORMS, Leg, native_seconds, route
-from gradwire.sync.planner.hipress import Hardware, compressed_seconds
 from tests.sync.planner.machines import SPECS, any_costs, costs
 
 specs, strategies = st.sampled_from(SPECS), st.sampled_from(sorted(FORMS))

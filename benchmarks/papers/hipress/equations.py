@@ -1,11 +1,11 @@
 """HiPress's cost model as it is printed: equations 1 and 2 with the parameters of table 3 and of section 6.1.
 
-It is here to compare with and to test against. `gradwire.sync.planner.forms` has the same equations with the counts of
-this package's own strategies; where both describe the same work they agree, and tests hold them to it.
+The planner is compared with it. `gradwire.sync.planner.forms` has the same equations with the counts of gradwire's own
+strategies; where both describe the same work they agree, and tests hold them to it.
 
 Source: HiPress (SOSP 2021), section 3.3, table 3; section 6.1 for co-located servers. Differences: more partitions than
-nodes. The paper groups K partitions into ⌈K/N⌉ batches and says no more. Here a batch's coding passes beside
-another's transmission, as CaSync's two queues have it: the first batch takes its whole time, and each further one as
+nodes. The paper groups K partitions into ⌈K/N⌉ batches and says no more. Here the coding of one batch overlaps
+with the transmission of another, as CaSync's two queues have it: the first batch takes its whole time, and each further one as
 long as the busier of link and codec.
 """
 

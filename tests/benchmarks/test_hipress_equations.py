@@ -1,11 +1,7 @@
 """The paper's equations: what they are, and what follows from them whatever the hardware is."""
 
 import pytest
-from hypothesis import assume, given
-from hypothesis import strategies as st
-
-from gradwire.sync.costs import Line
-from gradwire.sync.planner.hipress import (
+from benchmarks.papers.hipress.equations import (
     PARAMETERS,
     Counts,
     Hardware,
@@ -13,6 +9,10 @@ from gradwire.sync.planner.hipress import (
     compressed_seconds,
     original_seconds,
 )
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from gradwire.sync.costs import Line
 
 MB = 2**20
 EC2 = Hardware(send=Line(2e-5, 8e-11), encode=Line(2e-5, 1.2e-11), decode=Line(2e-5, 1.2e-11), rate=1 / 32)
