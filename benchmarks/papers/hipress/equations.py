@@ -5,8 +5,8 @@ strategies; where both describe the same work they agree, and tests hold them to
 
 Source: HiPress (SOSP 2021), section 3.3, table 3; section 6.1 for co-located servers. Differences: more partitions than
 nodes. The paper groups K partitions into ⌈K/N⌉ batches and says no more. Here the coding of one batch overlaps
-with the transmission of another, as CaSync's two queues have it: the first batch takes its whole time, and each further one as
-long as the busier of link and codec.
+with the transmission of another, as CaSync's two queues have it: the first batch takes its whole time, and each further
+one as long as the busier of link and codec.
 """
 
 # Shapes: K = partitions of the gradient, N = nodes, m = bytes of the gradient.
