@@ -6,6 +6,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from gradwire.bench.users import UserCodeError
 from gradwire.cli import plan as command
 from gradwire.core.errors import OptionError, UnknownNameError
 from gradwire.sync.costs import LinkCosts
@@ -74,6 +75,45 @@ def test_the_network_is_the_described_one_else_the_measured_one() -> None:
     without = costs(world_size=1, rate=float("inf"))
     assert network(without, None, None, "20us").links == (LinkCosts(20e-6, 8e-9),)
     assert network(without, None, None, "20us").world_size == 4
+
+
+JOB = """
+import torch
+
+def job():
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 256, dtype=torch.float32)
+    model = torch.nn.Sequential(*layers)
+    model.unused = torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+    return model, torch.ones(64, 256)
+"""
+
+
+def test_a_model_of_the_users_own_is_timed_and_planned(app, costs_file, tmp_path, monkeypatch) -> None:
+    (tmp_path / "job_of_plan.py").write_text(JOB)
+    arguments = ["plan", "--model", f"{tmp_path}/job_of_plan.py:job", "--costs", costs_file, "--json"]
+    table = PlanTable.from_json(CliRunner().invoke(app, arguments, catch_exceptions=False).stdout)
+    assert {row.name: row.numel for row in table.rows} == {
+        "0.weight": 131072, "0.bias": 512, "2.weight": 131072, "2.bias": 256, "unused": 3,
+    }  # fmt: skip
+    ready = {row.name: row.ready for row in table.rows}
+    assert 0 < ready["2.weight"] < ready["0.weight"] <= ready["unused"]  # backward comes to the last layer first
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    longer = [*arguments, "--compute", "10s"]
+    longer[2] = "job_of_plan:job"
+    table = PlanTable.from_json(CliRunner().invoke(app, longer, catch_exceptions=False).stdout)
+    assert table.step == pytest.approx(10, rel=0.1)
+
+
+def test_an_error_of_the_users_model_is_shown_as_theirs(app, costs_file, tmp_path) -> None:
+    (tmp_path / "failing_of_plan.py").write_text(JOB.replace("64, 256)", "64, 255)"))
+    with pytest.raises(UserCodeError, match=r"A step of .* failed(.|\n)*mat1 and mat2 shapes cannot be multiplied"):
+        CliRunner().invoke(
+            app,
+            ["plan", "--model", f"{tmp_path}/failing_of_plan.py:job", "--costs", costs_file],
+            catch_exceptions=False,
+        )
 
 
 def test_mistakes_get_advice(app, costs_file, tmp_path) -> None:

@@ -1,4 +1,4 @@
-"""What `gradwire probe` measures: a model with one batch, from a function of the user's or a built-in workload."""
+"""What `probe` and `plan` measure: a model with one batch, from a function of the user's or a built-in workload."""
 
 from __future__ import annotations
 
@@ -39,12 +39,15 @@ class Job:
     def step(self, model: nn.Module) -> None:
         """Forward and backward of a copy, wrapped or not."""
         model.zero_grad(set_to_none=True)
+        self.forward(model).backward()  # type: ignore[no-untyped-call]
+
+    def forward(self, model: nn.Module) -> torch.Tensor:
+        """The loss of a copy, wrapped or not."""
         output = model(**self.batch) if isinstance(self.batch, dict) else model(*self.batch)
         if self.loss is not None:
-            loss = self.loss(output)
-        else:
-            loss, self.means_squares = loss_of(output)
-        loss.backward()  # type: ignore[no-untyped-call]
+            return self.loss(output)
+        loss, self.means_squares = loss_of(output)
+        return loss
 
     def copy(self) -> nn.Module:
         """The model anew."""

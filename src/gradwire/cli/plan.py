@@ -10,12 +10,15 @@ import typer
 
 from gradwire.cli.costs import costs_of
 from gradwire.cli.files import out_file
+from gradwire.cli.targets import object_of
 from gradwire.core.errors import OptionError
 
 if TYPE_CHECKING:
+    from gradwire.bench.timeline import Timeline
     from gradwire.sync.costs import Costs
 
-DEFAULT_RANKS, DEFAULT_RATE = 4, "1gbit"
+DEFAULT_RANKS, DEFAULT_RATE, DEFAULT_SECONDS = 4, "1gbit", 0.1
+MODELS = "vgg19, resnet50, ugatit, ugatit-light, bert-base, bert-large, lstm, transformer"
 
 
 def register(app: typer.Typer) -> None:
@@ -25,15 +28,18 @@ def register(app: typer.Typer) -> None:
 
 def plan(
     model: Annotated[
-        str, typer.Option(help="vgg19, resnet50, ugatit, ugatit-light, bert-base, bert-large, lstm or transformer.")
+        str, typer.Option(help=f"{MODELS}; or MODULE:FUNCTION or path/to/file.py:FUNCTION, which returns model, batch.")
     ] = "resnet50",
     fidelity: Annotated[
         str, typer.Option(help="What may be done to gradients: exact, near-lossless, balanced or aggressive.")
     ] = "balanced",
-    ranks: Annotated[int | None, typer.Option(help="Number of ranks. Default: that of --costs, or 4.")] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Number of ranks. Default: that of --costs, or 4.")] = None,
     rate: Annotated[str | None, typer.Option(help="Of each link: 10gbit. Default: that of --costs, or 1gbit.")] = None,
     latency: Annotated[str, typer.Option(help="One way, where --rate is given: 20us.")] = "20us",
-    compute: Annotated[str, typer.Option(help="Forward and backward of a rank: 100ms. A third is forward.")] = "100ms",
+    compute: Annotated[
+        str | None,
+        typer.Option(help="Forward and backward of a rank. Default: measured here of a FUNCTION, else 100ms."),
+    ] = None,
     costs: Annotated[
         Path | None, typer.Option(help="Measured costs; default: this machine's, kept in the cache.")
     ] = None,
@@ -44,29 +50,44 @@ def plan(
 ) -> None:
     """Plan a model: for each tensor compressor, strategy and partitions, with the times that are predicted.
 
-    Codecs are measured on one core of this machine the first time they are asked for.
+    Codecs are measured on one core of this machine the first time they are asked for. A model of your own comes from a
+    function as `gradwire probe` takes it; its steps are timed in this process.
 
     Example: gradwire plan --model vgg19 --rate 1gbit --ranks 4 --save plan.json
+
+    Example: gradwire plan --model my_module:job --rate 1gbit --ranks 4
     """
-    from gradwire.simulate import models
     from gradwire.sync import planner
     from gradwire.sync.fidelity import methods
 
-    seconds = _seconds(compute)
-    forward, backward = seconds / 3, seconds * 2 / 3
-    chosen = models.get(model)
-    known = _network(costs_of(costs, [method.spec for method in methods(fidelity)]), ranks, rate, latency)
-    tensors = [planner.Gradient(tensor.name, tensor.shape, ready=share * backward)
-               for tensor, share in chosen.backward()]  # fmt: skip
-    table = planner.plan(tensors, known, fidelity=fidelity, backward=backward, rest=forward)
+    allowed = methods(fidelity)
+    _bits(rate), _seconds(latency)  # refused before anything is measured
+    step = _timeline(model, None if compute is None else _seconds(compute))
+    known = _network(costs_of(costs, [method.spec for method in allowed]), ranks, rate, latency)
+    table = planner.plan(step.gradients, known, fidelity=fidelity, backward=step.backward, rest=step.forward)
     if save is not None:
         table.pin().save(save)
     typer.echo(table.to_json() if as_json else f"{table}\n\nCosts: {known.made_by or 'from a file'}.")
 
 
+def _timeline(model: str, seconds: float | None) -> Timeline:
+    """When gradients are there: of a model by its name as its layers' work says, of the user's own as measured."""
+    from gradwire.bench.probe_job import from_user
+    from gradwire.bench.timeline import Timeline, measure
+    from gradwire.simulate import models
+    from gradwire.sync.planner import Gradient
+
+    if ":" in model:
+        typer.echo(f"Timing steps of {model}…", err=True)
+        measured = measure(from_user(model, object_of(model)))
+        return measured if seconds is None else measured.lasting(seconds)
+    chosen = models.get(model)
+    gradients = tuple(Gradient(tensor.name, tensor.shape, ready=share * 2) for tensor, share in chosen.backward())
+    return Timeline(gradients, forward=1.0, backward=2.0).lasting(DEFAULT_SECONDS if seconds is None else seconds)
+
+
 def _network(costs: Costs, ranks: int | None, rate: str | None, latency: str) -> Costs:
     """The costs with the network that was asked for; where none was, with the one that was measured."""
-    from gradwire.lab.units import parse_rate
     from gradwire.sync.costs import LinkCosts
 
     measured = costs.slowest.seconds_per_byte > 0
@@ -74,12 +95,19 @@ def _network(costs: Costs, ranks: int | None, rate: str | None, latency: str) ->
         world_size = ranks or costs.world_size
         links = costs.links if world_size == costs.world_size else (costs.slowest,)
         return replace(costs, world_size=world_size, links=links)
-    bits = parse_rate(rate or DEFAULT_RATE)
-    if bits is None:
-        raise OptionError(f"Expected the rate of a link, got {rate!r}. Do: --rate 1gbit.")
     # The framework's all-reduce was measured on another link: it is taken to use this one as well as can be.
     world_size = ranks or (costs.world_size if measured else DEFAULT_RANKS)
-    return replace(costs, world_size=world_size, links=(LinkCosts(_seconds(latency), 8 / bits),), native=None)
+    return replace(costs, world_size=world_size, links=(LinkCosts(_seconds(latency), 8 / _bits(rate)),), native=None)
+
+
+def _bits(rate: str | None) -> float:
+    """Bits a second of a link."""
+    from gradwire.lab.units import parse_rate
+
+    bits = parse_rate(rate or DEFAULT_RATE)
+    if bits is None:
+        raise OptionError(f"A plan needs the rate of a link, not {rate!r}. Write it as --rate 1gbit.")
+    return bits
 
 
 def _seconds(text: str) -> float:
