@@ -101,7 +101,7 @@ def table(rows: Sequence[Row]) -> str:
         held_out, training, total = (
             value(rows, method, metric) for metric in ("validation_perplexity", "training_perplexity", "training_time")
         )
-        lines.append(f"{short(method):34}{held_out:10.1f}{training:10.1f}{total:14.1f}{when}")
+        lines.append(f"{short(method):34}{held_out:10.1f}{training or math.nan:10.1f}{total:14.1f}{when}")
     return "\n".join(lines)
 
 
