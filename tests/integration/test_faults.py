@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.integration.jobs.faults import PATIENCE, TIMEOUT
@@ -35,6 +37,18 @@ def test_a_lost_rank_ends_the_step_everywhere(how: str, strategy: str) -> None:
         assert found["dump_rank"] == 2, "the flight recorder's file names the dead rank"
         assert found["dump_events"] > 0
         assert found["again"] is not None, "a second backward must not seem to work"
+
+
+@pytest.mark.parametrize("during", ["links", "codecs", "trial"])
+def test_a_rank_lost_under_auto_ends_the_others(tmp_path: Path, during: str) -> None:
+    outcomes = launch(
+        "faults.lose_a_rank_under_auto", 2, doomed=(1,), timeout=60, during=during, clock=str(tmp_path / "clock")
+    )
+    found = outcomes[0].result
+    assert found is not None, outcomes[0].output
+    assert found["rank"] == 1
+    assert found["seconds"] < 2 * PATIENCE
+    assert (found["way"] == "DDP's all-reduce") == (during != "trial")
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:

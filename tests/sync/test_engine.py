@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import logging
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -16,6 +18,7 @@ import pytest
 
 from gradwire.core.errors import FrameError, PeerFailedError, PeerLostError, PeerTimeoutError, SyncError
 from gradwire.core.events import Event, EventStream
+from gradwire.sync import engine as engine_module
 from gradwire.sync.engine import Engine
 from gradwire.sync.graph import FrameKey, TaskGraph
 from gradwire.transport.memory import MemoryNetwork
@@ -31,7 +34,8 @@ class Setup:
     def __init__(self, world_size: int, timeout: float, stall_timeout: float, **options: Any) -> None:
         self.network = MemoryNetwork(world_size, timeout=timedelta(seconds=timeout))
         self.peers: dict[int, Recorder] = {
-            rank: start(self.network.transports[rank], needs=lambda peer: False) for rank in range(1, world_size)
+            rank: start(self.network.transports[rank], needs=lambda peer, said_goodbye: False)
+            for rank in range(1, world_size)
         }
         self.events = EventStream()
         self.dumps: list[tuple[SyncError, dict[str, Any]]] = []
@@ -361,6 +365,41 @@ def test_nothing_runs_after_a_failure_and_done_is_never_called() -> None:
     assert ran == []
 
 
+@pytest.mark.parametrize("how", ["task", "done", "kill", "leave", "close"])
+def test_a_graph_that_does_not_end_well_fails_once(how: str) -> None:
+    failed: queue.SimpleQueue[SyncError] = queue.SimpleQueue()
+    graph = TaskGraph("w", 0, 0, broken, failed.put)
+    if how != "done":
+        graph.recv("recv", key())
+    graph.add("encode", "encode", broken if how == "task" else lambda: None)
+    with setup() as made:
+        if how == "leave":
+            made.network.transports[1].close()
+            until(lambda: made.network.transports[0].departed(1) is not None)
+        made.engine.run(graph)
+        if how == "kill":
+            made.network.kill(1)
+        if how == "close":
+            made.engine.close()
+        error = failed.get(timeout=PATIENCE)
+        assert error is made.engine.error or (how == "close" and error.phase == "closed")
+    assert failed.empty()
+
+
+def test_a_callback_that_raises_does_not_keep_others_from_hearing_of_a_failure(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    failed: queue.SimpleQueue[SyncError] = queue.SimpleQueue()
+    with setup() as made:
+        for fail in (lambda error: broken(), failed.put, lambda error: broken()):
+            graph = TaskGraph("w", 0, 0, lambda: None, fail)
+            graph.recv("recv", key(partition=id(fail)))
+            made.engine.run(graph)
+        made.engine.fail(SyncError("something"))
+        assert "something" in str(failed.get(timeout=PATIENCE))
+    assert "could not be told" in caplog.text
+
+
 def test_only_the_first_failure_counts() -> None:
     with setup() as made:
         first, second = SyncError("first", tensor="w", phase="p"), SyncError("second", tensor="w", phase="p")
@@ -449,6 +488,39 @@ def test_a_peer_that_left_after_its_part_is_missed_at_the_next_step(how: str) ->
     assert got == {key(): content.tobytes()}
 
 
+def asking() -> TaskGraph:
+    graph = TaskGraph("w", 0, 0, lambda: None)
+    graph.add("send", "ask for the sum", Future)
+    return graph
+
+
+@pytest.mark.parametrize("killed_first", [True, False])
+def test_who_is_killed_is_missed_where_an_answer_may_depend_on_it(killed_first: bool) -> None:
+    with setup(stall=600.0) as made:
+        if not killed_first:
+            made.engine.run(asking())
+        made.network.kill(1)
+        until(lambda: made.network.transports[0].departed(1) is not None)
+        if killed_first:
+            made.engine.wait_idle()
+            made.engine.run(asking())
+        error = failure_of(made.engine)
+        assert isinstance(error, PeerLostError)
+        assert (error.rank, error.tensor) == (1, "w")
+
+
+def test_who_said_goodbye_is_not_missed_by_who_waits_for_an_answer() -> None:
+    answer: Future[int] = Future()
+    graph = TaskGraph("w", 0, 0, lambda: None)
+    graph.add("send", "ask for the sum", lambda: answer)
+    with setup(stall=600.0) as made:
+        made.engine.run(graph)
+        made.network.transports[1].close()
+        until(lambda: made.network.transports[0].departed(1) is not None)
+        answer.set_result(5)
+        made.engine.wait_idle()
+
+
 @pytest.mark.parametrize("how", ["close", "kill"])
 def test_what_is_left_to_compute_ends_after_a_peer_has_left(how: str) -> None:
     """The others may have all that they need while this rank still decodes; one of three is still waited for."""
@@ -493,6 +565,19 @@ def test_who_lacks_a_first_stage_is_blamed_before_who_waits_for_him() -> None:
         made.engine.run(receiving(key(1, stage=1))[0])
         made.engine.run(receiving(key(2, stage=0, tensor=1))[0])
         assert failure_of(made.engine).rank == 2
+
+
+def test_a_future_that_never_ends_is_an_error_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "_ANSWER_GRACE_SECONDS", 0.2)
+    graph = TaskGraph("fc.weight", 3, 0, lambda: None)
+    graph.add("send", "ask for the sum", Future)
+    with setup(stall=0.3) as made:
+        made.engine.run(graph)
+        error = failure_of(made.engine)
+        assert type(error) is PeerTimeoutError
+        assert (error.rank, error.tensor, error.phase) == (None, "fc.weight", "ask for the sum")
+        assert "Nothing has answered ask for the sum (tensor fc.weight, round 3)" in str(error)
+        assert "pass a larger stall_timeout" in str(error)
 
 
 def test_a_rank_that_lacks_only_a_later_stage_is_blamed_in_the_end() -> None:

@@ -11,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -677,6 +678,31 @@ def test_a_rank_that_stays_away_is_blamed_on_all_ranks(tmp_path: Path) -> None:
         assert isinstance(error, (PeerTimeoutError, PeerFailedError))
         assert error.rank == 2
         assert "stall_timeout" in str(error)
+
+
+def test_no_future_stays_open_after_a_failure(tmp_path: Path) -> None:
+    waited_for = threading.Barrier(2)
+
+    def run(one: Synchronizer) -> None:
+        take_step(one, 0)
+        if one.rank == 1:
+            waited_for.wait()
+            group.network.kill(1)
+            return
+        futures = [
+            one.submit([Shard("w", torch.ones(NUMEL))]),
+            one.submit([Shard("b.bias", torch.ones(3)), Shard("c.bias", torch.ones(3))]),
+            one.exchange(np.ones(2)),
+        ]
+        waited_for.wait()
+        for future in futures:
+            with pytest.raises(SyncError) as caught:
+                future.wait()
+            assert caught.value.rank == 1
+
+    tensors = {"w": TensorSpec((NUMEL,)), "b.bias": TensorSpec((3,)), "c.bias": TensorSpec((3,))}
+    with ranks(2, Plan({"w": "threelc", "*": "none"}), tensors=tensors, dump_dir=tmp_path) as group:
+        group.each(run)
 
 
 def test_after_a_failure_residuals_are_as_at_the_last_commit(tmp_path: Path) -> None:

@@ -25,12 +25,12 @@ class Recorder:
         self.frames: queue.SimpleQueue[tuple[int, Header, np.ndarray]] = queue.SimpleQueue()
         self.failures: queue.SimpleQueue[SyncError] = queue.SimpleQueue()
 
-    def callbacks(self, admit=lambda peer, header: None, needs=None) -> Callbacks:
+    def callbacks(self, admit=lambda peer, header: None, **options: object) -> Callbacks:
         return Callbacks(
             admit=admit,
             deliver=lambda peer, header, body: self.frames.put((peer, header, body)),
             fail=self.failures.put,
-            needs=needs,
+            **options,
         )
 
     def frame(self) -> tuple[int, Header, np.ndarray]:

@@ -133,7 +133,7 @@ def vanish(transport: TcpTransport) -> None:
 @pytest.mark.parametrize("needed", [True, False])
 def test_who_leaves_fails_those_who_need_it(group, leave, needed):
     transports = group(3)
-    recorders = [start(transports[rank], needs=lambda peer, rank=rank: needed and rank == 0) for rank in range(3)]
+    recorders = [start(transports[rank], needs=lambda *departure, rank=rank: needed and rank == 0) for rank in range(3)]
     leave(transports[2])
     if needed:
         assert [recorders[rank].failure().rank for rank in (0, 1)] == [2, 2]

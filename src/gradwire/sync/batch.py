@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import torch
 
+from gradwire.core.errors import SyncError
 from gradwire.core.spec import Range, TensorSpec
 from gradwire.feedback.residuals import ResidualKey, Residuals
 from gradwire.sync.plan import PlanEntry
@@ -106,6 +107,11 @@ class Batch:
         self.staging.store()
         for held in self._members:
             held.submission.arrived(self.staging)
+
+    def failed(self, error: SyncError) -> None:
+        """The mean will not come."""
+        for held in self._members:
+            held.submission.failed(error)
 
 
 def _give_out(shard: Shard, values: torch.Tensor, residuals: Residuals, world_size: int) -> None:

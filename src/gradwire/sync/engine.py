@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gradwire.core.errors import FrameError, PeerTimeoutError, SyncError
+from gradwire.core.errors import FrameError, SyncError
 from gradwire.core.events import Event, EventStream
-from gradwire.sync.failure import closed, raised
+from gradwire.sync.failure import closed, located, raised, stalled
 from gradwire.sync.graph import FrameKey, Task, TaskGraph
 from gradwire.sync.item import Message
 from gradwire.transport.base import Callbacks, Transport
@@ -36,6 +36,7 @@ from gradwire.wire.frame import HEADER_BYTES, Header
 logger = logging.getLogger("gradwire")
 
 _GRACE_SECONDS = 1.0
+_ANSWER_GRACE_SECONDS = 10.0  # for whoever is asked, who has a deadline, too, and knows better who is late
 _FAREWELL_SECONDS = 2.0
 FINISH = "finish"  # phase of the last task of every graph, which the engine adds itself
 
@@ -88,6 +89,7 @@ class Engine:
         self._waiting: dict[FrameKey, Task] = {}
         self._early: dict[FrameKey, Arrival] = {}
         self._asked: set[Task] = set()  # whose futures are not done
+        self._lost: list[int] = []  # peers that are gone without a goodbye
         self._early_bytes = [0] * transport.world_size
         self._active: set[TaskGraph] = set()
         self._closing = False
@@ -104,7 +106,7 @@ class Engine:
         Raises:
             SyncError: the engine has failed before; the same error as then. Or it has been closed.
 
-        On failure: `graph.on_done` is never called; `error` says why, and `wait_idle` raises it.
+        On failure: the graph fails with `error`, which `wait_idle` raises, too.
         """
         with self._condition:
             if self.error is None and not self._closing:
@@ -165,7 +167,7 @@ class Engine:
         with self._condition:
             if self.error is not None or self._closing:
                 return
-            self.error = error = self._located(error)
+            self.error = error = located(error, [*self._waiting.values(), *self._asked])
             reason = str(error)
             self._events.emit(
                 Event(
@@ -180,6 +182,7 @@ class Engine:
                 self._on_failure(error, self._state())
             except Exception:
                 logger.exception("The flight recorder could not be written.")
+            abandoned = list(self._active)
             self._active.clear()
             self._ready.clear()
             self._waiting.clear()
@@ -188,9 +191,14 @@ class Engine:
             self._condition.notify_all()
             # Not from this thread: it may be the transport's own, which cannot wait for itself.
             self._aborting = threading.Thread(
-                target=self.transport.abort, args=(reason, error.rank), name="gradwire-abort", daemon=True
+                target=self._abort, args=(error, reason, abandoned), name="gradwire-abort", daemon=True
             )
             self._aborting.start()
+
+    def _abort(self, error: SyncError, reason: str, abandoned: list[TaskGraph]) -> None:
+        self.transport.abort(reason, error.rank)
+        for graph in abandoned:
+            graph.fail(error)
 
     def close(self) -> None:
         """End the threads. Graphs still running are abandoned; `wait_idle` first for good order. Idempotent."""
@@ -201,6 +209,8 @@ class Engine:
         if self._aborting is not None:
             self._aborting.join()
         self.transport.close()
+        for graph in list(self._active):
+            graph.fail(closed())
 
     # -- arrivals, on the transport's thread -----------------------------------------------------------------
 
@@ -230,10 +240,13 @@ class Engine:
             self._end(task)
             self._condition.notify_all()
 
-    def _needs(self, peer: int) -> bool:
-        """Whether a frame of a peer that is gone is waited for; if not, the next step that waits for one fails."""
+    def _needs(self, peer: int, said_goodbye: bool) -> bool:
+        """Whether a peer that is gone is missed now; if not, the next step that waits for it fails."""
         with self._condition:
-            return any(key.peer == peer for key in self._waiting)
+            if not said_goodbye:
+                self._lost.append(peer)
+            # An answer may depend on every rank. Of goodbyes the one who answers hears, too.
+            return any(key.peer == peer for key in self._waiting) or bool(self._lost and self._asked)
 
     def _claim(self, task: Task) -> bool:
         """Give a new `recv` task its frame if that is here already, else wait for it."""
@@ -280,7 +293,7 @@ class Engine:
         graph = task.graph
         graph.remaining -= 1
         if graph.remaining == 0:
-            self._push(Task("merge", graph, FINISH, graph.on_done))
+            self._push(Task("merge", graph, FINISH, graph.finish))
 
     def _loop(self) -> None:
         while True:
@@ -332,6 +345,9 @@ class Engine:
         task.started = time.monotonic()
         with self._condition:
             self._asked.add(task)
+            error = self.transport.departed(self._lost[0]) if self._lost else None
+            if error is not None:
+                self.fail(error)
         future.add_done_callback(lambda done: self._land(task, done))
 
     def _land(self, task: Task, future: Future[Any]) -> None:
@@ -352,26 +368,22 @@ class Engine:
     # -- deadlines and messages ------------------------------------------------------------------------------
 
     def _next_check(self) -> float | None:
-        return min(1.0, self._stall_seconds / 4) if self._waiting else None
+        return min(1.0, self._stall_seconds / 4) if self._waiting or self._asked else None
 
     def _check_stalls(self) -> None:
-        if not self._waiting or self.error is not None:
+        if self._asked:
+            self._check_stall(min(self._asked, key=lambda task: task.started), _ANSWER_GRACE_SECONDS)
+        if not self._waiting:
             return
         # A frame of stage 0 depends on its sender alone, so its absence is evidence. Who lacks only later stages gives
         # a better informed rank time to say whose fault it is.
         key, oldest = min(self._waiting.items(), key=lambda item: (item[0].stage, item[1].started))
-        waited = time.monotonic() - oldest.started
-        if waited > self._stall_seconds + (_GRACE_SECONDS if key.stage else 0.0):
-            self.fail(
-                PeerTimeoutError(
-                    f"Rank {oldest.peer} is alive but has not sent a frame that is waited for since {waited:.1f} s "
-                    f"(limit {self._stall_seconds:g} s). Do: look what that rank does between steps, or pass a larger "
-                    "stall_timeout.",
-                    rank=oldest.peer,
-                    tensor=oldest.graph.name,
-                    phase=oldest.phase,
-                )
-            )
+        self._check_stall(oldest, _GRACE_SECONDS if key.stage else 0.0)
+
+    def _check_stall(self, task: Task, grace: float) -> None:
+        waited = time.monotonic() - task.started
+        if self.error is None and waited > self._stall_seconds + grace:
+            self.fail(stalled(task, waited, self._stall_seconds))
 
     def _state(self) -> dict[str, Any]:
         """What the flight recorder wants to know."""
@@ -388,18 +400,3 @@ class Engine:
             "received_bytes": list(self.transport.received_bytes),
             "early_bytes": list(self._early_bytes),
         }  # fmt: skip
-
-    def _located(self, error: SyncError) -> SyncError:
-        """The same error with the tensor and the phase that were waited for, where it lacks them."""
-        if error.tensor is None:
-            waiting = [*self._waiting.values(), *self._asked]
-            tasks = [task for task in waiting if error.rank in (None, task.peer)] or waiting
-            if tasks:
-                task = min(tasks, key=lambda task: (task.graph.round, task.started))
-                error.tensor, error.phase = task.graph.name, task.phase
-                where = f"(tensor {task.graph.name}, {task.phase}, round {task.graph.round})"
-            else:
-                error.tensor, error.phase = "none", error.phase or "between steps"
-                where = f"(tensor none, {error.phase})"
-            error.args = (f"{error} {where}",)
-        return error

@@ -10,12 +10,17 @@ dependency graph between them.
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from gradwire.core.errors import SyncError
 from gradwire.wire.frame import FrameKind
+
+logger = logging.getLogger("gradwire")
 
 Primitive = Literal["encode", "decode", "merge", "send", "recv"]
 
@@ -64,13 +69,24 @@ class TaskGraph:
         round: synchronisation round.
         priority: graphs of a lower number go first.
         on_done: called once, on the engine's thread, when every task has ended.
+        on_failed: called in its place, on any thread, if the engine fails or is closed before that.
     """
 
-    def __init__(self, name: str, round: int, priority: int, on_done: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        round: int,
+        priority: int,
+        on_done: Callable[[], None],
+        on_failed: Callable[[SyncError], None] = lambda error: None,
+    ) -> None:
         self.name = name
         self.round = round
         self.priority = priority
-        self.on_done = on_done
+        self._on_done = on_done
+        self._on_failed = on_failed
+        self._ended = False
+        self._lock = threading.Lock()
         self.tasks: list[Task] = []
         self.remaining = 0
         self.created = time.monotonic()
@@ -97,6 +113,28 @@ class TaskGraph:
         self.tasks.append(task)
         self.remaining += 1
         return task
+
+    def finish(self) -> None:
+        """Call `on_done`, unless the graph has failed."""
+        if self._end():
+            try:
+                self._on_done()
+            except Exception:
+                self._ended = False  # whoever hears of this calls `fail`
+                raise
+
+    def fail(self, error: SyncError) -> None:
+        """Call `on_failed`, unless the graph has ended."""
+        if self._end():
+            try:
+                self._on_failed(error)
+            except Exception:  # those who wait for other graphs must still be told
+                logger.exception("What waits for %s could not be told of its failure.", self.name)
+
+    def _end(self) -> bool:
+        with self._lock:
+            ended, self._ended = self._ended, True
+        return not ended
 
     def predecessors(self) -> dict[Task, list[Task]]:
         """What each task comes after."""

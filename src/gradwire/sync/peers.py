@@ -149,12 +149,20 @@ class Peers:
         self._exchange("parameters", np.array([mine], float), replica.compare, "hash")
 
     def exchange(self, numbers: np.ndarray) -> torch.futures.Future[np.ndarray]:
-        """Bring float64[K] of every rank to all: a future of float64[W, K]. Returns at once; all ranks call it."""
-        future: torch.futures.Future[np.ndarray] = torch.futures.Future()
+        """Bring float64[K] of every rank to all: a future of float64[W, K]. Returns at once; all ranks call it.
+
+        On failure: the future raises what `wait` raises.
+        """
+        future: torch.futures.Future[Any] = torch.futures.Future()
         if self._engine is None:
             future.set_result(numbers[None])
         else:
-            self._exchange("numbers", numbers, future.set_result, "numbers")
+            found: list[np.ndarray] = []
+
+            def done() -> None:
+                future.set_result(found[0])
+
+            self._exchange("numbers", numbers, found.append, "numbers", done, future.set_exception)
         return future
 
     def share(self, text: str | None) -> str:
@@ -190,9 +198,17 @@ class Peers:
         self.wait()
         return Probe(self._around.transport, run, gather, partial(next, self._rounds)).links()
 
-    def _exchange(self, name: str, mine: np.ndarray, use: Callable[[np.ndarray], None], what: str) -> None:
+    def _exchange(
+        self,
+        name: str,
+        mine: np.ndarray,
+        use: Callable[[np.ndarray], None],
+        what: str,
+        on_done: Callable[[], None] = lambda: None,
+        on_failed: Callable[[SyncError], None] = lambda error: None,
+    ) -> None:
         assert self._engine is not None
-        graph = TaskGraph(name, next(self._rounds), priority=0, on_done=lambda: None)
+        graph = TaskGraph(name, next(self._rounds), 0, on_done, on_failed)
         detail = {"method": "control message", "elements": 0}
         self.events.emit(Event("submit", time.monotonic(), tensor=name, round=graph.round, detail=detail))
         exchange.build(graph, mine, self._around.transport, self.events, use, what)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from gradwire.core.errors import SyncError
 from gradwire.sync.staging import Staging
 
 
@@ -30,7 +31,7 @@ class Shard:
 
 
 class Submission:
-    """Completes its future when everything it expects has arrived, and the call itself has ended.
+    """Completes its future when everything it expects has arrived, and the call itself has ended; or when that fails.
 
     Args:
         staging: its tensors.
@@ -42,6 +43,7 @@ class Submission:
         self.future = staging.future()
         self._value = value
         self._left = 1  # the call itself
+        self._completed = False
         self._lock = threading.Lock()
 
     def expect(self) -> None:
@@ -59,6 +61,15 @@ class Submission:
             self.staging.follow(elsewhere)
         with self._lock:
             self._left -= 1
-            last = self._left == 0
-        if last:
-            self.staging.finish(self.future, self._value)
+            if self._left or self._completed:
+                return
+            self._completed = True
+        self.staging.finish(self.future, self._value)
+
+    def failed(self, error: SyncError) -> None:
+        """Something will not arrive; on any thread. Only the first such error counts."""
+        with self._lock:
+            if self._completed:
+                return
+            self._completed = True
+        self.future.set_exception(error)

@@ -244,8 +244,8 @@ class Synchronizer(Peers):
             SyncError: the synchroniser has failed before.
             OptionError: a range that is not one of its parameter's, or an element type that is not its own.
 
-        On failure: the future stays open; `wait` raises the error, which names rank, tensor and phase. Later calls
-            raise it again. Gradients of the step are undefined, residuals are as at the last commit.
+        On failure: the future and `wait` raise the error, which names rank, tensor and phase. Later calls raise it
+            again. Gradients of the step are undefined, residuals are as at the last commit.
         """
         self.register({shard.name: self._spec(shard) for shard in shards if shard.name not in self._tensors.ids})
         for shard in shards:
@@ -266,10 +266,10 @@ class Synchronizer(Peers):
                 together.append(item)
             else:
                 submission.expect()
-                self._launch(item, submission.arrived, [item.name])
+                self._launch(item, submission, [item.name])
         for bundle in bundle_items(together, self._rounds):
             submission.expect()
-            self._launch(bundle, submission.arrived, [item.name for item in bundle.members])
+            self._launch(bundle, submission, [item.name for item in bundle.members])
         self._send_held(complete=hold)
         submission.arrived()
         return submission.future
@@ -344,9 +344,9 @@ class Synchronizer(Peers):
                 *(batch.name, batch.tensor, batch.values, entry, next(self._rounds), self.step),
                 wait_loaded=batch.staging.wait_loaded,
             )
-            self._launch(item, batch.arrived, [held.shard.name for held in members])
+            self._launch(item, batch, [held.shard.name for held in members])
 
-    def _launch(self, item: Item | Bundle, arrived: Callable[[], None], members: list[str]) -> None:
+    def _launch(self, item: Item | Bundle, waiting: Submission | Batch, members: list[str]) -> None:
         assert self._engine is not None
         submitted = time.monotonic()
         dense_bytes = 2 * (self.world_size - 1) * item.nbytes // self.world_size
@@ -358,10 +358,10 @@ class Synchronizer(Peers):
             self._nonfinite |= item.nonfinite
             self._tables.count(item, self._tensors.specs)
             self.events.emit(Event("done", submitted, time.monotonic() - submitted, item.name, item.round))
-            arrived()
+            waiting.arrived()
 
         priority = item.tensor & ~(BATCH_FLAG | BUNDLE_FLAG) if self._forward_first else item.round
-        graph = TaskGraph(item.name, item.round, priority, on_done=done)
+        graph = TaskGraph(item.name, item.round, priority, on_done=done, on_failed=waiting.failed)
         BUILDERS[item.entry.strategy](Builder(item, graph, self._around))
         self._engine.run(graph)
 

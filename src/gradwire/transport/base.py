@@ -27,21 +27,21 @@ class Callbacks:
         deliver: called with (peer, header, body) for a whole frame whose checksum is right. The body is a
             uint8 array that the callee owns.
         fail: called once, with the error that ended the transport: a peer lost, silent, failed or malformed.
-        needs: called with a peer that has said goodbye or whose connection has ended, after all of its frames have
-            been delivered. If true, its departure ends the transport. Default: a goodbye does not, a connection that
-            ends without one does.
+        needs: called with (peer, whether it said goodbye) when a peer is gone, after all of its frames have been
+            delivered. If true, its departure ends the transport. Default: a goodbye does not, a connection that ends
+            without one does.
     """
 
     admit: Callable[[int, Header], None]
     deliver: Callable[[int, Header, np.ndarray], None]
     fail: Callable[[SyncError], None]
-    needs: Callable[[int], bool] | None = None
+    needs: Callable[[int, bool], bool] = lambda peer, said_goodbye: not said_goodbye
 
     def check_end(self, conversation: Conversation) -> None:
         """Raise the error of a conversation that has ended, if its peer is still needed."""
-        error, peer = conversation.end, conversation.ends.peer
+        error = conversation.end
         assert error is not None, "it has ended"
-        if not conversation.departed if self.needs is None else self.needs(peer):
+        if self.needs(conversation.ends.peer, conversation.departed):
             raise error
 
 

@@ -15,6 +15,12 @@ import torch
 import torch.distributed as dist
 
 import gradwire as gw
+from gradwire.core.events import Event
+from gradwire.integrations.auto import Autopilot, Script
+from gradwire.integrations.ways import Way
+from gradwire.sync.costs import CodecCosts, Costs, Line, LinkCosts
+from gradwire.sync.fidelity import Method
+from gradwire.sync.planner import Gradient, plan
 from tests.integration.jobs.training import batches, loss_of, model, wrap
 
 TIMEOUT = 2.0  # seconds
@@ -58,6 +64,62 @@ def _account(error: Exception, handle: gw.Handle, seconds: float, ddp: Any, batc
         "dump_events": len(dump["events"]),
         "again": again,
     }
+
+
+def lose_a_rank_under_auto(rank: int, world_size: int, during: str, clock: str) -> dict[str, Any] | None:
+    """The last rank kills itself while links are probed, while codecs are measured, or during a trial.
+
+    Args:
+        during: ``"links"``, ``"codecs"`` or ``"trial"``.
+        clock: file in which the rank leaves the time of its death.
+    """
+    ddp = wrap(model())
+    handle = gw.attach(ddp, "auto", timeout=timedelta(seconds=PATIENCE), check_every=0)
+    assert handle.autopilot is not None
+    pilot = handle.autopilot
+    if during == "trial":
+        pilot._script = _trial(pilot)
+    if rank == world_size - 1:
+        _die(handle, during, Path(clock))
+    try:
+        for batch in itertools.islice(batches(rank, world_size), 40):
+            ddp.zero_grad()
+            loss_of(ddp, batch).backward()
+    except gw.errors.SyncError as error:
+        seconds = time.time() - float(Path(clock).read_text())
+        return {"rank": error.rank, "seconds": seconds, "message": str(error), "way": pilot.way.name}
+    return None
+
+
+def _trial(pilot: Autopilot) -> Script[None]:
+    """A plan is tried, whatever it is predicted to bring."""
+    cheap = CodecCosts(Line(0, 0), Line(0, 0), Line(0, 0), payload_bytes=Line(0, 0.1))
+    costs = Costs(2, (LinkCosts(1e-3, 1e-6),), {"none": cheap, "onebit": cheap})
+    gradients = [Gradient(name, spec.shape) for name, spec in pilot._tensors.items()]
+    yield from pilot._switch(Way.of(plan(gradients, costs, [Method("onebit", ("scatter_reduce",))], min_elements=0)))
+    yield from pilot._timed(warm_up=2)
+    raise AssertionError("a rank should be dead by now")
+
+
+def _die(handle: gw.Handle, during: str, clock: Path) -> None:
+    """Be killed at a certain event."""
+    seen: list[str] = []
+
+    def on_event(event: Event) -> None:
+        if event.kind not in ("submit", "recv"):
+            return
+        seen.append(event.tensor)
+        now = {
+            "links": seen[-1] == "numbers" and "probe" in seen,  # the first figures about them are exchanged
+            # The probe ends with figures that are exchanged; of the codecs there are more of them.
+            "codecs": "probe" in seen and event.kind == "submit" and seen[-4:].count("numbers") == 4,
+            "trial": seen[-1] not in ("probe", "numbers") and len(seen) > 40,
+        }
+        if now[during]:
+            clock.write_text(repr(time.time()))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    handle.synchronizer.events.listen(on_event)
 
 
 def late_rank(rank: int, world_size: int) -> dict[str, Any] | None:
