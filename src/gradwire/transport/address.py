@@ -136,3 +136,9 @@ def _ipv6_of(name: str) -> str | None:
         if interface == name and scope in ("00", "10"):  # global or host, not link-local
             return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
     return None
+
+
+def serve_command(what: str, workers: int, address: tuple[str, int], job: str) -> str:
+    """The command that starts the server that workers look for at an address; `what` is the option of its kind."""
+    named = "" if job == "gradwire" else f" --job {job}"
+    return f"gradwire serve {what} --workers {workers} --host {address[0]} --port {address[1]}{named}"

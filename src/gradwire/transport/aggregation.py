@@ -35,7 +35,7 @@ from gradwire.protocol.aggregation.terms import Terms
 from gradwire.protocol.aggregation.window import LEAST_WIDTH, Window
 from gradwire.protocol.aggregation.worker import NO_EPOCH, Contributor
 from gradwire.protocol.handshake import Member
-from gradwire.transport.address import address_towards, parse_address, resolve
+from gradwire.transport.address import address_towards, parse_address, resolve, serve_command
 from gradwire.transport.datagrams import DatagramSocket
 from gradwire.transport.hub import Hub
 from gradwire.transport.keys import job_epoch, job_key
@@ -80,6 +80,7 @@ class AggregationClient(Aggregation):
         self._server = parse_address(address) if isinstance(address, str) else address
         host = self._server[0]
         self.terms, self.rank = terms, rank
+        self._start_with = serve_command("--aggregate", terms.world_size, self._server, job)
         self._timeout, self._stall = timeout.total_seconds(), stall_timeout.total_seconds()
         self._session, self._life = session, secrets.randbits(64)
         self._end = Contributor(terms, rank)
@@ -108,7 +109,7 @@ class AggregationClient(Aggregation):
         self._epoch = job_epoch(job)
         self._hub = Hub(
             Member(job, rank, terms.world_size + 1, self._epoch), key, self, timeout=timeout,
-            call=(terms.world_size, self._server),
+            call=(terms.world_size, self._server), start_with=self._start_with,
         )  # fmt: skip
         self._thread = threading.Thread(target=self._run, name=f"gradwire-aggregation-{rank}", daemon=True)
         self._hub.start()
@@ -272,10 +273,12 @@ class AggregationClient(Aggregation):
             lack = "answer" if self._connected else "connection"
             said = [str(each) for each in (self._lost_by, self._hub.problem) if each]
             why = "" if self._connected else f"{'; '.join(said) or 'it was lost'}, "
+            was_there = self._connected or self._lost_by is not None
+            advice = "Look at its log." if was_there else f"Start it with: {self._start_with}"
             self._fail(
                 PeerTimeoutError(
                     f"The aggregation server at {self._name} gave no {lack} for {self._timeout:g} s ({why}at rank "
-                    f"{self.rank}). Look at its log.",
+                    f"{self.rank}). {advice}",
                     phase="aggregation",
                 )
             )

@@ -72,6 +72,7 @@ class Hub(ProcessBound):
         listener: listening socket, for an end that is called; the hub closes it.
         callers: the ranks that may call.
         call: rank and address to call, and to call again whenever that connection is lost.
+        start_with: the command that starts whoever is called, for the log while nobody answers.
 
     Raises:
         OptionError: a timeout below a second.
@@ -82,7 +83,7 @@ class Hub(ProcessBound):
 
     def __init__(
         self, member: Member, key: JobKey, owner: Owner, *, timeout: timedelta, listener: socket.socket | None = None,
-        callers: frozenset[int] = frozenset(), call: tuple[int, tuple[str, int]] | None = None,
+        callers: frozenset[int] = frozenset(), call: tuple[int, tuple[str, int]] | None = None, start_with: str = "",
     ) -> None:  # fmt: skip
         if timeout < 4 * HEARTBEAT:
             raise OptionError(f"Expected a timeout of at least {4 * HEARTBEAT.total_seconds():g} s, got {timeout}.")
@@ -101,7 +102,9 @@ class Hub(ProcessBound):
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
         self._selector.register(self._wake_in, selectors.EVENT_READ)
-        self._pending = PendingConnections(member, key, self._selector, listener=listener, callers=callers, call=call)
+        self._pending = PendingConnections(
+            member, key, self._selector, listener=listener, callers=callers, call=call, start_with=start_with
+        )
         self._thread = threading.Thread(target=self._run, name=f"gradwire-hub-{member.group}", daemon=True)
         self._bind()
 

@@ -34,6 +34,7 @@ class PendingConnections:
         listener: listening socket, for an end that is called.
         callers: the ranks that may call.
         call: rank and address to call.
+        start_with: the command that starts whoever is called, for the log while nobody answers.
 
     Attributes:
         problem: why the last call has failed; empty once one has not.
@@ -41,7 +42,7 @@ class PendingConnections:
 
     def __init__(
         self, member: Member, key: JobKey, selector: selectors.BaseSelector, *, listener: socket.socket | None,
-        callers: frozenset[int], call: tuple[int, tuple[str, int]] | None,
+        callers: frozenset[int], call: tuple[int, tuple[str, int]] | None, start_with: str = "",
     ) -> None:  # fmt: skip
         self.problem = ""
         self._member = member
@@ -51,6 +52,7 @@ class PendingConnections:
         self._acceptor = None if listener is None else Acceptor(listener, selector)
         self._callers = callers
         self._call = call
+        self._start_with = start_with
         self._call_at: float | None = 0.0 if call else None
         self._pause = _FIRST_RETRY
         self._candidates: dict[socket.socket, Candidate] = {}
@@ -148,6 +150,7 @@ class PendingConnections:
             return None
         self._forget(candidate)
         if candidate.handshake.connects:
+            self._start_with = ""  # it is started
             self._pause = _FIRST_RETRY
             self.problem = ""
         return candidate
@@ -164,6 +167,14 @@ class PendingConnections:
 
     def _call_later(self, problem: str) -> None:
         self.problem = problem
+        if self._start_with:  # once: whoever waits for it is silent until the timeout
+            assert self._call is not None, "it is called"
+            host, port = self._call[1]
+            logger.warning(
+                "Nobody answers at %s:%d yet (%s); waiting. If the server is not started, start it with: %s",
+                host, port, problem, self._start_with,
+            )  # fmt: skip
+            self._start_with = ""
         self._call_at = time.monotonic() + self._pause
         self._pause = min(2 * self._pause, _LONGEST_RETRY)
 

@@ -124,6 +124,42 @@ def test_a_server_that_is_there_and_says_nothing_is_one_error(server: Server) ->
         line.close()
 
 
+def test_a_server_that_is_not_there_is_told_of_at_once_with_the_command_that_starts_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = f"gradwire serve --parameters --workers 1 --host 127.0.0.1 --port {port} --job mine"
+    line = Line(
+        ("127.0.0.1", port), TERMS, 0, "mine", 1, timedelta(seconds=1), timedelta(seconds=WAIT),
+        groups=FIRST, values=VALUES.__getitem__, key_file=None, insecure=False,
+    )  # fmt: skip
+    line.start()
+    try:
+        with pytest.raises(
+            PeerTimeoutError, match=rf"answered at 127.0.0.1:{port} for 1 s \(.*\)\. .* with: {command}"
+        ):
+            line.wait_for_values()
+    finally:
+        line.close()
+    (record,) = caplog.records  # once, however often it is called
+    assert record.levelname == "WARNING"  # which Python prints where nobody has configured logging
+    assert f"Nobody answers at 127.0.0.1:{port} yet" in record.getMessage()
+    assert record.getMessage().endswith(f"start it with: {command}")
+
+
+def test_a_long_wait_for_other_workers_is_told_of(
+    server: Server, line: Line, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("gradwire.integrations.parameters.line.NOTICE_SECONDS", 0.3)
+    line._stall_timeout = timedelta(seconds=1)
+    server.hear(FrameKind.JOIN)
+    with pytest.raises(PeerTimeoutError, match="though it is there"):
+        line.wait_for_values()
+    (record,) = caplog.records
+    assert "Waiting for the model." in record.getMessage() and "waits for other workers" in record.getMessage()
+
+
 @pytest.mark.parametrize("words", [b"", b"{}", b"\xff", Welcome(False, (0,), (-1,), (-1,)).to_bytes()])
 def test_a_welcome_that_cannot_be_read_is_one_error_at_once(server: Server, line: Line, words: bytes) -> None:
     server.hear(FrameKind.JOIN)

@@ -16,11 +16,13 @@ from gradwire.core.errors import FrameError, PeerFailedError, PeerTimeoutError, 
 from gradwire.protocol.handshake import Member
 from gradwire.protocol.parameters.agreement import MAX_JOIN_BYTES, Agreement, Groups, Join, Welcome, groups_to
 from gradwire.protocol.parameters.slot import Slot
+from gradwire.transport.address import serve_command
 from gradwire.transport.hub import Hub
 from gradwire.transport.keys import job_epoch, job_key
 from gradwire.wire.frame import HEADER_BYTES, FrameKind, Header, describe
 
 logger = logging.getLogger("gradwire")
+NOTICE_SECONDS = 10.0  # a wait that is longer is told of, once
 
 
 class Line:
@@ -70,11 +72,14 @@ class Line:
         self._error: SyncError | None = None
         self._lost_at: float | None = time.monotonic()
         self._lost_by: SyncError | None = None
+        self._noticed = False
         self._changed = threading.Condition()
         self._guards = [threading.Lock() for _ in self.slots]
         member = Member(job, worker, agreement.workers + 1, self._epoch)
         key = job_key(address[0], job, file=key_file, insecure=insecure)
-        self._hub = Hub(member, key, self, timeout=timeout, call=(self._server, address))
+        self._start_with = serve_command("--parameters", agreement.workers, address, job)
+        call = (self._server, address)
+        self._hub = Hub(member, key, self, timeout=timeout, call=call, start_with=self._start_with)
 
     @property
     def sent_bytes(self) -> int:
@@ -213,6 +218,12 @@ class Line:
                 if self._error is not None:
                     raise self._error
                 lost = 0.0 if self._lost_at is None else time.monotonic() - self._lost_at
+                if lost > self._timeout.total_seconds() and self._lost_by is None:
+                    raise PeerTimeoutError(
+                        f"No parameter server has answered at {self.address} for {self._timeout.total_seconds():g} s "
+                        f"({self._hub.problem}). Start it with: {self._start_with}",
+                        phase=what,
+                    )
                 if lost > self._timeout.total_seconds():
                     said = "; ".join(str(each) for each in (self._lost_by, self._hub.problem) if each)
                     raise PeerTimeoutError(
@@ -227,4 +238,10 @@ class Line:
                         "log and those of the other workers; pass a longer stall_timeout= if steps may take so long.",
                         phase=what,
                     )
+                if lost == 0 and time.monotonic() - began > NOTICE_SECONDS and not self._noticed:
+                    self._noticed = True
+                    logger.warning(
+                        "Waiting for %s. The parameter server at %s is there: it waits for other workers, or for one "
+                        "that has not started.", what, self.address,
+                    )  # fmt: skip
                 self._changed.wait(0.25)
