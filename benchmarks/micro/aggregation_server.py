@@ -56,7 +56,7 @@ def terms(elements: int, packet_elements: int) -> Terms:
     """The paper's table, and one tensor."""
     codec = make("thc", granularity=30)
     assert isinstance(codec, THC)
-    coding = codec.coding(WORKERS)
+    coding = codec.lookup_table(WORKERS)
     table = Table(coding.bits, tuple(coding.values.tolist()), 8)
     return Terms(WORKERS, (table,), (Stream(Operation.SUM, elements),), packet_elements)
 

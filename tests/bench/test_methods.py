@@ -25,7 +25,7 @@ def test_options_that_do_not_parse_show_how_to_write_them(method):
 
 
 def test_an_option_of_another_type_is_an_error_that_the_command_line_shows():
-    with pytest.raises(GradwireError, match="Expected sparsity to be a number, got 'x y'"):
+    with pytest.raises(GradwireError, match="sparsity must be a number, not 'x y'"):
         methods.check(["threelc:sparsity=x y"])
 
 

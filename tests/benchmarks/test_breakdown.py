@@ -54,7 +54,7 @@ def test_torch_operations_give_the_values_of_generated_code(size):
     decoded, residuals = [], []
     for codec in (stages.TorchOnebit(), gw.make("onebit")):
         work = np.ones(size, np.float32)
-        payload = codec.encode_compensated(grad, context, work, scale=0.25, residual=work)
+        payload = codec.encode(grad, context, scale=0.25, residual_in=work, residual_out=work)
         assert payload.nbytes == gw.make("onebit").encode(grad, context).nbytes
         decoded.append(codec.decode(payload, context))
         residuals.append(torch.from_numpy(work))

@@ -82,7 +82,7 @@ def test_a_lost_reply_is_a_gradient_of_zero_in_its_block_and_nowhere_else():
     worker, ctx = aggregator.workers[0], aggregator.workers[0].context(0)
     stats = aggregator._preliminary_round(grads(), 0)
     lanes = np.zeros(320, np.uint8)
-    low = worker.codec.lower_blocks(lanes, WORKERS, ctx, stats, torch.empty(SIZE))
+    low = worker.codec.finalize_blocks(lanes, WORKERS, ctx, stats, torch.empty(SIZE))
     assert low[64:128].norm() > 2 * whole[0][64:128].norm()
 
 

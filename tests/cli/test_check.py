@@ -105,7 +105,7 @@ def test_show_prints_every_compressor_of_a_file(folder: Path) -> None:
         (["good_compressors.py:ready", "-o", "levels=3"], OptionError, "is good_of_test(levels=50), with its options"),
         (["int8", "--option", "block"], OptionError, "as in threelc:sparsity=1.75"),
         (["int8:blocks=3"], UnknownNameError, "Did you mean 'block'"),
-        (["int8", "--option", "block=wide"], TypeError, "Expected block to be an integer, got 'wide'"),
+        (["int8", "--option", "block=wide"], TypeError, "block must be an integer from 8 to 1048576, not 'wide'"),
         (["int8", "--option", "blocks=3"], UnknownNameError, "Did you mean 'block'"),
         (["good_compressors.py:good_of_test", "--option", "level=3"], UnknownNameError, "Did you mean 'levels'"),
         (["int8", "--only", "strides"], UnknownNameError, "Did you mean 'strides-do-not-matter'|Known: "),

@@ -36,7 +36,7 @@ def test_people_get_a_table_with_places_and_lanes(folder) -> None:
     output = run("--bits", "2", "--granularity", "8", "--ranks", "40")
     assert "2 bits, granularity 8" in output
     assert "-2.1539" in output
-    assert "lanes of 16 bits at 40 ranks" in output
+    assert "accumulators of 16 bits at 40 ranks" in output
     assert str(folder) in output.replace("\n", "")
 
 

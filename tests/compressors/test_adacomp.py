@@ -35,5 +35,5 @@ def test_it_contracts_by_the_largest_of_each_bin() -> None:
 
 
 def test_thresholds_that_could_enlarge_the_error_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"Expected 0\.5 <= threshold <= 1, got 0\.4"):
+    with pytest.raises(ValueError, match=r"0\.5 <= threshold <= 1, but is 0\.4"):
         traced("adacomp", threshold=0.4)

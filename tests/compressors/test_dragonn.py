@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import gradwire as gw
+from gradwire.compressors.base import StatefulCompressor
 from gradwire.compressors.dragonn import corrected
 from gradwire.core.context import Context
 from gradwire.core.spec import Range
@@ -17,6 +21,7 @@ from gradwire.lang import interpret
 from gradwire.lang.errors import TraceError
 from gradwire.lang.operators.arithmetic import evaluate_static
 from gradwire.sync.resize import resize_state
+from gradwire.wire.payload import Payload
 from tests.compressors.harness import body, list_bytes, sent, traced
 from tests.contracts.compressor_cases import context, heavy_tailed, normal
 
@@ -150,9 +155,17 @@ def trained(steps: int, residuals: Residuals, first: int = 0, scale_of=lambda st
     codec, bodies = traced("dragonn", ratio=0.01, carry=True), []
     for step in range(first, first + steps):
         grad = (heavy_tailed if heavy else normal)(SIZE, seed=step) * scale_of(step)
-        bodies.append(get("error").encode(codec, grad, context(grad, step=step), residuals, KEY).body)
+        bodies.append(encoded(codec, grad, step, residuals).body)
         residuals.commit()
     return bodies
+
+
+def encoded(codec: StatefulCompressor, grad: torch.Tensor, step: int, residuals: Residuals) -> Payload:
+    """What a synchronizer does: encode with residual and state, and stage the next ones."""
+    ctx = replace(context(grad, step=step), state=residuals.states.get("w", KEY.range, step))
+    payload = get("error").encode(codec, grad, ctx, residuals, KEY)
+    residuals.states.stage("w", KEY.range, codec.next_state(payload, ctx), step)
+    return payload
 
 
 def filled(body: np.ndarray) -> float:
@@ -160,7 +173,7 @@ def filled(body: np.ndarray) -> float:
 
 
 def threshold(residuals: Residuals) -> float:
-    return float(residuals.state_dict()["memory"]["w"]["0"][0])
+    return float(residuals.state_dict()["states"]["w"][f"0:{SIZE}"][0])
 
 
 @pytest.mark.parametrize("heavy", [False, True])
@@ -191,19 +204,19 @@ def test_a_carried_threshold_needs_no_sample_and_is_the_threshold() -> None:
     assert evaluate_static(sampled.inputs[1], SIZE) == 800
     ctx = context(grad, step=3)
     given = Context(ctx.name, ctx.step, ctx.rank, ctx.world_size, ctx.seed, spec=ctx.spec,
-                    aux={"remembered": torch.tensor([3.0])})  # fmt: skip
+                    state=np.float32([3.0]))  # fmt: skip
     found = codec.decode(codec.encode(grad, given), ctx).numpy()
     assert np.abs(found[found != 0]).min() >= 3.0
     many = np.flatnonzero(np.abs(grad.numpy()) >= 3.0)
     assert set(np.flatnonzero(found)) <= set(many.tolist())
     assert np.count_nonzero(found) > 0.8 * many.size
-    env = interpret.Environment(SIZE, ctx.shared_key, ctx.private_key, 0, 3, remembered=3.0)
+    env = interpret.Environment(SIZE, ctx.shared_key, ctx.private_key, 0, 3, previous_state=3.0)
     oracle = interpret.encode(codec.program, grad.numpy(), env)
     assert oracle is not None
     assert oracle[0].tobytes() == codec.encode(grad, given).body.tobytes()
 
 
-def test_without_feedback_nothing_is_carried() -> None:
+def test_without_a_state_the_threshold_is_sampled() -> None:
     grad = normal(SIZE)
     bodies = [body(traced("dragonn", ratio=0.01, carry=carry), grad).tobytes() for carry in (False, True)]
     assert bodies[0] == bodies[1]
@@ -211,10 +224,11 @@ def test_without_feedback_nothing_is_carried() -> None:
 
 def test_few_slots_and_payloads_without_numbers_leave_nothing() -> None:
     codec, grad = traced("dragonn", ratio=0.01, carry=True), normal(5000)
-    assert codec.remember(codec.encode(grad, context(grad)), context(grad), 5000) == 0
+    assert codec.next_state(codec.encode(grad, context(grad)), context(grad)) == 0
     bad = grad.index_fill(0, torch.tensor([3]), torch.nan)
-    assert codec.remember(codec.encode(bad, context(bad)), context(bad), 5000) == 0
-    assert not traced("dragonn").remembers
+    assert codec.next_state(codec.encode(bad, context(bad)), context(bad)) is None
+    plain = traced("dragonn")
+    assert plain.next_state(plain.encode(grad, context(grad)), context(grad)) is None
 
 
 def test_the_count_moves_the_threshold_the_right_way() -> None:
@@ -222,7 +236,7 @@ def test_the_count_moves_the_threshold_the_right_way() -> None:
         payload = np.concatenate(
             [np.array([kept], np.uint32).view(np.uint8), np.full(kept, -2, np.float32).view(np.uint8)]
         )
-        return corrected(payload, SIZE, 0, ratio=0.01, warmup=0)
+        return float(corrected(payload, SIZE, 0, ratio=0.01, warmup=0)[0])
 
     assert 1.8 < after(400) < after(632) < after(850) < 2.3
     assert after(632) == pytest.approx(2.0, rel=1e-3)
@@ -233,31 +247,32 @@ def test_what_is_carried_is_rolled_back_and_resumed_bit_for_bit() -> None:
     one, other = Residuals(), Residuals()
     trained(4, one)
     codec, grad = traced("dragonn", ratio=0.01, carry=True), normal(SIZE, seed=99)
-    get("error").encode(codec, grad, context(grad, step=4), one, KEY)
+    encoded(codec, grad, 4, one)
     one.rollback()
     other.load_state_dict(one.state_dict(), {"w": context(torch.empty(SIZE)).spec})
     for mine, resumed in zip(trained(3, one, first=4), trained(3, other, first=4)):
         assert mine.tobytes() == resumed.tobytes()
 
 
-def test_a_rank_that_leaves_takes_its_threshold_with_it() -> None:
+def test_a_job_of_another_size_samples_its_thresholds() -> None:
     states = []
     for rank in range(2):
         residuals = Residuals()
-        trained(2, residuals, first=rank)
-        common = {"rank": rank, "world_size": 2, "version": 1, "step": 2, "seed": 0}
+        residuals.states.stage("w", KEY.range, np.float32([1 + rank]), step=1)
+        residuals.commit()
+        common = {"rank": rank, "world_size": 2, "version": 2, "step": 2, "seed": 0}
         states.append({**common, "residuals": residuals.state_dict()})
     (resized,) = resize_state(states, 1)
-    assert torch.equal(resized["residuals"]["memory"]["w"]["0"], states[0]["residuals"]["memory"]["w"]["0"])
+    assert all("states" in state["residuals"] for state in states)
+    assert "states" not in resized["residuals"], "ranks had different ones"
 
 
-def test_decoders_remember_nothing() -> None:
-    from gradwire.compressors.base.decorator import Algorithm
-    from gradwire.lang import concat, remembered
+def test_decoders_have_no_state() -> None:
+    from gradwire.lang import concat, previous_state
 
-    def encode(g):
+    @gw.compressor
+    def forgetful(g):
         return concat(q=g)
 
-    broken = Algorithm(encode, "forgetful", "error", False, None, None, False, None)
-    with pytest.raises(TraceError, match="remembered"):
-        broken.decode(lambda p: p.q * remembered())
+    with pytest.raises(TraceError, match="previous_state"):
+        forgetful.decode(lambda p: p.q * previous_state())

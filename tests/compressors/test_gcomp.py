@@ -83,7 +83,7 @@ def test_with_a_residual_nothing_is_lost() -> None:
     codec, grad, parameter = compressors.make("gcomp"), normal(3000), normal(3000, seed=1)
     residual = np.empty(3000, np.float32)
     ctx = context(grad, aux=aux(parameter))
-    sent = codec.decode(codec.encode(grad, ctx, residual=residual), ctx)
+    sent = codec.decode(codec.encode(grad, ctx, residual_out=residual), ctx)
     assert residual.any()
     assert torch.equal(sent + torch.from_numpy(residual), grad)
 
@@ -91,7 +91,7 @@ def test_with_a_residual_nothing_is_lost() -> None:
 def test_a_gradient_of_a_loss_that_is_scaled_for_the_mean_is_cut_alike() -> None:
     codec, grad, parameter = compressors.make("gcomp"), normal(3000), normal(3000, seed=1)
     ctx = context(grad, aux=aux(parameter))
-    one = codec.encode_compensated(grad, ctx, None, scale=0.25)
+    one = codec.encode(grad, ctx, scale=0.25)
     two = codec.encode(grad * 0.25, ctx)
     assert bytes(one.body) == bytes(two.body)
-    assert codec.encode_compensated(grad.index_fill(0, torch.tensor([5]), torch.inf), ctx, None, scale=0.25).nonfinite
+    assert codec.encode(grad.index_fill(0, torch.tensor([5]), torch.inf), ctx, scale=0.25).nonfinite

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import gradwire.compressors as compressors
+from gradwire.compressors.base import SummableCompressor
 from gradwire.core.errors import OptionError, PayloadError
 from gradwire.core.spec import TensorSpec
 from tests.compressors.harness import body, sent
@@ -21,7 +22,7 @@ def test_shared_scales_travel_in_no_payload_but_where_there_were_none() -> None:
     assert torch.equal(codec.decode(bare, context(grad), stats=stats), codec.decode(whole, context(grad)))
     with pytest.raises(PayloadError, match="Expected 216 bytes, got 200"):
         codec.decode(bare, context(grad))
-    with pytest.raises(ValueError, match="pass what `stats` gave, reduced over ranks"):
+    with pytest.raises(ValueError, match="Pass the result of `stats`, reduced over ranks"):
         codec.decode(bare, context(grad), stats=[np.ones(3, np.float32)])
 
 
@@ -30,27 +31,27 @@ def test_lanes_are_the_sums_of_levels_and_near_the_mean() -> None:
     stats = reduced(codec, grads, 1 / 5)
     lanes, levels = np.zeros(500, np.int16), []
     for rank, grad in enumerate(grads):
-        payload = codec.encode_compensated(grad, context(grad, rank=rank), None, scale=1 / 5, stats=stats)
-        codec.lift(payload, context(grad), lanes, accumulate=True)
+        payload = codec.encode(grad, context(grad, rank=rank), stats, scale=1 / 5)
+        codec.accumulate(payload, context(grad), lanes)
         levels.append(payload.body.view(np.int8).astype(int))
     assert np.array_equal(lanes, sum(levels))
-    assert codec.lane_bound(5) == 127 == max(np.abs(level).max() for level in levels)
-    off = codec.lower(lanes, 5, context(grads[0]), stats, torch.empty(500)) - torch.stack(grads).mean(0)
+    assert codec.max_contribution(5) == 127 == max(np.abs(level).max() for level in levels)
+    off = codec.finalize(lanes, 5, context(grads[0]), stats, torch.empty(500)) - torch.stack(grads).mean(0)
     assert off.abs().max() <= 5 * stats[0].max() / 127
 
 
 def test_lanes_are_the_narrowest_that_hold_the_sum() -> None:
     codec = compressors.make("int8shared")
-    assert codec.lane_dtype(258) == np.int16
-    assert codec.lane_dtype(259) == np.int32
-    with pytest.raises(OptionError, match="sum in groups of ranks"):
-        codec.lane_dtype(2**25)
+    assert codec.accumulator_dtype(258) == np.int16
+    assert codec.accumulator_dtype(259) == np.int32
+    with pytest.raises(OptionError, match="Sum in groups of ranks"):
+        codec.accumulator_dtype(2**25)
 
 
 @pytest.mark.parametrize(("stochastic", "feedback"), [(True, "none"), (False, "error")])
 def test_no_contraction_is_declared(stochastic: bool, feedback: str) -> None:
     codec = compressors.make("int8shared", stochastic=stochastic)
-    assert codec.summable and codec.needs_stats
+    assert isinstance(codec, SummableCompressor) and codec.needs_stats
     assert (codec.unbiased, codec.default_feedback) == (stochastic, feedback)
     assert codec.contraction(TensorSpec((100,))) is None
 

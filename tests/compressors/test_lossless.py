@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import gradwire.compressors as compressors
-from gradwire.compressors.lossless import HEADER_BYTES
+from gradwire.compressors.support.float_packing import HEADER_BYTES
+from gradwire.core.context import Context
 from gradwire.core.errors import OptionError, PayloadError
 from gradwire.core.spec import ELEMENT_TYPES, TensorSpec, as_array
 from gradwire.kernels import active as kernels
@@ -135,7 +136,33 @@ def test_scaling_sends_the_bits_that_none_would_send(dtype) -> None:
     exact, plain = compressors.make("lossless"), compressors.make("none")
     for scale in (1.0, 1 / 3, 0.25):
         found, expected = (
-            codec.decode(codec.encode_compensated(grad, context(grad), None, scale=scale), context(grad))
-            for codec in (exact, plain)
+            codec.decode(codec.encode(grad, context(grad), scale=scale), context(grad)) for codec in (exact, plain)
         )
         assert bits(found) == bits(expected)
+
+
+# -- tables of their own ---------------------------------------------------------------------------------------------
+
+
+def at_step(step: int) -> Context:
+    return Context("w", step=step, spec=TensorSpec((20_000,)))
+
+
+def test_zeros_keep_a_short_word_although_the_mean_has_none() -> None:
+    table = compressors.make("lossless", refresh=1).next_state(np.full(20_000, 3, np.float32), at_step(1))
+    assert PrefixCode.from_bytes(table.tobytes()).lengths[0] <= 4
+
+
+@pytest.mark.parametrize("step", [0, 2, 3])
+def test_tables_are_made_at_the_steps_that_are_for_it(step: int) -> None:
+    codec, mean = compressors.make("lossless", refresh=3), np.full(20_000, 3, np.float32)
+    assert codec.next_state(mean, at_step(step)) is None
+    assert codec.next_state(mean, at_step(4)) is not None
+    assert compressors.make("lossless", refresh=0).next_state(mean, at_step(1)) is None
+
+
+@pytest.mark.parametrize("state", [np.zeros(129, np.uint8), np.zeros(4, np.uint8), np.ones(8, np.float32)])
+def test_a_state_that_is_no_table_is_ignored(state: np.ndarray) -> None:
+    grad = normal(1000)
+    plain = compressors.make("lossless").encode(grad, context(grad))
+    assert compressors.make("lossless").encode(grad, context(grad, state=state)).body.tobytes() == plain.body.tobytes()

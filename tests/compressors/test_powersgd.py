@@ -13,7 +13,7 @@ import gradwire.compressors as compressors
 from gradwire.compressors.powersgd import PowerSGD, orthonormal
 from gradwire.core.context import Context
 from gradwire.core.errors import OptionError, PayloadError
-from gradwire.core.spec import TensorSpec
+from gradwire.core.spec import Range, TensorSpec
 from gradwire.sync.plan import Plan
 from gradwire.sync.profile import measure_codec
 from gradwire.sync.strategies import STRATEGIES
@@ -119,7 +119,7 @@ def test_a_resumed_job_goes_on_bit_for_bit(strategy: str) -> None:
         group.each(lambda one: train(one, range(4), (24, 50)))
         states = group.each(lambda one: one.state_dict())
         expected = group.each(lambda one: train(one, range(4, 8), (24, 50)))
-    assert any("carried" in state["residuals"] for state in states)
+    assert any("states" in state["residuals"] for state in states)
     with ranks(3, plan) as group:
         found = group.each(resume)
     for mine, theirs in zip(found, expected, strict=True):
@@ -140,7 +140,7 @@ def test_without_its_state_it_would_not() -> None:
         states = group.each(lambda one: one.state_dict())
         expected = group.each(lambda one: train(one, range(4, 5), (24, 50)))
     for state in states:
-        del state["residuals"]["carried"]
+        del state["residuals"]["states"]
     with ranks(2, plan) as group:
         assert not torch.equal(group.each(resume)[0][0], expected[0][0])
 
@@ -228,7 +228,7 @@ def test_a_rank_whose_backward_left_the_parameter_out_takes_the_mean_of_the_othe
         values = torch.full((24, 50), 3.0 * (one.rank != 1))
         one.submit([Shard("w", values, used=one.rank != 1)])
         one.commit()
-        assert one.residuals.carried.get("w") is not None
+        assert one.residuals.states.get("w", Range(0, 1200), one.step + 1) is not None
         return values
 
     with ranks(3, Plan({"w": "powersgd"})) as group:
@@ -239,7 +239,7 @@ def test_a_rank_whose_backward_left_the_parameter_out_takes_the_mean_of_the_othe
 
 def test_another_rank_goes_on_from_the_columns_that_are_there() -> None:
     rows = torch.arange(1.0, 101.0)  # two rows of Q of 50
-    ctx = Context("w", aux={"carried": rows})
+    ctx = Context("w", state=rows.numpy())
     unit = (rows.view(2, 50) / rows.view(2, 50).norm(dim=1, keepdim=True)).numpy()
     assert np.allclose(PowerSGD(1)._start(ctx, 50), unit[:1])
     longer = PowerSGD(3)._start(ctx, 50)
@@ -261,7 +261,7 @@ def test_a_basis_is_orthonormal_and_dependent_rows_are_dropped() -> None:
 def test_the_largest_and_smallest_floats_do_no_harm(largest: float) -> None:
     grad = torch.full((30, 40), largest) * torch.where(torch.arange(40) % 2 == 0, 1, -1)
     codec, residual = gw.make("powersgd", rank=2), np.empty(1200, np.float32)
-    payload = codec.encode(grad, context(grad), residual=residual)
+    payload = codec.encode(grad, context(grad), residual_out=residual)
     assert not payload.nonfinite and np.isfinite(residual).all()
     found = codec.decode(payload, context(grad))
     assert np.allclose(found.numpy() + residual.reshape(30, 40), grad.numpy(), rtol=1e-6, atol=1e-44)
@@ -296,7 +296,7 @@ def test_damaged_factors_are_refused_or_decode_to_finite_values(shared: bool) ->
 def test_stats_of_another_tensor_are_refused() -> None:
     codec, grad = gw.make("powersgd", rank=2), normal(24 * 50).reshape(24, 50)
     payload = codec.encode(grad, context(grad), reduced(codec, [grad]))
-    with pytest.raises(ValueError, match="pass what `stats` gave, reduced over ranks"):
+    with pytest.raises(ValueError, match="Pass the result of `stats`, reduced over ranks"):
         codec.decode(payload, context(grad), stats=[np.ones(3, np.float32)])
 
 
@@ -318,5 +318,5 @@ def test_planner_and_simulator_have_no_figures_of_it() -> None:
 
 
 def test_the_rank_is_checked() -> None:
-    with pytest.raises(OptionError, match="rank from 1 to 1024"):
+    with pytest.raises(OptionError, match="rank must be from 1 to 1024"):
         compressors.make("powersgd", rank=0)

@@ -26,7 +26,7 @@ def test_compiled_code_gives_the_bytes_residuals_and_tensors_of_the_oracle(codec
     for make in EDGE_TENSORS.values():
         grad = make()
         ctx, residual = context(grad), np.empty(grad.numel(), np.float32)
-        payload = codec.encode(grad, ctx, residual=residual)
+        payload = codec.encode(grad, ctx, residual_out=residual)
         env = interpret.Environment(grad.numel(), ctx.shared_key, ctx.private_key, ctx.offset, ctx.step)
         wanted = interpret.encode(codec.program, as_array(grad), env)
         assert wanted is not None

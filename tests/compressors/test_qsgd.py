@@ -47,5 +47,5 @@ def test_signs_and_levels_share_a_field() -> None:
 
 
 def test_one_bit_is_not_enough() -> None:
-    with pytest.raises(ValueError, match="Expected bits from 2 to 8, got 1"):
+    with pytest.raises(ValueError, match="bits must be from 2 to 8, not 1"):
         traced("qsgd", bits=1)

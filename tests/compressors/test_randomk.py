@@ -58,5 +58,5 @@ def test_unscaled_it_sends_elements_as_they_are_and_keeps_the_rest() -> None:
     kept = np.flatnonzero(found)
     assert np.array_equal(found[kept], grad.numpy()[kept])
     assert abs(kept.size - 1000) < 140
-    codec.encode(grad, context(grad), residual=residual)
+    codec.encode(grad, context(grad), residual_out=residual)
     assert np.array_equal(found + residual, grad.numpy())

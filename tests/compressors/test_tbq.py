@@ -20,7 +20,7 @@ def quantised(x: np.ndarray, threshold: float) -> np.ndarray:
 def test_what_reaches_tau_becomes_tau_and_the_rest_waits(threshold) -> None:
     codec, grad = compressors.make("tbq", threshold=threshold), heavy_tailed(300)
     residual = np.empty(300, np.float32)
-    found = codec.decode(codec.encode(grad, context(grad), residual=residual), context(grad)).numpy()
+    found = codec.decode(codec.encode(grad, context(grad), residual_out=residual), context(grad)).numpy()
     np.testing.assert_array_equal(found, quantised(grad.numpy(), threshold))
     np.testing.assert_array_equal(residual, grad.numpy() - found)
     assert found.any()
@@ -33,5 +33,5 @@ def test_the_largest_is_sent_however_high_the_threshold() -> None:
 
 
 def test_negative_thresholds_are_refused() -> None:
-    with pytest.raises(ValueError, match="Expected 0 <= threshold < inf, got -1"):
+    with pytest.raises(ValueError, match="0 <= threshold < inf, but is -1"):
         compressors.make("tbq", threshold=-1.0)

@@ -104,5 +104,5 @@ def test_a_payload_is_a_scale_and_a_fifth_of_a_byte_an_element() -> None:
 
 @pytest.mark.parametrize("sparsity", [0.99, 2.0])
 def test_sparsity_has_its_bounds(sparsity: float) -> None:
-    with pytest.raises(OptionError, match="Expected 1 <= sparsity < 2"):
+    with pytest.raises(OptionError, match="1 <= sparsity < 2"):
         traced("ternary", sparsity=sparsity)

@@ -55,5 +55,5 @@ def test_ranks_share_the_largest_scaler_which_does_not_travel() -> None:
 
 
 def test_negative_clips_are_refused() -> None:
-    with pytest.raises(ValueError, match="Expected 0 <= clip < inf, got -1"):
+    with pytest.raises(ValueError, match="0 <= clip < inf, but is -1"):
         traced("terngrad", clip=-1.0)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import gradwire.compressors as compressors
 from gradwire.compressors.support.thc_tables import threshold
 from gradwire.compressors.thc import THC
+from gradwire.contracts.accumulators import accumulated
 from gradwire.core.errors import OptionError, PayloadError
 from gradwire.core.spec import TensorSpec
 from tests.compressors.harness import sent
@@ -30,11 +31,11 @@ def aggregated(codec: THC, grads: list[torch.Tensor], **fields) -> torch.Tensor:
     world_size = len(grads)
     ctxs = [context(grad, rank=rank, world_size=world_size, **fields) for rank, grad in enumerate(grads)]
     stats = reduced(codec, grads, 1 / world_size)
-    lanes = np.zeros(codec.num_lanes(TensorSpec.of(grads[0])), codec.lane_dtype(world_size))
+    lanes = np.zeros(codec.accumulator_size(TensorSpec.of(grads[0])), codec.accumulator_dtype(world_size))
     for grad, ctx in zip(grads, ctxs, strict=True):
-        payload = codec.encode_compensated(grad, ctx, None, scale=1 / world_size, stats=stats)
-        codec.lift(payload, ctx, lanes, accumulate=True)
-    return codec.lower(lanes, world_size, ctxs[0], stats, torch.empty(grads[0].shape))
+        payload = codec.encode(grad, ctx, stats, scale=1 / world_size)
+        codec.accumulate(payload, ctx, lanes)
+    return codec.finalize(lanes, world_size, ctxs[0], stats, torch.empty(grads[0].shape))
 
 
 def nmse(found: torch.Tensor, exact: torch.Tensor) -> float:
@@ -59,7 +60,7 @@ def test_norms_travel_in_no_payload_but_where_there_were_none() -> None:
     assert torch.equal(codec.decode(bare, context(grad), stats=stats), codec.decode(whole, context(grad)))
     with pytest.raises(PayloadError, match="Expected 116 bytes, got 100"):
         codec.decode(bare, context(grad))
-    with pytest.raises(ValueError, match="pass what `stats` gave, reduced over ranks"):
+    with pytest.raises(ValueError, match="Pass the result of `stats`, reduced over ranks"):
         codec.decode(bare, context(grad), stats=[np.ones(3, np.float32)])
 
 
@@ -89,7 +90,7 @@ def test_a_norm_for_each_block_and_not_one_for_all() -> None:
     codec, blocks = thc(granularity=30), grad.reshape(64, 1024)
     stats = [np.full(64, reduced(codec, [grad])[0].max() / 4)]
     ctx = context(grad, world_size=4)
-    one = 4 * codec.decode(codec.encode_compensated(grad, ctx, None, scale=0.25, stats=stats), ctx, stats=stats)
+    one = 4 * codec.decode(codec.encode(grad, ctx, stats, scale=0.25), ctx, stats=stats)
     small = scales < scales.median()
     assert nmse(each[small], blocks[small]) < 0.05
     assert nmse(one.reshape(64, 1024)[small], blocks[small]) > 1
@@ -102,40 +103,40 @@ def test_a_norm_for_each_block_and_not_one_for_all() -> None:
 @given(st.integers(1, 4), st.integers(15, 120), st.integers(1, 70))
 def test_lanes_hold_all_ranks_at_the_largest_value(bits: int, granularity: int, world_size: int) -> None:
     codec = thc(bits=bits, granularity=granularity)
-    grad, lane = normal(100), codec.lane_dtype(world_size)
+    grad, lane = normal(100), codec.accumulator_dtype(world_size)
     ctx = context(grad, world_size=world_size)
     payload = with_body(codec.encode(grad, ctx, reduced(codec, [grad])), b"\xff" * (128 * bits // 8))
-    lanes = np.zeros(codec.num_lanes(TensorSpec((100,))), lane)
+    lanes = np.zeros(codec.accumulator_size(TensorSpec((100,))), lane)
     for _ in range(world_size):
-        codec.lift(payload, ctx, lanes, accumulate=True)
+        codec.accumulate(payload, ctx, lanes)
     assert (lanes[:-1] == world_size * granularity).all() and lanes[-1] == world_size
     assert lanes.itemsize == 1 or world_size * granularity > np.iinfo(f"u{lanes.itemsize // 2}").max
 
 
 def test_eight_ranks_in_8_bits_at_granularity_30_nine_widen_or_are_refused() -> None:
-    assert thc(granularity=30).lane_dtype(8) == np.uint8
-    assert thc(granularity=30).lane_dtype(9) == np.uint16
-    with pytest.raises(OptionError, match="lane_bits=16, or a granularity of at most 28"):
-        thc(granularity=30, lane_bits=8).lane_dtype(9)
-    assert thc(lane_bits=8).lane_dtype(9) == np.uint8
-    assert thc(lane_bits=8).lane_bound(9) <= 28
+    assert thc(granularity=30).accumulator_dtype(8) == np.uint8
+    assert thc(granularity=30).accumulator_dtype(9) == np.uint16
+    with pytest.raises(OptionError, match="accumulator_bits=16, or a granularity of at most 28"):
+        thc(granularity=30, accumulator_bits=8).accumulator_dtype(9)
+    assert thc(accumulator_bits=8).accumulator_dtype(9) == np.uint8
+    assert thc(accumulator_bits=8).max_contribution(9) <= 28
 
 
 def test_a_payload_takes_half_a_byte_an_element_and_a_norm_a_block() -> None:
     codec = thc(granularity=30)
     assert codec.max_encoded_bytes(TensorSpec((1 << 20,))) == (1 << 19) + 4 * 1024
     assert codec.max_encoded_bytes(TensorSpec((1025,))) == 512 + 1 + 8
-    assert codec.num_lanes(TensorSpec((1100,))) == 1024 + 128 + 1
-    assert compressors.make("uthc", rotate="none").num_lanes(TensorSpec((1100,))) == 1101
+    assert codec.accumulator_size(TensorSpec((1100,))) == 1024 + 128 + 1
+    assert compressors.make("uthc", rotate="none").accumulator_size(TensorSpec((1100,))) == 1101
 
 
 def test_lanes_of_more_payloads_than_ranks_are_refused() -> None:
     codec, grad = thc(), normal(100)
     stats = reduced(codec, [grad])
-    lanes = np.zeros(codec.num_lanes(TensorSpec((100,))), np.uint8)
+    lanes = np.zeros(codec.accumulator_size(TensorSpec((100,))), np.uint8)
     lanes[-1] = 5
-    with pytest.raises(PayloadError, match="lanes of at most 4 payloads, got 5"):
-        codec.lower(lanes, 4, context(grad), stats, torch.empty(100))
+    with pytest.raises(PayloadError, match="a sum of at most 4 payloads, got 5"):
+        codec.finalize(lanes, 4, context(grad), stats, torch.empty(100))
 
 
 @settings(max_examples=40)
@@ -150,21 +151,21 @@ def test_the_sum_decodes_to_the_sum_of_what_payloads_decode_to(bits: int, more: 
     grads = [normal(150, seed=rank) * (rank + 1) for rank in range(num)]
     ctxs, stats = [context(grad, rank=rank, world_size=num) for rank, grad in enumerate(grads)], reduced(codec, grads)
     payloads = [codec.encode(grad, ctx, stats) for grad, ctx in zip(grads, ctxs, strict=True)]
-    shape = codec.num_lanes(TensorSpec((150,)))
+    shape = codec.accumulator_size(TensorSpec((150,)))
     each = [
-        codec.lift(payload, ctx, np.zeros(shape, codec.lane_dtype(num)))
+        accumulated(codec, payload, ctx, np.zeros(shape, codec.accumulator_dtype(num)))
         for payload, ctx in zip(payloads, ctxs, strict=True)
     ]
-    lanes = np.zeros(shape, codec.lane_dtype(num))
+    lanes = np.zeros(shape, codec.accumulator_dtype(num))
     for payload, ctx in zip(payloads, ctxs, strict=True):
-        codec.lift(payload, ctx, lanes, accumulate=True)
+        codec.accumulate(payload, ctx, lanes)
     assert np.array_equal(lanes, np.sum(each, axis=0, dtype=np.int64))
     assert all(set(lane[:-1]) <= set(codec.table(num).values) for lane in each)
 
     blocks = [(150, 256)] if rotate == "full" else [(64, 64), (64, 64), (22, 32)]
     if rotate == "none":
         blocks = [(count, 1) for count, _ in blocks]
-    level = 2 * threshold(codec.p) / codec.coding(num).granularity
+    level = 2 * threshold(codec.p) / codec.lookup_table(num).granularity
     units = np.repeat(
         [
             np.float32(rms / math.sqrt(length) * level)
@@ -178,7 +179,7 @@ def test_the_sum_decodes_to_the_sum_of_what_payloads_decode_to(bits: int, more: 
         assert np.abs(found - np.rint(found)).max() < 1e-2
         halves.append(np.rint(found))
     expected = np.sum(halves, axis=0).astype(np.float32) / 2 * units  # exact but for the product
-    found = codec.lower(lanes, num, ctxs[0], stats, torch.empty(150))
+    found = codec.finalize(lanes, num, ctxs[0], stats, torch.empty(150))
     assert np.array_equal(found.numpy(), expected)
 
 
@@ -188,9 +189,10 @@ def test_blocks_may_have_sums_of_different_numbers_of_payloads() -> None:
     stats = reduced(codec, grads)
     ctxs = [context(grad, rank=rank) for rank, grad in enumerate(grads)]
     payloads = [codec.encode(grad, ctx, stats) for grad, ctx in zip(grads, ctxs, strict=True)]
-    each = [codec.lift(payload, ctx, np.zeros(193, np.uint8))[:-1] for payload, ctx in zip(payloads, ctxs, strict=True)]
+    like = np.zeros(193, np.uint8)
+    each = [accumulated(codec, payload, ctx, like)[:-1] for payload, ctx in zip(payloads, ctxs, strict=True)]
     lanes = np.concatenate([each[0][:64], (each[0] + each[1])[64:128], sum(each)[128:]])
-    out = codec.lower_blocks(lanes, np.array([1, 2, 3]), ctxs[0], stats, torch.empty(192))
+    out = codec.finalize_blocks(lanes, np.array([1, 2, 3]), ctxs[0], stats, torch.empty(192))
     decoded = [codec.decode(payload, ctx, stats=stats) for payload, ctx in zip(payloads, ctxs, strict=True)]
     expected = torch.cat([decoded[0][:64], (decoded[0] + decoded[1])[64:128], sum(decoded)[128:]])
     assert torch.allclose(out, expected, atol=1e-5)
@@ -244,7 +246,7 @@ def test_feedback_keeps_the_residual_small_and_loses_nothing(rotate: str) -> Non
             work += grad.numpy()
         stats = reduced(codec, [torch.from_numpy(work) for work in works])
         for work, ctx in zip(works, ctxs, strict=True):
-            payload = codec.encode(torch.from_numpy(work), ctx, stats, residual=work)
+            payload = codec.encode(torch.from_numpy(work), ctx, stats, residual_out=work)
             applied += codec.decode(payload, ctx, stats=stats).numpy()
         produced += sum(grad.numpy().astype(np.float64) for grad in grads)
     assert np.abs(produced - applied - sum(works)).max() < 1e-2
@@ -263,8 +265,8 @@ def test_all_ranks_rotate_alike_and_each_step_anew() -> None:
     assert len(set(rotations.values())) == 4
     # Of one element the coordinates are all at plus or minus one: the same on all ranks up to rounding.
     lanes = [
-        codec.lift(codec.encode(grad, context(grad, rank=rank), [np.float32([1 / 32])]), context(grad),
-                   np.zeros(1025, np.uint8)) > 15
+        accumulated(codec, codec.encode(grad, context(grad, rank=rank), [np.float32([1 / 32])]), context(grad),
+                    np.zeros(1025, np.uint8)) > 15
         for rank in range(2)
     ]  # fmt: skip
     assert np.array_equal(lanes[0], lanes[1])
@@ -295,16 +297,17 @@ def test_the_largest_floats_neither_overflow_nor_are_marked(name: str) -> None:
     """Sums of them overflow; what cannot be represented is cut."""
     grad = torch.full((4096,), torch.finfo(torch.float32).max)
     codec, residual = compressors.make(name), np.empty(4096, np.float32)
-    payload = codec.encode(grad, context(grad), residual=residual)
+    payload = codec.encode(grad, context(grad), residual_out=residual)
     assert not payload.nonfinite
     assert codec.decode(payload, context(grad)).isfinite().all() and np.isfinite(residual).all()
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [({"block": 1000}, "power of two, got 1000. Do: pass 1024"), ({"block": 32}, "block from 64"),
+    [({"block": 1000}, "power of two, not 1000. Pass 1024"), ({"block": 32}, "block must be from 64"),
      ({"rotate": "some"}, "one of block, full, none"), ({"granularity": 14}, "granularity from 15"),
-     ({"bits": 9}, "bits from 1 to 8"), ({"p": 0.0}, "p <= 0.5"), ({"lane_bits": 12}, "8, 16, 32 or None")],
+     ({"bits": 9}, "bits must be from 1 to 8"), ({"p": 0.0}, "p <= 0.5"),
+     ({"accumulator_bits": 12}, "8, 16, 32 or None")],
 )  # fmt: skip
 def test_impossible_options_are_refused_with_advice(options, said) -> None:
     with pytest.raises(OptionError, match=said):

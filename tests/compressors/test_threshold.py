@@ -26,5 +26,5 @@ def test_zeros_are_not_sent() -> None:
 
 
 def test_shares_above_one_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"Expected 0 <= threshold <= 1, got 1\.5"):
+    with pytest.raises(ValueError, match=r"0 <= threshold <= 1, but is 1\.5"):
         traced("threshold", threshold=1.5)

@@ -24,8 +24,8 @@ def test_without_rotation_it_is_algorithm_1() -> None:
     np.testing.assert_allclose([stats[0][0], stats[1][0]], [m / 2**20, M / 2**20])
     lanes, ctxs = np.zeros(501, np.uint8), [context(grad, rank=rank) for rank, grad in enumerate(grads)]
     for grad, ctx in zip(grads, ctxs, strict=True):
-        codec.lift(codec.encode(grad, ctx, stats), ctx, lanes, accumulate=True)
-    mean = codec.lower(lanes, 4, ctxs[0], stats, torch.empty(500)).numpy() / 4
+        codec.accumulate(codec.encode(grad, ctx, stats), ctx, lanes)
+    mean = codec.finalize(lanes, 4, ctxs[0], stats, torch.empty(500)).numpy() / 4
     np.testing.assert_allclose(mean, m + lanes[:-1] / 4 * (M - m) / 7, atol=1e-5)
 
 
@@ -64,9 +64,9 @@ def test_ends_that_no_encoder_sends_are_refused(ends) -> None:
 
 def test_lanes_follow_from_the_bits() -> None:
     codec = compressors.make("uthc", bits=4)
-    assert codec.lane_dtype(17) == np.uint8 and codec.lane_dtype(18) == np.uint16
-    with pytest.raises(OptionError, match="lane_bits=16"):
-        compressors.make("uthc", bits=4, lane_bits=8).lane_dtype(18)
+    assert codec.accumulator_dtype(17) == np.uint8 and codec.accumulator_dtype(18) == np.uint16
+    with pytest.raises(OptionError, match="accumulator_bits=16"):
+        compressors.make("uthc", bits=4, accumulator_bits=8).accumulator_dtype(18)
 
 
 def test_ends_and_mark_of_what_is_not_finite() -> None:

@@ -10,6 +10,7 @@ import torch
 
 import gradwire.compressors as compressors
 from gradwire.compressors import Compressor
+from gradwire.compressors.base.contract import compensate
 from gradwire.compressors.base.traced import TracedCompressor
 from gradwire.contracts.cases import (
     BACKENDS,
@@ -70,17 +71,17 @@ class Halving(Compressor):
     def max_encoded_bytes(self, spec: TensorSpec) -> int:
         return 4 * spec.numel
 
-    def encode(self, grad, ctx, stats=(), residual=None) -> Payload:
-        half = as_array(grad.to(torch.float32)) * np.float32(0.5)
+    def encode(self, grad, ctx, stats=(), *, scale=1.0, residual_in=None, residual_out=None) -> Payload:
+        x = np.empty(grad.numel(), np.float32) if residual_out is None else residual_out
+        half = as_array(compensate(grad, scale, residual_in, x)) * np.float32(0.5)
         if not np.isfinite(half).all():
             return Payload(np.empty(0, np.uint8), nonfinite=True)
-        if residual is not None:
-            residual[:] = as_array(grad.to(torch.float32)) - half
+        x -= half
         return Payload(half.view(np.uint8))
 
     def decode(self, payload, ctx, out=None, accumulate=False, stats=()) -> torch.Tensor:
         if accumulate and (out is None or out.dtype != torch.float32):
-            raise ValueError("Expected a float32 out to accumulate in.")
+            raise ValueError("accumulate=True needs a float32 out.")
         out = self._output(ctx, out)
         if payload.nonfinite:
             self._expect_bytes(payload, 0)

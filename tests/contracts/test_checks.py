@@ -34,8 +34,9 @@ def faulty(**replaced: Any) -> Faulty:
 def encode(change: Callable[..., Payload]) -> Callable[..., Payload]:
     """An encoder that makes something else of what Halving encodes."""
 
-    def method(self: Faulty, grad: torch.Tensor, ctx: Any, stats: Any = (), residual: Any = None) -> Payload:
-        return change(Halving.encode(self, grad, ctx, stats, residual), grad, ctx, residual)
+    def method(self: Faulty, grad: torch.Tensor, ctx: Any, stats: Any = (), **compensation: Any) -> Payload:
+        payload = Halving.encode(self, grad, ctx, stats, **compensation)
+        return change(payload, grad, ctx, compensation.get("residual_out"))
 
     return method
 
@@ -99,8 +100,7 @@ FAULTS: list[tuple[str, Faulty, str]] = [
     ("arbitrary-bytes-are-decoded-or-refused", faulty(decode=decode(_ignore_size)), "elements, got (3,)"),
     ("a-bomb-costs-no-more-than-the-expected-tensor", faulty(decode=decode(_ignore_size)), "nothing was raised"),
     ("every-flipped-bit-is-refused-or-changes-the-tensor",
-     faulty(canonical=True, decode=decode(lambda call, *_: call().round())), "canonical is declared"),
-    ("others-say-that-they-are-not-summable", faulty(num_lanes=lambda self, spec: spec.numel), "NotImplementedError"),
+     faulty(unique_encoding=True, decode=decode(lambda call, *_: call().round())), "unique_encoding is declared"),
 ]  # fmt: skip
 
 
@@ -131,6 +131,6 @@ def test_checks_have_a_summary_and_take_their_codecs_only() -> None:
     assert len(BY_NAME) == len(CHECKS)
     assert all(check.summary for check in CHECKS)
     names = {outcome.check.name for outcome in run(Halving())}
-    assert "lanes-never-overflow" not in names
-    assert "others-say-that-they-are-not-summable" in names
+    assert "accumulators-never-overflow" not in names
+    assert "max-encoded-bytes-is-a-bound" in names
     assert Halving().max_encoded_bytes(TensorSpec((3,))) == 12

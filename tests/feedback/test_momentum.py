@@ -156,9 +156,9 @@ def test_a_policy_is_a_text_with_options() -> None:
     assert str(get("error")) == "error"
     with pytest.raises(UnknownNameError, match=r"option of momentum 'decay'.*clip, masking, momentum, nesterov"):
         get("momentum:decay=0.1")
-    with pytest.raises(OptionError, match=r"Expected 0 <= momentum < 1, got 1\.5"):
+    with pytest.raises(OptionError, match=r"0 <= momentum < 1, but is 1\.5"):
         get("momentum:momentum=1.5")
-    with pytest.raises(TypeError, match="Expected masking to be True or False"):
+    with pytest.raises(TypeError, match="masking must be True or False"):
         get("momentum:masking=1")
 
 

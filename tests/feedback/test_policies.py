@@ -63,11 +63,11 @@ def test_shared_scales_are_those_of_what_is_encoded(stochastic) -> None:
         ranks = [(grad, context(grad, rank=rank, step=step), residuals[rank], KEY) for rank, grad in enumerate(grads)]
         own = [policy.stats(codec, *rank, scale=1 / world_size)[0].values for rank in ranks]
         stats = [np.maximum.reduce(own)]
-        lanes = np.zeros(50, codec.lane_dtype(world_size))
+        lanes = np.zeros(50, codec.accumulator_dtype(world_size))
         for rank in ranks:
             payload = policy.encode(codec, *rank, scale=1 / world_size, stats=stats)
-            codec.lift(payload, rank[1], lanes, accumulate=True)
-        applied += codec.lower(lanes, world_size, ranks[0][1], stats, torch.empty(50))
+            codec.accumulate(payload, rank[1], lanes)
+        applied += codec.finalize(lanes, world_size, ranks[0][1], stats, torch.empty(50))
         produced += torch.stack(grads).mean(0)
         for each in residuals:
             each.commit()

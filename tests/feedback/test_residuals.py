@@ -175,7 +175,7 @@ def test_nothing_is_allocated_before_the_first_stage() -> None:
     residuals = Residuals()
     assert residuals.source(ResidualKey("a", Range(0, 1 << 40))) is None
     assert residuals.nbytes == 0
-    assert residuals.state_dict() == {"version": 1, "local": {}, "aggregate": {}}
+    assert residuals.state_dict() == {"version": 2, "local": {}, "aggregate": {}}
 
 
 def test_reslicing_in_an_open_chain_keeps_both_states() -> None:
@@ -261,17 +261,17 @@ def test_merging_the_state_of_a_rank_that_left_adds() -> None:
 @pytest.mark.parametrize(
     ("state", "error", "advice"),
     [
-        ({"version": 9}, ValueError, "Expected residual state of version 1, got 9"),
-        (["version"], ValueError, "Expected residual state of version 1, got 'list'"),
-        ({"version": 1, "lokal": {}}, UnknownNameError, "Did you mean 'local'"),
-        ({"version": 1, "local": {"c": {}}}, UnknownNameError, "Known: a, b"),
-        ({"version": 1, "local": {"b": torch.zeros(7)}}, TypeError, "Expected a dict of residuals for b"),
-        ({"version": 1, "local": {"b": {"x": torch.zeros(7)}}}, ValueError, "Expected an element offset"),
-        ({"version": 1, "local": {"b": {"0": torch.zeros(8)}}}, ValueError, "within the 7 elements of b"),
-        ({"version": 1, "local": {"b": {"0": torch.zeros(7).half()}}}, TypeError, "1-D float32"),
-        ({"version": 1, "local": {"b": {"0": [0.0] * 7}}}, TypeError, "Expected a tensor as residual of b"),
-        ({"version": 1, "local": {"b": {"0": torch.full((7,), torch.nan)}}}, ValueError, "finite"),
-        ({"version": 1, "local": {"b": {"0": torch.ones(5), "4": torch.ones(3)}}}, ValueError, "merge=True"),
+        ({"version": 9}, ValueError, "Expected residual state of version 2, got 9"),
+        (["version"], ValueError, "Expected residual state of version 2, got 'list'"),
+        ({"version": 2, "lokal": {}}, UnknownNameError, "Did you mean 'local'"),
+        ({"version": 2, "local": {"c": {}}}, UnknownNameError, "Known: a, b"),
+        ({"version": 2, "local": {"b": torch.zeros(7)}}, TypeError, "Expected a dict of residuals for b"),
+        ({"version": 2, "local": {"b": {"x": torch.zeros(7)}}}, ValueError, "Expected an element offset"),
+        ({"version": 2, "local": {"b": {"0": torch.zeros(8)}}}, ValueError, "within the 7 elements of b"),
+        ({"version": 2, "local": {"b": {"0": torch.zeros(7).half()}}}, TypeError, "1-D float32"),
+        ({"version": 2, "local": {"b": {"0": [0.0] * 7}}}, TypeError, "Expected a tensor as residual of b"),
+        ({"version": 2, "local": {"b": {"0": torch.full((7,), torch.nan)}}}, ValueError, "finite"),
+        ({"version": 2, "local": {"b": {"0": torch.ones(5), "4": torch.ones(3)}}}, ValueError, "merge=True"),
     ],
 )  # fmt: skip
 def test_a_state_of_something_else_is_refused_as_a_whole(state, error, advice) -> None:
@@ -290,7 +290,7 @@ def test_moving_state_in_an_open_chain_is_refused_with_advice() -> None:
         lambda: residuals.migrate({}),
         lambda: residuals.add(key, np.ones(4, np.float32)),
         lambda: residuals.drop("a"),
-        lambda: residuals.load_state_dict({"version": 1}, SPECS, merge=True),
+        lambda: residuals.load_state_dict({"version": 2}, SPECS, merge=True),
     ):
         with pytest.raises(RuntimeError, match="commit\\(\\) or rollback\\(\\) first"):
             move()

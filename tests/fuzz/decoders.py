@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradwire.compressors.base import registry
+from gradwire.compressors.base import SummableCompressor, registry
 from gradwire.core.context import Context
 from gradwire.core.errors import PayloadError
 from gradwire.core.spec import TensorSpec, as_array
@@ -64,9 +64,11 @@ class DecoderTarget(Target):
         if as_array(out).tobytes() != as_array(found).tobytes():
             raise BrokenPromiseError("decode with out= gives another result")
         self.compressor.decode(payload, ctx, out=torch.zeros(spec.shape), accumulate=True, stats=stats)
-        if self.compressor.summable and self.shared and not payload.nonfinite:  # those are not added
-            lanes = np.zeros(self.compressor.num_lanes(spec), self.compressor.lane_dtype(2))
-            self.compressor.lift(payload, ctx, lanes)
+        if (
+            isinstance(self.compressor, SummableCompressor) and self.shared and not payload.nonfinite
+        ):  # those are not added
+            lanes = np.zeros(self.compressor.accumulator_size(spec), self.compressor.accumulator_dtype(2))
+            self.compressor.accumulate(payload, ctx, lanes)
 
     def stats(self, spec: TensorSpec) -> list[np.ndarray]:
         """What a preliminary round gave, where there was one."""

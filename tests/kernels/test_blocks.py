@@ -138,13 +138,13 @@ def test_lanes_agree_and_are_the_sums_of_values(bits, lane, size):
         lanes, out, added = empty(size, lane), empty(size, "float32"), random_normal(size)
         alone = []
         for rank, payload in enumerate(payloads):
-            kernels.lift_indices(payload, bits, table_of(bits), lanes, accumulate=rank > 0)
+            kernels.lookup_indices(payload, bits, table_of(bits), lanes, accumulate=rank > 0)
             alone.append(empty(size, lane))
-            kernels.lift_indices(payload, bits, table_of(bits), alone[-1])
+            kernels.lookup_indices(payload, bits, table_of(bits), alone[-1])
         np.testing.assert_array_equal(lanes, np.sum(alone, axis=0).astype(lane))
         arrays = per_block(blocks, 1, 0, 50), per_block(blocks, 2, 0, 1), per_block(blocks, 3, -1, 1)
-        kernels.lower_blocks(lanes, blocks, *arrays, work_of(blocks), out)
-        kernels.lower_blocks(lanes, blocks, *arrays, work_of(blocks), added, accumulate=True)
+        kernels.finalize_blocks(lanes, blocks, *arrays, work_of(blocks), out)
+        kernels.finalize_blocks(lanes, blocks, *arrays, work_of(blocks), added, accumulate=True)
         return [lanes, *alone, out, added]
 
     assert_backends_agree(call)
@@ -160,7 +160,7 @@ def test_lowering_agrees(size, block):
         out = empty(size, "float32")
         factors = per_block(blocks, 2, 0, 1)
         factors[:1] = np.finfo(np.float32).max  # cut to the finite floats
-        kernels.lower_blocks(
+        kernels.finalize_blocks(
             lanes, blocks, per_block(blocks, 1, 0, 50), factors, per_block(blocks, 3, -1, 1), work_of(blocks), out
         )
         assert np.isfinite(out).all()
@@ -189,14 +189,14 @@ def test_the_sum_of_payloads_is_lowered_to_the_sum_of_what_each_is_lowered_to(co
     lanes, total = np.zeros(blocks.padded, np.uint16), np.zeros(size)
     for _ in range(num_ranks):
         payload = rng.integers(0, 256, index_bytes(blocks.padded, bits)).astype(np.uint8)
-        kernels.lift_indices(payload, bits, table, lanes, accumulate=True)
+        kernels.lookup_indices(payload, bits, table, lanes, accumulate=True)
         alone, sent = np.zeros(blocks.padded, np.uint16), np.empty(size, np.float32)
-        kernels.lift_indices(payload, bits, table, alone)
-        kernels.lower_blocks(alone, blocks, one * table[-1] / 2, one, none, work_of(blocks), sent)
+        kernels.lookup_indices(payload, bits, table, alone)
+        kernels.finalize_blocks(alone, blocks, one * table[-1] / 2, one, none, work_of(blocks), sent)
         total += sent
     out = np.empty(size, np.float32)
     halves = (one * num_ranks * table[-1] / 2).astype(np.float32)
-    kernels.lower_blocks(lanes, blocks, halves, one, none, work_of(blocks), out)
+    kernels.finalize_blocks(lanes, blocks, halves, one, none, work_of(blocks), out)
     np.testing.assert_array_equal(out, total)
 
 
@@ -210,10 +210,10 @@ def test_residual_is_what_lowering_lacks_and_may_be_the_memory_of_x(kernels, blo
     np.testing.assert_array_equal(encoded(kernels, memory, blocks, bits, 17, memory), packed)
     np.testing.assert_array_equal(memory, residual)
     lanes, sent = np.empty(blocks.padded, np.uint8), np.empty(3000, np.float32)
-    kernels.lift_indices(packed, bits, table_of(bits), lanes)
+    kernels.lookup_indices(packed, bits, table_of(bits), lanes)
     halves = np.full(blocks.num_blocks, TABLES[bits][-1] / 2, np.float32)
     factors, bases = per_block(blocks, 5, 0.1, 1), per_block(blocks, 6, -1, 1)
-    kernels.lower_blocks(lanes, blocks, halves, factors, bases, work_of(blocks), sent)
+    kernels.finalize_blocks(lanes, blocks, halves, factors, bases, work_of(blocks), sent)
     np.testing.assert_array_equal(residual, x - sent)
 
 
@@ -230,7 +230,7 @@ def test_quantising_is_unbiased_between_the_ends(bits):
         BACKENDS[0].encode_indices(
             x, blocks, one, zero, one, table, bits, 1234, 0, work_of(blocks), out, one, zero
         )  # fmt: skip
-        BACKENDS[0].lift_indices(out, bits, table, lanes)
+        BACKENDS[0].lookup_indices(out, bits, table, lanes)
         near = set(table[(table <= inside)][-1:]) | set(table[(table >= inside)][:1])
         assert set(np.unique(lanes)) <= near
         low, high = min(near), max(near)
@@ -244,10 +244,10 @@ def test_a_chunk_stands_by_itself():
     rng, bits = np.random.default_rng(0), 3
     payload = rng.integers(0, 256, index_bytes(5000, bits)).astype(np.uint8)
     whole, part = np.empty(5000, np.uint8), np.empty(1024, np.uint8)
-    BACKENDS[0].lift_indices(payload, bits, table_of(bits), whole)
+    BACKENDS[0].lookup_indices(payload, bits, table_of(bits), whole)
     chunk = index_bytes(1024, bits)
     for number in range(4):
-        BACKENDS[0].lift_indices(payload[number * chunk : (number + 1) * chunk], bits, table_of(bits), part)
+        BACKENDS[0].lookup_indices(payload[number * chunk : (number + 1) * chunk], bits, table_of(bits), part)
         np.testing.assert_array_equal(part, whole[number * 1024 : (number + 1) * 1024])
 
 
@@ -260,12 +260,12 @@ def test_wrong_lengths_are_refused(kernels):
             x, blocks, two, two, two, table_of(4), 4, 0, 0, work, np.empty(5, np.uint8), two, two
         )  # fmt: skip
     with pytest.raises(ValueError, match=r"Expected a table of 2\^bits values, got 4 for 4 bits"):
-        kernels.lift_indices(np.empty(10, np.uint8), 4, table_of(2), np.empty(20, np.uint8))
+        kernels.lookup_indices(np.empty(10, np.uint8), 4, table_of(2), np.empty(20, np.uint8))
     with pytest.raises(ValueError, match="Expected packed of 10 elements, got 9"):
-        kernels.lift_indices(np.empty(9, np.uint8), 4, table_of(4), np.empty(20, np.uint8))
+        kernels.lookup_indices(np.empty(9, np.uint8), 4, table_of(4), np.empty(20, np.uint8))
     with pytest.raises(ValueError, match="Expected lanes of 1536 elements, got 1500"):
-        kernels.lower_blocks(np.zeros(1500, np.uint8), blocks, two, two, two, work, x)
+        kernels.finalize_blocks(np.zeros(1500, np.uint8), blocks, two, two, two, work, x)
     with pytest.raises(ValueError, match="Expected values a block of 2 elements, got 1"):
-        kernels.lower_blocks(np.zeros(1536, np.uint8), blocks, two[:1], two, two, work, x)
+        kernels.finalize_blocks(np.zeros(1536, np.uint8), blocks, two[:1], two, two, work, x)
     with pytest.raises(ValueError, match="Expected blocks of 7 elements, got 1500"):
-        kernels.lower_blocks(np.zeros(1536, np.uint8), blocks, two, two, two, work, x[:7])
+        kernels.finalize_blocks(np.zeros(1536, np.uint8), blocks, two, two, two, work, x[:7])

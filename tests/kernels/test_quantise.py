@@ -109,7 +109,7 @@ def test_decoders_agree(length, block):
 def test_lanes_agree_and_are_exact(narrow, wide, length):
     if np.dtype(narrow).itemsize > np.dtype(wide).itemsize:
         with pytest.raises(TypeError, match="Expected lanes at least as wide as int32, got int16"):
-            BACKENDS[0].add_lanes(np.zeros(1, narrow), np.zeros(1, wide))
+            BACKENDS[0].add_int8(np.zeros(1, narrow), np.zeros(1, wide))
         return
     rng = np.random.default_rng(length)
     parts = [rng.integers(-127, 128, length).astype(narrow) for _ in range(5)]
@@ -118,8 +118,8 @@ def test_lanes_agree_and_are_exact(narrow, wide, length):
     def call(kernels):
         lanes, out = np.zeros(length, wide), empty(length, "float32")
         for part in parts:
-            kernels.add_lanes(part, lanes)
-        kernels.lower_lanes(lanes, scales, 100, 0.2, out)
+            kernels.add_int8(part, lanes)
+        kernels.finalize_int8(lanes, scales, 100, 0.2, out)
         np.testing.assert_array_equal(lanes, np.sum(parts, axis=0))
         return [lanes, out]
 
@@ -134,8 +134,8 @@ def test_lowered_lanes_are_the_mean_of_the_decoded():
     for kernels in BACKENDS:
         lanes[:] = 0
         for payload in q:
-            kernels.add_lanes(payload, lanes)
-        kernels.lower_lanes(lanes, scales, 1024, 0.25, out)
+            kernels.add_int8(payload, lanes)
+        kernels.finalize_int8(lanes, scales, 1024, 0.25, out)
         kernels.dequantise_int8_sum(q, [scales] * 4, 1024, summed)
         assert_same(out, summed * np.float32(0.25))
 

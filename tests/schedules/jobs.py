@@ -45,7 +45,7 @@ def expected(job: Terms, round_: int, stream: int, place: slice, workers: list[i
         return np.max([np.full(found.size, -np.inf, np.float32), *given], axis=0)[place]
     total, table = np.zeros(found.size, lanes), job.tables[found.table]
     for each in given:
-        reference.lift_indices(each, table.bits, table.array, total, accumulate=True)
+        reference.lookup_indices(each, table.bits, table.array, total, accumulate=True)
     return total[place]
 
 

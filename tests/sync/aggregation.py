@@ -115,7 +115,7 @@ class Room:
             return payload
         table, lanes = self.terms.tables[described.table], np.zeros(described.size, np.uint32)
         assert payload.nbytes == self.terms.payload_bytes(stream, described.size)
-        reference.lift_indices(payload, table.bits, table.array, lanes)
+        reference.lookup_indices(payload, table.bits, table.array, lanes)
         return lanes
 
 

@@ -102,7 +102,7 @@ def test_batches_of_different_kinds_keep_apart() -> None:
 @pytest.mark.parametrize("strategy", ["scatter_reduce", "allgather"])
 def test_a_value_that_does_not_fit_costs_every_rank_the_step(compressor: str, value: float, strategy: str) -> None:
     """Also one that is finite: what all would make of it is an infinity. Residuals are as before the step."""
-    state = {"version": 1, "local": {"w2": {"100": torch.ones(900)}}, "aggregate": {}}
+    state = {"version": 2, "local": {"w2": {"100": torch.ones(900)}}, "aggregate": {}}
 
     def run(one: Synchronizer) -> list[torch.Tensor]:
         one.register(SPECS)
@@ -201,7 +201,7 @@ def test_what_16_bits_cannot_hold_of_a_residual_is_left_again() -> None:
         left = one.state_dict()["residuals"]["local"].get("w", {}).get("0", torch.zeros(10))
         return total, left.double()
 
-    residuals = {"version": 1, "local": {"w": {"0": torch.full((10,), small)}}, "aggregate": {}}
+    residuals = {"version": 2, "local": {"w": {"0": torch.full((10,), small)}}, "aggregate": {}}
     with ranks(2, DENSE) as group:
         found = group.each(run)
     assert torch.equal(found[0][0], found[1][0])
@@ -209,7 +209,7 @@ def test_what_16_bits_cannot_hold_of_a_residual_is_left_again() -> None:
 
 
 def test_a_tensor_that_was_not_used_keeps_what_is_left_of_it() -> None:
-    residuals = {"version": 1, "local": {"w": {"0": torch.ones(10)}}, "aggregate": {}}
+    residuals = {"version": 2, "local": {"w": {"0": torch.ones(10)}}, "aggregate": {}}
 
     def run(one: Synchronizer) -> list[torch.Tensor]:
         one.register({"w": TensorSpec((10,))})

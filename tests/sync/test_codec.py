@@ -10,7 +10,7 @@ import gradwire as gw
 from gradwire.core.errors import SyncError
 from gradwire.core.spec import ELEMENT_TYPES
 from gradwire.feedback.residuals import Residuals
-from gradwire.sync.codec import EMPTY, LaneCodec, LossyCodec, make_codec
+from gradwire.sync.codec import EMPTY, AccumulatorCodec, LossyCodec, make_codec
 from gradwire.sync.item import Item, Message, Part
 from gradwire.sync.plan import PlanEntry
 from gradwire.wire.frame import FrameFlags, FrameKind
@@ -222,7 +222,7 @@ def test_the_mean_is_written_in_every_element_type(compressor: object, dtype: to
 
 def test_the_kind_of_frame_follows_the_algebra() -> None:
     lossy, lanes = codec(0, gw.make("threelc")), codec(0, SHARED)
-    assert (type(lossy), type(lanes)) == (LossyCodec, LaneCodec)
+    assert (type(lossy), type(lanes)) == (LossyCodec, AccumulatorCodec)
     assert [lossy.kind(stage) for stage in (0, 1)] == [FrameKind.PAYLOAD] * 2
     assert [lanes.kind(stage) for stage in (0, 1)] == [FrameKind.PAYLOAD, FrameKind.AGGREGATE]
 

@@ -107,14 +107,14 @@ def test_a_file_with_strange_entries_is_refused():
     document = json.loads(costs().to_json())
     changes = {
         "another.": {"format": "gradwire plan"},
-        "version 1, got 2": {"version": 2},
+        "version 2, got 3": {"version": 3},
         "Do: correct the file": {"speed": 1},
         "Do: pass links=": {"links": []},
         "finite numbers": {"task": -1},
         "latency, seconds_per_byte": {"links": [{"latency": 1}]},
         "in none, encode": {"codecs": {"none": document["codecs"]["none"] | {"encode": {"fixed": 1}}}},
         "all given or all left out": {
-            "codecs": {"none": document["codecs"]["none"] | {"lift": {"fixed": 1, "slope": 1}}}
+            "codecs": {"none": document["codecs"]["none"] | {"accumulate": {"fixed": 1, "slope": 1}}}
         },
         'costs of "none"': {"codecs": {}},
         "codecs by name": {"codecs": [1]},

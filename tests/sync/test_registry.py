@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradwire as gw
+from gradwire.compressors.base import SummableCompressor
 from gradwire.compressors.base.registry import code
 from gradwire.core.errors import FrameError
 from gradwire.core.spec import TensorSpec
@@ -165,8 +166,8 @@ def test_a_peer_may_be_two_whole_steps_ahead_by_bytes_and_by_frames() -> None:
     assert limit >= slack + 2 * step + 2 * HEADER_BYTES * len(SPECS)
     for name, spec in SPECS.items():  # lanes are wider than payloads
         compressor = REGISTRY.entries[name].compressor
-        if compressor.summable:
-            lanes = compressor.num_lanes(spec) * compressor.lane_dtype(3).itemsize
+        if isinstance(compressor, SummableCompressor):
+            lanes = compressor.accumulator_size(spec) * compressor.accumulator_dtype(3).itemsize
             step += max(0, lanes - compressor.max_encoded_bytes(spec))
     assert limit < slack + 4 * step + HEADER_BYTES * 6 * 3 * len(SPECS) + 1
     cut = TensorRegistry(Plan({"*": "topk"}, partitions=64), 8)

@@ -23,7 +23,7 @@ SPECS = {name: TensorSpec((size,)) for name, size in SIZES.items()}
 
 
 def state_of(rank: int, world_size: int, residuals: Residuals, **others: Any) -> dict[str, Any]:
-    state = {"version": 1, "step": 9, "seed": 4, "rank": rank, "world_size": world_size}
+    state = {"version": 2, "step": 9, "seed": 4, "rank": rank, "world_size": world_size}
     return {**state, "residuals": residuals.state_dict(), **others}
 
 
@@ -106,9 +106,9 @@ def test_the_rule() -> None:
 def test_new_ranks_begin_with_no_residual_and_all_else_is_theirs() -> None:
     states = job(3, loss_scale=8.0)
     for state in states:
-        state["residuals"]["carried"] = {"a": torch.ones(4)}  # of powersgd: the same on all ranks
+        state["residuals"]["states"] = {"a": {"0:12": torch.ones(4)}}  # of powersgd: the same on all ranks
     new = resize_state(states, 4)[3]
-    assert new["residuals"].pop("carried")["a"].tolist() == [1.0] * 4
+    assert new["residuals"].pop("states")["a"]["0:12"].tolist() == [1.0] * 4
     assert new["residuals"] == Residuals().state_dict()
     assert new["loss_scale"] == 8.0
 

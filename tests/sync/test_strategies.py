@@ -216,6 +216,6 @@ def test_a_graph_prints_as_its_primitives() -> None:
 
 
 def test_codec_choice_follows_the_algebra() -> None:
-    for compressor, expected in ((gw.make("threelc"), "LossyCodec"), (gw.make("int8shared"), "LaneCodec")):
+    for compressor, expected in ((gw.make("threelc"), "LossyCodec"), (gw.make("int8shared"), "AccumulatorCodec")):
         item = Item("w", 0, torch.zeros(10), PlanEntry(compressor), 0, 0)
         assert type(make_codec(item, Residuals(), 0, 2, 0)).__name__ == expected

@@ -438,8 +438,8 @@ def test_a_resume_under_another_strategy_and_partitions_loses_nothing(old: Any, 
     [
         ({"rank": 5}, "Expected a state of rank 0, got 5"),
         ({"world_size": 8}, "Expected a state of world_size 1, got 8"),
-        ({"version": 99}, "Expected a state of version 1, got 99"),
-        ({"version": None}, "Expected a state of version 1, got None"),
+        ({"version": 99}, "Expected a state of version 2, got 99"),
+        ({"version": None}, "Expected a state of version 2, got None"),
     ],
 )
 def test_the_state_of_another_rank_or_version_is_refused_with_advice(changed: Any, said: str) -> None:
@@ -454,8 +454,8 @@ def test_the_state_of_another_rank_or_version_is_refused_with_advice(changed: An
 
 
 def test_a_state_of_unknown_tensors_is_refused_and_changes_nothing() -> None:
-    state = {"version": 1, "step": 5, "seed": 3, "rank": 0, "world_size": 1}
-    residuals = {"version": 1, "local": {"v": {"0": torch.ones(4)}}, "aggregate": {}}
+    state = {"version": 2, "step": 5, "seed": 3, "rank": 0, "world_size": 1}
+    residuals = {"version": 2, "local": {"v": {"0": torch.ones(4)}}, "aggregate": {}}
     one = alone(tensors={"w": TensorSpec((4,))})
     with pytest.raises(ValueError, match=r"Unknown parameter in the residual state 'v'. Known: w"):
         one.load_state_dict(state | {"residuals": residuals})

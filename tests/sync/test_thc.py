@@ -44,13 +44,13 @@ def exact_mean(codec: gw.Compressor, world_size: int, num_parts: int, grads: lis
         each = [codec.stats(piece, ctx, scale) for piece, ctx in zip(pieces, ctxs, strict=True)]
         combine = {"max": np.maximum, "min": np.minimum}
         stats = [combine[rows[0].reduction].reduce([row.values for row in rows]) for rows in zip(*each, strict=True)]
-        lanes = np.zeros(codec.num_lanes(spec), np.int64)
+        lanes = np.zeros(codec.accumulator_size(spec), np.int64)
         for piece, ctx in zip(pieces, ctxs, strict=True):
-            payload = codec.encode_compensated(piece, ctx, None, scale=scale, stats=stats)
-            lanes += codec.lift(payload, ctx, np.zeros(lanes.size, np.uint32))
-        assert lanes.max() <= np.iinfo(codec.lane_dtype(world_size)).max
-        narrow = lanes.astype(codec.lane_dtype(world_size))
-        codec.lower(narrow, world_size, ctxs[0], stats, mean[part.slice])
+            payload = codec.encode(piece, ctx, stats, scale=scale)
+            codec.accumulate(payload, ctx, lanes)
+        assert lanes.max() <= np.iinfo(codec.accumulator_dtype(world_size)).max
+        narrow = lanes.astype(codec.accumulator_dtype(world_size))
+        codec.finalize(narrow, world_size, ctxs[0], stats, mean[part.slice])
     return mean
 
 
@@ -85,19 +85,21 @@ def test_a_strategy_gives_what_the_exact_integer_aggregate_gives(world_size: int
     assert (expected - exact).norm() < 0.5 * exact.norm()
 
 
-@pytest.mark.parametrize(("codec", "lane_bits"), [
+@pytest.mark.parametrize(("codec", "accumulator_bits"), [
     (gw.make("thc", granularity=90, bits=3), [8, 16, 16]),
-    (gw.make("thc", granularity=90, bits=3, lane_bits=32), [32] * 3),
+    (gw.make("thc", granularity=90, bits=3, accumulator_bits=32), [32] * 3),
     (gw.make("int8shared"), [16] * 3),
 ], ids=repr)  # fmt: skip
-def test_lanes_widen_from_hop_to_hop_of_a_ring(codec: gw.Compressor, lane_bits: list[int]) -> None:
+def test_lanes_widen_from_hop_to_hop_of_a_ring(codec: gw.Compressor, accumulator_bits: list[int]) -> None:
     """Two values of 90 fit 8 bits, five do not: an aggregate has the lanes that its own sum needs, and a header says no
     other length.
     """
     world_size, hops = 5, [1, 2, 4]  # a stage has as many payloads and one
     entry = PlanEntry(codec, "ring")
-    assert [8 * entry.lane_dtype(stage, world_size).itemsize for stage in hops] == lane_bits
-    assert 8 * PlanEntry(codec).lane_dtype(1, world_size).itemsize == lane_bits[-1], "owners add all at once"
+    assert [8 * entry.accumulator_dtype(stage, world_size).itemsize for stage in hops] == accumulator_bits
+    assert 8 * PlanEntry(codec).accumulator_dtype(1, world_size).itemsize == accumulator_bits[-1], (
+        "owners add all at once"
+    )
     grads = [gradient(rank) for rank in range(world_size)]
 
     def run(one: Synchronizer) -> int:
@@ -112,9 +114,9 @@ def test_lanes_widen_from_hop_to_hop_of_a_ring(codec: gw.Compressor, lane_bits: 
     parts = [TensorSpec((part.count,)) for part in split(NUMEL, world_size)]
     stats = sum(4 * length for spec in parts for length, _ in codec.stats_spec(spec))
     indices = sum(codec.max_encoded_bytes(spec) for spec in parts) - stats
-    widths = sum(entry.lane_dtype(stage, world_size).itemsize for stage in range(1, world_size - 1))
-    widths += (world_size - 1) * entry.lane_dtype(world_size, world_size).itemsize  # the mean, once more round
-    lanes = sum(codec.num_lanes(spec) for spec in parts) * widths
+    widths = sum(entry.accumulator_dtype(stage, world_size).itemsize for stage in range(1, world_size - 1))
+    widths += (world_size - 1) * entry.accumulator_dtype(world_size, world_size).itemsize  # the mean, once more round
+    lanes = sum(codec.accumulator_size(spec) for spec in parts) * widths
     frames = HEADER_BYTES * world_size * (world_size - 1) * (world_size + 2)
     assert sent == (world_size * (world_size - 1)) * stats + indices + lanes + frames
 
@@ -185,5 +187,5 @@ def test_eight_bits_travel_back_at_eight_ranks() -> None:
     """Half a byte an element to whoever adds, a byte back: the paper's 8 times and 4 times less."""
     codec, spec = gw.make("thc"), TensorSpec((1 << 20,))
     there = codec.max_encoded_bytes(spec) - 4 * (1 << 10)  # norms travel in the preliminary round
-    back = codec.num_lanes(spec) * codec.lane_dtype(8).itemsize - 1
+    back = codec.accumulator_size(spec) * codec.accumulator_dtype(8).itemsize - 1
     assert (there, back) == (spec.nbytes // 8, spec.nbytes // 4)

@@ -69,7 +69,7 @@ def encode_calls(
     codec = make(method, ratio=ratio)
     ctx = Context("layer.weight", spec=TensorSpec.of(grad))
     yield "encode", "read", lambda: codec.encode(grad, ctx)
-    yield "encode with feedback", "copy", lambda: codec.encode_compensated(grad, ctx, work, scale=0.25)
+    yield "encode with feedback", "copy", lambda: codec.encode(grad, ctx, scale=0.25, residual_out=work)
 
 
 def encoding(size_mb: int, repeats: int, ratios: Sequence[float], methods: Sequence[str]) -> Iterator[Figure]:

@@ -69,7 +69,7 @@ class Copy:
             return grad * scale
         aux = self.state(name, Range(0, grad.numel()))
         ctx = Context(name, world_size=RANKS, spec=TensorSpec.of(grad), aux=aux)
-        payload = self.codec.encode_compensated(grad, ctx, None, scale=scale)
+        payload = self.codec.encode(grad, ctx, scale=scale)
         self.bytes, self.plain = self.bytes + payload.body.nbytes, self.plain + grad.nbytes
         return self.codec.decode(payload, ctx)
 

@@ -154,10 +154,10 @@ def step_figures(step: int, loss: float, found: list[Recorded], codes: Codes) ->
     for each in found:
         table = codes.tables.get(each.name)
         for method, aux in (("lossless", {}), ("gcomp", each.aux), ("gcomp, default table", each.aux)):
-            hint = {} if table is None or method.endswith("table") else {"table": table}
-            ctx = Context(each.name, world_size=RANKS, spec=TensorSpec.of(each.grad), aux={**aux, **hint})
+            state = None if method.endswith("table") else table
+            ctx = Context(each.name, world_size=RANKS, spec=TensorSpec.of(each.grad), aux=aux, state=state)
             codec = make(method.split(",")[0])
-            packed[method] += codec.encode_compensated(each.grad, ctx, None, scale=1 / RANKS).body.nbytes
+            packed[method] += codec.encode(each.grad, ctx, scale=1 / RANKS).body.nbytes
         own, raw = counts_of(each.grad), exponents_of(each.grad)
         prior = exponent_prior.code(torch.float32)
         fresh = prior if table is None else PrefixCode.from_bytes(table.numpy().tobytes())
@@ -191,14 +191,14 @@ class Codes:
 
     def __init__(self, found: list[Recorded]) -> None:
         self.first = self.now = self._of_all(found)
-        self.tables: dict[str, torch.Tensor] = {}
+        self.tables: dict[str, np.ndarray] = {}
 
     def refresh(self, found: list[Recorded]) -> None:
         self.now = self._of_all(found)
         for each in found:
             counts = counts_of(each.grad)
             counts[0] = max(int(counts[0]), int(counts.sum()) // 16)
-            self.tables[each.name] = torch.frombuffer(bytearray(PrefixCode.of(counts).to_bytes()), dtype=torch.uint8)
+            self.tables[each.name] = np.frombuffer(PrefixCode.of(counts).to_bytes(), np.uint8)
 
     @staticmethod
     def _of_all(found: list[Recorded]) -> PrefixCode:

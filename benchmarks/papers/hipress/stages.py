@@ -55,10 +55,19 @@ class TorchOnebit(Compressor):
         return 8 + -(-spec.numel // 8)
 
     def encode(
-        self, grad: torch.Tensor, ctx: Context, stats: Sequence[np.ndarray] = (), residual: np.ndarray | None = None
+        self,
+        grad: torch.Tensor,
+        ctx: Context,
+        stats: Sequence[np.ndarray] = (),
+        *,
+        scale: float = 1.0,
+        residual_in: np.ndarray | None = None,
+        residual_out: np.ndarray | None = None,
     ) -> Payload:
         """See `Compressor`."""
-        g = grad.reshape(-1).float()
+        g = grad.reshape(-1).float() * scale
+        if residual_in is not None:
+            g += torch.from_numpy(residual_in)
         negative = g < 0
         count = negative.sum()
         low_sum = torch.where(negative, g, 0).sum()
@@ -66,25 +75,9 @@ class TorchOnebit(Compressor):
         if not means.isfinite().all():
             return Payload(np.empty(0, np.uint8), nonfinite=True)
         bits = torch.nn.functional.pad((~negative).view(torch.uint8), (0, -g.numel() % 8))
-        if residual is not None:
-            torch.sub(g, torch.where(negative, *means), out=torch.from_numpy(residual))
+        if residual_out is not None:
+            torch.sub(g, torch.where(negative, *means), out=torch.from_numpy(residual_out))
         return Payload(torch.cat((means.view(torch.uint8), pack(bits, 1))).numpy())
-
-    def encode_compensated(
-        self,
-        grad: torch.Tensor,
-        ctx: Context,
-        work: np.ndarray | None,
-        *,
-        scale: float = 1.0,
-        residual: np.ndarray | None = None,
-        stats: Sequence[np.ndarray] = (),
-    ) -> Payload:
-        """See `Compressor`."""
-        g = grad.reshape(-1).float() * scale
-        if residual is not None:
-            g += torch.from_numpy(residual)
-        return self.encode(g, ctx, residual=work)
 
     def decode(
         self,

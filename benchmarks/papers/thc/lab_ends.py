@@ -93,7 +93,7 @@ def serve(sessions: int, host: str, workers: int, report: str) -> None:
     from gradwire.server.aggregation import AggregationOptions, AggregationServer
 
     for lanes in (np.zeros(1024, np.uint8), np.zeros(1024, np.uint16)):  # compiled before anybody waits
-        kernels.lift_indices(np.zeros(512, np.uint8), 4, np.arange(16, dtype=np.uint32), lanes, True)
+        kernels.lookup_indices(np.zeros(512, np.uint8), 4, np.arange(16, dtype=np.uint32), lanes, True)
     for _ in range(sessions):
         began = time.process_time()
         AggregationServer(AggregationOptions(workers, host, PORT)).run(lambda said: None)

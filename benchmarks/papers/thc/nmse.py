@@ -32,6 +32,7 @@ import typer
 
 from benchmarks.plotting import figure
 from gradwire.compressors import Compressor, make
+from gradwire.compressors.base import SummableCompressor
 from gradwire.compressors.base.registry import compressor_of
 from gradwire.compressors.support import thc_tables
 from gradwire.core.context import Context
@@ -72,13 +73,13 @@ def there_and_back(codec: Compressor, grads: Sequence[torch.Tensor], step: int) 
     scale = 1 / num_ranks
     each = [codec.stats(grad, ctx, scale) for grad, ctx in zip(grads, ctxs)]
     reduced = [np.maximum.reduce([stat.values for stat in entry]) for entry in zip(*each)]
-    payloads = [codec.encode_compensated(grad, ctx, None, scale=scale, stats=reduced) for grad, ctx in zip(grads, ctxs)]
+    payloads = [codec.encode(grad, ctx, reduced, scale=scale) for grad, ctx in zip(grads, ctxs)]
     mean = torch.empty(spec.shape)
-    if codec.summable:
-        lanes = np.zeros(codec.num_lanes(spec), codec.lane_dtype(num_ranks))
+    if isinstance(codec, SummableCompressor):
+        lanes = np.zeros(codec.accumulator_size(spec), codec.accumulator_dtype(num_ranks))
         for payload, ctx in zip(payloads, ctxs):
-            codec.lift(payload, ctx, lanes, accumulate=True)
-        codec.lower(lanes, num_ranks, ctxs[0], reduced, mean)
+            codec.accumulate(payload, ctx, lanes)
+        codec.finalize(lanes, num_ranks, ctxs[0], reduced, mean)
         return mean, mean
     codec.decode_sum(payloads, ctxs, mean, stats=reduced)
     again = Context("fc.weight", step=step, world_size=num_ranks, seed=SEED, stage=1, spec=spec)

@@ -257,10 +257,10 @@ class IntegerSums(Aggregator):
         spec = TensorSpec((size,))
         self.num_packets = codec.stats_spec(spec)[0][0]
         self.packet = codec.block if self.num_packets > 1 else size
-        shared, num_lanes = 4 * sum(count for count, _ in codec.stats_spec(spec)), codec.num_lanes(spec)
-        packed = index_bytes(num_lanes - 1, codec.coding(num_workers).bits)
+        shared, num_values = 4 * sum(count for count, _ in codec.stats_spec(spec)), codec.accumulator_size(spec)
+        packed = index_bytes(num_values - 1, codec.lookup_table(num_workers).bits)
         self.bits_there = 8 * (shared + packed) / size
-        self.bits_back = 8 * (shared + num_lanes * codec.lane_dtype(num_workers).itemsize) / size
+        self.bits_back = 8 * (shared + num_values * codec.accumulator_dtype(num_workers).itemsize) / size
 
     def means(self, grads: Sequence[torch.Tensor], step: int) -> list[torch.Tensor]:
         """See `Aggregator`."""
@@ -271,7 +271,7 @@ class IntegerSums(Aggregator):
             self._take_back(payloads, there, stats, step)
         first = self.workers[0]
         mean = torch.empty(first.spec.shape)
-        self.codec.lower_blocks(self._sum(payloads, there, step), there.sum(0), first.context(step), stats, mean)
+        self.codec.finalize_blocks(self._sum(payloads, there, step), there.sum(0), first.context(step), stats, mean)
         self._divide(mean.numpy(), there.sum(0))
         self.lost += (~back).sum(1)
         return [self._received(mean, arrived) for arrived in back]
@@ -283,10 +283,13 @@ class IntegerSums(Aggregator):
     def _sum(self, payloads: Sequence[Payload], there: np.ndarray, step: int) -> np.ndarray:
         """Of the packets that arrived."""
         ctx = self.workers[0].context(step)
-        lanes = np.zeros(self.codec.num_lanes(self.workers[0].spec), self.codec.lane_dtype(self.num_workers))
+        lanes = np.zeros(
+            self.codec.accumulator_size(self.workers[0].spec), self.codec.accumulator_dtype(self.num_workers)
+        )
         values = np.empty_like(lanes)
         for payload, arrived in zip(payloads, there):
-            self.codec.lift(payload, ctx, values)
+            values.fill(0)
+            self.codec.accumulate(payload, ctx, values)
             for packet in np.flatnonzero(~arrived):
                 values[:-1][self._elements(packet)] = 0
             lanes += values

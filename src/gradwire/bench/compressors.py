@@ -68,7 +68,7 @@ def _cases(codec: Compressor, data: _Data) -> Iterator[Case]:
 
     def encode_with_feedback() -> object:
         # A residual of zeros, so that it does not grow from run to run.
-        return codec.encode_compensated(data.grad, data.ctx, data.work, scale=0.25, residual=None)
+        return codec.encode(data.grad, data.ctx, scale=0.25, residual_out=data.work)
 
     yield Case(
         f"{codec.name} encode", "float32", 4 * passes + bits, "read",
@@ -132,6 +132,7 @@ def first_use(name: str) -> float:
     ctx = Context("layer.weight", spec=TensorSpec((1000,)))
     start = time.perf_counter()
     codec.decode(codec.encode(grad, ctx), ctx)
-    codec.encode_compensated(grad, ctx, np.zeros(1000, np.float32), residual=np.zeros(1000, np.float32))
+    residual = np.zeros(1000, np.float32)
+    codec.encode(grad, ctx, residual_in=residual, residual_out=residual)
     codec.decode_sum([codec.encode(grad, ctx)] * 2, [ctx] * 2, torch.empty(1000))
     return time.perf_counter() - start

@@ -169,8 +169,8 @@ def _int8(b: _Buffers) -> Iterator[Case]:
         f"dequantise_int8_sum of {_RANKS}", "float32", 4 + _RANKS, "copy",
         lambda: kernels.dequantise_int8_sum(peers, [scales] * _RANKS, _BLOCK, y),
     )  # fmt: skip
-    yield Case("add_lanes", "int8", 5, "add", lambda: kernels.add_lanes(q, lanes))
-    yield Case("lower_lanes", "int16", 6, "copy", lambda: kernels.lower_lanes(lanes, scales, _BLOCK, 0.25, y))
+    yield Case("add_int8", "int8", 5, "add", lambda: kernels.add_int8(q, lanes))
+    yield Case("finalize_int8", "int16", 6, "copy", lambda: kernels.finalize_int8(lanes, scales, _BLOCK, 0.25, y))
 
 
 def _blocks(b: _Buffers) -> Iterator[Case]:
@@ -197,12 +197,12 @@ def _blocks(b: _Buffers) -> Iterator[Case]:
 
     yield Case("thc encode_indices 4", "float32", 4.5, "read", lambda: encode(b.x))
     yield Case("thc encode_indices 4 in place", "float32", 8.5, "update", lambda: encode(b.y, b.y))
-    lift = functools.partial(kernels.lift_indices, packed, 4, table, lanes)
-    yield Case("thc lift_indices 4", "uint8", 1.5, "write", lift)
-    yield Case("thc lift_indices 4 accumulate", "uint8", 2.5, "update", lambda: lift(accumulate=True))
+    lift = functools.partial(kernels.lookup_indices, packed, 4, table, lanes)
+    yield Case("thc lookup_indices 4", "uint8", 1.5, "write", lift)
+    yield Case("thc lookup_indices 4 accumulate", "uint8", 2.5, "update", lambda: lift(accumulate=True))
     yield Case(
-        "thc lower_blocks", "uint8", 5, "write",
-        lambda: kernels.lower_blocks(lanes, blocks, one, one, 0 * one, work, b.y),
+        "thc finalize_blocks", "uint8", 5, "write",
+        lambda: kernels.finalize_blocks(lanes, blocks, one, one, 0 * one, work, b.y),
     )  # fmt: skip
 
 

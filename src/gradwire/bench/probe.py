@@ -111,7 +111,9 @@ class Prober:
         for name, hook in halves.items():
             self.say(f"timing DDP's {hook} hook")
             timed[name] = watch.with_hook(hook)
-        priced = [method for method in (*self._methods, *self._extra) if not compressor_of(method.spec).whole]
+        priced = [
+            method for method in (*self._methods, *self._extra) if not compressor_of(method.spec).requires_full_tensor
+        ]
         self.say(f"measuring links and {len({'none', *(method.spec for method in priced)})} codecs")
         costs = survey.costs(method.spec for method in priced)
         own = replace(costs, native=_native_hop(dense, costs))
@@ -161,7 +163,7 @@ class Prober:
         found += [Candidate(f"gradwire {table.fidelity}", table.plan(), _use(table), table) for table in tried]
         for method in self._extra:
             compressor = compressor_of(method.spec)
-            if compressor.whole:
+            if compressor.requires_full_tensor:
                 found.append(Candidate(f"gradwire {method.spec}", Plan(compressor), _attach(method.spec)))
         self.tables = {candidate.name: candidate.table for candidate in found if candidate.table is not None}
         return found, {table.fidelity: table.step for table in singles if table not in tried}

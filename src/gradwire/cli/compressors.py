@@ -43,6 +43,7 @@ def compressors(
 
 def _row(name: str) -> dict[str, Any]:
     from gradwire.compressors import describe
+    from gradwire.compressors.base import SummableCompressor
     from gradwire.compressors.base.traced import TracedCompressor
     from gradwire.core.spec import TensorSpec
     from gradwire.lang.operators.base import used_operators
@@ -57,7 +58,7 @@ def _row(name: str) -> dict[str, Any]:
         "max_bits": codec.max_encoded_bytes(TensorSpec((1 << 10, SIZE >> 10))) * 8 / SIZE,
         "exact": codec.exact,
         "unbiased": codec.unbiased,
-        "summable": codec.summable,
+        "summable": isinstance(codec, SummableCompressor),
         "default_feedback": codec.default_feedback,
         "lines": program and program.num_encode_lines + program.num_decode_lines,
         "functions": program and program.functions,

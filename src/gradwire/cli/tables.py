@@ -65,5 +65,7 @@ def _show(found: Table, ranks: int) -> None:
         last = value
     console = Console()
     console.print(shown)
-    lane = thc_choice.lane_for(ranks, found.granularity)
-    console.print(f"cost {found.cost:.7f}; lanes of {8 * lane.itemsize} bits at {ranks} ranks", highlight=False)
+    accumulator = thc_choice.accumulator_for(ranks, found.granularity)
+    console.print(
+        f"cost {found.cost:.7f}; accumulators of {8 * accumulator.itemsize} bits at {ranks} ranks", highlight=False
+    )

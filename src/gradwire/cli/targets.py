@@ -116,4 +116,4 @@ def _makes_compressors(value: object) -> bool:
 
 def _is_own(value: object, module: ModuleType) -> bool:
     """Whether a module defines a function, a class or an algorithm itself."""
-    return callable(value) and getattr(getattr(value, "encode_function", value), "__module__", "") == module.__name__
+    return callable(value) and getattr(value, "__module__", "") == module.__name__

@@ -1,7 +1,9 @@
-"""bfloat16: every element rounded to 7 bits of mantissa, with the exponent range of float32.
+"""bfloat16: every element rounded to 7 bits of mantissa, with the range of float32.
 
-Biased by rounding alone: relative error at most 2^-8 for normal numbers. Only an element that rounds past the
-largest bfloat16, 3.39e38, marks the payload as non-finite.
+Biased by rounding only: the relative error is at most 2⁻⁸ for normal numbers. An element that rounds past the largest
+bfloat16, 3.39e38, marks the payload as non-finite.
+
+Body: the elements, 2 bytes each.
 
 Source: PyTorch's `bf16_compress_hook`. Differences: as for `fp16`.
 """

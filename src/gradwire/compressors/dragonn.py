@@ -1,15 +1,17 @@
-"""DRAGONN: elements above a sampled threshold write themselves to slots that a hash gives them; who collides waits.
+"""DRAGONN: each element above a threshold writes itself to a slot that a hash of its position selects.
 
-Biased; on average a contraction by lemma A.8 of the paper, so it needs error feedback. Payloads cannot be summed. Of
-the elements above the threshold, as many as there are slots, ceil(ratio N), about 63 % find a slot of their own or come
-last to a shared one. The others stay in the residual, as what is below the threshold does. Body: how many there are,
-values as float32, positions in few bits; see `gradwire.lang.operators.hash` for the slots.
+Biased; on average a contraction by lemma A.8 of the paper, so it needs error feedback. There are ceil(ratio · N) slots
+and about as many elements above the threshold. Several elements may select the same slot, and the last one stays: about
+63 % of the slots are filled. All other elements remain in the residual.
 
-Source: Wang et al. 2022, algorithm 1. Differences: the hash is drawn afresh for each step, rank and tensor, so that no
-element loses for ever. Empty slots are not sent, and zeros never chosen. The threshold is that of a stratified sample
-of 8 / `ratio` elements, of which 8 are expected above it: its error changes how full the slots are, and no more. The
-paper takes 1 % of the elements, which is too few of a small tensor and costs more than the rest for a large one. With
-`carry` it is that of the step before, corrected by how many were sent, as long as slots stay between 30 and 90 % full.
+Body: number of elements, values as float32, positions in few bits; see `gradwire.lang.operators.hash` for the slots.
+
+Source: Wang et al. 2022, algorithm 1. Differences: the hash is drawn for each step, rank and tensor, so that no element
+loses in every step. Empty slots and zeros are not sent. The threshold comes from a stratified sample of 8 / `ratio`
+elements, of which 8 are expected above it; its error only changes how many slots are filled. The paper samples 1 % of
+the elements, which is too few for small tensors, and for large ones costs more than all else. With `carry`, the
+threshold is that of the previous step, corrected by the number of elements sent, while 30 to 90 % of the slots are
+filled.
 """
 # Shapes: N = elements of the tensor or range, K = elements sent
 
@@ -23,39 +25,40 @@ import numpy as np
 from gradwire.compressors.base.array import SMALLEST
 from gradwire.compressors.base.decorator import compressor
 from gradwire.compressors.support.warmup import ratio_at, warmed
-from gradwire.lang import ceil, concat, maximum, remembered, where
+from gradwire.lang import ceil, concat, maximum, previous_state, where
 
-_FEW_SLOTS = 256  # as many samples would do, and the count of fewer says little
+_FEW_SLOTS = 256  # below this, the number of filled slots is a poor estimate, and sampling is cheap
 _FULL = (0.3, 0.9)
-# How much of a threshold's logarithm is corrected by that of the load. Magnitudes thin out with a power of 2 to 14 of
-# the threshold (heavy tails, and a normal distribution's at 0.0001): the error of a step is cut to 0.75 to -0.75.
+# Exponent of the load in the correction of the threshold. The number of elements falls with the threshold to a power
+# of 2 (heavy tails) to 14 (a normal distribution at 0.0001), so each step multiplies the error by 0.75 to -0.75.
 _CORRECTION = 1 / 8
 
 
-def corrected(body: np.ndarray, size: int, step: int, *, ratio: float, warmup: int, **_: Any) -> float:
-    """The next step's threshold: the least magnitude that was sent, and more if slots were fuller than they should be.
+def corrected(body: np.ndarray, size: int, step: int, *, ratio: float, warmup: int, **_: Any) -> np.ndarray:
+    """Threshold of the next step: the smallest magnitude that was sent, corrected by the number of filled slots.
 
-    A share of 1 - exp(-load) of the slots is filled by as many survivors as load says for each slot; it shall be 1.
+    With `load` elements per slot above the threshold, a fraction of 1 - exp(-load) of the slots is filled. The target
+    is a load of 1.
     """
     slots = max(1.0, ratio_at(ratio, warmup, step) * size)
     kept = int(body[:4].view(np.uint32)[0])
     if slots < _FEW_SLOTS or not _FULL[0] <= kept / slots <= _FULL[1]:
-        return 0.0
+        return np.zeros(1, np.float32)
     least = float(np.abs(body[4 : 4 + 4 * kept].view(np.float32)).min())
-    return float(least * (-math.log1p(-kept / slots)) ** _CORRECTION)
+    return np.array([least * (-math.log1p(-kept / slots)) ** _CORRECTION], np.float32)
 
 
-@compressor(remember=corrected)
+@compressor(next_state=corrected)
 def dragonn(g: Any, ratio: float = 0.001, warmup: int = 0, carry: bool = False) -> Any:
-    """Hashed selection: one read of the gradient, whatever is kept.
+    """Hashed selection: reads the gradient once, for any ratio.
 
     Args:
-        g: the gradient.
-        ratio: slots, as a fraction of the elements; about 63 % of them are filled.
-        warmup: steps in which that fraction falls to `ratio`, from 25 % on.
-        carry: take the threshold from the step before where there is one. Needs feedback, which keeps it.
+        g: Gradient.
+        ratio: Number of slots, as a fraction of the elements; about 63 % of them are filled.
+        warmup: Steps in which that fraction falls to `ratio`, from 25 % on.
+        carry: If true, take the threshold from the previous step when there is one.
     """
-    before = remembered() if carry else 0.0
+    before = previous_state() if carry else 0.0
     sizes = abs(g).sample(where(before > 0, 1, ceil(8 / ratio)) if carry else ceil(8 / ratio)).sort(descending=True)
     now = warmed(ratio, warmup)
     threshold = maximum(sizes[ceil(now * sizes.size) - 1], SMALLEST)  # zeros are not sent

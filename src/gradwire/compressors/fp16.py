@@ -1,10 +1,12 @@
-"""IEEE half precision: every element rounded to 10 bits of mantissa and 5 of exponent.
+"""IEEE half precision: every element rounded to 10 bits of mantissa and 5 bits of exponent.
 
-Biased by rounding alone: relative error at most 2^-11 between 2^-14 and 65504, nothing is kept below 2^-25.
-An element beyond 65504 marks the payload as non-finite.
+Biased by rounding only: the relative error is at most 2⁻¹¹ between 2⁻¹⁴ and 65504, and elements below 2⁻²⁵ become 0. An
+element beyond 65504 marks the payload as non-finite.
 
-Source: PyTorch's `fp16_compress_hook`. Differences: the caller scales by 1/W before the cast, which is where
-the hook divides; the overflow is marked, not left to be found in the model.
+Body: the elements, 2 bytes each.
+
+Source: PyTorch's `fp16_compress_hook`. Differences: the hook divides by the world size before the cast; here the caller
+passes `scale`, with the same result. An overflow is marked, so that the step is skipped and the model stays intact.
 """
 
 from __future__ import annotations

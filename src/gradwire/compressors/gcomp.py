@@ -1,16 +1,18 @@
-"""GCOMP: `lossless`, after the bits of each gradient that its update would not notice have been cut off.
+"""GCOMP: `lossless`, after cutting off the bits of each gradient that the parameter update would not notice.
 
-Needs the parameter and the state of its optimizer beside the gradient, as `attach(ddp, "gcomp", optimizer=opt)` hands
-them over. `gcomp_metric` says which bits those are and what that guarantees. Without them, as in a context with nothing
-in `aux`, nothing is cut off and every bit is kept.
+Needs the parameter and the state of its optimizer in addition to the gradient; `attach(ddp, "gcomp", optimizer=opt)`
+provides them. `support.gcomp_metric` explains which bits are cut, and what that guarantees. If a context has no such
+state in `aux`, all bits are kept.
 
-Biased: magnitudes are cut, never rounded up. What is cut is not kept as a residual; it is below what an update shows.
+Biased: magnitudes are cut, never rounded up. The cut bits are not kept as a residual, since no update would show them.
 
-`ctx.aux` has the range's elements of ``parameter``, ``first`` and ``second`` (the moments, where there are any),
-``numbers`` (see `kernels.update_limits`), ``loss_scale``, and ``clipped``, which stands for the option. Body: that of
-`lossless`.
+`ctx.aux` has these entries for the elements of the range: ``parameter``; ``first`` and ``second``, the moments of the
+optimizer, if it has any; ``numbers``, see `kernels.update_limits`; ``loss_scale``; and ``clipped``, which has the same
+meaning as the option.
 
-Source: GCOMP (SoCC 2024). Differences: those of `gcomp_metric`, `kernels.float_format` and `kernels.prefix_code`.
+Body: as for `lossless`.
+
+Source: GCOMP (SoCC 2024). Differences: those of `support.gcomp_metric` and `support.float_packing`.
 """
 # Shapes: N = elements of the tensor or range, W = ranks
 
@@ -22,11 +24,11 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from gradwire.compressors.base.array import NONFINITE, scratch, start_residual
+from gradwire.compressors.base.array import NONFINITE, scratch
 from gradwire.compressors.base.options import flag
 from gradwire.compressors.base.registry import register
-from gradwire.compressors.lossless import FloatPacking
 from gradwire.compressors.none import ARRAY_DTYPES, convert
+from gradwire.compressors.support.float_packing import FloatPacking
 from gradwire.compressors.support.gcomp_metric import guard
 from gradwire.core.context import Context
 from gradwire.core.spec import TensorSpec, as_array
@@ -34,7 +36,7 @@ from gradwire.kernels import active as kernels
 from gradwire.kernels.float_format import LEVELS
 from gradwire.wire.payload import Payload
 
-# Elements that stay in a core's cache while they are scaled, their limits found, and cut.
+# Elements that stay in a core's cache while they are scaled and cut.
 _PIECE = 1 << 15
 
 
@@ -43,10 +45,10 @@ class GComp(FloatPacking):
     """`lossless`, without the bits that the optimizer's update would not notice.
 
     Args:
-        table: another prefix code to begin with than the default, all ranks the same; see `FloatPacking`.
-        refresh: every so many steps each tensor gets a code of its own gradients; 0 for never.
-        clipped: whether gradients are multiplied by a factor of their norm before the optimizer's step
-            (`clip_grad_norm_`): then at most 6 bits are cut, and none of 16-bit elements, so that the norm stays.
+        table: Prefix code to begin with, the same on all ranks; see `FloatPacking`. By default a built-in one.
+        refresh: Number of steps after which each tensor gets a new code, made from its averaged gradient; 0 for never.
+        clipped: Whether `clip_grad_norm_` scales gradients before the optimizer's step. If true, at most 6 bits are
+            cut, and none of 16-bit elements, so that the norm stays the same.
     """
 
     name: ClassVar[str] = "gcomp"
@@ -64,34 +66,8 @@ class GComp(FloatPacking):
         return {**super().options, "clipped": self.clipped}
 
     def contraction(self, spec: TensorSpec) -> float | None:
-        """None: subnormal numbers may be cut to nothing."""
+        """None: subnormal numbers may be cut to zero."""
         return None
-
-    def encode(
-        self,
-        grad: torch.Tensor,
-        ctx: Context,
-        stats: Sequence[np.ndarray] = (),
-        residual: np.ndarray | None = None,
-    ) -> Payload:
-        """Truncate and pack `grad`; ctx.spec, where given, says in which element type."""
-        return self._encode(grad, ctx, 1.0, residual)
-
-    def encode_compensated(
-        self,
-        grad: torch.Tensor,
-        ctx: Context,
-        work: np.ndarray | None,
-        *,
-        scale: float = 1.0,
-        residual: np.ndarray | None = None,
-        stats: Sequence[np.ndarray] = (),
-    ) -> Payload:
-        """Truncate and pack scale · grad + residual."""
-        if work is not None:
-            return super().encode_compensated(grad, ctx, work, scale=scale, residual=residual)
-        assert residual is None, "a residual without a place for the next one would be lost"
-        return self._encode(grad, ctx, scale, None)
 
     def decode(
         self,
@@ -107,26 +83,18 @@ class GComp(FloatPacking):
         self._expect_bytes(payload, 0)
         return self._output(ctx, out).fill_(torch.nan)
 
-    def _encode(self, grad: torch.Tensor, ctx: Context, scale: float, residual: np.ndarray | None) -> Payload:
-        dtype = grad.dtype if ctx.spec is None else ctx.spec.dtype
-        x = as_array(grad)
+    def _pack(self, x: np.ndarray, dtype: torch.dtype, scale: float, ctx: Context) -> tuple[Payload, np.ndarray]:
         clipped = self.clipped or bool(ctx.aux.get("clipped", False))
         levels = (1 if dtype == torch.float32 else 0) if clipped else LEVELS - 1
         if "numbers" in ctx.aux and dtype != torch.float64 and levels:
             elements, finite = _truncated(x, dtype, scale, ctx, levels)
         else:
             elements, finite = self._elements_to_send(x, dtype, scale)
-        if not finite:
-            return NONFINITE
-        payload = Payload(self._body(elements, dtype, ctx))
-        if residual is not None:
-            start_residual(x, residual)
-            kernels.compensate(elements, -1.0, residual, residual)
-        return payload
+        return (Payload(self._body(elements, dtype, ctx)) if finite else NONFINITE), elements
 
 
 def _truncated(x: np.ndarray, dtype: torch.dtype, scale: float, ctx: Context, levels: int) -> tuple[np.ndarray, bool]:
-    """Scale · x without what the update does not notice, in memory of this thread, and whether all of it is finite."""
+    """Scale · x without the bits that the update does not notice, in scratch memory, and whether it is finite."""
     memory = scratch(4 * _PIECE + dtype.itemsize * x.size)
     limits, elements = memory[: 4 * _PIECE].view(np.float32), memory[4 * _PIECE :].view(ARRAY_DTYPES[dtype])
     parameter, numbers = as_array(ctx.aux["parameter"]), as_array(ctx.aux["numbers"])

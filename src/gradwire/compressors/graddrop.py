@@ -1,12 +1,13 @@
-"""Gradient dropping: elements below a sampled quantile of magnitudes are dropped, the rest is sent as it is.
+"""Gradient dropping: elements below a sampled quantile of magnitudes are dropped, the others are sent.
 
-Biased; a contraction with delta >= 1/N (the largest element is always kept), so it needs error feedback. Payloads
-cannot be summed. Body: how many there are, values as float32, positions in few bits.
+Biased; a contraction with δ ≥ 1/N, since the largest element is always kept, so it needs error feedback.
 
-Source: Aji and Heafield 2017, section 3; HiPress (Bai et al. 2021), section 4.4. Differences: the sample is
-stratified, and has 2 / `ratio` elements at least, and 100 / `ratio` at most, so that no more than 100 of it are
-expected above the threshold, which is estimate enough. At most twice as many elements are sent as the ratio says, the
-largest, so that a payload has a bound; magnitudes that equal the threshold are kept.
+Body: number of elements, values as float32, positions in few bits.
+
+Source: Aji and Heafield 2017, section 3; HiPress (Bai et al. 2021), section 4.4. Differences: the sample is stratified.
+It has at least 2 / `ratio` elements, and at most 100 / `ratio`, of which 100 are expected above the threshold: enough
+for a good estimate. At most 2 · ceil(ratio · N) elements are sent, the largest ones, so that payloads have a bound.
+Magnitudes equal to the threshold are kept.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from gradwire.lang import ceil, concat, maximum, minimum
 
 @compressor(contraction=lambda size, **_: 1 / max(1, size))
 def graddrop(g: Any, ratio: float = 0.01, sample: float = 0.01, warmup: int = 0) -> Any:
-    """Drop what is below a sampled quantile of magnitudes.
+    """Drop elements below a sampled quantile of magnitudes.
 
     Args:
-        g: the gradient.
-        ratio: fraction to keep, about.
-        sample: sampled fraction, of at most 100 / `ratio` elements.
-        warmup: steps in which the fraction falls to `ratio`, from 25 % on.
+        g: Gradient.
+        ratio: Approximate fraction to keep.
+        sample: Sampled fraction; at most 100 / `ratio` elements are sampled.
+        warmup: Steps in which the fraction falls to `ratio`, from 25 % on.
     """
     count = minimum(maximum(ceil(sample * g.size), ceil(2 / ratio)), ceil(100 / ratio))
     sizes = abs(g).sample(count).sort(descending=True)

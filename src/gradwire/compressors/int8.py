@@ -1,8 +1,10 @@
-"""8-bit integers with a scale a block: q = x / scale in [-127, 127], scale = largest magnitude / 127.
+"""8-bit integers with a scale per block: q = x / scale in [-127, 127], with scale = largest magnitude / 127.
 
-Rounded stochastically (the default) it is unbiased and needs no feedback; rounded to nearest it is biased, and a
-contraction with delta = 1 / (1 + (B-1) / 254²). What is below 127 of the smallest float32 in a block is lost. Payloads
-cannot be summed: `int8shared` is for that. Body: ceil(N/B) scales as float32, then N int8.
+With stochastic rounding, the default, it is unbiased and needs no feedback. With rounding to nearest it is biased, and
+a contraction with δ = 1 / (1 + (B - 1) / 254²). Elements vanish in a block whose largest magnitude is below 127 times
+the smallest float32. Payloads cannot be summed; see `int8shared`.
+
+Body: ceil(N/B) scales as float32, then N integers.
 
 Source: 3LC (Lim, Andersen, Kaminsky 2019), section 5.1, "8-bit int" (255 values, -128 unused); block scales and
 stochastic rounding as in QSGD (Alistarh et al. 2017) with the maximum norm. Differences: scales are real numbers, not
@@ -26,18 +28,18 @@ def _feedback(stochastic: bool, **_: Any) -> FeedbackName:
 
 
 def _contraction(size: int, block: int, stochastic: bool) -> float | None:
-    """The largest of a block is exact, others lose half a step."""
+    """The largest element of a block is exact, the others lose at most half a step."""
     return None if stochastic else 1 / (1 + (block - 1) / (2 * _LEVELS) ** 2)
 
 
 @compressor(feedback=_feedback, unbiased=lambda stochastic, **_: stochastic, contraction=_contraction)
 def int8(g: Any, block: int = 1024, stochastic: bool = True) -> Any:
-    """8-bit integers with a scale a block.
+    """8-bit integers with a scale per block.
 
     Args:
-        g: the gradient.
-        block: elements that share a scale.
-        stochastic: round at random, without bias, rather than to nearest.
+        g: Gradient.
+        block: Elements that share a scale.
+        stochastic: If true, round at random and without bias; otherwise to nearest.
     """
     scale = abs(g).blocks(block).reduce(max) / _LEVELS
     q = floor(g / scale + random()) if stochastic else round_even(g / scale)

@@ -1,15 +1,15 @@
-"""8-bit integers with a scale a block that all ranks share, so that payloads add up: see `int8`.
+"""8-bit integers with a scale per block that all ranks share, so that payloads add up; see `int8`.
 
-The scales are those of the largest magnitudes over all ranks, found in a preliminary round: payloads carry none, and
-their integers add up in lanes wide enough for the world size. Rounded stochastically (the default) it is unbiased and
-needs no feedback; rounded to nearest it is biased, and no contraction, for a rank's elements may all be small beside
-those of another. What is below 127 of the smallest float32 in a block is lost.
+The scales come from the largest magnitudes over all ranks, which a preliminary round finds. Payloads carry no scales,
+and their integers add up in an accumulator wide enough for the world size. With stochastic rounding, the default, it is
+unbiased and needs no feedback. With rounding to nearest it is biased, and not a contraction, because all elements of
+one rank may be small compared to those of another.
 
-Body: ceil(N/B) scales as float32, unless they were shared, then N int8.
+Body: ceil(N/B) scales as float32, unless they were shared, then N integers.
 
 Source: SwitchML (Sapio et al. 2021), section 3, shared scales; 3LC (Lim, Andersen, Kaminsky 2019), section 5.1, "8-bit
-int" (255 values, -128 unused). Differences: scales are real numbers, not powers of two. Written by hand and not in
-`gradwire.lang`, which has no lanes to sum in yet.
+int" (255 values, -128 unused). Differences: scales are real numbers, not powers of two. Not written in `gradwire.lang`,
+which has no accumulators yet.
 """
 # Shapes: N = elements of the tensor or range, B = block, W = ranks
 
@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from gradwire.compressors.base import FeedbackName, Reduction, Stat, options
+from gradwire.compressors.base import FeedbackName, Reduction, Stat, SummableCompressor, options
 from gradwire.compressors.base.array import ArrayCompressor, expect, expect_bytes
 from gradwire.compressors.base.registry import register
 from gradwire.core.context import Context
@@ -37,17 +37,15 @@ _LARGEST_SCALE = np.nextafter(np.finfo(np.float32).max / np.float32(_LEVELS), np
 
 
 @register
-class Int8Shared(ArrayCompressor):
-    """8-bit integers with a scale a block that all ranks share, so that payloads can be added.
+class Int8Shared(ArrayCompressor, SummableCompressor):
+    """8-bit integers with a scale per block that all ranks share, so that payloads can be added.
 
     Args:
-        block: elements that share a scale, from 8 to 2^20.
-        stochastic: round at random, without bias, rather than to nearest.
+        block: Elements that share a scale, from 8 to 2^20.
+        stochastic: If true, round at random and without bias; otherwise to nearest.
     """
 
     name: ClassVar[str] = "int8shared"
-    summable = True
-    needs_stats = True
 
     def __init__(self, block: int = 1024, stochastic: bool = True) -> None:
         self.block = options.integer("block", block, 8, 1 << 20)
@@ -67,13 +65,13 @@ class Int8Shared(ArrayCompressor):
     # -- preliminary round -----------------------------------------------------------------------------------
 
     def stats(self, grad: torch.Tensor, ctx: Context, scale: float = 1.0) -> list[Stat]:
-        """The largest magnitude of each block."""
+        """Largest magnitude of each block."""
         largest = self._block_maxima(as_array(grad)) * np.float32(scale)
         largest[~np.isfinite(largest)] = np.inf
         return [Stat(largest, "max")]
 
     def stats_spec(self, spec: TensorSpec) -> list[tuple[int, Reduction]]:
-        """A value a block."""
+        """One value per block."""
         return [(self._num_blocks(spec.numel), "max")]
 
     # -- encode and decode -----------------------------------------------------------------------------------
@@ -84,9 +82,9 @@ class Int8Shared(ArrayCompressor):
         ctx: Context,
         *,
         scale: float = 1.0,
-        largest: float | None = None,
+        abs_max: float | None = None,
         stats: Sequence[np.ndarray] = (),
-        residual: np.ndarray | None = None,
+        residual_out: np.ndarray | None = None,
     ) -> np.ndarray | None:
         scales = self._scales(stats, x.size) if stats else _steps(self._block_maxima(x) * np.float32(scale))
         if not np.isfinite(scales).all():
@@ -98,7 +96,7 @@ class Int8Shared(ArrayCompressor):
         # scale · x / scales is x / (scales / scale): the gradient itself is not touched.
         units = scales if scale == 1.0 else scales / np.float32(scale)
         q = body[num_scale_bytes:].view(np.int8)
-        kernels.quantise_int8(x, units, self.block, ctx.private_key, ctx.offset, q, self.stochastic, residual)
+        kernels.quantise_int8(x, units, self.block, ctx.private_key, ctx.offset, q, self.stochastic, residual_out)
         return body
 
     def _decode(
@@ -131,45 +129,37 @@ class Int8Shared(ArrayCompressor):
         expect(size == 0 or q.min() >= -_LEVELS, "integers of at least -127", -128, self.name)
         return scales, q
 
-    # -- lanes -----------------------------------------------------------------------------------------------
+    # -- accumulators ----------------------------------------------------------------------------------------
 
-    def lane_dtype(self, world_size: int) -> np.dtype:
-        """int16 for up to 258 ranks, then int32."""
-        for lane in (np.dtype(np.int16), np.dtype(np.int32)):
-            if _LEVELS * world_size <= np.iinfo(lane).max:
-                return lane
-        raise OptionError(f"Expected at most {2**31 // 128} ranks, got {world_size}. Do: sum in groups of ranks.")
+    def accumulator_dtype(self, world_size: int, num_payloads: int | None = None) -> np.dtype:
+        """int16 for up to 258 payloads, then int32."""
+        count = world_size if num_payloads is None else num_payloads
+        for dtype in (np.dtype(np.int16), np.dtype(np.int32)):
+            if _LEVELS * count <= np.iinfo(dtype).max:
+                return dtype
+        raise OptionError(f"{count} ranks are too many to add: the limit is {2**31 // 128}. Sum in groups of ranks.")
 
-    def partial_lane_dtype(self, num_added: int, world_size: int) -> np.dtype:
-        """As for a group of so many."""
-        return self.lane_dtype(num_added)
-
-    def lane_bound(self, world_size: int) -> int:
+    def max_contribution(self, world_size: int) -> int:
         """127."""
         return _LEVELS
 
-    def num_lanes(self, spec: TensorSpec) -> int:
-        """A lane an element."""
+    def accumulator_size(self, spec: TensorSpec) -> int:
+        """Number of elements."""
         return spec.numel
 
-    def lift(self, payload: Payload, ctx: Context, lanes: np.ndarray, accumulate: bool = False) -> np.ndarray:
-        """Write or add the integers of a payload that was encoded with shared scales."""
+    def accumulate(self, payload: Payload, ctx: Context, accumulator: np.ndarray) -> None:
+        """Add the integers of a payload that was encoded with shared scales."""
         if payload.nonfinite:
             raise PayloadError("Expected integers to add, got a payload that is marked as non-finite.")
-        body = self._expect_bytes(payload, lanes.size)
-        q = body.view(np.int8)
+        q = self._expect_bytes(payload, accumulator.size).view(np.int8)
         expect(q.size == 0 or q.min() >= -_LEVELS, "integers of at least -127", -128, self.name)
-        if accumulate:
-            kernels.add_lanes(q, lanes)
-        else:
-            lanes[:] = q
-        return lanes
+        kernels.add_int8(q, accumulator)
 
-    def lower(
-        self, lanes: np.ndarray, count: int, ctx: Context, stats: Sequence[np.ndarray], out: torch.Tensor
+    def finalize(
+        self, accumulator: np.ndarray, count: int, ctx: Context, stats: Sequence[np.ndarray], out: torch.Tensor
     ) -> torch.Tensor:
         """Multiply the sums by the shared scales."""
-        kernels.lower_lanes(lanes, self._scales(stats, lanes.size), self.block, 1.0, as_array(out))
+        kernels.finalize_int8(accumulator, self._scales(stats, accumulator.size), self.block, 1.0, as_array(out))
         return out
 
     # -- helpers ---------------------------------------------------------------------------------------------
@@ -183,11 +173,11 @@ class Int8Shared(ArrayCompressor):
         return largest
 
     def _scales(self, stats: Sequence[np.ndarray], size: int) -> np.ndarray:
-        """The steps of shared scales; infinite where a rank had a non-finite gradient."""
+        """Steps of shared scales; infinite if a rank had a non-finite gradient."""
         if len(stats) != 1 or stats[0].shape != (self._num_blocks(size),):
             raise ValueError(
-                f"Expected one entry of stats with {self._num_blocks(size)} values, got shapes "
-                f"{[entry.shape for entry in stats]}. Do: pass what `stats` gave, reduced over ranks."
+                f"stats must have one entry of {self._num_blocks(size)} values, not entries of shapes "
+                f"{[entry.shape for entry in stats]}. Pass the result of `stats`, reduced over ranks."
             )
         return _steps(stats[0])
 

@@ -1,159 +1,21 @@
 """Lossless compression: exponents in a prefix code, signs and mantissas packed tightly, every bit kept.
 
-Exact for every input, NaN payloads, subnormal numbers and -0 included. A payload decodes to the bits that `none` would
-have sent. It is at most `HEADER_BYTES` longer than the elements. float64 is stored as it is.
+Exact for every input, including NaN payloads, subnormal numbers and -0. A payload decodes to the bits that `none` would
+have sent, and is at most 12 bytes longer. The table of the prefix code is adapted to each tensor during training.
 
-Body: magic, uint16; 0 if the elements are stored, 1 if they are packed, uint8; element type, uint8, as in frames; the
-number of the code's table, uint32. Then the elements, or what `kernels.pack_floats` writes.
+Body: see `support.float_packing`.
 
 Source: GCOMP (SoCC 2024), sections 4 and 6, without the truncation of section 5, for which see `gcomp`. Differences:
-those of `kernels.float_format` and `kernels.prefix_code`; the lengths that the paper's block begins with (figure 7) are
-those of the frame and of the chunks' table.
+those of `support.float_packing`. The lengths that begin the paper's block (figure 7) are in the frame and in the
+kernels' own table of chunks.
 """
-# Shapes: N = elements of the tensor or range, W = ranks
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import numpy as np
-import torch
-
-from gradwire.compressors.base import FeedbackName
-from gradwire.compressors.base.array import expect, scratch
-from gradwire.compressors.base.options import integer
 from gradwire.compressors.base.registry import register
-from gradwire.compressors.none import ARRAY_DTYPES, NoCompression, add, convert
-from gradwire.compressors.support import exponent_prior
-from gradwire.core.context import Context
-from gradwire.core.errors import OptionError, PayloadError
-from gradwire.core.spec import ELEMENT_TYPES, TensorSpec, as_array
-from gradwire.kernels import active as kernels
-from gradwire.kernels.prefix_code import SERIAL_BYTES, PrefixCode, code_of_bytes
-from gradwire.wire.fields import Reader
-from gradwire.wire.payload import Payload
-
-_HEADER = struct.Struct("<HBBI")
-HEADER_BYTES = _HEADER.size
-MAGIC = 0x4347
-STORED, PACKED = 0, 1
-
-
-class FloatPacking(NoCompression):
-    """What `lossless` and `gcomp` share: the block around packed floats.
-
-    Args:
-        table: lengths of the prefix code's words, 129 bytes in hexadecimal, as `PrefixCode.to_bytes` gives them; the
-            empty text stands for the one in `exponent_prior`.
-        refresh: every so many steps a synchroniser finds a table for each tensor (`gradwire.sync.tables`); 0: never.
-
-    A context may have another table in ``aux["table"]``, uint8; encoder and decoder must have the same.
-    """
-
-    default_feedback: FeedbackName = "none"
-
-    def __init__(self, table: str = "", refresh: int = 50) -> None:
-        self.table = _checked(table)
-        self.refresh = integer("refresh", refresh, 0, 1 << 53)
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """See `Compressor`."""
-        return {"table": self.table, "refresh": self.refresh}
-
-    def max_encoded_bytes(self, spec: TensorSpec) -> int:
-        """The tensor itself, and the header of a block."""
-        return HEADER_BYTES + spec.nbytes
-
-    def code(self, dtype: torch.dtype, table: torch.Tensor | None = None) -> PrefixCode:
-        """The prefix code of an element type, or the one of a table."""
-        if table is not None:
-            return code_of_bytes(as_array(table).tobytes())
-        return code_of_bytes(bytes.fromhex(self.table)) if self.table else exponent_prior.code(dtype)
-
-    # -- packing ---------------------------------------------------------------------------------------------
-
-    def _pack(self, x: np.ndarray, dtype: torch.dtype, scale: float, ctx: Context) -> tuple[Payload, np.ndarray]:
-        elements, finite = self._elements_to_send(x, dtype, scale)
-        return Payload(self._body(elements, dtype, ctx), nonfinite=not finite), elements
-
-    def _elements_to_send(self, x: np.ndarray, dtype: torch.dtype, scale: float) -> tuple[np.ndarray, bool]:
-        """What `none` would send, and whether all of it is finite."""
-        element = ARRAY_DTYPES[dtype]
-        if scale == 1.0 and x.dtype == element:
-            return x, kernels.count_nonfinite(x) == 0
-        elements = scratch(x.size * dtype.itemsize).view(element)
-        return elements, convert(x, elements, scale)
-
-    def _body(self, elements: np.ndarray, dtype: torch.dtype, ctx: Context) -> np.ndarray:
-        body = np.empty(HEADER_BYTES + elements.nbytes, np.uint8)
-        code = self.code(dtype, ctx.aux.get("table"))
-        length = -1 if dtype == torch.float64 else kernels.pack_floats(elements, code, body[HEADER_BYTES:])
-        kind = STORED if length < 0 else PACKED
-        _HEADER.pack_into(body.data, 0, MAGIC, kind, ELEMENT_TYPES[dtype], code.number)
-        if kind == PACKED:
-            return body[: HEADER_BYTES + length]
-        body[HEADER_BYTES:] = elements.view(np.uint8)
-        return body
-
-    # -- unpacking -------------------------------------------------------------------------------------------
-
-    def decode(
-        self,
-        payload: Payload,
-        ctx: Context,
-        out: torch.Tensor | None = None,
-        accumulate: bool = False,
-        stats: Sequence[np.ndarray] = (),
-    ) -> torch.Tensor:
-        """Unpack the elements, or add them; `out` may be float64 as well where it accumulates."""
-        out = self._output(ctx, out)
-        dtype = out.dtype if ctx.spec is None else ctx.spec.dtype
-        target = as_array(out)
-        if out.dtype == dtype and not accumulate:
-            self._unpack(payload, dtype, target, ctx)
-            return out
-        elements = scratch(out.numel() * dtype.itemsize).view(ARRAY_DTYPES[dtype])
-        self._unpack(payload, dtype, elements, ctx)
-        if accumulate:
-            add(elements, target)
-        else:
-            convert(elements, target, 1.0)
-        return out
-
-    def decode_sum(
-        self,
-        payloads: Sequence[Payload],
-        ctxs: Sequence[Context],
-        out: torch.Tensor,
-        stats: Sequence[np.ndarray] = (),
-    ) -> torch.Tensor:
-        """Add the elements of all ranks; `out` may be float64 as well."""
-        out.zero_()
-        for payload, ctx in zip(payloads, ctxs, strict=True):
-            self.decode(payload, ctx, out=out, accumulate=True)
-        return out
-
-    def _unpack(self, payload: Payload, dtype: torch.dtype, elements: np.ndarray, ctx: Context) -> None:
-        """Decode a body of untrusted bytes into `elements`."""
-        body, code = payload.body, self.code(dtype, ctx.aux.get("table"))
-        if body.nbytes < HEADER_BYTES:
-            raise PayloadError(f"Expected a {self.name} payload of at least {HEADER_BYTES} bytes, got {body.nbytes}.")
-        magic, kind, element, number = _HEADER.unpack(bytes(body[:HEADER_BYTES]))
-        expect(magic == MAGIC, f"a block that begins with {MAGIC:#06x}", f"{magic:#06x}", self.name)
-        expect(element == ELEMENT_TYPES[dtype], f"elements of {dtype}", f"type {element}", self.name)
-        expect(number == code.number, f"words of the table {code.number:#010x}", f"{number:#010x}", self.name)
-        expect(kind in (STORED, PACKED), "a block that is stored or packed", kind, self.name)
-        if kind == PACKED:
-            packed = dtype != torch.float64 and kernels.unpack_floats(body[HEADER_BYTES:], code, elements)
-            expect(packed, f"what packs {elements.size} elements", "something else", self.name)
-            return
-        stored = Reader(self._expect_bytes(payload, HEADER_BYTES + elements.nbytes)[HEADER_BYTES:])
-        elements[:] = stored.array(elements.dtype, elements.size)
-        longer = dtype == torch.float64 or not kernels.packs_shorter(elements, code)
-        expect(longer, "elements that are packed, since that is shorter", "stored ones", self.name)
+from gradwire.compressors.support.float_packing import FloatPacking
 
 
 @register
@@ -161,23 +23,8 @@ class Lossless(FloatPacking):
     """Exponents in a prefix code, signs and mantissas packed tightly: exact.
 
     Args:
-        table: another prefix code to begin with than the default, all ranks the same; see `FloatPacking`.
-        refresh: every so many steps each tensor gets a code of its own gradients; 0 for never.
+        table: Prefix code to begin with, the same on all ranks; see `FloatPacking`. By default a built-in one.
+        refresh: Number of steps after which each tensor gets a new code, made from its averaged gradient; 0 for never.
     """
 
     name: ClassVar[str] = "lossless"
-
-
-def _checked(table: object) -> str:
-    """The option `table`, if it is a code."""
-    if not isinstance(table, str):
-        raise TypeError(f"Expected table to be text, got {table!r}. Do: pass PrefixCode.of(counts).to_bytes().hex().")
-    if table:
-        try:
-            code_of_bytes(bytes.fromhex(table))
-        except ValueError as error:
-            raise OptionError(
-                f"Expected table to be {SERIAL_BYTES} bytes of code lengths in hexadecimal: {error} "
-                "Do: pass PrefixCode.of(counts).to_bytes().hex()."
-            ) from error
-    return table

@@ -1,10 +1,12 @@
-"""Stochastic quantisation to b bits: 2^b levels from the smallest element to the largest.
+"""Stochastic quantization to b bits: 2^b levels from the smallest to the largest element.
 
-Unbiased to 2^-17 of a level's width, so that it needs no error feedback. Payloads cannot be summed. A gradient whose
-largest and smallest element lie further apart than the largest float32 is clamped.
+Unbiased to 2⁻¹⁷ of the distance between levels, so it needs no error feedback. Elements are clamped if the largest and
+the smallest lie further apart than the largest float32.
+
+Body: the smallest element and the distance between levels as float32, then b bits per element.
 
 Source: HiPress (Bai et al. 2021), figure 5, which calls it TernGrad. Differences: a constant gradient has levels of
-width 0 and is exact. The name `terngrad` is that of the algorithm that Wen et al. published.
+distance 0 and is exact. The name `terngrad` belongs to the algorithm that Wen et al. published.
 """
 
 from __future__ import annotations
@@ -17,11 +19,11 @@ from gradwire.lang import concat, floor, random, uint
 
 @compressor(feedback="none", unbiased=True)
 def minmax(g: Any, bits: int = 2) -> Any:
-    """Stochastic quantisation to b bits, between the smallest and the largest element.
+    """Stochastic quantization to b bits, between the smallest and the largest element.
 
     Args:
-        g: the gradient.
-        bits: 1, 2, 4 or 8 bits an element.
+        g: Gradient.
+        bits: 1, 2, 4 or 8 bits per element.
     """
     low, high = g.reduce(min), g.reduce(max)
     gap = (high - low) / (2**bits - 1)

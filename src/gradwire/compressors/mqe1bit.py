@@ -1,11 +1,12 @@
-"""1-bit quantisation of minimum squared error: each side of zero becomes its mean, the error waits.
+"""1-bit quantization of minimum squared error: elements on each side of zero become their mean.
 
-Biased; a contraction with delta >= 1/N, so it needs error feedback. Payloads cannot be summed. Body: the two means,
-then a bit an element.
+Biased; a contraction with δ ≥ 1/N, so it needs error feedback.
 
-Source: Seide et al. 2014, section 3, as 3LC (Lim et al. 2019), sections 2.2 and 5, takes it for its comparison.
-Differences: one pair of means a tensor and not one a column of a matrix, as in 3LC. That makes it the algorithm of
-`onebit`, byte for byte; both papers' names are there.
+Body: the mean of the negative and of the other elements as float32, then one bit per element.
+
+Source: Seide et al. 2014, section 3, as in the comparison of 3LC (Lim et al. 2019), sections 2.2 and 5. Differences:
+one pair of means per tensor instead of one per column of a matrix, as in 3LC. With that it is the algorithm of
+`onebit`, byte for byte; it is registered under the names of both papers.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from gradwire.lang import concat, mean, uint1, where
 
 @compressor(contraction=lambda size: 1 / max(1, size))
 def mqe1bit(g: Any) -> Any:
-    """1-bit quantisation of minimum squared error: a bit an element, the mean of each side of zero."""
+    """1-bit quantization of minimum squared error: one bit per element, and the mean of each side of zero."""
     low = g.filter(lambda x: x < 0).reduce(mean)
     high = g.filter(lambda x: x >= 0).reduce(mean)
     return concat(low=low, high=high, side=g.map(lambda x: x >= 0, dtype=uint1))

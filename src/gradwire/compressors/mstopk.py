@@ -1,17 +1,18 @@
-"""MSTopk: top-k by counting at several thresholds a read, which closes in on the k-th largest magnitude.
+"""MSTopk: top-k by counting at several thresholds per read, which closes in on the k-th largest magnitude.
 
-Biased; a contraction with delta = k/N, so it needs error feedback. Payloads cannot be summed. k = ceil(ratio N). Body:
-how many there are, values as float32, positions in few bits.
+Biased; a contraction with δ = k/N, where k = ceil(ratio · N), so it needs error feedback.
 
-Magnitudes at or above a threshold are counted for eight thresholds in one sweep, and twice: first between 1/32 of the
-mean magnitude and the largest, then between the two neighbours that have the k-th largest between them. What is at or
-above the lower of the last two holds the k largest, and few more, of which the k largest are taken.
+1. Count the magnitudes at or above each of eight thresholds, from 1/32 of the mean magnitude to the largest magnitude.
+2. Repeat between the two neighboring thresholds that have the k-th largest magnitude between them.
+3. Of the elements at or above the lower of the final two, which are at least k and few more, take the k largest.
+
+Body: number of elements, values as float32, positions in few bits.
 
 Source: Shi et al. 2021 ("Towards scalable distributed training of deep learning on public cloud clusters"), section 3.
-Differences: they count at one threshold a read, 30 times; here the gradient is read four times. Thresholds have equal
-ratios, not differences, for tails are heavy; they begin below the mean, for as much as warm-up keeps. They fill up with
-elements next in memory, we with the largest: the result is exact. Where fewer than k reach the lowest threshold, all
-elements are looked at.
+Differences: the paper counts at one threshold per read, 30 times; here the gradient is read four times. Thresholds have
+equal ratios instead of equal differences, because tails are heavy, and begin below the mean, since a warm-up keeps many
+elements. The paper fills up with the next elements in memory, we with the largest, so the result is exact. If fewer
+than k elements reach the lowest threshold, all elements are considered.
 """
 # Shapes: N = elements of the tensor or range
 
@@ -24,18 +25,18 @@ from gradwire.compressors.base.decorator import compressor
 from gradwire.compressors.support.warmup import warmed
 from gradwire.lang import ceil, concat, count, mean, sqrt, where
 
-_HALVINGS = 3  # of the interval on a logarithmic scale, so that there are 2^3 - 1 thresholds
+_HALVINGS = 3  # of the interval on a logarithmic scale: 2^3 - 1 thresholds between its ends
 _SWEEPS = 2
 
 
 @compressor(contraction=lambda size, ratio, **_: ratio)
 def mstopk(g: Any, ratio: float = 0.01, warmup: int = 0) -> Any:
-    """Top-k by counting at several thresholds a read.
+    """Top-k by counting at several thresholds per read.
 
     Args:
-        g: the gradient.
-        ratio: kept fraction.
-        warmup: steps in which the kept fraction falls to `ratio`, from 25 % on.
+        g: Gradient.
+        ratio: Kept fraction.
+        warmup: Steps in which the kept fraction falls to `ratio`, from 25 % on.
     """
     k = ceil(warmed(ratio, warmup) * g.size)
     low, high = abs(g).reduce(mean) / 32, abs(g).reduce(max)

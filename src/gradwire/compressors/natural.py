@@ -1,10 +1,11 @@
-"""Natural compression: each element becomes one of the two powers of two beside it; a sign and an exponent, nine bits.
+"""Natural compression: each element is rounded at random to one of the two nearest powers of two, in nine bits.
 
-Unbiased to 2^-17 of an element, with a variance of at most ‖g‖²/8, so that it needs no error feedback. Payloads cannot
-be summed. Body: biased exponents of float32, a byte each, then a bit a sign.
+Unbiased to 2⁻¹⁷ of an element, with a variance of at most ‖g‖²/8, so it needs no error feedback.
 
-Source: Horváth et al. 2019, section 2.1. Differences: subnormal elements, below 1.2e-38, become 0; beyond 2^127 the
-power above is the largest float32.
+Body: biased exponents of float32, one byte each, then one sign bit per element.
+
+Source: Horváth et al. 2019, section 2.1. Differences: subnormal elements, below 1.2e-38, become 0. Above 2^127, the
+higher neighbor is the largest float32.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from gradwire.lang import concat, exponent, power, random, uint1, uint8, where
 
 @compressor(feedback="none", unbiased=True, variance=lambda size: 1 / 8)
 def natural(g: Any) -> Any:
-    """Stochastic rounding to powers of two: an exponent and a sign an element."""
+    """Stochastic rounding to powers of two: an exponent and a sign per element."""
 
     def rounded(x: Any) -> Any:
         below = power(exponent(x))

@@ -1,7 +1,7 @@
 """No compression: the elements as they are, little-endian, in the tensor's own element type.
 
-Exact. A gradient with a NaN or an infinity travels whole, with the mark. With feedback there is nothing to
-keep unless the element type is narrower than the compensated float32 gradient.
+Exact. A gradient with NaN or infinity travels whole, with the mark. With feedback, a residual remains only if the
+element type is narrower than the compensated float32 gradient.
 
 Source: none. Differences: none.
 """
@@ -17,6 +17,7 @@ import torch
 
 from gradwire.compressors.base import Compressor, FeedbackName
 from gradwire.compressors.base.array import start_residual
+from gradwire.compressors.base.contract import compensate
 from gradwire.compressors.base.registry import register
 from gradwire.core.context import Context
 from gradwire.core.spec import ELEMENT_TYPES, TensorSpec, as_array
@@ -24,7 +25,7 @@ from gradwire.kernels import active as kernels
 from gradwire.wire.fields import Reader
 from gradwire.wire.payload import Payload
 
-# Sums go through memory in pieces that stay in a core's cache while the ranks are added.
+# Sums pass through memory in pieces that stay in a core's cache while all ranks are added.
 _CHUNK = 1 << 15
 ARRAY_DTYPES = {dtype: as_array(torch.empty(0, dtype=dtype)).dtype for dtype in ELEMENT_TYPES}
 
@@ -36,15 +37,16 @@ class NoCompression(Compressor):
     name: ClassVar[str] = "none"
     unbiased = True
     exact = True
-    canonical = True
+    elementwise = True
+    unique_encoding = True
     default_feedback: FeedbackName = "none"
 
     def contraction(self, spec: TensorSpec) -> float | None:
-        """Nothing is lost."""
+        """1: nothing is lost."""
         return 1.0
 
     def max_encoded_bytes(self, spec: TensorSpec) -> int:
-        """The tensor itself."""
+        """Size of the tensor."""
         return spec.nbytes
 
     def encode(
@@ -52,32 +54,21 @@ class NoCompression(Compressor):
         grad: torch.Tensor,
         ctx: Context,
         stats: Sequence[np.ndarray] = (),
-        residual: np.ndarray | None = None,
-    ) -> Payload:
-        """Copy `grad`; ctx.spec, where given, says in which element type."""
-        dtype = grad.dtype if ctx.spec is None else ctx.spec.dtype
-        x = as_array(grad)
-        payload, elements = self._pack(x, dtype, 1.0, ctx)
-        if residual is not None:
-            start_residual(x, residual)
-            kernels.compensate(elements, -1.0, residual, residual)
-        return payload
-
-    def encode_compensated(
-        self,
-        grad: torch.Tensor,
-        ctx: Context,
-        work: np.ndarray | None,
         *,
         scale: float = 1.0,
-        residual: np.ndarray | None = None,
-        stats: Sequence[np.ndarray] = (),
+        residual_in: np.ndarray | None = None,
+        residual_out: np.ndarray | None = None,
     ) -> Payload:
-        """Copy scale · grad + residual; without feedback in one sweep."""
-        if work is not None:
-            return super().encode_compensated(grad, ctx, work, scale=scale, residual=residual)
-        assert residual is None, "a residual without a place for the next one would be lost"
-        return self._pack(as_array(grad), grad.dtype if ctx.spec is None else ctx.spec.dtype, scale, ctx)[0]
+        """Copy scale · grad + residual_in, in the element type of `ctx.spec`, or of `grad` without one."""
+        dtype = grad.dtype if ctx.spec is None else ctx.spec.dtype
+        if residual_in is not None or (residual_out is not None and scale != 1.0):
+            grad, scale = compensate(grad, scale, residual_in, residual_out), 1.0
+        x = as_array(grad)
+        payload, elements = self._pack(x, dtype, scale, ctx)
+        if residual_out is not None:
+            start_residual(x, residual_out)
+            kernels.compensate(elements, -1.0, residual_out, residual_out)
+        return payload
 
     def decode(
         self,
@@ -87,7 +78,7 @@ class NoCompression(Compressor):
         accumulate: bool = False,
         stats: Sequence[np.ndarray] = (),
     ) -> torch.Tensor:
-        """Copy or add the elements; `out` may be float64 as well where it accumulates."""
+        """Copy the elements, or add them; to add, `out` may also be float64."""
         out = self._output(ctx, out)
         elements = self._elements(payload, ctx, out)
         if accumulate:
@@ -103,7 +94,7 @@ class NoCompression(Compressor):
         out: torch.Tensor,
         stats: Sequence[np.ndarray] = (),
     ) -> torch.Tensor:
-        """Add the elements of all ranks; `out` may be float64 as well."""
+        """Add the elements of all ranks; `out` may also be float64."""
         ranks = [
             self._elements(payload, ctx, self._output(ctx, out)) for payload, ctx in zip(payloads, ctxs, strict=True)
         ]
@@ -121,14 +112,14 @@ class NoCompression(Compressor):
         return Reader(body).array(ARRAY_DTYPES[dtype], out.numel())
 
     def _pack(self, x: np.ndarray, dtype: torch.dtype, scale: float, ctx: Context) -> tuple[Payload, np.ndarray]:
-        """The payload of scale · x, and the elements that it decodes to."""
+        """Payload of scale · x, and the elements that it decodes to."""
         body = np.empty(x.size * dtype.itemsize, np.uint8)
         elements = body.view(ARRAY_DTYPES[dtype])
         return Payload(body, nonfinite=not convert(x, elements, scale)), elements
 
 
 def convert(x: np.ndarray, out: np.ndarray, scale: float) -> bool:
-    """Write scale · x to `out` in its element type; return whether all of that is finite."""
+    """Write scale · x to `out` in its element type, and return whether the result is finite."""
     if out.dtype == np.float64:  # kernels calculate in float32
         if x.dtype == np.uint16:
             kernels.cast(x, out, scale)
@@ -138,7 +129,7 @@ def convert(x: np.ndarray, out: np.ndarray, scale: float) -> bool:
     both_float32 = out.dtype == np.float32 and x.dtype == np.float32
     if both_float32 and np.isfinite(kernels.compensate(x, scale, None, out)):  # copy and check in one sweep
         return True
-    kernels.cast(x, out, scale)  # keeps every bit of a NaN where the types are equal
+    kernels.cast(x, out, scale)  # keeps every bit of a NaN if the types are equal
     return kernels.count_nonfinite(out) == 0
 
 
@@ -149,4 +140,4 @@ def add(elements: np.ndarray, out: np.ndarray) -> None:
     elif out.dtype == np.float32:
         kernels.accumulate(elements, out)
     else:
-        raise ValueError(f"Expected a float32 out to accumulate in, got {out.dtype}. Do: pass out=torch.zeros(shape).")
+        raise ValueError(f"accumulate=True needs a float32 out, not {out.dtype}. Pass out=torch.zeros(shape).")

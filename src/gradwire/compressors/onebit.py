@@ -1,10 +1,12 @@
-"""1-bit SGD with two means: a bit an element for the side of zero it is on, a float a side for its mean.
+"""1-bit SGD with two means: one bit per element for its sign, and the mean of the elements of each sign.
 
-Biased; a contraction with delta >= 1/N, so it needs error feedback: each side keeps at least 1/N of its energy,
-for (Σ|g|)² / n >= Σg² / n. Payloads cannot be summed.
+Biased; a contraction with δ ≥ 1/N, so it needs error feedback: each side keeps at least 1/N of its energy, because
+(Σ|g|)² / n ≥ Σg² / n.
 
-Source: Seide et al. 2014, section 3; the variant of HiPress, which sends the means of the negative and of the
-other elements. Differences: none in the algorithm.
+Body: the mean of the negative and of the other elements as float32, then one bit per element.
+
+Source: Seide et al. 2014, section 3; the variant of HiPress, which sends the means of the negative and of the other
+elements. Differences: none in the algorithm.
 """
 # Shapes: N = elements of the tensor or range
 
@@ -18,7 +20,7 @@ from gradwire.lang import concat, mean, uint1, where
 
 @compressor(feedback="error", contraction=lambda size: 1 / max(1, size))
 def onebit(g: Any) -> Any:
-    """1-bit SGD with two means: a bit an element, the means of the negative and of the other elements."""
+    """1-bit SGD with two means: one bit per element, and the means of the negative and of the other elements."""
     low = g.filter(lambda x: x < 0).reduce(mean)
     high = g.filter(lambda x: x >= 0).reduce(mean)
     sign = g.map(lambda x: x >= 0, dtype=uint1)

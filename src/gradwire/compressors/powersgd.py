@@ -1,27 +1,27 @@
-"""PowerSGD: a matrix as the product of two thin factors, found by one step of a power iteration that starts warm.
+"""PowerSGD: a matrix as the product of two thin factors, found by one step of a power iteration with a warm start.
 
-The gradient of a parameter of shape (n, ...) is a matrix M with n rows, of short side A and long side B. A step:
+The gradient of a parameter of shape (n, ...) is a matrix M with n rows, with short side A and long side B. A step:
 
 1. P = M Q, summed over ranks in the preliminary round.
 2. P̂ = P with orthonormal columns, the same bits on every rank.
 3. Q = Mᵀ P̂, the payload. Payloads add up; P̂ (ΣQ)ᵀ is the mean.
-4. The summed Q is where the next step starts.
+4. The summed Q is the state with which the next step starts.
 
-Biased, with error feedback. Exact for matrices of rank r and below. Where the factors take no fewer bytes than the
-matrix (all vectors), it travels as float32 elements, which add up too.
+Biased, with error feedback. Exact for matrices of rank up to r. If the factors take as many bytes as the matrix, as for
+all vectors, the elements travel as float32, which also add up.
 
-Every rank forms P̂ and P̂ (ΣQ)ᵀ from the same bits by additions and multiplications in a fixed order, so that replicas
-stay equal also between machines of different kinds.
+Every rank forms P̂ and P̂ (ΣQ)ᵀ from the same bits, by additions and multiplications in a fixed order, so that replicas
+stay equal across machines of different kinds.
 
 Body: P̂ᵀ, r rows of A float32, unless it was shared; Qᵀ, r rows of B float32. Or N float32.
 
-Source: Vogels, Karimireddy, Jaggi 2019, algorithms 1 and 2. Differences: a residual is M − P̂ Qᵀ with the rank's own Q,
-and not with the mean: the sum over ranks is the same, and with it every P, Q and update, but residuals do not drift
-apart where ranks see different data. A tall matrix is transposed, so that the shorter factor is the one that goes to
-all ranks. Q is drawn uniformly, and its columns are normalised before they are used, which changes no P̂. A column of P
-that depends on those before it is dropped, and its column of Q drawn anew at the next step, so that a gradient of
-zeros does no harm. The preliminary round is an all-gather and not an all-reduce. Written by hand and not in
-`gradwire.lang`, which knows no matrices.
+Source: Vogels, Karimireddy, Jaggi 2019, algorithms 1 and 2. Differences: a residual is M − P̂ Qᵀ with the rank's own Q
+instead of the mean Q. The sum over ranks is the same, and with it every P, Q and update, but residuals do not drift
+apart if ranks see different data. A tall matrix is transposed, so that the shorter factor is the one that goes to all
+ranks. Q is drawn from a uniform distribution, and its columns are normalized before use, which changes no P̂. A column
+of P that depends on earlier ones is dropped, and its column of Q is drawn again at the next step, so that a gradient of
+zeros does no harm. The preliminary round is an all-gather instead of an all-reduce. Not written in `gradwire.lang`,
+which has no matrices.
 """
 # Shapes: M[n, m] the gradient, N = n m, A = min(n, m), B = max(n, m), r = rank, W = ranks
 
@@ -35,7 +35,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from gradwire.compressors.base import Reduction, Stat, options
+from gradwire.compressors.base import Reduction, Stat, StatefulCompressor, StateSource, SummableCompressor, options
 from gradwire.compressors.base.array import ArrayCompressor, expect, expect_bytes, start_residual
 from gradwire.compressors.base.registry import register
 from gradwire.core.context import Context
@@ -46,21 +46,20 @@ from gradwire.wire.fields import Reader
 from gradwire.wire.payload import Payload
 
 _MAX = float(np.finfo(np.float32).max)
-_DEPENDENT = 1e-6  # of a column of P: what is left after projection is then rounding
+_DEPENDENT = 1e-6  # of the length of a column of P: after projection, less than this is rounding error
 
 
 @register
-class PowerSGD(ArrayCompressor):
+class PowerSGD(ArrayCompressor, SummableCompressor, StatefulCompressor):
     """Low rank: a matrix as the product of two thin factors, by a power iteration over the steps.
 
     Args:
-        rank: columns of the factors, from 1 to 1024.
+        rank: Number of columns of the factors, from 1 to 1024.
     """
 
     name: ClassVar[str] = "powersgd"
-    summable = True
-    needs_stats = True
-    whole = True
+    requires_full_tensor = True
+    state_source: ClassVar[StateSource] = "accumulator"
 
     def __init__(self, rank: int = 4) -> None:
         self.rank = options.integer("rank", rank, 1, 1024)
@@ -71,17 +70,17 @@ class PowerSGD(ArrayCompressor):
         return {"rank": self.rank}
 
     def contraction(self, spec: TensorSpec) -> float | None:
-        """Nothing is lost of what is not cut to a rank; elsewhere it depends on the matrix."""
+        """1 for a tensor that is sent whole; otherwise None, since it depends on the matrix."""
         return None if self._is_cut(spec) else 1.0
 
     def max_encoded_bytes(self, spec: TensorSpec) -> int:
-        """Both factors, or the elements."""
-        return 4 * self.rank * sum(_sides(spec)) if self._is_cut(spec) else 4 * spec.numel
+        """Size of both factors, or of the elements."""
+        return 4 * self.rank * sum(_matrix_sides(spec)) if self._is_cut(spec) else 4 * spec.numel
 
     # -- preliminary round -----------------------------------------------------------------------------------
 
     def stats(self, grad: torch.Tensor, ctx: Context, scale: float = 1.0) -> list[Stat]:
-        """Pᵀ, which is added up."""
+        """Pᵀ, which is summed."""
         ctx = _shaped(ctx, grad)
         assert ctx.spec is not None
         ((length, reduction),) = self.stats_spec(ctx.spec)
@@ -93,8 +92,8 @@ class PowerSGD(ArrayCompressor):
         return [Stat(self._project(_as_float32(x), ctx, scale).reshape(-1), reduction)]
 
     def stats_spec(self, spec: TensorSpec) -> list[tuple[int, Reduction]]:
-        """The shorter factor, of tensors that are cut to a rank."""
-        return [(self.rank * min(_sides(spec)) if self._is_cut(spec) else 0, "sum")]
+        """The shorter factor, if the tensor is cut to a rank."""
+        return [(self.rank * min(_matrix_sides(spec)) if self._is_cut(spec) else 0, "sum")]
 
     # -- encode and decode -----------------------------------------------------------------------------------
 
@@ -103,25 +102,15 @@ class PowerSGD(ArrayCompressor):
         grad: torch.Tensor,
         ctx: Context,
         stats: Sequence[np.ndarray] = (),
-        residual: np.ndarray | None = None,
-    ) -> Payload:
-        """Encode `grad`, whose shape is that of ctx.spec where there is one."""
-        return super().encode(grad, _shaped(ctx, grad), stats, residual)
-
-    def encode_compensated(
-        self,
-        grad: torch.Tensor,
-        ctx: Context,
-        work: np.ndarray | None,
         *,
         scale: float = 1.0,
-        residual: np.ndarray | None = None,
-        stats: Sequence[np.ndarray] = (),
+        residual_in: np.ndarray | None = None,
+        residual_out: np.ndarray | None = None,
     ) -> Payload:
-        """Encode scale · grad + residual; see `Compressor`."""
-        return super().encode_compensated(
-            grad, _shaped(ctx, grad), work, scale=scale, residual=residual, stats=stats
-        )  # fmt: skip
+        """Encode scale · grad + residual_in, a matrix of the shape of `ctx.spec`, or of `grad` without one."""
+        return super().encode(
+            grad, _shaped(ctx, grad), stats, scale=scale, residual_in=residual_in, residual_out=residual_out
+        )
 
     def decode(
         self,
@@ -131,7 +120,7 @@ class PowerSGD(ArrayCompressor):
         accumulate: bool = False,
         stats: Sequence[np.ndarray] = (),
     ) -> torch.Tensor:
-        """Decode `payload` to the shape of ctx.spec, or of `out` where there is none."""
+        """Decode `payload` to the shape of `ctx.spec`, or of `out` without one."""
         return super().decode(payload, ctx if out is None else _shaped(ctx, out), out, accumulate, stats)
 
     def decode_sum(
@@ -150,34 +139,34 @@ class PowerSGD(ArrayCompressor):
         ctx: Context,
         *,
         scale: float = 1.0,
-        largest: float | None = None,
+        abs_max: float | None = None,
         stats: Sequence[np.ndarray] = (),
-        residual: np.ndarray | None = None,
+        residual_out: np.ndarray | None = None,
     ) -> np.ndarray | None:
         assert ctx.spec is not None
-        if (largest is None and kernels.count_nonfinite(x)) or not all(np.isfinite(entry).all() for entry in stats):
+        if (abs_max is None and kernels.count_nonfinite(x)) or not all(np.isfinite(entry).all() for entry in stats):
             return None
         if not self._is_cut(ctx.spec):
             body = np.empty(4 * x.size, np.uint8)
             kernels.cast(x, body.view(np.float32), scale)
-            if residual is not None:
-                residual.fill(0)
+            if residual_out is not None:
+                residual_out.fill(0)
             return body
         values = _as_float32(x)
         p = self._basis(stats, ctx.spec) if stats else orthonormal(self._project(values, ctx, 1.0))
         q = _longer_factor(values, p, ctx.spec, scale)
-        if residual is not None:
-            start_residual(x, residual)
-            _expand(p, q, ctx.spec, residual, -1.0)
+        if residual_out is not None:
+            start_residual(x, residual_out)
+            _expand(p, q, ctx.spec, residual_out, -1.0)
         return np.concatenate([factor.reshape(-1).view(np.uint8) for factor in ((q,) if stats else (p, q))])
 
     def _decode(
         self, body: np.ndarray, ctx: Context, stats: Sequence[np.ndarray], out: np.ndarray, accumulate: bool
     ) -> None:
         assert ctx.spec is not None
-        short, _ = _sides(ctx.spec)
+        short, _ = _matrix_sides(ctx.spec)
         num_basis = 0 if stats or not self._is_cut(ctx.spec) else self.rank * short
-        expect_bytes(body, 4 * (num_basis + self.num_lanes(ctx.spec)), self.name)
+        expect_bytes(body, 4 * (num_basis + self.accumulator_size(ctx.spec)), self.name)
         values = Reader(body).array(np.float32, body.nbytes // 4)
         _expect_finite(values)
         if not self._is_cut(ctx.spec):
@@ -186,65 +175,61 @@ class PowerSGD(ArrayCompressor):
         p = self._basis(stats, ctx.spec) if stats else values[:num_basis].reshape(self.rank, short)
         _expand(p, values[num_basis:].reshape(self.rank, -1), ctx.spec, out, float(accumulate))
 
-    # -- lanes -----------------------------------------------------------------------------------------------
+    # -- accumulator and state -------------------------------------------------------------------------------
 
-    def lane_dtype(self, world_size: int) -> np.dtype:
-        """float32: of Q, or of the elements."""
+    def accumulator_dtype(self, world_size: int, num_payloads: int | None = None) -> np.dtype:
+        """float32."""
         return np.dtype(np.float32)
 
-    def num_lanes(self, spec: TensorSpec) -> int:
-        """The longer factor, or the elements."""
-        return self.rank * max(_sides(spec)) if self._is_cut(spec) else spec.numel
+    def accumulator_size(self, spec: TensorSpec) -> int:
+        """Size of the longer factor, or of the tensor."""
+        return self.rank * max(_matrix_sides(spec)) if self._is_cut(spec) else spec.numel
 
-    def lift(self, payload: Payload, ctx: Context, lanes: np.ndarray, accumulate: bool = False) -> np.ndarray:
-        """Write or add the values of a payload that was encoded with a shared P̂."""
+    def accumulate(self, payload: Payload, ctx: Context, accumulator: np.ndarray) -> None:
+        """Add the values of a payload that was encoded with a shared P̂."""
         if payload.nonfinite:
             raise PayloadError("Expected values to add, got a payload that is marked as non-finite.")
-        values = Reader(self._expect_bytes(payload, lanes.nbytes)).array(np.float32, lanes.size)
+        values = Reader(self._expect_bytes(payload, accumulator.nbytes)).array(np.float32, accumulator.size)
         _expect_finite(values)
-        if accumulate:
-            lanes += values
-        else:
-            lanes[:] = values
-        return lanes
+        accumulator += values
 
-    def lower(
-        self, lanes: np.ndarray, count: int, ctx: Context, stats: Sequence[np.ndarray], out: torch.Tensor
+    def finalize(
+        self, accumulator: np.ndarray, count: int, ctx: Context, stats: Sequence[np.ndarray], out: torch.Tensor
     ) -> torch.Tensor:
-        """Multiply the shared P̂ with the summed Q."""
+        """Multiply the shared P̂ by the summed Q."""
         ctx = _shaped(ctx, out)
         assert ctx.spec is not None
-        if kernels.count_nonfinite(lanes):
-            expect(not np.isnan(lanes).any(), "numbers", "NaN", self.name)
-            lanes = np.clip(lanes, -_MAX, _MAX)  # a sum of finite values may overflow
+        if kernels.count_nonfinite(accumulator):
+            expect(not np.isnan(accumulator).any(), "numbers", "NaN", self.name)
+            accumulator = np.clip(accumulator, -_MAX, _MAX)  # a sum of finite values may overflow
         if self._is_cut(ctx.spec):
-            _expand(self._basis(stats, ctx.spec), lanes.reshape(self.rank, -1), ctx.spec, as_array(out), 0.0)
+            _expand(self._basis(stats, ctx.spec), accumulator.reshape(self.rank, -1), ctx.spec, as_array(out), 0.0)
         else:
-            np.copyto(as_array(out), lanes)
+            np.copyto(as_array(out), accumulator)
         return out
 
-    def carry(self, lanes: np.ndarray, ctx: Context) -> np.ndarray | None:
+    def next_state(self, source: np.ndarray, ctx: Context) -> np.ndarray | None:
         """The summed Q."""
-        return lanes if ctx.spec is not None and self._is_cut(ctx.spec) else None
+        return source if ctx.spec is not None and self._is_cut(ctx.spec) else None
 
     # -- helpers ---------------------------------------------------------------------------------------------
 
     def _is_cut(self, spec: TensorSpec) -> bool:
         """Whether the factors take fewer bytes than the matrix."""
-        return self.rank * sum(_sides(spec)) < spec.numel
+        return self.rank * sum(_matrix_sides(spec)) < spec.numel
 
     def _project(self, x: np.ndarray, ctx: Context, scale: float) -> np.ndarray:
         """Pᵀ, scaled, and divided by √B lest it overflow: float32[r, A]."""
         assert ctx.spec is not None
-        long = max(_sides(ctx.spec))
+        long = max(_matrix_sides(ctx.spec))
         return _product(x, self._start(ctx, long) * np.float32(scale / long**0.5), ctx.spec, long=False)
 
     def _start(self, ctx: Context, long: int) -> np.ndarray:
-        """Qᵀ of the step before, its rows normalised, and drawn where there is none: float32[r, B]."""
+        """Qᵀ of the previous step with normalized rows, or random rows without one: float32[r, B]."""
         rows = np.zeros((self.rank, long))
-        carried = ctx.aux.get("carried")
-        if carried is not None and carried.numel() % long == 0:  # may be of another rank
-            kept = carried.numpy().reshape(-1, long)[: self.rank]
+        state = ctx.state
+        if state is not None and state.dtype == np.float32 and state.size % long == 0:  # may be of another rank
+            kept = state.reshape(-1, long)[: self.rank]
             rows[: len(kept)] = np.where(np.isfinite(kept), kept, 0)
         lengths = _lengths(rows)
         if not lengths.all():
@@ -261,17 +246,17 @@ class PowerSGD(ArrayCompressor):
         length = self.stats_spec(spec)[0][0]
         if len(stats) != 1 or stats[0].shape != (length,):
             raise ValueError(
-                f"Expected one entry of stats with {length} values, got shapes {[entry.shape for entry in stats]}. "
-                "Do: pass what `stats` gave, reduced over ranks."
+                f"stats must have one entry of {length} values, not entries of shapes "
+                f"{[entry.shape for entry in stats]}. Pass the result of `stats`, reduced over ranks."
             )
         return orthonormal(stats[0].reshape(self.rank, -1))
 
 
 def orthonormal(rows: np.ndarray) -> np.ndarray:
-    """Orthonormal rows of the same span, by Gram-Schmidt done twice: float32[r, A]. Dependent ones become zero.
+    """Orthonormal rows of the same span, by repeated Gram-Schmidt: float32[r, A]. Dependent rows become zero.
 
-    In float64, with sums in the order of elements and roots that are rounded exactly, so that all machines get the same
-    bits.
+    In float64, with sums in the order of the elements and exactly rounded square roots, so that all machines get the
+    same bits.
     """
     basis = rows.astype(np.float64)
     for index, row in enumerate(basis):
@@ -316,7 +301,7 @@ def _longer_factor(x: np.ndarray, p: np.ndarray, spec: TensorSpec, scale: float)
 
 
 def _expand(p: np.ndarray, q: np.ndarray, spec: TensorSpec, out: np.ndarray, scale: float) -> None:
-    """Add scale · P̂ Qᵀ to `out`, or with a scale of 0 write it there; elements are finite."""
+    """Add scale · P̂ Qᵀ to `out`, or with a scale of 0 write P̂ Qᵀ to it. The elements stay finite."""
     rows, columns = _matrix(spec)
     left, right = (p, q) if rows <= columns else (q, p)
     bound = float((np.abs(p).max(1).astype(np.float64) * np.abs(q).max(1)).sum())
@@ -333,13 +318,13 @@ def _expect_finite(values: np.ndarray) -> None:
 
 
 def _matrix(spec: TensorSpec) -> tuple[int, int]:
-    """Rows and columns of the matrix that a tensor is: its first dimension, and all others."""
+    """Rows and columns of a tensor as a matrix: its first dimension, and all others."""
     rows = spec.shape[0] if len(spec.shape) > 1 else 1
     return rows, spec.numel // max(1, rows)
 
 
-def _sides(spec: TensorSpec) -> tuple[int, int]:
-    """The shorter and the longer side of the matrix."""
+def _matrix_sides(spec: TensorSpec) -> tuple[int, int]:
+    """Shorter and longer side of the matrix."""
     rows, columns = _matrix(spec)
     return min(rows, columns), max(rows, columns)
 
@@ -353,5 +338,5 @@ def _as_float32(x: np.ndarray) -> np.ndarray:
 
 
 def _shaped(ctx: Context, tensor: torch.Tensor) -> Context:
-    """The context with the shape of `tensor` where it has none."""
+    """The context, with the shape of `tensor` if it has none."""
     return ctx if ctx.spec is not None else replace(ctx, spec=TensorSpec.of(tensor))

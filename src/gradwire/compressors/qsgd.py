@@ -1,11 +1,12 @@
-"""QSGD: a sign and one of s levels of the Euclidean norm of its bucket for each element, rounded at random.
+"""QSGD: each element becomes a sign and one of s levels of the Euclidean norm of its bucket, rounded at random.
 
-Unbiased to 2^-17 of a level, so that it needs no error feedback; the variance is at most min(d/s², √d/s) ‖g‖² for
-buckets of d elements. Payloads cannot be summed. s = 2^(bits-1) - 1. Body: a norm a bucket as float32, then the levels;
-the upper half of their range is for the negative.
+Unbiased to 2⁻¹⁷ of a level, so it needs no error feedback; the variance is at most min(d/s², √d/s) ‖g‖² for buckets of
+d elements. s = 2^(bits-1) - 1.
 
-Source: Alistarh et al. 2017, section 3.1 and section 4, buckets. Differences: levels are sent as they are and not as
-Elias codes, so that sizes are known and decoding is one sweep. Norms are at most the largest float32.
+Body: one norm per bucket as float32, then the levels; values above s are negative levels.
+
+Source: Alistarh et al. 2017, section 3.1; section 4 for buckets. Differences: levels are sent as fixed-size integers
+instead of Elias codes, so that sizes are known and decoding is one sweep. Norms are at most the largest float32.
 """
 # Shapes: N = elements of the tensor or range, d = elements of a bucket
 
@@ -29,9 +30,9 @@ def qsgd(g: Any, bits: int = 4, block: int = 512) -> Any:
     """Stochastic levels of the Euclidean norm, bucket by bucket.
 
     Args:
-        g: the gradient.
-        bits: of an element with its sign: 2, 4 or 8.
-        block: elements a bucket.
+        g: Gradient.
+        bits: Bits of an element with its sign: 2, 4 or 8.
+        block: Elements of a bucket.
     """
     s = (1 << options.integer("bits", bits, 2, 8) - 1) - 1
     length = g.blocks(block).reduce(norm)

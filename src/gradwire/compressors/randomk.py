@@ -1,13 +1,14 @@
-"""Random sparsification: each element is kept with probability p, and then divided by it.
+"""Random sparsification: each element is kept with probability p, and then divided by p.
 
-Unbiased, with a variance of (1/p - 1) ‖g‖², so that it needs no error feedback. Payloads cannot be summed. Body: how
-many there are, the elements as they are, as float32, positions in few bits; the decoder divides. With `scaled=False`
-it does not: biased, on average a contraction with delta = p, with error feedback (sparsified SGD with memory).
+Unbiased, with a variance of (1/p - 1) ‖g‖², so it needs no error feedback. With `scaled=False` kept elements are not
+divided: biased, on average a contraction with δ = p, with error feedback (sparsified SGD with memory).
+
+Body: number of elements, the elements as float32 before the division, positions in few bits. The decoder divides.
 
 Source: Stich et al. 2018, section 2; Wangni et al. 2018, with equal probabilities. Differences: elements are chosen
-independently of each other, so that their number varies. p is the multiple of 2^-16 next to `ratio`, because random
-numbers have 16 bits, and it is this p that the decoder divides by. So that a payload has a bound, elements beyond the
-first 2 p N + 64 are dropped, which happens with a probability below e^-70.
+independently, so their number varies. p is the multiple of 2⁻¹⁶ nearest to `ratio`, because random numbers have 16
+bits. So that payloads have a bound, elements after the first 2pN + 64 are dropped, which happens with a probability
+below e⁻⁷⁰.
 """
 # Shapes: N = elements of the tensor or range
 
@@ -21,7 +22,7 @@ from gradwire.lang import ceil, concat, random
 
 
 def probability(ratio: float) -> float:
-    """The probability p with which an element is kept: a random number of 16 bits is below it so often."""
+    """Probability p of an element to be kept, a multiple of 2⁻¹⁶."""
     return max(1, math.ceil(ratio * 65536 - 0.5)) / 65536
 
 
@@ -31,12 +32,12 @@ def probability(ratio: float) -> float:
     variance=lambda size, ratio, **_: 1 / probability(ratio) - 1,
 )
 def randomk(g: Any, ratio: float = 0.01, scaled: bool = True) -> Any:
-    """A random part of the elements, enlarged so that the mean is the gradient.
+    """A random part of the elements, scaled so that the expected value is the gradient.
 
     Args:
-        g: the gradient.
-        ratio: probability of an element to be kept, rounded to a multiple of 2^-16.
-        scaled: enlarge them; else the rest waits in the residual.
+        g: Gradient.
+        ratio: Probability of an element to be kept, rounded to a multiple of 2^-16.
+        scaled: If true, divide kept elements by that probability; otherwise the others stay in the residual.
     """
     p = probability(ratio)
     kept = g.filter(lambda _: random() < p, at_most=ceil(2 * p * g.size) + 64)

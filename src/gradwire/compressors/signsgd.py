@@ -1,15 +1,17 @@
-"""signSGD with majority vote: a bit an element for its sign, one magnitude for all, shared by all ranks.
+"""signSGD with majority vote: one bit per element for its sign, and one magnitude that all ranks share.
 
-Biased; a contraction with delta >= 1/N where the magnitude is its own, so it needs error feedback: a rank of smaller
-gradients votes above its means, and takes it back in the next step. Payloads cannot be summed.
+Biased, so it needs error feedback: a contraction with δ ≥ 1/N if the magnitude is the rank's own. A rank with smaller
+gradients sends more than its mean magnitude, and corrects it in the next step.
 
-The magnitude is the largest of the ranks' mean magnitudes, found in a preliminary round, so that all votes weigh
-alike. With scatter-reduce the signs of an aggregate are those of the majority; with all-gather all ranks end with the
-mean of the votes.
+The magnitude is the largest of the ranks' mean magnitudes, which a preliminary round finds, so that all votes have
+equal weight. With scatter-reduce, the signs of an aggregate are those of the majority; with all-gather, all ranks get
+the mean of the votes.
 
-Source: Bernstein et al. 2018, algorithm 3 (majority vote); Karimireddy et al. 2019, algorithm 1 (the magnitude and
-error feedback). Differences: signs have a magnitude and the error is fed back, without which signSGD need not
-converge (`feedback="none"` leaves it out); a zero, and a vote that is even, count as positive.
+Body: the magnitude as float32, unless it was shared, then one bit per element.
+
+Source: Bernstein et al. 2018, algorithm 3 (majority vote); Karimireddy et al. 2019, algorithm 1 (magnitude and error
+feedback). Differences: signs have a magnitude and errors are fed back, without which signSGD need not converge
+(`feedback="none"` turns that off). Zeros and tied votes count as positive.
 """
 
 from __future__ import annotations
@@ -20,9 +22,9 @@ from gradwire.compressors.base.decorator import compressor
 from gradwire.lang import concat, mean, uint1, where
 
 
-@compressor(contraction=lambda size: 1 / max(1, size), votes=True)
+@compressor(contraction=lambda size: 1 / max(1, size), encode_own_before_merge=True)
 def signsgd(g: Any) -> Any:
-    """Signs, with a magnitude that all ranks share, and a majority vote over them."""
+    """Signs with a magnitude that all ranks share, and a majority vote."""
     scale = abs(g).reduce(mean).over_ranks(max)
     return concat(scale=scale, up=g.map(lambda x: x >= 0, dtype=uint1))
 

@@ -1,10 +1,12 @@
-"""Threshold binary quantisation: what reaches tau is sent as plus or minus tau, the rest waits; two bits an element.
+"""Threshold binary quantization: elements of magnitude τ or more are sent as plus or minus τ; two bits per element.
 
-Biased; a contraction with delta >= min(1, threshold) / N, so it needs error feedback. Payloads cannot be summed.
+Biased; a contraction with δ ≥ min(1, threshold) / N, so it needs error feedback, which keeps all other elements.
 
-Source: Strom 2015, section 2; two bits an element as in HiPress (Bai et al. 2021), section 4.4. Differences: tau is
-`threshold` times the mean magnitude, and travels as a scalar, because no fixed tau fits all layers and all of a
-training; it is at most the largest magnitude, so that something is always sent. Strom sends indices of 31 bits and
+Body: τ as float32, then two bits per element.
+
+Source: Strom 2015, section 2; two bits per element as in HiPress (Bai et al. 2021), section 4.4. Differences: τ is
+`threshold` times the mean magnitude and travels in the payload, because no fixed τ fits all layers and all phases of
+training. It is at most the largest magnitude, so that something is always sent. Strom sends indices of 31 bits and
 compresses them with an entropy coder.
 """
 
@@ -18,10 +20,10 @@ from gradwire.lang import concat, mean, minimum, uint2, where
 
 @compressor(contraction=lambda size, threshold: min(1.0, threshold) / max(1, size))
 def tbq(g: Any, threshold: float = 2.0) -> Any:
-    """Threshold binary quantisation: plus or minus tau for what reaches tau, 0 for the rest.
+    """Threshold binary quantization: plus or minus tau for elements that reach tau, 0 for the others.
 
     Args:
-        g: the gradient.
+        g: Gradient.
         threshold: tau in units of the mean magnitude.
     """
     tau = minimum(threshold * abs(g).reduce(mean), abs(g).reduce(max))

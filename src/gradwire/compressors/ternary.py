@@ -1,18 +1,18 @@
-"""3LC in the language: three values {-M, 0, M} an element, five of them in a byte, runs of zero bytes in one if wanted.
+"""3LC in the language: three values {-M, 0, M} per element, five of them in a byte, optionally with zero runs.
 
-M is `sparsity` times the largest magnitude; what is above M / 2 is sent as plus or minus M. Biased; a contraction with
-delta >= s (2 - s) / N, so it needs error feedback. Payloads cannot be summed. Body: M as float32, then the trits,
-shortened (option `zero_run`) by zero-run encoding.
+M is `sparsity` times the largest magnitude; elements of a magnitude above M / 2 are sent as plus or minus M. Biased; a
+contraction with δ ≥ s (2 - s) / N, so it needs error feedback.
 
-The values are those of `threelc`, which is written by hand and decodes faster; this one runs on the GPU, too. So are
-the bodies of up to 5,120 elements, bit for bit. In larger ones the five digits of a byte come from one chunk of 5,120
-elements, not from the five fifths of the tensor, so that one sweep packs them and writes the residual: other bytes, and
-other runs.
+The values are those of `threelc`, which is written by hand and decodes faster; this one also runs on GPUs. Payloads of
+up to 5,120 elements are the same, bit for bit. In larger ones, the five digits of a byte come from one chunk of 5,120
+elements instead of the five fifths of the tensor, so that one sweep packs them and writes the residual.
 
-Source: 3LC (Lim, Andersen, Kaminsky 2019), section 3. Differences: M = 0 (all elements zero) is defined, and
-decodes to zeros. M is at most the largest float32, and falls back to the largest magnitude where s times it cannot be
-told from twice (subnormals), so that the largest element is never rounded to zero. Trits are planar in chunks, and the
-last byte is filled up with zeros, not with -1. Zero runs are off unless asked for: payloads then have a fixed size.
+Body: M as float32, then the trits, shortened (option `zero_run`) by zero-run encoding.
+
+Source: 3LC (Lim, Andersen, Kaminsky 2019), section 3. Differences: M = 0 (all elements zero) is defined, and decodes to
+zeros. M is at most the largest float32, and is the largest magnitude itself if s times that cannot be told from twice
+(subnormal numbers), so that the largest element is never rounded to zero. Trits are planar in chunks, and the last byte
+is filled up with zeros instead of -1. Zero runs are off by default, so that payloads have a fixed size.
 """
 # Shapes: N = elements of the tensor or range
 
@@ -27,17 +27,17 @@ from gradwire.lang import apply, concat, sign, trit, where
 
 @compressor(contraction=lambda size, sparsity, zero_run: sparsity * (2 - sparsity) / max(1, size))
 def ternary(g: Any, sparsity: float = 1.0, zero_run: bool = False) -> Any:
-    """Three values an element, five of them in a byte, runs of zeros in one if wanted: 3LC in the language.
+    """Three values per element, five of them in a byte, runs of zeros in one if wanted: 3LC in the language.
 
     Args:
-        g: the gradient.
-        sparsity: the sparsity multiplier s, 1 <= s < 2; a larger one sends fewer elements.
-        zero_run: whether zero-run encoding follows; a payload is then as long as it comes out, never longer.
+        g: Gradient.
+        sparsity: Sparsity multiplier s, 1 <= s < 2; a larger one sends fewer elements.
+        zero_run: Whether zero-run encoding follows. Payloads then vary in size, and are never longer.
     """
     largest = abs(g).reduce(max)
     M = apply("narrow", options.real("sparsity", sparsity, 1.0, 2.0, high_open=True) * largest)
     M = where(largest > M - largest, M, largest)
-    # |x| > M / 2, exactly: half of a subnormal need not be a float32, but this difference is one wherever it matters.
+    # |x| > M / 2, exactly: half of a subnormal may not be a float32, but this difference is one whenever it matters.
     q = g.map(lambda x: where(abs(x) > M - abs(x), sign(x), 0.0), dtype=trit)
     return concat(M=M, q=q.zero_runs() if zero_run else q)
 

@@ -1,11 +1,13 @@
-"""TernGrad: three values {-s, 0, s} an element, drawn so that their mean is the clipped gradient, five in a byte.
+"""TernGrad: three values {-s, 0, s} per element, drawn so that their expected value is the clipped gradient.
 
-Unbiased to 2^-17 of s without clipping (`clip` = 0); with it, what lies beyond `clip` standard deviations is lost, and
-error feedback would not help, because the noise is no contraction. Payloads cannot be summed.
+Unbiased to 2⁻¹⁷ of s without clipping (`clip` = 0). With clipping, the part beyond `clip` standard deviations is lost;
+error feedback would not help, because the noise is no contraction.
 
-Source: Wen et al. 2017, section 3: ternarising, gradient clipping, scaler sharing. Differences: the standard
-deviation is about 0, not about the mean, so that a constant gradient is not clipped. With a preliminary round s is
-the largest of all ranks and does not travel; without one it is the rank's own.
+Body: s as float32, unless it was shared, then trits, five in a byte.
+
+Source: Wen et al. 2017, section 3: ternarizing, gradient clipping, scaler sharing. Differences: the standard deviation
+is taken about 0 instead of the mean, so that a constant gradient is not clipped. With a preliminary round, s is the
+largest of all ranks and does not travel; without one it is the rank's own.
 """
 
 from __future__ import annotations
@@ -18,11 +20,11 @@ from gradwire.lang import concat, minimum, norm, random, sign, sqrt, trit, where
 
 @compressor(feedback="none", unbiased=lambda clip: clip == 0)
 def terngrad(g: Any, clip: float = 2.5) -> Any:
-    """Stochastic ternary values of one scale, which all ranks share, after clipping.
+    """Stochastic ternary values with one scale, which all ranks share, after clipping.
 
     Args:
-        g: the gradient.
-        clip: standard deviations beyond which elements are clipped; 0 for no clipping, which is unbiased.
+        g: Gradient.
+        clip: Standard deviations beyond which elements are clipped; 0 for no clipping, which is unbiased.
     """
     limit = abs(g).reduce(max)
     if clip:

@@ -1,18 +1,18 @@
-"""THC: tensor homomorphic compression, 4 bits an element to an aggregator that only looks up and adds.
+"""THC: tensor homomorphic compression, 4 bits per element to an aggregator that only looks up values and adds them.
 
-Biased by the clamp at t_p, which takes a fraction p of the coordinates, so it needs error feedback; what quantisation
-adds has no bias. No contraction: a rank whose block is small beside another's loses more than it has. Payloads add up:
-the aggregate of n payloads is n · granularity at most in each lane, and decodes to exactly the mean of what they decode
-to. Its centred lanes are exact in float32, before and after the transform, for n · granularity · block up to 2^24.
+Biased, because coordinates beyond t_p, a fraction p of them, are clamped; so it needs error feedback. Quantization adds
+no bias. No contraction: a rank whose block is small compared to another's may lose more than it has. Payloads add up:
+the sum of n payloads is at most n · granularity per coordinate, and decodes to exactly the mean of the decoded
+payloads. Centered sums are exact in float32, before and after the transform, for n · granularity · block up to 2^24.
+Blocks with a root mean square below 2^-100 are not sent.
 
-Blocks below 2^-100 in root mean square are not sent. Body: see `homomorphic`; what is shared is the root mean square of
-each block.
+Body: see `support.homomorphic`; the block statistic is the root mean square.
 
-Source: THC (Li et al. 2024), algorithms 2 and 3, sections 5.1 to 5.3. Differences: a norm for each block of `block`
-elements, not one for all; with one, blocks of small gradients drown in the rounding of large ones. Norms travel as root
-mean squares, which are never larger than the largest element and so fit a float32. The quantiser's values are at
+Source: THC (Li et al. 2024), algorithms 2 and 3, sections 5.1 to 5.3. Differences: each block of `block` elements has
+its own norm; with one norm for all, blocks of small gradients vanish in the rounding of large ones. Norms travel as
+root mean squares, which never exceed the largest element and so fit a float32. Values of the quantizer lie at
 m + T (M − m) / g, as in algorithm 3, not g + 1. Norms are known before the transform starts, which is fused with
-quantisation; while they are reduced other tensors are worked on.
+quantization; other tensors are processed while norms are reduced.
 """
 # Shapes: N elements of the range, B elements a block, G blocks, W ranks
 
@@ -24,10 +24,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from gradwire.compressors.base import Reduction, options
+from gradwire.compressors.base import LookupTable, Reduction, options
 from gradwire.compressors.base.registry import register
 from gradwire.compressors.support import thc_choice, thc_tables
-from gradwire.compressors.support.homomorphic import Coding, Grid, Homomorphic, coding_of, narrowed, spread
+from gradwire.compressors.support.homomorphic import Grid, Homomorphic, narrowed, spread, table_of
 from gradwire.core.spec import TensorSpec
 from gradwire.kernels import active as kernels
 from gradwire.kernels.blocks import Blocks
@@ -40,12 +40,12 @@ class THC(Homomorphic):
     """THC: rotated blocks as indices into a table, which an aggregator looks up and adds, with error feedback.
 
     Args:
-        bits: of an index, from 1 to 8.
-        granularity: the largest value of the table; None chooses it for the number of ranks: see `thc_choice`.
-        p: the fraction of coordinates that are clamped.
-        block: elements that are rotated together and share a scale; a power of two from 64 to 2^20.
-        rotate: "block"; "full" for ranges as they come, whatever `block` is; "none".
-        lane_bits: 8, 16 or 32 for lanes of that width or an error; None for the narrowest that hold the sum.
+        bits: Bits of an index, from 1 to 8.
+        granularity: Largest value of the table; None chooses it for the number of ranks, see `support.thc_choice`.
+        p: Fraction of coordinates that are clamped.
+        block: Elements that are rotated together and share a scale; a power of two from 64 to 2^20.
+        rotate: "block"; "full" to rotate whole ranges; "none".
+        accumulator_bits: Bits of an accumulator, 8, 16 or 32; None for the fewest that hold the sum.
     """
 
     name: ClassVar[str] = "thc"
@@ -58,9 +58,9 @@ class THC(Homomorphic):
         p: float = 1 / 32,
         block: int = 1024,
         rotate: str = "block",
-        lane_bits: int | None = None,
+        accumulator_bits: int | None = None,
     ) -> None:
-        super().__init__(bits, block, rotate, lane_bits)
+        super().__init__(bits, block, rotate, accumulator_bits)
         self.p = options.real("p", p, thc_tables.MIN_P, 0.5)
         self.granularity = granularity
         if granularity is not None:
@@ -74,43 +74,37 @@ class THC(Homomorphic):
         return {**super().options, "granularity": self.granularity, "p": self.p}
 
     def variance(self, spec: TensorSpec) -> float:
-        """A coordinate is off by M at most, or if it is cut by itself; no element decodes to more than M √B."""
+        """A coordinate is off by at most M, or by itself if it is clamped; no element decodes to more than M √B."""
         t, longest = thc_tables.threshold(self.p), min(self._block(spec.numel), self._padded(spec.numel))
         return max(1 + t * t, t * math.sqrt(longest))
 
     def table(self, world_size: int) -> thc_tables.Table:
-        """The table for so many ranks."""
+        """Table for this number of ranks."""
         if self.granularity is None:
-            return thc_choice.choose(world_size, self.bits, self.p, self.lane_bits).table
+            return thc_choice.choose(world_size, self.bits, self.p, self.accumulator_bits).table
         return thc_tables.optimal(self.bits, self.granularity, self.p)
 
-    def coding(self, world_size: int) -> Coding:
-        """See `Homomorphic`."""
+    def lookup_table(self, world_size: int) -> LookupTable:
+        """See `LookupCompressor`."""
         table = self.table(world_size)
-        return coding_of(table.values, table.bits)
+        return table_of(table.values, table.bits)
 
-    def lane_dtype(self, world_size: int) -> np.dtype:
-        """See `thc_choice.lane_for`."""
-        if self.granularity is None:
-            return thc_choice.choose(world_size, self.bits, self.p, self.lane_bits).lane
-        return thc_choice.lane_for(world_size, self.granularity, self.lane_bits)
-
-    def _sides(self, x: np.ndarray, blocks: Blocks, work: np.ndarray, scale: float) -> list[np.ndarray]:
-        """Algorithm 3, line 7: the norm of each block, over the root of its length."""
+    def _block_stats(self, x: np.ndarray, blocks: Blocks, buffer: np.ndarray, scale: float) -> list[np.ndarray]:
+        """Algorithm 3, line 7: norm of each block, divided by the square root of its length."""
         sums = np.empty(blocks.num_blocks)
         kernels.block_square_sums(x, blocks.block, sums)
         means = np.sqrt(sums / blocks.lengths()).astype(np.float32) * np.float32(scale)
         means[~np.isfinite(means)] = np.inf
         return [means]
 
-    def _grid(self, sides: Sequence[np.ndarray], blocks: Blocks, granularity: int, scale: float) -> Grid:
-        """Lines 11 to 15: coordinates have variance 1 where a rank's norm is the largest, and M is t_p there."""
-        means, longer, t = sides[0].astype(np.float64), spread(blocks), thc_tables.threshold(self.p)
+    def _grid(self, stats: Sequence[np.ndarray], blocks: Blocks, granularity: int, scale: float) -> Grid:
+        """Lines 11 to 15: on the rank with the largest norm, coordinates have variance 1, and M is t_p."""
+        means, longer, t = stats[0].astype(np.float64), spread(blocks), thc_tables.threshold(self.p)
         sent = means >= _SMALLEST
         units = scale / np.where(sent, means * longer, np.inf)
         factors = np.where(sent, means / longer, 0) * (2 * t / granularity)
         same = np.ones(blocks.num_blocks)
         return Grid(*map(narrowed, (units, -t * same, granularity / (2 * t) * same, factors, 0 * same)))
 
-    def _possible(self, sides: Sequence[np.ndarray]) -> bool:
-        return bool(((sides[0] >= 0) & (sides[0] < np.inf)).all())  # not so for NaN
+    def _are_valid(self, stats: Sequence[np.ndarray]) -> bool:
+        return bool(((stats[0] >= 0) & (stats[0] < np.inf)).all())  # not so for NaN

@@ -1,15 +1,20 @@
-"""3LC: three values {-M, 0, M} an element, five of them in a byte, runs of zero bytes in one.
+"""3LC: three values {-M, 0, M} per element, five of them in a byte, runs of zero bytes in one.
 
-Biased; a contraction with delta >= s (2 - s) / N, so it needs error feedback. Payloads cannot be summed.
-Body: M as float32, then the bytes of quartic encoding, shortened (option `zero_run`) by zero-run encoding. With
-option `block`, for large tensors and several threads, each block of so many elements is encoded by itself, with runs
-that do not cross blocks; the bytes of each, as uint32, come before them all where they are shortened.
+Biased; a contraction with δ ≥ s (2 - s) / N, so it needs error feedback.
 
-Source: 3LC (Lim, Andersen, Kaminsky 2019), section 3; the step numbers are those of its figure 3.
-Differences: M = 0 (all elements zero) is defined, and decodes to zeros. M is at most the largest float32, and
-falls back to the largest magnitude where s times it cannot be told from twice (subnormals), so that the
-largest element is never rounded to zero. The last byte is filled up with zeros, not with -1, so that it can
-be part of a run.
+1. Accumulate the input and the error of earlier steps (`residual_in`).
+2. Quantize each element to -1, 0 or 1 in units of M.
+3. Pack five of these into a byte (quartic encoding); dequantize, and keep the remaining error (steps a and b).
+4. Shorten runs of zero bytes (zero-run encoding).
+
+Body: M as float32, then the bytes of quartic encoding, shortened (option `zero_run`) by zero-run encoding. With option
+`block`, for large tensors and several threads, each block is encoded by itself, with runs that do not cross blocks. If
+they are shortened, the number of bytes of each block, as uint32, precedes them all.
+
+Source: 3LC (Lim, Andersen, Kaminsky 2019), section 3; the step numbers are those of its figure 3. Differences: M = 0
+(all elements zero) is defined, and decodes to zeros. M is at most the largest float32, and is the largest magnitude
+itself if s times that cannot be told from twice (subnormal numbers), so that the largest element is never rounded to
+zero. The last byte is filled up with zeros instead of -1, so that it can be part of a run.
 """
 # Shapes: N = elements of the tensor or range, S = ceil(N/5), W = ranks, B = blocks
 
@@ -43,23 +48,24 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 @register
 class ThreeLC(ArrayCompressor):
-    """3LC: three values an element, five of them in a byte, runs of zeros in one.
+    """3LC: three values per element, five of them in a byte, runs of zeros in one.
 
     Args:
-        sparsity: the sparsity multiplier s, 1 <= s < 2; a larger one sends fewer elements.
-        zero_run: whether zero-run encoding follows.
-        block: elements that are encoded by themselves, a multiple of 70 (a run of fourteen bytes); 0 for all.
+        sparsity: Sparsity multiplier s, 1 <= s < 2; a larger one sends fewer elements.
+        zero_run: Whether zero-run encoding follows.
+        block: Elements of a block that is encoded by itself, a multiple of 70 (a run of fourteen bytes); 0 for one
+            block.
     """
 
     name: ClassVar[str] = "threelc"
-    canonical = True
+    unique_encoding = True
 
     def __init__(self, sparsity: float = 1.0, zero_run: bool = True, block: int = 0) -> None:
         self.sparsity = options.real("sparsity", sparsity, 1.0, 2.0, high_open=True)
         self.zero_run = options.flag("zero_run", zero_run)
         self.block = options.integer("block", block, 0, 1 << 30)
         if self.block % _RUN_ELEMENTS:
-            raise OptionError(f"Expected a block of a multiple of {_RUN_ELEMENTS} elements, got {block}.")
+            raise OptionError(f"block must be a multiple of {_RUN_ELEMENTS} elements, not {block}.")
 
     @property
     def options(self) -> dict[str, Any]:
@@ -67,11 +73,11 @@ class ThreeLC(ArrayCompressor):
         return {"sparsity": self.sparsity, "zero_run": self.zero_run, "block": self.block}
 
     def contraction(self, spec: TensorSpec) -> float:
-        """An element's error is at most itself, that of the largest (s - 1) of it."""
+        """The error of an element is at most the element itself; that of the largest is (s - 1) times the element."""
         return self.sparsity * (2 - self.sparsity) / max(1, spec.numel)
 
     def max_encoded_bytes(self, spec: TensorSpec) -> int:
-        """The size without any run."""
+        """Size without any run."""
         return _SCALE_BYTES + self._table_bytes(spec.numel) + _packed_bytes(spec.numel)
 
     def _encode(
@@ -80,12 +86,12 @@ class ThreeLC(ArrayCompressor):
         ctx: Context,
         *,
         scale: float = 1.0,
-        largest: float | None = None,
+        abs_max: float | None = None,
         stats: Sequence[np.ndarray] = (),
-        residual: np.ndarray | None = None,
+        residual_out: np.ndarray | None = None,
     ) -> np.ndarray | None:
-        # Step 1, the accumulation of the input into the buffer, is `encode_compensated`.
-        M = self._scale(float(kernels.abs_max(x)) if largest is None else largest)
+        # Step 1, the accumulation of the input into the buffer, is done: x is the compensated gradient.
+        M = self._scale(float(kernels.abs_max(x)) if abs_max is None else abs_max)
         sent_M = scaled(M, scale)
         if not math.isfinite(sent_M):
             return None
@@ -97,7 +103,7 @@ class ThreeLC(ArrayCompressor):
 
         def encode(block: _Block) -> int:
             # Steps 2 and 3, and steps a and b in the same sweep: quantise, pack, dequantise, remaining error.
-            left = None if residual is None else residual[block.elements]
+            left = None if residual_out is None else residual_out[block.elements]
             kernels.pack_ternary(x[block.elements], M, quartic[block.bytes_], left)
             if not self.zero_run:
                 return block.num_bytes
@@ -147,7 +153,7 @@ class ThreeLC(ArrayCompressor):
         expect(all(_each(decode, self._blocks(out.size))), *_CANONICAL, self.name)
 
     def _parse(self, body: np.ndarray, size: int, room: np.ndarray) -> tuple[float, np.ndarray]:
-        """M and the bytes of quartic encoding, which are yet to be checked one by one. May use `room` for them."""
+        """M and the bytes of quartic encoding, not yet checked one by one. Expands them into `room` if needed."""
         reader = Reader(body)
         M = reader.f32(finite=True)
         if self.zero_run:
@@ -177,7 +183,7 @@ class ThreeLC(ArrayCompressor):
         return M, quartic
 
     def _blocks(self, size: int) -> list[_Block]:
-        """What is encoded by itself; the last block may be shorter, and there is one at least."""
+        """Blocks of a tensor: at least one, of which the last may be shorter."""
         block = self.block or max(1, size)
         return [_Block(start, min(block, size - start)) for start in range(0, max(1, size), block)]
 
@@ -188,7 +194,7 @@ class ThreeLC(ArrayCompressor):
 
 @dataclass(frozen=True)
 class _Block:
-    """Elements that are encoded by themselves, and where their bytes are without any run."""
+    """Elements that are encoded by themselves, and the place of their bytes without any run."""
 
     start: int
     count: int

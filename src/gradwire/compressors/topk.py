@@ -1,11 +1,12 @@
-"""Top-k sparsification: keep the k entries of largest magnitude as (index, value) pairs.
+"""Top-k sparsification: the k entries of largest magnitude as (index, value) pairs.
 
-Biased; a contraction with delta = k/N, so it needs error feedback. Payloads cannot be summed.
-k = ceil(ratio N) and at least 1, which the receiver knows, so that it is not sent. Body: k values as
-float32, then k positions in few bits; see `gradwire.kernels.reference.positions`.
+Biased; a contraction with δ = k/N, so it needs error feedback. k = ceil(ratio · N), and at least 1. The receiver knows
+k, so it is not sent.
 
-Source: Aji and Heafield 2017, section 3. Differences: exact k over the whole tensor instead of a sampled
-threshold; ties go to the lowest index, so that every backend agrees.
+Body: k values as float32, then k positions in few bits; see `gradwire.kernels.reference.positions`.
+
+Source: Aji and Heafield 2017, section 3. Differences: exact top-k over the whole tensor instead of a sampled threshold.
+Ties go to the lowest index, so that every backend agrees.
 """
 # Shapes: N = elements of the tensor or range, K = kept elements, W = ranks
 
@@ -33,12 +34,12 @@ class TopK(ArrayCompressor):
     """Top-k sparsification: the entries of largest magnitude as (index, value) pairs.
 
     Args:
-        ratio: kept fraction, in (0, 1].
-        warmup: steps in which the kept fraction falls to `ratio`, from 25 % on; see `support.warmup`.
+        ratio: Kept fraction, in (0, 1].
+        warmup: Steps in which the kept fraction falls to `ratio`, from 25 % on; see `support.warmup`.
     """
 
     name: ClassVar[str] = "topk"
-    canonical = True
+    unique_encoding = True
 
     def __init__(self, ratio: float = 0.01, warmup: int = 0) -> None:
         self.ratio = options.real("ratio", ratio, 0.0, 1.0, low_open=True)
@@ -50,7 +51,7 @@ class TopK(ArrayCompressor):
         return {"ratio": self.ratio, "warmup": self.warmup}
 
     def num_kept(self, size: int, step: int | None = None) -> int:
-        """K, for a tensor of `size` elements: in a step, or once it is warm."""
+        """K for a tensor of `size` elements: in a step, or by default after the warm-up."""
         ratio = self.ratio if step is None else ratio_at(self.ratio, self.warmup, step)
         # In decimal, so that 7 % of 100 elements are 7 and not the 8 that 7.000000000000001 would round up to.
         return min(size, max(1, math.ceil(Fraction(repr(ratio)) * size)))
@@ -60,7 +61,7 @@ class TopK(ArrayCompressor):
         return self.num_kept(spec.numel) / max(1, spec.numel)
 
     def max_encoded_bytes(self, spec: TensorSpec) -> int:
-        """The exact size of every payload; while it warms up, of the first."""
+        """Exact size of every payload; during the warm-up, of the first."""
         k = self.num_kept(spec.numel, 0)
         return 4 * k + kernels.positions_bytes(spec.numel, k)
 
@@ -70,9 +71,9 @@ class TopK(ArrayCompressor):
         ctx: Context,
         *,
         scale: float = 1.0,
-        largest: float | None = None,
+        abs_max: float | None = None,
         stats: Sequence[np.ndarray] = (),
-        residual: np.ndarray | None = None,
+        residual_out: np.ndarray | None = None,
     ) -> np.ndarray | None:
         k = self.num_kept(x.size, ctx.step)
         num_bytes = kernels.positions_bytes(x.size, k)
@@ -80,9 +81,9 @@ class TopK(ArrayCompressor):
         values, positions = body.reserve(np.float32, k), body.reserve(np.uint8, num_bytes)
         kernels.top_k(x, k, indices)
         kernels.pack_positions(indices, x.size, positions)
-        if residual is not None:
-            start_residual(x, residual)
-        kernels.take(x, indices, values, residual)
+        if residual_out is not None:
+            start_residual(x, residual_out)
+        kernels.take(x, indices, values, residual_out)
         if scale != 1.0:
             _scale(values, scale)
         # Non-finite entries are larger than all others, so that they are among the values if there are any.
@@ -126,7 +127,7 @@ class TopK(ArrayCompressor):
 
 
 def _scale(values: np.ndarray, scale: float) -> None:
-    """Multiply in place; what underflows becomes the smallest number, for zeros have a place of their own."""
+    """Multiply in place. Underflows become the smallest number, because zeros have a place of their own."""
     not_zero = values != 0
     np.multiply(values, np.float32(scale), out=values)
     if np.count_nonzero(values) < np.count_nonzero(not_zero):
@@ -134,9 +135,9 @@ def _scale(values: np.ndarray, scale: float) -> None:
 
 
 def _zeros_first(indices: np.ndarray, values: np.ndarray) -> bool:
-    """Whether zeros, kept only where fewer than K elements are not zero, are those of the lowest indices.
+    """Whether kept zeros have the lowest indices. Zeros are kept only if fewer than K elements are not zero.
 
-    They are if everything up to the last of them is kept, that is, if its index is its position.
+    That is so if all elements up to the last kept zero are kept, that is, if its index is its position.
     """
     for end in range(values.size, 0, -PIECE):
         start = max(0, end - PIECE)

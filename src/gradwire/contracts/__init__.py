@@ -5,16 +5,16 @@ function that takes a codec and raises `AssertionError` with what was expected, 
 Random cases come from fixed seeds, so that a failure is there again at the next run.
 """
 
-from gradwire.contracts import algebra, edges, lanes, language, residuals, robustness, same_bytes, sizes
+from gradwire.contracts import accumulators, algebra, edges, language, residuals, robustness, same_bytes, sizes
 from gradwire.contracts.checks import CHECKS, Check, Outcome, run
 
 __all__ = [
     "CHECKS",
     "Check",
     "Outcome",
+    "accumulators",
     "algebra",
     "edges",
-    "lanes",
     "language",
     "residuals",
     "robustness",

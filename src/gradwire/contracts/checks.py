@@ -45,10 +45,10 @@ class Outcome:
 CHECKS: list[Check] = []
 
 
-def check(applies: Applies = lambda codec: True) -> Callable[[Callable[[Compressor], None]], Callable[..., None]]:
+def check(applies: Applies = lambda codec: True) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorator: register a function as a check of the codecs for which `applies` holds."""
 
-    def wrap(function: Callable[[Compressor], None]) -> Callable[..., None]:
+    def wrap(function: Callable[..., None]) -> Callable[..., None]:
         CHECKS.append(Check(function.__name__.replace("_", "-"), function, applies))
         return function
 

@@ -52,9 +52,9 @@ def _nonfinite(codec: Compressor, grad: torch.Tensor) -> None:
     work = np.zeros(grad.numel(), np.float32)
     for payload in (
         codec.encode(grad, context(grad)),
-        codec.encode(grad, context(grad), residual=work.copy()),
-        codec.encode_compensated(grad, context(grad), work, scale=0.5, residual=work),
-        codec.encode_compensated(grad, context(grad), None, scale=0.5),
+        codec.encode(grad, context(grad), residual_out=work.copy()),
+        codec.encode(grad, context(grad), scale=0.5, residual_in=work, residual_out=work),
+        codec.encode(grad, context(grad), scale=0.5),
     ):
         expect(payload.nonfinite, "the payload is not marked")
         found = codec.decode(payload, context(grad))
@@ -102,9 +102,9 @@ def unusable_out_is_refused_with_advice(codec: Compressor) -> None:
     payload, ctx = codec.encode(grad, context(grad)), context(grad)
     with about("neither spec nor out"), refusal(ValueError, r"spec=TensorSpec.of\(grad\)"):
         codec.decode(payload, replace(ctx, spec=None))
-    with about("an out of another size"), refusal(ValueError, "Expected out of 12 elements, got 13"):
+    with about("an out of another size"), refusal(ValueError, "out has 13 elements, but ctx.spec has 12"):
         codec.decode(payload, ctx, out=torch.empty(13))
-    with about("a strided out"), refusal(ValueError, "Expected a contiguous out"):
+    with about("a strided out"), refusal(ValueError, "out must be contiguous"):
         codec.decode(payload, ctx, out=torch.empty(24)[::2])
-    with about("float16 to accumulate in"), refusal(ValueError, "Expected a float32 out to accumulate in"):
+    with about("float16 to accumulate in"), refusal(ValueError, "accumulate=True needs a float32 out"):
         codec.decode(payload, ctx, out=torch.empty(12, dtype=torch.float16), accumulate=True)

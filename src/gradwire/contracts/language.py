@@ -52,7 +52,7 @@ def _like_the_oracle(codec: TracedCompressor, grad: torch.Tensor) -> None:
     for before, stats in [(None, []), (own, [])] + [(own, reduced(codec, [grad]))] * codec.needs_stats:
         wanted = interpret.encode(codec.program, x, environment(), 0.5, before, stats)
         rest = np.empty(size, np.float32)
-        payload = codec.encode_compensated(grad, ctx, rest, scale=0.5, residual=before, stats=stats)
+        payload = codec.encode(grad, ctx, stats, scale=0.5, residual_in=before, residual_out=rest)
         expect((wanted is None) == payload.nonfinite, "the mark of a gradient that is not finite differs")
         if wanted is None:
             continue

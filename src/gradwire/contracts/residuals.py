@@ -35,7 +35,7 @@ def gradient_is_what_was_sent_plus_the_residual(codec: Compressor) -> None:
 
 def _gradient_is_sent_plus_residual(codec: Compressor, grad: torch.Tensor) -> None:
     residual = np.full(grad.numel(), np.nan, np.float32)
-    payload = codec.encode(grad, context(grad), residual=residual)
+    payload = codec.encode(grad, context(grad), residual_out=residual)
     if payload.nonfinite:
         expect(is_cast(codec), "a finite gradient was marked as not finite")
         return
@@ -50,12 +50,12 @@ def _gradient_is_sent_plus_residual(codec: Compressor, grad: torch.Tensor) -> No
 
 @check()
 def the_residual_may_be_the_memory_of_the_gradient(codec: Compressor) -> None:
-    """Encoding with residual=g's own memory gives the same payload and the same residual."""
+    """Encoding with g's own memory as residual_out gives the same payload and the same residual."""
     grad = heavy_tailed(777)
     residual = np.empty(777, np.float32)
-    payload = codec.encode(grad, context(grad), residual=residual)
+    payload = codec.encode(grad, context(grad), residual_out=residual)
     memory = grad.clone()
-    in_place = codec.encode(memory, context(grad), residual=as_array(memory))
+    in_place = codec.encode(memory, context(grad), residual_out=as_array(memory))
     expect(
         bytes(payload.body) == bytes(in_place.body), "the payload differs where the residual overwrites the gradient"
     )
@@ -64,7 +64,7 @@ def the_residual_may_be_the_memory_of_the_gradient(codec: Compressor) -> None:
 
 @check()
 def compensated_encode_is_compensate_then_encode(codec: Compressor) -> None:
-    """encode_compensated(g, scale, residual) is encode(scale · g + residual), also in place."""
+    """encode(g, scale, residual_in) is encode(scale · g + residual_in), also in place."""
     for dtype in ELEMENT_TYPES:
         with about(dtype):
             _compensated(codec, heavy_tailed(900).clamp(-6e4, 6e4).to(dtype))
@@ -74,21 +74,21 @@ def _compensated(codec: Compressor, grad: torch.Tensor) -> None:
     before, ctx = as_array(normal(900, seed=1)), float32_context(grad)
     total = torch.from_numpy(np.float32(0.25) * as_array(grad.float()) + before)
     rest = np.empty(900, np.float32)
-    expected = codec.encode(total, ctx, residual=rest)
+    expected = codec.encode(total, ctx, residual_out=rest)
     own = before.copy()
     for work, source in ((np.empty(900, np.float32), before), (own, own)):
-        payload = codec.encode_compensated(grad, ctx, work, scale=0.25, residual=source)
+        payload = codec.encode(grad, ctx, scale=0.25, residual_in=source, residual_out=work)
         expect(bytes(payload.body) == bytes(expected.body), "other bytes than encode of what was compensated")
         expect(work.tobytes() == rest.tobytes(), "another residual than encode of what was compensated")
 
 
 @check()
 def without_feedback_the_scale_goes_into_the_payload(codec: Compressor) -> None:
-    """encode_compensated without a residual is encode(scale · g), for a power of two, which rounds nothing."""
+    """encode(g, scale) is encode(scale · g), for a power of two, which rounds nothing."""
     for dtype in ELEMENT_TYPES:
         grad = heavy_tailed(900).clamp(-6e4, 6e4).to(dtype)
         ctx = float32_context(grad)
-        payload = codec.encode_compensated(grad, ctx, None, scale=0.25)
+        payload = codec.encode(grad, ctx, scale=0.25)
         expected = codec.encode(grad.float() * 0.25, ctx)
         expect(bytes(payload.body) == bytes(expected.body), f"{dtype}: other bytes than encode of the scaled gradient")
 
@@ -100,7 +100,7 @@ def scaling_without_feedback_makes_valid_payloads_even_by_underflow(codec: Compr
         for scale in (1 / 3, 1e-30):
             with about(f"{name}, scale {scale:.3g}"):
                 grad = make()
-                payload = codec.encode_compensated(grad, context(grad), None, scale=scale)
+                payload = codec.encode(grad, context(grad), scale=scale)
                 sent = codec.decode(payload, context(grad))
                 expect(payload.nonfinite == bool(sent.isnan().any()), "the mark and the values disagree")
                 expect(payload.nonfinite <= is_cast(codec), "a finite gradient was marked as not finite")

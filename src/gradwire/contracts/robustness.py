@@ -73,7 +73,7 @@ def damaged(rng: np.random.Generator, body: bytes) -> bytes:
 
 @check()
 def damaged_payloads_are_decoded_or_refused_and_never_mean_the_same(codec: Compressor) -> None:
-    """A payload with one change; where `canonical` is declared, it never decodes to the same tensor."""
+    """A payload with one change; where `unique_encoding` is declared, it never decodes to the same tensor."""
     for seed in range(NUM_CASES):
         rng = np.random.default_rng(seed)
         size = int(rng.integers(1, 201))
@@ -83,9 +83,9 @@ def damaged_payloads_are_decoded_or_refused_and_never_mean_the_same(codec: Compr
         other = damaged(rng, body)
         with about(f"case {seed}, {size} elements"):
             found = take_or_refuse(codec, with_body(payload, other), size)
-            if found is not None and other != body and codec.canonical:
+            if found is not None and other != body and codec.unique_encoding:
                 same = bits(found) == bits(codec.decode(payload, context(grad)))
-                expect(not same, "canonical is declared, and other bytes decode to the same tensor")
+                expect(not same, "unique_encoding is declared, and other bytes decode to the same tensor")
 
 
 @check()
@@ -101,7 +101,10 @@ def every_flipped_bit_is_refused_or_changes_the_tensor(codec: Compressor) -> Non
         with about(f"bit {bit} of {8 * len(body)} flipped"):
             found = take_or_refuse(codec, with_body(payload, bytes(flipped)), 43)
             same = found is not None and bits(found) == expected
-            expect(not (same and codec.canonical), "canonical is declared, and other bytes decode to the same tensor")
+            expect(
+                not (same and codec.unique_encoding),
+                "unique_encoding is declared, and other bytes decode to the same tensor",
+            )
 
 
 @check()

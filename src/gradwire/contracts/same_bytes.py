@@ -1,4 +1,4 @@
-"""The same bytes: twice, on every backend, for every stride, one by one or many at once."""
+"""The same bytes: twice, on every backend, for every stride."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def same_bytes_twice_and_on_every_backend(codec: Compressor) -> None:
 def _all_that_comes_out(codec: Compressor, grad: torch.Tensor, name: str) -> tuple[bool, bytes, bytes, bytes]:
     with backend(name):
         residual = np.zeros(grad.numel(), np.float32)
-        payload = codec.encode(grad, context(grad), residual=residual)
+        payload = codec.encode(grad, context(grad), residual_out=residual)
         if payload.nonfinite:
             residual.fill(0)  # undefined
         decoded = codec.decode(payload, context(grad))
@@ -52,20 +52,6 @@ def randomness_depends_on_the_context_alone(codec: Compressor) -> None:
             expect(other != body, f"another {field} gave the same bytes, so that rounding errors do not average out")
         elif not draws(codec):
             expect(other == body, f"another {field} gave other bytes, and nothing is drawn at random")
-
-
-@check()
-def encode_many_is_encode_of_each(codec: Compressor) -> None:
-    """A batch has the payloads and residuals of its tensors one by one."""
-    grads = [heavy_tailed(size, seed=size) for size in (1, 0, 17, 300)]
-    ctxs = [context(grad, name=f"p{index}") for index, grad in enumerate(grads)]
-    residuals = [np.empty(grad.numel(), np.float32) for grad in grads]
-    payloads = codec.encode_many(grads, ctxs, list(residuals))
-    for grad, ctx, residual, payload in zip(grads, ctxs, residuals, payloads, strict=True):
-        alone = np.empty(grad.numel(), np.float32)
-        expected = codec.encode(grad, ctx, residual=alone)
-        expect(bytes(expected.body) == bytes(payload.body), f"{grad.numel()} elements: other bytes in a batch")
-        expect(alone.tobytes() == residual.tobytes(), f"{grad.numel()} elements: another residual in a batch")
 
 
 @check()

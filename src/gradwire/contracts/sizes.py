@@ -50,7 +50,7 @@ def _allocations(codec: Compressor, work: np.ndarray | None) -> None:
     out = torch.empty(400_000)
 
     def encode() -> Payload:
-        return codec.encode_compensated(grad, ctx, work, scale=0.5, residual=work)
+        return codec.encode(grad, ctx, scale=0.5, residual_in=work, residual_out=work)
 
     payload = encode()
     slack = 64 * 1024 + 128 * sum(length for length, _ in codec.stats_spec(TensorSpec((400_000,))))

@@ -12,6 +12,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from gradwire.core.spec import TensorSpec
@@ -31,8 +32,8 @@ class Context:
         stage: which encode of the path this is: 0 for a rank's own gradient, then one for each re-encode.
         spec: shape and dtype to decode to; a decoder never takes these from the payload. None means the
             caller hands `out=` to decode.
-        aux: slices of parameter and optimizer state that belong to the gradient, by name (for gcomp), and what the step
-            before left (powersgd, dragonn).
+        aux: slices of parameter and optimizer state that belong to the gradient, by name (for gcomp).
+        state: state of the range that a `StatefulCompressor` has left in an earlier step; None at first.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Context:
     stage: int = 0
     spec: TensorSpec | None = None
     aux: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    state: np.ndarray | None = None
 
     @property
     def shared_key(self) -> int:

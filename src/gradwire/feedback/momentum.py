@@ -136,7 +136,7 @@ class MomentumCorrection(ErrorFeedback):
         """Encode what `own` gave and the residual, and mask the velocity: not where nothing is kept back."""
         keeps = not (compressor.exact or compressor.unbiased)
         if not keeps and residuals.source(key) is None:
-            return compressor.encode_compensated(grad, ctx, None, scale=scale, stats=stats)
+            return compressor.encode(grad, ctx, stats, scale=scale)
         payload = super().encode(compressor, grad, ctx, residuals, key, scale=scale, stats=stats)
         if self.masking and key.role == "local" and keeps and not payload.nonfinite:
             sent = compressor.decode(payload, ctx, out=torch.empty(key.range.count), stats=stats)

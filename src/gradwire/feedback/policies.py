@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -24,7 +23,7 @@ from gradwire.compressors.base import Compressor, Stat
 from gradwire.compressors.base.registry import parse_option
 from gradwire.core.context import Context
 from gradwire.core.errors import UnknownNameError
-from gradwire.core.spec import Range, as_array
+from gradwire.core.spec import as_array
 from gradwire.feedback.residuals import ResidualKey, Residuals
 from gradwire.kernels import active as kernels
 from gradwire.wire.payload import Payload
@@ -131,7 +130,7 @@ class NoFeedback(Policy):
         stats: Sequence[np.ndarray] = (),
     ) -> Payload:
         """Encode scale · grad; residuals are not looked at."""
-        return compressor.encode_compensated(grad, ctx, None, scale=scale, stats=stats)
+        return compressor.encode(grad, ctx, stats, scale=scale)
 
     def stats(
         self,
@@ -179,16 +178,10 @@ class ErrorFeedback(Policy):
     ) -> Payload:
         """Encode scale · grad + residual and stage the rest, in one sweep where the compressor can."""
         if stats:
-            work = residuals.stage(key)  # `stats` has put the compensated gradient there
-            return compressor.encode(torch.from_numpy(work), ctx, stats, residual=work)
-        if compressor.remembers:
-            ctx = _reminded(ctx, residuals, key)
-        source = residuals.source(key)
-        work = residuals.stage(key)
-        payload = compressor.encode_compensated(grad, ctx, work, scale=scale, residual=source)
-        if compressor.remembers:
-            residuals.stage(_memory(key))[0] = compressor.remember(payload, ctx, key.range.count)
-        return payload
+            compensated = residuals.stage(key)  # by `stats`
+            return compressor.encode(torch.from_numpy(compensated), ctx, stats, residual_out=compensated)
+        before = residuals.source(key)
+        return compressor.encode(grad, ctx, scale=scale, residual_in=before, residual_out=residuals.stage(key))
 
     def stats(
         self,
@@ -201,20 +194,10 @@ class ErrorFeedback(Policy):
         scale: float = 1.0,
     ) -> list[Stat]:
         """Statistics of scale · grad + residual, which is staged."""
-        source = residuals.source(key)
-        work = residuals.stage(key)
-        kernels.compensate(as_array(grad), scale, source, work)
-        return compressor.stats(torch.from_numpy(work), ctx)
-
-
-def _memory(key: ResidualKey) -> ResidualKey:
-    return ResidualKey(key.name, Range(key.range.offset, 1), "memory")
-
-
-def _reminded(ctx: Context, residuals: Residuals, key: ResidualKey) -> Context:
-    """With what the encode of the step before left."""
-    found = residuals.source(_memory(key))
-    return ctx if found is None else replace(ctx, aux={**ctx.aux, "remembered": torch.from_numpy(found)})
+        before = residuals.source(key)
+        compensated = residuals.stage(key)
+        kernels.compensate(as_array(grad), scale, before, compensated)
+        return compressor.stats(torch.from_numpy(compensated), ctx)
 
 
 _POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (NoFeedback, ErrorFeedback)}

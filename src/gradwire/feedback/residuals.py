@@ -5,8 +5,7 @@ both roles, `local` (this rank's own gradient) and `aggregate` (a sum that this 
 residual may be added to any other of the same elements and nothing is lost.
 
 A third role, `velocity`, holds what momentum correction accumulates of this rank's own gradient. It is staged, cut and
-saved as the residuals are, but it is not among what is still to be applied: conservation is about the other two. Nor
-is `memory`, one number at the first element of a range: what a compressor's `remember` left for the next encode.
+saved as the residuals are, but it is not among what is still to be applied: conservation is about the other two.
 
 Encodes *stage* the next residual; `commit` makes all that is staged the state, `rollback` forgets it and
 leaves the state of the last commit, bit for bit. Stages chain: until then, an encode compensates with what
@@ -31,14 +30,14 @@ import torch
 
 from gradwire.core.errors import UnknownNameError
 from gradwire.core.spec import Range, TensorSpec
-from gradwire.feedback.carried import Carried
 from gradwire.feedback.pieces import Piece, any_of, cut, intersection, join, overlap, sum_of
-from gradwire.feedback.state import mapping_of, offset_of, size_of
+from gradwire.feedback.saved import mapping_of, offset_of, size_of
+from gradwire.feedback.states import States
 
-Role = Literal["local", "aggregate", "velocity", "memory"]
+Role = Literal["local", "aggregate", "velocity"]
 ROLES: tuple[Role, ...] = ("local", "aggregate")
-STORED: tuple[Role, ...] = (*ROLES, "velocity", "memory")
-STATE_VERSION = 1
+STORED: tuple[Role, ...] = (*ROLES, "velocity")
+STATE_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -51,14 +50,14 @@ class ResidualKey:
 
 
 class Residuals:
-    """All residuals of one rank, and what compressors carry from step to step (`carried`), which shares their fate."""
+    """All residuals of one rank, and the states of its compressors, which share their fate."""
 
     def __init__(self) -> None:
         # Pieces of one (name, role) never overlap; gaps between them are zeros.
         self._pieces: dict[tuple[str, Role], dict[Range, Piece]] = {}
         self._open: list[Piece] = []
         self._lock = threading.Lock()
-        self.carried = Carried()
+        self.states = States()
 
     # -- the step --------------------------------------------------------------------------------------------
 
@@ -94,7 +93,7 @@ class Residuals:
                 if piece.staged is not None:
                     piece.committed, piece.staged, piece.spare = piece.staged, None, piece.committed
             self._open = [piece for piece in self._open if piece.staged is not None]
-            self.carried.commit(names)
+            self.states.commit(names)
 
     def rollback(self) -> None:
         """Forget what was staged since the last commit. Pointer swaps only."""
@@ -102,7 +101,7 @@ class Residuals:
             for piece in self._open:
                 piece.staged, piece.spare = None, piece.staged
             self._open.clear()
-            self.carried.rollback()
+            self.states.rollback()
 
     @property
     def is_open(self) -> bool:
@@ -169,7 +168,7 @@ class Residuals:
             self._expect_closed("drop")
             for role in STORED:
                 self._pieces.pop((name, role), None)
-            self.carried.drop(name)
+            self.states.drop(name)
 
     def drop_velocity(self, name: str) -> None:
         """Forget the velocity of a parameter, whose gradients are no longer momentum-corrected."""
@@ -182,9 +181,8 @@ class Residuals:
     def state_dict(self) -> dict[str, Any]:
         """The committed state: ``{"version", role: {parameter name: {offset: float32 tensor}}}``.
 
-        Offsets are strings, so that any container takes them as keys. The tensors are copies. Where compressors carry
-        something, there is ``"carried": {parameter name: float32 tensor}``, too; ``"velocity"`` and ``"memory"`` are as
-        roles are.
+        Offsets are strings, so that any container takes them as keys. The tensors are copies. ``"velocity"``, if there
+        is one, has the form of a role; ``"states"``, if there are any, is what `States.state_dict` returns.
         """
         with self._lock:
             state: dict[str, Any] = {"version": STATE_VERSION}
@@ -200,8 +198,8 @@ class Residuals:
                 }
                 if by_name or role in ROLES:
                     state[role] = by_name
-            carried = self.carried.state_dict()
-            return state | ({"carried": carried} if carried else {})
+            states = self.states.state_dict()
+            return state | ({"states": states} if states else {})
 
     def load_state_dict(
         self, state: Mapping[str, Any], specs: Mapping[str, TensorSpec], *, merge: bool = False
@@ -229,8 +227,8 @@ class Residuals:
                 "Do: load what this version's state_dict() gave."
             )
         for field in state:
-            if field not in ("version", "carried", *STORED):
-                raise UnknownNameError("field of the residual state", field, ("version", "carried", *STORED))
+            if field not in ("version", "states", *STORED):
+                raise UnknownNameError("field of the residual state", field, ("version", "states", *STORED))
         for role in STORED:
             for name, pieces in mapping_of(role, state.get(role, {})).items():
                 if name not in specs:
@@ -238,13 +236,13 @@ class Residuals:
                 for offset, values in mapping_of(name, pieces).items():
                     key = ResidualKey(name, Range(offset_of(name, offset), size_of(name, values)), role)
                     loaded._load(key, values, specs[name].numel)
-        carried = mapping_of("carried", state.get("carried", {}))
-        for name, values in carried.items():
+        states = mapping_of("states", state.get("states", {}))
+        for name, ranges in states.items():
             if name not in specs:
                 raise UnknownNameError("parameter in the residual state", name, specs)
-            size_of(name, values)
+            mapping_of(name, ranges)
         with self._lock:
-            self.carried.load(carried, merge=merge)
+            self.states.load(states, merge=merge)
             if not merge:
                 self._open.clear()
                 self._pieces = loaded._pieces
@@ -297,7 +295,7 @@ class Residuals:
 
     @property
     def nbytes(self) -> int:
-        """Memory of all buffers, in bytes, and of what is carried."""
+        """Memory of all buffers, in bytes, and of the states."""
         with self._lock:
             return (
                 sum(
@@ -307,7 +305,7 @@ class Residuals:
                     for buffer in (piece.committed, piece.staged, piece.spare)
                     if buffer is not None
                 )
-                + self.carried.nbytes
+                + self.states.nbytes
             )
 
     # -- helpers; the lock is held ---------------------------------------------------------------------------

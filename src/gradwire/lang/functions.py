@@ -60,9 +60,9 @@ def step() -> Value:
     return Value(graph().add("step", ()))
 
 
-def remembered() -> Value:
-    """What `remember` of the compressor made of the payload of the step before, 0 at first: for encoders alone."""
-    return Value(graph().add("remembered", ()))
+def previous_state() -> Value:
+    """Value that `next_state` of the compressor returned in an earlier step, 0 at first. For encoders only."""
+    return Value(graph().add("previous_state", ()))
 
 
 def minimum(a: Any, b: Any) -> Value:

@@ -33,7 +33,7 @@ class Environment:
     private_key: int = 0
     offset: int = 0
     step: int = 0
-    remembered: float = 0.0
+    previous_state: float = 0.0
     gradient: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
     fields: Mapping[str, Any] = field(default_factory=dict)
 
@@ -135,7 +135,7 @@ def _evaluate(nodes: Sequence[Node], env: Environment, known: dict[int, Any]) ->
         if id(node) in values:
             continue
         if node.space.kind == "static":
-            values[id(node)] = float(evaluate_static(node, env.size, env.step, env.remembered))
+            values[id(node)] = float(evaluate_static(node, env.size, env.step, env.previous_state))
             continue
         inputs = [_aligned(values[id(each)], each, node, env.size) for each in node.inputs]
         values[id(node)] = _rounded(lookup(node.op).reference(node, inputs, env), node)

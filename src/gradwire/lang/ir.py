@@ -57,8 +57,8 @@ class Space:
 # Words of generated code that no field can have as a variable.
 _WORDS = """
 accumulate at b bodies body count decoded end first grad i inside keys list_counts list_indices list_values lists n one
-out rank residual rest room room_at scale scratch segment_end sent sizes start static stats stop tile tile_end tl torch
-total triton v watch words x
+out rank room room_at scale scratch segment_end sent sizes start static stats stop tile tile_end tl torch
+residual_in residual_out total triton v watch words x
 """
 RESERVED = frozenset(_WORDS.split())
 

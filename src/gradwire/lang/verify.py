@@ -7,7 +7,7 @@ from gradwire.lang.ir import BOOL, Node, Program, closure
 from gradwire.lang.operators.base import Coding, Sink, Statement, lookup
 
 # What only encoders carry out: a decoder computes each element by itself.
-_OF_ENCODERS = ("sample", "sort", "top", "item", "length", "over_ranks", "remembered")
+_OF_ENCODERS = ("sample", "sort", "top", "item", "length", "over_ranks", "previous_state")
 
 # What is not arithmetic of what is no collective operator: the parts of a list.
 _LISTS = ("value", "index")

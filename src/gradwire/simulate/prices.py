@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from gradwire.compressors.base import Compressor
-from gradwire.compressors.base.registry import spec_of
+from gradwire.compressors.base import Compressor, SummableCompressor
+from gradwire.compressors.base.registry import DENSE_NAME, spec_of
 from gradwire.core.spec import TensorSpec
 from gradwire.simulate.recording import Work
 from gradwire.sync.costs import CodecCosts, Costs, Curve
@@ -69,7 +69,8 @@ class PriceList:
         if work.frame is FrameKind.STATS:
             return 4 * sum(length for length, _ in self._compressor.stats_spec(spec))
         if work.frame is FrameKind.AGGREGATE:
-            return self._compressor.num_lanes(spec) * work.lane_bytes
+            assert isinstance(self._compressor, SummableCompressor)
+            return self._compressor.accumulator_size(spec) * work.accumulator_bytes
         if self._is_fixed:
             return self._compressor.max_encoded_bytes(spec)
         return min(self._codec.payload_bytes(count), self._compressor.max_encoded_bytes(spec))
@@ -80,37 +81,37 @@ class PriceList:
     def _merge(self, work: Work, count: int) -> float:
         own = self._codec.encode(count)
         if work.frame is FrameKind.AGGREGATE:
-            return own + self._sum_lanes(work, count) + _cost(self._codec.lift, count)
+            return own + self._sum_accumulators(work, count) + _cost(self._codec.accumulate, count)
         taken = work.num_messages * self._codec.merge(count)
         added = own + self._codec.merge(count) if work.encodes_own else self._costs.add(count)
         return taken + added + self._codec.encode(count)
 
     def _decode(self, work: Work, count: int) -> float:
-        if not self._compressor.summable:
+        if not self._codec.summable:
             return self._codec.decode(count)
-        return self._sum_lanes(work, count) + _cost(self._codec.lower, count)
+        return self._sum_accumulators(work, count) + _cost(self._codec.finalize, count)
 
     def _decode_sum(self, work: Work, count: int) -> float:
-        if not self._compressor.summable:
+        if not self._codec.summable:
             return work.num_messages * self._codec.merge(count)
-        return self._sum_lanes(work, count) + _cost(self._codec.lower, count)
+        return self._sum_accumulators(work, count) + _cost(self._codec.finalize, count)
 
-    def _sum_lanes(self, work: Work, count: int) -> float:
-        """Payloads are lifted, lanes that arrive are added as they are."""
-        one = self._costs.add(count) if work.taken is FrameKind.AGGREGATE else _cost(self._codec.lift, count)
+    def _sum_accumulators(self, work: Work, count: int) -> float:
+        """Payloads are accumulated; accumulators that arrive are added as they are."""
+        one = self._costs.add(count) if work.taken is FrameKind.AGGREGATE else _cost(self._codec.accumulate, count)
         return work.num_messages * one
 
     def _dense(self, work: Work, count: int) -> float:
-        return self._costs.codec("none").encode(count)
+        return self._costs.codec(DENSE_NAME).encode(count)
 
     def _add_up(self, work: Work, count: int) -> float:
-        return self._costs.add(count) + work.num_messages * self._costs.codec("none").merge(count)
+        return self._costs.add(count) + work.num_messages * self._costs.codec(DENSE_NAME).merge(count)
 
     def _spread(self, work: Work, count: int) -> float:
-        return self._costs.codec("none").encode(count)
+        return self._costs.codec(DENSE_NAME).encode(count)
 
     def _place(self, work: Work, count: int) -> float:
-        return self._costs.codec("none").decode(count)
+        return self._costs.codec(DENSE_NAME).decode(count)
 
     def _stats(self, work: Work, count: int) -> float:
         return _cost(self._codec.stats, count)

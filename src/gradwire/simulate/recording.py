@@ -57,7 +57,7 @@ class Work(NamedTuple):
         phase: its name in traces.
         share: of a frame that is carried in pieces.
         dense: of a frame that is not compressed, whatever the item's compressor: within a node.
-        lane_bytes: of a lane of the frame, where that is an aggregate.
+        accumulator_bytes: bytes of one element of an accumulator; 0 for other frames.
     """
 
     call: str
@@ -69,7 +69,7 @@ class Work(NamedTuple):
     phase: str
     share: float = 1.0
     dense: bool = False
-    lane_bytes: int = 0
+    accumulator_bytes: int = 0
 
 
 class RecordedGraph(NamedTuple):
@@ -138,7 +138,7 @@ def record(
             found = Work(
                 *("recv", key.kind, None, 0, sizes, False, task.phase),
                 dense=task in builder.dense_recvs,
-                lane_bytes=notes.lane_bytes(key.kind, key.stage),
+                accumulator_bytes=notes.accumulator_bytes(key.kind, key.stage),
             )
             part, stage = key.partition, key.stage
         else:
@@ -189,14 +189,16 @@ class _Notes:
 
     def send(self, peer: int, header: Header, body: np.ndarray) -> None:
         sizes = self.sizes(Part(header.partition, 0, header.count))
-        dense, lane_bytes = header.compressor == code("none"), self.lane_bytes(header.kind, header.stage)
-        self.last = Work("send", header.kind, None, 0, sizes, False, "", dense=dense, lane_bytes=lane_bytes)
+        dense, accumulator_bytes = header.compressor == code("none"), self.accumulator_bytes(header.kind, header.stage)
+        self.last = Work(
+            "send", header.kind, None, 0, sizes, False, "", dense=dense, accumulator_bytes=accumulator_bytes
+        )
         self.part, self.stage = header.partition, header.stage
 
-    def lane_bytes(self, kind: FrameKind, stage: int) -> int:
-        """Of a lane of a frame that leaves a stage; 0 where it has none."""
+    def accumulator_bytes(self, kind: FrameKind, stage: int) -> int:
+        """Bytes of one element of the accumulators that leave a stage; 0 for other frames."""
         is_sum = kind is FrameKind.AGGREGATE
-        return self._item.entry.lane_dtype(stage, self.world_size).itemsize if is_sum else 0
+        return self._item.entry.accumulator_dtype(stage, self.world_size).itemsize if is_sum else 0
 
     def sizes(self, part: Part) -> tuple[int, ...]:
         """Elements of each tensor in a part."""

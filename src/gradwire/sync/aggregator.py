@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradwire.compressors.support.homomorphic import Homomorphic
+from gradwire.compressors.base import Compressor, LookupCompressor
 from gradwire.core.errors import OptionError
 from gradwire.core.spec import TensorSpec
 from gradwire.protocol.aggregation.interface import Aggregation, Reply
@@ -45,7 +45,7 @@ class Aggregator:
             late keeps what it sent in its residual. 0.9 of 4 ranks are all of them, 0.75 are 3.
         max_misses: a rank that was not waited for so many times in a row is waited for.
         packet_elements: elements that are answered together, a multiple of 1,024; where ranks may be left out, made one
-            of the compressor's block. As many as fit a datagram in lanes of 8 bits.
+            of the compressor's block. As many as fit a datagram in accumulators of 8 bits.
         job: name of the job, as the server has it.
         key_file: with the job key; see `gradwire.transport.keys.job_key`.
         insecure: whether a key that everybody can guess will do beyond loopback.
@@ -187,23 +187,23 @@ def agree(aggregator: Aggregator, tensors: TensorRegistry, world_size: int) -> t
         if entry.strategy != SERVER:
             continue
         codec, dtype = entry.compressor, tensors.specs[name].dtype
-        assert isinstance(codec, Homomorphic), "a plan refuses others"
-        if partial and codec.rotate == "full":
+        assert isinstance(codec, LookupCompressor), "a plan refuses others"
+        if partial and not codec.has_independent_blocks:
             raise OptionError(
                 f"Expected blocks that packets are made of, got {codec!r} (in {name!r}) and a fraction of "
                 f'{aggregator.fraction}. Do: pass rotate="block", or fraction=1 to wait for all ranks.'
             )
         if partial:  # each block is then of one divisor
             largest_block = max(largest_block, codec.block)
-        values, bits = codec.coding(world_size)
-        table = Table(bits, tuple(values.tolist()), 8 * codec.lane_dtype(world_size).itemsize)
+        values, bits = codec.lookup_table(world_size)
+        table = Table(bits, tuple(values.tolist()), 8 * codec.accumulator_dtype(world_size).itemsize)
         index = tables.setdefault(table, len(tables))
         for part in split(tensors.specs[name].numel, entry.partitions):
             if part.count:
                 spec = TensorSpec((part.count,), dtype)
                 places[tensors.ids[name], part.index] = len(streams)
                 streams.append(Stream(Operation.MAXIMUM, num_statistics(codec, spec) + world_size))
-                streams.append(Stream(Operation.SUM, codec.num_lanes(spec) - 1, index))
+                streams.append(Stream(Operation.SUM, codec.accumulator_size(spec) - 1, index))
     terms = Terms(
         world_size,
         tuple(tables),
@@ -215,6 +215,6 @@ def agree(aggregator: Aggregator, tensors: TensorRegistry, world_size: int) -> t
     return terms, places
 
 
-def num_statistics(codec: Homomorphic, spec: TensorSpec) -> int:
+def num_statistics(codec: Compressor, spec: TensorSpec) -> int:
     """Numbers of a range that ranks must share."""
     return sum(length for length, _ in codec.stats_spec(spec))

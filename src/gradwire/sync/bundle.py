@@ -19,6 +19,7 @@ from functools import reduce
 import numpy as np
 import torch
 
+from gradwire.compressors.base import SummableCompressor
 from gradwire.core.errors import PayloadError
 from gradwire.feedback import policies
 from gradwire.feedback.residuals import Residuals
@@ -39,7 +40,7 @@ def travels_in_bundles(entry: PlanEntry, numel: int) -> bool:
     codec = entry.compressor
     # Dense ones travel in batches, unless they have a velocity, which belongs to a parameter's name.
     is_dense = codec.exact and not policies.get(entry.feedback).has_velocity
-    plain = not (is_dense or codec.needs_stats or codec.summable or codec.whole)
+    plain = not (is_dense or codec.needs_stats or isinstance(codec, SummableCompressor) or codec.requires_full_tensor)
     alone = entry.batched or entry.partitions > 1 or numel > MAX_ELEMENTS
     return plain and not alone and entry.strategy in STRATEGIES
 
@@ -134,6 +135,11 @@ class BundleCodec:
         """Write the sums of all ranks' payloads of a part over the gradients."""
         for (codec, whole), theirs in zip(self._of(part), self._split(part, messages), strict=True):
             codec.decode_sum(whole, theirs)
+
+    def arrived(self) -> None:
+        """Tell the members' codecs that their means are there."""
+        for codec in self._codecs:
+            codec.arrived()
 
     # -- one message of many ---------------------------------------------------------------------------------
 

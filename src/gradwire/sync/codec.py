@@ -5,7 +5,7 @@ residuals and all payloads are in units of the mean: gradients are scaled by 1/W
 add up, nothing is divided afterwards, and a residual means the same under every strategy and world size.
 
 Two algebras: `LossyCodec` decodes, adds in float32 and encodes again, with a residual of role ``aggregate``;
-`LaneCodec` is for summable compressors: it adds lanes and never decodes on the way.
+`AccumulatorCodec` is for summable compressors: it adds accumulators and decodes only their sum.
 """
 
 # Shapes: N = elements of the range, W = ranks.
@@ -18,11 +18,11 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from gradwire.compressors.base import Compressor
-from gradwire.compressors.base.registry import make
+from gradwire.compressors.base import Compressor, StatefulCompressor, SummableCompressor
+from gradwire.compressors.base.registry import DENSE_NAME, make
 from gradwire.core.context import Context
 from gradwire.core.errors import PayloadError, SyncError
-from gradwire.core.spec import as_array
+from gradwire.core.spec import Range, as_array
 from gradwire.feedback import policies
 from gradwire.feedback.residuals import ResidualKey, Residuals, Role
 from gradwire.kernels import active as kernels
@@ -31,7 +31,7 @@ from gradwire.wire.frame import FrameFlags, FrameKind
 from gradwire.wire.payload import Payload
 
 EMPTY = np.empty(0, dtype=np.uint8)
-DENSE = make("none")  # within a node
+DENSE = make(DENSE_NAME)  # within a node
 _REDUCE = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
 
@@ -46,6 +46,8 @@ class LossyCodec:
         self._policy = policies.get(item.entry.feedback)
         self._residuals = residuals
         self._seed = seed
+        compressor = self.compressor
+        self._state_source = compressor.state_source if isinstance(compressor, StatefulCompressor) else None
         self._stats: dict[int, list[np.ndarray]] = {}  # reduced, by part
         self._sums: dict[int, torch.Tensor | None] = {}  # by part, of this rank's node, where there is one
         self._owns: dict[int, tuple[torch.Tensor, float]] = {}  # by part, what the policy makes of the own gradient
@@ -91,8 +93,15 @@ class LossyCodec:
     ) -> Payload:
         context, key = self._context(part, stage), self._key(part, role)
         if self.item.aux is not None:
-            context = replace(context, aux={**context.aux, **self.item.aux(self.item.range(part))})
-        return self._policy.encode(self.compressor, grad, context, self._residuals, key, scale=scale, stats=stats)
+            context = replace(context, aux=self.item.aux(key.range))
+        payload = self._policy.encode(self.compressor, grad, context, self._residuals, key, scale=scale, stats=stats)
+        if self._state_source == "payload":
+            self._stage_state(payload, context, key.range)
+        return payload
+
+    def _stage_state(self, source: Payload | np.ndarray, context: Context, where: Range) -> None:
+        assert isinstance(self.compressor, StatefulCompressor)
+        self._residuals.states.stage(context.name, where, self.compressor.next_state(source, context), context.step)
 
     def _key(self, part: Part, role: Role) -> ResidualKey:
         return ResidualKey(self.item.name, self.item.range(part), role)
@@ -101,7 +110,7 @@ class LossyCodec:
 
     def encodes_own(self, stage: int) -> bool:
         """Whether a merge of this stage encodes the rank's own gradient, too, before it adds it."""
-        return self.compressor.votes and stage == self.first + 1
+        return self.compressor.encode_own_before_merge and stage == self.first + 1
 
     def merge(self, part: Part, messages: Sequence[Message], stage: int) -> Message:
         """Add what arrived to this rank's gradient, or its node's sum, and encode the total, which is an aggregate."""
@@ -252,7 +261,6 @@ class LossyCodec:
         return Message(kind, flags, payload.body, self.rank)
 
     def _context(self, part: Part, stage: int, rank: int | None = None) -> Context:
-        hints = {"carried": self._residuals.carried.get(self.item.name), "table": self.item.table}
         return Context(
             name=self.item.name,
             step=self.item.step,
@@ -262,12 +270,29 @@ class LossyCodec:
             offset=self.item.offset + part.offset,
             stage=stage,
             spec=self.item.spec(part),
-            aux={name: hint for name, hint in hints.items() if hint is not None},
+            state=self._state(part),
         )
 
+    def _state(self, part: Part) -> np.ndarray | None:
+        if self._state_source is None:
+            return None
+        where = self.item.range(part) if self._state_source == "payload" else self.item.whole_range
+        return self._residuals.states.get(self.item.name, where, self.item.step)
 
-class LaneCodec(LossyCodec):
-    """Lanes that are added as they are: nothing is decoded before the mean is there, and nothing is encoded twice."""
+    def arrived(self) -> None:
+        """Stage the state of a compressor that takes it from the mean, which the item holds now."""
+        if self._state_source == "mean" and not self.item.nonfinite:
+            whole = Part(0, 0, self.item.values.numel())
+            self._stage_state(as_array(self.item.values), self._context(whole, self.first), self.item.whole_range)
+
+
+class AccumulatorCodec(LossyCodec):
+    """Accumulators are added as they are: nothing is decoded before the mean is there, and nothing is encoded twice."""
+
+    def __init__(self, item: Item, residuals: Residuals, rank: int, world_size: int, seed: int) -> None:
+        super().__init__(item, residuals, rank, world_size, seed)
+        assert isinstance(item.entry.compressor, SummableCompressor)
+        self._summable: SummableCompressor = item.entry.compressor
 
     def kind(self, stage: int) -> FrameKind:
         return FrameKind.PAYLOAD if stage == self.first else FrameKind.AGGREGATE
@@ -282,33 +307,32 @@ class LaneCodec(LossyCodec):
             return self._message(FrameKind.AGGREGATE, None)
         if any(message.nonfinite for message in contributions):
             return self._message(FrameKind.AGGREGATE, Payload(EMPTY, nonfinite=True))
-        lanes = self._sum_lanes(part, contributions, self._lanes(stage), self._lanes(stage - 1))
-        return self._message(FrameKind.AGGREGATE, Payload(lanes.view(np.uint8)))
+        total = self._sum(part, contributions, self._dtype(stage), self._dtype(stage - 1))
+        return self._message(FrameKind.AGGREGATE, Payload(total.view(np.uint8)))
 
     def decode(self, part: Part, message: Message, stage: int) -> None:
-        self._lower(part, [message], self._lanes(stage))
+        self._finalize(part, [message], self._dtype(stage))
 
     def decode_sum(self, part: Part, messages: Sequence[Message]) -> None:
-        lane = self.compressor.lane_dtype(self.world_size)
-        self._lower(part, [message for message in messages if message.used], lane)
+        dtype = self._summable.accumulator_dtype(self.world_size)
+        self._finalize(part, [message for message in messages if message.used], dtype)
 
-    def _lanes(self, stage: int) -> np.dtype:
-        return self.item.entry.lane_dtype(stage, self.world_size)
+    def _dtype(self, stage: int) -> np.dtype:
+        return self.item.entry.accumulator_dtype(stage, self.world_size)
 
-    def _sum_lanes(self, part: Part, messages: Sequence[Message], lane: np.dtype, arrived: np.dtype) -> np.ndarray:
-        """The sum of payloads and aggregates in lanes of type `lane`; those of aggregates are of type `arrived`."""
-        lanes = np.zeros(self.compressor.num_lanes(self.item.spec(part)), lane)
+    def _sum(self, part: Part, messages: Sequence[Message], dtype: np.dtype, arrived: np.dtype) -> np.ndarray:
+        total = np.zeros(self._summable.accumulator_size(self.item.spec(part)), dtype)
         for message in messages:
             with blame(self, message):
                 if message.kind == FrameKind.AGGREGATE:
-                    _expect_bytes(message, lanes.size * arrived.itemsize)
-                    lanes += message.body.view(arrived)
+                    _expect_bytes(message, total.size * arrived.itemsize)
+                    total += message.body.view(arrived)
                 else:
                     context = self._context(part, self.first, message.sender)
-                    self.compressor.lift(_payload(message), context, lanes, accumulate=True)
-        return lanes
+                    self._summable.accumulate(_payload(message), context, total)
+        return total
 
-    def _lower(self, part: Part, messages: Sequence[Message], lane: np.dtype) -> None:
+    def _finalize(self, part: Part, messages: Sequence[Message], dtype: np.dtype) -> None:
         out = self.item.values[part.slice]
         if not any(message.used for message in messages):
             out.zero_()
@@ -316,20 +340,19 @@ class LaneCodec(LossyCodec):
             self.item.nonfinite = True
             out.fill_(torch.nan)
         else:
-            lanes = self._sum_lanes(part, messages, lane, lane)
-            mean = out if out.dtype == torch.float32 else torch.empty(part.count)  # lanes are lowered to float32
+            total = self._sum(part, messages, dtype, dtype)
+            mean = out if out.dtype == torch.float32 else torch.empty(part.count)
             context, stats = self._context(part, self.first), self._stats[part.index]
-            self.compressor.lower(lanes, self.num_encoders, context, stats, mean)
+            self._summable.finalize(total, self.num_encoders, context, stats, mean)
             if mean is not out:
                 kernels.cast(mean.numpy(), as_array(out))
-            carried = self.compressor.carry(lanes, context)
-            if carried is not None:
-                self._residuals.carried.stage(self.item.name, carried)
+            if self._state_source == "accumulator":
+                self._stage_state(total, context, self.item.range(part))
 
 
 def make_codec(item: Item, residuals: Residuals, rank: int, world_size: int, seed: int) -> LossyCodec:
     """The codec that fits the item's compressor."""
-    kind = LaneCodec if item.entry.compressor.summable else LossyCodec
+    kind = AccumulatorCodec if isinstance(item.entry.compressor, SummableCompressor) else LossyCodec
     return kind(item, residuals, rank, world_size, seed)
 
 

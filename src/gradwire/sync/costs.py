@@ -24,10 +24,11 @@ from typing import Any
 
 import numpy as np
 
+from gradwire.compressors.base.registry import DENSE_NAME
 from gradwire.core.errors import OptionError, UnknownNameError
 from gradwire.wire.frame import HEADER_BYTES
 
-FORMAT, VERSION = "gradwire costs", 1
+FORMAT, VERSION = "gradwire costs", 2
 
 
 def _expect_numbers(what: str, values: Iterable[float]) -> None:
@@ -161,9 +162,9 @@ class CodecCosts:
         payload_bytes: body of a payload, without the frame's header.
         stats: compute what the preliminary round reduces; None where there is none.
         stats_bytes: what a rank sends for it.
-        lift: add one payload to integer lanes; None for payloads that cannot be summed.
-        lower: turn lanes into values.
-        lane_bytes: lanes wide enough for the sum over all ranks.
+        accumulate: add one payload to an accumulator; None for payloads that cannot be summed.
+        finalize: decode the sum.
+        accumulator_bytes: accumulator of the sum over all ranks.
     """
 
     encode: Cost
@@ -172,18 +173,18 @@ class CodecCosts:
     payload_bytes: Cost
     stats: Cost | None = None
     stats_bytes: Cost | None = None
-    lift: Cost | None = None
-    lower: Cost | None = None
-    lane_bytes: Cost | None = None
+    accumulate: Cost | None = None
+    finalize: Cost | None = None
+    accumulator_bytes: Cost | None = None
 
     def __post_init__(self) -> None:
-        for group in (("stats", "stats_bytes"), ("lift", "lower", "lane_bytes")):
+        for group in (("stats", "stats_bytes"), ("accumulate", "finalize", "accumulator_bytes")):
             if len({getattr(self, name) is None for name in group}) > 1:
                 raise OptionError(f"Expected {' and '.join(group)} all given or all left out. Do: give the others too.")
 
     @property
     def summable(self) -> bool:
-        return self.lift is not None
+        return self.accumulate is not None
 
     @property
     def needs_stats(self) -> bool:
@@ -224,7 +225,7 @@ class Costs:
                 f"Expected one link or one for each of {self.world_size} ranks, got {len(self.links)}. "
                 "Do: pass links=(link,) where all are alike."
             )
-        if "none" not in self.codecs:
+        if DENSE_NAME not in self.codecs:
             raise OptionError('Expected the costs of "none", which all else is compared with. Do: measure it too.')
 
     def link(self, rank: int) -> LinkCosts:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from gradwire.compressors.base.registry import compressor_of
+from gradwire.compressors.base.registry import DENSE_NAME, compressor_of
 from gradwire.core.errors import UnknownNameError
 
 EVERYWHERE = ("scatter_reduce", "ring", "allgather")
@@ -34,7 +34,7 @@ class Method(NamedTuple):
     strategies: tuple[str, ...]
 
 
-DENSE = Method("none", ("ring", "scatter_reduce", "allgather"))
+DENSE = Method(DENSE_NAME, ("ring", "scatter_reduce", "allgather"))
 
 # Each level from the most to the least faithful, which is also the order of preference among equally fast methods.
 LEVELS: dict[str, tuple[Method, ...]] = {
@@ -49,7 +49,7 @@ LEVELS: dict[str, tuple[Method, ...]] = {
     # only what it cuts, 1/32 of coordinates (+0.0 % after 120 steps, benchmarks/results/thc-lab.csv).
     "balanced": (
         Method("int8", FEW_ENCODES),
-        Method("int8shared", EVERYWHERE),  # integer lanes: a ring only adds them
+        Method("int8shared", EVERYWHERE),  # integers: a ring only adds them
         Method("thc", EVERYWHERE),  # likewise
         Method("threelc", FEW_ENCODES),
         Method("onebit", FEW_ENCODES),

@@ -37,7 +37,6 @@ class Item:
         shape: of the whole tensor, for compressors that take it whole.
         place: among the tensors that travel in bundles, which says whose it is there under any bucket layout.
         aux: what contexts of its encodes have in `aux`, by range; None for compressors that need nothing.
-        table: what all its contexts have as ``aux["table"]``; see `gradwire.sync.tables`.
     """
 
     name: str
@@ -53,7 +52,6 @@ class Item:
     shape: tuple[int, ...] | None = None
     place: int = 0
     aux: Callable[[Range], Mapping[str, torch.Tensor]] | None = None
-    table: torch.Tensor | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -69,11 +67,16 @@ class Item:
 
     def parts(self, num_parts: int) -> list[Part]:
         """The ranges it travels in: `num_parts`, or one where the compressor takes tensors whole."""
-        return split(self.values.numel(), 1 if self.entry.compressor.whole else num_parts)
+        return split(self.values.numel(), 1 if self.entry.compressor.requires_full_tensor else num_parts)
 
     def spec(self, part: Part) -> TensorSpec:
-        shape = self.shape if self.entry.compressor.whole else None
+        shape = self.shape if self.entry.compressor.requires_full_tensor else None
         return TensorSpec((part.count,) if shape is None else shape, self.values.dtype)
+
+    @property
+    def whole_range(self) -> Range:
+        """Global elements of the item."""
+        return Range(self.offset, self.values.numel())
 
     def range(self, part: Part) -> Range:
         """The global elements of a part: the key of its residual."""

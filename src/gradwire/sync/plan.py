@@ -17,11 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from gradwire.compressors.base import Compressor
+from gradwire.compressors.base import Compressor, LookupCompressor, SummableCompressor
 from gradwire.compressors.base.arguments import names_unknown_arguments
-from gradwire.compressors.base.registry import compressor_of, make, spec_of
-from gradwire.compressors.support.casts import CastCompressor
-from gradwire.compressors.support.homomorphic import Homomorphic
+from gradwire.compressors.base.registry import DENSE_NAME, compressor_of, make, spec_of
 from gradwire.core.errors import OptionError, OptionTypeError, UnknownNameError, nearest
 from gradwire.core.spec import TensorSpec
 from gradwire.feedback import policies
@@ -49,18 +47,18 @@ class PlanEntry:
     feedback: str = "none"
     batched: bool = False
 
-    def lane_dtype(self, stage: int, world_size: int) -> np.dtype:
-        """Of aggregates that leave a stage. On a ring a payload is added at each hop, and lanes widen as that needs."""
-        if self.strategy == "ring":
-            return self.compressor.partial_lane_dtype(min(stage + 1, world_size), world_size)
-        return self.compressor.lane_dtype(world_size)
+    def accumulator_dtype(self, stage: int, world_size: int) -> np.dtype:
+        """Element type of accumulators that leave a stage. On a ring they widen, since each hop adds one payload."""
+        assert isinstance(self.compressor, SummableCompressor)
+        num_payloads = min(stage + 1, world_size) if self.strategy == "ring" else world_size
+        return self.compressor.accumulator_dtype(world_size, num_payloads)
 
     def describe(self, world_size: int) -> dict[str, Any]:
         """Everything that so many ranks must agree on, as plain data."""
         return {
             "compressor": self.compressor.name,
             "options": {key: repr(value) for key, value in sorted(self.compressor.options.items())},
-            "agreed": self.compressor.agreed(world_size),
+            "derived_config": self.compressor.derived_config(world_size),
             "strategy": self.strategy,
             "partitions": self.partitions,
             "feedback": self.feedback,
@@ -149,7 +147,7 @@ class Plan:
                 )
         if not entries:
             raise OptionError("Expected an entry for every tensor, got none. Do: plan anew for this model.")
-        plan = cls("none")
+        plan = cls(DENSE_NAME)
         plan.entries = dict(entries)
         plan.has_velocity = any(policies.get(entry.feedback).has_velocity for entry in entries.values())
         return plan
@@ -178,13 +176,13 @@ class Plan:
         pattern, compressor = self._match(name)
         small = len(spec.shape) <= 1 or spec.numel < self.min_elements
         if small and pattern == "*":
-            compressor = make("none")
+            compressor = make(DENSE_NAME)
         feedback = self.feedback or compressor.default_feedback
         if self.has_velocity:
             strategy = ("scatter_reduce" if small else "ring") if compressor.exact else "allgather"
             return PlanEntry(compressor, strategy, self.partitions, feedback)
-        batched = small and compressor.name == "none"
-        given = None if self.strategy == SERVER and compressor.exact else self.strategy  # it adds nothing but lanes
+        batched = small and compressor.exact and compressor.elementwise
+        given = None if self.strategy == SERVER and compressor.exact else self.strategy  # it adds only accumulators
         return PlanEntry(
             compressor,
             given or ("ring" if compressor.exact and not batched else "scatter_reduce"),
@@ -235,11 +233,11 @@ def _idle_note(pattern: str, specs: Mapping[str, TensorSpec], matched: Mapping[s
 def _may_be_batched(entry: PlanEntry) -> bool:
     """A batch's compressor sees elements of many tensors, whose residuals it does not have."""
     compressor = entry.compressor
-    return entry.feedback == "none" and (compressor.name == "none" or isinstance(compressor, CastCompressor))
+    return entry.feedback == "none" and compressor.elementwise
 
 
 def _check_servable(strategy: str | None, compressor: Compressor, where: str) -> None:
-    if strategy == SERVER and not compressor.exact and not isinstance(compressor, Homomorphic):
+    if strategy == SERVER and not compressor.exact and not isinstance(compressor, LookupCompressor):
         raise _not_servable(compressor, where)
 
 

@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from gradwire.compressors.base import Compressor
-from gradwire.compressors.base.registry import make
+from gradwire.compressors.base import Compressor, SummableCompressor
+from gradwire.compressors.base.contract import compensate
+from gradwire.compressors.base.registry import DENSE_NAME, make
 from gradwire.core.context import Context
 from gradwire.core.errors import OptionError
 from gradwire.core.events import EventStream
@@ -67,7 +68,7 @@ def measure_codec(
         compressor: with its options.
         sizes: elements of the tensors to measure, two at least.
         seconds_budget: about how long this may take, without compilation at first use.
-        world_size: ranks, which the width of integer lanes depends on, and of some compressors the bits.
+        world_size: Number of ranks, on which the width of accumulators depends, and for some compressors the bits.
         gradient: float32, from which tensors are cut (repeated where it is too short); None for random numbers.
         aux: what contexts have in `aux`, cut and repeated as `gradient` is, but for what is of less than its length.
         clock: ``time.perf_counter`` where ranks share cores, measure at once and shall see what that costs them.
@@ -75,7 +76,7 @@ def measure_codec(
     Raises:
         OptionError: fewer than two different sizes, or a compressor whose costs depend on shapes, too.
     """
-    if compressor.whole:
+    if compressor.requires_full_tensor:
         raise OptionError(
             f"Expected a compressor that takes ranges of tensors, got {compressor!r}, whose costs depend on shapes. "
             'Do: name it in a plan of your own, for example {"*": "powersgd"}.'
@@ -128,12 +129,16 @@ def _measure_size(
     if compressor.needs_stats:
         calls["stats"] = (stats_call, 1)
         nbytes["stats_bytes"] = 4 * sum(length for length, _ in compressor.stats_spec(spec))
-    if compressor.summable:
-        lanes = np.zeros(compressor.num_lanes(spec), compressor.lane_dtype(world_size))
-        # Zeroed each time: lanes are as wide as the sum of a few payloads needs, and no wider.
-        calls["lift"] = (lambda: compressor.lift(payload, context, lanes, accumulate=False), 1)
-        calls["lower"] = (lambda: compressor.lower(lanes, world_size, context, shared, out), 1)
-        nbytes["lane_bytes"] = lanes.nbytes
+    if isinstance(compressor, SummableCompressor):
+        accumulator = np.zeros(compressor.accumulator_size(spec), compressor.accumulator_dtype(world_size))
+
+        def accumulate() -> None:
+            accumulator.fill(0)  # it is as wide as the sum of a few payloads needs
+            compressor.accumulate(payload, context, accumulator)
+
+        calls["accumulate"] = (accumulate, 1)
+        calls["finalize"] = (lambda: compressor.finalize(accumulator, world_size, context, shared, out), 1)
+        nbytes["accumulator_bytes"] = accumulator.nbytes
     share = seconds_budget / len(calls)
     seconds = {name: median_seconds(call, share, clock) / divisor for name, (call, divisor) in calls.items()}
     return _Row(seconds, nbytes)
@@ -145,26 +150,25 @@ def _encoder(
     """Encodes as the synchroniser does, with a residual where it keeps one; its preliminary round; what that gave."""
     scale = 1 / context.world_size
     feedback = compressor.default_feedback == "error" and not compressor.exact
-    work = np.zeros(grad.numel(), np.float32) if feedback else None
-    residual = None if work is None else np.zeros(grad.numel(), np.float32)
+    after = np.zeros(grad.numel(), np.float32) if feedback else None
+    before = None if after is None else np.zeros(grad.numel(), np.float32)
 
     def statistics() -> list[np.ndarray]:
-        if work is None:
+        if after is None:
             return [stat.values for stat in compressor.stats(grad, context, scale)]
-        kernels.compensate(grad.numpy(), scale, residual, work)
-        return [stat.values for stat in compressor.stats(torch.from_numpy(work), context)]
+        return [stat.values for stat in compressor.stats(compensate(grad, scale, before, after), context)]
 
     shared = statistics() if compressor.needs_stats else []
 
     def encode() -> Any:
-        if shared and work is not None:
-            return compressor.encode(torch.from_numpy(work), context, shared, residual=work)
-        return compressor.encode_compensated(grad, context, work, scale=scale, residual=residual, stats=shared)
+        if shared and after is not None:
+            return compressor.encode(torch.from_numpy(after), context, shared, residual_out=after)
+        return compressor.encode(grad, context, shared, scale=scale, residual_in=before, residual_out=after)
 
     for _ in range(_WARM_UPS):
         encode()
-        if work is not None and residual is not None:
-            residual[:] = work
+        if after is not None and before is not None:
+            before[:] = after
     return encode, statistics, shared
 
 
@@ -227,7 +231,7 @@ def _run_echo(num_items: int) -> float:
         on_failure=lambda error, state: None,
     )
     around = Surroundings(echo, Residuals(), events, seed=0)
-    entry = PlanEntry(make("none"), "allgather")
+    entry = PlanEntry(make(DENSE_NAME), "allgather")
     items = [Item("profile", 0, torch.zeros(1 << 10), entry, index, 0) for index in range(num_items)]
     num_tasks = 0
     try:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from gradwire.compressors.base import SummableCompressor
 from gradwire.compressors.base.registry import code
 from gradwire.core.errors import FrameError
 from gradwire.core.spec import ELEMENT_TYPES, TensorSpec
@@ -113,8 +114,9 @@ class TensorRegistry:
 
     def _early_bytes(self, entry: PlanEntry, spec: TensorSpec) -> int:
         payload = self._bound(FrameKind.PAYLOAD, entry, spec)
-        lanes = self._bound(FrameKind.AGGREGATE, entry, spec, self._world_size) if entry.compressor.summable else 0
-        return max(payload, lanes, spec.nbytes if entry.strategy == "hierarchical" else 0)
+        is_summable = isinstance(entry.compressor, SummableCompressor)
+        total = self._bound(FrameKind.AGGREGATE, entry, spec, self._world_size) if is_summable else 0
+        return max(payload, total, spec.nbytes if entry.strategy == "hierarchical" else 0)
 
     def admit(self, header: Header) -> None:
         """Check a header against what was agreed.
@@ -140,7 +142,7 @@ class TensorRegistry:
             raise FrameError(f"Expected {entry.compressor.name} of {spec.dtype}, got others (in {describe(header)}).")
         if header.offset + header.count > spec.numel:
             raise FrameError(f"Expected a range within {spec.numel} elements, got one beyond (in {describe(header)}).")
-        whole = entry.compressor.whole
+        whole = entry.compressor.requires_full_tensor
         if whole and header.count != spec.numel:
             raise FrameError(f"Expected all {spec.numel} elements, got a range (in {describe(header)}).")
         part = spec if whole else TensorSpec((header.count,), spec.dtype)
@@ -181,6 +183,6 @@ class TensorRegistry:
             return compressor.max_encoded_bytes(spec)
         if kind is FrameKind.STATS and compressor.needs_stats:
             return 4 * sum(length for length, _ in compressor.stats_spec(spec))
-        if kind is FrameKind.AGGREGATE and compressor.summable:
-            return compressor.num_lanes(spec) * entry.lane_dtype(stage, self._world_size).itemsize
+        if kind is FrameKind.AGGREGATE and isinstance(compressor, SummableCompressor):
+            return compressor.accumulator_size(spec) * entry.accumulator_dtype(stage, self._world_size).itemsize
         raise FrameError(f"Expected no {kind.name} frames of {compressor.name}, got one.")

@@ -10,7 +10,7 @@ The divisor. Residuals are in units of the mean: what they hold is still to be a
 So nothing is rescaled, and the sum over ranks and roles, element by element, is the same before and after; gradients
 that are produced afterwards are divided by the new number of ranks.
 
-Tables of prefix codes (`gradwire.sync.tables`) are the same on all ranks, and stay.
+States of compressors that all old ranks hold alike stay, and others are dropped.
 """
 
 # Shapes: V = ranks before, W = ranks after.
@@ -24,6 +24,7 @@ from typing import Any
 from gradwire.core.errors import OptionError
 from gradwire.core.spec import Range, TensorSpec, as_array
 from gradwire.feedback.residuals import STORED, ResidualKey, Residuals, Role
+from gradwire.feedback.states import common_states
 from gradwire.sync.item import split
 
 _LOAD = "Do: pass what state_dict() gave on every rank at one step, in the order of the ranks."
@@ -49,8 +50,10 @@ def resize_state(states: Sequence[Mapping[str, Any]], world_size: int) -> list[d
     """
     _check(states, world_size)
     held = [Residuals() for _ in range(max(len(states), world_size))]
+    common = common_states(state["residuals"].get("states", {}) for state in states)
     for rank, residuals in enumerate(held):
-        residuals.load_state_dict(states[rank]["residuals"] if rank < len(states) else _common(states[0]), _AnySpec())
+        own = states[rank]["residuals"] if rank < len(states) else {"version": states[0]["residuals"].get("version")}
+        residuals.load_state_dict({**own, "states": common}, _AnySpec())
     for state in states[world_size:]:
         _hand_on(state["residuals"], held[:world_size])
     return [
@@ -59,7 +62,6 @@ def resize_state(states: Sequence[Mapping[str, Any]], world_size: int) -> list[d
             "rank": rank,
             "world_size": world_size,
             "residuals": held[rank].state_dict(),
-            "tables": {name: table.clone() for name, table in states[0].get("tables", {}).items()},
         }
         for rank in range(world_size)
     ]
@@ -75,14 +77,9 @@ class _AnySpec(dict[str, TensorSpec]):
         return TensorSpec((sys.maxsize,))
 
 
-def _common(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a residual state that all ranks share: all but the residuals."""
-    return {field: found for field, found in state["residuals"].items() if field not in STORED}
-
-
 def _hand_on(left: Mapping[str, Any], heirs: Sequence[Residuals]) -> None:
     """Cut what a rank has left behind among `heirs`, range by range."""
-    for role in (role for role in STORED if role != "memory"):  # a hint for ranges that nobody has any more
+    for role in STORED:
         kept: Role = "velocity" if role == "velocity" else "local"
         for name, pieces in left.get(role, {}).items():
             for offset, tensor in pieces.items():

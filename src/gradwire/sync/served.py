@@ -21,39 +21,39 @@ from concurrent.futures import Future
 import numpy as np
 import torch
 
-from gradwire.compressors.support.homomorphic import Homomorphic
+from gradwire.compressors.base import LookupCompressor
 from gradwire.core.spec import as_array
 from gradwire.feedback.residuals import Residuals
 from gradwire.kernels import active as kernels
 from gradwire.protocol.aggregation.interface import Reply
 from gradwire.sync.aggregator import Service, num_statistics
-from gradwire.sync.codec import EMPTY, LaneCodec
+from gradwire.sync.codec import EMPTY, AccumulatorCodec
 from gradwire.sync.item import Item, Message, Part
 from gradwire.wire.frame import FrameFlags, FrameKind
 from gradwire.wire.payload import Payload
 
 
-class ServedCodec(LaneCodec):
-    """Lanes that a server adds: `stats`, `ask_stats`, `take_stats`, `start`, `ask_sum`, `take`, for each part."""
+class ServedCodec(AccumulatorCodec):
+    """Sums that a server adds: `stats`, `ask_stats`, `take_stats`, `start`, `ask_sum`, `take`, for each part."""
 
     def __init__(
         self, item: Item, service: Service, residuals: Residuals, rank: int, world_size: int, seed: int
     ) -> None:
         super().__init__(item, residuals, rank, world_size, seed)
-        assert isinstance(item.entry.compressor, Homomorphic), "a plan refuses others"
-        self._homomorphic: Homomorphic = item.entry.compressor
+        assert isinstance(item.entry.compressor, LookupCompressor), "a plan refuses others"
+        self._lookup: LookupCompressor = item.entry.compressor
         self._service = service
         self._largest: dict[int, np.ndarray] = {}  # what the server made of the statistics, by part; likewise:
         self._num_absent: dict[int, int] = {}
         self._sent: dict[int, Payload] = {}
-        self._lanes_of: dict[int, np.ndarray] = {}
+        self._sums_of: dict[int, np.ndarray] = {}
         self._broken: set[int] = set()  # parts whose own gradient is not finite
 
     # -- the preliminary round ---------------------------------------------------------------------------------
 
     def stats(self, part: Part, encoded: bool = True) -> Message:
         """Statistics of which the server takes the largest, then a mark a rank: 1 from one that is absent."""
-        num_own = num_statistics(self._homomorphic, self.item.spec(part))
+        num_own = num_statistics(self._lookup, self.item.spec(part))
         row = np.zeros(num_own + self.world_size, np.float32)
         own = self._own(part)
         if own is None:
@@ -80,14 +80,14 @@ class ServedCodec(LaneCodec):
         marks, values = row[-self.world_size :], row[: -self.world_size]
         values[np.isneginf(values)] = 0  # of those that were heard, none has used the parameter
         reduced = self._turned(part, values)
-        lengths = [length for length, _ in self._homomorphic.stats_spec(self.item.spec(part))]
+        lengths = [length for length, _ in self._lookup.stats_spec(self.item.spec(part))]
         self._stats[part.index] = np.split(reduced, np.cumsum(lengths)[:-1])
         self._num_absent[part.index] = int((marks == 1).sum())
 
     def _turned(self, part: Part, values: np.ndarray) -> np.ndarray:
         """With the sign changed of those of which the smallest is wanted, so that the largest is."""
         signs = [np.full(length, -1 if reduction == "min" else 1, np.float32)
-                 for length, reduction in self._homomorphic.stats_spec(self.item.spec(part))]  # fmt: skip
+                 for length, reduction in self._lookup.stats_spec(self.item.spec(part))]  # fmt: skip
         return np.asarray(values * np.concatenate(signs))
 
     # -- the sum -----------------------------------------------------------------------------------------------
@@ -105,8 +105,8 @@ class ServedCodec(LaneCodec):
         if message.used and not message.nonfinite:
             self._sent[part.index] = Payload(message.body)
             payload = message.body
-        size = self._homomorphic.num_lanes(self.item.spec(part)) - 1
-        self._lanes_of[part.index] = out = np.empty(size, self._homomorphic.lane_dtype(self.world_size))
+        size = self._lookup.accumulator_size(self.item.spec(part)) - 1
+        self._sums_of[part.index] = out = np.empty(size, self._lookup.accumulator_dtype(self.world_size))
         return self._service.submit(self.item, part, FrameKind.PAYLOAD, payload, out, message.flags)
 
     def take(self, part: Part, reply: Reply | None) -> int:
@@ -128,9 +128,9 @@ class ServedCodec(LaneCodec):
 
     def _write(self, part: Part, reply: Reply, mean: torch.Tensor) -> None:
         stats = self._stats[part.index]
-        counts = reply.counts_of_blocks(self._homomorphic.block, stats[0].size)
-        lanes, context = self._lanes_of.pop(part.index), self._context(part, self.first)
-        self._homomorphic.lower_blocks(lanes, counts, context, stats, mean)
+        counts = reply.counts_of_blocks(self._lookup.block, stats[0].size)
+        sums, context = self._sums_of.pop(part.index), self._context(part, self.first)
+        self._lookup.finalize_blocks(sums, counts, context, stats, mean)
         # In units of the mean of all ranks; of those who were too late nothing is in it.
         divisors = np.maximum(counts, 1) + self._num_absent[part.index]
         if (divisors != self.world_size).any():
@@ -141,15 +141,17 @@ class ServedCodec(LaneCodec):
         if part.index not in self._sent:
             return 0
         stats = self._stats[part.index]
-        counted = reply.counted_blocks(self.rank, self._homomorphic.block, stats[0].size)
+        counted = reply.counted_blocks(self.rank, self._lookup.block, stats[0].size)
         if counted.all():
             return 0
         late, context = self._by_element(part, ~counted), self._context(part, self.first)
-        lanes = np.zeros(
-            self._homomorphic.num_lanes(self.item.spec(part)), self._homomorphic.lane_dtype(self.world_size)
+        size, dtype = (
+            self._lookup.accumulator_size(self.item.spec(part)),
+            self._lookup.accumulator_dtype(self.world_size),
         )
-        self._homomorphic.lift(self._sent[part.index], context, lanes)
-        sent = self._homomorphic.lower(lanes, 1, context, stats, torch.empty(part.count)).numpy()
+        own_sum = np.zeros(size, dtype)
+        self._lookup.accumulate(self._sent[part.index], context, own_sum)
+        sent = self._lookup.finalize(own_sum, 1, context, stats, torch.empty(part.count)).numpy()
         own = self._own(part)
         assert own is not None, "it has sent something"
         self._policy.take_back(self._residuals, self._key(part, "local"), *own, sent, late)
@@ -157,7 +159,7 @@ class ServedCodec(LaneCodec):
 
     def _by_element(self, part: Part, values: np.ndarray) -> np.ndarray:
         """Of each block, for each of its elements."""
-        return np.repeat(values, self._homomorphic.block)[: part.count]
+        return np.repeat(values, self._lookup.block)[: part.count]
 
     def _is_finite(self, part: Part) -> bool:
         return all(bool(np.isfinite(values).all()) for values in self._stats[part.index])

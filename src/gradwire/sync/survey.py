@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from gradwire.compressors.base import Compressor
-from gradwire.compressors.base.registry import compressor_of
+from gradwire.compressors.base.registry import DENSE_NAME, compressor_of
 from gradwire.sync.costs import CodecCosts, Cost, Costs, Curve, Line
 from gradwire.sync.exchange import MAX_NUMBERS
 from gradwire.sync.profile import measure_add, measure_codec, measure_task
@@ -77,7 +77,7 @@ class Survey:
             sample: of this rank, for codecs whose work or bytes depend on values; None for random numbers.
         """
         links = self._synchronizer.probe_links()
-        for spec in dict.fromkeys(["none", *specs]):
+        for spec in dict.fromkeys([DENSE_NAME, *specs]):
             if spec not in self._codecs:
                 compressor = compressor_of(spec)
                 given = (None, {}) if sample is None else sample.of(compressor)

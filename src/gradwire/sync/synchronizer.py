@@ -23,6 +23,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from gradwire.compressors.base import StatefulCompressor
 from gradwire.compressors.base.arguments import names_unknown_arguments
 from gradwire.core.errors import GradwireError, OptionError, SyncError
 from gradwire.core.events import Event
@@ -43,14 +44,13 @@ from gradwire.sync.resize import resize_state
 from gradwire.sync.staging import Staging
 from gradwire.sync.strategies import BUILDERS, Builder
 from gradwire.sync.submission import Shard, Submission
-from gradwire.sync.tables import Tables
 from gradwire.sync.warmup import warm_up
 from gradwire.transport.base import Transport
 
 logger = logging.getLogger("gradwire")
 
 DEFAULT_TIMEOUT = timedelta(seconds=30)
-STATE_VERSION = 1
+STATE_VERSION = 2
 
 
 class Synchronizer(Peers):
@@ -114,7 +114,6 @@ class Synchronizer(Peers):
         self._nonfinite = False
         self._num_steps = 0  # begun here; `step` goes on where a loaded state ended
         self._held = Holding()
-        self._tables = Tables()
         self._tensors = TensorRegistry(self.plan, self.world_size, self._nodes)
         self._aggregator = Aggregator.of(server)
         self._expect_aggregator(tensors or {}, self.plan)
@@ -300,7 +299,7 @@ class Synchronizer(Peers):
                 f"element {shard.offset} on. Do: submit what was registered, or register the whole parameter first."
             )
         entry = self._tensors.entries[shard.name]
-        if (entry.compressor.whole or entry.strategy == SERVER) and count != spec.numel:
+        if (entry.compressor.requires_full_tensor or entry.strategy == SERVER) and count != spec.numel:
             why = f"{entry.compressor!r} by strategy={entry.strategy!r} needs whole"
             raise OptionError(
                 f"Expected all {spec.numel} elements of {shard.name!r}, which {why}, got {count}. Do: submit whole "
@@ -321,7 +320,6 @@ class Synchronizer(Peers):
             shape=self._tensors.specs[shard.name].shape,
             place=self._tensors.places.get(shard.name, 0),
             aux=self._aux_of(shard.name),
-            table=self._tables.of(shard.name),
         )
 
     def _aux_of(self, name: str) -> Callable[[Range], Mapping[str, torch.Tensor]] | None:
@@ -356,13 +354,14 @@ class Synchronizer(Peers):
 
         def done() -> None:
             self._nonfinite |= item.nonfinite
-            self._tables.count(item, self._tensors.specs)
+            builder.arrived()
             self.events.emit(Event("done", submitted, time.monotonic() - submitted, item.name, item.round))
             waiting.arrived()
 
         priority = item.tensor & ~(BATCH_FLAG | BUNDLE_FLAG) if self._forward_first else item.round
         graph = TaskGraph(item.name, item.round, priority, on_done=done, on_failed=waiting.failed)
-        BUILDERS[item.entry.strategy](Builder(item, graph, self._around))
+        builder = Builder(item, graph, self._around)
+        BUILDERS[item.entry.strategy](builder)
         self._engine.run(graph)
 
     # -- the step as a transaction ---------------------------------------------------------------------------
@@ -372,7 +371,6 @@ class Synchronizer(Peers):
         self.wait()
         if self._nonfinite:
             self.rollback()
-        self._tables.switch()
         self.step += 1
         self._num_steps += 1
 
@@ -400,6 +398,10 @@ class Synchronizer(Peers):
         """Gradients are `factor` times as large from now on (another loss scale), so residuals must be, too."""
         self.wait()
         self.residuals.scale(factor)
+        for name, entry in self._tensors.entries.items():
+            compressor = entry.compressor
+            if isinstance(compressor, StatefulCompressor) and compressor.state_source == "payload":
+                self.residuals.states.drop(name)  # it may be in units of the gradient
 
     # -- report, state ---------------------------------------------------------------------------------------
 
@@ -423,7 +425,6 @@ class Synchronizer(Peers):
             "rank": self.rank,
             "world_size": self.world_size,
             "residuals": self.residuals.state_dict(),
-            "tables": self._tables.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
@@ -451,7 +452,6 @@ class Synchronizer(Peers):
                     "that the same rank saved, in a group of the same size, or a list of the states of all old ranks."
                 )
         self.residuals.load_state_dict(state["residuals"], self._tensors.specs)
-        self._tables.load_state_dict(state.get("tables", {}))
         self.step = int(state["step"])
         self.seed = int(state["seed"])
         if self._engine is not None:
@@ -461,5 +461,4 @@ class Synchronizer(Peers):
     def close(self) -> None:
         """End threads and connections. Idempotent. All ranks call it."""
         super().close()
-        self._tables.close()
         self._metrics.close()

@@ -7,19 +7,18 @@ rank, and a rank whose threads get no turn looks dead to its peers.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 
-from gradwire.compressors.base.registry import make
-from gradwire.compressors.lossless import FloatPacking
+from gradwire.compressors.base import StatefulCompressor, SummableCompressor
+from gradwire.compressors.base.registry import DENSE_NAME, make
 from gradwire.core.context import Context
 from gradwire.core.spec import Range, TensorSpec, as_array
 from gradwire.feedback import policies
 from gradwire.feedback.residuals import ResidualKey, Residuals
 from gradwire.kernels import active as kernels
-from gradwire.kernels.float_format import FORMATS
-from gradwire.kernels.prefix_code import NUM_SYMBOLS
 from gradwire.sync.plan import SERVER, PlanEntry
 from gradwire.wire.payload import Payload
 
@@ -31,7 +30,7 @@ def warm_up(tensors: Iterable[tuple[PlanEntry, torch.dtype]], world_size: int = 
     seen = set()
     pairs = list(tensors)
     # Within a node tensors travel dense, and what is encoded are float32 sums.
-    dense = PlanEntry(make("none"))
+    dense = PlanEntry(make(DENSE_NAME))
     for entry, dtype in [pair for pair in pairs if pair[0].strategy == "hierarchical"]:
         pairs += [(dense, dtype), (dense, torch.float32), (entry, torch.float32)]
     for entry, dtype in pairs:
@@ -49,14 +48,14 @@ def _aux(spec: TensorSpec) -> dict[str, torch.Tensor]:
 
 def _warm_up_one(entry: PlanEntry, dtype: torch.dtype, world_size: int) -> None:
     compressor = entry.compressor
-    shape = (64, NUM_ELEMENTS // 64) if compressor.whole else (NUM_ELEMENTS,)
+    shape = (64, NUM_ELEMENTS // 64) if compressor.requires_full_tensor else (NUM_ELEMENTS,)
     spec = TensorSpec(shape, dtype)
     aux = _aux(spec) if compressor.needs_optimizer else {}
     context = Context("warm up", world_size=world_size, spec=spec, aux=aux)
     policy, residuals = policies.get(entry.feedback), Residuals()
     grad = torch.linspace(-1, 1, NUM_ELEMENTS).to(dtype)
-    if isinstance(compressor, FloatPacking) and as_array(grad).dtype in FORMATS:
-        kernels.exponent_counts(as_array(grad), np.zeros(NUM_SYMBOLS, np.int64))
+    if isinstance(compressor, StatefulCompressor) and compressor.state_source == "mean":
+        compressor.next_state(as_array(grad), replace(context, step=1))
 
     whole = Range(0, NUM_ELEMENTS)
     local, merged = ResidualKey("local", whole), ResidualKey("merged", whole, "aggregate")
@@ -75,11 +74,11 @@ def _warm_up_one(entry: PlanEntry, dtype: torch.dtype, world_size: int) -> None:
     compressor.decode_sum([payload, payload], [context, context], total, stats)
     kernels.compensate(as_array(grad), 0.5, total.numpy(), total.numpy())
     kernels.cast(total.numpy(), as_array(grad))
-    if compressor.summable:
-        for lane in {entry.lane_dtype(stage, world_size) for stage in range(1, world_size)}:
-            lanes = np.zeros(compressor.num_lanes(spec), lane)
-            compressor.lift(payload, context, lanes, accumulate=True)
-            compressor.lower(lanes, world_size, context, stats, total)
+    if isinstance(compressor, SummableCompressor):
+        for dtype_of_sum in {entry.accumulator_dtype(stage, world_size) for stage in range(1, world_size)}:
+            accumulator = np.zeros(compressor.accumulator_size(spec), dtype_of_sum)
+            compressor.accumulate(payload, context, accumulator)
+            compressor.finalize(accumulator, world_size, context, stats, total)
         if entry.strategy == SERVER:
             kernels.abs_max(as_array(grad))
         return

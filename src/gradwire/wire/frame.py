@@ -62,7 +62,7 @@ class FrameKind(IntEnum):
     PAYLOAD = 1
     """An encoded tensor or range."""
     AGGREGATE = 2
-    """Integer lanes: a sum of payloads, which no payload decoder reads."""
+    """Accumulator: a sum of payloads, which no payload decoder reads."""
     STATS = 3
     """Values of a preliminary round."""
     HELLO = 4

@@ -47,14 +47,19 @@ def declared() -> Iterator[Any]:
             TypeError,
             r"feedback\(.*but missing .* 'bits'.*\*\*_ for the options",
         ),
-        ("unbiased", "yes", TypeError, "unbiased of declared to be True or False, got 'yes'"),
-        ("unbiased", lambda ratio, **_: ratio, TypeError, "unbiased of declared to be True or False, got 0.5"),
-        ("votes", 1, TypeError, "votes to be True or False, got 1"),
+        ("unbiased", "yes", TypeError, "unbiased of declared must be True or False, not 'yes'"),
+        ("unbiased", lambda ratio, **_: ratio, TypeError, "unbiased of declared must be True or False, not 0.5"),
+        ("encode_own_before_merge", 1, TypeError, "encode_own_before_merge must be True or False, not 1"),
         ("contraction", 0.5, TypeError, "must be a function of size, block, ratio, not 0.5"),
         ("contraction", lambda size: 1.0, TypeError, r"as contraction\(size, block=64, ratio=0.5\), but got an"),
-        ("remember", lambda body: 1.0, TypeError, r"remember\(body, size, step, block=64.*but too many"),
+        ("next_state", lambda body: 1.0, TypeError, r"next_state\(body, size, step, block=64.*but too many"),
         ("variance", lambda size, **_: 1.0, OptionError, "declared biased. Pass unbiased=True"),
-        ("decay", 0.9, UnknownNameError, "option of gradwire.compressor 'decay'.*Known: contraction, feedback, name"),
+        (
+            "decay",
+            0.9,
+            UnknownNameError,
+            "option of gradwire.compressor 'decay'.*Known: contraction, encode_own_before_merge, feedback, name",
+        ),
     ],
 )
 def test_what_an_option_cannot_be(declared, option, value, error, advice) -> None:
@@ -74,11 +79,11 @@ def test_every_option_that_there_is_may_be_given(declared) -> None:
         unbiased=lambda ratio, **_: ratio == 1,
         contraction=lambda size, block, ratio: ratio,
         variance=lambda size, **_: 0.0,
-        votes=True,
-        remember=lambda body, size, step, **_: 1.0,
+        encode_own_before_merge=True,
+        next_state=lambda body, size, step, **_: 1.0,
     )
     codec = algorithm(ratio=1)
-    assert (codec.default_feedback, codec.unbiased, codec.votes) == ("none", True, True)
+    assert (codec.default_feedback, codec.unbiased, codec.encode_own_before_merge) == ("none", True, True)
     assert algorithm().default_feedback == "error"
 
 

@@ -72,9 +72,7 @@ class Job:
         aux = state(named[index][0], Range(0, values.numel()))
         ctx = Context("w", world_size=self.world_size, spec=TensorSpec((values.numel(),)), aux=aux)
         codec = compressors.make("gcomp")
-        return codec.decode(codec.encode_compensated(values.reshape(-1), ctx, None, scale=scale), ctx).view(
-            values.shape
-        )
+        return codec.decode(codec.encode(values.reshape(-1), ctx, scale=scale), ctx).view(values.shape)
 
 
 def _parameters(job: Job) -> list[torch.Tensor]:

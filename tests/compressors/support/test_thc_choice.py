@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.compressors.support.thc_choice import choose, lane_for
+from gradwire.compressors.support.thc_choice import accumulator_for, choose
 from gradwire.compressors.support.thc_tables import optimal
 from gradwire.core.errors import OptionError
 
@@ -16,21 +16,21 @@ P = 1 / 32
 
 @given(st.integers(1, 1 << 20), st.integers(1, 1023))
 def test_lanes_are_the_narrowest_that_hold_the_sum(world_size: int, granularity: int) -> None:
-    lane = lane_for(world_size, granularity)
+    lane = accumulator_for(world_size, granularity)
     assert world_size * granularity <= np.iinfo(lane).max
     narrower = {2: np.uint8, 4: np.uint16}.get(lane.itemsize)
     assert narrower is None or world_size * granularity > np.iinfo(narrower).max
 
 
 def test_eight_ranks_fit_8_bits_at_granularity_30_and_nine_do_not() -> None:
-    assert lane_for(8, 30) == np.uint8
-    assert lane_for(9, 30) == np.uint16
-    assert lane_for(8, 30, 8) == np.uint8
-    with pytest.raises(OptionError, match="lane_bits=16, or a granularity of at most 28, or leave both"):
-        lane_for(9, 30, 8)
-    with pytest.raises(OptionError, match="Do: pass a granularity of at most 3, or leave"):
-        lane_for(1 << 30, 30)
-    assert lane_for(2, 3, 32) == np.uint32
+    assert accumulator_for(8, 30) == np.uint8
+    assert accumulator_for(9, 30) == np.uint16
+    assert accumulator_for(8, 30, 8) == np.uint8
+    with pytest.raises(OptionError, match="accumulator_bits=16, or a granularity of at most 28, or leave both"):
+        accumulator_for(9, 30, 8)
+    with pytest.raises(OptionError, match="Pass a granularity of at most 3, or leave"):
+        accumulator_for(1 << 30, 30)
+    assert accumulator_for(2, 3, 32) == np.uint32
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
@@ -40,7 +40,7 @@ def test_no_table_of_so_many_bits_that_fits_the_narrowest_lanes_is_better_by_hal
     for world_size in range(1, 3000):
         table, lane = choose(world_size, bits, P)
         assert table.bits == bits
-        assert lane == lane_for(world_size, evenly_spaced)
+        assert lane == accumulator_for(world_size, evenly_spaced)
         assert world_size * table.granularity <= np.iinfo(lane).max
         fits = [cost for granularity, cost in costs.items() if world_size * granularity <= np.iinfo(lane).max]
         assert table.cost == costs[table.granularity] <= 1.005 * min(fits)
@@ -60,7 +60,7 @@ def test_granularity_falls_with_the_ranks_until_lanes_widen() -> None:
 def test_more_bits_get_a_table_no_worse_than_evenly_spaced_values(bits: int) -> None:
     for world_size in (1, 2, 3, 4, 8, 9, 100):
         table, lane = choose(world_size, bits, P)
-        assert (table.bits, lane) == (bits, lane_for(world_size, 2**bits - 1))
+        assert (table.bits, lane) == (bits, accumulator_for(world_size, 2**bits - 1))
         assert world_size * table.granularity <= np.iinfo(lane).max
         assert table.cost <= optimal(bits, 2**bits - 1, P).cost
 
@@ -68,7 +68,7 @@ def test_more_bits_get_a_table_no_worse_than_evenly_spaced_values(bits: int) -> 
 def test_lanes_that_are_asked_for_are_kept_to() -> None:
     table, lane = choose(18, 4, P, 8)
     assert (table.bits, lane) == (3, np.uint8)
-    assert choose(8, 4, P, 16).lane == np.uint16
+    assert choose(8, 4, P, 16).accumulator == np.uint16
     assert choose(255, 4, P, 8).table.values == (0, 1)
-    with pytest.raises(OptionError, match="leave lane_bits to be chosen"):
+    with pytest.raises(OptionError, match="Leave accumulator_bits out"):
         choose(256, 4, P, 8)

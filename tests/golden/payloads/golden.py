@@ -40,7 +40,7 @@ def gradient(codec: Compressor) -> torch.Tensor:
     values = steps.astype(np.float32) / np.float32(1024)
     values[20:60] /= 64
     values[40:44] = 0
-    return torch.from_numpy(values[:96].reshape(8, 12) if codec.whole else values)
+    return torch.from_numpy(values[:96].reshape(8, 12) if codec.requires_full_tensor else values)
 
 
 def codecs() -> list[Compressor]:

@@ -23,14 +23,14 @@ def codecs(speed=1.0, fixed=1e-5):
     def codec(encode, decode, merge, nbytes, **more):
         return CodecCosts(line(encode), line(decode), line(merge), nbytes, **more)
 
-    lanes = {"lift": line(1e-10), "lower": line(1e-10), "lane_bytes": Line(0, 2)}
+    sums = {"accumulate": line(1e-10), "finalize": line(1e-10), "accumulator_bytes": Line(0, 2)}
     stats = {"stats": line(1e-10), "stats_bytes": Line(4, 0)}
     return {
         "none": codec(1e-10, 1e-10, 1e-10, Line(0, 4)),
         "lossless": codec(1.4e-9, 8e-10, 8e-10, Line(8, 3.4)),
         "half": codec(2e-10, 1e-10, 1e-10, Line(0, 2)),
         "bit": codec(4e-10, 1e-10, 5e-11, Line(8, 0.125)),
-        "lanes": codec(3e-10, 2e-10, 1e-10, Line(0, 1), **lanes, **stats),
+        "lanes": codec(3e-10, 2e-10, 1e-10, Line(0, 1), **sums, **stats),
         "stats": codec(5e-10, 2e-10, 1e-10, Line(0, 0.2), **stats),
     }
 

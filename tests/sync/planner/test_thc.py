@@ -31,9 +31,9 @@ def described(rate: float) -> Costs:
         payload_bytes=Line(0.0, thc.max_encoded_bytes(spec) / ELEMENTS - norms),
         stats=kernel(12),
         stats_bytes=Line(4.0, norms),
-        lift=kernel(0.5 + 2),
-        lower=kernel(1 + 4),
-        lane_bytes=Line(1.0, thc.lane_dtype(RANKS).itemsize),
+        accumulate=kernel(0.5 + 2),
+        finalize=kernel(1 + 4),
+        accumulator_bytes=Line(1.0, thc.accumulator_dtype(RANKS).itemsize),
     )
     dense = CodecCosts(kernel(8), kernel(8), kernel(12), Line(0.0, 4.0))
     return Costs(RANKS, (LinkCosts(20e-6, 8 / rate),), {"none": dense, "thc": codec}, add=kernel(12), task=2e-6)

@@ -1,5 +1,25 @@
-"""What every compressor is made of: the contract, the registry, and the classes that algorithms derive from."""
+"""What compressors are made of: the contract, the registry, and the classes that algorithms derive from."""
 
-from gradwire.compressors.base.contract import Compressor, FeedbackName, Reduction, Stat
+from gradwire.compressors.base.contract import (
+    Compressor,
+    FeedbackName,
+    LookupCompressor,
+    LookupTable,
+    Reduction,
+    Stat,
+    StatefulCompressor,
+    StateSource,
+    SummableCompressor,
+)
 
-__all__ = ["Compressor", "FeedbackName", "Reduction", "Stat"]
+__all__ = [
+    "Compressor",
+    "FeedbackName",
+    "LookupCompressor",
+    "LookupTable",
+    "Reduction",
+    "Stat",
+    "StateSource",
+    "StatefulCompressor",
+    "SummableCompressor",
+]

@@ -1,8 +1,7 @@
-"""Base of compressors whose algorithm is a pair of functions over one-dimensional arrays.
+"""Base of compressors whose algorithm is a pair of functions over arrays of one dimension.
 
-It does what is the same for all of them: tensors to arrays, other element types to float32, the non-finite
-mark, the choice of the fused path, and the checks of buffers. An algorithm writes `_encode` and `_decode`,
-and `_decode_sum` where a kernel decodes and adds all ranks in one sweep.
+It converts tensors to arrays and other element types to float32, handles the non-finite mark, and checks buffers. An
+algorithm writes `_encode` and `_decode`, and `_decode_sum` if a kernel decodes and adds all ranks in one sweep.
 """
 # Shapes: N = elements of the tensor or range, W = ranks
 
@@ -16,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from gradwire.compressors.base import Compressor
+from gradwire.compressors.base.contract import Compressor
 from gradwire.core.context import Context
 from gradwire.core.errors import PayloadError
 from gradwire.core.spec import as_array
@@ -31,7 +30,7 @@ NONFINITE = Payload(_NOTHING, nonfinite=True)
 
 
 class ArrayCompressor(Compressor):
-    """Compressor over 1-D arrays; see `Compressor` for the contract."""
+    """A compressor over arrays; see `Compressor` for the contract."""
 
     @abstractmethod
     def _encode(
@@ -40,27 +39,29 @@ class ArrayCompressor(Compressor):
         ctx: Context,
         *,
         scale: float = 1.0,
-        largest: float | None = None,
+        abs_max: float | None = None,
         stats: Sequence[np.ndarray] = (),
-        residual: np.ndarray | None = None,
+        residual_out: np.ndarray | None = None,
     ) -> np.ndarray | None:
-        """Encode scale · x into a body; None where x holds a NaN or an infinity.
+        """Encode scale · x into the body of a payload.
 
         Args:
-            x: N elements of any element type, as `as_array` gives them.
-            ctx: context of the encode.
-            scale: above 0; 1 wherever `residual` is given. Algorithms that are homogeneous scale the side
-                values.
-            largest: the largest magnitude of x where the caller knows it already.
-            stats: reduced statistics, or nothing.
-            residual: float32[N] that takes x − decode(body), or None. May be x itself.
+            x: N elements of any element type, as `as_array` returns them.
+            ctx: Context of the encode.
+            scale: Positive factor; 1 if `residual_out` is given. Homogeneous algorithms scale their side information.
+            abs_max: Largest magnitude of x, if the caller knows it.
+            stats: Reduced stats, or nothing.
+            residual_out: float32[N] that receives x − decode(body), or None. May be x itself.
+
+        Returns:
+            The body, uint8; None if x contains NaN or infinity.
         """
 
     @abstractmethod
     def _decode(
         self, body: np.ndarray, ctx: Context, stats: Sequence[np.ndarray], out: np.ndarray, accumulate: bool
     ) -> None:
-        """Decode a body of untrusted bytes into (or onto) float32 `out`. Raises `PayloadError`."""
+        """Decode untrusted bytes, and write them or add them to float32 `out`. Raises `PayloadError`."""
 
     def _decode_sum(
         self,
@@ -69,7 +70,7 @@ class ArrayCompressor(Compressor):
         stats: Sequence[np.ndarray],
         out: np.ndarray,
     ) -> None:
-        """Write the sum of what all bodies decode to, added from 0.0 in their order, to float32 `out`."""
+        """Write the sum of all decoded bodies, added to 0.0 in their order, to float32 `out`."""
         clear(out)
         for body, ctx in zip(bodies, ctxs, strict=True):
             self._decode(body, ctx, stats, out, accumulate=True)
@@ -81,29 +82,20 @@ class ArrayCompressor(Compressor):
         grad: torch.Tensor,
         ctx: Context,
         stats: Sequence[np.ndarray] = (),
-        residual: np.ndarray | None = None,
-    ) -> Payload:
-        """Encode `grad`."""
-        return _payload(self._encode(as_array(grad), ctx, stats=stats, residual=residual))
-
-    def encode_compensated(
-        self,
-        grad: torch.Tensor,
-        ctx: Context,
-        work: np.ndarray | None,
         *,
         scale: float = 1.0,
-        residual: np.ndarray | None = None,
-        stats: Sequence[np.ndarray] = (),
+        residual_in: np.ndarray | None = None,
+        residual_out: np.ndarray | None = None,
     ) -> Payload:
-        """Encode scale · grad + residual; see `Compressor`."""
-        if work is None:
-            assert residual is None, "a residual without a place for the next one would be lost"
-            return _payload(self._encode(as_array(grad), ctx, scale=scale, stats=stats))
-        largest = float(kernels.compensate(as_array(grad), scale, residual, work))
-        if not math.isfinite(largest):
+        """Encode scale · grad + residual_in."""
+        x = as_array(grad)
+        if residual_out is None or (residual_in is None and scale == 1.0):
+            assert residual_in is None, "without residual_out, the error of this encode would be lost"
+            return _payload(self._encode(x, ctx, scale=scale, stats=stats, residual_out=residual_out))
+        abs_max = float(kernels.compensate(x, scale, residual_in, residual_out))
+        if not math.isfinite(abs_max):
             return NONFINITE
-        return _payload(self._encode(work, ctx, largest=largest, stats=stats, residual=work))
+        return _payload(self._encode(residual_out, ctx, abs_max=abs_max, stats=stats, residual_out=residual_out))
 
     def decode(
         self,
@@ -116,8 +108,8 @@ class ArrayCompressor(Compressor):
         """Decode `payload`."""
         if accumulate and (out is None or out.dtype != torch.float32):
             raise ValueError(
-                f"Expected a float32 out to accumulate in, got {None if out is None else out.dtype}. "
-                "Do: pass out=torch.zeros(shape)."
+                f"accumulate=True needs a float32 out, not {None if out is None else out.dtype}. "
+                "Pass out=torch.zeros(shape)."
             )
         out = self._output(ctx, out)
         if payload.nonfinite:
@@ -140,11 +132,11 @@ class ArrayCompressor(Compressor):
     ) -> torch.Tensor:
         """Decode and add the payloads of several ranks."""
         if out.dtype != torch.float32:
-            raise ValueError(f"Expected a float32 out for a sum, got {out.dtype}. Do: pass out=torch.empty(shape).")
+            raise ValueError(f"decode_sum needs a float32 out, not {out.dtype}. Pass out=torch.empty(shape).")
         for ctx in ctxs:
             self._output(ctx, out)
         if len(payloads) != len(ctxs):
-            raise ValueError(f"Expected one context a payload, got {len(ctxs)} for {len(payloads)}. Do: pass one each.")
+            raise ValueError(f"decode_sum got {len(payloads)} payloads, but {len(ctxs)} contexts. Pass one each.")
         marked = [payload for payload in payloads if payload.nonfinite]
         for payload in marked:
             self._expect_bytes(payload, 0)
@@ -158,22 +150,22 @@ def _payload(body: np.ndarray | None) -> Payload:
     return NONFINITE if body is None else Payload(body)
 
 
-def start_residual(x: np.ndarray, residual: np.ndarray) -> None:
-    """Copy x to `residual` as float32, unless it is there already."""
-    if x.dtype != np.float32 or x.ctypes.data != residual.ctypes.data:
-        kernels.cast(x, residual)
+def start_residual(x: np.ndarray, residual_out: np.ndarray) -> None:
+    """Copy x to `residual_out` as float32, unless it is there already."""
+    if x.dtype != np.float32 or x.ctypes.data != residual_out.ctypes.data:
+        kernels.cast(x, residual_out)
 
 
-def scaled(side_value: float, scale: float) -> float:
-    """Scale a side value to a float32. Only zero becomes zero: underflow must not change what it means."""
-    found = float(np.float32(side_value * scale))
-    return math.copysign(SMALLEST, side_value) if found == 0 and side_value != 0 else found
+def scaled(value: float, scale: float) -> float:
+    """Scale a value of the side information to a float32. Only zero becomes zero: underflow must not change meaning."""
+    found = float(np.float32(value * scale))
+    return math.copysign(SMALLEST, value) if found == 0 and value != 0 else found
 
 
 def scratch(num_bytes: int) -> np.ndarray:
-    """Memory of this thread for the time of one call: uint8[num_bytes], with any contents.
+    """Memory of this thread for the duration of one call: uint8[num_bytes] with arbitrary contents.
 
-    It is kept for the next call, so that large encodes and decodes do not fault in fresh pages each time.
+    It is kept for the next call, so that large encodes and decodes do not fault in new pages each time.
     """
     kept: np.ndarray = getattr(_threads, "scratch", _NOTHING)
     if kept.size < num_bytes:
@@ -182,21 +174,21 @@ def scratch(num_bytes: int) -> np.ndarray:
 
 
 def clear(out: np.ndarray) -> None:
-    """Zeros for all of a contiguous array. As bytes: these NumPy fills by memset, which need not read them before."""
+    """Set a contiguous array to zeros. NumPy fills bytes by memset, which need not read them first."""
     out.view(np.uint8).fill(0)
 
 
 def any_other(array: np.ndarray, value: int) -> bool:
-    """Whether any element differs from `value`. Looks in pieces, and no further than the first that does."""
+    """Whether any element differs from `value`. Looks piece by piece, and stops at the first that does."""
     return any(bool((array[start : start + PIECE] != value).any()) for start in range(0, array.size, PIECE))
 
 
 def expect_bytes(body: np.ndarray, num_bytes: int, compressor: str) -> None:
-    """Raise the decoders' one error unless the body has this size."""
+    """Raise `PayloadError` unless the body has this size."""
     expect(body.nbytes == num_bytes, f"{num_bytes} bytes", body.nbytes, compressor)
 
 
 def expect(condition: bool | np.bool_, expected: str, got: object, compressor: str) -> None:
-    """Raise the decoders' one error unless `condition` holds."""
+    """Raise `PayloadError` unless `condition` holds."""
     if not condition:
         raise PayloadError(f"Expected {expected}, got {got} (in a {compressor} payload).")

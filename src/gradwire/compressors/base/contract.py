@@ -1,21 +1,23 @@
 """The contract of a compressor.
 
-A compressor turns a gradient into a payload and back. It declares its algebra as data, so that the layers
-above need no knowledge of any algorithm: whether it is unbiased, whether it contracts, whether its payloads
-can be added as they are, which reductions over ranks it needs first, and how many bytes it can take at most.
+A compressor turns a gradient into a payload, and a payload back into a gradient. It declares what holds for it as
+data, so that the synchronizer and the planner need no knowledge of any algorithm. An algorithm implements
+`max_encoded_bytes`, `encode` and `decode`; all other methods have defaults.
 
-`encode` and `decode` are all that an algorithm must write. Everything else has a default that is right for
-every algorithm and is overridden where one sweep over memory can do the work of several.
+Two subclasses of `Compressor` add abilities:
+
+- `SummableCompressor`: payloads add up without being decoded. Its subclass `LookupCompressor` sends indices into a
+  table, which an aggregation server can add.
+- `StatefulCompressor`: something of one step is used in the next.
 """
-
-# Shapes: N = elements of the tensor or range, W = ranks.
+# Shapes: N = elements of the tensor or range, W = ranks, G = blocks, P = elements of whole blocks
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +30,8 @@ from gradwire.wire.payload import Payload
 
 Reduction = Literal["sum", "max", "min"]
 FeedbackName = Literal["none", "error"]
+StateSource = Literal["payload", "accumulator", "mean"]
+_ANY = TensorSpec((1,))
 
 
 @dataclass(frozen=True)
@@ -35,8 +39,8 @@ class Stat:
     """One tensor that must be reduced over all ranks before `encode`.
 
     Attributes:
-        values: float32, 1-D; its length depends on the spec alone, so that every rank expects the same.
-        reduction: how ranks combine.
+        values: Array of one dimension, float32. Its length depends on the spec alone, so that every rank expects it.
+        reduction: How the values of all ranks are combined.
     """
 
     values: np.ndarray
@@ -44,46 +48,41 @@ class Stat:
 
 
 class Compressor(ABC):
-    """Base class of all compressors. Instances are immutable: options are given to the constructor.
+    """Base class of all compressors. Instances are immutable; options are arguments of the constructor.
 
     Attributes:
-        name: the name under which it is registered.
-        unbiased: whether the mean of decode(encode(g)) over the private stream is g.
-        exact: whether decode(encode(g)) is g, bit for bit, at the tensor's own element type.
-        summable: whether payloads can be lifted to lanes that add: integers, or float32 where every rank takes the sum
-            from the one that formed it or adds in rank order.
-        needs_stats: whether `stats` gives anything.
-        canonical: whether two different payloads of a spec never decode to the same bits: the decoder takes
-            no bytes but those that the encoder writes for what they mean.
-        votes: whether ranks must count alike where their payloads are merged: who merges them encodes its own gradient,
-            too, in place of adding it as it is.
-        whole: whether tensors are never cut into ranges: contexts then have the tensor's own shape.
-        remembers: whether encodes make use of what `remember` gave in the step before.
-        needs_optimizer: whether contexts must have slices of parameters and optimizer state in `aux`.
-        default_feedback: the residual policy that the algorithm needs: ``"none"`` or ``"error"``.
+        name: Name in the registry.
+        unbiased: If true, the expected value of decode(encode(g)) over the private random stream is g.
+        exact: If true, decode(encode(g)) is g, bit for bit, in the tensor's own element type.
+        elementwise: If true, each element is encoded by itself, so that several tensors can be encoded as one.
+        unique_encoding: If true, different payloads never decode to the same tensor: the decoder rejects all bytes that
+            the encoder would not write.
+        encode_own_before_merge: If true, the merging rank also encodes its own gradient, so that all ranks carry equal
+            weight.
+        requires_full_tensor: If true, tensors are never cut into ranges, and contexts have the tensor's shape.
+        needs_optimizer: If true, `Context.aux` must hold slices of the parameter and the optimizer state.
+        default_feedback: Residual policy that the algorithm needs, ``"none"`` or ``"error"``.
     """
 
     name: ClassVar[str]
     unbiased: bool = False
     exact: bool = False
-    canonical: bool = False
-    summable: bool = False
-    needs_stats: bool = False
-    votes: bool = False
-    whole: bool = False
-    remembers: bool = False
+    elementwise: bool = False
+    unique_encoding: bool = False
+    encode_own_before_merge: bool = False
+    requires_full_tensor: bool = False
     needs_optimizer: bool = False
     default_feedback: FeedbackName = "error"
 
-    # -- algebra ---------------------------------------------------------------------------------------------
+    # -- declarations ----------------------------------------------------------------------------------------
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options this instance was made with, by name: together with `name` its whole identity."""
+        """Options of this instance by name. Name and options together identify a compressor."""
         return {}
 
-    def agreed(self, world_size: int) -> dict[str, Any]:
-        """What ranks must have alike beside name and options, such as a table that is found: plain data, compared."""
+    def derived_config(self, world_size: int) -> dict[str, Any]:
+        """Values derived from the options that ranks compare before training, such as a lookup table; plain data."""
         return {}
 
     def contraction(self, spec: TensorSpec) -> float | None:
@@ -91,36 +90,41 @@ class Compressor(ABC):
         return None
 
     def variance(self, spec: TensorSpec) -> float | None:
-        """The ω of E‖g − decode(encode(g))‖² ≤ ω‖g‖² for every g of this spec, the bias included; or None.
+        """The ω of E‖g − decode(encode(g))‖² ≤ ω‖g‖² for every g of this spec, or None. ω includes the bias.
 
-        No element decodes to more than 1 + ω times the largest magnitude of g: to more than twice that only where an
-        ω above 1 is declared.
+        No element decodes to more than max(2, 1 + ω) times the largest magnitude of g.
         """
         return None
 
     @abstractmethod
     def max_encoded_bytes(self, spec: TensorSpec) -> int:
-        """The most bytes that a body of this spec can take. Receivers size their buffers by it."""
+        """Largest size of a payload of this spec. Receivers allocate their buffers by it."""
 
-    # -- encode and decode -----------------------------------------------------------------------------------
+    # -- preliminary round -----------------------------------------------------------------------------------
+
+    @property
+    def needs_stats(self) -> bool:
+        """Whether ranks reduce `stats` before they encode."""
+        return bool(self.stats_spec(_ANY))
 
     def stats(self, grad: torch.Tensor, ctx: Context, scale: float = 1.0) -> list[Stat]:
-        """What must be reduced over ranks before `encode` (the preliminary round). Its bytes count.
+        """Return what must be reduced over ranks before `encode`: the preliminary round.
 
         Args:
-            grad: what will be encoded: with feedback, the compensated gradient.
-            ctx: that of the encode to come.
-            scale: the scale of `encode_compensated`, where that is called without feedback.
+            grad: Gradient to be encoded; with feedback, the compensated gradient.
+            ctx: Context of the `encode` call that follows.
+            scale: Factor of the gradient, as for `encode`.
 
         Returns:
-            The values to reduce. A non-finite gradient shows as +inf in them, which survives any maximum or
-            sum.
+            Values to reduce. For a gradient that is not finite they contain +inf, which survives every maximum and sum.
         """
         return []
 
     def stats_spec(self, spec: TensorSpec) -> list[tuple[int, Reduction]]:
-        """Length and reduction of each entry of `stats`, from the spec alone."""
+        """Length and reduction of each entry of `stats`."""
         return []
+
+    # -- encode and decode -----------------------------------------------------------------------------------
 
     @abstractmethod
     def encode(
@@ -128,23 +132,27 @@ class Compressor(ABC):
         grad: torch.Tensor,
         ctx: Context,
         stats: Sequence[np.ndarray] = (),
-        residual: np.ndarray | None = None,
+        *,
+        scale: float = 1.0,
+        residual_in: np.ndarray | None = None,
+        residual_out: np.ndarray | None = None,
     ) -> Payload:
-        """Encode `grad`.
+        """Encode x = scale · grad + residual_in.
 
         Args:
-            grad: any shape, any element type of `ELEMENT_TYPES`, any strides.
-            ctx: see `Context`. Randomness depends on nothing else.
-            stats: the reduced values of `stats`, in its order. Where the compressor needs stats and none are
-                given, the tensor's own are used and travel in the payload, so that `decode` needs none
-                either.
-            residual: float32, N elements. Where given, it receives grad − decode(payload), in the same sweep
-                where the algorithm can; it may be the memory of `grad` itself.
+            grad: Gradient of any shape, strides and element type in `ELEMENT_TYPES`.
+            ctx: Name, step, rank and seed, on which all randomness depends.
+            stats: Reduced values of `stats`, in its order. If the compressor needs stats and none are given, it uses
+                the tensor's own and writes them to the payload.
+            scale: Factor of the gradient; 1/W makes the sum over ranks a mean.
+            residual_in: Error of earlier encodes, float32[N], or None for zeros. Requires `residual_out`.
+            residual_out: float32[N] that receives x − decode(payload), or None to drop it. May share its memory with
+                `grad` or `residual_in`.
 
         Returns:
-            The payload. Where `grad` holds a NaN or an infinity, the payload is marked non-finite, carries no
-            values and decodes to NaN everywhere (exact compressors carry the values as they are, and the
-            mark); the content of `residual` is then undefined.
+            The payload. If x contains NaN or infinity, the payload is marked as non-finite, carries no values, and
+            decodes to NaN; exact compressors carry the values and the mark. The contents of `residual_out` are then
+            undefined.
         """
 
     @abstractmethod
@@ -159,60 +167,15 @@ class Compressor(ABC):
         """Decode a payload of this compressor.
 
         Args:
-            payload: bytes from anywhere; nothing in them is trusted.
-            ctx: the receiver's own context; `ctx.spec` (or `out`) fixes shape and element type.
-            out: contiguous CPU tensor to write to; float32 where `accumulate` is set.
-            accumulate: add to `out` in place of overwriting.
-            stats: the reduced values, where `encode` had them.
+            payload: Untrusted bytes.
+            ctx: The receiver's own context. Shape and element type come from `ctx.spec`, or from `out`.
+            out: Contiguous tensor to write to; float32 if `accumulate` is set.
+            accumulate: If true, add to `out` instead of overwriting it.
+            stats: Reduced values, if `encode` was given any.
 
         Raises:
-            PayloadError: the bytes are not a payload of that spec. `out` may then hold anything.
+            PayloadError: The bytes are not a payload of this spec. The contents of `out` are then undefined.
         """
-
-    # -- with a residual, many at once, sums -----------------------------------------------------------------
-
-    def encode_compensated(
-        self,
-        grad: torch.Tensor,
-        ctx: Context,
-        work: np.ndarray | None,
-        *,
-        scale: float = 1.0,
-        residual: np.ndarray | None = None,
-        stats: Sequence[np.ndarray] = (),
-    ) -> Payload:
-        """Compensate and encode in one call: what the synchroniser does with each gradient.
-
-        Encodes scale · grad + residual and leaves in `work` what the payload does not carry: the new
-        residual.
-
-        Args:
-            work: float32, N elements; the new residual on return. May be the same memory as `residual`. None
-                without feedback: then `residual` must be None too, and what the payload loses is lost.
-            scale: 1/W where the payload shall add up to a mean.
-            residual: float32, N elements, or None for zero.
-            stats: the reduced `stats` of scale · grad + residual. With feedback, a caller whose compressor
-                needs stats compensates into `work` itself and calls `encode(work, ..., residual=work)`.
-        """
-        if work is None:
-            assert residual is None, "a residual without a place for the next one would be lost"
-            if scale == 1.0:
-                return self.encode(grad, ctx, stats)
-            scaled = np.empty(grad.numel(), np.float32)
-            kernels.cast(as_array(grad), scaled, scale)
-            return self.encode(torch.from_numpy(scaled).view(grad.shape), ctx, stats)
-        kernels.compensate(as_array(grad), scale, residual, work)
-        return self.encode(torch.from_numpy(work).view(grad.shape), ctx, stats, residual=work)
-
-    def encode_many(
-        self,
-        grads: Sequence[torch.Tensor],
-        ctxs: Sequence[Context],
-        residuals: Sequence[np.ndarray | None] = (),
-    ) -> list[Payload]:
-        """Encode several tensors in one call."""
-        residuals = residuals or [None] * len(grads)
-        return [self.encode(grad, ctx, (), res) for grad, ctx, res in zip(grads, ctxs, residuals, strict=True)]
 
     def decode_sum(
         self,
@@ -221,57 +184,11 @@ class Compressor(ABC):
         out: torch.Tensor,
         stats: Sequence[np.ndarray] = (),
     ) -> torch.Tensor:
-        """Decode the payloads of several ranks into float32 `out`: their sum, from 0.0, in their order."""
+        """Write the sum of several decoded payloads, added to 0.0 in their order, to float32 `out`."""
         out.zero_()
         for payload, ctx in zip(payloads, ctxs, strict=True):
             self.decode(payload, ctx, out=out, accumulate=True, stats=stats)
         return out
-
-    # -- summable compressors only ---------------------------------------------------------------------------
-
-    def lane_dtype(self, world_size: int) -> np.dtype:
-        """The narrowest integer type whose lanes hold the sum over `world_size` ranks without overflow, or float32."""
-        raise NotImplementedError(f"{self!r} is not summable")
-
-    def partial_lane_dtype(self, num_added: int, world_size: int) -> np.dtype:
-        """The same for the sum of `num_added` of their payloads: what travels between the hops of a ring."""
-        return self.lane_dtype(world_size)
-
-    def lane_bound(self, world_size: int) -> int:
-        """The largest magnitude that one payload adds to a lane of integers, where `world_size` ranks add theirs."""
-        raise NotImplementedError(f"{self!r} does not add integers")
-
-    def num_lanes(self, spec: TensorSpec) -> int:
-        """How many lanes a tensor of this spec takes."""
-        raise NotImplementedError(f"{self!r} is not summable")
-
-    def lift(self, payload: Payload, ctx: Context, lanes: np.ndarray, accumulate: bool = False) -> np.ndarray:
-        """Write (or add) a payload's values to `lanes`. Raises `PayloadError` as `decode` does."""
-        raise NotImplementedError(f"{self!r} is not summable")
-
-    def lower(
-        self, lanes: np.ndarray, count: int, ctx: Context, stats: Sequence[np.ndarray], out: torch.Tensor
-    ) -> torch.Tensor:
-        """Turn lanes that hold the sum over `count` ranks into the decoded *sum*, written to `out`.
-
-        The divisor is the caller's: payloads of scaled gradients add up to a mean by themselves.
-        """
-        raise NotImplementedError(f"{self!r} is not summable")
-
-    def carry(self, lanes: np.ndarray, ctx: Context) -> np.ndarray | None:
-        """What of the summed lanes comes back at the next step, float32, as ``aux["carried"]`` of its contexts.
-
-        All ranks hold the same. It is committed, rolled back and saved with the residuals. There is none at first,
-        and it may be that of other options: a hint and no more.
-        """
-        return None
-
-    def remember(self, payload: Payload, ctx: Context, size: int) -> float:
-        """What the next encode of the same elements gets in a float32 ``aux["remembered"]``, 0 for nothing.
-
-        It is each rank's own, is committed, rolled back and saved with the residuals, and a hint and no more.
-        """
-        return 0.0
 
     # -- helpers for implementations -------------------------------------------------------------------------
 
@@ -280,22 +197,154 @@ class Compressor(ABC):
         return f"{self.name}({options})"
 
     def _output(self, ctx: Context, out: torch.Tensor | None) -> torch.Tensor:
-        """The tensor to decode into: `out` after a check against the context, or a fresh one."""
+        """The tensor to decode into: `out` after a check against the context, or a new one."""
         if out is None:
             if ctx.spec is None:
                 raise ValueError(
-                    "Expected ctx.spec or out= in decode, got neither. Do: Context(..., spec=TensorSpec.of(grad))."
+                    "decode needs a shape, and has neither ctx.spec nor out=. Pass spec=TensorSpec.of(grad) to Context."
                 )
             return torch.empty(ctx.spec.shape, dtype=ctx.spec.dtype)
         if ctx.spec is not None and out.numel() != ctx.spec.numel:
             raise ValueError(
-                f"Expected out of {ctx.spec.numel} elements, got {out.numel()}. Do: pass out of ctx.spec's shape."
+                f"out has {out.numel()} elements, but ctx.spec has {ctx.spec.numel}. Pass an out of that shape."
             )
         if not out.is_contiguous():
-            raise ValueError("Expected a contiguous out, got a strided one. Do: decode without out= and copy into it.")
+            raise ValueError("out must be contiguous. Decode without out= and copy the result into the strided tensor.")
         return out
 
     def _expect_bytes(self, payload: Payload, expected: int) -> np.ndarray:
         if payload.body.nbytes != expected:
             raise PayloadError(f"Expected a {self.name} payload of {expected} bytes, got {payload.body.nbytes}.")
         return payload.body
+
+
+def compensate(
+    grad: torch.Tensor, scale: float, residual_in: np.ndarray | None, residual_out: np.ndarray | None
+) -> torch.Tensor:
+    """Write scale · grad + residual_in to float32 `residual_out`, and return it in the shape of the gradient."""
+    assert residual_out is not None, "without residual_out, the error of this encode would be lost"
+    kernels.compensate(as_array(grad), scale, residual_in, residual_out)
+    return torch.from_numpy(residual_out).view(grad.shape)
+
+
+class SummableCompressor(Compressor):
+    """A compressor whose payloads add up without being decoded.
+
+    Each payload is added to an accumulator: an array of integers, or of float32 if all ranks take the sum from one rank
+    or add in rank order. Accumulators add up element by element, and `finalize` decodes the sum of all of them once.
+    """
+
+    @abstractmethod
+    def accumulator_dtype(self, world_size: int, num_payloads: int | None = None) -> np.dtype:
+        """Narrowest element type that holds the sum of `num_payloads` payloads (default: of all ranks) exactly."""
+
+    @abstractmethod
+    def accumulator_size(self, spec: TensorSpec) -> int:
+        """Number of elements in the accumulator of a tensor."""
+
+    def max_contribution(self, world_size: int) -> int | None:
+        """Largest magnitude that one payload adds to an integer accumulator; None for float32."""
+        return None
+
+    @abstractmethod
+    def accumulate(self, payload: Payload, ctx: Context, accumulator: np.ndarray) -> None:
+        """Add a payload that was encoded with reduced stats to an accumulator.
+
+        Raises:
+            PayloadError: See `decode`.
+        """
+
+    @abstractmethod
+    def finalize(
+        self, accumulator: np.ndarray, count: int, ctx: Context, stats: Sequence[np.ndarray], out: torch.Tensor
+    ) -> torch.Tensor:
+        """Decode the sum of the payloads of `count` ranks, and write it to float32 `out`.
+
+        The result is a sum: gradients that were scaled by 1/W add up to their mean.
+        """
+
+
+class LookupTable(NamedTuple):
+    """Integers that indices stand for.
+
+    Attributes:
+        values: uint32[2^bits], ascending from 0.
+        bits: Bits of an index.
+    """
+
+    values: np.ndarray
+    bits: int
+
+    @property
+    def granularity(self) -> int:
+        """Largest value."""
+        return int(self.values[-1])
+
+
+class LookupCompressor(SummableCompressor):
+    """A summable compressor that sends packed indices into a lookup table, block by block.
+
+    An aggregation server looks the indices up and adds the integers, without any knowledge of the algorithm. Its sums
+    may be of different ranks in different blocks.
+
+    Attributes:
+        block: Elements of a block.
+    """
+
+    block: int
+
+    @property
+    @abstractmethod
+    def has_independent_blocks(self) -> bool:
+        """Whether each block decodes by itself, so that different blocks may be sums of different ranks."""
+
+    @abstractmethod
+    def lookup_table(self, world_size: int) -> LookupTable:
+        """Table for this number of ranks, the same on all of them."""
+
+    @abstractmethod
+    def finalize_blocks(
+        self,
+        sums: np.ndarray,
+        num_added: int | np.ndarray,
+        ctx: Context,
+        stats: Sequence[np.ndarray],
+        out: torch.Tensor,
+    ) -> torch.Tensor:
+        """Decode sums that were added elsewhere, and write the result to `out`.
+
+        Args:
+            sums: Sums of table values, integers[P].
+            num_added: Number of payloads in the sums, for all blocks or for each, int[G].
+            ctx: See `decode`.
+            stats: Reduced values.
+            out: float32[N].
+        """
+
+
+class StatefulCompressor(Compressor):
+    """A compressor with one array of state per tensor range, kept from step to step.
+
+    The state is in `ctx.state` of every encode and decode of the range; None at first. It is staged, committed, rolled
+    back and saved together with the residuals. A state is a hint: it may be lost when ranges change, and may have been
+    left by another compressor or other options, so a state that does not fit must be ignored.
+
+    Attributes:
+        state_source: Source of the next state: ``"payload"``, this rank's own payload of the range, so that ranks have
+            different states; ``"accumulator"``, the summed accumulator, or ``"mean"``, the averaged gradient, so that
+            the state is the same on all ranks.
+    """
+
+    state_source: ClassVar[StateSource]
+
+    @abstractmethod
+    def next_state(self, source: Any, ctx: Context) -> np.ndarray | None:
+        """Compute the state of the next step.
+
+        Args:
+            source: What `state_source` names: a `Payload`, or an array.
+            ctx: Context of the encode, or of the range that was averaged.
+
+        Returns:
+            Array of one dimension, float32 or uint8, which nobody writes to afterwards; None to keep the present state.
+        """

@@ -1,7 +1,7 @@
-"""Traced compressors on a GPU: their generated Triton code, called with tensors of one device and with contexts.
+"""Traced compressors on a GPU: generated Triton code, called with tensors of one device.
 
-That device is a GPU, or the CPU where Triton interprets (TRITON_INTERPRET=1 in the environment before it is imported),
-as in tests. Bodies, residuals and tensors are those of the generated code for the CPU, bit for bit.
+The device is a GPU, or in tests the CPU, with Triton's interpreter (TRITON_INTERPRET=1 in the environment before the
+import). Bodies, residuals and tensors are the same as those of the generated code for the CPU, bit for bit.
 """
 # Shapes: N = elements of the tensor or range, W = ranks, S = values of the preliminary round
 
@@ -15,8 +15,8 @@ from types import ModuleType
 import numpy as np
 import torch
 
-from gradwire.compressors.base import Stat
 from gradwire.compressors.base.array import NONFINITE, ArrayCompressor, expect
+from gradwire.compressors.base.contract import Stat
 from gradwire.core.context import Context
 from gradwire.kernels.cpu.elements import as_writable
 from gradwire.lang import cache
@@ -27,11 +27,11 @@ _WORD = 0xFFFFFFFF
 
 
 class DeviceCode:
-    """What a compressor does on a device. All tensors lie there.
+    """Encoder and decoder of a compressor on one device, which holds all tensors.
 
     Args:
-        program: the traced compressor.
-        static: gives what follows from length and step, as generated code takes it.
+        program: Traced program.
+        static: Function of length, step and previous state that returns the values that follow from them.
     """
 
     def __init__(self, program: Program, static: Callable[..., np.ndarray]) -> None:
@@ -39,7 +39,7 @@ class DeviceCode:
 
     @functools.cached_property
     def module(self) -> ModuleType:
-        """The generated code.
+        """Generated code.
 
         Raises:
             ModuleNotFoundError: Triton is not installed.
@@ -50,13 +50,13 @@ class DeviceCode:
             return cache.load(f"{self.program.name}_triton", emit(self.program))
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(
-                f"Expected Triton for {self.program.name} on a GPU, got {error}. Do: pip install 'gradwire[gpu]'."
+                f"{self.program.name} on a GPU needs Triton ({error}). Run pip install 'gradwire[gpu]'."
             ) from error
 
     def measure(self, grad: torch.Tensor, ctx: Context, scale: float = 1.0) -> torch.Tensor:
-        """The rank's values of the preliminary round, float32[S]; infinite where the gradient is not finite."""
+        """Values of this rank for the preliminary round, float32[S]; infinite if the gradient is not finite."""
         values: torch.Tensor = self.module.measure(
-            grad, scale, None, key_words(ctx), ctx.offset, self._static(grad.numel(), ctx.step, remembered(ctx))
+            grad, scale, None, key_words(ctx), ctx.offset, self._static(grad.numel(), ctx.step, previous_state(ctx))
         )  # fmt: skip
         return values
 
@@ -66,33 +66,33 @@ class DeviceCode:
         ctx: Context,
         *,
         scale: float = 1.0,
-        residual: torch.Tensor | None = None,
-        rest: torch.Tensor | None = None,
+        residual_in: torch.Tensor | None = None,
+        residual_out: torch.Tensor | None = None,
         stats: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """Encode scale · grad + residual.
+        """Encode scale · grad + residual_in.
 
         Args:
             grad: N elements of any element type and shape.
-            ctx: see `Compressor.encode`.
-            scale: used as float32.
-            residual: float32[N], or None for zero.
-            rest: float32[N], which receives what the body does not carry; may be `residual`. None to drop it.
-            stats: float32[S], the reduced values of the preliminary round, or None.
+            ctx: See `Compressor.encode`.
+            scale: Factor of the gradient, used as float32.
+            residual_in: float32[N], or None for zeros.
+            residual_out: float32[N] that receives the error of the encode; may be `residual_in`. None to drop it.
+            stats: Reduced values of the preliminary round, float32[S], or None.
 
         Returns:
-            The body, uint8; None where the gradient is not finite.
+            The body, uint8; None if the gradient is not finite.
         """
-        assert rest is not None or residual is None, "a residual without a place for the next one would be lost"
+        assert residual_out is not None or residual_in is None, "without residual_out, the error would be lost"
         body: torch.Tensor | None = self.module.encode(
             grad,
             scale,
-            residual,
-            rest,
+            residual_in,
+            residual_out,
             stats,
             key_words(ctx),
             ctx.offset,
-            self._static(grad.numel(), ctx.step, remembered(ctx)),
+            self._static(grad.numel(), ctx.step, previous_state(ctx)),
         )
         return body
 
@@ -105,14 +105,14 @@ class DeviceCode:
         accumulate: bool = False,
         stats: torch.Tensor | None = None,
     ) -> bool:
-        """Write the sum of what the bodies decode to, in their order, to `out`, or add what one decodes to.
+        """Write the sum of the decoded bodies, in their order, to `out`, or add one decoded body to it.
 
         Args:
-            bodies: uint8, as `encode` gave them or from anywhere.
-            ctx: of any rank.
-            out: float32, contiguous.
-            accumulate: add to `out`; for one body.
-            stats: as in `encode`.
+            bodies: Untrusted bytes, uint8.
+            ctx: Context of any rank.
+            out: Contiguous float32 tensor.
+            accumulate: If true, add to `out`; for one body only.
+            stats: As for `encode`.
 
         Returns:
             Whether the bodies are valid; if not, `out` may hold anything.
@@ -125,22 +125,22 @@ class DeviceCode:
 
 
 class OnDevice(ArrayCompressor):
-    """The part of a traced compressor that deals with gradients and outputs on a GPU."""
+    """The part of a traced compressor that handles gradients and outputs on a GPU."""
 
     program: Program
 
     @functools.cached_property
     def on_device(self) -> DeviceCode:
-        """The generated code for GPUs, which `encode` and `decode` run for tensors that lie on one."""
+        """Generated code for GPUs, which `encode` and `decode` run for tensors on a GPU."""
         return DeviceCode(self.program, self._static)
 
     @abstractmethod
-    def _static(self, size: int, step: int, remembered: float = 0.0) -> np.ndarray:
-        """What follows from length and step, as generated code takes it."""
+    def _static(self, size: int, step: int, previous_state: float = 0.0) -> np.ndarray:
+        """Values that follow from length, step and previous state, as arguments of generated code."""
 
     @abstractmethod
     def _given(self, stats: Sequence[np.ndarray]) -> np.ndarray | None:
-        """The reduced values of the preliminary round, float32; None where there was none."""
+        """Reduced values of the preliminary round, float32; None without one."""
 
     @abstractmethod
     def _expect_size(self, body: np.ndarray, size: int, stats: Sequence[np.ndarray]) -> None:
@@ -150,31 +150,19 @@ class OnDevice(ArrayCompressor):
         values = self.on_device.measure(grad, ctx, scale).cpu().numpy()
         return [Stat(values[i : i + 1], node.attrs["function"]) for i, node in enumerate(self.program.stats)]
 
-    def encode(
-        self,
-        grad: torch.Tensor,
-        ctx: Context,
-        stats: Sequence[np.ndarray] = (),
-        residual: np.ndarray | None = None,
-    ) -> Payload:
-        """Encode `grad`, where it lies; the body comes to the CPU."""
-        if grad.is_cuda:
-            return self._encode_on_device(grad, ctx, 1.0, None, residual, stats)
-        return super().encode(grad, ctx, stats, residual)
-
     def _encode_on_device(
-        self, grad: torch.Tensor, ctx: Context, scale: float, residual: np.ndarray | None, rest: np.ndarray | None,
-        stats: Sequence[np.ndarray],
+        self, grad: torch.Tensor, ctx: Context, stats: Sequence[np.ndarray], scale: float,
+        residual_in: np.ndarray | None, residual_out: np.ndarray | None,
     ) -> Payload:  # fmt: skip
-        """Encode on a GPU. Residuals are kept on the CPU: they cross the bus both ways."""
-        old = None if residual is None else torch.from_numpy(residual).to(grad.device)
-        new = None if rest is None else torch.empty(grad.numel(), dtype=torch.float32, device=grad.device)
+        """Encode on a GPU; the body comes to the CPU. Residuals live on the CPU: they cross the bus both ways."""
+        old = None if residual_in is None else torch.from_numpy(residual_in).to(grad.device)
+        new = None if residual_out is None else torch.empty(grad.numel(), dtype=torch.float32, device=grad.device)
         given = self._given_on(grad.device, stats)
-        body = self.on_device.encode(grad, ctx, scale=scale, residual=old, rest=new, stats=given)
+        body = self.on_device.encode(grad, ctx, scale=scale, residual_in=old, residual_out=new, stats=given)
         if body is None:
             return NONFINITE
-        if rest is not None and new is not None:
-            torch.from_numpy(rest).copy_(new)
+        if residual_out is not None and new is not None:
+            torch.from_numpy(residual_out).copy_(new)
         return Payload(body.cpu().numpy())
 
     def decode(
@@ -185,7 +173,7 @@ class OnDevice(ArrayCompressor):
         accumulate: bool = False,
         stats: Sequence[np.ndarray] = (),
     ) -> torch.Tensor:
-        """Decode `payload`, on the GPU where `out` lies on one."""
+        """Decode `payload`, on the GPU if `out` is on one."""
         if out is None or not out.is_cuda or payload.nonfinite or (accumulate and out.dtype != torch.float32):
             return super().decode(payload, ctx, out, accumulate, stats)
         out = self._output(ctx, out)
@@ -200,7 +188,7 @@ class OnDevice(ArrayCompressor):
         out: torch.Tensor,
         stats: Sequence[np.ndarray] = (),
     ) -> torch.Tensor:
-        """Decode and add the payloads of several ranks, likewise."""
+        """Decode and add the payloads of several ranks, on the GPU if `out` is on one."""
         is_plain = out.dtype == torch.float32 and len(payloads) == len(ctxs) > 0
         if not out.is_cuda or not is_plain or any(payload.nonfinite for payload in payloads):
             return super().decode_sum(payloads, ctxs, out, stats)
@@ -226,13 +214,13 @@ class OnDevice(ArrayCompressor):
         return None if given is None else torch.from_numpy(given).to(device)
 
 
-def remembered(ctx: Context) -> float:
-    """What the encode of the step before left for this one; 0 for nothing."""
-    found = ctx.aux.get("remembered")
-    return 0.0 if found is None else float(found[0])
+def previous_state(ctx: Context) -> float:
+    """The value that the algorithm's `next_state` has left; 0 without one, or if the state is of something else."""
+    state = ctx.state
+    return float(state[0]) if state is not None and state.size == 1 and state.dtype == np.float32 else 0.0
 
 
 def key_words(ctx: Context) -> np.ndarray:
-    """The words of the shared and of the private key, uint32[4]."""
+    """Words of the shared and the private key, uint32[4]."""
     shared, private = ctx.shared_key, ctx.private_key
     return np.array([shared & _WORD, shared >> 32, private & _WORD, private >> 32], np.uint32)

@@ -1,6 +1,6 @@
-"""Checks of the options of a compressor: each returns the value, or raises and says what to do.
+"""Checks of compressor options. Each returns the value, or raises an error that says which values are valid.
 
-A wrong type is an `OptionTypeError`, a value out of range an `OptionError`.
+A wrong type raises `OptionTypeError`, a value out of range `OptionError`.
 """
 
 from __future__ import annotations
@@ -15,46 +15,42 @@ from gradwire.core.errors import OptionError, OptionTypeError
 def real(
     option: str, value: object, low: float, high: float, *, low_open: bool = False, high_open: bool = False
 ) -> float:
-    """Return `value` as a float that lies between `low` and `high`, which belong to the range unless open."""
+    """Return `value` as a float from `low` to `high`; an open end is excluded."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise OptionTypeError(f"Expected {option} to be a number, got {value!r}. Do: {option}={low if low else high}.")
+        raise OptionTypeError(f"{option} must be a number, not {value!r}.")
     found = float(value)
     above = found > low if low_open else found >= low
     below = found < high if high_open else found <= high
     if not (above and below):
         left, right = "<" if low_open else "<=", "<" if high_open else "<="
-        raise OptionError(
-            f"Expected {low:g} {left} {option} {right} {high:g}, got {value!r}. Do: pass a value in that range."
-        )
+        raise OptionError(f"{option} must be in the range {low:g} {left} {option} {right} {high:g}, but is {value!r}.")
     return found
 
 
 def integer(option: str, value: object, low: int, high: int) -> int:
     """Return `value` as an int from `low` to `high`, both included."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise OptionTypeError(
-            f"Expected {option} to be an integer, got {value!r}. Do: pass an int from {low} to {high}."
-        )
+        raise OptionTypeError(f"{option} must be an integer from {low} to {high}, not {value!r}.")
     found = int(value)
     if not low <= found <= high:
-        raise OptionError(f"Expected {option} from {low} to {high}, got {found}. Do: pass an int in that range.")
+        raise OptionError(f"{option} must be from {low} to {high}, not {found}.")
     return found
 
 
 def flag(option: str, value: object) -> bool:
-    """Return `value`, which is True or False."""
+    """Return `value` if it is True or False."""
     if not isinstance(value, bool):
-        raise OptionTypeError(f"Expected {option} to be True or False, got {value!r}. Do: pass one of the two.")
+        raise OptionTypeError(f"{option} must be True or False, not {value!r}.")
     return value
 
 
 def like(name: str, value: Any, default: Any) -> Any:
-    """An option of the type of its default; those that mean the same everywhere in their range."""
+    """Check an option by the type of its default, and by its range if its name has one meaning everywhere."""
     if isinstance(default, bool):
         return flag(name, value)
     if name == "bits":
         if value not in (1, 2, 4, 8):
-            raise OptionError(f"Expected bits to be 1, 2, 4 or 8, got {value!r}. Do: choose one of these.")
+            raise OptionError(f"bits must be 1, 2, 4 or 8, not {value!r}.")
         return int(value)
     if name == "block":
         return integer(name, value, 8, 1 << 20)

@@ -1,8 +1,7 @@
-"""The registry: compressors by name, options by name, and the number that stands for a name on the wire.
+"""The registry: compressors by name, options by name, and the number of a name on the wire.
 
-The wire number is a hash of the name, so that it does not depend on the order of registration and a
-compressor that a user registers has the same number on every rank. Two names with one number are refused at
-registration.
+The wire number is a hash of the name, so it does not depend on the order of registration, and a user's own compressor
+has the same number on every rank. A name whose number is taken is refused at registration.
 """
 
 from __future__ import annotations
@@ -16,8 +15,11 @@ from typing import Any, TypeVar
 import google_crc32c
 import torch
 
-from gradwire.compressors.base import Compressor
+from gradwire.compressors.base.contract import Compressor
 from gradwire.core.errors import OptionError, OptionTypeError, UnknownNameError, nearest
+
+DENSE_NAME = "none"
+"""Name of the compressor that sends elements as they are, with which all others are compared."""
 
 _COMPRESSORS: dict[str, type[Compressor]] = {}
 _NAMES_BY_CODE: dict[int, str] = {}
@@ -27,14 +29,14 @@ C = TypeVar("C", bound=type[Compressor])
 
 @dataclass(frozen=True)
 class Description:
-    """What a user wants to know of a compressor before choosing it.
+    """Description of a compressor for users who choose one.
 
     Attributes:
-        name: the name for `make`.
-        summary: its first line of documentation.
-        options: default value of each option, by name.
-        code: its number on the wire.
-        default: an instance with default options, which carries the algebra.
+        name: Name for `make`.
+        summary: First line of its documentation.
+        options: Default value of each option by name.
+        code: Number on the wire.
+        default: Instance with default options, which holds the declared properties.
     """
 
     name: str
@@ -45,33 +47,32 @@ class Description:
 
 
 def register(compressor: C) -> C:
-    """Make a compressor known under its `name`. Works as a decorator; returns the class.
+    """Register a compressor under its `name`. Use it as a decorator; it returns the class.
 
-    A class of the same module and qualified name replaces the older one, so that a notebook cell can run
-    twice.
+    A class replaces an older one of the same module and qualified name, so that a notebook cell can run twice.
 
     Raises:
-        TypeError: not a subclass of `Compressor`, or an option has no default.
-        ValueError: the name is taken, is not an identifier in lower case, or its wire number is taken.
+        TypeError: The class is not a subclass of `Compressor`, or an option has no default.
+        ValueError: The name is taken or is not a lower-case identifier, or its wire number is taken.
     """
     if not (isinstance(compressor, type) and issubclass(compressor, Compressor)):
-        raise TypeError(f"Expected a subclass of gradwire's Compressor, got {compressor!r}. Do: derive from it.")
+        raise TypeError(f"{compressor!r} is not a subclass of gradwire.Compressor. Derive it from that class.")
     name = getattr(compressor, "name", None)
     if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         raise ValueError(
-            f"Expected a name of lower case letters, digits and _, got {name!r} "
-            f"(in {compressor.__qualname__}). Do: set `name` in the class."
+            f"{name!r} is no name of a compressor (in {compressor.__qualname__}). Set `name` in the class to "
+            "lower-case letters, digits and _."
         )
     _defaults(compressor)
     known = _COMPRESSORS.get(name)
     if known is not None and _identity(known) != _identity(compressor):
-        raise ValueError(f"Expected a new name, got {name!r} of {_identity(known)}. Do: choose another name.")
+        raise ValueError(f"The name {name!r} is taken by {_identity(known)}. Choose another name.")
     number = _hash(name)
     holder = _NAMES_BY_CODE.get(number, name)
     if number == 0 or holder != name:
         raise ValueError(
-            f"Expected a name with a wire number of its own, got {name!r} with {number}, which is "
-            f"{'reserved' if number == 0 else repr(holder)}. Do: choose another name."
+            f"The wire number {number} of {name!r} is {'reserved' if number == 0 else f'that of {holder!r}'}. Choose "
+            "another name."
         )
     _COMPRESSORS[name] = compressor
     _NAMES_BY_CODE[number] = name
@@ -79,22 +80,22 @@ def register(compressor: C) -> C:
 
 
 def unregister(name: str) -> None:
-    """Forget a compressor, so that its name and number are free again."""
+    """Remove a compressor from the registry."""
     _NAMES_BY_CODE.pop(code(name))
     del _COMPRESSORS[name]
 
 
 def make(name: str, **options: Any) -> Compressor:
-    """Return a compressor.
+    """Make a compressor.
 
     Args:
-        name: its name, with options or without: ``"topk"``, ``"topk:ratio=0.01"``, ``"topk:ratio=0.01:warmup=8"``.
-        options: more options, by name.
+        name: Name, with or without options: ``"topk"``, ``"topk:ratio=0.01"``, ``"topk:ratio=0.01:warmup=8"``.
+        options: More options by name.
 
     Raises:
-        UnknownNameError: no such compressor, or it has no such option; the message lists the known ones.
-        OptionError: an option is out of range, has no value, or is given twice.
-        OptionTypeError: an option has the wrong type.
+        UnknownNameError: Unknown compressor or option; the message lists the known ones.
+        OptionError: An option is out of range, has no value, or is given twice.
+        OptionTypeError: An option has the wrong type.
     """
     if not isinstance(name, str):
         raise _no_compressor(name)
@@ -110,11 +111,11 @@ def make(name: str, **options: Any) -> Compressor:
 
 
 def compressor_of(method: object) -> Compressor:
-    """The compressor that a user means, who may give one, or its name as `make` takes it.
+    """Return a compressor given as such, or by a name as for `make`.
 
     Raises:
-        OptionTypeError: something else; the message says what to pass in its place.
-        UnknownNameError, OptionError: see `make`.
+        OptionTypeError: The argument is neither; the message says what to pass.
+        UnknownNameError, OptionError: See `make`.
     """
     if isinstance(method, Compressor):
         return method
@@ -134,13 +135,13 @@ def options_of(name: str) -> dict[str, Any]:
 
 
 def code(name: str) -> int:
-    """The number of a compressor on the wire: 16 bits, never 0."""
+    """Number of a compressor on the wire: 16 bits, never 0."""
     _lookup(name)
     return _hash(name)
 
 
 def describe(name: str) -> Description:
-    """Summary, options and algebra of a compressor."""
+    """Summary, options and declared properties of a compressor."""
     compressor = _lookup(name)
     summary = (compressor.__doc__ or "").strip().split("\n")[0]
     return Description(name, summary, options_of(name), code(name), make(name))
@@ -170,8 +171,8 @@ def _defaults(compressor: type[Compressor]) -> dict[str, Any]:
     for parameter in parameters:
         if parameter.default is parameter.empty:
             raise TypeError(
-                f"Expected a default for every option, got none for {parameter.name!r} (in "
-                f"{compressor.__qualname__}). Do: give it one, so that the name alone makes a compressor."
+                f"The option {parameter.name!r} of {compressor.__qualname__} has no default. Give it one, so that the "
+                "name alone makes a compressor."
             )
     return {parameter.name: parameter.default for parameter in parameters}
 
@@ -188,14 +189,14 @@ def _hash(name: str) -> int:
 
 
 def spec_of(compressor: Compressor) -> str:
-    """A compressor as text: its name, and the options that are not the default, as ``threelc:sparsity=1.5``."""
+    """A compressor as text: its name, and options that differ from the default, as in ``threelc:sparsity=1.5``."""
     defaults = options_of(compressor.name) if compressor.name in names() else {}
     changed = {key: value for key, value in sorted(compressor.options.items()) if defaults.get(key) != value}
     return ":".join([compressor.name, *(f"{key}={value}" for key, value in changed.items())])
 
 
 def parse_option(text: str, spec: str) -> tuple[str, Any]:
-    """The name and the value of an option of a text, as ``sparsity=1.5``."""
+    """Name and value of an option in a text such as ``sparsity=1.5``."""
     key, equals, value = text.partition("=")
     if not (key and equals):
         raise OptionError(f"{text!r} (of {spec!r}) is not NAME=VALUE. Write an option as in threelc:sparsity=1.75.")

@@ -1,26 +1,26 @@
-"""A compressor whose encoder and decoder are written in the language: the generated code, with the whole contract.
+"""Base class of compressors that are written in the language: generated code behind the contract.
 
-The generated module carries out the fused sweeps; this one gives it arrays, keys and buffers, and checks what comes
-from outside.
+The generated module runs the fused sweeps. This one passes arrays, keys and buffers to it, and checks its input.
 """
-# Shapes: N = elements of the tensor or range, W = ranks, T = tensors of a batch
+# Shapes: N = elements of the tensor or range, W = ranks
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
-from gradwire.compressors.base import Reduction, Stat
 from gradwire.compressors.base import options as checks
 from gradwire.compressors.base.array import NONFINITE, expect, scratch
+from gradwire.compressors.base.contract import Reduction, Stat, StatefulCompressor, StateSource
+from gradwire.compressors.base.definition import Definition
 from gradwire.compressors.base.on_device import OnDevice
 from gradwire.compressors.base.on_device import key_words as _keys
-from gradwire.compressors.base.on_device import remembered as _remembered
+from gradwire.compressors.base.on_device import previous_state as _previous_state
 from gradwire.core.context import Context
 from gradwire.core.errors import UnknownNameError
 from gradwire.core.spec import TensorSpec, as_array
@@ -33,27 +33,24 @@ from gradwire.lang.ir import Node
 from gradwire.lang.operators.arithmetic import evaluate_static, static_values
 from gradwire.wire.payload import Payload
 
-if TYPE_CHECKING:
-    from gradwire.compressors.base.decorator import Algorithm
-
 
 class TracedCompressor(OnDevice):
-    """Base of the classes that `compressor` makes; see `Compressor` for the contract."""
+    """Base class of what `compressor` makes; see `Compressor` for the contract."""
 
-    algorithm: ClassVar[Algorithm]
+    definition: ClassVar[Definition]
 
     def __init__(self, **options: Any) -> None:
         for name in options:
-            if name not in self.algorithm.defaults:
-                raise UnknownNameError(f"option of {self.name}", name, self.algorithm.defaults)
-        self._options = {**self.algorithm.defaults, **options}
+            if name not in self.definition.defaults:
+                raise UnknownNameError(f"option of {self.name}", name, self.definition.defaults)
+        self._options = {**self.definition.defaults, **options}
         for name, value in self._options.items():
-            self._options[name] = checks.like(name, value, self.algorithm.defaults[name])
-        self.program = self.algorithm.trace(self._options)
-        self.unbiased = self.algorithm.is_unbiased(self._options)
-        self.default_feedback = self.algorithm.feedback_of(self._options)
-        self.needs_stats, self.votes = bool(self.program.stats), self.algorithm.votes
-        self.remembers = any(node.op == "remembered" for node in self.program.encode_nodes())
+            self._options[name] = checks.like(name, value, self.definition.defaults[name])
+        self.program = self.definition.trace(self._options)
+        self.unbiased = self.definition.is_unbiased(self._options)
+        self.default_feedback = self.definition.feedback_of(self._options)
+        self.encode_own_before_merge = self.definition.declared.encode_own_before_merge
+        self._uses_state = any(node.op == "previous_state" for node in self.program.encode_nodes())
         self._statics = statics(self.program)
         self._filters = [node for node in self.program.encode_nodes() if node.op in ("filter", "hash")]
         self._uses_step = any(_depends_on_step(node) for node in self._statics)
@@ -67,17 +64,17 @@ class TracedCompressor(OnDevice):
         return dict(self._options)
 
     def contraction(self, spec: TensorSpec) -> float | None:
-        """What the algorithm declares, of the size and its options."""
-        bound = self.algorithm.contraction
+        """Declared contraction for this size and these options."""
+        bound = self.definition.declared.contraction
         return None if bound is None else bound(spec.numel, **self._options)
 
     def variance(self, spec: TensorSpec) -> float | None:
-        """What the algorithm declares, where it is unbiased with these options."""
-        bound = self.algorithm.variance
+        """Declared variance for this size and these options, if they make it unbiased."""
+        bound = self.definition.declared.variance
         return None if bound is None or not self.unbiased else bound(spec.numel, **self._options)
 
     def max_encoded_bytes(self, spec: TensorSpec) -> int:
-        """The sizes of all fields; lists at their capacity."""
+        """Sizes of all fields, with lists at their capacity."""
         total = 0
         for each in self.program.fields:
             source = each.node.space.source
@@ -85,7 +82,7 @@ class TracedCompressor(OnDevice):
         return total + 4 * (self.program.items is not None)
 
     def _capacity(self, node: Node, size: int) -> int:
-        """The most items that a list of a gradient of so many elements has."""
+        """Largest number of items in a list of a gradient of this size."""
         if node.op == "sort":
             return self._capacity(_list_of(node), size)
         if node.op == "top":
@@ -97,13 +94,13 @@ class TracedCompressor(OnDevice):
     # -- preliminary round -----------------------------------------------------------------------------------
 
     def stats(self, grad: torch.Tensor, ctx: Context, scale: float = 1.0) -> list[Stat]:
-        """The rank's value of each `over_ranks`."""
+        """Value of each `over_ranks` on this rank."""
         if not self.program.stats:
             return []
         if grad.is_cuda:
             return self._stats_on_device(grad, ctx, scale)
         x, values = as_input(as_array(grad)), np.empty(len(self.program.stats), np.float32)
-        static = self._static(x.size, ctx.step, _remembered(ctx))
+        static = self._static(x.size, ctx.step, _previous_state(ctx))
         if not self.module.measure(
             x, np.float32(scale), None, None, _keys(ctx), ctx.offset, static, self._lists(x.size), values
         ):
@@ -116,57 +113,24 @@ class TracedCompressor(OnDevice):
         """One value for each `over_ranks`."""
         return [(1, node.attrs["function"]) for node in self.program.stats]
 
-    def remember(self, payload: Payload, ctx: Context, size: int) -> float:
-        """What the algorithm declares, of the body, size, step and its options."""
-        if payload.nonfinite or self.algorithm.remember is None:
-            return 0.0
-        return self.algorithm.remember(payload.body, size, ctx.step, **self._options)
-
     # -- encode and decode -----------------------------------------------------------------------------------
 
-    def encode_compensated(
+    def encode(
         self,
         grad: torch.Tensor,
         ctx: Context,
-        work: np.ndarray | None,
+        stats: Sequence[np.ndarray] = (),
         *,
         scale: float = 1.0,
-        residual: np.ndarray | None = None,
-        stats: Sequence[np.ndarray] = (),
+        residual_in: np.ndarray | None = None,
+        residual_out: np.ndarray | None = None,
     ) -> Payload:
-        """Encode scale · grad + residual; the compensation is part of the first sweep."""
-        assert work is not None or residual is None, "a residual without a place for the next one would be lost"
+        """Encode scale · grad + residual_in. The first sweep adds them; a gradient on a GPU is encoded there."""
+        assert residual_out is not None or residual_in is None, "without residual_out, the error would be lost"
         if grad.is_cuda:
-            return self._encode_on_device(grad, ctx, scale, residual, work, stats)
-        body = self._run(as_array(grad), ctx, scale, residual, work, stats)
+            return self._encode_on_device(grad, ctx, stats, scale, residual_in, residual_out)
+        body = self._run(as_array(grad), ctx, scale, residual_in, residual_out, stats)
         return NONFINITE if body is None else Payload(body)
-
-    def encode_many(
-        self,
-        grads: Sequence[torch.Tensor],
-        ctxs: Sequence[Context],
-        residuals: Sequence[np.ndarray | None] = (),
-    ) -> list[Payload]:
-        """Encode several tensors of one element type in one call of compiled code."""
-        if any(grad.is_cuda for grad in grads):
-            return super().encode_many(grads, ctxs, residuals)
-        arrays = [as_input(as_array(grad)) for grad in grads]
-        rests = [each for each in residuals or () if each is not None]
-        if len({each.dtype for each in arrays}) != 1 or len(rests) not in (0, len(grads)) or self.needs_stats:
-            return super().encode_many(grads, ctxs, residuals)
-        bodies = [np.empty(self.max_encoded_bytes(TensorSpec.of(grad)), np.uint8) for grad in grads]
-        lengths = np.empty(len(grads), np.int64)
-        self.module.encode_many(
-            arrays[0][:0],
-            _places(arrays), _sizes(arrays), np.float32(1), _places(rests) if rests else None,
-            _places(bodies), _sizes(bodies), np.stack([_keys(ctx) for ctx in ctxs]),
-            np.array([ctx.offset for ctx in ctxs], np.int64),
-            np.stack([self._static(each.size, ctx.step, _remembered(ctx)) for each, ctx in zip(arrays, ctxs)]),
-            self._lists(max(each.size for each in arrays)), lengths,
-        )  # fmt: skip
-        return [
-            NONFINITE if length < 0 else Payload(_fitted(body, int(length))) for body, length in zip(bodies, lengths)
-        ]  # fmt: skip
 
     def _encode(
         self,
@@ -174,23 +138,23 @@ class TracedCompressor(OnDevice):
         ctx: Context,
         *,
         scale: float = 1.0,
-        largest: float | None = None,
+        abs_max: float | None = None,
         stats: Sequence[np.ndarray] = (),
-        residual: np.ndarray | None = None,
+        residual_out: np.ndarray | None = None,
     ) -> np.ndarray | None:
-        return self._run(x, ctx, scale, None, residual, stats)
+        return self._run(x, ctx, scale, None, residual_out, stats)
 
     def _run(
-        self, x: np.ndarray, ctx: Context, scale: float, residual: np.ndarray | None, rest: np.ndarray | None,
-        stats: Sequence[np.ndarray],
+        self, x: np.ndarray, ctx: Context, scale: float, residual_in: np.ndarray | None,
+        residual_out: np.ndarray | None, stats: Sequence[np.ndarray],
     ) -> np.ndarray | None:  # fmt: skip
         most, is_fixed = self.max_encoded_bytes(TensorSpec((x.size,))), self.program.has_fixed_size
-        # A body that is seldom as long as it could be is written to memory that is kept, and copied.
+        # A body that is usually shorter than its bound is written to scratch memory, and copied.
         lists = self._lists(x.size, 0 if is_fixed else most)
         body = np.empty(most, np.uint8) if is_fixed else lists[lists.size - _aligned(most) :][:most]
         length = self.module.encode(
-            as_input(x), np.float32(scale), residual, rest, body, self._given(stats), _keys(ctx), ctx.offset,
-            self._static(x.size, ctx.step, _remembered(ctx)), lists,
+            as_input(x), np.float32(scale), residual_in, residual_out, body, self._given(stats), _keys(ctx),
+            ctx.offset, self._static(x.size, ctx.step, _previous_state(ctx)), lists,
         )  # fmt: skip
         if length < 0:
             return None
@@ -226,15 +190,15 @@ class TracedCompressor(OnDevice):
 
     @functools.cached_property
     def module(self) -> ModuleType:
-        """The generated code for the CPU."""
+        """Generated code for the CPU."""
         from gradwire.lang.cpu import emit
 
         return cache.load(f"{self.name}_cpu", emit(self.program))
 
-    def _static(self, size: int, step: int, remembered: float = 0.0) -> np.ndarray:
+    def _static(self, size: int, step: int, previous_state: float = 0.0) -> np.ndarray:
         """See `static_values`."""
-        if remembered:
-            return static_values(self._statics, size, step, remembered)
+        if previous_state:
+            return static_values(self._statics, size, step, previous_state)
         key = (size, step if self._uses_step else 0)
         if key not in self._static_values:
             if len(self._static_values) > 4096:
@@ -243,23 +207,23 @@ class TracedCompressor(OnDevice):
         return self._static_values[key]
 
     def _lists(self, size: int, body_bytes: int = 0) -> np.ndarray:
-        """Memory for what encoding a gradient of so many elements leaves in between, and for a body behind it."""
+        """Memory for intermediate lists of an encode, and for a body after them."""
         lists_bytes = sum(self._list_bytes(node, size) for node in self._filters)
         return scratch(lists_bytes + _aligned(self._coded_bytes(size)) + _aligned(body_bytes))
 
     def _list_bytes(self, node: Node, size: int) -> int:
-        """What a sweep writes a list to: as many pairs as could be chosen, and for a hash the slot of each."""
+        """Bytes of a list: all pairs that could be chosen, and for a hash the slot of each."""
         if node.op == "filter":
             return 8 * (self._capacity(node, size) + SLOTS)
         return _aligned(8 * (size + SLOTS) + 4 * size)
 
     def _coded_bytes(self, size: int) -> int:
-        """The packed bytes of the field that is shortened, if there is one."""
+        """Packed bytes of the field that is shortened, if there is one."""
         last = self.program.fields[-1]
         return 0 if last.coding is None else last.dtype.num_bytes(size)
 
     def _room_bytes(self, bodies: Sequence[np.ndarray], size: int) -> int:
-        """What decoders expand fields to: packed bytes; or positions and values of as many items as a body can hold."""
+        """Bytes that decoders expand fields to: packed bytes, or positions and values of all items of a body."""
         lists = [each for each in self.program.fields if each.node.space == self.program.items]
         if not lists:
             return len(bodies) * self._coded_bytes(size)
@@ -267,13 +231,13 @@ class TracedCompressor(OnDevice):
         return sum(8 * min(size, int(8 * body.nbytes / least_bits)) for body in bodies)
 
     def _given(self, stats: Sequence[np.ndarray]) -> np.ndarray | None:
-        """The reduced values of the preliminary round, float32; None where there was none."""
+        """Reduced values of the preliminary round, float32; None without one."""
         if not stats:
             return None
         if [entry.shape for entry in stats] != [(1,)] * len(self.program.stats):
             raise ValueError(
-                f"Expected {len(self.program.stats)} entries of stats with one value each, got shapes "
-                f"{[entry.shape for entry in stats]}. Do: pass what `stats` gave, reduced over ranks."
+                f"stats must have {len(self.program.stats)} entries of one value, not entries of shapes "
+                f"{[entry.shape for entry in stats]}. Pass the result of `stats`, reduced over ranks."
             )
         return np.concatenate(stats).astype(np.float32)
 
@@ -292,7 +256,7 @@ def _list_of(node: Node) -> Node:
 
 
 def _count(node: Node, size: int) -> int:
-    """The most that a count comes to; one that changes from step to step has no bound but the size."""
+    """Largest value of a count; a count that changes from step to step is only bounded by the size."""
     return size if _depends_on_step(node) else max(0, int(evaluate_static(node, size)))
 
 
@@ -304,14 +268,18 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // 8) * 8
 
 
-def _fitted(body: np.ndarray, length: int) -> np.ndarray:
-    """The part that was written, in memory of its own where much was not."""
-    return body[:length] if 2 * length >= body.size else body[:length].copy()
-
-
-def _places(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    return np.array([each.__array_interface__["data"][0] for each in arrays], np.uint64)
-
-
 def _sizes(arrays: Sequence[np.ndarray]) -> np.ndarray:
     return np.array([each.size for each in arrays], np.int64)
+
+
+class StatefulTracedCompressor(TracedCompressor, StatefulCompressor):
+    """A `TracedCompressor` with a `next_state` function; `previous_state()` is the value that it returned."""
+
+    state_source: ClassVar[StateSource] = "payload"
+
+    def next_state(self, source: Payload, ctx: Context) -> np.ndarray | None:
+        """What the algorithm declares; None if this instance does not use it."""
+        function = self.definition.declared.next_state
+        if source.nonfinite or function is None or ctx.spec is None or not self._uses_state:
+            return None
+        return function(source.body, ctx.spec.numel, ctx.step, **self._options)

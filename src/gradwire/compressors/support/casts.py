@@ -1,8 +1,8 @@
 """Base of the compressors that round every element to a 16-bit float: `fp16` and `bf16`.
 
-Rounds to nearest even from float32. The mark of a non-finite gradient is that of the *rounded* one: a finite
-element beyond the 16-bit range becomes an infinity, as in PyTorch's hooks of the same names, and costs the
-step rather than going into the model. Elements are not checked on receipt: any 16 bits are a number.
+Rounds to nearest even from float32. A payload is marked as non-finite if a *rounded* element is: a finite element
+beyond the 16-bit range becomes an infinity, as in PyTorch's hooks of the same names, and the step is skipped before it
+reaches the model. Elements are not checked on receipt: any 16 bits are a number.
 """
 # Shapes: N = elements of the tensor or range, W = ranks
 
@@ -20,19 +20,20 @@ from gradwire.core.spec import TensorSpec
 from gradwire.kernels import active as kernels
 from gradwire.wire.fields import Reader
 
-# Sums go through memory in pieces that stay in a core's cache while the ranks are added.
+# Sums pass through memory in pieces that stay in a core's cache while all ranks are added.
 _CHUNK = 1 << 15
 
 
 class CastCompressor(ArrayCompressor):
-    """Rounds to `element`, a NumPy type of 16 bits; uint16 stands for bfloat16."""
+    """A compressor that rounds to `element`, a NumPy type of 16 bits; uint16 stands for bfloat16."""
 
     element: ClassVar[type[np.generic]]
-    canonical = True
+    elementwise = True
+    unique_encoding = True
     default_feedback: FeedbackName = "none"
 
     def max_encoded_bytes(self, spec: TensorSpec) -> int:
-        """Two bytes an element."""
+        """Two bytes per element."""
         return 2 * spec.numel
 
     def _encode(
@@ -41,17 +42,17 @@ class CastCompressor(ArrayCompressor):
         ctx: Context,
         *,
         scale: float = 1.0,
-        largest: float | None = None,
+        abs_max: float | None = None,
         stats: Sequence[np.ndarray] = (),
-        residual: np.ndarray | None = None,
+        residual_out: np.ndarray | None = None,
     ) -> np.ndarray | None:
         body = np.empty(2 * x.size, np.uint8)
         rounded = body.view(self.element)
         kernels.cast(x, rounded, scale)
-        if residual is None:
+        if residual_out is None:
             return None if kernels.count_nonfinite(rounded) else body
-        start_residual(x, residual)
-        return body if np.isfinite(kernels.compensate(rounded, -1.0, residual, residual)) else None
+        start_residual(x, residual_out)
+        return body if np.isfinite(kernels.compensate(rounded, -1.0, residual_out, residual_out)) else None
 
     def _decode(
         self, body: np.ndarray, ctx: Context, stats: Sequence[np.ndarray], out: np.ndarray, accumulate: bool

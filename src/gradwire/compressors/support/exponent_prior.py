@@ -1,10 +1,10 @@
-"""The prefix codes that `lossless` and `gcomp` begin with: from gradients of the text workload.
+"""The prefix codes that `lossless` and `gcomp` begin with, made from gradients of the text workload.
 
-Measured on `gradwire.bench.text` (6.3 million parameters, its own optimizer, rank 0 of 4, seed 0): the matrices'
-gradients at steps 1, 3, 7, 15, 31 and 39, each exponent by its distance from the mean of its chunk. Their entropy is
-2.8 to 3.4 bits a matrix; a Gaussian's would be 2.5. So far from the mean the halving from one exponent to the next is
-that of any smooth density at 0. +0 had a share of 0.001; it is given 1/16, so that tensors of many zeros, as embeddings
-have, shrink well too, for a tenth of a bit an element elsewhere.
+Measured on `gradwire.bench.text` (6.3 million parameters, its own optimizer, rank 0 of 4, seed 0): the gradients of
+matrices at steps 1, 3, 7, 15, 31 and 39, each exponent by its distance from the mean of its chunk. Their entropy is 2.8
+to 3.4 bits per matrix; that of a Gaussian would be 2.5. Far from the mean, the share halves from one exponent to the
+next, as for any smooth density at 0. Zeros had a share of 0.001; they are given 1/16, so that tensors with many zeros,
+such as embeddings, shrink well, at a cost of a tenth of a bit per element elsewhere.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SHARE_OF_SUBNORMAL = 115  # of float16, with gradients scaled by 1024
 
 @functools.cache
 def code(dtype: torch.dtype) -> PrefixCode:
-    """The default code of an element type; float64, which is not packed, has that of float32."""
+    """Default code of an element type; float64, which is not packed, has that of float32."""
     half = dtype == torch.float16
     form = FORMATS[np.dtype(np.float16 if half else np.float32)]
     counts = np.zeros(NUM_SYMBOLS, np.int64)

@@ -1,23 +1,22 @@
-"""The quantisation metric δ of GCOMP: how many bits of a gradient an optimizer's update does not notice.
+"""The metric δ of GCOMP: how many bits of a gradient an optimizer's update does not notice.
 
-An update is θ' = base − gain · g for a gradient g, with base and gain from the parameter, the optimizer's state and its
-hyper-parameters alone. δ = |base| / (gain · |g|); where δ > 2ⁿ, the last n bits of g's mantissa are below the last bit
-of θ'. Here all of that is a bound, so that what follows is true whatever the other ranks' gradients are:
+An update is θ' = base − gain · g for a gradient g; base and gain depend only on the parameter, the optimizer's state
+and its hyperparameters. δ = |base| / (gain · |g|). If δ > 2ⁿ, the last n bits of g's mantissa are below the last bit of
+θ'. Here δ is a lower bound, so that this holds for any gradients of the other ranks:
 
-- |base| is at most |θ|, and 0 where momentum could carry θ across 0.
-- gain is at least |∂θ'/∂g| at every g. The second moment after the step is not known before it: it is taken to be β
-  times the one before, its least value. Adam's is the sum of two terms, since g moves the denominator as well.
-- Every encode on an element's path truncates. With W of them each is held to δ > W · 2ⁿ · 17/16, so that all together
-  move θ' by less than 2⁻ᵐ · |θ| for a mantissa of m bits, to which rounding θ' itself can add as much.
+- |base| is at most |θ|, and 0 if momentum could carry θ across 0.
+- gain is at least |∂θ'/∂g| for every g. The second moment after the step is not known before it; its smallest possible
+  value is used, β times the previous one. Adam's gain is the sum of two terms, since g also moves the denominator.
+- Every encode on the path of an element truncates. With W of them, each is held to δ > W · 2ⁿ · 17/16, so that together
+  they move θ' by less than 2⁻ᵐ · |θ| for a mantissa of m bits. Rounding θ' can add as much.
 
-What a truncation does to moments shows in later steps, by what the moment remembers, and is not bounded here. Nor is
-what it does to others through a factor common to all of them, as `clip_grad_norm_` takes from a norm of truncated
-gradients: where that is seen, fewer bits are cut (`gradwire.integrations.clipping`). `clip_grad_value_` is covered: it
-brings no two gradients further apart. Where nothing is known of an update (no state yet, a learning rate of 0 with
-moments), nothing is truncated.
+Two effects are not bounded. A moment remembers a truncation in later steps. And a factor that all elements share, such
+as that of `clip_grad_norm_`, depends on truncated gradients; if that is detected, fewer bits are cut
+(`gradwire.integrations.clipping`). `clip_grad_value_` is covered, since it brings no two gradients further apart. If
+nothing is known of an update (no state yet, or a learning rate of 0 with moments), nothing is truncated.
 
 Source: GCOMP (SoCC 2024), section 5.1, table 2 and appendix A. Differences: those above; the paper's δ has signs, and
-takes the second moment of this step.
+uses the second moment of the current step.
 """
 # Shapes: N = elements of the range, W = ranks
 
@@ -30,11 +29,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 SLACK = 17 / 16
-"""On top of W · 2ⁿ: for the roundings of float32 arithmetic between a gradient and its parameter."""
+"""Factor of W · 2ⁿ that covers rounding in float32 arithmetic between a gradient and its parameter."""
 
 
 class Numbers(NamedTuple):
-    """What a parameter group and a step come to; see `kernels.update_limits`."""
+    """Coefficients of a parameter group in one step; see `kernels.update_limits`."""
 
     keep: float = 1.0
     decay: float = 0.0
@@ -46,7 +45,7 @@ class Numbers(NamedTuple):
     eps: float = 0.0
 
     def allow(self, later: Numbers) -> bool:
-        """Whether what was cut for these stays within the bound where `later` ones are applied."""
+        """Whether bits that were cut for these stay within the bound if `later` ones are applied."""
         grown = (after > before * (1 + 1e-6) for before, after in zip(self._moving(), later._moving(), strict=True))
         shrunk = (after < before * (1 - 1e-6) for before, after in zip(self._holding(), later._holding(), strict=True))
         return not any(grown) and not any(shrunk)
@@ -59,13 +58,13 @@ class Numbers(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """How one optimizer updates.
+    """Update rule of an optimizer.
 
     Attributes:
-        numbers: from a parameter group's hyper-parameters and the number of steps taken; None for no truncation.
-        first: name of the first moment in the optimizer's state, or "".
-        second: name of the second moment, or "".
-        refuses: what of a group it does not cover, in words, or "".
+        numbers: Function of a parameter group and the number of steps taken; returns None for no truncation.
+        first: Name of the first moment in the optimizer's state, or "".
+        second: Name of the second moment, or "".
+        refuses: Options of a group that the rule does not cover, in words, or "".
     """
 
     numbers: Callable[[Mapping[str, Any], int], Numbers | None]
@@ -79,12 +78,12 @@ def _rate(group: Mapping[str, Any]) -> float:
 
 
 def _lasting_rate(group: Mapping[str, Any]) -> float:
-    """The rate that a moment of today may be applied with: the highest that a scheduler of torch has written down."""
+    """Highest rate with which a present moment may be applied later, as recorded by a scheduler of torch."""
     return max(_rate(group), float(group.get("initial_lr", 0.0)), float(group.get("max_lr", 0.0)))
 
 
 def _sgd(group: Mapping[str, Any], steps: int) -> Numbers | None:
-    """Momentum b = μb + (1 − τ)(g + λθ); with Nesterov, g + λθ + μb is applied in its place."""
+    """Momentum b = μb + (1 − τ)(g + λθ); with Nesterov, g + λθ + μb is applied instead."""
     mu, tau, decay = float(group["momentum"]), float(group["dampening"]), float(group["weight_decay"])
     if not mu:
         rate = _rate(group)
@@ -124,7 +123,7 @@ def _adam(group: Mapping[str, Any], steps: int) -> Numbers | None:
     beta1, beta2 = (float(beta) for beta in group["betas"])
     correction1, correction2 = 1 - beta1 ** (steps + 1), 1 - beta2 ** (steps + 1)
     decoupled = bool(group.get("decoupled_weight_decay", False))
-    # The largest of v before is not multiplied by β₂.
+    # With amsgrad, the largest earlier v is not multiplied by β₂.
     return Numbers(
         keep=1 - rate * decay if decoupled else 1.0,
         decay=0.0 if decoupled else rate * decay * (1 - beta1) / correction1,
@@ -152,11 +151,11 @@ RULES: dict[str, Rule] = {
     ),
     "SGD": Rule(_sgd, lambda group: "momentum_buffer" if group["momentum"] else "", lambda group: ""),
 }
-"""By the name of the optimizer's class in torch.optim. SGD is plain, momentum and Nesterov."""
+"""Rules by the class name in torch.optim. SGD may have momentum and Nesterov."""
 
 
 def guard(num_encodes: int) -> float:
-    """What δ must be above, in units of 2ⁿ, where so many encodes on an element's path truncate."""
+    """Lower limit of δ in units of 2ⁿ, if `num_encodes` encodes on the path of an element truncate."""
     return num_encodes * SLACK
 
 
@@ -168,18 +167,18 @@ def delta(
     group: Mapping[str, Any],
     steps: int = 0,
 ) -> np.ndarray:
-    """The metric in float64: what `kernels.update_limits` gives by float32, over |grad|.
+    """Compute the metric in float64. `kernels.update_limits` computes δ · |grad| in float32.
 
     Args:
-        name: of the optimizer's class: one of `RULES`.
-        grad: N elements, of the mean over ranks, without a loss scale.
+        name: Class name of the optimizer, one of `RULES`.
+        grad: N elements of the mean over ranks, without a loss scale.
         parameter: N elements.
-        state: the optimizer's state of the parameter.
-        group: the hyper-parameters of its group.
-        steps: how many steps it has taken.
+        state: State of the parameter in the optimizer.
+        group: Parameter group with its hyperparameters.
+        steps: Number of steps that the optimizer has taken.
 
     Returns:
-        δ, of at least 0, infinite where the gradient is 0 or has no effect. Zeros where nothing is known.
+        δ ≥ 0 for each element; infinite if the gradient is 0 or has no effect, 0 if nothing is known.
     """
     rule = RULES[name]
     numbers, names = rule.numbers(group, steps), (rule.first(group), rule.second(group))

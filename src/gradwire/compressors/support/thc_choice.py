@@ -1,16 +1,16 @@
-"""The choice of granularity and lanes as ranks are added: the rule that `thc` follows where no granularity is given.
+"""The granularity and the accumulator that `thc` uses for a number of ranks, if no granularity is given.
 
-Sums of n values of a table with granularity g need lanes that hold n g. The paper's choice, 4 bits and g = 30, fills
-lanes of 8 bits at 8 ranks. The rule: all the bits that are allowed, in the narrowest lanes that hold their sums at all,
-with the least error that a table has that fits. So g falls as ranks are added, down to evenly spaced values, where
-lanes widen and g rises again: with 4 bits at 18 ranks.
+The sum of n values of a table with granularity g needs an accumulator that holds n g. The paper's choice, 4 bits and
+g = 30, fills accumulators of 8 bits at 8 ranks. The rule: use all bits that are allowed, the narrowest accumulator that
+holds their sums, and of the tables that fit it the one with the least error. So g falls as ranks are added, down to
+evenly spaced values; then the accumulator widens and g rises again, with 4 bits at 18 ranks.
 
-Fewer bits are for lanes that are asked for and hold no more. An average of n copies would bear them, since what it
-loses to rounding falls with n; but where ranks' gradients have nothing in common, as those of small batches, their
-mean shrinks as fast, and the relative error stays that of one rank. A bit less would save a twentieth of the bytes on
-both ways, in lanes of 16 bits.
+Fewer bits are used only if `accumulator_bits` asks for an accumulator that holds no more. An average of n copies could
+do with fewer, since its rounding error falls with n. But if ranks' gradients have nothing in common, as with small
+batches, their mean shrinks as fast, and the relative error stays that of one rank. One bit less would save a twentieth
+of the bytes in both directions, with accumulators of 16 bits.
 
-Source: THC (Li et al. 2024), section 8.4, which says what trades against what and leaves the choice open.
+Source: THC (Li et al. 2024), section 8.4, which explains the trade-off and leaves the choice open.
 """
 
 from __future__ import annotations
@@ -23,68 +23,70 @@ import numpy as np
 from gradwire.compressors.support.thc_tables import Table, optimal
 from gradwire.core.errors import OptionError
 
-LANE_BITS = (8, 16, 32)
+ACCUMULATOR_BITS = (8, 16, 32)
 
 
 class Choice(NamedTuple):
-    """A table and lanes that hold its sums."""
+    """A table, and the type of an accumulator that holds its sums."""
 
     table: Table
-    lane: np.dtype
+    accumulator: np.dtype
 
 
-def lane_for(world_size: int, granularity: int, lane_bits: int | None = None) -> np.dtype:
-    """The narrowest lanes, or those of `lane_bits`, that hold the sum of `world_size` values up to `granularity`.
+def accumulator_for(world_size: int, granularity: int, accumulator_bits: int | None = None) -> np.dtype:
+    """Type of an accumulator that holds the sum of `world_size` values of at most `granularity`.
+
+    It is the narrowest, or has `accumulator_bits`.
 
     Raises:
-        OptionError: they do not.
+        OptionError: No such accumulator holds the sum.
     """
     largest = world_size * granularity
-    wide_enough = [bits for bits in LANE_BITS if largest < 1 << bits]
-    if lane_bits in wide_enough or (lane_bits is None and wide_enough):
-        return np.dtype(f"u{(lane_bits or wide_enough[0]) // 8}")
-    widest = lane_bits or LANE_BITS[-1]
-    wider = f"lane_bits={wide_enough[0]}, or " if wide_enough else ""
+    wide_enough = [bits for bits in ACCUMULATOR_BITS if largest < 1 << bits]
+    if accumulator_bits in wide_enough or (accumulator_bits is None and wide_enough):
+        return np.dtype(f"u{(accumulator_bits or wide_enough[0]) // 8}")
+    widest = accumulator_bits or ACCUMULATOR_BITS[-1]
+    wider = f"accumulator_bits={wide_enough[0]}, or " if wide_enough else ""
     raise OptionError(
-        f"Expected sums below 2^{widest}, for lanes of {widest} bits, got {world_size} ranks times a granularity of "
-        f"{granularity}. Do: pass {wider}a granularity of at most {(2**widest - 1) // world_size}, or leave both to be "
-        "chosen for the number of ranks."
+        f"Accumulators of {widest} bits do not hold the sum of {world_size} ranks with a granularity of {granularity}. "
+        f"Pass {wider}a granularity of at most {(2**widest - 1) // world_size}, or leave both out."
     )
 
 
 @functools.lru_cache(maxsize=1024)
-def choose(world_size: int, bits: int, p: float, lane_bits: int | None = None) -> Choice:
-    """The choice for so many ranks; see the module.
+def choose(world_size: int, bits: int, p: float, accumulator_bits: int | None = None) -> Choice:
+    """Choose for a number of ranks; see the module.
 
     Args:
-        world_size: ranks whose values are added.
-        bits: of an index; fewer where lanes that are asked for hold no more.
-        p: see `Table`.
-        lane_bits: the only lanes to take; None for any.
+        world_size: Number of ranks whose values are added.
+        bits: Bits of an index; fewer are used if `accumulator_bits` does not hold their sums.
+        p: See `Table`.
+        accumulator_bits: Bits of the accumulator, or None to choose them.
 
     Raises:
-        OptionError: not even 1 bit fits the lanes.
+        OptionError: Not even 1 bit fits the accumulator.
     """
-    lanes = LANE_BITS if lane_bits is None else (lane_bits,)
+    widths = ACCUMULATOR_BITS if accumulator_bits is None else (accumulator_bits,)
     for each in range(bits, 0, -1):
-        for lane in lanes:
-            if table := _best(each, (2**lane - 1) // world_size, p):
-                return Choice(table, np.dtype(f"u{lane // 8}"))
+        for width in widths:
+            if table := _best(each, (2**width - 1) // world_size, p):
+                return Choice(table, np.dtype(f"u{width // 8}"))
     raise OptionError(
-        f"Expected room for {world_size} ranks in lanes of {lanes[-1]} bits, got none even for 1 bit. "
-        "Do: leave lane_bits to be chosen."
+        f"Accumulators of {widths[-1]} bits do not hold the sum of {world_size} ranks, even with 1 bit per index. "
+        "Leave accumulator_bits out."
     )
 
 
 @functools.lru_cache(maxsize=1024)
 def _best(bits: int, most: int, p: float) -> Table | None:
-    """The finest table within half a percent of the least error, of granularities up to `most`; None if there is none.
+    """Finest table within half a percent of the least error, of granularities up to `most`; None without one.
 
-    Errors do not fall evenly with the granularity: with 4 bits and p = 1/32, 17 beats all from 18 to 31. So all are
-    tried, up to four times as many integers as there are values, beyond which little is gained. Half a percent, since
-    errors are those of normal coordinates: gradients of rare words rotate into others, and means of these erred 8 to 21
-    % more with 53, the least, than with 59 (benchmark `thc-scale` at commit fccffa8, which chose 53). With more
-    than 6 bits it takes long to find a table, and errors differ little: evenly spaced values and the finest.
+    Errors do not fall steadily with the granularity: with 4 bits and p = 1/32, 17 beats all from 18 to 31. So all are
+    tried, up to four times as many integers as there are values, beyond which little is gained. Why half a percent:
+    errors are those of normal coordinates, but gradients of rare words rotate into others, and their means had errors
+    8 to 21 % larger with 53, the least, than with 59 (benchmark `thc-scale` at commit fccffa8, which chose 53). With
+    more than 6 bits a table takes long to find, and errors differ little: only evenly spaced values and the finest
+    table are tried.
     """
     evenly_spaced, finest = 2**bits - 1, min(most, 4 * 2**bits - 1)
     if finest < evenly_spaced:

@@ -1,13 +1,13 @@
-"""Optimal lookup tables for THC: which 2^b of the integers 0 to g stand for a normal coordinate cut at t_p.
+"""Optimal lookup tables for THC: which 2^b of the integers 0 to g stand for a normal coordinate clamped at t_p.
 
-Between two neighbouring values stochastic quantisation is optimal (Ben Basat et al. 2020), and the expected error of a
-table is a sum over its neighbours, each a closed-form integral. So the best table is a shortest path over the nodes 0
-to g with 2^b stops, exact for every (b, g, p) in milliseconds. Costs are compared as integers and ties go to the first
-table in lexicographic order, so that all machines find the same one; a table and its mirror image cost the same.
+Between two neighboring values stochastic quantization is optimal (Ben Basat et al. 2020), and the expected error of a
+table is a sum over its neighbors, each a closed-form integral. So the best table is a shortest path over the nodes 0 to
+g with 2^b stops, found exactly for every (b, g, p) in milliseconds. Costs are compared as integers and ties go to the
+first table in lexicographic order, so that all machines find the same one; a table and its mirror image cost the same.
 
-Source: THC (Li et al. 2024), section 5.2 and appendix B. Differences: no enumeration, and no symmetry asked for:
-optimal tables are often not symmetric. The best symmetric one for (4, 30, 1/32) costs 0.0130746, the optimum 0.0130625;
-for odd g as well there are cases, such as (2, 7, 1/32).
+Source: THC (Li et al. 2024), section 5.2 and appendix B. Differences: no enumeration, and tables need not be symmetric:
+optimal ones often are not. The best symmetric one for (4, 30, 1/32) costs 0.0130746, the optimum 0.0130625; there are
+also cases with odd g, such as (2, 7, 1/32).
 """
 # Shapes: g = granularity
 
@@ -33,7 +33,7 @@ from gradwire.lang import cache
 MAX_BITS = 8
 MAX_GRANULARITY = 1023
 MIN_P = 2.0**-40
-# Costs of pairs are rounded to multiples of this. All of them, t_p^2 at most, add up to less than what is no path.
+# Costs of pairs are rounded to multiples of this. Their sum, at most t_p^2, stays below the cost of no path.
 _UNIT = 2.0**-52
 _NO_PATH = 1 << 60
 _LARGEST_FAST = 127
@@ -44,11 +44,11 @@ class Table:
     """A lookup table.
 
     Attributes:
-        bits: b, of an index.
-        granularity: g, the largest value.
-        p: the fraction of normal coordinates that are beyond the cut.
+        bits: Bits b of an index.
+        granularity: Largest value g.
+        p: Fraction of normal coordinates that are clamped.
         values: T[z] for each index z, ascending from 0 to g.
-        cost: expected squared error of a coordinate of variance 1 that lies within the cut, times their share.
+        cost: Expected squared error of a coordinate of variance 1 within the clamp, times their fraction.
     """
 
     bits: int
@@ -59,20 +59,20 @@ class Table:
 
     @property
     def threshold(self) -> float:
-        """t_p: the cut, in standard deviations."""
+        """Clamp t_p, in standard deviations."""
         return threshold(self.p)
 
 
 def threshold(p: float) -> float:
-    """t_p = Φ⁻¹(1 − p/2): a fraction p of a normal distribution is farther from its mean, in standard deviations."""
+    """t_p = Φ⁻¹(1 − p/2), in standard deviations: a fraction p of a normal distribution lies beyond it."""
     return -NormalDist().inv_cdf(p / 2)
 
 
 def check(bits: int, granularity: int, p: float) -> None:
-    """Raise unless there is a table.
+    """Raise unless there is such a table.
 
     Raises:
-        OptionError: a number out of range, or too few integers for 2^b values.
+        OptionError: A number is out of range, or there are too few integers for 2^b values.
     """
     if not 1 <= bits <= MAX_BITS:
         raise OptionError(f"Expected bits from 1 to {MAX_BITS}, got {bits}. Do: pass an int in that range.")
@@ -87,16 +87,16 @@ def check(bits: int, granularity: int, p: float) -> None:
 
 @functools.lru_cache(maxsize=1024)
 def optimal(bits: int, granularity: int, p: float) -> Table:
-    """The optimal table, from memory; else large ones from disk, small ones by `solve`, which is faster.
+    """Return the optimal table: from memory, or large ones from disk and small ones by `solve`, which is faster.
 
     Raises:
-        OptionError: see `check`.
+        OptionError: See `check`.
     """
     return stored(bits, granularity, p) if granularity > _LARGEST_FAST else solve(bits, granularity, p)
 
 
 def stored(bits: int, granularity: int, p: float) -> Table:
-    """The optimal table from disk; where it is not there, by `solve`, and then it is."""
+    """Return the optimal table from disk, or by `solve` and store it."""
     check(bits, granularity, p)
     path = cached(bits, granularity, p)
     found = _read(path, bits, granularity, p)
@@ -124,7 +124,7 @@ def solve(bits: int, granularity: int, p: float) -> Table:
 
 
 def cost(values: tuple[int, ...], granularity: int, p: float) -> float:
-    """What any table costs; see `Table.cost`."""
+    """Cost of any table; see `Table.cost`."""
     return _cost(pair_costs(granularity, p), values)
 
 
@@ -133,7 +133,7 @@ def _cost(costs: np.ndarray, values: list[int] | tuple[int, ...]) -> float:
 
 
 def pair_costs(granularity: int, p: float) -> np.ndarray:
-    """For i < j what it costs to have i and j as neighbours, else infinity: float64[g + 1, g + 1].
+    """Cost of having i < j as neighbors, otherwise infinity: float64[g + 1, g + 1].
 
     Stochastic quantisation of a between l and r has the variance (a − l)(r − a); its integral with the normal density
     is (l + r) I₁ − l r I₀ − I₂, of the density's moments between l and r.
@@ -160,13 +160,13 @@ def _integers(costs: np.ndarray) -> np.ndarray:
 
 
 def cached(bits: int, granularity: int, p: float) -> Path:
-    """Where a table lies on disk: by its parameters, and by a hash of what finds it."""
+    """Path of a table on disk, by its parameters and a hash of this module."""
     digest = hashlib.blake2b(Path(__file__).read_bytes() + repr(p).encode(), digest_size=8).hexdigest()
     return cache.folder("tables") / f"thc_{bits}_{granularity}_{digest}.json"
 
 
 def _read(path: Path, bits: int, granularity: int, p: float) -> Table | None:
-    """A table from disk, unless there is none, or not a whole one."""
+    """Table from disk, or None if there is no complete one."""
     try:
         data = json.loads(path.read_text())
         found = Table(data["bits"], data["granularity"], data["p"], tuple(data["values"]), data["cost"])
@@ -179,7 +179,7 @@ def _read(path: Path, bits: int, granularity: int, p: float) -> Table | None:
 
 
 def _write(path: Path, table: Table) -> None:
-    """Write as a whole: another process sees no half of it. Where nothing can be written it is found again."""
+    """Write atomically, so that other processes see no half of it. If writing fails, the table is found again later."""
     with contextlib.suppress(OSError):
         handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".part")
         with os.fdopen(handle, "w") as file:

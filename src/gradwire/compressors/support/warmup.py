@@ -1,8 +1,8 @@
-"""The warm-up of a kept fraction: of so many steps a quarter with 25 % kept, then 6.25 %, 1.6 % and 0.4 %.
+"""Warm-up of a kept fraction: a quarter of the steps with 25 % kept, then 6.25 %, 1.6 % and 0.4 %.
 
-A fraction below the one that is asked for is never reached on the way.
+The fraction never falls below the one that was asked for.
 
-Source: DGC (Lin et al. 2018), section 3.3. Differences: counted in steps, for there are no epochs here.
+Source: DGC (Lin et al. 2018), section 3.3. Differences: counted in steps, not epochs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _QUARTERS = (4, 3, 2, 1)
 
 
 def warmed(ratio: float, warmup: int) -> Any:
-    """The kept fraction of this step, for an algorithm in the language: `ratio` from step `warmup` on."""
+    """Kept fraction of this step, for an algorithm in the language: `ratio` from step `warmup` on."""
     now: Any = ratio
     for quarter in _QUARTERS if warmup else ():
         now = where(4 * step() < quarter * warmup, max(ratio, 0.25**quarter), now)
@@ -23,6 +23,6 @@ def warmed(ratio: float, warmup: int) -> Any:
 
 
 def ratio_at(ratio: float, warmup: int, at_step: int) -> float:
-    """The same number for one step."""
+    """Kept fraction of one step, as a number."""
     quarter = next((each for each in reversed(_QUARTERS) if 4 * at_step < each * warmup), 0)
     return max(ratio, 0.25**quarter) if quarter else ratio

@@ -4,16 +4,22 @@ from gradwire.kernels.cpu.bits import (
     pack_bits,
     unpack_bits,
 )
-from gradwire.kernels.cpu.blocks import block_extremes, block_square_sums, encode_indices, lift_indices, lower_blocks
+from gradwire.kernels.cpu.blocks import (
+    block_extremes,
+    block_square_sums,
+    encode_indices,
+    finalize_blocks,
+    lookup_indices,
+)
 from gradwire.kernels.cpu.floats import exponent_counts, pack_floats, packs_shorter, unpack_floats
 from gradwire.kernels.cpu.hadamard import hadamard
 from gradwire.kernels.cpu.low_rank import column_products, outer_sum, row_products
 from gradwire.kernels.cpu.positions import pack_positions, positions_bytes, unpack_positions
 from gradwire.kernels.cpu.quantise import (
-    add_lanes,
+    add_int8,
     dequantise_int8,
     dequantise_int8_sum,
-    lower_lanes,
+    finalize_int8,
     quantise_int8,
 )
 from gradwire.kernels.cpu.random import philox, random16, random32
@@ -37,7 +43,7 @@ from gradwire.kernels.cpu.zero_run import zero_run_decode, zero_run_encode
 __all__ = [
     "abs_max",
     "accumulate",
-    "add_lanes",
+    "add_int8",
     "block_abs_max",
     "block_extremes",
     "block_square_sums",
@@ -50,10 +56,10 @@ __all__ = [
     "dequantise_int8_sum",
     "encode_indices",
     "exponent_counts",
+    "finalize_blocks",
+    "finalize_int8",
     "hadamard",
-    "lift_indices",
-    "lower_blocks",
-    "lower_lanes",
+    "lookup_indices",
     "outer_sum",
     "pack_bits",
     "pack_floats",

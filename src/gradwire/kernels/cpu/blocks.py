@@ -328,9 +328,11 @@ def _lift(packed, bits, table, small, levels, lanes, accumulate):
                 lanes[start + j] = table[levels[j]]
 
 
-def lift_indices(packed: np.ndarray, bits: int, table: np.ndarray, lanes: np.ndarray, accumulate: bool = False) -> None:
-    expect_index_bits("lift_indices", bits, table)
-    expect_size("lift_indices", "packed", packed, index_bytes(lanes.size, bits))
+def lookup_indices(
+    packed: np.ndarray, bits: int, table: np.ndarray, lanes: np.ndarray, accumulate: bool = False
+) -> None:
+    expect_index_bits("lookup_indices", bits, table)
+    expect_size("lookup_indices", "packed", packed, index_bytes(lanes.size, bits))
     small = np.zeros(ENTRIES if bits <= 4 and table[-1] < 256 else 0, np.uint8)
     if small.size:
         small[: table.size] = table
@@ -369,7 +371,7 @@ def _lower(lanes, padded, block, halves, factors, bases, signs, shift, work, out
             store_until(out, start + j, end, values)
 
 
-def lower_blocks(
+def finalize_blocks(
     lanes: np.ndarray,
     blocks: Blocks,
     halves: np.ndarray,
@@ -379,8 +381,8 @@ def lower_blocks(
     out: np.ndarray,
     accumulate: bool = False,
 ) -> None:
-    _expect_blocks("lower_blocks", blocks, out.size, work, halves, factors, bases)
-    expect_size("lower_blocks", "lanes", lanes, blocks.padded)
+    _expect_blocks("finalize_blocks", blocks, out.size, work, halves, factors, bases)
+    expect_size("finalize_blocks", "lanes", lanes, blocks.padded)
     _lower(
         as_writable(lanes), blocks.padded, blocks.block, halves, factors, bases, blocks.signs, blocks.shift, work, out,
         accumulate,

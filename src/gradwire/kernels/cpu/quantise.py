@@ -143,14 +143,14 @@ def _add_lanes(x, out):
         store(out, i, load(out, i, LANES) + convert_like(load(x, i, LANES), out))
 
 
-def add_lanes(x: np.ndarray, out: np.ndarray) -> None:
-    expect_size("add_lanes", "out", out, x.size)
+def add_int8(x: np.ndarray, out: np.ndarray) -> None:
+    expect_size("add_int8", "out", out, x.size)
     if x.dtype.kind != "i" or out.dtype.kind != "i" or x.dtype.itemsize > out.dtype.itemsize:
-        raise TypeError(f"Expected lanes at least as wide as {x.dtype}, got {out.dtype} (in add_lanes).")
+        raise TypeError(f"Expected lanes at least as wide as {x.dtype}, got {out.dtype} (in add_int8).")
     _add_lanes(as_writable(x), out)
 
 
-def lower_lanes(lanes: np.ndarray, scales: np.ndarray, block: int, factor: float, out: np.ndarray) -> None:
-    expect_size("lower_lanes", "lanes", lanes, out.size)
-    expect_size("lower_lanes", "scales", scales, ceil_div(out.size, block))
+def finalize_int8(lanes: np.ndarray, scales: np.ndarray, block: int, factor: float, out: np.ndarray) -> None:
+    expect_size("finalize_int8", "lanes", lanes, out.size)
+    expect_size("finalize_int8", "scales", scales, ceil_div(out.size, block))
     _dequantise(as_writable(lanes), as_writable(scales), block, np.float32(factor), out, False)

@@ -276,15 +276,3 @@ def array_at(typingctx, address, size, dtype):
         return _array_at(context, builder, array, dtype.dtype, args[0], count)
 
     return array(types.uint64, size, dtype), codegen
-
-
-@intrinsic
-def array_like(typingctx, address, size, like):
-    """`array_at` with the element type of an array."""
-    array = types.Array(like.dtype, 1, "C")
-
-    def codegen(context, builder, sig, args):
-        count = context.cast(builder, args[1], sig.args[1], types.intp)
-        return _array_at(context, builder, array, like.dtype, args[0], count)
-
-    return array(types.uint64, size, like), codegen

@@ -87,7 +87,7 @@ def encode_indices(
         first: global element index of x[0] in the stream.
         work: float32[blocks.work_size] to compute in.
         out: uint8[index_bytes(P, bits)].
-        factors, bases: as `lower_blocks` takes them, for one payload; for the residual.
+        factors, bases: as `finalize_blocks` takes them, for one payload; for the residual.
         residual: float32[N] that takes x - what the indices are lowered to, cut to the finite floats; may be the same
             array as x. Or None.
     """
@@ -116,18 +116,20 @@ def encode_indices(
         expect_size("encode_indices", "residual", residual, x.size)
         halves = np.full(blocks.num_blocks, values[-1] / 2, np.float32)
         sent = np.empty(x.size, np.float32)
-        lower_blocks(table[indices], blocks, halves, factors, bases, work, sent)
+        finalize_blocks(table[indices], blocks, halves, factors, bases, work, sent)
         with np.errstate(all="ignore"):
             residual[:] = _finite(as_float32(x) - sent)
 
 
-def lift_indices(packed: np.ndarray, bits: int, table: np.ndarray, lanes: np.ndarray, accumulate: bool = False) -> None:
+def lookup_indices(
+    packed: np.ndarray, bits: int, table: np.ndarray, lanes: np.ndarray, accumulate: bool = False
+) -> None:
     """Write (or add) the table's values of packed indices to lanes, uint8[P], uint16[P] or uint32[P].
 
     Exact as long as the lanes are wide enough, which the caller sees to; else it wraps. Padding bits are not looked at.
     """
-    expect_index_bits("lift_indices", bits, table)
-    expect_size("lift_indices", "packed", packed, index_bytes(lanes.size, bits))
+    expect_index_bits("lookup_indices", bits, table)
+    expect_size("lookup_indices", "packed", packed, index_bytes(lanes.size, bits))
     at = 0
     for start in range(0, lanes.size, INDEX_CHUNK):
         part, shift = lanes[start : start + INDEX_CHUNK], 0
@@ -141,7 +143,7 @@ def lift_indices(packed: np.ndarray, bits: int, table: np.ndarray, lanes: np.nda
         part[:] = part + values if accumulate else values
 
 
-def lower_blocks(
+def finalize_blocks(
     lanes: np.ndarray,
     blocks: Blocks,
     halves: np.ndarray,
@@ -163,8 +165,8 @@ def lower_blocks(
         out: float32[N]; results are cut to the finite floats.
         accumulate: add to `out`.
     """
-    _expect_blocks("lower_blocks", blocks, out.size, halves, factors, bases)
-    expect_size("lower_blocks", "lanes", lanes, blocks.padded)
+    _expect_blocks("finalize_blocks", blocks, out.size, halves, factors, bases)
+    expect_size("finalize_blocks", "lanes", lanes, blocks.padded)
     with np.errstate(all="ignore"):
         values = lanes.astype(np.float32) - _spread(halves, blocks)
         if blocks.rotated:

@@ -86,19 +86,19 @@ def dequantise_int8_sum(q: Sequence[np.ndarray], scales: Sequence[np.ndarray], b
         dequantise_int8(levels, steps, block, out, accumulate=True)
 
 
-def add_lanes(x: np.ndarray, out: np.ndarray) -> None:
+def add_int8(x: np.ndarray, out: np.ndarray) -> None:
     """Add the integers x (int8, int16 or int32) to the lanes `out` (int16 or int32, at least as wide).
 
     Exact as long as the lanes are wide enough for the world size, which the caller sees to; else it wraps.
     """
-    expect_size("add_lanes", "out", out, x.size)
+    expect_size("add_int8", "out", out, x.size)
     out += x
 
 
-def lower_lanes(lanes: np.ndarray, scales: np.ndarray, block: int, factor: float, out: np.ndarray) -> None:
+def finalize_int8(lanes: np.ndarray, scales: np.ndarray, block: int, factor: float, out: np.ndarray) -> None:
     """Write lane * (scale * factor) to float32 `out`; both products are rounded to float32."""
-    expect_size("lower_lanes", "lanes", lanes, out.size)
-    expect_size("lower_lanes", "scales", scales, ceil_div(out.size, block))
+    expect_size("finalize_int8", "lanes", lanes, out.size)
+    expect_size("finalize_int8", "scales", scales, ceil_div(out.size, block))
     with np.errstate(all="ignore"):
         steps = scales * np.float32(factor)
         out[:] = lanes.astype(np.float32) * _spread(steps, block, out.size)

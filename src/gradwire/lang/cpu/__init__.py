@@ -2,12 +2,11 @@
 
 The functions take what they do not need as well, so that all programs have one calling convention:
 
-- ``encode(grad, scale, residual, rest, body, stats, keys, first, static, lists) -> bytes written``, -1 where the
-  gradient is not finite. Encodes scale · grad + residual; `rest` receives what the body does not carry. `residual`,
-  `rest` and `stats` may be None, which compiles a function without them.
-- ``encode_many(...)``: many tensors, by address and size, in one call; without `residual` and `stats`.
-- ``measure(grad, scale, residual, rest, keys, first, static, lists, out)``: the rank's values of the preliminary
-  round; False where the gradient is not finite.
+- ``encode(grad, scale, residual_in, residual_out, body, stats, keys, first, static, lists) -> bytes written``, -1 if
+  the gradient is not finite. Encodes scale · grad + residual_in; `residual_out` receives the error. `residual_in`,
+  `residual_out` and `stats` may be None, which compiles a function without them.
+- ``measure(grad, scale, residual_in, residual_out, keys, first, static, lists, out)``: this rank's values of the
+  preliminary round; False if the gradient is not finite.
 - ``decode(body, out, accumulate, stats, keys, first, static, room) -> whether the body is valid``.
 - ``decode_sum(bodies, sizes, out, stats, keys, first, static, room)``: the payloads of all ranks, by address and size.
 
@@ -38,25 +37,12 @@ from gradwire.lang.cpu.runtime import (
 )
 '''
 
-_BATCH = """\
-@kernel
-def encode_many(like, grads, sizes, scale, rests, bodies, body_sizes, keys, firsts, statics, lists, lengths):
-    for t in range(grads.size):
-        grad = array_like(grads[t], sizes[t], like)
-        body = array_at(bodies[t], body_sizes[t], u8)
-        if rests is None:
-            length = encode(grad, scale, None, None, body, None, keys[t], firsts[t], statics[t], lists)
-        else:
-            rest = array_at(rests[t], sizes[t], f32)
-            length = encode(grad, scale, None, rest, body, None, keys[t], firsts[t], statics[t], lists)
-        lengths[t] = length"""
-
 
 def emit(program: Program) -> str:
     """The source of the module."""
-    bodies = [Encoder(program).source(), _BATCH, Decoder(program).source(), SumDecoder(program).source()]
+    bodies = [Encoder(program).source(), Decoder(program).source(), SumDecoder(program).source()]
     if program.stats:
-        bodies[1] = Measurer(program).source()  # a preliminary round each: no batches
+        bodies.insert(1, Measurer(program).source())
     code = "\n\n\n".join(bodies) + "\n"
     used = sorted({word for word in re.findall(r"[A-Za-z_]\w*", code) if word in runtime.__all__})
     options = ", ".join(f"{key}={value!r}" for key, value in program.options.items())

@@ -15,7 +15,9 @@ class Encoder(EncodeFunction):
 
     def source(self) -> str:
         program, lines = self.program, self.lines
-        lines.add("@kernel", "def encode(grad, scale, residual, rest, body, stats, keys, first, static, lists):")
+        lines.add(
+            "@kernel", "def encode(grad, scale, residual_in, residual_out, body, stats, keys, first, static, lists):"
+        )
         lines.indent = 1
         lines.add("n = grad.size")
         if (
@@ -68,11 +70,11 @@ class Encoder(EncodeFunction):
         """The element of the gradient at i in every lane of x: neighbours would cost lines of memory each."""
         lines = self.lines
         if self.stored:
-            lines.add("if rest is None:", "    one = first_lane(load_f32(grad, i, 1)) * scale")
-            lines.add("else:", "    one = first_lane(load(rest, i, 1))")
+            lines.add("if residual_out is None:", "    one = first_lane(load_f32(grad, i, 1)) * scale")
+            lines.add("else:", "    one = first_lane(load(residual_out, i, 1))")
         else:
-            lines.add("one = first_lane(load_f32(grad, i, 1)) * scale", "if residual is not None:")
-            lines.add("    one = one + first_lane(load(residual, i, 1))")
+            lines.add("one = first_lane(load_f32(grad, i, 1)) * scale", "if residual_in is not None:")
+            lines.add("    one = one + first_lane(load(residual_in, i, 1))")
         lines.add("x = splat(one, LANES)")
 
     def _scalars(self) -> None:
@@ -112,7 +114,7 @@ class Encoder(EncodeFunction):
         self.replaced = {each.name: each.node for each in self.program.fields}
         values, index = (self._resolved(each) for each in output.inputs)
         self.decode_scalars()
-        with lines.block("if rest is not None:"):
+        with lines.block("if residual_out is not None:"):
             lines.say(output.where)
             assert index.space.source is not None
             source = self.names[id(index.space.source)]
@@ -122,7 +124,7 @@ class Encoder(EncodeFunction):
                 self.load_items(index.space.source)
                 self.add_decoded(values, overflows)
                 lines.add("store(sent, i, decoded)")
-            lines.add(f"add_at({source}_index[:{source}_count], sent, np.float32(-1), rest)")
+            lines.add(f"add_at({source}_index[:{source}_count], sent, np.float32(-1), residual_out)")
         self.known, self.replaced = {}, {}
 
 
@@ -131,7 +133,7 @@ class Measurer(Encoder):
 
     def source(self) -> str:
         lines = self.lines
-        lines.add("@kernel", "def measure(grad, scale, residual, rest, keys, first, static, lists, out):")
+        lines.add("@kernel", "def measure(grad, scale, residual_in, residual_out, keys, first, static, lists, out):")
         lines.indent = 1
         lines.add("n = grad.size")
         if any(node.op in ("filter", "hash") for node in self.program.encode_nodes()):

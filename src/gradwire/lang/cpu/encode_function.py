@@ -10,7 +10,7 @@ class EncodeFunction(Function):
     """The state of one emitted `encode`, before its steps.
 
     Attributes:
-        stored: Whether `rest` holds the compensated gradient already.
+        stored: Whether `residual_out` holds the compensated gradient already.
     """
 
     def __init__(self, program: Program) -> None:
@@ -24,11 +24,14 @@ class EncodeFunction(Function):
         """The vector x of the gradient at i."""
         if self.stored:
             self.lines.add(
-                "if rest is None:", "    x = load_f32(grad, i, LANES) * scale", "else:", "    x = load(rest, i, LANES)"
-            )
+                "if residual_out is None:",
+                "    x = load_f32(grad, i, LANES) * scale",
+                "else:",
+                "    x = load(residual_out, i, LANES)",
+            )  # fmt: skip
         else:
-            self.lines.add("x = load_f32(grad, i, LANES) * scale", "if residual is not None:")
-            self.lines.add("    x = x + load(residual, i, LANES)")
+            self.lines.add("x = load_f32(grad, i, LANES) * scale", "if residual_in is not None:")
+            self.lines.add("    x = x + load(residual_in, i, LANES)")
 
     def offset(self, each: Field) -> None:
         """Set the variable `NAME_at` to where an array of the payload begins."""

@@ -44,7 +44,6 @@ from gradwire.kernels.cpu.reduce import LEVELS, finish, push
 from gradwire.kernels.cpu.select import scatter_lists
 from gradwire.kernels.cpu.vector import (
     array_at,
-    array_like,
     f32,
     f64,
     i8,

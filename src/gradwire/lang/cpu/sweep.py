@@ -123,7 +123,7 @@ class SweepOverElements:
         if first_read:
             lines.add("watch = maximum(watch, magnitude_bits(x))")
             if not step.residual:
-                lines.add("if rest is not None:", f"    {self._stored('rest', 'x')}")
+                lines.add("if residual_out is not None:", f"    {self._stored('residual_out', 'x')}")
         if emissions or any(is_masked(each.dtype) for each in step.packs):
             lines.add("inside = lanes_below(stop - i, LANES)")
         f.shared([root for root in self.encoded if root.space.kind in ("elements", "items")])
@@ -173,13 +173,13 @@ class SweepOverElements:
     def _residual(self) -> None:
         f, lines, program = self.f, self.lines, self.program
         f.replaced = {each.name: each.node for each in program.fields}
-        with lines.block("if rest is not None:"):
+        with lines.block("if residual_out is not None:"):
             lines.forget()
             lines.say(program.output.where)
             before = dict(f.known)
             f.shared([program.output])
             f.add_decoded(program.output, self.overflows)
-            lines.add(self._stored("rest", "x - decoded"))
+            lines.add(self._stored("residual_out", "x - decoded"))
             f.known = before
         f.replaced = {}
         lines.forget()
@@ -274,7 +274,7 @@ class SweepOverElements:
                 lines.add("inside = lanes_below(stop - i, LANES)")
                 if step.compensates:
                     lines.add("watch = maximum(watch, magnitude_bits(x))")
-                    lines.add("if rest is not None:", "    store_until(rest, i, stop, x)")
+                    lines.add("if residual_out is not None:", "    store_until(residual_out, i, stop, x)")
                 f.shared(roots)
                 for node, emission in emissions:
                     name = f.names[id(node)]

@@ -3,10 +3,10 @@
 All tensors lie on one device, which is the CPU where TRITON_INTERPRET=1 is set. As for the CPU, every program has one
 calling convention:
 
-- ``encode(grad, scale, residual, rest, stats, keys, first, static) -> body``, uint8, or None where the gradient is not
-  finite. Encodes scale · grad + residual; `rest` receives what the body does not carry. `residual`, `rest` (float32)
-  and `stats` may be None.
-- ``measure(grad, scale, residual, keys, first, static)``: the rank's values of the preliminary round, infinite where
+- ``encode(grad, scale, residual_in, residual_out, stats, keys, first, static) -> body``, uint8, or None if the gradient
+  is not finite. Encodes scale · grad + residual_in; `residual_out` receives the error. `residual_in`, `residual_out`
+  (float32) and `stats` may be None.
+- ``measure(grad, scale, residual_in, keys, first, static)``: this rank's values of the preliminary round, infinite if
   the gradient is not finite.
 - ``decode(body, out, accumulate, stats, keys, first, static) -> whether the body is valid``.
 - ``decode_sum(bodies, out, stats, keys, first, static)``: the payloads of all ranks.

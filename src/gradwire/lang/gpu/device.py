@@ -21,19 +21,19 @@ def load_elements(source, i, inside):
 
 
 @triton.jit
-def compensated(grad, scale, residual, i, inside):
+def compensated(grad, scale, residual_in, i, inside):
     """The gradient as it is encoded, at its first reading: scale · grad + residual."""
     x = load_elements(grad, i, inside) * scale
-    if residual is not None:
-        x = x + tl.load(residual + i, mask=inside, other=0.0)
+    if residual_in is not None:
+        x = x + tl.load(residual_in + i, mask=inside, other=0.0)
     return x
 
 
 @triton.jit
-def compensated_again(grad, scale, rest, i, inside):
-    """The same at a later reading: `rest` holds it where there is one."""
-    if rest is not None:
-        return tl.load(rest + i, mask=inside, other=0.0)
+def compensated_again(grad, scale, residual_out, i, inside):
+    """The same at a later reading: `residual_out` holds it where there is one."""
+    if residual_out is not None:
+        return tl.load(residual_out + i, mask=inside, other=0.0)
     return load_elements(grad, i, inside) * scale
 
 

@@ -19,7 +19,7 @@ class Encoder(EncodeFunction):
 
     def encode(self) -> str:
         """The source of `encode` and of its kernels."""
-        lines = self._begin("encode(grad, scale, residual, rest, stats, keys, first, static)")
+        lines = self._begin("encode(grad, scale, residual_in, residual_out, stats, keys, first, static)")
         self._make_body()
         for step in schedule(self.program):
             if isinstance(step, Assign):
@@ -36,8 +36,8 @@ class Encoder(EncodeFunction):
 
     def measure(self) -> str:
         """The source of `measure`: the encoder up to the values of the preliminary round."""
-        lines = self._begin("measure(grad, scale, residual, keys, first, static)")
-        lines.add("rest = stats = None")
+        lines = self._begin("measure(grad, scale, residual_in, keys, first, static)")
+        lines.add("residual_out = stats = None")
         needed = {id(node) for node in closure([node.inputs[0] for node in self.program.stats])}
         for step in schedule(self.program):
             if isinstance(step, Assign) and id(step.node) in needed:
@@ -112,7 +112,7 @@ class Encoder(EncodeFunction):
         self.replaced = {each.name: each.node for each in self.program.fields}
         values, index = output.inputs[0], self.resolved(output.inputs[1])
         lines.forget()
-        lines.add("", "# The residual: the gradient less what the list carries.", "if rest is not None:")
+        lines.add("", "# The residual: the gradient less what the list carries.", "if residual_out is not None:")
         lines.indent += 1
         self.decode_scalars()
         lines.say(output.where)
@@ -121,7 +121,7 @@ class Encoder(EncodeFunction):
             lines.add(f"sent = {self.list_name(self.resolved(values))}")
         else:
             self._listed(values, "sent")
-        lines.add(f"launch(add_at, (chunks({count}),), {list_name}, sent, {count}, rest, n, -1.0, watch)")
+        lines.add(f"launch(add_at, (chunks({count}),), {list_name}, sent, {count}, residual_out, n, -1.0, watch)")
         lines.indent -= 1
         self.replaced = {}
 

@@ -11,7 +11,7 @@ class EncodeFunction(Function):
     """The state of one emitted `encode`, before its steps.
 
     Attributes:
-        stored: Whether `rest` holds the compensated gradient already.
+        stored: Whether `residual_out` holds the compensated gradient already.
         is_list: Whether the payload holds lists.
     """
 
@@ -22,7 +22,7 @@ class EncodeFunction(Function):
 
     def read(self, kernel: Kernel) -> None:
         """The elements x of the gradient at i."""
-        function, third = ("compensated_again", "rest") if self.stored else ("compensated", "residual")
+        function, third = ("compensated_again", "residual_out") if self.stored else ("compensated", "residual_in")
         kernel.take("grad", "scale", third)
         kernel.lines.add(f"x = {function}(grad, scale, {third}, i, inside)")
         gradient = next((node for node in self.program.encode_nodes() if node.op == "gradient"), None)

@@ -13,8 +13,8 @@ store_hashed store_planes store_tail uniform unpack_positions watch_for_nonfinit
 """
 _LOCALS = """
 accumulate at b bad bodies block blocks body body_bytes chunk count decode_all decoded first grad i inside is_group j
-key_high key_low keys n num_elements num_ranks out plane rank residual rest rows scalars scalars_bytes scale sent start
-static stats tile tl torch total triton v values watch x
+key_high key_low keys n num_elements num_ranks out plane rank rows scalars scalars_bytes scale sent start
+residual_in residual_out static stats tile tl torch total triton v values watch x
 """
 
 RUNTIME = frozenset(_RUNTIME.split())

@@ -163,19 +163,19 @@ class SweepOverElements(_Sweep):
             kernel.take("watch")
             kernel.lines.add("watch_for_nonfinite(watch, x)")
             if stores:
-                kernel.take("rest")
-                kernel.lines.add("if rest is not None:", "    tl.store(rest + i, x, mask=inside)")
+                kernel.take("residual_out")
+                kernel.lines.add("if residual_out is not None:", "    tl.store(residual_out + i, x, mask=inside)")
 
     def _residual(self, kernel: Kernel) -> None:
         f, lines, output = self.f, kernel.lines, self.program.output
         f.replaced = {each.name: each.node for each in self.program.fields}
-        kernel.take("rest")
+        kernel.take("residual_out")
         before = dict(kernel.known)
-        with lines.block("if rest is not None:"):
+        with lines.block("if residual_out is not None:"):
             lines.forget()
             lines.say(output.where)
             kernel.shared([output])
-            lines.add(f"decoded = {kernel.decoded(output)}", "tl.store(rest + i, x - decoded, mask=inside)")
+            lines.add(f"decoded = {kernel.decoded(output)}", "tl.store(residual_out + i, x - decoded, mask=inside)")
         kernel.known = before
         f.replaced = {}
 

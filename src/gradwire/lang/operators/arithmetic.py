@@ -327,16 +327,16 @@ class Step(Operator):
 
 
 class Remembered(Operator):
-    """`remembered()`: what the encode of the step before left for this one, 0 where none did; not for decoders."""
+    """`previous_state()`: what the encode of the step before left for this one, 0 where none did; not for decoders."""
 
-    name = "remembered"
+    name = "previous_state"
     is_collective: ClassVar[bool] = False
 
     def infer(self, inputs: Sequence[Node], attrs: Mapping[str, Any]) -> tuple[Space, Dtype]:
         return STATIC, FLOAT
 
     def reference(self, node: Node, inputs: Sequence[Any], env: Any) -> Any:
-        return float(env.remembered)
+        return float(env.previous_state)
 
 
 class Cast(Operator):
@@ -374,12 +374,12 @@ for _operator in (Constant(), Size(), Step(), Remembered(), Cast()):
     register(_operator)
 
 
-def static_values(nodes: Iterable[Node], size: int, step: int = 0, remembered: float = 0.0) -> np.ndarray:
+def static_values(nodes: Iterable[Node], size: int, step: int = 0, previous_state: float = 0.0) -> np.ndarray:
     """Numbers that are known before an encode, float64: the argument `static` of generated code."""
-    return np.array([float(evaluate_static(node, size, step, remembered)) for node in nodes], np.float64)
+    return np.array([float(evaluate_static(node, size, step, previous_state)) for node in nodes], np.float64)
 
 
-def evaluate_static(node: Node, size: int, step: int = 0, remembered: float = 0.0) -> Fraction | int | float | bool:
+def evaluate_static(node: Node, size: int, step: int = 0, previous_state: float = 0.0) -> Fraction | int | float | bool:
     """A number known before an encode, exactly: 7 % of 100 elements are 7, not 7.000000000000001."""
     if node.op == "constant":
         value = node.attrs["value"]
@@ -388,11 +388,11 @@ def evaluate_static(node: Node, size: int, step: int = 0, remembered: float = 0.
         return size
     if node.op == "step":
         return step
-    if node.op == "remembered":
-        return remembered
+    if node.op == "previous_state":
+        return previous_state
     operator = _arithmetic(node.op)
     assert operator.static is not None
-    return operator.static(*(evaluate_static(each, size, step, remembered) for each in node.inputs))  # type: ignore[no-any-return]
+    return operator.static(*(evaluate_static(each, size, step, previous_state) for each in node.inputs))  # type: ignore[no-any-return]
 
 
 def _arithmetic(name: str) -> Arithmetic:

@@ -33,7 +33,7 @@ class Reply:
     packet_elements: int
 
     def counts_of_blocks(self, block: int, num_blocks: int) -> np.ndarray:
-        """The counts by block of the stream: int64[num_blocks], as `Homomorphic.lower_blocks` takes them.
+        """The counts by block of the stream: int64[num_blocks], as `Homomorphic.finalize_blocks` takes them.
 
         Raises:
             ValueError: packets are not whole blocks, and not all counts are the same.

@@ -108,7 +108,7 @@ class Slot:
 
     def _add(self, body: np.ndarray, *, first: bool) -> None:
         if self._table is not None:
-            kernels.lift_indices(body, self._table.bits, self._table.array, self._lanes, not first)
+            kernels.lookup_indices(body, self._table.bits, self._table.array, self._lanes, not first)
             return
         values = np.frombuffer(body, FLOAT) + np.float32(0)  # which makes one zero of two
         values[np.isnan(values)] = np.inf  # so that the order of contributions does not matter

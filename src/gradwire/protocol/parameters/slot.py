@@ -142,9 +142,9 @@ class Slot:
         compressor = self.terms.pushes
         ctx = push_context(self._agreement, self.tensor, self._worker, step)
         if self.terms.push_feedback:
-            work = np.empty(grad.numel(), np.float32) if self._spare is None else self._spare
+            residual = np.empty(grad.numel(), np.float32) if self._spare is None else self._spare
             self._spare = None
-            return compressor.encode_compensated(grad, ctx, work, residual=self.residual), work
+            return compressor.encode(grad, ctx, residual_in=self.residual, residual_out=residual), residual
         if self.residual is not None:  # of a step that did not count this worker
             grad = grad + as_tensor(self.residual, change_spec(self.terms.spec)).to(grad.dtype)
         return compressor.encode(grad, ctx), None

@@ -75,7 +75,7 @@ def plan(
             f"Expected tensors, partitions of at least 1 and a min_gain from 0 up to 1, got {len(tensors)} tensors, "
             f"{list(partitions)} and {min_gain}. Do: plan(tensors, costs)."
         )
-    allowed = levels.methods(fidelity, optimizer="gcomp" in costs.codecs) if methods is None else list(methods)
+    allowed = _allowed(fidelity, costs) if methods is None else list(methods)
     ordered = sorted(tensors, key=lambda tensor: tensor.ready)
     search = _Search(ordered, costs, allowed, partitions, min_elements, levels.batch_cast(allowed))
     end = max(tensor.ready for tensor in tensors)
@@ -133,6 +133,12 @@ def uniform(
         ideal_step=max(rest + backward, outcome.link),
         limit=_limit(outcome, backward),
     )
+
+
+def _allowed(fidelity: str, costs: Costs) -> list[Method]:
+    """Methods of a level. Those that need an optimizer are allowed if one was there when costs were measured."""
+    without = levels.methods(fidelity)
+    return [each for each in levels.methods(fidelity, optimizer=True) if each in without or each.spec in costs.codecs]
 
 
 @dataclass
@@ -206,11 +212,11 @@ class _Search:
 
     def dense(self) -> list[int]:
         """The best dense plan: one strategy for all, or for each tensor the one that is best for it alone."""
-        plans = [self.uniform("none", strategy) for strategy in (None, *DENSE.strategies)]
+        plans = [self.uniform(DENSE.spec, strategy) for strategy in (None, *DENSE.strategies)]
         return min(plans, key=lambda picks: self.run(picks).finish)
 
     def compresses(self, picks: Sequence[int]) -> bool:
-        return any(choices[pick].spec != "none" for choices, pick in zip(self._choices, picks))
+        return any(choices[pick].spec != DENSE.spec for choices, pick in zip(self._choices, picks))
 
     def uniform(self, spec: str, strategy: str | None) -> list[int]:
         """One method for all, each with its best partitions; batches are dense where they cannot travel so."""
@@ -274,7 +280,7 @@ class _Search:
             choices = self._choices[index]
             return choices[dense[index]].route.seconds - choices[picks[index]].route.seconds
 
-        order = sorted((i for i, pick in enumerate(picks) if self._choices[i][pick].spec != "none"), key=gain)
+        order = sorted((i for i, pick in enumerate(picks) if self._choices[i][pick].spec != DENSE.spec), key=gain)
         low, high, best = 0, len(order), picks
         while low < high:
             count = (low + high + 1) // 2

@@ -12,7 +12,7 @@ those of our graphs. In scatter-reduce a rank sends its W − 1 payloads through
 that encodes hide behind sends, or sends behind encodes; HiPress counts all K encodes. Our ring has HiPress's counts:
 2 (W − 1) sends, W encodes, W decodes. A message has a latency, which passes beside others, and a time on the link,
 which does not; with the latency in `LinkCosts.per_message` the forms are HiPress's and DRAGONN's. Preliminary rounds
-and integer lanes are counted, engine tasks and frame headers too.
+and accumulators are counted, engine tasks and frame headers too.
 """
 
 # Shapes: N = elements of a range, W = ranks, K = partitions of a rank's share.
@@ -23,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from gradwire.compressors.base.registry import DENSE_NAME
 from gradwire.core.errors import UnknownNameError
 from gradwire.sync.costs import CodecCosts, Cost, Costs
 from gradwire.sync.item import RANGE_ALIGNMENT
@@ -155,7 +156,7 @@ class _Range:
     @property
     def payload(self) -> float:
         # Dense payloads are the values as they are; the measured curve is that of float32.
-        return self.share * self.count * self.itemsize if self.spec == "none" else self.of(self.codec.payload_bytes)
+        return self.share * self.count * self.itemsize if self.spec == DENSE_NAME else self.of(self.codec.payload_bytes)
 
     def message(self, kind: Kind, nbytes: float, messages: int, encode: float = 0.0, decode: float = 0.0,
                 aside: float = 0.0) -> Leg:  # fmt: skip
@@ -169,13 +170,13 @@ class _Range:
         """Decode so many payloads and add this rank's own gradient."""
         return payloads * self.of(self.codec.merge) + self.of(self.costs.add) + self.task
 
-    def lift(self, payloads: int, aggregates: int = 0) -> float:
-        """Add so many payloads, and lanes as they arrive, to lanes."""
-        return payloads * self.of(self.codec.lift) + aggregates * self.of(self.costs.add) + self.task
+    def accumulate(self, payloads: int, aggregates: int = 0) -> float:
+        """Add payloads, and accumulators as they arrive, to an accumulator."""
+        return payloads * self.of(self.codec.accumulate) + aggregates * self.of(self.costs.add) + self.task
 
     @property
-    def lower(self) -> float:
-        return self.of(self.costs.add) + self.of(self.codec.lower) + self.task
+    def finalize(self) -> float:
+        return self.of(self.costs.add) + self.of(self.codec.finalize) + self.task
 
     def stats(self, ranges: int) -> list[Leg]:
         """The preliminary round of so many ranges: each rank tells every other."""
@@ -190,9 +191,9 @@ class _Range:
 def _scatter_reduce(at: _Range, W: int) -> list[Leg]:
     """To each owner its range, and the mean back from it. The owner's own range is not encoded to be merged."""
     if at.codec.summable:
-        lanes = at.of(at.codec.lane_bytes)
-        owner = Leg("work", encode=at.encode, decode=at.lift(W))
-        gather = at.message("fan", lanes, W - 1, decode=at.lower, aside=at.lower)
+        total = at.of(at.codec.accumulator_bytes)
+        owner = Leg("work", encode=at.encode, decode=at.accumulate(W))
+        gather = at.message("fan", total, W - 1, decode=at.finalize, aside=at.finalize)
     else:
         owner = Leg("work", encode=at.encode, decode=at.merge(W - 1))
         gather = at.message("fan", at.payload, W - 1, decode=at.decode, aside=at.decode)
@@ -202,12 +203,12 @@ def _scatter_reduce(at: _Range, W: int) -> list[Leg]:
 def _ring(at: _Range, W: int) -> list[Leg]:
     """W − 1 hops of decode, merge and encode, then W − 1 hops of the mean."""
     if at.codec.summable:
-        lanes = at.of(at.codec.lane_bytes)
+        total = at.of(at.codec.accumulator_bytes)
         round_one = [
-            at.message("chain", at.payload, 1, at.encode, at.lift(2)),
-            at.message("chain", lanes, W - 2, at.encode, at.lift(1, 1)),
+            at.message("chain", at.payload, 1, at.encode, at.accumulate(2)),
+            at.message("chain", total, W - 2, at.encode, at.accumulate(1, 1)),
         ]
-        round_two = at.message("relay", lanes, W - 1, decode=at.lower, aside=at.lower)
+        round_two = at.message("relay", total, W - 1, decode=at.finalize, aside=at.finalize)
     else:
         round_one = [at.message("chain", at.payload, W - 1, at.encode, at.merge(1))]
         round_two = at.message("relay", at.payload, W - 1, decode=at.decode, aside=at.decode)
@@ -217,7 +218,7 @@ def _ring(at: _Range, W: int) -> list[Leg]:
 def _allgather(at: _Range, W: int) -> list[Leg]:
     """One encode, a payload to every other rank, and the sum of all."""
     if at.codec.summable:
-        total = at.lift(W) + at.of(at.codec.lower)
+        total = at.accumulate(W) + at.of(at.codec.finalize)
     else:
         total = W * at.of(at.codec.merge) + at.task
     fan = at.message("fan", at.payload, W - 1)

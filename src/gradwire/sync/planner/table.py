@@ -12,7 +12,7 @@ from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from gradwire.compressors.base.registry import compressor_of
+from gradwire.compressors.base.registry import DENSE_NAME, compressor_of
 from gradwire.core.errors import OptionError
 from gradwire.sync.costs import expect_document
 from gradwire.sync.plan import Plan, PlanEntry
@@ -102,7 +102,7 @@ class PlanTable:
 
     @property
     def compresses(self) -> bool:
-        return any(row.spec != "none" for row in self.rows)
+        return any(row.spec != DENSE_NAME for row in self.rows)
 
     def verdict(self) -> str:
         """The decision in a sentence or two."""
@@ -110,8 +110,8 @@ class PlanTable:
         by = "the framework's own all-reduce" if self.native_step <= self.dense_step else "gradwire"
         if not self.compresses:
             return f"Do not compress: no method promises less than the {seconds(dense)} of a dense step by {by}."
-        kinds = sorted({row.spec for row in self.rows if row.spec != "none"})
-        count = sum(row.spec != "none" for row in self.rows)
+        kinds = sorted({row.spec for row in self.rows if row.spec != DENSE_NAME})
+        count = sum(row.spec != DENSE_NAME for row in self.rows)
         return (
             f"Compress {count} of {len(self.rows)} tensors ({', '.join(kinds)}): a step of {seconds(self.step)} in "
             f"place of {seconds(dense)} dense by {by}, {dense / self.step:.2f} times faster. What limits it: "
@@ -217,7 +217,7 @@ def _together(rows: list[Row]) -> Row:
 
 def _cells(row: Row) -> tuple[str, ...]:
     times = (row.encode, row.wire, row.decode, row.total, row.dense)
-    faster = f"{row.dense / row.total:.1f}x" if row.total and row.spec != "none" else ""
+    faster = f"{row.dense / row.total:.1f}x" if row.total and row.spec != DENSE_NAME else ""
     return (row.name, f"{row.numel:,}", seconds(row.ready), row.spec, row.strategy, str(row.partitions),
             *map(seconds, times), faster)  # fmt: skip
 

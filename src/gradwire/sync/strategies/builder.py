@@ -85,6 +85,10 @@ class Builder:
         """The ranks of each node."""
         return tuple((rank,) for rank in range(self.world_size)) if self._find_nodes is None else self._find_nodes()
 
+    def arrived(self) -> None:
+        """Take note that the item holds the mean."""
+        self._codec.arrived()
+
     # -- the five primitives ---------------------------------------------------------------------------------
 
     def start(self, part: Part, phase: str) -> Task:

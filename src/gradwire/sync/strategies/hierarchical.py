@@ -2,7 +2,7 @@
 
 Each range has one owner on every node. The ranks of a node send their gradients of the range, dense, to their owner,
 which adds them up. The owners of the range then run scatter-reduce among themselves with the node's sums for
-gradients: compressed, a preliminary round and integer lanes included, with residuals at the owners alone. Each owner
+gradients: compressed, a preliminary round and accumulators included, with residuals at the owners alone. Each owner
 decodes the mean and sends it, dense, to the ranks of its node.
 
 Between nodes 2 (M − 1) payloads travel in all, where scatter-reduce of all ranks sends 2 (W − L): L times as many for

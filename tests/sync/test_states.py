@@ -1,20 +1,15 @@
-"""Tables of prefix codes: found anew from means that all ranks hold, at one step for all, and saved."""
+"""States that follow from the mean: the tables of lossless, at one step for all ranks, and saved."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 import gradwire as gw
-from gradwire.core.errors import PayloadError
-from gradwire.kernels import active as kernels
-from gradwire.kernels.prefix_code import PrefixCode
 from gradwire.sync.plan import Plan
 from gradwire.sync.synchronizer import Shard, Synchronizer
-from gradwire.sync.tables import Tables
 from tests.contracts.compressor_cases import bits
 from tests.sync.harness import ranks
 
@@ -45,6 +40,16 @@ def train(one: Synchronizer, steps: range) -> list[dict[str, Any]]:
     return found
 
 
+def tables_of(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The table of each tensor, all of which travel whole."""
+    return {name: table for name, ranges in state["residuals"].get("states", {}).items() for table in ranges.values()}
+
+
+def resume(one: Synchronizer, states: list[dict[str, Any]]) -> None:
+    one.register({name: gw.TensorSpec(shape) for name, shape in SHAPES.items()})
+    one.load_state_dict(states[one.rank])
+
+
 def plan(strategy: str = "scatter_reduce", refresh: int = REFRESH) -> Plan:
     return Plan(gw.make("lossless", refresh=refresh), min_elements=0, strategy=strategy)
 
@@ -54,7 +59,7 @@ def test_tensors_get_a_table_of_their_own_at_the_same_step_and_means_stay_exact(
     with ranks(3, plan(strategy)) as group, ranks(3, plan(strategy, refresh=0)) as fixed:
         found = group.each(lambda one: train(one, range(6)))
         plain = fixed.each(lambda one: train(one, range(6)))
-        saved = group.each(lambda one: one.state_dict()["tables"])
+        saved = group.each(lambda one: tables_of(one.state_dict()))
     for each, other in zip(found, plain, strict=True):
         for mine, theirs in zip(each, other, strict=True):
             assert all(bits(mine["means"][name]) == bits(theirs["means"][name]) for name in SHAPES)
@@ -71,7 +76,7 @@ def test_a_resumed_job_goes_on_bit_for_bit() -> None:
         states = group.each(Synchronizer.state_dict)
         expected = group.each(lambda one: train(one, range(1, 5)))
     with ranks(2, plan()) as group:
-        group.each(lambda one: one.load_state_dict(states[one.rank]))
+        group.each(lambda one: resume(one, states))
         found = group.each(lambda one: train(one, range(1, 5)))
     for mine, theirs in zip(found, expected, strict=True):
         assert [step["bytes"] for step in mine] == [step["bytes"] for step in theirs]
@@ -81,9 +86,9 @@ def test_ranks_that_join_take_the_tables_of_the_others() -> None:
     with ranks(2, plan()) as group:
         states = group.each(lambda one: (train(one, range(1)), one.state_dict())[1])
     resized = gw.resize_state(states, 3)
-    assert all(torch.equal(state["tables"]["embedding"], states[0]["tables"]["embedding"]) for state in resized)
+    assert all(torch.equal(tables_of(state)["embedding"], tables_of(states[0])["embedding"]) for state in resized)
     with ranks(3, plan()) as group:
-        group.each(lambda one: one.load_state_dict(resized[one.rank]))
+        group.each(lambda one: resume(one, resized))
         means = group.each(lambda one: train(one, range(1, 2))[0]["means"]["embedding"])
     assert all(torch.equal(mean, means[0]) for mean in means)
 
@@ -91,25 +96,25 @@ def test_ranks_that_join_take_the_tables_of_the_others() -> None:
 def test_a_rank_with_another_table_gets_a_typed_error() -> None:
     with ranks(2, plan()) as group:
         states = group.each(lambda one: (train(one, range(1)), one.state_dict())[1])
-    states[1] = states[1] | {"tables": {}}
+    del states[1]["residuals"]["states"]
     with ranks(2, plan(), timeout=2.0) as group:
-        group.each(lambda one: one.load_state_dict(states[one.rank]))
+        group.each(lambda one: resume(one, states))
         outcomes = group.outcomes(lambda one: train(one, range(1, 2)))
     assert any("words of the table" in str(outcome) for outcome in outcomes)
     assert all(isinstance(outcome, Exception) for outcome in outcomes)
 
 
-def test_a_mean_that_is_not_finite_is_not_counted() -> None:
+def test_a_step_that_is_not_finite_leaves_no_table() -> None:
     def poisoned(one: Synchronizer) -> list[str]:
         grads = gradients(one.rank, 0)
         grads["embedding"][0, 0] = torch.inf
         one.begin_step()
         one.submit([Shard(name, grad) for name, grad in grads.items()])
         one.commit()
-        return list(one.state_dict()["tables"])
+        return list(tables_of(one.state_dict()))
 
     with ranks(2, plan()) as group:
-        assert group.each(poisoned) == [["layer"], ["layer"]]
+        assert group.each(poisoned) == [[], []]
 
 
 def test_a_mean_that_is_all_but_zero_says_nothing_of_what_comes() -> None:
@@ -119,7 +124,7 @@ def test_a_mean_that_is_all_but_zero_says_nothing_of_what_comes() -> None:
         one.begin_step()
         one.submit([Shard(name, grad) for name, grad in grads.items()])
         one.commit()
-        return list(one.state_dict()["tables"])
+        return list(tables_of(one.state_dict()))
 
     with ranks(2, plan()) as group:
         assert group.each(begun) == [[], []]
@@ -131,7 +136,7 @@ def test_what_is_submitted_once_more_in_a_step_is_not_counted_again() -> None:
         for again in range(times):
             one.submit([Shard(name, grad) for name, grad in gradients(one.rank, again).items()])
         one.commit()
-        found: dict[str, torch.Tensor] = one.state_dict()["tables"]
+        found: dict[str, torch.Tensor] = tables_of(one.state_dict())
         return found
 
     with ranks(2, plan()) as group:
@@ -148,27 +153,9 @@ def test_ranges_of_a_tensor_count_as_well() -> None:
         one.begin_step()
         one.submit([Shard("embedding", grad[:16_384])])
         one.commit()
-        table: torch.Tensor = one.state_dict()["tables"]["embedding"]
+        table: torch.Tensor = tables_of(one.state_dict())["embedding"]
         return table
 
     with ranks(2, plan()) as group:
         first, second = group.each(in_ranges)
     assert torch.equal(first, second)
-
-
-def test_zeros_keep_a_short_word_although_the_mean_has_none() -> None:
-    counts = np.zeros(257, np.int64)
-    kernels.exponent_counts(torch.full((20_000,), 3.0).numpy(), counts)
-    from gradwire.sync import tables
-
-    table = tables._better(gw.make("lossless").code(torch.float32), counts)
-    assert table is not None
-    assert PrefixCode.from_bytes(table.numpy().tobytes()).lengths[0] <= 4
-
-
-@pytest.mark.parametrize("wrong", [torch.zeros(129, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8)])
-def test_a_state_with_something_else_for_a_table_is_refused(wrong: torch.Tensor) -> None:
-    with pytest.raises(PayloadError, match="Expected"):
-        Tables().load_state_dict({"w": wrong})
-    with pytest.raises(TypeError, match="Do: load what state_dict"):
-        Tables().load_state_dict({"w": wrong.float()})

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
+
+from gradwire.core.spec import Range
 
 LOAD = "Do: load what state_dict() gave."
 
@@ -34,3 +37,15 @@ def size_of(name: str, values: object) -> int:
     if not bool(torch.isfinite(values).all()):
         raise ValueError(f"Expected finite residuals, got NaN or infinity (in {name}). Do: load an earlier checkpoint.")
     return values.numel()
+
+
+def state_of(name: str, key: object, values: object) -> tuple[tuple[str, Range], np.ndarray]:
+    """Key and array of a saved compressor state."""
+    offset, _, count = str(key).partition(":")
+    if not (offset.isdecimal() and count.isdecimal()):
+        raise ValueError(f"{key!r} is no element range of a compressor state (in {name}). {LOAD}")
+    if not isinstance(values, torch.Tensor) or values.ndim != 1 or values.dtype not in (torch.float32, torch.uint8):
+        raise TypeError(f"The compressor state of {name} must be a 1-D tensor of float32 or uint8. {LOAD}")
+    if not bool(torch.isfinite(values).all()):
+        raise ValueError(f"The compressor state of {name} is not finite. Load an earlier checkpoint.")
+    return (name, Range(int(offset), int(count))), values.detach().cpu().numpy().copy()

@@ -1,0 +1,205 @@
+"""Base of `lossless` and `gcomp`: a block of packed floats, and the table of its prefix code.
+
+Body: magic, uint16; 0 if the elements are stored, 1 if they are packed, uint8; element type, uint8, as in frames; the
+number of the code's table, uint32. Then the elements, or the output of `kernels.pack_floats`. float64 is always stored.
+
+Each tensor gets a table of its own. Every `refresh` steps, the exponents of its averaged gradient are counted. All
+ranks hold the same bits of it, so all find the same table, and nothing is sent; payloads carry the number of their
+table. A rank's own gradient may have more zeros than the average, so zero keeps a share of at least `SHARE_OF_ZERO`. A
+new table that is hardly better than the present one is not used, nor is one of a gradient that is almost all zeros.
+
+Source: GCOMP (SoCC 2024), sections 4 and 6; section 4.4 for new tables. Differences: a table per tensor, without an
+exchange between ranks; the differences of `kernels.float_format` and `kernels.prefix_code`.
+"""
+# Shapes: N = elements of the tensor or range, W = ranks
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from gradwire.compressors.base import FeedbackName, StatefulCompressor, StateSource
+from gradwire.compressors.base.array import expect, scratch
+from gradwire.compressors.base.options import integer
+from gradwire.compressors.none import ARRAY_DTYPES, NoCompression, add, convert
+from gradwire.compressors.support import exponent_prior
+from gradwire.core.context import Context
+from gradwire.core.errors import OptionError, PayloadError
+from gradwire.core.spec import ELEMENT_TYPES, TensorSpec, as_array
+from gradwire.kernels import active as kernels
+from gradwire.kernels.float_format import FORMATS
+from gradwire.kernels.prefix_code import ESCAPE, NUM_SYMBOLS, RAW_BITS, SERIAL_BYTES, PrefixCode, code_of_bytes
+from gradwire.wire.fields import Reader
+from gradwire.wire.payload import Payload
+
+_HEADER = struct.Struct("<HBBI")
+HEADER_BYTES = _HEADER.size
+MAGIC = 0x4347
+STORED, PACKED = 0, 1
+SHARE_OF_ZERO = 1 / 16
+LEAST_COUNTED = 1024  # exponents of nonzero elements that a table needs
+MIN_GAIN_BITS = 0.05  # per element; the best prefix code may be as far from the entropy
+
+
+class FloatPacking(NoCompression, StatefulCompressor):
+    """A compressor of packed floats. Its state is a table; encoder and decoder must have the same.
+
+    Args:
+        table: Lengths of the prefix code's words, 129 bytes in hexadecimal, as `PrefixCode.to_bytes` returns them; the
+            empty string is the table of `exponent_prior`.
+        refresh: Number of steps after which each tensor gets a new table; 0 for never.
+    """
+
+    elementwise = False
+    default_feedback: FeedbackName = "none"
+    state_source: ClassVar[StateSource] = "mean"
+
+    def __init__(self, table: str = "", refresh: int = 50) -> None:
+        self.table = _checked(table)
+        self.refresh = integer("refresh", refresh, 0, 1 << 53)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """See `Compressor`."""
+        return {"table": self.table, "refresh": self.refresh}
+
+    def max_encoded_bytes(self, spec: TensorSpec) -> int:
+        """The tensor itself, and the header of a block."""
+        return HEADER_BYTES + spec.nbytes
+
+    def code(self, dtype: torch.dtype, state: np.ndarray | None = None) -> PrefixCode:
+        """Prefix code of a state that is a table; otherwise the initial one of an element type."""
+        if state is not None and state.dtype == np.uint8:
+            with contextlib.suppress(PayloadError):
+                return code_of_bytes(state.tobytes())
+        return code_of_bytes(bytes.fromhex(self.table)) if self.table else exponent_prior.code(dtype)
+
+    def next_state(self, source: np.ndarray, ctx: Context) -> np.ndarray | None:
+        """Table of the averaged gradient, every `refresh` steps."""
+        if not self.refresh or (ctx.step - 1) % self.refresh or source.dtype not in FORMATS or ctx.spec is None:
+            return None
+        counts = np.zeros(NUM_SYMBOLS, np.int64)
+        kernels.exponent_counts(source, counts)
+        return better_table(self.code(ctx.spec.dtype, ctx.state), counts)
+
+    # -- packing ---------------------------------------------------------------------------------------------
+
+    def _pack(self, x: np.ndarray, dtype: torch.dtype, scale: float, ctx: Context) -> tuple[Payload, np.ndarray]:
+        elements, finite = self._elements_to_send(x, dtype, scale)
+        return Payload(self._body(elements, dtype, ctx), nonfinite=not finite), elements
+
+    def _elements_to_send(self, x: np.ndarray, dtype: torch.dtype, scale: float) -> tuple[np.ndarray, bool]:
+        """What `none` would send, and whether all of it is finite."""
+        element = ARRAY_DTYPES[dtype]
+        if scale == 1.0 and x.dtype == element:
+            return x, kernels.count_nonfinite(x) == 0
+        elements = scratch(x.size * dtype.itemsize).view(element)
+        return elements, convert(x, elements, scale)
+
+    def _body(self, elements: np.ndarray, dtype: torch.dtype, ctx: Context) -> np.ndarray:
+        body = np.empty(HEADER_BYTES + elements.nbytes, np.uint8)
+        code = self.code(dtype, ctx.state)
+        length = -1 if dtype == torch.float64 else kernels.pack_floats(elements, code, body[HEADER_BYTES:])
+        kind = STORED if length < 0 else PACKED
+        _HEADER.pack_into(body.data, 0, MAGIC, kind, ELEMENT_TYPES[dtype], code.number)
+        if kind == PACKED:
+            return body[: HEADER_BYTES + length]
+        body[HEADER_BYTES:] = elements.view(np.uint8)
+        return body
+
+    # -- unpacking -------------------------------------------------------------------------------------------
+
+    def decode(
+        self,
+        payload: Payload,
+        ctx: Context,
+        out: torch.Tensor | None = None,
+        accumulate: bool = False,
+        stats: Sequence[np.ndarray] = (),
+    ) -> torch.Tensor:
+        """Unpack the elements, or add them; `out` may be float64 as well where it accumulates."""
+        out = self._output(ctx, out)
+        dtype = out.dtype if ctx.spec is None else ctx.spec.dtype
+        target = as_array(out)
+        if out.dtype == dtype and not accumulate:
+            self._unpack(payload, dtype, target, ctx)
+            return out
+        elements = scratch(out.numel() * dtype.itemsize).view(ARRAY_DTYPES[dtype])
+        self._unpack(payload, dtype, elements, ctx)
+        if accumulate:
+            add(elements, target)
+        else:
+            convert(elements, target, 1.0)
+        return out
+
+    def decode_sum(
+        self,
+        payloads: Sequence[Payload],
+        ctxs: Sequence[Context],
+        out: torch.Tensor,
+        stats: Sequence[np.ndarray] = (),
+    ) -> torch.Tensor:
+        """Add the elements of all ranks; `out` may be float64 as well."""
+        out.zero_()
+        for payload, ctx in zip(payloads, ctxs, strict=True):
+            self.decode(payload, ctx, out=out, accumulate=True)
+        return out
+
+    def _unpack(self, payload: Payload, dtype: torch.dtype, elements: np.ndarray, ctx: Context) -> None:
+        """Decode a body of untrusted bytes into `elements`."""
+        body, code = payload.body, self.code(dtype, ctx.state)
+        if body.nbytes < HEADER_BYTES:
+            raise PayloadError(f"Expected a {self.name} payload of at least {HEADER_BYTES} bytes, got {body.nbytes}.")
+        magic, kind, element, number = _HEADER.unpack(bytes(body[:HEADER_BYTES]))
+        expect(magic == MAGIC, f"a block that begins with {MAGIC:#06x}", f"{magic:#06x}", self.name)
+        expect(element == ELEMENT_TYPES[dtype], f"elements of {dtype}", f"type {element}", self.name)
+        expect(number == code.number, f"words of the table {code.number:#010x}", f"{number:#010x}", self.name)
+        expect(kind in (STORED, PACKED), "a block that is stored or packed", kind, self.name)
+        if kind == PACKED:
+            packed = dtype != torch.float64 and kernels.unpack_floats(body[HEADER_BYTES:], code, elements)
+            expect(packed, f"what packs {elements.size} elements", "something else", self.name)
+            return
+        stored = Reader(self._expect_bytes(payload, HEADER_BYTES + elements.nbytes)[HEADER_BYTES:])
+        elements[:] = stored.array(elements.dtype, elements.size)
+        longer = dtype == torch.float64 or not kernels.packs_shorter(elements, code)
+        expect(longer, "elements that are packed, since that is shorter", "stored ones", self.name)
+
+
+def _checked(table: object) -> str:
+    """The option `table`, if it is a code."""
+    if not isinstance(table, str):
+        raise TypeError(f"Expected table to be text, got {table!r}. Do: pass PrefixCode.of(counts).to_bytes().hex().")
+    if table:
+        try:
+            code_of_bytes(bytes.fromhex(table))
+        except ValueError as error:
+            raise OptionError(
+                f"Expected table to be {SERIAL_BYTES} bytes of code lengths in hexadecimal: {error} "
+                "Do: pass PrefixCode.of(counts).to_bytes().hex()."
+            ) from error
+    return table
+
+
+def better_table(present: PrefixCode, counts: np.ndarray) -> np.ndarray | None:
+    """Table for these counts, uint8; None if the present one is nearly as good, or the counts are too few."""
+    if counts[1:].sum() < LEAST_COUNTED:
+        return None
+    counts[0] = max(int(counts[0]), int(counts.sum() * SHARE_OF_ZERO))
+    seen = counts[counts > 0]
+    entropy = float((seen * np.log2(counts.sum() / seen)).sum())
+    if _num_bits(present, counts) - entropy < MIN_GAIN_BITS * counts.sum():
+        return None
+    return np.frombuffer(PrefixCode.of(counts).to_bytes(), np.uint8)
+
+
+def _num_bits(code: PrefixCode, counts: np.ndarray) -> int:
+    """Bits that these numbers of symbols take."""
+    lengths = code.lengths.astype(np.int64)
+    escaped = lengths[ESCAPE] + RAW_BITS
+    lengths[(lengths == 0) | (np.arange(NUM_SYMBOLS) == ESCAPE)] = escaped
+    return int((lengths * counts).sum())
