@@ -6,20 +6,23 @@ import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from gradwire.core.errors import DisagreementError, GradwireError, PeerTimeoutError
-from gradwire.sync.agreement import agree
+from gradwire.sync.agreement import agree, share
 
 LONG, SHORT = timedelta(seconds=30), timedelta(seconds=0.5)
 
 
-def outcomes(documents: list[Any], timeout: timedelta = LONG) -> list[GradwireError | None]:
+def outcomes(
+    documents: list[Any], timeout: timedelta = LONG, store: dist.Store | None = None
+) -> list[GradwireError | None]:
     """What each rank's `agree` raised; a rank whose document is None does not come."""
-    store = dist.HashStore()
+    store = store or dist.HashStore()
 
     def come(rank: int) -> GradwireError | None:
         if documents[rank] is None:
@@ -110,6 +113,54 @@ def test_a_missing_rank_counts_before_a_difference() -> None:
     """What a rank that is not there would have said is not known."""
     found = outcomes([{"a": 1}, {"a": 2}, None], SHORT)
     assert [type(error) for error in found[:2]] == [PeerTimeoutError] * 2
+
+
+def test_what_ranks_tell_reaches_all() -> None:
+    store = dist.HashStore()
+    with ThreadPoolExecutor(3) as pool:
+        told = pool.map(lambda rank: agree(store, rank, 3, "topic", {}, LONG, tell=f"host {rank}"), range(3))
+        assert list(told) == [["host 0", "host 1", "host 2"]] * 3
+
+
+@pytest.fixture(params=["hash", "file", "tcp", "prefix"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> dist.Store:
+    if request.param == "hash":
+        return dist.HashStore()
+    if request.param == "file":
+        return dist.FileStore(str(tmp_path / "store"), 3)
+    tcp = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return tcp if request.param == "tcp" else dist.PrefixStore("worker", tcp)
+
+
+@pytest.mark.parametrize("documents", [[{"a": 1}], [{"a": 1}] * 3, [{"a": 1}, {"a": 2}, {"a": 1}]])
+def test_nothing_stays_in_the_store_once_all_have_heard(store: dist.Store, documents: list[Any]) -> None:
+    before = store.num_keys()
+    outcomes(documents, store=store)
+    assert store.num_keys() == before
+
+
+def test_a_rank_that_is_late_still_hears_that_it_was_missed() -> None:
+    store = dist.HashStore()
+    assert [type(error) for error in outcomes([{"a": 1}, {"a": 1}, None], SHORT, store)] == [
+        PeerTimeoutError,
+        PeerTimeoutError,
+        type(None),
+    ]
+    with pytest.raises(PeerTimeoutError, match="Rank 2 did not reach this call") as caught:
+        agree(store, 2, 3, "topic", {"a": 1}, LONG)
+    assert caught.value.rank == 2
+    assert store.num_keys() == 0
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_text_that_is_shared_does_not_stay(store: dist.Store, world_size: int) -> None:
+    before = store.num_keys()
+    with ThreadPoolExecutor(world_size) as pool:
+        heard = pool.map(
+            lambda rank: share(store, rank, world_size, "topic", None if rank else "words", LONG), range(world_size)
+        )
+        assert list(heard) == ["words"] * world_size
+    assert store.num_keys() == before
 
 
 def test_topics_are_apart() -> None:

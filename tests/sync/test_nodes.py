@@ -7,7 +7,6 @@ import socket
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from gradwire.core.errors import DisagreementError, OptionError
 from gradwire.sync.nodes import NodeMap, grouped, here
@@ -38,7 +37,7 @@ def test_the_launcher_says_which_node_this_is(environment: dict[str, str], name:
     ],
 )
 def test_the_user_names_nodes_or_says_how_many_ranks_they_have(given: Any, nodes: Any) -> None:
-    assert NodeMap(dist.HashStore(), 0, 5, given, "t")() == nodes
+    assert NodeMap(5, given)() == nodes
 
 
 @pytest.mark.parametrize(
@@ -51,21 +50,16 @@ def test_the_user_names_nodes_or_says_how_many_ranks_they_have(given: Any, nodes
 )
 def test_what_does_not_fit_the_group_is_refused_with_advice(given: Any, said: str) -> None:
     with pytest.raises(OptionError, match=said):
-        NodeMap(dist.HashStore(), 0, 5, given, "t")
+        NodeMap(5, given)
 
 
-def test_all_ranks_know_the_nodes_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = dist.HashStore()
-    maps = []
-    for rank, node in enumerate("1001"):
-        monkeypatch.setenv("GROUP_RANK", node)
-        maps.append(NodeMap(store, rank, 4, None, "t"))
-    assert [each() for each in maps] == [((0, 3), (1, 2))] * 4
+def test_ranks_of_one_name_share_a_node() -> None:
+    assert grouped(["node 1", "node 0", "node 0", "node 1"]) == ((0, 3), (1, 2))
     assert grouped(["x"]) == ((0,),)
 
 
 def test_all_on_one_node_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    found = NodeMap(dist.HashStore(), 0, 3, 4, "t")
+    found = NodeMap(3, 4)
     with caplog.at_level(logging.WARNING, "gradwire"):
         assert found() == found() == ((0, 1, 2),)
     (record,) = caplog.records

@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from gradwire.sync.strategies import STRATEGIES
 from gradwire.sync.synchronizer import Shard, Synchronizer
 from gradwire.sync.warmup import warm_up
 from tests.sync.harness import ranks
+from tests.transport.recorder import until
 
 NUMEL = 6000
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
@@ -696,6 +698,7 @@ def test_no_future_stays_open_after_a_failure(tmp_path: Path) -> None:
         ]
         waited_for.wait()
         for future in futures:
+            until(future.done)
             with pytest.raises(SyncError) as caught:
                 future.wait()
             assert caught.value.rank == 1
@@ -721,6 +724,24 @@ def test_after_a_failure_residuals_are_as_at_the_last_commit(tmp_path: Path) -> 
 
     with ranks(2, Plan({"w": "threelc"}), dump_dir=tmp_path) as group:
         group.each(run)
+
+
+def test_setting_up_leaves_no_more_in_the_store_each_time() -> None:
+    store, plan = dist.HashStore(), Plan({"w": "onebit"}, strategy="hierarchical")
+    tensors, world_size = {"w": TensorSpec((NUMEL,))}, 3
+
+    def set_up(rank: int) -> None:
+        info = GroupInfo(rank, world_size, store, "setting up")
+        one = Synchronizer(info, plan, tensors=tensors, timeout=timedelta(seconds=30))
+        one.probe_links()
+        assert one.share("words" if rank == 0 else None) == "words"
+        one.replan(Plan("none"))
+        one.close()
+
+    with ThreadPoolExecutor(world_size) as pool:
+        for _ in range(3):
+            list(pool.map(set_up, range(world_size), timeout=60))
+            assert store.num_keys() == world_size  # the number of each rank's latest meeting
 
 
 # -- the end -------------------------------------------------------------------------------------------------------

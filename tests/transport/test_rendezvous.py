@@ -55,6 +55,41 @@ def test_a_group_that_meets_again_is_another_incarnation(store):
     assert first.key.reveal() != second.key.reveal()
 
 
+def test_what_all_have_read_does_not_stay(store):
+    before = store.num_keys()
+    for _ in range(3):
+        all_meet(store, 3)
+        assert store.num_keys() == before + 3  # the number of each rank's latest meeting
+
+
+def test_a_rank_that_has_failed_alone_meets_the_others_when_it_tries_again(store):
+    for attempt in range(3):
+        with pytest.raises(PeerTimeoutError):
+            meet(store, "test", attempt % 2, 3, ("127.0.0.1", 1), Deadline(SOON))
+    meetings = all_meet(store, 3)
+    assert {meeting.member.epoch for meeting in meetings} == {meetings[0].member.epoch}
+    assert meetings[0].addresses == [("127.0.0.1", 1000 + rank) for rank in range(3)]
+
+
+def test_ranks_that_wait_go_on_with_one_that_has_given_up_and_tries_again():
+    """The ranks that are patient stay in the call; the third one comes last."""
+    store, found = dist.HashStore(), {}
+
+    def run(rank: int) -> None:
+        found[rank] = meet(store, "test", rank, 3, ("127.0.0.1", 1000 + rank), Deadline(PATIENCE))
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
+    threads[0].start()
+    for _ in range(2):
+        with pytest.raises(PeerTimeoutError):
+            meet(store, "test", 1, 3, ("127.0.0.1", 1), Deadline(SOON))
+    for thread in threads[1:]:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({found[rank].member.epoch for rank in range(3)}) == 1
+
+
 def test_two_groups_live_in_one_store():
     store = dist.HashStore()
     assert all_meet(store, 2, "one")[0].member.epoch != all_meet(store, 2, "two")[0].member.epoch

@@ -14,7 +14,14 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from gradwire.core.errors import FrameError, OptionError, PeerFailedError, PeerLostError, SyncError
+from gradwire.core.errors import (
+    FrameError,
+    OptionError,
+    PeerFailedError,
+    PeerLostError,
+    PeerTimeoutError,
+    SyncError,
+)
 from gradwire.transport.base import Callbacks
 from gradwire.transport.tcp import TcpTransport
 from gradwire.wire.frame import HEADER_BYTES, FrameKind
@@ -374,6 +381,25 @@ def test_a_header_that_is_not_the_callers_is_refused_at_once(group, peer, fields
     transport = group(2)[0]
     with pytest.raises(ValueError, match=advice):
         transport.send(peer, header(transport, **fields), body(1))
+
+
+@pytest.mark.parametrize("alone", [0, 1])
+def test_a_rank_that_could_not_connect_can_try_again(alone):
+    store, found = dist.HashStore(), {}
+    with pytest.raises(PeerTimeoutError):
+        TcpTransport.connect(store, alone, 2, timeout=timedelta(seconds=0.2), name="test")
+
+    def connect(rank: int) -> None:
+        found[rank] = TcpTransport.connect(store, rank, 2, timeout=PATIENCE, name="test")
+
+    threads = [threading.Thread(target=connect, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found[0].epoch == found[1].epoch
+    for transport in found.values():
+        transport.abort("the test has ended")
 
 
 def test_a_group_of_one_has_nobody_to_meet():

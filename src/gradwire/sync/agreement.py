@@ -2,16 +2,21 @@
 
 Each rank publishes a document (plain data) in the job's store; rank 0 compares and publishes a verdict that every
 rank reads, so that either all go on or all raise `DisagreementError` with the same message.
+
+What all ranks have read is deleted. Where a rank does not come in time, the verdict stays for it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
 from gradwire.core.errors import DisagreementError, PeerTimeoutError
+from gradwire.transport.store import num_received, receive
 
 _POLL_SECONDS = 0.005
 _GRACE_SECONDS = 1.0
@@ -23,9 +28,19 @@ class Store(Protocol):
     def set(self, key: str, value: str, /) -> None: ...
     def get(self, key: str, /) -> bytes: ...
     def check(self, keys: list[str], /) -> bool: ...
+    def add(self, key: str, amount: int, /) -> int: ...
+    def delete_key(self, key: str, /) -> bool: ...
 
 
-def agree(store: Store, rank: int, world_size: int, topic: str, document: dict[str, Any], timeout: timedelta) -> None:
+def agree(
+    store: Store,
+    rank: int,
+    world_size: int,
+    topic: str,
+    document: dict[str, Any],
+    timeout: timedelta,
+    tell: str = "",
+) -> list[str]:
     """Return once every rank has published an equal `document` under `topic`.
 
     Args:
@@ -33,6 +48,10 @@ def agree(store: Store, rank: int, world_size: int, topic: str, document: dict[s
         topic: prefix of the keys; used once in a job.
         document: JSON-serialisable.
         timeout: deadline for all ranks to come.
+        tell: what the other ranks shall hear of this one; may differ.
+
+    Returns:
+        What each rank told, by rank.
 
     Raises:
         DisagreementError: documents differ; the message names the ranks and the first difference. On every rank.
@@ -40,19 +59,24 @@ def agree(store: Store, rank: int, world_size: int, topic: str, document: dict[s
     """
     verdict: dict[str, Any]
     deadline = time.monotonic() + timeout.total_seconds()
-    store.set(f"{topic}/{rank}", json.dumps(document, sort_keys=True))
+    *keys, decision = *(f"{topic}/{peer}" for peer in range(world_size)), f"{topic}/verdict"
+    store.set(keys[rank], json.dumps([document, tell], sort_keys=True))
     if rank == 0:
-        texts = [_wait(store, f"{topic}/{peer}", deadline) for peer in range(world_size)]
+        texts = [_wait(store, key, deadline) for key in keys]
         missing = [peer for peer, text in enumerate(texts) if text is None]
-        verdict = {"missing": missing, "difference": None}
+        verdict = {"missing": missing, "difference": None, "told": []}
         if not missing:
-            verdict["difference"] = _difference_of([json.loads(text) for text in texts if text is not None])
-        store.set(f"{topic}/verdict", json.dumps(verdict))
+            documents, verdict["told"] = zip(*(json.loads(text) for text in texts if text is not None))
+            verdict["difference"] = _difference_of(documents)
+        store.set(decision, json.dumps(verdict))
     # A rank that is late costs rank 0 the whole deadline; its word comes a moment after.
-    answer = _wait(store, f"{topic}/verdict", deadline + _GRACE_SECONDS * (rank != 0))
+    answer = _wait(store, decision, deadline + _GRACE_SECONDS * (rank != 0))
     verdict = {"missing": [0], "difference": None} if answer is None else json.loads(answer)
-    if verdict["missing"] or verdict["difference"] is not None:
-        _let_all_hear(store, rank, topic, [peer for peer in range(1, world_size) if peer not in verdict["missing"]])
+    if rank == 0 and (verdict["missing"] or verdict["difference"] is not None):
+        _let_others_hear(store, topic, world_size - 1 - len(verdict["missing"]))
+    if answer is not None:
+        with contextlib.suppress(RuntimeError):  # the store is gone, and what is in it
+            receive(store, topic, world_size, [*keys, decision])
     if verdict["missing"]:
         raise PeerTimeoutError(
             f"{_ranks(verdict['missing'])} did not reach this call within {timeout.total_seconds():g} s ({topic}). "
@@ -65,9 +89,11 @@ def agree(store: Store, rank: int, world_size: int, topic: str, document: dict[s
         )
     if verdict["difference"] is not None:
         raise DisagreementError(verdict["difference"])
+    told: list[str] = verdict["told"]
+    return told
 
 
-def share(store: Store, rank: int, topic: str, text: str | None, timeout: timedelta) -> str:
+def share(store: Store, rank: int, world_size: int, topic: str, text: str | None, timeout: timedelta) -> str:
     """Bring rank 0's text to all ranks.
 
     Args:
@@ -81,7 +107,8 @@ def share(store: Store, rank: int, topic: str, text: str | None, timeout: timede
     """
     if rank == 0:
         assert text is not None, "rank 0 has the text"
-        store.set(topic, text)
+        if world_size > 1:
+            store.set(topic, text)
         return text
     found = _wait(store, topic, time.monotonic() + timeout.total_seconds())
     if found is None:
@@ -92,6 +119,7 @@ def share(store: Store, rank: int, topic: str, text: str | None, timeout: timede
             tensor="none",
             phase="agreement",
         )
+    receive(store, topic, world_size - 1, [topic])
     return found
 
 
@@ -99,14 +127,11 @@ def _ranks(missing: list[int]) -> str:
     return ("Rank " if len(missing) == 1 else "Ranks ") + ", ".join(map(str, missing))
 
 
-def _let_all_hear(store: Store, rank: int, topic: str, others: list[int]) -> None:
+def _let_others_hear(store: Store, topic: str, num_others: int) -> None:
     """Keep rank 0, whose process often holds the store, until the others have read the bad news too."""
-    if rank != 0:
-        store.set(f"{topic}/heard/{rank}", "")
-        return
     deadline = time.monotonic() + _GRACE_SECONDS
-    for peer in others:
-        _wait(store, f"{topic}/heard/{peer}", deadline)
+    while num_received(store, topic) < num_others and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
 
 
 def _wait(store: Store, key: str, deadline: float) -> str | None:
@@ -121,7 +146,7 @@ def _wait(store: Store, key: str, deadline: float) -> str | None:
         return None
 
 
-def _difference_of(documents: list[dict[str, Any]]) -> str | None:
+def _difference_of(documents: Sequence[dict[str, Any]]) -> str | None:
     """None if all are equal, else one sentence on the first difference."""
     first = documents[0]
     for rank, other in enumerate(documents[1:], start=1):

@@ -1,4 +1,4 @@
-"""Which ranks share a node: named by the user, or found from the launcher's environment and told through the store.
+"""Which ranks share a node: named by the user, or found from the launcher's environment and told to each other.
 
 A node's ranks reach each other without the slow link. All ranks hold the same map, in the same order.
 """
@@ -8,12 +8,10 @@ A node's ranks reach each other without the slow link. All ranks hold the same m
 from __future__ import annotations
 
 import logging
-import os
 import socket
 from collections.abc import Mapping, Sequence
 
 from gradwire.core.errors import OptionError
-from gradwire.sync.agreement import Store
 
 logger = logging.getLogger("gradwire")
 
@@ -24,34 +22,27 @@ Nodes = tuple[tuple[int, ...], ...]
 class NodeMap:
     """The nodes of a group, looked up when a strategy first asks.
 
-    Every rank makes one before it first agrees with the others on anything; so when any rank asks, all have told.
-
     Args:
-        store: the job's store.
-        rank: this process.
         world_size: ranks in the group.
         given: what `Synchronizer` takes as `nodes`.
-        topic: prefix of the keys; used once in a job.
+
+    Attributes:
+        names: the node of each rank; None until all ranks have told, if `given` is None.
 
     Raises:
         OptionError: `given` does not fit the group.
     """
 
-    def __init__(
-        self, store: Store, rank: int, world_size: int, given: int | Sequence[str | int] | None, topic: str
-    ) -> None:
+    def __init__(self, world_size: int, given: int | Sequence[str | int] | None) -> None:
         self.names = None if given is None else _names(given, world_size)
-        self._store = store
         self._world_size = world_size
-        self._topic = topic
         self._nodes: Nodes | None = None
-        if self.names is None and world_size > 1:
-            store.set(f"{topic}/{rank}", here(os.environ))
 
     def __call__(self) -> Nodes:
         """The ranks of each node."""
         if self._nodes is None:
-            names = self.names or self._told()
+            assert self.names is not None, "ranks tell before anybody asks"
+            names = self.names
             self._nodes = grouped(names)
             sizes = ", ".join(str(len(node)) for node in self._nodes)
             logger.info("Found %d nodes of %s ranks (%s).", len(self._nodes), sizes, ", ".join(dict.fromkeys(names)))
@@ -61,11 +52,6 @@ class NodeMap:
                     "travel dense. Do: pass nodes= if slow links lie between these ranks.", names[0], self._world_size
                 )  # fmt: skip
         return self._nodes
-
-    def _told(self) -> list[str]:
-        if self._world_size == 1:
-            return ["this node"]
-        return [self._store.get(f"{self._topic}/{rank}").decode() for rank in range(self._world_size)]
 
 
 def here(environment: Mapping[str, str]) -> str:

@@ -37,7 +37,7 @@ from gradwire.sync.costs import LinkCosts
 from gradwire.sync.engine import Engine
 from gradwire.sync.graph import TaskGraph
 from gradwire.sync.group import GroupInfo
-from gradwire.sync.nodes import NodeMap
+from gradwire.sync.nodes import NodeMap, here
 from gradwire.sync.probe import Probe
 from gradwire.sync.registry import TensorRegistry
 from gradwire.sync.strategies import Surroundings
@@ -77,19 +77,20 @@ class Peers:
         self._service: Service | None = None
         self._stall_timeout = stall_timeout or 10 * timeout
         self._name = f"gradwire/{self._info.next_number()}"
-        self._nodes = NodeMap(self._info.store, self.rank, self.world_size, nodes, f"{self._name}/nodes")
+        self._nodes = NodeMap(self.world_size, nodes)
         _open.add(self)
 
     def _agree(self, document: dict[str, Any]) -> None:
         topic = f"{self._name}/agree/{next(self._topics)}"
-        agree(self._info.store, self.rank, self.world_size, topic, document, self.timeout)
+        told = agree(self._info.store, self.rank, self.world_size, topic, document, self.timeout, tell=here(os.environ))
+        self._nodes.names = self._nodes.names or told
 
     def _start(self, transport: Transport | None, tensors: TensorRegistry, residuals: Residuals) -> None:
         if transport is None:
             from gradwire.transport.tcp import TcpTransport
 
             transport = TcpTransport.connect(
-                self._info.store, self.rank, self.world_size, timeout=self.timeout, name=self._name
+                self._info.store, self.rank, self.world_size, timeout=self.timeout, name="ranks"
             )
         self._around = Surroundings(transport, residuals, self.events, self.seed, self._nodes)
         self._engine = Engine(
@@ -172,7 +173,7 @@ class Peers:
             PeerTimeoutError: rank 0 said nothing in time.
         """
         topic = f"{self._name}/share/{next(self._topics)}"
-        return share(self._info.store, self.rank, topic, text, self.timeout)
+        return share(self._info.store, self.rank, self.world_size, topic, text, self.timeout)
 
     def link_busy_seconds(self) -> float:
         """How long this rank's frames have been under way so far, added up over peers; see `Transport.busy_seconds`."""

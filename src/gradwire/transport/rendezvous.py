@@ -2,6 +2,14 @@
 
 Rank 0 draws a job key and an epoch and puts them into the store; every rank puts its address there and waits
 until all have. Trust in the store is PyTorch's own. Values are text, never pickles.
+
+Each attempt is a generation with keys of its own, so that nobody meets the addresses of an attempt before. A rank takes
+part in each generation once. Who gives up closes the generation, and the others go on to the next one: so ranks that
+try again meet, however often each has failed.
+
+What all have read is deleted. What stays: for each rank, the number of its latest generation under a name, without
+which it could not tell a new attempt from an old one; and of a generation that was closed, all that was said in it, for
+ranks that are late.
 """
 
 from __future__ import annotations
@@ -16,6 +24,7 @@ from typing import Any
 from gradwire.core.errors import PeerTimeoutError, SyncError
 from gradwire.protocol.handshake import KEY_BYTES, JobKey, Member
 from gradwire.transport.address import is_loopback, place
+from gradwire.transport.store import receive
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
 
@@ -55,18 +64,13 @@ def meet(store: Any, name: str, rank: int, world_size: int, address: tuple[str, 
         PeerTimeoutError: ranks are missing at the deadline; the message names them.
         SyncError: the store failed, or a rank published an address that this rank cannot reach.
     """
+    record = json.dumps({"host": address[0], "port": address[1], "place": place()})
     try:
-        # A group that is set up again under its name must not meet the addresses of the time before.
-        generation = store.add(f"gradwire/{name}/generation/{rank}", 1)
-        prefix = f"gradwire/{name}/{generation}"
-        if rank == 0:
-            store.set(f"{prefix}/job", JobKey.draw().reveal().hex() + secrets.token_bytes(8).hex())
-        record = {"host": address[0], "port": address[1], "place": place()}
-        store.set(f"{prefix}/address/{rank}", json.dumps(record))
-        _wait(store, prefix, world_size, deadline)
-        job = bytes.fromhex(store.get(f"{prefix}/job").decode())
-        key, epoch = JobKey(job[:KEY_BYTES]), int.from_bytes(job[KEY_BYTES:], "little")
-        addresses = [_address(store, prefix, peer) for peer in range(world_size)]
+        while True:
+            generation = store.add(f"gradwire/{name}/generation/{rank}", 1)
+            met = _meet(store, name, generation, rank, world_size, record, deadline)
+            if met is not None:
+                return met
     except (RuntimeError, ValueError, LookupError, TypeError) as error:
         if isinstance(error, SyncError):
             raise
@@ -74,16 +78,42 @@ def meet(store: Any, name: str, rank: int, world_size: int, address: tuple[str, 
             f"Expected the job's store to hold the group {name!r}, got {error!r}. Look whether rank 0 still runs.",
             phase="rendezvous",
         ) from error
+
+
+def _meet(
+    store: Any, name: str, generation: int, rank: int, world_size: int, record: str, deadline: Deadline
+) -> Meeting | None:
+    """Meet in one generation, unless it is closed."""
+    prefix = f"gradwire/{name}/{generation}"
+    closed = f"{prefix}/closed"
+    if store.check([closed]):
+        return None
+    keys = [f"{prefix}/job", *(f"{prefix}/address/{peer}" for peer in range(world_size))]
+    if rank == 0:
+        store.set(keys[0], JobKey.draw().reveal().hex() + secrets.token_bytes(8).hex())
+    store.set(keys[1 + rank], record)
+    try:
+        if not _wait(store, prefix, keys, deadline):
+            return None
+        job = bytes.fromhex(store.get(keys[0]).decode())
+        key, epoch = JobKey(job[:KEY_BYTES]), int.from_bytes(job[KEY_BYTES:], "little")
+        addresses = [_address(store, where, peer) for peer, where in enumerate(keys[1:])]
+    except BaseException:
+        store.set(closed, "")
+        raise
+    receive(store, prefix, world_size, keys)
     return Meeting(Member(name, rank, world_size, epoch), key, addresses)
 
 
-def _wait(store: Any, prefix: str, world_size: int, deadline: Deadline) -> None:
+def _wait(store: Any, prefix: str, keys: list[str], deadline: Deadline) -> bool:
+    """Wait until the job and all addresses are there; False where another rank has closed the generation."""
     # Polls instead of `store.wait`, which would lock the job's store for the whole wait.
-    keys = {f"{prefix}/address/{peer}": peer for peer in range(world_size)}
-    pause = _FIRST_PAUSE
-    while not store.check([*keys, f"{prefix}/job"]):
+    pause, world_size = _FIRST_PAUSE, len(keys) - 1
+    while not store.check(keys):
+        if store.check([f"{prefix}/closed"]):
+            return False
         if deadline.left == 0:
-            missing = [peer for key, peer in keys.items() if not store.check([key])]
+            missing = [peer for peer, key in enumerate(keys[1:]) if not store.check([key])]
             raise PeerTimeoutError(
                 f"Expected all {world_size} ranks within {deadline.timeout.total_seconds():g} s, got none of "
                 f"ranks {missing} (in the rendezvous of {prefix!r}). Look at the logs of those ranks; raise "
@@ -93,10 +123,11 @@ def _wait(store: Any, prefix: str, world_size: int, deadline: Deadline) -> None:
             )
         time.sleep(min(pause, deadline.left))
         pause = min(2 * pause, _LONGEST_PAUSE)
+    return True
 
 
-def _address(store: Any, prefix: str, peer: int) -> tuple[str, int]:
-    record = json.loads(store.get(f"{prefix}/address/{peer}"))
+def _address(store: Any, key: str, peer: int) -> tuple[str, int]:
+    record = json.loads(store.get(key))
     host, port = str(record["host"]), int(record["port"])
     if is_loopback(host) and record["place"] != place():
         raise SyncError(

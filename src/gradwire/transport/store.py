@@ -47,6 +47,10 @@ class BoundedStore:
         found: bool = self._call(self.underlying_store.check, keys)
         return found
 
+    def delete_key(self, key: str) -> bool:
+        found: bool = self._call(self.underlying_store.delete_key, key)
+        return found
+
     def _call(self, function: Any, *arguments: Any) -> Any:
         answer: Future[Any] = Future()
 
@@ -66,3 +70,27 @@ class BoundedStore:
                 phase="rendezvous",
             )
         return answer.result()
+
+
+def receive(store: Any, topic: str, num_readers: int, keys: list[str]) -> None:
+    """Note that one more of a number of readers has read `keys`; the last of them deletes these from the store.
+
+    Args:
+        store: the job's store.
+        topic: prefix of the note that readers share; used once in a job.
+        num_readers: who reads, each once.
+        keys: what they read.
+    """
+    if store.add(_receipts(topic), 1) == num_readers:
+        for key in [*keys, _receipts(topic)]:
+            store.delete_key(key)
+
+
+def num_received(store: Any, topic: str) -> int:
+    """How many readers have called `receive`. Only before the last one has: the note is deleted with the rest."""
+    found: int = store.add(_receipts(topic), 0)
+    return found
+
+
+def _receipts(topic: str) -> str:
+    return f"{topic}/read"
