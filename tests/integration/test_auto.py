@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gradwire.lab import Lab
-from tests.integration.launch import ROOT, launch
+from tests.integration.launch import ROOT, launch, results
 
 
 def test_nothing_is_lost_on_the_way_there_and_back() -> None:
@@ -48,6 +48,16 @@ def test_ranks_agree_on_costs() -> None:
     assert set(json.loads(costs)["codecs"]) == {"none", "fp16"}
     assert largest == [float(number) for number in range(150)]
     assert told == "words"
+
+
+def test_what_takes_long_and_what_is_decided_is_seen_without_a_configured_log() -> None:
+    outcomes = launch("auto.small_tensors", 2)
+    # A batch of small tensors takes a cast at most: nothing else is compiled and measured.
+    assert results(outcomes) == [["none", "fp16", "bf16"]] * 2
+    first, *_, last = (line for line in outcomes[0].output.splitlines() if line.startswith("gradwire: auto: "))
+    assert first.startswith("gradwire: auto: a step by DDP's all-reduce takes ") and "are compiled" in first
+    assert re.match("gradwire: auto: Step [0-9]+, at the start: DDP's all-reduce.* A step measured: ", last)
+    assert "gradwire: " not in outcomes[1].output
 
 
 @pytest.mark.root

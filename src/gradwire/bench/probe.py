@@ -26,6 +26,7 @@ from gradwire.bench.probe_timing import Stopwatch, Timed
 from gradwire.bench.statistics import ring_bytes
 from gradwire.compressors.base.registry import compressor_of
 from gradwire.core.spec import TensorSpec
+from gradwire.observe.notices import seldom
 from gradwire.sync import fidelity as levels
 from gradwire.sync.costs import Costs, LinkCosts
 from gradwire.sync.plan import Plan
@@ -115,7 +116,7 @@ class Prober:
             method for method in (*self._methods, *self._extra) if not compressor_of(method.spec).requires_full_tensor
         ]
         self.say(f"measuring links and {len({'none', *(method.spec for method in priced)})} codecs")
-        costs = survey.costs(method.spec for method in priced)
+        costs = survey.costs([method.spec for method in priced], say=seldom(self.say))
         own = replace(costs, native=_native_hop(dense, costs))
         self.say("planning")
         candidates, untried = self._candidates(synchronizer, silent, own)

@@ -8,14 +8,13 @@
    good, links are measured anew and it goes on at 2.
 
 Guarantees: all ranks switch at the same step, since they decide from the same numbers; residuals are given out before
-gradients go back to DDP's own all-reduce; each decision is logged once, with its numbers.
+gradients go back to DDP's own all-reduce; each decision is told once, with its numbers (`gradwire.observe.notices`).
 
 Source: HiPress (SOSP 2021), section 3.3, selective compression; trials and watching are ours.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -32,15 +31,14 @@ from gradwire.core.spec import Range
 from gradwire.integrations import torch_private
 from gradwire.integrations.clock import Step, StepClock
 from gradwire.integrations.ways import GIVE_OUT, NATIVE, NATIVE_FP16, Decision, Timing, Way
+from gradwire.observe.notices import seldom, tell
 from gradwire.sync import fidelity as levels
 from gradwire.sync.costs import Costs, LinkCosts
 from gradwire.sync.plan import Plan
-from gradwire.sync.planner import Gradient, PlanTable, plan
+from gradwire.sync.planner import Gradient, PlanTable, is_small, plan
 from gradwire.sync.planner.table import seconds
 from gradwire.sync.survey import SIZES, Sample, Survey
 from gradwire.sync.synchronizer import Synchronizer
-
-logger = logging.getLogger("gradwire")
 
 MIN_GAIN = 0.02  # a less faithful way must be faster by so much
 MIN_PLAN_GAIN = 0.05  # gradwire's, which also has more that can vary
@@ -293,7 +291,12 @@ class Autopilot:
 
     def _measure(self, timing: Timing) -> Costs:
         """All ranks' costs; those of DDP's own all-reduce as far as it has been seen."""
-        costs = self._survey.costs((method.spec for method in self._methods), self._sample)
+        if self._sample is not None:
+            self._tell(
+                f"auto: a step by {self.way.name} takes {seconds(timing.step)}. Measuring links and codecs; the first "
+                "time on a machine codecs are compiled, which may take a minute."
+            )
+        costs = self._survey.costs(self._specs, self._sample, seldom(lambda text: self._tell(f"auto: {text}")))
         self._sample = None  # codecs are measured once
         rate = costs.slowest.seconds_per_byte
         if not self._link / NEW_LINK < rate < self._link * NEW_LINK:
@@ -325,10 +328,21 @@ class Autopilot:
             ).to_json()  # fmt: skip
         return PlanTable.from_json(self._synchronizer.share(text))
 
+    @property
+    def _specs(self) -> list[str]:
+        """Codecs to measure: of a model that travels in batches, those that a batch may take."""
+        batched = all(is_small(spec.shape, self._min_elements) for spec in self._tensors.values())
+        return [
+            method.spec for method in self._methods if not batched or method.spec in (*levels.CASTS, levels.DENSE.spec)
+        ]
+
     def _note(self, decision: Decision) -> None:
         self.decisions.append(decision)
+        self._tell(f"auto: {decision}")
+
+    def _tell(self, text: str) -> None:
         if self._synchronizer.rank == 0:
-            logger.info("%s", decision)
+            tell(text)
 
 
 def _worth_a_trial(way: Way, predicted: float, fastest: float) -> bool:

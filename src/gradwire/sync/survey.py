@@ -9,7 +9,7 @@ a step. Of each figure the slowest rank's stands, for it is that rank that the o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from types import MappingProxyType
 from typing import NamedTuple
@@ -19,6 +19,7 @@ import torch
 
 from gradwire.compressors.base import Compressor
 from gradwire.compressors.base.registry import DENSE_NAME, compressor_of
+from gradwire.lang.turns import in_turns
 from gradwire.sync.costs import CodecCosts, Cost, Costs, Curve, Line
 from gradwire.sync.exchange import MAX_NUMBERS
 from gradwire.sync.profile import measure_add, measure_codec, measure_task
@@ -69,26 +70,38 @@ class Survey:
         self._add: Curve | None = None
         self._task = 0.0
 
-    def costs(self, specs: Iterable[str], sample: Sample | None = None) -> Costs:
+    def costs(
+        self, specs: Iterable[str], sample: Sample | None = None, say: Callable[[str], None] = lambda text: None
+    ) -> Costs:
         """Everything the planner needs, but for the framework's own all-reduce.
 
         Args:
             specs: compressors beside ``"none"``.
             sample: of this rank, for codecs whose work or bytes depend on values; None for random numbers.
+            say: is told what this rank begins with.
         """
         links = self._synchronizer.probe_links()
-        for spec in dict.fromkeys([DENSE_NAME, *specs]):
-            if spec not in self._codecs:
-                compressor = compressor_of(spec)
-                given = (None, {}) if sample is None else sample.of(compressor)
-                self._codecs[spec] = self._slowest(measure_codec(
-                    compressor, self._sizes, _SECONDS_A_CODEC, world_size=self._synchronizer.world_size,
-                    gradient=given[0], aux=given[1], clock=time.perf_counter,
-                ))  # fmt: skip
+        missing = [spec for spec in dict.fromkeys([DENSE_NAME, *specs]) if spec not in self._codecs]
+        # Ranks of a machine compile side by side, each something else, before any of them looks at a clock.
+        for number, spec in enumerate(in_turns(missing), start=1):
+            say(f"compiling codecs, {number} of {len(missing)}: {spec}")
+            self._measure(spec, sample, self._sizes[:2], 0.0)
+        self.largest(np.zeros(1))
+        for number, spec in enumerate(missing, start=1):
+            say(f"measuring codecs, {number} of {len(missing)}: {spec}")
+            self._codecs[spec] = self._slowest(self._measure(spec, sample, self._sizes, _SECONDS_A_CODEC))
         if self._add is None:
             self._add = _curve(self._sizes, self.largest(_values(measure_add(self._sizes, 0.1))))
             self._task = float(self.largest(np.array([measure_task(_TASKS)]))[0])
         return Costs(self._synchronizer.world_size, links, dict(self._codecs), add=self._add, task=self._task)
+
+    def _measure(self, spec: str, sample: Sample | None, sizes: Sequence[int], seconds: float) -> CodecCosts:
+        compressor = compressor_of(spec)
+        gradient, aux = (None, None) if sample is None else sample.of(compressor)
+        return measure_codec(
+            compressor, sizes, seconds, world_size=self._synchronizer.world_size, gradient=gradient, aux=aux,
+            clock=time.perf_counter,
+        )  # fmt: skip
 
     def largest(self, mine: np.ndarray) -> np.ndarray:
         """The largest of all ranks' numbers, place by place: float64[K] to float64[K]."""

@@ -84,6 +84,20 @@ def agrees_on_costs(rank: int, world_size: int) -> list[Any]:
     return [costs.to_json(), largest.tolist(), told]
 
 
+def small_tensors(rank: int, world_size: int) -> list[str]:
+    """What is measured for a model without a tensor that is compressed."""
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 1)))
+    handle = gw.attach(ddp, "auto")
+    pilot = handle.autopilot
+    assert pilot is not None
+    while not pilot.settled:
+        ddp(torch.ones(2, 40)).sum().backward()
+    measured = list(pilot.decisions[0].costs.codecs)
+    dist.barrier()  # rank 0 has the store
+    handle.detach()
+    return measured
+
+
 def lab_main() -> None:
     """A rank in the lab: says what is decided, and when, until so many decisions or seconds have passed."""
     limit, wanted = float(sys.argv[1]), int(sys.argv[2])

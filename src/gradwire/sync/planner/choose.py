@@ -28,7 +28,7 @@ from gradwire.sync.costs import Costs
 from gradwire.sync.fidelity import DENSE, Method
 from gradwire.sync.planner import schedule
 from gradwire.sync.planner.forms import Route, native_seconds, route
-from gradwire.sync.planner.options import Gradient, Option, best_alone, options, unbeaten
+from gradwire.sync.planner.options import Gradient, Option, best_alone, is_small, options, unbeaten
 from gradwire.sync.planner.schedule import Job, Outcome
 from gradwire.sync.planner.table import PlanTable, Row
 
@@ -180,7 +180,7 @@ class _Search:
         self._left = max(20, _TENSOR_RUNS // max(1, len(self.large)))
 
     def _small(self, tensor: Gradient) -> bool:
-        return len(tensor.shape) <= 1 or tensor.numel < self.min_elements
+        return is_small(tensor.shape, self.min_elements)
 
     def _batch(self, spec: str, numel: int, nbytes: int) -> Route:
         return route(spec, "scatter_reduce", 1, numel, self.costs, -(-nbytes // max(1, numel)))

@@ -47,6 +47,11 @@ class Gradient:
         return self.numel, self.dtype.itemsize
 
 
+def is_small(shape: Sequence[int], min_elements: int) -> bool:
+    """Whether a tensor of this shape travels in a batch, with other small ones and uncompressed."""
+    return len(shape) <= 1 or math.prod(shape) < min_elements
+
+
 class Option(NamedTuple):
     """One way for one tensor."""
 

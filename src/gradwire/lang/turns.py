@@ -1,0 +1,67 @@
+"""Work that the processes of a machine share at first use: what one has compiled, the others load.
+
+Guarantees: each process gets each name once. A name that another process is busy with comes last, when that process is
+done with it or has ended, or after `PATIENCE`: one that stands still holds nobody up for longer. Where there are no
+file locks every process does all the work, as it would without this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import re
+import time
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
+from typing import Any
+
+from gradwire.lang.cache import folder
+
+fcntl: Any = importlib.import_module("fcntl") if os.name == "posix" else None
+
+PATIENCE = timedelta(seconds=120)
+_LOOK_SECONDS = 0.1
+
+
+def in_turns(names: Iterable[str]) -> Iterator[str]:
+    """The names, each held against other processes until the next is asked for."""
+    busy = []
+    for name in names:
+        with _claim(name) as claimed:
+            if claimed:
+                yield name
+                continue
+        busy.append(name)
+    until = time.monotonic() + PATIENCE.total_seconds()
+    for name in busy:
+        while _is_claimed(name) and time.monotonic() < until:
+            time.sleep(_LOOK_SECONDS)
+        yield name
+
+
+def _is_claimed(name: str) -> bool:
+    with _claim(name) as claimed:
+        return not claimed
+
+
+@contextlib.contextmanager
+def _claim(name: str) -> Iterator[bool]:
+    """Hold a name; False where another process holds it."""
+    if fcntl is None:
+        yield True
+        return
+    path = folder("locks") / f"{re.sub(r'[^a-z0-9.]', '_', name.lower())}.lock"
+    handle, claimed = None, True
+    try:
+        handle = os.open(path, os.O_CREAT | os.O_RDWR, 0o666)
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        claimed = False
+    except OSError:  # a file system without locks
+        pass
+    try:
+        yield claimed
+    finally:
+        if handle is not None:
+            os.close(handle)
