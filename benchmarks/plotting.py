@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from gradwire.simulate.plots import _COLOURS as COLOURS
+from gradwire.simulate.plots import _COLORS as COLORS
 from gradwire.simulate.plots import _STYLE as STYLE
 
 DENSE = "#3e4c59"
-__all__ = ["COLOURS", "DENSE", "STYLE", "bar_places", "figure", "legend_below", "plain_numbers"]
+__all__ = ["COLORS", "DENSE", "STYLE", "bar_places", "figure", "legend_below", "plain_numbers"]
 
 
 @contextmanager

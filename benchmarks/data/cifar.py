@@ -72,7 +72,7 @@ def _files(data: Path) -> Iterator[tuple[Path, bytes]]:
 
 
 def batch(split: Split, index: torch.Tensor, *, generator: torch.Generator | None = None) -> Split:
-    """Normalised images, float32, and labels; with a generator cropped and flipped at random."""
+    """Normalized images, float32, and labels; with a generator cropped and flipped at random."""
     images, labels = split[0][index].float().div_(255), split[1][index]
     images = (images - torch.tensor(MEAN).view(3, 1, 1)) / torch.tensor(DEVIATION).view(3, 1, 1)
     if generator is None:

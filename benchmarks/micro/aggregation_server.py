@@ -20,11 +20,11 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from gradwire.aggregator.client import AggregationClient
+from gradwire.aggregator.process import AggregationOptions, AggregationServer
+from gradwire.aggregator.session import IndexTable, Operation, SessionConfig, Stream
 from gradwire.compressors import make
 from gradwire.compressors.thc import THC
-from gradwire.protocol.aggregation.terms import Operation, Stream, Table, Terms
-from gradwire.server.aggregation import AggregationOptions, AggregationServer
-from gradwire.transport.aggregation import AggregationClient
 
 WORKERS = 4
 CASES = (
@@ -52,13 +52,13 @@ class Figure:
         yield {**where, "metric": f"{self.transport}_cpu_per_packet", "value": self.packet_seconds, "unit": "s"}
 
 
-def terms(elements: int, packet_elements: int) -> Terms:
+def terms(elements: int, packet_elements: int) -> SessionConfig:
     """The paper's table, and one tensor."""
     codec = make("thc", granularity=30)
     assert isinstance(codec, THC)
     coding = codec.lookup_table(WORKERS)
-    table = Table(coding.bits, tuple(coding.values.tolist()), 8)
-    return Terms(WORKERS, (table,), (Stream(Operation.SUM, elements),), packet_elements)
+    table = IndexTable(coding.bits, tuple(coding.values.tolist()), 8)
+    return SessionConfig(WORKERS, (table,), (Stream(Operation.SUM, elements),), packet_elements)
 
 
 def serve(line: Connection, udp: bool, core: int) -> None:

@@ -30,8 +30,8 @@ from gradwire.bench.extras import need
 from gradwire.bench.workloads import make_workload
 from gradwire.compressors import make
 from gradwire.core.context import Context
-from gradwire.core.spec import Range, TensorSpec, as_array
-from gradwire.integrations.optimizer_state import OptimizerState
+from gradwire.core.spec import ElementRange, TensorSpec, as_array
+from gradwire.ddp.optimizer_state import OptimizerState
 from gradwire.kernels.cpu.parallel import one_thread
 
 STEPS = (1, 8, 32)
@@ -94,7 +94,7 @@ def recorded(optimizer: str, steps: tuple[int, ...] = STEPS) -> Iterator[tuple[i
             yield (
                 step,
                 [
-                    Tensor(parameter.grad.clone(), _copied(state(name, Range(0, parameter.numel()))))
+                    Tensor(parameter.grad.clone(), _copied(state(name, ElementRange(0, parameter.numel()))))
                     for name, parameter in matrices
                 ],
             )

@@ -21,8 +21,8 @@ import numpy as np
 import torch.distributed as dist
 
 from gradwire.core.errors import SyncError
-from gradwire.transport.base import Callbacks
-from gradwire.transport.tcp import TcpTransport
+from gradwire.net.tcp import TcpTransport
+from gradwire.net.transport import Callbacks
 from gradwire.wire.frame import HEADER_BYTES, FrameKind, Header
 
 SMALL_BYTES, BIG_BYTES = 100, 25_000_000

@@ -1,6 +1,6 @@
 """`auto` at 10 Gb/s and above, simulated: its plan beside DDP's own all-reduce in fp32 and fp16.
 
-The lab ends at about 1 Gb/s, where its processors are the link. Here the planner plans, the synchroniser's graphs run
+The lab ends at about 1 Gb/s, where its processors are the link. Here the planner plans, the synchronizer's graphs run
 in virtual time, and `auto` decides as it does in a job: simulated steps stand for its trials. DDP's own all-reduce is a
 ring in buckets of 25 MB that costs nothing but its bytes, latency and additions at memory speed, in fp16 not even
 the casts: faster than a real one. Two machines: this one's cores with all that the fidelity "balanced" allows, and the
@@ -22,18 +22,18 @@ import typer
 
 from benchmarks.options import choose
 from benchmarks.planning.described import LATENCY_SECONDS, MEMORY_BYTES_A_SECOND, gpu_costs, link
-from gradwire.integrations.auto import MIN_GAIN, MIN_PLAN_GAIN
-from gradwire.integrations.ways import NATIVE, NATIVE_FP16, Way
-from gradwire.simulate import Cluster, Compute, Gradient, gradients_of, models, step
+from gradwire import planner
+from gradwire.planner import PlanTable
+from gradwire.planner.costs import FREE, CodecCosts, Costs, LinearCost, LinkCosts
+from gradwire.planner.fidelity import EVERYWHERE, FEW_ENCODES, RankedCompressor, methods
+from gradwire.simulate import Cluster, Compute, SimulatedGradient, gradients_of, models, step
 from gradwire.simulate.machine import machine_costs
-from gradwire.sync import planner
-from gradwire.sync.costs import FREE, CodecCosts, Costs, Line, LinkCosts
-from gradwire.sync.fidelity import EVERYWHERE, FEW_ENCODES, Method, methods
-from gradwire.sync.planner import PlanTable
+from gradwire.tuning.auto import MIN_GAIN, MIN_PLAN_GAIN
+from gradwire.tuning.candidates import NATIVE, NATIVE_FP16, Candidate
 
 MODELS, RANKS, RATES = ("resnet50", "bert-base", "vgg19", "lstm", "transformer"), (4, 16), (10e9, 25e9, 100e9)
 MACHINES = ("core", "gpu")
-GPU_METHODS = [Method("fp16", EVERYWHERE), Method("onebit", FEW_ENCODES)]
+GPU_METHODS = [RankedCompressor("fp16", EVERYWHERE), RankedCompressor("onebit", FEW_ENCODES)]
 COMPUTE = Compute(0.05, 0.1)
 BUCKET_BYTES = 25 << 20
 BOUND = 0.98
@@ -58,7 +58,7 @@ class Cell:
     gain: float
 
 
-def costs_of(machine: str) -> tuple[Costs, list[Method]]:
+def costs_of(machine: str) -> tuple[Costs, list[RankedCompressor]]:
     """Costs of a machine, and what may be chosen there."""
     if machine == "gpu":
         return gpu_costs(*(method.spec for method in GPU_METHODS)), GPU_METHODS
@@ -66,9 +66,9 @@ def costs_of(machine: str) -> tuple[Costs, list[Method]]:
     return machine_costs([method.spec for method in allowed]), allowed
 
 
-def buckets_of(gradients: Sequence[Gradient]) -> list[list[Gradient]]:
+def buckets_of(gradients: Sequence[SimulatedGradient]) -> list[list[SimulatedGradient]]:
     """As DDP fills them."""
-    found: list[list[Gradient]] = [[]]
+    found: list[list[SimulatedGradient]] = [[]]
     for grad in gradients:
         if found[-1] and sum(each.spec.nbytes for each in found[-1]) + grad.spec.nbytes > BUCKET_BYTES:
             found.append([])
@@ -76,25 +76,27 @@ def buckets_of(gradients: Sequence[Gradient]) -> list[list[Gradient]]:
     return found
 
 
-def native_step(gradients: Sequence[Gradient], cluster: Cluster, dtype: torch.dtype) -> float:
+def native_step(gradients: Sequence[SimulatedGradient], cluster: Cluster, dtype: torch.dtype) -> float:
     """DDP's own all-reduce: a ring a bucket."""
-    free = CodecCosts(FREE, FREE, FREE, Line(0.0, 4.0))
-    add = Line(0.0, 3 * dtype.itemsize / MEMORY_BYTES_A_SECOND)
+    free = CodecCosts(FREE, FREE, FREE, LinearCost(0.0, 4.0))
+    add = LinearCost(0.0, 3 * dtype.itemsize / MEMORY_BYTES_A_SECOND)
     costs = Costs(1, (LinkCosts(0.0, 0.0),), {"none": free}, add=add)
     whole = [
-        Gradient(f"bucket.{index}", (sum(each.spec.numel for each in bucket), 1), bucket[-1].ready_seconds, dtype)
+        SimulatedGradient(
+            f"bucket.{index}", (sum(each.spec.numel for each in bucket), 1), bucket[-1].ready_seconds, dtype
+        )
         for index, bucket in enumerate(buckets_of(gradients))
     ]
     return step(whole, "none", cluster, costs, COMPUTE, strategy="ring").seconds
 
 
 def plan_of(
-    gradients: Sequence[Gradient], costs: Costs, allowed: Sequence[Method], ranks: int, rate: float
+    gradients: Sequence[SimulatedGradient], costs: Costs, allowed: Sequence[RankedCompressor], ranks: int, rate: float
 ) -> PlanTable:
     """The planner's proposal for a job on these links."""
     known = replace(costs, world_size=ranks, links=(LinkCosts(LATENCY_SECONDS, 8 / rate),), native=None)
     tensors = [
-        planner.Gradient(each.name, each.shape, ready=bucket[-1].ready_seconds)
+        planner.PlannedTensor(each.name, each.shape, ready=bucket[-1].ready_seconds)
         for bucket in buckets_of(gradients)
         for each in bucket
     ]
@@ -102,7 +104,7 @@ def plan_of(
     return planner.plan(tensors, known, allowed, backward=backward, rest=rest, bucket_bytes=BUCKET_BYTES)
 
 
-def decide(predicted: dict[Way, float], simulated: dict[Way, float]) -> Way:
+def decide(predicted: dict[Candidate, float], simulated: dict[Candidate, float]) -> Candidate:
     """What `auto` would choose: it tries what is predicted to be faster than what it knows (`Autopilot`)."""
     tried = {NATIVE: simulated[NATIVE]}
     for way in sorted(predicted, key=lambda way: (predicted[way], way.name)):
@@ -113,7 +115,7 @@ def decide(predicted: dict[Way, float], simulated: dict[Way, float]) -> Way:
     return max((way for way in tried if tried[way] <= limit), key=lambda way: way.faithfulness)
 
 
-def cell(machine: str, costs: Costs, allowed: Sequence[Method], name: str, ranks: int, rate: float) -> Cell:
+def cell(machine: str, costs: Costs, allowed: Sequence[RankedCompressor], name: str, ranks: int, rate: float) -> Cell:
     """All ways of one model on one cluster."""
     cluster = Cluster(ranks, replace(link(), rate_bits=rate))
     gradients = gradients_of(models.get(name), COMPUTE.backward_seconds)
@@ -128,7 +130,7 @@ def cell(machine: str, costs: Costs, allowed: Sequence[Method], name: str, ranks
     predicted = {NATIVE: table.native_step, NATIVE_FP16: max(least, table.native_step - saved)}
     planned = NATIVE
     if not table.native:
-        planned = Way.of(table)
+        planned = Candidate.of(table)
         predicted[planned] = table.step
         found = step(gradients, table.plan(), cluster, costs, COMPUTE, bucket_bytes=BUCKET_BYTES)
         simulated[planned] = found.seconds

@@ -31,11 +31,11 @@ import torch
 import torch.distributed as dist
 
 from gradwire.core.spec import TensorSpec
-from gradwire.simulate import Cluster, Compute, Gradient, Link, StepResult, step
-from gradwire.sync.costs import Costs, Line
-from gradwire.sync.item import RANGE_ALIGNMENT
+from gradwire.planner.costs import Costs, LinearCost
+from gradwire.simulate import Cluster, Compute, SimulatedGradient, SimulatedLink, StepResult, step
+from gradwire.sync.job import RANGE_ALIGNMENT
 from gradwire.sync.plan import Plan
-from gradwire.sync.synchronizer import Shard, Synchronizer
+from gradwire.sync.synchronizer import GradientSlice, Synchronizer
 
 SMALL_STEPS, GAP_SECONDS = 20, 0.05
 LARGE_SECONDS, LARGE_REPEATS, MIN_LARGE_STEPS, LARGE_ELEMENTS = 1.0, 3, 2, (1 << 15, 1 << 19)
@@ -47,7 +47,7 @@ class Measured:
     """Steps of one kind. Seconds.
 
     Attributes:
-        strategy: by which a dense tensor travelled.
+        strategy: by which a dense tensor traveled.
         elements: of it.
         seconds: of a step on the slowest rank, the median.
         processes: of the processor in all ranks' processes, a step.
@@ -61,8 +61,8 @@ class Measured:
     busy: float
 
     @property
-    def gradient(self) -> Gradient:
-        return Gradient("calibration.weight", (1, self.elements))
+    def gradient(self) -> SimulatedGradient:
+        return SimulatedGradient("calibration.weight", (1, self.elements))
 
     @property
     def plan(self) -> Plan:
@@ -79,11 +79,11 @@ class Calibration(NamedTuple):
 
     def costs(self, known: Costs) -> Costs:
         """The costs of an idle core, as they are in the lab."""
-        return replace(known, frame=Line(known.frame(0), self.seconds_a_byte))
+        return replace(known, frame=LinearCost(known.frame(0), self.seconds_a_byte))
 
     def cluster(self, ranks: int, rate_bits: float, cores: int) -> Cluster:
         """The lab."""
-        return Cluster(ranks, Link(rate_bits / self.pace, self.latency), cores=cores, wake_seconds=self.wake)
+        return Cluster(ranks, SimulatedLink(rate_bits / self.pace, self.latency), cores=cores, wake_seconds=self.wake)
 
 
 # -- in the lab --------------------------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ def _measure(strategy: str, elements: int, steps: int, gap_seconds: float) -> Me
 
     def run() -> None:
         synchronizer.begin_step()
-        synchronizer.submit([Shard(name, value)])
+        synchronizer.submit([GradientSlice(name, value)])
         synchronizer.wait()
         synchronizer.commit()
 

@@ -23,7 +23,7 @@ import typer
 from benchmarks import ranks
 from benchmarks.options import Rates, listed
 from benchmarks.ranks import say
-from gradwire.bench.job import Job, Segment
+from gradwire.bench.job import BenchmarkJob, Segment
 from gradwire.bench.methods import AUTO, Automatic
 from gradwire.bench.rank import Rank
 from gradwire.bench.recording import record
@@ -112,7 +112,7 @@ def work(workload: str, folder: str, num_rates: int) -> None:
     """Step until each rate has had a decision, followed by quiet steps."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rank = Rank(Job(workload, (), folder=folder))
+    rank = Rank(BenchmarkJob(workload, (), folder=folder))
     replay = Replay.begin(rank, Segment(AUTO), record(rank, 25.0))
     assert isinstance(replay.connection, Automatic)
     pilot = replay.connection.autopilot

@@ -1,4 +1,4 @@
-"""Costs that are described, not measured: a data-centre GPU that encodes, and a network card that moves frames.
+"""Costs that are described, not measured: a data-center GPU that encodes, and a network card that moves frames.
 
 For figures beside papers whose hardware is not at hand. Rounded, from what such a machine must do at least: bytes that
 a codec moves over 700 GB/s of memory (a V100 reaches about that of its 900), 10 us for each kernel that is launched,
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from gradwire.compressors.base.registry import compressor_of
 from gradwire.core.spec import TensorSpec
-from gradwire.simulate import Link
-from gradwire.sync.costs import CodecCosts, Costs, Line, LinkCosts
+from gradwire.planner.costs import CodecCosts, Costs, LinearCost, LinkCosts
+from gradwire.simulate import SimulatedLink
 
 MEMORY_BYTES_A_SECOND = 700e9
 LAUNCH_SECONDS, TASK_SECONDS, FRAME_SECONDS, LATENCY_SECONDS = 10e-6, 2e-6, 2e-6, 5e-6
@@ -26,18 +26,18 @@ def gpu_costs(*specs: str) -> Costs:
         *(1, (LinkCosts(0.0, 0.0),), codecs),
         add=_kernel(12),
         task=TASK_SECONDS,
-        frame=Line(FRAME_SECONDS, 0.0),
+        frame=LinearCost(FRAME_SECONDS, 0.0),
         made_by="described: 700 GB/s of memory, 10 us a kernel, 2 us a task and a frame",
     )
 
 
-def link() -> Link:
+def link() -> SimulatedLink:
     """Without the headers of TCP; the rate is set by a sweep."""
-    return Link(None, LATENCY_SECONDS, header_bytes=0)
+    return SimulatedLink(None, LATENCY_SECONDS, header_bytes=0)
 
 
-def _kernel(nbytes: float) -> Line:
-    return Line(LAUNCH_SECONDS, nbytes / MEMORY_BYTES_A_SECOND)
+def _kernel(nbytes: float) -> LinearCost:
+    return LinearCost(LAUNCH_SECONDS, nbytes / MEMORY_BYTES_A_SECOND)
 
 
 def _codec(spec: str) -> CodecCosts:
@@ -45,14 +45,14 @@ def _codec(spec: str) -> CodecCosts:
     return CodecCosts(encode, decode, merge, _payload(spec))
 
 
-def _payload(spec: str) -> Line:
+def _payload(spec: str) -> LinearCost:
     """Bytes by elements: the kept fraction in 8 bytes each, or what the format takes."""
     compressor = compressor_of(spec)
     if "ratio" in compressor.options:
-        return Line(0.0, 8 * float(compressor.options["ratio"]))
+        return LinearCost(0.0, 8 * float(compressor.options["ratio"]))
     small, large = (compressor.max_encoded_bytes(TensorSpec((n,))) for n in _PROBES)
     slope = (large - small) / (_PROBES[1] - _PROBES[0])
-    return Line(max(0.0, small - slope * _PROBES[0]), slope)
+    return LinearCost(max(0.0, small - slope * _PROBES[0]), slope)
 
 
 _PROBES = (1 << 12, 1 << 20)

@@ -28,15 +28,17 @@ from benchmarks.ranks import say
 from gradwire.core.spec import TensorSpec
 from gradwire.lab import Lab
 from gradwire.lab.units import parse_rate
-from gradwire.simulate import Compute, Gradient, step
+from gradwire.simulate import Compute, SimulatedGradient, step
 from gradwire.simulate.machine import machine_costs
 from gradwire.sync.plan import Plan
-from gradwire.sync.synchronizer import Shard, Synchronizer
+from gradwire.sync.synchronizer import GradientSlice, Synchronizer
 
 RANKS, RATES = (2, 4, 8), ("10mbit", "100mbit", "1gbit")
 STRATEGIES, METHODS = ("ring", "scatter_reduce", "allgather"), ("none", "onebit")
 BACKWARD_SECONDS = 0.05
-GRADIENTS = [Gradient(f"layer{index}.weight", (128, 1024), BACKWARD_SECONDS * (index + 1) / 4) for index in range(4)]
+GRADIENTS = [
+    SimulatedGradient(f"layer{index}.weight", (128, 1024), BACKWARD_SECONDS * (index + 1) / 4) for index in range(4)
+]
 WARM_UPS, MIN_STEPS, MAX_STEPS, TIMED_SECONDS = 1, 3, 30, 2.0
 BOUND = 0.15
 Ranks = Annotated[str, typer.Option("--ranks", help="Numbers of ranks, such as 2,4.")]
@@ -90,7 +92,7 @@ def timed_steps(method: str, strategy: str) -> list[float]:
         synchronizer.begin_step()
         for grad in GRADIENTS:
             sleep_until(begun + grad.ready_seconds)
-            synchronizer.submit([Shard(grad.name, tensors[grad.name])])
+            synchronizer.submit([GradientSlice(grad.name, tensors[grad.name])])
         synchronizer.wait()
         synchronizer.commit()
         seconds = torch.tensor([time.perf_counter() - begun], dtype=torch.float64)

@@ -13,40 +13,43 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from gradwire.aggregator.service import Aggregator as Aggregator
     from gradwire.compressors.base import Compressor as Compressor
     from gradwire.compressors.base.decorator import compressor as compressor
     from gradwire.compressors.base.registry import make as make
     from gradwire.core import errors as errors
     from gradwire.core.context import Context as Context
     from gradwire.core.spec import TensorSpec as TensorSpec
-    from gradwire.feedback.momentum import MomentumCorrection as MomentumCorrection
-    from gradwire.integrations.ddp import attach as attach
-    from gradwire.integrations.handle import Handle as Handle
-    from gradwire.integrations.parameters.client import ParameterClient as ParameterClient
-    from gradwire.sync.aggregator import Aggregator as Aggregator
+    from gradwire.ddp.attach import attach as attach
+    from gradwire.ddp.handle import Handle as Handle
+    from gradwire.parameter_server.client import ParameterClient as ParameterClient
+    from gradwire.planner.table import PlanTable as PlanTable
+    from gradwire.residuals.momentum import MomentumCorrection as MomentumCorrection
     from gradwire.sync.plan import Plan as Plan
-    from gradwire.sync.planner.table import PlanTable as PlanTable
     from gradwire.sync.resize import resize_state as resize_state
-    from gradwire.sync.submission import Shard as Shard
+    from gradwire.sync.submission import GradientSlice as GradientSlice
     from gradwire.sync.synchronizer import Synchronizer as Synchronizer
 
 _HOMES = {
-    "Aggregator": "gradwire.sync.aggregator",
+    "Aggregator": "gradwire.aggregator.service",
     "Compressor": "gradwire.compressors.base",
     "Context": "gradwire.core.context",
-    "Handle": "gradwire.integrations.handle",
-    "ParameterClient": "gradwire.integrations.parameters.client",
-    "MomentumCorrection": "gradwire.feedback.momentum",
+    "GradientSlice": "gradwire.sync.submission",
+    "Handle": "gradwire.ddp.handle",
+    "ParameterClient": "gradwire.parameter_server.client",
+    "MomentumCorrection": "gradwire.residuals.momentum",
     "Plan": "gradwire.sync.plan",
-    "PlanTable": "gradwire.sync.planner.table",
-    "Shard": "gradwire.sync.submission",
+    "PlanTable": "gradwire.planner.table",
     "Synchronizer": "gradwire.sync.synchronizer",
     "TensorSpec": "gradwire.core.spec",
-    "attach": "gradwire.integrations.ddp",
+    "attach": "gradwire.ddp.attach",
     "compressor": "gradwire.compressors.base.decorator",
     "make": "gradwire.compressors.base.registry",
     "resize_state": "gradwire.sync.resize",
 }
+
+_REGISTERED = ("gradwire.aggregator.strategy",)
+"""Modules that register a strategy. They are loaded before a plan can name it."""
 
 __all__ = sorted([*_HOMES, "errors"])
 
@@ -55,6 +58,9 @@ def __getattr__(name: str) -> Any:
     if name == "errors":
         return importlib.import_module("gradwire.core.errors")
     if name in _HOMES:
+        if name in ("Plan", "Synchronizer"):
+            for module in _REGISTERED:
+                importlib.import_module(module)
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'gradwire' has no attribute {name!r}")
 

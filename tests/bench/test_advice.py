@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from gradwire.bench.advice import FP32, GRADWIRE, HALF, Measurement, Probe, limit_of
+from gradwire.bench.advice import FP32, GRADWIRE, HALF, Measurement, ProbeFindings, limit_of
 
 
 def row(kind: str, step: float, *, name: str = "", limit: str = "link", allowed: bool = True) -> Measurement:
@@ -16,8 +16,8 @@ def row(kind: str, step: float, *, name: str = "", limit: str = "link", allowed:
     )
 
 
-def probe(*rows: Measurement, compute: float = 0.1, fidelity: str = "balanced") -> Probe:
-    return Probe("a:model", 4, "gloo", 1000, 2, fidelity, compute, 0.05, 1e7, 1e-4, rows)
+def probe(*rows: Measurement, compute: float = 0.1, fidelity: str = "balanced") -> ProbeFindings:
+    return ProbeFindings("a:model", 4, "gloo", 1000, 2, fidelity, compute, 0.05, 1e7, 1e-4, rows)
 
 
 def test_compression_that_pays():

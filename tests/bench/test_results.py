@@ -1,13 +1,13 @@
 import pytest
 
-from gradwire.bench.job import Outcome, Timed
+from gradwire.bench.job import SegmentOutcome, TimedSteps
 from gradwire.bench.results import combine_losses, combine_times
 from gradwire.bench.statistics import HEADER_BYTES
 from tests.bench import support
 
 
 def timed(seconds, sent, rate="100mbit", **counts):
-    return Timed(rate, seconds, sent, 4 * sent, 0.2, 0.1, **counts)
+    return TimedSteps(rate, seconds, sent, 4 * sent, 0.2, 0.1, **counts)
 
 
 def test_step_times_are_means_over_ranks_and_medians_over_steps():
@@ -47,7 +47,7 @@ def test_processor_time_is_that_of_a_rank_and_a_step():
 
 
 def test_losses_are_those_of_the_whole_batch():
-    assert combine_losses([Outcome(0, 0, [1.0, 2.0]), Outcome(0, 1, [3.0, 4.0])]) == [2.0, 3.0]
+    assert combine_losses([SegmentOutcome(0, 0, [1.0, 2.0]), SegmentOutcome(0, 1, [3.0, 4.0])]) == [2.0, 3.0]
 
 
 def test_speedup_and_loss_are_against_ddp_fp32():

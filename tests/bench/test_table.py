@@ -30,14 +30,14 @@ def test_predicted_step_times_say_so():
     assert "predicted, not measured" in table.headline(result)
 
 
-def test_the_headline_is_of_the_fastest_that_learnt_as_much():
+def test_the_headline_is_of_the_fastest_that_learned_as_much():
     headline = table.headline(support.result())
     assert "4 ranks at 100 Mb/s" in headline
     assert "gradwire threelc takes 200 ms a step, 15.0 times faster than DDP fp32 (3.00 s)" in headline
     assert "0.8 % above DDP's" in headline
 
 
-def test_the_headline_admits_that_nothing_learnt_as_much():
+def test_the_headline_admits_that_nothing_learned_as_much():
     result = support.result(support.method("ddp-fp32", 3.0, 40e6, 2.5), support.method("topk", 0.1, 1e6, 3.0))
     assert "no method of gradwire came within 3 %" in table.headline(result)
 
@@ -47,7 +47,7 @@ def test_the_headline_admits_a_slower_step():
     assert "2.00 times slower than DDP fp32" in table.headline(result)
 
 
-def test_the_headline_does_not_vouch_for_what_was_not_learnt():
+def test_the_headline_does_not_vouch_for_what_was_not_learned():
     result = support.result(support.method("ddp-fp32", 3.0, 40e6, None), support.method("topk", 0.1, 1e6, None))
     assert table.headline(result).endswith("(3.00 s); what it learns was not measured.")
 

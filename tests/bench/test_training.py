@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from gradwire.bench.job import Job, Segment
+from gradwire.bench.job import BenchmarkJob, Segment
 from gradwire.bench.launch import RanksError, launch
 from gradwire.bench.training import TrainingOptions, run
 from gradwire.core.errors import GradwireError, OptionError
@@ -76,7 +76,7 @@ def test_in_the_lab_the_interface_agrees_with_our_count():
 
 
 def test_a_rank_that_fails_ends_the_run_with_its_words():
-    job = Job("no-such-workload", (Segment("none"),), folder="")
+    job = BenchmarkJob("no-such-workload", (Segment("none"),), folder="")
     with pytest.raises(RanksError, match="Unknown workload 'no-such-workload'"):
         launch(job, 2)
 
@@ -102,7 +102,7 @@ def test_ranks_do_not_outlive_a_parent_that_is_killed():
 
 
 def test_the_deadline_ends_the_run():
-    job = Job("digits", (Segment("ddp-fp32", train_steps=10_000_000),), folder="", deadline_seconds=6.0)
+    job = BenchmarkJob("digits", (Segment("ddp-fp32", train_steps=10_000_000),), folder="", deadline_seconds=6.0)
     with pytest.raises(RanksError, match=r"time limit|failed first"):
         launch(job, 2)
 

@@ -6,7 +6,7 @@ import torch
 from benchmarks.papers.hipress import breakdown, stages
 
 import gradwire as gw
-from gradwire.bench.job import Outcome, Progress, Timed
+from gradwire.bench.job import Progress, SegmentOutcome, TimedSteps
 from gradwire.bench.methods import DDP_FP32, SILENT
 from gradwire.core.spec import TensorSpec
 
@@ -21,13 +21,13 @@ def table():
     for index, segment in enumerate(run):
         seconds = {breakdown.BUCKET_MB: 0.7, breakdown.OTHER_BUCKET_MB: 0.6}.get(segment.bucket_mb)
         seconds = SECONDS.get(segment.method, seconds)
-        outcomes.append(Outcome(index, 0, timed=[Timed("1gbit", [seconds] * 3, 3, 9, 0.0, 0.0)]))
+        outcomes.append(SegmentOutcome(index, 0, timed=[TimedSteps("1gbit", [seconds] * 3, 3, 9, 0.0, 0.0)]))
     assert {segment.method for segment in run} == {*SECONDS, DDP_FP32}
     return breakdown.stages(run, outcomes, ["1gbit"])
 
 
 def test_each_stage_stands_beside_the_one_before(table):
-    found = {stage.name: (stage.synchronisation, stage.saved) for stage in table["1gbit"]}
+    found = {stage.name: (stage.synchronization, stage.saved) for stage in table["1gbit"]}
     assert found["dense"] == (pytest.approx(0.5), None)
     assert found["torch"] == (pytest.approx(0.4), pytest.approx(0.2))
     assert found["planned"] == (0.0, pytest.approx(1.0))

@@ -12,11 +12,13 @@ from benchmarks.papers.hipress.equations import (
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from gradwire.sync.costs import Line
+from gradwire.planner.costs import LinearCost
 
 MB = 2**20
-EC2 = Hardware(send=Line(2e-5, 8e-11), encode=Line(2e-5, 1.2e-11), decode=Line(2e-5, 1.2e-11), rate=1 / 32)
-lines = st.builds(Line, st.floats(0, 1e-3), st.floats(1e-13, 1e-8))
+EC2 = Hardware(
+    send=LinearCost(2e-5, 8e-11), encode=LinearCost(2e-5, 1.2e-11), decode=LinearCost(2e-5, 1.2e-11), rate=1 / 32
+)
+lines = st.builds(LinearCost, st.floats(0, 1e-3), st.floats(1e-13, 1e-8))
 hardware = st.builds(Hardware, send=lines, encode=lines, decode=lines, rate=st.floats(0.001, 0.5))
 
 

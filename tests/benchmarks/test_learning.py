@@ -14,7 +14,7 @@ from gradwire.bench.records import read_figures, write_figures
 from gradwire.bench.workload import Samples, evaluate
 from gradwire.bench.workloads import make_workload
 from gradwire.core.errors import OptionError
-from gradwire.feedback import MomentumCorrection
+from gradwire.residuals import MomentumCorrection
 from tests.bench.support import step_time
 
 HEADER = "@relation r\n@attribute a {0,1}\n@data\n"
@@ -45,10 +45,10 @@ def rows(study):
 def test_every_design_can_be_run(study):
     for design in study.designs:
         methods.check([design.timed])
-        methods.check([design.learnt(100)])
+        methods.check([design.learned(100)])
         if design.label != "dense":
             assert isinstance(methods.feedback(design.timed), MomentumCorrection)
-    assert vision.STUDY.designs[1].learnt(100) == "dragonn:ratio=0.001:warmup=25/momentum"
+    assert vision.STUDY.designs[1].learned(100) == "dragonn:ratio=0.001:warmup=25/momentum"
 
 
 def test_pages_have_words_and_equal_shares_for_their_tags(folder):

@@ -10,8 +10,8 @@ import torch
 from benchmarks.micro import lossless_rivals
 
 from gradwire.bench.extras import MissingPackageError
-from gradwire.core.spec import Range
-from gradwire.integrations.optimizer_state import OptimizerState
+from gradwire.core.spec import ElementRange
+from gradwire.ddp.optimizer_state import OptimizerState
 
 
 def test_the_rivals_are_asked_for_by_the_extra_that_brings_them(monkeypatch) -> None:
@@ -42,7 +42,7 @@ def test_a_model_of_16_bits_has_gradient_parameter_and_state_of_16_bits(dtype) -
     optimizer = torch.optim.SGD([parameter], 0.1, momentum=0.9)
     parameter.grad = grad
     optimizer.step()
-    aux = OptimizerState(optimizer, [("w", parameter)])("w", Range(0, 3000))
+    aux = OptimizerState(optimizer, [("w", parameter)])("w", ElementRange(0, 3000))
     (tensor,) = lossless_rivals.cast([lossless_rivals.Tensor(grad, aux)], dtype)
     assert {tensor.grad.dtype, tensor.aux["parameter"].dtype, tensor.aux["first"].dtype} == {dtype}
     scale = 2.0**16 if dtype == torch.float16 else 1.0

@@ -184,7 +184,7 @@ class Line(Task):
         return int((found == self.targets[chosen][part::num_parts]).sum()), len(found)
 
 
-def test_workers_learn_alike_unless_packets_are_lost_and_synchronise():
+def test_workers_learn_alike_unless_packets_are_lost_and_synchronize():
     task, size = Line(), Line().size
     dense = train(task, Dense(WORKERS), 0)
     assert len(dense.losses) == 20 and dense.accuracy["test"] > 0.8 and dense.apart == 0

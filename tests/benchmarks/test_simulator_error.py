@@ -8,12 +8,12 @@ from benchmarks.planning.calibration import Calibration, Measured
 
 from benchmarks import runner
 from gradwire.bench.records import read_figures
+from gradwire.planner.costs import LinearCost
 from gradwire.simulate import Compute, step
-from gradwire.sync.costs import Line
 from tests.simulate.costs import costs
 
 RANKS, RATE, CORES = 4, 1e8, 2
-KNOWN = costs(20e-6, frame=Line(8e-6, 2e-10))
+KNOWN = costs(20e-6, frame=LinearCost(8e-6, 2e-10))
 
 
 def lab(known: Calibration) -> list[Measured]:

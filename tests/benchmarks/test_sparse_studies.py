@@ -8,7 +8,7 @@ from benchmarks.papers.dragonn import stages as sparse_stages
 from benchmarks.papers.hipress import breakdown
 
 from gradwire.bench import methods
-from gradwire.bench.job import Outcome, Timed
+from gradwire.bench.job import SegmentOutcome, TimedSteps
 from gradwire.bench.records import read_figures, write_figures
 from gradwire.compressors import make
 from gradwire.compressors.base.registry import unregister
@@ -76,11 +76,11 @@ def test_decoding_densely_gives_the_same(registered):
     assert sums[0].any()
 
 
-def test_synchronisation_is_tabulated_by_stage(tmp_path):
+def test_synchronization_is_tabulated_by_stage(tmp_path):
     run = breakdown.segments(["1gbit"], 1.0, sparse_stages.STAGES)
     seconds = {breakdown.SILENT: 0.1, breakdown.DDP_FP32: 0.6, "dgc": 0.5, "hashing": 0.4, "selection": 0.3}
     outcomes = [
-        Outcome(index, 0, timed=[Timed("1gbit", [seconds.get(segment.method, 0.2)] * 3, 3, 9, 0.0, 0.0)])
+        SegmentOutcome(index, 0, timed=[TimedSteps("1gbit", [seconds.get(segment.method, 0.2)] * 3, 3, 9, 0.0, 0.0)])
         for index, segment in enumerate(run)
     ]
     found = breakdown.stages(run, outcomes, ["1gbit"])

@@ -72,10 +72,10 @@ def test_every_method_of_the_studies_gives_a_mean():
 
 def test_methods_of_loss_are_what_they_are_called():
     made = {method: thc_loss.faults(study.Cell("", method, 10, 5)) for method in thc_loss.METHODS}
-    assert made["loss 0.01, synchronised"] == made["loss 0.01"] == (PacketLoss(0.01, 5), LeftOut())
+    assert made["loss 0.01, synchronized"] == made["loss 0.01"] == (PacketLoss(0.01, 5), LeftOut())
     assert made["2 of 10 left out, kept"] == (Stragglers(2, 5), LeftOut(keep=True))
-    synchronised = [m for m in thc_loss.METHODS if thc_loss.sync(study.Cell("", m, 10, 5)) is not None]
-    assert synchronised == ["loss 0.001, synchronised", "loss 0.01, synchronised"]
+    synchronized = [m for m in thc_loss.METHODS if thc_loss.sync(study.Cell("", m, 10, 5)) is not None]
+    assert synchronized == ["loss 0.001, synchronized", "loss 0.01, synchronized"]
 
 
 @pytest.mark.parametrize("learns_words", [True, False])

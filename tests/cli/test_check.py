@@ -9,8 +9,8 @@ from typer.testing import CliRunner, Result
 
 from gradwire.cli.app import build_app
 from gradwire.compressors.base import registry
-from gradwire.contracts import CHECKS
 from gradwire.core.errors import GradwireError, OptionError, UnknownNameError
+from gradwire.testing import CHECKS
 
 GOOD = """\
 import gradwire as gw

@@ -9,10 +9,10 @@ from typer.testing import CliRunner
 from gradwire.bench.users import UserCodeError
 from gradwire.cli import plan as command
 from gradwire.core.errors import OptionError, UnknownNameError
-from gradwire.sync.costs import LinkCosts
-from gradwire.sync.fidelity import methods
-from gradwire.sync.planner import PlanTable
-from tests.sync.planner.machines import codecs, costs
+from gradwire.planner import PlanTable
+from gradwire.planner.costs import LinkCosts
+from gradwire.planner.fidelity import methods
+from tests.planner.machines import codecs, costs
 
 MEASURED = costs(world_size=8, rate=1e8)
 

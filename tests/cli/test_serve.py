@@ -13,10 +13,10 @@ import torch
 from typer.testing import CliRunner
 
 import gradwire as gw
+from gradwire.aggregator.client import AggregationClient
+from gradwire.aggregator.session import IndexTable, Operation, SessionConfig, Stream
 from gradwire.cli.app import build_app
 from gradwire.core.errors import SyncError
-from gradwire.protocol.aggregation.terms import Operation, Stream, Table, Terms
-from gradwire.transport.aggregation import AggregationClient
 
 
 def serve(*arguments: str):
@@ -78,7 +78,7 @@ def test_a_signal_is_told_to_the_workers_at_once(kind, number):
         assert server.stderr is not None
         address = re.search(r"at (.*:\d+)$", server.stdout.readline()).group(1)
         if kind == "--aggregate":
-            terms = Terms(3, (), (Stream(Operation.MAXIMUM, 50),), fraction=0.6)
+            terms = SessionConfig(3, (), (Stream(Operation.MAXIMUM, 50),), fraction=0.6)
             client = AggregationClient(address, terms, 0)
             result = client.submit(0, 0, np.ones(50, np.float32), np.empty(50, np.float32)).result
         else:
@@ -100,7 +100,9 @@ def test_workers_add_up_with_it():
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         port = re.search(r":(\d+)$", server.stdout.readline()).group(1)
-        terms = Terms(2, (Table(8, tuple(range(256)), 16),), (Stream(Operation.SUM, 5000),), packet_elements=2048)
+        terms = SessionConfig(
+            2, (IndexTable(8, tuple(range(256)), 16),), (Stream(Operation.SUM, 5000),), packet_elements=2048
+        )
         clients = [AggregationClient(f"127.0.0.1:{port}", terms, rank) for rank in range(2)]
         outs = [np.empty(5000, np.uint16) for _ in clients]
         payloads = [np.random.default_rng(rank).integers(0, 256, 5000, np.uint8) for rank in range(2)]

@@ -11,10 +11,10 @@ from gradwire import compressors
 from gradwire.cli import show
 from gradwire.cli.app import build_app
 from gradwire.compressors.base.traced import TracedCompressor
-from gradwire.lang import cpu, gpu
+from gradwire.lang.targets import numba, triton
 
 
-@pytest.mark.parametrize(("backend", "emit"), [("cpu", cpu.emit), ("triton", gpu.emit)])
+@pytest.mark.parametrize(("backend", "emit"), [("cpu", numba.emit), ("triton", triton.emit)])
 def test_the_source_is_what_runs(backend: str, emit) -> None:
     result = CliRunner().invoke(build_app(), ["show", "minmax", "--backend", backend, "--option", "bits=4"])
     assert result.exit_code == 0
@@ -44,7 +44,7 @@ def test_unknown_names_get_the_known_ones() -> None:
         assert "Did you mean" in str(CliRunner().invoke(build_app(), arguments).exception)
 
 
-def test_a_terminal_gets_colours(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_terminal_gets_colors(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")

@@ -14,12 +14,12 @@ import gradwire as gw
 from gradwire.compressors.base import StatefulCompressor
 from gradwire.compressors.dragonn import corrected
 from gradwire.core.context import Context
-from gradwire.core.spec import Range
-from gradwire.feedback import ResidualKey, Residuals, get
+from gradwire.core.spec import ElementRange
 from gradwire.kernels.reference.hashing import hash_numbers, hash_slots
 from gradwire.lang import interpret
 from gradwire.lang.errors import TraceError
 from gradwire.lang.operators.arithmetic import evaluate_static
+from gradwire.residuals import ResidualKey, Residuals, get
 from gradwire.sync.resize import resize_state
 from gradwire.wire.payload import Payload
 from tests.compressors.harness import body, list_bytes, sent, traced
@@ -82,7 +82,7 @@ def test_zeros_are_not_sent() -> None:
 
 def test_a_constant_gradient_fills_the_slots_and_the_rest_waits() -> None:
     grad, codec, residuals = torch.ones(2000), traced("dragonn", ratio=0.05), Residuals()
-    applied, key = np.zeros(2000), ResidualKey("w", Range(0, 2000))
+    applied, key = np.zeros(2000), ResidualKey("w", ElementRange(0, 2000))
     for step in range(200):
         payload = get("error").encode(codec, grad, context(grad, step=step), residuals, key)
         assert payload.body.nbytes <= list_bytes(2000, 100)
@@ -147,7 +147,7 @@ def test_the_kept_fraction_warms_up() -> None:
 
 # -- thresholds that are carried over ------------------------------------------------------------------------------
 
-SIZE, KEY = 100_000, ResidualKey("w", Range(0, 100_000))
+SIZE, KEY = 100_000, ResidualKey("w", ElementRange(0, 100_000))
 
 
 def trained(steps: int, residuals: Residuals, first: int = 0, scale_of=lambda step: 1.0, heavy: bool = False):

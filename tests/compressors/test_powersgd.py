@@ -13,16 +13,16 @@ import gradwire.compressors as compressors
 from gradwire.compressors.powersgd import PowerSGD, orthonormal
 from gradwire.core.context import Context
 from gradwire.core.errors import OptionError, PayloadError
-from gradwire.core.spec import Range, TensorSpec
+from gradwire.core.spec import ElementRange, TensorSpec
 from gradwire.sync.plan import Plan
-from gradwire.sync.profile import measure_codec
-from gradwire.sync.strategies import STRATEGIES
-from gradwire.sync.synchronizer import Shard, Synchronizer
+from gradwire.sync.strategies import peer_strategies
+from gradwire.sync.synchronizer import GradientSlice, Synchronizer
+from gradwire.tuning.measure_codec import measure_codec
 from tests.compressors.harness import sent
 from tests.contracts.compressor_cases import context, heavy_tailed, normal, reduced, with_body
 from tests.sync.harness import ranks
 
-NAMES = sorted(STRATEGIES)
+NAMES = peer_strategies()
 SHAPES = {"wide": (24, 50), "tall": (60, 17), "convolution": (16, 5, 3, 3)}
 
 
@@ -40,7 +40,7 @@ def train(one: Synchronizer, steps: range, shape: tuple[int, ...], spoilt: int |
         grad = gradient(one.rank, step, shape)
         if step == spoilt and one.rank == 1:
             grad.view(-1)[3] = torch.nan
-        one.submit([Shard("w", grad)])
+        one.submit([GradientSlice("w", grad)])
         one.wait()
         one.commit()
         means.append(grad)
@@ -163,7 +163,7 @@ def test_residuals_do_not_drift_apart_where_ranks_see_different_data() -> None:
     def norm(one: Synchronizer, steps: int) -> float:
         for _ in range(steps):
             one.begin_step()
-            one.submit([Shard("w", gradient(one.rank, 0, (24, 50)))])
+            one.submit([GradientSlice("w", gradient(one.rank, 0, (24, 50)))])
             one.commit()
         return float(np.linalg.norm(one.residuals.total()["w"]))
 
@@ -186,7 +186,7 @@ def test_nothing_is_lost(strategy: str, dtype: torch.dtype) -> None:
             kept = grad.double() / 3
             if step % 9 == 8 and one.rank == step % 3:
                 grad[5, 5] = torch.inf
-            one.submit([Shard("w", grad)])
+            one.submit([GradientSlice("w", grad)])
             one.wait()
             if step % 7 == 6:
                 one.rollback()
@@ -213,7 +213,7 @@ def test_zeros_do_not_stop_the_iteration() -> None:
     def run(one: Synchronizer) -> torch.Tensor:
         for values in (torch.zeros(24, 50), torch.ones(24, 50)):
             one.begin_step()
-            one.submit([Shard("w", values)])
+            one.submit([GradientSlice("w", values)])
             one.commit()
         return values
 
@@ -226,9 +226,9 @@ def test_a_rank_whose_backward_left_the_parameter_out_takes_the_mean_of_the_othe
     def run(one: Synchronizer) -> torch.Tensor:
         one.begin_step()
         values = torch.full((24, 50), 3.0 * (one.rank != 1))
-        one.submit([Shard("w", values, used=one.rank != 1)])
+        one.submit([GradientSlice("w", values, used=one.rank != 1)])
         one.commit()
-        assert one.residuals.states.get("w", Range(0, 1200), one.step + 1) is not None
+        assert one.residuals.states.get("w", ElementRange(0, 1200), one.step + 1) is not None
         return values
 
     with ranks(3, Plan({"w": "powersgd"})) as group:
@@ -303,7 +303,7 @@ def test_stats_of_another_tensor_are_refused() -> None:
 def test_a_range_of_a_tensor_is_refused_with_advice() -> None:
     def run(one: Synchronizer) -> Any:
         one.register({"w": TensorSpec((24, 50))})
-        one.submit([Shard("w", torch.ones(600), offset=600)])
+        one.submit([GradientSlice("w", torch.ones(600), offset=600)])
 
     with ranks(2, Plan({"w": "powersgd"})) as group:
         for outcome in group.outcomes(run):

@@ -1,4 +1,4 @@
-"""What is particular to threshold binary quantisation: its threshold."""
+"""What is particular to threshold binary quantization: its threshold."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import gradwire.compressors as compressors
 from tests.contracts.compressor_cases import context, heavy_tailed
 
 
-def quantised(x: np.ndarray, threshold: float) -> np.ndarray:
+def quantized(x: np.ndarray, threshold: float) -> np.ndarray:
     """The published formula, element by element."""
     tau = np.float32(min(threshold * np.abs(x.astype(np.float64)).mean(), np.abs(x).max()))
     return np.array([tau if v >= tau else -tau if v <= -tau else 0 for v in x], np.float32)
@@ -21,7 +21,7 @@ def test_what_reaches_tau_becomes_tau_and_the_rest_waits(threshold) -> None:
     codec, grad = compressors.make("tbq", threshold=threshold), heavy_tailed(300)
     residual = np.empty(300, np.float32)
     found = codec.decode(codec.encode(grad, context(grad), residual_out=residual), context(grad)).numpy()
-    np.testing.assert_array_equal(found, quantised(grad.numpy(), threshold))
+    np.testing.assert_array_equal(found, quantized(grad.numpy(), threshold))
     np.testing.assert_array_equal(residual, grad.numpy() - found)
     assert found.any()
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 import gradwire.compressors as compressors
 from gradwire.compressors.support.thc_tables import threshold
 from gradwire.compressors.thc import THC
-from gradwire.contracts.accumulators import accumulated
 from gradwire.core.errors import OptionError, PayloadError
 from gradwire.core.spec import TensorSpec
+from gradwire.testing.accumulators import accumulated
 from tests.compressors.harness import sent
 from tests.contracts.compressor_cases import EDGE_TENSORS, context, heavy_tailed, normal, reduced, with_body
 

@@ -12,7 +12,8 @@ import gradwire.compressors as compressors
 from gradwire.compressors import Compressor
 from gradwire.compressors.base.contract import compensate
 from gradwire.compressors.base.traced import TracedCompressor
-from gradwire.contracts.cases import (
+from gradwire.core.spec import TensorSpec, as_array, as_tensor
+from gradwire.testing.cases import (
     BACKENDS,
     EDGE_TENSORS,
     NONFINITE_TENSORS,
@@ -24,7 +25,6 @@ from gradwire.contracts.cases import (
     reduced,
     with_body,
 )
-from gradwire.core.spec import TensorSpec, as_array, as_tensor
 from gradwire.wire.payload import Payload
 
 __all__ = [
@@ -114,5 +114,5 @@ each_case = pytest.mark.parametrize(
 def use_backend(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     """Let all compressors and the feedback call the kernels of this backend."""
     for name, module in list(sys.modules.items()):
-        if name.startswith(("gradwire.compressors", "gradwire.feedback")) and hasattr(module, "kernels"):
+        if name.startswith(("gradwire.compressors", "gradwire.residuals")) and hasattr(module, "kernels"):
             monkeypatch.setattr(module, "kernels", BACKENDS[backend])

@@ -1,6 +1,6 @@
 """The contract of `gradwire.compressors.base`, over every registered compressor and its option sets.
 
-The checks are `gradwire.contracts`, which users run over compressors of their own. What stands here besides is of
+The checks are `gradwire.testing`, which users run over compressors of their own. What stands here besides is of
 single compressors.
 """
 
@@ -13,9 +13,9 @@ import torch
 import gradwire.compressors as compressors
 from gradwire.compressors import Compressor
 from gradwire.compressors.base.traced import TracedCompressor
-from gradwire.contracts import CHECKS, Check
-from gradwire.contracts.cases import context, normal, with_body
-from gradwire.contracts.robustness import take_or_refuse
+from gradwire.testing import CHECKS, Check
+from gradwire.testing.cases import context, normal, with_body
+from gradwire.testing.robustness import take_or_refuse
 from tests.contracts.compressor_cases import CASES, each_case, marks
 
 PAIRS = [(codec, check) for check in CHECKS for codec in CASES if check.applies(codec)]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.core.errors import UnknownNameError
-from gradwire.core.spec import ELEMENT_TYPES, Range, TensorSpec, as_array, as_tensor
+from gradwire.core.spec import ELEMENT_TYPES, ElementRange, TensorSpec, as_array, as_tensor
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
@@ -44,8 +44,12 @@ def test_specs_are_keys() -> None:
 
 
 def test_ranges_are_ordered_by_offset_and_half_open() -> None:
-    assert Range(4, 3).end == 7
-    assert sorted([Range(5, 1), Range(0, 9), Range(0, 2)]) == [Range(0, 2), Range(0, 9), Range(5, 1)]
+    assert ElementRange(4, 3).end == 7
+    assert sorted([ElementRange(5, 1), ElementRange(0, 9), ElementRange(0, 2)]) == [
+        ElementRange(0, 2),
+        ElementRange(0, 9),
+        ElementRange(5, 1),
+    ]
 
 
 @given(shape=SHAPES, dtype=st.sampled_from(list(ELEMENT_TYPES)), seed=st.integers(0, 100))

@@ -7,26 +7,26 @@ from functools import cache
 
 import numpy as np
 
+from gradwire.aggregator.handshake import AggregatorJoin, AggregatorWelcome
+from gradwire.aggregator.packet import PACKET_HEADER_BYTES, SERVER, PacketKey, PacketKind, keys_to, pack, seal, unpack
+from gradwire.aggregator.server import AggregatorStateMachine
+from gradwire.aggregator.session import IndexTable, Operation, SessionConfig, Stream
+from gradwire.aggregator.window import Window
+from gradwire.aggregator.worker import WorkerStateMachine
 from gradwire.core.errors import FrameError, SyncError
-from gradwire.protocol.aggregation.joining import Join, Welcome
-from gradwire.protocol.aggregation.packet import PACKET_HEADER_BYTES, SERVER, Key, Kind, keys_to, pack, seal, unpack
-from gradwire.protocol.aggregation.server import Aggregator
-from gradwire.protocol.aggregation.terms import Operation, Stream, Table, Terms
-from gradwire.protocol.aggregation.window import Window
-from gradwire.protocol.aggregation.worker import Contributor
 from gradwire.wire.frame import FrameFlags
 from tests.fuzz.target import BrokenPromiseError, Seed, Target, put_checksum
 from tests.fuzz.words import WordsTarget
 
 EPOCH = 7
-KEY = Key(3, 0, 1)
+KEY = PacketKey(3, 0, 1)
 
 
 @cache
-def terms() -> Terms:
+def terms() -> SessionConfig:
     """What two workers and a server agree on."""
     streams = (Stream(Operation.SUM, 1100), Stream(Operation.MAXIMUM, 3))
-    return Terms(2, (Table(2, (0, 3, 8, 30), 8),), streams, packet_elements=1024)
+    return SessionConfig(2, (IndexTable(2, (0, 3, 8, 30), 8),), streams, packet_elements=1024)
 
 
 def payload(stream: int) -> np.ndarray:
@@ -36,18 +36,23 @@ def payload(stream: int) -> np.ndarray:
 
 def from_workers() -> list[bytes]:
     """What workers send."""
-    pieces = [(Key(3, 0, 0), payload(0)[:256]), (KEY, payload(0)[256:]), (Key(3, 1, 0), payload(1)), (KEY, b"")]
-    made = [pack(Kind.DATA, key, worker, EPOCH, body) for key, body in pieces for worker in range(2)]
-    return [packet.tobytes() for packet in [*made, pack(Kind.ASK, KEY, 0, EPOCH)]]
+    pieces = [
+        (PacketKey(3, 0, 0), payload(0)[:256]),
+        (KEY, payload(0)[256:]),
+        (PacketKey(3, 1, 0), payload(1)),
+        (KEY, b""),
+    ]
+    made = [pack(PacketKind.DATA, key, worker, EPOCH, body) for key, body in pieces for worker in range(2)]
+    return [packet.tobytes() for packet in [*made, pack(PacketKind.ASK, KEY, 0, EPOCH)]]
 
 
 @cache
 def from_server() -> list[bytes]:
     """What the server sends."""
-    end = Aggregator(terms(), EPOCH)
+    end = AggregatorStateMachine(terms(), EPOCH)
     results = [message.packet for packet in from_workers() for message in end.receive(packet, 0.0)]
-    said = [pack(kind, KEY, SERVER, EPOCH) for kind in (Kind.WANTED, Kind.OBSOLETE)]
-    held = pack(Kind.HELD, Key(0, 0, 0), SERVER, EPOCH, keys_to([KEY, Key(3, 1, 0)]))
+    said = [pack(kind, KEY, SERVER, EPOCH) for kind in (PacketKind.WANTED, PacketKind.OBSOLETE)]
+    held = pack(PacketKind.HELD, PacketKey(0, 0, 0), SERVER, EPOCH, keys_to([KEY, PacketKey(3, 1, 0)]))
     return [packet.tobytes() for packet in [*results, *said, held]]
 
 
@@ -93,7 +98,7 @@ class AggregatorTarget(Target):
         return [Seed(packet) for packet in from_workers()]
 
     def check(self, data: bytes, seed: Seed, rng: random.Random) -> bool:
-        end, valid = Aggregator(terms(), EPOCH), from_workers()
+        end, valid = AggregatorStateMachine(terms(), EPOCH), from_workers()
         for packet in valid[: rng.randrange(len(valid))]:
             end.receive(packet, 0.0)
         try:
@@ -117,7 +122,7 @@ class ContributorTarget(Target):
         return [Seed(packet) for packet in from_server()]
 
     def check(self, data: bytes, seed: Seed, rng: random.Random) -> bool:
-        end = Contributor(terms(), 0, Window(64, rng))
+        end = WorkerStateMachine(terms(), 0, Window(64, rng))
         outs = [np.zeros(stream.size, terms().lanes(index)) for index, stream in enumerate(terms().streams)]
         for stream, out in enumerate(outs):
             end.submit(3, stream, payload(stream), out, FrameFlags.NONE, 100.0)
@@ -134,7 +139,14 @@ class ContributorTarget(Target):
 
 def aggregation_targets() -> list[Target]:
     """All of them."""
-    words = [Join(terms(), 5, 6, 0, 30.0, ("127.0.0.1", 80)), Welcome(5), Welcome(5, 80, ("239.0.0.1", 81))]
-    readers = [(Join.from_bytes, Join.to_bytes), (Welcome.from_bytes, Welcome.to_bytes)]
+    words = [
+        AggregatorJoin(terms(), 5, 6, 0, 30.0, ("127.0.0.1", 80)),
+        AggregatorWelcome(5),
+        AggregatorWelcome(5, 80, ("239.0.0.1", 81)),
+    ]
+    readers = [
+        (AggregatorJoin.from_bytes, AggregatorJoin.to_bytes),
+        (AggregatorWelcome.from_bytes, AggregatorWelcome.to_bytes),
+    ]
     said = WordsTarget("aggregation server's words", [each.to_bytes() for each in words], readers)
     return [PacketTarget(), AggregatorTarget(), ContributorTarget(), said]

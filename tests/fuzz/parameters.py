@@ -11,11 +11,19 @@ import torch
 from gradwire.compressors.base.registry import compressor_of
 from gradwire.core.errors import DisagreementError, FrameError, PayloadError
 from gradwire.core.spec import TensorSpec
-from gradwire.protocol.parameters.agreement import Agreement, Groups, Join, Terms, Welcome, groups_of, groups_to
-from gradwire.protocol.parameters.delta import add_change, change_spec, join_update, pull_context, split_update
-from gradwire.protocol.parameters.server import ServerEnd
-from gradwire.protocol.parameters.slot import Slot
-from gradwire.server.shard import Shard
+from gradwire.parameter_server.server import ServerStateMachine
+from gradwire.parameter_server.session import (
+    Groups,
+    ParameterConfig,
+    TrainingConfig,
+    TrainingJoin,
+    TrainingWelcome,
+    groups_of,
+    groups_to,
+)
+from gradwire.parameter_server.shard import ParameterShard
+from gradwire.parameter_server.slot import ParameterSlot
+from gradwire.parameter_server.update import add_change, change_spec, join_update, pull_context, split_update
 from gradwire.wire.frame import FrameKind, Header, pack, parse
 from tests.fuzz.target import BrokenPromiseError, Seed, Target
 from tests.fuzz.words import WordsTarget
@@ -27,24 +35,24 @@ SPEC = TensorSpec((70,))
 
 
 @cache
-def terms() -> Agreement:
+def terms() -> TrainingConfig:
     """What two workers and a server agree on."""
     made = (
-        Terms("a", (70,), "float32", "threelc", "threelc", 0, True, True),
-        Terms("b", (3, 5), "bfloat16", "none", "none", 0, False, False),
+        ParameterConfig("a", (70,), "float32", "threelc", "threelc", 0, True, True),
+        ParameterConfig("b", (3, 5), "bfloat16", "none", "none", 0, False, False),
     )
-    return Agreement(WORKERS, 0, 0, "SGD", made)
+    return TrainingConfig(WORKERS, 0, 0, "SGD", made)
 
 
 def words_target() -> WordsTarget:
     """First words of both ends, and hyper-parameters."""
-    joins = [Join(terms(), GROUPS, 1), Join(terms(), GROUPS, 2, (0, 3))]
-    welcome = Welcome(False, (1, 2), (0, -1), (-1, 1))
+    joins = [TrainingJoin(terms(), GROUPS, 1), TrainingJoin(terms(), GROUPS, 2, (0, 3))]
+    welcome = TrainingWelcome(False, (1, 2), (0, -1), (-1, 1))
     return WordsTarget(
         "parameter server's words",
         [*(join.to_bytes() for join in joins), welcome.to_bytes(), groups_to(GROUPS)],
-        [(Join.from_bytes, Join.to_bytes), (lambda body: Welcome.from_bytes(body, 2), Welcome.to_bytes),
-         (groups_of, groups_to)],
+        [(TrainingJoin.from_bytes, TrainingJoin.to_bytes),
+         (lambda body: TrainingWelcome.from_bytes(body, 2), TrainingWelcome.to_bytes), (groups_of, groups_to)],
     )  # fmt: skip
 
 
@@ -54,13 +62,13 @@ class ServerTarget(Target):
     name = "parameter server"
 
     def corpus(self) -> list[Seed]:
-        step(ServerEnd(WORKERS, WORKERS, EPOCH, Shard()))  # loads compiled code
+        step(ServerStateMachine(WORKERS, WORKERS, EPOCH, ParameterShard()))  # loads compiled code
         joins = [join_frame(worker) for worker in range(WORKERS)]
         values = [model_frame(tensor) for tensor in range(2)]
         return [Seed(frame) for frame in [*joins, *values, push_frame(0), push_frame(1), groups_frame()]]
 
     def check(self, data: bytes, seed: Seed, rng: random.Random) -> bool:
-        end = ServerEnd(WORKERS, WORKERS, EPOCH, Shard())
+        end = ServerStateMachine(WORKERS, WORKERS, EPOCH, ParameterShard())
         valid = [join_frame(0), model_frame(0), model_frame(1), groups_frame(), push_frame(0)]
         for frame in valid[: rng.randrange(len(valid) + 1)]:
             say(end, 0, frame)
@@ -104,19 +112,19 @@ class UpdateTarget(Target):
         return True
 
 
-def say(end: ServerEnd, worker: int, frame: bytes) -> list[object]:
+def say(end: ServerStateMachine, worker: int, frame: bytes) -> list[object]:
     """Bring a frame to the server as its connection would."""
     header, body = parse(frame)
     end.admit(worker, header)
     return list(end.receive(worker, header, body))
 
 
-def step(end: ServerEnd) -> list[object]:
+def step(end: ServerStateMachine) -> list[object]:
     """Both workers come, again or for the first time, and push; returns what the last one's push leads to."""
     answers: list[object] = []
     for worker in range(WORKERS):
         say(end, worker, join_frame(worker))
-        if not end.initialised:
+        if not end.initialized:
             say(end, 0, model_frame(0))
             say(end, 0, model_frame(1))
         answers = say(end, worker, push_frame(worker))
@@ -125,7 +133,7 @@ def step(end: ServerEnd) -> list[object]:
 
 @cache
 def join_frame(worker: int) -> bytes:
-    return pack(Header(FrameKind.JOIN, sender=worker, epoch=EPOCH), Join(terms(), GROUPS, 1).to_bytes())
+    return pack(Header(FrameKind.JOIN, sender=worker, epoch=EPOCH), TrainingJoin(terms(), GROUPS, 1).to_bytes())
 
 
 @cache
@@ -136,13 +144,13 @@ def groups_frame() -> bytes:
 @cache
 def model_frame(tensor: int) -> bytes:
     spec = terms().tensors[tensor].spec
-    header, body = Slot(tensor, terms(), 0, EPOCH).first_values(torch.ones(spec.shape, dtype=spec.dtype))
+    header, body = ParameterSlot(tensor, terms(), 0, EPOCH).first_values(torch.ones(spec.shape, dtype=spec.dtype))
     return pack(header, body.tobytes())
 
 
 @cache
 def push_frame(worker: int) -> bytes:
-    slot = Slot(0, terms(), worker, EPOCH)
+    slot = ParameterSlot(0, terms(), worker, EPOCH)
     frame = slot.push(torch.linspace(-1, 1, 70), 0)
     assert frame is not None
     header, body = frame

@@ -11,8 +11,8 @@ import numpy as np
 
 from gradwire.core.errors import FrameError, PayloadError, SyncError
 from gradwire.kernels.prefix_code import PrefixCode
-from gradwire.protocol.conversation import Conversation, Ends
-from gradwire.protocol.handshake import Handshake, JobKey, Member
+from gradwire.net.conversation import Conversation, PeerIds
+from gradwire.net.handshake import GroupMember, Handshake, JobKey
 from gradwire.wire.frame import DATA_KINDS, FrameKind, Header, pack, parse, unpack, verify, without_seal
 from tests.fuzz.target import BrokenPromiseError, Seed, Target, put_checksum
 
@@ -70,7 +70,7 @@ class StreamTarget(Target):
         return [Seed(a + b) for a in frames for b in [*frames, *ends, *one_of_each_kind()]]
 
     def check(self, data: bytes, seed: Seed, rng: random.Random) -> bool:
-        talk = Conversation(Ends(0, 4, 5), timedelta(seconds=1), now=0.0)
+        talk = Conversation(PeerIds(0, 4, 5), timedelta(seconds=1), now=0.0)
         talk.begin(admit_small, now=0.0)
         try:
             taken = sum(1 for _ in feed(talk, data, rng))
@@ -112,8 +112,8 @@ class HandshakeTarget(Target):
 
     def ends(self) -> tuple[Handshake, Handshake]:
         return (
-            Handshake(Member("g", 2, 4, 5), self.key, frozenset({1}), connect=True),
-            Handshake(Member("g", 1, 4, 5), self.key, frozenset({2, 3}), connect=False),
+            Handshake(GroupMember("g", 2, 4, 5), self.key, frozenset({1}), connect=True),
+            Handshake(GroupMember("g", 1, 4, 5), self.key, frozenset({2, 3}), connect=False),
         )
 
 

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 # Forked before anything starts a thread, and after what takes seconds to import: of torch its compiler, of which DDP
 # asks whether it runs.
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["gradwire.integrations.ddp", "sklearn.datasets", "torch._dynamo"])
+_SERVER.set_forkserver_preload(["gradwire.ddp.attach", "sklearn.datasets", "torch._dynamo"])
 
 
 @dataclass

@@ -77,7 +77,7 @@ def test_it_compresses_on_a_slow_link_and_looks_again_when_the_link_changes() ->
     decisions = [text for _, text in lines if text.startswith("decided")]
     assert len(decisions) == 2, lines
     assert "at the start: gradwire, " in decisions[0]
-    assert re.search("(steps take|synchronising takes|frames are under way for) .* after ", decisions[1])
+    assert re.search("(steps take|synchronizing takes|frames are under way for) .* after ", decisions[1])
     first, second = (int(text.split()[1]) for text in decisions)
     assert second - first <= 60, lines  # 10 to notice, and trials
     hashes = {text for _, text in lines if text.startswith("hash")}

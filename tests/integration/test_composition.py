@@ -18,7 +18,7 @@ def of_two() -> list[dict[str, Any]]:
 
 
 def check_training(ranks: list[dict[str, Any]], names: set[str]) -> None:
-    """Identical replicas that have learnt, under the parameter names of the plain model."""
+    """Identical replicas that have learned, under the parameter names of the plain model."""
     assert set(ranks[0]) == names
     for name, first in ranks[0].items():
         assert all(rank[name]["hash"] == first["hash"] for rank in ranks), name
@@ -38,7 +38,7 @@ def test_features_of_torch_compose(of_two: list[dict[str, Any]]) -> None:
         # Neither do memory layout, graph and search change any.
         for same in ("static graph", "bucket views", "static graph, bucket views", "unused search"):
             assert found[same]["hash"] == found["plain"]["hash"], same
-        assert found["accumulation"]["steps"] == 25, "no_sync backwards are not synchronised"
+        assert found["accumulation"]["steps"] == 25, "no_sync backwards are not synchronized"
         assert found["clipping"]["norms"] == ranks[0]["clipping"]["norms"]
         assert max(found["clipping"]["norms"]) > 0.5
 

@@ -144,7 +144,7 @@ def test_mistakes_get_advice_on_every_rank() -> None:
             assert advice in found[name][1]
 
 
-def test_detach_restores_native_behaviour_and_attaching_again_works() -> None:
+def test_detach_restores_native_behavior_and_attaching_again_works() -> None:
     for rank in results(launch("ddp.detach", 2)):
         assert rank["same"] == [True] * 4
 

@@ -2,8 +2,8 @@ from gradwire.bench.kernels import run
 
 
 def test_rows_are_complete():
-    rows = run(size_mb=1, repeats=2, only="quantise_int8 nearest")
-    assert [row.kernel for row in rows] == ["quantise_int8 nearest", "quantise_int8 nearest in place"]
+    rows = run(size_mb=1, repeats=2, only="quantize_int8 nearest")
+    assert [row.kernel for row in rows] == ["quantize_int8 nearest", "quantize_int8 nearest in place"]
     for row in rows:
         assert row.unit == "GB/s"
         assert row.p20 <= row.median <= row.p80

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.kernels import reference
-from gradwire.kernels.blocks import Blocks, index_bytes, num_sign_words, padded_size
+from gradwire.kernels.blocks import BlockLayout, index_bytes, num_sign_words, padded_size
 from tests.kernels.samples import BACKENDS, DTYPES, assert_backends_agree, empty, gradients, random_normal
 
 TABLES = {
@@ -22,17 +22,17 @@ def table_of(bits: int) -> np.ndarray:
     return np.array(TABLES[bits], np.uint32)
 
 
-def blocks_of(size: int, block: int, rotated: bool = True, shift: int = 0) -> Blocks:
+def blocks_of(size: int, block: int, rotated: bool = True, shift: int = 0) -> BlockLayout:
     words = np.empty(num_sign_words(padded_size(size, block, rotated)) if rotated else 0, np.uint32)
     reference.random32(99, 7, words)
-    return Blocks(size, block, rotated, words, shift)
+    return BlockLayout(size, block, rotated, words, shift)
 
 
-def work_of(blocks: Blocks) -> np.ndarray:
+def work_of(blocks: BlockLayout) -> np.ndarray:
     return np.full(blocks.work_size, np.nan, np.float32)
 
 
-def per_block(blocks: Blocks, seed: int, low: float, high: float) -> np.ndarray:
+def per_block(blocks: BlockLayout, seed: int, low: float, high: float) -> np.ndarray:
     return np.random.default_rng(seed).uniform(low, high, blocks.num_blocks).astype(np.float32)
 
 
@@ -91,7 +91,7 @@ def test_norms_and_extremes_agree(dtype, size):
 
 
 def encoded(kernels, x, blocks, bits, first=0, residual=None):
-    """Packed indices with a scale and a centre of each block's own."""
+    """Packed indices with a scale and a center of each block's own."""
     out = empty(index_bytes(blocks.padded, bits), "uint8")
     top = float(TABLES[bits][-1])
     kernels.encode_indices(
@@ -182,7 +182,7 @@ def tables(draw):
 
 @given(tables(), st.integers(1, 40), st.integers(1, 1500), st.integers(0, 2**32))
 def test_the_sum_of_payloads_is_lowered_to_the_sum_of_what_each_is_lowered_to(coded, num_ranks, size, seed):
-    """Exactly, for every table: centred lanes are integers or halves, and so are their transforms."""
+    """Exactly, for every table: centered lanes are integers or halves, and so are their transforms."""
     bits, table = coded
     rng, blocks, kernels = np.random.default_rng(seed), blocks_of(size, 256), BACKENDS[0]
     one, none = np.ones(blocks.num_blocks, np.float32), np.zeros(blocks.num_blocks, np.float32)
@@ -218,7 +218,7 @@ def test_residual_is_what_lowering_lacks_and_may_be_the_memory_of_x(kernels, blo
 
 
 @pytest.mark.parametrize("bits", [2, 4, 5])
-def test_quantising_is_unbiased_between_the_ends(bits):
+def test_quantizing_is_unbiased_between_the_ends(bits):
     # 2^18 elements of one value; the mean has a standard deviation of sqrt(p (1 - p) / 2^18) gaps. Five of them have a
     # false-alarm rate of 6e-7 a value; keys are fixed, so the test cannot flicker.
     length = 1 << 18

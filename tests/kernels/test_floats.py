@@ -255,7 +255,7 @@ def test_symbols_do_not_depend_on_the_magnitude_of_a_tensor(kernels):
     kernels.exponent_counts(small, counts[0])
     kernels.exponent_counts(large, counts[1])
     assert (counts[0] == counts[1]).all()
-    assert abs(int(counts[0].argmax()) - FORMATS[x.dtype].centre) <= 1
+    assert abs(int(counts[0].argmax()) - FORMATS[x.dtype].center) <= 1
 
 
 @pytest.mark.parametrize(("count", "width", "expected"), [(10, 24, 30), (10, 18, 23), (9, 6, 8), (3, 5, 3), (0, 11, 0)])

@@ -102,7 +102,7 @@ def test_limits_are_those_of_plain_sgd(kernels):
 
 
 @each_backend
-def test_a_first_moment_that_pulls_towards_zero_takes_off_and_one_that_pulls_away_does_not_add(kernels):
+def test_a_first_moment_that_pulls_toward_zero_takes_off_and_one_that_pulls_away_does_not_add(kernels):
     out = np.empty(4, np.float32)
     numbers = np.array([1, 0, 0.5, 0, 1, 0, 1, 0], np.float32)
     theta, moment = np.array([2, 2, -2, 2], np.float32), np.array([1, -1, -1, 9], np.float32)

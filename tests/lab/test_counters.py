@@ -1,7 +1,7 @@
 import pytest
 
 from gradwire.core.errors import OptionError
-from gradwire.lab.counters import Counters, Drops, interface_counters, parse_net_dev
+from gradwire.lab.counters import Drops, InterfaceCounters, interface_counters, parse_net_dev
 
 NET_DEV = """Inter-|   Receive                                                |  Transmit
  face |bytes    packets errs drop fifo frame compressed multicast|bytes    packets errs drop fifo colls carrier compressed
@@ -12,15 +12,15 @@ NET_DEV = """Inter-|   Receive                                                | 
 
 def test_columns_of_the_kernels_table():
     assert parse_net_dev(NET_DEV) == {
-        "lo": Counters(11, 11, 1, 1),
-        "eth0": Counters(bytes_sent=900, bytes_received=123456789012, packets_sent=12, packets_received=22),
+        "lo": InterfaceCounters(11, 11, 1, 1),
+        "eth0": InterfaceCounters(bytes_sent=900, bytes_received=123456789012, packets_sent=12, packets_received=22),
     }
 
 
 def test_traffic_between_two_readings_and_from_the_other_end():
-    since = Counters(10, 200, 3, 4) - Counters(1, 100, 1, 1)
-    assert since == Counters(bytes_sent=9, bytes_received=100, packets_sent=2, packets_received=3)
-    assert since.mirrored() == Counters(bytes_sent=100, bytes_received=9, packets_sent=3, packets_received=2)
+    since = InterfaceCounters(10, 200, 3, 4) - InterfaceCounters(1, 100, 1, 1)
+    assert since == InterfaceCounters(bytes_sent=9, bytes_received=100, packets_sent=2, packets_received=3)
+    assert since.mirrored() == InterfaceCounters(bytes_sent=100, bytes_received=9, packets_sent=3, packets_received=2)
     assert Drops(5, 5, 5) - Drops(1, 2, 3) == Drops(4, 3, 2)
 
 

@@ -9,7 +9,7 @@ from gradwire.kernels.reference.positions import pack_positions, positions_bytes
 from gradwire.kernels.reference.random import random16
 from gradwire.lang import interpret
 from tests.lang import algorithms
-from tests.lang.test_cpu import OFFSET, environment, gradient
+from tests.lang.targets.test_numba import OFFSET, environment, gradient
 from tests.lang.test_types import digits, planes
 
 SIZES = (1, 5, 64, 1000, 1025, 6000)

@@ -8,7 +8,7 @@ import pytest
 from gradwire.lang import bfloat16, float16, int8, interpret, random, trit, uint1, uint4, verify
 from gradwire.lang.ir import Field, Program, closure
 from tests.lang import algorithms
-from tests.lang.test_cpu import Compiled, environment, gradient
+from tests.lang.targets.test_numba import Compiled, environment, gradient
 from tests.lang.test_trace import concat, kept, traced
 
 

@@ -6,8 +6,8 @@ import keyword
 
 import pytest
 
-from gradwire.lang.cpu import runtime
 from gradwire.lang.ir import RESERVED, Field
+from gradwire.lang.targets.numba import runtime
 from tests.lang import algorithms
 
 

@@ -12,7 +12,7 @@ from gradwire.core.errors import UnknownNameError
 from gradwire.lang import TraceError, apply, concat, floor, int8, interpret, operators
 from gradwire.lang.ir import FLOAT, SCALAR, Dtype, Node, Space
 from gradwire.lang.operators import Arithmetic, FitError, Operator, Statement, Text, lookup, register
-from tests.lang.test_cpu import Compiled, environment, gradient
+from tests.lang.targets.test_numba import Compiled, environment, gradient
 from tests.lang.test_trace import traced
 
 

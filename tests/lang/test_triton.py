@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from gradwire.lang import cache, concat, gpu, interpret, trace
+from gradwire.lang import cache, concat, interpret, trace
 from gradwire.lang.emit import statics
 from gradwire.lang.ir import Program
 from gradwire.lang.operators.arithmetic import static_values
 from gradwire.lang.operators.base import Sink
+from gradwire.lang.targets import triton
 from tests.lang import algorithms
-from tests.lang.test_cpu import KEYS, OFFSET, environment, gradient
+from tests.lang.targets.test_numba import KEYS, OFFSET, environment, gradient
 
 SIZES = (0, 1, 65, 1025, 5121)
 LARGE = (30_000, 1_100_000)
@@ -40,7 +41,7 @@ class Generated:
     """The generated module of a program, called with NumPy arrays."""
 
     def __init__(self, program: Program, device: str) -> None:
-        self.module = cache.load(f"test_{program.name}_triton", gpu.emit(program))
+        self.module = cache.load(f"test_{program.name}_triton", triton.emit(program))
         self.statics, self.device = statics(program), device
 
     def static(self, size: int) -> np.ndarray:
@@ -156,7 +157,7 @@ def test_blocks_of_any_size(block: int, device: str) -> None:
 
 def test_sums_of_more_than_1024_chunks(device: str) -> None:
     from gradwire.kernels.reference.reduce import block_sum64
-    from gradwire.lang.gpu.runtime import finish_sum
+    from gradwire.lang.targets.triton.runtime import finish_sum
 
     parts = np.random.default_rng(0).standard_normal((2, 2100))
     found = finish_sum(torch.from_numpy(parts).to(device)).cpu().numpy()
@@ -209,7 +210,7 @@ def test_a_position_outside_the_gradient_makes_a_payload_invalid(device: str) ->
 
 
 def test_names_of_the_runtime_cannot_be_fields() -> None:
-    from gradwire.lang.gpu import names, runtime
+    from gradwire.lang.targets.triton import names, runtime
 
     found = {name for name in vars(runtime) if not name.startswith("_")} - {"annotations", "RUNTIME"}
     assert found == names.RUNTIME
@@ -228,7 +229,7 @@ def test_an_operator_without_source_for_gpus_says_so() -> None:
 
 @pytest.mark.parametrize("position", [-1.0, 1.0, 7.0, np.nan, np.inf])
 def test_items_at_positions_that_only_the_device_knows(position: float, device: str) -> None:
-    from gradwire.lang.gpu.runtime import item
+    from gradwire.lang.targets.triton.runtime import item
 
     values = torch.arange(3.0, device=device)
     at = torch.tensor(position, dtype=torch.float64, device=device)
@@ -237,6 +238,6 @@ def test_items_at_positions_that_only_the_device_knows(position: float, device: 
 
 
 def test_importing_gradwire_does_not_import_triton() -> None:
-    code = "import sys, gradwire, gradwire.lang, gradwire.lang.gpu; print('triton' in sys.modules)"
+    code = "import sys, gradwire, gradwire.lang, gradwire.lang.targets.triton; print('triton' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "False"

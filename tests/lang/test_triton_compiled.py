@@ -20,12 +20,13 @@ import json, sys
 import numpy as np, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from gradwire.lang import cache, gpu, interpret
+from gradwire.lang import cache, interpret
+from gradwire.lang.targets import triton
 from gradwire.lang.emit import statics
-from gradwire.lang.gpu import host
+from gradwire.lang.targets.triton import host
 from gradwire.lang.operators.arithmetic import static_values
 from tests.lang import algorithms
-from tests.lang.test_cpu import KEYS, environment, gradient
+from tests.lang.targets.test_numba import KEYS, environment, gradient
 
 POINTERS = {torch.float32: "*fp32", torch.float64: "*fp64", torch.float16: "*fp16", torch.int16: "*i16",
             torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8", torch.int8: "*i8"}

@@ -15,7 +15,7 @@ from gradwire.lang import interpret, mean, sign, trit, uint1
 from gradwire.lang.ir import Program
 from gradwire.lang.operators.base import Coding, Operator, coding_of, used_operators
 from tests.kernels.test_zero_run import PIECES
-from tests.lang.test_cpu import Compiled, environment, gradient
+from tests.lang.targets.test_numba import Compiled, environment, gradient
 from tests.lang.test_trace import concat, traced
 from tests.lang.test_triton import Generated
 from tests.lang.test_types import digits
@@ -128,7 +128,7 @@ def _tensor(data: bytes) -> torch.Tensor:
 
 
 def _expanded(data: bytes, size: int) -> bytes | None:
-    from gradwire.lang.gpu.host import expand_runs
+    from gradwire.lang.targets.triton.host import expand_runs
 
     found = expand_runs(_tensor(data), 3, size)
     if found is None:
@@ -147,7 +147,7 @@ def _by_the_reference(data: bytes, size: int) -> bytes | None:
 @example(data=b"")
 @example(data=bytes([121] * 28))
 def test_runs_on_a_device_are_those_of_the_reference(data: bytes) -> None:
-    from gradwire.lang.gpu.host import shorten_runs
+    from gradwire.lang.targets.triton.host import shorten_runs
 
     wanted = coding_of(signs().fields[-1]).shorten(np.frombuffer(data, np.uint8)).tobytes()
     assert shorten_runs(_tensor(data), 3).numpy().tobytes() == b"abc" + wanted
@@ -165,7 +165,7 @@ def test_a_device_takes_what_the_reference_takes(data: bytes) -> None:
 
 
 def test_a_body_that_ends_before_the_runs_begin_is_refused_on_a_device() -> None:
-    from gradwire.lang.gpu.host import expand_runs
+    from gradwire.lang.targets.triton.host import expand_runs
 
     assert expand_runs(torch.zeros(2, dtype=torch.uint8), 3, 0) is None
 

@@ -15,7 +15,7 @@ import torch
 from gradwire.core.events import Event, EventStream
 from gradwire.observe.trace import Trace, path_of
 from gradwire.sync.plan import Plan
-from gradwire.sync.synchronizer import Shard, Synchronizer
+from gradwire.sync.synchronizer import GradientSlice, Synchronizer
 from tests.sync.harness import ranks
 
 
@@ -37,7 +37,7 @@ def take_steps(one: Synchronizer, steps: range) -> None:
     for step in steps:
         one.begin_step()
         generator = torch.Generator().manual_seed(10 * step + one.rank)
-        one.submit([Shard(name, torch.randn(20_000, generator=generator)) for name in ("v", "w")])
+        one.submit([GradientSlice(name, torch.randn(20_000, generator=generator)) for name in ("v", "w")])
         one.commit()
 
 
@@ -81,7 +81,7 @@ def test_every_byte_received_was_sent(tmp_path: Path) -> None:
         traces = group.each(lambda one: one.trace(tmp_path / "{rank}" / "t.json"))
         group.each(lambda one: take_steps(one, range(2)))
     assert [trace.path for trace in traces] == [tmp_path / "0" / "t.json", tmp_path / "1" / "t.json"]
-    events = [each for trace in traces for each in load(trace.path)]  # closed with their synchronisers
+    events = [each for trace in traces for each in load(trace.path)]  # closed with their synchronizers
     totals = {
         kind: sum(each["args"]["bytes"] for each in events if each.get("cat") == kind) for kind in ("send", "recv")
     }

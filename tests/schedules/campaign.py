@@ -5,7 +5,7 @@
 
 Each schedule is a job of its own: workers, window, loss of up to a half, repetition, reordering, cuts, flipped bits,
 slow workers, a fraction that is waited for, and restarts of the server. Every result of every worker is compared, bit
-for bit, with a model that has no packets; `tests/protocol/aggregation/test_schedules.py` is the short form.
+for bit, with a model that has no packets; `tests/aggregator/test_schedules.py` is the short form.
 """
 
 from __future__ import annotations

@@ -5,27 +5,27 @@ from __future__ import annotations
 
 import numpy as np
 
+from gradwire.aggregator.session import IndexTable, Operation, SessionConfig, Stream
 from gradwire.kernels import reference
-from gradwire.protocol.aggregation.terms import Operation, Stream, Table, Terms
 from gradwire.simulate.aggregation import AggregationSimulation
 
-WIDE = Table(4, tuple(2 * value for value in range(16)), 16)
-NARROW = Table(2, (0, 3, 8, 15), 8)
+WIDE = IndexTable(4, tuple(2 * value for value in range(16)), 16)
+NARROW = IndexTable(2, (0, 3, 8, 15), 8)
 
 
-def terms(world_size: int = 3, **options: object) -> Terms:
+def terms(world_size: int = 3, **options: object) -> SessionConfig:
     """Two sums in packets of 1,024 and a maximum; the last packets are short."""
     streams = (Stream(Operation.SUM, 2500, 0), Stream(Operation.MAXIMUM, 40), Stream(Operation.SUM, 130, 1))
-    return Terms(world_size, (WIDE, NARROW), streams, packet_elements=1024, **options)
+    return SessionConfig(world_size, (WIDE, NARROW), streams, packet_elements=1024, **options)
 
 
-def small_terms(world_size: int, **options: object) -> Terms:
+def small_terms(world_size: int, **options: object) -> SessionConfig:
     """A sum in two packets and a maximum."""
     streams = (Stream(Operation.SUM, 1100, 0), Stream(Operation.MAXIMUM, 3))
-    return Terms(world_size, (NARROW if world_size <= 17 else WIDE,), streams, packet_elements=1024, **options)
+    return SessionConfig(world_size, (NARROW if world_size <= 17 else WIDE,), streams, packet_elements=1024, **options)
 
 
-def payload(job: Terms, worker: int, round_: int, stream: int) -> np.ndarray | None:
+def payload(job: SessionConfig, worker: int, round_: int, stream: int) -> np.ndarray | None:
     """Drawn anew for each; now and then a worker has nothing."""
     draw = np.random.default_rng([worker, round_ % (1 << 62), stream])
     found = job.streams[stream]
@@ -36,7 +36,7 @@ def payload(job: Terms, worker: int, round_: int, stream: int) -> np.ndarray | N
     return draw.integers(0, 256, job.payload_bytes(stream, found.size), np.uint8)
 
 
-def expected(job: Terms, round_: int, stream: int, place: slice, workers: list[int]) -> np.ndarray:
+def expected(job: SessionConfig, round_: int, stream: int, place: slice, workers: list[int]) -> np.ndarray:
     """What these workers' contributions make of some elements: a model without packets."""
     found, lanes = job.streams[stream], job.lanes(stream)
     made = [payload(job, worker, round_, stream) for worker in workers]
@@ -49,7 +49,7 @@ def expected(job: Terms, round_: int, stream: int, place: slice, workers: list[i
     return total[place]
 
 
-def simulation(job: Terms, rounds, faults, seed: int, **options) -> AggregationSimulation:
+def simulation(job: SessionConfig, rounds, faults, seed: int, **options) -> AggregationSimulation:
     return AggregationSimulation(
         job, lambda worker, round_, stream: payload(job, worker, round_, stream), rounds, faults, seed, **options
     )

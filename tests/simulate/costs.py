@@ -2,13 +2,13 @@
 
 from gradwire.compressors.base.registry import make
 from gradwire.core.spec import TensorSpec
-from gradwire.simulate import Gradient
-from gradwire.sync.costs import FREE, CodecCosts, Costs, Line, LinkCosts
+from gradwire.planner.costs import FREE, CodecCosts, Costs, LinearCost, LinkCosts
+from gradwire.simulate import SimulatedGradient
 
-DENSE = CodecCosts(FREE, FREE, FREE, Line(0.0, 4.0))
+DENSE = CodecCosts(FREE, FREE, FREE, LinearCost(0.0, 4.0))
 
 
-def costs(task: float = 0.0, add: Line = FREE, frame: Line = FREE, **codecs: CodecCosts) -> Costs:
+def costs(task: float = 0.0, add: LinearCost = FREE, frame: LinearCost = FREE, **codecs: CodecCosts) -> Costs:
     """Frames without headers, dense gradients that cost the processor nothing, and the codecs of a test."""
     links = (LinkCosts(0.0, 0.0),)
     return Costs(1, links, {"none": DENSE, **codecs}, add=add, task=task, frame=frame, frame_bytes=0.0)
@@ -19,10 +19,12 @@ def onebit(encode: float = 0.0, decode: float = 0.0) -> CodecCosts:
     sizes = (1024, 1 << 20)
     nbytes = [make("onebit").max_encoded_bytes(TensorSpec((size,))) for size in sizes]
     slope = (nbytes[1] - nbytes[0]) / (sizes[1] - sizes[0])
-    line = Line(max(0.0, nbytes[0] - slope * sizes[0]), slope)
-    return CodecCosts(Line(0.0, encode), Line(0.0, decode), Line(0.0, decode), line)
+    line = LinearCost(max(0.0, nbytes[0] - slope * sizes[0]), slope)
+    return CodecCosts(LinearCost(0.0, encode), LinearCost(0.0, decode), LinearCost(0.0, decode), line)
 
 
-def gradients(*numels: int, ready: float = 0.0) -> list[Gradient]:
+def gradients(*numels: int, ready: float = 0.0) -> list[SimulatedGradient]:
     """Matrices of so many elements, all ready at once."""
-    return [Gradient(f"layer{index}.weight", (numel // 1024, 1024), ready) for index, numel in enumerate(numels)]
+    return [
+        SimulatedGradient(f"layer{index}.weight", (numel // 1024, 1024), ready) for index, numel in enumerate(numels)
+    ]

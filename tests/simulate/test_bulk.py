@@ -5,8 +5,8 @@ import json
 import pytest
 
 from gradwire.core.errors import OptionError
-from gradwire.simulate import Bulk, Cluster, Link, Straggler, step
-from gradwire.sync.costs import Line
+from gradwire.planner.costs import LinearCost
+from gradwire.simulate import Bulk, Cluster, SimulatedLink, Straggler, step
 from tests.simulate.costs import costs, gradients, onebit
 
 RATE = 1e9
@@ -19,7 +19,7 @@ def run(tensors, cluster, known=None, bulk=None, **options):
 
 
 def link(**options):
-    return Link(RATE, header_bytes=0, **options)
+    return SimulatedLink(RATE, header_bytes=0, **options)
 
 
 @pytest.mark.parametrize(("bulk", "worse"), [(ALONE, 1.001), (COORDINATED, 1.1)])
@@ -44,7 +44,7 @@ def test_messages_of_a_batch_take_their_overhead_once(bulk):
 
 def test_the_processor_takes_in_a_batch_as_one_frame():
     tensors, cluster = gradients(*[16384] * 50), Cluster(2, link())
-    known = costs(frame=Line(1e-3, 0.0))
+    known = costs(frame=LinearCost(1e-3, 0.0))
     plain = run(tensors, cluster, known, strategy="allgather")
     assert plain.seconds >= 2 * 50 * 1e-3
     # Senders make 50 frames as before; what they hold back until a batch is full arrives as few.
@@ -101,6 +101,6 @@ def test_what_cannot_be_coordinated_is_refused():
     with pytest.raises(OptionError, match="ranks_per_node=1"):
         run(gradients(16384), Cluster(4, link(), ranks_per_node=2), bulk=COORDINATED)
     with pytest.raises(OptionError, match=r"Line\(seconds, 0\)"):
-        run(gradients(16384), Cluster(4, link()), costs(frame=Line(1e-6, 1e-9)), COORDINATED)
+        run(gradients(16384), Cluster(4, link()), costs(frame=LinearCost(1e-6, 1e-9)), COORDINATED)
     with pytest.raises(OptionError, match="threshold above 0"):
         Bulk(threshold_bytes=0)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from gradwire.simulate import Cluster, Link, step
-from gradwire.sync.costs import Line
+from gradwire.planner.costs import LinearCost
+from gradwire.simulate import Cluster, SimulatedLink, step
 from tests.simulate.costs import costs, gradients, onebit
 
 RATE = 1e9
@@ -18,14 +18,14 @@ def seconds(ranks, strategy, link, known=None, cores=None):
 
 def test_packets_carry_headers_and_are_acknowledged():
     # Both directions are full: of 1,448 bytes each carries 66 of headers, and 33 of an acknowledgement back.
-    found = seconds(2, "allgather", Link(RATE)).seconds
+    found = seconds(2, "allgather", SimulatedLink(RATE)).seconds
     wire = NBYTES * (1 + 1.5 * HEADERS / SEGMENT) * 8 / RATE
     assert found == pytest.approx(wire, rel=0.002)
 
 
 def test_acknowledgements_alone_delay_nobody():
     # A small tensor goes to its owner, and the mean back: one direction at a time.
-    link = Link(RATE)
+    link = SimulatedLink(RATE)
     result = step(gradients(1024), "none", Cluster(2, link), costs(), strategy="scatter_reduce")
     message = 4096 * link.seconds_a_byte + link.header_seconds
     assert result.seconds == pytest.approx(2 * message, rel=0.01)
@@ -35,21 +35,21 @@ def test_acknowledgements_alone_delay_nobody():
 def test_ranks_on_shared_cores_wait_for_the_kernels_work_for_all(cores):
     # A frame's bytes cost each end the same; the wire costs nothing.
     per_byte, ranks = 1e-9, 8
-    result = seconds(ranks, "allgather", Link(None), costs(frame=Line(0.0, per_byte)), cores)
+    result = seconds(ranks, "allgather", SimulatedLink(None), costs(frame=LinearCost(0.0, per_byte)), cores)
     work = 2 * ranks * (ranks - 1) * NBYTES * per_byte
     assert result.processor_seconds == pytest.approx(work, rel=1e-6)
     assert result.seconds == pytest.approx(work / cores, rel=0.1)
 
 
 def test_processors_of_all_ranks_count_tasks_and_frames():
-    result = seconds(4, "allgather", Link(None), costs(1e-3, frame=Line(1e-3, 1e-15)))
+    result = seconds(4, "allgather", SimulatedLink(None), costs(1e-3, frame=LinearCost(1e-3, 1e-15)))
     # A rank encodes and decodes once, and sends and receives three frames, with a task for each.
     assert result.processor_seconds == pytest.approx(4 * (2 + 3 + 3 + 6) * 1e-3, rel=1e-3)
 
 
 def test_a_thread_that_has_waited_takes_a_moment_to_wake():
     wake, latency = 1e-4, 1e-3
-    cluster = Cluster(2, Link(None, latency), wake_seconds=wake)
+    cluster = Cluster(2, SimulatedLink(None, latency), wake_seconds=wake)
     result = step(gradients(ELEMENTS), "none", cluster, costs(), strategy="allgather")
     # To encode, and again to decode what has arrived; the send follows the encode at once.
     assert result.seconds == pytest.approx(latency + 2 * wake)
@@ -60,7 +60,7 @@ def test_a_thread_with_more_to_do_keeps_its_core():
     # Eight ranks with four tensors each on one core: each wakes up once to encode all of its own, and once to decode.
     wake, encode = 1e-3, 1e-4
     known = costs(onebit=onebit(encode=encode / ELEMENTS))
-    cluster = Cluster(8, Link(None, 1.0), cores=1, wake_seconds=wake)
+    cluster = Cluster(8, SimulatedLink(None, 1.0), cores=1, wake_seconds=wake)
     result = step(gradients(*[ELEMENTS] * 4), "onebit", cluster, known, strategy="allgather")
     encoded = 8 * (wake + 4 * encode)
     assert result.seconds == pytest.approx(1.0 + encoded + 8 * wake, abs=2 * wake)

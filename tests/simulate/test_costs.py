@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from gradwire.compressors.base.registry import make
+from gradwire.planner.costs import Costs, LinearCost
 from gradwire.simulate.frames import measure_frame
 from gradwire.simulate.machine import machine_costs
 from gradwire.simulate.prices import PriceList
 from gradwire.simulate.recording import Work
-from gradwire.sync.costs import Costs, Line
 from gradwire.wire.frame import FrameKind
 from tests.simulate.costs import costs, onebit
 
@@ -73,14 +73,14 @@ def test_frames_have_the_compressors_own_sizes():
 
 
 def test_a_merge_takes_in_each_message_and_encodes_the_sum():
-    known = costs(1e-6, add=Line(0.0, 1e-9), onebit=onebit(encode=2e-9, decode=5e-9))
+    known = costs(1e-6, add=LinearCost(0.0, 1e-9), onebit=onebit(encode=2e-9, decode=5e-9))
     prices = PriceList(make("onebit"), known, torch.float32)
     seconds = prices.seconds(work("merge", FrameKind.PAYLOAD, FrameKind.PAYLOAD, 3), (1000,))
     assert seconds == pytest.approx(1e-6 + 3 * 5e-6 + 1e-6 + 2e-6)
 
 
 def test_the_processor_pays_for_a_frame_once_however_it_is_cut():
-    known = costs(1e-6, frame=Line(1e-5, 1e-9))
+    known = costs(1e-6, frame=LinearCost(1e-5, 1e-9))
     prices = PriceList(make("none"), known, torch.float32)
     whole = prices.seconds(work("recv", FrameKind.PAYLOAD), (1 << 20,))
     piece = prices.seconds(work("recv", FrameKind.PAYLOAD, share=0.25), (1 << 20,))
@@ -89,6 +89,6 @@ def test_the_processor_pays_for_a_frame_once_however_it_is_cut():
 
 
 def test_a_frame_that_costs_the_same_whatever_its_size_stays_whole():
-    prices = PriceList(make("none"), costs(1e-6, frame=Line(1e-5, 0.0)), torch.float32)
+    prices = PriceList(make("none"), costs(1e-6, frame=LinearCost(1e-5, 0.0)), torch.float32)
     assert not prices.carries
     assert prices.seconds(work("send", FrameKind.PAYLOAD), (1 << 20,)) == pytest.approx(1.1e-5)

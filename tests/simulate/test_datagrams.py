@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from gradwire.simulate.datagrams import Arrival, DatagramNetwork, Faults
+from gradwire.simulate.datagrams import DatagramArrival, DatagramNetwork, Faults
 
 FAULTS = Faults(loss=0.2, duplicate=0.2, truncate=0.1, corrupt=0.1, spread=0.01)
 
 
-def arrivals(network: DatagramNetwork, count: int) -> list[Arrival]:
+def arrivals(network: DatagramNetwork, count: int) -> list[DatagramArrival]:
     for number in range(count):
         network.send(number % 3, bytes([number % 256]) * 50)
     found = []

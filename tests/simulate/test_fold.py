@@ -3,12 +3,12 @@
 import pytest
 
 from gradwire.core.errors import OptionError
-from gradwire.simulate import Cluster, Compute, Link, Straggler, gradients_of, models, step
-from gradwire.sync.costs import Line
+from gradwire.planner.costs import LinearCost
+from gradwire.simulate import Cluster, Compute, SimulatedLink, Straggler, gradients_of, models, step
 from tests.simulate.costs import costs, gradients, onebit
 
-LINK = Link(1e9, 20e-6)
-KNOWN = costs(20e-6, add=Line(1e-6, 2e-10), onebit=onebit(3e-10, 3e-10))
+LINK = SimulatedLink(1e9, 20e-6)
+KNOWN = costs(20e-6, add=LinearCost(1e-6, 2e-10), onebit=onebit(3e-10, 3e-10))
 
 
 def both(tensors, method, cluster, compute=None, **options):

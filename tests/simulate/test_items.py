@@ -1,15 +1,15 @@
-"""What travels together: bundles, batches and buckets, against closed forms and the synchroniser itself."""
+"""What travels together: bundles, batches and buckets, against closed forms and the synchronizer itself."""
 
 import pytest
 import torch
 
 from gradwire.compressors.base.registry import make
 from gradwire.core.spec import TensorSpec
-from gradwire.simulate import Cluster, Gradient, Link, step
+from gradwire.simulate import Cluster, SimulatedGradient, SimulatedLink, step
 from gradwire.simulate.items import items_of
-from gradwire.sync.batch import BATCH_BYTES
+from gradwire.sync.dense_fusion import BATCH_BYTES
 from gradwire.sync.plan import Plan
-from gradwire.sync.synchronizer import Shard
+from gradwire.sync.synchronizer import GradientSlice
 from gradwire.wire.frame import HEADER_BYTES
 from tests.simulate.costs import costs, gradients, onebit
 from tests.sync.harness import ranks
@@ -20,7 +20,7 @@ MARK = 4  # bytes of a tensor in a bundle's message, beside its payload
 
 
 def cluster(world_size, **options):
-    return Cluster(world_size, Link(RATE, header_bytes=0), **options)
+    return Cluster(world_size, SimulatedLink(RATE, header_bytes=0), **options)
 
 
 def payload(numel):
@@ -28,7 +28,7 @@ def payload(numel):
 
 
 def vectors(*counts, ready=0.0):
-    return [Gradient(f"layer{index}.bias", (count,), ready * index) for index, count in enumerate(counts)]
+    return [SimulatedGradient(f"layer{index}.bias", (count,), ready * index) for index, count in enumerate(counts)]
 
 
 def names(tensors, plan, bucket_bytes=None):
@@ -57,7 +57,7 @@ def test_the_owner_of_a_small_tensor_takes_it_whole():
 def test_a_bundle_takes_one_task_and_each_of_its_codecs():
     known = costs(1e-3, onebit=onebit(encode=1e-7, decode=1e-7))
     tensors = gradients(*[16384] * 8)
-    one = step(tensors, "onebit", Cluster(2, Link(None)), known, bucket_bytes=1 << 30, strategy="allgather")
+    one = step(tensors, "onebit", Cluster(2, SimulatedLink(None)), known, bucket_bytes=1 << 30, strategy="allgather")
     # Encode, send, recv and decode; a payload of each of two ranks is decoded.
     assert one.seconds == pytest.approx(4e-3 + 8 * 16384 * 3e-7, rel=0.02)
 
@@ -70,7 +70,7 @@ def test_large_tensors_of_a_bucket_are_cut_as_ever():
 
 
 def test_a_bucket_is_handed_over_with_its_last_gradient():
-    tensors = [Gradient(f"{index}.weight", (1024, 1024), float(index)) for index in range(4)]
+    tensors = [SimulatedGradient(f"{index}.weight", (1024, 1024), float(index)) for index in range(4)]
     assert names(tensors, Plan("none"), 8 << 20) == [
         ("0.weight", 2.0),
         ("1.weight", 2.0),
@@ -90,10 +90,10 @@ def test_small_dense_tensors_leave_when_a_batch_is_full():
 
 
 @pytest.mark.parametrize("strategy", ["scatter_reduce", "allgather"])
-def test_the_synchroniser_sends_the_same_bytes(strategy):
+def test_the_synchronizer_sends_the_same_bytes(strategy):
     # Bundled, cut, and batched in two messages: matrices in the order of backward, each with its vector.
     shapes = [(128, 512), (9000,), (64, 256), (9000,), (1024, 256), (100,)]
-    tensors = [Gradient(f"tensor{index}", shape) for index, shape in enumerate(shapes)]
+    tensors = [SimulatedGradient(f"tensor{index}", shape) for index, shape in enumerate(shapes)]
     plan = Plan("onebit", strategy=strategy)
     simulated = step(tensors, plan, cluster(4), KNOWN, bucket_bytes=1 << 30)
     registered = {each.name: each.spec for each in reversed(tensors)}
@@ -101,7 +101,7 @@ def test_the_synchroniser_sends_the_same_bytes(strategy):
 
         def run(synchronizer):
             synchronizer.begin_step()
-            synchronizer.submit([Shard(each.name, torch.ones(each.shape)) for each in tensors])
+            synchronizer.submit([GradientSlice(each.name, torch.ones(each.shape)) for each in tensors])
             synchronizer.wait()
             return sum(synchronizer._around.transport.sent_bytes)
 

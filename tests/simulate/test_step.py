@@ -4,9 +4,10 @@ import pytest
 
 from gradwire.compressors.base.registry import make
 from gradwire.core.errors import OptionError
-from gradwire.simulate import Cluster, Compute, Gradient, Link, Straggler, gradients_of, models, step
-from gradwire.sync.costs import CodecCosts, Line
-from gradwire.sync.plan import Plan, PlanEntry
+from gradwire.planner.costs import CodecCosts, LinearCost
+from gradwire.simulate import Cluster, Compute, SimulatedGradient, SimulatedLink, Straggler, gradients_of, models, step
+from gradwire.sync.plan import Plan
+from gradwire.sync.plan_entry import PlanEntry
 from tests.simulate.costs import costs, gradients, onebit
 
 RATE = 1e9  # bits a second
@@ -17,7 +18,7 @@ ALPHA = 100e-6
 
 
 def cluster(ranks, latency=0.0, **options):
-    return Cluster(ranks, Link(RATE, latency, header_bytes=0), **options)
+    return Cluster(ranks, SimulatedLink(RATE, latency, header_bytes=0), **options)
 
 
 def closed_form(strategy, ranks, nbytes=NBYTES, alpha=ALPHA):
@@ -78,7 +79,7 @@ def test_a_rank_of_half_the_speed_computes_and_encodes_twice_as_long():
 
 
 def test_communication_hides_behind_the_backward():
-    tensors = [Gradient(f"{index}.weight", (1024, 1024), 0.1 * index) for index in range(4)]
+    tensors = [SimulatedGradient(f"{index}.weight", (1024, 1024), 0.1 * index) for index in range(4)]
     one = closed_form("ring", 4, alpha=0)
     assert one < 0.1
     result = step(tensors, "none", cluster(4), costs(), Compute(0.0, 0.3))
@@ -98,7 +99,7 @@ def test_encodes_pass_beside_the_wire():
 
 def test_frames_that_cost_the_processor_time_are_pipelined_with_the_wire():
     # A copy at each end, each as fast as the wire: pieces of a large frame pass through all three at once.
-    carried = costs(frame=Line(0.0, SECONDS_A_BYTE))
+    carried = costs(frame=LinearCost(0.0, SECONDS_A_BYTE))
     result = step(gradients(4 * ELEMENTS), "none", cluster(2), carried, strategy="allgather")
     free = step(gradients(4 * ELEMENTS), "none", cluster(2), costs(), strategy="allgather")
     # The transport's thread sends one frame and receives the other, so it is what sets the pace.
@@ -119,7 +120,7 @@ def test_one_rank_waits_for_nobody():
 
 
 def test_nodes_share_a_link():
-    inner = Link(None)
+    inner = SimulatedLink(None)
     flat = step(gradients(ELEMENTS), "none", cluster(8), costs(), strategy="scatter_reduce").seconds
     nodes = cluster(8, ranks_per_node=4, inner=inner)
     shared = step(gradients(ELEMENTS), "none", nodes, costs(), strategy="scatter_reduce").seconds
@@ -128,7 +129,7 @@ def test_nodes_share_a_link():
 
 
 def test_gradients_out_of_order_are_refused():
-    tensors = [Gradient("a.weight", (1024, 1024), 0.2), Gradient("b.weight", (1024, 1024), 0.1)]
+    tensors = [SimulatedGradient("a.weight", (1024, 1024), 0.2), SimulatedGradient("b.weight", (1024, 1024), 0.1)]
     with pytest.raises(OptionError, match="sort them"):
         step(tensors, "none", cluster(2), costs(), Compute(0.0, 0.3))
 
@@ -144,7 +145,7 @@ def test_a_trace_has_every_rank_and_what_it_did(tmp_path):
 
 @pytest.mark.parametrize("per_node", [2, 4])
 def test_hierarchical_sends_compressed_between_nodes_and_dense_within(per_node):
-    nodes = cluster(8, ranks_per_node=per_node, inner=Link(10 * RATE, header_bytes=0))
+    nodes = cluster(8, ranks_per_node=per_node, inner=SimulatedLink(10 * RATE, header_bytes=0))
     result = step(gradients(ELEMENTS), "none", nodes, costs(), strategy="hierarchical")
     # Of each of 8 parts a rank sends its gradient to the owner on its node, or as the owner the mean to the others;
     # the owners, one a node, scatter and gather.
@@ -166,8 +167,8 @@ def test_hierarchical_with_a_rank_a_node_is_scatter_reduce():
 
 
 def test_small_tensors_travel_together_by_kind_and_cast_ones_at_half_the_bytes():
-    known = costs(bf16=CodecCosts(Line(0, 0), Line(0, 0), Line(0, 0), Line(0, 2)))
-    tensors = [Gradient(f"b{index}", (4096,)) for index in range(4)]
+    known = costs(bf16=CodecCosts(LinearCost(0, 0), LinearCost(0, 0), LinearCost(0, 0), LinearCost(0, 2)))
+    tensors = [SimulatedGradient(f"b{index}", (4096,)) for index in range(4)]
     cast, dense = (PlanEntry(make(name), batched=True) for name in ("bf16", "none"))
     for entries, num_bytes in (([dense] * 4, 16), ([cast] * 4, 8), ([cast, dense, cast, dense], 12)):
         plan = Plan.of_entries({tensor.name: entry for tensor, entry in zip(tensors, entries)})

@@ -1,7 +1,7 @@
 """An aggregator within one process, exact and slow, whose latecomers a test chooses.
 
 Sums are of 64 bits and in one place; who is late, in which packet of which round, is a function. For tests of what
-ranks make of its replies; the servers of `gradwire.protocol.aggregation` have tests of their own.
+ranks make of its replies; the servers of `gradwire.aggregator` have tests of their own.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from datetime import timedelta
 
 import numpy as np
 
+import gradwire.aggregator.strategy  # noqa: F401  # registers itself
+from gradwire.aggregator.interface import Aggregation, Reply
+from gradwire.aggregator.service import Aggregator
+from gradwire.aggregator.session import Operation, SessionConfig
 from gradwire.core.errors import SyncError
 from gradwire.kernels import reference
-from gradwire.protocol.aggregation.interface import Aggregation, Reply
-from gradwire.protocol.aggregation.terms import Operation, Terms
-from gradwire.sync.aggregator import Aggregator
 from gradwire.wire.frame import FrameFlags
 
 Late = Callable[[int, int, int, int], bool]
@@ -41,7 +42,7 @@ class Room:
 
     def __init__(self, late: Late = lambda *_: False) -> None:
         self.late = late
-        self.terms: Terms | None = None
+        self.terms: SessionConfig | None = None
         self.replies: list[tuple[int, int, Reply]] = []  # round, stream
         self._rounds: dict[tuple[int, int], _Round] = {}
         self._lock = threading.Lock()
@@ -125,8 +126,8 @@ class InRoom(Aggregator):
 
     room: Room = field(default_factory=Room)
 
-    def connect(
-        self, terms: Terms, rank: int, session: int, timeout: timedelta, stall_timeout: timedelta
+    def client(
+        self, terms: SessionConfig, rank: int, session: int, timeout: timedelta, stall_timeout: timedelta
     ) -> Aggregation:
         return _Guest(self.room, terms, rank)
 
@@ -134,7 +135,7 @@ class InRoom(Aggregator):
 class _Guest(Aggregation):
     """A rank in a room."""
 
-    def __init__(self, room: Room, terms: Terms, rank: int) -> None:
+    def __init__(self, room: Room, terms: SessionConfig, rank: int) -> None:
         assert room.terms in (None, terms), "all ranks say the same"
         room.terms = self.terms = terms
         self.rank = rank

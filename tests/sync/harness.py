@@ -11,15 +11,15 @@ from typing import Any
 
 import torch.distributed as dist
 
+from gradwire.net.memory import MemoryNetwork
 from gradwire.sync.group import GroupInfo
 from gradwire.sync.synchronizer import Synchronizer
-from gradwire.transport.memory import MemoryNetwork
 
 _names = itertools.count()
 
 
 class Ranks:
-    """Synchronisers of one group, and `each` to run a function on all of them at once."""
+    """Synchronizers of one group, and `each` to run a function on all of them at once."""
 
     def __init__(self, synchronizers: list[Synchronizer], pool: ThreadPoolExecutor, network: MemoryNetwork) -> None:
         self.synchronizers = synchronizers
@@ -44,7 +44,7 @@ class Ranks:
 
 @contextmanager
 def ranks(world_size: int, plan: Any, *, timeout: float = 10.0, **options: Any) -> Iterator[Ranks]:
-    """`world_size` synchronisers over an in-memory network; `plan`, `nodes` and `server` may be functions of the rank.
+    """`world_size` synchronizers over an in-memory network; `plan`, `nodes` and `server` may be functions of the rank.
 
     Unless told otherwise, two ranks share a node, where there are more than two.
     """

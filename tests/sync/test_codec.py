@@ -9,14 +9,14 @@ import torch
 import gradwire as gw
 from gradwire.core.errors import SyncError
 from gradwire.core.spec import ELEMENT_TYPES
-from gradwire.feedback.residuals import Residuals
+from gradwire.residuals.transaction import Residuals
 from gradwire.sync.codec import EMPTY, AccumulatorCodec, LossyCodec, make_codec
-from gradwire.sync.item import Item, Message, Part
-from gradwire.sync.plan import PlanEntry
+from gradwire.sync.job import Chunk, EncodedChunk, TensorJob
+from gradwire.sync.plan_entry import PlanEntry
 from gradwire.wire.frame import FrameFlags, FrameKind
 
 NUMEL, WORLD_SIZE = 3000, 3
-PART = Part(0, 0, NUMEL)
+PART = Chunk(0, 0, NUMEL)
 PRESENT, USED = FrameFlags.PRESENT, FrameFlags.PRESENT | FrameFlags.USED
 SHARED = gw.make("int8shared", stochastic=False)
 MATRIX = [("none", "none"), ("threelc", "error"), ("onebit", "error"), ("topk", "error"), ("int8", "none")]
@@ -28,7 +28,7 @@ def gradient(rank: int) -> torch.Tensor:
 
 def codec(rank: int, compressor: object, feedback: str = "none", *, used: bool = True) -> LossyCodec:
     values = gradient(rank) if used else torch.zeros(NUMEL)
-    item = Item("fc.weight", 0, values, PlanEntry(compressor, feedback=feedback), 0, 1, used=used)  # type: ignore[arg-type]
+    item = TensorJob("fc.weight", 0, values, PlanEntry(compressor, feedback=feedback), 0, 1, used=used)  # type: ignore[arg-type]
     return make_codec(item, Residuals(), rank, WORLD_SIZE, seed=5)
 
 
@@ -41,7 +41,7 @@ def shared(used: tuple[bool, ...] = (True, True, True)) -> list[LossyCodec]:
     return codecs
 
 
-def broken(message: Message, body: np.ndarray) -> Message:
+def broken(message: EncodedChunk, body: np.ndarray) -> EncodedChunk:
     return message._replace(body=body)
 
 
@@ -57,7 +57,7 @@ def test_an_unused_gradient_is_an_empty_message_and_leaves_the_residual_alone(na
 
 
 def test_where_no_rank_used_the_parameter_the_mean_is_zero() -> None:
-    nobody = Message(FrameKind.PAYLOAD, PRESENT, EMPTY, 1)
+    nobody = EncodedChunk(FrameKind.PAYLOAD, PRESENT, EMPTY, 1)
     for each in (codec(0, gw.make("none"), used=False), shared((False, False, False))[0]):
         merged = each.merge(PART, [nobody], 1)
         assert not merged.used

@@ -10,11 +10,11 @@ import pytest
 import gradwire as gw
 from gradwire.core.errors import OptionError, UnknownNameError
 from gradwire.sync import drawing
-from gradwire.sync.plan import PlanEntry
-from gradwire.sync.strategies import STRATEGIES
+from gradwire.sync.plan_entry import PlanEntry
+from gradwire.sync.strategies import peer_strategies
 
 
-@pytest.mark.parametrize("strategy", sorted(STRATEGIES))
+@pytest.mark.parametrize("strategy", peer_strategies())
 @pytest.mark.parametrize("compressor", ["onebit", "int8shared"])
 def test_tables_and_drawings_hold_every_task_and_dependency(strategy: str, compressor: str) -> None:
     graph = drawing.graph_of(PlanEntry(gw.make(compressor), strategy, 2), 4, 1, 2)

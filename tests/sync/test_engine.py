@@ -18,12 +18,12 @@ import pytest
 
 from gradwire.core.errors import FrameError, PeerFailedError, PeerLostError, PeerTimeoutError, SyncError
 from gradwire.core.events import Event, EventStream
+from gradwire.net.memory import MemoryNetwork
 from gradwire.sync import engine as engine_module
 from gradwire.sync.engine import Engine
 from gradwire.sync.graph import FrameKey, TaskGraph
-from gradwire.transport.memory import MemoryNetwork
 from gradwire.wire.frame import HEADER_BYTES, FrameKind, Header
-from tests.transport.recorder import Recorder, body, header, start, until
+from tests.net.recorder import Recorder, body, header, start, until
 
 PATIENCE = 30.0  # seconds; far beyond what anything here takes
 

@@ -37,7 +37,7 @@ def test_a_process_group_is_looked_up() -> None:
         dist.destroy_process_group()
 
 
-def test_synchronisers_are_counted_by_group_and_rank() -> None:
+def test_synchronizers_are_counted_by_group_and_rank() -> None:
     store = dist.HashStore()
     first, again, other = (GroupInfo(0, 2, store, name) for name in ("counted", "counted", "counted too"))
     peer = GroupInfo(1, 2, store, "counted")

@@ -12,7 +12,7 @@ import gradwire as gw
 from gradwire.core.spec import TensorSpec
 from gradwire.sync.plan import Plan
 from gradwire.sync.strategies.hierarchical import owners_of
-from gradwire.sync.synchronizer import Shard, Synchronizer
+from gradwire.sync.synchronizer import GradientSlice, Synchronizer
 from tests.sync.harness import Ranks, ranks
 
 NUMEL = 20 * 1024
@@ -25,7 +25,7 @@ def gradient(rank: int, step: int, numel: int = NUMEL) -> torch.Tensor:
 def take_step(one: Synchronizer, step: int, *, used: bool = True, numel: int = NUMEL) -> torch.Tensor:
     one.begin_step()
     grad = gradient(one.rank, step, numel) if used else torch.zeros(numel)
-    one.submit([Shard("w", grad.view(64, -1), used=used)])
+    one.submit([GradientSlice("w", grad.view(64, -1), used=used)])
     one.commit()
     return grad
 
@@ -149,7 +149,7 @@ def test_tensors_that_come_later_and_batches_go_the_same_way() -> None:
     def run(one: Synchronizer) -> list[torch.Tensor]:
         one.begin_step()
         tensors = {name: torch.full(shape, float(one.rank)) for name, shape in SHAPES.items()}
-        one.submit([Shard(name, tensor) for name, tensor in tensors.items()])
+        one.submit([GradientSlice(name, tensor) for name, tensor in tensors.items()])
         one.commit()
         return list(tensors.values())
 

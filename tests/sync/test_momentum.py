@@ -10,11 +10,12 @@ import torch.distributed as dist
 import gradwire as gw
 from gradwire.core.errors import OptionError
 from gradwire.core.spec import TensorSpec
-from gradwire.feedback import MomentumCorrection
+from gradwire.residuals import MomentumCorrection
 from gradwire.sync.group import GroupInfo
-from gradwire.sync.plan import Plan, PlanEntry
+from gradwire.sync.plan import Plan
+from gradwire.sync.plan_entry import PlanEntry
 from gradwire.sync.resize import resize_state
-from gradwire.sync.synchronizer import Shard, Synchronizer
+from gradwire.sync.synchronizer import GradientSlice, Synchronizer
 from tests.sync.harness import ranks
 
 SHAPES = {"embed": (60, 50), "large": (40, 100), "bias": (30,)}
@@ -36,7 +37,7 @@ def run(one: Synchronizer, steps: range) -> dict[str, torch.Tensor]:
     for step in steps:
         one.begin_step()
         grads = {name: gradient(name, one.rank, step) for name in SHAPES}
-        one.submit([Shard(name, grad) for name, grad in grads.items()])
+        one.submit([GradientSlice(name, grad) for name, grad in grads.items()])
         one.commit()
         for name, grad in grads.items():
             total[name] += grad

@@ -6,7 +6,8 @@ import torch
 import gradwire as gw
 from gradwire.core.errors import OptionError, OptionTypeError, UnknownNameError
 from gradwire.core.spec import TensorSpec
-from gradwire.sync.plan import Plan, PlanEntry
+from gradwire.sync.plan import Plan
+from gradwire.sync.plan_entry import PlanEntry
 
 MATRIX = TensorSpec((512, 512))
 
@@ -19,7 +20,7 @@ def test_blanket_rule_leaves_vectors_and_small_tensors_dense_in_a_batch() -> Non
         assert (entry.compressor.name, entry.feedback, entry.batched) == ("none", "none", True)
 
 
-def test_a_rule_that_names_a_tensor_is_honoured_for_every_size() -> None:
+def test_a_rule_that_names_a_tensor_is_honored_for_every_size() -> None:
     plan = Plan({"*.bias": "onebit", "*": "threelc"})
     entry = plan.entry("fc.bias", TensorSpec((10,)))
     assert (entry.compressor.name, entry.batched) == ("onebit", False)

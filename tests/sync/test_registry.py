@@ -14,11 +14,11 @@ from gradwire.compressors.base import SummableCompressor
 from gradwire.compressors.base.registry import code
 from gradwire.core.errors import FrameError
 from gradwire.core.spec import TensorSpec
-from gradwire.sync.batch import BATCH_FLAG
-from gradwire.sync.exchange import EXCHANGE_TENSOR
+from gradwire.sync.dense_fusion import BATCH_FLAG
+from gradwire.sync.exchange import EXCHANGE_TENSOR, PROBE_BYTES, PROBE_TENSOR
 from gradwire.sync.nodes import Nodes
-from gradwire.sync.plan import Plan, PlanEntry
-from gradwire.sync.probe import CHUNK_BYTES, PROBE_TENSOR
+from gradwire.sync.plan import Plan
+from gradwire.sync.plan_entry import PlanEntry
 from gradwire.sync.registry import TensorRegistry
 from gradwire.wire.frame import HEADER_BYTES, FrameFlags, FrameKind, Header
 
@@ -48,7 +48,7 @@ STATS = Header(FrameKind.STATS, compressor=INT8, dtype=2, tensor=2, count=2048, 
 LANES = Header(FrameKind.AGGREGATE, compressor=INT8, dtype=2, tensor=2, offset=1024, count=1000, length=2000)
 BATCH = Header(FrameKind.PAYLOAD, compressor=NONE, dtype=1, tensor=3 | BATCH_FLAG, count=BATCHED, length=4 * BATCHED)
 HASH = Header(FrameKind.STATS, tensor=EXCHANGE_TENSOR, count=1, length=8)
-PROBE = Header(FrameKind.STATS, tensor=PROBE_TENSOR, count=CHUNK_BYTES, length=CHUNK_BYTES)
+PROBE = Header(FrameKind.STATS, tensor=PROBE_TENSOR, count=PROBE_BYTES, length=PROBE_BYTES)
 FITTING = [DENSE, TERNARY_PAYLOAD, STATS, LANES, BATCH, HASH, PROBE]
 
 
@@ -92,7 +92,7 @@ def test_the_agreed_order_gives_the_numbers() -> None:
         (DENSE, {"kind": FrameKind.AGGREGATE}, "Expected no AGGREGATE frames of none"),
         (TERNARY_PAYLOAD, {"kind": FrameKind.AGGREGATE}, "Expected no AGGREGATE frames of threelc"),
         (DENSE, {"kind": FrameKind.HELLO}, "Expected no HELLO frames"),
-        (PROBE, {"length": CHUNK_BYTES + 1}, "Expected a probe of 65536 bytes or none"),
+        (PROBE, {"length": PROBE_BYTES + 1}, "Expected a probe of 65536 bytes or none"),
         (HASH, {"length": 5}, "Expected numbers of 8 bytes, got 5"),
         (HASH, {"length": 0}, "Expected numbers of 8 bytes, got 0"),
         (HASH, {"kind": FrameKind.PAYLOAD}, "Expected numbers of 8 bytes"),
@@ -135,7 +135,7 @@ def test_any_header_is_admitted_or_a_frame_error_and_bounds_what_is_allocated(he
         REGISTRY.admit(header)
     except FrameError:
         return
-    assert header.length <= max(CHUNK_BYTES, *(spec.nbytes * 2 for spec in SPECS.values()))
+    assert header.length <= max(PROBE_BYTES, *(spec.nbytes * 2 for spec in SPECS.values()))
     assert header.tensor in (EXCHANGE_TENSOR, PROBE_TENSOR) or (header.tensor & ~BATCH_FLAG) < len(SPECS)
 
 
@@ -176,7 +176,7 @@ def test_a_peer_may_be_two_whole_steps_ahead_by_bytes_and_by_frames() -> None:
 
 
 def test_a_peer_may_be_ahead_by_lanes_that_are_wider_than_payloads() -> None:
-    """Round a ring a neighbour sends the sums of a tensor nearly twice a step: here 16 bits each, of indices of 4."""
+    """Round a ring a neighbor sends the sums of a tensor nearly twice a step: here 16 bits each, of indices of 4."""
     made = TensorRegistry(Plan({"w": gw.make("thc", granularity=30)}, strategy="ring"), 64)
     made.add({"w": TensorSpec((1 << 24,))})
     assert made.early_bytes_limit() >= 2 * 2 * (2 << 24) * 63 // 64

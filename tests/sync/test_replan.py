@@ -8,7 +8,7 @@ import torch
 from gradwire.core.errors import DisagreementError, SyncError
 from gradwire.core.spec import TensorSpec
 from gradwire.sync.plan import Plan
-from gradwire.sync.synchronizer import Shard, Synchronizer
+from gradwire.sync.synchronizer import GradientSlice, Synchronizer
 from tests.sync.harness import ranks
 
 NUMEL = 9000
@@ -25,7 +25,7 @@ def plan(method: str, strategy: str, partitions: int = 1) -> Plan:
 def take_step(one: Synchronizer, step: int) -> torch.Tensor:
     one.begin_step()
     grad = gradient(one.rank, step)
-    one.submit([Shard("w", grad)])
+    one.submit([GradientSlice("w", grad)])
     one.wait()
     one.commit()
     return grad
@@ -99,7 +99,7 @@ def test_ranks_that_go_on_with_different_plans_all_learn_of_it() -> None:
 def test_not_in_the_middle_of_a_step() -> None:
     def run(one: Synchronizer) -> None:
         one.begin_step()
-        one.submit([Shard("w", gradient(one.rank, 0))])
+        one.submit([GradientSlice("w", gradient(one.rank, 0))])
         with pytest.raises(SyncError, match=r"Do: call commit\(\)"):
             one.replan(plan("none", "ring"))
 
@@ -118,7 +118,7 @@ def test_small_tensors_may_leave_their_batch_and_come_back() -> None:
             for step in range(3):
                 one.begin_step()
                 grads = [gradient(one.rank, step)[50 * index :][:50].clone() for index in range(3)]
-                one.submit([Shard(name, grad) for name, grad in zip(small, grads)])
+                one.submit([GradientSlice(name, grad) for name, grad in zip(small, grads)])
                 one.wait()
                 one.commit()
                 means.append(torch.cat(grads))

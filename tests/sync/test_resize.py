@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradwire.core.errors import OptionError
-from gradwire.core.spec import Range, TensorSpec
-from gradwire.feedback.residuals import ROLES, ResidualKey, Residuals
+from gradwire.core.spec import ElementRange, TensorSpec
+from gradwire.residuals.transaction import ROLES, ResidualKey, Residuals
 from gradwire.sync.plan import Plan
 from gradwire.sync.resize import resize_state
-from gradwire.sync.synchronizer import Shard, Synchronizer
+from gradwire.sync.synchronizer import GradientSlice, Synchronizer
 from tests.sync.harness import ranks
 
 SIZES = {"a": 2500, "b": 7}
@@ -39,7 +39,7 @@ def jobs(draw: st.DrawFn) -> list[dict[str, Any]]:
                 ends = draw(st.lists(st.integers(0, size), max_size=4, unique=True).map(sorted))
                 for start, end in zip(ends[::2], ends[1::2]):
                     values = source.normal(size=end - start).astype(np.float32)
-                    residuals.add(ResidualKey(name, Range(start, end - start), role), values)
+                    residuals.add(ResidualKey(name, ElementRange(start, end - start), role), values)
         states.append(state_of(rank, world_size, residuals))
     return states
 
@@ -84,8 +84,8 @@ def job(world_size: int, **others: Any) -> list[dict[str, Any]]:
     states = []
     for rank in range(world_size):
         residuals = Residuals()
-        residuals.add(ResidualKey("a", Range(0, 12)), np.full(12, rank + 1, np.float32))
-        residuals.add(ResidualKey("b", Range(rank, 1), "aggregate"), np.array([10.0], np.float32))
+        residuals.add(ResidualKey("a", ElementRange(0, 12)), np.full(12, rank + 1, np.float32))
+        residuals.add(ResidualKey("b", ElementRange(rank, 1), "aggregate"), np.array([10.0], np.float32))
         states.append(state_of(rank, world_size, residuals, **others))
     return states
 
@@ -138,7 +138,7 @@ def test_states_that_do_not_belong_together_are_refused(states: Any, world_size:
         resize_state(states, world_size)
 
 
-# -- with synchronisers --------------------------------------------------------------------------------------------
+# -- with synchronizers --------------------------------------------------------------------------------------------
 
 NUMEL = 9000
 STEPS = 5
@@ -168,7 +168,7 @@ def test_applied_and_kept_back_are_what_was_produced(method: str, strategy: str,
                 one.replan(Plan({"w": "none"}))
             one.begin_step()
             mean = gradient(phase, one.rank, step)
-            one.submit([Shard("w", mean)])
+            one.submit([GradientSlice("w", mean)])
             one.commit()
             seen += mean
         return one.state_dict(), seen

@@ -9,7 +9,7 @@ import torch
 
 import gradwire as gw
 from gradwire.sync.plan import Plan
-from gradwire.sync.synchronizer import Shard, Synchronizer
+from gradwire.sync.synchronizer import GradientSlice, Synchronizer
 from tests.contracts.compressor_cases import bits
 from tests.sync.harness import ranks
 
@@ -34,7 +34,7 @@ def train(one: Synchronizer, steps: range) -> list[dict[str, Any]]:
         grads = gradients(one.rank, step)
         one.begin_step()
         sent.clear()
-        one.submit([Shard(name, grad) for name, grad in grads.items()])
+        one.submit([GradientSlice(name, grad) for name, grad in grads.items()])
         one.commit()
         found.append({"means": grads, "bytes": sum(sent)})
     return found
@@ -109,7 +109,7 @@ def test_a_step_that_is_not_finite_leaves_no_table() -> None:
         grads = gradients(one.rank, 0)
         grads["embedding"][0, 0] = torch.inf
         one.begin_step()
-        one.submit([Shard(name, grad) for name, grad in grads.items()])
+        one.submit([GradientSlice(name, grad) for name, grad in grads.items()])
         one.commit()
         return list(tables_of(one.state_dict()))
 
@@ -122,7 +122,7 @@ def test_a_mean_that_is_all_but_zero_says_nothing_of_what_comes() -> None:
         grads = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
         grads["embedding"][0] = gradients(one.rank, 0)["layer"].reshape(-1)[:100]
         one.begin_step()
-        one.submit([Shard(name, grad) for name, grad in grads.items()])
+        one.submit([GradientSlice(name, grad) for name, grad in grads.items()])
         one.commit()
         return list(tables_of(one.state_dict()))
 
@@ -134,7 +134,7 @@ def test_what_is_submitted_once_more_in_a_step_is_not_counted_again() -> None:
     def tables(one: Synchronizer, times: int) -> dict[str, torch.Tensor]:
         one.begin_step()
         for again in range(times):
-            one.submit([Shard(name, grad) for name, grad in gradients(one.rank, again).items()])
+            one.submit([GradientSlice(name, grad) for name, grad in gradients(one.rank, again).items()])
         one.commit()
         found: dict[str, torch.Tensor] = tables_of(one.state_dict())
         return found
@@ -151,7 +151,7 @@ def test_ranges_of_a_tensor_count_as_well() -> None:
         grad = gradients(one.rank, 0)["embedding"].reshape(-1)
         one.register({"embedding": gw.TensorSpec(SHAPES["embedding"], torch.float32)})
         one.begin_step()
-        one.submit([Shard("embedding", grad[:16_384])])
+        one.submit([GradientSlice("embedding", grad[:16_384])])
         one.commit()
         table: torch.Tensor = tables_of(one.state_dict())["embedding"]
         return table

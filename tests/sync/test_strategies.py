@@ -11,17 +11,18 @@ import torch
 import gradwire as gw
 from gradwire.core.events import EventStream
 from gradwire.core.spec import TensorSpec
-from gradwire.feedback.residuals import Residuals
+from gradwire.net.memory import MemoryNetwork
+from gradwire.residuals.transaction import Residuals
 from gradwire.sync.codec import make_codec
 from gradwire.sync.graph import TaskGraph
-from gradwire.sync.item import Item
-from gradwire.sync.plan import Plan, PlanEntry
-from gradwire.sync.strategies import STRATEGIES, Builder, Surroundings
-from gradwire.sync.synchronizer import Shard, Synchronizer
-from gradwire.transport.memory import MemoryNetwork
+from gradwire.sync.job import TensorJob
+from gradwire.sync.plan import Plan
+from gradwire.sync.plan_entry import PlanEntry
+from gradwire.sync.strategies import STRATEGIES, Builder, Runtime, peer_strategies
+from gradwire.sync.synchronizer import GradientSlice, Synchronizer
 from tests.sync.harness import ranks
 
-NAMES = sorted(STRATEGIES)
+NAMES = peer_strategies()
 METHODS: list[tuple[str, dict[str, Any]]] = [
     ("none", {}), ("fp16", {}), ("bf16", {}), ("int8", {}), ("int8shared", {}), ("onebit", {}),
     ("topk", {"ratio": 0.05}), ("threelc", {}),
@@ -38,7 +39,7 @@ def run_steps(synchronizer: Synchronizer, steps: int, numel: int, dtype: torch.d
     for step in range(steps):
         synchronizer.begin_step()
         grad = gradient(synchronizer.rank, step, numel, dtype)
-        synchronizer.submit([Shard("w", grad)])
+        synchronizer.submit([GradientSlice("w", grad)])
         synchronizer.wait()
         synchronizer.commit()
         means.append(grad)
@@ -66,7 +67,7 @@ def run_2d(synchronizer: Synchronizer, steps: int) -> list[torch.Tensor]:
     for step in range(steps):
         synchronizer.begin_step()
         grad = gradient(synchronizer.rank, step, 91 * 97).view(91, 97)
-        synchronizer.submit([Shard("w", grad)])
+        synchronizer.submit([GradientSlice("w", grad)])
         synchronizer.commit()
         means.append(grad)
     return means
@@ -90,7 +91,7 @@ def test_nothing_is_lost_in_300_steps(strategy: str, method: str, seed: int) -> 
             kept = grad.double() / world_size
             if fate[step] == "nan" and victim[step] == one.rank:
                 grad[step % numel] = float("nan")
-            one.submit([Shard("w", grad)])
+            one.submit([GradientSlice("w", grad)])
             one.wait()
             if fate[step] == "skip":
                 one.rollback()
@@ -127,7 +128,7 @@ def test_signs_are_those_of_the_majority(world_size: int) -> None:
     def run(one: Synchronizer) -> torch.Tensor:
         one.begin_step()
         mean = grads[one.rank].clone()
-        one.submit([Shard("w", mean)])
+        one.submit([GradientSlice("w", mean)])
         one.wait()
         return mean
 
@@ -203,10 +204,10 @@ def test_bytes_are_those_the_strategy_promises(strategy: str) -> None:
 
 def test_a_graph_prints_as_its_primitives() -> None:
     with MemoryNetwork(3) as network:
-        item = Item("w", 0, torch.zeros(6000), PlanEntry(gw.make("none")), round=4, step=1)
+        item = TensorJob("w", 0, torch.zeros(6000), PlanEntry(gw.make("none")), round=4, step=1)
         graph = TaskGraph("w", 4, 0, lambda: None)
-        around = Surroundings(network.transports[1], Residuals(), EventStream(), 0)
-        STRATEGIES["scatter_reduce"](Builder(item, graph, around))
+        around = Runtime(network.transports[1], Residuals(), EventStream(), 0)
+        STRATEGIES["scatter_reduce"].build(Builder(item, graph, around))
     text = graph.describe()
     assert text.startswith("w (round 4)")
     assert text.count("encode scatter") == 2
@@ -217,5 +218,5 @@ def test_a_graph_prints_as_its_primitives() -> None:
 
 def test_codec_choice_follows_the_algebra() -> None:
     for compressor, expected in ((gw.make("threelc"), "LossyCodec"), (gw.make("int8shared"), "AccumulatorCodec")):
-        item = Item("w", 0, torch.zeros(10), PlanEntry(compressor), 0, 0)
+        item = TensorJob("w", 0, torch.zeros(10), PlanEntry(compressor), 0, 0)
         assert type(make_codec(item, Residuals(), 0, 2, 0)).__name__ == expected

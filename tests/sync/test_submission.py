@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gradwire.core.spec import TensorSpec
-from gradwire.sync.synchronizer import Shard, Synchronizer
+from gradwire.sync.synchronizer import GradientSlice, Synchronizer
 from tests.sync.harness import ranks
 
 SHAPES = {"a.bias": (10,), "a.weight": (200, 100), "b.bias": (7,), "c.bias": (5,)}
@@ -24,10 +24,10 @@ def run(one: Synchronizer, hold: bool) -> tuple[dict[str, torch.Tensor], list[bo
     names = list(SHAPES)
     one.register({name: TensorSpec(shape) for name, shape in SHAPES.items()})
     one.begin_step()
-    futures = [one.submit([Shard(name, grads[name])], hold=hold) for name in names[:-1]]
+    futures = [one.submit([GradientSlice(name, grads[name])], hold=hold) for name in names[:-1]]
     futures[1].wait()  # the large one does not wait for the small ones
     waiting = [not future.done() for future in futures]
-    futures.append(one.submit([Shard(names[-1], grads[names[-1]])]))
+    futures.append(one.submit([GradientSlice(names[-1], grads[names[-1]])]))
     for future in futures:
         future.wait()
     one.commit()
@@ -52,7 +52,7 @@ def test_wait_sends_what_is_held() -> None:
     def hold_and_wait(one: Synchronizer) -> torch.Tensor:
         grad = gradient(one.rank, "a.bias")
         one.begin_step()
-        future = one.submit([Shard("a.bias", grad)], hold=True)
+        future = one.submit([GradientSlice("a.bias", grad)], hold=True)
         assert not future.done()
         one.wait()
         assert future.done()
@@ -73,7 +73,7 @@ def test_what_goes_first_where_much_is_ready(order: str, earlier: str, later: st
         one.begin_step()
         assert one._engine is not None
         with one._engine._condition:  # its thread takes nothing before all are submitted, as backward makes them
-            one.submit([Shard(name, torch.ones(512, 512)) for name in reversed(names)])
+            one.submit([GradientSlice(name, torch.ones(512, 512)) for name in reversed(names)])
         one.wait()
         return [event.tensor for event in one.events.latest() if event.kind == "encode"]
 

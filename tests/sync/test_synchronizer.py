@@ -1,4 +1,4 @@
-"""The synchroniser on several ranks: tensors of every form, steps as transactions, state, reports, failures."""
+"""The synchronizer on several ranks: tensors of every form, steps as transactions, state, reports, failures."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from gradwire.core.errors import (
 from gradwire.core.spec import TensorSpec
 from gradwire.sync.group import GroupInfo
 from gradwire.sync.plan import Plan
-from gradwire.sync.strategies import STRATEGIES
-from gradwire.sync.synchronizer import Shard, Synchronizer
+from gradwire.sync.strategies import peer_strategies
+from gradwire.sync.synchronizer import GradientSlice, Synchronizer
 from gradwire.sync.warmup import warm_up
+from tests.net.recorder import until
 from tests.sync.harness import ranks
-from tests.transport.recorder import until
 
 NUMEL = 6000
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
@@ -48,7 +48,7 @@ def take_step(one: Synchronizer, step: int, *, grad: torch.Tensor | None = None,
     """One step over the tensor "w"; returns its mean."""
     one.begin_step()
     grad = gradient(one.rank, step) if grad is None else grad
-    one.submit([Shard("w", grad)])
+    one.submit([GradientSlice("w", grad)])
     one.wait()
     if commit:
         one.commit()
@@ -102,7 +102,7 @@ def test_every_form_of_tensor_ends_as_the_mean_in_place() -> None:
     def run(one: Synchronizer) -> list[torch.Tensor]:
         mine = forms(one.rank)
         one.begin_step()
-        future = one.submit([Shard(name, tensor) for name, tensor in mine])
+        future = one.submit([GradientSlice(name, tensor) for name, tensor in mine])
         value = future.wait()
         assert all(left is right for left, (_, right) in zip(value, mine, strict=True))
         return value
@@ -120,7 +120,7 @@ def test_every_form_of_tensor_ends_as_the_mean_in_place() -> None:
 def test_small_dense_tensors_of_one_dtype_share_a_message_and_large_ones_do_not() -> None:
     def run(one: Synchronizer) -> dict[str, int]:
         one.begin_step()
-        one.submit([Shard(name, tensor) for name, tensor in forms(one.rank)]).wait()
+        one.submit([GradientSlice(name, tensor) for name, tensor in forms(one.rank)]).wait()
         return {event.tensor: event.detail["elements"] for event in one.events.latest() if event.kind == "submit"}
 
     with ranks(2, Plan("none")) as group:
@@ -139,7 +139,9 @@ def test_the_future_holds_what_it_was_told_to() -> None:
     def run(one: Synchronizer) -> bool:
         one.begin_step()
         bucket = torch.ones(4)
-        return one.submit([Shard("w", bucket[:2]), Shard("v", bucket[2:])], result=bucket).wait() is bucket
+        return (
+            one.submit([GradientSlice("w", bucket[:2]), GradientSlice("v", bucket[2:])], result=bucket).wait() is bucket
+        )
 
     with ranks(2, "none") as group:
         assert group.each(run) == [True, True]
@@ -149,7 +151,7 @@ def test_nothing_to_do_is_done_at_once() -> None:
     def run(one: Synchronizer) -> None:
         assert one.submit([]).wait() == []
         empty = torch.empty(0)
-        assert one.submit([Shard("e", empty)]).wait()[0] is empty
+        assert one.submit([GradientSlice("e", empty)]).wait()[0] is empty
         one.wait()
 
     with ranks(2, "none") as group:
@@ -163,7 +165,7 @@ def test_ranges_of_a_registered_tensor_keep_residuals_of_their_own() -> None:
         one.begin_step()
         grad = gradient(one.rank, 0)
         for offset in (0, 4096):
-            one.submit([Shard("w", grad[offset : offset + 4096], offset)])
+            one.submit([GradientSlice("w", grad[offset : offset + 4096], offset)])
         one.commit()
         return one.state_dict()
 
@@ -179,7 +181,7 @@ def test_an_unused_shard_leaves_its_residual_and_counts_as_zero() -> None:
         before = one.state_dict()["residuals"]
         one.begin_step()
         grad = torch.zeros(NUMEL)
-        one.submit([Shard("w", grad, used=False)])
+        one.submit([GradientSlice("w", grad, used=False)])
         one.commit()
         return before, one.state_dict()["residuals"], grad
 
@@ -194,7 +196,7 @@ def test_an_unused_shard_leaves_its_residual_and_counts_as_zero() -> None:
 
 def test_a_range_of_an_unknown_tensor_gets_advice() -> None:
     with ranks(2, "none") as group:
-        for error in group.outcomes(lambda one: one.submit([Shard("w", torch.zeros(5), offset=10)])):
+        for error in group.outcomes(lambda one: one.submit([GradientSlice("w", torch.zeros(5), offset=10)])):
             assert isinstance(error, OptionError)
             assert "register({name: TensorSpec(shape, dtype)}) with the whole parameter's shape" in str(error)
 
@@ -214,11 +216,11 @@ def test_a_range_that_is_not_the_tensors_is_refused_before_data_is_sent(tensor: 
     """Otherwise the peers would refuse its frames, and each would blame the others."""
     with ranks(2, "none") as group:
         group.each(lambda one: one.register({"w": TensorSpec((100,))}))
-        for error in group.outcomes(lambda one: one.submit([Shard("w", tensor.clone(), offset)])):
+        for error in group.outcomes(lambda one: one.submit([GradientSlice("w", tensor.clone(), offset)])):
             assert isinstance(error, OptionError)
             assert f"got {tensor.numel()} elements of {tensor.dtype} from element {offset} on" in str(error)
             assert "register the whole parameter first" in str(error)
-        group.each(lambda one: one.submit([Shard("w", torch.zeros(50), 50)]).wait())
+        group.each(lambda one: one.submit([GradientSlice("w", torch.zeros(50), 50)]).wait())
         assert group.outcomes(lambda one: one.wait()) == [None, None]
 
 
@@ -295,7 +297,7 @@ def kinds(one: Synchronizer) -> list[str]:
     return [event.kind for event in one.events.latest() if event.kind in ("commit", "rollback")]
 
 
-@pytest.mark.parametrize("strategy", sorted(STRATEGIES))
+@pytest.mark.parametrize("strategy", peer_strategies())
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("ended_by", ["commit", "begin_step", "rollback"])
 def test_a_step_that_is_not_finite_leaves_residuals_bit_for_bit(strategy: str, value: float, ended_by: str) -> None:
@@ -350,7 +352,7 @@ def test_rollback_and_commit_wait_for_what_was_submitted() -> None:
     def run(one: Synchronizer, end: Callable[[Synchronizer], None]) -> torch.Tensor:
         for step in range(10):
             one.begin_step()
-            one.submit([Shard("w", gradient(one.rank, step))])
+            one.submit([GradientSlice("w", gradient(one.rank, step))])
             end(one)
             assert not one.residuals.is_open
         return held(one)
@@ -370,7 +372,7 @@ def through_a_file(state: Any) -> Any:
     return torch.load(file, weights_only=True)
 
 
-@pytest.mark.parametrize("strategy", sorted(STRATEGIES))
+@pytest.mark.parametrize("strategy", peer_strategies())
 @pytest.mark.parametrize(("method", "options"), [("threelc", {}), ("onebit", {}), ("int8", {}), ("topk", {})])
 def test_a_resumed_run_goes_on_bit_for_bit(strategy: str, method: str, options: Any) -> None:
     plan = Plan({"w": gw.make(method, **options)}, strategy=strategy)
@@ -479,7 +481,7 @@ def test_a_world_of_one_rank_changes_no_bit_and_needs_no_thread() -> None:
     expected = grad.clone()
     strided = torch.arange(10.0)[::2]
     one.begin_step()
-    assert one.submit([Shard("w", grad), Shard("v", strided)]).wait()[0] is grad
+    assert one.submit([GradientSlice("w", grad), GradientSlice("v", strided)]).wait()[0] is grad
     one.check_replicas([grad])
     one.wait()
     one.commit()
@@ -498,15 +500,17 @@ def test_a_world_of_one_rank_changes_no_bit_and_needs_no_thread() -> None:
 # -- reports -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", sorted(STRATEGIES))
+@pytest.mark.parametrize("strategy", peer_strategies())
 def test_reported_bytes_are_the_transports(strategy: str) -> None:
     plan = Plan({"*w": "threelc", "s": gw.make("int8shared"), "*": "none"}, strategy=strategy, partitions=2)
 
     def run(one: Synchronizer) -> gw.Handle:
         for step in range(3):
             one.begin_step()
-            shards = [Shard(name, tensor) for name, tensor in forms(one.rank)]
-            one.submit([*shards, Shard("w", gradient(one.rank, step)), Shard("s", gradient(one.rank, step))])
+            shards = [GradientSlice(name, tensor) for name, tensor in forms(one.rank)]
+            one.submit(
+                [*shards, GradientSlice("w", gradient(one.rank, step)), GradientSlice("s", gradient(one.rank, step))]
+            )
             one.commit()
         return one.report()
 
@@ -557,7 +561,7 @@ def test_figures_a_step_are_of_the_steps_of_this_run_also_where_a_state_was_load
 def test_the_residual_of_tensors_that_travel_together_is_reported() -> None:
     def run(one: Synchronizer) -> tuple[float, float]:
         one.begin_step()
-        one.submit([Shard(name, gradient(one.rank, 0)[:300].clone()) for name in "ab"])
+        one.submit([GradientSlice(name, gradient(one.rank, 0)[:300].clone()) for name in "ab"])
         one.commit()
         return one.report().tensors["a and 1 more"].residual_norm, one.report().total.residual_norm
 
@@ -584,7 +588,7 @@ TIMEOUT = 2.0  # seconds; survivors have twice as long, and some more on a loade
 SLACK = 10.0
 
 
-@pytest.mark.parametrize("strategy", sorted(STRATEGIES))
+@pytest.mark.parametrize("strategy", peer_strategies())
 @pytest.mark.parametrize("how", ["kill", "freeze"])
 def test_a_rank_that_is_lost_ends_all_others_with_one_error(strategy: str, how: str, tmp_path: Path) -> None:
     victim, in_step = 1, threading.Barrier(3)
@@ -600,7 +604,7 @@ def test_a_rank_that_is_lost_ends_all_others_with_one_error(strategy: str, how: 
             in_step.wait()
             getattr(group.network, how)(victim)
             return None
-        one.submit([Shard("w", gradient(one.rank, 2))])
+        one.submit([GradientSlice("w", gradient(one.rank, 2))])
         in_step.wait()
         begun = time.monotonic()
         with pytest.raises(SyncError) as caught:
@@ -692,8 +696,8 @@ def test_no_future_stays_open_after_a_failure(tmp_path: Path) -> None:
             group.network.kill(1)
             return
         futures = [
-            one.submit([Shard("w", torch.ones(NUMEL))]),
-            one.submit([Shard("b.bias", torch.ones(3)), Shard("c.bias", torch.ones(3))]),
+            one.submit([GradientSlice("w", torch.ones(NUMEL))]),
+            one.submit([GradientSlice("b.bias", torch.ones(3)), GradientSlice("c.bias", torch.ones(3))]),
             one.exchange(np.ones(2)),
         ]
         waited_for.wait()
@@ -773,12 +777,12 @@ def test_close_is_idempotent_and_leaves_no_thread(killed: bool, tmp_path: Path) 
         assert gradwire_threads() == before
 
 
-def test_a_closed_synchroniser_says_so_and_still_reports() -> None:
+def test_a_closed_synchronizer_says_so_and_still_reports() -> None:
     def run(one: Synchronizer) -> None:
         take_step(one, 0)
         one.close()
         with pytest.raises(SyncError, match="make a new one to go on"):
-            one.submit([Shard("w", torch.zeros(NUMEL))])
+            one.submit([GradientSlice("w", torch.zeros(NUMEL))])
         assert one.report().tensors["w"].syncs == 1
         assert held(one).any()
 

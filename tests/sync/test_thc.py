@@ -14,11 +14,12 @@ from gradwire.compressors.thc import THC
 from gradwire.core.context import Context
 from gradwire.core.errors import DisagreementError
 from gradwire.core.spec import TensorSpec
-from gradwire.feedback.residuals import Residuals
+from gradwire.residuals.transaction import Residuals
 from gradwire.sync.codec import make_codec
-from gradwire.sync.item import Item, Part, split
-from gradwire.sync.plan import Plan, PlanEntry
-from gradwire.sync.synchronizer import Shard, Synchronizer
+from gradwire.sync.job import Chunk, TensorJob, split
+from gradwire.sync.plan import Plan
+from gradwire.sync.plan_entry import PlanEntry
+from gradwire.sync.synchronizer import GradientSlice, Synchronizer
 from gradwire.wire.frame import HEADER_BYTES
 from tests.sync.harness import ranks
 
@@ -54,11 +55,11 @@ def exact_mean(codec: gw.Compressor, world_size: int, num_parts: int, grads: lis
     return mean
 
 
-def synchronised(world_size: int, strategy: str, codec: gw.Compressor, grads: list[torch.Tensor]) -> list[torch.Tensor]:
+def synchronized(world_size: int, strategy: str, codec: gw.Compressor, grads: list[torch.Tensor]) -> list[torch.Tensor]:
     def run(one: Synchronizer) -> torch.Tensor:
         one.begin_step()
         grad = grads[one.rank].clone()
-        one.submit([Shard("w", grad)])
+        one.submit([GradientSlice("w", grad)])
         one.wait()
         one.commit()
         return grad
@@ -77,7 +78,7 @@ def test_a_strategy_gives_what_the_exact_integer_aggregate_gives(world_size: int
     """Bit for bit, in lanes of 8 and of 16 bits: nothing was decoded, rounded or wrapped on the way."""
     grads = [gradient(rank) for rank in range(world_size)]
     num_parts = 1 if strategy == "allgather" else world_size
-    found = synchronised(world_size, strategy, codec, grads)
+    found = synchronized(world_size, strategy, codec, grads)
     expected = exact_mean(codec, world_size, num_parts, grads)
     for mean in found:
         assert torch.equal(mean, expected)
@@ -104,7 +105,7 @@ def test_lanes_widen_from_hop_to_hop_of_a_ring(codec: gw.Compressor, accumulator
 
     def run(one: Synchronizer) -> int:
         one.begin_step()
-        one.submit([Shard("w", grads[one.rank].clone())])
+        one.submit([GradientSlice("w", grads[one.rank].clone())])
         one.wait()
         return one.report().total.sent_bytes
 
@@ -138,12 +139,12 @@ def test_ranks_with_other_tables_find_out_before_anything_is_sent() -> None:
 
 
 def test_ranks_that_did_not_use_a_parameter_are_not_counted() -> None:
-    """Lanes are centred by the number of payloads in them, which the last lane has."""
-    codec, used, part = gw.make("thc", granularity=30), (True, False, True), Part(0, 0, NUMEL)
+    """Lanes are centered by the number of payloads in them, which the last lane has."""
+    codec, used, part = gw.make("thc", granularity=30), (True, False, True), Chunk(0, 0, NUMEL)
     codecs = []
     for rank, flag in enumerate(used):
         values = gradient(rank) if flag else torch.zeros(NUMEL)
-        item = Item("w", 0, values, PlanEntry(codec, feedback="none"), 0, 1, used=flag)
+        item = TensorJob("w", 0, values, PlanEntry(codec, feedback="none"), 0, 1, used=flag)
         codecs.append(make_codec(item, Residuals(), rank, 3, seed=SEED))
     statistics = [each.stats(part) for each in codecs]
     for each in codecs:
@@ -165,7 +166,7 @@ def test_nothing_is_lost_in_a_hundred_steps(strategy: str) -> None:
             used = (step + one.rank) % 7 != 0
             grad = gradient(one.rank, step, numel) if used else torch.zeros(numel)
             produced += grad.double() / world_size
-            one.submit([Shard("w", grad, used=used)])
+            one.submit([GradientSlice("w", grad, used=used)])
             one.wait()
             one.commit()
             applied += grad.double()

@@ -12,11 +12,11 @@ from numba.core.dispatcher import Dispatcher
 
 import gradwire as gw
 from gradwire.compressors.base import registry
-from gradwire.core.spec import ELEMENT_TYPES, Range, TensorSpec
+from gradwire.core.spec import ELEMENT_TYPES, ElementRange, TensorSpec
 from gradwire.kernels import cpu
 from gradwire.sync.plan import Plan
-from gradwire.sync.strategies import STRATEGIES
-from gradwire.sync.synchronizer import Shard, Synchronizer
+from gradwire.sync.strategies import peer_strategies
+from gradwire.sync.synchronizer import GradientSlice, Synchronizer
 from tests.sync.aggregation import InRoom, Room
 from tests.sync.harness import ranks
 
@@ -32,7 +32,7 @@ SHAPE = (50, 100)
 def aux(dtype: torch.dtype) -> Any:
     """What compressors that look at the optimizer get: all ones."""
 
-    def slices(name: str, elements: Range) -> dict[str, torch.Tensor]:
+    def slices(name: str, elements: ElementRange) -> dict[str, torch.Tensor]:
         ones = torch.ones(elements.count, dtype=dtype)
         return {"parameter": ones, "first": ones, "numbers": torch.ones(8), "loss_scale": torch.tensor(1.0)}
 
@@ -72,11 +72,13 @@ def test_after_the_warm_up_a_step_compiles_nothing(method: str, options: Any, dt
         assert before
         for _ in range(2):
             one.begin_step()
-            one.submit([Shard("w", torch.randn(SHAPE, generator=torch.Generator().manual_seed(one.rank)).to(dtype))])
+            one.submit(
+                [GradientSlice("w", torch.randn(SHAPE, generator=torch.Generator().manual_seed(one.rank)).to(dtype))]
+            )
             one.commit()
         assert compiled() == before
 
-    for strategy in STRATEGIES:
+    for strategy in peer_strategies():
         with ranks(3, Plan({"w": gw.make(method, **options)}, strategy=strategy), aux=aux(dtype)) as group:
             group.each(step)
 
@@ -91,7 +93,9 @@ def test_latecomers_and_lanes_of_16_bits_compile_nothing_either(dtype: torch.dty
         before = compiled()
         for _ in range(2):
             one.begin_step()
-            one.submit([Shard("w", torch.randn(SHAPE, generator=torch.Generator().manual_seed(one.rank)).to(dtype))])
+            one.submit(
+                [GradientSlice("w", torch.randn(SHAPE, generator=torch.Generator().manual_seed(one.rank)).to(dtype))]
+            )
             one.commit()
         assert one.report().total.late_elements == (2 * 5000 if one.rank == 1 else 0)
         assert compiled() == before

@@ -8,7 +8,7 @@ Four ranks replay the recorded backward of a workload, at a ratio of 0.001 by al
     selection        the tensors for which the planner expects a gain; or DDP's all-reduce
     sparse decoding  the same with the payloads of all ranks decoded in one sweep
 
-Synchronisation is the step less the step without communication.
+Synchronization is the step less the step without communication.
 
 Source: DRAGONN (Wang et al. 2022), section 5.2, figure 6. Differences: DGC is our own, on CPUs, where choosing elements
 needs no prefix sums, so that hashing has less to gain; 4 ranks.
@@ -29,10 +29,10 @@ from benchmarks.plotting import DENSE, bar_places, figure, plain_numbers
 
 RATES = ("100mbit", "1gbit")
 Row = dict[str, Any]
-COLOURS = dict(zip((breakdown.DENSE, *STAGES), (DENSE, "#b3590f", "#eaa85c", "#7fb0dd", "#17a08a")))
+COLORS = dict(zip((breakdown.DENSE, *STAGES), (DENSE, "#b3590f", "#eaa85c", "#7fb0dd", "#17a08a")))
 
 Times = dict[tuple[str, str, str], float]
-"""Seconds of synchronisation by workload, rate and stage."""
+"""Seconds of synchronization by workload, rate and stage."""
 
 
 def times_of(rows: Sequence[Row]) -> Times:
@@ -40,14 +40,14 @@ def times_of(rows: Sequence[Row]) -> Times:
     return {
         (row["workload"], row["rate"], row["method"]): row["value"]
         for row in rows
-        if row["metric"] == "synchronisation"
+        if row["metric"] == "synchronization"
     }
 
 
 def table(rows: Sequence[Row]) -> str:
     """Milliseconds of synchronization in Markdown."""
     times = times_of(rows)
-    stages = list(COLOURS)
+    stages = list(COLORS)
     lines = [f"| | {' | '.join(stages)} |", "|---|" + "---|" * len(stages)]
     for workload, rate in dict.fromkeys(key[:2] for key in times):
         cells = [f"{1e3 * times[workload, rate, stage]:,.1f}" for stage in stages]
@@ -61,14 +61,14 @@ def plot(rows: Sequence[Row], folder: Path) -> None:
     groups = list(dict.fromkeys(key[:2] for key in times))
     with figure(folder / "sparse-ablation.svg", size=(2.2 * len(groups) + 2, 4.4)) as axes:
         axis = axes[0][0]
-        for index, (stage, colour) in enumerate(COLOURS.items()):
+        for index, (stage, color) in enumerate(COLORS.items()):
             heights = [1e3 * times[workload, rate, stage] for workload, rate in groups]
-            places = bar_places(index, len(COLOURS), len(groups))
-            axis.bar(places, heights, 0.8 / len(COLOURS), color=colour, label=stage)
+            places = bar_places(index, len(COLORS), len(groups))
+            axis.bar(places, heights, 0.8 / len(COLORS), color=color, label=stage)
         axis.set(yscale="log", ylabel="ms of synchronization (logarithmic)")
         axis.set_xticks(range(len(groups)), [f"{workload}\n{rate}" for workload, rate in groups])
         plain_numbers(axis.yaxis)
-        axis.legend(ncols=len(COLOURS), fontsize=8, loc="upper center", bbox_to_anchor=(0.5, 1.1))
+        axis.legend(ncols=len(COLORS), fontsize=8, loc="upper center", bbox_to_anchor=(0.5, 1.1))
 
 
 def run(

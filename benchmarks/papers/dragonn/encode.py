@@ -35,7 +35,7 @@ RATIOS = (0.0001, 0.0003, 0.001, 0.003, 0.01)
 RANKS = (2, 4, 8, 16, 32, 64)
 DECODED = ("dragonn", "topk")
 DECODED_MB, DECODED_RATIO = 64, 0.001
-COLOURS = dict(zip(METHODS, ("#17a08a", "#2f6db5", "#b3590f", "#8a4fbf", "#9aa5b1")))
+COLORS = dict(zip(METHODS, ("#17a08a", "#2f6db5", "#b3590f", "#8a4fbf", "#9aa5b1")))
 Row = dict[str, Any]
 
 
@@ -163,7 +163,7 @@ def plot(rows: Sequence[Row], folder: Path) -> None:
                             f"{method} {metric.removeprefix('encode ')}",
                         )
                         label = label.removesuffix(" encode")
-                        axis.plot(xs, [e.ms for e in mine], style, color=COLOURS[method], marker="o", label=label)
+                        axis.plot(xs, [e.ms for e in mine], style, color=COLORS[method], marker="o", label=label)
             axis.set(xscale="log", yscale="log", ylabel="ms")
             plain_numbers(axis.yaxis)
             if axis.get_legend_handles_labels()[0]:

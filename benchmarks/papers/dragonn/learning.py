@@ -30,13 +30,13 @@ SEEDS = 3
 KEY, CHOICES = ("method", "seed"), ("seeds", "designs", "parts")
 GOAL = 0.97  # of the dense training's last accuracy: what a method is to reach
 EVERY = 10  # steps between the points of a loss curve that are written down
-COLOURS = ("#3e4c59", "#17a08a", "#2f6db5", "#b3590f", "#8a4fbf", "#c2324f")
+COLORS = ("#3e4c59", "#17a08a", "#2f6db5", "#b3590f", "#8a4fbf", "#c2324f")
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Design:
-    """One way to synchronise gradients.
+    """One way to synchronize gradients.
 
     Attributes:
         label: for readers.
@@ -46,7 +46,7 @@ class Design:
     label: str
     method: str
 
-    def learnt(self, steps: int) -> str:
+    def learned(self, steps: int) -> str:
         """The method in a training of so many steps, of which a quarter warm up."""
         return self.method.format(warmup=f":warmup={steps // 4}")
 
@@ -101,7 +101,7 @@ class Study:
     def learn(self, design: Design, data: Path, steps: int, seed: int) -> Iterator[Row]:
         """A whole training: losses, and accuracy along it."""
         result = self._train(
-            design.learnt(steps), data, steps=steps, validate_every=self.validate_every, rates=(None,),
+            design.learned(steps), data, steps=steps, validate_every=self.validate_every, rates=(None,),
             timed_seconds=0.1, buckets_mb=(25.0,), lab=False, seed=seed,
         )  # fmt: skip
         entry = result.results[0]
@@ -249,14 +249,14 @@ def plot(study: Study, found: Sequence[Found], path: Path) -> None:
     """See `Study.plot`."""
     with figure(path, columns=2 + len(RATES), size=(18, 4.2)) as axes:
         by_step, speed, *by_time = axes[0]
-        for index, (each, colour) in enumerate(zip(found, COLOURS)):
+        for index, (each, color) in enumerate(zip(found, COLORS)):
             steps = sorted(each.accuracy)
             values = [100 * each.accuracy[step] for step in steps]
-            by_step.plot(steps, values, color=colour, label=each.label)
+            by_step.plot(steps, values, color=color, label=each.label)
             places = bar_places(index, len(found), len(RATES))
-            speed.bar(places, [1 / each.steps[rate] for rate in RATES], 0.8 / len(found), color=colour)
+            speed.bar(places, [1 / each.steps[rate] for rate in RATES], 0.8 / len(found), color=color)
             for axis, rate in zip(by_time, RATES):
-                axis.plot([step * each.steps[rate] for step in steps], values, color=colour)
+                axis.plot([step * each.steps[rate] for step in steps], values, color=color)
         by_step.set(xlabel="step", ylabel=f"{study.measure}, %")
         by_step.legend(fontsize=8)
         speed.set(yscale="log", ylabel="steps a second (logarithmic)")

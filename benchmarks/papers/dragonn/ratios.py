@@ -29,7 +29,7 @@ FAMILIES = {
     "qsgd": tuple(f"qsgd:bits={bits}" for bits in (2, 4, 8)),
 }
 METHODS = (methods.DDP_FP32, *(method for family in FAMILIES.values() for method in family))
-COLOURS = dict(zip(FAMILIES, ("#17a08a", "#b3590f", "#2f6db5")))
+COLORS = dict(zip(FAMILIES, ("#17a08a", "#b3590f", "#2f6db5")))
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def plot(rows: Sequence[Row], folder: Path) -> None:
                 mine = [points[method, rate] for method in members if (method, rate) in points]
                 if mine:
                     xy = sorted((point.fraction, point.speedup) for point in mine)
-                    axis.plot(*zip(*xy), marker="o", color=COLOURS[family], label=family)
+                    axis.plot(*zip(*xy), marker="o", color=COLORS[family], label=family)
             axis.axhline(1.0, color=DENSE, linewidth=1)
             axis.set(xscale="log", yscale="log", xlabel="bytes, as a fraction of dense ones", title=rate)
             axis.set_yticks([1, 2, 5, 10, 20], ["1", "2", "5", "10", "20"])

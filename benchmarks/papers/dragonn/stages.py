@@ -18,7 +18,7 @@ from benchmarks.papers.hipress.stages import EVERY_TENSOR, How, runner
 from gradwire.bench import worker
 from gradwire.compressors import Compressor, make, register
 from gradwire.core.context import Context
-from gradwire.sync.fidelity import Method
+from gradwire.planner.fidelity import RankedCompressor
 from gradwire.sync.plan import Plan
 from gradwire.wire.payload import Payload
 
@@ -64,7 +64,9 @@ def how(stage: str) -> How:
     if stage in PLANNED:
         spec = f"{codec}:ratio={RATIO}"
         return How(
-            Plan(make(codec, ratio=RATIO), strategy=GATHERED), chosen=(Method(spec, (GATHERED,)),), partitions=(1,)
+            Plan(make(codec, ratio=RATIO), strategy=GATHERED),
+            chosen=(RankedCompressor(spec, (GATHERED,)),),
+            partitions=(1,),
         )
     return How(Plan({EVERY_TENSOR: make(codec, ratio=RATIO)}, strategy=GATHERED))
 

@@ -25,10 +25,10 @@ from benchmarks import ranks as processes
 from benchmarks.options import Rates, listed
 from gradwire.bench.workloads import make_workload
 from gradwire.core.spec import TensorSpec
-from gradwire.integrations.optimizer_state import OptimizerState
+from gradwire.ddp.optimizer_state import OptimizerState
 from gradwire.lab import Lab
 from gradwire.sync.plan import Plan
-from gradwire.sync.synchronizer import Shard, Synchronizer
+from gradwire.sync.synchronizer import GradientSlice, Synchronizer
 
 RATES = ("250mbit", "1gbit", "10gbit")
 KEY, CHOICES = ("rate",), ("rates",)
@@ -103,7 +103,7 @@ def work() -> None:
         synchronizer.events.listen(lambda event, sent=sent: sent.append(event.nbytes) if event.kind == "send" else None)
 
         def by_gradwire(synchronizer: Synchronizer = synchronizer) -> Call:
-            shards = [Shard(name, grad) for name, grad in gradients.copies().items()]
+            shards = [GradientSlice(name, grad) for name, grad in gradients.copies().items()]
             synchronizer.begin_step()
 
             def call() -> None:

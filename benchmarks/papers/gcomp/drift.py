@@ -18,8 +18,8 @@ from gradwire.bench.workload import evaluate
 from gradwire.bench.workloads import make_workload
 from gradwire.compressors import make
 from gradwire.core.context import Context
-from gradwire.core.spec import Range, TensorSpec
-from gradwire.integrations.optimizer_state import OptimizerState
+from gradwire.core.spec import ElementRange, TensorSpec
+from gradwire.ddp.optimizer_state import OptimizerState
 
 Row = dict[str, Any]
 RANKS = 4
@@ -67,7 +67,7 @@ class Copy:
     def _sent(self, name: str, grad: torch.Tensor, scale: float) -> torch.Tensor:
         if not self.cut:
             return grad * scale
-        aux = self.state(name, Range(0, grad.numel()))
+        aux = self.state(name, ElementRange(0, grad.numel()))
         ctx = Context(name, world_size=RANKS, spec=TensorSpec.of(grad), aux=aux)
         payload = self.codec.encode(grad, ctx, scale=scale)
         self.bytes, self.plain = self.bytes + payload.body.nbytes, self.plain + grad.nbytes

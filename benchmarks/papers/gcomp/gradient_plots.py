@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.plotting import COLOURS, figure, legend_below
+from benchmarks.plotting import COLORS, figure, legend_below
 
 Figure = dict[str, Any]
 
@@ -35,10 +35,10 @@ def _lines(found: Sequence[Figure], pairs: list[tuple[str, str]], metric: str, l
     with figure(path, 1, len(pairs), (4 * len(pairs), 3.8)) as axes:
         for axis, (workload, optimizer) in zip(axes[0], pairs, strict=True):
             here = _of(found, workload=workload, optimizer=optimizer, metric=metric)
-            for colour, method in zip(COLOURS, _names(here, "method"), strict=False):
+            for color, method in zip(COLORS, _names(here, "method"), strict=False):
                 line = _of(here, method=method)
                 steps, values = [row["step"] for row in line], [row["value"] for row in line]
-                axis.plot(steps, values, color=colour, label=method)
+                axis.plot(steps, values, color=color, label=method)
             axis.set_title(f"{workload}, {optimizer}", fontsize=10)
             axis.set_xlabel("step")
             axis.set_ylim(bottom=0)
@@ -59,7 +59,7 @@ def _levels(found: Sequence[Figure], pairs: list[tuple[str, str]], path: Path) -
                 for workload, optimizer in pairs
             ]  # fmt: skip
             places = np.arange(len(pairs)) + (number - len(methods) / 2 + 0.5) * 0.15
-            axes[0][0].bar(places, means, 0.14, color=COLOURS[number], label=method)
+            axes[0][0].bar(places, means, 0.14, color=COLORS[number], label=method)
         axes[0][0].set_xticks(range(len(pairs)), [f"{workload},\n{optimizer}" for workload, optimizer in pairs])
         axes[0][0].axhline(0.75, color="#7b8794", linestyle="dashed", linewidth=1)  # sign and mantissa as they are
         axes[0][0].set_ylabel("signs and mantissas, bytes over float32's")
@@ -78,7 +78,7 @@ def _escape(found: Sequence[Figure], path: Path) -> None:
                         for target in range(1, 5)
                     ]
                     places = np.arange(4) + 0.4 * number - 0.2
-                    axis.bar(places, values, 0.38, color=COLOURS[number], label=method)
+                    axis.bar(places, values, 0.38, color=COLORS[number], label=method)
                 axis.set_xticks(range(4), [f"S{target}" for target in range(1, 5)])
                 axis.set_title(f"{workload}, code of S{source}", fontsize=10)
             line[0].set_ylabel("bits an exponent")
@@ -88,10 +88,10 @@ def _escape(found: Sequence[Figure], path: Path) -> None:
 def _decoding(found: Sequence[Figure], path: Path) -> None:
     here = _of(found, metric="decoding")
     with figure(path, 1, 1, (6.4, 4)) as axes:
-        for colour, method in zip(COLOURS, _names(here, "method"), strict=False):
+        for color, method in zip(COLORS, _names(here, "method"), strict=False):
             line = sorted(_of(here, method=method), key=_bits)
             axes[0][0].plot(
-                [_bits(row) for row in line], [row["value"] for row in line], "o-", color=colour, label=method
+                [_bits(row) for row in line], [row["value"] for row in line], "o-", color=color, label=method
             )
         axes[0][0].set_yscale("log")
         axes[0][0].set_xlabel("bits a symbol, mean")

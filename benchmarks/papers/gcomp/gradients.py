@@ -35,8 +35,8 @@ from gradwire.compressors import make
 from gradwire.compressors.support import exponent_prior
 from gradwire.compressors.support.gcomp_metric import guard
 from gradwire.core.context import Context
-from gradwire.core.spec import Range, TensorSpec
-from gradwire.integrations.optimizer_state import OptimizerState
+from gradwire.core.spec import ElementRange, TensorSpec
+from gradwire.ddp.optimizer_state import OptimizerState
 from gradwire.kernels import active as kernels
 from gradwire.kernels.prefix_code import ESCAPE, NUM_SYMBOLS, RAW_BITS, PrefixCode
 
@@ -72,7 +72,7 @@ def recorded(training: Training, optimizer: str, steps: int) -> Iterator[tuple[i
                 step,
                 loss.item(),
                 [
-                    Recorded(name, parameter.grad.reshape(-1).clone(), state(name, Range(0, parameter.numel())))
+                    Recorded(name, parameter.grad.reshape(-1).clone(), state(name, ElementRange(0, parameter.numel())))
                     for name, parameter in named
                     if parameter.grad is not None
                 ],

@@ -24,8 +24,8 @@ from benchmarks.options import Cifar10
 from benchmarks.papers.gcomp.models import OPTIMIZERS, resnet
 from gradwire.compressors import make
 from gradwire.core.context import Context
-from gradwire.core.spec import Range, TensorSpec
-from gradwire.integrations.optimizer_state import OptimizerState
+from gradwire.core.spec import ElementRange, TensorSpec
+from gradwire.ddp.optimizer_state import OptimizerState
 
 RANKS = (2, 4, 8, 16, 32, 64, 128)
 STEPS, BATCH = 60, 8
@@ -75,7 +75,7 @@ class State:
 
     def sent(self, index: int, values: torch.Tensor, encodes: int) -> torch.Tensor:
         """What arrives of an encode on the path of one parameter's gradient, with a guard for so many of them."""
-        aux = self.slices(self.named[index][0], Range(0, values.numel()))
+        aux = self.slices(self.named[index][0], ElementRange(0, values.numel()))
         ctx = Context("w", world_size=encodes, spec=TensorSpec((values.numel(),)), aux=aux)
         payload = self.codec.encode(values.reshape(-1), ctx)
         self.nbytes, self.plain = self.nbytes + payload.body.nbytes, self.plain + values.nbytes

@@ -43,7 +43,7 @@ METHODS = (
 
 
 def options(ranks: int, steps: int, seconds: float) -> TrainingOptions:
-    """With fewer ranks than the most, iterations are timed and nothing is learnt."""
+    """With fewer ranks than the most, iterations are timed and nothing is learned."""
     learns = ranks == RANKS[-1]
     return TrainingOptions(
         methods=METHODS,

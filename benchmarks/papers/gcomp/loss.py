@@ -27,11 +27,11 @@ from torch import nn
 
 from benchmarks.options import Cifar10, Sst2
 from benchmarks.papers.gcomp.models import OPTIMIZERS, Training, trainings
-from benchmarks.plotting import COLOURS, DENSE, figure, legend_below
+from benchmarks.plotting import COLORS, DENSE, figure, legend_below
 from gradwire.compressors import make
 from gradwire.core.context import Context
-from gradwire.core.spec import Range, TensorSpec
-from gradwire.integrations.optimizer_state import OptimizerState
+from gradwire.core.spec import ElementRange, TensorSpec
+from gradwire.ddp.optimizer_state import OptimizerState
 from gradwire.kernels import active as kernels
 
 RANKS, BATCH, SPARSE = 4, 8, 8
@@ -103,7 +103,7 @@ class Job:
 
     def aux(self, name: str, grad: torch.Tensor, scale: float) -> dict[str, torch.Tensor]:
         """What the codec gets of the optimizer to send scale · grad."""
-        return self.state(name, Range(0, grad.numel()))
+        return self.state(name, ElementRange(0, grad.numel()))
 
     def _step_sparsely(self, number: int, grads: tuple[list[torch.Tensor], ...]) -> None:
         average = number % SPARSE == SPARSE - 1
@@ -188,14 +188,14 @@ def plot(rows: Sequence[Row], folder: Path) -> None:
             upper.boxplot(boxes, whis=(1, 99), showfliers=False, tick_labels=names)
             upper.set_yscale("symlog", linthresh=1e-4)
             upper.set_title(f"{workload}, {optimizer}", fontsize=10)
-            for colour, method in zip((DENSE, *COLOURS), METHODS, strict=False):
+            for color, method in zip((DENSE, *COLORS), METHODS, strict=False):
                 curve = {
                     row["step"]: row["value"] for row in rows
                     if (row["workload"], row["optimizer"], row["method"], row["metric"], row.get("seed"))
                     == (workload, optimizer, method, "loss", SEEDS[0])
                 }  # fmt: skip
                 means = np.convolve(list(curve.values()), np.ones(2) / 2, "valid")
-                lower.plot(list(curve)[1:], means, color=colour, label=method, linewidth=1.2)
+                lower.plot(list(curve)[1:], means, color=color, label=method, linewidth=1.2)
             lower.set_xlabel("step")
         axes[0][0].set_ylabel("loss minus that of exact sums, nat")
         axes[1][0].set_ylabel("training loss, mean of 2 recorded steps, nat")

@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.plotting import COLOURS, DENSE, figure
+from benchmarks.plotting import COLORS, DENSE, figure
 from gradwire.bench.workloads import make_workload
 from gradwire.compressors import make
-from gradwire.core.spec import Range
-from gradwire.integrations.optimizer_state import OptimizerState
-from gradwire.simulate import Cluster, Compute, Link, gradients_of, models, step
+from gradwire.core.spec import ElementRange
+from gradwire.ddp.optimizer_state import OptimizerState
+from gradwire.planner.costs import Costs
+from gradwire.simulate import Cluster, Compute, SimulatedLink, gradients_of, models, step
 from gradwire.simulate.machine import machine_costs
-from gradwire.sync.costs import Costs
-from gradwire.sync.profile import measure_codec
+from gradwire.tuning.measure_codec import measure_codec
 
 MODELS = ("resnet50", "bert-base")
 RANKS = (4, 8, 16, 32, 64, 128)
@@ -49,7 +49,7 @@ def recorded() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             optimizer.step()
     named = list(model.named_parameters())
     name, parameter = max(named, key=lambda each: each[1].numel())
-    aux = OptimizerState(optimizer, named)(name, Range(0, parameter.numel()))
+    aux = OptimizerState(optimizer, named)(name, ElementRange(0, parameter.numel()))
     assert parameter.grad is not None
     return parameter.grad.reshape(-1).clone(), {key: values.clone() for key, values in aux.items()}
 
@@ -72,7 +72,7 @@ def run() -> Iterator[dict[str, Any]]:
         for name in MODELS:
             gradients = gradients_of(models.get(name), COMPUTE.backward_seconds)
             for rate in RATES:
-                cluster = Cluster(ranks, Link(rate, 20e-6))
+                cluster = Cluster(ranks, SimulatedLink(rate, 20e-6))
                 dense = 0.0
                 for method, strategy in WAYS:
                     found = step(gradients, method, cluster, costs, COMPUTE, strategy=strategy, fold=True)
@@ -104,9 +104,9 @@ def plot(rows: Sequence[dict[str, Any]], folder: Path) -> None:
     with figure(folder / "scaling.png", len(RATES), len(MODELS), (9, 7)) as axes:
         for line, rate in zip(axes, RATES, strict=True):
             for axis, model in zip(line, MODELS, strict=True):
-                for colour, way in zip((DENSE, *COLOURS), WAYS, strict=False):
+                for color, way in zip((DENSE, *COLORS), WAYS, strict=False):
                     found = speeds.get((model, f"{rate / 1e9:g}gbit", *way), {})
-                    axis.plot(list(found), list(found.values()), "o-", color=colour, label=", ".join(way))
+                    axis.plot(list(found), list(found.values()), "o-", color=color, label=", ".join(way))
                 axis.set_title(f"{model}, {rate / 1e9:g} Gb/s", fontsize=10)
                 axis.set_xscale("log", base=2)
                 axis.set_yscale("log")

@@ -10,7 +10,7 @@ ones (deep), with onebit through co-located servers:
     bulk       vectors and tensors below 16,384 elements in one message
     planned    the planner decides for each tensor whether to compress, strategy and partitions; or for DDP's all-reduce
 
-Synchronisation is the step less the step without communication. Backward goes on while gradients travel, in all
+Synchronization is the step less the step without communication. Backward goes on while gradients travel, in all
 stages, as it does in HiPress's baselines.
 
 Source: HiPress (SOSP 2021), figure 11. Differences: all codecs run on CPUs, so that its on-CPU stage is one of torch
@@ -28,12 +28,12 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.options import Rates, Seconds, choose, listed
-from gradwire.bench.job import Job, Message, Outcome, Progress, Segment
+from gradwire.bench.job import BenchmarkJob, Message, Progress, Segment, SegmentOutcome
 from gradwire.bench.launch import launch
 from gradwire.bench.methods import DDP_FP32, SILENT
 from gradwire.bench.results import StepTime, combine_times
 from gradwire.bench.statistics import Spread
-from gradwire.sync.planner import PlanTable
+from gradwire.planner import PlanTable
 
 WORKLOADS, RATES = ("text", "deep"), ("100mbit", "1gbit")
 STAGES = ("torch", "generated", "pipelined", "bulk", "planned")
@@ -50,7 +50,7 @@ class Stage:
     Attributes:
         name: of the stage.
         time: of its step.
-        before: seconds of synchronisation in the stage before; None for the first.
+        before: seconds of synchronization in the stage before; None for the first.
     """
 
     name: str
@@ -58,14 +58,14 @@ class Stage:
     before: float | None
 
     @property
-    def synchronisation(self) -> float:
+    def synchronization(self) -> float:
         """Seconds of the step that are not computing's."""
         return max(0.0, self.time.step.median - self.time.compute)
 
     @property
     def saved(self) -> float | None:
-        """Of the synchronisation of the stage before."""
-        return 1 - self.synchronisation / self.before if self.before else None
+        """Of the synchronization of the stage before."""
+        return 1 - self.synchronization / self.before if self.before else None
 
 
 @dataclass
@@ -87,7 +87,7 @@ def segments(rates: Sequence[str], seconds: float, stages: Sequence[str] = STAGE
     return [silent, *dense, *(Segment(stage, BUCKET_MB, **timed) for stage in stages), silent]
 
 
-def stages(run: Sequence[Segment], outcomes: Sequence[Outcome], rates: Sequence[str]) -> dict[str, list[Stage]]:
+def stages(run: Sequence[Segment], outcomes: Sequence[SegmentOutcome], rates: Sequence[str]) -> dict[str, list[Stage]]:
     """The stages of each rate, from what the ranks said."""
     of = [sorted((o for o in outcomes if o.segment == index), key=lambda o: o.rank) for index in range(len(run))]
     silent = [outcomes for segment, outcomes in zip(run, of) if segment.method == SILENT]
@@ -109,7 +109,7 @@ def chain(times: dict[str, StepTime]) -> list[Stage]:
     """Each stage beside the one before."""
     found: list[Stage] = []
     for name, time in times.items():
-        found.append(Stage(name, time, found[-1].synchronisation if found else None))
+        found.append(Stage(name, time, found[-1].synchronization if found else None))
     return found
 
 
@@ -128,7 +128,7 @@ def figures(
             spread = {"value": step.median, "p20": step.p20, "p80": step.p80, "samples": step.size}
             yield {**here, "metric": "step", "unit": "s", **spread}
             yield {**here, "metric": "step_without_communication", "unit": "s", "value": stage.time.compute}
-            yield {**here, "metric": "synchronisation", "unit": "s", "value": stage.synchronisation}
+            yield {**here, "metric": "synchronization", "unit": "s", "value": stage.synchronization}
             yield {**here, "metric": "bytes", "unit": "B", "value": stage.time.bytes}
             if stage.saved is not None:
                 yield {**here, "metric": "saved_of_stage_before", "unit": "fraction", "value": stage.saved}
@@ -145,7 +145,7 @@ def measure(
 ) -> Iterator[Row]:
     """Run stages on one workload; `module` is what the ranks run."""
     ordered, plans = segments(rates, seconds, names), Plans()
-    job = Job(workload, tuple(ordered), folder="", deadline_seconds=1800.0, replay=True)
+    job = BenchmarkJob(workload, tuple(ordered), folder="", deadline_seconds=1800.0, replay=True)
     outcomes = launch(job, RANKS, plans, lab=True, module=module)
     for rate, plan in plans.found.items():
         print(f"{rate}: {plan.verdict()}")
@@ -180,7 +180,7 @@ def table(rows: Sequence[Row]) -> str:
         spread = f"{1e3 * step['p20']:.1f}-{1e3 * step['p80']:.1f}"
         lines.append(
             f"{workload:26}{rate:10}{name:17}{1e3 * step['value']:9.1f}{spread:>16}"
-            f"{1e3 * found['synchronisation']['value']:9.1f}{percent:>8}"
+            f"{1e3 * found['synchronization']['value']:9.1f}{percent:>8}"
             f"{found['bytes']['value'] / 1e6:8.2f}"
         )
     return "\n".join(lines)

@@ -18,13 +18,13 @@ import typer
 
 from benchmarks.options import choose
 from benchmarks.planning.described import gpu_costs, link
+from gradwire.planner.costs import Costs, LinearCost
 from gradwire.simulate import Bulk, Compute, StepResult, models
 from gradwire.simulate.machine import machine_costs
-from gradwire.simulate.sweep import Method, Scenario
-from gradwire.sync.costs import Costs, Line
+from gradwire.simulate.sweep import Scenario, SweepMethod
 
 RANKS, RATES, MODELS = (4, 8, 16, 64), (1e9, 10e9, 100e9), ("resnet50", "bert-base", "vgg19")
-METHOD = Method("onebit", "scatter_reduce")
+METHOD = SweepMethod("onebit", "scatter_reduce")
 ALONE = Bulk(coordinated=False)
 COORDINATED = tuple(Bulk(size, wait) for size in (64 << 10, 1 << 20) for wait in (0.0, 500e-6))
 COMPUTE = Compute(0.05, 0.1)
@@ -51,7 +51,7 @@ def machines() -> dict[str, Costs]:
     """Costs by name."""
     core = machine_costs([METHOD.spec])
     return {
-        "core": replace(core, frame=Line(core.frame(0), 0.0)),
+        "core": replace(core, frame=LinearCost(core.frame(0), 0.0)),
         "gpu": gpu_costs(METHOD.spec),
     }
 

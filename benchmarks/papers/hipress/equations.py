@@ -1,7 +1,7 @@
 """HiPress's cost model as it is printed: equations 1 and 2 with the parameters of table 3 and of section 6.1.
 
-The planner is compared with it. `gradwire.sync.planner.forms` has the same equations with the counts of gradwire's own
-strategies; where both describe the same work they agree, and tests hold them to it.
+The planner is compared with it. `gradwire.planner.closed_forms` has the same equations with the counts of gradwire's
+own strategies. Where both describe the same work they agree, and tests check that.
 
 Source: HiPress (SOSP 2021), section 3.3, table 3; section 6.1 for co-located servers. Differences: more partitions than
 nodes. The paper groups K partitions into ⌈K/N⌉ batches and says no more. Here the coding of one batch overlaps

@@ -21,8 +21,8 @@ import typer
 
 from benchmarks.options import choose
 from benchmarks.planning.described import MEMORY_BYTES_A_SECOND, gpu_costs, link
-from gradwire.simulate import Cluster, Compute, Gradient, StepResult, gradients_of, models, step
-from gradwire.sync.costs import FREE, CodecCosts, Line
+from gradwire.planner.costs import FREE, CodecCosts, LinearCost
+from gradwire.simulate import Cluster, Compute, SimulatedGradient, StepResult, gradients_of, models, step
 
 RATES, NODES = (10e9, 25e9, 56e9, 100e9), (16, 64, 256, 1024, 4096)
 BUCKET_BYTES = 25e6
@@ -57,9 +57,9 @@ CLAIMS = {
     "lstm": Claim("minmax", "scatter_reduce", 0.95 / 2.1, 1.1),
 }
 COSTS = gpu_costs("onebit", "minmax", "dgc")
-_ADD = Line(0.0, 12 / MEMORY_BYTES_A_SECOND)
+_ADD = LinearCost(0.0, 12 / MEMORY_BYTES_A_SECOND)
 COLLECTIVE = replace(
-    COSTS, codecs={"none": CodecCosts(FREE, FREE, FREE, Line(0.0, 4.0))}, add=_ADD, task=0.0, frame=FREE
+    COSTS, codecs={"none": CodecCosts(FREE, FREE, FREE, LinearCost(0.0, 4.0))}, add=_ADD, task=0.0, frame=FREE
 )
 
 
@@ -91,13 +91,13 @@ def dense_ring(name: str, seconds: float, nodes: int, rate: float) -> StepResult
     return step(buckets, "none", cluster, COLLECTIVE, compute, strategy="ring", fold=True)
 
 
-def _buckets(gradients: list[Gradient]) -> Iterator[Gradient]:
-    held: list[Gradient] = []
+def _buckets(gradients: list[SimulatedGradient]) -> Iterator[SimulatedGradient]:
+    held: list[SimulatedGradient] = []
     for index, grad in enumerate(gradients, 1):
         held.append(grad)
         elements = sum(each.spec.numel for each in held)
         if 4 * elements >= BUCKET_BYTES or index == len(gradients):
-            yield Gradient(f"bucket.{index}", (elements, 1), grad.ready_seconds)
+            yield SimulatedGradient(f"bucket.{index}", (elements, 1), grad.ready_seconds)
             held = []
 
 

@@ -1,7 +1,7 @@
 """The ranks of the breakdown: each stage synchronizes with one more of the means of HiPress than the one before.
 
 Every stage goes through `gradwire.Synchronizer`, as `attach` does, from a DDP hook of its own that hands tensors over
-in its own way. The switches are those that the synchroniser has: which tensors a plan compresses, what is submitted
+in its own way. The switches are those that the synchronizer has: which tensors a plan compresses, what is submitted
 together, and when it is waited for.
 """
 # Shapes: N = elements of the tensor or range
@@ -19,8 +19,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.bench import worker
-from gradwire.bench.job import Outcome, Progress, Segment
-from gradwire.bench.methods import Costs, is_native
+from gradwire.bench.job import Progress, Segment, SegmentOutcome
+from gradwire.bench.methods import MethodCosts, is_native
 from gradwire.bench.rank import Rank, RunSegment
 from gradwire.bench.recording import Recording, record
 from gradwire.bench.replay import RecordedModel, Replay, run_replay
@@ -31,12 +31,12 @@ from gradwire.bench.timing import time_steps
 from gradwire.compressors import Compressor, register
 from gradwire.core.context import Context
 from gradwire.core.spec import TensorSpec
-from gradwire.sync.fidelity import FEW_ENCODES, Method
+from gradwire.planner import PlannedTensor, PlanTable, plan
+from gradwire.planner.choose import PARTITIONS
+from gradwire.planner.fidelity import FEW_ENCODES, RankedCompressor
 from gradwire.sync.plan import Plan
-from gradwire.sync.planner import Gradient, PlanTable, plan
-from gradwire.sync.planner.choose import PARTITIONS
-from gradwire.sync.survey import Survey
-from gradwire.sync.synchronizer import Shard, Synchronizer
+from gradwire.sync.synchronizer import GradientSlice, Synchronizer
+from gradwire.tuning.calibration import Calibration
 from gradwire.wire.payload import Payload
 
 CODEC = "onebit"
@@ -98,7 +98,7 @@ class TorchOnebit(Compressor):
 
 @dataclass(frozen=True)
 class How:
-    """How a stage synchronises.
+    """How a stage synchronizes.
 
     Attributes:
         plan: what it begins with.
@@ -111,7 +111,7 @@ class How:
     plan: Plan
     buckets: bool = True
     waits: bool = False
-    chosen: tuple[Method, ...] = ()
+    chosen: tuple[RankedCompressor, ...] = ()
     partitions: tuple[int, ...] = PARTITIONS
 
 
@@ -119,20 +119,20 @@ def how(stage: str) -> How:
     """That of one of `STAGES`."""
     if stage in ("bulk", "planned"):
         # Small tensors and vectors travel in one message, dense.
-        return How(Plan(CODEC), chosen=(Method(CODEC, FEW_ENCODES),) if stage == "planned" else ())
+        return How(Plan(CODEC), chosen=(RankedCompressor(CODEC, FEW_ENCODES),) if stage == "planned" else ())
     every = TorchOnebit() if stage == "torch" else CODEC
     return How(Plan({EVERY_TENSOR: every}), buckets=False, waits=stage != "pipelined")
 
 
 class Staged:
-    """A DDP module's gradients, synchronised as a stage does: a `gradwire.bench.methods.Connection`."""
+    """A DDP module's gradients, synchronized as a stage does: a `gradwire.bench.methods.Connection`."""
 
     def __init__(self, how: How, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, rank: Rank) -> None:
         self.how, self._ddp = how, ddp
         self._names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
         specs = {name: TensorSpec.of(parameter) for name, parameter in ddp.module.named_parameters()}
         self.synchronizer = Synchronizer(None, how.plan, tensors=specs, seed=rank.job.seed)
-        self.survey = Survey(self.synchronizer, max(spec.numel for spec in specs.values()))
+        self.survey = Calibration(self.synchronizer, max(spec.numel for spec in specs.values()))
         self.native = False  # by DDP's own all-reduce, as the planner may want it
         self.native_bytes = 0
         self.replan: Callable[[], object] = lambda: None
@@ -148,7 +148,7 @@ class Staged:
             self.native_bytes += ring_bytes(buffer.nbytes, dist.get_world_size())
             return allreduce_hook(dist.group.WORLD, bucket)
         shards = [
-            Shard(self._names[id(parameter)], grad)
+            GradientSlice(self._names[id(parameter)], grad)
             for parameter, grad in zip(bucket.parameters(), bucket.gradients(), strict=True)
         ]
         if self.how.buckets:
@@ -160,10 +160,12 @@ class Staged:
                 self.synchronizer.wait()
         return torch.futures.collect_all(futures).then(lambda _: buffer)
 
-    def costs(self, steps: int) -> Costs:
+    def costs(self, steps: int) -> MethodCosts:
         """See `Connection`."""
         total, native = self.synchronizer.report().total, self.native_bytes
-        return Costs(total.sent_bytes + native, total.dense_bytes + native, total.encode_seconds, total.decode_seconds)
+        return MethodCosts(
+            total.sent_bytes + native, total.dense_bytes + native, total.encode_seconds, total.decode_seconds
+        )
 
     def settle(self, step: Callable[[], object]) -> None:
         """Fill the links' queues; then plan for them, if this is the stage that plans."""
@@ -173,7 +175,7 @@ class Staged:
             step()
 
     def close(self) -> None:
-        """End the synchroniser."""
+        """End the synchronizer."""
         self._unhook.remove()
         self.synchronizer.close()
 
@@ -184,7 +186,7 @@ def make_plan(staged: Staged, recording: Recording, rank: Rank) -> PlanTable:
     first, specs = recording.buckets[0].ready_seconds, staged.synchronizer.tensors
     ready = {name: bucket.ready_seconds - first for bucket in recording.buckets for name in _inner(bucket.names)}
     backward = recording.backward_seconds - first
-    tensors = [Gradient(name, spec.shape, spec.dtype, ready[name]) for name, spec in specs.items()]
+    tensors = [PlannedTensor(name, spec.shape, spec.dtype, ready[name]) for name, spec in specs.items()]
     text = None
     if rank.rank == 0:
         nbytes = sum(spec.nbytes for spec in specs.values()) // len(recording.buckets)
@@ -199,7 +201,7 @@ def _inner(names: Sequence[str]) -> list[str]:
     return [name.replace(".", "/") for name in names]  # as the replayed model has them
 
 
-def _run(rank: Rank, index: int, recording: Recording, how: How) -> Outcome:
+def _run(rank: Rank, index: int, recording: Recording, how: How) -> SegmentOutcome:
     """One stage at each rate."""
     segment: Segment = rank.job.segments[index]
     rank.set_rate(None)
@@ -224,14 +226,14 @@ def _run(rank: Rank, index: int, recording: Recording, how: How) -> Outcome:
     rank.set_rate(None)
     identical = is_identical([parameter.grad for parameter in ddp.parameters() if parameter.grad is not None])
     staged.close()
-    return Outcome(index, rank.rank, identical=identical, timed=timed)
+    return SegmentOutcome(index, rank.rank, identical=identical, timed=timed)
 
 
 def runner(rank: Rank, how_of: Callable[[str], How] = how) -> RunSegment:
     """Runs segments whose methods are stages, of which `how_of` knows what they do, or DDP's own."""
     recordings = {size: record(rank, size) for size in sorted({s.bucket_mb for s in rank.job.segments})}
 
-    def run(index: int) -> Outcome:
+    def run(index: int) -> SegmentOutcome:
         segment = rank.job.segments[index]
         if is_native(segment.method):
             return run_replay(rank, index, recordings)

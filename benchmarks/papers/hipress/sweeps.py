@@ -24,7 +24,7 @@ RATES = ("10mbit", "30mbit", "100mbit", "300mbit", "1gbit")
 RATIOS = tuple(f"topk:ratio={ratio}" for ratio in (0.001, 0.01, 0.05))
 WIDTHS = tuple(f"minmax:bits={bits}" for bits in (2, 4, 8))
 METHODS = (methods.DDP_FP32, methods.DDP_FP16, "onebit", *RATIOS, *WIDTHS)
-COLOURS = dict(zip(METHODS, (DENSE, "#9aa5b1", "#17a08a", "#c8ddf2", "#7fb0dd", "#2f6db5", "#f6d8b5", "#eaa85c",
+COLORS = dict(zip(METHODS, (DENSE, "#9aa5b1", "#17a08a", "#c8ddf2", "#7fb0dd", "#2f6db5", "#f6d8b5", "#eaa85c",
                              "#b3590f")))  # fmt: skip
 Row = dict[str, Any]
 
@@ -93,14 +93,14 @@ def plot(rows: Sequence[Row], folder: Path) -> None:
         left, right = axes[0]
         for method in known:
             times = [1e3 * steps[method, rate]["step"] for rate in rates]
-            left.plot(range(len(rates)), times, color=COLOURS[method], marker="o", label=methods.label(method))
+            left.plot(range(len(rates)), times, color=COLORS[method], marker="o", label=methods.label(method))
         ideal = [1e3 * steps[known[0], rate]["step_without_communication"] for rate in rates]
         left.plot(range(len(rates)), ideal, color="#1f2933", linestyle=":", label="without communication")
         left.set(yscale="log", ylabel="ms a step (logarithmic)", xlabel="rate of each link", title="Bandwidth")
         bars = [method for method in known if method in (*RATIOS, *WIDTHS)]
         for index, method in enumerate(bars):
             places, heights = bar_places(index, len(bars), len(rates)), [steps[method, r]["speedup"] for r in rates]
-            right.bar(places, heights, 0.8 / len(bars), color=COLOURS[method], label=methods.label(method))
+            right.bar(places, heights, 0.8 / len(bars), color=COLORS[method], label=methods.label(method))
         right.axhline(1.0, color=DENSE, linewidth=1)
         right.set(
             yscale="log", ylabel="times DDP fp32 (logarithmic)", xlabel="rate of each link", title="Kept fraction"

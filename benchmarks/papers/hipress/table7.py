@@ -17,9 +17,9 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from benchmarks.papers.hipress.equations import Choice, Hardware, Topology, choose, fewest
-from gradwire.sync.costs import FREE, CodecCosts, Costs, Curve, Line, LinkCosts
-from gradwire.sync.planner.choose import PARTITIONS
-from gradwire.sync.planner.forms import route
+from gradwire.planner.choose import PARTITIONS
+from gradwire.planner.closed_forms import route
+from gradwire.planner.costs import FREE, CodecCosts, Costs, Curve, LinearCost, LinkCosts
 
 MB = 1 << 20  # as in the paper's table 6
 RATE = 100e9 / 8  # bytes a second
@@ -75,8 +75,8 @@ def planned(topology: Topology, nbytes: int, nodes: int) -> Choice:
     even = KERNEL * CODEC_RATE / 4  # elements up to which a kernel takes its least time
     coding = Curve(((1.0, KERNEL), (even, KERNEL), (2 * even, 2 * KERNEL)))
     codecs = {
-        "none": CodecCosts(FREE, FREE, FREE, Line(0, 4)),
-        "onebit": CodecCosts(coding, coding, coding, Line(0, 4 * RATIO)),
+        "none": CodecCosts(FREE, FREE, FREE, LinearCost(0, 4)),
+        "onebit": CodecCosts(coding, coding, coding, LinearCost(0, 4 * RATIO)),
     }
     costs = Costs(nodes, (LinkCosts(0.0, 1 / RATE, per_message=MESSAGE),), codecs, frame_bytes=0.0)
     dense, compressed = (
@@ -116,8 +116,8 @@ def figures(found: list[Cell]) -> Iterator[dict[str, Any]]:
         choice = cell.choice
         yield {**fixed, "metric": "compress", "value": int(choice.compress), "unit": "yes", "published": int(compress)}
         yield {**fixed, "metric": "partitions", "value": choice.partitions, "unit": "ranges", "published": partitions}
-        yield {**fixed, "metric": "synchronisation", "value": choice.seconds, "unit": "s"}
-        yield {**fixed, "metric": "dense_synchronisation", "value": choice.dense_seconds, "unit": "s"}
+        yield {**fixed, "metric": "synchronization", "value": choice.seconds, "unit": "s"}
+        yield {**fixed, "metric": "dense_synchronization", "value": choice.dense_seconds, "unit": "s"}
 
 
 def run(

@@ -31,7 +31,7 @@ import typer
 from benchmarks import ranks as processes
 from benchmarks.options import Rates, Seconds, choose, listed
 from benchmarks.papers.thc.lab_ends import BUCKET_MB, PORT
-from gradwire.bench.job import Job, Message, Progress, Segment
+from gradwire.bench.job import BenchmarkJob, Message, Progress, Segment
 from gradwire.bench.launch import Beside, launch
 from gradwire.bench.methods import DDP_FP32, label
 from gradwire.bench.training import TrainingOptions
@@ -93,7 +93,7 @@ def measure_rounds(asked: Asked) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
         needed = served([segment.method for segment in segments])
         server = beside(folder, needed)
-        job = Job(asked.workload, segments, folder="", deadline_seconds=asked.deadline, replay=True)
+        job = BenchmarkJob(asked.workload, segments, folder="", deadline_seconds=asked.deadline, replay=True)
         launch(job, RANKS, hear, lab=not asked.loopback, module="benchmarks.papers.thc.lab_ends", beside=server)
         report = Path(folder) / "server"
         spent = [float(line) for line in report.read_text().split()] if needed else []

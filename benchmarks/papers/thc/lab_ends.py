@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from gradwire.bench.job import Outcome, Progress
+from gradwire.bench.job import Progress, SegmentOutcome
 from gradwire.bench.methods import Attached
 from gradwire.bench.rank import Rank, RunSegment
 from gradwire.bench.recording import Recording, record
@@ -45,7 +45,7 @@ def at_once(recording: Recording) -> Recording:
     return replace(recording, buckets=buckets, backward_seconds=0.0, step_seconds=0.0)
 
 
-def run(rank: Rank, index: int, recording: Recording) -> Outcome:
+def run(rank: Rank, index: int, recording: Recording) -> SegmentOutcome:
     """Rounds of one method at one rate; what they took is said as the phase of a progress."""
     segment = rank.job.segments[index]
     (rate,) = segment.rates
@@ -67,7 +67,7 @@ def run(rank: Rank, index: int, recording: Recording) -> Outcome:
     rank.say(Progress(index, json.dumps(said), count, count, rate=rate))
     rank.set_rate(None)
     replay.connection.close()
-    return Outcome(index, rank.rank)
+    return SegmentOutcome(index, rank.rank)
 
 
 @contextmanager
@@ -90,7 +90,7 @@ def listening(replay: Replay) -> Iterator[dict[str, float]]:
 
 def serve(sessions: int, host: str, workers: int, report: str) -> None:
     """Aggregate for one method after another; the processor's seconds of each are a line of the report."""
-    from gradwire.server.aggregation import AggregationOptions, AggregationServer
+    from gradwire.aggregator.process import AggregationOptions, AggregationServer
 
     for lanes in (np.zeros(1024, np.uint8), np.zeros(1024, np.uint16)):  # compiled before anybody waits
         kernels.lookup_indices(np.zeros(512, np.uint8), 4, np.arange(16, dtype=np.uint32), lanes, True)

@@ -41,8 +41,8 @@ KEY, CHOICES, METRICS = study.KEY, ("seeds",), study.METRICS
 RANKS, EPOCHS, SAMPLES, SEEDS = 10, 5, 4000, 3
 LOSSES = (0.001, 0.01)
 LEFT_OUT = {"dropped": LeftOut(), "kept": LeftOut(keep=True), "kept, over all": LeftOut(keep=True, divisor="all")}
-THC, SYNCHRONISED = "thc", ", synchronised"
-LOSSY = [f"loss {rate:g}{sync}" for rate in LOSSES for sync in ("", SYNCHRONISED)]
+THC, SYNCHRONIZED = "thc", ", synchronized"
+LOSSY = [f"loss {rate:g}{sync}" for rate in LOSSES for sync in ("", SYNCHRONIZED)]
 LATE = [f"{count} of {RANKS} left out, {policy}" for count in (1, 2, 3) for policy in LEFT_OUT]
 METHODS = (THC, *LOSSY, *LATE)
 
@@ -50,7 +50,7 @@ METHODS = (THC, *LOSSY, *LATE)
 def faults(cell: study.Cell) -> tuple[Faults, LeftOut]:
     """What happens to the packets of a cell, and to gradients that are left out."""
     if cell.method in LOSSY:
-        return PacketLoss(float(cell.method.removesuffix(SYNCHRONISED).removeprefix("loss ")), cell.seed), LeftOut()
+        return PacketLoss(float(cell.method.removesuffix(SYNCHRONIZED).removeprefix("loss ")), cell.seed), LeftOut()
     if cell.method in LATE:
         late, _, policy = cell.method.partition(", ")
         return Stragglers(int(late.split()[0]), cell.seed), LEFT_OUT[policy]
@@ -67,8 +67,8 @@ def aggregator(cell: study.Cell, size: int) -> Aggregator:
 
 
 def sync(cell: study.Cell) -> EpochSync | None:
-    """What workers synchronise after an epoch."""
-    return EpochSync() if cell.method.endswith(SYNCHRONISED) else None
+    """What workers synchronize after an epoch."""
+    return EpochSync() if cell.method.endswith(SYNCHRONIZED) else None
 
 
 def table(rows: study.Rows) -> str:
@@ -90,9 +90,9 @@ def plot(rows: study.Rows, folder: Path) -> None:
     with figure(folder / "thc-loss.svg", columns=2, size=(12, 4.4)) as axes:
         for axis, (metric, title) in zip(axes[0], METRICS.items()):
             first = 0
-            for colour, methods in groups:
+            for color, methods in groups:
                 found = {method: study.difference(rows, "cifar10", method, RANKS, metric) for method in methods}
-                study.plot_differences(axis, found, False, first, color=colour)
+                study.plot_differences(axis, found, False, first, color=color)
                 first += len(methods)
             axis.set_yticks(range(len(METHODS)), METHODS if axis is axes[0][0] else [""] * len(METHODS), fontsize=8)
             study.finish(axis)

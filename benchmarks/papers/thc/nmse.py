@@ -1,7 +1,7 @@
 """The error of THC against granularity, bits and other methods: THC's figures 15 and 2b.
 
 Figure 15: a gradient of log-normal elements, copied to 10 ranks, p = 1/1024, 2, 3 and 4 bits against the granularity;
-the normalised mean squared error of the mean, averaged over 100 gradients. The closed forms predict: the
+the normalized mean squared error of the mean, averaged over 100 gradients. The closed forms predict: the
 table's cost over the number of ranks, and what clamping takes, which is the same on all ranks. Figure 2b: four ranks
 with copies; the error of the mean at the aggregator, and of what ranks have after the way back, for which the mean is
 encoded again, but for THC, whose integers are passed on.

@@ -1,7 +1,7 @@
 """Accuracy as workers are added, of THC, top-k and QSGD at one compression ratio: THC's figure 10.
 
 `--data` is a folder of SST-2, see `benchmarks.data.sst2`. 4 to 64 workers in one process train bags of words from
-scratch, all methods from the same seeds on the same batches; once with word vectors that are learnt, whose gradients
+scratch, all methods from the same seeds on the same batches; once with word vectors that are learned, whose gradients
 are mostly zeros, and once with vectors that stay as they were drawn, so that all gradients are dense.
 
 Ratios: each worker sends 4 bits an element, of norms a little more. The sum comes back in lanes that hold 36 n, of 8

@@ -74,7 +74,7 @@ class EpochSync:
 
 
 class Task(ABC):
-    """What is learnt.
+    """What is learned.
 
     Attributes:
         name: of the task.
@@ -90,7 +90,7 @@ class Task(ABC):
 
     @abstractmethod
     def replica(self) -> Replica:
-        """A model, initialised by torch's global generator, with its optimizer."""
+        """A model, initialized by torch's global generator, with its optimizer."""
 
     @property
     def size(self) -> int:

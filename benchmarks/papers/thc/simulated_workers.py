@@ -9,7 +9,7 @@ are what is lost. What the paper does about that (section 6) is here a class eac
 - `Stragglers`: the aggregator does not wait for the last few, another few in each step.
 - `LeftOut`: what becomes of gradients that are not in the sum. The paper drops them; they can be kept as residuals.
 
-`benchmarks.papers.thc.simulated_training` has the workers, and what they synchronise after an epoch.
+`benchmarks.papers.thc.simulated_training` has the workers, and what they synchronize after an epoch.
 
 Source: THC (Li et al. 2024), section 6 and section 8.4, "simulation environment". Differences: the preliminary round is
 never lost.
@@ -30,10 +30,10 @@ from gradwire.compressors import Compressor
 from gradwire.compressors.base import Reduction, Stat
 from gradwire.compressors.support.homomorphic import Homomorphic
 from gradwire.core.context import Context
-from gradwire.core.spec import Range, TensorSpec
-from gradwire.feedback import policies
-from gradwire.feedback.residuals import ResidualKey, Residuals, Role
+from gradwire.core.spec import ElementRange, TensorSpec
 from gradwire.kernels.blocks import index_bytes
+from gradwire.residuals import policies
+from gradwire.residuals.transaction import ResidualKey, Residuals, Role
 from gradwire.wire.payload import Payload
 
 NAME = "model"
@@ -142,7 +142,7 @@ class Encoder:
         self.spec, self.stage = TensorSpec((size,)), int(role == "aggregate")
         self.scale = 1.0 if self.stage else 1 / num_workers
         self.policy = policies.get(feedback or codec.default_feedback)
-        self.residuals, self.key = Residuals(), ResidualKey(NAME, Range(0, size), role)
+        self.residuals, self.key = Residuals(), ResidualKey(NAME, ElementRange(0, size), role)
 
     def context(self, step: int) -> Context:
         """The context of its encode in a step."""

@@ -28,7 +28,7 @@ class Classifier(nn.Module):
     """The mean of the word vectors of a sentence, through two hidden layers.
 
     Args:
-        learns_words: vectors of 16 numbers that are learnt, of which a batch has a few; else of 256 that are drawn and
+        learns_words: vectors of 16 numbers that are learned, of which a batch has a few; else of 256 that are drawn and
             stay, so that all gradients are dense.
     """
 

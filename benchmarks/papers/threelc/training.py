@@ -2,8 +2,8 @@
 
 `--data` is a folder of CIFAR-10 as images, see `benchmarks.data.cifar`. Four workers and a server train a ResNet in the
 lab, each on a host of its own. As in the paper, accuracy is measured in whole trainings at one rate, and step times at
-each rate in others, which are short but for 3LC's; a rate does not change what is learnt. Trainings that the record has
-are not run again, if they have as many steps and the same model.
+each rate in others, which are short but for 3LC's. A rate does not change what is learned. Trainings that the record
+has are not run again if they have the same model and number of steps.
 
 Source: 3LC (Lim, Andersen, Kaminsky 2019), section 5. Differences: 4 workers in place of 10; a ResNet of 8 layers and
 308 thousand parameters whose first convolution has a stride of 2; some hundred steps in place of 25,600; a learning
@@ -188,8 +188,8 @@ def run(
                 continue
             lab.set_rate(rate)
             found = train(lab, design, data, size, steps=count, seed=seed, test=bool(share))
-            learnt = f", {found.workers[0]['accuracy']:.2%} after {count} steps, seed {seed}" if share else ""
-            print(f"{design.label:20} {rate:8} {1e3 * found.step:7.1f} ms a step{learnt}", flush=True)
+            learned = f", {found.workers[0]['accuracy']:.2%} after {count} steps, seed {seed}" if share else ""
+            print(f"{design.label:20} {rate:8} {1e3 * found.step:7.1f} ms a step{learned}", flush=True)
             yield from figures(design, found, rate, seed, share)
 
 
@@ -278,10 +278,10 @@ def table(rows: Sequence[Row]) -> str:
 
 def plot(rows: Sequence[Row], folder: Path) -> None:
     """Accuracy against time at each rate, loss over steps, and bits over steps."""
-    colours = [f"C{index}" for index in range(10)] + ["#1f2933", "#9aa5b1"]
+    colors = [f"C{index}" for index in range(10)] + ["#1f2933", "#9aa5b1"]
     with figure(folder / "accuracy-and-time.svg", columns=3, size=(15, 4.4), sharey=True) as axes:
         for axis, rate in zip(axes[0], ("10mbit", "100mbit", FULL_RATE)):
-            for design, colour in zip(DESIGNS, colours):
+            for design, color in zip(DESIGNS, colors):
                 step, full = (
                     values(rows, design.label, "step", rate),
                     values(rows, design.label, "loss", FULL_RATE, 1.0),
@@ -293,7 +293,7 @@ def plot(rows: Sequence[Row], folder: Path) -> None:
                         minutes = share * 10 * len(full) * statistics.fmean(step) / 60
                         points.append((minutes, 100 * statistics.fmean(found)))
                 if points:
-                    axis.plot(*zip(*points), marker="o", markersize=4, label=design.label, color=colour)
+                    axis.plot(*zip(*points), marker="o", markersize=4, label=design.label, color=color)
             axis.set(xscale="log", xlabel=f"minutes of training at {rate_text(rate)}")
         axes[0][0].set_ylabel("test accuracy, %")
         axes[0][0].legend(fontsize=8)
@@ -305,9 +305,9 @@ def plot(rows: Sequence[Row], folder: Path) -> None:
                 left.plot([10 * (i + 1) for i in range(len(losses))], losses, label=design.label, linewidth=1.2)
         left.set(xlabel="step", ylabel="training loss, mean of 10 steps")
         left.legend()
-        for label, colour in (("3LC (s=1.00)", "#17a08a"), ("3LC (s=1.75)", "#2f6db5")):
+        for label, color in (("3LC (s=1.00)", "#17a08a"), ("3LC (s=1.75)", "#2f6db5")):
             for way, style in (("pushed", "-"), ("pulled", "--")):
                 bits = values(rows, label, f"bits_{way}_at", FULL_RATE, 1.0)
-                right.plot([10 * (i + 1) for i in range(len(bits))], bits, style, color=colour, label=f"{label}, {way}")
+                right.plot([10 * (i + 1) for i in range(len(bits))], bits, style, color=color, label=f"{label}, {way}")
         right.set(xlabel="step", ylabel="bits a state change", ylim=(0, None))
         right.legend()

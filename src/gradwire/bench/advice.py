@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from gradwire.sync.planner.table import seconds
+from gradwire.planner.table import seconds
 
 MIN_GAIN = 0.05  # of a step: the medians of a few steps are no better than this
 FP32, HALF, GRADWIRE = "fp32", "half", "gradwire"
@@ -53,7 +53,7 @@ class Measurement:
 
 
 @dataclass(frozen=True)
-class Probe:
+class ProbeFindings:
     """The figures of one model on one job. Seconds.
 
     Attributes:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from gradwire.bench.measure import Case, Mixes, Row, measure
+from gradwire.bench.measure import Case, KernelTiming, Mixes, measure
 from gradwire.bench.rivals import RIVALS
 from gradwire.compressors import make, names
 from gradwire.compressors.base import Compressor
@@ -61,7 +61,7 @@ def _cases(codec: Compressor, data: _Data) -> Iterator[Case]:
         return rival(data.grad)
 
     def torch_encode_with_feedback() -> object:
-        """The same and the residual update, without its decoding: a bound in the rival's favour."""
+        """The same and the residual update, without its decoding: a bound in the rival's favor."""
         assert rival is not None
         data.out.add_(data.grad)
         return rival(data.out)
@@ -111,7 +111,7 @@ def matching(only: str | None) -> list[str]:
     return found
 
 
-def run(size_mb: int = 256, repeats: int = 7, only: str | None = None) -> list[Row]:
+def run(size_mb: int = 256, repeats: int = 7, only: str | None = None) -> list[KernelTiming]:
     """Measure every compressor on one thread; see `gradwire.bench.kernels.run`."""
     chosen = matching(only)
     threads = torch.get_num_threads()

@@ -41,7 +41,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Job:
+class BenchmarkJob:
     """What one set of ranks does.
 
     Attributes:
@@ -71,7 +71,7 @@ class Job:
         return path
 
     @classmethod
-    def load(cls, path: Path) -> Job:
+    def load(cls, path: Path) -> BenchmarkJob:
         """Read what `save` wrote."""
         fields = json.loads(path.read_text())
         segments = tuple(Segment(**{**segment, "rates": tuple(segment["rates"])}) for segment in fields.pop("segments"))
@@ -79,7 +79,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedSteps:
     """The timed steps of one rank at one rate. Byte counts are those of all timed steps together.
 
     Attributes:
@@ -106,7 +106,7 @@ class Timed:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SegmentOutcome:
     """What one rank has to say of one segment.
 
     Attributes:
@@ -128,13 +128,13 @@ class Outcome:
     validation_loss: float | None = None
     validation_accuracy: float | None = None
     identical: bool | None = None
-    timed: list[Timed] = field(default_factory=list)
+    timed: list[TimedSteps] = field(default_factory=list)
     validations: list[tuple[int, float, float]] = field(default_factory=list)
 
     @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> Outcome:
+    def from_dict(cls, fields: dict[str, Any]) -> SegmentOutcome:
         """From the plain data of `asdict`."""
-        timed = [Timed(**timed) for timed in fields["timed"]]
+        timed = [TimedSteps(**timed) for timed in fields["timed"]]
         validations = [(step, loss, accuracy) for step, loss, accuracy in fields["validations"]]
         return cls(**{**fields, "timed": timed, "validations": validations})
 
@@ -168,13 +168,13 @@ class RateRequest:
     rate: str | None
 
 
-Message = Outcome | Progress | RateRequest
+Message = SegmentOutcome | Progress | RateRequest
 _KINDS: dict[str, Callable[..., Message]] = {
-    "outcome": lambda **fields: Outcome.from_dict(fields),
+    "outcome": lambda **fields: SegmentOutcome.from_dict(fields),
     "progress": Progress,
     "rate": RateRequest,
 }
-_NAMES = {Outcome: "outcome", Progress: "progress", RateRequest: "rate"}
+_NAMES = {SegmentOutcome: "outcome", Progress: "progress", RateRequest: "rate"}
 
 
 def to_line(message: Message) -> str:

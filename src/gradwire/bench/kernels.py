@@ -11,11 +11,11 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from gradwire.bench.measure import Case, Mixes, Row, measure
+from gradwire.bench.measure import Case, KernelTiming, Mixes, measure
 from gradwire.compressors.support.thc_tables import optimal
 from gradwire.core.errors import UnknownNameError
 from gradwire.kernels import active as kernels
-from gradwire.kernels.blocks import Blocks, num_sign_words
+from gradwire.kernels.blocks import BlockLayout, num_sign_words
 
 _BLOCK = 1024
 _RANKS = 4
@@ -137,37 +137,37 @@ def _int8(b: _Buffers) -> Iterator[Case]:
     steps = torch.from_numpy(scales)[:, None]
     torch_q = torch.from_numpy(q).view(-1, _BLOCK)
 
-    def torch_quantise() -> None:
+    def torch_quantize() -> None:
         torch_q.copy_((b.source.view(-1, _BLOCK) * (1 / steps)).round_().clamp_(-127, 127))
 
     yield Case(
-        "quantise_int8 nearest", "float32", 5, "read",
-        lambda: kernels.quantise_int8(x, scales, _BLOCK, 1, 0, q, False), "mul, round, clamp, to", torch_quantise,
+        "quantize_int8 nearest", "float32", 5, "read",
+        lambda: kernels.quantize_int8(x, scales, _BLOCK, 1, 0, q, False), "mul, round, clamp, to", torch_quantize,
     )  # fmt: skip
     yield Case(
-        "quantise_int8 stochastic", "float32", 5, "read",
-        lambda: kernels.quantise_int8(x, scales, _BLOCK, 1, 0, q, True),
+        "quantize_int8 stochastic", "float32", 5, "read",
+        lambda: kernels.quantize_int8(x, scales, _BLOCK, 1, 0, q, True),
     )  # fmt: skip
     yield Case(
-        "quantise_int8 nearest in place", "float32", 9, "update",
-        lambda: kernels.quantise_int8(y, scales, _BLOCK, 1, 0, q, False, y),
+        "quantize_int8 nearest in place", "float32", 9, "update",
+        lambda: kernels.quantize_int8(y, scales, _BLOCK, 1, 0, q, False, y),
     )  # fmt: skip
     yield Case(
-        "quantise_int8 stochastic in place", "float32", 9, "update",
-        lambda: kernels.quantise_int8(y, scales, _BLOCK, 1, 0, q, True, y),
+        "quantize_int8 stochastic in place", "float32", 9, "update",
+        lambda: kernels.quantize_int8(y, scales, _BLOCK, 1, 0, q, True, y),
     )  # fmt: skip
     yield Case(
-        "dequantise_int8", "float32", 5, "write",
-        lambda: kernels.dequantise_int8(q, scales, _BLOCK, y),
+        "dequantize_int8", "float32", 5, "write",
+        lambda: kernels.dequantize_int8(q, scales, _BLOCK, y),
         "mul", lambda: torch.mul(torch_q, steps, out=b.target.view(-1, _BLOCK)),
     )  # fmt: skip
     yield Case(
-        "dequantise_int8 accumulate", "float32", 9, "update",
-        lambda: kernels.dequantise_int8(q, scales, _BLOCK, y, accumulate=True),
+        "dequantize_int8 accumulate", "float32", 9, "update",
+        lambda: kernels.dequantize_int8(q, scales, _BLOCK, y, accumulate=True),
     )  # fmt: skip
     yield Case(
-        f"dequantise_int8_sum of {_RANKS}", "float32", 4 + _RANKS, "copy",
-        lambda: kernels.dequantise_int8_sum(peers, [scales] * _RANKS, _BLOCK, y),
+        f"dequantize_int8_sum of {_RANKS}", "float32", 4 + _RANKS, "copy",
+        lambda: kernels.dequantize_int8_sum(peers, [scales] * _RANKS, _BLOCK, y),
     )  # fmt: skip
     yield Case("add_int8", "int8", 5, "add", lambda: kernels.add_int8(q, lanes))
     yield Case("finalize_int8", "int16", 6, "copy", lambda: kernels.finalize_int8(lanes, scales, _BLOCK, 0.25, y))
@@ -184,7 +184,7 @@ def _blocks(b: _Buffers) -> Iterator[Case]:
     yield Case("thc block_square_sums", "float32", 4, "read", lambda: kernels.block_square_sums(b.x, _BLOCK, sums))
     signs = np.empty(num_sign_words(b.length), np.uint32)
     kernels.random32(1, 0, signs)
-    blocks, work = Blocks(b.length, _BLOCK, True, signs, 0), np.empty(_BLOCK, np.float32)
+    blocks, work = BlockLayout(b.length, _BLOCK, True, signs, 0), np.empty(_BLOCK, np.float32)
     table = np.array(optimal(4, 30, 1 / 32).values, np.uint32)
     one = np.ones(b.length // _BLOCK, np.float32)
     units, lows, rates = one / 32, -2 * one, 7 * one
@@ -255,7 +255,7 @@ def _cases(buffers: _Buffers, only: str | None) -> Iterator[Case]:
         raise UnknownNameError("kernel", only, names)
 
 
-def run(size_mb: int = 256, repeats: int = 7, only: str | None = None) -> list[Row]:
+def run(size_mb: int = 256, repeats: int = 7, only: str | None = None) -> list[KernelTiming]:
     """Measure the kernels of `gradwire.kernels.active` on one thread.
 
     Args:

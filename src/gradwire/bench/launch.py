@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from gradwire.bench.job import Job, Message, Outcome, RateRequest, from_line
+from gradwire.bench.job import BenchmarkJob, Message, RateRequest, SegmentOutcome, from_line
 from gradwire.core.errors import GradwireError
 from gradwire.lab import Lab
 from gradwire.lab.runner import Runner, signal_group
@@ -44,14 +44,14 @@ class RanksError(GradwireError, RuntimeError):
 
 
 def launch(
-    job: Job,
+    job: BenchmarkJob,
     world_size: int,
     on_message: OnMessage = lambda _: None,
     *,
     lab: bool = False,
     module: str = "gradwire.bench.worker",
     beside: Beside | None = None,
-) -> list[Outcome]:
+) -> list[SegmentOutcome]:
     """Run a job to its end.
 
     Args:
@@ -88,7 +88,7 @@ class _Listener:
     """Takes the ranks' lines: answers requests for a rate, keeps outcomes, hands everything on."""
 
     def __init__(self, folder: Path, on_message: OnMessage) -> None:
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[SegmentOutcome] = []
         self.lab: Lab | None = None
         self._folder = folder
         self._on_message = on_message
@@ -101,12 +101,14 @@ class _Listener:
             assert self.lab is not None, "ranks ask for rates in a lab alone"
             self.lab.set_rate(message.rate)
             (self._folder / f"rate-{message.ticket}").touch()
-        if isinstance(message, Outcome):
+        if isinstance(message, SegmentOutcome):
             self.outcomes.append(message)
         self._on_message(message)
 
 
-def _run_in_lab(command: list[str], world_size: int, job: Job, listener: _Listener, beside: Beside | None) -> None:
+def _run_in_lab(
+    command: list[str], world_size: int, job: BenchmarkJob, listener: _Listener, beside: Beside | None
+) -> None:
     with Lab(world_size + (beside is not None)) as lab:
         listener.lab = lab
         placed = Beside([]) if beside is None else beside.at(lab.addresses[world_size])
@@ -123,7 +125,9 @@ def _run_in_lab(command: list[str], world_size: int, job: Job, listener: _Listen
         raise RanksError(f"Expected all ranks to end well. {result.message}\n{_tail(stderr)}".rstrip())
 
 
-def _run_on_loopback(command: list[str], world_size: int, job: Job, listener: _Listener, beside: Beside | None) -> None:
+def _run_on_loopback(
+    command: list[str], world_size: int, job: BenchmarkJob, listener: _Listener, beside: Beside | None
+) -> None:
     processes: list[subprocess.Popen[bytes]] = []
     commands, more = [command] * world_size, {} if beside is None else beside.variables
     try:

@@ -16,7 +16,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Row:
+class KernelTiming:
     """One measured kernel.
 
     Attributes:
@@ -80,7 +80,7 @@ class Mixes:
         }
 
 
-def measure(case: Case, mixes: Mixes, x: np.ndarray, repeats: int) -> Row:
+def measure(case: Case, mixes: Mixes, x: np.ndarray, repeats: int) -> KernelTiming:
     """Time a case over the gradient x."""
     copy_bytes, copy = mixes.calls["copy"]
     mix_bytes, mix = mixes.calls[case.mix]
@@ -89,7 +89,7 @@ def measure(case: Case, mixes: Mixes, x: np.ndarray, repeats: int) -> Row:
     times = np.array([[_seconds(copy), _seconds(mix), _seconds(case.call)] for _ in range(repeats)])
     rates = case.bytes_per_element * x.size / times[:, 2] / 1e9
     median = float(np.median(rates))
-    # Ratios of neighbours in time, so that whatever else the machine does touches both.
+    # Ratios of neighbors in time, so that whatever else the machine does touches both.
     to_copy, to_mix = (
         float(np.median(rates * times[:, column] * 1e9 / (count * x.size)))
         for column, count in ((0, copy_bytes), (1, mix_bytes))
@@ -98,7 +98,7 @@ def measure(case: Case, mixes: Mixes, x: np.ndarray, repeats: int) -> Row:
     if case.rival_call is not None:
         rival = [_seconds(case.rival_call) for _ in range(3)]
         speedup = float(np.median(rival) / np.median(times[:, 2]))
-    return Row(
+    return KernelTiming(
         kernel=case.kernel,
         dtype=case.dtype,
         size=4 * x.size,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
     from gradwire.compressors.base import Compressor
-    from gradwire.feedback import Policy
+    from gradwire.residuals import Policy
 
 DDP_FP32 = "ddp-fp32"
 DDP_FP16 = "ddp-fp16"
@@ -43,7 +43,7 @@ _LABELS = {
 
 
 @dataclass(frozen=True)
-class Costs:
+class MethodCosts:
     """Running totals of one rank."""
 
     sent_bytes: int = 0
@@ -51,8 +51,8 @@ class Costs:
     encode_seconds: float = 0.0
     decode_seconds: float = 0.0
 
-    def __sub__(self, earlier: Costs) -> Costs:
-        return Costs(
+    def __sub__(self, earlier: MethodCosts) -> MethodCosts:
+        return MethodCosts(
             self.sent_bytes - earlier.sent_bytes,
             self.dense_bytes - earlier.dense_bytes,
             self.encode_seconds - earlier.encode_seconds,
@@ -60,10 +60,10 @@ class Costs:
         )
 
 
-class Connection(Protocol):
-    """A DDP module whose gradients are synchronised by one method, until it is closed."""
+class ConnectedMethod(Protocol):
+    """A DDP module whose gradients are synchronized by one method, until it is closed."""
 
-    def costs(self, steps: int) -> Costs:
+    def costs(self, steps: int) -> MethodCosts:
         """Totals after so many steps."""
         ...
 
@@ -133,7 +133,8 @@ def compressor(method: str) -> Compressor:
 
 def strategy(method: str) -> str | None:
     """The strategy of ``NAME@STRATEGY``; None where the plan decides."""
-    from gradwire.sync.plan import STRATEGIES
+    import gradwire.aggregator.strategy  # noqa: F401  # registers itself
+    from gradwire.sync.strategies import STRATEGIES
 
     _, at, way = method.partition("/")[0].partition("@")
     if at and way not in STRATEGIES:
@@ -143,7 +144,7 @@ def strategy(method: str) -> str | None:
 
 def feedback(method: str) -> Policy | None:
     """The policy of residuals of ``NAME@STRATEGY/FEEDBACK``; None where the compressor's own counts."""
-    from gradwire.feedback import policies
+    from gradwire.residuals import policies
 
     _, slash, policy = method.partition("/")
     return policies.get(policy) if slash else None
@@ -151,7 +152,7 @@ def feedback(method: str) -> Policy | None:
 
 def fidelity(method: str) -> str:
     """The level of ``auto`` or ``auto:fidelity=LEVEL``."""
-    from gradwire.sync.fidelity import LEVELS
+    from gradwire.planner.fidelity import LEVELS
 
     option = method.partition(":")[2] or "fidelity=balanced"
     key, _, level = option.partition("=")
@@ -160,8 +161,8 @@ def fidelity(method: str) -> str:
     return level
 
 
-def connect(method: str, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, seed: int) -> Connection:
-    """Let `method` synchronise the gradients of a fresh DDP module."""
+def connect(method: str, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, seed: int) -> ConnectedMethod:
+    """Let `method` synchronize the gradients of a fresh DDP module."""
     if is_native(method):
         return _Native(method, ddp)
     if is_auto(method):
@@ -182,7 +183,7 @@ class _Native:
             self._sent = ring_bytes(num_bytes // 2, dist.get_world_size())
             ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
         elif method == TRAMPOLINE:
-            from gradwire.integrations.ddp import attach
+            from gradwire.ddp.attach import attach
 
             attach(ddp, "none").detach()
         elif method == SILENT:
@@ -190,9 +191,9 @@ class _Native:
             # Unannotated: torch compares annotations as objects, and here they are strings.
             ddp.register_comm_hook(None, lambda state, bucket: _done(bucket.buffer()))
 
-    def costs(self, steps: int) -> Costs:
-        """See `Connection`."""
-        return Costs(self._sent * steps, self._dense * steps)
+    def costs(self, steps: int) -> MethodCosts:
+        """See `ConnectedMethod`."""
+        return MethodCosts(self._sent * steps, self._dense * steps)
 
     def settle(self, step: Callable[[], object]) -> None:
         """One step fills the links' queues as all others do."""
@@ -206,8 +207,8 @@ class Attached:
     """`gradwire.attach`, with the accounts of its `handle`. Momentum correction takes the optimizer's momentum."""
 
     def __init__(self, method: str, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, seed: int) -> None:
-        from gradwire.feedback.momentum import MomentumCorrection
-        from gradwire.integrations.ddp import attach
+        from gradwire.ddp.attach import attach
+        from gradwire.residuals.momentum import MomentumCorrection
 
         policy = feedback(method)
         if isinstance(policy, MomentumCorrection):
@@ -216,10 +217,10 @@ class Attached:
             ddp, compressor(method), optimizer=optimizer, strategy=strategy(method), feedback=policy, seed=seed
         )
 
-    def costs(self, steps: int) -> Costs:
-        """See `Connection`."""
+    def costs(self, steps: int) -> MethodCosts:
+        """See `ConnectedMethod`."""
         total = self.handle.report().total
-        return Costs(total.sent_bytes, total.dense_bytes, total.encode_seconds, total.decode_seconds)
+        return MethodCosts(total.sent_bytes, total.dense_bytes, total.encode_seconds, total.decode_seconds)
 
     def settle(self, step: Callable[[], object]) -> None:
         """See `_Native.settle`."""
@@ -234,16 +235,16 @@ class Automatic:
     """`gradwire.attach(ddp, "auto")`, with its report's accounts, which have DDP's own all-reduce as `_Native` does."""
 
     def __init__(self, method: str, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, seed: int) -> None:
-        from gradwire.integrations.ddp import attach
+        from gradwire.ddp.attach import attach
 
         self._handle = attach(ddp, "auto", fidelity=fidelity(method), optimizer=optimizer, seed=seed)
         assert self._handle.autopilot is not None, "auto has one"
         self.autopilot = self._handle.autopilot
 
-    def costs(self, steps: int) -> Costs:
-        """See `Connection`."""
+    def costs(self, steps: int) -> MethodCosts:
+        """See `ConnectedMethod`."""
         total = self._handle.report().total
-        return Costs(total.sent_bytes, total.dense_bytes, total.encode_seconds, total.decode_seconds)
+        return MethodCosts(total.sent_bytes, total.dense_bytes, total.encode_seconds, total.decode_seconds)
 
     def settle(self, step: Callable[[], object]) -> None:
         """Begin anew, as a job that starts at this rate would, and go on until it has decided."""

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from gradwire.bench.results import MethodResult, TrainingResult
 
 INK, FAINT, GRID = "#1f2933", "#7b8794", "#e4e7eb"
-# DDP in greys; gradwire's methods in colours that can be told apart without red and green.
+# DDP in greys; gradwire's methods in colors that can be told apart without red and green.
 _NATIVE = {methods.DDP_FP32: "#3e4c59", methods.DDP_FP16: "#9aa5b1"}
-_COLOURS = ("#2f6db5", "#8e5ea2", "#d9822b", "#17a08a", "#c2406b", "#6b7f1c", "#5b4bc4", "#8a5a2b")
+_COLORS = ("#2f6db5", "#8e5ea2", "#d9822b", "#17a08a", "#c2406b", "#6b7f1c", "#5b4bc4", "#8a5a2b")
 SPLIT = {"compute": "#cbd2d9", "encode": "#d9822b", "wire": "#2f6db5", "decode": "#17a08a"}
 _SMOOTHING = 0.8  # of the loss curves, which are those of single batches
 
@@ -43,18 +43,18 @@ _STYLE: dict[str, Any] = {
 }
 
 
-def colours(result: TrainingResult) -> dict[str, str]:
-    """A colour a method, the same in all plots."""
+def colors(result: TrainingResult) -> dict[str, str]:
+    """A color a method, the same in all plots."""
     ours = [entry.method for entry in result.results if entry.method not in _NATIVE]
-    return _NATIVE | {method: _COLOURS[index % len(_COLOURS)] for index, method in enumerate(ours)}
+    return _NATIVE | {method: _COLORS[index % len(_COLORS)] for index, method in enumerate(ours)}
 
 
 def loss_by_step(result: TrainingResult) -> str:
     """Training loss against steps: what a step is worth."""
 
     def draw(axes: Axes) -> None:
-        for entry, colour in _curves(result):
-            axes.plot(range(1, len(entry.losses) + 1), smooth(entry.losses), color=colour, label=entry.label)
+        for entry, color in _curves(result):
+            axes.plot(range(1, len(entry.losses) + 1), smooth(entry.losses), color=color, label=entry.label)
         axes.set_xlabel("step")
         _label_losses(axes, result)
         axes.legend(fontsize=9, labelcolor=INK)
@@ -66,10 +66,10 @@ def loss_by_time(result: TrainingResult, index: int) -> str:
     """Training loss against time: steps times the median step time."""
 
     def draw(axes: Axes) -> None:
-        for entry, colour in _curves(result):
+        for entry, color in _curves(result):
             step = entry.times[index].step.median
             seconds = [step * number for number in range(1, len(entry.losses) + 1)]
-            axes.plot(seconds, smooth(entry.losses), color=colour, label=entry.label)
+            axes.plot(seconds, smooth(entry.losses), color=color, label=entry.label)
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.set_xlabel(f"seconds at {rate_text(result.rates[index])} (logarithmic)")
@@ -83,7 +83,7 @@ def bytes_by_method(result: TrainingResult, index: int) -> str:
 
     def draw(axes: Axes) -> None:
         values = [entry.times[index].bytes / 1e6 for entry in result.results]
-        known = colours(result)
+        known = colors(result)
         axes.barh(_labels(result), values, color=[known[entry.method] for entry in result.results], height=0.62)
         for place, entry in enumerate(result.results):
             time = entry.times[index]
@@ -102,7 +102,7 @@ def step_against_ideal(result: TrainingResult, index: int) -> str:
     """Step time with its spread, and the ideal step as a mark."""
 
     def draw(axes: Axes) -> None:
-        known, steps = colours(result), [entry.times[index] for entry in result.results]
+        known, steps = colors(result), [entry.times[index] for entry in result.results]
         values = [1e3 * time.step.median for time in steps]
         low = [1e3 * max(0.0, time.step.median - time.step.p20) for time in steps]
         high = [1e3 * max(0.0, time.step.p80 - time.step.median) for time in steps]
@@ -145,12 +145,12 @@ def time_split(result: TrainingResult, index: int) -> str:
 
     def draw(axes: Axes) -> None:
         left = [0.0] * len(result.results)
-        for part, colour in SPLIT.items():
+        for part, color in SPLIT.items():
             shares = [
                 100 * getattr(entry.times[index].split, part) / entry.times[index].step.median
                 for entry in result.results
             ]
-            axes.barh(_labels(result), shares, left=left, color=colour, label=part, height=0.62)
+            axes.barh(_labels(result), shares, left=left, color=color, label=part, height=0.62)
             left = [before + share for before, share in zip(left, shares, strict=True)]
         axes.set_xlim(0, 100)
         axes.set_xlabel("% of the step")
@@ -161,7 +161,7 @@ def time_split(result: TrainingResult, index: int) -> str:
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Exponential moving average, without the pull of its start towards zero."""
+    """Exponential moving average, without the pull of its start toward zero."""
     average, weight, smoothed = 0.0, 0.0, []
     for value in values:
         average = _SMOOTHING * average + (1 - _SMOOTHING) * value
@@ -206,7 +206,7 @@ def _styled(name: str) -> Iterator[Any]:
 
 
 def _curves(result: TrainingResult) -> list[tuple[MethodResult, str]]:
-    known = colours(result)
+    known = colors(result)
     return [(entry, known[entry.method]) for entry in result.results if entry.losses]
 
 

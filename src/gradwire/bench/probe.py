@@ -20,20 +20,20 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from gradwire.bench.advice import FP32, GRADWIRE, HALF, Measurement, Probe, limit_of
-from gradwire.bench.probe_job import Job
-from gradwire.bench.probe_timing import Stopwatch, Timed
+from gradwire.bench.advice import FP32, GRADWIRE, HALF, Measurement, ProbeFindings, limit_of
+from gradwire.bench.probe_job import ProbeJob
+from gradwire.bench.probe_timing import Stopwatch, TimedBackward
 from gradwire.bench.statistics import ring_bytes
 from gradwire.compressors.base.registry import compressor_of
 from gradwire.core.spec import TensorSpec
 from gradwire.observe.notices import seldom
-from gradwire.sync import fidelity as levels
-from gradwire.sync.costs import Costs, LinkCosts
+from gradwire.planner import PlannedTensor, PlanTable, plan, uniform
+from gradwire.planner import fidelity as levels
+from gradwire.planner.closed_forms import native_seconds
+from gradwire.planner.costs import Costs, LinkCosts
 from gradwire.sync.plan import Plan
-from gradwire.sync.planner import Gradient, PlanTable, plan, uniform
-from gradwire.sync.planner.forms import native_seconds
-from gradwire.sync.survey import Survey
 from gradwire.sync.synchronizer import Synchronizer
+from gradwire.tuning.calibration import Calibration
 
 DEFAULT_SECONDS = 3.0
 DDP_FP32 = "DDP fp32"
@@ -42,7 +42,7 @@ SINGLE_METHODS = 2  # of the level's, beside its plan
 Say = Callable[[str], None]
 
 
-class Candidate(NamedTuple):
+class ProbeCandidate(NamedTuple):
     """What gradwire may do: a name for people, the plan that is attached, the line that chooses it, and the planner's
     table, which only compressors that no closed form describes lack.
     """
@@ -59,21 +59,21 @@ class Prober:
 
     Attributes:
         job: model and batch, on the device where they run.
-        fidelity: see `gradwire.sync.fidelity`.
+        fidelity: see `gradwire.planner.fidelity`.
         extra: specs of further candidates.
         seconds: of a measurement, about.
         say: is told what comes next.
         tables: by name of the candidate, once it has run.
     """
 
-    job: Job
+    job: ProbeJob
     fidelity: str = "balanced"
     extra: Sequence[str] = ()
     seconds: float = DEFAULT_SECONDS
     say: Say = lambda text: None
     tables: dict[str, PlanTable] = field(default_factory=dict)
 
-    def run(self) -> Probe:
+    def run(self) -> ProbeFindings:
         """Measure everything.
 
         Raises:
@@ -81,7 +81,7 @@ class Prober:
         """
         self._methods = levels.methods(self.fidelity)
         level = {method.spec for method in self._methods}
-        self._extra = [levels.Method(spec, levels.strategies(spec)) for spec in dict.fromkeys(self.extra)
+        self._extra = [levels.RankedCompressor(spec, levels.strategies(spec)) for spec in dict.fromkeys(self.extra)
                        if spec not in level]  # fmt: skip
         for method in self._extra:
             compressor_of(method.spec)  # names and options are looked at before anything is measured
@@ -92,12 +92,12 @@ class Prober:
         finally:
             synchronizer.close()
 
-    def _run(self, synchronizer: Synchronizer) -> Probe:
-        survey = Survey(synchronizer, max(spec.numel for spec in self._specs.values()))
+    def _run(self, synchronizer: Synchronizer) -> ProbeFindings:
+        survey = Calibration(synchronizer, max(spec.numel for spec in self._specs.values()))
         watch = Stopwatch(self.job, survey, self.seconds)
         self.say("timing steps without communication")
         silent = watch.without_communication()
-        result = Probe(
+        result = ProbeFindings(
             self.job.name, synchronizer.world_size, dist.get_backend(),
             sum(spec.numel for spec in self._specs.values()), len(self._specs), self.fidelity,
             compute=silent.step, backward=silent.buckets[-1].ready,
@@ -148,8 +148,8 @@ class Prober:
     # -- candidates ------------------------------------------------------------------------------------------
 
     def _candidates(
-        self, synchronizer: Synchronizer, silent: Timed, costs: Costs
-    ) -> tuple[list[Candidate], dict[str, float]]:
+        self, synchronizer: Synchronizer, silent: TimedBackward, costs: Costs
+    ) -> tuple[list[ProbeCandidate], dict[str, float]]:
         """What to try, and the predicted steps of what is not worth it."""
         texts = [table.to_json() for table in self._plan(silent, costs)] if synchronizer.rank == 0 else []
         level, *singles = map(PlanTable.from_json, json.loads(synchronizer.share(json.dumps(texts))))
@@ -157,24 +157,24 @@ class Prober:
         if not level.native:
             specs = " and ".join(sorted({row.spec for row in level.rows} - {"none"}))
             use = f'gw.attach(ddp, "auto", fidelity="{self.fidelity}", optimizer=optimizer)'
-            found.append(Candidate(f"gradwire's plan ({specs or 'dense'})", level.plan(), use, level))
+            found.append(ProbeCandidate(f"gradwire's plan ({specs or 'dense'})", level.plan(), use, level))
         singles = [table for table in singles if _choices(table) != _choices(level)]
         tried = [table for table in singles if table.fidelity in self.extra]
         tried += [table for table in singles if table.fidelity not in self.extra][:SINGLE_METHODS]
-        found += [Candidate(f"gradwire {table.fidelity}", table.plan(), _use(table), table) for table in tried]
+        found += [ProbeCandidate(f"gradwire {table.fidelity}", table.plan(), _use(table), table) for table in tried]
         for method in self._extra:
             compressor = compressor_of(method.spec)
             if compressor.requires_full_tensor:
-                found.append(Candidate(f"gradwire {method.spec}", Plan(compressor), _attach(method.spec)))
+                found.append(ProbeCandidate(f"gradwire {method.spec}", Plan(compressor), _attach(method.spec)))
         self.tables = {candidate.name: candidate.table for candidate in found if candidate.table is not None}
         return found, {table.fidelity: table.step for table in singles if table not in tried}
 
-    def _plan(self, silent: Timed, costs: Costs) -> list[PlanTable]:
+    def _plan(self, silent: TimedBackward, costs: Costs) -> list[PlanTable]:
         """The level's plan, and then each method alone, the fastest first."""
         buckets, rest = silent.buckets, _rest(silent)
         ready = {name: bucket.ready for bucket in buckets for name in bucket.names}
         tensors = [
-            Gradient(name, spec.shape, spec.dtype, ready.get(name, buckets[-1].ready))
+            PlannedTensor(name, spec.shape, spec.dtype, ready.get(name, buckets[-1].ready))
             for name, spec in self._specs.items()
         ]
         nbytes = max(1, sum(bucket.nbytes for bucket in buckets) // len(buckets))
@@ -197,7 +197,7 @@ class _Way(NamedTuple):
     allowed: bool = True
 
     @classmethod
-    def of(cls, candidate: Candidate) -> _Way:
+    def of(cls, candidate: ProbeCandidate) -> _Way:
         table = candidate.table
         kind = GRADWIRE if table is None or table.compresses else FP32
         return cls(candidate.name, kind, None if table is None else table.step, candidate.use)
@@ -210,10 +210,10 @@ class _Scale:
     compute: float
     seconds_per_byte: float
 
-    def rows(self, ways: Iterable[_Way], timed: dict[str, Timed]) -> tuple[Measurement, ...]:
+    def rows(self, ways: Iterable[_Way], timed: dict[str, TimedBackward]) -> tuple[Measurement, ...]:
         return tuple(self._row(way, timed[way.name]) for way in ways)
 
-    def _row(self, way: _Way, timed: Timed) -> Measurement:
+    def _row(self, way: _Way, timed: TimedBackward) -> Measurement:
         nbytes = timed.sent_bytes
         if timed.buckets:  # by DDP's own all-reduce
             whole = ring_bytes(sum(bucket.nbytes for bucket in timed.buckets), dist.get_world_size())
@@ -226,7 +226,7 @@ class _Scale:
         )  # fmt: skip
 
 
-def _all_reduced(silent: Timed, costs: Costs, divisor: int) -> float:
+def _all_reduced(silent: TimedBackward, costs: Costs, divisor: int) -> float:
     """Seconds of a step by DDP's own all-reduce, a bucket after another, of so many times fewer bytes."""
     finish = 0.0
     for bucket in silent.buckets:
@@ -234,12 +234,12 @@ def _all_reduced(silent: Timed, costs: Costs, divisor: int) -> float:
     return _rest(silent) + max(silent.buckets[-1].ready, finish)
 
 
-def _rest(silent: Timed) -> float:
+def _rest(silent: TimedBackward) -> float:
     """Seconds of a step before the first bucket and after the last gradient."""
     return max(0.0, silent.step - silent.buckets[-1].ready)
 
 
-def _native_hop(dense: Timed, costs: Costs) -> LinkCosts:
+def _native_hop(dense: TimedBackward, costs: Costs) -> LinkCosts:
     """A hop of DDP's own all-reduce, as it was seen: what it takes beside latency counts by bytes."""
     link, hops = costs.slowest, 2 * (costs.world_size - 1)
     waiting = min(hops * link.latency * len(dense.buckets), dense.busy / 2)

@@ -19,7 +19,7 @@ CONTRACT = "return model, batch, with the batch a tensor, a tuple for model(*bat
 
 
 @dataclass
-class Job:
+class ProbeJob:
     """A model and a batch.
 
     Attributes:
@@ -64,14 +64,14 @@ class Job:
         """Those that are trained, by name."""
         return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
 
-    def to(self, device: torch.device) -> Job:
+    def to(self, device: torch.device) -> ProbeJob:
         """The same on another device; the user's own objects stay where they are."""
         if device.type == "cpu":
             return self
-        return Job(self.name, self.copy().to(device), _move(self.batch, device), self.loss)
+        return ProbeJob(self.name, self.copy().to(device), _move(self.batch, device), self.loss)
 
 
-def builtin(name: str, rank: int, world_size: int) -> Job:
+def builtin(name: str, rank: int, world_size: int) -> ProbeJob:
     """A built-in workload; see `gradwire.bench.workload`."""
     workload = make_workload(name)
     torch.manual_seed(0)
@@ -80,10 +80,10 @@ def builtin(name: str, rank: int, world_size: int) -> Job:
     def loss(logits: torch.Tensor) -> torch.Tensor:
         return nn.functional.cross_entropy(logits, targets.to(logits.device))
 
-    return Job(workload.name, workload.model(), (inputs,), loss)
+    return ProbeJob(workload.name, workload.model(), (inputs,), loss)
 
 
-def from_user(name: str, function: Callable[[], Any]) -> Job:
+def from_user(name: str, function: Callable[[], Any]) -> ProbeJob:
     """What a function of the user's returns.
 
     Raises:
@@ -107,7 +107,7 @@ def from_user(name: str, function: Callable[[], Any]) -> Job:
         batch = (batch,)
     elif not isinstance(batch, (tuple, list)):
         raise OptionError(f"Expected a batch of {name}, got {type(batch).__name__}. Do: {CONTRACT}.")
-    return Job(name, model, batch if isinstance(batch, dict) else tuple(batch))
+    return ProbeJob(name, model, batch if isinstance(batch, dict) else tuple(batch))
 
 
 def loss_of(output: Any) -> tuple[torch.Tensor, bool]:

@@ -21,14 +21,14 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.bench.probe_job import Job
+from gradwire.bench.probe_job import ProbeJob
 from gradwire.bench.users import users_code
-from gradwire.integrations import torch_private
-from gradwire.integrations.clock import Bucket as Handed
-from gradwire.integrations.clock import Step, StepClock
-from gradwire.integrations.ddp import attach
+from gradwire.core import torch_private
+from gradwire.ddp.attach import attach
 from gradwire.sync.plan import Plan
-from gradwire.sync.survey import Survey
+from gradwire.tuning.calibration import Calibration
+from gradwire.tuning.step_clock import BucketTiming as Handed
+from gradwire.tuning.step_clock import StepClock, StepTiming
 
 MAX_STEPS = 50
 _WARM_UP = 2  # DDP makes its buckets anew after the first step; the second one says how many there is time for
@@ -45,7 +45,7 @@ HOOKS: dict[str, Hook] = {
 
 
 @dataclass(frozen=True)
-class Bucket:
+class TimedBucket:
     """Names of parameters, seconds from the first bucket's gradients to these, and their bytes."""
 
     names: tuple[str, ...]
@@ -54,7 +54,7 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedBackward:
     """The same on all ranks.
 
     Attributes:
@@ -71,7 +71,7 @@ class Timed:
     sent_bytes: float = 0.0
     codec: float = 0.0
     busy: float = 0.0
-    buckets: tuple[Bucket, ...] = ()
+    buckets: tuple[TimedBucket, ...] = ()
 
 
 class Stopwatch:
@@ -83,22 +83,22 @@ class Stopwatch:
         seconds: of a measurement, about; of slow steps there is one at least.
     """
 
-    def __init__(self, job: Job, survey: Survey, seconds: float) -> None:
+    def __init__(self, job: ProbeJob, survey: Calibration, seconds: float) -> None:
         self._job = job
         self._survey = survey
         self._seconds = seconds
         self._cuda = any(parameter.is_cuda for parameter in job.model.parameters())
         self._has_unused = self._try()
 
-    def without_communication(self) -> Timed:
+    def without_communication(self) -> TimedBackward:
         """A hook that sends nothing."""
         return self._with_hook(lambda group, bucket: _done(bucket.buffer()), silent=True)
 
-    def with_hook(self, name: str) -> Timed:
+    def with_hook(self, name: str) -> TimedBackward:
         """One of `HOOKS`."""
         return self._with_hook(HOOKS[name])
 
-    def with_plan(self, plan: Plan) -> Timed:
+    def with_plan(self, plan: Plan) -> TimedBackward:
         """By gradwire."""
         ddp = self._wrap()
         handle = attach(ddp, plan, check_every=0)
@@ -112,9 +112,9 @@ class Stopwatch:
         spent = after.encode_seconds + after.decode_seconds - before.encode_seconds - before.decode_seconds
         sent_bytes = after.sent_bytes - before.sent_bytes
         step, sent, codec = self._largest([median(times), sent_bytes / len(times), spent / len(times)])
-        return Timed(step, len(times), sent, codec)
+        return TimedBackward(step, len(times), sent, codec)
 
-    def _with_hook(self, hook: Hook, silent: bool = False) -> Timed:
+    def _with_hook(self, hook: Hook, silent: bool = False) -> TimedBackward:
         ddp, clock = self._wrap(silent), StepClock()
         names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
 
@@ -128,7 +128,7 @@ class Stopwatch:
 
         ddp.register_comm_hook(None, timed_hook)
         self._warm(ddp)
-        steps: list[Step] = []
+        steps: list[StepTiming] = []
 
         def end_step() -> None:
             clock.begin()
@@ -139,8 +139,8 @@ class Stopwatch:
         alike = [step for step in steps if len(step.buckets) == len(steps[-1].buckets)]
         readies = np.median([[bucket.ready for bucket in step.buckets] for step in alike], axis=0)
         seconds, busy, *ready = self._largest([median(times), median(step.busy for step in alike), *readies])
-        buckets = tuple(Bucket(bucket.names, at, bucket.nbytes) for bucket, at in zip(steps[-1].buckets, ready))
-        return Timed(seconds, len(times), busy=busy, buckets=buckets)
+        buckets = tuple(TimedBucket(bucket.names, at, bucket.nbytes) for bucket, at in zip(steps[-1].buckets, ready))
+        return TimedBackward(seconds, len(times), busy=busy, buckets=buckets)
 
     # -- steps -----------------------------------------------------------------------------------------------
 

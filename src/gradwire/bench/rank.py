@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from gradwire.bench.job import Job, Message, Outcome, Progress, RateRequest, to_line
+from gradwire.bench.job import BenchmarkJob, Message, Progress, RateRequest, SegmentOutcome, to_line
 from gradwire.bench.workload import Workload
 from gradwire.bench.workloads import make_workload
 
@@ -21,7 +21,7 @@ _POLL_SECONDS = 0.005
 class Rank:
     """One process's part in a job: what its segments share."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: BenchmarkJob) -> None:
         self.job = job
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
@@ -62,5 +62,5 @@ class Rank:
         return int(box)
 
 
-RunSegment = Callable[[int], Outcome]
+RunSegment = Callable[[int], SegmentOutcome]
 """Runs the segment of an index."""

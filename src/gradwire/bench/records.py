@@ -20,7 +20,7 @@ from gradwire.bench.statistics import Spread
 from gradwire.core.errors import GradwireError
 
 if TYPE_CHECKING:
-    from gradwire.bench.measure import Row
+    from gradwire.bench.measure import KernelTiming
 
 COLUMNS = (
     "benchmark", "method", "metric", "value", "unit", "p20", "p80", "samples", "dtype", "size", "ranks", "rate",
@@ -57,7 +57,7 @@ def write_csv(result: TrainingResult, path: Path) -> None:
     _write(rows(result), path)
 
 
-def write_kernels_csv(rows: Sequence[Row], environment: dict[str, str], path: Path) -> None:
+def write_kernels_csv(rows: Sequence[KernelTiming], environment: dict[str, str], path: Path) -> None:
     """Write the rates of the kernel benchmark. `size` is in bytes of the float32 gradient."""
     fixed = _where("kernels", environment) | {"ranks": 1, "rate": "none", "source": "measured"}
     figures = []

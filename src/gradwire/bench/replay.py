@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.bench import methods
-from gradwire.bench.job import Outcome, Segment
-from gradwire.bench.methods import Connection
+from gradwire.bench.job import Segment, SegmentOutcome
+from gradwire.bench.methods import ConnectedMethod
 from gradwire.bench.rank import Rank
 from gradwire.bench.recording import RecordedBucket, Recording
 from gradwire.bench.segment import is_identical
@@ -81,7 +81,7 @@ class Replay:
     segment: Segment
     ddp: DistributedDataParallel
     optimizer: torch.optim.Optimizer
-    connection: Connection
+    connection: ConnectedMethod
     steps: int = 0
 
     @classmethod
@@ -106,7 +106,7 @@ class Replay:
         return float("nan"), time.perf_counter() - start
 
 
-def run_replay(rank: Rank, index: int, recordings: Mapping[float, Recording]) -> Outcome:
+def run_replay(rank: Rank, index: int, recordings: Mapping[float, Recording]) -> SegmentOutcome:
     """One segment: a method at each rate."""
     segment = rank.job.segments[index]
     rank.set_rate(None)
@@ -117,7 +117,7 @@ def run_replay(rank: Rank, index: int, recordings: Mapping[float, Recording]) ->
     gradients = [parameter.grad for parameter in replay.ddp.parameters() if parameter.grad is not None]
     identical = None if segment.method == methods.SILENT else is_identical(gradients)
     replay.connection.close()
-    return Outcome(index, rank.rank, identical=identical, timed=timed)
+    return SegmentOutcome(index, rank.rank, identical=identical, timed=timed)
 
 
 def sleep_until(moment: float) -> None:

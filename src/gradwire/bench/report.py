@@ -87,7 +87,7 @@ def _row(result: TrainingResult, entry: MethodResult, index: int) -> dict[str, A
     speedup = result.speedup(entry, index)
     return {
         "label": entry.label,
-        "colour": plots.colours(result)[entry.method],
+        "color": plots.colors(result)[entry.method],
         "best": entry is headline_method(result, index),
         "step": milliseconds(time.step.median),
         "spread": spread(time),

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from gradwire.bench import methods
-from gradwire.bench.job import Outcome, Timed
+from gradwire.bench.job import SegmentOutcome, TimedSteps
 from gradwire.bench.statistics import (
     HEADER_BYTES,
     Split,
@@ -167,7 +167,7 @@ class TrainingResult:
         return data
 
 
-def combine_times(timed: Sequence[Timed], compute: float, measured: bool, bucket_mb: float = 25.0) -> StepTime:
+def combine_times(timed: Sequence[TimedSteps], compute: float, measured: bool, bucket_mb: float = 25.0) -> StepTime:
     """One method at one rate, from all ranks' timed steps."""
     steps = across_ranks([rank.seconds for rank in timed])
     per_step = 1 / (len(steps) * len(timed))
@@ -200,7 +200,7 @@ def combine_times(timed: Sequence[Timed], compute: float, measured: bool, bucket
     )
 
 
-def combine_losses(outcomes: Sequence[Outcome]) -> list[float]:
+def combine_losses(outcomes: Sequence[SegmentOutcome]) -> list[float]:
     """Training loss of each step: the mean over ranks, which is the loss of the whole batch."""
     return across_ranks([outcome.losses for outcome in outcomes])
 

@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.bench import methods
-from gradwire.bench.job import Outcome, Progress, Segment
-from gradwire.bench.methods import Connection
+from gradwire.bench.job import Progress, Segment, SegmentOutcome
+from gradwire.bench.methods import ConnectedMethod
 from gradwire.bench.rank import Rank
 from gradwire.bench.timing import time_steps
 from gradwire.bench.workload import Samples, evaluate, iterate
@@ -32,7 +32,7 @@ class Training:
     segment: Segment
     ddp: DistributedDataParallel
     optimizer: torch.optim.Optimizer
-    connection: Connection
+    connection: ConnectedMethod
     batches: Iterator[Samples]
     steps: int = 0
 
@@ -62,7 +62,7 @@ class Training:
         return loss.item(), time.perf_counter() - start
 
 
-def run_segment(rank: Rank, index: int) -> Outcome:
+def run_segment(rank: Rank, index: int) -> SegmentOutcome:
     """Train for the loss curve, validate, then time steps at each rate."""
     segment = rank.job.segments[index]
     rank.set_rate(None)
@@ -75,7 +75,7 @@ def run_segment(rank: Rank, index: int) -> Outcome:
     rank.set_rate(None)
     identical = None if segment.method == methods.SILENT else is_identical(training.ddp.parameters())
     training.connection.close()
-    return Outcome(index, rank.rank, losses, seconds, loss, accuracy, identical, timed, validations)
+    return SegmentOutcome(index, rank.rank, losses, seconds, loss, accuracy, identical, timed, validations)
 
 
 def _train(training: Training, index: int) -> tuple[list[float], list[float], list[tuple[int, float, float]]]:

@@ -14,10 +14,10 @@ from gradwire.lab.units import format_rate, parse_rate
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from gradwire.bench.measure import Row
+    from gradwire.bench.measure import KernelTiming
 
 LOSS_TOLERANCE = 0.03
-"""Up to this much above DDP fp32's validation loss a method counts as having learnt the same."""
+"""Up to this much above DDP fp32's validation loss a method counts as having learned the same."""
 
 _UNITS = {"gbit": "Gb/s", "mbit": "Mb/s", "kbit": "kb/s", "bit": "b/s"}
 
@@ -118,7 +118,7 @@ def _outcome_cells(result: TrainingResult, entry: MethodResult, index: int) -> l
         megabytes(time.interface_bytes),
         times(time.ratio),
         number(entry.validation_loss, 3),
-        _coloured(result.loss_difference(entry)),
+        _colored(result.loss_difference(entry)),
         "–" if entry.validation_accuracy is None else f"{100 * entry.validation_accuracy:.1f} %",
     ]
 
@@ -139,14 +139,14 @@ def spread(time: StepTime) -> str:
     return f"{milliseconds(time.step.p20)}–{milliseconds(time.step.p80)}" if time.measured else "predicted"
 
 
-def _coloured(difference: float | None) -> str:
+def _colored(difference: float | None) -> str:
     text = percent(difference)
     if difference is None or math.isnan(difference):
         return text
     return f"[{'green' if difference <= LOSS_TOLERANCE else 'red'}]{text}[/]"
 
 
-def kernel_table(rows: Sequence[Row]) -> Table:
+def kernel_table(rows: Sequence[KernelTiming]) -> Table:
     """The rich table of the kernel benchmark."""
     from rich import box
     from rich.table import Table
@@ -170,7 +170,7 @@ def kernel_table(rows: Sequence[Row]) -> Table:
 
 
 def headline_method(result: TrainingResult, index: int = 0) -> MethodResult | None:
-    """The fastest of gradwire's methods, among those that learnt as much as DDP fp32; None where there is none."""
+    """The fastest of gradwire's methods, among those that learned as much as DDP fp32; None where there is none."""
     good = [
         entry
         for entry in result.results

@@ -109,7 +109,7 @@ class CharacterModel(nn.Module):
 
 
 class Residual(nn.Module):
-    """A linear layer on normalised input, behind a GELU, added to its input."""
+    """A linear layer on normalized input, behind a GELU, added to its input."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

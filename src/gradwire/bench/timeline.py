@@ -12,9 +12,9 @@ from statistics import median
 
 import torch
 
-from gradwire.bench.probe_job import Job
+from gradwire.bench.probe_job import ProbeJob
 from gradwire.bench.users import users_code
-from gradwire.sync.planner import Gradient
+from gradwire.planner import PlannedTensor
 
 MIN_STEPS, MAX_STEPS = 3, 50
 _WARM_UP = 2
@@ -33,18 +33,20 @@ class Timeline:
         backward: Seconds from there to the end of backward.
     """
 
-    gradients: tuple[Gradient, ...]
+    gradients: tuple[PlannedTensor, ...]
     forward: float
     backward: float
 
     def lasting(self, seconds: float) -> Timeline:
         """The same step, faster or slower, so that forward and backward take this many seconds together."""
         factor = seconds / (self.forward + self.backward)
-        gradients = tuple(Gradient(each.name, each.shape, each.dtype, each.ready * factor) for each in self.gradients)
+        gradients = tuple(
+            PlannedTensor(each.name, each.shape, each.dtype, each.ready * factor) for each in self.gradients
+        )
         return Timeline(gradients, self.forward * factor, self.backward * factor)
 
 
-def measure(job: Job, seconds: float = 2.0) -> Timeline:
+def measure(job: ProbeJob, seconds: float = 2.0) -> Timeline:
     """Time steps of a job.
 
     Args:
@@ -88,7 +90,7 @@ def measure(job: Job, seconds: float = 2.0) -> Timeline:
     while len(steps) < MIN_STEPS or (len(steps) < MAX_STEPS and time.perf_counter() < until):
         steps.append(step())
     gradients = tuple(
-        Gradient(name, tuple(parameter.shape), parameter.dtype, median(ready[name] for _, _, ready in steps))
+        PlannedTensor(name, tuple(parameter.shape), parameter.dtype, median(ready[name] for _, _, ready in steps))
         for name, parameter in named.items()
     )
     return Timeline(gradients, median(found[0] for found in steps), median(found[1] for found in steps))

@@ -8,10 +8,10 @@ from typing import Protocol
 import torch.distributed as dist
 
 from gradwire.bench import methods
-from gradwire.bench.job import Progress, Segment, Timed
+from gradwire.bench.job import Progress, Segment, TimedSteps
 from gradwire.bench.rank import Rank
 from gradwire.bench.statistics import wire_seconds
-from gradwire.lab.counters import Counters, interface_counters
+from gradwire.lab.counters import InterfaceCounters, interface_counters
 from gradwire.lab.units import parse_rate
 
 
@@ -29,7 +29,7 @@ class Steps(Protocol):
     steps: int
 
     @property
-    def connection(self) -> methods.Connection:
+    def connection(self) -> methods.ConnectedMethod:
         """Has the running totals."""
         ...
 
@@ -38,7 +38,7 @@ class Steps(Protocol):
         ...
 
 
-def time_steps(training: Steps, index: int, rate: str | None) -> Timed:
+def time_steps(training: Steps, index: int, rate: str | None) -> TimedSteps:
     """Time steps at a rate, as many as the segment wants.
 
     Args:
@@ -67,9 +67,13 @@ def time_steps(training: Steps, index: int, rate: str | None) -> Timed:
 
 
 def _timed(
-    rate: str | None, seconds: list[float], spent: methods.Costs, traffic: Counters | None, processor: float
-) -> Timed:
-    return Timed(
+    rate: str | None,
+    seconds: list[float],
+    spent: methods.MethodCosts,
+    traffic: InterfaceCounters | None,
+    processor: float,
+) -> TimedSteps:
+    return TimedSteps(
         rate,
         seconds,
         spent.sent_bytes,
@@ -87,9 +91,9 @@ def _num_timed(segment: Segment, unshaped_seconds: float, sent_bytes: int, rate:
     return max(segment.min_timed, min(segment.max_timed, round(segment.timed_seconds / expected)))
 
 
-def _interface(rank: Rank) -> Counters | None:
+def _interface(rank: Rank) -> InterfaceCounters | None:
     return interface_counters() if rank.job.shaped else None
 
 
-def _traffic(rank: Rank, earlier: Counters | None) -> Counters | None:
+def _traffic(rank: Rank, earlier: InterfaceCounters | None) -> InterfaceCounters | None:
     return interface_counters() - earlier if earlier else None

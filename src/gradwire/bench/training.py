@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from gradwire.bench import methods
 from gradwire.bench.environment import environment
-from gradwire.bench.job import Job, Message, Outcome, Progress, Segment
+from gradwire.bench.job import BenchmarkJob, Message, Progress, Segment, SegmentOutcome
 from gradwire.bench.launch import Beside, launch
 from gradwire.bench.results import MethodResult, TrainingResult, combine_losses, combine_times
 from gradwire.bench.statistics import Spread, across_ranks
@@ -90,13 +90,13 @@ class TrainingOptions:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """The segments of a job, and which of them are of which method."""
 
     segments: list[Segment] = field(default_factory=list)
 
     @classmethod
-    def of(cls, options: TrainingOptions) -> Plan:
+    def of(cls, options: TrainingOptions) -> TrainingPlan:
         """A segment a method and bucket size; the step without communication at both ends."""
         rates = tuple(options.rates)
         silent = Segment(methods.SILENT, options.buckets_mb[0], min_timed=_SILENT_STEPS, max_timed=_SILENT_STEPS)
@@ -140,13 +140,13 @@ def run(
     options.check()
     lab, note = _use_lab(options)
     started = time.monotonic()
-    plan = Plan.of(options)
+    plan = TrainingPlan.of(options)
 
     def on_message(message: Message) -> None:
         if isinstance(message, Progress):
             on_progress(plan.segments[message.segment], message)
 
-    job = Job(
+    job = BenchmarkJob(
         options.workload,
         tuple(plan.segments),
         folder="",
@@ -171,7 +171,7 @@ def _use_lab(options: TrainingOptions) -> tuple[bool, str]:
 
 
 def _result(
-    options: TrainingOptions, plan: Plan, outcomes: list[Outcome], lab: bool, note: str, seconds: float
+    options: TrainingOptions, plan: TrainingPlan, outcomes: list[SegmentOutcome], lab: bool, note: str, seconds: float
 ) -> TrainingResult:
     by_segment = [
         sorted((outcome for outcome in outcomes if outcome.segment == index), key=lambda outcome: outcome.rank)
@@ -195,7 +195,7 @@ def _result(
     )
 
 
-def _compute_seconds(plan: Plan, by_segment: list[list[Outcome]]) -> float:
+def _compute_seconds(plan: TrainingPlan, by_segment: list[list[SegmentOutcome]]) -> float:
     """The median step without communication, of all ranks and both times it was run."""
     return Spread.of(
         [
@@ -209,14 +209,16 @@ def _compute_seconds(plan: Plan, by_segment: list[list[Outcome]]) -> float:
     ).median
 
 
-def _method(method: str, plan: Plan, by_segment: list[list[Outcome]], compute: float, measured: bool) -> MethodResult:
+def _method(
+    method: str, plan: TrainingPlan, by_segment: list[list[SegmentOutcome]], compute: float, measured: bool
+) -> MethodResult:
     outcomes_tried, times_tried = [], []
     for segment, outcomes in zip(plan.segments, by_segment, strict=True):
         if segment.method == method:
             by_rate = zip(*(outcome.timed for outcome in outcomes), strict=True)
             outcomes_tried.append(outcomes)
             times_tried.append([combine_times(ranks, compute, measured, segment.bucket_mb) for ranks in by_rate])
-    # The loss curve is that of the first bucket size; buckets do not change what is learnt.
+    # The loss curve is that of the first bucket size; buckets do not change what is learned.
     first = outcomes_tried[0]
     return MethodResult(
         method=method,

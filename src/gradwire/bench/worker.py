@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from gradwire.bench.job import Job
+from gradwire.bench.job import BenchmarkJob
 from gradwire.bench.rank import Rank, RunSegment
 
 
@@ -25,7 +25,7 @@ def main(runner: Callable[[Rank], RunSegment] | None = None) -> None:
     Args:
         runner: gives what runs a segment; None for training or replay, as the job says.
     """
-    job = Job.load(Path(sys.argv[1]))
+    job = BenchmarkJob.load(Path(sys.argv[1]))
     _limit_life(job.deadline_seconds)
     torch.set_num_threads(1)
     dist.init_process_group(

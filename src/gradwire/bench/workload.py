@@ -1,7 +1,7 @@
 """Workloads: a model, real data that every machine has, and the order in which ranks see it.
 
 Guarantees: model, batches and validation set depend on the seed, the step and the rank alone, so that every method
-of gradient synchronisation trains on the same data in the same order. Nothing is downloaded.
+of gradient synchronization trains on the same data in the same order. Nothing is downloaded.
 """
 # Shapes: B = samples of one rank's batch
 
@@ -44,7 +44,7 @@ class Workload(ABC):
 
     @abstractmethod
     def model(self) -> nn.Module:
-        """A fresh model, initialised from torch's global random state."""
+        """A fresh model, initialized from torch's global random state."""
 
     @abstractmethod
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:

@@ -11,7 +11,7 @@ import typer
 from gradwire.cli.files import out_file, out_folder
 
 if TYPE_CHECKING:
-    from gradwire.bench.measure import Row
+    from gradwire.bench.measure import KernelTiming
     from gradwire.bench.results import TrainingResult
     from gradwire.bench.training import TrainingOptions
 
@@ -133,7 +133,7 @@ def compressors(
     _report(run(size_mb=size, repeats=repeats, only=only), path, as_json)
 
 
-def _report(rows: list[Row], csv: Path, as_json: bool) -> None:
+def _report(rows: list[KernelTiming], csv: Path, as_json: bool) -> None:
     """Write rows to a file, and show them."""
     from dataclasses import asdict
 
@@ -158,10 +158,10 @@ def run_with_bars(options: TrainingOptions) -> TrainingResult:
     from rich.console import Console
 
     from gradwire.bench.progress import Bars
-    from gradwire.bench.training import Plan, run
+    from gradwire.bench.training import TrainingPlan, run
 
     options.check()
-    with Bars(len(Plan.of(options).segments), Console(stderr=True)) as bars:
+    with Bars(len(TrainingPlan.of(options).segments), Console(stderr=True)) as bars:
         return run(options, bars)
 
 

@@ -11,7 +11,7 @@ from gradwire.core.errors import UnknownNameError
 
 if TYPE_CHECKING:
     from gradwire.compressors.base import Compressor
-    from gradwire.contracts import Check
+    from gradwire.testing import Check
 
 Only = Annotated[list[str] | None, typer.Option("--only", metavar="NAME", help="Run this check only; may be repeated.")]
 
@@ -22,7 +22,7 @@ def register(app: typer.Typer) -> None:
 
 
 def check(target: Target, option: Options = None, only: Only = None) -> None:
-    """Check a compressor against the contract that the synchroniser relies on.
+    """Check a compressor against the contract that the synchronizer relies on.
 
     One line a check: whether it passed, how long it took, its name. Of a file all compressors are checked. Exit code 1
     where a check failed.
@@ -39,7 +39,7 @@ def check(target: Target, option: Options = None, only: Only = None) -> None:
 
 def _passes(codec: Compressor, chosen: list[Check], again: str) -> bool:
     """Run the checks of one compressor and print their lines."""
-    from gradwire.contracts import run
+    from gradwire.testing import run
 
     outcomes = []
     typer.echo(repr(codec))
@@ -59,7 +59,7 @@ def _passes(codec: Compressor, chosen: list[Check], again: str) -> bool:
 
 
 def _chosen(only: list[str] | None) -> list[Check]:
-    from gradwire.contracts import CHECKS
+    from gradwire.testing import CHECKS
 
     known = {each.name: each for each in CHECKS}
     for name in only or []:

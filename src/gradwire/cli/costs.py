@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
-    from gradwire.sync.costs import Costs
+    from gradwire.planner.costs import Costs
 
 
 def costs_of(path: Path | None, specs: Iterable[str], anew: bool = False) -> Costs:
@@ -28,8 +28,8 @@ def costs_of(path: Path | None, specs: Iterable[str], anew: bool = False) -> Cos
     """
     from rich.console import Console
 
+    from gradwire.planner.costs import Costs
     from gradwire.simulate.machine import default_path, machine_costs
-    from gradwire.sync.costs import Costs
 
     if path is not None and not anew:
         if not path.is_file():

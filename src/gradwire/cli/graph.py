@@ -34,7 +34,7 @@ def graph(
     """Print what one rank does for one tensor under a strategy: primitives, peers and the order between them."""
     from gradwire.compressors import make
     from gradwire.sync import drawing
-    from gradwire.sync.plan import PlanEntry
+    from gradwire.sync.plan_entry import PlanEntry
 
     entry = PlanEntry(make(compressor), strategy, partitions)
     found = drawing.graph_of(entry, ranks, rank, ranks_per_node, elements)

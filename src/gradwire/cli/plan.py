@@ -15,7 +15,7 @@ from gradwire.core.errors import OptionError
 
 if TYPE_CHECKING:
     from gradwire.bench.timeline import Timeline
-    from gradwire.sync.costs import Costs
+    from gradwire.planner.costs import Costs
 
 DEFAULT_RANKS, DEFAULT_RATE, DEFAULT_SECONDS = 4, "1gbit", 0.1
 MODELS = "vgg19, resnet50, ugatit, ugatit-light, bert-base, bert-large, lstm, transformer"
@@ -57,8 +57,8 @@ def plan(
 
     Example: gradwire plan --model my_module:job --rate 1gbit --ranks 4
     """
-    from gradwire.sync import planner
-    from gradwire.sync.fidelity import methods
+    from gradwire import planner
+    from gradwire.planner.fidelity import methods
 
     allowed = methods(fidelity)
     _bits(rate), _seconds(latency)  # refused before anything is measured
@@ -74,21 +74,21 @@ def _timeline(model: str, seconds: float | None) -> Timeline:
     """When gradients are there: of a model by its name as its layers' work says, of the user's own as measured."""
     from gradwire.bench.probe_job import from_user
     from gradwire.bench.timeline import Timeline, measure
+    from gradwire.planner import PlannedTensor
     from gradwire.simulate import models
-    from gradwire.sync.planner import Gradient
 
     if ":" in model:
         typer.echo(f"Timing steps of {model}…", err=True)
         measured = measure(from_user(model, object_of(model)))
         return measured if seconds is None else measured.lasting(seconds)
     chosen = models.get(model)
-    gradients = tuple(Gradient(tensor.name, tensor.shape, ready=share * 2) for tensor, share in chosen.backward())
+    gradients = tuple(PlannedTensor(tensor.name, tensor.shape, ready=share * 2) for tensor, share in chosen.backward())
     return Timeline(gradients, forward=1.0, backward=2.0).lasting(DEFAULT_SECONDS if seconds is None else seconds)
 
 
 def _network(costs: Costs, ranks: int | None, rate: str | None, latency: str) -> Costs:
     """The costs with the network that was asked for; where none was, with the one that was measured."""
-    from gradwire.sync.costs import LinkCosts
+    from gradwire.planner.costs import LinkCosts
 
     measured = costs.slowest.seconds_per_byte > 0
     if rate is None and measured:

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     import torch
     from rich.table import Table
 
-    from gradwire.bench.advice import Probe
+    from gradwire.bench.advice import ProbeFindings
     from gradwire.bench.probe import Prober
-    from gradwire.bench.probe_job import Job
+    from gradwire.bench.probe_job import ProbeJob
 
 _LAUNCH = "torchrun --nproc-per-node 4 -m gradwire.cli probe"
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -65,7 +65,7 @@ def probe(
     import torch.distributed as dist
 
     from gradwire.bench.probe import Prober
-    from gradwire.sync.fidelity import methods
+    from gradwire.planner.fidelity import methods
 
     methods(fidelity)  # refused before anything starts
     device = _join()
@@ -98,7 +98,7 @@ def _join() -> torch.device:
     return torch.device("cpu")
 
 
-def _job(target: str) -> Job:
+def _job(target: str) -> ProbeJob:
     import torch.distributed as dist
 
     from gradwire.bench.probe_job import builtin, from_user
@@ -135,7 +135,7 @@ def _show(prober: Prober, json_file: Path | None, save_plan: Path | None) -> Non
         console.print(_save(prober, found, save_plan), highlight=False, markup=False, soft_wrap=True)
 
 
-def _save(prober: Prober, found: Probe, path: Path) -> str:
+def _save(prober: Prober, found: ProbeFindings, path: Path) -> str:
     """Write the fastest plan; returns what to tell."""
     plans = [row for row in found.rows if row.name in prober.tables]
     best = min(plans, key=lambda row: row.step, default=None)
@@ -146,8 +146,8 @@ def _save(prober: Prober, found: Probe, path: Path) -> str:
     return f"{path} holds {best.name}{'' if best == found.advised else ', which is not advised'}: {how}"
 
 
-def _heading(found: Probe) -> str:
-    from gradwire.sync.planner.table import seconds
+def _heading(found: ProbeFindings) -> str:
+    from gradwire.planner.table import seconds
 
     link = ""
     if found.bytes_per_second:
@@ -160,11 +160,11 @@ def _heading(found: Probe) -> str:
     )
 
 
-def _table(found: Probe) -> Table:
+def _table(found: ProbeFindings) -> Table:
     from rich import box
     from rich.table import Table
 
-    from gradwire.sync.planner.table import seconds
+    from gradwire.planner.table import seconds
 
     table = Table(box=box.SIMPLE)
     table.add_column("way")  # a plan's name may be long: it alone is wrapped

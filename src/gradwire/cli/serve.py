@@ -65,13 +65,13 @@ def serve(
 
     Example: gradwire serve --aggregate --workers 4 --udp
     """
+    from gradwire.aggregator.process import AggregationOptions, AggregationServer
     from gradwire.bench.users import load_module, users_code
     from gradwire.core.errors import GradwireError, ServerStoppedError
-    from gradwire.server.aggregation import AggregationOptions, AggregationServer
-    from gradwire.server.parameters import ParameterServer, ServerOptions
-    from gradwire.server.shard import optimizer_class
-    from gradwire.server.stopping import stopped_by_signals
-    from gradwire.transport.address import parse_address
+    from gradwire.net.address import parse_address
+    from gradwire.net.stopping import stopped_by_signals
+    from gradwire.parameter_server.process import ParameterServer, ServerOptions
+    from gradwire.parameter_server.shard import optimizer_class
 
     if parameters == aggregate:
         raise typer.BadParameter("Expected what to serve. Do: pass either --parameters or --aggregate.")

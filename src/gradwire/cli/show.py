@@ -30,9 +30,9 @@ def show(target: Target, option: Options = None, backend: Backend = "cpu") -> No
 
     Example: gradwire show int8 --option block=256 --backend triton
     """
-    from gradwire.lang import cpu, gpu
+    from gradwire.lang.targets import numba, triton
 
-    emitters = {"cpu": cpu.emit, "triton": gpu.emit}
+    emitters = {"cpu": numba.emit, "triton": triton.emit}
     if backend not in emitters:
         raise UnknownNameError("backend", backend, emitters)
     for codec in codecs_of(target, option).values():
@@ -66,7 +66,7 @@ def _of_the_language() -> list[str]:
 
 
 def _print(source: str) -> None:
-    """In colours, where someone looks; as it is, where it goes into a file or a pipe."""
+    """In colors, where someone looks; as it is, where it goes into a file or a pipe."""
     if not sys.stdout.isatty():
         typer.echo(source, nl=False)
         return

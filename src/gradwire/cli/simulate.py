@@ -15,9 +15,9 @@ from gradwire.core.errors import OptionError
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from gradwire.planner.costs import Costs
     from gradwire.simulate import Straggler
-    from gradwire.simulate.sweep import Method, Row, Scenario
-    from gradwire.sync.costs import Costs
+    from gradwire.simulate.sweep import Scenario, SweepMethod, SweepRow
 
 MODELS = "vgg19, resnet50, ugatit, ugatit-light, bert-base, bert-large, lstm, transformer"
 
@@ -75,8 +75,8 @@ def simulate(
     Example: gradwire simulate --model vgg19 --method onebit --ranks 4,16,64,256 --rate 10gbit,100gbit --plot out.png
     """
     from gradwire.lab.units import parse_rate
-    from gradwire.simulate import Cluster, Compute, Link, models
-    from gradwire.simulate.sweep import Method, Scenario, write_csv
+    from gradwire.simulate import Cluster, Compute, SimulatedLink, models
+    from gradwire.simulate.sweep import Scenario, SweepMethod, write_csv
 
     if plot is not None:
         from gradwire.bench.extras import need
@@ -85,23 +85,23 @@ def simulate(
         need("matplotlib", extra="report", purpose="the plot")
         check_format(plot)
     chosen, counts = models.get(model.lower()), sorted(_whole_numbers(ranks))
-    main = Method.parse(method, strategy)
-    methods = list(dict.fromkeys([*(Method.parse(text, strategy) for text in _split(compare)), main]))
+    main = SweepMethod.parse(method, strategy)
+    methods = list(dict.fromkeys([*(SweepMethod.parse(text, strategy) for text in _split(compare)), main]))
     stragglers = dict(_straggler(text) for text in straggler or [])
     for each in methods:
         each.plan(partitions)  # what cannot run is refused before anything is measured
     for count in counts:
-        Cluster(count, Link(None), per_node, Link(None), stragglers, cores)
+        Cluster(count, SimulatedLink(None), per_node, SimulatedLink(None), stragglers, cores)
     rates: list[float | None] = [parse_rate(text) for text in _split(rate or "10gbit")]
     computing = Compute(_seconds(compute) / 3, _seconds(compute) * 2 / 3, _seconds(optimizer))
-    inner = Link(parse_rate(inner_rate), _seconds(inner_latency))
+    inner = SimulatedLink(parse_rate(inner_rate), _seconds(inner_latency))
     known = costs_of(costs, [each.canonical for each in methods], measure)
-    measured = Link.measured(known.slowest) if rate is None and known.slowest.seconds_per_byte else None
+    measured = SimulatedLink.measured(known.slowest) if rate is None and known.slowest.seconds_per_byte else None
     scenario = Scenario(
         chosen,
         computing,
         known,
-        measured or Link(None, _seconds(latency)),
+        measured or SimulatedLink(None, _seconds(latency)),
         per_node,
         inner,
         stragglers,
@@ -124,7 +124,9 @@ def simulate(
     _print(rows, known, as_json)
 
 
-def _run(scenario: Scenario, methods: list[Method], counts: list[int], rates: list[float | None]) -> list[Row]:
+def _run(
+    scenario: Scenario, methods: list[SweepMethod], counts: list[int], rates: list[float | None]
+) -> list[SweepRow]:
     from rich.console import Console
 
     from gradwire.simulate.sweep import sweep
@@ -134,7 +136,7 @@ def _run(scenario: Scenario, methods: list[Method], counts: list[int], rates: li
         return sweep(scenario, methods, counts, rates, lambda row: bar.advance(task))
 
 
-def _print(rows: list[Row], costs: Costs, as_json: bool) -> None:
+def _print(rows: list[SweepRow], costs: Costs, as_json: bool) -> None:
     from gradwire.simulate.sweep import plain
 
     if as_json:
@@ -153,7 +155,7 @@ def _print(rows: list[Row], costs: Costs, as_json: bool) -> None:
     )
 
 
-def _table(rows: list[Row]) -> Table:
+def _table(rows: list[SweepRow]) -> Table:
     from rich import box
     from rich.table import Table
 

@@ -96,14 +96,14 @@ class Int8Shared(ArrayCompressor, SummableCompressor):
         # scale · x / scales is x / (scales / scale): the gradient itself is not touched.
         units = scales if scale == 1.0 else scales / np.float32(scale)
         q = body[num_scale_bytes:].view(np.int8)
-        kernels.quantise_int8(x, units, self.block, ctx.private_key, ctx.offset, q, self.stochastic, residual_out)
+        kernels.quantize_int8(x, units, self.block, ctx.private_key, ctx.offset, q, self.stochastic, residual_out)
         return body
 
     def _decode(
         self, body: np.ndarray, ctx: Context, stats: Sequence[np.ndarray], out: np.ndarray, accumulate: bool
     ) -> None:
         scales, q = self._parse(body, stats, out.size)
-        kernels.dequantise_int8(q, scales, self.block, out, accumulate)
+        kernels.dequantize_int8(q, scales, self.block, out, accumulate)
 
     def _decode_sum(
         self,
@@ -113,7 +113,7 @@ class Int8Shared(ArrayCompressor, SummableCompressor):
         out: np.ndarray,
     ) -> None:
         parsed = [self._parse(body, stats, out.size) for body in bodies]
-        kernels.dequantise_int8_sum([q for _, q in parsed], [scales for scales, _ in parsed], self.block, out)
+        kernels.dequantize_int8_sum([q for _, q in parsed], [scales for scales, _ in parsed], self.block, out)
 
     def _parse(self, body: np.ndarray, stats: Sequence[np.ndarray], size: int) -> tuple[np.ndarray, np.ndarray]:
         num_own_scales = 0 if stats else self._num_blocks(size)

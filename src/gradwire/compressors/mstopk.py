@@ -8,7 +8,7 @@ Biased; a contraction with δ = k/N, where k = ceil(ratio · N), so it needs err
 
 Body: number of elements, values as float32, positions in few bits.
 
-Source: Shi et al. 2021 ("Towards scalable distributed training of deep learning on public cloud clusters"), section 3.
+Source: Shi et al. 2021 ("Toward scalable distributed training of deep learning on public cloud clusters"), section 3.
 Differences: the paper counts at one threshold per read, 30 times; here the gradient is read four times. Thresholds have
 equal ratios instead of equal differences, because tails are heavy, and begin below the mean, since a warm-up keeps many
 elements. The paper fills up with the next elements in memory, we with the largest, so the result is exact. If fewer

@@ -30,7 +30,7 @@ from gradwire.compressors.support import thc_choice, thc_tables
 from gradwire.compressors.support.homomorphic import Grid, Homomorphic, narrowed, spread, table_of
 from gradwire.core.spec import TensorSpec
 from gradwire.kernels import active as kernels
-from gradwire.kernels.blocks import Blocks
+from gradwire.kernels.blocks import BlockLayout
 
 _SMALLEST = 2.0**-100
 
@@ -89,7 +89,7 @@ class THC(Homomorphic):
         table = self.table(world_size)
         return table_of(table.values, table.bits)
 
-    def _block_stats(self, x: np.ndarray, blocks: Blocks, buffer: np.ndarray, scale: float) -> list[np.ndarray]:
+    def _block_stats(self, x: np.ndarray, blocks: BlockLayout, buffer: np.ndarray, scale: float) -> list[np.ndarray]:
         """Algorithm 3, line 7: norm of each block, divided by the square root of its length."""
         sums = np.empty(blocks.num_blocks)
         kernels.block_square_sums(x, blocks.block, sums)
@@ -97,7 +97,7 @@ class THC(Homomorphic):
         means[~np.isfinite(means)] = np.inf
         return [means]
 
-    def _grid(self, stats: Sequence[np.ndarray], blocks: Blocks, granularity: int, scale: float) -> Grid:
+    def _grid(self, stats: Sequence[np.ndarray], blocks: BlockLayout, granularity: int, scale: float) -> Grid:
         """Lines 11 to 15: on the rank with the largest norm, coordinates have variance 1, and M is t_p."""
         means, longer, t = stats[0].astype(np.float64), spread(blocks), thc_tables.threshold(self.p)
         sent = means >= _SMALLEST

@@ -22,7 +22,7 @@ from gradwire.compressors.base.registry import register
 from gradwire.compressors.support.homomorphic import Grid, Homomorphic, narrowed, spread, table_of
 from gradwire.core.spec import TensorSpec
 from gradwire.kernels import active as kernels
-from gradwire.kernels.blocks import Blocks
+from gradwire.kernels.blocks import BlockLayout
 
 # Unit of the block statistics: coordinates of a block of the largest floats are then floats, too.
 _UNIT = 2.0**20
@@ -59,7 +59,7 @@ class UTHC(Homomorphic):
         """The same for any number of ranks."""
         return table_of(tuple(range(2**self.bits)), self.bits)
 
-    def _block_stats(self, x: np.ndarray, blocks: Blocks, buffer: np.ndarray, scale: float) -> list[np.ndarray]:
+    def _block_stats(self, x: np.ndarray, blocks: BlockLayout, buffer: np.ndarray, scale: float) -> list[np.ndarray]:
         """Lines 1 and 2, after the rotation."""
         low, high = np.empty(blocks.num_blocks, np.float32), np.empty(blocks.num_blocks, np.float32)
         if x.size and not np.isfinite(kernels.abs_max(x)):
@@ -69,7 +69,7 @@ class UTHC(Homomorphic):
         kernels.block_extremes(x, blocks, narrowed(scale / _UNIT / spread(blocks)), buffer, low, high)
         return [low, high]
 
-    def _grid(self, stats: Sequence[np.ndarray], blocks: Blocks, granularity: int, scale: float) -> Grid:
+    def _grid(self, stats: Sequence[np.ndarray], blocks: BlockLayout, granularity: int, scale: float) -> Grid:
         """Line 5: the level below and above."""
         low, high = (each.astype(np.float64) for each in stats)
         longer, gaps = spread(blocks), (high - low) / granularity

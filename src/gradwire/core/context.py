@@ -24,7 +24,7 @@ class Context:
 
     Args:
         name: parameter name; part of both random streams.
-        step: synchronisation step, counted from 0.
+        step: synchronization step, counted from 0.
         rank: rank that encodes.
         world_size: ranks in the process group.
         seed: seed of the job, the same on all ranks.

@@ -56,7 +56,7 @@ class FrameError(PayloadError):
 
 
 class SyncError(GradwireError, RuntimeError):
-    """A synchronisation ended without a result. Names the rank, the tensor and the phase.
+    """A synchronization ended without a result. Names the rank, the tensor and the phase.
 
     Attributes:
         rank: the rank that is to blame, or None where that is not known.

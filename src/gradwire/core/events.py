@@ -27,7 +27,7 @@ class Event:
         start: seconds on the monotonic clock.
         duration: seconds; 0 for an instant.
         tensor: name of the tensor or group of tensors.
-        round: synchronisation round.
+        round: synchronization round.
         nbytes: bytes concerned: for send and recv the whole frame, for encode and merge the body of one.
         peer: the other rank, or None; of a send None is the aggregator.
         detail: anything else worth keeping.

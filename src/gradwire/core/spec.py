@@ -44,7 +44,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, order=True)
-class Range:
+class ElementRange:
     """Elements [offset, offset + count) of a flattened tensor."""
 
     offset: int

@@ -20,7 +20,7 @@ MAX_INDEX_BITS = 8
 SIGNS_A_WORD = 32
 
 
-class Blocks(NamedTuple):
+class BlockLayout(NamedTuple):
     """A range in blocks.
 
     Attributes:

@@ -5,7 +5,7 @@ A chunk of up to `CHUNK` elements begins with the mean of its exponents, uint8, 
 the symbols of one eighth of the elements, in order.
 
 Symbol 0 stands for +0, of which nothing more is sent. The symbol of an exponent above 0 is that exponent, moved round
-so that the mean falls on `centre`: then one code fits tensors of any magnitude. -0 and subnormal numbers are `special`:
+so that the mean falls on `center`: then one code fits tensors of any magnitude. -0 and subnormal numbers are `special`:
 another symbol where the element type has one to spare, else 0 sent after an escape.
 
 Signs and mantissas of all elements but +0 follow, in one of two forms. Flat: all bits of them. Levelled: two bits an
@@ -51,7 +51,7 @@ class FloatFormat(NamedTuple):
         exponents: how many exponents there are.
         special: the symbol of -0 and of subnormal numbers; 256 for 0 after an escape.
         step: bits that a level takes off the mantissa.
-        centre: the symbol of the mean exponent.
+        center: the symbol of the mean exponent.
     """
 
     bits: int
@@ -59,7 +59,7 @@ class FloatFormat(NamedTuple):
     exponents: int
     special: int
     step: int
-    centre: int
+    center: int
 
     @property
     def least_exponent(self) -> int:
@@ -72,7 +72,7 @@ class FloatFormat(NamedTuple):
 
     def turn(self, mean: int) -> int:
         """What is added to an exponent above 0 to get its symbol; from `exponents` on it starts anew at 1."""
-        return (self.centre - mean) % (self.exponents - 1)
+        return (self.center - mean) % (self.exponents - 1)
 
     def chunks(self, size: int) -> int:
         """How many chunks so many elements make."""

@@ -16,7 +16,7 @@ from gradwire.core.errors import OptionError
 
 
 @dataclass(frozen=True)
-class Counters:
+class InterfaceCounters:
     """What an interface has carried, in bytes and in packets, headers included."""
 
     bytes_sent: int
@@ -24,18 +24,18 @@ class Counters:
     packets_sent: int
     packets_received: int
 
-    def __sub__(self, earlier: Counters) -> Counters:
+    def __sub__(self, earlier: InterfaceCounters) -> InterfaceCounters:
         """What was carried since `earlier`."""
-        return Counters(
+        return InterfaceCounters(
             self.bytes_sent - earlier.bytes_sent,
             self.bytes_received - earlier.bytes_received,
             self.packets_sent - earlier.packets_sent,
             self.packets_received - earlier.packets_received,
         )
 
-    def mirrored(self) -> Counters:
+    def mirrored(self) -> InterfaceCounters:
         """The same traffic as the other end of the cable counts it."""
-        return Counters(self.bytes_received, self.bytes_sent, self.packets_received, self.packets_sent)
+        return InterfaceCounters(self.bytes_received, self.bytes_sent, self.packets_received, self.packets_sent)
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Drops:
         return Drops(self.uplink - earlier.uplink, self.downlink - earlier.downlink, max(0, self.loss - earlier.loss))
 
 
-def parse_net_dev(text: str) -> dict[str, Counters]:
+def parse_net_dev(text: str) -> dict[str, InterfaceCounters]:
     """Counters by interface name, from the text of `/proc/net/dev`."""
     table = {}
     for line in text.splitlines()[2:]:
@@ -65,11 +65,11 @@ def parse_net_dev(text: str) -> dict[str, Counters]:
         received_bytes, received, *rest = (int(field) for field in fields.split())
         # The transmit side starts at the ninth column: seven columns after the received packets.
         sent_bytes, sent = rest[6], rest[7]
-        table[name.strip()] = Counters(sent_bytes, received_bytes, sent, received)
+        table[name.strip()] = InterfaceCounters(sent_bytes, received_bytes, sent, received)
     return table
 
 
-def interface_counters(name: str | None = None) -> Counters:
+def interface_counters(name: str | None = None) -> InterfaceCounters:
     """Counters of one interface of the calling process's own network namespace.
 
     Args:

@@ -9,7 +9,7 @@ Guarantees: however the lab's process ends, SIGKILL included, every process insi
 and the keeper exits. Does not guarantee that if the keeper is killed together with the lab.
 
 It watches the lab by a pidfd and not by PR_SET_PDEATHSIG, because the latter fires when the *thread* that
-started the keeper ends. It kills by namespace and not by process group or parent, because commands daemonise.
+started the keeper ends. It kills by namespace and not by process group or parent, because commands daemonize.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any
 
 from gradwire.core.errors import GradwireError, OptionError
-from gradwire.lab.counters import Counters, Drops
+from gradwire.lab.counters import Drops, InterfaceCounters
 from gradwire.lab.errors import LabError
 from gradwire.lab.namespaces import Namespaces
 from gradwire.lab.network import INTERFACE, Network, address
@@ -199,7 +199,7 @@ class Lab:
             "MASTER_PORT": str(MASTER_PORT),
         }
 
-    def counters(self) -> tuple[Counters, ...]:
+    def counters(self) -> tuple[InterfaceCounters, ...]:
         """Bytes and packets of each host's interface since the lab was built. Cheap: one read of a file."""
         self._check_open()
         return self._network.counters()
@@ -240,7 +240,7 @@ class Lab:
         for process in processes:
             process.wait()
 
-    def _result(self, runner: Runner, counters: tuple[Counters, ...], drops: tuple[Drops, ...]) -> LabResult:
+    def _result(self, runner: Runner, counters: tuple[InterfaceCounters, ...], drops: tuple[Drops, ...]) -> LabResult:
         counters_now, drops_now = self.counters(), self.drops()
         hosts = tuple(
             HostResult(

@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
-from gradwire.lab.counters import Counters, Drops, parse_net_dev
+from gradwire.lab.counters import Drops, InterfaceCounters, parse_net_dev
 from gradwire.lab.namespaces import Namespaces
 from gradwire.lab.rights import find_loss_tool
 
@@ -109,7 +109,7 @@ class Network:
         if batch:
             self._namespaces.tool(None, ["tc", "-batch", "-"], "\n".join(batch))
 
-    def counters(self) -> tuple[Counters, ...]:
+    def counters(self) -> tuple[InterfaceCounters, ...]:
         """What each host's interface has carried, read at the bridge's ends of the cables in one go."""
         table = parse_net_dev(self._namespaces.net_dev())
         return tuple(table[f"port{host}"].mirrored() for host in range(self._num_hosts))

@@ -6,7 +6,7 @@ import signal
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gradwire.lab.counters import Counters, Drops
+from gradwire.lab.counters import Drops, InterfaceCounters
 from gradwire.lab.errors import LabError
 
 
@@ -30,7 +30,7 @@ class HostResult:
     seconds: float
     stdout: str
     stderr: str
-    counters: Counters
+    counters: InterfaceCounters
     drops: Drops
     ended_by_lab: bool
 

@@ -74,7 +74,7 @@ class _Stream:
 
 
 @dataclass
-class Job:
+class LabCommand:
     """One host's process and what is known of it."""
 
     host: int
@@ -117,7 +117,7 @@ class Runner:
         self._kill_at: float | None = None
         self._grace_s = grace_s
         self._selector = selectors.DefaultSelector()
-        self.jobs = [Job(host, process, self._started) for host, process in enumerate(processes)]
+        self.jobs = [LabCommand(host, process, self._started) for host, process in enumerate(processes)]
         self._running = list(self.jobs)
         for job in self.jobs:
             self._watch(job, capture=capture, on_line=on_line)
@@ -138,7 +138,7 @@ class Runner:
         """From the start to the last end."""
         return max(job.seconds for job in self.jobs)
 
-    def _watch(self, job: Job, *, capture: bool, on_line: OnLine | None) -> None:
+    def _watch(self, job: LabCommand, *, capture: bool, on_line: OnLine | None) -> None:
         self._selector.register(os.pidfd_open(job.process.pid), selectors.EVENT_READ, job)
         for name, pipe in (("stdout", job.process.stdout), ("stderr", job.process.stderr)):
             assert pipe is not None, "a process without pipes cannot be watched"
@@ -152,16 +152,16 @@ class Runner:
             due = self._kill_at if self._kill_at is not None else self._term_at
             wait = None if due is None else max(0.0, due - time.monotonic())
             # Streams before ends: an end takes the rest of its streams and closes them to the selector.
-            events = sorted(self._selector.select(wait), key=lambda event: isinstance(event[0].data, Job))
+            events = sorted(self._selector.select(wait), key=lambda event: isinstance(event[0].data, LabCommand))
             for key, _ in events:
-                if isinstance(key.data, Job):
+                if isinstance(key.data, LabCommand):
                     self._ended(key.data, key.fd)
                 elif not key.data.read():
                     self._selector.unregister(key.fileobj)
             if self._running and due is not None and time.monotonic() >= due:
                 self._deadline()
 
-    def _ended(self, job: Job, pidfd: int) -> None:
+    def _ended(self, job: LabCommand, pidfd: int) -> None:
         self._selector.unregister(pidfd)
         os.close(pidfd)
         code = job.process.wait()
@@ -194,7 +194,7 @@ class Runner:
 
     def _close(self) -> None:
         for key in list(self._selector.get_map().values()):
-            if isinstance(key.data, Job):
+            if isinstance(key.data, LabCommand):
                 os.close(key.fd)
         self._selector.close()
         for job in self.jobs:

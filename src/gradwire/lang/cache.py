@@ -58,7 +58,7 @@ def folder(kind: str = "generated") -> Path:
 
 
 def _digest(source: str) -> str:
-    runtime = (Path(__file__).parent / "cpu" / "runtime.py").read_bytes()
+    runtime = (Path(__file__).parent / "targets" / "numba" / "runtime.py").read_bytes()
     digest = hashlib.blake2b(source.encode() + runtime + fingerprint().encode(), digest_size=8)
     return digest.hexdigest()
 

@@ -9,7 +9,7 @@ from gradwire.lang.errors import TraceError
 from gradwire.lang.graph import graph, user_location
 from gradwire.lang.ir import BOOL, Field
 from gradwire.lang.operators.base import Coding, lookup
-from gradwire.lang.payload import Payload
+from gradwire.lang.payload import SymbolicPayload
 from gradwire.lang.symbols import Value, apply, lift
 from gradwire.lang.types import TYPES, ElementType
 
@@ -56,7 +56,7 @@ def sqrt(x: Any) -> Value:
 
 
 def step() -> Value:
-    """The number of the synchronisation step, from 0, the same on all ranks: for what changes while training."""
+    """The number of the synchronization step, from 0, the same on all ranks: for what changes while training."""
     return Value(graph().add("step", ()))
 
 
@@ -111,7 +111,7 @@ def random(low: Any = 0.0, high: Any = 1.0, *, shared: bool = False) -> Value:
     return apply("add", unit * (lift(high) - low), low)
 
 
-def concat(*unnamed: Any, **fields: Any) -> Payload:
+def concat(*unnamed: Any, **fields: Any) -> SymbolicPayload:
     """The payload: values by name. Scalars travel as float32, arrays as the type they were mapped to.
 
     One array of trits may be given as `q.zero_runs()`: it is the last, and the payload as long as it comes out.
@@ -138,7 +138,7 @@ def concat(*unnamed: Any, **fields: Any) -> Payload:
     def place(field: Field) -> tuple[bool, float]:
         return field.coding is not None or field.is_positions, -field.dtype.bits if field.is_array else -1000.0
 
-    return Payload(tuple(sorted(made, key=place)))
+    return SymbolicPayload(tuple(sorted(made, key=place)))
 
 
 def _only_in_reduce(name: str) -> Callable[..., Any]:

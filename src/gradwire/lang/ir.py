@@ -130,8 +130,8 @@ class Field:
     @property
     def variable(self) -> str:
         """Its name in generated code: its own, unless that means something there already."""
-        from gradwire.lang.cpu import runtime
-        from gradwire.lang.gpu import names
+        from gradwire.lang.targets.numba import runtime
+        from gradwire.lang.targets.triton import names
 
         # Generated code appends to it: q_in, q_of, q_levels. With an underscore of its own at the end it meets no word.
         words = (*runtime.__all__, *RESERVED, *names.RESERVED)

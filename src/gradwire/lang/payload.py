@@ -11,14 +11,14 @@ from gradwire.lang.ir import Field
 from gradwire.lang.symbols import Value
 
 
-class Payload:
+class SymbolicPayload:
     """What `concat` makes: named values in the order in which they travel."""
 
     def __init__(self, fields: tuple[Field, ...]) -> None:
         self.fields = fields
 
 
-class Message:
+class PayloadField:
     """A payload as the decoder sees it: its fields are attributes, `size` is that of the gradient."""
 
     def __init__(self, values: Mapping[str, Value]) -> None:

@@ -152,7 +152,7 @@ class Value:
         """
         return _reduced((self.node,), function)
 
-    def blocks(self, block: int) -> Blocks:
+    def blocks(self, block: int) -> GradientBlocks:
         """The same values, in blocks of so many consecutive elements: `reduce` then gives one number a block."""
         if self.node.space.kind != "elements":
             raise TraceError(
@@ -164,7 +164,7 @@ class Value:
                 f"Expected an integer for the size of blocks, got {type(block).__name__}", user_location(),
                 "make it an option, block=256",
             )  # fmt: skip
-        return Blocks(self.node, block)
+        return GradientBlocks(self.node, block)
 
     def filter(self, predicate: Callable[[Value], Any], at_most: Any = None) -> Filtered:
         """Select the elements for which `predicate` holds.
@@ -234,15 +234,15 @@ for _method, _sign, _remedy in (
     setattr(Value, _method, _missing(_sign, _remedy))
 
 
-class Blocks:
+class GradientBlocks:
     """Elements in blocks of so many."""
 
     def __init__(self, node: Node, block: int) -> None:
         self._node, self._block_size = node, block
 
-    def map(self, function: Callable[[Value], Any] | None = None, dtype: ElementType | None = None) -> Blocks:
+    def map(self, function: Callable[[Value], Any] | None = None, dtype: ElementType | None = None) -> GradientBlocks:
         """As `Value.map`."""
-        return Blocks(Value(self._node).map(function, dtype).node, self._block_size)
+        return GradientBlocks(Value(self._node).map(function, dtype).node, self._block_size)
 
     def reduce(self, function: Any) -> Value:
         """One number a block."""
@@ -325,7 +325,7 @@ def lift(value: Any) -> Value:
     """A symbolic value, of one or of a Python number."""
     if isinstance(value, Value):
         return value
-    if not isinstance(value, (Blocks, Filtered)) and getattr(value, "shape", None) == ():  # of NumPy or torch
+    if not isinstance(value, (GradientBlocks, Filtered)) and getattr(value, "shape", None) == ():  # of NumPy or torch
         value = value.item()
     if value is None:
         raise TraceError("Expected a number, got None", user_location(), "return the result of the function")
@@ -339,7 +339,7 @@ def lift(value: Any) -> Value:
 
 
 def _numbers_of(value: object) -> str:
-    if isinstance(value, Blocks):
+    if isinstance(value, GradientBlocks):
         return "reduce the blocks, or compute before blocks"
     if isinstance(value, Filtered):
         return "use .value and .index of it, or reduce it"

@@ -13,7 +13,7 @@ from gradwire.lang.errors import TraceError
 from gradwire.lang.graph import Graph, is_users, location, tracing
 from gradwire.lang.ir import Location, Program, closure
 from gradwire.lang.operators.extract import Extract  # noqa: F401 - registers what traces begin with
-from gradwire.lang.payload import Message, Payload
+from gradwire.lang.payload import PayloadField, SymbolicPayload
 from gradwire.lang.symbols import Value, lift
 from gradwire.lang.verify import verify
 
@@ -40,7 +40,7 @@ def trace(
     """
     with tracing(Graph()) as graph:
         payload = _called(encode, Value(graph.add("gradient", (), signature_line(encode))), options)
-        if not isinstance(payload, Payload):
+        if not isinstance(payload, SymbolicPayload):
             raise TraceError(
                 f"Expected encode to return concat(...), got {type(payload).__name__}", signature_line(encode),
                 "return concat(scale=scale, q=q)",
@@ -53,7 +53,7 @@ def trace(
         }
         graph.num_random = dict.fromkeys(graph.num_random, 0)
         known = inspect.signature(decode).parameters
-        output = _called(decode, Message(fields), {key: value for key, value in options.items() if key in known})
+        output = _called(decode, PayloadField(fields), {key: value for key, value in options.items() if key in known})
         if output is None:
             raise TraceError(
                 "Expected decode to return a value an element, got None", signature_line(decode),

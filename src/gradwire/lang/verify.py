@@ -1,4 +1,4 @@
-"""What every program must fulfil besides the shape rules of its operators: the checks at the end of a trace."""
+"""What every program must fulfill besides the shape rules of its operators: the checks at the end of a trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics: what synchronisation cost, per tensor and in all, gathered from the event stream."""
+"""Metrics: what synchronization cost, per tensor and in all, gathered from the event stream."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class TensorMetrics:
     Attributes:
         method: compressor and strategy.
         elements: elements of the tensor.
-        syncs: synchronisations that ended.
+        syncs: synchronizations that ended.
         sent_bytes: frames handed to the transport, headers included.
         dense_bytes: what a ring all-reduce of the uncompressed tensor would have sent: 2 (W − 1)/W of its bytes.
         encode_seconds: encodes and merges.

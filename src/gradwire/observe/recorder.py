@@ -56,7 +56,7 @@ def write_dump(
     """Write the file and return its path; `error.dump` holds it too.
 
     Args:
-        error: what ended the synchroniser.
+        error: what ended the synchronizer.
         state: more about the moment: what is waited for, bytes a peer.
         directory: where the file goes; made where missing.
 

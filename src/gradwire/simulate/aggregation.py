@@ -1,8 +1,8 @@
 """Aggregation rounds of many workers in virtual time: the product's own state machines over a `DatagramNetwork`.
 
-Guarantees: nothing of the protocol is modelled: what runs are `Aggregator` and `Contributor`, with packed bytes between
-them. Every worker takes part in all rounds, one after another, all streams of a round together. A restart of the server
-loses all that it had, and tells every worker its new epoch at once, as a connection does.
+Guarantees: nothing of the protocol is modeled. What runs are `AggregatorStateMachine` and `WorkerStateMachine`, with
+packed bytes between them. Every worker takes part in all rounds, one after another, all streams of a round together. A
+restart of the server loses all that it had, and tells every worker its new epoch at once, as a connection does.
 """
 # Shapes: W = workers, P = elements of a stream
 
@@ -16,14 +16,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gradwire.aggregator.counters import PacketCounters
+from gradwire.aggregator.interface import Reply
+from gradwire.aggregator.packet import SERVER
+from gradwire.aggregator.server import EVERYONE, AggregatorStateMachine, PacketToSend
+from gradwire.aggregator.session import SessionConfig
+from gradwire.aggregator.window import Window
+from gradwire.aggregator.worker import WorkerStateMachine
 from gradwire.core.errors import FrameError, SyncError
-from gradwire.protocol.aggregation.counters import Counters
-from gradwire.protocol.aggregation.interface import Reply
-from gradwire.protocol.aggregation.packet import SERVER
-from gradwire.protocol.aggregation.server import EVERYONE, Aggregator, Message
-from gradwire.protocol.aggregation.terms import Terms
-from gradwire.protocol.aggregation.window import Window
-from gradwire.protocol.aggregation.worker import Contributor
 from gradwire.simulate.datagrams import DatagramNetwork, Faults
 from gradwire.wire.frame import FrameFlags
 
@@ -42,8 +42,8 @@ class Result:
 class _Worker:
     """A worker and where it stands."""
 
-    def __init__(self, terms: Terms, worker: int, window: int, seed: int) -> None:
-        self.end = Contributor(terms, worker, Window(window, random.Random(seed)))
+    def __init__(self, terms: SessionConfig, worker: int, window: int, seed: int) -> None:
+        self.end = WorkerStateMachine(terms, worker, Window(window, random.Random(seed)))
         self.round = 0
         self.waits_for = 0
         self.starts_at = 0.0
@@ -71,13 +71,14 @@ class AggregationSimulation:
     """
 
     def __init__(
-        self, terms: Terms, payloads: Payloads, rounds: Sequence[int], faults: Faults, seed: int, *, window: int = 64,
+        self, terms: SessionConfig, payloads: Payloads, rounds: Sequence[int], faults: Faults, seed: int, *,
+        window: int = 64,
         pace: Callable[[int, int], float] = lambda worker, place: 0.0, timeout: float = math.inf,
     ) -> None:  # fmt: skip
         self.terms = terms
         self.results: dict[tuple[int, int, int], Result] = {}
         self.network = DatagramNetwork(faults, seed)
-        self.aggregator = Aggregator(terms, epoch=1)
+        self.aggregator = AggregatorStateMachine(terms, epoch=1)
         self.server_counters = [self.aggregator.counters]
         self._payloads, self._rounds, self._pace, self._timeout = payloads, rounds, pace, timeout
         self._workers = [_Worker(terms, worker, window, seed + worker) for worker in range(terms.world_size)]
@@ -85,7 +86,7 @@ class AggregationSimulation:
             self._join(worker)
 
     @property
-    def worker_counters(self) -> list[Counters]:
+    def worker_counters(self) -> list[PacketCounters]:
         """Of each worker."""
         return [worker.end.counters for worker in self._workers]
 
@@ -115,7 +116,7 @@ class AggregationSimulation:
 
     def restart(self) -> None:
         """Kill the server, and start another in its place."""
-        self.aggregator = Aggregator(self.terms, self.aggregator.epoch + 1)
+        self.aggregator = AggregatorStateMachine(self.terms, self.aggregator.epoch + 1)
         self.aggregator.resumed = True
         self.server_counters.append(self.aggregator.counters)
         for worker in self._workers:
@@ -168,7 +169,7 @@ class AggregationSimulation:
                 worker.round += 1
                 worker.starts_at = self.network.now + self._pace(worker.end.worker, worker.round)
 
-    def _send(self, messages: list[Message]) -> None:
+    def _send(self, messages: list[PacketToSend]) -> None:
         for message in messages:
             everyone = range(self.terms.world_size) if message.worker == EVERYONE else [message.worker]
             for worker in everyone:

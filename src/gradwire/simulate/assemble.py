@@ -17,10 +17,10 @@ from gradwire.simulate.chunks import in_chunks, num_chunks
 from gradwire.simulate.cluster import Cluster
 from gradwire.simulate.fold import Fold, PartShift, deliveries, part_shift
 from gradwire.simulate.loop import RECV, SEND
-from gradwire.simulate.recording import Member, RecordedGraph, Work, record
+from gradwire.simulate.recording import FusionMember, RecordedGraph, Work, record
 from gradwire.simulate.tasks import Tasks
-from gradwire.sync.item import RANGE_ALIGNMENT, split
-from gradwire.sync.plan import PlanEntry
+from gradwire.sync.job import RANGE_ALIGNMENT, split
+from gradwire.sync.plan_entry import PlanEntry
 
 MAX_TASKS = 30_000_000
 """Above this memory and patience run out."""
@@ -47,7 +47,7 @@ class Prices(Protocol):
 
 @dataclass(frozen=True)
 class SimulatedItem:
-    """What one task graph synchronises.
+    """What one task graph synchronizes.
 
     Attributes:
         name: of the tensor, or made up for a batch or a bundle.
@@ -65,7 +65,7 @@ class SimulatedItem:
     ready_seconds: float
     tensor: int
     prices: Prices
-    members: tuple[Member, ...] = ()
+    members: tuple[FusionMember, ...] = ()
 
 
 class Assembled(NamedTuple):
@@ -305,7 +305,7 @@ def _starts(counts: np.ndarray) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=4096)
-def _part_sizes(numel: int, members: tuple[Member, ...], num_parts: int) -> list[tuple[tuple[int, ...], float]]:
+def _part_sizes(numel: int, members: tuple[FusionMember, ...], num_parts: int) -> list[tuple[tuple[int, ...], float]]:
     """The sizes of the parts that are not empty, each with its share of all parts; as `Item` and `Bundle` cut."""
     parts: dict[int, tuple[int, ...]] = {part.index: (part.count,) for part in split(numel, num_parts) if part.count}
     if members:

@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from gradwire.core.errors import OptionError
-from gradwire.sync.costs import LinkCosts
+from gradwire.planner.costs import LinkCosts
 
 _SEGMENT_BYTES = 1448
 _SEGMENT_HEADER_BYTES = 66
 
 
 @dataclass(frozen=True)
-class Link:
+class SimulatedLink:
     """A full-duplex link: each direction has the whole rate for itself.
 
     Attributes:
@@ -39,7 +39,7 @@ class Link:
             raise OptionError(f"Expected a latency of at least 0, got {self.latency_seconds}. Do: pass seconds.")
 
     @classmethod
-    def measured(cls, link: LinkCosts) -> Link:
+    def measured(cls, link: LinkCosts) -> SimulatedLink:
         """The link that a probe has measured from end to end."""
         rate = 8 / link.seconds_per_byte if link.seconds_per_byte else None
         return cls(rate, link.latency, link.per_message, header_bytes=0)
@@ -104,9 +104,9 @@ class Cluster:
     """
 
     ranks: int
-    link: Link
+    link: SimulatedLink
     ranks_per_node: int = 1
-    inner: Link = field(default_factory=lambda: Link(None))
+    inner: SimulatedLink = field(default_factory=lambda: SimulatedLink(None))
     stragglers: Mapping[int, Straggler] = field(default_factory=dict)
     cores: int | None = None
     wake_seconds: float = 0.0
@@ -135,7 +135,7 @@ class Cluster:
         """The ranks of a node."""
         return range(node * self.ranks_per_node, (node + 1) * self.ranks_per_node)
 
-    def outer_link(self, node: int) -> Link:
+    def outer_link(self, node: int) -> SimulatedLink:
         """The link of a node: the slowest that one of its ranks is said to have."""
         rates = [self.straggler(rank).rate_bits for rank in self.members(node)]
         slow = [rate for rate in rates if rate is not None]

@@ -38,7 +38,7 @@ class Faults:
     buffer_bytes: int = 1 << 20
 
 
-class Arrival(NamedTuple):
+class DatagramArrival(NamedTuple):
     """A datagram at its receiver."""
 
     time: float
@@ -69,7 +69,7 @@ class DatagramNetwork:
         self.delivered: Counter[int] = Counter()
         self.damaged: Counter[int] = Counter()
         self._rng = random.Random(seed)
-        self._under_way: list[Arrival] = []
+        self._under_way: list[DatagramArrival] = []
         self._free_at: dict[int, float] = {}
         self._order = 0
 
@@ -88,7 +88,7 @@ class DatagramNetwork:
         """When the next datagram arrives."""
         return self._under_way[0].time if self._under_way else None
 
-    def receive(self) -> Arrival:
+    def receive(self) -> DatagramArrival:
         """Take the next datagram; time goes on to its arrival."""
         arrival = heapq.heappop(self._under_way)
         self.now = max(self.now, arrival.time)
@@ -117,4 +117,4 @@ class DatagramNetwork:
             time = self._free_at[receiver] = begins + len(datagram) / self.faults.rate
         data = self._damage(datagram)
         self._order += 1
-        heapq.heappush(self._under_way, Arrival(time, self._order, receiver, data, data is not datagram))
+        heapq.heappush(self._under_way, DatagramArrival(time, self._order, receiver, data, data is not datagram))

@@ -17,9 +17,9 @@ import numpy as np
 import torch.distributed as dist
 
 from gradwire.core.errors import SyncError
-from gradwire.sync.costs import Line
-from gradwire.transport.base import Callbacks, Transport
-from gradwire.transport.tcp import TcpTransport
+from gradwire.net.tcp import TcpTransport
+from gradwire.net.transport import Callbacks, Transport
+from gradwire.planner.costs import LinearCost
 from gradwire.wire.frame import HEADER_BYTES, FrameKind, Header
 
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 23)
@@ -28,7 +28,7 @@ _WINDOW = 8  # frames on their way at once
 _TIMEOUT = timedelta(seconds=30)
 
 
-def measure_frame(sizes: Sequence[int] = SIZES, seconds_budget: float = 1.0) -> Line:
+def measure_frame(sizes: Sequence[int] = SIZES, seconds_budget: float = 1.0) -> LinearCost:
     """Seconds of the processor at each end of a frame, by its bytes.
 
     Args:
@@ -43,7 +43,7 @@ def measure_frame(sizes: Sequence[int] = SIZES, seconds_budget: float = 1.0) -> 
         near.start(Callbacks(_admit, lambda peer, header, body: None, _fail))
         far.start(Callbacks(_admit, lambda peer, header, body: arrived.release(), _fail))
         spent = [_seconds(near, arrived, size, seconds_budget / len(sizes)) for size in sizes]
-    return Line.fit([HEADER_BYTES + size for size in sizes], spent)
+    return LinearCost.fit([HEADER_BYTES + size for size in sizes], spent)
 
 
 def _pair() -> tuple[TcpTransport, TcpTransport]:

@@ -1,4 +1,4 @@
-"""What the synchroniser makes of a backward: items, bundles of small compressed tensors, batches of small dense ones.
+"""What the synchronizer makes of a backward: items, bundles of small compressed tensors, batches of small dense ones.
 
 Guarantees: the groups are those of `Synchronizer.submit` as DDP calls it, a bucket after another.
 """
@@ -13,18 +13,18 @@ import torch
 
 from gradwire.compressors.base.registry import make
 from gradwire.core.spec import TensorSpec
+from gradwire.planner.costs import Costs
 from gradwire.simulate.assemble import SimulatedItem
 from gradwire.simulate.cluster import Cluster
 from gradwire.simulate.prices import PriceList
-from gradwire.simulate.recording import Member
-from gradwire.sync.batch import BATCH_FLAG, batch_entry, places
-from gradwire.sync.bundle import travels_in_bundles
-from gradwire.sync.costs import Costs
-from gradwire.sync.plan import PlanEntry
+from gradwire.simulate.recording import FusionMember
+from gradwire.sync.dense_fusion import BATCH_FLAG, batch_entry, places
+from gradwire.sync.fusion import travels_in_bundles
+from gradwire.sync.plan_entry import PlanEntry
 
 
 @dataclass(frozen=True)
-class Gradient:
+class SimulatedGradient:
     """One gradient of a backward.
 
     Attributes:
@@ -54,7 +54,7 @@ class _Entry(NamedTuple):
     """A gradient, its number in the order of backward, and how it travels."""
 
     number: int
-    gradient: Gradient
+    gradient: SimulatedGradient
     entry: PlanEntry
 
     @property
@@ -67,7 +67,7 @@ class _Entry(NamedTuple):
 
 
 def items_of(
-    gradients: Sequence[Gradient],
+    gradients: Sequence[SimulatedGradient],
     plan: PlanLike,
     cluster: Cluster,
     costs: Costs,
@@ -126,7 +126,7 @@ class _Maker(NamedTuple):
 
     def bundle(self, group: Sequence[_Entry], ready: float) -> SimulatedItem:
         first, numel = group[0], sum(each.numel for each in group)
-        members = tuple(Member(each.numel, self.places[each.number]) for each in group)
+        members = tuple(FusionMember(each.numel, self.places[each.number]) for each in group)
         prices = self._prices(first.entry, first, bundled=True)
         return SimulatedItem(_name(group), numel, first.entry, ready, first.number, prices, members)
 
@@ -145,7 +145,7 @@ def _name(group: Sequence[_Entry]) -> str:
 
 
 def _placed(entry: PlanEntry, cluster: Cluster) -> PlanEntry:
-    """As the synchroniser does: on one node alone a hierarchical entry comes to a dense one."""
+    """As the synchronizer does: on one node alone a hierarchical entry comes to a dense one."""
     if entry.strategy != "hierarchical" or cluster.ranks_per_node < cluster.ranks:
         return entry
     strategy = "scatter_reduce" if entry.batched else "ring"

@@ -13,9 +13,9 @@ from pathlib import Path
 from gradwire.compressors.base.registry import compressor_of
 from gradwire.core.errors import OptionError
 from gradwire.kernels.cpu.compile import fingerprint
+from gradwire.planner.costs import Costs, LinkCosts
 from gradwire.simulate.frames import measure_frame
-from gradwire.sync.costs import Costs, LinkCosts
-from gradwire.sync.profile import SIZES, measure_add, measure_codec, measure_task
+from gradwire.tuning.measure_codec import SIZES, measure_add, measure_codec, measure_task
 
 SECONDS_A_CODEC = 1.5
 

@@ -2,7 +2,7 @@
 
 Every model is derived layer by layer from its published architecture; number of tensors, total and largest size are
 those of the paper's table (a test compares them). Beside its elements a tensor carries the multiply-adds of its layer
-for one sample, from which `Model.backward` says when in a backward its gradient is there.
+for one sample, from which `ModelShape.backward` says when in a backward its gradient is there.
 
 Source: HiPress (SOSP 2021), table 6, whose MB are 2^20 bytes. The variants that meet it: ResNet50 with pre-activation
 (version 2), Bert with both pre-training heads, the LSTM of PyTorch's word language model (1,500 wide, tied, a
@@ -51,8 +51,8 @@ class Published:
 
 
 @dataclass(frozen=True)
-class Model:
-    """A model as its synchronisation sees it.
+class ModelShape:
+    """A model as its synchronization sees it.
 
     Attributes:
         name: name in `MODELS`.
@@ -83,7 +83,7 @@ class Model:
 Tensors = Iterator[ModelTensor]
 
 
-def get(name: str) -> Model:
+def get(name: str) -> ModelShape:
     """A model of `MODELS`.
 
     Raises:
@@ -92,7 +92,7 @@ def get(name: str) -> Model:
     if name not in MODELS:
         raise UnknownNameError("model", name, MODELS)
     tensors, published = MODELS[name]
-    return Model(name, tuple(tensors()), published)
+    return ModelShape(name, tuple(tensors()), published)
 
 
 # -- layers ------------------------------------------------------------------------------------------------------

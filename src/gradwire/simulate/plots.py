@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from gradwire.core.errors import OptionError
-from gradwire.simulate.sweep import Row
+from gradwire.simulate.sweep import SweepRow
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _INK, _FAINT, _GRID = "#1f2933", "#7b8794", "#e4e7eb"
-# The dense method in grey; the others in colours that can be told apart without red and green.
+# The dense method in gray; the others in colors that can be told apart without red and green.
 _DENSE = "#3e4c59"
-_COLOURS = ("#2f6db5", "#d9822b", "#8e5ea2", "#17a08a", "#c2406b", "#6b7f1c", "#5b4bc4", "#8a5a2b")
+_COLORS = ("#2f6db5", "#d9822b", "#8e5ea2", "#17a08a", "#c2406b", "#6b7f1c", "#5b4bc4", "#8a5a2b")
 _DASHES = (("-", "solid"), ("--", "dashed"))
 _STYLE: dict[str, Any] = {
     "font.family": "sans-serif",
@@ -36,7 +36,7 @@ _STYLE: dict[str, Any] = {
     "legend.frameon": False,
 }
 
-Axis = tuple[str, Callable[[Row], float], Callable[[float], str]]
+Axis = tuple[str, Callable[[SweepRow], float], Callable[[float], str]]
 
 
 def check_format(path: Path) -> None:
@@ -52,7 +52,7 @@ def check_format(path: Path) -> None:
         raise OptionError(f"{path} has no ending of a picture. End it in .{', .'.join(sorted(known))}.")
 
 
-def write_plot(rows: Sequence[Row], path: str | Path, title: str = "") -> None:
+def write_plot(rows: Sequence[SweepRow], path: str | Path, title: str = "") -> None:
     """Draw rows of a sweep: a column against ranks and one against bandwidth, as far as each varies.
 
     Args:
@@ -84,8 +84,8 @@ def write_plot(rows: Sequence[Row], path: str | Path, title: str = "") -> None:
         plt.close(figure)
 
 
-def _columns(rows: Sequence[Row]) -> list[tuple[Axis, Axis]]:
-    """What the columns show: the axis, and what sets lines of one colour apart."""
+def _columns(rows: Sequence[SweepRow]) -> list[tuple[Axis, Axis]]:
+    """What the columns show: the axis, and what sets lines of one color apart."""
     ranks: Axis = ("ranks (logarithmic)", lambda row: row.ranks, lambda value: f"{value:g} ranks")
     rates: Axis = ("link, Gbit/s (logarithmic)", _gigabits, lambda value: f"{value:g} Gbit/s")
     found = []
@@ -96,18 +96,18 @@ def _columns(rows: Sequence[Row]) -> list[tuple[Axis, Axis]]:
     return found
 
 
-def _gigabits(row: Row) -> float:
+def _gigabits(row: SweepRow) -> float:
     return (row.rate_bits or 0.0) / 1e9
 
 
-def _draw(axes: Axes, rows: Sequence[Row], along: Axis, others: Axis, value: Callable[[Row], float]) -> None:
+def _draw(axes: Axes, rows: Sequence[SweepRow], along: Axis, others: Axis, value: Callable[[SweepRow], float]) -> None:
     apart = _ends(sorted({others[1](row) for row in rows}))
-    for label, colour in _colours(rows).items():
+    for label, color in _colors(rows).items():
         mine = [row for row in rows if row.label == label]
         for (dash, _), other in zip(_DASHES, apart):
             xs, ys = zip(*sorted((along[1](row), value(row)) for row in mine if others[1](row) == other), strict=True)
             name = label if other == apart[0] else None
-            axes.plot(xs, ys, dash, marker="o", markersize=3.5, color=colour, label=name, linewidth=1.6)
+            axes.plot(xs, ys, dash, marker="o", markersize=3.5, color=color, label=name, linewidth=1.6)
     axes.set_xscale("log")
     ticks = sorted({along[1](row) for row in rows})
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
@@ -116,20 +116,20 @@ def _draw(axes: Axes, rows: Sequence[Row], along: Axis, others: Axis, value: Cal
     axes.set_title(drawn if len(apart) > 1 else others[2](apart[0]), fontsize=9.5, color=_FAINT)
 
 
-def _colours(rows: Sequence[Row]) -> dict[str, str]:
-    """A colour a method, the same in all plots."""
+def _colors(rows: Sequence[SweepRow]) -> dict[str, str]:
+    """A color a method, the same in all plots."""
     dense = next((row.label for row in rows if row.method == "none"), None)
     others = [label for label in dict.fromkeys(row.label for row in rows) if label != dense]
-    found = {label: _COLOURS[index % len(_COLOURS)] for index, label in enumerate(others)}
+    found = {label: _COLORS[index % len(_COLORS)] for index, label in enumerate(others)}
     return found if dense is None else {dense: _DENSE, **found}
 
 
 def _ends(values: list[float]) -> list[float]:
-    """The first and the last: more lines of a colour cannot be told apart."""
+    """The first and the last: more lines of a color cannot be told apart."""
     return values if len(values) <= len(_DASHES) else [values[0], values[-1]]
 
 
-def _scale(axes: Axes, rows: Sequence[Row]) -> None:
+def _scale(axes: Axes, rows: Sequence[SweepRow]) -> None:
     """A logarithmic axis with figures a reader knows, and the step without communication as a line."""
     steps = [1e3 * row.step_seconds for row in rows]
     axes.set_yscale("log")

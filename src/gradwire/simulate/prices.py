@@ -9,11 +9,11 @@ import torch
 from gradwire.compressors.base import Compressor, SummableCompressor
 from gradwire.compressors.base.registry import DENSE_NAME, spec_of
 from gradwire.core.spec import TensorSpec
+from gradwire.planner.costs import CodecCosts, Costs, Curve
 from gradwire.simulate.recording import Work
-from gradwire.sync.costs import CodecCosts, Costs, Curve
 from gradwire.wire.frame import FrameKind
 
-_MARK_BYTES = 4  # of each tensor in a bundle's message: see `gradwire.sync.bundle`
+_MARK_BYTES = 4  # of each tensor in a bundle's message: see `gradwire.sync.fusion`
 _PROBES = (1 << 12, 1 << 16, 1 << 20)
 
 

@@ -11,7 +11,7 @@ from gradwire.simulate.assemble import Assembled, SimulatedItem
 from gradwire.simulate.cluster import Cluster, Compute
 from gradwire.simulate.events import Trail
 from gradwire.simulate.fold import Fold
-from gradwire.simulate.result import CAUSES, ItemTime, RankUse, StepResult, Trace
+from gradwire.simulate.result import CAUSES, ItemTime, RankUse, SimulatedTrace, StepResult
 
 
 def alone(cluster: Cluster, fold: Fold, compute: Compute) -> StepResult:
@@ -59,7 +59,9 @@ class Reading:
         spans = [self._compute_spans(place) for place in places]
         ends = [rank_spans[-1][2] for rank_spans in spans]
         slowest = max(places, key=lambda place: ends[place])
-        recorded = Trace(self._assembled, self._trail, [item.name for item in self._items], self._fold.ranks, spans)
+        recorded = SimulatedTrace(
+            self._assembled, self._trail, [item.name for item in self._items], self._fold.ranks, spans
+        )
         undisturbed = alone(self._cluster, self._fold, self._compute)
         items = [
             ItemTime(item.name, item.ready_seconds, float(self._done[index].max()))
@@ -88,7 +90,7 @@ class Reading:
         last = synced + straggler.slowdown * self._compute.optimizer_seconds
         return [("forward", begin, middle), ("backward", middle, end), ("optimizer", synced, last)]
 
-    def _split(self, place: int, spans: list[tuple[str, float, float]], recorded: Trace) -> dict[str, float]:
+    def _split(self, place: int, spans: list[tuple[str, float, float]], recorded: SimulatedTrace) -> dict[str, float]:
         (_, _, end), (_, synced, last) = spans[1], spans[2]
         if synced <= end:
             return dict.fromkeys(CAUSES, 0.0) | {"compute": last}

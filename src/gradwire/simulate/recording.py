@@ -1,6 +1,6 @@
 """The task graphs of the strategies themselves, built and run through without data.
 
-A strategy's own `build` makes the graph with the synchroniser's own `Builder`, preliminary rounds included. Then every
+A strategy's own `build` makes the graph with the synchronizer's own `Builder`, preliminary rounds included. Then every
 task is run once, in order, with a codec and a transport that only note what they are asked for. So a simulated graph
 has the tasks, the dependencies and the frames of a real one, whatever the strategy.
 """
@@ -18,26 +18,26 @@ import torch
 from gradwire.compressors.base.registry import code
 from gradwire.core.errors import UnknownNameError
 from gradwire.core.events import EventStream
-from gradwire.feedback.residuals import Residuals
+from gradwire.residuals.transaction import Residuals
 from gradwire.simulate.loop import COMPUTE, RECV, SEND
-from gradwire.sync.bundle import Bundle
+from gradwire.sync.fusion import FusionGroup
 from gradwire.sync.graph import Task, TaskGraph
-from gradwire.sync.item import Item, Message, Part
+from gradwire.sync.job import Chunk, EncodedChunk, TensorJob
 from gradwire.sync.nodes import Nodes
-from gradwire.sync.plan import PlanEntry
-from gradwire.sync.strategies import STRATEGIES, Builder, Surroundings
+from gradwire.sync.plan_entry import PlanEntry
+from gradwire.sync.strategies import STRATEGIES, Builder, Runtime, peer_strategies
 from gradwire.wire.frame import FrameFlags, FrameKind, Header
 
 _KINDS = {"send": SEND, "recv": RECV}
 _NOTHING = np.empty(0, dtype=np.uint8)
 
 
-class Member(NamedTuple):
+class FusionMember(NamedTuple):
     """A tensor of a bundle.
 
     Attributes:
         numel: its elements.
-        place: among all tensors that travel in bundles, as `Item.place`.
+        place: among all tensors that travel in bundles, as `TensorJob.place`.
     """
 
     numel: int
@@ -105,7 +105,7 @@ def record(
     *,
     tensor: int = 0,
     ranks_per_node: int = 1,
-    members: Sequence[Member] = (),
+    members: Sequence[FusionMember] = (),
 ) -> RecordedGraph:
     """The graph that a rank runs for one item.
 
@@ -121,19 +121,19 @@ def record(
     Raises:
         UnknownNameError: a strategy that needs more than the ranks.
     """
-    if entry.strategy not in STRATEGIES:
-        raise UnknownNameError("strategy between ranks, which alone are simulated,", entry.strategy, STRATEGIES)
+    if entry.strategy not in peer_strategies():
+        raise UnknownNameError("strategy between ranks, which alone are simulated,", entry.strategy, peer_strategies())
     graph = TaskGraph("item", 0, 0, lambda: None)
     item = _item(entry, numel, tensor, members)
     notes = _Notes(item, rank, world_size)
     builder = _DryBuilder(item, graph, notes, ranks_per_node)
-    STRATEGIES[entry.strategy](builder)
+    STRATEGIES[entry.strategy].build(builder)
     indices: dict[Work, int] = {}
     work, parts, stages = [], [], []
     for task in graph.tasks:
         if task.key is not None:
             key = task.key
-            task.value = Message(key.kind, FrameFlags.PRESENT | FrameFlags.USED, _NOTHING, key.peer)
+            task.value = EncodedChunk(key.kind, FrameFlags.PRESENT | FrameFlags.USED, _NOTHING, key.peer)
             sizes = builder.sizes[task]
             found = Work(
                 *("recv", key.kind, None, 0, sizes, False, task.phase),
@@ -152,11 +152,11 @@ def record(
     return _packed(graph, list(indices), work, parts, stages)
 
 
-def _item(entry: PlanEntry, numel: int, tensor: int, members: Sequence[Member]) -> Item | Bundle:
-    def empty(count: int, place: int) -> Item:
-        return Item("item", tensor, torch.empty(count, device="meta"), entry, 0, 0, place=place)
+def _item(entry: PlanEntry, numel: int, tensor: int, members: Sequence[FusionMember]) -> TensorJob | FusionGroup:
+    def empty(count: int, place: int) -> TensorJob:
+        return TensorJob("item", tensor, torch.empty(count, device="meta"), entry, 0, 0, place=place)
 
-    return Bundle([empty(*member) for member in members], 0) if members else empty(numel, 0)
+    return FusionGroup([empty(*member) for member in members], 0) if members else empty(numel, 0)
 
 
 def _packed(graph: TaskGraph, works: list[Work], work: list[int], parts: list[int], stages: list[int]) -> RecordedGraph:
@@ -180,7 +180,7 @@ class _Notes:
 
     epoch = 0
 
-    def __init__(self, item: Item | Bundle, rank: int, world_size: int) -> None:
+    def __init__(self, item: TensorJob | FusionGroup, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
         self.last = Work("", None, None, 0, (), False, "")
@@ -188,7 +188,7 @@ class _Notes:
         self.part = self.stage = 0
 
     def send(self, peer: int, header: Header, body: np.ndarray) -> None:
-        sizes = self.sizes(Part(header.partition, 0, header.count))
+        sizes = self.sizes(Chunk(header.partition, 0, header.count))
         dense, accumulator_bytes = header.compressor == code("none"), self.accumulator_bytes(header.kind, header.stage)
         self.last = Work(
             "send", header.kind, None, 0, sizes, False, "", dense=dense, accumulator_bytes=accumulator_bytes
@@ -200,9 +200,9 @@ class _Notes:
         is_sum = kind is FrameKind.AGGREGATE
         return self._item.entry.accumulator_dtype(stage, self.world_size).itemsize if is_sum else 0
 
-    def sizes(self, part: Part) -> tuple[int, ...]:
+    def sizes(self, part: Chunk) -> tuple[int, ...]:
         """Elements of each tensor in a part."""
-        if isinstance(self._item, Bundle):
+        if isinstance(self._item, FusionGroup):
             return tuple(self._item.members[index].values.numel() for index in self._item.group(part))
         return (part.count,)
 
@@ -229,71 +229,73 @@ class _DryCodec:
     def encodes_own(self, stage: int) -> bool:
         return cast(bool, self._real.encodes_own(stage))
 
-    def start(self, part: Part) -> Message:
+    def start(self, part: Chunk) -> EncodedChunk:
         return self._note("start", part, 0, (), self.kind(0))
 
-    def merge(self, part: Part, messages: Sequence[Message], stage: int) -> Message:
+    def merge(self, part: Chunk, messages: Sequence[EncodedChunk], stage: int) -> EncodedChunk:
         return self._note("merge", part, stage, messages, self.kind(stage), self.encodes_own(stage))
 
-    def decode(self, part: Part, message: Message, stage: int) -> None:
+    def decode(self, part: Chunk, message: EncodedChunk, stage: int) -> None:
         self._note("decode", part, stage, [message], None)
 
-    def decode_sum(self, part: Part, messages: Sequence[Message]) -> None:
+    def decode_sum(self, part: Chunk, messages: Sequence[EncodedChunk]) -> None:
         self._note("decode_sum", part, 0, messages, None)
 
-    def stats(self, part: Part, encoded: bool = True) -> Message:
+    def stats(self, part: Chunk, encoded: bool = True) -> EncodedChunk:
         return self._note("stats", part, 0, (), FrameKind.STATS)
 
-    def reduce_stats(self, part: Part, messages: Sequence[Message]) -> None:
+    def reduce_stats(self, part: Chunk, messages: Sequence[EncodedChunk]) -> None:
         self._note("reduce_stats", part, 0, messages, None)
 
     def encode_from(self, stage: int, among: int) -> None:
         self._real.encode_from(stage, among)
 
-    def dense(self, part: Part) -> Message:
+    def dense(self, part: Chunk) -> EncodedChunk:
         return self._note("dense", part, 0, (), FrameKind.PAYLOAD)
 
-    def add_up(self, part: Part, messages: Sequence[Message]) -> None:
+    def add_up(self, part: Chunk, messages: Sequence[EncodedChunk]) -> None:
         self._note("add_up", part, 0, messages, None)
 
-    def spread(self, part: Part, mean: Message) -> Message:
+    def spread(self, part: Chunk, mean: EncodedChunk) -> EncodedChunk:
         return self._note("spread", part, 0, [mean], FrameKind.PAYLOAD)
 
-    def place(self, part: Part, message: Message) -> None:
+    def place(self, part: Chunk, message: EncodedChunk) -> None:
         self._note("place", part, 0, [message], None)
 
     def _note(
         self,
         call: str,
-        part: Part,
+        part: Chunk,
         stage: int,
-        messages: Sequence[Message],
+        messages: Sequence[EncodedChunk],
         frame: FrameKind | None,
         encodes_own: bool = False,
-    ) -> Message:
+    ) -> EncodedChunk:
         taken = messages[0].kind if messages else None
         self._notes.last = Work(call, frame, taken, len(messages), self._notes.sizes(part), encodes_own, "")
         self._notes.part, self._notes.stage = part.index, stage
-        return Message(frame or FrameKind.PAYLOAD, FrameFlags.PRESENT | FrameFlags.USED, _NOTHING, self._notes.rank)
+        return EncodedChunk(
+            frame or FrameKind.PAYLOAD, FrameFlags.PRESENT | FrameFlags.USED, _NOTHING, self._notes.rank
+        )
 
 
 class _DryBuilder(Builder):
-    """The synchroniser's builder over a codec and a transport that only note."""
+    """The synchronizer's builder over a codec and a transport that only note."""
 
-    def __init__(self, item: Item | Bundle, graph: TaskGraph, notes: _Notes, ranks_per_node: int) -> None:
+    def __init__(self, item: TensorJob | FusionGroup, graph: TaskGraph, notes: _Notes, ranks_per_node: int) -> None:
         nodes = nodes_of(notes.world_size, ranks_per_node)
-        super().__init__(item, graph, Surroundings(cast(Any, notes), Residuals(), EventStream(), 0, lambda: nodes))
+        super().__init__(item, graph, Runtime(cast(Any, notes), Residuals(), EventStream(), 0, lambda: nodes))
         self._codec = cast(Any, _DryCodec(self._codec, notes))
         self._notes = notes
         self.sizes: dict[Task, tuple[int, ...]] = {}  # elements that each recv waits for
         self.dense_recvs: set[Task] = set()
 
-    def recv_dense(self, peer: int, part: Part, stage: int, phase: str) -> Task:
+    def recv_dense(self, peer: int, part: Chunk, stage: int, phase: str) -> Task:
         task = super().recv_dense(peer, part, stage, phase)
         self.dense_recvs.add(task)
         return task
 
-    def _recv(self, peer: int, kind: FrameKind, part: Part, stage: int, phase: str) -> Task:
+    def _recv(self, peer: int, kind: FrameKind, part: Chunk, stage: int, phase: str) -> Task:
         task = super()._recv(peer, kind, part, stage, phase)
         self.sizes[task] = self._notes.sizes(part)
         return task

@@ -85,7 +85,7 @@ class StepResult:
     folded: bool
     num_messages: float
     processor_seconds: float = 0.0
-    _trace: Trace | None = field(default=None, repr=False, compare=False)
+    _trace: SimulatedTrace | None = field(default=None, repr=False, compare=False)
 
     @property
     def sent_bytes(self) -> float:
@@ -121,7 +121,7 @@ class StepResult:
 
 
 @dataclass(frozen=True)
-class Trace:
+class SimulatedTrace:
     """All tasks with their times, and what is needed to name them.
 
     Attributes:

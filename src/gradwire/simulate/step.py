@@ -1,4 +1,4 @@
-"""One training step of a cluster, simulated: the synchroniser's own graphs, with costs in place of data."""
+"""One training step of a cluster, simulated: the synchronizer's own graphs, with costs in place of data."""
 
 from __future__ import annotations
 
@@ -7,29 +7,31 @@ from collections.abc import Sequence
 
 from gradwire.compressors.base import Compressor
 from gradwire.core.errors import OptionError
+from gradwire.planner.costs import Costs
 from gradwire.simulate.assemble import Assembled, assemble
 from gradwire.simulate.bulk import Bulk, Coordination, coordination
 from gradwire.simulate.cluster import Cluster, Compute
 from gradwire.simulate.events import simulate
 from gradwire.simulate.fold import folded, unfolded
-from gradwire.simulate.items import Gradient, PlanLike, items_of
-from gradwire.simulate.models import Model
+from gradwire.simulate.items import PlanLike, SimulatedGradient, items_of
+from gradwire.simulate.models import ModelShape
 from gradwire.simulate.reading import Reading, alone
 from gradwire.simulate.result import StepResult
-from gradwire.sync.costs import Costs
 from gradwire.sync.plan import Method, Plan
 
 MAX_FULL_RANKS = 16
 """Up to so many ranks all are simulated, unless told otherwise."""
 
 
-def gradients_of(model: Model, backward_seconds: float) -> list[Gradient]:
+def gradients_of(model: ModelShape, backward_seconds: float) -> list[SimulatedGradient]:
     """The gradients of a model in the order of its backward, spread over its time by the work of its layers."""
-    return [Gradient(tensor.name, tensor.shape, share * backward_seconds) for tensor, share in model.backward()]
+    return [
+        SimulatedGradient(tensor.name, tensor.shape, share * backward_seconds) for tensor, share in model.backward()
+    ]
 
 
 def step(
-    gradients: Sequence[Gradient],
+    gradients: Sequence[SimulatedGradient],
     plan: PlanLike | Method,
     cluster: Cluster,
     costs: Costs,
@@ -53,7 +55,7 @@ def step(
         strategy: for all, where `plan` is a method; None as in `Plan`.
         partitions: for all, where `plan` is a method.
         bucket_bytes: gradients are handed over in buckets of at most so many bytes, as by DDP; None hands over each by
-            itself. Small tensors travel together as in the synchroniser.
+            itself. Small tensors travel together as in the synchronizer.
         fold: whether one rank stands for all that are like it; None folds above `MAX_FULL_RANKS` ranks. See
             `gradwire.simulate.fold` for what that assumes.
         bulk: how messages are batched; None for each as it is ready. Needs all ranks, each with a link of its own.
@@ -92,7 +94,7 @@ def _coordination(bulk: Bulk, assembled: Assembled, cluster: Cluster, costs: Cos
     return coordination(bulk, assembled.tasks, assembled.nbytes, cluster, costs.frame(0))
 
 
-def _check_order(gradients: Sequence[Gradient], compute: Compute) -> None:
+def _check_order(gradients: Sequence[SimulatedGradient], compute: Compute) -> None:
     times = [0.0, *(grad.ready_seconds for grad in gradients), compute.backward_seconds]
     late = [(before, after) for before, after in itertools.pairwise(times) if after < before * (1 - 1e-9)]
     if late:

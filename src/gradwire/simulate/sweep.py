@@ -10,17 +10,17 @@ from typing import Any, NamedTuple
 
 from gradwire.compressors.base.registry import compressor_of, spec_of
 from gradwire.core.errors import UnknownNameError
+from gradwire.planner.costs import Costs
 from gradwire.simulate.bulk import Bulk
-from gradwire.simulate.cluster import Cluster, Compute, Link, Straggler
-from gradwire.simulate.models import Model
+from gradwire.simulate.cluster import Cluster, Compute, SimulatedLink, Straggler
+from gradwire.simulate.models import ModelShape
 from gradwire.simulate.result import StepResult
 from gradwire.simulate.step import gradients_of, step
-from gradwire.sync.costs import Costs
 from gradwire.sync.plan import Plan
-from gradwire.sync.strategies import STRATEGIES
+from gradwire.sync.strategies import peer_strategies
 
 
-class Method(NamedTuple):
+class SweepMethod(NamedTuple):
     """A compressor, and how it travels.
 
     Attributes:
@@ -32,7 +32,7 @@ class Method(NamedTuple):
     strategy: str | None = None
 
     @classmethod
-    def parse(cls, text: str, strategy: str | None = None) -> Method:
+    def parse(cls, text: str, strategy: str | None = None) -> SweepMethod:
         """From ``SPEC`` or ``SPEC@STRATEGY``; `strategy` where the text names none.
 
         Raises:
@@ -40,8 +40,8 @@ class Method(NamedTuple):
         """
         spec, _, named = text.partition("@")
         found = named or strategy
-        if found is not None and found not in STRATEGIES:
-            raise UnknownNameError("strategy between ranks", found, STRATEGIES)
+        if found is not None and found not in peer_strategies():
+            raise UnknownNameError("strategy between ranks", found, peer_strategies())
         return cls(spec, found)
 
     @property
@@ -73,12 +73,12 @@ class Scenario:
         fold, bulk, bucket_bytes: as in `step`.
     """
 
-    model: Model
+    model: ModelShape
     compute: Compute
     costs: Costs
-    link: Link
+    link: SimulatedLink
     ranks_per_node: int = 1
-    inner: Link = field(default_factory=lambda: Link(None))
+    inner: SimulatedLink = field(default_factory=lambda: SimulatedLink(None))
     stragglers: Mapping[int, Straggler] = field(default_factory=dict)
     cores: int | None = None
     partitions: int = 1
@@ -91,7 +91,7 @@ class Scenario:
         link = replace(self.link, rate_bits=rate_bits)
         return Cluster(ranks, link, self.ranks_per_node, self.inner, self.stragglers, self.cores)
 
-    def run(self, method: Method, ranks: int, rate_bits: float | None, *, trace: bool = False) -> StepResult:
+    def run(self, method: SweepMethod, ranks: int, rate_bits: float | None, *, trace: bool = False) -> StepResult:
         """One step."""
         gradients = gradients_of(self.model, self.compute.backward_seconds)
         how: dict[str, Any] = {"fold": self.fold, "bulk": self.bulk, "trace": trace, "bucket_bytes": self.bucket_bytes}
@@ -101,7 +101,7 @@ class Scenario:
 
 
 @dataclass(frozen=True)
-class Row:
+class SweepRow:
     """One simulated step.
 
     Attributes:
@@ -134,16 +134,16 @@ class Row:
     @property
     def label(self) -> str:
         """Method and strategy."""
-        return Method(self.method, self.strategy or None).label
+        return SweepMethod(self.method, self.strategy or None).label
 
 
 def sweep(
     scenario: Scenario,
-    methods: Sequence[Method],
+    methods: Sequence[SweepMethod],
     ranks: Iterable[int],
     rates_bits: Iterable[float | None],
-    on_row: Callable[[Row], None] = lambda row: None,
-) -> list[Row]:
+    on_row: Callable[[SweepRow], None] = lambda row: None,
+) -> list[SweepRow]:
     """Simulate every method at every rate with every number of ranks."""
     rates, rows = list(rates_bits), []
     for count in ranks:
@@ -154,10 +154,10 @@ def sweep(
     return rows
 
 
-def _row(scenario: Scenario, method: Method, ranks: int, rate_bits: float | None) -> Row:
+def _row(scenario: Scenario, method: SweepMethod, ranks: int, rate_bits: float | None) -> SweepRow:
     result = scenario.run(method, ranks, rate_bits)
     busiest = max((max(use.egress, use.ingress) * use.seconds for use in result.ranks), default=0.0)
-    return Row(
+    return SweepRow(
         scenario.model.name,
         method.spec,
         method.strategy or "",
@@ -174,13 +174,13 @@ def _row(scenario: Scenario, method: Method, ranks: int, rate_bits: float | None
     )
 
 
-def plain(row: Row) -> dict[str, Any]:
+def plain(row: SweepRow) -> dict[str, Any]:
     """A row as one level of plain values."""
     values = asdict(row)
     return values | {f"{cause}_seconds_waited": seconds for cause, seconds in values.pop("split").items()}
 
 
-def write_csv(rows: Sequence[Row], path: str | Path) -> None:
+def write_csv(rows: Sequence[SweepRow], path: str | Path) -> None:
     """Write the rows, a column a value."""
     records = [plain(row) for row in rows]
     with Path(path).open("w", newline="") as file:

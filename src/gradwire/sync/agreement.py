@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 from gradwire.core.errors import DisagreementError, PeerTimeoutError
-from gradwire.transport.store import num_received, receive
+from gradwire.net.store import num_received, receive
 
 _POLL_SECONDS = 0.005
 _GRACE_SECONDS = 1.0
@@ -46,7 +46,7 @@ def agree(
     Args:
         store: the job's store.
         topic: prefix of the keys; used once in a job.
-        document: JSON-serialisable.
+        document: JSON-serializable.
         timeout: deadline for all ranks to come.
         tell: what the other ranks shall hear of this one; may differ.
 

@@ -22,11 +22,11 @@ from gradwire.compressors.base import Compressor, StatefulCompressor, SummableCo
 from gradwire.compressors.base.registry import DENSE_NAME, make
 from gradwire.core.context import Context
 from gradwire.core.errors import PayloadError, SyncError
-from gradwire.core.spec import Range, as_array
-from gradwire.feedback import policies
-from gradwire.feedback.residuals import ResidualKey, Residuals, Role
+from gradwire.core.spec import ElementRange, as_array
 from gradwire.kernels import active as kernels
-from gradwire.sync.item import Item, Message, Part
+from gradwire.residuals import policies
+from gradwire.residuals.transaction import ResidualKey, Residuals, Role
+from gradwire.sync.job import Chunk, EncodedChunk, TensorJob
 from gradwire.wire.frame import FrameFlags, FrameKind
 from gradwire.wire.payload import Payload
 
@@ -38,7 +38,7 @@ _REDUCE = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 class LossyCodec:
     """Payloads that are decoded to be added."""
 
-    def __init__(self, item: Item, residuals: Residuals, rank: int, world_size: int, seed: int) -> None:
+    def __init__(self, item: TensorJob, residuals: Residuals, rank: int, world_size: int, seed: int) -> None:
         self.item = item
         self.compressor: Compressor = item.entry.compressor
         self.rank = rank
@@ -64,7 +64,7 @@ class LossyCodec:
 
     # -- own gradient ----------------------------------------------------------------------------------------
 
-    def _own(self, part: Part) -> tuple[torch.Tensor, float] | None:
+    def _own(self, part: Chunk) -> tuple[torch.Tensor, float] | None:
         """What this rank has of `part`, and the factor that makes it a share of the mean; None where it has nothing."""
         if part.index in self._sums:
             total = self._sums[part.index]
@@ -77,7 +77,7 @@ class LossyCodec:
             self._owns[part.index] = self._policy.own(grad, context, self._residuals, key, 1 / self.world_size)
         return self._owns[part.index]
 
-    def start(self, part: Part) -> Message:
+    def start(self, part: Chunk) -> EncodedChunk:
         """Encode this rank's gradient of `part`, or its node's sum."""
         own = self._own(part)
         if own is None:  # its residual stays where it is (R10)
@@ -89,7 +89,7 @@ class LossyCodec:
         return self._message(FrameKind.PAYLOAD, self._encode(part, grad, "local", self.first, scale, stats))
 
     def _encode(
-        self, part: Part, grad: torch.Tensor, role: Role, stage: int, scale: float, stats: Sequence[np.ndarray] = ()
+        self, part: Chunk, grad: torch.Tensor, role: Role, stage: int, scale: float, stats: Sequence[np.ndarray] = ()
     ) -> Payload:
         context, key = self._context(part, stage), self._key(part, role)
         if self.item.aux is not None:
@@ -99,11 +99,11 @@ class LossyCodec:
             self._stage_state(payload, context, key.range)
         return payload
 
-    def _stage_state(self, source: Payload | np.ndarray, context: Context, where: Range) -> None:
+    def _stage_state(self, source: Payload | np.ndarray, context: Context, where: ElementRange) -> None:
         assert isinstance(self.compressor, StatefulCompressor)
         self._residuals.states.stage(context.name, where, self.compressor.next_state(source, context), context.step)
 
-    def _key(self, part: Part, role: Role) -> ResidualKey:
+    def _key(self, part: Chunk, role: Role) -> ResidualKey:
         return ResidualKey(self.item.name, self.item.range(part), role)
 
     # -- merging ---------------------------------------------------------------------------------------------
@@ -112,7 +112,7 @@ class LossyCodec:
         """Whether a merge of this stage encodes the rank's own gradient, too, before it adds it."""
         return self.compressor.encode_own_before_merge and stage == self.first + 1
 
-    def merge(self, part: Part, messages: Sequence[Message], stage: int) -> Message:
+    def merge(self, part: Chunk, messages: Sequence[EncodedChunk], stage: int) -> EncodedChunk:
         """Add what arrived to this rank's gradient, or its node's sum, and encode the total, which is an aggregate."""
         own = self._own(part)
         if self.encodes_own(stage):
@@ -127,7 +127,7 @@ class LossyCodec:
             kernels.compensate(as_array(grad), scale, total.numpy(), total.numpy())
         return self._message(FrameKind.PAYLOAD, self._encode(part, total, "aggregate", stage, 1.0))
 
-    def decode(self, part: Part, message: Message, stage: int) -> None:
+    def decode(self, part: Chunk, message: EncodedChunk, stage: int) -> None:
         """Write the mean of `part`, which `message` carries, over the gradient."""
         out = self.item.values[part.slice]
         if not message.used:
@@ -138,7 +138,7 @@ class LossyCodec:
         with blame(self, message):
             self.compressor.decode(_payload(message), self._context(part, stage, message.sender), out, stats=stats)
 
-    def decode_sum(self, part: Part, messages: Sequence[Message]) -> None:
+    def decode_sum(self, part: Chunk, messages: Sequence[EncodedChunk]) -> None:
         """Write the sum of all ranks' payloads of `part` over the gradient."""
         used = [message for message in messages if message.used]
         out = self.item.values[part.slice]
@@ -149,7 +149,7 @@ class LossyCodec:
         self._decode_sum(part, used, total)
         kernels.cast(total.numpy(), as_array(out))
 
-    def _decode_sum(self, part: Part, messages: Sequence[Message], out: torch.Tensor, stage: int = 0) -> None:
+    def _decode_sum(self, part: Chunk, messages: Sequence[EncodedChunk], out: torch.Tensor, stage: int = 0) -> None:
         for message in messages:
             self.item.nonfinite |= message.nonfinite
         contexts = [self._context(part, stage, message.sender) for message in messages]
@@ -165,7 +165,7 @@ class LossyCodec:
 
     # -- the preliminary round -------------------------------------------------------------------------------
 
-    def stats(self, part: Part, encoded: bool = True) -> Message:
+    def stats(self, part: Chunk, encoded: bool = True) -> EncodedChunk:
         """What must be reduced over ranks before `part` can be encoded; compensates where this rank encodes it, too."""
         own = self._own(part)
         if own is None:
@@ -179,11 +179,11 @@ class LossyCodec:
         flat = np.concatenate([entry.values.astype(np.float32, copy=False).reshape(-1) for entry in entries])
         return self._message(FrameKind.STATS, Payload(flat.view(np.uint8)))
 
-    def _stats_of(self, part: Part, stage: int) -> Sequence[np.ndarray]:
+    def _stats_of(self, part: Chunk, stage: int) -> Sequence[np.ndarray]:
         """The reduced statistics that payloads of a stage were encoded with: aggregates carry their own."""
         return self._stats.get(part.index, ()) if stage == self.first else ()
 
-    def reduce_stats(self, part: Part, messages: Sequence[Message]) -> None:
+    def reduce_stats(self, part: Chunk, messages: Sequence[EncodedChunk]) -> None:
         """Reduce the statistics of all ranks, in rank order, so that every rank holds the same bits."""
         spec = self.compressor.stats_spec(self.item.spec(part))
         expected = 4 * sum(length for length, _ in spec)
@@ -204,7 +204,7 @@ class LossyCodec:
 
     # -- dense within a node ---------------------------------------------------------------------------------
 
-    def dense(self, part: Part) -> Message:
+    def dense(self, part: Chunk) -> EncodedChunk:
         """Take this rank's gradient of `part` as it is, with what another plan has left in its residual."""
         self.item.wait_loaded()
         if not self.item.used:
@@ -216,7 +216,7 @@ class LossyCodec:
         payload = policy.encode(DENSE, grad, context, self._residuals, key, scale=1 / self.world_size)
         return self._message(FrameKind.PAYLOAD, payload)
 
-    def add_up(self, part: Part, messages: Sequence[Message]) -> None:
+    def add_up(self, part: Chunk, messages: Sequence[EncodedChunk]) -> None:
         """Add this rank's gradient to the dense ones of its node's other ranks; the sum stands for it from now on."""
         own = self._own(part)
         used = [message for message in messages if message.used]
@@ -232,14 +232,14 @@ class LossyCodec:
             kernels.compensate(as_array(grad), scale, total.numpy(), total.numpy())
         self._sums[part.index] = total
 
-    def spread(self, part: Part, mean: Message) -> Message:
+    def spread(self, part: Chunk, mean: EncodedChunk) -> EncodedChunk:
         """The decoded mean of `part`, which came in `mean`, as it is."""
         if not mean.used:
             return self._message(FrameKind.PAYLOAD, None)
         payload = DENSE.encode(self.item.values[part.slice], self._context(part, 0))
-        return Message(FrameKind.PAYLOAD, mean.flags, payload.body, self.rank)
+        return EncodedChunk(FrameKind.PAYLOAD, mean.flags, payload.body, self.rank)
 
-    def place(self, part: Part, message: Message) -> None:
+    def place(self, part: Chunk, message: EncodedChunk) -> None:
         """Write the mean of `part`, which came as it is, over the gradient."""
         out = self.item.values[part.slice]
         if not message.used:
@@ -251,16 +251,16 @@ class LossyCodec:
 
     # -- helpers ---------------------------------------------------------------------------------------------
 
-    def _message(self, kind: FrameKind, payload: Payload | None) -> Message:
+    def _message(self, kind: FrameKind, payload: Payload | None) -> EncodedChunk:
         """A message of this rank; None stands for a parameter that its backward did not use."""
         if payload is None:
-            return Message(kind, FrameFlags.PRESENT, EMPTY, self.rank)
+            return EncodedChunk(kind, FrameFlags.PRESENT, EMPTY, self.rank)
         flags = FrameFlags.PRESENT | FrameFlags.USED
         if payload.nonfinite:
             flags |= FrameFlags.NONFINITE
-        return Message(kind, flags, payload.body, self.rank)
+        return EncodedChunk(kind, flags, payload.body, self.rank)
 
-    def _context(self, part: Part, stage: int, rank: int | None = None) -> Context:
+    def _context(self, part: Chunk, stage: int, rank: int | None = None) -> Context:
         return Context(
             name=self.item.name,
             step=self.item.step,
@@ -273,7 +273,7 @@ class LossyCodec:
             state=self._state(part),
         )
 
-    def _state(self, part: Part) -> np.ndarray | None:
+    def _state(self, part: Chunk) -> np.ndarray | None:
         if self._state_source is None:
             return None
         where = self.item.range(part) if self._state_source == "payload" else self.item.whole_range
@@ -282,14 +282,14 @@ class LossyCodec:
     def arrived(self) -> None:
         """Stage the state of a compressor that takes it from the mean, which the item holds now."""
         if self._state_source == "mean" and not self.item.nonfinite:
-            whole = Part(0, 0, self.item.values.numel())
+            whole = Chunk(0, 0, self.item.values.numel())
             self._stage_state(as_array(self.item.values), self._context(whole, self.first), self.item.whole_range)
 
 
 class AccumulatorCodec(LossyCodec):
     """Accumulators are added as they are: nothing is decoded before the mean is there, and nothing is encoded twice."""
 
-    def __init__(self, item: Item, residuals: Residuals, rank: int, world_size: int, seed: int) -> None:
+    def __init__(self, item: TensorJob, residuals: Residuals, rank: int, world_size: int, seed: int) -> None:
         super().__init__(item, residuals, rank, world_size, seed)
         assert isinstance(item.entry.compressor, SummableCompressor)
         self._summable: SummableCompressor = item.entry.compressor
@@ -300,7 +300,7 @@ class AccumulatorCodec(LossyCodec):
     def encodes_own(self, stage: int) -> bool:
         return True
 
-    def merge(self, part: Part, messages: Sequence[Message], stage: int) -> Message:
+    def merge(self, part: Chunk, messages: Sequence[EncodedChunk], stage: int) -> EncodedChunk:
         mine = self.start(part)
         contributions = [message for message in (mine, *messages) if message.used]
         if not contributions:
@@ -310,17 +310,17 @@ class AccumulatorCodec(LossyCodec):
         total = self._sum(part, contributions, self._dtype(stage), self._dtype(stage - 1))
         return self._message(FrameKind.AGGREGATE, Payload(total.view(np.uint8)))
 
-    def decode(self, part: Part, message: Message, stage: int) -> None:
+    def decode(self, part: Chunk, message: EncodedChunk, stage: int) -> None:
         self._finalize(part, [message], self._dtype(stage))
 
-    def decode_sum(self, part: Part, messages: Sequence[Message]) -> None:
+    def decode_sum(self, part: Chunk, messages: Sequence[EncodedChunk]) -> None:
         dtype = self._summable.accumulator_dtype(self.world_size)
         self._finalize(part, [message for message in messages if message.used], dtype)
 
     def _dtype(self, stage: int) -> np.dtype:
         return self.item.entry.accumulator_dtype(stage, self.world_size)
 
-    def _sum(self, part: Part, messages: Sequence[Message], dtype: np.dtype, arrived: np.dtype) -> np.ndarray:
+    def _sum(self, part: Chunk, messages: Sequence[EncodedChunk], dtype: np.dtype, arrived: np.dtype) -> np.ndarray:
         total = np.zeros(self._summable.accumulator_size(self.item.spec(part)), dtype)
         for message in messages:
             with blame(self, message):
@@ -332,7 +332,7 @@ class AccumulatorCodec(LossyCodec):
                     self._summable.accumulate(_payload(message), context, total)
         return total
 
-    def _finalize(self, part: Part, messages: Sequence[Message], dtype: np.dtype) -> None:
+    def _finalize(self, part: Chunk, messages: Sequence[EncodedChunk], dtype: np.dtype) -> None:
         out = self.item.values[part.slice]
         if not any(message.used for message in messages):
             out.zero_()
@@ -350,26 +350,26 @@ class AccumulatorCodec(LossyCodec):
                 self._stage_state(total, context, self.item.range(part))
 
 
-def make_codec(item: Item, residuals: Residuals, rank: int, world_size: int, seed: int) -> LossyCodec:
+def make_codec(item: TensorJob, residuals: Residuals, rank: int, world_size: int, seed: int) -> LossyCodec:
     """The codec that fits the item's compressor."""
     kind = AccumulatorCodec if isinstance(item.entry.compressor, SummableCompressor) else LossyCodec
     return kind(item, residuals, rank, world_size, seed)
 
 
-def _expect_bytes(message: Message, expected: int) -> None:
+def _expect_bytes(message: EncodedChunk, expected: int) -> None:
     """The header has been checked, but it may be that of another range."""
     if message.body.nbytes != expected:
         raise PayloadError(f"Expected {message.kind.name} of {expected} bytes, got {message.body.nbytes}.")
 
 
-def _payload(message: Message) -> Payload:
+def _payload(message: EncodedChunk) -> Payload:
     return Payload(message.body, message.nonfinite)
 
 
 class blame:  # noqa: N801  # reads as a verb
     """Turn a decoder's `PayloadError` into one that names the rank whose bytes they were."""
 
-    def __init__(self, codec: LossyCodec, message: Message) -> None:
+    def __init__(self, codec: LossyCodec, message: EncodedChunk) -> None:
         self._codec, self._message = codec, message
 
     def __enter__(self) -> None:

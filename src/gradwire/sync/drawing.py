@@ -8,13 +8,13 @@ import torch
 
 from gradwire.core.errors import OptionError, UnknownNameError
 from gradwire.core.events import EventStream
-from gradwire.feedback.residuals import Residuals
+from gradwire.net.memory import MemoryNetwork
+from gradwire.residuals.transaction import Residuals
 from gradwire.sync.graph import Task, TaskGraph
-from gradwire.sync.item import RANGE_ALIGNMENT, Item
+from gradwire.sync.job import RANGE_ALIGNMENT, TensorJob
 from gradwire.sync.nodes import grouped
-from gradwire.sync.plan import PlanEntry
-from gradwire.sync.strategies import STRATEGIES, Builder, Surroundings
-from gradwire.transport.memory import MemoryNetwork
+from gradwire.sync.plan_entry import PlanEntry
+from gradwire.sync.strategies import STRATEGIES, Builder, Runtime, peer_strategies
 
 _SHAPES = {"encode": "box", "merge": "box", "decode": "box", "send": "cds", "recv": "cds"}
 _DIRECTION = {"send": "to", "recv": "from"}
@@ -34,8 +34,8 @@ def graph_of(entry: PlanEntry, world_size: int, rank: int, ranks_per_node: int =
         UnknownNameError: a strategy that does not exist.
         OptionError: a rank or a number out of range.
     """
-    if entry.strategy not in STRATEGIES:
-        raise UnknownNameError("strategy", entry.strategy, STRATEGIES)
+    if entry.strategy not in peer_strategies():
+        raise UnknownNameError("strategy", entry.strategy, peer_strategies())
     if world_size < 2 or not 0 <= rank < world_size or min(entry.partitions, ranks_per_node) < 1 or elements < 0:
         raise OptionError(
             f"Expected at least 2 ranks, one of them to draw, and partitions and ranks a node of at least 1, got rank "
@@ -46,8 +46,10 @@ def graph_of(entry: PlanEntry, world_size: int, rank: int, ranks_per_node: int =
     nodes = grouped([str(each // ranks_per_node) for each in range(world_size)])
     graph = TaskGraph(f"{entry.strategy} of {numel:,} elements", 0, 0, lambda: None)
     with MemoryNetwork(world_size) as network:
-        around = Surroundings(network.transports[rank], Residuals(), EventStream(), 0, lambda: nodes)
-        STRATEGIES[entry.strategy](Builder(Item("tensor", 0, torch.empty(numel), entry, 0, 0), graph, around))
+        around = Runtime(network.transports[rank], Residuals(), EventStream(), 0, lambda: nodes)
+        STRATEGIES[entry.strategy].build(
+            Builder(TensorJob("tensor", 0, torch.empty(numel), entry, 0, 0), graph, around)
+        )
     return graph
 
 

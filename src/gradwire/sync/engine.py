@@ -27,10 +27,10 @@ import numpy as np
 
 from gradwire.core.errors import FrameError, SyncError
 from gradwire.core.events import Event, EventStream
+from gradwire.net.transport import Callbacks, Transport
 from gradwire.sync.failure import closed, located, raised, stalled
 from gradwire.sync.graph import FrameKey, Task, TaskGraph
-from gradwire.sync.item import Message
-from gradwire.transport.base import Callbacks, Transport
+from gradwire.sync.job import EncodedChunk
 from gradwire.wire.frame import HEADER_BYTES, Header
 
 logger = logging.getLogger("gradwire")
@@ -41,7 +41,7 @@ _FAREWELL_SECONDS = 2.0
 FINISH = "finish"  # phase of the last task of every graph, which the engine adds itself
 
 
-class Arrival(NamedTuple):
+class ReceivedFrame(NamedTuple):
     """A frame, as a `recv` task's value."""
 
     header: Header
@@ -87,7 +87,7 @@ class Engine:
         self._ready: list[tuple[int, int, int, Task]] = []
         self._order = itertools.count()
         self._waiting: dict[FrameKey, Task] = {}
-        self._early: dict[FrameKey, Arrival] = {}
+        self._early: dict[FrameKey, ReceivedFrame] = {}
         self._asked: set[Task] = set()  # whose futures are not done
         self._lost: list[int] = []  # peers that are gone without a goodbye
         self._early_bytes = [0] * transport.world_size
@@ -98,7 +98,7 @@ class Engine:
         self._thread = threading.Thread(target=self._loop, name="gradwire-engine", daemon=True)
         self._thread.start()
 
-    # -- called by the synchroniser --------------------------------------------------------------------------
+    # -- called by the synchronizer --------------------------------------------------------------------------
 
     def run(self, graph: TaskGraph) -> None:
         """Start a graph and return at once.
@@ -225,7 +225,7 @@ class Engine:
 
     def _arrive(self, peer: int, header: Header, body: np.ndarray) -> None:
         key = FrameKey(peer, header.kind, header.round, header.tensor, header.stage, header.partition)
-        arrival = Arrival(header, body)
+        arrival = ReceivedFrame(header, body)
         with self._condition:
             task = self._waiting.pop(key, None)
             if task is None:
@@ -262,7 +262,7 @@ class Engine:
 
     def _record_arrival(self, task: Task) -> None:
         now = time.monotonic()
-        nbytes = HEADER_BYTES + task.value.header.length if isinstance(task.value, Arrival) else 0
+        nbytes = HEADER_BYTES + task.value.header.length if isinstance(task.value, ReceivedFrame) else 0
         graph = task.graph
         self._events.emit(
             Event(
@@ -331,7 +331,7 @@ class Engine:
                     time.monotonic() - start,
                     graph.name,
                     graph.round,
-                    task.value.body.nbytes if isinstance(task.value, Message) else 0,
+                    task.value.body.nbytes if isinstance(task.value, EncodedChunk) else 0,
                     detail={"phase": task.phase},
                 )
             )

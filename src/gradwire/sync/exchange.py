@@ -16,12 +16,15 @@ import numpy as np
 
 from gradwire.core.errors import SyncError
 from gradwire.core.events import Event, EventStream
+from gradwire.net.transport import Transport
 from gradwire.sync.graph import FrameKey, Task, TaskGraph
-from gradwire.transport.base import Transport
 from gradwire.wire.frame import HEADER_BYTES, FrameKind, Header
 
-EXCHANGE_TENSOR = 0xFFFF_FFFF  # the tensor id of these frames
+# Tensor ids of frames that hold no tensor.
+EXCHANGE_TENSOR = 0xFFFF_FFFF  # numbers of this module
+PROBE_TENSOR = 0xFFFF_FFFE  # frames that measure a link
 MAX_NUMBERS = 64
+PROBE_BYTES = 64 * 1024
 
 
 def build(

@@ -9,7 +9,7 @@ from gradwire.sync.graph import Task
 def closed() -> SyncError:
     """What calls of a closed engine raise."""
     return SyncError(
-        "Expected an open synchroniser, got one that was closed. Do: wait() for what was submitted before close() or "
+        "Expected an open synchronizer, got one that was closed. Do: wait() for what was submitted before close() or "
         "detach(), and make a new one to go on.",
         tensor="none",
         phase="closed",

@@ -1,4 +1,4 @@
-"""The task graph of one synchronisation: CaSync's five primitives and the order between them.
+"""The task graph of one synchronization: CaSync's five primitives and the order between them.
 
 A graph is data: strategies build it, the engine runs it, `TaskGraph.describe` prints it. A task becomes ready when
 every task it comes after has ended; a `recv` has no code of its own and ends when its frame arrives; a task whose code
@@ -62,11 +62,11 @@ class Task:
 
 
 class TaskGraph:
-    """The tasks that synchronise one item, and what to do when the last has ended.
+    """The tasks that synchronize one item, and what to do when the last has ended.
 
     Args:
         name: name of the item, for messages and metrics.
-        round: synchronisation round.
+        round: synchronization round.
         priority: graphs of a lower number go first.
         on_done: called once, on the engine's thread, when every task has ended.
         on_failed: called in its place, on any thread, if the engine fails or is closed before that.

@@ -34,13 +34,13 @@ class GroupInfo:
         """Look a group up; a `GroupInfo` is returned as it is.
 
         Raises:
-            AttachError: torch.distributed is not initialised.
+            AttachError: torch.distributed is not initialized.
         """
         if isinstance(group, GroupInfo):
             return group
         if not dist.is_initialized():
             raise AttachError(
-                "Expected an initialised process group, got none. Do: call torch.distributed.init_process_group() "
+                "Expected an initialized process group, got none. Do: call torch.distributed.init_process_group() "
                 "first, and start the script with torchrun."
             )
         group = group or dist.group.WORLD
@@ -49,6 +49,6 @@ class GroupInfo:
         return cls(dist.get_rank(group), dist.get_world_size(group), store, group.group_name)
 
     def next_number(self) -> int:
-        """How many synchronisers this process made in the group before: equal on all ranks, as all make the same."""
+        """How many synchronizers this process made in the group before: equal on all ranks, as all make the same."""
         _numbers[self.name, self.rank] += 1
         return _numbers[self.name, self.rank]

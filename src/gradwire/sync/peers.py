@@ -17,7 +17,6 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,22 +26,20 @@ import torch.distributed as dist
 
 from gradwire.core.errors import GradwireError, OptionError, SyncError
 from gradwire.core.events import Event, EventStream
-from gradwire.feedback.residuals import Residuals
+from gradwire.net.store import BoundedStore
+from gradwire.net.transport import Transport
 from gradwire.observe.recorder import write_dump
 from gradwire.observe.trace import Trace
+from gradwire.residuals.transaction import Residuals
 from gradwire.sync import exchange, replica
-from gradwire.sync.aggregator import Aggregator, Service, served
 from gradwire.sync.agreement import agree, share
-from gradwire.sync.costs import LinkCosts
 from gradwire.sync.engine import Engine
 from gradwire.sync.graph import TaskGraph
 from gradwire.sync.group import GroupInfo
 from gradwire.sync.nodes import NodeMap, here
-from gradwire.sync.probe import Probe
 from gradwire.sync.registry import TensorRegistry
-from gradwire.sync.strategies import Surroundings
-from gradwire.transport.base import Transport
-from gradwire.transport.store import BoundedStore
+from gradwire.sync.strategies import Runtime
+from gradwire.sync.strategies.register import Service, ServiceAddress
 
 logger = logging.getLogger("gradwire")
 _open: weakref.WeakSet[Peers] = weakref.WeakSet()
@@ -74,7 +71,8 @@ class Peers:
         self._topics = itertools.count()
         self._dump_dir = None if dump_dir is None else Path(dump_dir)
         self._engine: Engine | None = None
-        self._service: Service | None = None
+        self._addresses: dict[str, ServiceAddress] = {}  # of the strategies that need more than the ranks
+        self._services: dict[str, Service] = {}
         self._stall_timeout = stall_timeout or 10 * timeout
         self._name = f"gradwire/{self._info.next_number()}"
         self._nodes = NodeMap(self.world_size, nodes)
@@ -87,12 +85,12 @@ class Peers:
 
     def _start(self, transport: Transport | None, tensors: TensorRegistry, residuals: Residuals) -> None:
         if transport is None:
-            from gradwire.transport.tcp import TcpTransport
+            from gradwire.net.tcp import TcpTransport
 
             transport = TcpTransport.connect(
                 self._info.store, self.rank, self.world_size, timeout=self.timeout, name="ranks"
             )
-        self._around = Surroundings(transport, residuals, self.events, self.seed, self._nodes)
+        self._around = Runtime(transport, residuals, self.events, self.seed, self._nodes)
         self._engine = Engine(
             transport,
             admit=tensors.admit,
@@ -102,34 +100,34 @@ class Peers:
             early_bytes_limit=tensors.early_bytes_limit(),
         )
 
-    def _meet(self, aggregator: Aggregator | None, tensors: TensorRegistry) -> None:
-        """Connect to the aggregator, once, when all have agreed on tensors that travel by it.
+    def _connect_services(self, tensors: TensorRegistry) -> None:
+        """Connect to the service of each strategy that needs one, once all ranks have agreed on tensors for it.
 
         On failure: the other ranks hear of it.
         """
-        if self._service is not None:
-            self._service.check(tensors)
-            return
-        if self._engine is None or not served(tensors):
-            return
-        assert aggregator is not None, "agreed on"
-        session = int(self.share(str(time.time_ns())))
-        limits = self.timeout, self._stall_timeout
-        try:
-            self._around.service = self._service = Service(
-                aggregator, tensors, self.rank, self.world_size, session, *limits
-            )
-        except GradwireError as error:
-            # The others may be connected, and would wait for this rank.
-            self._engine.fail(error if isinstance(error, SyncError) else SyncError(str(error), phase="aggregator"))
-            self._engine.close()
-            raise
+        for name in sorted({entry.strategy for entry in tensors.entries.values()} & self._addresses.keys()):
+            if name in self._services:
+                self._services[name].check(tensors)
+                continue
+            if self._engine is None:
+                continue
+            session = int(self.share(str(time.time_ns())))
+            try:
+                service = self._addresses[name].connect(
+                    tensors, self.rank, self.world_size, session, self.timeout, self._stall_timeout
+                )
+            except GradwireError as error:
+                # The others may be connected, and would wait for this rank.
+                self._engine.fail(error if isinstance(error, SyncError) else SyncError(str(error), phase="connect"))
+                self._engine.close()
+                raise
+            self._around.services[name] = self._services[name] = service
 
     def wait(self) -> None:
         """Block until everything that was begun has ended.
 
         Raises:
-            SyncError: the synchroniser failed; within twice `timeout`.
+            SyncError: the synchronizer failed; within twice `timeout`.
         """
         if self._engine is not None:
             self._engine.wait_idle()
@@ -179,25 +177,22 @@ class Peers:
         """How long this rank's frames have been under way so far, added up over peers; see `Transport.busy_seconds`."""
         return 0.0 if self._engine is None else self._around.transport.busy_seconds()
 
-    def probe_links(self) -> tuple[LinkCosts, ...]:
-        """Measure the link of every rank, the same figures on all. Between steps; all ranks call it.
+    def run_alone(self, build: Callable[[TaskGraph, Transport], None], name: str) -> None:
+        """Run one task graph of the caller's between steps, to its end. All ranks call it.
 
-        It sends at most 17 MB and takes about 0.2 seconds on links of 20 Mb/s and above.
+        Args:
+            build: Adds the tasks.
+            name: Name of the graph, for reports.
+
+        Raises:
+            SyncError: The synchronizer failed.
         """
-        engine = self._engine
-        if engine is None:
-            return (LinkCosts(0.0, 0.0),)
-
-        def run(graph: TaskGraph) -> None:
-            engine.run(graph)
-            engine.wait_idle()
-
-        def gather(mine: np.ndarray) -> np.ndarray:
-            rows: np.ndarray = self.exchange(mine).wait()
-            return rows
-
+        assert self._engine is not None, "one rank has nobody to exchange frames with"
         self.wait()
-        return Probe(self._around.transport, run, gather, partial(next, self._rounds)).links()
+        graph = TaskGraph(name, next(self._rounds), priority=0, on_done=lambda: None)
+        build(graph, self._around.transport)
+        self._engine.run(graph)
+        self._engine.wait_idle()
 
     def _exchange(
         self,
@@ -224,7 +219,7 @@ class Peers:
             path: the file; the rank goes before its suffix, or where it says ``{rank}``. An older one is overwritten.
 
         Returns:
-            The trace: ``close()`` ends it, as the end of a `with` block or of the synchroniser does.
+            The trace: ``close()`` ends it, as the end of a `with` block or of the synchronizer does.
         """
         trace = Trace(self.events, path, self.rank, self.world_size)
         self._traces.append(trace)
@@ -234,8 +229,8 @@ class Peers:
         """End threads and connections. Idempotent. All ranks call it."""
         if self._engine is not None:
             self._engine.close()
-        if self._service is not None:
-            self._service.close()
+        for service in self._services.values():
+            service.close()
         for trace in self._traces:
             trace.close()
         _open.discard(self)
@@ -248,7 +243,7 @@ class Peers:
             self._engine.transport.abort("its interpreter exits in the middle of a step")
 
     def _give_up(self, error: SyncError, state: dict[str, Any]) -> None:
-        """Write the flight recorder's file, and tell the aggregator; the engine tells the peers."""
+        """Write the flight recorder's file, and tell the services; the engine tells the peers."""
         try:
             path = write_dump(
                 error,
@@ -263,8 +258,8 @@ class Peers:
             logger.exception("The flight recorder could not be written.")
             note = f"There is no file of the flight recorder: {problem}"
         error.args = (f"{error} {note}",)
-        if self._service is not None:  # which waits for its threads, and this may be one of them
-            threading.Thread(target=self._service.close, args=(str(error),), daemon=True).start()
+        for service in self._services.values():  # which wait for their threads, and this may be one of them
+            threading.Thread(target=service.close, args=(str(error),), daemon=True).start()
 
 
 def _exit_all() -> None:

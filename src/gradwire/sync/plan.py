@@ -1,8 +1,8 @@
 """The plan: which compressor, strategy and partition count each tensor gets.
 
 Rules are shell patterns on parameter names; the first that matches counts. A rule that names a tensor on purpose
-(any pattern but ``*``) is honoured for every size; under a blanket rule, vectors and small tensors stay dense,
-because their bytes are few and their values (biases, normalisation) are the ones that compression hurts most.
+(any pattern but ``*``) is honored for every size; under a blanket rule, vectors and small tensors stay dense,
+because their bytes are few and their values (biases, normalization) are the ones that compression hurts most.
 
 A rule that comes to nothing, because nothing has such a name or earlier rules have it all, is no error, so that models
 that differ can share their rules; a plan says so in its `notes`, which are logged and stand in every report.
@@ -11,59 +11,18 @@ that differ can share their rules; a plan says so in its `notes`, which are logg
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
 
-import numpy as np
-
-from gradwire.compressors.base import Compressor, LookupCompressor, SummableCompressor
+from gradwire.compressors.base import Compressor
 from gradwire.compressors.base.arguments import names_unknown_arguments
 from gradwire.compressors.base.registry import DENSE_NAME, compressor_of, make, spec_of
 from gradwire.core.errors import OptionError, OptionTypeError, UnknownNameError, nearest
 from gradwire.core.spec import TensorSpec
-from gradwire.feedback import policies
+from gradwire.residuals import policies
+from gradwire.sync.plan_entry import PlanEntry
+from gradwire.sync.strategies import STRATEGIES
 
 Method = str | Compressor
-SERVER = "server"  # the one strategy that needs more than the ranks
-STRATEGIES = ("allgather", "hierarchical", "ring", "scatter_reduce", SERVER)
-
-
-@dataclass(frozen=True)
-class PlanEntry:
-    """How one tensor travels.
-
-    Attributes:
-        compressor: encodes and decodes it.
-        strategy: name of the strategy.
-        partitions: how many ranges a rank's share is cut into, so that they can overlap.
-        feedback: residual policy as text: ``"none"``, ``"error"`` or ``"momentum"``, the last with options.
-        batched: small, and as it is or cast to 16 bits: travels in one message with its likes.
-    """
-
-    compressor: Compressor
-    strategy: str = "scatter_reduce"
-    partitions: int = 1
-    feedback: str = "none"
-    batched: bool = False
-
-    def accumulator_dtype(self, stage: int, world_size: int) -> np.dtype:
-        """Element type of accumulators that leave a stage. On a ring they widen, since each hop adds one payload."""
-        assert isinstance(self.compressor, SummableCompressor)
-        num_payloads = min(stage + 1, world_size) if self.strategy == "ring" else world_size
-        return self.compressor.accumulator_dtype(world_size, num_payloads)
-
-    def describe(self, world_size: int) -> dict[str, Any]:
-        """Everything that so many ranks must agree on, as plain data."""
-        return {
-            "compressor": self.compressor.name,
-            "options": {key: repr(value) for key, value in sorted(self.compressor.options.items())},
-            "derived_config": self.compressor.derived_config(world_size),
-            "strategy": self.strategy,
-            "partitions": self.partitions,
-            "feedback": self.feedback,
-            "batched": self.batched,
-        }
 
 
 class Plan:
@@ -116,7 +75,8 @@ class Plan:
                 raise OptionTypeError(f'A rule goes by a pattern of parameter names, as "*.bias", not by {pattern!r}.')
         self.rules = {pattern: compressor_of(method) for pattern, method in named.items()}
         for pattern, compressor in self.rules.items():
-            _check_servable(strategy, compressor, pattern)
+            if strategy is not None and not compressor.exact:  # exact ones take a strategy that carries them
+                STRATEGIES[strategy].check(compressor, pattern)
         self.strategy = strategy
         self.partitions = partitions
         self.min_elements = min_elements
@@ -134,9 +94,7 @@ class Plan:
         for name, entry in entries.items():
             if entry.strategy not in STRATEGIES:
                 raise UnknownNameError(f"strategy of {name!r}", entry.strategy, STRATEGIES)
-            if entry.strategy == SERVER and entry.compressor.exact:
-                raise _not_servable(entry.compressor, name)
-            _check_servable(entry.strategy, entry.compressor, name)
+            STRATEGIES[entry.strategy].check(entry.compressor, name)
             has_velocity = policies.get(entry.feedback).has_velocity
             if has_velocity and not entry.compressor.exact and entry.strategy != "allgather":
                 raise _needs_allgather(entry.strategy)
@@ -182,7 +140,9 @@ class Plan:
             strategy = ("scatter_reduce" if small else "ring") if compressor.exact else "allgather"
             return PlanEntry(compressor, strategy, self.partitions, feedback)
         batched = small and compressor.exact and compressor.elementwise
-        given = None if self.strategy == SERVER and compressor.exact else self.strategy  # it adds only accumulators
+        given = self.strategy
+        if given is not None and compressor.exact and not STRATEGIES[given].carries(compressor):
+            given = None
         return PlanEntry(
             compressor,
             given or ("ring" if compressor.exact and not batched else "scatter_reduce"),
@@ -234,18 +194,6 @@ def _may_be_batched(entry: PlanEntry) -> bool:
     """A batch's compressor sees elements of many tensors, whose residuals it does not have."""
     compressor = entry.compressor
     return entry.feedback == "none" and compressor.elementwise
-
-
-def _check_servable(strategy: str | None, compressor: Compressor, where: str) -> None:
-    if strategy == SERVER and not compressor.exact and not isinstance(compressor, LookupCompressor):
-        raise _not_servable(compressor, where)
-
-
-def _not_servable(compressor: Compressor, where: str) -> OptionError:
-    return OptionError(
-        f'Expected thc or uthc with strategy="server", whose server looks indices up and adds, got {compressor!r} (in '
-        f'{where!r}). Do: name one of them, or choose a strategy between ranks, such as "scatter_reduce".'
-    )
 
 
 def _needs_allgather(strategy: str | None) -> OptionError:

@@ -1,4 +1,4 @@
-"""The tensors that a synchroniser's ranks agreed on, and what frames about them may look like.
+"""The tensors that a synchronizer's ranks agreed on, and what frames about them may look like.
 
 The receiver's side of the wire contract: `admit` refuses a header that does not fit before a byte of its body is
 allocated. Shapes, element types and sizes come from here, never from a packet.
@@ -15,13 +15,13 @@ from gradwire.compressors.base import SummableCompressor
 from gradwire.compressors.base.registry import code
 from gradwire.core.errors import FrameError
 from gradwire.core.spec import ELEMENT_TYPES, TensorSpec
-from gradwire.sync import batch, bundle
-from gradwire.sync.batch import BATCH_FLAG, Kind, Place, batch_entry
+from gradwire.sync import dense_fusion, fusion
 from gradwire.sync.codec import DENSE
-from gradwire.sync.exchange import EXCHANGE_TENSOR, MAX_NUMBERS
+from gradwire.sync.dense_fusion import BATCH_FLAG, DenseFusionKey, Place, batch_entry
+from gradwire.sync.exchange import EXCHANGE_TENSOR, MAX_NUMBERS, PROBE_BYTES, PROBE_TENSOR
 from gradwire.sync.nodes import Nodes
-from gradwire.sync.plan import Plan, PlanEntry
-from gradwire.sync.probe import CHUNK_BYTES, PROBE_TENSOR
+from gradwire.sync.plan import Plan
+from gradwire.sync.plan_entry import PlanEntry
 from gradwire.sync.strategies.hierarchical import DENSE_STAGES
 from gradwire.wire.frame import HEADER_BYTES, FrameKind, Header, describe
 
@@ -45,7 +45,7 @@ class TensorRegistry:
         self._plan = plan
         self._world_size = world_size
         self._nodes = nodes
-        self._batched: Counter[Kind] = Counter()  # elements
+        self._batched: Counter[DenseFusionKey] = Counter()  # elements
         self._bundled = 0, 0  # elements, and bytes of their payloads
         self.places: dict[str, int] = {}
         self.batches: dict[str, Place] = {}
@@ -96,11 +96,13 @@ class TensorRegistry:
 
     def _count(self) -> None:
         """What the largest batch and bundle can hold: all tensors that may travel so."""
-        bundled = [name for name in self.names if bundle.travels_in_bundles(self.entries[name], self.specs[name].numel)]
+        bundled = [name for name in self.names if fusion.travels_in_bundles(self.entries[name], self.specs[name].numel)]
         self.places = {name: place for place, name in enumerate(bundled)}
         max_bytes = (self.entries[name].compressor.max_encoded_bytes(self.specs[name]) for name in bundled)
-        self._bundled = sum(self.specs[name].numel for name in bundled), bundle.bound(max_bytes)
-        self.batches = batch.places((name, self.entries[name], self.specs[name]) for name in reversed(self.names))
+        self._bundled = sum(self.specs[name].numel for name in bundled), fusion.bound(max_bytes)
+        self.batches = dense_fusion.places(
+            (name, self.entries[name], self.specs[name]) for name in reversed(self.names)
+        )
         self._batched = Counter()
         for name, (kind, _) in self.batches.items():
             self._batched[kind] += self.specs[name].numel
@@ -129,10 +131,10 @@ class TensorRegistry:
                 raise FrameError(f"Expected numbers of 8 bytes, got {header.length} bytes (in {describe(header)}).")
             return
         if header.tensor == PROBE_TENSOR:
-            if header.kind is not FrameKind.STATS or header.length not in (0, CHUNK_BYTES):
-                raise FrameError(f"Expected a probe of {CHUNK_BYTES} bytes or none (in {describe(header)}).")
+            if header.kind is not FrameKind.STATS or header.length not in (0, PROBE_BYTES):
+                raise FrameError(f"Expected a probe of {PROBE_BYTES} bytes or none (in {describe(header)}).")
             return
-        if header.tensor & bundle.BUNDLE_FLAG and not header.tensor & BATCH_FLAG:
+        if header.tensor & fusion.BUNDLE_FLAG and not header.tensor & BATCH_FLAG:
             self._admit_bundle(header)
             return
         entry, spec = self._expected(header)
@@ -154,7 +156,7 @@ class TensorRegistry:
 
     def _admit_bundle(self, header: Header) -> None:
         """A message of a bundle: which tensors it has is looked at with the body; here it is held to what all have."""
-        number = header.tensor & ~bundle.BUNDLE_FLAG
+        number = header.tensor & ~fusion.BUNDLE_FLAG
         if number >= len(self.names) or not self._bundled[0]:
             raise FrameError(f"Expected one of {len(self.names)} tensors, got another (in {describe(header)}).")
         entry, spec = self.entries[self.names[number]], self.specs[self.names[number]]

@@ -22,10 +22,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradwire.core.errors import OptionError
-from gradwire.core.spec import Range, TensorSpec, as_array
-from gradwire.feedback.residuals import STORED, ResidualKey, Residuals, Role
-from gradwire.feedback.states import common_states
-from gradwire.sync.item import split
+from gradwire.core.spec import ElementRange, TensorSpec, as_array
+from gradwire.residuals.states import common_states
+from gradwire.residuals.transaction import STORED, ResidualKey, Residuals, Role
+from gradwire.sync.job import split
 
 _LOAD = "Do: pass what state_dict() gave on every rank at one step, in the order of the ranks."
 
@@ -86,7 +86,7 @@ def _hand_on(left: Mapping[str, Any], heirs: Sequence[Residuals]) -> None:
                 values = as_array(tensor)
                 for heir, part in zip(heirs, split(values.size, len(heirs), alignment=1)):
                     if part.count:
-                        where = Range(int(offset) + part.offset, part.count)
+                        where = ElementRange(int(offset) + part.offset, part.count)
                         heir.add(ResidualKey(name, where, kept), values[part.slice])
 
 

@@ -75,7 +75,7 @@ class Staging:
             event.synchronize()
 
     def future(self) -> torch.futures.Future[Any]:
-        """A future that CUDA streams of whoever waits for it synchronise with."""
+        """A future that CUDA streams of whoever waits for it synchronize with."""
         return torch.futures.Future(devices=None if self._device is None else [self._device])
 
     def store(self) -> None:

@@ -13,7 +13,7 @@ from gradwire.sync.staging import Staging
 
 
 @dataclass(frozen=True)
-class Shard:
+class GradientSlice:
     """A range of one parameter's gradient, to be averaged in place.
 
     Attributes:

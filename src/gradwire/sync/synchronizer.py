@@ -1,4 +1,4 @@
-"""The synchroniser: averages named tensors over a process group, as their plan says.
+"""The synchronizer: averages named tensors over a process group, as their plan says.
 
 It knows nothing of DDP. A submission is a list of shards (a tensor, its parameter's name, the range of elements it
 holds); each becomes one task graph, small ones share one, and a future tells when all of them hold the mean.
@@ -27,25 +27,26 @@ from gradwire.compressors.base import StatefulCompressor
 from gradwire.compressors.base.arguments import names_unknown_arguments
 from gradwire.core.errors import GradwireError, OptionError, SyncError
 from gradwire.core.events import Event
-from gradwire.core.spec import Range, TensorSpec
-from gradwire.feedback import policies
-from gradwire.feedback.residuals import Residuals
+from gradwire.core.spec import ElementRange, TensorSpec
+from gradwire.net.transport import Transport
 from gradwire.observe.metrics import Metrics, Report
-from gradwire.sync.aggregator import ADDRESS_VARIABLE, Aggregator
-from gradwire.sync.batch import BATCH_FLAG, Batch, Held, Holding, batch_entry
-from gradwire.sync.bundle import BUNDLE_FLAG, Bundle, bundle_items, travels_in_bundles
+from gradwire.residuals import policies
+from gradwire.residuals.transaction import Residuals
+from gradwire.sync.dense_fusion import BATCH_FLAG, DenseFusionGroup, PendingSlice, PendingSlices, batch_entry
+from gradwire.sync.fusion import BUNDLE_FLAG, FusionGroup, bundle_items, travels_in_bundles
 from gradwire.sync.graph import TaskGraph
 from gradwire.sync.group import GroupInfo
-from gradwire.sync.item import Item
+from gradwire.sync.job import TensorJob
 from gradwire.sync.peers import Peers
-from gradwire.sync.plan import SERVER, Plan, PlanEntry
+from gradwire.sync.plan import Plan
+from gradwire.sync.plan_entry import PlanEntry
 from gradwire.sync.registry import TensorRegistry
 from gradwire.sync.resize import resize_state
 from gradwire.sync.staging import Staging
-from gradwire.sync.strategies import BUILDERS, Builder
-from gradwire.sync.submission import Shard, Submission
+from gradwire.sync.strategies import STRATEGIES
+from gradwire.sync.strategies.register import ServiceAddress
+from gradwire.sync.submission import GradientSlice, Submission
 from gradwire.sync.warmup import warm_up
-from gradwire.transport.base import Transport
 
 logger = logging.getLogger("gradwire")
 
@@ -97,14 +98,14 @@ class Synchronizer(Peers):
         transport: Transport | None = None,
         nodes: int | Sequence[str | int] | None = None,
         order: Literal["backward", "forward"] = "backward",
-        server: str | Aggregator | None = None,
-        aux: Callable[[str, Range], Mapping[str, torch.Tensor]] | None = None,
+        server: str | ServiceAddress | None = None,
+        aux: Callable[[str, ElementRange], Mapping[str, torch.Tensor]] | None = None,
     ) -> None:
         self.plan = plan if isinstance(plan, Plan) else Plan(plan)
         super().__init__(group, timeout, stall_timeout, seed, dump_dir, nodes)
         if self.plan.has_velocity and self.world_size == 1:
             raise OptionError(
-                "Expected at least two ranks with momentum correction, got one, which has nothing to synchronise. Do: "
+                "Expected at least two ranks with momentum correction, got one, which has nothing to synchronize. Do: "
                 'keep the momentum in the optimizer, with feedback="error" or none given.'
             )
         self.residuals = Residuals()
@@ -113,10 +114,10 @@ class Synchronizer(Peers):
         self._aux = aux
         self._nonfinite = False
         self._num_steps = 0  # begun here; `step` goes on where a loaded state ended
-        self._held = Holding()
+        self._held = PendingSlices()
         self._tensors = TensorRegistry(self.plan, self.world_size, self._nodes)
-        self._aggregator = Aggregator.of(server)
-        self._expect_aggregator(tensors or {}, self.plan)
+        self._addresses = _addresses(server)
+        self._expect_addresses(tensors or {}, self.plan)
         self._expect_aux(tensors or {})
         self._warm_up(tensors or {})
         self._agree(
@@ -125,14 +126,14 @@ class Synchronizer(Peers):
                 "seed": seed,
                 "timeout": timeout.total_seconds(),
                 "nodes": self._nodes.names,
-                "server": None if self._aggregator is None else self._aggregator.describe(),
+                "services": {name: address.describe() for name, address in sorted(self._addresses.items())},
                 "tensors": self._tensors.describe(tensors or {}),
             }
         )
         self._tensors.add(tensors or {})
         if self.world_size > 1:
             self._start(transport, self._tensors, self.residuals)
-            self._meet(self._aggregator, self._tensors)
+            self._connect_services(self._tensors)
         if self.rank == 0:
             for note in self.plan.notes(self.tensors):
                 logger.warning("%s", note)
@@ -151,7 +152,7 @@ class Synchronizer(Peers):
             if known != spec:
                 raise OptionError(f"Expected {name!r} of {known}, got {spec}. Do: give another tensor another name.")
         if new:
-            self._expect_aggregator(new, self.plan)
+            self._expect_addresses(new, self.plan)
             self._expect_aux(new)
             self._warm_up(new)
             # Added first: a peer that has heard the verdict may send before this rank has.
@@ -160,7 +161,7 @@ class Synchronizer(Peers):
                 self._engine.early_bytes_limit = self._tensors.early_bytes_limit()
             try:
                 self._agree({"tensors": self._tensors.describe(new)})
-                self._meet(self._aggregator, self._tensors)
+                self._connect_services(self._tensors)
             except GradwireError:
                 self._tensors.forget(new)
                 raise
@@ -172,13 +173,13 @@ class Synchronizer(Peers):
         that are exact from now on, and so need no residual, give it out with their next step.
 
         Raises:
-            SyncError: the synchroniser has failed, or a step is still open.
+            SyncError: the synchronizer has failed, or a step is still open.
             DisagreementError: ranks have different plans; on every rank.
         """
         self.wait()
         if self.residuals.is_open:
             raise SyncError("Expected a step that is decided, got an open one. Do: call commit() or rollback() first.")
-        self._expect_aggregator(self._tensors.specs, plan)
+        self._expect_addresses(self._tensors.specs, plan)
         # All that this rank waited for is here, so nothing more comes under the old plan; and nobody sends under the
         # new one before all have agreed.
         self._tensors.replan(plan)
@@ -190,7 +191,7 @@ class Synchronizer(Peers):
         if self._engine is not None:
             self._engine.early_bytes_limit = self._tensors.early_bytes_limit()
         self._agree({"tensors": self._tensors.describe(self._tensors.specs)})
-        self._meet(self._aggregator, self._tensors)
+        self._connect_services(self._tensors)
         self.events.emit(Event("replan", time.monotonic(), detail={"step": self.step}))
 
     def _expect_aux(self, specs: Mapping[str, TensorSpec]) -> None:
@@ -204,12 +205,13 @@ class Synchronizer(Peers):
                     f'attach(ddp, "{compressor.name}", optimizer=opt), or use "lossless", which needs none.'
                 )
 
-    def _expect_aggregator(self, specs: Mapping[str, TensorSpec], plan: Plan) -> None:
+    def _expect_addresses(self, specs: Mapping[str, TensorSpec], plan: Plan) -> None:
         for name, spec in specs.items():
-            if self._aggregator is None and plan.entry(name, spec).strategy == SERVER:
+            strategy = STRATEGIES[plan.entry(name, spec).strategy]
+            if strategy.address is not None and strategy.name not in self._addresses:
                 raise OptionError(
-                    f'Expected the address of an aggregator for strategy="server", got none (in {name!r}). Do: pass '
-                    f'server="host:port", or set {ADDRESS_VARIABLE}, and start it with gradwire serve --aggregate.'
+                    f"strategy={strategy.name!r} needs the address of a server, and there is none (in {name!r}). "
+                    f"{strategy.address_advice}"
                 )
 
     def _warm_up(self, specs: Mapping[str, TensorSpec]) -> None:
@@ -224,7 +226,7 @@ class Synchronizer(Peers):
     # -- averaging -------------------------------------------------------------------------------------------
 
     def submit(
-        self, shards: Sequence[Shard], result: torch.Tensor | None = None, *, hold: bool = False
+        self, shards: Sequence[GradientSlice], result: torch.Tensor | None = None, *, hold: bool = False
     ) -> torch.futures.Future[Any]:
         """Average shards over all ranks, in place; return at once.
 
@@ -240,7 +242,7 @@ class Synchronizer(Peers):
             A future of the list of tensors, or of `result`.
 
         Raises:
-            SyncError: the synchroniser has failed before.
+            SyncError: the synchronizer has failed before.
             OptionError: a range that is not one of its parameter's, or an element type that is not its own.
 
         On failure: the future and `wait` raise the error, which names rank, tensor and phase. Later calls raise it
@@ -251,14 +253,14 @@ class Synchronizer(Peers):
             self._check_range(shard)
         value = [shard.tensor for shard in shards] if result is None else result
         submission = Submission(Staging([shard.tensor for shard in shards]), value)
-        together: list[Item] = []
+        together: list[TensorJob] = []
         for index, shard in enumerate(shards):
             if self._engine is None or shard.tensor.numel() == 0:
                 continue
             entry = self._tensors.entries[shard.name]
             if entry.batched:
                 submission.expect()
-                self._held.add(Held(self._tensors.ids[shard.name], shard, submission))
+                self._held.add(PendingSlice(self._tensors.ids[shard.name], shard, submission))
                 continue
             item = self._item(shard, index, submission.staging)
             if travels_in_bundles(entry, self._tensors.specs[shard.name].numel):
@@ -277,13 +279,13 @@ class Synchronizer(Peers):
         """Block until everything submitted holds its mean.
 
         Raises:
-            SyncError: the synchroniser failed; within twice `timeout`.
+            SyncError: the synchronizer failed; within twice `timeout`.
         """
         if self._engine is not None:
             self._send_held()
         super().wait()
 
-    def _spec(self, shard: Shard) -> TensorSpec:
+    def _spec(self, shard: GradientSlice) -> TensorSpec:
         if shard.offset:
             raise OptionError(
                 f"Expected {shard.name!r} to be registered before a range of it is submitted. Do: call "
@@ -291,7 +293,7 @@ class Synchronizer(Peers):
             )
         return TensorSpec.of(shard.tensor)
 
-    def _check_range(self, shard: Shard) -> None:
+    def _check_range(self, shard: GradientSlice) -> None:
         spec, count = self._tensors.specs[shard.name], shard.tensor.numel()
         if shard.tensor.dtype != spec.dtype or not 0 <= shard.offset <= spec.numel - count:
             raise OptionError(
@@ -299,15 +301,17 @@ class Synchronizer(Peers):
                 f"element {shard.offset} on. Do: submit what was registered, or register the whole parameter first."
             )
         entry = self._tensors.entries[shard.name]
-        if (entry.compressor.requires_full_tensor or entry.strategy == SERVER) and count != spec.numel:
+        if (
+            entry.compressor.requires_full_tensor or STRATEGIES[entry.strategy].requires_full_tensor
+        ) and count != spec.numel:
             why = f"{entry.compressor!r} by strategy={entry.strategy!r} needs whole"
             raise OptionError(
                 f"Expected all {spec.numel} elements of {shard.name!r}, which {why}, got {count}. Do: submit whole "
                 "tensors, or choose another compressor or strategy for it."
             )
 
-    def _item(self, shard: Shard, index: int, staging: Staging) -> Item:
-        return Item(
+    def _item(self, shard: GradientSlice, index: int, staging: Staging) -> TensorJob:
+        return TensorJob(
             shard.name,
             self._tensors.ids[shard.name],
             staging.whole(index),
@@ -322,7 +326,7 @@ class Synchronizer(Peers):
             aux=self._aux_of(shard.name),
         )
 
-    def _aux_of(self, name: str) -> Callable[[Range], Mapping[str, torch.Tensor]] | None:
+    def _aux_of(self, name: str) -> Callable[[ElementRange], Mapping[str, torch.Tensor]] | None:
         needed = self._tensors.entries[name].compressor.needs_optimizer
         return partial(self._aux, name) if needed and self._aux is not None else None
 
@@ -336,15 +340,17 @@ class Synchronizer(Peers):
     def _send_held(self, complete: bool = False) -> None:
         """Send the batches held so far, or only those that are complete."""
         for members in self._held.take(self._tensors.batches, complete):
-            batch = Batch(members, self.residuals, self.world_size)
+            batch = DenseFusionGroup(members, self.residuals, self.world_size)
             entry = batch_entry(self._tensors.entries[members[0].shard.name])
-            item = Item(
+            item = TensorJob(
                 *(batch.name, batch.tensor, batch.values, entry, next(self._rounds), self.step),
                 wait_loaded=batch.staging.wait_loaded,
             )
             self._launch(item, batch, [held.shard.name for held in members])
 
-    def _launch(self, item: Item | Bundle, waiting: Submission | Batch, members: list[str]) -> None:
+    def _launch(
+        self, item: TensorJob | FusionGroup, waiting: Submission | DenseFusionGroup, members: list[str]
+    ) -> None:
         assert self._engine is not None
         submitted = time.monotonic()
         dense_bytes = 2 * (self.world_size - 1) * item.nbytes // self.world_size
@@ -360,8 +366,9 @@ class Synchronizer(Peers):
 
         priority = item.tensor & ~(BATCH_FLAG | BUNDLE_FLAG) if self._forward_first else item.round
         graph = TaskGraph(item.name, item.round, priority, on_done=done, on_failed=waiting.failed)
-        builder = Builder(item, graph, self._around)
-        BUILDERS[item.entry.strategy](builder)
+        strategy = STRATEGIES[item.entry.strategy]
+        builder = strategy.builder(item, graph, self._around)
+        strategy.build(builder)
         self._engine.run(graph)
 
     # -- the step as a transaction ---------------------------------------------------------------------------
@@ -406,7 +413,7 @@ class Synchronizer(Peers):
     # -- report, state ---------------------------------------------------------------------------------------
 
     def report(self) -> Report:
-        """Bytes, ratios and times by tensor and in all, on this rank, since this synchroniser was made."""
+        """Bytes, ratios and times by tensor and in all, on this rank, since this synchronizer was made."""
         norms = {name: math.hypot(*by_role.values()) for name, by_role in self.residuals.norms().items()}
         report = self._metrics.report(self.rank, self.world_size, self._num_steps, norms)
         report.notes = self.plan.notes(self.tensors)
@@ -462,3 +469,9 @@ class Synchronizer(Peers):
         """End threads and connections. Idempotent. All ranks call it."""
         super().close()
         self._metrics.close()
+
+
+def _addresses(server: object) -> dict[str, ServiceAddress]:
+    """Where the services of strategies are, by the strategy's name."""
+    found = {name: strategy.address(server) for name, strategy in STRATEGIES.items() if strategy.address is not None}
+    return {name: address for name, address in found.items() if address is not None}

@@ -15,11 +15,12 @@ import torch
 from gradwire.compressors.base import StatefulCompressor, SummableCompressor
 from gradwire.compressors.base.registry import DENSE_NAME, make
 from gradwire.core.context import Context
-from gradwire.core.spec import Range, TensorSpec, as_array
-from gradwire.feedback import policies
-from gradwire.feedback.residuals import ResidualKey, Residuals
+from gradwire.core.spec import ElementRange, TensorSpec, as_array
 from gradwire.kernels import active as kernels
-from gradwire.sync.plan import SERVER, PlanEntry
+from gradwire.residuals import policies
+from gradwire.residuals.transaction import ResidualKey, Residuals
+from gradwire.sync.plan_entry import PlanEntry
+from gradwire.sync.strategies import STRATEGIES
 from gradwire.wire.payload import Payload
 
 NUM_ELEMENTS = 4096
@@ -57,7 +58,7 @@ def _warm_up_one(entry: PlanEntry, dtype: torch.dtype, world_size: int) -> None:
     if isinstance(compressor, StatefulCompressor) and compressor.state_source == "mean":
         compressor.next_state(as_array(grad), replace(context, step=1))
 
-    whole = Range(0, NUM_ELEMENTS)
+    whole = ElementRange(0, NUM_ELEMENTS)
     local, merged = ResidualKey("local", whole), ResidualKey("merged", whole, "aggregate")
 
     def encode(grad: torch.Tensor, key: ResidualKey, scale: float, stats: Sequence[np.ndarray] = ()) -> Payload:
@@ -79,7 +80,7 @@ def _warm_up_one(entry: PlanEntry, dtype: torch.dtype, world_size: int) -> None:
             accumulator = np.zeros(compressor.accumulator_size(spec), dtype_of_sum)
             compressor.accumulate(payload, context, accumulator)
             compressor.finalize(accumulator, world_size, context, stats, total)
-        if entry.strategy == SERVER:
+        if STRATEGIES[entry.strategy].address is not None:
             kernels.abs_max(as_array(grad))
         return
     for _ in range(2):

@@ -4,7 +4,7 @@ Guarantees: arbitrary bytes lead to a `Header` or to `FrameError`, never to anot
 allocated by a declared length; a flipped bit anywhere in header or body fails `unpack` or `verify`. Does not
 say whether the frame is the one that is due: that is the receiver's `admit`, which compares it with what it
 expects. The checksum guards against faults, not against an attacker; who may talk is decided in
-`gradwire.protocol.handshake`.
+`gradwire.net.handshake`.
 
 Layout, little-endian:
 
@@ -82,7 +82,7 @@ class FrameKind(IntEnum):
     DELTA = 14
     """Who was counted in an update of a parameter, and the encoded change of it."""
     PACKET = 15
-    """A packet of `gradwire.protocol.aggregation`."""
+    """A packet of `gradwire.aggregator`."""
     GOAWAY = 16
     """The sender ends, for the reason that follows; it may be called again, as a successor may take its place."""
 
@@ -125,7 +125,7 @@ class Header:
         stage: which encode of the path this is; 0 for a rank's own gradient.
         dtype: code of the element type in `ELEMENT_TYPES`, or 0.
         epoch: 64-bit id of the job's group; frames of another epoch are refused.
-        round: synchronisation round.
+        round: synchronization round.
         tensor: index of the tensor in the group's agreed order.
         partition: index of the range in the tensor's plan.
         offset: first element of the range.

@@ -36,7 +36,7 @@ def test_an_argument_that_there_is_not_is_told_where_it_belongs(arguments, optio
         call(*arguments, **options)
 
 
-def test_plans_and_synchronisers_say_so_too() -> None:
+def test_plans_and_synchronizers_say_so_too() -> None:
     with pytest.raises(TypeError, match=r'Plan has no argument .ratio.*"topk:ratio=0.01"'):
         gw.Plan("topk", ratio=0.01)
     with pytest.raises(TypeError, match=r'Synchronizer has no argument .ratio.*"topk:ratio=0.01"'):

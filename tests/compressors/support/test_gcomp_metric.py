@@ -18,8 +18,8 @@ from torch import nn
 import gradwire.compressors as compressors
 from gradwire.compressors.support.gcomp_metric import RULES, delta, guard
 from gradwire.core.context import Context
-from gradwire.core.spec import Range, TensorSpec
-from gradwire.integrations.optimizer_state import OptimizerState
+from gradwire.core.spec import ElementRange, TensorSpec
+from gradwire.ddp.optimizer_state import OptimizerState
 from gradwire.kernels import active as kernels
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -69,7 +69,7 @@ class Job:
         named = list(self.model.named_parameters())
         state = OptimizerState(self.optimizer, named)
         state.loss_scale = loss_scale
-        aux = state(named[index][0], Range(0, values.numel()))
+        aux = state(named[index][0], ElementRange(0, values.numel()))
         ctx = Context("w", world_size=self.world_size, spec=TensorSpec((values.numel(),)), aux=aux)
         codec = compressors.make("gcomp")
         return codec.decode(codec.encode(values.reshape(-1), ctx, scale=scale), ctx).view(values.shape)
@@ -151,7 +151,7 @@ def test_kernels_give_the_metric_of_float64(name) -> None:
     job = Job(name, 1)
     named = list(job.model.named_parameters())
     for (key, parameter), grad in zip(named, job.grads[0], strict=True):
-        aux = OptimizerState(job.optimizer, named)(key, Range(0, grad.numel()))
+        aux = OptimizerState(job.optimizer, named)(key, ElementRange(0, grad.numel()))
         limits = np.empty(grad.numel(), np.float32)
         moments = [aux[moment].numpy() if moment in aux else None for moment in ("first", "second")]
         kernels.update_limits(aux["parameter"].numpy(), *moments, aux["numbers"].numpy(), limits)
@@ -179,7 +179,7 @@ def test_without_state_nothing_is_known(name) -> None:
     parameter = torch.ones(3, requires_grad=True)
     optimizer = getattr(torch.optim, name)([parameter], lr=0.1, **({"momentum": 0.9} if name == "SGD" else {}))
     assert not delta(name, np.ones(3), np.ones(3), {}, optimizer.param_groups[0]).any()
-    assert OptimizerState(optimizer, [("w", parameter)])("w", Range(0, 3)) == {}
+    assert OptimizerState(optimizer, [("w", parameter)])("w", ElementRange(0, 3)) == {}
 
 
 def test_a_rate_of_zero_cuts_nothing_off_what_a_moment_remembers_and_a_warm_up_counts_at_its_last_rate() -> None:

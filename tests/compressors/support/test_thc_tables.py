@@ -59,7 +59,7 @@ def test_costs_are_the_integrals_of_appendix_b(table: tuple[int, ...], p: float)
     values = [2 * t / granularity * value - t for value in table]
     total = 0.0
     for low, high in itertools.pairwise(values):
-        # Simpson's rule over what stochastic quantisation of each a costs.
+        # Simpson's rule over what stochastic quantization of each a costs.
         a = np.linspace(low, high, 2001)
         up = (a - low) / (high - low)
         error = up * (high - a) ** 2 + (1 - up) * (a - low) ** 2

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from gradwire.lang import cpu, gpu
 from gradwire.lang.ir import Program
+from gradwire.lang.targets import numba, triton
 from tests.lang import algorithms
 
 FOLDER = Path(__file__).parent
-BACKENDS: dict[str, Callable[[Program], str]] = {"cpu": cpu.emit, "triton": gpu.emit}
+BACKENDS: dict[str, Callable[[Program], str]] = {"cpu": numba.emit, "triton": triton.emit}
 # Few but telling: two sweeps and random numbers; reductions that share a sweep; blocks; lists; hashes; trits; runs;
 # ranks.
 NAMES = ("between", "two_means", "block_scales", "sampled", "hashed", "ternary", "few_trits", "shared_scale")

@@ -13,16 +13,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
-from gradwire.integrations.auto import TIMED_STEPS, Script
-from gradwire.integrations.ways import NATIVE, Way
-from gradwire.sync.costs import CodecCosts, Costs, Line, LinkCosts
-from gradwire.sync.fidelity import Method
-from gradwire.sync.planner import Gradient, PlanTable, plan
+from gradwire.planner import PlannedTensor, PlanTable, plan
+from gradwire.planner.costs import CodecCosts, Costs, LinearCost, LinkCosts
+from gradwire.planner.fidelity import RankedCompressor
+from gradwire.tuning.auto import TIMED_STEPS, Script
+from gradwire.tuning.candidates import NATIVE, Candidate
 from tests.integration.jobs.training import fingerprint
 
 SLOW = LinkCosts(1e-3, 1e-6)
-CHEAP = CodecCosts(Line(0, 1e-9), Line(0, 1e-9), Line(0, 1e-9), payload_bytes=Line(0, 0.1))
-DENSE = CodecCosts(Line(0, 1e-9), Line(0, 1e-9), Line(0, 1e-9), payload_bytes=Line(0, 4))
+CHEAP = CodecCosts(LinearCost(0, 1e-9), LinearCost(0, 1e-9), LinearCost(0, 1e-9), payload_bytes=LinearCost(0, 0.1))
+DENSE = CodecCosts(LinearCost(0, 1e-9), LinearCost(0, 1e-9), LinearCost(0, 1e-9), payload_bytes=LinearCost(0, 4))
 
 
 def there_and_back(rank: int, world_size: int, steps: int) -> dict[str, Any]:
@@ -36,13 +36,15 @@ def there_and_back(rank: int, world_size: int, steps: int) -> dict[str, Any]:
     assert pilot is not None
     shape = tuple(model.weight.shape)
     costs = Costs(world_size, (SLOW,), {"none": DENSE, "onebit": CHEAP})
-    table = plan([Gradient("weight", shape)], costs, [Method("onebit", ("scatter_reduce",))], min_elements=0)
+    table = plan(
+        [PlannedTensor("weight", shape)], costs, [RankedCompressor("onebit", ("scatter_reduce",))], min_elements=0
+    )
     assert table.compresses
     begun = model.weight.detach().double()
     held, links = [], []
 
     def script() -> Script[None]:
-        for way in (NATIVE, Way.of(table), NATIVE):
+        for way in (NATIVE, Candidate.of(table), NATIVE):
             yield from pilot._switch(way)
             for _ in range(steps):
                 yield
@@ -71,11 +73,11 @@ def there_and_back(rank: int, world_size: int, steps: int) -> dict[str, Any]:
 
 def agrees_on_costs(rank: int, world_size: int) -> list[Any]:
     """A survey's document, and the largest of the ranks' numbers, of which there are more than one exchange holds."""
-    from gradwire.sync.survey import Survey
     from gradwire.sync.synchronizer import Synchronizer
+    from gradwire.tuning.calibration import Calibration
 
     one = Synchronizer(None, "none")
-    survey = Survey(one, 1 << 17)
+    survey = Calibration(one, 1 << 17)
     costs = survey.costs(["fp16"])
     largest = survey.largest(torch.arange(150.0, dtype=torch.float64).numpy() * (-1) ** rank)
     told = one.share("words" if rank == 0 else None)

@@ -267,7 +267,7 @@ def entry(rank: int, world_size: int) -> dict[str, Any]:
     values = torch.full((6400,), float(rank))
     synchronizer.begin_step()
     futures = [
-        synchronizer.submit([gw.Shard("weight", values[start : start + 1600], offset=start)])
+        synchronizer.submit([gw.GradientSlice("weight", values[start : start + 1600], offset=start)])
         for start in range(0, 6400, 1600)
     ]
     for future in futures:

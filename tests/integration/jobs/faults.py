@@ -16,11 +16,11 @@ import torch.distributed as dist
 
 import gradwire as gw
 from gradwire.core.events import Event
-from gradwire.integrations.auto import Autopilot, Script
-from gradwire.integrations.ways import Way
-from gradwire.sync.costs import CodecCosts, Costs, Line, LinkCosts
-from gradwire.sync.fidelity import Method
-from gradwire.sync.planner import Gradient, plan
+from gradwire.planner import PlannedTensor, plan
+from gradwire.planner.costs import CodecCosts, Costs, LinearCost, LinkCosts
+from gradwire.planner.fidelity import RankedCompressor
+from gradwire.tuning.auto import Autopilot, Script
+from gradwire.tuning.candidates import Candidate
 from tests.integration.jobs.training import batches, loss_of, model, wrap
 
 TIMEOUT = 2.0  # seconds
@@ -93,10 +93,12 @@ def lose_a_rank_under_auto(rank: int, world_size: int, during: str, clock: str) 
 
 def _trial(pilot: Autopilot) -> Script[None]:
     """A plan is tried, whatever it is predicted to bring."""
-    cheap = CodecCosts(Line(0, 0), Line(0, 0), Line(0, 0), payload_bytes=Line(0, 0.1))
+    cheap = CodecCosts(LinearCost(0, 0), LinearCost(0, 0), LinearCost(0, 0), payload_bytes=LinearCost(0, 0.1))
     costs = Costs(2, (LinkCosts(1e-3, 1e-6),), {"none": cheap, "onebit": cheap})
-    gradients = [Gradient(name, spec.shape) for name, spec in pilot._tensors.items()]
-    yield from pilot._switch(Way.of(plan(gradients, costs, [Method("onebit", ("scatter_reduce",))], min_elements=0)))
+    gradients = [PlannedTensor(name, spec.shape) for name, spec in pilot._tensors.items()]
+    yield from pilot._switch(
+        Candidate.of(plan(gradients, costs, [RankedCompressor("onebit", ("scatter_reduce",))], min_elements=0))
+    )
     yield from pilot._timed(warm_up=2)
     raise AssertionError("a rank should be dead by now")
 

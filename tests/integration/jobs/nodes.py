@@ -1,4 +1,4 @@
-"""A job of several nodes, as torchrun starts them: hierarchical synchronisation, traced."""
+"""A job of several nodes, as torchrun starts them: hierarchical synchronization, traced."""
 
 from __future__ import annotations
 

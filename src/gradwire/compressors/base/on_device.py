@@ -44,7 +44,7 @@ class DeviceCode:
         Raises:
             ModuleNotFoundError: Triton is not installed.
         """
-        from gradwire.lang.gpu import emit
+        from gradwire.lang.targets.triton import emit
 
         try:
             return cache.load(f"{self.program.name}_triton", emit(self.program))

@@ -26,11 +26,11 @@ from gradwire.core.errors import UnknownNameError
 from gradwire.core.spec import TensorSpec, as_array
 from gradwire.kernels.cpu.elements import addresses, as_input, as_writable
 from gradwire.lang import cache
-from gradwire.lang.cpu.runtime import SLOTS
 from gradwire.lang.emit import statics
 from gradwire.lang.interpret import num_bytes
 from gradwire.lang.ir import Node
 from gradwire.lang.operators.arithmetic import evaluate_static, static_values
+from gradwire.lang.targets.numba.runtime import SLOTS
 from gradwire.wire.payload import Payload
 
 
@@ -191,7 +191,7 @@ class TracedCompressor(OnDevice):
     @functools.cached_property
     def module(self) -> ModuleType:
         """Generated code for the CPU."""
-        from gradwire.lang.cpu import emit
+        from gradwire.lang.targets.numba import emit
 
         return cache.load(f"{self.name}_cpu", emit(self.program))
 

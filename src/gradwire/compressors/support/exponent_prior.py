@@ -34,7 +34,7 @@ def code(dtype: torch.dtype) -> PrefixCode:
     form = FORMATS[np.dtype(np.float16 if half else np.float32)]
     counts = np.zeros(NUM_SYMBOLS, np.int64)
     for away, share in enumerate(_SHARES, -_BELOW):
-        counts[form.centre + away] = share
+        counts[form.center + away] = share
     counts[0] = _SHARE_OF_ZERO
     if half:
         counts[form.special] = _SHARE_OF_SUBNORMAL

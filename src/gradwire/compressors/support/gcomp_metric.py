@@ -12,7 +12,7 @@ and its hyperparameters. δ = |base| / (gain · |g|). If δ > 2ⁿ, the last n b
 
 Two effects are not bounded. A moment remembers a truncation in later steps. And a factor that all elements share, such
 as that of `clip_grad_norm_`, depends on truncated gradients; if that is detected, fewer bits are cut
-(`gradwire.integrations.clipping`). `clip_grad_value_` is covered, since it brings no two gradients further apart. If
+(`gradwire.ddp.clipping`). `clip_grad_value_` is covered, since it brings no two gradients further apart. If
 nothing is known of an update (no state yet, or a learning rate of 0 with moments), nothing is truncated.
 
 Source: GCOMP (SoCC 2024), section 5.1, table 2 and appendix A. Differences: those above; the paper's δ has signs, and

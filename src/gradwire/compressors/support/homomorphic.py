@@ -31,7 +31,7 @@ from gradwire.core.context import Context
 from gradwire.core.errors import OptionError, PayloadError
 from gradwire.core.spec import TensorSpec, as_array
 from gradwire.kernels import active as kernels
-from gradwire.kernels.blocks import SIGNS_A_WORD, Blocks, index_bytes, next_power, num_sign_words, padded_size
+from gradwire.kernels.blocks import SIGNS_A_WORD, BlockLayout, index_bytes, next_power, num_sign_words, padded_size
 from gradwire.wire.fields import Reader
 from gradwire.wire.payload import Payload
 
@@ -89,11 +89,11 @@ class Homomorphic(ArrayCompressor, LookupCompressor):
     # -- what an algorithm implements ------------------------------------------------------------------------------
 
     @abstractmethod
-    def _block_stats(self, x: np.ndarray, blocks: Blocks, buffer: np.ndarray, scale: float) -> list[np.ndarray]:
+    def _block_stats(self, x: np.ndarray, blocks: BlockLayout, buffer: np.ndarray, scale: float) -> list[np.ndarray]:
         """Statistics of scale · x that ranks reduce, float32[G] each; infinite if x is not finite."""
 
     @abstractmethod
-    def _grid(self, stats: Sequence[np.ndarray], blocks: Blocks, granularity: int, scale: float) -> Grid:
+    def _grid(self, stats: Sequence[np.ndarray], blocks: BlockLayout, granularity: int, scale: float) -> Grid:
         """Grid of reduced statistics."""
 
     @abstractmethod
@@ -222,7 +222,7 @@ class Homomorphic(ArrayCompressor, LookupCompressor):
         return out
 
     def _finalize(
-        self, sums: np.ndarray, num_added: int | np.ndarray, stats: Sequence[np.ndarray], blocks: Blocks,
+        self, sums: np.ndarray, num_added: int | np.ndarray, stats: Sequence[np.ndarray], blocks: BlockLayout,
         granularity: int, buffer: np.ndarray, out: np.ndarray, accumulate: bool,
     ) -> None:  # fmt: skip
         grid = self._grid(stats, blocks, granularity, 1.0)
@@ -241,10 +241,10 @@ class Homomorphic(ArrayCompressor, LookupCompressor):
     def _padded(self, size: int) -> int:
         return padded_size(size, self._block(size), self.rotate != "none")
 
-    def _buffers(self, size: int, ctx: Context, value_bytes: int = 0) -> tuple[Blocks, np.ndarray, np.ndarray]:
+    def _buffers(self, size: int, ctx: Context, value_bytes: int = 0) -> tuple[BlockLayout, np.ndarray, np.ndarray]:
         """Blocks of a range, a buffer for the transform, and `value_bytes` bytes per coordinate, in scratch memory."""
         rotated = self.rotate != "none"
-        blocks = Blocks(size, self._block(size), rotated, _NO_SIGNS, ctx.offset % SIGNS_A_WORD)
+        blocks = BlockLayout(size, self._block(size), rotated, _NO_SIGNS, ctx.offset % SIGNS_A_WORD)
         num_words = num_sign_words(blocks.padded) if rotated else 0
         sizes = [4 * num_words, 4 * blocks.work_size, value_bytes * blocks.padded]
         memory, pieces = scratch(sum(map(_aligned, sizes))), []
@@ -270,7 +270,7 @@ class Homomorphic(ArrayCompressor, LookupCompressor):
 _NO_SIGNS = np.empty(0, np.uint32)
 
 
-def spread(blocks: Blocks) -> np.ndarray:
+def spread(blocks: BlockLayout) -> np.ndarray:
     """Factor by which a rotation without normalization lengthens each block: float64[G]."""
     return np.sqrt(blocks.lengths()) if blocks.rotated else np.ones(blocks.num_blocks)
 

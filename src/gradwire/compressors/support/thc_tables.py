@@ -135,7 +135,7 @@ def _cost(costs: np.ndarray, values: list[int] | tuple[int, ...]) -> float:
 def pair_costs(granularity: int, p: float) -> np.ndarray:
     """Cost of having i < j as neighbors, otherwise infinity: float64[g + 1, g + 1].
 
-    Stochastic quantisation of a between l and r has the variance (a − l)(r − a); its integral with the normal density
+    Stochastic quantization of a between l and r has the variance (a − l)(r − a); its integral with the normal density
     is (l + r) I₁ − l r I₀ − I₂, of the density's moments between l and r.
     """
     t = threshold(p)

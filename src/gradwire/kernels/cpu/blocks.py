@@ -1,7 +1,7 @@
 """Rotated blocks onto the values of a table, and lanes back to elements. Mirrors `reference.blocks`.
 
 A range goes through the core's cache once, a block or a chunk of indices at a time: elements are scaled and their signs
-flipped, transformed, quantised, packed, and for the residual transformed back.
+flipped, transformed, quantized, packed, and for the residual transformed back.
 """
 # Shapes: N elements, P = N with the last block filled up, G blocks
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from gradwire.kernels.blocks import INDEX_CHUNK, Blocks, expect_index_bits, index_bytes, num_sign_words
+from gradwire.kernels.blocks import INDEX_CHUNK, BlockLayout, expect_index_bits, index_bytes, num_sign_words
 from gradwire.kernels.cpu.compile import inlined, kernel
 from gradwire.kernels.cpu.elements import LANES, as_input, as_writable, load_f32
 from gradwire.kernels.cpu.hadamard import transform
@@ -94,7 +94,7 @@ def _block_extremes(x, padded, block, units, signs, shift, work, low, high):
 
 
 def block_extremes(
-    x: np.ndarray, blocks: Blocks, units: np.ndarray, work: np.ndarray, low: np.ndarray, high: np.ndarray
+    x: np.ndarray, blocks: BlockLayout, units: np.ndarray, work: np.ndarray, low: np.ndarray, high: np.ndarray
 ) -> None:
     _expect_blocks("block_extremes", blocks, x.size, work, units, low, high)
     _block_extremes(as_input(x), blocks.padded, blocks.block, units, blocks.signs, blocks.shift, work, low, high)
@@ -138,8 +138,8 @@ def _further(z, table, index, step):
 
 
 @kernel
-def _quantise_few(work, at, count, low, rate, top, noise, levels, j0, values, gaps, keep):
-    """Indices into a table of up to 16 values, by bisection in registers; for `keep` the centred values as well."""
+def _quantize_few(work, at, count, low, rate, top, noise, levels, j0, values, gaps, keep):
+    """Indices into a table of up to 16 values, by bisection in registers; for `keep` the centered values as well."""
     table, steps = load(values, 0, ENTRIES), load(gaps, 0, ENTRIES)
     for j in range(0, count, LANES):
         z = _grid_places(work, at + j, low, rate, top)
@@ -156,7 +156,7 @@ def _quantise_few(work, at, count, low, rate, top, noise, levels, j0, values, ga
 
 
 @kernel
-def _quantise_many(work, at, count, low, rate, top, noise, levels, j0, values, gaps, cells, keep):
+def _quantize_many(work, at, count, low, rate, top, noise, levels, j0, values, gaps, cells, keep):
     """Indices into a table of any size: the value below each integer is looked up."""
     for j in range(count):
         z = (work[at + j] - low) * rate
@@ -201,7 +201,7 @@ def _finite(values):
 
 @kernel
 def _leave(x, start, count, work, at, factor, base, signs, shift, residual):
-    """Write what a block's centred values, in `work`, do not carry of it to the residual."""
+    """Write what a block's centered values, in `work`, do not carry of it to the residual."""
     if signs.size > 0:
         transform(work, at, count)
     end = min(start + count, residual.size)
@@ -228,9 +228,9 @@ def _encode(
             for j in range(0, chunk, block):
                 b, length = (start + c + j) // block, min(block, chunk - j)
                 if bits <= 4:
-                    _quantise_few(work, c + j, length, lows[b], rates[b], top, noise, levels, j, values, gaps, keep)
+                    _quantize_few(work, c + j, length, lows[b], rates[b], top, noise, levels, j, values, gaps, keep)
                 else:
-                    _quantise_many(
+                    _quantize_many(
                         work, c + j, length, lows[b], rates[b], top, noise, levels, j, values, gaps, cells, keep
                     )
             packed = _pack_chunk(levels, chunk, bits, out, packed)
@@ -243,7 +243,7 @@ def _encode(
 
 def encode_indices(
     x: np.ndarray,
-    blocks: Blocks,
+    blocks: BlockLayout,
     units: np.ndarray,
     lows: np.ndarray,
     rates: np.ndarray,
@@ -373,7 +373,7 @@ def _lower(lanes, padded, block, halves, factors, bases, signs, shift, work, out
 
 def finalize_blocks(
     lanes: np.ndarray,
-    blocks: Blocks,
+    blocks: BlockLayout,
     halves: np.ndarray,
     factors: np.ndarray,
     bases: np.ndarray,
@@ -389,7 +389,7 @@ def finalize_blocks(
     )  # fmt: skip
 
 
-def _expect_blocks(kernel: str, blocks: Blocks, size: int, work: np.ndarray, *arrays: np.ndarray) -> None:
+def _expect_blocks(kernel: str, blocks: BlockLayout, size: int, work: np.ndarray, *arrays: np.ndarray) -> None:
     if blocks.size != size:
         raise ValueError(f"Expected blocks of {size} elements, got {blocks.size} (in {kernel}).")
     if blocks.rotated and blocks.signs.size < num_sign_words(blocks.padded):

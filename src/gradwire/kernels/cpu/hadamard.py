@@ -55,8 +55,8 @@ def _vectors(context, builder, array, value, index, index_type, stride, count):
 
 
 @intrinsic(prefer_literal=True)
-def _transform_neighbours(typingctx, array, index, size):
-    """All levels of `size` (16 to 256) neighbouring floats, in place; they must lie inside the array."""
+def _transform_neighbors(typingctx, array, index, size):
+    """All levels of `size` (16 to 256) neighboring floats, in place; they must lie inside the array."""
     count = size.literal_value // LANES
 
     def codegen(context, builder, sig, args):
@@ -106,15 +106,15 @@ def _transform_lowest(x, start, size):
     """All levels of up to 256 elements, and the lowest eight of more."""
     if size >= _BASE:
         for i in range(start, start + size, _BASE):
-            _transform_neighbours(x, i, 256)
+            _transform_neighbors(x, i, 256)
     elif size == 128:
-        _transform_neighbours(x, start, 128)
+        _transform_neighbors(x, start, 128)
     elif size == 64:
-        _transform_neighbours(x, start, 64)
+        _transform_neighbors(x, start, 64)
     elif size == 32:
-        _transform_neighbours(x, start, 32)
+        _transform_neighbors(x, start, 32)
     elif size == 16:
-        _transform_neighbours(x, start, 16)
+        _transform_neighbors(x, start, 16)
     else:
         _transform_few(x, start, size)
 

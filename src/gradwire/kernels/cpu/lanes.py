@@ -38,7 +38,7 @@ def bitcast(typingctx, vector, dtype):
 def convert(typingctx, vector, dtype):
     """The same values as another element type: widened by sign, truncated, or rounded to nearest even.
 
-    A float to an integer truncates towards zero and must be in range.
+    A float to an integer truncates toward zero and must be in range.
     """
     target = Vector(dtype.dtype, vector.lanes)
 

@@ -30,7 +30,7 @@ _SLOTS = 4
 # Radix selection looks at the 31 bits of a magnitude in two parts: 15 bits, then 16.
 _UPPER_BINS, _LOWER_BINS = 1 << 15, 1 << 16
 _LOWER_BITS = 16
-# Top-k takes a sample of so many neighbours from so many places. Below the fraction that may be kept, candidates
+# Top-k takes a sample of so many neighbors from so many places. Below the fraction that may be kept, candidates
 # cost little memory; below the length, a sample does not pay.
 _SAMPLE_RUN, _SAMPLE_PLACES = 16, 4096
 _SAMPLE_MIN_LENGTH, _SAMPLE_MAX_KEPT = 1 << 16, 1 / 16
@@ -157,7 +157,7 @@ def _sampled_key(x: np.ndarray, k: int) -> tuple[np.uint32, int]:
     places = np.linspace(0, x.size - _SAMPLE_RUN, min(_SAMPLE_PLACES, x.size // 1024), dtype=np.int64)
     sample = x[(places[:, None] + np.arange(_SAMPLE_RUN)).reshape(-1)]
     expected = sample.size * k / x.size
-    # Four standard deviations more, as if elements were independent. Neighbours are not: then we read once more.
+    # Four standard deviations more, as if elements were independent. Neighbors are not: then we read once more.
     rank = min(sample.size, int(expected + 4 * expected**0.5) + 4)
     return _kth_key(sample, rank)[0], int(1.5 * rank * x.size / sample.size)
 

@@ -1,4 +1,4 @@
-"""3-value quantisation and quartic encoding. Mirrors `reference.ternary`, where the contracts stand.
+"""3-value quantization and quartic encoding. Mirrors `reference.ternary`, where the contracts stand.
 
 The masks of 64 comparisons add to or subtract from 64 bytes at a time: 121 is five digits of value 0, and
 digit k being 1 or -1 adds or subtracts its power of 3.

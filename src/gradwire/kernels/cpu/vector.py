@@ -1,6 +1,6 @@
 """Short vectors as values in Numba: `load` 64 floats, compute on them, `store` them.
 
-Numba leaves vectorising to LLVM, which gives up on just the loops that matter here: an output that may be an
+Numba leaves vectorizing to LLVM, which gives up on just the loops that matter here: an output that may be an
 input (no overlap can be proved), a sum whose order is fixed, bits that come from a comparison. With these
 types the loop is vector code as written, for any target: LLVM splits a vector into the registers that the
 machine has.

@@ -15,12 +15,12 @@ from gradwire.kernels.reference.floats import exponent_counts, pack_floats, pack
 from gradwire.kernels.reference.hadamard import hadamard
 from gradwire.kernels.reference.low_rank import column_products, outer_sum, row_products
 from gradwire.kernels.reference.positions import pack_positions, positions_bytes, unpack_positions
-from gradwire.kernels.reference.quantise import (
+from gradwire.kernels.reference.quantize import (
     add_int8,
-    dequantise_int8,
-    dequantise_int8_sum,
+    dequantize_int8,
+    dequantize_int8_sum,
     finalize_int8,
-    quantise_int8,
+    quantize_int8,
 )
 from gradwire.kernels.reference.random import philox, random16, random32
 from gradwire.kernels.reference.reduce import (
@@ -52,8 +52,8 @@ __all__ = [
     "column_products",
     "compensate",
     "count_nonfinite",
-    "dequantise_int8",
-    "dequantise_int8_sum",
+    "dequantize_int8",
+    "dequantize_int8_sum",
     "encode_indices",
     "exponent_counts",
     "finalize_blocks",
@@ -68,7 +68,7 @@ __all__ = [
     "packs_shorter",
     "philox",
     "positions_bytes",
-    "quantise_int8",
+    "quantize_int8",
     "random16",
     "random32",
     "row_products",

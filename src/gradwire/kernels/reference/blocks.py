@@ -1,8 +1,8 @@
-"""Rotated blocks quantised onto the values of a table, and integer lanes back to elements.
+"""Rotated blocks quantized onto the values of a table, and integer lanes back to elements.
 
-An index says which of the table's values, integers from 0 to its last, an element has. Coordinates are quantised
-without bias: z between two neighbouring values v < w becomes w where z - v > u (w - v), with u = (r + 1/2) / 65536 of
-16 random bits r. Sums over ranks are sums of values; centred, of n payloads, they are integers or halves, and so is
+An index says which of the table's values, integers from 0 to its last, an element has. Coordinates are quantized
+without bias: z between two neighboring values v < w becomes w where z - v > u (w - v), with u = (r + 1/2) / 65536 of
+16 random bits r. Sums over ranks are sums of values; centered, of n payloads, they are integers or halves, and so is
 their Hadamard transform: exact in float32 while n times half of the last value times the length of a block is below
 2^23.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from gradwire.kernels.blocks import INDEX_CHUNK, Blocks, expect_index_bits, index_bytes, widths
+from gradwire.kernels.blocks import INDEX_CHUNK, BlockLayout, expect_index_bits, index_bytes, widths
 from gradwire.kernels.layout import SUM_LANES, ceil_div, expect_size
 from gradwire.kernels.reference.bits import pack_bits, unpack_bits
 from gradwire.kernels.reference.elements import as_float32
@@ -43,7 +43,7 @@ def block_square_sums(x: np.ndarray, block: int, out: np.ndarray) -> None:
 
 
 def block_extremes(
-    x: np.ndarray, blocks: Blocks, units: np.ndarray, work: np.ndarray, low: np.ndarray, high: np.ndarray
+    x: np.ndarray, blocks: BlockLayout, units: np.ndarray, work: np.ndarray, low: np.ndarray, high: np.ndarray
 ) -> None:
     """Write the least and the largest coordinate of each block to float32 `low` and `high`.
 
@@ -60,7 +60,7 @@ def block_extremes(
 
 def encode_indices(
     x: np.ndarray,
-    blocks: Blocks,
+    blocks: BlockLayout,
     units: np.ndarray,
     lows: np.ndarray,
     rates: np.ndarray,
@@ -74,7 +74,7 @@ def encode_indices(
     bases: np.ndarray,
     residual: np.ndarray | None = None,
 ) -> None:
-    """Rotate x in blocks, quantise it to the values of a table, pack their indices.
+    """Rotate x in blocks, quantize it to the values of a table, pack their indices.
 
     Args:
         x: gradient, N elements.
@@ -145,7 +145,7 @@ def lookup_indices(
 
 def finalize_blocks(
     lanes: np.ndarray,
-    blocks: Blocks,
+    blocks: BlockLayout,
     halves: np.ndarray,
     factors: np.ndarray,
     bases: np.ndarray,
@@ -153,7 +153,7 @@ def finalize_blocks(
     out: np.ndarray,
     accumulate: bool = False,
 ) -> None:
-    """Turn lanes back into elements: centre, transform, scale, flip signs.
+    """Turn lanes back into elements: center, transform, scale, flip signs.
 
     Args:
         lanes: unsigned integers, P of them.
@@ -186,18 +186,18 @@ def _finite(values: np.ndarray) -> np.ndarray:
     return np.where(values < _LARGEST, values, _LARGEST)
 
 
-def _expect_blocks(kernel: str, blocks: Blocks, size: int, *arrays: np.ndarray) -> None:
+def _expect_blocks(kernel: str, blocks: BlockLayout, size: int, *arrays: np.ndarray) -> None:
     if blocks.size != size:
         raise ValueError(f"Expected blocks of {size} elements, got {blocks.size} (in {kernel}).")
     for array in arrays:
         expect_size(kernel, "values a block", array, blocks.num_blocks)
 
 
-def _spread(values: np.ndarray, blocks: Blocks) -> np.ndarray:
+def _spread(values: np.ndarray, blocks: BlockLayout) -> np.ndarray:
     return np.repeat(values, blocks.lengths())
 
 
-def _coordinates(x: np.ndarray, blocks: Blocks, units: np.ndarray) -> np.ndarray:
+def _coordinates(x: np.ndarray, blocks: BlockLayout, units: np.ndarray) -> np.ndarray:
     """Elements times units, rotated: float32[P]."""
     y = np.zeros(blocks.padded, np.float32)
     with np.errstate(all="ignore"):
@@ -208,7 +208,7 @@ def _coordinates(x: np.ndarray, blocks: Blocks, units: np.ndarray) -> np.ndarray
     return y
 
 
-def _flipped(y: np.ndarray, blocks: Blocks) -> np.ndarray:
+def _flipped(y: np.ndarray, blocks: BlockLayout) -> np.ndarray:
     if not blocks.rotated:
         return y
     place = blocks.shift + np.arange(y.size)
@@ -216,7 +216,7 @@ def _flipped(y: np.ndarray, blocks: Blocks) -> np.ndarray:
     return (y.view(np.uint32) ^ (flips << np.uint32(31))).view(np.float32)
 
 
-def _transform(y: np.ndarray, blocks: Blocks) -> None:
+def _transform(y: np.ndarray, blocks: BlockLayout) -> None:
     whole = blocks.size // blocks.block * blocks.block
     hadamard(y[:whole], blocks.block)
     if y.size > whole:

@@ -1,6 +1,6 @@
 """The Hadamard transform of blocks: sums and differences of elements 1, 2, 4, ... apart, in that order.
 
-Not normalised: applied twice it multiplies by the length of a block.
+Not normalized: applied twice it multiplies by the length of a block.
 """
 # Shapes: N elements, B elements a block
 

@@ -5,7 +5,7 @@ slot with probability 1 / slots, to one in 2^32 / slots. `mix` is a fixed biject
 property, and lets positions at equal distances, which multiplication alone spreads evenly, collide as any others do.
 
 Source: Carter and Wegman 1979 (universal hashing); Dietzfelbinger 1996 (multiply-shift); Appleby 2011 (the bijection,
-MurmurHash3's finaliser).
+MurmurHash3's finalizer).
 """
 # Shapes: K = positions
 

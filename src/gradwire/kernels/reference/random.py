@@ -7,7 +7,7 @@ words.
 Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3": 7 rounds are what the authors found to pass
 all their tests, 10 their choice with a margin, which costs a quarter of the speed of stochastic rounding here.
 Differences: the mapping from
-elements to words is our own, so that neighbouring elements are neighbouring vector lanes.
+elements to words is our own, so that neighboring elements are neighboring vector lanes.
 """
 
 from __future__ import annotations

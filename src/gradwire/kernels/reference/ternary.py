@@ -1,12 +1,12 @@
-"""3-value quantisation and quartic encoding: q in {-1, 0, 1}, five of them in a byte.
+"""3-value quantization and quartic encoding: q in {-1, 0, 1}, five of them in a byte.
 
 An element is 1 or -1 where its magnitude is above M / 2, else 0, which is round-half-to-even of x / M
-wherever |x| <= 3/2 M. A NaN quantises to 0 and stays in the residual.
+wherever |x| <= 3/2 M. A NaN quantizes to 0 and stays in the residual.
 
 Source: 3LC (Lim, Andersen, Kaminsky 2019), sections 3.1 and 3.2; the step numbers are those of 3.2.
 Differences: a comparison in place of a division, exact on every backend, and values beyond M saturate. Step 4
 pads with the digit of value 0, not with the digit 0 (which reads as -1): so all-zero input is all ZERO_BYTE,
-as zero-run encoding wants it. M = 0 quantises everything to 0.
+as zero-run encoding wants it. M = 0 quantizes everything to 0.
 """
 # Shapes: N elements, W ranks, S = ceil(N/5) bytes; digit k of byte i is element k * S + i
 
@@ -27,14 +27,14 @@ from gradwire.kernels.layout import (
 from gradwire.kernels.reference.elements import as_float32
 
 
-def _quantise(values: np.ndarray, M: float) -> np.ndarray:
+def _quantize(values: np.ndarray, M: float) -> np.ndarray:
     if not M > 0:
         return np.zeros(values.size, np.int8)
     return np.where(np.abs(values) > half_of(M), np.sign(values), 0).astype(np.int8)
 
 
 def pack_ternary(x: np.ndarray, M: float, out: np.ndarray, residual: np.ndarray | None = None) -> None:
-    """Quantise x to M * {-1, 0, 1} and pack it into `out`, uint8[S].
+    """Quantize x to M * {-1, 0, 1} and pack it into `out`, uint8[S].
 
     Args:
         x: gradient.
@@ -45,7 +45,7 @@ def pack_ternary(x: np.ndarray, M: float, out: np.ndarray, residual: np.ndarray 
     size = ceil_div(x.size, TERNARY_DIGITS)
     expect_size("pack_ternary", "out", out, size)
     values, scale = as_float32(x), np.float32(M)
-    q = _quantise(values, float(scale))
+    q = _quantize(values, float(scale))
     digits = np.ones(TERNARY_DIGITS * size, np.uint8)  # steps 3 and 4
     digits[: q.size] = (q + 1).astype(np.uint8)  # steps 1 and 2
     p = digits.reshape(TERNARY_DIGITS, size)  # step 5

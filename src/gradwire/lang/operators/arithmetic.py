@@ -313,8 +313,8 @@ class Size(Operator):
         return float(env.size)
 
 
-class Step(Operator):
-    """`step()`: the number of the synchronisation step, known to the receiver too."""
+class StepNumber(Operator):
+    """`step()`: the number of the synchronization step, known to the receiver too."""
 
     name = "step"
     is_collective: ClassVar[bool] = False
@@ -370,7 +370,7 @@ def cast_reference(values: np.ndarray, dtype: ElementType) -> np.ndarray:
     return as_float32(short)
 
 
-for _operator in (Constant(), Size(), Step(), Remembered(), Cast()):
+for _operator in (Constant(), Size(), StepNumber(), Remembered(), Cast()):
     register(_operator)
 
 

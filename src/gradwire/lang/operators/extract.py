@@ -17,7 +17,7 @@ from gradwire.lang.ir import FLOAT, Dtype, Node, Space
 from gradwire.lang.operators.base import Operator, register
 
 
-class Gradient(Operator):
+class GradientOperator(Operator):
     """The gradient that is encoded: scaled, and compensated where there is feedback."""
 
     name: ClassVar[str] = "gradient"
@@ -42,5 +42,5 @@ class Extract(Operator):
         return env.fields[node.attrs["field"]]
 
 
-for _operator in (Gradient(), Extract()):
+for _operator in (GradientOperator(), Extract()):
     register(_operator)

@@ -31,7 +31,7 @@ def positions(size: int, count: int, key: int) -> np.ndarray:
     return chosen
 
 
-class Sample(Operator):
+class SampleOperator(Operator):
     """Inputs: elements, and how many to take, which is cut to 1..size (0 of an empty gradient)."""
 
     name: ClassVar[str] = "sample"
@@ -46,4 +46,4 @@ class Sample(Operator):
         return np.asarray(inputs[0], np.float32)[positions(env.size, count, env.private_key)]
 
 
-register(Sample())
+register(SampleOperator())

@@ -41,7 +41,7 @@ class Sort(Statement):
         return [f"{name} = sort_floats({inputs[0]}, {node.attrs['descending']})"]
 
 
-class Item(Statement):
+class SortedItem(Statement):
     """Inputs: a list, and a position."""
 
     name: ClassVar[str] = "item"
@@ -65,5 +65,5 @@ class Item(Statement):
         return [f"{name} = item({inputs[0]}, {inputs[1]})"]
 
 
-for _operator in (Sort(), Item()):
+for _operator in (Sort(), SortedItem()):
     register(_operator)

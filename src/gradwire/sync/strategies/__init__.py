@@ -1,22 +1,22 @@
-"""Strategies: each turns an item into a graph of the five primitives.
+"""Strategies: each turns a job into a graph of the five primitives.
 
-Adding one is a file with a function `build(builder)` and a line in `STRATEGIES`. `BUILDERS` has, too, what needs more
-than the ranks.
+A strategy is a file with a function `build(builder)` that registers itself. Those between ranks stand here. One that
+needs a process besides the ranks stands in the room of that process.
 """
 
-from collections.abc import Callable
+from gradwire.sync.strategies import allgather, hierarchical, ring, scatter_reduce
+from gradwire.sync.strategies.builder import Builder, Runtime
+from gradwire.sync.strategies.register import STRATEGIES, Strategy, peer_strategies, register
 
-from gradwire.sync.plan import SERVER
-from gradwire.sync.strategies import allgather, hierarchical, ring, scatter_reduce, server
-from gradwire.sync.strategies.builder import Builder, Surroundings
-
-STRATEGIES: dict[str, Callable[[Builder], None]] = {
-    "allgather": allgather.build,
-    "hierarchical": hierarchical.build,
-    "ring": ring.build,
-    "scatter_reduce": scatter_reduce.build,
-}
-
-BUILDERS = STRATEGIES | {SERVER: server.build}
-
-__all__ = ["BUILDERS", "STRATEGIES", "Builder", "Surroundings"]
+__all__ = [
+    "STRATEGIES",
+    "Builder",
+    "Runtime",
+    "Strategy",
+    "allgather",
+    "hierarchical",
+    "peer_strategies",
+    "register",
+    "ring",
+    "scatter_reduce",
+]

@@ -11,6 +11,7 @@ Source: HiPress (SOSP 2021), section 2.3, after Horovod's sparse all-reduce.
 from __future__ import annotations
 
 from gradwire.sync.strategies.builder import Builder
+from gradwire.sync.strategies.register import Strategy, register
 
 GATHER = 0  # the one stage
 
@@ -26,3 +27,6 @@ def build(builder: Builder) -> None:
             builder.send(mine, peer, part, GATHER, "send gather")
             messages[peer] = builder.recv(peer, part, GATHER, "recv gather")
         builder.decode_sum(part, [messages[rank] for rank in range(builder.world_size)], "decode gather")
+
+
+register(Strategy("allgather", build))

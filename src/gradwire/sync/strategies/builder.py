@@ -10,33 +10,34 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import cast
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 from gradwire.compressors.base.registry import code
 from gradwire.core.events import Event, EventStream
 from gradwire.core.spec import ELEMENT_TYPES
-from gradwire.feedback.residuals import Residuals
-from gradwire.protocol.aggregation.interface import Reply
-from gradwire.sync.aggregator import Service
-from gradwire.sync.bundle import Bundle, BundleCodec
+from gradwire.net.transport import Transport
+from gradwire.residuals.transaction import Residuals
 from gradwire.sync.codec import DENSE, LossyCodec, make_codec
-from gradwire.sync.engine import Arrival
+from gradwire.sync.engine import ReceivedFrame
+from gradwire.sync.fusion import FusionCodec, FusionGroup
 from gradwire.sync.graph import FrameKey, Task, TaskGraph
-from gradwire.sync.item import Item, Message, Part
+from gradwire.sync.job import Chunk, EncodedChunk, TensorJob
 from gradwire.sync.nodes import Nodes
-from gradwire.sync.plan import SERVER
-from gradwire.sync.served import ServedCodec
-from gradwire.transport.base import Transport
 from gradwire.wire.frame import HEADER_BYTES, FrameKind, Header
 
 
 @dataclass
-class Surroundings:
-    """What is the same for every item of a synchroniser. Without `nodes`, every rank is a node.
+class Runtime:
+    """What is the same for every job of a synchronizer.
 
-    `service` is the line to the aggregator, for items that travel by it.
+    Attributes:
+        transport: Carries the frames.
+        residuals: The residuals of this rank.
+        events: Where metrics go.
+        seed: Seed of all random streams.
+        nodes: Gives the ranks of each node; None where every rank is a node.
+        services: Connections of strategies that need more than the ranks, by the strategy's name.
     """
 
     transport: Transport
@@ -44,36 +45,34 @@ class Surroundings:
     events: EventStream
     seed: int
     nodes: Callable[[], Nodes] | None = None
-    service: Service | None = None
+    services: dict[str, Any] = field(default_factory=dict)
 
 
 class Builder:
     """Adds the primitives of one item to its graph.
 
     Args:
-        item: what is synchronised; a bundle of items travels by all-gather or scatter-reduce only.
+        item: what is synchronized; a bundle of items travels by all-gather or scatter-reduce only.
         graph: where the tasks go.
         around: transport, residuals and the constants of the job.
     """
 
-    def __init__(self, item: Item | Bundle, graph: TaskGraph, around: Surroundings) -> None:
+    def __init__(self, item: TensorJob | FusionGroup, graph: TaskGraph, around: Runtime) -> None:
         self.item = item
         self.graph = graph
         self.rank = around.transport.rank
         self.world_size = around.transport.world_size
         self._transport = around.transport
         self._events = around.events
-        constants = around.residuals, self.rank, self.world_size, around.seed
-        if isinstance(item, Bundle):
-            self._codec = cast(LossyCodec, BundleCodec(item, *constants))
-        elif item.entry.strategy == SERVER:
-            assert around.service is not None, "connected before anything is submitted"
-            self._codec = ServedCodec(item, around.service, *constants)
-        else:
-            self._codec = make_codec(item, *constants)
+        self._codec = self._make_codec(around)
         self._find_nodes = around.nodes
-        self._service = around.service
         self._sums: dict[int, tuple[Task, list[int]]] = {}  # by part: what makes the node's sum, and who has one
+
+    def _make_codec(self, around: Runtime) -> LossyCodec:
+        constants = around.residuals, self.rank, self.world_size, around.seed
+        if isinstance(self.item, FusionGroup):
+            return cast(LossyCodec, FusionCodec(self.item, *constants))
+        return make_codec(self.item, *constants)
 
     @property
     def peers(self) -> list[int]:
@@ -91,39 +90,39 @@ class Builder:
 
     # -- the five primitives ---------------------------------------------------------------------------------
 
-    def start(self, part: Part, phase: str) -> Task:
+    def start(self, part: Chunk, phase: str) -> Task:
         """Encode this rank's own gradient of `part`, or its node's sum: the first stage of every path."""
         return self.graph.add("encode", phase, lambda: self._codec.start(part), self._inputs(part, True))
 
-    def merge(self, part: Part, messages: Sequence[Task], stage: int, phase: str) -> Task:
+    def merge(self, part: Chunk, messages: Sequence[Task], stage: int, phase: str) -> Task:
         """Decode what arrived, add this rank's own gradient, or its node's sum, and encode the total again."""
 
-        def run() -> Message:
-            return self._codec.merge(part, [_message(task) for task in messages], stage)
+        def run() -> EncodedChunk:
+            return self._codec.merge(part, [message_of(task) for task in messages], stage)
 
         return self.graph.add("merge", phase, run, [*messages, *self._inputs(part, self._codec.encodes_own(stage))])
 
-    def decode(self, part: Part, message: Task, stage: int, phase: str, after: Sequence[Task] = ()) -> Task:
+    def decode(self, part: Chunk, message: Task, stage: int, phase: str, after: Sequence[Task] = ()) -> Task:
         """Write the mean of `part` over the gradient, once `after` has no more use for that."""
         return self.graph.add(
-            "decode", phase, lambda: self._codec.decode(part, _message(message), stage), [message, *after]
+            "decode", phase, lambda: self._codec.decode(part, message_of(message), stage), [message, *after]
         )
 
-    def decode_sum(self, part: Part, messages: Sequence[Task], phase: str) -> Task:
+    def decode_sum(self, part: Chunk, messages: Sequence[Task], phase: str) -> Task:
         """Write the sum of all ranks' messages, in rank order, over the gradient."""
         return self.graph.add(
             "decode",
             phase,
-            lambda: self._codec.decode_sum(part, [_message(task) for task in messages]),
+            lambda: self._codec.decode_sum(part, [message_of(task) for task in messages]),
             messages,
         )
 
-    def send(self, message: Task, peer: int, part: Part, stage: int, phase: str) -> Task:
+    def send(self, message: Task, peer: int, part: Chunk, stage: int, phase: str) -> Task:
         """Send what `message` holds, made here or arrived, to `peer`."""
         name = self.item.entry.compressor.name
         return self._add_send(message, peer, part, stage, phase, name)
 
-    def recv(self, peer: int, part: Part, stage: int, phase: str) -> Task:
+    def recv(self, peer: int, part: Chunk, stage: int, phase: str) -> Task:
         """Wait for the frame of one range."""
         return self._recv(peer, self._codec.kind(stage), part, stage, phase)
 
@@ -133,44 +132,44 @@ class Builder:
         """Encode from `stage` on only, what `among` ranks have of each range; before it ranges travel dense."""
         self._codec.encode_from(stage, among)
 
-    def dense(self, part: Part, phase: str) -> Task:
+    def dense(self, part: Chunk, phase: str) -> Task:
         """Take this rank's gradient of `part`, not compressed."""
         return self.graph.add("encode", phase, lambda: self._codec.dense(part))
 
-    def add_up(self, part: Part, messages: Sequence[Task], members: list[int], phase: str = "merge reduce") -> Task:
+    def add_up(self, part: Chunk, messages: Sequence[Task], members: list[int], phase: str = "merge reduce") -> Task:
         """Add this rank's gradient to what its node's other ranks sent dense.
 
         From then on the sum stands for this rank's gradient of `part`; `members` are the ranks that have such sums.
         """
-        run = lambda: self._codec.add_up(part, [_message(task) for task in messages])  # noqa: E731
+        run = lambda: self._codec.add_up(part, [message_of(task) for task in messages])  # noqa: E731
         task = self.graph.add("merge", phase, run, messages)
         self._sums[part.index] = task, members
         return task
 
-    def spread(self, part: Part, mean: Task, decoded: Task, phase: str) -> Task:
+    def spread(self, part: Chunk, mean: Task, decoded: Task, phase: str) -> Task:
         """The mean of `part`, which `mean` carries and `decoded` has written, not compressed."""
-        return self.graph.add("encode", phase, lambda: self._codec.spread(part, _message(mean)), [mean, decoded])
+        return self.graph.add("encode", phase, lambda: self._codec.spread(part, message_of(mean)), [mean, decoded])
 
-    def place(self, part: Part, message: Task, phase: str, after: Sequence[Task] = ()) -> Task:
+    def place(self, part: Chunk, message: Task, phase: str, after: Sequence[Task] = ()) -> Task:
         """Write the mean of `part`, which arrived dense, over the gradient, once `after` has no more use for that."""
-        return self.graph.add("decode", phase, lambda: self._codec.place(part, _message(message)), [message, *after])
+        return self.graph.add("decode", phase, lambda: self._codec.place(part, message_of(message)), [message, *after])
 
-    def send_dense(self, message: Task, peer: int, part: Part, stage: int, phase: str) -> Task:
+    def send_dense(self, message: Task, peer: int, part: Chunk, stage: int, phase: str) -> Task:
         """Send what `dense` or `spread` made to `peer`."""
         return self._add_send(message, peer, part, stage, phase, DENSE.name)
 
-    def recv_dense(self, peer: int, part: Part, stage: int, phase: str) -> Task:
+    def recv_dense(self, peer: int, part: Chunk, stage: int, phase: str) -> Task:
         """Wait for the frame of one range, not compressed."""
         return self._recv(peer, FrameKind.PAYLOAD, part, stage, phase)
 
     # -- the preliminary round -------------------------------------------------------------------------------
 
-    def _inputs(self, part: Part, encoded: bool) -> list[Task]:
+    def _inputs(self, part: Chunk, encoded: bool) -> list[Task]:
         """The tasks after which this rank can encode, or add, what it has of `part`."""
         sums = [self._sums[part.index][0]] if part.index in self._sums else []
         return [*sums, *self._preliminary(part, encoded)]
 
-    def _preliminary(self, part: Part, encoded: bool) -> list[Task]:
+    def _preliminary(self, part: Chunk, encoded: bool) -> list[Task]:
         """For compressors that need them: the task after which the reduced statistics of `part` are there.
 
         Args:
@@ -178,8 +177,6 @@ class Builder:
         """
         if not self.item.entry.compressor.needs_stats:
             return []
-        if isinstance(self._codec, ServedCodec):
-            return [self._ask_stats(part, self._codec)]
         after, members, stage = [], list(range(self.world_size)), self._codec.first
         if part.index in self._sums:
             task, members = self._sums[part.index]
@@ -193,67 +190,23 @@ class Builder:
         reduce = self.graph.add(
             "merge",
             "merge stats",
-            lambda: self._codec.reduce_stats(part, [_message(task) for task in ordered]),
+            lambda: self._codec.reduce_stats(part, [message_of(task) for task in ordered]),
             ordered,
         )
         return [reduce]
 
-    # -- the aggregator --------------------------------------------------------------------------------------
-
-    def ask_sum(self, part: Part, mine: Task) -> Task:
-        """Send what `mine` encoded to the aggregator; ends with what it says of the sum."""
-        codec = self._served
-        return self._ask(part, mine, FrameKind.PAYLOAD, "send indices", lambda: codec.ask_sum(part, _message(mine)))
-
-    def take(self, part: Part, total: Task, phase: str) -> Task:
-        """Write the mean over the gradient, and keep what came too late for it."""
-        codec, item = self._served, self.item
-
-        def run() -> None:
-            num_late = codec.take(part, total.value)
-            if num_late:
-                detail = {"elements": num_late}
-                self._events.emit(Event("late", time.monotonic(), 0.0, item.name, item.round, detail=detail))
-
-        return self.graph.add("decode", phase, run, [total])
-
-    def _ask_stats(self, part: Part, codec: ServedCodec) -> Task:
-        """The preliminary round by way of the aggregator."""
-        mine = self.graph.add("encode", "encode stats", lambda: codec.stats(part))
-        reply = self._ask(part, mine, FrameKind.STATS, "send stats", lambda: codec.ask_stats(part, _message(mine)))
-        return self.graph.add("merge", "merge stats", lambda: codec.take_stats(part), [reply])
-
-    def _ask(
-        self, part: Part, mine: Task, kind: FrameKind, phase: str, ask: Callable[[], Future[Reply] | None]
-    ) -> Task:
-        def run() -> Future[Reply] | None:
-            start, item = time.monotonic(), self.item
-            future = ask()
-            if future is not None:
-                assert self._service is not None and isinstance(item, Item), "it has been asked"
-                nbytes = self._service.sent_bytes(item, part, kind, _message(mine).body)
-                self._events.emit(Event("send", start, time.monotonic() - start, item.name, item.round, nbytes))
-            return future
-
-        return self.graph.add("send", phase, run, [mine])
-
-    @property
-    def _served(self) -> ServedCodec:
-        assert isinstance(self._codec, ServedCodec), "asked for by the server strategy alone"
-        return self._codec
-
     # -- frames ----------------------------------------------------------------------------------------------
 
-    def _recv(self, peer: int, kind: FrameKind, part: Part, stage: int, phase: str) -> Task:
+    def _recv(self, peer: int, kind: FrameKind, part: Chunk, stage: int, phase: str) -> Task:
         return self.graph.recv(phase, FrameKey(peer, kind, self.item.round, self.item.tensor, stage, part.index))
 
-    def _add_send(self, message: Task, peer: int, part: Part, stage: int, phase: str, compressor: str) -> Task:
+    def _add_send(self, message: Task, peer: int, part: Chunk, stage: int, phase: str, compressor: str) -> Task:
         def run() -> None:
-            self._send(peer, _message(message), part, stage, compressor)
+            self._send(peer, message_of(message), part, stage, compressor)
 
         return self.graph.add("send", phase, run, [message], peer)
 
-    def _send(self, peer: int, message: Message, part: Part, stage: int, compressor: str) -> None:
+    def _send(self, peer: int, message: EncodedChunk, part: Chunk, stage: int, compressor: str) -> None:
         item = self.item
         header = Header(
             message.kind,
@@ -275,9 +228,10 @@ class Builder:
         self._events.emit(Event("send", start, time.monotonic() - start, item.name, item.round, nbytes, peer))
 
 
-def _message(task: Task) -> Message:
+def message_of(task: Task) -> EncodedChunk:
+    """The encoded chunk that a task made, or that arrived for it."""
     value = task.value
-    if isinstance(value, Arrival):
-        return Message(value.header.kind, value.header.flags, value.body, value.header.sender)
-    assert isinstance(value, Message), f"{task.phase} gave no message"
+    if isinstance(value, ReceivedFrame):
+        return EncodedChunk(value.header.kind, value.header.flags, value.body, value.header.sender)
+    assert isinstance(value, EncodedChunk), f"{task.phase} gave no message"
     return value

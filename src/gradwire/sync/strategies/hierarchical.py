@@ -18,10 +18,11 @@ of a smaller node then owns more.
 
 from __future__ import annotations
 
-from gradwire.sync.item import Part
+from gradwire.sync.job import Chunk
 from gradwire.sync.nodes import Nodes
 from gradwire.sync.strategies import scatter_reduce
 from gradwire.sync.strategies.builder import Builder
+from gradwire.sync.strategies.register import Strategy, register
 
 REDUCE, SCATTER, GATHER, SPREAD = range(4)  # stages
 DENSE_STAGES = (REDUCE, SPREAD)  # within a node
@@ -57,7 +58,7 @@ def owners_of(nodes: Nodes, merger: int) -> list[int]:
     return sorted(node[place % len(node)] for node in nodes)
 
 
-def _own(builder: Builder, part: Part, home: tuple[int, ...], owners: list[int], merger: int) -> None:
+def _own(builder: Builder, part: Chunk, home: tuple[int, ...], owners: list[int], merger: int) -> None:
     """What an owner does: the node's sum, scatter-reduce among owners, and the mean for the node."""
     rank = builder.rank
     local = [peer for peer in home if peer != rank]
@@ -78,3 +79,6 @@ def _own(builder: Builder, part: Part, home: tuple[int, ...], owners: list[int],
         spread = builder.spread(part, mean, decoded, "encode spread")
         for peer in local:
             builder.send_dense(spread, peer, part, SPREAD, "send spread")
+
+
+register(Strategy("hierarchical", build))

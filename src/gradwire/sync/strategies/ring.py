@@ -2,7 +2,7 @@
 
 In the first round each hop decodes, merges and encodes again, with an aggregate residual a hop (the first hop's is
 local); for summable compressors a hop only adds integers. In the second round payloads are forwarded as they are.
-Each rank talks to two neighbours and sends 2 (W − 1)/W of a payload.
+Each rank talks to two neighbors and sends 2 (W − 1)/W of a payload.
 
 Source: HiPress (SOSP 2021), section 2.3, after ring all-reduce.
 """
@@ -12,6 +12,7 @@ Source: HiPress (SOSP 2021), section 2.3, after ring all-reduce.
 from __future__ import annotations
 
 from gradwire.sync.strategies.builder import Builder
+from gradwire.sync.strategies.register import Strategy, register
 
 
 def build(builder: Builder) -> None:
@@ -40,3 +41,6 @@ def build(builder: Builder) -> None:
         if distance < last:
             builder.send(mean, following, part, last + distance, "send mean")
         builder.decode(part, mean, last, "decode mean", after=[mine])
+
+
+register(Strategy("ring", build))

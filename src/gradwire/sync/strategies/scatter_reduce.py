@@ -13,6 +13,7 @@ in full precision, which costs nothing and halves no residual.
 from __future__ import annotations
 
 from gradwire.sync.strategies.builder import Builder
+from gradwire.sync.strategies.register import Strategy, register
 
 SCATTER, GATHER = 0, 1  # stages
 
@@ -38,3 +39,6 @@ def build(builder: Builder) -> None:
             for peer in builder.peers:
                 builder.send(mean, peer, part, GATHER, "send gather")
             builder.decode(part, mean, GATHER, "decode gather")
+
+
+register(Strategy("scatter_reduce", build))

@@ -1,0 +1,297 @@
+"""The handle of an attached module: its hook, and what users call.
+
+It averages the buckets that DDP hands over: they become shards by parameter name, and the hook's future is the
+synchronizer's. It does not keep the module alive.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.core import torch_private
+from gradwire.core.errors import SyncError
+from gradwire.core.spec import TensorSpec
+from gradwire.ddp.hook_slot import slot_of
+from gradwire.ddp.optimizers import Optimizers
+from gradwire.observe.metrics import Report
+from gradwire.observe.trace import Trace
+from gradwire.sync.submission import GradientSlice
+from gradwire.sync.synchronizer import Synchronizer
+from gradwire.tuning.auto import Autopilot
+
+logger = logging.getLogger("gradwire")
+_ADVICE = "This DDP module cannot go on: build it anew, or end the job and resume from a checkpoint."
+
+
+class Handle:
+    """An attached module. Made by `attach`.
+
+    Attributes:
+        synchronizer: what does the work.
+        autopilot: under ``"auto"`` what decides, with its decisions; else None.
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        synchronizer: Synchronizer,
+        optimizers: Optimizers,
+        check_every: int,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        self.synchronizer = synchronizer
+        self._optimizers = optimizers
+        self.autopilot: Autopilot | None = None
+        self._ddp = weakref.ref(ddp)
+        self._group = ddp.process_group
+        self._check_every = check_every
+        self._scaler = scaler
+        self._loss_scale: float | None = None  # that of the residuals; None where there is no telling
+        self._active_ranks = synchronizer.world_size
+        self._called = False
+        self._names = torch_private.parameter_names(ddp)  # frozen ones too: DDP may have been made before that
+        on_step, warns = _weakly(self._after_step), synchronizer.rank == 0
+        optimizers.listen(on_step, expects_scaler=scaler is not None, warns=warns)
+        # A module that is dropped without `detach` takes threads and connections with it.
+        self._abandoned = weakref.finalize(ddp, _close_in_background, synchronizer)
+        self._abandoned.atexit = False
+
+    def __repr__(self) -> str:
+        one, ddp = self.synchronizer, self._ddp()
+        method = one.plan if self.autopilot is None else f"auto, now by {self.autopilot.way.name}"
+        attached = "attached" if ddp is not None and slot_of(ddp).handle is self else "detached"
+        return f"<gradwire.Handle: {method}; rank {one.rank} of {one.world_size}; step {one.step}; {attached}>"
+
+    # -- what users call -------------------------------------------------------------------------------------
+
+    def report(self) -> Report:
+        """Bytes, ratios, times and residual norms, by tensor and in all, on this rank. Prints as a table."""
+        return self.synchronizer.report()
+
+    def trace(self, path: str | Path) -> Trace:
+        """Write what synchronization does from now on as Chrome trace JSON, for ui.perfetto.dev; one file a rank.
+
+        ``with handle.trace("trace.json"):`` around some steps writes ``trace.rank0.json`` and so on; or call `close`
+        of what is returned.
+        """
+        return self.synchronizer.trace(path)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Residuals by parameter name, step and seed: a plain dict of tensors and numbers. One file a rank.
+
+        It loads with ``torch.load(..., weights_only=True)``.
+        """
+        self._settle()
+        state = self.synchronizer.state_dict() | {"loss_scale": self._loss_scale}
+        states = self._optimizers.states
+        return state | {"clipped": any(each.clipped for each in states)} if states else state
+
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Go on from `state`, bit for bit, under whatever bucket layout this module has.
+
+        Args:
+            state: what this rank saved; or, where the number of ranks has changed, a list of what all ranks saved, in
+                their order. `gradwire.resize_state` says what becomes of the residuals.
+        """
+        self.synchronizer.load_state_dict(state)
+        first = state if isinstance(state, Mapping) else state[0]
+        self._loss_scale = first.get("loss_scale")
+        for each in self._optimizers.states:
+            each.clipped = bool(first.get("clipped", False))
+        if self.autopilot is not None:
+            self.autopilot.restart()
+
+    def detach(self) -> None:
+        """Return to DDP's own all-reduce. Residuals that were not applied are dropped. Every rank calls it."""
+        ddp = self._ddp()
+        if ddp is not None and slot_of(ddp).handle is self:
+            slot_of(ddp).handle = None
+        self._optimizers.close()
+        self._abandoned.detach()
+        self.synchronizer.close()
+
+    def hook(self, state: Any, bucket: torch_private.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Average one bucket, within a hook of your own; see `register` of `attach`. After `detach`, all-reduce it.
+
+        What your hook changes in the bucket before is what is averaged; what it chains to the future comes after. It
+        must call this for every bucket, on every rank.
+        """
+        ddp = self._ddp()
+        assert ddp is not None, "a hook runs in a backward of its module"
+        return slot_of(ddp)(bucket)
+
+    # -- the hook --------------------------------------------------------------------------------------------
+
+    def on_bucket(self, bucket: torch_private.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Average one bucket: what the trampoline calls during backward."""
+        with _advising():
+            return self._average(bucket)
+
+    def _average(self, bucket: torch_private.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        joined = not torch_private.in_backward()
+        ddp = self._ddp()
+        assert ddp is not None, "a hook runs in a backward of its module"
+        self._called = True
+        if bucket.index() == 0:
+            self._begin_backward(ddp, joined)
+        if self._active_ranks != self.synchronizer.world_size:
+            bucket.buffer().mul_(self.synchronizer.world_size / self._active_ranks)
+        if torch_private.is_sparse(bucket):  # compressors take dense gradients
+            future = allreduce_hook(self._group, bucket)
+        else:
+            future = self._submit(ddp, bucket, joined)
+        if bucket.is_last() and (joined or torch_private.waits_before_callbacks(ddp)):
+            self._end_backward()
+        if bucket.is_last() and joined:
+            self.synchronizer.commit()  # no optimizer steps here; residuals of sums are this rank's as before
+        return future
+
+    def _submit(
+        self, ddp: DistributedDataParallel, bucket: torch_private.GradBucket, joined: bool
+    ) -> torch.futures.Future[torch.Tensor]:
+        parameters = torch_private.bucket_parameters(bucket)
+        names = [self._names[id(parameter)] for parameter in parameters]
+        may_skip = torch_private.may_skip_parameters(ddp)
+        # Those that were frozen at attach. Here and not by `submit`: auto plans for what is registered.
+        frozen = [index for index, name in enumerate(names) if name not in self.synchronizer.tensors]
+        self.synchronizer.register({names[index]: TensorSpec.of(parameters[index]) for index in frozen})
+
+        def submit() -> torch.futures.Future[torch.Tensor]:
+            shards = [
+                GradientSlice(name, grad, used=not joined and _used(grad, may_skip))
+                for name, grad in zip(names, bucket.gradients(), strict=True)
+            ]
+            # The small tensors of several buckets travel together, the last of them with the last bucket.
+            return self.synchronizer.submit(shards, result=bucket.buffer(), hold=not bucket.is_last())
+
+        future = submit() if self.autopilot is None else self.autopilot.average(bucket, names, submit)
+        return future if joined else self._optimizers.watch(future, bucket, names)
+
+    def _begin_backward(self, ddp: DistributedDataParallel, joined: bool) -> None:
+        if ddp.process_group is not self._group:
+            raise SyncError(
+                "The process group of this DDP module is no longer the one that gradwire was attached with "
+                "(_update_process_group). Call handle.detach() before the group is replaced and attach again after it.",
+                tensor="none",
+                phase="begin of backward",
+            )
+        if not joined:
+            torch_private.after_backward(self._end_backward)
+        if self.autopilot is not None:
+            self.autopilot.boundary()
+        self._settle()
+        self.synchronizer.begin_step()
+        self._follow_loss_scale()
+        self._optimizers.begin_backward(joined)
+        self._active_ranks = self._count_active_ranks(ddp, joined)
+        if self._check_every and self.synchronizer.step % self._check_every == 0:
+            # A rank that has joined takes no optimizer steps; it gets the parameters when all have.
+            self.synchronizer.check_replicas(None if joined else _replica(ddp))
+
+    def _follow_loss_scale(self) -> None:
+        """Bring the residuals to the scale that the gradients of this backward have."""
+        if self._scaler is None:
+            return
+        scale = self._scaler.get_scale()
+        if self._loss_scale is not None and scale != self._loss_scale:
+            self.synchronizer.rescale(scale / self._loss_scale)
+        self._loss_scale = scale
+        for each in self._optimizers.states:
+            each.loss_scale = scale
+
+    def _count_active_ranks(self, ddp: DistributedDataParallel, joined: bool) -> int:
+        """By how many ranks the sum is divided: fewer than all only where `join` was asked for it (R9)."""
+        if not torch_private.divides_by_active_ranks(ddp):
+            return self.synchronizer.world_size
+        active = self.synchronizer.exchange(np.array([0.0 if joined else 1.0]))
+        self.synchronizer.wait()
+        return int(active.value().sum())
+
+    def _end_backward(self) -> None:
+        """Raise here what went wrong: an exception set on a bucket's future would surface as a cast error."""
+        with _advising():
+            self.synchronizer.wait()
+
+    def _settle(self) -> None:
+        """Without an optimizer to tell, a step counts as taken once the next one begins, or its state is saved."""
+        if not self._optimizers:
+            self.synchronizer.commit()
+
+    def _after_step(self, names: frozenset[str] | None) -> None:
+        ddp = self._ddp()
+        if not self._called and ddp is not None:
+            self._called = True  # said once
+            logger.warning(
+                "The optimizer has stepped, but no gradients were averaged: DDP has handed over none since attach. %s",
+                _what_to_do(ddp),
+            )
+        self.synchronizer.commit(names)
+
+
+@contextmanager
+def _advising() -> Iterator[None]:
+    """Add to what ends a backward, in a hook or after it, what to do with the module."""
+    try:
+        yield
+    except SyncError as error:
+        if not error.args[0].endswith(_ADVICE):
+            error.args = (f"{error} {_ADVICE}",)
+        raise
+
+
+def _replica(ddp: DistributedDataParallel) -> list[torch.nn.Parameter]:
+    """What must be the same on all ranks."""
+    return [each for sparse in (False, True) for _, each in torch_private.trained_parameters(ddp, sparse=sparse)]
+
+
+def _what_to_do(ddp: DistributedDataParallel) -> str:
+    """Advice, where the hook was never called, for each cause that is possible."""
+    advice = ["Call the DDP module, not the model in it."]
+    if not slot_of(ddp).registered:
+        advice.append("Call handle.hook(state, bucket) in the hook that you register, as register=False asks for it.")
+    parameters = torch_private.trained_parameters(ddp)
+    unused = [name for name, parameter in parameters if parameter.grad is None]
+    if 0 < len(unused) < len(parameters):
+        more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
+        advice.append(f"Use {unused[0]!r}{more} in the loss, or pass find_unused_parameters=True to DDP.")
+    else:
+        advice.append("Convert the model's dtype before DDP wraps it: afterwards DDP no longer sees the gradients.")
+    return " Or: ".join(advice)
+
+
+def _used(grad: torch.Tensor, may_skip: bool) -> bool:
+    """Whether this rank's backward used a parameter (R10). If no rank's did, DDP drops what the hook gives back.
+
+    What a bucket holds tells it, and not .grad, which distributed autograd never fills. An unused parameter's gradient
+    is zero there, or what `zero_grad(set_to_none=False)` has left; one that is used and zero may stay away as well, for
+    its residual waits for the next one.
+    """
+    return not may_skip or bool(grad.any())
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """A hook of the optimizer that does not keep the handle alive: the optimizer may outlive the module."""
+    reference = weakref.WeakMethod(method)
+
+    def hook(*args: Any) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(*args)
+
+    return hook
+
+
+def _close_in_background(synchronizer: Synchronizer) -> None:
+    """Close when a module was collected: by whichever thread, which may hold the locks that closing needs."""
+    threading.Thread(target=synchronizer.close, name="gradwire-close", daemon=True).start()

@@ -1,1 +1,0 @@
-"""Adapters to what users already run; DDP first."""

@@ -1,0 +1,1 @@
+"""Kernels in Triton, the device code that generated kernels call."""

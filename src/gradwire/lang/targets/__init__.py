@@ -1,0 +1,1 @@
+"""Emitters of the language, one folder for each target."""

@@ -1,0 +1,317 @@
+"""Kernels under construction, and the torch code around them: what encoders and decoders have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from gradwire.lang.bounds import overflow_condition
+from gradwire.lang.emit import INDENT, Lines, name_nodes, shared_subexpressions, statics
+from gradwire.lang.ir import BOOL, Field, Node, Program
+from gradwire.lang.operators.arithmetic import Arithmetic, Text
+from gradwire.lang.operators.base import Statement, lookup
+from gradwire.lang.types import ElementType
+
+STORAGE = {"int8": "int8", "int32": "int32", "uint32": "int32", "float32": "float32", "float16": "float16"}
+_WIDTH = 116
+# Characters: from so many on, the parts of an expression that are not short get variables of their own.
+_LONG, _SHORT = 56, 24
+
+
+class TritonFunction:
+    """A host function with its kernels: names of values, scalars in torch."""
+
+    def __init__(self, program: Program, prefix: str) -> None:
+        self.program, self.prefix = program, prefix
+        self.names = name_nodes(program)
+        self.static = {id(node): f"static[{k}]" for k, node in enumerate(statics(program))}
+        self.lines = Lines()
+        self.kernels: list[Kernel] = []
+        self.stored_blocks: set[int] = set()  # nodes whose values, one a block, lie in memory
+        self.replaced: dict[str, Node] = {}  # fields that stand for the encoder's own nodes
+
+    def kernel(self, title: str, at: str = "i", count: str = "n") -> Kernel:
+        """A new kernel, over the 1024 elements (or items) from `start` on in each program.
+
+        Args:
+            title: what it is for.
+            at: what its positions are called.
+            count: host expression of how many there are.
+        """
+        made = Kernel(self, f"{self.prefix}_{len(self.kernels)}", title, at)
+        self.kernels.append(made)
+        made.give("n", count)
+        made.lines.add("chunk = tl.program_id(0)", "start = chunk.to(tl.int64) * 1024")
+        made.lines.add(f"{at} = start + tl.arange(0, 1024)", f"inside = {at} < n")
+        return made
+
+    def source(self, host: str) -> str:
+        """The module's part: kernels, then the host function."""
+        return "\n\n\n".join([*(kernel.source() for kernel in self.kernels), host])
+
+    # -- scalars in torch ------------------------------------------------------------------------------------
+
+    def resolved(self, node: Node) -> Node:
+        """The encoder's own node, where a field of the payload stands for one."""
+        if node.op == "extract" and node.attrs["field"] in self.replaced:
+            return self.replaced[node.attrs["field"]]
+        return node
+
+    def scalar(self, node: Node) -> str:
+        """A scalar as float64: a tensor, or a number of Python where it is known from the length."""
+        node = self.resolved(node)
+        if node.op == "constant":
+            return repr(float(node.attrs["value"]))
+        return self.static[id(node)] if node.space.kind == "static" else self.names[id(node)]
+
+    def assign(self, node: Node) -> None:
+        """A scalar, or a list, between sweeps."""
+        name, operator = self.names[id(node)], lookup(node.op)
+        self.lines.say(node.where)
+        if node.op == "length":
+            self.lines.add(f"{name} = as_scalar(float({self.count(node.inputs[0])}), grad)")
+        elif isinstance(operator, Statement):
+            self.lines.add(*operator.triton(node, name, [self.argument(each) for each in node.inputs]))
+        else:
+            assert isinstance(operator, Arithmetic), f"{node!r} has no place between sweeps"
+            self.lines.add(f"{name} = {operator.torch(*(self._operand(each, node) for each in node.inputs))}")
+
+    def _operand(self, node: Node, user: Node) -> str:
+        is_number = node.space.kind == "static" and user.op == "narrow"
+        return f"as_scalar({self.scalar(node)}, grad)" if is_number else self.scalar(node)
+
+    def argument(self, node: Node) -> str:
+        """An input of a statement."""
+        return self.list_name(node) if node.space.kind == "items" else self.scalar(node)
+
+    def list_name(self, node: Node) -> str:
+        """The variable of a list; of its values and positions where it has both."""
+        if node.op in ("value", "index"):
+            return f"{self.names[id(node.inputs[0])]}_{node.op}"
+        return self.names[id(node)]
+
+    def count(self, node: Node) -> str:
+        """The variable with the length of a list."""
+        assert node.space.source is not None
+        return f"{self.names[id(node.space.source)]}_count"
+
+    def decode_scalars(self) -> None:
+        """The scalars that the decoder computes from the payload."""
+        for node in self.program.decode_nodes():
+            if node.space.kind == "scalar" and node.op != "extract":
+                self.assign(node)
+
+
+class Kernel:
+    """A kernel under construction: parameters, and lines."""
+
+    def __init__(self, function: TritonFunction, name: str, title: str, at: str) -> None:
+        self.f, self.name, self.title, self.at = function, name, title, at
+        self.parameters: dict[str, str] = {}  # what the host passes, by name
+        self.constants: set[str] = set()
+        self.lines = Lines(1)
+        self.known: dict[int, Text] = {}  # nodes with a variable
+        self.of_rank = ""  # what is added to the place of a scalar
+        self.is_group = True  # whether the elements are 1024 consecutive ones
+
+    def take(self, *names: str) -> None:
+        """Make parameters for host variables of the same names."""
+        for name in names:
+            self.give(name, name)
+
+    def give(self, name: str, argument: str, is_constant: bool = False) -> str:
+        """Make one parameter with what the host passes for it."""
+        self.parameters.setdefault(name, argument)
+        if is_constant:
+            self.constants.add(name)
+        return name
+
+    # -- expressions -----------------------------------------------------------------------------------------
+
+    def vector(self, node: Node) -> Text:
+        """The expression of a node for the elements at hand."""
+        node = self.f.resolved(node)
+        if id(node) in self.known:
+            return self.known[id(node)]
+        if node.op == "constant":
+            return Text(literal(node.attrs["value"]), False)
+        if node.space.kind == "static":
+            return Text(self.give(self.f.names[id(node)], self.f.static[id(node)]), False)
+        if node.space.kind == "scalar":
+            return self._load_scalar(node)
+        if node.op == "random":
+            return self._draw(node)
+        if node.op == "cast":
+            return self._cast(node)
+        if node.space.kind == "blocks" and id(node) in self.f.stored_blocks:
+            return self._load_block(node)
+        operator = lookup(node.op)
+        assert isinstance(operator, Arithmetic), f"{node!r} has no place in a sweep"
+        args = [self.vector(each) for each in node.inputs]
+        if sum(len(arg.source) for arg in args) > _LONG:
+            args = [self._unless_short(each, arg) for each, arg in zip(node.inputs, args)]
+        text = operator.triton(*(arg.source for arg in args))
+        if node.space.kind == "blocks":  # what blocks have is rounded to what a payload could carry
+            text = f"finite({text})"
+        return Text(text, any(arg.is_vector for arg in args))
+
+    def lanes(self, node: Node) -> str:
+        """The same, in every lane if it does not depend on the element."""
+        text = self.vector(node)
+        return text.source if text.is_vector else f"spread({text.source}, {self.at})"
+
+    def variable(self, node: Node, name: str) -> str:
+        """A variable with the vector of a node."""
+        node = self.f.resolved(node)
+        if id(node) not in self.known:
+            self.lines.add(f"{name} = {self.lanes(node)}")
+            self.known[id(node)] = Text(name, True)
+        return self.known[id(node)].source
+
+    def shared(self, roots: Iterable[Node]) -> None:
+        """Give a variable to what the roots use more than once."""
+        for node in shared_subexpressions([self.f.resolved(root) for root in roots]):
+            if id(node) in self.known or node.op == "extract":
+                continue
+            text = self.vector(node)
+            if text.is_vector:
+                self.lines.say(node.where)
+                self.lines.add(f"{self.f.names[id(node)]} = {text.source}")
+                self.known[id(node)] = Text(self.f.names[id(node)], True)
+
+    def decoded(self, node: Node) -> str:
+        """What a receiver makes of an element: finite."""
+        text = self.lanes(node)
+        return text if overflow_condition(node, lambda _: None) is None else f"finite({text})"
+
+    def _load_scalar(self, node: Node) -> Text:
+        name = self.f.names[id(node)]
+        place = f"{self.give(f'{name}_in', name if node.dtype != BOOL else f'{name}.to(torch.int8)')}{self.of_rank}"
+        number = f"tl.load({place}) != 0" if node.dtype == BOOL else f"tl.load({place}).to(tl.float32)"
+        return self._loaded(node, number, is_vector=False)
+
+    def _load_block(self, node: Node) -> Text:
+        name = self.f.names[id(node)]
+        self.give(f"{name}_in", name)
+        place = self.at if self.at == "b" else f"{self.at} // {node.space.block}"
+        return self._loaded(node, f"tl.load({name}_in + {place}, mask=inside, other=0.0)")
+
+    def _draw(self, node: Node) -> Text:
+        name, shared, stream = self.f.names[id(node)], node.attrs["shared"], node.attrs["stream"]
+        self.give(f"{name}_low", f"*key_words(keys, {shared}, {stream})")
+        self.give(f"{name}_high", "")
+        self.take("first")
+        group = self.give("is_group", "first % 1024 == 0", True) if self.is_group else "False"
+        return self._loaded(node, f"uniform(first + i, {name}_low, {name}_high, {group})")
+
+    def _loaded(self, node: Node, value: str, is_vector: bool = True) -> Text:
+        name = self.f.names[id(node)]
+        self.lines.add(f"{name} = {value}")
+        self.known[id(node)] = Text(name, is_vector)
+        return self.known[id(node)]
+
+    def _unless_short(self, node: Node, text: Text) -> Text:
+        """A variable for a long expression."""
+        return text if len(text.source) <= _SHORT else self._loaded(self.f.resolved(node), text.source, text.is_vector)
+
+    def _cast(self, node: Node) -> Text:
+        dtype, value = node.attrs["dtype"], self.vector(node.inputs[0])
+        if node.inputs[0].dtype == BOOL:
+            return Text(f"number({value.source})", value.is_vector)
+        if dtype.is_integer:
+            return Text(f"clamp({value.source}, {float(dtype.low)!r}, {float(dtype.high)!r})", value.is_vector)
+        return value if dtype.name == "float32" else Text(f"rounded_{dtype.name}({value.source})", value.is_vector)
+
+    # -- source ----------------------------------------------------------------------------------------------
+
+    def source(self) -> str:
+        """The kernel."""
+        names = [f"{name}: tl.constexpr" if name in self.constants else name for name in self.parameters]
+        head = wrapped(f"def {self.name}(", names, "):", 0)
+        return "\n".join(["@triton.jit", *head, f'{INDENT}"""{self.title}"""', str(self.lines)])
+
+    def launch(self, grid: str) -> None:
+        """Call it."""
+        arguments = [argument for argument in self.parameters.values() if argument]
+        lines = self.f.lines
+        lines.add(*wrapped("launch(", [self.name, f"({grid},)", *arguments], ")", len(INDENT) * lines.indent))
+
+
+def tidied(source: str) -> str:
+    """Source without parentheses round a whole argument or a whole right side."""
+    return "\n".join(line if line.lstrip().startswith("#") else _tidied(line) for line in source.split("\n"))
+
+
+def _tidied(line: str) -> str:
+    at = line.find("(")
+    while at >= 0:
+        closing = _closing(line, at)
+        before, after = line[:at], line[closing + 1 : closing + 2]
+        alone = (before.endswith((" = ", "return ")) and not after) or (
+            before.endswith(("(", ", ")) and after in (",", ")")
+        )
+        if alone and closing > 0 and not _has_comma(line[at + 1 : closing]):
+            line = before + line[at + 1 : closing] + line[closing + 1 :]
+        else:
+            at += 1
+        at = line.find("(", at)
+    return line
+
+
+def _closing(text: str, opening: int) -> int:
+    """Where the parenthesis at `opening` closes; -1 if not in this text."""
+    depth = 0
+    for k in range(opening, len(text)):
+        depth += {"(": 1, ")": -1}.get(text[k], 0)
+        if depth == 0:
+            return k
+    return -1
+
+
+def _has_comma(text: str) -> bool:
+    """Whether it is a tuple."""
+    depths = [text[:k].count("(") - text[:k].count(")") for k in range(len(text)) if text[k] == ","]
+    return 0 in depths
+
+
+def literal(value: float) -> str:
+    """A number of the algorithm as a float32."""
+    rounded = float(np.float32(value))
+    if rounded and abs(rounded) < 2.0**-126:  # Triton would take it for a float64
+        return f"tl.full([], {rounded!r}, tl.float32)"
+    return f"({rounded!r})" if rounded < 0 else repr(rounded)
+
+
+def wrapped(before: str, items: Sequence[str], after: str, indent: int) -> list[str]:
+    """A call or a signature, over several lines where it is too long for one."""
+    line = before + ", ".join(items) + after
+    if indent + len(line) <= _WIDTH:
+        return [line]
+    lines, current = [before], INDENT
+    for each in items:
+        if indent + len(current) + len(each) + 2 > _WIDTH:
+            lines.append(current.rstrip())
+            current = INDENT
+        current += f"{each}, "
+    return [*lines, current.rstrip(), after]
+
+
+def num_bytes(each: Field, count: str) -> str:
+    """Bytes of an array."""
+    if each.is_positions:
+        return f"positions_bytes(n, {count})"
+    if each.dtype.bits >= 8:
+        size = each.dtype.storage.itemsize
+        return count if size == 1 else f"{size} * {count}"
+    return f"ceil_div({count}, {each.dtype.per_byte})"
+
+
+def storage(dtype: ElementType) -> str:
+    """The torch type of what is stored."""
+    return "int16" if dtype.name == "bfloat16" else STORAGE.get(dtype.name, "uint8")
+
+
+def has_tail(dtype: ElementType) -> bool:
+    """Whether a chunk that is not full is packed apart."""
+    return dtype.packing in ("planes", "digits") and dtype.per_byte > 1

@@ -1,0 +1,1 @@
+"""Connections between ranks, and between workers and servers."""

@@ -1,0 +1,183 @@
+"""One end of an established connection between two ranks, sans-IO: what a frame means, what an end means.
+
+Guarantees: a peer speaks only for itself and its epoch; control frames are consumed here and bounded; data
+frames come out in order; after BYE nothing more is taken. A closed connection is an error unless BYE came
+first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+
+from gradwire.core.errors import FrameError, PeerFailedError, PeerLostError, PeerTimeoutError, SyncError
+from gradwire.net.liveness import Liveness
+from gradwire.net.stream import FrameReader
+from gradwire.wire.frame import DATA_KINDS, HEADER_BYTES, FrameKind, Header, describe, pack, without_seal
+
+MAX_REASON_BYTES = 1024
+
+
+@dataclass(frozen=True)
+class PeerIds:
+    """Who talks to whom: this rank, the other rank, and the epoch of their group."""
+
+    rank: int
+    peer: int
+    epoch: int
+
+
+class Conversation:
+    """Reads one peer's byte stream and keeps its timers and counters.
+
+    Args:
+        ends: who talks to whom.
+        timeout: how long the peer may be silent.
+        now: seconds on the caller's monotonic clock.
+        reader: the reader that a handshake has used on the same stream, if any.
+        heartbeat: see `Liveness`.
+
+    Attributes:
+        received_bytes: bytes of whole data frames.
+        control_bytes: bytes of whole control frames, both ways.
+        departed: the peer said BYE.
+        end: the error for whoever still needs the peer, once it said BYE or its connection ended; None until then.
+    """
+
+    def __init__(
+        self,
+        ends: PeerIds,
+        timeout: timedelta,
+        now: float,
+        reader: FrameReader | None = None,
+        heartbeat: timedelta | None = None,
+    ) -> None:
+        self.ends = ends
+        self.liveness = Liveness(timeout, now, heartbeat)
+        self.received_bytes = 0
+        self.control_bytes = 0
+        self.departed = False
+        self.end: PeerLostError | None = None
+        self._timeout = timeout
+        self._reader = reader or FrameReader(self._admit)
+        self._reader.admit = self._admit
+        self._admit_data: Callable[[int, Header], None] = _refuse
+
+    def begin(self, admit: Callable[[int, Header], None], now: float) -> None:
+        """Start to take data frames that `admit` lets in; the peer's silence counts from now."""
+        self._admit_data = admit
+        self.liveness.heard(now)
+
+    def wanted(self) -> memoryview:
+        """Where the next received bytes belong."""
+        return self._reader.wanted()
+
+    def advance(self, num_bytes: int, now: float) -> Iterator[tuple[Header, np.ndarray]]:
+        """Take note of received bytes and yield the data frames that are whole now.
+
+        Raises:
+            PeerFailedError: the peer sent ABORT.
+            PeerLostError: the peer sent GOAWAY.
+            SyncError: the peer sent what is not a frame, or a frame that was refused.
+        """
+        if num_bytes:
+            self.liveness.heard(now)
+        try:
+            for header, body in self._reader.advance(num_bytes):
+                frame_bytes = HEADER_BYTES + len(body)
+                if header.kind in DATA_KINDS:
+                    self.received_bytes += frame_bytes
+                    yield header, body
+                else:
+                    self.control_bytes += frame_bytes
+                    self._control(header, body)
+        except FrameError as error:
+            raise self.refused(error) from error
+
+    def control(self, kind: FrameKind, reason: str = "", blame: int | None = None) -> bytes:
+        """Return a control frame to send. ABORT and GOAWAY carry a reason, ABORT also who is to blame, if another."""
+        body = reason.encode("utf-8", "replace")[:MAX_REASON_BYTES]
+        frame = pack(
+            Header(kind, sender=self.ends.rank, epoch=self.ends.epoch, count=0 if blame is None else blame + 1),
+            body,
+        )
+        self.control_bytes += len(frame)
+        return frame
+
+    def refused(self, error: FrameError) -> SyncError:
+        """The error of a peer that sent a frame which is not taken."""
+        return SyncError(
+            f"Rank {self.ends.peer} sent what rank {self.ends.rank} does not take: {error}", rank=self.ends.peer
+        )
+
+    def lost(self, cause: str) -> PeerLostError | None:
+        """The error of a connection that ended now for `cause`, or None where the peer had said BYE."""
+        if self.departed:
+            return None
+        where = " in the middle of a frame" if self._reader.in_frame else ""
+        self.end = PeerLostError(
+            f"The connection to rank {self.ends.peer} has ended without a goodbye: {cause}{where} (at rank "
+            f"{self.ends.rank}). Look at the log of rank {self.ends.peer}: its process has ended or lost its "
+            "network.",
+            rank=self.ends.peer,
+        )
+        return self.end
+
+    def silence(self) -> PeerTimeoutError:
+        """The error of a peer that has been silent too long."""
+        return PeerTimeoutError(
+            f"Expected a sign of life from rank {self.ends.peer} within {self._timeout.total_seconds():g} s, "
+            f"got none (at rank {self.ends.rank}). Look whether that rank is stopped, swapping or cut off; "
+            "raise the timeout if such pauses are normal.",
+            rank=self.ends.peer,
+        )
+
+    def _admit(self, header: Header) -> None:
+        if header.sender != self.ends.peer or header.epoch != self.ends.epoch:
+            raise FrameError(
+                f"Expected a frame of rank {self.ends.peer} in epoch {self.ends.epoch:#x}, got "
+                f"{describe(header)} in epoch {header.epoch:#x}."
+            )
+        if self.departed:
+            raise FrameError(f"Expected nothing after BYE, got {describe(header)}.")
+        if header.kind in DATA_KINDS:
+            self._admit_data(self.ends.peer, header)
+        elif not self._is_control(header):
+            raise FrameError(f"Expected no such control frame, got {describe(header)}, {header.length} bytes.")
+
+    def _is_control(self, header: Header) -> bool:
+        blame = header.count if header.kind is FrameKind.ABORT else 0
+        plain = Header(header.kind, sender=self.ends.peer, epoch=self.ends.epoch, count=blame)
+        return header.length <= _CONTROL_LIMITS.get(header.kind, -1) and without_seal(header) == plain
+
+    def _control(self, header: Header, body: np.ndarray) -> None:
+        if header.kind is FrameKind.BYE:
+            self.departed = True
+            self.end = PeerLostError(
+                f"Rank {self.ends.peer} has left the group, and rank {self.ends.rank} still needs it. Run the same "
+                f"number of steps on every rank before detach() or the end of the script. If rank {self.ends.peer} "
+                "ended early, its log says why.",
+                rank=self.ends.peer,
+            )
+        elif header.kind is FrameKind.ABORT:
+            reason = body.tobytes().decode("utf-8", "replace")
+            blame = header.count - 1 if 0 < header.count <= 1 << 16 else self.ends.peer
+            raise PeerFailedError(f"Rank {self.ends.peer} gave up: {reason}", rank=blame)
+        elif header.kind is FrameKind.GOAWAY:
+            reason = body.tobytes().decode("utf-8", "replace")
+            raise PeerLostError(f"Rank {self.ends.peer} went away: {reason}", rank=self.ends.peer)
+
+
+_CONTROL_LIMITS = {
+    FrameKind.HEARTBEAT: 0,
+    FrameKind.BYE: 0,
+    FrameKind.ABORT: MAX_REASON_BYTES,
+    FrameKind.GOAWAY: MAX_REASON_BYTES,
+}
+
+
+def _refuse(peer: int, header: Header) -> None:
+    raise FrameError(f"Expected no data before `start`, got {describe(header)}.")

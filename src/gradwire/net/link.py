@@ -1,0 +1,208 @@
+"""One TCP connection to one peer, non-blocking: a queue of frames on the way out, a conversation on the way
+in.
+
+Guarantees: bodies are neither copied on the way out nor on the way in (beyond the first 64 KiB); one system
+call serves many small frames. A write that fails only closes this direction: what the peer said before it
+went, its reason above all, is still read. Everything but `enqueue` belongs to the I/O thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import socket
+import sys
+import termios
+from collections import deque
+from collections.abc import Iterator
+from itertools import islice
+
+import numpy as np
+
+from gradwire.net.conversation import Conversation
+from gradwire.wire.frame import Header
+
+# More buffers a call gain nothing measurable on loopback; the kernel's own limit is 1024.
+BUFFERS_PER_CALL = 64
+# So that one busy peer does not starve the others of the thread.
+CALLS_PER_TURN = 16
+DISCARD_BYTES = 1 << 16
+# tcpi_busy_time of Linux's struct tcp_info (since 4.10), in microseconds.
+_TCP_INFO = getattr(socket, "TCP_INFO", 11)
+_BUSY_TIME, _BUSY_TIME_END = 168, 176
+
+
+class Link:
+    """The connection to one peer.
+
+    Args:
+        sock: connected, non-blocking.
+        conversation: what is said on it.
+
+    Attributes:
+        open: the socket is open and the peer has not said BYE.
+        writable: frames can still be sent.
+        paused: nothing is read for now.
+        blocked: the kernel takes no more for now.
+        watched: the events that the owner's selector looks for.
+    """
+
+    def __init__(self, sock: socket.socket, conversation: Conversation) -> None:
+        self.socket = sock
+        self.conversation = conversation
+        self.open = True
+        self.writable = True
+        self.paused = False
+        self.blocked = False
+        self.watched = 0
+        self._busy_seconds = 0.0  # as last seen
+        self._queue: deque[tuple[bytes, np.ndarray]] = deque()
+        # Buffers of frames taken from the queue, each with whether a frame starts there.
+        self._outgoing: deque[tuple[memoryview, bool]] = deque()
+
+    @property
+    def peer(self) -> int:
+        """The rank at the other end."""
+        return self.conversation.ends.peer
+
+    def enqueue(self, head: bytes, body: np.ndarray) -> None:
+        """Queue one frame, or drop it where the connection has failed. Any thread may call this."""
+        if self.writable:
+            self._queue.append((head, body))
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is something to send."""
+        return self.writable and bool(self._queue or self._outgoing)
+
+    @property
+    def pending_frames(self) -> int:
+        """Frames that have not been sent to their end."""
+        begun = bool(self._outgoing) and not self._outgoing[0][1]
+        return len(self._queue) + begun + sum(starts for _, starts in self._outgoing)
+
+    def busy_seconds(self) -> float:
+        """For how long there were bytes under way so far; Linux counts it, elsewhere 0. It stays after the end."""
+        with contextlib.suppress(OSError):  # closed, or another system
+            info = self.socket.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _BUSY_TIME_END)
+            if len(info) == _BUSY_TIME_END:
+                self._busy_seconds = int.from_bytes(info[_BUSY_TIME:], sys.byteorder) / 1e6
+        return self._busy_seconds
+
+    def undelivered_bytes(self) -> int:
+        """Bytes sent that the peer's system has not acknowledged; 0 where this system does not tell."""
+        with contextlib.suppress(OSError):  # closed, or another system
+            return int.from_bytes(fcntl.ioctl(self.socket, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+        return 0
+
+    def flush(self, now: float) -> None:
+        """Send as much as the kernel takes in one turn. One thread at a time: the owner sees to that."""
+        for _ in range(CALLS_PER_TURN):
+            if not self.pending:
+                break
+            self._fill()
+            try:
+                count = self.socket.sendmsg([view for view, _ in islice(self._outgoing, BUFFERS_PER_CALL)])
+            except BlockingIOError:
+                self.blocked = True
+                return
+            except OSError:
+                self.mute()
+                return
+            self.conversation.liveness.sent(now)
+            self._sent(count)
+
+    def receive(self, now: float) -> Iterator[tuple[Header, np.ndarray]]:
+        """Read what has come and yield the data frames in it.
+
+        Raises:
+            SyncError: the connection ended, the peer gave up, or sent what is not taken.
+        """
+        for _ in range(CALLS_PER_TURN):
+            room = self.conversation.wanted()
+            try:
+                count = self.socket.recv_into(room)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self._ended(f"{error.strerror or error}")
+                return
+            if count == 0:
+                self._ended("the end of its connection")
+                return
+            yield from self.conversation.advance(count, now)
+            if count < len(room) or self.conversation.departed or self.paused:
+                return
+
+    def leftover(self, now: float) -> Iterator[tuple[Header, np.ndarray]]:
+        """Yield the data frames that came before anybody took them."""
+        yield from self.conversation.advance(0, now)
+
+    def depart(self) -> None:
+        """Close after the peer is gone. Not while another thread is in `flush`: the owner sees to that.
+
+        Raises:
+            PeerLostError: there were frames that the peer has not waited for.
+        """
+        unsent, error = self.pending_frames, self.conversation.end
+        assert error is not None, "the peer is gone"
+        self.shut()
+        if unsent:
+            raise error
+
+    def discard(self) -> bool:
+        """Read and drop what has come; False at the end of the connection."""
+        try:
+            return bool(self.socket.recv(DISCARD_BYTES))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    def drop_unsent(self) -> None:
+        """Forget the frames of which no byte has been sent, so that a last word gets through."""
+        self._queue.clear()
+        kept: deque[tuple[memoryview, bool]] = deque()
+        while self._outgoing and not self._outgoing[0][1]:
+            kept.append(self._outgoing.popleft())
+        self._outgoing = kept
+
+    def mute(self) -> None:
+        """Send nothing more."""
+        self.writable = self.blocked = False
+        self._queue.clear()
+        self._outgoing.clear()
+
+    def finish_sending(self) -> None:
+        """Tell the peer that nothing more comes, while still reading."""
+        self.mute()
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_WR)
+
+    def shut(self) -> None:
+        """Close the socket. Idempotent."""
+        self.busy_seconds()  # the last look at it
+        self.open = False
+        self.mute()
+        self.socket.close()
+
+    def _fill(self) -> None:
+        while self._queue and len(self._outgoing) < BUFFERS_PER_CALL:
+            head, body = self._queue.popleft()
+            self._outgoing.append((memoryview(head), True))
+            if body.nbytes:
+                self._outgoing.append((body.data, False))
+
+    def _sent(self, count: int) -> None:
+        while count:
+            view, _ = self._outgoing.popleft()
+            if count < len(view):
+                self._outgoing.appendleft((view[count:], False))
+                return
+            count -= len(view)
+
+    def _ended(self, cause: str) -> None:
+        error = self.conversation.lost(cause)
+        if error is not None:
+            raise error  # still open: a peer that has only half closed can be told
+        self.shut()

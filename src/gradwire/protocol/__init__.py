@@ -1,1 +1,0 @@
-"""Sans-IO state machines of every conversation."""

@@ -1,1 +1,0 @@
-"""Push and pull of parameters: the conversation of workers and parameter servers, sans-IO, both ends."""

@@ -1,0 +1,7 @@
+"""Residuals as a transaction, and the policies that use them."""
+
+from gradwire.residuals.momentum import MomentumCorrection
+from gradwire.residuals.policies import ErrorFeedback, NoFeedback, Policy, get
+from gradwire.residuals.transaction import ResidualKey, Residuals, Role
+
+__all__ = ["ErrorFeedback", "MomentumCorrection", "NoFeedback", "Policy", "ResidualKey", "Residuals", "Role", "get"]

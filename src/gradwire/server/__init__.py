@@ -1,1 +1,0 @@
-"""Processes that run the server ends of the protocols."""

@@ -1,0 +1,47 @@
+"""The plan entry: how one tensor travels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gradwire.compressors.base import Compressor, SummableCompressor
+
+
+@dataclass(frozen=True)
+class PlanEntry:
+    """How one tensor travels.
+
+    Attributes:
+        compressor: encodes and decodes it.
+        strategy: name of the strategy.
+        partitions: how many ranges a rank's share is cut into, so that they can overlap.
+        feedback: residual policy as text: ``"none"``, ``"error"`` or ``"momentum"``, the last with options.
+        batched: small, and as it is or cast to 16 bits: travels in one message with its likes.
+    """
+
+    compressor: Compressor
+    strategy: str = "scatter_reduce"
+    partitions: int = 1
+    feedback: str = "none"
+    batched: bool = False
+
+    def accumulator_dtype(self, stage: int, world_size: int) -> np.dtype:
+        """Element type of accumulators that leave a stage. On a ring they widen, since each hop adds one payload."""
+        assert isinstance(self.compressor, SummableCompressor)
+        num_payloads = min(stage + 1, world_size) if self.strategy == "ring" else world_size
+        return self.compressor.accumulator_dtype(world_size, num_payloads)
+
+    def describe(self, world_size: int) -> dict[str, Any]:
+        """Everything that so many ranks must agree on, as plain data."""
+        return {
+            "compressor": self.compressor.name,
+            "options": {key: repr(value) for key, value in sorted(self.compressor.options.items())},
+            "derived_config": self.compressor.derived_config(world_size),
+            "strategy": self.strategy,
+            "partitions": self.partitions,
+            "feedback": self.feedback,
+            "batched": self.batched,
+        }

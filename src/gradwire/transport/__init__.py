@@ -1,1 +1,0 @@
-"""Bytes in and out for the protocols."""

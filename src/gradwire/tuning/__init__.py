@@ -1,0 +1,1 @@
+"""`auto`: calibration of links and codecs, the step clock, candidates, and the choice among them."""

@@ -1,0 +1,300 @@
+"""The profiler: measures what compressors and the engine cost on this machine.
+
+One thread, medians of repeated calls after warm-up, time of the thread on its core (so what else runs on the machine
+counts only by what it takes from caches and memory). Gradients are normal random numbers and residuals what several
+encodes of them left behind, so that codecs whose payload depends on the content see a plausible one; a job that wants
+its own figures hands in its own gradients.
+"""
+
+# Shapes: N = elements.
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from gradwire.compressors.base import Compressor, SummableCompressor
+from gradwire.compressors.base.contract import compensate
+from gradwire.compressors.base.registry import DENSE_NAME, make
+from gradwire.core.context import Context
+from gradwire.core.errors import OptionError
+from gradwire.core.events import EventStream
+from gradwire.core.spec import TensorSpec
+from gradwire.kernels import active as kernels
+from gradwire.kernels.cpu.parallel import one_thread
+from gradwire.net.transport import Callbacks, Transport
+from gradwire.observe.metrics import Metrics
+from gradwire.planner.costs import CodecCosts, Cost, Curve
+from gradwire.residuals.transaction import Residuals
+from gradwire.sync.engine import Engine
+from gradwire.sync.graph import TaskGraph
+from gradwire.sync.job import TensorJob
+from gradwire.sync.plan_entry import PlanEntry
+from gradwire.sync.strategies import Builder, Runtime, allgather
+from gradwire.wire.frame import Header, seal, unpack
+
+SIZES = (1 << 10, 1 << 13, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
+"""Elements of the tensors that are measured: from one block to 64 MB, which no cache holds."""
+Clock = Callable[[], float]
+_NUM_MERGED = 4  # payloads that are merged; figures are for each of them
+_WARM_UPS = 3
+_MIN_REPEATS = 3
+_MAX_REPEATS = 101
+
+
+# -- codecs ------------------------------------------------------------------------------------------------------
+
+
+def measure_codec(
+    compressor: Compressor,
+    sizes: Sequence[int] = SIZES,
+    seconds_budget: float = 2.0,
+    *,
+    world_size: int = _NUM_MERGED,
+    gradient: torch.Tensor | None = None,
+    aux: Mapping[str, torch.Tensor] | None = None,
+    clock: Clock = time.thread_time,
+) -> CodecCosts:
+    """Measure encode, decode and merge of a compressor, and what else it has.
+
+    Args:
+        compressor: with its options.
+        sizes: elements of the tensors to measure, two at least.
+        seconds_budget: about how long this may take, without compilation at first use.
+        world_size: Number of ranks, on which the width of accumulators depends, and for some compressors the bits.
+        gradient: float32, from which tensors are cut (repeated where it is too short); None for random numbers.
+        aux: what contexts have in `aux`, cut and repeated as `gradient` is, but for what is of less than its length.
+        clock: ``time.perf_counter`` where ranks share cores, measure at once and shall see what that costs them.
+
+    Raises:
+        OptionError: fewer than two different sizes, or a compressor whose costs depend on shapes, too.
+    """
+    if compressor.requires_full_tensor:
+        raise OptionError(
+            f"Expected a compressor that takes ranges of tensors, got {compressor!r}, whose costs depend on shapes. "
+            'Do: name it in a plan of your own, for example {"*": "powersgd"}.'
+        )
+    if len(set(sizes)) < 2 or min(sizes) < 1:
+        raise OptionError(f"Expected two or more sizes above 0, got {tuple(sizes)}. Do: pass a small and a large one.")
+    ordered = sorted(set(sizes))
+    # Half of the time for the largest: its calls take the longest and vary the least.
+    with _one_thread():
+        seconds_each = seconds_budget / len(ordered)
+        rows = [
+            _measure_size(
+                compressor, world_size, _gradient(size, gradient), _cut(aux or {}, gradient, size), seconds_each, clock
+            )
+            for size in ordered
+        ]
+    spent = {name: Curve.through(ordered, [row.seconds[name] for row in rows]) for name in rows[0].seconds}
+    nbytes = {name: _exact_curve(ordered, [row.nbytes[name] for row in rows]) for name in rows[0].nbytes}
+    costs: dict[str, Cost] = {**spent, **nbytes}
+    return CodecCosts(**costs)
+
+
+class _Row(NamedTuple):
+    """What one size takes."""
+
+    seconds: dict[str, float]
+    nbytes: dict[str, float]
+
+
+def _measure_size(
+    compressor: Compressor,
+    world_size: int,
+    grad: torch.Tensor,
+    aux: dict[str, torch.Tensor],
+    seconds_budget: float,
+    clock: Clock,
+) -> _Row:
+    spec = TensorSpec.of(grad)
+    context = Context("profile", world_size=world_size, spec=spec, aux=aux)
+    encode, stats_call, shared = _encoder(compressor, grad, context)
+    payload = encode()
+    out = torch.empty(grad.numel())
+    payloads, contexts = [payload] * _NUM_MERGED, [context] * _NUM_MERGED
+    calls: dict[str, tuple[Callable[[], object], int]] = {
+        "encode": (encode, 1),
+        "decode": (lambda: compressor.decode(payload, context, out, stats=shared), 1),
+        "merge": (lambda: compressor.decode_sum(payloads, contexts, out, shared), _NUM_MERGED),
+    }
+    nbytes: dict[str, float] = {"payload_bytes": payload.body.nbytes}
+    if compressor.needs_stats:
+        calls["stats"] = (stats_call, 1)
+        nbytes["stats_bytes"] = 4 * sum(length for length, _ in compressor.stats_spec(spec))
+    if isinstance(compressor, SummableCompressor):
+        accumulator = np.zeros(compressor.accumulator_size(spec), compressor.accumulator_dtype(world_size))
+
+        def accumulate() -> None:
+            accumulator.fill(0)  # it is as wide as the sum of a few payloads needs
+            compressor.accumulate(payload, context, accumulator)
+
+        calls["accumulate"] = (accumulate, 1)
+        calls["finalize"] = (lambda: compressor.finalize(accumulator, world_size, context, shared, out), 1)
+        nbytes["accumulator_bytes"] = accumulator.nbytes
+    share = seconds_budget / len(calls)
+    seconds = {name: median_seconds(call, share, clock) / divisor for name, (call, divisor) in calls.items()}
+    return _Row(seconds, nbytes)
+
+
+def _encoder(
+    compressor: Compressor, grad: torch.Tensor, context: Context
+) -> tuple[Callable[[], Any], Callable[[], object], list[np.ndarray]]:
+    """Encodes as the synchronizer does, with a residual where it keeps one; its preliminary round; what that gave."""
+    scale = 1 / context.world_size
+    feedback = compressor.default_feedback == "error" and not compressor.exact
+    after = np.zeros(grad.numel(), np.float32) if feedback else None
+    before = None if after is None else np.zeros(grad.numel(), np.float32)
+
+    def statistics() -> list[np.ndarray]:
+        if after is None:
+            return [stat.values for stat in compressor.stats(grad, context, scale)]
+        return [stat.values for stat in compressor.stats(compensate(grad, scale, before, after), context)]
+
+    shared = statistics() if compressor.needs_stats else []
+
+    def encode() -> Any:
+        if shared and after is not None:
+            return compressor.encode(torch.from_numpy(after), context, shared, residual_out=after)
+        return compressor.encode(grad, context, shared, scale=scale, residual_in=before, residual_out=after)
+
+    for _ in range(_WARM_UPS):
+        encode()
+        if after is not None and before is not None:
+            before[:] = after
+    return encode, statistics, shared
+
+
+def _cut(aux: Mapping[str, torch.Tensor], gradient: torch.Tensor | None, size: int) -> dict[str, torch.Tensor]:
+    """What belongs to a gradient, for one of another size."""
+    whole = 0 if gradient is None else gradient.numel()
+    return {name: _gradient(size, each) if each.numel() == whole else each for name, each in aux.items()}
+
+
+def _gradient(size: int, given: torch.Tensor | None) -> torch.Tensor:
+    if given is None:
+        return torch.randn(size, generator=torch.Generator().manual_seed(0)) * 1e-2
+    flat = given.detach().reshape(-1).to(torch.float32)
+    return flat.repeat(-(-size // flat.numel()))[:size].contiguous()
+
+
+def _exact_curve(sizes: Sequence[int], nbytes: Sequence[float]) -> Curve:
+    # Payloads of random content need not grow from size to size; a curve does.
+    rising = np.maximum.accumulate(np.asarray(nbytes, dtype=float))
+    return Curve(tuple(zip(map(float, sizes), rising.tolist(), strict=True)))
+
+
+# -- the engine --------------------------------------------------------------------------------------------------
+
+
+def measure_add(sizes: Sequence[int] = SIZES, seconds_budget: float = 0.3) -> Curve:
+    """Seconds to add a rank's own gradient to a sum, by elements."""
+    ordered = sorted(set(sizes))
+    found = []
+    for size in ordered:
+        grad, total = _gradient(size, None).numpy(), np.zeros(size, np.float32)
+        call = _adder(grad, total)
+        found.append(median_seconds(call, seconds_budget / len(ordered)))
+    return Curve.through(ordered, found)
+
+
+def _adder(grad: np.ndarray, total: np.ndarray) -> Callable[[], object]:
+    return lambda: kernels.compensate(grad, 1 / _NUM_MERGED, total, total)
+
+
+def measure_task(num_items: int = 300) -> float:
+    """The engine's own seconds for each task, beside its work: queues, frames, events, and what a graph takes to build.
+
+    Measured on tiny dense items between two ranks, of which one is an echo.
+    """
+    runs = [_run_echo(num_items) for _ in range(_MIN_REPEATS)]
+    return float(np.median(runs))
+
+
+def _run_echo(num_items: int) -> float:
+    echo, events = _Echo(), EventStream()
+    metrics = Metrics(events)
+    work: list[float] = []
+    events.listen(lambda event: work.append(event.duration) if event.kind in ("encode", "merge", "decode") else None)
+    engine = Engine(
+        echo,
+        admit=lambda header: None,
+        events=events,
+        stall_timeout=timedelta(seconds=60),
+        on_failure=lambda error, state: None,
+    )
+    around = Runtime(echo, Residuals(), events, seed=0)
+    entry = PlanEntry(make(DENSE_NAME), "allgather")
+    items = [TensorJob("profile", 0, torch.zeros(1 << 10), entry, index, 0) for index in range(num_items)]
+    num_tasks = 0
+    try:
+        start = time.perf_counter()
+        for item in items:
+            graph = TaskGraph(item.name, item.round, item.round, lambda: None)
+            allgather.build(Builder(item, graph, around))
+            num_tasks += len(graph.tasks)
+            engine.run(graph)
+        engine.wait_idle()
+        return max(0.0, time.perf_counter() - start - sum(work)) / num_tasks
+    finally:
+        engine.close()
+        metrics.close()
+
+
+class _Echo(Transport):
+    """Gives back every frame as if the other of two ranks had sent its like."""
+
+    def __init__(self) -> None:
+        self.rank, self.world_size, self.epoch = 0, 2, 0
+        self.sent_bytes, self.received_bytes, self.control_bytes = [0, 0], [0, 0], [0, 0]
+
+    def start(self, callbacks: Callbacks) -> None:
+        self._deliver = callbacks.deliver
+
+    def send(self, peer: int, header: Header, body: np.ndarray) -> None:
+        sealed = unpack(seal(header, body))
+        self._deliver(peer, replace(sealed, sender=peer), body)
+
+    def departed(self, peer: int) -> None:
+        return None
+
+    def abort(self, reason: str, blame: int | None = None) -> None:
+        """Nobody to tell."""
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+# -- timing ------------------------------------------------------------------------------------------------------
+
+
+def median_seconds(call: Callable[[], object], seconds_budget: float, clock: Clock = time.thread_time) -> float:
+    """Median time of a call, after warm-up, within about a budget."""
+    call()
+    first = max(_seconds(call, clock), 1e-9)
+    repeats = min(_MAX_REPEATS, max(_MIN_REPEATS, int(seconds_budget / first)))
+    return max(float(np.median([_seconds(call, clock) for _ in range(repeats)])), 1e-9)
+
+
+def _seconds(call: Callable[[], object], clock: Clock) -> float:
+    start = clock()
+    call()
+    return clock() - start
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with one_thread():
+            yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,83 @@
+"""An aggregation server on a thread and its clients, for tests."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from gradwire.aggregator.client import AggregationClient
+from gradwire.aggregator.process import AggregationOptions, AggregationServer
+from gradwire.aggregator.session import SessionConfig
+from gradwire.net.reconnecting import HEARTBEAT
+from gradwire.wire.frame import FrameFlags
+from tests.schedules import jobs
+
+WAIT = 30.0
+SHORT = 4 * HEARTBEAT
+
+
+class Job:
+    """A server on a thread, and clients."""
+
+    def __init__(self) -> None:
+        self.clients: list[AggregationClient] = []
+        self.servers: list[threading.Thread] = []
+        self.ends: list[Any] = []
+
+    def serve(self, on_event: Callable[[str], None] = lambda text: None, **options: Any) -> tuple[str, int]:
+        self.server = server = AggregationServer(AggregationOptions(**{"workers": 3, **options}))
+
+        def run() -> None:
+            try:
+                server.run(on_event)
+                self.ends.append(None)
+            except Exception as error:
+                self.ends.append(error)
+
+        self.servers.append(threading.Thread(target=run, daemon=True))
+        self.servers[-1].start()
+        return server.address
+
+    def join(self, address: tuple[str, int], terms: SessionConfig, **options: Any) -> list[AggregationClient]:
+        self.clients += [AggregationClient(address, terms, rank, **options) for rank in range(terms.world_size)]
+        return self.clients
+
+    def end(self) -> Any:
+        """What the server ended with."""
+        self.servers[-1].join(WAIT)
+        return self.ends[-1]
+
+
+@contextlib.contextmanager
+def aggregation_job() -> Iterator[Job]:
+    """A job that has ended when this has."""
+    made = Job()
+    yield made
+    for client in made.clients:
+        client.close()
+    for server in made.servers:
+        server.join(WAIT)
+
+
+def submit_all(client: AggregationClient, round_: int) -> list[tuple[np.ndarray, Future]]:
+    made = []
+    for stream, found in enumerate(client.terms.streams):
+        out = np.empty(found.size, client.terms.lanes(stream))
+        payload = jobs.payload(client.terms, client.rank, round_, stream)
+        made.append((out, client.submit(round_, stream, payload, out, FrameFlags.USED)))
+    return made
+
+
+def check_round(clients: list[AggregationClient], round_: int) -> None:
+    submitted = [submit_all(client, round_) for client in clients]
+    for results in submitted:
+        for stream, (out, future) in enumerate(results):
+            reply = future.result(WAIT)
+            workers = np.flatnonzero(reply.counted[0]).tolist()
+            assert reply.flags == FrameFlags.USED
+            assert out.tobytes() == jobs.expected(clients[0].terms, round_, stream, slice(None), workers).tobytes()

@@ -1,0 +1,338 @@
+"""The aggregation server over real sockets: sums, ends, processes that are killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gradwire.aggregator.client import AggregationClient
+from gradwire.aggregator.process import AggregationOptions, AggregationServer
+from gradwire.aggregator.session import Operation, SessionConfig, Stream
+from gradwire.core.errors import DisagreementError, OptionError, PeerLostError, PeerTimeoutError, SyncError
+from gradwire.net.datagrams import DatagramSocket
+from gradwire.net.handshake import JobKey
+from gradwire.net.stopping import stopped_by_signals
+from tests.aggregator.aggregation_job import SHORT, WAIT, Job, aggregation_job, check_round, submit_all
+from tests.net.recorder import until
+from tests.parameter_server.processes import Process
+from tests.schedules import jobs
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    with aggregation_job() as made:
+        yield made
+
+
+@pytest.mark.parametrize("options", [{}, {"udp": True}, {"udp": True, "drop": 0.1}], ids=["tcp", "udp", "lossy"])
+def test_sums_over_sockets(job, options):
+    terms = jobs.terms()
+    clients = job.join(job.serve(**options), terms)
+    for round_ in range(5):
+        check_round(clients, round_)
+    for client in clients:
+        client.close()
+    assert job.end() is None
+
+
+def test_results_may_be_multicast(job):
+    group = ("239.71.87.1", 0x6757)
+    stranger = DatagramSocket(group, JobKey(bytes(32)), shared=True)
+    stranger.join(group[0], "127.0.0.1")
+    clients = job.join(job.serve(udp=True, multicast=group), jobs.terms())
+    for round_ in range(3):
+        check_round(clients, round_)
+    assert list(stranger.receive(64)) == []  # without the job's key nothing counts
+    assert stranger.forged == 3 * 5  # rounds times packets: one for all workers
+    stranger.close()
+
+
+@pytest.mark.parametrize("udp", [False, True])
+def test_a_name_of_this_machine_is_one_address_for_connection_and_datagrams(job, monkeypatch, udp):
+    """Also where the system knows localhost as ::1 first, and the server listens at 127.0.0.1."""
+    look_up = socket.getaddrinfo
+
+    def ipv6_first(host: Any, port: Any, family: int = 0, *rest: Any, **options: Any) -> list[Any]:
+        found = look_up(host, port, family, *rest, **options)
+        if host == "localhost" and family == socket.AF_UNSPEC:
+            return [(socket.AF_INET6, *found[0][1:4], ("::1", port or 0, 0, 0)), *found]
+        return found
+
+    monkeypatch.setattr(socket, "getaddrinfo", ipv6_first)
+    _, port = job.serve(udp=udp)
+    check_round(job.join(("localhost", port), jobs.terms()), 0)
+
+
+def test_small_buffers_and_many_workers(job):
+    terms = jobs.terms(16)
+    address = job.serve(workers=16, udp=True, buffer_bytes=4096)
+    check_round(job.join(address, terms), 0)
+
+
+def test_counters_are_what_happened_to_datagrams(job, caplog):
+    """All that workers have sent has come, was dropped or, had it been damaged, does not carry the tag."""
+    address = job.serve(udp=True, drop=0.1)
+    clients = job.join(address, jobs.terms())
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
+        for size in (0, 10, 100):
+            stranger.sendto(bytes(size), address)
+            stranger.sendto(bytes(size), clients[0]._datagrams.address)
+    for round_ in range(30):
+        check_round(clients, round_)
+    until(lambda: clients[0].counters.forged == job.server.counters.forged == 3)
+    sent = sum(client.counters.sent for client in clients)
+    until(lambda: job.server.counters.received + job.server.counters.dropped == sent)
+    with caplog.at_level("INFO", "gradwire"):
+        for client in clients:
+            client.close()
+    assert job.end() is None
+    server, workers = job.server.counters, [client.counters for client in clients]
+    assert server.dropped > 0
+    assert sum(each.sent_again for each in workers) >= server.dropped // 2
+    assert server.received + server.dropped == sent == sum(each.sent for each in workers)
+    assert [each.forged for each in workers] == [3, 0, 0]
+    for rank, each in enumerate(workers):
+        assert f"Aggregation at rank {rank}: packets: {each}" in caplog.text
+
+
+# -- ends ---------------------------------------------------------------------------------------------------
+
+
+def test_workers_that_expect_different_things_are_told_so(job):
+    address = job.serve(workers=2)
+    first = AggregationClient(address, jobs.terms(2), 0)
+    job.clients.append(first)
+    with pytest.raises(SyncError, match="run one model, plan and version"):
+        job.clients.append(AggregationClient(address, jobs.terms(2, max_misses=3), 1))
+    assert isinstance(job.end(), DisagreementError)
+    with pytest.raises(SyncError, match="run one model, plan and version"):
+        first.submit(0, 1, None, np.empty(40, np.float32)).result(WAIT)
+
+
+def test_packets_that_fit_no_datagram_are_refused_with_advice(job):
+    terms = SessionConfig(1, (jobs.WIDE,), (Stream(Operation.SUM, 100_000),), packet_elements=65_536)
+    with pytest.raises(SyncError, match="packet_elements=31744 or less") as caught:
+        AggregationClient(job.serve(workers=1, udp=True), terms, 0)
+    fitting = SessionConfig(1, (jobs.WIDE,), (Stream(Operation.SUM, 100_000),), packet_elements=31_744)
+    assert "datagram" in str(caught.value)
+    job.join(job.serve(workers=1, udp=True), fitting)
+
+
+def test_packets_that_were_made_of_whole_blocks_are_refused_with_advice_on_the_block(job):
+    streams = (Stream(Operation.SUM, 100_000),)
+    terms = SessionConfig(2, (jobs.WIDE,), streams, packet_elements=65_536)
+    with pytest.raises(SyncError, match="packet_elements=31744 or less, or start the server without --udp"):
+        AggregationClient(job.serve(workers=2, udp=True), terms, 0)
+    partial = SessionConfig(3, (jobs.WIDE,), streams, packet_elements=65_536, fraction=0.6)
+    with pytest.raises(SyncError, match="31744 or less, with a compressor whose block is no longer, or start"):
+        AggregationClient(job.serve(workers=3, udp=True), partial, 0)
+
+
+def test_a_worker_that_gives_up_ends_the_job_of_all(job):
+    clients = job.join(job.serve(), jobs.terms())
+    waiting = submit_all(clients[0], 0)
+    clients[1].close("its disk is full")
+    with pytest.raises(SyncError, match="its disk is full"):
+        waiting[0][1].result(WAIT)
+    assert "its disk is full" in str(job.end())
+
+
+def test_a_worker_that_finishes_first_ends_the_job_of_all(job):
+    clients = job.join(job.serve(), jobs.terms())
+    waiting = submit_all(clients[0], 0)
+    clients[2].close()
+    with pytest.raises(SyncError, match=r"\[2\] have finished"):
+        waiting[0][1].result(WAIT)
+    assert isinstance(job.end(), PeerLostError)
+
+
+@pytest.mark.parametrize("udp", [False, True])
+def test_a_worker_that_holds_up_a_result_is_named(job, udp):
+    clients = job.join(job.serve(udp=udp), jobs.terms(), stall_timeout=timedelta(seconds=0.3))
+    waiting = [submit_all(client, 0) for client in clients[:2]]
+    for results in waiting:
+        with pytest.raises(SyncError, match=r"from workers \[2\] within 0.3 s"):
+            results[0][1].result(WAIT)
+    error = job.end()
+    assert isinstance(error, PeerTimeoutError)
+    assert error.rank == 2
+
+
+def test_a_server_that_is_not_there(job):
+    address = job.serve(workers=1)
+    job.join(address, jobs.terms(1))[0].close()
+    job.end()
+    with pytest.raises(PeerTimeoutError, match=r"no connection for 1 s .* Start it with: gradwire serve --aggregate"):
+        AggregationClient(address, jobs.terms(1), 0, timeout=SHORT)
+
+
+def test_an_older_session_is_fenced(job):
+    address = job.serve(workers=2, udp=True)
+    terms = jobs.terms(2)
+    old = job.join(address, terms, session=5)
+    check_round(old, 0)
+    waiting = submit_all(old[0], 1)
+    new = [AggregationClient(address, terms, rank, session=6) for rank in range(2)]
+    job.clients += new
+    with pytest.raises(SyncError, match="started again"):
+        waiting[0][1].result(WAIT)
+    check_round(new, 0)
+    with pytest.raises(SyncError, match="Expected session 6"):
+        AggregationClient(address, terms, 0, session=5)
+    check_round(new, 1)
+
+
+def test_what_does_not_fit_the_terms_is_refused_at_once(job):
+    terms = jobs.terms(1)
+    client = job.join(job.serve(workers=1), terms)[0]
+    out = np.empty(40, np.float32)
+    with pytest.raises(ValueError, match="a stream below 3"):
+        client.submit(0, 3, None, out)
+    with pytest.raises(ValueError, match="float32 of 40 elements"):
+        client.submit(0, 1, None, np.empty(41, np.float32))
+    with pytest.raises(ValueError, match="160 bytes of stream 1"):
+        client.submit(0, 1, np.zeros(39, np.float32), out)
+    client.submit(3, 1, np.zeros(40, np.float32), out).result(WAIT)
+    with pytest.raises(ValueError, match="one after another"):
+        client.submit(3, 1, np.zeros(40, np.float32), out)
+
+
+def test_it_wants_a_key_beyond_loopback_and_datagrams_for_multicast(monkeypatch):
+    monkeypatch.delenv("GRADWIRE_JOB_KEY", raising=False)
+    monkeypatch.delenv("GRADWIRE_JOB_KEY_FILE", raising=False)
+    with pytest.raises(OptionError, match="GRADWIRE_JOB_KEY_FILE"):
+        AggregationServer(AggregationOptions(1, host="0.0.0.0"))
+    with pytest.raises(OptionError, match="udp=True"):
+        AggregationServer(AggregationOptions(1, multicast=("239.1.1.1", 5000)))
+    for host in ("10.0.0.1", "a.example", "ff02::1"):
+        with pytest.raises(OptionError, match=r"one of 239\.0\.0\.0/8"):
+            AggregationServer(AggregationOptions(1, udp=True, multicast=(host, 5000)))
+
+
+# -- processes that are killed ------------------------------------------------------------------------------
+
+
+class Relay:
+    """A line to a server that can be cut."""
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self._to = address
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._ends: list[socket.socket] = []
+        self.address = self._listener.getsockname()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def cut(self) -> None:
+        ends, self._ends = self._ends, []
+        for end in ends:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._listener.close()
+        self.cut()
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                pair = self._listener.accept()[0], socket.create_connection(self._to)
+                self._ends += pair
+                for way in (pair, pair[::-1]):
+                    threading.Thread(target=self._pass_on, args=way, daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
+        with source:
+            with contextlib.suppress(OSError):
+                while data := source.recv(1 << 16):
+                    sink.sendall(data)
+            with contextlib.suppress(OSError):
+                sink.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_worker_that_is_lost_for_a_moment_before_all_have_come_is_waited_for(job):
+    patience = 2.0
+    events: queue.SimpleQueue[str] = queue.SimpleQueue()
+    address = job.serve(workers=2, patience=timedelta(seconds=patience), on_event=events.put)
+    relay = Relay(address)
+    job.clients.append(AggregationClient(relay.address, jobs.terms(2), 0))
+    threading.Event().wait(1.2 * patience)  # the other has not come for longer than a lost worker is waited for
+    relay.cut()
+    heard = []
+    while heard[-1:] != ["Worker 0: joined"] or len(heard) < 3:
+        heard.append(events.get(timeout=WAIT))
+    job.clients.append(AggregationClient(address, jobs.terms(2), 1))
+    check_round(job.clients, 0)
+    relay.close()
+
+
+def serve_process(line: Any, port: int, options: dict[str, Any]) -> None:
+    try:
+        server = AggregationServer(AggregationOptions(port=port, **options))
+        with stopped_by_signals(server):
+            line.send(("port", server.address[1]))
+            server.run(lambda text: None)
+        line.send(("ended", ""))
+    except SyncError as error:
+        line.send(("ended", f"{type(error).__name__}: {error}"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("udp", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_server_that_is_killed_or_stopped_comes_back_and_no_result_changes(job, udp, number):
+    options = {"workers": 2, "udp": udp}
+    first = Process(serve_process, 0, options)
+    port = first.hear("port")
+    clients = job.join(("127.0.0.1", port), jobs.terms(2))
+    check_round(clients, 0)
+    half = submit_all(clients[0], 1)  # of a round that the other has not begun
+    first.signal(number)
+    first.process.join()
+    first.end()
+    second = Process(serve_process, port, options)
+    assert second.hear("port") == port
+    rest = submit_all(clients[1], 1)
+    for results in (half, rest):
+        for stream, (out, future) in enumerate(results):
+            counted = np.flatnonzero(future.result(WAIT).counted[0]).tolist()
+            assert out.tobytes() == jobs.expected(clients[0].terms, 1, stream, slice(None), counted).tobytes()
+    check_round(clients, 2)
+    for client in clients:
+        client.close()
+    assert second.hear("ended") == ""
+    second.end()
+
+
+def work_process(line: Any, port: int) -> None:
+    client = AggregationClient(("127.0.0.1", port), jobs.terms(2), 1)
+    line.send(("pid", os.getpid()))
+    work(client, range(1 << 30))
+
+
+def work(client: AggregationClient, rounds: range) -> None:
+    for round_ in rounds:
+        for _, future in submit_all(client, round_):
+            future.result(WAIT)
+
+
+def test_a_worker_that_is_killed_ends_the_job_with_its_name(job):
+    address = job.serve(workers=2, patience=timedelta(seconds=0.5))
+    worker = Process(work_process, address[1])
+    client = AggregationClient(address, jobs.terms(2), 0)
+    job.clients.append(client)
+    worker.hear("pid")
+    work(client, range(10))
+    worker.signal(signal.SIGKILL)
+    with pytest.raises(SyncError, match=r"workers \[1\] within 0.5 s"):
+        work(client, range(10, 1 << 30))
+    worker.end()
+    assert job.end().rank == 1

@@ -1,0 +1,84 @@
+"""Terms are checked where they are made, and read back as they were told."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradwire.aggregator.interface import Reply
+from gradwire.aggregator.session import IndexTable, Operation, SessionConfig, Stream
+from gradwire.core.errors import FrameError, OptionError
+from gradwire.wire.frame import FrameFlags
+
+PAPER = IndexTable(2, (0, 3, 8, 30), 8)
+SUM, MAXIMUM = Operation.SUM, Operation.MAXIMUM
+
+
+def test_terms_come_back_as_they_were_told() -> None:
+    terms = SessionConfig(4, (PAPER,), (Stream(SUM, 5000), Stream(MAXIMUM, 5)), 2048, 0.75, 3)
+    assert SessionConfig.from_json(json.loads(json.dumps(terms.to_json()))) == terms
+    assert (terms.needed, terms.num_packets(0), terms.elements(0, 2), terms.num_packets(1)) == (3, 3, 904, 1)
+    assert (terms.payload_bytes(0, 2048), terms.payload_bytes(1, 5)) == (512, 20)
+
+
+def test_eight_workers_fit_the_papers_lanes_and_nine_are_told_what_would() -> None:
+    SessionConfig(8, (PAPER,), ())
+    with pytest.raises(OptionError, match=r"lanes of 16 bits, or values up to 28"):
+        SessionConfig(9, (PAPER,), ())
+
+
+@given(st.integers(1, 1024), st.integers(1, 2**17), st.sampled_from([8, 16, 32]))
+def test_no_accepted_table_can_overflow(world_size: int, largest: int, lane_bits: int) -> None:
+    try:
+        SessionConfig(world_size, (IndexTable(1, (0, largest), lane_bits),), ())
+    except OptionError:
+        assert world_size * largest >= 2**lane_bits
+    else:
+        assert world_size * largest < 2**lane_bits
+
+
+@pytest.mark.parametrize(
+    ("said", "advice"),
+    [
+        ({"packet_elements": 1500}, "pass 2048"),
+        ({"fraction": 0.5}, "pass 0.9 or 1"),
+        ({"world_size": 0}, "world_size from 1 to"),
+        ({"streams": (Stream(SUM, 0),)}, "size of a stream from 1 to"),
+        ({"streams": (Stream(SUM, 5, table=1),)}, "table of a stream from 0 to 0"),
+        ({"tables": (IndexTable(2, (0, 1), 8),)}, "2\\^bits values"),
+    ],
+)
+def test_what_is_out_of_range_is_refused_with_advice(said: dict[str, object], advice: str) -> None:
+    with pytest.raises(OptionError, match=advice):
+        SessionConfig(**{"world_size": 4, "tables": (PAPER,), "streams": (), **said})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"version": 2}, {"world_size": "4"}, {"streams": [["mean", 5, 0]]}, {"streams": [["sum", 5.0, 0]]},
+        {"streams": [["sum", 5]]}, {"tables": [[2, "0123", 8]]}, {"fraction": float("nan")}, {"extra": 1},
+        {"tables": [[2, [0, 1, 2, 100], 8]]}, {"packet_elements": 1 << 60}, {"world_size": True},
+    ],
+)  # fmt: skip
+def test_terms_that_are_none_are_one_error(change: dict[str, object]) -> None:
+    with pytest.raises(FrameError):
+        SessionConfig.from_json({**SessionConfig(4, (PAPER,), ()).to_json(), **change})
+    for nonsense in ([], None, 5, "x", {}):
+        with pytest.raises(FrameError):
+            SessionConfig.from_json(nonsense)
+
+
+def test_counts_by_block() -> None:
+    counted = np.array([[True, True], [True, False]])
+    reply = Reply(counted.sum(1), counted, FrameFlags.NONE, 2048)
+    assert reply.counts_of_blocks(1024, 3).tolist() == [2, 2, 1]
+    assert reply.counted_blocks(1, 2048, 2).tolist() == [True, False]
+    with pytest.raises(ValueError, match="packet_elements as a multiple"):
+        reply.counts_of_blocks(4096, 1)
+    same = Reply(np.array([2, 2]), np.ones((2, 2), bool), FrameFlags.NONE, 1024)
+    assert same.counts_of_blocks(4096, 1).tolist() == [2]

@@ -1,0 +1,170 @@
+"""`attach` where one process is the whole job: names, commits, state. Several ranks are in tests/integration."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire as gw
+from gradwire.core.errors import AttachError, OptionError
+from gradwire.core.spec import ElementRange
+from gradwire.residuals.transaction import ResidualKey
+
+
+def wrapped(**options: object) -> DistributedDataParallel:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    model[0].bias.requires_grad_(False)
+    return DistributedDataParallel(model, **options)  # type: ignore[arg-type]
+
+
+def backward(ddp: nn.Module) -> None:
+    ddp(torch.arange(20.0).view(5, 4)).square().sum().backward()
+
+
+def gradients(ddp: DistributedDataParallel) -> dict[str, torch.Tensor]:
+    return {name: parameter.grad for name, parameter in ddp.module.named_parameters() if parameter.grad is not None}
+
+
+def test_a_job_of_one_rank_trains_as_without_gradwire() -> None:
+    plain, attached = wrapped(), wrapped()
+    handle = gw.attach(attached, "threelc", min_elements=0)
+    for ddp in (plain, attached):
+        backward(ddp)
+    expected = gradients(plain)
+    assert set(expected) == {"0.weight", "2.weight", "2.bias"}
+    for name, found in gradients(attached).items():
+        assert torch.equal(found, expected[name])
+    assert handle.report().steps == 1
+    handle.detach()
+    handle.detach()
+
+
+def test_parameters_go_by_their_names_in_the_model_and_frozen_ones_do_not_go() -> None:
+    handle = gw.attach(wrapped(), {"*.weight": "threelc", "*": "none"})
+    names = handle.synchronizer._tensors.names
+    assert names == ["0.weight", "2.weight", "2.bias"]
+    assert handle.synchronizer._tensors.entries["0.weight"].compressor.name == "threelc"
+    handle.detach()
+
+
+def test_a_server_is_for_the_strategy_of_that_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GRADWIRE_AGGREGATOR", raising=False)
+    with pytest.raises(OptionError, match="Do: pass both, or leave server out"):
+        gw.attach(wrapped(), "thc", server="127.0.0.1:7071")
+    with pytest.raises(OptionError, match='Pass server="host:port"'):
+        gw.attach(wrapped(), "thc", strategy="server", min_elements=0)
+    # One rank has nothing to send there, and calls nobody.
+    gw.attach(wrapped(), "thc", strategy="server", server="127.0.0.1:1", min_elements=0).detach()
+
+
+def commits(handle: gw.Handle) -> int:
+    return sum(event.kind == "commit" for event in handle.synchronizer.events.latest())
+
+
+def test_with_the_optimizer_a_step_commits_and_without_it_the_next_backward_does() -> None:
+    ddp = wrapped()
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    handle = gw.attach(ddp, "threelc", optimizer=optimizer)
+    backward(ddp)
+    backward(ddp)
+    assert commits(handle) == 0
+    optimizer.step()
+    assert commits(handle) == 1
+    handle.detach()
+    optimizer.step()
+    assert commits(handle) == 1, "a detached handle hears of no more steps"
+
+    handle = gw.attach(ddp, "threelc")
+    backward(ddp)
+    before = commits(handle)
+    backward(ddp)
+    assert commits(handle) == before + 1
+    handle.detach()
+
+
+def test_state_goes_through_a_file_without_pickled_objects() -> None:
+    ddp = wrapped()
+    handle = gw.attach(ddp, "threelc", seed=4)
+    for _ in range(3):
+        backward(ddp)
+    file = io.BytesIO()
+    torch.save(handle.state_dict(), file)
+    handle.detach()
+    file.seek(0)
+    handle = gw.attach(ddp, "threelc", seed=5)
+    handle.load_state_dict(torch.load(file, weights_only=True))
+    assert (handle.synchronizer.step, handle.synchronizer.seed) == (3, 4)
+    handle.detach()
+
+
+def test_a_module_can_be_attached_once_at_a_time() -> None:
+    ddp = wrapped()
+    first = gw.attach(ddp, "threelc")
+    with pytest.raises(AttachError, match=r"call handle.detach\(\) of the first attachment before attaching again"):
+        gw.attach(ddp, "none")
+    backward(ddp)
+    assert first.report().steps == 1, "the first is not disturbed"
+    first.detach()
+    second = gw.attach(ddp, "none")
+    first.detach()
+    backward(ddp)
+    assert second.report().steps == 1, "detaching the first again does not detach the second"
+    second.detach()
+
+
+def test_what_cannot_be_attached_says_what_to_use_in_its_place() -> None:
+    from torch.nn.parallel.distributed import _MixedPrecision
+
+    mixed = wrapped(mixed_precision=_MixedPrecision())
+    with pytest.raises(AttachError, match=r"without mixed_precision= and run the forward under torch.autocast"):
+        gw.attach(mixed, "threelc")
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        reducer = wrapped()
+    with pytest.raises(AttachError, match="set optimize_ddp = True before the module is made"):
+        gw.attach(reducer, "threelc")
+
+
+def test_a_compiled_module_is_attached_under_its_own_names() -> None:
+    inner = wrapped()
+    handle = gw.attach(torch.compile(inner, backend="eager"), "threelc")
+    assert handle.synchronizer._tensors.names == ["0.weight", "2.weight", "2.bias"]
+    backward(inner)
+    assert handle.report().steps == 1
+    handle.detach()
+
+
+def test_residuals_follow_the_scale_of_the_gradients_and_it_is_saved() -> None:
+    ddp = wrapped()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    handle = gw.attach(ddp, "threelc", scaler=scaler)
+    scaler.scale(ddp(torch.ones(5, 4)).sum()).backward()
+    key = ResidualKey("0.weight", ElementRange(0, 3))
+    handle.synchronizer.residuals.add(key, np.array([1.0, -2.0, 3.0], np.float32))
+    scaler.update(16.0)
+    saved = handle.state_dict()
+    assert saved["loss_scale"] == 8.0, "that of the residuals, not of the next gradients"
+    scaler.scale(ddp(torch.ones(5, 4)).sum()).backward()
+    assert handle.synchronizer.residuals.source(key).tolist() == [2.0, -4.0, 6.0]
+    handle.load_state_dict(saved)
+    scaler.scale(ddp(torch.ones(5, 4)).sum()).backward()
+    assert handle.synchronizer.residuals.source(key).tolist() == [2.0, -4.0, 6.0]
+    handle.detach()
+
+
+def test_a_handle_does_not_keep_its_module_alive() -> None:
+    import gc
+    import weakref
+
+    ddp = wrapped()
+    handle, alive = gw.attach(ddp, "threelc"), weakref.ref(ddp.module)
+    backward(ddp)
+    del ddp
+    gc.collect()
+    assert alive() is None
+    handle.detach()

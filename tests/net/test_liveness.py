@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+
+from gradwire.net.liveness import Liveness
+
+TIMEOUT = timedelta(seconds=8)
+
+
+def test_a_heartbeat_is_due_after_a_quarter_of_the_deadline_without_a_send():
+    liveness = Liveness(TIMEOUT, now=100.0)
+    assert not liveness.heartbeat_due(101.9)
+    assert liveness.heartbeat_due(102.0)
+    liveness.sent(102.0)
+    assert not liveness.heartbeat_due(103.9)
+    assert liveness.heartbeat_due(104.0)
+
+
+def test_a_peer_is_silent_after_the_whole_deadline():
+    liveness = Liveness(TIMEOUT, now=100.0)
+    assert not liveness.silent(107.9)
+    assert liveness.silent(108.0)
+    liveness.heard(107.0)
+    assert not liveness.silent(114.9)
+    assert liveness.silent(115.0)
+
+
+def test_nothing_turns_true_before_the_next_deadline():
+    liveness = Liveness(TIMEOUT, now=100.0)
+    assert liveness.next_deadline() == 102.0
+    liveness.sent(107.0)
+    assert liveness.next_deadline() == 108.0
+    assert liveness.next_deadline(listening=False) == 109.0
+
+
+def test_two_ends_that_keep_their_deadlines_never_give_each_other_up():
+    ends = [Liveness(TIMEOUT, 0.0), Liveness(TIMEOUT, 0.0)]
+    now, beats = 0.0, 0
+    while now < 1000:
+        now = min(end.next_deadline() for end in ends)
+        for mine, other in (ends, ends[::-1]):
+            assert not mine.silent(now)
+            if mine.heartbeat_due(now):
+                mine.sent(now)
+                other.heard(now)
+                beats += 1
+    assert beats <= 2 * 1000 / 2 + 2  # no more than one an interval
+
+
+@pytest.mark.parametrize("seconds", [0, -1])
+def test_a_timeout_is_positive(seconds):
+    with pytest.raises(ValueError, match="positive timeout"):
+        Liveness(timedelta(seconds=seconds), 0.0)

@@ -1,0 +1,95 @@
+"""Servers that are stopped before their workers have finished; with signals, in `tests/cli/test_serve.py`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import gradwire as gw
+from gradwire.aggregator.client import AggregationClient
+from gradwire.aggregator.process import AggregationOptions, AggregationServer
+from gradwire.aggregator.session import Operation, SessionConfig, Stream
+from gradwire.core.errors import PeerTimeoutError, ServerStoppedError, SyncError
+from gradwire.net.stopping import Stoppable
+from gradwire.parameter_server.process import ParameterServer, ServerOptions
+
+WHY = "The server was stopped by a test."
+SHORT = timedelta(seconds=1)
+Wait = Callable[[], object]
+
+
+@contextmanager
+def waiting_for_an_aggregator(fraction: float) -> Iterator[tuple[Stoppable, Wait]]:
+    server = AggregationServer(AggregationOptions(3))
+    with running(server):
+        terms = SessionConfig(3, (), (Stream(Operation.MAXIMUM, 50),), fraction=fraction)
+        client = AggregationClient(server.address, terms, 0, timeout=SHORT)
+        yield server, client.submit(0, 0, np.ones(50, np.float32), np.empty(50, np.float32)).result
+        client.close()
+
+
+@contextmanager
+def waiting_for_parameters(state: Path | None) -> Iterator[tuple[Stoppable, Wait]]:
+    server = ParameterServer(ServerOptions(2, state=state))
+    model = torch.nn.Linear(4, 3)
+    with running(server):
+        address = f"127.0.0.1:{server.address[1]}"
+        client = gw.ParameterClient(
+            model, torch.optim.SGD(model.parameters()), address, worker=0, workers=2, timeout=SHORT
+        )
+        model(torch.ones(2, 4)).sum().backward()
+        client.step()
+        yield server, client.wait
+        client.close("over")
+
+
+@contextmanager
+def running(server: AggregationServer | ParameterServer) -> Iterator[None]:
+    def run() -> None:
+        with pytest.raises(ServerStoppedError, match=WHY):
+            server.run(lambda text: None)
+        stopped.set()
+
+    stopped = threading.Event()
+    thread = threading.Thread(target=run)
+    thread.start()
+    yield
+    thread.join(30)
+    assert stopped.is_set()
+
+
+@pytest.fixture(params=["aggregator", "aggregator without stragglers", "parameters", "parameters with state"])
+def job(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Stoppable, Wait, bool]]:
+    """A server, a worker's call that waits for it, and whether another server can go on."""
+    kind = request.param
+    resumable = kind in ("aggregator", "parameters with state")
+    made = (
+        waiting_for_an_aggregator(1.0 if resumable else 0.6)
+        if "aggregator" in kind
+        else waiting_for_parameters(tmp_path if resumable else None)
+    )
+    with made as (server, wait):
+        yield server, wait, resumable
+
+
+def test_a_server_that_is_stopped_for_good_ends_the_job_of_its_workers_at_once(job) -> None:
+    server, wait, _ = job
+    server.stop(WHY)
+    with pytest.raises(SyncError, match=f"has ended: .*{WHY}"):
+        wait()
+
+
+def test_a_server_that_can_be_replaced_is_called_until_the_timeout(job, caplog: pytest.LogCaptureFixture) -> None:
+    server, wait, resumable = job
+    server.stop(WHY, for_good=False)
+    with pytest.raises(SyncError, match=WHY) as caught:
+        wait()
+    assert isinstance(caught.value, PeerTimeoutError) == resumable
+    assert ("called again for 1 s" in caplog.text) == resumable

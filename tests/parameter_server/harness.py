@@ -1,0 +1,166 @@
+"""Workers and a server in one thread: frames go from hand to hand, in the order that the test wants."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+import numpy as np
+import torch
+
+from gradwire.parameter_server.server import ServerStateMachine
+from gradwire.parameter_server.session import (
+    Groups,
+    ParameterConfig,
+    TrainingConfig,
+    TrainingJoin,
+    TrainingWelcome,
+    groups_to,
+)
+from gradwire.parameter_server.shard import ParameterShard
+from gradwire.parameter_server.slot import ParameterSlot
+from gradwire.wire.frame import FrameKind, Header, parse, seal
+
+EPOCH = 7
+LR = 0.5
+GROUPS = ({"lr": LR},)
+
+
+def agreement(
+    shapes=((70,), (3, 5)), *, workers=3, backups=0, push="threelc", pull="threelc", feedback=True, optimizer="SGD"
+) -> TrainingConfig:
+    tensors = tuple(
+        ParameterConfig(f"p{i}", tuple(shape), "float32", push, pull, 0, feedback, feedback)
+        for i, shape in enumerate(shapes)
+    )
+    return TrainingConfig(workers, backups, 0, optimizer, tensors)
+
+
+class Worker:
+    """One worker: slots, parameters, and the frames that are on their way to it."""
+
+    def __init__(self, number: int, agreement: TrainingConfig, incarnation: int = 1, seed: int = 0) -> None:
+        self.number = number
+        self.agreement = agreement
+        self.incarnation = incarnation
+        self.slots = [ParameterSlot(tensor, agreement, number, EPOCH) for tensor in range(len(agreement.tensors))]
+        generator = torch.Generator().manual_seed(seed + 100 * number)
+        self.values = [torch.randn(terms.shape, generator=generator) for terms in agreement.tensors]
+        self.produced = [np.zeros(terms.spec.numel) for terms in agreement.tensors]
+        self.inbox: deque[tuple[Header, np.ndarray]] = deque()
+        self.outbox: deque[tuple[Header, np.ndarray]] = deque()
+        self.welcome: TrainingWelcome | None = None
+        self.step = -1
+
+    def join(self, groups=GROUPS) -> None:
+        """Begin a connection: what was under way on the last one is lost."""
+        self.inbox.clear()
+        self.outbox.clear()
+        self.welcome = None
+        known = tuple(slot.known for slot in self.slots)
+        said = TrainingJoin(self.agreement, groups, self.incarnation, None if -1 in known else known).to_bytes()
+        self.outbox.append((Header(FrameKind.JOIN, sender=self.number, epoch=EPOCH), np.frombuffer(said, np.uint8)))
+
+    def take(self) -> None:
+        """Take the oldest frame on its way."""
+        header, body = self.inbox.popleft()
+        if header.kind is FrameKind.WELCOME:
+            self.welcome = TrainingWelcome.from_bytes(body.tobytes(), len(self.slots))
+            for tensor, slot in enumerate(self.slots):
+                if self.welcome.initialize:
+                    self.outbox.append(slot.first_values(self.values[tensor]))
+                slot.pushed_before(self.welcome.pushed[tensor])
+                frame = slot.unanswered()
+                if frame is not None and frame[0].round == self.welcome.versions[tensor]:
+                    self.outbox.append(frame)
+        else:
+            slot = self.slots[header.tensor]
+            slot.admit(header)
+            slot.receive(header, body, self.welcome.counted[header.tensor])
+
+    @property
+    def next_step(self) -> int:
+        """The step that it can begin next, as the client has it."""
+        known = [slot.known for slot in self.slots]
+        return max(min(known) if self.step < 0 else self.step, max(known) - 1)
+
+    @property
+    def ready(self) -> bool:
+        """Whether it can begin its next step."""
+        return self.welcome is not None and all(slot.known >= max(0, self.next_step) for slot in self.slots)
+
+    def begin(self) -> None:
+        """Bring the values up to date."""
+        self.step = self.next_step
+        for slot, values in zip(self.slots, self.values):
+            slot.apply(values, self.step)
+
+    def push(self, grads: list[torch.Tensor | None]) -> None:
+        for slot, grad, produced in zip(self.slots, grads, self.produced):
+            if grad is not None:
+                produced += grad.double().reshape(-1).numpy()
+            frame = slot.push(grad, self.step)
+            if frame is not None:
+                self.outbox.append(frame)
+        self.step += 1
+
+
+class Job:
+    """A server and its workers."""
+
+    def __init__(self, agreement: TrainingConfig, seed: int = 0) -> None:
+        self.agreement = agreement
+        self.shard = ParameterShard()
+        self.end = ServerStateMachine(agreement.workers, agreement.workers, EPOCH, self.shard)
+        self.workers = [Worker(number, agreement, seed=seed) for number in range(agreement.workers)]
+        self.random = random.Random(seed)
+        self.draws = random.Random(seed)  # of gradients: the same whatever the order of frames
+
+    def deliver(self, worker: Worker) -> None:
+        """Bring a worker's oldest frame to the server, over the wire's format."""
+        header, body = worker.outbox.popleft()
+        header, body = parse(seal(header, body) + body.tobytes())
+        self.end.admit(worker.number, header)
+        self.post(self.end.receive(worker.number, header, body))
+
+    def post(self, messages) -> None:
+        for number, header, body in messages:
+            sealed, kept = parse(seal(header, body) + body.tobytes())
+            self.workers[number].inbox.append((sealed, kept))
+
+    def settle(self) -> None:
+        """Deliver all that is under way, in any order that keeps each connection's own."""
+        while active := [(w, side) for w in self.workers for side in ("inbox", "outbox") if getattr(w, side)]:
+            worker, side = self.random.choice(active)
+            if side == "inbox":
+                worker.take()
+            else:
+                self.deliver(worker)
+
+    def start(self) -> None:
+        for worker in self.workers:
+            worker.join()
+        self.settle()
+        for worker in self.workers:
+            worker.begin()
+
+    def grads(self, unused: float = 0.0) -> list[torch.Tensor | None]:
+        """Gradients at random; each None with the probability `unused`."""
+        generator = torch.Generator().manual_seed(self.draws.randrange(1 << 30))
+        found = [torch.randn(terms.shape, generator=generator) for terms in self.agreement.tensors]
+        return [None if self.draws.random() < unused else grad for grad in found] if unused else found
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            for worker in self.workers:
+                worker.begin()
+                worker.push(self.grads())
+            self.settle()
+        for worker in self.workers:
+            worker.begin()
+
+
+def tell(job: Job, worker: int, groups: Groups) -> None:
+    """A worker's hyper-parameters, as its frame brings them."""
+    body = np.frombuffer(groups_to(groups), np.uint8)
+    job.end.receive(worker, Header(FrameKind.GROUPS, sender=worker, epoch=EPOCH), body)

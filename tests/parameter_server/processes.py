@@ -1,0 +1,109 @@
+"""Parameter servers and workers as processes of their own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import gradwire as gw
+from gradwire.core.errors import GradwireError
+from gradwire.net.stopping import stopped_by_signals
+from gradwire.parameter_server.process import ParameterServer, ServerOptions
+
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["tests.parameter_server.processes", "gradwire.parameter_server.client"])
+PATIENCE = 60.0
+
+
+def build() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(48, 64), torch.nn.Tanh(), torch.nn.Linear(64, 5))
+
+
+def batch(worker: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * worker + step)
+    x = torch.randn(16, 48, generator=generator)
+    return x, x[:, :5].argmax(1)
+
+
+class Process:
+    """One process, and the line to it."""
+
+    def __init__(self, target: Any, *arguments: Any) -> None:
+        self.line, theirs = context.Pipe()
+        self.process = context.Process(target=target, args=(theirs, *arguments), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def hear(self, what: str, seconds: float = PATIENCE) -> Any:
+        """Wait for a message of this kind and return what it says."""
+        heard = []
+        while self.line.poll(seconds):
+            try:
+                kind, said = self.line.recv()
+            except EOFError:
+                break
+            if kind == what:
+                return said
+            heard.append((kind, said))
+        raise AssertionError(f"no {what} within {seconds} s, but {heard[-3:]}")
+
+    def signal(self, number: int) -> None:
+        os.kill(self.process.pid, number)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.line.close()
+
+
+def serve(line: Any, workers: int, port: int, state: str | None, timeout: float, patience: float) -> None:
+    try:
+        options = ServerOptions(
+            workers, port=port, state=Path(state) if state else None, checkpoint_bytes=20_000,
+            timeout=timedelta(seconds=timeout), patience=timedelta(seconds=patience),
+        )  # fmt: skip
+        server = ParameterServer(options)
+        with stopped_by_signals(server):
+            line.send(("port", server.address[1]))
+            server.run(lambda text: None)
+        line.send(("ended", ""))
+    except GradwireError as error:
+        line.send(("ended", f"{type(error).__name__}: {error}"))
+    except BaseException as error:
+        line.send(("failed", repr(error)))
+        raise
+
+
+def work(line: Any, worker: int, workers: int, servers: str, steps: int, options: dict[str, Any]) -> None:
+    """Train for so many steps in all; says "step" after each, which the test may hold up."""
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.5)
+    timeout = timedelta(seconds=options.pop("timeout", 30.0))
+    try:
+        client = gw.ParameterClient(
+            model, optimizer, servers, worker=worker, workers=workers, min_elements=64, timeout=timeout, **options
+        )
+        while client.steps < steps:
+            x, y = batch(worker, client.steps)
+            torch.nn.functional.cross_entropy(model(x), y).backward()
+            client.step()
+            schedule.last_epoch = client.steps - 1
+            schedule.step()
+            line.send(("step", client.steps))
+        client.close()
+        line.send(("weights", {name: value.numpy() for name, value in model.state_dict().items()}))
+    except GradwireError as error:
+        line.send(("error", f"{type(error).__name__}: {error}"))
+    except BaseException as error:
+        line.send(("failed", repr(error)))
+        raise

@@ -1,0 +1,95 @@
+"""A checkpoint is loaded as it was saved, or refused with an error that names the file."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from gradwire.core.errors import StateError
+from gradwire.parameter_server.checkpoint import Checkpoint
+from gradwire.parameter_server.folder import StateFolder
+from gradwire.parameter_server.server import ServerStateMachine
+from gradwire.parameter_server.shard import ParameterShard
+from tests.parameter_server.harness import EPOCH, Job, agreement
+
+WORKERS = 2
+STEP = 41
+"""Damage is tried in every byte whose number is a multiple of it, and so in every field of the file."""
+
+
+class Saved:
+    """The checkpoint of a job in the middle of a step."""
+
+    def __init__(self, folder: StateFolder) -> None:
+        self.folder = folder
+        job = Job(agreement(workers=WORKERS, optimizer="Adam"))
+        job.start()
+        job.train(3)
+        job.workers[0].push(job.grads())
+        job.settle()
+        self.shard = job.shard
+        checkpoint = Checkpoint(folder, job.end, job.shard)
+        checkpoint.save(5)
+        self.path = checkpoint.path
+        self.content = self.path.read_bytes()
+
+    def load(self) -> tuple[int, ParameterShard]:
+        shard = ParameterShard()
+        return Checkpoint(self.folder, ServerStateMachine(WORKERS, WORKERS, EPOCH, shard), shard).load(), shard
+
+    def assert_refused(self, content: bytes, match: str = "damaged") -> None:
+        self.path.write_bytes(content)
+        with pytest.raises(StateError, match=match) as raised:
+            self.load()
+        assert str(self.path) in str(raised.value)
+        assert re.search("Restore|in another folder", str(raised.value))
+
+
+@pytest.fixture
+def saved(tmp_path: Path):
+    folder = StateFolder(tmp_path)
+    yield Saved(folder)
+    folder.close()
+
+
+def test_what_was_saved_is_loaded(saved: Saved) -> None:
+    number, shard = saved.load()
+    assert number == 5
+    for tensor, parameter in saved.shard.parameters.items():
+        assert torch.equal(shard.parameters[tensor], parameter)
+        assert torch.equal(shard.views[tensor], saved.shard.views[tensor])
+    assert sorted(path.name for path in saved.folder.path.iterdir()) == ["checkpoint.safetensors", "lock"]
+    assert saved.path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_flipped_bit_is_refused(saved: Saved) -> None:
+    for at in range(0, len(saved.content), STEP):
+        damaged = bytearray(saved.content)
+        damaged[at] ^= 1 << at % 8
+        saved.assert_refused(bytes(damaged))
+
+
+def test_a_file_that_was_cut_short_is_refused(saved: Saved) -> None:
+    for size in range(0, len(saved.content), STEP):
+        saved.assert_refused(saved.content[:size])
+
+
+def test_another_file_is_refused(saved: Saved, tmp_path: Path) -> None:
+    other = tmp_path / "other.safetensors"
+    save_file({"weight": torch.ones(3)}, other)
+    for content in (other.read_bytes(), b"no checkpoint at all", b"\0" * 5000):
+        saved.assert_refused(content)
+
+
+def test_another_version_is_refused_as_such(saved: Saved, tmp_path: Path) -> None:
+    with safe_open(saved.path, "pt") as file:
+        text = json.loads(file.metadata()["gradwire"])
+    other = tmp_path / "other.safetensors"
+    save_file({}, other, {"gradwire": json.dumps({**text, "version": 2})})  # which had no digest
+    saved.assert_refused(other.read_bytes(), "has version 2")

@@ -1,0 +1,249 @@
+"""The planner's choices: brute force, promises, and which way they turn."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradwire.core.errors import OptionError, UnknownNameError
+from gradwire.planner import schedule
+from gradwire.planner.choose import PARTITIONS, plan, uniform
+from gradwire.planner.closed_forms import native_seconds, route
+from gradwire.planner.costs import LinearCost, LinkCosts
+from gradwire.planner.fidelity import DENSE, EVERYWHERE, RankedCompressor, methods
+from gradwire.planner.options import PlannedTensor, best_alone, options
+from gradwire.planner.schedule import ScheduledTensor
+from tests.planner.machines import METHODS, any_costs, codecs, costs
+
+models = st.lists(st.tuples(st.integers(1, 5000), st.floats(0, 0.2)), min_size=1, max_size=5)
+
+
+def gradients(*rows_and_ready):
+    """Matrices of so many rows of a thousand, and when they are ready."""
+    return [PlannedTensor(f"w{index}", (rows, 1000), ready=ready) for index, (rows, ready) in enumerate(rows_and_ready)]
+
+
+@given(any_costs, st.integers(1, 10**8))
+def test_the_best_alone_is_that_of_brute_force(job, numel):
+    found = best_alone(options(PlannedTensor("w", (numel,)), job, METHODS, PARTITIONS))
+    every = [
+        route(method.spec, strategy, count, numel, job).seconds
+        for method in (DENSE, *METHODS)
+        for strategy in method.strategies
+        for count in ([1] if strategy == "scatter_reduce" and method.spec in ("lanes", "stats") else PARTITIONS)
+    ]
+    assert found.route.seconds == min(every)
+
+
+@settings(max_examples=50)
+@given(any_costs, models, st.floats(0, 0.5), st.floats(0, 0.1))
+def test_no_plan_is_slower_than_dense(job, drawn, rest, min_gain):
+    table = plan(gradients(*drawn), job, METHODS, rest=rest, min_gain=min_gain)
+    dense = min(table.dense_step, table.native_step)
+    backward = max(ready for _, ready in drawn)
+    assert table.step <= dense
+    assert table.step >= max(table.ideal_step, rest + backward) * (1 - 1e-9)
+    if table.compresses:
+        assert table.step <= (1 - min_gain) * dense
+        assert not table.native
+
+
+@settings(max_examples=25)
+@given(any_costs, st.lists(st.tuples(st.integers(20, 5000), st.floats(0, 0.2)), min_size=1, max_size=3))
+def test_the_step_is_close_to_the_best_of_all_combinations(job, drawn):
+    """The search is greedy; over every combination of three tensors it is at most a little behind."""
+    tensors = sorted(gradients(*drawn), key=lambda tensor: tensor.ready)
+    methods = [method for method in METHODS if method.spec in ("half", "bit")]
+    backward = max(ready for _, ready in drawn)
+    choices = [options(tensor, job, methods, (1, 4)) for tensor in tensors]
+    least = min(
+        schedule.run([ScheduledTensor(tensor.ready, pick.route) for tensor, pick in zip(tensors, picks)]).finish
+        for picks in itertools.product(*(_thinned(found) for found in choices))
+    )
+    table = plan(tensors, job, methods, partitions=(1, 4), min_gain=0.0)
+    assert table.step <= 1.05 * max(backward, least)
+
+
+def _thinned(found):
+    """Per compressor and strategy the better number of partitions."""
+    groups = itertools.groupby(found, key=lambda option: option[:2])
+    return [min(group, key=lambda option: option.route.seconds) for _, group in groups]
+
+
+def test_a_faster_link_turns_to_dense_and_a_slower_one_to_compression():
+    tensors = gradients((4000, 0.01), (4000, 0.02), (4000, 0.03))
+    kinds = [plan(tensors, costs(rate=rate), METHODS).compresses for rate in (1e7, 1e8, 1e9, 1e10, 1e11, 1e12)]
+    assert kinds[0]
+    assert not kinds[-1]
+    assert kinds == sorted(kinds, reverse=True)
+
+
+def test_a_slower_codec_turns_to_dense():
+    tensors = gradients((4000, 0.01), (4000, 0.02))
+    assert plan(tensors, costs(rate=1e9), METHODS).compresses
+    # Dense gradients pass through the codec, too: here it is only the compressors that are slow.
+    slow = replace(costs(rate=1e9), codecs=costs(speed=1000).codecs | {"none": costs().codecs["none"]})
+    assert not plan(tensors, slow, METHODS).compresses
+
+
+def test_nothing_is_compressed_where_the_backward_hides_it():
+    table = plan(gradients((1000, 0.0), (10, 2.0)), costs(rate=1e9), METHODS)
+    assert not table.compresses
+    assert table.limit == "backward"
+
+
+def test_only_what_the_backward_does_not_hide_is_compressed():
+    table = plan(gradients((4000, 0.0), (4000, 1.0)), costs(rate=1e9), METHODS)
+    assert [row.spec == "none" for row in table.rows] == [True, False]
+
+
+def test_between_equals_the_more_faithful_wins():
+    tensors = gradients((1000, 0.0), (1, 0.15))  # the second travels dense, whatever becomes of the first
+    hidden_by_half = plan(tensors, costs(rate=2.5e8), METHODS)
+    assert [row.spec for row in hidden_by_half.rows] == ["half", "none"]
+
+
+def test_a_gain_that_is_too_small_is_not_taken():
+    tensors = gradients((4000, 0.01))
+    gain = plan(tensors, costs(), METHODS, rest=1.0, min_gain=0.0)
+    assert gain.compresses
+    share = 1 - gain.step / min(gain.dense_step, gain.native_step)
+    assert plan(tensors, costs(), METHODS, rest=1.0, min_gain=share - 0.01).compresses
+    assert not plan(tensors, costs(), METHODS, rest=1.0, min_gain=share + 0.01).compresses
+
+
+def test_small_tensors_and_vectors_travel_dense_and_together():
+    tensors = [PlannedTensor("bias", (100_000,)), PlannedTensor("small", (10, 10)), *gradients((1000, 0.0))]
+    rows = {row.name: row for row in plan(tensors, costs(rate=1e8), METHODS).rows}
+    assert rows["bias"].batched
+    assert rows["small"].batched
+    assert rows["bias"].spec == "none"
+    assert not rows["w0"].batched
+    both = route("none", "scatter_reduce", 1, 100_100, costs(rate=1e8)).seconds
+    assert rows["bias"].total + rows["small"].total == pytest.approx(both)
+
+
+CAST = [RankedCompressor("fp16", EVERYWHERE), RankedCompressor("bf16", EVERYWHERE)]
+
+
+def casting(**network):
+    """Costs of both casts, fp16's the better."""
+    job = costs(**network)
+    slower = replace(job.codecs["half"], encode=LinearCost(0, 3e-10))
+    return replace(job, codecs={"none": job.codecs["none"], "fp16": job.codecs["half"], "bf16": slower})
+
+
+def small_ones(dtype=torch.float32):
+    return [PlannedTensor(f"b{index}", (4000,), dtype, ready=index * 1e-4) for index in range(60)]
+
+
+def test_batches_are_cast_where_that_makes_the_step_shorter():
+    for tensors in (small_ones(), [*small_ones(), *gradients((100, 0.0))]):
+        table = plan(tensors, casting(rate=1e8), CAST)
+        small = [row for row in table.rows if row.batched]
+        assert len(small) == 60
+        assert {row.spec for row in small} == {"bf16"}
+        assert table.compresses
+        assert table.step < 0.8 * table.dense_step
+        dense = plan(tensors, casting(rate=1e8), [DENSE])
+        assert {row.spec for row in dense.rows} == {"none"}
+        assert dense.step == dense.dense_step == table.dense_step
+        both = route("bf16", "scatter_reduce", 1, 240_000, casting(rate=1e8)).seconds
+        assert sum(row.total for row in small) == pytest.approx(both)
+
+
+def test_batches_stay_as_they_are_where_casting_gains_nothing():
+    hidden = [*small_ones(), PlannedTensor("last", (4000,), ready=1.0)]
+    for table in (
+        plan(small_ones(), casting(rate=1e12), CAST),
+        plan(hidden, casting(rate=1e9), CAST),
+        plan(small_ones(torch.float16), casting(rate=1e8), CAST),
+        plan(small_ones(), costs(rate=1e8), METHODS),  # none of them is a cast
+        uniform(small_ones(), casting(rate=1e8), CAST[1]),
+    ):
+        assert {row.spec for row in table.rows} == {"none"}
+        assert not table.compresses
+
+
+def test_batches_of_16_bits_stay_as_they_are_beside_others():
+    table = plan([*small_ones(), PlannedTensor("half", (4000,), torch.float16)], casting(rate=1e8), CAST)
+    assert {row.spec for row in table.rows if row.name != "half"} == {"bf16"}
+    assert next(row.spec for row in table.rows if row.name == "half") == "none"
+
+
+def test_the_frameworks_all_reduce_is_taken_where_it_is_faster_than_anything():
+    tensors = gradients((1000, 0.0))
+    fast = replace(costs(rate=1e9), native=LinkCosts(0.0, 1e-11))
+    table = plan(tensors, fast, METHODS)
+    assert table.native
+    assert not table.compresses
+    assert table.step == table.native_step == pytest.approx(native_seconds(4_000_000, fast))
+    slow = replace(costs(rate=1e9), native=LinkCosts(1.0, 1e-6))
+    assert not plan(tensors, slow, [DENSE]).native
+
+
+def test_the_frameworks_buckets_follow_each_other():
+    tensors = gradients((1000, 0.0), (1000, 0.1))
+    job = costs(rate=1e9)
+    one, both = native_seconds(4_000_000, job), native_seconds(8_000_000, job)
+    assert plan(tensors, job, [DENSE], bucket_bytes=1).native_step == pytest.approx(max(0.1, one) + one)
+    assert plan(tensors, job, [DENSE], bucket_bytes=25 << 20).native_step == pytest.approx(0.1 + both)
+
+
+def test_half_precision_gradients_are_dense_at_half_the_bytes():
+    full, half = (PlannedTensor("w", (1000, 1000), dtype) for dtype in (torch.float32, torch.bfloat16))
+    job = costs(rate=1e8)
+    assert plan([half], job, [DENSE]).native_step == pytest.approx(plan([full], job, [DENSE]).native_step / 2, rel=0.01)
+    assert plan([full], job, METHODS[:1]).compresses
+    assert not plan([half], job, METHODS[:1]).compresses  # two bytes already
+
+
+def test_the_same_arguments_give_the_same_plan():
+    tensors = gradients((3000, 0.0), (2000, 0.01), (1000, 0.02))
+    assert plan(tensors, costs(), METHODS) == plan(tensors[::-1], costs(), METHODS)
+
+
+@pytest.mark.parametrize("rate", [1e8, 1e12])
+def test_a_uniform_plan_compresses_whether_it_pays_or_not(rate):
+    tensors = [*gradients((3000, 0.0), (2000, 0.01)), PlannedTensor("bias", (1000,), ready=0.02)]
+    job = costs(rate=rate, latency=0)
+    for method in METHODS:
+        table = uniform(tensors, job, method, rest=0.5)
+        assert [row.spec for row in table.rows] == [method.spec, method.spec, "none"]
+        assert len({row.strategy for row in table.rows[:2]}) == 1
+        assert table.step >= 0.52 and not table.native
+        assert table.native_step == plan(tensors, job, [DENSE], rest=0.5).native_step
+        assert (table.step < table.native_step) == (rate == 1e8)
+
+
+def test_a_fidelity_names_methods_that_must_be_measured():
+    with pytest.raises(UnknownNameError, match="measured compressor 'fp16'"):
+        plan(gradients((100, 0.0)), costs(), fidelity="near-lossless")
+    assert plan(gradients((1000, 0.0)), costs(rate=1e7), fidelity="exact").compresses
+    with pytest.raises(UnknownNameError, match="Known: aggressive, balanced, exact, near-lossless"):
+        plan(gradients((100, 0.0)), costs(), fidelity="lossy")
+
+
+@pytest.mark.parametrize(("rate", "expected"), [(1e7, {"lossless"}), (1e11, {"none"}), (1e12, {"none"})])
+def test_without_loss_gradients_are_compressed_only_where_the_link_is_slow(rate, expected):
+    table = plan(gradients((3000, 0.0), (2000, 0.01)), costs(rate=rate), fidelity="exact")
+    assert {row.spec for row in table.rows} == expected
+
+
+def test_gcomp_is_considered_where_it_was_measured():
+    made = codecs()
+    measured = {method.spec: made["half"] for method in methods("near-lossless")} | {"none": made["none"]}
+    gcomp = replace(made["lossless"], payload_bytes=LinearCost(8, 1.5))
+    for more, expected in (({}, "fp16"), ({"gcomp": gcomp}, "gcomp")):
+        known = costs(rate=1e6, codecs=measured | {"lossless": made["lossless"]} | more)
+        assert plan(gradients((1000, 0.0)), known, fidelity="near-lossless").rows[0].spec == expected
+
+
+@pytest.mark.parametrize(("tensors", "more"), [([], {}), (None, {"partitions": (0,)}), (None, {"min_gain": 1.0})])
+def test_nonsense_is_refused(tensors, more):
+    given = gradients((1, 0.0)) if tensors is None else tensors
+    with pytest.raises(OptionError, match=r"Do: plan\(tensors, costs\)"):
+        plan(given, costs(), METHODS, **more)

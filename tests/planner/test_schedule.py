@@ -1,0 +1,75 @@
+"""The step schedule: bounds that any schedule obeys, and agreement with the simulator for whole models."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradwire.planner.closed_forms import FORMS, Route, route
+from gradwire.planner.schedule import MANY, ScheduledTensor, run
+from gradwire.simulate import models
+from gradwire.simulate.cluster import Cluster, SimulatedLink
+from gradwire.simulate.step import Compute, SimulatedGradient, step
+from gradwire.sync.plan import Plan
+from tests.planner.machines import SPECS, any_costs, costs
+
+tensors = st.tuples(
+    st.floats(0, 0.1), st.sampled_from(SPECS), st.sampled_from(sorted(FORMS)), st.integers(1, 12), st.integers(1, 10**7)
+)
+
+
+@given(any_costs, st.lists(tensors, max_size=6))
+def test_a_schedule_is_never_shorter_than_its_work_nor_longer_than_all_in_a_row(job, drawn):
+    jobs = [ScheduledTensor(ready, route(spec, strategy, K, numel, job)) for ready, spec, strategy, K, numel in drawn]
+    found = run(sorted(jobs, key=lambda job: job.ready))
+    assert found.codec == pytest.approx(sum(way.encode + way.decode for _, way in jobs))
+    assert found.link == pytest.approx(sum(way.wire for _, way in jobs))
+    latest = max((ready for ready, _ in jobs), default=0.0)
+    waiting = sum(way.batches * leg.waiting for _, way in jobs for leg in way.legs)
+    assert max(latest, found.codec, found.link) * (1 - 1e-9) <= found.finish
+    assert found.finish <= (latest + found.codec + found.link + waiting) * (1 + 1e-9)
+
+
+@given(any_costs, st.sampled_from(SPECS), st.sampled_from(sorted(FORMS)), st.integers(1, 10**7))
+def test_one_tensor_alone_takes_what_its_form_says(job, spec, strategy, numel):
+    way = route(spec, strategy, 1, numel, job)
+    assert run([ScheduledTensor(0.5, way)]).finish - 0.5 == pytest.approx(way.seconds, rel=0.5)
+
+
+def test_link_and_codec_work_side_by_side():
+    way = route("bit", "scatter_reduce", 1, 10**6, costs(rate=1e9))
+    ten = run([ScheduledTensor(0.0, way)] * 10)
+    assert ten.finish < 0.8 * 10 * way.seconds
+    assert ten.finish >= max(ten.codec, ten.link)
+
+
+def test_what_is_ready_early_hides_behind_what_is_late():
+    way = route("none", "ring", 1, 10**6, costs())
+    alone = run([ScheduledTensor(1.0, way)]).finish
+    assert run([ScheduledTensor(0.0, way), ScheduledTensor(1.0, way)]).finish == pytest.approx(alone)
+
+
+def test_nothing_takes_no_time():
+    assert run([]).finish == 0
+    assert run([ScheduledTensor(1.0, Route(()))]).finish == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "strategy"), [("lstm", "onebit", "scatter_reduce"), ("vgg19", "none", "ring")]
+)
+def test_whole_models_agree_with_the_simulator(name, spec, strategy):
+    names = {"none": "none", "onebit": "bit"}
+    backward = 0.2
+    for rate in (1e8, 1e9, 1e10):
+        job = costs(4, rate)
+        job = replace(job, codecs={name: job.codecs[kind] for name, kind in names.items()})
+        large = [(tensor, share) for tensor, share in models.get(name).backward() if len(tensor.shape) > 1]
+        assert len(large) <= MANY
+        given = [SimulatedGradient(tensor.name, tensor.shape, share * backward) for tensor, share in large]
+        cluster = Cluster(4, SimulatedLink(rate, 1e-4, header_bytes=0))
+        compute = Compute(backward_seconds=backward)
+        plan = Plan({"*.weight*": spec, "*": "none"}, strategy=strategy)
+        found = step(given, plan, cluster, job, compute).seconds
+        jobs = [ScheduledTensor(grad.ready_seconds, route(spec, strategy, 1, grad.spec.numel, job)) for grad in given]
+        assert max(backward, run(jobs).finish) == pytest.approx(found, rel=0.1)

@@ -1,0 +1,156 @@
+"""Small compressed tensors travel in one message, and nothing else about them changes."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gradwire.compressors.base.registry import code, make
+from gradwire.core.errors import FrameError, PayloadError
+from gradwire.core.spec import ELEMENT_TYPES, TensorSpec
+from gradwire.sync import fusion
+from gradwire.sync.fusion import MAX_ELEMENTS, FusionGroup, travels_in_bundles
+from gradwire.sync.job import EncodedChunk, TensorJob
+from gradwire.sync.plan import Plan
+from gradwire.sync.plan_entry import PlanEntry
+from gradwire.sync.registry import TensorRegistry
+from gradwire.sync.synchronizer import GradientSlice, Synchronizer
+from gradwire.wire.frame import FrameFlags, FrameKind, Header
+from tests.sync.harness import ranks
+
+SHAPES = {"a": (40, 30), "b": (70, 100), "c": (3, 5), "d": (128, 64), "e": (50, 50)}
+
+
+def gradient(rank: int, step: int, name: str) -> torch.Tensor:
+    return torch.randn(SHAPES[name], generator=torch.Generator().manual_seed(1000 * step + 10 * rank + ord(name)))
+
+
+def train(one: Synchronizer, together: bool, steps: int = 3, unused: str = "") -> dict[str, Any]:
+    """Means of the last step, residuals, and messages of all steps; one submission, or one a tensor."""
+    frames = []
+    one.events.listen(lambda event: frames.append(event.nbytes) if event.kind == "send" else None)
+    for step in range(steps):
+        grads = {name: gradient(one.rank, step, name) for name in SHAPES}
+        one.begin_step()
+        shards = [
+            GradientSlice(name, grad, used=not (name == unused and one.rank == 1)) for name, grad in grads.items()
+        ]
+        for group in [shards] if together else [[shard] for shard in shards]:
+            one.submit(group)
+        one.commit()
+    return {"means": grads, "residuals": one.residuals.total(), "frames": len(frames), "bytes": sum(frames)}
+
+
+@pytest.mark.parametrize("unused", ["", "b"])
+@pytest.mark.parametrize("method", ["onebit", "threelc", "topk"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_bundle_by_all_gather_gives_the_bits_of_its_tensors_one_by_one(
+    method: str, world_size: int, unused: str
+) -> None:
+    plan = Plan(method, min_elements=0, strategy="allgather")
+    found = []
+    for together in (True, False):
+        with ranks(world_size, plan) as group:
+            found.append(group.each(partial(train, together=together, unused=unused)))
+    for bundled, single in zip(*found, strict=True):
+        for name in SHAPES:
+            assert torch.equal(bundled["means"][name], single["means"][name])
+            np.testing.assert_array_equal(bundled["residuals"].get(name), single["residuals"].get(name))
+        assert bundled["frames"] * len(SHAPES) == single["frames"]
+        assert bundled["bytes"] < single["bytes"]
+
+
+@pytest.mark.parametrize("method", ["onebit", "topk"])
+@pytest.mark.parametrize("world_size", [2, 3, 7])
+def test_by_scatter_reduce_replicas_agree_and_nothing_is_lost(method: str, world_size: int) -> None:
+    plan = Plan(method, min_elements=0, strategy="scatter_reduce")
+    steps, totals = 12, []
+
+    def run(one: Synchronizer) -> dict[str, torch.Tensor]:
+        sums = {name: torch.zeros(SHAPES[name], dtype=torch.float64) for name in SHAPES}
+        for step in range(steps):
+            grads = {name: gradient(one.rank, step, name) for name in SHAPES}
+            one.begin_step()
+            one.submit([GradientSlice(name, grad) for name, grad in grads.items()])
+            one.commit()
+            for name, grad in grads.items():
+                sums[name] += grad
+        totals.append(one.residuals.total())
+        return sums
+
+    with ranks(world_size, plan) as group:
+        found = group.each(run)
+    for name in SHAPES:
+        assert all(torch.equal(found[0][name], other[name]) for other in found)
+        true = sum(gradient(rank, step, name).double() for rank in range(world_size) for step in range(steps))
+        held = sum(total[name] for total in totals if name in total)
+        total = found[0][name].flatten().numpy() + held
+        np.testing.assert_allclose(total, true.flatten().numpy() / world_size, atol=1e-4)
+
+
+def test_what_travels_in_bundles() -> None:
+    onebit = PlanEntry(make("onebit"), "scatter_reduce", 1, "error")
+    assert travels_in_bundles(onebit, MAX_ELEMENTS)
+    assert not travels_in_bundles(onebit, MAX_ELEMENTS + 1)
+    for other in ("none", "int8shared", "signsgd", "powersgd"):  # exact, summable, preliminary rounds, whole
+        assert not travels_in_bundles(PlanEntry(make(other)), 100)
+    assert not travels_in_bundles(PlanEntry(make("onebit"), "ring", 1, "error"), 100)
+    assert not travels_in_bundles(PlanEntry(make("onebit"), "scatter_reduce", 2, "error"), 100)
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 4, 9])
+def test_parts_hold_each_tensor_once_and_its_owner_is_the_same_in_every_bundle(num_parts: int) -> None:
+    entry = PlanEntry(make("onebit"))
+    sizes = [50, 400, 300, 200, 10, 90, 350]
+    members = [
+        TensorJob(str(size), 3 * index, torch.zeros(size), entry, 0, 0, place=index) for index, size in enumerate(sizes)
+    ]
+    owners = []
+    for chosen in (members, members[2:5], members[:1]):
+        whole = FusionGroup(chosen, 0)
+        parts = whole.parts(num_parts)
+        held = [whole.group(part) for part in parts]
+        assert sorted(index for group in held for index in group) == list(range(len(chosen)))
+        assert [part.count for part in parts] == [
+            sum(chosen[index].values.numel() for index in group) for group in held
+        ]
+        owners.append(
+            {
+                chosen[index].name: (part.index + whole.tensor) % num_parts
+                for part, group in zip(parts, held)
+                for index in group
+            }
+        )
+    assert all(owners[0][name] == owner for some in owners[1:] for name, owner in some.items())
+
+
+def message(lengths: list[int], size: int) -> EncodedChunk:
+    table = np.array(lengths, "<u4").view(np.uint8)
+    return EncodedChunk(FrameKind.PAYLOAD, FrameFlags.PRESENT, np.concatenate([table, np.zeros(size, np.uint8)]), 1)
+
+
+@pytest.mark.parametrize(("lengths", "size"), [([3, 4], 6), ([3, 4], 8), ([11, 0], 11), ([0xFFFFFFFF, 1], 0), ([3], 0)])
+def test_lengths_that_do_not_fit_are_refused(lengths: list[int], size: int) -> None:
+    with pytest.raises(PayloadError, match="Expected"):
+        fusion._split(message(lengths, size), [10, 10])
+
+
+def test_headers_that_do_not_fit_are_refused() -> None:
+    registry = TensorRegistry(Plan("onebit", min_elements=0), 2)
+    registry.add({name: TensorSpec(shape) for name, shape in SHAPES.items()})
+    numel = sum(TensorSpec(shape).numel for shape in SHAPES.values())
+    good = {
+        "kind": FrameKind.PAYLOAD, "compressor": code("onebit"), "dtype": ELEMENT_TYPES[torch.float32],
+        "tensor": fusion.BUNDLE_FLAG | 1, "count": numel, "length": 1000, "sender": 1,
+    }  # fmt: skip
+    registry.admit(Header(**good))
+    for wrong in (
+        {"count": numel + 1}, {"length": 10_000_000}, {"tensor": fusion.BUNDLE_FLAG | 99}, {"offset": 8},
+        {"compressor": code("topk")}, {"kind": FrameKind.STATS},
+    ):  # fmt: skip
+        with pytest.raises(FrameError, match="Expected"):
+            registry.admit(Header(**{**good, **wrong}))

@@ -1,0 +1,113 @@
+"""What `auto` makes of figures; it flies on several ranks in tests/integration."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire as gw
+from gradwire.core.errors import OptionError, UnknownNameError
+from gradwire.planner import PlannedTensor, PlanTable, fidelity, plan
+from gradwire.planner.costs import CodecCosts, Costs, LinearCost, LinkCosts
+from gradwire.tuning.auto import NATIVE_DOUBT, SYNC_BOUND, _change, _predict, _worth_a_trial
+from gradwire.tuning.candidates import NATIVE, NATIVE_FP16, Candidate, Timing
+
+LINK = LinkCosts(1e-4, 1e-7)
+QUICK = LinearCost(0, 1e-10)
+COSTS = Costs(
+    4,
+    (LINK,),
+    {
+        "none": CodecCosts(QUICK, QUICK, QUICK, payload_bytes=LinearCost(0, 4)),
+        "fp16": CodecCosts(QUICK, QUICK, QUICK, payload_bytes=LinearCost(0, 2)),
+    },
+)
+TIMING = Timing(1.0, 0.1, 0.8, 0.8, 0.4, ((("w",), 0.0),), 4_000_000)
+
+
+def table(spec: str) -> PlanTable:
+    return plan([PlannedTensor("w", (1000, 1000))], COSTS, [fidelity.RankedCompressor(spec, ("ring",))], rest=0.1)
+
+
+def test_dense_ways_are_the_most_faithful_and_ddps_own_the_first_of_them() -> None:
+    compressed = Candidate.of(table("fp16"))
+    assert compressed.table is not None and compressed.table.compresses
+    assert NATIVE.faithfulness > NATIVE_FP16.faithfulness > compressed.faithfulness
+
+
+def test_plans_that_choose_the_same_are_the_same_way() -> None:
+    one = table("fp16")
+    other = replace(one, step=2 * one.step, rows=tuple(replace(row, encode=1.0) for row in one.rows))
+    assert Candidate.of(one) == Candidate.of(other)
+    moved = replace(one, rows=tuple(replace(row, partitions=row.partitions + 1) for row in one.rows))
+    assert Candidate.of(one) != Candidate.of(moved)
+
+
+def test_half_the_bytes_are_predicted_to_save_half_of_the_links_time() -> None:
+    found = _predict(table("fp16"), TIMING, COSTS, fidelity.methods("near-lossless"))
+    wire = 2 * 3 / 4 * TIMING.nbytes * LINK.seconds_per_byte
+    assert found[NATIVE] - found[NATIVE_FP16] == pytest.approx(wire / 2)
+    assert NATIVE_FP16 not in _predict(table("fp16"), TIMING, COSTS, fidelity.methods("exact"))
+
+
+def test_small_changes_are_none() -> None:
+    assert _change(TIMING, replace(TIMING, step=1.2, synchronizing=1.2)) == ""
+    assert "steps take 1.4" in _change(TIMING, replace(TIMING, step=1.4))
+    assert "steps take 700 ms" in _change(TIMING, replace(TIMING, step=0.7))
+    assert "frames are under way for 100 ms" in _change(TIMING, replace(TIMING, link=0.1))
+    assert _change(replace(TIMING, link=0.01), replace(TIMING, link=0.03)) == ""
+    assert "synchronizing" in _change(TIMING, replace(TIMING, synchronizing=0.8 / SYNC_BOUND / 1.01))
+
+
+def test_ddps_own_in_fp16_does_not_lose_against_a_plan_by_its_prediction() -> None:
+    planned = Candidate.of(table("fp16"))
+    assert _worth_a_trial(planned, 0.99, fastest=1.0) and not _worth_a_trial(planned, 1.01, fastest=1.0)
+    assert _worth_a_trial(NATIVE_FP16, NATIVE_DOUBT - 0.01, fastest=1.0)
+    assert not _worth_a_trial(NATIVE_FP16, NATIVE_DOUBT, fastest=1.0)
+
+
+def test_what_auto_chooses_cannot_be_given() -> None:
+    ddp = DistributedDataParallel(nn.Linear(4, 4))
+    with pytest.raises(OptionError, match="left to auto"):
+        gw.attach(ddp, "auto", strategy="ring")
+    with pytest.raises(UnknownNameError, match="near-lossless"):
+        gw.attach(ddp, "auto", fidelity="lossless")
+
+
+def test_a_job_of_one_rank_has_nothing_to_decide() -> None:
+    ddp = DistributedDataParallel(nn.Linear(4, 4))
+    handle = gw.attach(ddp, "auto")
+    for _ in range(20):
+        ddp(torch.ones(1, 4)).sum().backward()
+    assert handle.autopilot is not None
+    assert handle.autopilot.way == NATIVE
+    assert handle.autopilot.decisions == []
+    assert handle.autopilot.settled
+    handle.detach()
+
+
+@pytest.mark.parametrize(("made", "level", "known"), [
+    (torch.optim.AdamW, "near-lossless", True),
+    (torch.optim.AdamW, "exact", False),
+    (torch.optim.NAdam, "balanced", False),
+])  # fmt: skip
+def test_gcomp_is_measured_with_the_users_own_optimizer_where_it_is_known(made, level, known) -> None:
+    ddp = DistributedDataParallel(nn.Linear(40, 30))
+    optimizer = made(ddp.parameters())
+    handle = gw.attach(ddp, "auto", fidelity=level, optimizer=optimizer)
+    for _ in range(3):
+        optimizer.zero_grad()
+        ddp(torch.randn(5, 40)).square().sum().backward()
+        optimizer.step()
+    pilot = handle.autopilot
+    assert pilot is not None and pilot._sample is not None
+    assert ("gcomp" in {method.spec for method in pilot._methods}) == known
+    own, aux = pilot._sample.own, pilot._sample.aux
+    assert (own is not None) == known
+    if own is not None:
+        assert own.numel() == aux["parameter"].numel() == aux["second"].numel() == 1200
+        assert not torch.equal(aux["parameter"], ddp.module.weight.detach().reshape(-1))  # a copy, of step 2
