@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from gradwire.compressors.base import Compressor, StatefulCompressor, SummableCompressor
-from gradwire.testing.cases import bits, context, heavy_tailed, normal, reduced
-from gradwire.testing.checks import about, check, expect
 from gradwire.core.context import Context
 from gradwire.core.spec import as_array
+from gradwire.testing.cases import bits, context, heavy_tailed, normal, reduced
+from gradwire.testing.checks import about, check, expect
 from gradwire.wire.payload import Payload
 
 
