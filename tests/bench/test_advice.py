@@ -49,8 +49,23 @@ def test_backward_that_hides_the_all_reduce():
     )
 
 
-def test_a_clock_that_says_less_than_the_computation_convinces_nobody():
-    assert probe(row(FP32, 0.104, limit="backward"), row(GRADWIRE, 0.08)).advised.kind == FP32
+def test_a_clock_that_says_a_little_less_than_the_computation_convinces_nobody():
+    assert probe(row(FP32, 0.104, limit="backward"), row(GRADWIRE, 0.096)).advised.kind == FP32
+
+
+@pytest.mark.parametrize("kind", [FP32, HALF, GRADWIRE])
+def test_steps_that_cannot_be_are_no_ground_for_advice(kind):
+    rows = {each: row(each, 0.0219) for each in (FP32, HALF, GRADWIRE)}
+    rows[kind] = row(kind, 0.0135)
+    found = probe(*rows.values(), compute=0.0185)
+    assert found.too_noisy and found.advised is None
+    assert found.sentence == (
+        f"Too noisy to advise: a step by {rows[kind].name} took 13.5 ms, one without communication 18.5 ms, although "
+        "none can be shorter than that. Something else has used the cores. Run the probe for longer (--seconds 10 or "
+        "more), with nothing else on these machines."
+    )
+    assert found.as_dict()["too_noisy"] and found.as_dict()["advised"] is None
+    assert not probe(*rows.values(), compute=0.0135 / 0.951).too_noisy
 
 
 @pytest.mark.parametrize(

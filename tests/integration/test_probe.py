@@ -12,7 +12,8 @@ import torch
 
 import gradwire as gw
 from gradwire.lab import Lab
-from tests.integration.launch import free_port
+from tests.integration.jobs.probe import BUSY
+from tests.integration.launch import free_port, launch, results
 
 MODULE = """
 import torch
@@ -60,11 +61,33 @@ def test_torchrun_on_loopback(module):
     # Which is faster here, is for the machine to say; what follows from the figures is not.
     assert found["sentence"] in done.stdout
     rows = {row["name"]: row for row in found["rows"] if row["allowed"]}
+    if found["too_noisy"]:  # for the machine to say, too
+        assert found["sentence"].startswith("Too noisy to advise") and found["advised"] is None
+        return
     chosen = rows[found["advised"]]
     assert chosen["step"] * 0.95 <= max(found["compute"], min(row["step"] for row in rows.values()))
     assert found["sentence"].startswith("Do not compress" if chosen["kind"] == "fp32" else "Compress, with")
     twice = [line for line in done.stderr.splitlines() if line.startswith("probe: timing DDP's all-reduce")]
     assert len(twice) == 2 or chosen == dense
+
+
+TWICE = "a step was shorter than one without communication: timing all of them again"
+
+
+def test_other_work_that_ends_costs_another_round() -> None:
+    ranks = results(launch("probe.other_work", 2, times=2))
+    for found, said in ranks:
+        assert said.count(TWICE) == 1
+        assert found["compute"] < BUSY
+        assert not found["too_noisy"] and found["advised"]
+        assert min(row["step"] / row["ideal"] for row in found["rows"]) > 0.95
+
+
+def test_other_work_that_goes_on_is_no_ground_for_advice() -> None:
+    (found, said), _ = results(launch("probe.other_work", 2, times=3))
+    assert said.count(TWICE) == 1
+    assert found["too_noisy"] and found["advised"] is None
+    assert found["sentence"].startswith("Too noisy to advise: a step by ")
 
 
 @pytest.mark.root

@@ -1,7 +1,8 @@
 """What `gradwire probe` found, as plain data, and the sentence that it comes to.
 
 A way must make the step shorter by `MIN_GAIN` than a more faithful one to be advised: DDP's fp32 all-reduce first, then
-its 16-bit hooks, then gradwire.
+its 16-bit hooks, then gradwire. Nothing is advised from steps that cannot be: no step is shorter than one without
+communication, but for `NOISE`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 from gradwire.sync.planner.table import seconds
 
 MIN_GAIN = 0.05  # of a step: the medians of a few steps are no better than this
+NOISE = 0.05  # of a step without communication, for the same reason: what is shorter by more cannot be
 FP32, HALF, GRADWIRE = "fp32", "half", "gradwire"
 _LIMITS = {
     "backward": "the computation of forward and backward",
@@ -33,7 +35,8 @@ class Measurement:
         steps: how many were timed.
         nbytes: that a rank sends.
         codec: in which a rank encodes and decodes.
-        ideal: the larger of the step without communication and the bytes over the link's rate.
+        ideal: the larger of the step without communication and the bytes over the link's rate, which is at least what
+            a step has shown.
         limit: what the step waits for: ``"backward"``, ``"link"``, ``"codec"`` or ``"latency"``.
         allowed: whether the fidelity allows it.
         use: the line of code that chooses it.
@@ -85,10 +88,15 @@ class Probe:
     untried: dict[str, float] = field(default_factory=dict)
 
     @property
+    def too_noisy(self) -> bool:
+        """Whether a step was shorter than one without communication, so that no figure is worth an advice."""
+        return any(row.step < (1 - NOISE) * self.compute for row in self.rows)
+
+    @property
     def advised(self) -> Measurement | None:
-        """The most faithful of the fastest; None on one rank."""
+        """The most faithful of the fastest; None on one rank, and where it is too noisy to say."""
         allowed = [row for row in self.rows if row.allowed]
-        if not allowed:
+        if not allowed or self.too_noisy:
             return None
         # No step is shorter than one without communication, whatever the clock says.
         least = max(self.compute, min(row.step for row in allowed))
@@ -101,6 +109,13 @@ class Probe:
     @property
     def sentence(self) -> str:
         """Whether to compress, with what, how much faster that is, and what limits it."""
+        if self.too_noisy:
+            least = min(self.rows, key=_step)
+            return (
+                f"Too noisy to advise: a step by {least.name} took {seconds(least.step)}, one without communication "
+                f"{seconds(self.compute)}, although none can be shorter than that. Something else has used the cores. "
+                "Run the probe for longer (--seconds 10 or more), with nothing else on these machines."
+            )
         chosen = self.advised
         if chosen is None:
             return (
@@ -164,7 +179,8 @@ class Probe:
     def as_dict(self) -> dict[str, Any]:
         """For machines."""
         chosen = self.advised
-        return asdict(self) | {"advised": chosen and chosen.name, "sentence": self.sentence}
+        said = {"too_noisy": self.too_noisy, "sentence": self.sentence}
+        return asdict(self) | {"advised": chosen and chosen.name} | said
 
 
 def limit_of(step: float, compute: float, wire: float, codec: float) -> str:

@@ -5,7 +5,8 @@
 3. *Survey and plan.* Links, codecs and engine are measured by all ranks; rank 0 plans, and predicts each method alone.
 4. *Candidates.* The plan, the methods that are best alone and what the user names are attached and timed.
 5. *Again*, since what else runs on these cores only adds time and the lesser figure counts: no communication, which is
-   the bound, and where all this comes to compressing, DDP's fp32 and what would take its place.
+   the bound; everything, where a step was shorter than that bound; and where all this comes to compressing, DDP's fp32
+   and what would take its place.
 
 A step is forward and backward, without an optimizer. DDP's own bytes are those of a ring; nothing counts them.
 """
@@ -13,8 +14,9 @@ A step is forward and backward, without an optimizer. DDP's own bytes are those 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -36,7 +38,13 @@ from gradwire.sync.survey import Survey
 from gradwire.sync.synchronizer import Synchronizer
 
 DEFAULT_SECONDS = 3.0
-DDP_FP32 = "DDP fp32"
+SILENT, DDP_FP32 = "no communication", "DDP fp32"
+_LABELS = {
+    SILENT: "steps without communication",
+    DDP_FP32: "DDP's all-reduce in fp32",
+    "DDP fp16 hook": "DDP's fp16 hook",
+    "DDP bf16 hook": "DDP's bf16 hook",
+}
 SINGLE_METHODS = 2  # of the level's, beside its plan
 
 Say = Callable[[str], None]
@@ -95,8 +103,10 @@ class Prober:
     def _run(self, synchronizer: Synchronizer) -> Probe:
         survey = Survey(synchronizer, max(spec.numel for spec in self._specs.values()))
         watch = Stopwatch(self.job, survey, self.seconds)
-        self.say("timing steps without communication")
-        silent = watch.without_communication()
+        self._runs: dict[str, Callable[[], Timed]] = {SILENT: watch.without_communication}
+        self._timed: dict[str, Timed] = {}
+        self._time(SILENT)
+        silent = self._timed[SILENT]
         result = Probe(
             self.job.name, synchronizer.world_size, dist.get_backend(),
             sum(spec.numel for spec in self._specs.values()), len(self._specs), self.fidelity,
@@ -104,27 +114,22 @@ class Prober:
         )  # fmt: skip
         if synchronizer.world_size == 1:
             return result
-        self.say("timing DDP's all-reduce in fp32")
-        dense = watch.with_hook("fp32")
-        timed = {DDP_FP32: dense}
         # Not every Gloo adds bfloat16, and its bytes are those of fp16.
         halves = {f"DDP {name} hook": name for name in (("fp16", "bf16") if result.backend == "nccl" else ("fp16",))}
-        for name, hook in halves.items():
-            self.say(f"timing DDP's {hook} hook")
-            timed[name] = watch.with_hook(hook)
+        for name, hook in {DDP_FP32: "fp32", **halves}.items():
+            self._runs[name] = partial(watch.with_hook, hook)
+            self._time(name)
         priced = [
             method for method in (*self._methods, *self._extra) if not compressor_of(method.spec).requires_full_tensor
         ]
         self.say(f"measuring links and {len({'none', *(method.spec for method in priced)})} codecs")
         costs = survey.costs([method.spec for method in priced], say=seldom(self.say))
-        own = replace(costs, native=_native_hop(dense, costs))
+        own = replace(costs, native=_native_hop(self._timed[DDP_FP32], costs))
         self.say("planning")
         candidates, untried = self._candidates(synchronizer, silent, own)
         for candidate in candidates:
-            self.say(f"timing {candidate.name}")
-            timed[candidate.name] = watch.with_plan(candidate.plan)
-        self.say("timing steps without communication again")
-        compute = min(silent.step, watch.without_communication().step)
+            self._runs[candidate.name] = partial(watch.with_plan, candidate.plan)
+            self._time(candidate.name)
         half = _all_reduced(silent, own, 2)
         ways = [
             _Way(DDP_FP32, FP32, _all_reduced(silent, costs, 1), "nothing to add to DDP"),
@@ -132,18 +137,36 @@ class Prober:
                    self.fidelity != "exact") for name, hook in halves.items()),
             *map(_Way.of, candidates),
         ]  # fmt: skip
-        link = costs.slowest
-        scale = _Scale(compute, link.seconds_per_byte)
-        result = replace(result, compute=compute, bytes_per_second=1 / link.seconds_per_byte, latency=link.latency,
-                         rows=scale.rows(ways, timed), untried=untried)  # fmt: skip
-        plans = {candidate.name: candidate.plan for candidate in candidates}
-        chosen = result.advised
-        if chosen is None or chosen.name not in plans:
-            return result
-        self.say(f"timing DDP's all-reduce in fp32 and {chosen.name} again")
-        for name, again in ((DDP_FP32, watch.with_hook("fp32")), (chosen.name, watch.with_plan(plans[chosen.name]))):
-            timed[name] = min(timed[name], again, key=attrgetter("step"))
-        return replace(result, rows=scale.rows(ways, timed))
+        result = replace(result, latency=costs.slowest.latency, untried=untried)
+        self._time(SILENT)
+        found = self._found(result, ways, costs)
+        if found.too_noisy:
+            self.say("a step was shorter than one without communication: timing all of them again")
+            self._time(*self._runs, quiet=True)
+            found = self._found(result, ways, costs)
+        if found.advised is not None and found.advised.name in {candidate.name for candidate in candidates}:
+            self._time(DDP_FP32, found.advised.name)
+            found = self._found(result, ways, costs)
+        return found
+
+    def _time(self, *names: str, quiet: bool = False) -> None:
+        """Time these ways. What was timed before keeps the lesser figure: what else runs only adds time."""
+        if not quiet:
+            again = " again" if names[0] in self._timed else ""
+            self.say(f"timing {' and '.join(_LABELS.get(name, name) for name in names)}{again}")
+        for name in names:
+            found = self._runs[name]()
+            self._timed[name] = min(self._timed.get(name, found), found, key=attrgetter("step"))
+
+    def _found(self, result: Probe, ways: Sequence[_Way], costs: Costs) -> Probe:
+        """The result with what has been timed so far."""
+        compute = self._timed[SILENT].step
+        # A step that is shorter than its bytes at the measured rate shows that the link carries more.
+        shown = [self._timed[way.name].step / max(1.0, _sent_bytes(way, self._timed[way.name])) for way in ways]
+        seconds_per_byte = min(costs.slowest.seconds_per_byte, *shown)
+        scale = _Scale(compute, seconds_per_byte)
+        rows = tuple(scale.row(way, self._timed[way.name]) for way in ways)
+        return replace(result, compute=compute, bytes_per_second=1 / seconds_per_byte, rows=rows)
 
     # -- candidates ------------------------------------------------------------------------------------------
 
@@ -210,20 +233,22 @@ class _Scale:
     compute: float
     seconds_per_byte: float
 
-    def rows(self, ways: Iterable[_Way], timed: dict[str, Timed]) -> tuple[Measurement, ...]:
-        return tuple(self._row(way, timed[way.name]) for way in ways)
-
-    def _row(self, way: _Way, timed: Timed) -> Measurement:
-        nbytes = timed.sent_bytes
-        if timed.buckets:  # by DDP's own all-reduce
-            whole = ring_bytes(sum(bucket.nbytes for bucket in timed.buckets), dist.get_world_size())
-            nbytes = whole / (2 if way.kind == HALF else 1)
+    def row(self, way: _Way, timed: Timed) -> Measurement:
+        nbytes = _sent_bytes(way, timed)
         wire = nbytes * self.seconds_per_byte
         return Measurement(
             way.name, way.kind, way.predicted, timed.step, timed.steps, nbytes, timed.codec,
             ideal=max(self.compute, wire), limit=limit_of(timed.step, self.compute, wire, timed.codec),
             allowed=way.allowed, use=way.use,
         )  # fmt: skip
+
+
+def _sent_bytes(way: _Way, timed: Timed) -> float:
+    """Bytes that a rank sends in a step."""
+    if not timed.buckets:
+        return timed.sent_bytes
+    whole = ring_bytes(sum(bucket.nbytes for bucket in timed.buckets), dist.get_world_size())  # DDP's own all-reduce
+    return whole / (2 if way.kind == HALF else 1)
 
 
 def _all_reduced(silent: Timed, costs: Costs, divisor: int) -> float:
