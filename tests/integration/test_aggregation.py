@@ -74,6 +74,6 @@ def test_a_server_that_stays_away_ends_the_job_on_all_ranks(tmp_path: Path) -> N
         found = results(job.result())
     for outcome in found:
         assert outcome["type"] in ("PeerTimeoutError", "PeerFailedError")
-        assert "the aggregation server at" in outcome["message"], "whoever it hears it from"
-        assert "Do: look at its log" in outcome["message"]
+        assert "The aggregation server at" in outcome["message"], "whoever it hears it from"
+        assert "Look at its log." in outcome["message"]
         assert outcome["seconds"] < 2 * TIMEOUT
