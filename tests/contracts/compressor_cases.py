@@ -50,7 +50,7 @@ OPTION_SETS: dict[str, list[dict]] = {
     "adacomp": [{"block": 24, "threshold": 0.5}],
     "qsgd": [{"bits": 8, "block": 100}, {"bits": 2}],
     "randomk": [{"ratio": 0.5}],
-    "dragonn": [{"ratio": 0.2}],
+    "dragonn": [{"ratio": 0.2}, {"ratio": 0.2, "carry": True}],
     "mstopk": [{"ratio": 0.1}],
     "threshold": [{"threshold": 0.01}],
     "powersgd": [{"rank": 1}, {"rank": 12}],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import gradwire.compressors as compressors
+from gradwire.compressors.base import StatefulCompressor
 from gradwire.contracts import CHECKS, run
 from gradwire.core.errors import PayloadError
 from gradwire.core.spec import TensorSpec
@@ -110,6 +112,35 @@ def test_a_faulty_codec_is_found(name: str, codec: Faulty, said: str) -> None:
     assert isinstance(outcome.error, AssertionError)
     assert said in str(outcome.error)
     assert str(outcome.error)
+
+
+class Forgetful(Halving, StatefulCompressor):
+    """Halving, with a state that it trusts, and leaves in float64."""
+
+    state_source = "payload"
+
+    def encode(self, grad: torch.Tensor, ctx: Any, *arguments: Any, **compensation: Any) -> Payload:
+        nonfinite = ctx.state is not None and ctx.state.size != 2
+        return replace(Halving.encode(self, grad, ctx, *arguments, **compensation), nonfinite=nonfinite)
+
+    def decode(self, payload: Payload, ctx: Any, *arguments: Any, **options: Any) -> torch.Tensor:
+        values = Halving.decode(self, replace(payload, nonfinite=False), ctx, *arguments, **options)
+        return values.fill_(torch.nan) if payload.nonfinite else values
+
+    def next_state(self, source: Payload, ctx: Any) -> np.ndarray:
+        return np.zeros(2)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("a-state-is-a-row-of-numbers-that-the-next-step-takes", "expected float32 or uint8, got float64"),
+        ("a-state-of-something-else-is-ignored", "values that are not finite"),
+    ],
+)
+def test_a_faulty_state_is_found(name: str, said: str) -> None:
+    (outcome,) = run(Forgetful(), [BY_NAME[name]])
+    assert said in str(outcome.error)
 
 
 def test_generated_code_that_differs_from_the_oracle_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ function that takes a codec and raises `AssertionError` with what was expected, 
 Random cases come from fixed seeds, so that a failure is there again at the next run.
 """
 
-from gradwire.contracts import accumulators, algebra, edges, language, residuals, robustness, same_bytes, sizes
+from gradwire.contracts import accumulators, algebra, edges, language, residuals, robustness, same_bytes, sizes, states
 from gradwire.contracts.checks import CHECKS, Check, Outcome, run
 
 __all__ = [
@@ -21,4 +21,5 @@ __all__ = [
     "run",
     "same_bytes",
     "sizes",
+    "states",
 ]
