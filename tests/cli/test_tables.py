@@ -49,4 +49,4 @@ def test_the_granularity_is_chosen_for_the_ranks() -> None:
 def test_what_is_impossible_is_said(folder) -> None:
     result = CliRunner().invoke(build_app(), ["tables", "--granularity", "14"])
     assert result.exit_code != 0
-    assert "granularity from 15" in str(result.exception)
+    assert "granularity must be from 15" in str(result.exception)

@@ -305,7 +305,7 @@ def test_the_largest_floats_neither_overflow_nor_are_marked(name: str) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [({"block": 1000}, "power of two, not 1000. Pass 1024"), ({"block": 32}, "block must be from 64"),
-     ({"rotate": "some"}, "one of block, full, none"), ({"granularity": 14}, "granularity from 15"),
+     ({"rotate": "some"}, "one of block, full, none"), ({"granularity": 14}, "granularity must be from 15"),
      ({"bits": 9}, "bits must be from 1 to 8"), ({"p": 0.0}, "p <= 0.5"),
      ({"accumulator_bits": 12}, "8, 16, 32 or None")],
 )  # fmt: skip

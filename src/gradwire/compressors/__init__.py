@@ -1,4 +1,4 @@
-"""One file an algorithm, a base class and a registry."""
+"""Compressors, one file per algorithm; `base` holds the contract and the registry, `support` their helpers."""
 
 from gradwire.compressors import (
     adacomp,

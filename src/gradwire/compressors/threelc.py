@@ -102,7 +102,7 @@ class ThreeLC(ArrayCompressor):
         quartic = scratch(packed.size) if self.zero_run else packed
 
         def encode(block: _Block) -> int:
-            # Steps 2 and 3, and steps a and b in the same sweep: quantise, pack, dequantise, remaining error.
+            # Steps 2 and 3, and steps a and b in the same sweep: quantize, pack, dequantize, remaining error.
             left = None if residual_out is None else residual_out[block.elements]
             kernels.pack_ternary(x[block.elements], M, quartic[block.bytes_], left)
             if not self.zero_run:

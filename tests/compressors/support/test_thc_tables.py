@@ -120,8 +120,9 @@ def test_nothing_is_lost_where_nothing_can_be_written(folder, monkeypatch) -> No
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [((4, 14, 0.1), r"granularity from 15 \(2\^bits - 1\)"), ((9, 600, 0.1), "bits from 1 to 8"),
-     ((4, 30, 0.0), "1/32"), ((4, 2000, 0.1), "to 1023"), ((0, 5, 0.1), "bits from 1"), ((4, 30, 1.0), "p < 1")],
+    [((4, 14, 0.1), r"granularity must be from 15 \(2\^bits - 1\)"), ((9, 600, 0.1), "bits must be from 1 to 8"),
+     ((4, 30, 0.0), "1/32"), ((4, 2000, 0.1), "to 1023"), ((0, 5, 0.1), "bits must be from 1"),
+     ((4, 30, 1.0), "p < 1")],
 )  # fmt: skip
 def test_impossible_tables_are_refused_with_advice(options, said) -> None:
     for function in (solve, optimal, stored):

@@ -4,7 +4,7 @@ Body: magic, uint16; 0 if the elements are stored, 1 if they are packed, uint8; 
 number of the code's table, uint32. Then the elements, or the output of `kernels.pack_floats`. float64 is always stored.
 
 Each tensor gets a table of its own. Every `refresh` steps, the exponents of its averaged gradient are counted. All
-ranks hold the same bits of it, so all find the same table, and nothing is sent; payloads carry the number of their
+ranks hold the same bits, so all find the same table, and nothing is sent; payloads carry the number of their
 table. A rank's own gradient may have more zeros than the average, so zero keeps a share of at least `SHARE_OF_ZERO`. A
 new table that is hardly better than the present one is not used, nor is one of a gradient that is almost all zeros.
 
@@ -69,7 +69,7 @@ class FloatPacking(NoCompression, StatefulCompressor):
         return {"table": self.table, "refresh": self.refresh}
 
     def max_encoded_bytes(self, spec: TensorSpec) -> int:
-        """The tensor itself, and the header of a block."""
+        """Size of the tensor and of a header."""
         return HEADER_BYTES + spec.nbytes
 
     def code(self, dtype: torch.dtype, state: np.ndarray | None = None) -> PrefixCode:
@@ -94,7 +94,7 @@ class FloatPacking(NoCompression, StatefulCompressor):
         return Payload(self._body(elements, dtype, ctx), nonfinite=not finite), elements
 
     def _elements_to_send(self, x: np.ndarray, dtype: torch.dtype, scale: float) -> tuple[np.ndarray, bool]:
-        """What `none` would send, and whether all of it is finite."""
+        """Elements that `none` would send, and whether they are finite."""
         element = ARRAY_DTYPES[dtype]
         if scale == 1.0 and x.dtype == element:
             return x, kernels.count_nonfinite(x) == 0
@@ -122,7 +122,7 @@ class FloatPacking(NoCompression, StatefulCompressor):
         accumulate: bool = False,
         stats: Sequence[np.ndarray] = (),
     ) -> torch.Tensor:
-        """Unpack the elements, or add them; `out` may be float64 as well where it accumulates."""
+        """Unpack the elements, or add them; to add, `out` may also be float64."""
         out = self._output(ctx, out)
         dtype = out.dtype if ctx.spec is None else ctx.spec.dtype
         target = as_array(out)
@@ -144,7 +144,7 @@ class FloatPacking(NoCompression, StatefulCompressor):
         out: torch.Tensor,
         stats: Sequence[np.ndarray] = (),
     ) -> torch.Tensor:
-        """Add the elements of all ranks; `out` may be float64 as well."""
+        """Add the elements of all ranks; `out` may also be float64."""
         out.zero_()
         for payload, ctx in zip(payloads, ctxs, strict=True):
             self.decode(payload, ctx, out=out, accumulate=True)
@@ -171,16 +171,16 @@ class FloatPacking(NoCompression, StatefulCompressor):
 
 
 def _checked(table: object) -> str:
-    """The option `table`, if it is a code."""
+    """The option `table`, after a check."""
     if not isinstance(table, str):
-        raise TypeError(f"Expected table to be text, got {table!r}. Do: pass PrefixCode.of(counts).to_bytes().hex().")
+        raise TypeError(f"table must be a string, not {table!r}. Pass PrefixCode.of(counts).to_bytes().hex().")
     if table:
         try:
             code_of_bytes(bytes.fromhex(table))
         except ValueError as error:
             raise OptionError(
-                f"Expected table to be {SERIAL_BYTES} bytes of code lengths in hexadecimal: {error} "
-                "Do: pass PrefixCode.of(counts).to_bytes().hex()."
+                f"table must be {SERIAL_BYTES} bytes of code lengths in hexadecimal: {error} "
+                "Pass PrefixCode.of(counts).to_bytes().hex()."
             ) from error
     return table
 

@@ -75,13 +75,13 @@ def check(bits: int, granularity: int, p: float) -> None:
         OptionError: A number is out of range, or there are too few integers for 2^b values.
     """
     if not 1 <= bits <= MAX_BITS:
-        raise OptionError(f"Expected bits from 1 to {MAX_BITS}, got {bits}. Do: pass an int in that range.")
+        raise OptionError(f"bits must be from 1 to {MAX_BITS}, not {bits}.")
     if not MIN_P <= p < 1:
-        raise OptionError(f"Expected {MIN_P:.1g} <= p < 1, got {p}. Do: pass for example p=1/32.")
+        raise OptionError(f"p must be in the range {MIN_P:.1g} <= p < 1, but is {p}. Pass p=1/32, for example.")
     if not 2**bits - 1 <= granularity <= MAX_GRANULARITY:
         raise OptionError(
-            f"Expected granularity from {2**bits - 1} (2^bits - 1) to {MAX_GRANULARITY}, got {granularity}. "
-            "Do: pass fewer bits, or an int in that range."
+            f"granularity must be from {2**bits - 1} (2^bits - 1) to {MAX_GRANULARITY}, not {granularity}. Pass such a "
+            "granularity, or fewer bits."
         )
 
 
@@ -135,7 +135,7 @@ def _cost(costs: np.ndarray, values: list[int] | tuple[int, ...]) -> float:
 def pair_costs(granularity: int, p: float) -> np.ndarray:
     """Cost of having i < j as neighbors, otherwise infinity: float64[g + 1, g + 1].
 
-    Stochastic quantisation of a between l and r has the variance (a − l)(r − a); its integral with the normal density
+    Stochastic quantization of a between l and r has the variance (a − l)(r − a); its integral with the normal density
     is (l + r) I₁ − l r I₀ − I₂, of the density's moments between l and r.
     """
     t = threshold(p)
@@ -179,7 +179,7 @@ def _read(path: Path, bits: int, granularity: int, p: float) -> Table | None:
 
 
 def _write(path: Path, table: Table) -> None:
-    """Write atomically, so that other processes see no half of it. If writing fails, the table is found again later."""
+    """Write atomically, so that no other process sees half a table. If it fails, the table is found again later."""
     with contextlib.suppress(OSError):
         handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".part")
         with os.fdopen(handle, "w") as file:
