@@ -56,7 +56,7 @@ def test_an_application_reads_as_one() -> None:
     assert closure([reduce])[0].op == "gradient"
 
 
-NAMES = ("body", "x", "n", "at", "i", "keys", "np", "floor", "grad", "first", "rest", "end", "stop", "watch")
+NAMES = ("body", "x", "n", "at", "i", "keys", "np", "floor", "grad", "first", "residual_out", "end", "stop", "watch")
 
 
 @pytest.mark.parametrize("names", [NAMES[:7], NAMES[7:]], ids=["some", "others"])

@@ -246,7 +246,7 @@ def test_python_s_own_functions_may_be_imported_with_the_language_s() -> None:
 
 
 def test_an_option_without_a_default_is_refused_when_it_is_decorated() -> None:
-    with pytest.raises(TraceError, match=r"none for 'levels'.*in test_trace.py:.*Do: give it one") as caught:
+    with pytest.raises(TraceError, match=r"'levels' has no default.*in test_trace.py:.*Do: give it one") as caught:
 
         @gw.compressor
         def no_default(g, levels):

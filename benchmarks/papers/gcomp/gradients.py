@@ -160,7 +160,7 @@ def step_figures(step: int, loss: float, found: list[Recorded], codes: Codes) ->
             packed[method] += codec.encode(each.grad, ctx, scale=1 / RANKS).body.nbytes
         own, raw = counts_of(each.grad), exponents_of(each.grad)
         prior = exponent_prior.code(torch.float32)
-        fresh = prior if table is None else PrefixCode.from_bytes(table.numpy().tobytes())
+        fresh = prior if table is None else PrefixCode.from_bytes(table.tobytes())
         symbols += coded_bits(fresh, own)
         exponents["gradwire, static"] += coded_bits(prior, own)
         exponents["gradwire, dynamic"] += coded_bits(fresh, own)
