@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import gradwire.compressors as compressors
+from gradwire.core.errors import UnknownNameError
 from tests.contracts.compressor_cases import context, normal
 
 
@@ -40,7 +41,7 @@ def test_the_body_is_two_scalars_and_the_levels() -> None:
 
 
 def test_other_widths_are_refused() -> None:
-    with pytest.raises(compressors.registry.UnknownNameError, match="option of minmax 'bit'"):
+    with pytest.raises(UnknownNameError, match="option of minmax 'bit'"):
         compressors.make("minmax", bit=2)
     with pytest.raises(ValueError, match="bits must be 1, 2, 4 or 8, not 3"):
         compressors.make("minmax", bits=3)
