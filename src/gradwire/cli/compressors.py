@@ -26,6 +26,8 @@ def compressors(
 
     Bits an element are the most that a tensor of a million float32 elements can take. Lines are those of encoder and
     decoder in the language, with their signatures; functions are those that they define.
+
+    Example: gradwire compressors --json
     """
     from gradwire.compressors import names
 

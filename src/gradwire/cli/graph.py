@@ -31,7 +31,10 @@ def graph(
     elements: Elements = 0,
     dot: Dot = False,
 ) -> None:
-    """Print what one rank does for one tensor under a strategy: primitives, peers and the order between them."""
+    """Print what one rank does for one tensor under a strategy: primitives, peers and the order between them.
+
+    Example: gradwire graph ring --ranks 4 --rank 1 --dot | dot -Tsvg > ring.svg
+    """
     from gradwire.compressors import make
     from gradwire.sync import drawing
     from gradwire.sync.plan_entry import PlanEntry

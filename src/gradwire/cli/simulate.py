@@ -94,6 +94,7 @@ def simulate(
         Cluster(count, SimulatedLink(None), per_node, SimulatedLink(None), stragglers, cores)
     rates: list[float | None] = [parse_rate(text) for text in _split(rate or "10gbit")]
     computing = Compute(_seconds(compute) / 3, _seconds(compute) * 2 / 3, _seconds(optimizer))
+    described = SimulatedLink(None, _seconds(latency))
     inner = SimulatedLink(parse_rate(inner_rate), _seconds(inner_latency))
     known = costs_of(costs, [each.canonical for each in methods], measure)
     measured = SimulatedLink.measured(known.slowest) if rate is None and known.slowest.seconds_per_byte else None
@@ -101,7 +102,7 @@ def simulate(
         chosen,
         computing,
         known,
-        measured or SimulatedLink(None, _seconds(latency)),
+        measured or described,
         per_node,
         inner,
         stragglers,
