@@ -55,7 +55,7 @@ def test_parameters_go_by_their_names_in_the_model_and_frozen_ones_do_not_go() -
 
 def test_a_server_is_for_the_strategy_of_that_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GRADWIRE_AGGREGATOR", raising=False)
-    with pytest.raises(OptionError, match="Do: pass both, or leave server out"):
+    with pytest.raises(OptionError, match="Pass both, or leave server= out"):
         gw.attach(wrapped(), "thc", server="127.0.0.1:7071")
     with pytest.raises(OptionError, match='Pass server="host:port"'):
         gw.attach(wrapped(), "thc", strategy="server", min_elements=0)
