@@ -11,7 +11,7 @@ __all__ = ["ranks"]
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if "transport" not in item.path.parts:
+        if "net" not in item.path.parts:
             continue
         # What a thread of a transport raises is a failure of the test, not a warning.
         item.add_marker(pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning"))
