@@ -84,9 +84,10 @@ def test_a_rank_that_fails_ends_the_run_with_its_words():
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the deadline alone ends orphans")
 def test_ranks_do_not_outlive_a_parent_that_is_killed():
     code = (
-        "from gradwire.bench.job import Job, Progress, Segment\n"
+        "from gradwire.bench.job import BenchmarkJob, Progress, Segment\n"
         "from gradwire.bench.launch import launch\n"
-        "job = Job('digits', (Segment('ddp-fp32', train_steps=10_000_000),), folder='', deadline_seconds=60.0)\n"
+        "segments = (Segment('ddp-fp32', train_steps=10_000_000),)\n"
+        "job = BenchmarkJob('digits', segments, folder='', deadline_seconds=60.0)\n"
         "launch(job, 2, lambda message: print(message, flush=True))\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)

@@ -32,6 +32,7 @@ from gradwire.sync.plan import Plan
 from gradwire.sync.strategies import peer_strategies
 from gradwire.sync.synchronizer import GradientSlice, Synchronizer
 from gradwire.sync.warmup import warm_up
+from gradwire.tuning.measure_link import measure_links
 from tests.net.recorder import until
 from tests.sync.harness import ranks
 
@@ -737,7 +738,7 @@ def test_setting_up_leaves_no_more_in_the_store_each_time() -> None:
     def set_up(rank: int) -> None:
         info = GroupInfo(rank, world_size, store, "setting up")
         one = Synchronizer(info, plan, tensors=tensors, timeout=timedelta(seconds=30))
-        one.probe_links()
+        measure_links(one)
         assert one.share("words" if rank == 0 else None) == "words"
         one.replan(Plan("none"))
         one.close()

@@ -62,7 +62,7 @@ class Study:
 
     Attributes:
         name: of the benchmark and its file.
-        workload: its class, as `gradwire.bench.workload.make_workload` takes it.
+        workload: its class, as `gradwire.bench.workloads.make_workload` takes it.
         measure: what accuracy is.
         designs: the first is the one all others are compared with.
         steps: of a whole training.
