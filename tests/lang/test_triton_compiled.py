@@ -21,7 +21,7 @@ import numpy as np, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from gradwire.lang import cache, interpret
-from gradwire.lang.targets import triton
+from gradwire.lang.targets import triton as target
 from gradwire.lang.emit import statics
 from gradwire.lang.targets.triton import host
 from gradwire.lang.operators.arithmetic import static_values
@@ -51,7 +51,7 @@ def compile_kernel(kernel, grid, *args):
 host.launch = compile_kernel
 for name in sys.argv[1:]:
     program = algorithms.program(name)
-    module = cache.load(f"test_{name}_compiled", gpu.emit(program))
+    module = cache.load(f"test_{name}_compiled", target.emit(program))
     module.launch = compile_kernel
     static = static_values(statics(program), size)
     rest = torch.zeros(size)
