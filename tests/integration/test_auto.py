@@ -56,7 +56,8 @@ def test_what_takes_long_and_what_is_decided_is_seen_without_a_configured_log() 
     assert results(outcomes) == [["none", "fp16", "bf16"]] * 2
     first, *_, last = (line for line in outcomes[0].output.splitlines() if line.startswith("gradwire: auto: "))
     assert first.startswith("gradwire: auto: a step by DDP's all-reduce takes ") and "are compiled" in first
-    assert re.match("gradwire: auto: Step [0-9]+, at the start: DDP's all-reduce.* A step measured: ", last)
+    # On an unshaped loopback either may be the faster one.
+    assert re.match("gradwire: auto: Step [0-9]+, at the start: (DDP's|gradwire, ).* A step measured: ", last)
     assert "gradwire: " not in outcomes[1].output
 
 
