@@ -45,6 +45,7 @@ def test_methods_train_alike_on_loopback():
     json.dumps(result.as_dict())
 
 
+@pytest.mark.ci
 def test_validation_along_the_way_and_momentum_correction():
     result = run(small(methods=("dgc:ratio=0.1/momentum",), validate_every=5, steps=10))
     (entry,) = result.results
@@ -54,6 +55,7 @@ def test_validation_along_the_way_and_momentum_correction():
     assert entry.losses[-1] < entry.losses[0]
 
 
+@pytest.mark.ci
 def test_a_recorded_backward_is_replayed():
     result = run(small(replay=True, steps=0, buckets_mb=(25.0,)))
     assert result.replayed
@@ -63,6 +65,7 @@ def test_a_recorded_backward_is_replayed():
     assert all(math.isfinite(entry.times[0].step.median) for entry in result.results)
 
 
+@pytest.mark.ci
 @pytest.mark.root
 def test_in_the_lab_the_interface_agrees_with_our_count():
     result = run(small(methods=("ddp-fp32", "int8"), rates=("20mbit",), lab=True, buckets_mb=(25.0,)))
@@ -81,6 +84,7 @@ def test_a_rank_that_fails_ends_the_run_with_its_words():
         launch(job, 2)
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the deadline alone ends orphans")
 def test_ranks_do_not_outlive_a_parent_that_is_killed():
     code = (

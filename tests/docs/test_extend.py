@@ -45,6 +45,7 @@ def test_commands(folder: Path, command: str) -> None:
     assert run(folder, *shlex.split(command))
 
 
+@pytest.mark.ci
 def test_training_on_two_ranks(folder: Path) -> None:
     (command,) = (line for line in COMMANDS if line.startswith("torchrun"))
     said = run(folder, *shlex.split(command))

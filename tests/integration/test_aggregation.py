@@ -65,6 +65,7 @@ def test_four_ranks_train_to_the_same_bits_as_between_themselves_over_a_restart(
         assert rank["report"]["sent_bytes"] / 20 < 96 * 96 / 2 + 1000, "half a byte an element, norms and headers"
 
 
+@pytest.mark.ci
 def test_a_server_that_stays_away_ends_the_job_on_all_ranks(tmp_path: Path) -> None:
     port = free_port()
     with serving(port, 3) as server, ThreadPoolExecutor(1) as pool:

@@ -61,6 +61,7 @@ def test_what_takes_long_and_what_is_decided_is_seen_without_a_configured_log() 
     assert "gradwire: " not in outcomes[1].output
 
 
+@pytest.mark.ci
 @pytest.mark.root
 @pytest.mark.timeout(150)
 def test_it_compresses_on_a_slow_link_and_looks_again_when_the_link_changes() -> None:

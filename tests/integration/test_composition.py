@@ -82,6 +82,7 @@ CASES = [
 ]
 
 
+@pytest.mark.ci
 @pytest.mark.timeout(240)
 def test_uneven_inputs() -> None:
     """R9: the divisor keeps its meaning, who has left emits no residual, and nothing is lost."""
@@ -103,6 +104,7 @@ def test_uneven_inputs() -> None:
         assert training["error"] < (1e-5 if not case.startswith("int8shared") else 0.01), case
 
 
+@pytest.mark.ci
 def test_a_lost_rank_is_named_where_torch_gives_no_end_of_backward() -> None:
     outcome = launch("composition.lost", 3)[0]
     assert outcome.exit_code == 0, outcome.output

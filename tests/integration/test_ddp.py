@@ -27,7 +27,12 @@ LEARNS_NOTHING = "threelc {'sparsity': 1.5, 'zero_run': False} ring"
 
 
 @pytest.mark.parametrize(
-    ("world_size", "steps"), [(3, 60), *(pytest.param(size, 200, marks=pytest.mark.slow) for size in (2, 3, 5))]
+    ("world_size", "steps"),
+    [
+        (2, 20),
+        pytest.param(3, 60, marks=pytest.mark.ci),
+        *(pytest.param(size, 200, marks=pytest.mark.slow) for size in (2, 3, 5)),
+    ],
 )
 @pytest.mark.timeout(300)
 def test_replicas_are_identical_after_many_steps(world_size: int, steps: int) -> None:
@@ -41,6 +46,7 @@ def test_replicas_are_identical_after_many_steps(world_size: int, steps: int) ->
             assert all(rank[combination]["last"] < 0.8 * rank[combination]["first"] for rank in ranks), combination
 
 
+@pytest.mark.ci
 def test_many_small_buckets_on_gloo_do_not_deadlock() -> None:
     """R1."""
     for deviations in results(launch("ddp.many_buckets", 2, methods=["none", "threelc", "onebit"])):
@@ -52,9 +58,9 @@ def test_many_small_buckets_on_gloo_do_not_deadlock() -> None:
     ("method", "strategy", "with_optimizer"),
     [
         ("threelc", "scatter_reduce", True),
-        ("topk", "allgather", False),
-        pytest.param("threelc", "scatter_reduce", False, marks=pytest.mark.slow),
-        pytest.param("onebit", "ring", True, marks=pytest.mark.slow),
+        pytest.param("topk", "allgather", False, marks=pytest.mark.ci),
+        pytest.param("threelc", "scatter_reduce", False, marks=pytest.mark.ci),
+        pytest.param("onebit", "ring", True, marks=pytest.mark.ci),
     ],
 )
 def test_an_infinite_step_leaves_no_trace(method: str, strategy: str, with_optimizer: bool) -> None:
@@ -70,7 +76,7 @@ def test_an_infinite_step_leaves_no_trace(method: str, strategy: str, with_optim
 
 @pytest.mark.parametrize(
     ("method", "strategy"),
-    [("threelc", "scatter_reduce"), pytest.param("onebit", "ring", marks=pytest.mark.slow)],
+    [("threelc", "scatter_reduce"), pytest.param("onebit", "ring", marks=pytest.mark.ci)],
 )
 def test_state_resumes_bit_for_bit_under_another_bucket_layout(tmp_path: Path, method: str, strategy: str) -> None:
     """R3, R4: saved under small buckets, loaded with weights_only=True in new processes under one large bucket."""
@@ -83,15 +89,17 @@ def test_state_resumes_bit_for_bit_under_another_bucket_layout(tmp_path: Path, m
 
 @pytest.mark.parametrize(
     ("method", "strategy"),
-    [("threelc", "scatter_reduce"), pytest.param("topk", "allgather", marks=pytest.mark.slow)],
+    [("threelc", "scatter_reduce"), pytest.param("topk", "allgather", marks=pytest.mark.ci)],
 )
+@pytest.mark.ci
 def test_residuals_stay_bounded_on_non_iid_ranks(method: str, strategy: str) -> None:
     """R5: PowerSGD's grows as the steps do, fourfold from step 100 to 400: 110, 221, 441."""
     for norms in results(launch("ddp.non_iid", 2, method=method, strategy=strategy, steps=[25, 100, 400])):
         assert norms[2] < 1.5 * norms[1], norms
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("ring", marks=pytest.mark.slow), "scatter_reduce"])
+@pytest.mark.ci
+@pytest.mark.parametrize("strategy", [pytest.param("ring", marks=pytest.mark.ci), "scatter_reduce"])
 def test_onebit_residuals_grow_slower_than_the_root_of_the_steps(strategy: str) -> None:
     """R5 for onebit shows no more than this: 3.2, 4.9, 7.6 and 9.3 gradient norms at steps 100, 400, 1600 and 3200."""
     for norms in results(launch("ddp.non_iid", 2, method="onebit", strategy=strategy, steps=[100, 1600])):
@@ -106,7 +114,9 @@ def test_bfloat16_works_on_gloo() -> None:
         assert ranks[1][case][2] == fingerprint, case
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy", [*(pytest.param(name, marks=pytest.mark.ci) for name in ("allgather", "ring")), "scatter_reduce"]
+)
 def test_unused_parameters_keep_their_residual(strategy: str) -> None:
     """R10."""
     ranks = results(launch("ddp.unused", 3, strategy=strategy))

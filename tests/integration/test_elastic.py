@@ -40,9 +40,10 @@ def torchrun(world_size: int, max_restarts: int, folder: Path, **parameters: Any
     [
         # Some have saved step 10, and rank 0 has not.
         ("threelc", "scatter_reduce", 2, {"0": [0, 9, "save"]}, 5),
-        pytest.param("onebit", "ring", 3, {"0": [2, 7, "backward"], "1": [0, 14, "save"]}, 10, marks=pytest.mark.slow),
+        ("onebit", "ring", 3, {"0": [2, 7, "backward"], "1": [0, 14, "save"]}, 10),
     ],
 )
+@pytest.mark.ci
 @pytest.mark.timeout(240)
 def test_a_killed_rank_restarts_and_ends_with_the_same_bits(
     tmp_path: Path, method: str, strategy: str, world_size: int, deaths: dict[str, list[Any]], start: int
@@ -53,8 +54,8 @@ def test_a_killed_rank_restarts_and_ends_with_the_same_bits(
     assert [(broken["start"], unbroken["start"]) for broken, unbroken in ranks] == [(start, 0)] * world_size
 
 
+@pytest.mark.ci
 @pytest.mark.timeout(240)
-@pytest.mark.slow
 def test_training_goes_on_with_three_ranks_and_with_four_again(tmp_path: Path) -> None:
     cases = [("threelc", "scatter_reduce"), ("onebit", "ring")]
     sizes = [4, 3, 4]

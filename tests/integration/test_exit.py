@@ -20,7 +20,7 @@ from tests.integration.launch import ROOT, free_port
     ("how", "step", "kind", "said"),
     [
         ("exception", STEPS + 1, "PeerLostError", "Rank 1 has left the group"),
-        ("kill", STEPS + 1, "PeerLostError", "has ended without a goodbye"),
+        pytest.param("kill", STEPS + 1, "PeerLostError", "has ended without a goodbye", marks=pytest.mark.ci),
         ("middle", STEPS, "PeerFailedError", "Rank 1 gave up: its interpreter exits in the middle of a step"),
     ],
 )

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.integration.launch import launch, results
 
 STRATEGIES = ["allgather", "ring", "scatter_reduce"]
 
 
+@pytest.mark.ci
 def test_a_users_compressor_trains_and_resumes_under_every_strategy(tmp_path: Path) -> None:
     common = {"strategies": STRATEGIES, "steps": 60, "save_at": 40, "folder": str(tmp_path)}
     unbroken = results(launch("extend.train", 2, **common))

@@ -14,11 +14,11 @@ from tests.integration.launch import launch, results
     ("how", "strategy"),
     [
         ("kill", "scatter_reduce"),
-        ("kill", "allgather"),
-        ("freeze", "ring"),
-        pytest.param("kill", "ring", marks=pytest.mark.slow),
-        pytest.param("freeze", "scatter_reduce", marks=pytest.mark.slow),
-        pytest.param("freeze", "allgather", marks=pytest.mark.slow),
+        pytest.param("kill", "allgather", marks=pytest.mark.ci),
+        pytest.param("freeze", "ring", marks=pytest.mark.ci),
+        pytest.param("kill", "ring", marks=pytest.mark.ci),
+        pytest.param("freeze", "scatter_reduce", marks=pytest.mark.ci),
+        pytest.param("freeze", "allgather", marks=pytest.mark.ci),
     ],
 )
 def test_a_lost_rank_ends_the_step_everywhere(how: str, strategy: str) -> None:
@@ -39,7 +39,9 @@ def test_a_lost_rank_ends_the_step_everywhere(how: str, strategy: str) -> None:
         assert found["again"] is not None, "a second backward must not seem to work"
 
 
-@pytest.mark.parametrize("during", ["links", "codecs", "trial"])
+@pytest.mark.parametrize(
+    "during", ["links", *(pytest.param(each, marks=pytest.mark.ci) for each in ("codecs", "trial"))]
+)
 def test_a_rank_lost_under_auto_ends_the_others(tmp_path: Path, during: str) -> None:
     outcomes = launch(
         "faults.lose_a_rank_under_auto", 2, doomed=(1,), timeout=60, during=during, clock=str(tmp_path / "clock")
@@ -51,6 +53,7 @@ def test_a_rank_lost_under_auto_ends_the_others(tmp_path: Path, during: str) -> 
     assert (found["way"] == "DDP's all-reduce") == (during != "trial")
 
 
+@pytest.mark.ci
 def test_a_rank_that_does_not_come_is_named() -> None:
     for outcome in results(launch("faults.late_rank", 3))[:2]:
         assert outcome["type"] == "PeerTimeoutError"
@@ -68,6 +71,7 @@ def test_a_rank_that_attaches_alone_ends_with_advice_and_the_others_with_it() ->
         assert "Connection closed by peer" in outcome.output
 
 
+@pytest.mark.ci
 def test_a_live_rank_that_does_not_join_the_step_is_named() -> None:
     for outcome in results(launch("faults.stalled_rank", 3)):
         assert outcome["type"] in ("PeerTimeoutError", "PeerFailedError")

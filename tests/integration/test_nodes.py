@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.integration.launch import ROOT, free_port
 
 
@@ -33,6 +35,7 @@ def torchrun(ranks_of_nodes: list[int], job: str, folder: Path) -> list[Any]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(sum(ranks_of_nodes))]
 
 
+@pytest.mark.ci
 def test_two_nodes_find_each_other(tmp_path: Path) -> None:
     ranks = torchrun([2, 1], "tests.integration.jobs.nodes", tmp_path)
     nodes = ["0", "0", "1"]

@@ -74,6 +74,7 @@ def test_torchrun_on_loopback(module):
 TWICE = "a step was shorter than one without communication: timing all of them again"
 
 
+@pytest.mark.ci
 def test_other_work_that_ends_costs_another_round() -> None:
     ranks = results(launch("probe.other_work", 2, times=2))
     for found, said in ranks:
@@ -83,6 +84,7 @@ def test_other_work_that_ends_costs_another_round() -> None:
         assert min(row["step"] / row["ideal"] for row in found["rows"]) > 0.95
 
 
+@pytest.mark.ci
 def test_other_work_that_goes_on_is_no_ground_for_advice() -> None:
     (found, said), _ = results(launch("probe.other_work", 2, times=3))
     assert said.count(TWICE) == 1
@@ -90,6 +92,7 @@ def test_other_work_that_goes_on_is_no_ground_for_advice() -> None:
     assert found["sentence"].startswith("Too noisy to advise: a step by ")
 
 
+@pytest.mark.ci
 @pytest.mark.root
 def test_on_a_slow_link_it_says_to_compress_and_saves_the_plan(module):
     options = ["--fidelity", "exact", "--compressors", "onebit", "--seconds", "0.3"]

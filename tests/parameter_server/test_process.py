@@ -72,6 +72,7 @@ def assert_same(found: list[dict[str, np.ndarray]]) -> None:
             np.testing.assert_array_equal(other[name], values, err_msg=name)
 
 
+@pytest.mark.ci
 @pytest.mark.timeout(180)
 def test_a_server_that_is_killed_or_stopped_goes_on_where_it_was(job: Job, tmp_path) -> None:
     """The weights in the end are those of a run that nothing has happened to, bit for bit.
@@ -127,6 +128,7 @@ def test_a_worker_that_is_killed_comes_back(job: Job) -> None:
     assert server.hear("ended") == ""
 
 
+@pytest.mark.ci
 @pytest.mark.timeout(180)
 def test_a_worker_that_is_frozen_is_replaced_and_fenced(job: Job) -> None:
     job.serve(2, timeout=3.0)
@@ -144,6 +146,7 @@ def test_a_worker_that_is_frozen_is_replaced_and_fenced(job: Job) -> None:
     assert_same(weights(workers))
 
 
+@pytest.mark.ci
 @pytest.mark.timeout(120)
 def test_a_backup_worker_lets_the_others_go_on(job: Job) -> None:
     job.serve(3, timeout=4.0)
@@ -154,6 +157,7 @@ def test_a_backup_worker_lets_the_others_go_on(job: Job) -> None:
     assert_same(weights(workers[:2]))
 
 
+@pytest.mark.ci
 @pytest.mark.timeout(120)
 def test_the_job_ends_with_one_error_where_a_worker_stays_away(job: Job) -> None:
     server = job.serve(2, timeout=4.0, patience=1.0)
@@ -168,6 +172,7 @@ def test_the_job_ends_with_one_error_where_a_worker_stays_away(job: Job) -> None
     assert time.monotonic() - began < 10
 
 
+@pytest.mark.ci
 @pytest.mark.timeout(120)
 def test_a_server_that_stays_away_is_one_error(job: Job) -> None:
     server = job.serve(1)
@@ -180,6 +185,7 @@ def test_a_server_that_stays_away_is_one_error(job: Job) -> None:
     assert "no connection for 1 s" in error
 
 
+@pytest.mark.ci
 @pytest.mark.timeout(120)
 def test_workers_with_fewer_batches_end_the_job(job: Job) -> None:
     server = job.serve(2)

@@ -18,7 +18,7 @@ def gradients(name):
             for tensor, share in models.get(name).backward()]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["resnet50", "bert-large"])
+@pytest.mark.parametrize("name", ["resnet50", pytest.param("bert-large", marks=pytest.mark.ci)])
 def test_over_all_rates_no_plan_is_above_dense_and_none_gains_from_a_slower_link(name):
     tensors = gradients(name)
     tables = [plan(tensors, costs(8, rate), METHODS, rest=0.1) for rate in RATES]
@@ -32,7 +32,7 @@ def test_over_all_rates_no_plan_is_above_dense_and_none_gains_from_a_slower_link
     assert not tables[-1].compresses
 
 
-@pytest.mark.parametrize("name", ["vgg19", "lstm"])
+@pytest.mark.parametrize("name", [pytest.param("vgg19", marks=pytest.mark.ci), "lstm"])
 def test_more_methods_to_choose_from_make_no_step_longer(name):
     tensors, job = gradients(name), costs(8, 1e9)
     steps = [plan(tensors, job, METHODS[:count], rest=0.1).step for count in range(len(METHODS) + 1)]
