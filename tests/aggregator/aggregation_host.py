@@ -21,7 +21,7 @@ from tests.schedules import jobs
 WORKERS = 3
 PORT = 7071
 GROUP = ("239.71.87.2", 7072)
-TERMS = SessionConfig(WORKERS, (jobs.WIDE,), (Stream(Operation.SUM, 200_000), Stream(Operation.MAXIMUM, 200)), 1024)
+CONFIG = SessionConfig(WORKERS, (jobs.WIDE,), (Stream(Operation.SUM, 200_000), Stream(Operation.MAXIMUM, 200)), 1024)
 
 
 def digest(rounds: int) -> str:
@@ -29,16 +29,16 @@ def digest(rounds: int) -> str:
     found = hashlib.sha256()
     for round_ in range(rounds):
         for stream in range(2):
-            found.update(jobs.expected(TERMS, round_, stream, slice(None), list(range(WORKERS))).tobytes())
+            found.update(jobs.expected(CONFIG, round_, stream, slice(None), list(range(WORKERS))).tobytes())
     return found.hexdigest()
 
 
 def work(rank: int, rounds: int) -> dict[str, object]:
     found = hashlib.sha256()
-    client = AggregationClient((os.environ["MASTER_ADDR"], PORT), TERMS, rank)
+    client = AggregationClient((os.environ["MASTER_ADDR"], PORT), CONFIG, rank)
     for round_ in range(rounds):
-        outs = [np.empty(stream.size, TERMS.lanes(index)) for index, stream in enumerate(TERMS.streams)]
-        payloads = [jobs.payload(TERMS, rank, round_, stream) for stream in range(2)]
+        outs = [np.empty(stream.size, CONFIG.result_dtype(index)) for index, stream in enumerate(CONFIG.streams)]
+        payloads = [jobs.payload(CONFIG, rank, round_, stream) for stream in range(2)]
         for future in [client.submit(round_, stream, *pair) for stream, pair in enumerate(zip(payloads, outs))]:
             future.result(60)
         for out in outs:

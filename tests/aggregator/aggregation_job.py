@@ -43,8 +43,8 @@ class Job:
         self.servers[-1].start()
         return server.address
 
-    def join(self, address: tuple[str, int], terms: SessionConfig, **options: Any) -> list[AggregationClient]:
-        self.clients += [AggregationClient(address, terms, rank, **options) for rank in range(terms.world_size)]
+    def join(self, address: tuple[str, int], config: SessionConfig, **options: Any) -> list[AggregationClient]:
+        self.clients += [AggregationClient(address, config, rank, **options) for rank in range(config.world_size)]
         return self.clients
 
     def end(self) -> Any:
@@ -66,9 +66,9 @@ def aggregation_job() -> Iterator[Job]:
 
 def submit_all(client: AggregationClient, round_: int) -> list[tuple[np.ndarray, Future]]:
     made = []
-    for stream, found in enumerate(client.terms.streams):
-        out = np.empty(found.size, client.terms.lanes(stream))
-        payload = jobs.payload(client.terms, client.rank, round_, stream)
+    for stream, found in enumerate(client.config.streams):
+        out = np.empty(found.size, client.config.result_dtype(stream))
+        payload = jobs.payload(client.config, client.rank, round_, stream)
         made.append((out, client.submit(round_, stream, payload, out, FrameFlags.USED)))
     return made
 
@@ -80,4 +80,4 @@ def check_round(clients: list[AggregationClient], round_: int) -> None:
             reply = future.result(WAIT)
             workers = np.flatnonzero(reply.counted[0]).tolist()
             assert reply.flags == FrameFlags.USED
-            assert out.tobytes() == jobs.expected(clients[0].terms, round_, stream, slice(None), workers).tobytes()
+            assert out.tobytes() == jobs.expected(clients[0].config, round_, stream, slice(None), workers).tobytes()

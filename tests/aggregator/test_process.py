@@ -36,8 +36,8 @@ def job() -> Iterator[Job]:
 
 @pytest.mark.parametrize("options", [{}, {"udp": True}, {"udp": True, "drop": 0.1}], ids=["tcp", "udp", "lossy"])
 def test_sums_over_sockets(job, options):
-    terms = jobs.terms()
-    clients = job.join(job.serve(**options), terms)
+    config = jobs.config()
+    clients = job.join(job.serve(**options), config)
     for round_ in range(5):
         check_round(clients, round_)
     for client in clients:
@@ -49,7 +49,7 @@ def test_results_may_be_multicast(job):
     group = ("239.71.87.1", 0x6757)
     stranger = DatagramSocket(group, JobKey(bytes(32)), shared=True)
     stranger.join(group[0], "127.0.0.1")
-    clients = job.join(job.serve(udp=True, multicast=group), jobs.terms())
+    clients = job.join(job.serve(udp=True, multicast=group), jobs.config())
     for round_ in range(3):
         check_round(clients, round_)
     assert list(stranger.receive(64)) == []  # without the job's key nothing counts
@@ -70,19 +70,19 @@ def test_a_name_of_this_machine_is_one_address_for_connection_and_datagrams(job,
 
     monkeypatch.setattr(socket, "getaddrinfo", ipv6_first)
     _, port = job.serve(udp=udp)
-    check_round(job.join(("localhost", port), jobs.terms()), 0)
+    check_round(job.join(("localhost", port), jobs.config()), 0)
 
 
 def test_small_buffers_and_many_workers(job):
-    terms = jobs.terms(16)
+    config = jobs.config(16)
     address = job.serve(workers=16, udp=True, buffer_bytes=4096)
-    check_round(job.join(address, terms), 0)
+    check_round(job.join(address, config), 0)
 
 
 def test_counters_are_what_happened_to_datagrams(job, caplog):
     """All that workers have sent has come, was dropped or, had it been damaged, does not carry the tag."""
     address = job.serve(udp=True, drop=0.1)
-    clients = job.join(address, jobs.terms())
+    clients = job.join(address, jobs.config())
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
         for size in (0, 10, 100):
             stranger.sendto(bytes(size), address)
@@ -110,19 +110,19 @@ def test_counters_are_what_happened_to_datagrams(job, caplog):
 
 def test_workers_that_expect_different_things_are_told_so(job):
     address = job.serve(workers=2)
-    first = AggregationClient(address, jobs.terms(2), 0)
+    first = AggregationClient(address, jobs.config(2), 0)
     job.clients.append(first)
     with pytest.raises(SyncError, match="run one model, plan and version"):
-        job.clients.append(AggregationClient(address, jobs.terms(2, max_misses=3), 1))
+        job.clients.append(AggregationClient(address, jobs.config(2, max_misses=3), 1))
     assert isinstance(job.end(), DisagreementError)
     with pytest.raises(SyncError, match="run one model, plan and version"):
         first.submit(0, 1, None, np.empty(40, np.float32)).result(WAIT)
 
 
 def test_packets_that_fit_no_datagram_are_refused_with_advice(job):
-    terms = SessionConfig(1, (jobs.WIDE,), (Stream(Operation.SUM, 100_000),), packet_elements=65_536)
+    config = SessionConfig(1, (jobs.WIDE,), (Stream(Operation.SUM, 100_000),), packet_elements=65_536)
     with pytest.raises(SyncError, match="packet_elements=31744 or less") as caught:
-        AggregationClient(job.serve(workers=1, udp=True), terms, 0)
+        AggregationClient(job.serve(workers=1, udp=True), config, 0)
     fitting = SessionConfig(1, (jobs.WIDE,), (Stream(Operation.SUM, 100_000),), packet_elements=31_744)
     assert "datagram" in str(caught.value)
     job.join(job.serve(workers=1, udp=True), fitting)
@@ -130,16 +130,16 @@ def test_packets_that_fit_no_datagram_are_refused_with_advice(job):
 
 def test_packets_that_were_made_of_whole_blocks_are_refused_with_advice_on_the_block(job):
     streams = (Stream(Operation.SUM, 100_000),)
-    terms = SessionConfig(2, (jobs.WIDE,), streams, packet_elements=65_536)
+    config = SessionConfig(2, (jobs.WIDE,), streams, packet_elements=65_536)
     with pytest.raises(SyncError, match="packet_elements=31744 or less, or start the server without --udp"):
-        AggregationClient(job.serve(workers=2, udp=True), terms, 0)
+        AggregationClient(job.serve(workers=2, udp=True), config, 0)
     partial = SessionConfig(3, (jobs.WIDE,), streams, packet_elements=65_536, fraction=0.6)
     with pytest.raises(SyncError, match="31744 or less, with a compressor whose block is no longer, or start"):
         AggregationClient(job.serve(workers=3, udp=True), partial, 0)
 
 
 def test_a_worker_that_gives_up_ends_the_job_of_all(job):
-    clients = job.join(job.serve(), jobs.terms())
+    clients = job.join(job.serve(), jobs.config())
     waiting = submit_all(clients[0], 0)
     clients[1].close("its disk is full")
     with pytest.raises(SyncError, match="its disk is full"):
@@ -148,7 +148,7 @@ def test_a_worker_that_gives_up_ends_the_job_of_all(job):
 
 
 def test_a_worker_that_finishes_first_ends_the_job_of_all(job):
-    clients = job.join(job.serve(), jobs.terms())
+    clients = job.join(job.serve(), jobs.config())
     waiting = submit_all(clients[0], 0)
     clients[2].close()
     with pytest.raises(SyncError, match=r"\[2\] have finished"):
@@ -158,7 +158,7 @@ def test_a_worker_that_finishes_first_ends_the_job_of_all(job):
 
 @pytest.mark.parametrize("udp", [False, True])
 def test_a_worker_that_holds_up_a_result_is_named(job, udp):
-    clients = job.join(job.serve(udp=udp), jobs.terms(), stall_timeout=timedelta(seconds=0.3))
+    clients = job.join(job.serve(udp=udp), jobs.config(), stall_timeout=timedelta(seconds=0.3))
     waiting = [submit_all(client, 0) for client in clients[:2]]
     for results in waiting:
         with pytest.raises(SyncError, match=r"from workers \[2\] within 0.3 s"):
@@ -170,40 +170,40 @@ def test_a_worker_that_holds_up_a_result_is_named(job, udp):
 
 def test_a_server_that_is_not_there(job):
     address = job.serve(workers=1)
-    job.join(address, jobs.terms(1))[0].close()
+    job.join(address, jobs.config(1))[0].close()
     job.end()
     with pytest.raises(PeerTimeoutError, match=r"no connection for 1 s .* Start it with: gradwire serve --aggregate"):
-        AggregationClient(address, jobs.terms(1), 0, timeout=SHORT)
+        AggregationClient(address, jobs.config(1), 0, timeout=SHORT)
 
 
 def test_an_older_session_is_fenced(job):
     address = job.serve(workers=2, udp=True)
-    terms = jobs.terms(2)
-    old = job.join(address, terms, session=5)
+    config = jobs.config(2)
+    old = job.join(address, config, session=5)
     check_round(old, 0)
     waiting = submit_all(old[0], 1)
-    new = [AggregationClient(address, terms, rank, session=6) for rank in range(2)]
+    new = [AggregationClient(address, config, rank, session=6) for rank in range(2)]
     job.clients += new
     with pytest.raises(SyncError, match="started again"):
         waiting[0][1].result(WAIT)
     check_round(new, 0)
     with pytest.raises(SyncError, match="Expected session 6"):
-        AggregationClient(address, terms, 0, session=5)
+        AggregationClient(address, config, 0, session=5)
     check_round(new, 1)
 
 
 def test_what_does_not_fit_the_terms_is_refused_at_once(job):
-    terms = jobs.terms(1)
-    client = job.join(job.serve(workers=1), terms)[0]
+    config = jobs.config(1)
+    client = job.join(job.serve(workers=1), config)[0]
     out = np.empty(40, np.float32)
-    with pytest.raises(ValueError, match="a stream below 3"):
+    with pytest.raises(ValueError, match="There are 3 streams"):
         client.submit(0, 3, None, out)
     with pytest.raises(ValueError, match="float32 of 40 elements"):
         client.submit(0, 1, None, np.empty(41, np.float32))
     with pytest.raises(ValueError, match="160 bytes of stream 1"):
         client.submit(0, 1, np.zeros(39, np.float32), out)
     client.submit(3, 1, np.zeros(40, np.float32), out).result(WAIT)
-    with pytest.raises(ValueError, match="one after another"):
+    with pytest.raises(ValueError, match="Wait for the future"):
         client.submit(3, 1, np.zeros(40, np.float32), out)
 
 
@@ -264,13 +264,13 @@ def test_a_worker_that_is_lost_for_a_moment_before_all_have_come_is_waited_for(j
     events: queue.SimpleQueue[str] = queue.SimpleQueue()
     address = job.serve(workers=2, patience=timedelta(seconds=patience), on_event=events.put)
     relay = Relay(address)
-    job.clients.append(AggregationClient(relay.address, jobs.terms(2), 0))
+    job.clients.append(AggregationClient(relay.address, jobs.config(2), 0))
     threading.Event().wait(1.2 * patience)  # the other has not come for longer than a lost worker is waited for
     relay.cut()
     heard = []
     while heard[-1:] != ["Worker 0: joined"] or len(heard) < 3:
         heard.append(events.get(timeout=WAIT))
-    job.clients.append(AggregationClient(address, jobs.terms(2), 1))
+    job.clients.append(AggregationClient(address, jobs.config(2), 1))
     check_round(job.clients, 0)
     relay.close()
 
@@ -292,7 +292,7 @@ def test_a_server_that_is_killed_or_stopped_comes_back_and_no_result_changes(job
     options = {"workers": 2, "udp": udp}
     first = Process(serve_process, 0, options)
     port = first.hear("port")
-    clients = job.join(("127.0.0.1", port), jobs.terms(2))
+    clients = job.join(("127.0.0.1", port), jobs.config(2))
     check_round(clients, 0)
     half = submit_all(clients[0], 1)  # of a round that the other has not begun
     first.signal(number)
@@ -304,7 +304,7 @@ def test_a_server_that_is_killed_or_stopped_comes_back_and_no_result_changes(job
     for results in (half, rest):
         for stream, (out, future) in enumerate(results):
             counted = np.flatnonzero(future.result(WAIT).counted[0]).tolist()
-            assert out.tobytes() == jobs.expected(clients[0].terms, 1, stream, slice(None), counted).tobytes()
+            assert out.tobytes() == jobs.expected(clients[0].config, 1, stream, slice(None), counted).tobytes()
     check_round(clients, 2)
     for client in clients:
         client.close()
@@ -313,7 +313,7 @@ def test_a_server_that_is_killed_or_stopped_comes_back_and_no_result_changes(job
 
 
 def work_process(line: Any, port: int) -> None:
-    client = AggregationClient(("127.0.0.1", port), jobs.terms(2), 1)
+    client = AggregationClient(("127.0.0.1", port), jobs.config(2), 1)
     line.send(("pid", os.getpid()))
     work(client, range(1 << 30))
 
@@ -327,7 +327,7 @@ def work(client: AggregationClient, rounds: range) -> None:
 def test_a_worker_that_is_killed_ends_the_job_with_its_name(job):
     address = job.serve(workers=2, patience=timedelta(seconds=0.5))
     worker = Process(work_process, address[1])
-    client = AggregationClient(address, jobs.terms(2), 0)
+    client = AggregationClient(address, jobs.config(2), 0)
     job.clients.append(client)
     worker.hear("pid")
     work(client, range(10))

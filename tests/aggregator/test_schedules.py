@@ -24,7 +24,7 @@ HARSH = Faults(loss=0.1, duplicate=0.1, truncate=0.05, corrupt=0.05, spread=0.01
 
 @pytest.mark.parametrize("loss", [0.0, 0.001, 0.01, 0.05, 0.2, 0.5])
 def test_every_contribution_is_added_exactly_once(loss):
-    job = jobs.terms()
+    job = jobs.config()
     for seed in range(20):
         run = jobs.simulation(job, ROUNDS, dataclasses.replace(HARSH, loss=loss), seed)
         assert run.run(until=1000)
@@ -37,7 +37,7 @@ def test_a_few_of_the_long_campaign():
 
 
 def test_without_faults_nothing_is_sent_twice():
-    job = jobs.terms(8)
+    job = jobs.config(8)
     run = jobs.simulation(job, ROUNDS, Faults(), 0, pace=lambda worker, place: worker * 0.05)
     assert run.run(until=1000)
     jobs.check(run, ROUNDS)
@@ -46,7 +46,7 @@ def test_without_faults_nothing_is_sent_twice():
 
 @pytest.mark.parametrize("spread", [0.0, 0.01])
 def test_counters_are_what_the_network_did(spread):
-    job = jobs.terms()
+    job = jobs.config()
     run = jobs.simulation(job, range(20), dataclasses.replace(HARSH, spread=spread), 1)
     assert run.run(until=1000)
     while run.network.next_arrival() is not None:  # what is still under way
@@ -67,7 +67,7 @@ def test_counters_are_what_the_network_did(spread):
 
 
 def test_a_server_that_comes_back_with_nothing_changes_no_result():
-    job = jobs.terms()
+    job = jobs.config()
     for seed in range(30):
         run = jobs.simulation(job, ROUNDS, HARSH, seed, pace=lambda worker, place: 0.01 * worker)
         rng, finished = random.Random(seed), False
@@ -81,7 +81,7 @@ def test_a_server_that_comes_back_with_nothing_changes_no_result():
 
 def test_packets_of_another_round_are_never_added():
     """Replays every packet of round k in rounds k + 1, k + 2^8, 2^16 and 2^32."""
-    job = jobs.terms()
+    job = jobs.config()
     rounds = [5, 6, 5 + 2**8, 5 + 2**16, 5 + 2**32, 2**64 - 2]
     run = jobs.simulation(job, rounds, Faults(spread=0.002), 3)
     recorded: list[tuple[int, bytes]] = []
@@ -100,7 +100,7 @@ def test_packets_of_another_round_are_never_added():
 
 
 def test_a_small_buffer_and_many_workers_lose_packets_and_nothing_else():
-    job = jobs.terms(16)
+    job = jobs.config(16)
     incast = Faults(rate=1e6, buffer_bytes=4096)
     run = jobs.simulation(job, ROUNDS, incast, 0, window=64)
     assert run.run(until=1000)
@@ -112,7 +112,7 @@ def test_a_small_buffer_and_many_workers_lose_packets_and_nothing_else():
 
 
 def test_partial_sums_name_who_is_in_them():
-    job = jobs.terms(4, fraction=0.75)
+    job = jobs.config(4, fraction=0.75)
     for seed in range(15):
         rng = random.Random(seed)
         pace = {(worker, place): rng.choice([0, 0, 0.05]) for worker in range(4) for place in range(10)}
@@ -124,7 +124,7 @@ def test_partial_sums_name_who_is_in_them():
 
 @pytest.mark.parametrize("most", [0, 1, 5])
 def test_a_slow_worker_is_left_out_a_bounded_number_of_times_in_a_row(most):
-    job = jobs.terms(4, fraction=0.75, max_misses=most)
+    job = jobs.config(4, fraction=0.75, max_misses=most)
     run = jobs.simulation(job, range(60), Faults(), 0, pace=lambda worker, place: 0.05 if worker == 3 else 0.01)
     assert run.run(until=1000)
     jobs.check(run, range(60))
@@ -138,7 +138,7 @@ def test_a_slow_worker_is_left_out_a_bounded_number_of_times_in_a_row(most):
 
 
 def test_a_new_server_that_might_count_others_ends_the_job():
-    job = jobs.terms(4, fraction=0.75)
+    job = jobs.config(4, fraction=0.75)
     run = jobs.simulation(job, ROUNDS, Faults(), 0)
     assert not run.run(until=0.0007)
     with pytest.raises(SyncError, match="could count others"):
@@ -150,7 +150,7 @@ def test_a_new_server_that_might_count_others_ends_the_job():
 
 def test_timers_follow_the_round_trip():
     """Steps of the round trip between 0.05 and 200 ms, without loss: next to nothing is sent again."""
-    job = jobs.terms(2)
+    job = jobs.config(2)
     run = jobs.simulation(job, range(1000), Faults(), 0)
     delays, at = itertools.cycle([0.000025, 0.1, 0.001, 0.05, 0.0001]), 0.0
     while not run.run(until=at):
@@ -164,7 +164,7 @@ def test_timers_follow_the_round_trip():
 
 
 def test_deadlines_hold_while_nothing_gets_through():
-    job = jobs.terms()
+    job = jobs.config()
     run = jobs.simulation(job, ROUNDS, Faults(loss=1.0), 0, timeout=30.0)
     with pytest.raises(SyncError, match="in time"):
         run.run(until=1000)
@@ -225,7 +225,7 @@ def test_lost_results_are_had_within_a_few_round_trips():
 
 
 def test_nobody_has_anything_to_add():
-    job = jobs.terms(2)
+    job = jobs.config(2)
     run = jobs.simulation(job, [0], Faults(), 0)
     run._payloads = lambda worker, round_, stream: None
     assert run.run(until=10)

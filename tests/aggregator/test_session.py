@@ -9,46 +9,56 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.aggregator.interface import Reply
-from gradwire.aggregator.session import IndexTable, Operation, SessionConfig, Stream
+from gradwire.aggregator.request import Reply
+from gradwire.aggregator.session import (
+    MAX_JOIN_BYTES,
+    AggregatorJoin,
+    AggregatorWelcome,
+    IndexTable,
+    Operation,
+    SessionConfig,
+    Stream,
+)
 from gradwire.core.errors import FrameError, OptionError
 from gradwire.wire.frame import FrameFlags
+from tests.schedules import jobs
 
 PAPER = IndexTable(2, (0, 3, 8, 30), 8)
 SUM, MAXIMUM = Operation.SUM, Operation.MAXIMUM
+JOIN = AggregatorJoin(jobs.config(), 5, 1 << 63, 0, 300.0, ("127.0.0.1", 5000))
 
 
 def test_terms_come_back_as_they_were_told() -> None:
-    terms = SessionConfig(4, (PAPER,), (Stream(SUM, 5000), Stream(MAXIMUM, 5)), 2048, 0.75, 3)
-    assert SessionConfig.from_json(json.loads(json.dumps(terms.to_json()))) == terms
-    assert (terms.needed, terms.num_packets(0), terms.elements(0, 2), terms.num_packets(1)) == (3, 3, 904, 1)
-    assert (terms.payload_bytes(0, 2048), terms.payload_bytes(1, 5)) == (512, 20)
+    config = SessionConfig(4, (PAPER,), (Stream(SUM, 5000), Stream(MAXIMUM, 5)), 2048, 0.75, 3)
+    assert SessionConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
+    assert (config.needed, config.num_packets(0), config.elements(0, 2), config.num_packets(1)) == (3, 3, 904, 1)
+    assert (config.payload_bytes(0, 2048), config.payload_bytes(1, 5)) == (512, 20)
 
 
 def test_eight_workers_fit_the_papers_lanes_and_nine_are_told_what_would() -> None:
     SessionConfig(8, (PAPER,), ())
-    with pytest.raises(OptionError, match=r"lanes of 16 bits, or values up to 28"):
+    with pytest.raises(OptionError, match=r"accumulators of 16 bits, or values up to 28"):
         SessionConfig(9, (PAPER,), ())
 
 
 @given(st.integers(1, 1024), st.integers(1, 2**17), st.sampled_from([8, 16, 32]))
-def test_no_accepted_table_can_overflow(world_size: int, largest: int, lane_bits: int) -> None:
+def test_no_accepted_table_can_overflow(world_size: int, largest: int, accumulator_bits: int) -> None:
     try:
-        SessionConfig(world_size, (IndexTable(1, (0, largest), lane_bits),), ())
+        SessionConfig(world_size, (IndexTable(1, (0, largest), accumulator_bits),), ())
     except OptionError:
-        assert world_size * largest >= 2**lane_bits
+        assert world_size * largest >= 2**accumulator_bits
     else:
-        assert world_size * largest < 2**lane_bits
+        assert world_size * largest < 2**accumulator_bits
 
 
 @pytest.mark.parametrize(
     ("said", "advice"),
     [
-        ({"packet_elements": 1500}, "pass 2048"),
-        ({"fraction": 0.5}, "pass 0.9 or 1"),
-        ({"world_size": 0}, "world_size from 1 to"),
-        ({"streams": (Stream(SUM, 0),)}, "size of a stream from 1 to"),
-        ({"streams": (Stream(SUM, 5, table=1),)}, "table of a stream from 0 to 0"),
+        ({"packet_elements": 1500}, "Pass 2048"),
+        ({"fraction": 0.5}, "Pass 0.9 or 1"),
+        ({"world_size": 0}, "world_size must be from 1 to"),
+        ({"streams": (Stream(SUM, 0),)}, "size of a stream must be from 1 to"),
+        ({"streams": (Stream(SUM, 5, table=1),)}, "table of a stream must be from 0 to 0"),
         ({"tables": (IndexTable(2, (0, 1), 8),)}, "2\\^bits values"),
     ],
 )
@@ -82,3 +92,48 @@ def test_counts_by_block() -> None:
         reply.counts_of_blocks(4096, 1)
     same = Reply(np.array([2, 2]), np.ones((2, 2), bool), FrameFlags.NONE, 1024)
     assert same.counts_of_blocks(4096, 1).tolist() == [2]
+
+
+# -- join and welcome -----------------------------------------------------------------------------------------
+
+
+def changed(**fields: object) -> bytes:
+    return json.dumps({**json.loads(JOIN.to_bytes()), **fields}).encode()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "fd00::1"])
+def test_first_words_come_back_as_they_were_said(host):
+    join = AggregatorJoin(jobs.config(), 5, 1 << 63, 0, 300.0, (host, 5000))
+    assert AggregatorJoin.from_bytes(join.to_bytes()) == join
+    for welcome in (AggregatorWelcome(7), AggregatorWelcome(7, 5000), AggregatorWelcome(7, 5000, ("239.1.2.3", 6000))):
+        assert AggregatorWelcome.from_bytes(welcome.to_bytes()) == welcome
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"stall_seconds": 10**400}, {"stall_seconds": float("nan")}, {"stall_seconds": 0}, {"stall_seconds": []},
+        {"address": ["a\0", 5]}, {"address": ["a.example", 5]}, {"address": ["fe80::1%a\0", 5]},
+        {"address": ["127.0.0.1", 1 << 16]}, {"address": 5}, {"client": -1}, {"epoch": 1 << 64}, {"session": 1.0},
+        {"more": 1}, {"config": {**jobs.config().to_json(), "fraction": 10**400}},
+    ],
+    ids=lambda fields: f"{fields!r:.40}",
+)  # fmt: skip
+def test_what_are_no_first_words_is_one_error(fields):
+    with pytest.raises(FrameError):
+        AggregatorJoin.from_bytes(changed(**fields))
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"5", b"null", b"\xff", b"[" * 100_000, b"1" * 5000])
+def test_nonsense_is_one_error(body):
+    for words in (AggregatorJoin, AggregatorWelcome):
+        with pytest.raises(FrameError):
+            words.from_bytes(body)
+
+
+def test_terms_that_a_server_would_refuse_for_their_length_are_refused_with_advice():
+    many = SessionConfig(2, (jobs.WIDE,), (Stream(Operation.SUM, 1 << 40),) * (1 << 20))
+    with pytest.raises(OptionError, match="fewer, larger tensors"):
+        many.check_size()
+    jobs.config().check_size()
+    assert len(JOIN.to_bytes()) < MAX_JOIN_BYTES

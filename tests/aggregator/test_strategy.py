@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.aggregator.interface import Aggregation, Reply
 from gradwire.aggregator.process import AggregationOptions, AggregationServer
+from gradwire.aggregator.request import Reply
 from gradwire.aggregator.session import SessionConfig
 from gradwire.core.errors import (
     DisagreementError,
@@ -129,8 +129,8 @@ def test_a_model_of_large_and_small_tensors_trains_with_its_ranges_side_by_side(
         assert (grads[0] - exact).norm() < (
             0.5 if plan.entry(name, specs[name]).strategy == "server" else 1e-6
         ) * exact.norm()
-    assert room.terms is not None and len(room.terms.streams) == 2 * 2 * 2
-    assert len(room.replies) == 2 * len(room.terms.streams)
+    assert room.config is not None and len(room.config.streams) == 2 * 2 * 2
+    assert len(room.replies) == 2 * len(room.config.streams)
     row = reports[0].tensors["a"]
     assert row.method.endswith("server") and row.syncs == 2
     assert 2 * 9000 // 2 < row.sent_bytes < 2 * (9000 // 2 + 1000), "half a byte an element, and norms"
@@ -352,7 +352,7 @@ def test_a_server_that_is_lost_ends_the_step_on_all_ranks_with_its_error() -> No
         take_step(one, 0)
         one.begin_step()
         if one.rank == 2:  # the others wait for it, and for the server
-            room.fail(PeerLostError("Expected the aggregation server, got no connection."))
+            room.fail(PeerLostError("The connection to the aggregation server is lost."))
 
         def finish() -> None:
             one.submit([GradientSlice("w", gradient(one.rank, 1))])  # which another rank's error may forestall
@@ -402,10 +402,10 @@ def test_a_dump_that_cannot_be_written_does_not_keep_the_failure_from_the_server
 class OutOfReach(InRoom):
     """For rank 1."""
 
-    def client(self, terms: SessionConfig, rank: int, *limits: Any) -> Aggregation:
+    def client(self, config: SessionConfig, rank: int, *limits: Any) -> Any:
         if rank == 1:
-            raise PeerTimeoutError("Expected the aggregation server, got no connection.")
-        return super().client(terms, rank, *limits)
+            raise PeerTimeoutError("The aggregation server gave no connection.")
+        return super().client(config, rank, *limits)
 
 
 def test_a_rank_that_does_not_reach_the_server_tells_the_others() -> None:
@@ -414,7 +414,7 @@ def test_a_rank_that_does_not_reach_the_server_tells_the_others() -> None:
         assert [type(error) for error in found] == [type(None), PeerTimeoutError, type(None)]
         for rank, error in enumerate(group.outcomes(lambda one: take_step(one, 0))):
             assert isinstance(error, SyncError)
-            assert rank == 1 or "Expected the aggregation server, got no connection" in str(error)
+            assert rank == 1 or "The aggregation server gave no connection" in str(error)
 
 
 @pytest.mark.parametrize(("rules", "strategy"), [({"w": "threelc"}, "server"), ({"*": "int8shared"}, "server")])
@@ -446,7 +446,7 @@ def test_ranks_that_use_the_server_in_other_ways_find_out_before_anything_is_sen
         ranks(2, plan, server=lambda rank: InRoom("room:1", fraction=(0.9, 1.0)[rank], room=room)),
     ):
         pass
-    assert room.terms is None
+    assert room.config is None
 
 
 def test_later_tensors_and_parts_of_tensors_are_refused() -> None:
@@ -462,11 +462,11 @@ def test_later_tensors_and_parts_of_tensors_are_refused() -> None:
 
 def test_blocks_that_no_packet_holds_are_refused_where_ranks_may_be_late() -> None:
     full = gw.make("thc", rotate="full")
-    with pytest.raises(OptionError, match='Do: pass rotate="block", or fraction=1'), group_of(3, full, Room(), 0.6):
+    with pytest.raises(OptionError, match='Pass rotate="block", or fraction=1'), group_of(3, full, Room(), 0.6):
         pass
     room = Room()
     with group_of(3, gw.make("thc", block=4096), room, fraction=0.6):
-        assert room.terms is not None and room.terms.packet_elements == 4096
+        assert room.config is not None and room.config.packet_elements == 4096
 
 
 @pytest.mark.parametrize("codec", [gw.make("thc", rotate="full"), gw.make("thc", block=4096)], ids=repr)
@@ -475,7 +475,7 @@ def test_packets_need_not_be_whole_blocks_where_nobody_is_left_out(codec: gw.Com
     for fraction in (0.9, 1.0):  # of 2 ranks, both are all
         room = Room()
         with group_of(2, codec, room, fraction=fraction) as group:
-            assert room.terms is not None and room.terms.packet_elements == PACKET
+            assert room.config is not None and room.config.packet_elements == PACKET
             means.append(group.each(lambda one: [take_step(one, step) for step in range(2)])[0])
     for found, expected in zip(*means, strict=True):
         assert torch.equal(found, expected)
@@ -483,7 +483,7 @@ def test_packets_need_not_be_whole_blocks_where_nobody_is_left_out(codec: gw.Com
 
 @pytest.mark.parametrize(
     ("world_size", "fraction", "advice"),
-    [(4, 0.9, "fraction=0.75, or 1"), (3, 0.7, "fraction=0.666, or 1"), (2, 0.6, r"pass fraction=1\.")],
+    [(4, 0.9, "fraction=0.75, or 1"), (3, 0.7, "fraction=0.666, or 1"), (2, 0.6, r"Pass fraction=1\.")],
 )
 def test_a_fraction_that_leaves_nobody_out_is_told_with_one_that_does(
     world_size: int, fraction: float, advice: str, caplog: pytest.LogCaptureFixture
@@ -493,7 +493,7 @@ def test_a_fraction_that_leaves_nobody_out_is_told_with_one_that_does(
     for number in re.findall(r"fraction=(0\.\d+)", caplog.text)[:1]:
         caplog.clear()
         with group_of(world_size, "thc", Room(), fraction=float(number)):
-            assert "leaves a rank out" not in caplog.text
+            assert "leaves no rank out" not in caplog.text
 
 
 def test_the_simulator_takes_strategies_between_ranks_alone() -> None:

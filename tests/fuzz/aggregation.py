@@ -7,11 +7,17 @@ from functools import cache
 
 import numpy as np
 
-from gradwire.aggregator.handshake import AggregatorJoin, AggregatorWelcome
 from gradwire.aggregator.packet import PACKET_HEADER_BYTES, SERVER, PacketKey, PacketKind, keys_to, pack, seal, unpack
+from gradwire.aggregator.retransmission import Window
 from gradwire.aggregator.server import AggregatorStateMachine
-from gradwire.aggregator.session import IndexTable, Operation, SessionConfig, Stream
-from gradwire.aggregator.window import Window
+from gradwire.aggregator.session import (
+    AggregatorJoin,
+    AggregatorWelcome,
+    IndexTable,
+    Operation,
+    SessionConfig,
+    Stream,
+)
 from gradwire.aggregator.worker import WorkerStateMachine
 from gradwire.core.errors import FrameError, SyncError
 from gradwire.wire.frame import FrameFlags
@@ -23,7 +29,7 @@ KEY = PacketKey(3, 0, 1)
 
 
 @cache
-def terms() -> SessionConfig:
+def config() -> SessionConfig:
     """What two workers and a server agree on."""
     streams = (Stream(Operation.SUM, 1100), Stream(Operation.MAXIMUM, 3))
     return SessionConfig(2, (IndexTable(2, (0, 3, 8, 30), 8),), streams, packet_elements=1024)
@@ -31,7 +37,7 @@ def terms() -> SessionConfig:
 
 def payload(stream: int) -> np.ndarray:
     """A contribution."""
-    return np.arange(terms().payload_bytes(stream, terms().streams[stream].size), dtype=np.uint8) % 63
+    return np.arange(config().payload_bytes(stream, config().streams[stream].size), dtype=np.uint8) % 63
 
 
 def from_workers() -> list[bytes]:
@@ -49,7 +55,7 @@ def from_workers() -> list[bytes]:
 @cache
 def from_server() -> list[bytes]:
     """What the server sends."""
-    end = AggregatorStateMachine(terms(), EPOCH)
+    end = AggregatorStateMachine(config(), EPOCH)
     results = [message.packet for packet in from_workers() for message in end.receive(packet, 0.0)]
     said = [pack(kind, KEY, SERVER, EPOCH) for kind in (PacketKind.WANTED, PacketKind.OBSOLETE)]
     held = pack(PacketKind.HELD, PacketKey(0, 0, 0), SERVER, EPOCH, keys_to([KEY, PacketKey(3, 1, 0)]))
@@ -89,7 +95,7 @@ class PacketTarget(Target):
 
 
 class AggregatorTarget(Target):
-    """A server takes a packet, or refuses it and changes nothing; memory is bounded by the terms."""
+    """A server takes a packet, or refuses it and changes nothing; memory is bounded by the configuration."""
 
     name = "aggregation server"
     framed = False
@@ -98,7 +104,7 @@ class AggregatorTarget(Target):
         return [Seed(packet) for packet in from_workers()]
 
     def check(self, data: bytes, seed: Seed, rng: random.Random) -> bool:
-        end, valid = AggregatorStateMachine(terms(), EPOCH), from_workers()
+        end, valid = AggregatorStateMachine(config(), EPOCH), from_workers()
         for packet in valid[: rng.randrange(len(valid))]:
             end.receive(packet, 0.0)
         try:
@@ -122,8 +128,8 @@ class ContributorTarget(Target):
         return [Seed(packet) for packet in from_server()]
 
     def check(self, data: bytes, seed: Seed, rng: random.Random) -> bool:
-        end = WorkerStateMachine(terms(), 0, Window(64, rng))
-        outs = [np.zeros(stream.size, terms().lanes(index)) for index, stream in enumerate(terms().streams)]
+        end = WorkerStateMachine(config(), 0, Window(64, rng))
+        outs = [np.zeros(stream.size, config().result_dtype(index)) for index, stream in enumerate(config().streams)]
         for stream, out in enumerate(outs):
             end.submit(3, stream, payload(stream), out, FrameFlags.NONE, 100.0)
         sent = len([*end.joined(EPOCH, 0.0), *end.poll(0.0)])
@@ -140,7 +146,7 @@ class ContributorTarget(Target):
 def aggregation_targets() -> list[Target]:
     """All of them."""
     words = [
-        AggregatorJoin(terms(), 5, 6, 0, 30.0, ("127.0.0.1", 80)),
+        AggregatorJoin(config(), 5, 6, 0, 30.0, ("127.0.0.1", 80)),
         AggregatorWelcome(5),
         AggregatorWelcome(5, 80, ("239.0.0.1", 81)),
     ]

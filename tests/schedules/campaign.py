@@ -30,7 +30,7 @@ def schedule(seed: int) -> Counter[str]:
     rng = random.Random(seed)
     world_size = rng.choice((1, 2, 2, 3, 3, 4, 5, 8))
     options = {"fraction": 0.75, "max_misses": rng.choice((1, 3, 8))} if rng.random() < 0.3 else {}
-    job = jobs.small_terms(world_size, **options)
+    job = jobs.small_config(world_size, **options)
     rounds = sorted(rng.sample([0, 1, 2, 255, 256, 1 << 16, 1 << 32, (1 << 64) - 2], 3))
     faults = Faults(
         rng.choice(LOSSES), rng.choice((0, 0.1, 0.3)), rng.choice((0, 0.02)), rng.choice((0, 0.02, 0.1)),

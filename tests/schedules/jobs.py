@@ -13,13 +13,13 @@ WIDE = IndexTable(4, tuple(2 * value for value in range(16)), 16)
 NARROW = IndexTable(2, (0, 3, 8, 15), 8)
 
 
-def terms(world_size: int = 3, **options: object) -> SessionConfig:
+def config(world_size: int = 3, **options: object) -> SessionConfig:
     """Two sums in packets of 1,024 and a maximum; the last packets are short."""
     streams = (Stream(Operation.SUM, 2500, 0), Stream(Operation.MAXIMUM, 40), Stream(Operation.SUM, 130, 1))
     return SessionConfig(world_size, (WIDE, NARROW), streams, packet_elements=1024, **options)
 
 
-def small_terms(world_size: int, **options: object) -> SessionConfig:
+def small_config(world_size: int, **options: object) -> SessionConfig:
     """A sum in two packets and a maximum."""
     streams = (Stream(Operation.SUM, 1100, 0), Stream(Operation.MAXIMUM, 3))
     return SessionConfig(world_size, (NARROW if world_size <= 17 else WIDE,), streams, packet_elements=1024, **options)
@@ -38,7 +38,7 @@ def payload(job: SessionConfig, worker: int, round_: int, stream: int) -> np.nda
 
 def expected(job: SessionConfig, round_: int, stream: int, place: slice, workers: list[int]) -> np.ndarray:
     """What these workers' contributions make of some elements: a model without packets."""
-    found, lanes = job.streams[stream], job.lanes(stream)
+    found, lanes = job.streams[stream], job.result_dtype(stream)
     made = [payload(job, worker, round_, stream) for worker in workers]
     given = [each for each in made if each is not None]
     if found.operation is Operation.MAXIMUM:

@@ -11,11 +11,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 
 import gradwire.aggregator.strategy  # noqa: F401  # registers itself
-from gradwire.aggregator.interface import Aggregation, Reply
+from gradwire.aggregator.request import Reply
 from gradwire.aggregator.service import Aggregator
 from gradwire.aggregator.session import Operation, SessionConfig
 from gradwire.core.errors import SyncError
@@ -42,7 +43,7 @@ class Room:
 
     def __init__(self, late: Late = lambda *_: False) -> None:
         self.late = late
-        self.terms: SessionConfig | None = None
+        self.config: SessionConfig | None = None
         self.replies: list[tuple[int, int, Reply]] = []  # round, stream
         self._rounds: dict[tuple[int, int], _Round] = {}
         self._lock = threading.Lock()
@@ -65,7 +66,7 @@ class Room:
     def submit(
         self, key: tuple[int, int], rank: int, payload: np.ndarray | None, out: np.ndarray, flags: FrameFlags
     ) -> Future[Reply]:
-        assert self.terms is not None, "ranks have come in"
+        assert self.config is not None, "ranks have come in"
         future: Future[Reply] = Future()
         with self._lock:
             if self._error is not None:
@@ -73,7 +74,7 @@ class Room:
             round_ = self._rounds.setdefault(key, _Round())
             assert rank not in round_.parts, f"rank {rank} submitted {key} twice"
             round_.parts[rank] = (payload, out, flags, future)
-            if len(round_.parts) < self.terms.world_size:
+            if len(round_.parts) < self.config.world_size:
                 return future
             del self._rounds[key]
         reply = self._add_up(key, round_)
@@ -83,12 +84,12 @@ class Room:
         return future
 
     def _add_up(self, key: tuple[int, int], round_: _Round) -> Reply:
-        assert self.terms is not None, "ranks have come in"
-        terms, (number, stream) = self.terms, key
-        described, num_packets = terms.streams[stream], terms.num_packets(stream)
+        assert self.config is not None, "ranks have come in"
+        config, (number, stream) = self.config, key
+        described, num_packets = config.streams[stream], config.num_packets(stream)
         is_sum = described.operation is Operation.SUM
         total = np.full(described.size, 0 if is_sum else -np.inf)
-        counted, heard = np.zeros((num_packets, terms.world_size), bool), FrameFlags.NONE
+        counted, heard = np.zeros((num_packets, config.world_size), bool), FrameFlags.NONE
         for rank, (payload, _, flags, _) in sorted(round_.parts.items()):
             values = None if payload is None else self._values(stream, payload)
             for packet in range(num_packets):
@@ -97,25 +98,25 @@ class Room:
                 heard |= flags
                 if values is not None:
                     counted[packet, rank] = True
-                    where = slice(packet * terms.packet_elements, (packet + 1) * terms.packet_elements)
+                    where = slice(packet * config.packet_elements, (packet + 1) * config.packet_elements)
                     total[where] = total[where] + values[where] if is_sum else np.maximum(total[where], values[where])
-        heard_enough = terms.world_size - max(
-            (sum(self.late(number, stream, packet, rank) for rank in range(terms.world_size)))
+        heard_enough = config.world_size - max(
+            (sum(self.late(number, stream, packet, rank) for rank in range(config.world_size)))
             for packet in range(num_packets)
         )
-        assert heard_enough >= terms.needed, "the test leaves out more than the terms allow"
+        assert heard_enough >= config.needed, "the test leaves out more than the config allow"
         for _, out, _, _ in round_.parts.values():
             assert not is_sum or total.max(initial=0) <= np.iinfo(out.dtype).max
             out[:] = total
-        return Reply(counted.sum(axis=1), counted, heard, terms.packet_elements)
+        return Reply(counted.sum(axis=1), counted, heard, config.packet_elements)
 
     def _values(self, stream: int, payload: np.ndarray) -> np.ndarray:
-        assert self.terms is not None, "ranks have come in"
-        described = self.terms.streams[stream]
+        assert self.config is not None, "ranks have come in"
+        described = self.config.streams[stream]
         if described.operation is Operation.MAXIMUM:
             return payload
-        table, lanes = self.terms.tables[described.table], np.zeros(described.size, np.uint32)
-        assert payload.nbytes == self.terms.payload_bytes(stream, described.size)
+        table, lanes = self.config.tables[described.table], np.zeros(described.size, np.uint32)
+        assert payload.nbytes == self.config.payload_bytes(stream, described.size)
         reference.lookup_indices(payload, table.bits, table.array, lanes)
         return lanes
 
@@ -127,17 +128,17 @@ class InRoom(Aggregator):
     room: Room = field(default_factory=Room)
 
     def client(
-        self, terms: SessionConfig, rank: int, session: int, timeout: timedelta, stall_timeout: timedelta
-    ) -> Aggregation:
-        return _Guest(self.room, terms, rank)
+        self, config: SessionConfig, rank: int, session: int, timeout: timedelta, stall_timeout: timedelta
+    ) -> Any:
+        return _Guest(self.room, config, rank)
 
 
-class _Guest(Aggregation):
-    """A rank in a room."""
+class _Guest:
+    """A rank in a room: what its connection needs of an `AggregationClient`."""
 
-    def __init__(self, room: Room, terms: SessionConfig, rank: int) -> None:
-        assert room.terms in (None, terms), "all ranks say the same"
-        room.terms = self.terms = terms
+    def __init__(self, room: Room, config: SessionConfig, rank: int) -> None:
+        assert room.config in (None, config), "all ranks say the same"
+        room.config = self.config = config
         self.rank = rank
         self._room = room
 

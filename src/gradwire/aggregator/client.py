@@ -1,12 +1,13 @@
-"""A rank's client of an aggregation server: a hub connection, and datagrams where the server takes them.
+"""A rank's client of an aggregation server: a TCP connection, and UDP datagrams if the server takes them.
 
-The connection proves both ends, carries what is agreed, errors and goodbyes, and notices who is gone; packets go over
-it as well unless the server offers datagrams. One thread of its own waits for timers and datagrams; what comes over the
-connection is taken on the hub's thread; what is submitted goes out on the caller's.
+The connection authenticates both sides, agrees on the session configuration, carries errors and goodbyes, and detects
+lost peers. Packets use it as well, unless the server takes datagrams. A thread of the client serves timers and
+datagrams, the endpoint's thread serves the connection, and `submit` sends on the caller's thread.
 
-Guarantees: as `Aggregation.submit` says. A connection that is lost is made again, and so is one to a server that was
-started anew, within the timeout; what was not answered is sent again.
+Guarantees: see `AggregationClient.submit`. A lost connection is reestablished within the timeout, also to a restarted
+server, and everything unanswered is sent again.
 """
+# Shapes: W = workers, P = elements of a stream
 
 from __future__ import annotations
 
@@ -25,14 +26,11 @@ from pathlib import Path
 
 import numpy as np
 
-from gradwire.aggregator.counters import PacketCounters
-from gradwire.aggregator.handshake import MAX_WELCOME_BYTES, AggregatorJoin, AggregatorWelcome, check_size
-from gradwire.aggregator.interface import Aggregation, Reply
-from gradwire.aggregator.packet import PACKET_HEADER_BYTES
-from gradwire.aggregator.request import AggregationRequest
-from gradwire.aggregator.session import SessionConfig
-from gradwire.aggregator.window import LEAST_WIDTH, Window
-from gradwire.aggregator.worker import NO_EPOCH, WorkerStateMachine
+from gradwire.aggregator.packet import PACKET_HEADER_BYTES, PacketCounters
+from gradwire.aggregator.request import AggregationRequest, Reply
+from gradwire.aggregator.retransmission import MIN_WIDTH, Window
+from gradwire.aggregator.session import MAX_WELCOME_BYTES, NO_EPOCH, AggregatorJoin, AggregatorWelcome, SessionConfig
+from gradwire.aggregator.worker import WorkerStateMachine
 from gradwire.core.errors import FrameError, PeerFailedError, PeerTimeoutError, SyncError
 from gradwire.net.address import address_toward, parse_address, resolve, serve_command
 from gradwire.net.datagrams import DatagramSocket
@@ -43,61 +41,65 @@ from gradwire.wire.frame import FrameFlags, FrameKind, Header, describe
 
 logger = logging.getLogger("gradwire")
 WINDOW_BYTES = 2 << 20
-"""Of packets under way over UDP, and of their results."""
+"""Packets in flight over UDP, and their results."""
 GRACE_SECONDS = 5.0
-"""By how much the server, which knows who is missing, gives up before a worker does."""
+"""How long before a worker the server gives up, since only the server knows who is missing."""
 _BATCH = 64
+_TURN_SECONDS = 0.25
 _GOODBYE_SECONDS = 2.0
 
 
-class AggregationClient(Aggregation):
+class AggregationClient:
     """One rank's client.
 
     Args:
-        address: host and port of the server, or both as "host:port".
-        terms: the same for all ranks.
-        rank: of this one.
-        job: name of the job.
-        session: goes up with each start of the job's processes, the same for all ranks: rank 0's `time.time_ns()`, say.
-            A server drops an older session for a newer one, and turns away who comes with an older one.
-        timeout: how long the server may be silent, or not be there.
-        stall_timeout: how long a result may wait for other ranks.
-        window_bytes: what may be under way over UDP.
-        key_file: see `job_key`.
-        insecure: see `job_key`.
+        address: Host and port of the server, as a pair or as ``"host:port"``.
+        config: Session configuration, the same on all ranks.
+        rank: Rank of this worker.
+        job: Name of the job.
+        session: Number that grows with each start of the job, the same on all ranks; for example, `time.time_ns()` of
+            rank 0. A server drops an older session for a newer one, and rejects workers of an older one.
+        timeout: How long the server may be silent or unreachable.
+        stall_timeout: How long a result may wait for other ranks.
+        key_file: See `job_key`.
+        insecure: See `job_key`.
+
+    Attributes:
+        config: The same.
+        rank: The same.
 
     Raises:
-        OptionError: there is no key, and there must be; or terms with too many streams.
-        SyncError: the server is not there in time, or does not take this rank.
+        OptionError: The job key is missing, or the configuration is too long.
+        SyncError: The server is unreachable or rejects this rank.
     """
 
     def __init__(
-        self, address: str | tuple[str, int], terms: SessionConfig, rank: int, *,
+        self, address: str | tuple[str, int], config: SessionConfig, rank: int, *,
         job: str = "gradwire", session: int = 0,
         timeout: timedelta = timedelta(seconds=30), stall_timeout: timedelta = timedelta(seconds=300),
-        window_bytes: int = WINDOW_BYTES, key_file: str | Path | None = None, insecure: bool = False,
+        key_file: str | Path | None = None, insecure: bool = False,
     ) -> None:  # fmt: skip
-        check_size(terms)
+        config.check_size()
         self._server = parse_address(address) if isinstance(address, str) else address
         host = self._server[0]
-        self.terms, self.rank = terms, rank
-        self._start_with = serve_command("--aggregate", terms.world_size, self._server, job)
+        self.config, self.rank = config, rank
+        self._start_with = serve_command("--aggregate", config.world_size, self._server, job)
         self._timeout, self._stall = timeout.total_seconds(), stall_timeout.total_seconds()
-        self._session, self._life = session, secrets.randbits(64)
-        self._end = WorkerStateMachine(terms, rank)
-        largest = max((terms.result_bytes(stream, 0) for stream in range(len(terms.streams))), default=1)
-        self._most_bytes = PACKET_HEADER_BYTES + largest
-        self._packets_in_window = max(LEAST_WIDTH, window_bytes // largest)
+        self._session, self._client_id = session, secrets.randbits(64)
+        self._worker = WorkerStateMachine(config, rank)
+        largest = max((config.result_bytes(stream, 0) for stream in range(len(config.streams))), default=1)
+        self._max_packet_bytes = PACKET_HEADER_BYTES + largest
+        self._max_window = max(MIN_WIDTH, WINDOW_BYTES // largest)
         self._futures: dict[AggregationRequest, Future[Reply]] = {}
         self._error: SyncError | None = None
-        self._last_words = ""
+        self._goodbye = ""
         self._connected = False
-        self._lost_at: float | None = time.monotonic()  # since when no server has welcomed this rank
+        self._lost_at: float | None = time.monotonic()  # None while a server has welcomed this rank
         self._lost_by: SyncError | None = None
         self._welcome: AggregatorWelcome | None = None
         self._changed = threading.Condition(threading.RLock())
         key = job_key(host, job, file=key_file, insecure=insecure)
-        self._server_ip = resolve(host)  # no packet waits for a name to be looked up
+        self._server_ip = resolve(host)  # once, not for every packet
         self._datagrams = DatagramSocket((address_toward(self._server_ip), 0), key)
         self._group: DatagramSocket | None = None
         self._key = key
@@ -108,76 +110,101 @@ class AggregationClient(Aggregation):
         self._selector.register(self._wake_in, selectors.EVENT_READ)
         self._selector.register(self._datagrams.socket, selectors.EVENT_READ)
         self._epoch = job_epoch(job)
-        self._hub = ReconnectingEndpoint(
-            GroupMember(job, rank, terms.world_size + 1, self._epoch), key, self, timeout=timeout,
-            call=(terms.world_size, self._server), start_with=self._start_with,
+        self._endpoint = ReconnectingEndpoint(
+            GroupMember(job, rank, config.world_size + 1, self._epoch), key, self, timeout=timeout,
+            call=(config.world_size, self._server), start_with=self._start_with,
         )  # fmt: skip
         self._thread = threading.Thread(target=self._run, name=f"gradwire-aggregation-{rank}", daemon=True)
-        self._hub.start()
+        self._endpoint.start()
         self._thread.start()
         self._wait_for_welcome()
 
     @property
     def counters(self) -> PacketCounters:
-        """What has happened to packets so far; told to the log, too, when this is closed."""
+        """Packet counts so far. They are also logged when the client is closed."""
         sources = [self._datagrams, *([] if self._group is None else [self._group])]
-        return replace(self._end.counters, forged=sum(source.forged for source in sources))
+        return replace(self._worker.counters, forged=sum(source.forged for source in sources))
 
     def submit(
         self, round_: int, stream: int, payload: np.ndarray | None, out: np.ndarray, flags: FrameFlags = FrameFlags.NONE
     ) -> Future[Reply]:
-        """See `Aggregation`."""
+        """Contribute to a stream, and request the aggregate of all contributions. Any thread may call this.
+
+        Every worker submits the same streams in the same rounds, in any order. The rounds of a stream increase, and a
+        round is submitted only when the previous one is done.
+
+        Args:
+            round_: Number of the synchronization, below 2^64 - 1.
+            stream: Index of the stream in the session configuration.
+            payload: Packed indices as uint8, or float32[P] for a maximum. None if this worker has nothing to add
+                (it did not use the parameter, or its gradient is not finite): it is then heard, but not counted. Must
+                stay unchanged until the future of the stream's next round is done, or the client is closed.
+            out: Destination, uint8, uint16 or uint32[P] as the table says, or float32[P] for a maximum. Must not be
+                used until the future is done. If nobody contributed, it is 0, or −infinity for a maximum.
+            flags: Sent to all workers as the union over those that were heard.
+
+        Returns:
+            A future that completes on a thread of the client; callbacks must be short and not block.
+
+        Raises:
+            ValueError: The arguments do not fit the session configuration, or the round is out of order.
+            SyncError: The client has failed or was closed.
+
+        On failure: All pending futures and later calls get the same `SyncError` (`PeerTimeoutError` if the server or a
+        worker was silent for too long). Create a new client in a new session.
+        """
         future: Future[Reply] = Future()
         future.set_running_or_notify_cancel()
         with self._changed:
             if self._error is not None:
                 raise self._error
             deadline = time.monotonic() + self._stall + GRACE_SECONDS
-            self._futures[self._end.submit(round_, stream, payload, out, flags, deadline)] = future
+            self._futures[self._worker.submit(round_, stream, payload, out, flags, deadline)] = future
             self._send_due()
-        self._wake()  # for its timers
+        self._wake()  # to update its timers
         return future
 
     def close(self, reason: str = "") -> None:
-        """See `Aggregation`."""
+        """Say goodbye; or, with a reason, make the job fail with it on all workers. Idempotent."""
         with self._changed:  # a goodbye needs a connection
             self._changed.wait_for(lambda: self._lost_at is None or self._error is not None, _GOODBYE_SECONDS)
-        closed = SyncError(f"Expected no more results: the aggregation client was closed. {reason}".rstrip())
-        self._fail(closed, last_words=reason)
+        closed = SyncError(f"The aggregation client was closed. {reason}".rstrip())
+        self._fail(closed, goodbye=reason)
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    # -- on the hub's thread ---------------------------------------------------------------------------------
+    # -- on the endpoint's thread ----------------------------------------------------------------------------
 
     def admit(self, peer: int, header: Header) -> None:
-        """Let in a welcome, and packets of results."""
-        most = MAX_WELCOME_BYTES if header.kind is FrameKind.WELCOME else self._most_bytes
-        if header.kind not in (FrameKind.WELCOME, FrameKind.PACKET) or header.length > most:
-            raise FrameError(f"Expected a packet of at most {most} bytes, got {describe(header)}, {header.length}.")
+        """Accept a welcome message or a packet, by its header."""
+        limit = MAX_WELCOME_BYTES if header.kind is FrameKind.WELCOME else self._max_packet_bytes
+        if header.kind not in (FrameKind.WELCOME, FrameKind.PACKET) or header.length > limit:
+            raise FrameError(f"Expected a packet of at most {limit} bytes, got {describe(header)}, {header.length}.")
 
     def joined(self, peer: int) -> None:
-        """A connection is there: say what this rank expects."""
+        """Send the join message on a new connection."""
         self._connected = True
-        place = self._datagrams.address
-        words = AggregatorJoin(self.terms, self._session, self._life, self._end.epoch, self._stall, place).to_bytes()
+        join = AggregatorJoin(
+            self.config, self._session, self._client_id, self._worker.epoch, self._stall, self._datagrams.address
+        )
         header = Header(FrameKind.JOIN, sender=self.rank, epoch=self._epoch)
-        self._hub.send(peer, header, np.frombuffer(words, np.uint8))
+        self._endpoint.send(peer, header, np.frombuffer(join.to_bytes(), np.uint8))
 
     def deliver(self, peer: int, header: Header, body: np.ndarray) -> None:
-        """A welcome, or a packet."""
+        """Process a welcome message or a packet."""
         if header.kind is FrameKind.PACKET:
             self._take(body)
             return
         try:
             welcome = AggregatorWelcome.from_bytes(body.tobytes())
-        except FrameError as error:  # the next would be no better
-            words = f"The aggregation server at {self._name} gave an answer that rank {self.rank} cannot read: {error}"
-            self._fail(SyncError(words))
+        except FrameError as error:  # another connection would be no better
+            message = f"Rank {self.rank} cannot read the answer of the aggregation server at {self._name}: {error}"
+            self._fail(SyncError(message))
             return
-        self._be_welcome(welcome)
+        self._enter(welcome)
 
     def left(self, peer: int, error: SyncError | None) -> None:
-        """The connection is gone: it is called again, unless the server has ended."""
+        """Handle the end of a connection: connect again, unless the server has ended."""
         with self._changed:
             self._connected = False
             self._lost_at = self._lost_at or time.monotonic()
@@ -189,23 +216,23 @@ class AggregationClient(Aggregation):
             logger.warning("The aggregation server at %s is called again for %s. %s", self._name, limit, error)
 
     def failed(self, error: SyncError) -> None:
-        """Nothing comes from the server any more."""
+        """Fail with the endpoint."""
         self._fail(error)
 
-    def _be_welcome(self, welcome: AggregatorWelcome) -> None:
+    def _enter(self, welcome: AggregatorWelcome) -> None:
         with self._changed:
             lossy = welcome.port is not None
-            if self._end.epoch == NO_EPOCH and lossy:
-                self._end.window = Window(self._packets_in_window, random.Random(self._life))
-            if lossy != (self._end.window is not None):
-                self._fail(SyncError("Expected an aggregation server with or without --udp as before, got the other."))
+            if self._worker.epoch == NO_EPOCH and lossy:
+                self._worker.window = Window(self._max_window, random.Random(self._client_id))
+            if lossy != (self._worker.window is not None):
+                self._fail(SyncError("The aggregation server was restarted with another --udp. Restart it as before."))
                 return
             self._datagrams.enter(welcome.epoch)
             try:
                 self._enter_group(welcome)
                 self._welcome = welcome
                 self._lost_at = None
-                for packet in self._end.joined(welcome.epoch, time.monotonic()):
+                for packet in self._worker.joined(welcome.epoch, time.monotonic()):
                     self._send(packet)
             except SyncError as error:
                 self._fail(error)
@@ -226,19 +253,19 @@ class AggregationClient(Aggregation):
         if self._group is not None:
             self._group.enter(welcome.epoch)
 
-    # -- its own thread --------------------------------------------------------------------------------------
+    # -- on the client's thread -------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             while self._error is None:
                 self._turn()
-        except Exception as error:  # whoever waits for a future is told
+        except Exception as error:  # pending futures must not wait forever
             self._break(error)
         with self._changed:
             waiting, self._futures = list(self._futures.values()), {}
         for future in waiting:
             future.set_exception(self._error)
-        self._hub.close(self._last_words)
+        self._endpoint.close(self._goodbye)
         logger.info("Aggregation at rank %d: packets: %s", self.rank, self.counters)
         for sock in (self._datagrams, self._group):
             if sock is not None:
@@ -248,22 +275,20 @@ class AggregationClient(Aggregation):
         self._wake_out.close()
 
     def _turn(self) -> None:
-        self._selector.select(self._patience())
+        with self._changed:
+            deadline = self._worker.deadline()
+        wait = _TURN_SECONDS if deadline is None else max(0.0, min(_TURN_SECONDS, deadline - time.monotonic()))
+        self._selector.select(wait)
         with contextlib.suppress(BlockingIOError):
             self._wake_in.recv(4096)
-        self._hear(self._datagrams)
+        self._read(self._datagrams)
         if self._group is not None:
-            self._hear(self._group)
+            self._read(self._group)
         with self._changed:
             self._send_due()
             self._check_connection()
 
-    def _patience(self) -> float:
-        with self._changed:
-            deadline = self._end.deadline()
-        return 0.25 if deadline is None else max(0.0, min(0.25, deadline - time.monotonic()))
-
-    def _hear(self, source: DatagramSocket) -> None:
+    def _read(self, source: DatagramSocket) -> None:
         for datagram in source.receive(_BATCH):
             with contextlib.suppress(FrameError):  # counted
                 self._take(datagram)
@@ -271,18 +296,14 @@ class AggregationClient(Aggregation):
     def _check_connection(self) -> None:
         lost = 0.0 if self._lost_at is None else time.monotonic() - self._lost_at
         if lost > self._timeout:
-            lack = "answer" if self._connected else "connection"
-            said = [str(each) for each in (self._lost_by, self._hub.problem) if each]
-            why = "" if self._connected else f"{'; '.join(said) or 'it was lost'}, "
+            missing = "answer" if self._connected else "connection"
+            problems = [str(each) for each in (self._lost_by, self._endpoint.problem) if each]
+            why = "" if self._connected else f"{'; '.join(problems) or 'it was lost'}, "
             was_there = self._connected or self._lost_by is not None
             advice = "Look at its log." if was_there else f"Start it with: {self._start_with}"
-            self._fail(
-                PeerTimeoutError(
-                    f"The aggregation server at {self._name} gave no {lack} for {self._timeout:g} s ({why}at rank "
-                    f"{self.rank}). {advice}",
-                    phase="aggregation",
-                )
-            )
+            message = f"The aggregation server at {self._name} gave no {missing} for {self._timeout:g} s"
+            error = PeerTimeoutError(f"{message} ({why}at rank {self.rank}). {advice}", phase="aggregation")
+            self._fail(error)
 
     # -- packets ---------------------------------------------------------------------------------------------
 
@@ -291,43 +312,43 @@ class AggregationClient(Aggregation):
             if self._error is not None:
                 return
             try:
-                done, packets = self._end.receive(datagram, time.monotonic())
+                done, packets = self._worker.receive(datagram, time.monotonic())
             except SyncError as error:
                 self._fail(error)
                 return
             for packet in packets:
                 self._send(packet)
-            finished = [(self._futures.pop(submission), submission.reply()) for submission in done]
+            finished = [(self._futures.pop(request), request.reply()) for request in done]
             self._send_due()
         for future, reply in finished:
             future.set_result(reply)
 
     def _send_due(self) -> None:
         try:
-            for packet in self._end.poll(time.monotonic()):
+            for packet in self._worker.poll(time.monotonic()):
                 self._send(packet)
         except SyncError as error:
             self._fail(error)
 
     def _send(self, packet: np.ndarray) -> None:
-        assert self._welcome is not None, "nothing goes out before the welcome"
+        assert self._welcome is not None, "nothing is sent before the welcome"
         if self._welcome.port is not None:
             self._datagrams.send(packet, [(self._server_ip, self._welcome.port)])
             return
         header = Header(FrameKind.PACKET, sender=self.rank, epoch=self._epoch)
-        self._hub.send(self.terms.world_size, header, packet)
+        self._endpoint.send(self.config.world_size, header, packet)
 
-    def _fail(self, error: SyncError, last_words: str | None = None) -> None:
-        """End with an error: this client's own thread sees to the rest."""
+    def _fail(self, error: SyncError, goodbye: str | None = None) -> None:
+        """Record the first error; the client's thread then fails all futures and says goodbye."""
         with self._changed:
             if self._error is None:
                 self._error = error
-                self._last_words = str(error) if last_words is None else last_words
+                self._goodbye = str(error) if goodbye is None else goodbye
             self._changed.notify_all()
         self._wake()
 
     def _break(self, cause: Exception) -> None:
-        """End because of what none of this has foreseen."""
+        """Fail because of an unexpected exception."""
         logger.error("A thread of the aggregation client at rank %d failed.", self.rank, exc_info=cause)
         error = SyncError(f"The aggregation client at rank {self.rank} failed: {cause!r}. The log says where.")
         error.__cause__ = cause

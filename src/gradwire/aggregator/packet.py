@@ -1,8 +1,8 @@
-"""The packet of an aggregation round: a header of 44 bytes, then a body. A datagram each, or the body of a frame.
+"""Packets of aggregation: a header of 44 bytes and a body, sent as a UDP datagram or as the body of a TCP frame.
 
-Guarantees: arbitrary bytes lead to a `Packet` or to `FrameError`; nothing is allocated by a declared length; a flipped
-bit or a missing byte anywhere fails `unpack`. The checksum guards against faults; over UDP a keyed tag stands behind
-each packet as well (`gradwire.net.datagrams`), against attackers.
+Guarantees: `unpack` turns arbitrary bytes into a `Packet` or raises `FrameError`, allocates nothing by a declared
+length, and rejects a packet with any flipped bit or missing byte. The checksum protects against faults. Over UDP, a
+keyed tag behind each packet protects against attackers (`gradwire.net.datagrams`).
 
 Layout, little-endian:
 
@@ -12,17 +12,17 @@ Layout, little-endian:
 | 4 | 1 | version |
 | 5 | 1 | kind |
 | 6 | 2 | flags |
-| 8 | 8 | epoch: of the server's life |
+| 8 | 8 | epoch: incarnation of the server |
 | 16 | 8 | round |
 | 24 | 4 | stream |
 | 28 | 4 | index of the packet in its stream |
-| 32 | 2 | worker: who sends, or 65,535 for the server |
-| 34 | 2 | count: contributions in a result |
-| 36 | 4 | length of the body |
-| 40 | 4 | CRC-32C over header (checksum as 0) and body |
+| 32 | 2 | worker: sender, 65,535 for the server |
+| 34 | 2 | count: number of contributions in a result |
+| 36 | 4 | length of the body in bytes |
+| 40 | 4 | CRC-32C of the header, with this field as 0, and the body |
 
-Source: THC (Li et al. 2024), appendix C. Differences: the round has 64 bits and the server's life an epoch, so an old
-packet is never taken for a new one; a result names the workers that are in it; checksums.
+Source: THC (Li et al. 2024), appendix C. Differences: rounds have 64 bits and each incarnation of a server an epoch of
+its own, so that an old packet is never taken for a new one; a result names the workers in it; there is a checksum.
 """
 # Shapes: W = workers
 
@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -56,27 +57,27 @@ assert _LAYOUT.size == PACKET_HEADER_BYTES
 
 
 class PacketKind(IntEnum):
-    """What a packet says. Numbers are never reused."""
+    """Meaning of a packet. Numbers are never reused."""
 
     DATA = 1
-    """A worker's contribution; without a body, that it has none."""
+    """A worker's contribution. An empty body means that the worker has nothing to add."""
     RESULT = 2
-    """Who was counted, and what their contributions make."""
+    """The aggregate of all counted contributions, and who was counted."""
     HELD = 3
-    """The server has these contributions, and waits for others. For packets over UDP alone."""
+    """The server has received these contributions and waits for others. Sent over UDP only."""
     ASK = 4
-    """A worker waits for the result of a contribution that is held."""
+    """A worker asks again for the result of a contribution that the server holds."""
     WANTED = 5
-    """The server lacks this contribution."""
+    """The server does not have this contribution, and asks for it."""
     OBSOLETE = 6
-    """The server has gone on without this worker, and no longer has the result: "notify straggler"."""
+    """The server has gone on without this worker and no longer has the result ("notify straggler")."""
 
 
 _KINDS = {int(kind): kind for kind in PacketKind}
 
 
 class PacketKey(NamedTuple):
-    """Which contribution, or which result, of one server's life."""
+    """Identifies a contribution or a result within one incarnation of the server."""
 
     round: int
     stream: int
@@ -84,16 +85,16 @@ class PacketKey(NamedTuple):
 
 
 class Packet(NamedTuple):
-    """A packet that has been checked.
+    """A verified packet.
 
     Attributes:
-        kind: what it says.
-        key: of what.
-        worker: who sends it; `SERVER` for the server.
-        epoch: of the server's life.
-        flags: what the contributor, or all contributors together, say.
-        num_added: contributions in a result.
-        body: uint8, a view of what was received.
+        kind: Meaning of the packet.
+        key: Contribution or result that it is about.
+        worker: Sender; `SERVER` for the server.
+        epoch: Incarnation of the server.
+        flags: Flags of the contributor, or the union of those of all contributors.
+        num_added: Number of contributions in a result.
+        body: uint8 view of the received bytes.
     """
 
     kind: PacketKind
@@ -105,10 +106,44 @@ class Packet(NamedTuple):
     body: np.ndarray
 
 
+@dataclass
+class PacketCounters:
+    """Packet counts of a worker or of the server.
+
+    Attributes:
+        sent: Packets sent, retransmissions included.
+        sent_again: Contributions and results that had been sent before.
+        received: Packets received, except for forged and dropped ones.
+        forged: Datagrams without a valid tag of this job and this incarnation of the server: damaged, or from others.
+        dropped: Datagrams dropped on purpose (option ``drop``).
+        corrupt: Received bytes that are not a packet: truncated, or with a flipped bit.
+        stale: Packets of another incarnation of the server.
+        refused: Packets that this sender may not send.
+        duplicates: Contributions that were already there, and results that nobody waited for.
+        late: Contributions to a sum that had been answered without them.
+        taken: Contributions that were added or noted as empty, and results that were waited for.
+    """
+
+    sent: int = 0
+    sent_again: int = 0
+    received: int = 0
+    forged: int = 0
+    dropped: int = 0
+    corrupt: int = 0
+    stale: int = 0
+    refused: int = 0
+    duplicates: int = 0
+    late: int = 0
+    taken: int = 0
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in vars(self).items())
+
+
 def seal(
     frame: np.ndarray, kind: PacketKind, key: PacketKey, worker: int, epoch: int, *, flags: int = 0, count: int = 0
 ) -> None:
-    """Write the header of a packet whose body is in place behind it: the rest of `frame`, which is uint8."""
+    """Write the header of a packet to `frame`, uint8, which already holds the body behind it."""
     length = frame.nbytes - PACKET_HEADER_BYTES
     _LAYOUT.pack_into(frame.data, 0, MAGIC, VERSION, kind, flags, epoch, *key, worker, count, length, 0)
     _CHECKSUM.pack_into(frame.data, _CHECKSUM_AT, google_crc32c.value(frame))
@@ -117,7 +152,7 @@ def seal(
 def pack(
     kind: PacketKind, key: PacketKey, worker: int, epoch: int, body: np.ndarray | bytes = b"", *, flags: int = 0
 ) -> np.ndarray:
-    """Return a whole packet: uint8; the body is copied."""
+    """Return a complete packet, uint8, with a copy of the body."""
     content = np.frombuffer(body, np.uint8)
     frame = np.empty(PACKET_HEADER_BYTES + content.nbytes, np.uint8)
     frame[PACKET_HEADER_BYTES:] = content
@@ -126,10 +161,10 @@ def pack(
 
 
 def unpack(datagram: bytes | memoryview | np.ndarray) -> Packet:
-    """Return the packet that is exactly these bytes; its body is a view of them.
+    """Verify received bytes and return the packet; its body is a view of them.
 
     Raises:
-        FrameError: they are none.
+        FrameError: The bytes are not exactly one packet.
     """
     data = np.frombuffer(datagram, np.uint8)
     if data.nbytes < PACKET_HEADER_BYTES:
@@ -137,25 +172,25 @@ def unpack(datagram: bytes | memoryview | np.ndarray) -> Packet:
     header, body = data[:PACKET_HEADER_BYTES].tobytes(), data[PACKET_HEADER_BYTES:]
     magic, version, kind, flags, epoch, round_, stream, place, worker, count, length, checksum = _LAYOUT.unpack(header)
     if magic != MAGIC or version != VERSION or kind not in _KINDS or flags > _KNOWN_FLAGS:
-        raise FrameError(f"Expected a packet, got magic {magic!r}, version {version}, kind {kind}, flags {flags:#x}.")
+        raise FrameError(f"Not a packet: magic {magic!r}, version {version}, kind {kind}, flags {flags:#x}.")
     if length != body.nbytes:
         raise FrameError(f"Expected a body of {length} bytes, got {body.nbytes}.")
     found = google_crc32c.value(header[:_CHECKSUM_AT] + _ZERO)
     if google_crc32c.extend(found, body) != checksum:
-        raise FrameError(f"Expected checksum {checksum:#010x} of a packet, got another. The network corrupts data.")
+        raise FrameError(f"A packet does not match its checksum {checksum:#010x}. The network corrupts data.")
     return Packet(_KINDS[kind], PacketKey(round_, stream, place), worker, epoch, flags, count, body)
 
 
 def keys_to(keys: Iterable[PacketKey]) -> bytes:
-    """The body of HELD."""
+    """Return the body of a HELD packet."""
     return b"".join(_KEY.pack(*key) for key in keys)
 
 
 def keys_of(body: np.ndarray) -> list[PacketKey]:
-    """Which contributions a HELD is about.
+    """Return the contributions that a HELD packet lists.
 
     Raises:
-        FrameError: the body is not a list of them.
+        FrameError: The body is not a list of keys.
     """
     if body.nbytes % _KEY.size:
         raise FrameError(f"Expected keys of {_KEY.size} bytes each, got {body.nbytes} bytes.")
@@ -163,11 +198,10 @@ def keys_of(body: np.ndarray) -> list[PacketKey]:
 
 
 def bitmap_bytes(world_size: int) -> int:
-    """Bytes of the bitmap of workers at the front of a result: whole words, so that lanes are aligned behind it."""
+    """Bytes of the bitmap of workers at the start of a result: whole words, so that the sums behind it are aligned."""
     return -(-world_size // _WORD_BITS) * (_WORD_BITS // 8)
 
 
 def workers_of(bitmap: np.ndarray, world_size: int) -> np.ndarray:
-    """Who is in a bitmap: bool[W]."""
-    bits = np.unpackbits(bitmap, count=world_size, bitorder="little")
-    return bits.astype(bool)
+    """Return which workers a bitmap contains: bool[W]."""
+    return np.unpackbits(bitmap, count=world_size, bitorder="little").astype(bool)

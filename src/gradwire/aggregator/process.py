@@ -26,11 +26,9 @@ from pathlib import Path
 
 import numpy as np
 
-from gradwire.aggregator.counters import PacketCounters
-from gradwire.aggregator.handshake import MAX_JOIN_BYTES, Address, AggregatorJoin, AggregatorWelcome
-from gradwire.aggregator.packet import PACKET_HEADER_BYTES
+from gradwire.aggregator.packet import PACKET_HEADER_BYTES, PacketCounters
 from gradwire.aggregator.server import EVERYONE, AggregatorStateMachine, PacketToSend
-from gradwire.aggregator.worker import NO_EPOCH
+from gradwire.aggregator.session import MAX_JOIN_BYTES, NO_EPOCH, Address, AggregatorJoin, AggregatorWelcome
 from gradwire.core.errors import (
     DisagreementError,
     FrameError,
@@ -95,7 +93,7 @@ class _Session:
     def __init__(self, number: int, aggregator: AggregatorStateMachine) -> None:
         self.number = number
         self.aggregator = aggregator
-        self.lives: dict[int, int] = {}
+        self.clients: dict[int, int] = {}
         self.addresses: dict[int, Address] = {}
         self.present: set[int] = set()
         self.finished: set[int] = set()
@@ -198,7 +196,7 @@ class AggregationServer(Stoppable):
         session = self._session
         most = MAX_JOIN_BYTES
         if header.kind is FrameKind.PACKET:
-            most = 0 if session is None or peer not in session.present else session.aggregator.largest
+            most = 0 if session is None or peer not in session.present else session.aggregator.max_packet_bytes
         if header.kind not in (FrameKind.JOIN, FrameKind.PACKET) or header.length > most:
             raise FrameError(f"Expected a packet of at most {most} bytes, got {describe(header)}, {header.length}.")
 
@@ -250,12 +248,12 @@ class AggregationServer(Stoppable):
                 f"Expected session {session.number} of the job, got worker {worker} of session {join.session}: the job "
                 "has been started again. Do: end this process."
             )
-        if join.terms != session.aggregator.terms:
+        if join.config != session.aggregator.config:
             raise DisagreementError(
                 f"Expected the same streams, tables and packets from all workers, got others from worker {worker}. Do: "
                 "run one model, plan and version on all."
             )
-        if session.lives.setdefault(worker, join.life) != join.life:
+        if session.clients.setdefault(worker, join.client) != join.client:
             raise FrameError(
                 f"Expected one client of worker {worker} in session {session.number}, got a second. Do: start all "
                 "workers again, with a higher session."
@@ -273,21 +271,21 @@ class AggregationServer(Stoppable):
         self._hub.send(worker, header, np.frombuffer(words, np.uint8))
 
     def _begin(self, join: AggregatorJoin) -> _Session:
-        terms = join.terms
-        if terms.world_size != self.options.workers:
+        config = join.config
+        if config.world_size != self.options.workers:
             raise DisagreementError(
-                f"Expected {self.options.workers} workers, as this server was started for, got {terms.world_size}. Do: "
-                "give both the same number."
+                f"This server was started for {self.options.workers} workers, and the job has {config.world_size}. "
+                "Give both the same number."
             )
-        sizes = [PACKET_HEADER_BYTES + terms.result_bytes(stream, 0) for stream in range(len(terms.streams))]
+        sizes = [PACKET_HEADER_BYTES + config.result_bytes(stream, 0) for stream in range(len(config.streams))]
         if self._datagrams is not None and max(sizes, default=0) > MAX_PACKET_BYTES:
-            fitting = terms.packet_elements * (MAX_PACKET_BYTES - 256) // max(sizes) // INDEX_CHUNK * INDEX_CHUNK
-            blocks = ", with a compressor whose block is no longer," if terms.needed < terms.world_size else ""
+            fitting = config.packet_elements * (MAX_PACKET_BYTES - 256) // max(sizes) // INDEX_CHUNK * INDEX_CHUNK
+            blocks = ", with a compressor whose block is no longer," if config.needed < config.world_size else ""
             raise DisagreementError(
                 f"Expected results that fit a datagram of {MAX_PACKET_BYTES} bytes, got {max(sizes)}. Do: pass "
                 f"packet_elements={fitting} or less{blocks or ','} or start the server without --udp."
             )
-        aggregator = AggregatorStateMachine(terms, 1 + secrets.randbits(63), acknowledges=self._datagrams is not None)
+        aggregator = AggregatorStateMachine(config, 1 + secrets.randbits(63), acknowledges=self._datagrams is not None)
         if self._datagrams is not None:
             self._datagrams.enter(aggregator.epoch)
         if self._session is not None:
@@ -301,8 +299,8 @@ class AggregationServer(Stoppable):
 
     def _resumable(self) -> bool:
         """Whether another server could go on: one that may answer without stragglers would count others."""
-        terms = None if self._session is None else self._session.aggregator.terms
-        return terms is None or terms.needed == terms.world_size
+        config = None if self._session is None else self._session.aggregator.config
+        return config is None or config.needed == config.world_size
 
     def _watch(self) -> None:
         """Raise what ends the session."""

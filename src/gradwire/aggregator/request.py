@@ -1,93 +1,133 @@
-"""What one worker has submitted of one stream in one round, packet by packet, and what has been answered."""
-# Shapes: W = workers, P = elements of the stream, Q = its packets
+"""A worker's contribution to one stream in one round, its result as packets arrive, and the reply."""
+# Shapes: W = workers, P = elements of a stream, Q = its packets
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
-from gradwire.aggregator.interface import Reply
 from gradwire.aggregator.packet import Packet, PacketKey, bitmap_bytes, workers_of
 from gradwire.aggregator.session import SessionConfig
 from gradwire.wire.frame import FrameFlags
 
-_NOTHING = np.empty(0, np.uint8)
+_EMPTY = np.empty(0, np.uint8)
+
+
+@dataclass(frozen=True, eq=False)
+class Reply:
+    """Who is in a result. Identical on all workers, as the result is.
+
+    Attributes:
+        counts: Number of contributions in each packet, int64[Q]. Decoding divides by it.
+        counted: Which workers are in each packet, bool[Q, W]. A worker that submitted and was not counted keeps its
+            gradient.
+        flags: Union of the flags of all workers that were heard.
+        packet_elements: Elements per packet, except for the last.
+    """
+
+    counts: np.ndarray
+    counted: np.ndarray
+    flags: FrameFlags
+    packet_elements: int
+
+    def counts_of_blocks(self, block: int, num_blocks: int) -> np.ndarray:
+        """Return the counts per block of the stream, int64[num_blocks], for `LookupCompressor.finalize_blocks`.
+
+        Raises:
+            ValueError: Counts differ, and packets are not whole blocks.
+        """
+        return self._by_block(self.counts, block, num_blocks)
+
+    def counted_blocks(self, worker: int, block: int, num_blocks: int) -> np.ndarray:
+        """Return which blocks contain a worker's contribution, bool[num_blocks]."""
+        return self._by_block(self.counted[:, worker], block, num_blocks)
+
+    def _by_block(self, values: np.ndarray, block: int, num_blocks: int) -> np.ndarray:
+        if self.packet_elements % block == 0:
+            return np.repeat(values, self.packet_elements // block)[:num_blocks]
+        if (values != values[0]).any():
+            raise ValueError(
+                f"Packets of {self.packet_elements} elements are not whole blocks of {block}, and not all workers are "
+                "in all packets. Choose packet_elements as a multiple of the block."
+            )
+        return np.full(num_blocks, values[0], values.dtype)
 
 
 class AggregationRequest:
-    """One call of `Aggregation.submit`.
+    """One call of `AggregationClient.submit`, which documents the arguments.
 
     Args:
-        terms: of the job.
-        round_: of the call; as all that follows.
-        stream: its place in the terms.
-        payload: what this worker contributes; None for nothing.
-        out: where the result goes.
-        flags: what this worker says.
-        deadline: by when the result must be there.
+        config: Session configuration of the job.
+        round_: Round of the contribution.
+        stream: Index of the stream.
+        payload: The contribution, or None.
+        out: Destination of the result.
+        flags: Flags of this worker.
+        deadline: When the result must be complete, on the caller's clock.
 
     Attributes:
-        num_packets: Q.
-        left: packets that have not been answered.
-        begun: packets that have been sent at least once, or answered before.
+        num_packets: Number of packets Q.
+        num_missing: Number of packets without a result.
+        num_sent: Packets before this index have been sent at least once, or were answered before.
 
     Raises:
-        ValueError: payload or out does not fit the stream.
+        ValueError: `payload` or `out` does not fit the stream.
     """
 
     def __init__(
-        self, terms: SessionConfig, round_: int, stream: int, payload: np.ndarray | None, out: np.ndarray,
+        self, config: SessionConfig, round_: int, stream: int, payload: np.ndarray | None, out: np.ndarray,
         flags: FrameFlags, deadline: float,
     ) -> None:  # fmt: skip
-        size, lanes = terms.streams[stream].size, terms.lanes(stream)
-        if out.dtype != lanes or out.shape != (size,) or not out.flags.c_contiguous:
-            raise ValueError(f"Expected out to be {lanes} of {size} elements, got {out.dtype} of shape {out.shape}.")
-        due = terms.payload_bytes(stream, size)
+        size, dtype = config.streams[stream].size, config.result_dtype(stream)
+        if out.dtype != dtype or out.shape != (size,) or not out.flags.c_contiguous:
+            raise ValueError(f"out must be contiguous {dtype} of {size} elements, not {out.dtype} of {out.shape}.")
+        num_bytes = config.payload_bytes(stream, size)
         body = None if payload is None else payload.reshape(-1).view(np.uint8)
-        if body is not None and body.nbytes != due:
-            raise ValueError(f"Expected a payload of {due} bytes of stream {stream}, got {body.nbytes}.")
+        if body is not None and body.nbytes != num_bytes:
+            raise ValueError(f"A payload takes {num_bytes} bytes of stream {stream}, not {body.nbytes}.")
         self.round, self.stream = round_, stream
         self.flags, self.deadline = flags, deadline
-        self.num_packets = self.left = terms.num_packets(stream)
-        self.begun = 0
-        self._payload, self._out, self._world_size = body, out, terms.world_size
-        self._elements = terms.packet_elements
-        self._packet_bytes = terms.payload_bytes(stream, terms.packet_elements)
-        self._words = bitmap_bytes(terms.world_size)
+        self.num_packets = self.num_missing = config.num_packets(stream)
+        self.num_sent = 0
+        self._payload, self._out, self._world_size = body, out, config.world_size
+        self._elements = config.packet_elements
+        self._packet_bytes = config.payload_bytes(stream, config.packet_elements)
+        self._bitmap_bytes = bitmap_bytes(config.world_size)
         self._answered = bytearray(self.num_packets)
         self._counts = np.zeros(self.num_packets, np.int64)
-        self._counted = np.zeros((self.num_packets, terms.world_size), bool)
-        self._said = 0
+        self._counted = np.zeros((self.num_packets, config.world_size), bool)
+        self._all_flags = 0
 
-    def lacks(self, place: int) -> bool:
-        """Whether a packet of it has not been answered."""
-        return place < self.num_packets and not self._answered[place]
+    def lacks(self, packet: int) -> bool:
+        """Whether the result of a packet is missing."""
+        return packet < self.num_packets and not self._answered[packet]
 
     def unanswered(self) -> Iterator[PacketKey]:
-        """The packets that have been sent and not answered."""
-        for place in range(self.begun):
-            if not self._answered[place]:
-                yield PacketKey(self.round, self.stream, place)
+        """Yield the packets that were sent and have no result."""
+        for packet in range(self.num_sent):
+            if not self._answered[packet]:
+                yield PacketKey(self.round, self.stream, packet)
 
-    def piece(self, place: int) -> np.ndarray:
-        """The body of one packet."""
+    def body(self, packet: int) -> np.ndarray:
+        """Return the body of a packet."""
         if self._payload is None:
-            return _NOTHING
-        return self._payload[place * self._packet_bytes : (place + 1) * self._packet_bytes]
+            return _EMPTY
+        return self._payload[packet * self._packet_bytes : (packet + 1) * self._packet_bytes]
 
-    def take(self, packet: Packet) -> None:
-        """Take the result of a packet that is lacking."""
-        place = packet.key.packet
-        part = self._out[place * self._elements : (place + 1) * self._elements]
-        part[:] = np.frombuffer(packet.body[self._words :], self._out.dtype)
-        self._counts[place] = packet.num_added
-        self._counted[place] = workers_of(packet.body[: self._words], self._world_size)
-        self._said |= packet.flags
-        self._answered[place] = 1
-        self.left -= 1
+    def take(self, result: Packet) -> None:
+        """Take the result of a packet that lacks one."""
+        packet = result.key.packet
+        out = self._out[packet * self._elements : (packet + 1) * self._elements]
+        out[:] = np.frombuffer(result.body[self._bitmap_bytes :], out.dtype)
+        self._counts[packet] = result.num_added
+        self._counted[packet] = workers_of(result.body[: self._bitmap_bytes], self._world_size)
+        self._all_flags |= result.flags
+        self._answered[packet] = 1
+        self.num_missing -= 1
 
     def reply(self) -> Reply:
-        """Who is in the result, once it is whole."""
-        assert not self.left, "some packets have not been answered"
-        return Reply(self._counts, self._counted, FrameFlags(self._said), self._elements)
+        """Return who is in the result, once it is complete."""
+        assert not self.num_missing, "some packets have no result"
+        return Reply(self._counts, self._counted, FrameFlags(self._all_flags), self._elements)

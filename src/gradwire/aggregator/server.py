@@ -1,18 +1,18 @@
-"""The aggregation server, sans-IO: packets in, packets out.
+"""The aggregation server without I/O: packets in, packets out.
 
-Guarantees: each worker's contribution to a round of a packet is added exactly once, whatever is lost, repeated,
-reordered or damaged on the way; all workers get the same result, which says who is in it; a result is kept until every
-worker has been heard in a later round; a packet of another round, or of another life of the server, changes nothing.
-What does not fit the terms is refused before anything is allocated.
+Guarantees: each contribution is added exactly once, whatever is lost, repeated, reordered or damaged on the way. All
+workers get the same result, which names the workers in it. A result is kept until every worker has been heard in a
+later round. A packet of another round, or for another incarnation of the server, changes nothing. A packet that does
+not fit the session configuration is refused before anything is allocated.
 
-Source: THC (Li et al. 2024), pseudocode 1 (`AggregatorStateMachine._aggregate`), and section 6 for answering without
-stragglers.
-Differences: a bitmap in place of a count, so that a packet that comes twice is added once; results are stored, so that
-who was late or lost a reply gets the same one; the number of workers is agreed, not taken from packets; a round that is
-under way is not thrown away for a later one; a straggler is left out `max_misses` times in a row at most.
+A restarted server has lost everything. Workers resend what has not been answered. If one of them lacks a result that
+the others already have, the server asks the others for their contributions (WANTED), so a slot starts with the lowest
+round that any worker needs.
 
-A server that was killed comes back with nothing. Workers send again what has not been answered; what one of them still
-lacks and others have, the server asks those for (WANTED): a slot begins with the lowest round that anybody needs.
+Source: THC (Li et al. 2024), pseudocode 1 (`AggregatorStateMachine._aggregate`), and section 6 for partial aggregation.
+Differences: a bitmap instead of a count, so that a repeated packet is added once; results are stored, so that a worker
+that was late or lost a reply gets the same one; the number of workers is agreed, not taken from packets; a later round
+does not discard the current one; a straggler is left out at most `max_misses` times in a row.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gradwire.aggregator.counters import PacketCounters
 from gradwire.aggregator.packet import (
     MAX_ROUND,
     PACKET_HEADER_BYTES,
     SERVER,
     Packet,
+    PacketCounters,
     PacketKey,
     PacketKind,
     keys_to,
@@ -34,11 +34,11 @@ from gradwire.aggregator.packet import (
     unpack,
 )
 from gradwire.aggregator.session import SessionConfig
-from gradwire.aggregator.slot import AggregationSlot
+from gradwire.aggregator.slot import NEVER, AggregationSlot
 from gradwire.core.errors import FrameError
 
 EVERYONE = -1
-_MOST_KEYS = 64  # in a HELD: it fits a packet of the Ethernet
+_MAX_HELD_KEYS = 64  # so that a HELD packet fits an Ethernet frame
 _NO_KEY = PacketKey(0, 0, 0)
 
 
@@ -46,8 +46,8 @@ class PacketToSend(NamedTuple):
     """A packet to send.
 
     Attributes:
-        worker: to whom; or `EVERYONE`.
-        packet: not to be changed.
+        worker: Receiver, or `EVERYONE`.
+        packet: uint8, not to be modified.
     """
 
     worker: int
@@ -55,7 +55,13 @@ class PacketToSend(NamedTuple):
 
 
 class UnansweredPacket(NamedTuple):
-    """A packet that has not been answered."""
+    """A packet whose round is still open.
+
+    Attributes:
+        since: When its first contribution arrived, on the caller's clock.
+        key: Round, stream and packet.
+        missing: Workers that have not been heard.
+    """
 
     since: float
     key: PacketKey
@@ -63,43 +69,43 @@ class UnansweredPacket(NamedTuple):
 
 
 class AggregatorStateMachine:
-    """The server's end of one job.
+    """The server's side of one session.
 
     Args:
-        terms: what was agreed.
-        epoch: drawn at random for each life of a server.
-        acknowledges: whether workers are told that a contribution has come: where packets can be lost.
+        config: Session configuration.
+        epoch: Random number of this incarnation of the server.
+        acknowledges: Whether workers are told that a contribution has arrived. Needed if packets can be lost.
 
     Attributes:
-        largest: bytes of the longest packet that may come.
-        resumed: whether a worker has been answered by an earlier life of the server.
-        counters: what has happened so far.
+        max_packet_bytes: Size of the longest packet that may arrive.
+        resumed: If true, an earlier incarnation of the server has answered some of the workers.
+        counters: Packet counts so far.
     """
 
-    def __init__(self, terms: SessionConfig, epoch: int, *, acknowledges: bool = True) -> None:
-        self.terms = terms
+    def __init__(self, config: SessionConfig, epoch: int, *, acknowledges: bool = True) -> None:
+        self.config = config
         self.epoch = epoch
         self.resumed = False
         self.counters = PacketCounters()
         self._acknowledges = acknowledges
         self._slots: dict[tuple[int, int], AggregationSlot] = {}
-        self._open: dict[tuple[int, int], float] = {}  # since when, in that order
+        self._open: dict[tuple[int, int], float] = {}  # when their rounds began, oldest first
         self._held: dict[int, list[PacketKey]] = {}
-        self._sizes = [self._packet_sizes(stream) for stream in range(len(terms.streams))]
-        self.largest = PACKET_HEADER_BYTES + max((whole for _, whole, _ in self._sizes), default=0)
+        self._sizes = [self._packet_sizes(stream) for stream in range(len(config.streams))]
+        self.max_packet_bytes = PACKET_HEADER_BYTES + max((body for _, body, _ in self._sizes), default=0)
 
     def receive(
         self, datagram: bytes | memoryview | np.ndarray, now: float, sender: int | None = None
     ) -> list[PacketToSend]:
-        """Take what has come, and return what is to be sent.
+        """Process a received packet, and return the packets to send.
 
         Args:
-            datagram: may be used again after the call.
-            now: seconds on the caller's monotonic clock.
-            sender: who sends it, where that has been proven otherwise.
+            datagram: Untrusted bytes; the memory may be reused after the call.
+            now: Seconds on the caller's monotonic clock.
+            sender: Worker that sent it, if the connection proves that.
 
         Raises:
-            FrameError: it is not a packet, or not one that this sender may send. Nothing has changed.
+            FrameError: It is not a packet, or not one that this sender may send. Nothing has changed.
         """
         self.counters.received += 1
         packet = self._admit(datagram, sender)
@@ -111,32 +117,33 @@ class AggregatorStateMachine:
         return messages
 
     def flush(self) -> list[PacketToSend]:
-        """Acknowledge what has come since the last flush, a packet a worker."""
+        """Acknowledge what has arrived since the last flush."""
         held, self._held = self._held, {}
         messages = [
             PacketToSend(
-                worker, pack(PacketKind.HELD, _NO_KEY, SERVER, self.epoch, keys_to(keys[start : start + _MOST_KEYS]))
+                worker,
+                pack(PacketKind.HELD, _NO_KEY, SERVER, self.epoch, keys_to(keys[start : start + _MAX_HELD_KEYS])),
             )
             for worker, keys in held.items()
-            for start in range(0, len(keys), _MOST_KEYS)
+            for start in range(0, len(keys), _MAX_HELD_KEYS)
         ]
         self.counters.sent += len(messages)
         return messages
 
     def oldest_open(self) -> UnansweredPacket | None:
-        """What has waited longest for contributions."""
-        for place, since in self._open.items():
-            slot = self._slots[place]
-            return UnansweredPacket(since, PacketKey(slot.expected_round, *place), slot.missing)
+        """Return the packet that has waited longest for contributions."""
+        for key, since in self._open.items():
+            slot = self._slots[key]
+            return UnansweredPacket(since, PacketKey(slot.expected_round, *key), slot.missing)
         return None
 
     # -- pseudocode 1 ----------------------------------------------------------------------------------------
 
     def _aggregate(self, packet: Packet, now: float) -> list[PacketToSend]:
-        """One contribution. The numbers are the lines of pseudocode 1."""
+        """Process a contribution. The numbers are the lines of pseudocode 1."""
         slot = self._slot(packet.key)
         if packet.key.round < slot.expected_round:  # 1
-            if not self._lacking(slot):
+            if not self._may_lack_result(slot):
                 return self._notify_straggler(slot, packet)  # 2
             self._go_back(slot, packet.key, now)
         elif packet.key.round > slot.expected_round:  # 6
@@ -151,18 +158,18 @@ class AggregatorStateMachine:
         slot.hear(packet)  # 5, 10, 11
         if not self._complete(slot):  # 12
             self._hold(packet)  # 15
-            first = slot.heard.bit_count() == 1
-            return self._want(slot, packet.key, slot.missing) if first and self._lacking(slot) else []
+            is_first = slot.heard.bit_count() == 1
+            return self._ask_missing(slot, packet.key) if is_first and self._may_lack_result(slot) else []
         del self._open[packet.key[1:]]
         ahead, slot.ahead = slot.ahead, {}
         later = [self._wanted(worker, packet.key._replace(round=round_)) for worker, round_ in ahead.items()]
         return [PacketToSend(EVERYONE, slot.close(self.epoch)), *later]  # 13
 
     def _complete(self, slot: AggregationSlot) -> bool:
-        return slot.heard.bit_count() >= self.terms.needed and not slot.awaited & ~slot.heard
+        return slot.heard.bit_count() >= self.config.needed and not slot.awaited & ~slot.heard
 
     def _notify_straggler(self, slot: AggregationSlot, packet: Packet) -> list[PacketToSend]:
-        """What this packet belongs to has been answered without it, and it is told so by that answer."""
+        """Answer a contribution that came too late with the result that went without it."""
         if slot.last_heard[packet.worker] >= packet.key.round:
             return self._repeated(slot, packet)
         self.counters.late += 1
@@ -188,43 +195,43 @@ class AggregatorStateMachine:
             self._held.setdefault(packet.worker, []).append(packet.key)
 
     def _answer(self, packet: Packet) -> list[PacketToSend]:
-        """A worker has heard that its contribution is held, and nothing since."""
+        """Process a worker's question for the result of a contribution that is held."""
         slot = self._slot(packet.key)
         if slot.last_heard[packet.worker] < packet.key.round:
             return [self._wanted(packet.worker, packet.key)]
         if packet.key.round == slot.expected_round and not slot.done:
             self._hold(packet)
-            return self._want(slot, packet.key, slot.missing) if self._lacking(slot) else []
+            return self._ask_missing(slot, packet.key) if self._may_lack_result(slot) else []
         return [self._stored(slot, packet)]
 
     # -- after a restart -------------------------------------------------------------------------------------
 
-    def _lacking(self, slot: AggregationSlot) -> bool:
-        """Whether a worker may have the result of this round from an earlier life of the server."""
-        return self.resumed and not slot.closed
+    def _may_lack_result(self, slot: AggregationSlot) -> bool:
+        """Whether some workers may have this round's result from an earlier incarnation, and others not."""
+        return self.resumed and not slot.num_answered
 
     def _go_back(self, slot: AggregationSlot, key: PacketKey, now: float) -> None:
-        """Begin again with an older round, whose result a worker lacks."""
-        heard = [worker for worker in range(self.terms.world_size) if slot.heard >> worker & 1]
+        """Start over with an older round, whose result a worker lacks."""
+        heard = [worker for worker in range(self.config.world_size) if slot.heard >> worker & 1]
         slot.ahead.update((worker, slot.expected_round) for worker in heard)
         for worker in heard:
-            slot.last_heard[worker] = -1
+            slot.last_heard[worker] = NEVER
         self._open.pop(key[1:], None)
         self._begin(slot, key, now)
 
     def _too_early(self, slot: AggregationSlot, packet: Packet) -> list[PacketToSend]:
-        """A worker is a round ahead of one that is under way."""
-        if not self._lacking(slot):
+        """Process a contribution to a round after the current one."""
+        if not self._may_lack_result(slot):
             self.counters.refused += 1
             raise FrameError(
-                f"Expected round {slot.expected_round} of stream {packet.key.stream} from worker {packet.worker} "
-                f"before any later one, got {packet.key.round}. Do: submit all rounds on all workers."
+                f"Worker {packet.worker} sent round {packet.key.round} of stream {packet.key.stream} while round "
+                f"{slot.expected_round} is not complete. Submit all rounds on all workers."
             )
         slot.ahead[packet.worker] = packet.key.round
         return [self._wanted(packet.worker, packet.key._replace(round=slot.expected_round))]
 
-    def _want(self, slot: AggregationSlot, key: PacketKey, workers: list[int]) -> list[PacketToSend]:
-        return [self._wanted(worker, key._replace(round=slot.expected_round)) for worker in workers]
+    def _ask_missing(self, slot: AggregationSlot, key: PacketKey) -> list[PacketToSend]:
+        return [self._wanted(worker, key._replace(round=slot.expected_round)) for worker in slot.missing]
 
     def _wanted(self, worker: int, key: PacketKey) -> PacketToSend:
         return PacketToSend(worker, pack(PacketKind.WANTED, key, SERVER, self.epoch))
@@ -238,7 +245,7 @@ class AggregatorStateMachine:
     def _slot(self, key: PacketKey) -> AggregationSlot:
         slot = self._slots.get(key[1:])
         if slot is None:
-            slot = self._slots[key[1:]] = AggregationSlot(self.terms, key.stream, key.packet)
+            slot = self._slots[key[1:]] = AggregationSlot(self.config, key.stream, key.packet)
         return slot
 
     def _admit(self, datagram: bytes | memoryview | np.ndarray, sender: int | None) -> Packet:
@@ -249,27 +256,27 @@ class AggregatorStateMachine:
             raise
         if not self._fits(packet) or sender not in (None, packet.worker):
             self.counters.refused += 1
-            raise FrameError(f"Expected a contribution that fits the terms, got {packet.kind.name} of {packet.key}.")
+            raise FrameError(f"{packet.kind.name} of {packet.key} does not fit the session configuration.")
         return packet
 
     def _fits(self, packet: Packet) -> bool:
-        round_, stream, place = packet.key
+        round_, stream, index = packet.key
         if (
-            packet.worker >= self.terms.world_size
+            packet.worker >= self.config.world_size
             or stream >= len(self._sizes)
             or round_ > MAX_ROUND
             or packet.num_added
         ):
             return False
-        num_packets, whole, last = self._sizes[stream]
-        if place >= num_packets:
+        num_packets, body, last_body = self._sizes[stream]
+        if index >= num_packets:
             return False
         if packet.kind is PacketKind.DATA:
-            return packet.body.nbytes in (0, last if place == num_packets - 1 else whole)
+            return packet.body.nbytes in (0, last_body if index == num_packets - 1 else body)
         return packet.kind is PacketKind.ASK and not packet.body.nbytes and not packet.flags
 
     def _packet_sizes(self, stream: int) -> tuple[int, int, int]:
-        """Number of packets of a stream, bytes of the body of each, and of the last."""
-        num_packets = self.terms.num_packets(stream)
-        first, last = self.terms.elements(stream, 0), self.terms.elements(stream, num_packets - 1)
-        return num_packets, self.terms.payload_bytes(stream, first), self.terms.payload_bytes(stream, last)
+        """Number of packets of a stream, and the bytes of the body of each and of the last."""
+        num_packets = self.config.num_packets(stream)
+        first, last = self.config.elements(stream, 0), self.config.elements(stream, num_packets - 1)
+        return num_packets, self.config.payload_bytes(stream, first), self.config.payload_bytes(stream, last)

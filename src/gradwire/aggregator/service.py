@@ -1,9 +1,9 @@
-"""The stand-alone aggregator as a synchronizer uses it: where it is, what is agreed with it, and a rank's line to it.
+"""The aggregation server as a synchronizer uses it: its address and options, and a rank's connection to it.
 
-Each range of a tensor is two streams there: the statistics of its blocks, of which the largest is taken, and its
-indices, which are looked up and added. Both follow from the plan and the tensors alone, so all ranks say the same.
+Each chunk of a tensor has two streams: the block statistics, of which the server takes the largest, and the indices,
+which it looks up and adds. The streams follow from the plan and the tensors, so all ranks derive the same ones.
 """
-# Shapes: W = ranks, P = indices of a range, G = its blocks
+# Shapes: W = ranks, P = indices of a chunk, G = its blocks
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from gradwire.aggregator.interface import Aggregation, Reply
+from gradwire.aggregator.client import AggregationClient
 from gradwire.aggregator.packet import PACKET_HEADER_BYTES
+from gradwire.aggregator.request import Reply
 from gradwire.aggregator.session import IndexTable, Operation, SessionConfig, Stream, num_needed
 from gradwire.compressors.base import Compressor, LookupCompressor
 from gradwire.core.errors import OptionError
@@ -34,18 +35,18 @@ ADDRESS_VARIABLE = "GRADWIRE_AGGREGATOR"
 
 @dataclass(frozen=True)
 class Aggregator:
-    """A stand-alone aggregator (`gradwire serve --aggregate`), and how it is used. The same on all ranks.
+    """Address and options of an aggregation server (`gradwire serve --aggregate`), the same on all ranks.
 
     Attributes:
-        address: ``"host:port"``.
-        fraction: of the ranks, rounded up, that a packet's sum waits for; above 1/2. Where those are not all, who is
-            late keeps what it sent in its residual. 0.9 of 4 ranks are all of them, 0.75 are 3.
-        max_misses: a rank that was not waited for so many times in a row is waited for.
-        packet_elements: elements that are answered together, a multiple of 1,024; where ranks may be left out, made one
-            of the compressor's block. As many as fit a datagram in accumulators of 8 bits.
-        job: name of the job, as the server has it.
-        key_file: with the job key; see `gradwire.net.keys.job_key`.
-        insecure: whether a key that everybody can guess will do beyond loopback.
+        address: Address as ``"host:port"``.
+        fraction: Fraction of the ranks, rounded up, that a packet's sum waits for; above 1/2. A rank that is late keeps
+            what it sent in its residual. Of 4 ranks, 0.75 waits for 3, and 0.9 for all.
+        max_misses: A rank that was left out of a packet this many times in a row is waited for.
+        packet_elements: Elements per packet, a multiple of 1,024. The default fits a datagram with accumulators of 8
+            bits. If ranks may be left out, it is rounded up to a multiple of the compressor's block.
+        job: Name of the job, the same as on the server.
+        key_file: File with the job key; see `gradwire.net.keys.job_key`.
+        insecure: If true, a job key that anyone can guess is allowed beyond loopback.
     """
 
     address: str
@@ -58,165 +59,126 @@ class Aggregator:
 
     @classmethod
     def of(cls, given: str | Aggregator | None) -> Aggregator | None:
-        """An address, or options; None for what the environment says, if anything."""
+        """Return the options for an address, or the given ones; for None, those that the environment names, if any."""
         if given is None:
             given = os.environ.get(ADDRESS_VARIABLE)
         return cls(given) if isinstance(given, str) else given
 
     def waits_for(self, world_size: int) -> int:
-        """How many ranks a packet's sum waits for."""
+        """Number of ranks that a packet's sum waits for."""
         return num_needed(self.fraction, world_size)
 
     def describe(self) -> dict[str, Any]:
-        """What ranks compare."""
-        return {
-            "address": self.address,
-            "fraction": self.fraction,
-            "max_misses": self.max_misses,
-            "packet_elements": self.packet_elements,
-            "job": self.job,
-        }
+        """Return the options that ranks compare."""
+        names = "address", "fraction", "max_misses", "packet_elements", "job"
+        return {name: getattr(self, name) for name in names}
 
     def connect(
-        self,
-        tensors: TensorRegistry,
-        rank: int,
-        world_size: int,
-        session: int,
-        timeout: timedelta,
-        stall_timeout: timedelta,
-    ) -> AggregatorConnection:
+        self, tensors: TensorRegistry, rank: int, world_size: int, session: int,
+        timeout: timedelta, stall_timeout: timedelta,
+    ) -> AggregatorConnection:  # fmt: skip
         """Connect a rank; see `gradwire.sync.strategies.register.ServiceAddress`."""
-        return AggregatorConnection(self, tensors, rank, world_size, session, timeout, stall_timeout)
+        if self.fraction < 1 and self.waits_for(world_size) == world_size:
+            most = math.floor(1000 * (world_size - 1) / world_size) / 1000
+            advice = f"fraction={most:g}, or 1 to say so" if most > 0.5 else "fraction=1"
+            logger.warning(
+                "A fraction of %g leaves no rank out: of %d ranks it is all of them, rounded up. Pass %s.",
+                self.fraction, world_size, advice,
+            )  # fmt: skip
+        config, streams = agree(self, tensors, world_size)
+        client = self.client(config, rank, session, timeout, stall_timeout)
+        return AggregatorConnection(self, client, streams)
 
     def client(
-        self, terms: SessionConfig, rank: int, session: int, timeout: timedelta, stall_timeout: timedelta
-    ) -> Aggregation:
-        """Call the server.
-
-        Raises:
-            SyncError: it is not there within `timeout`, or refuses.
-            OptionError: no job key where one is needed.
-        """
-        from gradwire.aggregator.client import AggregationClient
-
+        self, config: SessionConfig, rank: int, session: int, timeout: timedelta, stall_timeout: timedelta
+    ) -> AggregationClient:
+        """Connect to the server; see `AggregationClient`."""
         return AggregationClient(
-            self.address, terms, rank,
+            self.address, config, rank,
             job=self.job, session=session, timeout=timeout, stall_timeout=stall_timeout, key_file=self.key_file,
             insecure=self.insecure,
         )  # fmt: skip
 
 
 class AggregatorConnection:
-    """A rank's line to the aggregator.
+    """A rank's connection to an aggregation server.
 
     Args:
-        aggregator: where it is.
-        tensors: what all ranks have agreed on.
-        rank: this one.
-        world_size: W.
-        session: the same on all ranks, and higher than that of an earlier start of the job.
-        timeout: how long the server may be silent, or not be there.
-        stall_timeout: how long a result may wait for other ranks.
+        aggregator: Address and options.
+        client: Client of this rank.
+        streams: The first of the two streams of each chunk, by tensor and chunk.
 
     Attributes:
-        partial: whether ranks may be left out of a sum.
-
-    Raises:
-        OptionError: options that do not fit each other.
-        SyncError: no server.
+        partial: If true, ranks may be left out of a sum.
     """
 
-    def __init__(
-        self,
-        aggregator: Aggregator,
-        tensors: TensorRegistry,
-        rank: int,
-        world_size: int,
-        session: int,
-        timeout: timedelta,
-        stall_timeout: timedelta,
-    ) -> None:
-        self.partial = aggregator.waits_for(world_size) < world_size
-        if aggregator.fraction < 1 and not self.partial:
-            most = math.floor(1000 * (world_size - 1) / world_size) / 1000
-            logger.warning(
-                "Expected a fraction that leaves a rank out, got %g: of %d ranks that is all of them, rounded up. Do: "
-                "pass %s.",
-                aggregator.fraction, world_size, f"fraction={most:g}, or 1 to say so" if most > 0.5 else "fraction=1",
-            )  # fmt: skip
-        self._aggregator = aggregator
-        terms, self._places = agree(aggregator, tensors, world_size)
-        self._client = aggregator.client(terms, rank, session, timeout, stall_timeout)
+    def __init__(self, aggregator: Aggregator, client: AggregationClient, streams: dict[tuple[int, int], int]) -> None:
+        self.partial = client.config.needed < client.config.world_size
+        self._aggregator, self._client, self._streams = aggregator, client, streams
 
     def check(self, tensors: TensorRegistry) -> None:
-        """Refuse tensors other than those that the server knows.
+        """Refuse tensors that the server does not know.
 
         Raises:
-            OptionError: there are others.
+            OptionError: There are other tensors than when this rank connected.
         """
-        terms, places = agree(self._aggregator, tensors, self._client.terms.world_size)
-        if places and (terms, places) != (self._client.terms, self._places):
+        config, streams = agree(self._aggregator, tensors, self._client.config.world_size)
+        if streams and (config, streams) != (self._client.config, self._streams):
             raise OptionError(
-                "Expected the tensors that the aggregator was told of when this rank connected, got others. Do: "
-                "register all that travel by it at once, or pass tensors= to the Synchronizer."
+                "The aggregator was told of other tensors when this rank connected. Register all tensors that use it "
+                "at once, or pass tensors= to the Synchronizer."
             )
 
     def submit(
-        self,
-        item: TensorJob,
-        part: Chunk,
-        kind: FrameKind,
-        payload: np.ndarray | None,
-        out: np.ndarray,
+        self, job: TensorJob, chunk: Chunk, kind: FrameKind, payload: np.ndarray | None, out: np.ndarray,
         flags: FrameFlags,
-    ) -> Future[Reply]:
-        """Contribute to the statistics or to the sum of a range; see `Aggregation.submit`."""
-        return self._client.submit(item.round, self._stream(item, part, kind), payload, out, flags)
+    ) -> Future[Reply]:  # fmt: skip
+        """Contribute to the statistics or the sum of a chunk; see `AggregationClient.submit`."""
+        return self._client.submit(job.round, self._stream(job, chunk, kind), payload, out, flags)
 
-    def sent_bytes(self, item: TensorJob, part: Chunk, kind: FrameKind, payload: np.ndarray) -> int:
-        """Of a contribution on its way, a header for each packet included, when nothing is lost."""
-        num_packets = self._client.terms.num_packets(self._stream(item, part, kind))
+    def sent_bytes(self, job: TensorJob, chunk: Chunk, kind: FrameKind, payload: np.ndarray) -> int:
+        """Size of a contribution in bytes, with the headers of all packets, if nothing is lost."""
+        num_packets = self._client.config.num_packets(self._stream(job, chunk, kind))
         return num_packets * (HEADER_BYTES + PACKET_HEADER_BYTES) + payload.nbytes
 
     def close(self, reason: str = "") -> None:
-        """Say goodbye; or, with a reason, that this rank gives up."""
+        """Say goodbye; or, with a reason, make the job fail with it."""
         self._client.close(reason)
 
-    def _stream(self, item: TensorJob, part: Chunk, kind: FrameKind) -> int:
-        return self._places[item.tensor, part.index] + (kind is not FrameKind.STATS)
+    def _stream(self, job: TensorJob, chunk: Chunk, kind: FrameKind) -> int:
+        return self._streams[job.tensor, chunk.index] + (kind is not FrameKind.STATS)
 
 
 def agree(
     aggregator: Aggregator, tensors: TensorRegistry, world_size: int
 ) -> tuple[SessionConfig, dict[tuple[int, int], int]]:
-    """The terms, and the first of the two streams of each part, by tensor and part."""
+    """Return the session configuration, and the first of the two streams of each chunk, by tensor and chunk."""
     tables: dict[IndexTable, int] = {}
     streams: list[Stream] = []
-    places: dict[tuple[int, int], int] = {}
+    first_streams: dict[tuple[int, int], int] = {}
     partial, largest_block = aggregator.waits_for(world_size) < world_size, 1
     for name, entry in tensors.entries.items():
         if entry.strategy != "server":
             continue
-        codec, dtype = entry.compressor, tensors.specs[name].dtype
-        assert isinstance(codec, LookupCompressor), "a plan refuses others"
-        if partial and not codec.has_independent_blocks:
+        compressor, dtype = entry.compressor, tensors.specs[name].dtype
+        assert isinstance(compressor, LookupCompressor), "a plan refuses others"
+        if partial and not compressor.has_independent_blocks:
             raise OptionError(
-                f"Expected blocks that packets are made of, got {codec!r} (in {name!r}) and a fraction of "
-                f'{aggregator.fraction}. Do: pass rotate="block", or fraction=1 to wait for all ranks.'
+                f"{compressor!r} (in {name!r}) does not have independent blocks, which fraction={aggregator.fraction} "
+                'needs. Pass rotate="block", or fraction=1 to wait for all ranks.'
             )
-        if partial:  # each block is then of one divisor
-            largest_block = max(largest_block, codec.block)
-        values, bits = codec.lookup_table(world_size)
-        table = IndexTable(bits, tuple(values.tolist()), 8 * codec.accumulator_dtype(world_size).itemsize)
+        if partial:  # a block has one divisor, so it must not span packets
+            largest_block = max(largest_block, compressor.block)
+        values, bits = compressor.lookup_table(world_size)
+        table = IndexTable(bits, tuple(values.tolist()), 8 * compressor.accumulator_dtype(world_size).itemsize)
         index = tables.setdefault(table, len(tables))
-        for part in split(tensors.specs[name].numel, entry.partitions):
-            if part.count:
-                spec = TensorSpec((part.count,), dtype)
-                places[tensors.ids[name], part.index] = len(streams)
-                streams.append(Stream(Operation.MAXIMUM, num_statistics(codec, spec) + world_size))
-                streams.append(Stream(Operation.SUM, codec.accumulator_size(spec) - 1, index))
-    terms = SessionConfig(
+        for chunk in split(tensors.specs[name].numel, entry.partitions):
+            if chunk.count:
+                spec = TensorSpec((chunk.count,), dtype)
+                first_streams[tensors.ids[name], chunk.index] = len(streams)
+                streams.append(Stream(Operation.MAXIMUM, num_statistics(compressor, spec) + world_size))
+                streams.append(Stream(Operation.SUM, compressor.accumulator_size(spec) - 1, index))
+    config = SessionConfig(
         world_size,
         tuple(tables),
         tuple(streams),
@@ -224,9 +186,9 @@ def agree(
         fraction=aggregator.fraction,
         max_misses=aggregator.max_misses,
     )
-    return terms, places
+    return config, first_streams
 
 
-def num_statistics(codec: Compressor, spec: TensorSpec) -> int:
-    """Numbers of a range that ranks must share."""
-    return sum(length for length, _ in codec.stats_spec(spec))
+def num_statistics(compressor: Compressor, spec: TensorSpec) -> int:
+    """Number of values of a chunk that the preliminary round reduces."""
+    return sum(length for length, _ in compressor.stats_spec(spec))

@@ -1,15 +1,17 @@
-"""What workers and an aggregation server agree on before the first packet, and how it is told: strict JSON.
+"""What workers and an aggregation server agree on before the first packet, and the messages that say so: strict JSON.
 
-Everything that a packet could say about sizes is here, so a server takes no length, table or width from one. Lanes that
-could overflow are refused here, before anything is sent.
+The configuration implies all sizes, so a server takes no length, table or width from a packet. Accumulators that could
+overflow are refused here, before anything is sent.
 
-Source: THC (Li et al. 2024), appendix C: packets of 1,024 indices, one table. Differences: any table, any width, any
-length of packets, agreed per job and checked.
+Source: THC (Li et al. 2024), appendix C: packets of 1,024 indices, one table. Differences: table, width and packet
+length are agreed per job and checked.
 """
 # Shapes: W = workers, P = indices of a stream
 
 from __future__ import annotations
 
+import ipaddress
+import json
 import math
 from dataclasses import dataclass
 from enum import Enum
@@ -24,73 +26,79 @@ from gradwire.kernels.blocks import INDEX_CHUNK, MAX_INDEX_BITS, index_bytes
 from gradwire.kernels.layout import ceil_div
 
 VERSION = 1
-MAX_TERMS_BYTES = 16 << 20
-"""As JSON; a server allocates no more for first words."""
+NO_EPOCH = 0
+"""Epoch of a worker that no server has welcomed yet."""
+MAX_CONFIG_BYTES = 16 << 20
+"""Largest configuration as JSON. It bounds what a server allocates for a join message."""
+MAX_JOIN_BYTES = MAX_CONFIG_BYTES + 4096
+MAX_WELCOME_BYTES = 4096
 MAX_WORKERS = 1024
 MAX_PACKET_ELEMENTS = 1 << 22
 MAX_STREAMS = 1 << 20
 MAX_ELEMENTS = 1 << 40
-LANES: dict[int, np.dtype[Any]] = {8: np.dtype("<u1"), 16: np.dtype("<u2"), 32: np.dtype("<u4")}
+ACCUMULATORS: dict[int, np.dtype[Any]] = {8: np.dtype("<u1"), 16: np.dtype("<u2"), 32: np.dtype("<u4")}
 FLOAT: np.dtype[Any] = np.dtype("<f4")
+Address = tuple[str, int]
 
 
 class Operation(Enum):
-    """What a server does with the contributions of a stream."""
+    """How a server combines the contributions to a stream."""
 
     SUM = "sum"
-    """Looks indices up and adds the values."""
+    """Look up the indices in a table and add the values."""
     MAXIMUM = "maximum"
-    """Takes the largest float32 of each element. For a minimum, send what is to be minimized with its sign changed."""
+    """Take the largest float32 of each element. For a minimum, send values with their signs changed."""
 
 
 @dataclass(frozen=True)
 class IndexTable:
-    """How indices become integers, and how wide their sums are.
+    """Lookup table of indices, and the width of the sums of its values.
 
     Attributes:
-        bits: of an index, 1 to 8.
-        values: 2^bits integers, not negative.
-        lane_bits: 8, 16 or 32.
+        bits: Bits of an index, 1 to 8.
+        values: 2^bits nonnegative integers.
+        accumulator_bits: Bits of an accumulator, 8, 16 or 32.
     """
 
     bits: int
     values: tuple[int, ...]
-    lane_bits: int
+    accumulator_bits: int
 
     @cached_property
     def array(self) -> np.ndarray:
-        """The values as kernels take them: uint32[2^bits]."""
+        """Values as kernels take them, uint32[2^bits]."""
         return np.array(self.values, np.uint32)
 
     def check(self, world_size: int) -> None:
-        """Raise unless the sum of `world_size` values fits a lane, whatever they are.
+        """Raise unless every sum of `world_size` values fits the accumulator.
 
         Raises:
-            OptionError: it might not, or this is no table.
+            OptionError: A sum may overflow, or the table is malformed.
         """
-        if not 1 <= self.bits <= MAX_INDEX_BITS or len(self.values) != 1 << self.bits or self.lane_bits not in LANES:
+        width, in_range = self.accumulator_bits, 1 <= self.bits <= MAX_INDEX_BITS
+        if not in_range or len(self.values) != 1 << self.bits or width not in ACCUMULATORS:
             raise OptionError(
-                f"Expected 2^bits values and lanes of 8, 16 or 32 bits, got {len(self.values)} values for {self.bits} "
-                f"bits and lanes of {self.lane_bits}. Do: take all three from the compressor."
+                f"A table needs 2^bits values and accumulators of 8, 16 or 32 bits. This one has {len(self.values)} "
+                f"values for {self.bits} bits and accumulators of {width} bits. Take all three from the compressor."
             )
         largest = world_size * max(self.values)
-        if min(self.values) < 0 or largest >= 1 << self.lane_bits:
-            fitting = [bits for bits in LANES if largest < 1 << bits]
+        if min(self.values) < 0 or largest >= 1 << width:
+            fitting = [bits for bits in ACCUMULATORS if largest < 1 << bits]
             raise OptionError(
-                f"Expected sums within lanes of {self.lane_bits} bits, got {world_size} workers times table values up "
-                f"to {max(self.values)}. Do: use lanes of {fitting[0] if fitting else 'more'} bits, or values up to "
-                f"{((1 << self.lane_bits) - 1) // world_size}."
+                f"Accumulators of {width} bits do not hold the sum of {world_size} workers with table values up to "
+                f"{max(self.values)}. Use accumulators of {fitting[0] if fitting else 'more'} bits, or values up to "
+                f"{((1 << width) - 1) // world_size}."
             )
 
 
 @dataclass(frozen=True)
 class Stream:
-    """One vector that is aggregated once a round.
+    """A vector that is aggregated once per round.
 
     Attributes:
-        operation: what is done with it.
-        size: P, its elements: packed indices, or float32 for a maximum.
-        table: index of its table in the terms; 0 for a maximum.
+        operation: How contributions are combined.
+        size: Number of elements P: packed indices, or float32 for a maximum.
+        table: Index of the lookup table in `SessionConfig.tables`; 0 for a maximum.
     """
 
     operation: Operation
@@ -100,19 +108,19 @@ class Stream:
 
 @dataclass(frozen=True)
 class SessionConfig:
-    """What all workers and the server agree on. Streams are known by their place.
+    """Everything that all workers and the server agree on.
 
     Attributes:
-        world_size: W, how many workers there are.
-        tables: of the sums.
-        streams: what is aggregated; in each round any of them, in any order.
-        packet_elements: elements in a packet, a multiple of 1,024. The last packet of a stream may be shorter.
-        fraction: of the workers, rounded up, that must have been heard before a packet is answered; above 1/2. With
-            less than 1 a server answers without the rest, and says so.
-        max_misses: a worker that a packet's sum went without so many times in a row is waited for.
+        world_size: Number of workers W.
+        tables: Lookup tables of the sums.
+        streams: Vectors to aggregate, each identified by its index. A round may contain any of them, in any order.
+        packet_elements: Elements per packet, a multiple of 1,024. The last packet of a stream may be shorter.
+        fraction: Fraction of the workers, rounded up, that a packet's result waits for; above 1/2. Below 1, a server
+            may answer without stragglers, and names them.
+        max_misses: A worker that was left out of a packet this many times in a row is waited for.
 
     Raises:
-        OptionError: lanes could overflow, or a number is out of range.
+        OptionError: An accumulator may overflow, or a number is out of range.
     """
 
     world_size: int
@@ -123,59 +131,70 @@ class SessionConfig:
     max_misses: int = 8
 
     def __post_init__(self) -> None:
-        _within("world_size", self.world_size, 1, MAX_WORKERS)
-        _within("packet_elements", self.packet_elements, INDEX_CHUNK, MAX_PACKET_ELEMENTS)
-        _within("max_misses", self.max_misses, 0, 1 << 16)
-        _within("the number of streams", len(self.streams), 0, MAX_STREAMS)
+        _check_range("world_size", self.world_size, 1, MAX_WORKERS)
+        _check_range("packet_elements", self.packet_elements, INDEX_CHUNK, MAX_PACKET_ELEMENTS)
+        _check_range("max_misses", self.max_misses, 0, 1 << 16)
+        _check_range("The number of streams", len(self.streams), 0, MAX_STREAMS)
         if self.packet_elements % INDEX_CHUNK:
             raise OptionError(
-                f"Expected packets of a multiple of {INDEX_CHUNK} elements, got {self.packet_elements}. Do: pass "
+                f"packet_elements must be a multiple of {INDEX_CHUNK}, not {self.packet_elements}. Pass "
                 f"{ceil_div(self.packet_elements, INDEX_CHUNK) * INDEX_CHUNK}."
             )
         if not 0.5 < self.fraction <= 1:
-            raise OptionError(f"Expected a fraction above 0.5, up to 1, got {self.fraction}. Do: pass 0.9 or 1.")
+            raise OptionError(f"fraction must be above 0.5 and at most 1, not {self.fraction}. Pass 0.9 or 1.")
         for table in self.tables:
             table.check(self.world_size)
         for stream in self.streams:
-            _within("the size of a stream", stream.size, 1, MAX_ELEMENTS)
+            _check_range("The size of a stream", stream.size, 1, MAX_ELEMENTS)
             if stream.operation is Operation.SUM:
-                _within("the table of a stream", stream.table, 0, len(self.tables) - 1)
+                _check_range("The table of a stream", stream.table, 0, len(self.tables) - 1)
 
     @cached_property
     def needed(self) -> int:
-        """How many workers must have been heard before a packet is answered."""
+        """Number of workers that must have been heard before a packet is answered."""
         return num_needed(self.fraction, self.world_size)
 
     def num_packets(self, stream: int) -> int:
-        """Packets of a stream."""
+        """Number of packets of a stream."""
         return ceil_div(self.streams[stream].size, self.packet_elements)
 
     def elements(self, stream: int, packet: int) -> int:
-        """Elements of one packet."""
+        """Number of elements in a packet."""
         return min(self.packet_elements, self.streams[stream].size - packet * self.packet_elements)
 
-    def lanes(self, stream: int) -> np.dtype[Any]:
-        """Type of a result's elements."""
+    def result_dtype(self, stream: int) -> np.dtype[Any]:
+        """Element type of a stream's results."""
         found = self.streams[stream]
-        return LANES[self.tables[found.table].lane_bits] if found.operation is Operation.SUM else FLOAT
+        if found.operation is Operation.SUM:
+            return ACCUMULATORS[self.tables[found.table].accumulator_bits]
+        return FLOAT
 
     def payload_bytes(self, stream: int, size: int) -> int:
-        """Bytes of so many elements on the way to the server."""
+        """Size of a contribution of `size` elements, in bytes."""
         found = self.streams[stream]
         if found.operation is Operation.SUM:
             return index_bytes(size, self.tables[found.table].bits)
         return FLOAT.itemsize * size
 
     def result_bytes(self, stream: int, packet: int) -> int:
-        """Bytes of the body of a packet's result."""
-        return bitmap_bytes(self.world_size) + self.elements(stream, packet) * self.lanes(stream).itemsize
+        """Size of the body of a packet's result, in bytes."""
+        return bitmap_bytes(self.world_size) + self.elements(stream, packet) * self.result_dtype(stream).itemsize
+
+    def check_size(self) -> None:
+        """Raise `OptionError` if the configuration is too long for a join message."""
+        size = len(_dump(self.to_json()))
+        if size > MAX_CONFIG_BYTES:
+            raise OptionError(
+                f"The description of {len(self.streams)} streams takes {size} bytes, and a server accepts at most "
+                f"{MAX_CONFIG_BYTES}. Send fewer, larger tensors through the aggregator, or use fewer partitions."
+            )
 
     def to_json(self) -> dict[str, Any]:
-        """Plain lists and numbers."""
+        """Return plain lists and numbers."""
         return {
             "version": VERSION,
             "world_size": self.world_size,
-            "tables": [[each.bits, list(each.values), each.lane_bits] for each in self.tables],
+            "tables": [[each.bits, list(each.values), each.accumulator_bits] for each in self.tables],
             "streams": [[each.operation.value, each.size, each.table] for each in self.streams],
             "packet_elements": self.packet_elements,
             "fraction": self.fraction,
@@ -183,14 +202,14 @@ class SessionConfig:
         }
 
     @classmethod
-    def from_json(cls, said: Any) -> SessionConfig:
-        """The terms that a worker has said.
+    def from_json(cls, received: Any) -> SessionConfig:
+        """Return the configuration that a worker sent.
 
         Raises:
-            FrameError: these are none.
+            FrameError: It is malformed.
         """
         try:
-            fields = dict(said)
+            fields = dict(received)
             if fields.pop("version") != VERSION:
                 raise ValueError("another version")
             tables = tuple(_table(*each) for each in fields.pop("tables"))
@@ -199,28 +218,128 @@ class SessionConfig:
             numbers = {name: _integer(value) for name, value in fields.items()}
             return cls(tables=tables, streams=streams, fraction=fraction, **numbers)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise FrameError(f"Expected terms of an aggregation server, got {error!r}. Run one version.") from error
+            raise FrameError(
+                f"The worker's session configuration is invalid: {error!r}. Run the same gradwire version everywhere."
+            ) from error
+
+
+@dataclass(frozen=True)
+class AggregatorJoin:
+    """First message of a worker on each connection.
+
+    Attributes:
+        config: Configuration that the worker expects.
+        session: Number that grows with each start of the job; the same on all workers.
+        client: Random number of this client.
+        epoch: Epoch of the server that last welcomed the worker, or `NO_EPOCH`.
+        stall_seconds: How long the worker lets a result wait for other workers.
+        address: IP address and port at which the worker receives datagrams.
+    """
+
+    config: SessionConfig
+    session: int
+    client: int
+    epoch: int
+    stall_seconds: float
+    address: Address
+
+    def to_bytes(self) -> bytes:
+        """Return the message as JSON."""
+        return _dump({**vars(self), "config": self.config.to_json()})
+
+    @classmethod
+    def from_bytes(cls, body: bytes) -> AggregatorJoin:
+        """Read untrusted bytes. Raises `FrameError` if they are not a join message."""
+        fields = _load(body)
+        try:
+            session, client, epoch = (_integer(fields.pop(name), 1 << 64) for name in ("session", "client", "epoch"))
+            config, address = SessionConfig.from_json(fields.pop("config")), _address(fields.pop("address"))
+            stall = float(fields.pop("stall_seconds"))
+            if fields or not 0 < stall < 1e9:
+                raise ValueError(f"stall_seconds {stall}, unknown fields {sorted(fields)}")
+        except FrameError:
+            raise
+        except Exception as error:  # whatever is wrong with a peer's bytes costs that peer its connection, and no more
+            raise FrameError(f"Not a worker's join message: {error!r}. Run one gradwire version.") from error
+        return cls(config, session, client, epoch, stall, address)
+
+
+@dataclass(frozen=True)
+class AggregatorWelcome:
+    """The server's answer to a join message.
+
+    Attributes:
+        epoch: Incarnation of the server.
+        port: UDP port for packets; None if packets travel over this connection.
+        group: Multicast group of results; None if each worker is sent its own.
+    """
+
+    epoch: int
+    port: int | None = None
+    group: Address | None = None
+
+    def to_bytes(self) -> bytes:
+        """Return the message as JSON."""
+        return _dump(vars(self))
+
+    @classmethod
+    def from_bytes(cls, body: bytes) -> AggregatorWelcome:
+        """Read untrusted bytes. Raises `FrameError` if they are not a welcome message."""
+        fields = _load(body)
+        try:
+            epoch, port, group = _integer(fields.pop("epoch"), 1 << 64), fields.pop("port"), fields.pop("group")
+            if fields or epoch == NO_EPOCH:
+                raise ValueError(f"epoch {epoch}, unknown fields {sorted(fields)}")
+            return cls(epoch, None if port is None else _port(port), None if group is None else _address(group))
+        except Exception as error:
+            raise FrameError(f"Not an aggregation server's answer: {error!r}. Run one gradwire version.") from error
 
 
 def num_needed(fraction: float, world_size: int) -> int:
-    """A fraction of the workers, rounded up."""
+    """Number of workers that a fraction stands for, rounded up."""
     return max(1, math.ceil(fraction * world_size - 1e-9))
 
 
-def _table(bits: Any, values: Any, lane_bits: Any) -> IndexTable:
-    return IndexTable(_integer(bits), tuple(_integer(value) for value in values), _integer(lane_bits))
+def _table(bits: Any, values: Any, accumulator_bits: Any) -> IndexTable:
+    return IndexTable(_integer(bits), tuple(_integer(value) for value in values), _integer(accumulator_bits))
 
 
 def _stream(operation: Any, size: Any, table: Any) -> Stream:
     return Stream(Operation(operation), _integer(size), _integer(table))
 
 
-def _integer(value: Any) -> int:
-    if type(value) is not int:
-        raise TypeError(f"{value!r} where an integer is expected")
+def _integer(value: Any, limit: int | None = None) -> int:
+    """A JSON integer; with a limit, one in [0, limit)."""
+    if type(value) is not int or (limit is not None and not 0 <= value < limit):
+        raise TypeError(f"{value!r:.40} is not a valid integer")
     return value
 
 
-def _within(what: str, value: int, low: int, high: int) -> None:
+def _port(value: Any) -> int:
+    port = _integer(value, 1 << 16)
+    if not port:
+        raise ValueError("0 is not a port")
+    return port
+
+
+def _address(value: Any) -> Address:
+    host, port = value
+    if type(host) is not str or "%" in host:
+        raise ValueError(f"{value!r:.80} is not an IP address and a port")
+    return str(ipaddress.ip_address(host)), _port(port)
+
+
+def _check_range(what: str, value: int, low: int, high: int) -> None:
     if not low <= value <= high:
-        raise OptionError(f"Expected {what} from {low} to {high}, got {value}. Do: choose a number in that range.")
+        raise OptionError(f"{what} must be from {low} to {high}, not {value}.")
+
+
+def _dump(fields: Any) -> bytes:
+    return json.dumps(fields, separators=(",", ":"), sort_keys=True).encode()
+
+
+def _load(body: bytes) -> Any:
+    try:
+        return json.loads(body.decode())
+    except (UnicodeDecodeError, ValueError, RecursionError) as error:
+        raise FrameError(f"Not JSON: {error}.") from error

@@ -1,4 +1,4 @@
-"""What a server keeps of one packet of one stream: the sum of the round that is under way, and results before it."""
+"""What a server keeps of one packet of a stream: the sum of the current round, and results of earlier rounds."""
 # Shapes: W = workers, E = elements of the packet
 
 from __future__ import annotations
@@ -13,80 +13,79 @@ NEVER = -1
 
 
 class AggregationSlot:
-    """One aggregator of Pseudocode 1; `agtr_idx` there is (stream, packet) here.
+    """One aggregator of pseudocode 1, whose `agtr_idx` is (stream, packet) here.
 
     Args:
-        terms: of the job.
-        stream: of which it is a part.
-        packet: which part.
+        config: Session configuration of the job.
+        stream: Index of the stream.
+        packet: Index of the packet in the stream.
 
     Attributes:
-        expected_round: the round that is under way, or was last; `NEVER` before the first.
-        done: it has been answered.
-        heard: bitmap of the workers that were heard in it: the bits that are set are `recv_count`.
-        counted: bitmap of those whose contribution was added.
-        closed: rounds that were answered.
-        awaited: bitmap of the workers that must be heard, because they have missed too many.
-        last_heard: of each worker, the last round that it was heard in.
-        ahead: rounds that workers have asked for before their time, by worker; after a restart alone.
+        expected_round: The current round, or the last one; `NEVER` before the first.
+        done: If true, the current round has been answered.
+        heard: Bitmap of the workers heard in the current round; the number of its set bits is `recv_count`.
+        counted: Bitmap of the workers whose contribution was added.
+        awaited: Bitmap of the workers that must be heard, because they missed too many rounds.
+        last_heard: Last round in which each worker was heard.
+        num_answered: Number of rounds answered.
+        ahead: Later rounds that workers have already contributed to, by worker; only after a restart of the server.
     """
 
     __slots__ = (
-        "_dtype", "_elements", "_flags", "_frame", "_key", "_lanes", "_max_misses", "_misses", "_operation", "_results",
-        "_table", "_words", "_world_size", "ahead", "awaited", "closed", "counted", "done", "expected_round", "heard",
-        "last_heard",
+        "_accumulator", "_bitmap_bytes", "_dtype", "_elements", "_flags", "_frame", "_key", "_max_misses", "_misses",
+        "_results", "_table", "_world_size", "ahead", "awaited", "counted", "done", "expected_round", "heard",
+        "last_heard", "num_answered",
     )  # fmt: skip
 
-    def __init__(self, terms: SessionConfig, stream: int, packet: int) -> None:
+    def __init__(self, config: SessionConfig, stream: int, packet: int) -> None:
         self.expected_round = NEVER
         self.done = True
-        self.heard = self.counted = self.closed = 0
-        self.last_heard = [NEVER] * terms.world_size
+        self.heard = self.counted = self.num_answered = 0
+        self.last_heard = [NEVER] * config.world_size
         self.ahead: dict[int, int] = {}
         self._key = stream, packet
-        self._operation = terms.streams[stream].operation
         self._table: IndexTable | None = None
-        if self._operation is Operation.SUM:
-            self._table = terms.tables[terms.streams[stream].table]
-        self._elements = terms.elements(stream, packet)
-        self._dtype = terms.lanes(stream)
-        self._world_size, self._max_misses = terms.world_size, terms.max_misses
-        self._words = bitmap_bytes(terms.world_size)
+        if config.streams[stream].operation is Operation.SUM:
+            self._table = config.tables[config.streams[stream].table]
+        self._elements = config.elements(stream, packet)
+        self._dtype = config.result_dtype(stream)
+        self._world_size, self._max_misses = config.world_size, config.max_misses
+        self._bitmap_bytes = bitmap_bytes(config.world_size)
         self._flags = 0
         self._misses: dict[int, int] = {}
         self.awaited = self._awaited()
         self._results: dict[int, np.ndarray] = {}
-        self._frame = self._lanes = np.empty(0, np.uint8)
+        self._frame = self._accumulator = np.empty(0, np.uint8)
 
     @property
     def missing(self) -> list[int]:
-        """Workers that have not been heard in this round."""
+        """Workers that have not been heard in the current round."""
         return [worker for worker in range(self._world_size) if not self.heard >> worker & 1]
 
     def begin(self, round_: int) -> None:
-        """Wait for the contributions to a round. Sums are formed where they will be sent from."""
+        """Begin a round. Sums are formed in the frame that they will be sent in."""
         self.expected_round, self.done = round_, False
         self.heard = self.counted = self._flags = 0
-        front = PACKET_HEADER_BYTES + self._words
-        self._frame = np.empty(front + self._elements * self._dtype.itemsize, np.uint8)
-        self._lanes = self._frame[front:].view(self._dtype)
+        start = PACKET_HEADER_BYTES + self._bitmap_bytes
+        self._frame = np.empty(start + self._elements * self._dtype.itemsize, np.uint8)
+        self._accumulator = self._frame[start:].view(self._dtype)
 
     def hear(self, packet: Packet) -> None:
-        """Take one contribution of a worker that has not been heard in this round, or hear that it has none."""
+        """Add the first contribution of a worker to the current round, or note that it has none."""
         bit = 1 << packet.worker
         self.heard |= bit
         self.last_heard[packet.worker] = self.expected_round
         self._flags |= packet.flags
         if packet.body.nbytes:
-            self._add(packet.body, first=not self.counted)
+            self._add(packet.body, is_first=not self.counted)
             self.counted |= bit
 
     def close(self, epoch: int) -> np.ndarray:
-        """Return the result of the round as a packet, which is kept as long as a worker may ask for it."""
+        """Answer the round: return the result packet, and keep it as long as a worker may ask for it."""
         if not self.counted:
-            self._lanes.fill(0 if self._table is not None else -np.inf)
-        front = self._frame[PACKET_HEADER_BYTES : PACKET_HEADER_BYTES + self._words]
-        front[:] = np.frombuffer(self.counted.to_bytes(self._words, "little"), np.uint8)
+            self._accumulator.fill(0 if self._table is not None else -np.inf)
+        bitmap = self._frame[PACKET_HEADER_BYTES : PACKET_HEADER_BYTES + self._bitmap_bytes]
+        bitmap[:] = np.frombuffer(self.counted.to_bytes(self._bitmap_bytes, "little"), np.uint8)
         key = PacketKey(self.expected_round, *self._key)
         seal(self._frame, PacketKind.RESULT, key, SERVER, epoch, flags=self._flags, count=self.counted.bit_count())
         oldest = min(self.last_heard)
@@ -95,24 +94,24 @@ class AggregationSlot:
         self._misses = {worker: self._misses.get(worker, 0) + 1 for worker in self.missing}
         self.awaited = self._awaited()
         self.done = True
-        self.closed += 1
+        self.num_answered += 1
         return self._frame
 
     def result(self, round_: int) -> np.ndarray | None:
-        """The result of an earlier round, while it is kept."""
+        """Return the result of an earlier round, if it is still kept."""
         return self._results.get(round_)
 
     def _awaited(self) -> int:
         workers = range(self._world_size)
         return sum(1 << worker for worker in workers if self._misses.get(worker, 0) >= self._max_misses)
 
-    def _add(self, body: np.ndarray, *, first: bool) -> None:
+    def _add(self, body: np.ndarray, *, is_first: bool) -> None:
         if self._table is not None:
-            kernels.lookup_indices(body, self._table.bits, self._table.array, self._lanes, not first)
+            kernels.lookup_indices(body, self._table.bits, self._table.array, self._accumulator, not is_first)
             return
-        values = np.frombuffer(body, FLOAT) + np.float32(0)  # which makes one zero of two
+        values = np.frombuffer(body, FLOAT) + np.float32(0)  # turns -0 into 0
         values[np.isnan(values)] = np.inf  # so that the order of contributions does not matter
-        if first:
-            self._lanes[:] = values
+        if is_first:
+            self._accumulator[:] = values
         else:
-            np.maximum(self._lanes, values, out=self._lanes)
+            np.maximum(self._accumulator, values, out=self._accumulator)

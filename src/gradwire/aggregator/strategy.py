@@ -1,10 +1,10 @@
-"""Server: every rank sends its indices to a stand-alone aggregator, which looks them up, adds, and sends the sum back.
+"""Strategy "server": ranks send indices to a stand-alone aggregator, which looks them up, adds, and returns the sum.
 
-One encode a rank and none of an aggregate. The statistics of the preliminary round are reduced by the same server.
-Each rank sends one payload and receives one accumulator, however many ranks there are.
+Each rank encodes once, and no aggregate is encoded. Each rank sends one payload and receives one accumulator, however
+many ranks there are. The same server reduces the statistics of the preliminary round.
 
-Source: THC (Li et al. 2024), sections 3 and 6. Differences: a tensor's ranges (`partitions`) pass one behind the other,
-and one tensor is encoded while others travel.
+Source: THC (Li et al. 2024), sections 3 and 6. Differences: the chunks of a tensor (`partitions`) form a pipeline, and
+one tensor is encoded while others travel.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from gradwire.aggregator.codec import ServedCodec
-from gradwire.aggregator.interface import Reply
+from gradwire.aggregator.request import Reply
 from gradwire.aggregator.service import ADDRESS_VARIABLE, Aggregator, AggregatorConnection
 from gradwire.compressors.base import LookupCompressor
 from gradwire.core.events import Event
@@ -29,66 +29,66 @@ NAME = "server"
 
 
 class ServedBuilder(Builder):
-    """A builder whose chunks travel by the aggregator."""
+    """A builder whose chunks travel through the aggregator."""
 
-    def _make_codec(self, around: Runtime) -> LossyCodec:
-        service = around.services[NAME]
+    def _make_codec(self, runtime: Runtime) -> LossyCodec:
+        service = runtime.services[NAME]
         assert isinstance(self.item, TensorJob) and isinstance(service, AggregatorConnection)
         self._service = service
-        self._served = ServedCodec(self.item, service, around.residuals, self.rank, self.world_size, around.seed)
+        self._served = ServedCodec(self.item, service, runtime.residuals, self.rank, self.world_size, runtime.seed)
         return self._served
 
-    def ask_sum(self, part: Chunk, mine: Task) -> Task:
-        """Send what `mine` encoded to the aggregator. The task ends with the reply about the sum."""
+    def ask_sum(self, chunk: Chunk, mine: Task) -> Task:
+        """Send what `mine` encoded to the aggregator. The value of the task is the reply."""
         return self._ask(
-            part, mine, FrameKind.PAYLOAD, "send indices", lambda: self._served.ask_sum(part, message_of(mine))
+            chunk, mine, FrameKind.PAYLOAD, "send indices", lambda: self._served.ask_sum(chunk, message_of(mine))
         )
 
-    def take(self, part: Chunk, total: Task, phase: str) -> Task:
-        """Write the mean over the gradient, and keep what came too late for it."""
-        item = self.item
+    def take(self, chunk: Chunk, total: Task, phase: str) -> Task:
+        """Write the mean over the gradient, and keep what this rank sent too late."""
+        job = self.item
 
         def run() -> None:
-            num_late = self._served.take(part, total.value)
+            num_late = self._served.take(chunk, total.value)
             if num_late:
                 detail = {"elements": num_late}
-                self._events.emit(Event("late", time.monotonic(), 0.0, item.name, item.round, detail=detail))
+                self._events.emit(Event("late", time.monotonic(), 0.0, job.name, job.round, detail=detail))
 
         return self.graph.add("decode", phase, run, [total])
 
-    def _preliminary(self, part: Chunk, encoded: bool) -> list[Task]:
-        """The preliminary round by way of the aggregator."""
-        mine = self.graph.add("encode", "encode stats", lambda: self._served.stats(part))
+    def _preliminary(self, chunk: Chunk, encoded: bool) -> list[Task]:
+        """Reduce the statistics through the aggregator."""
+        mine = self.graph.add("encode", "encode stats", lambda: self._served.stats(chunk))
         reply = self._ask(
-            part, mine, FrameKind.STATS, "send stats", lambda: self._served.ask_stats(part, message_of(mine))
+            chunk, mine, FrameKind.STATS, "send stats", lambda: self._served.ask_stats(chunk, message_of(mine))
         )
-        return [self.graph.add("merge", "merge stats", lambda: self._served.take_stats(part), [reply])]
+        return [self.graph.add("merge", "merge stats", lambda: self._served.take_stats(chunk), [reply])]
 
     def _ask(
-        self, part: Chunk, mine: Task, kind: FrameKind, phase: str, ask: Callable[[], Future[Reply] | None]
+        self, chunk: Chunk, mine: Task, kind: FrameKind, phase: str, ask: Callable[[], Future[Reply] | None]
     ) -> Task:
-        item = self.item
-        assert isinstance(item, TensorJob)
+        job = self.item
+        assert isinstance(job, TensorJob)
 
         def run() -> Future[Reply] | None:
             start = time.monotonic()
             future = ask()
             if future is not None:
-                nbytes = self._service.sent_bytes(item, part, kind, message_of(mine).body)
-                self._events.emit(Event("send", start, time.monotonic() - start, item.name, item.round, nbytes))
+                nbytes = self._service.sent_bytes(job, chunk, kind, message_of(mine).body)
+                self._events.emit(Event("send", start, time.monotonic() - start, job.name, job.round, nbytes))
             return future
 
         return self.graph.add("send", phase, run, [mine])
 
 
 def build(builder: ServedBuilder) -> None:
-    item = builder.item
-    for part in item.parts(item.entry.partitions):
-        if part.count == 0:
+    job = builder.item
+    for chunk in job.parts(job.entry.partitions):
+        if chunk.count == 0:
             continue
-        mine = builder.start(part, "encode indices")
-        total = builder.ask_sum(part, mine)
-        builder.take(part, total, "decode mean")
+        mine = builder.start(chunk, "encode indices")
+        total = builder.ask_sum(chunk, mine)
+        builder.take(chunk, total, "decode mean")
 
 
 register(

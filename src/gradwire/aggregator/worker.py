@@ -1,14 +1,14 @@
-"""The worker's end of aggregation, sans-IO: contributions go out until their results have come.
+"""The worker's side of aggregation without I/O: contributions are sent until their results have arrived.
 
-Guarantees: a packet that is sent again is the same bytes; a result is taken once; what was submitted ends with a result
-or, after its deadline, with one error. Where packets can be lost they are sent again by an adaptive timer, and no more
-of them are under way than a window that halves with losses; over a connection that loses nothing there is neither.
+Guarantees: a retransmitted packet has the same bytes. A result is taken once. Every request ends with its result or,
+after its deadline, with an error. If packets can be lost, an adaptive timer retransmits them, and a window that halves
+on loss limits the packets in flight. A lossless connection needs neither.
 
-A server that comes back without a memory (another epoch) is sent everything that has not been answered, and, where it
-asks, what has: the payloads of the round before are kept for that. Where a server may go on without stragglers, a
-second life of it could count others than the first: then its end is the job's.
+A restarted server (another epoch) has no memory. It is sent everything that has not been answered and, if it asks, what
+has been: payloads of the previous round are kept for that. If a server may answer without stragglers, its successor
+might count other workers, so a restart ends the job.
 
-Source: THC (Li et al. 2024), section 6, for packets and stragglers. Differences: what is lost is sent again.
+Source: THC (Li et al. 2024), section 6, for packets and stragglers. Differences: lost packets are retransmitted.
 """
 # Shapes: W = workers, P = elements of a stream, Q = its packets
 
@@ -19,88 +19,94 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from gradwire.aggregator.counters import PacketCounters
-from gradwire.aggregator.packet import MAX_ROUND, SERVER, Packet, PacketKey, PacketKind, keys_of, pack, unpack
+from gradwire.aggregator.packet import (
+    MAX_ROUND,
+    SERVER,
+    Packet,
+    PacketCounters,
+    PacketKey,
+    PacketKind,
+    keys_of,
+    pack,
+    unpack,
+)
 from gradwire.aggregator.request import AggregationRequest
-from gradwire.aggregator.session import SessionConfig
-from gradwire.aggregator.window import Window
+from gradwire.aggregator.retransmission import Window
+from gradwire.aggregator.session import NO_EPOCH, SessionConfig
 from gradwire.core.errors import FrameError, PeerTimeoutError, SyncError
 from gradwire.wire.frame import FrameFlags
 
-NO_EPOCH = 0
+_FROM_SERVER = frozenset({PacketKind.RESULT, PacketKind.HELD, PacketKind.WANTED, PacketKind.OBSOLETE})
 
 
 class WorkerStateMachine:
-    """One worker's end.
+    """A worker's side of one session.
 
     Args:
-        terms: what was agreed.
-        worker: its number.
-        window: of packets that are under way; None for a connection that loses nothing.
+        config: Session configuration.
+        worker: Rank of this worker.
+        window: Window of packets in flight; None for a lossless connection. May be replaced until the first `joined`.
 
     Attributes:
-        window: the same; to be changed before the first `joined` at the latest.
-        epoch: of the server's life; `NO_EPOCH` before the first.
-        counters: what has happened so far.
+        epoch: Incarnation of the server; `NO_EPOCH` before the first.
+        counters: Packet counts so far.
     """
 
-    def __init__(self, terms: SessionConfig, worker: int, window: Window | None = None) -> None:
-        self.terms = terms
+    def __init__(self, config: SessionConfig, worker: int, window: Window | None = None) -> None:
+        self.config = config
         self.worker = worker
         self.epoch = NO_EPOCH
         self.counters = PacketCounters()
         self.window = window
         self._open: dict[int, AggregationRequest] = {}
         self._last: dict[int, AggregationRequest] = {}
-        self._fresh: deque[tuple[AggregationRequest, int]] = deque()
+        self._unsent: deque[tuple[AggregationRequest, int]] = deque()
 
     def submit(
         self, round_: int, stream: int, payload: np.ndarray | None, out: np.ndarray, flags: FrameFlags, deadline: float
     ) -> AggregationRequest:
-        """See `Aggregation.submit`; `deadline` is on the caller's clock, and no earlier than that of the last call.
+        """Submit a contribution; see `AggregationClient.submit`.
 
-        Raises:
-            ValueError: see there.
+        `deadline` is on the caller's clock, and no earlier than that of the previous call.
         """
-        if not 0 <= stream < len(self.terms.streams):
-            raise ValueError(f"Expected a stream below {len(self.terms.streams)}, got {stream}.")
+        if not 0 <= stream < len(self.config.streams):
+            raise ValueError(f"Stream {stream} does not exist. There are {len(self.config.streams)} streams.")
         last = self._last.get(stream)
         if stream in self._open or not (-1 if last is None else last.round) < round_ <= MAX_ROUND:
             raise ValueError(
-                f"Expected rounds of stream {stream} one after another, got {round_} before the last was done, or "
-                "after a later one. Do: wait for its future, and count rounds up."
+                f"Round {round_} of stream {stream} was submitted before the previous round was done, or after a later "
+                "round. Wait for the future of the previous round, and count rounds up."
             )
-        made = AggregationRequest(self.terms, round_, stream, payload, out, flags, deadline)
-        self._open[stream] = made
-        self._fresh.append((made, 0))
-        return made
+        request = self._open[stream] = AggregationRequest(self.config, round_, stream, payload, out, flags, deadline)
+        self._unsent.append((request, 0))
+        return request
 
     # -- sending ---------------------------------------------------------------------------------------------
 
     def joined(self, epoch: int, now: float) -> Iterator[np.ndarray]:
-        """The server has said which life it is in; yield what goes to it at once.
+        """Process the server's welcome, and yield the packets to send at once.
 
         Raises:
-            SyncError: it is another than before, and may have counted others.
+            SyncError: The server is not the one of before, and may have counted other workers.
         """
-        came_back, self.epoch = self.epoch not in (NO_EPOCH, epoch), epoch
-        if came_back and self.terms.needed < self.terms.world_size and (self._open or self._last):
+        restarted, self.epoch = self.epoch not in (NO_EPOCH, epoch), epoch
+        if restarted and self.config.needed < self.config.world_size and (self._open or self._last):
             raise SyncError(
-                "Expected the aggregation server to stay while it may answer without stragglers, got a new one: it "
-                "could count others than its predecessor has. Do: start the job anew from a checkpoint."
+                "The aggregation server was restarted. With a fraction below 1 the new server could count others than "
+                "its predecessor has. Restart the job from a checkpoint."
             )
-        unanswered = [key for submission in self._open.values() for key in submission.unanswered()]
+        unanswered = [key for request in self._open.values() for key in request.unanswered()]
         for key in unanswered:
             if self.window is None:
                 yield self._send_again(key, now)
-            elif came_back:
+            elif restarted:
                 self.window.lose(key)
 
     def poll(self, now: float) -> Iterator[np.ndarray]:
-        """Yield what goes out now.
+        """Yield the packets to send now.
 
         Raises:
-            PeerTimeoutError: something is past its deadline.
+            PeerTimeoutError: A request is past its deadline.
         """
         self._check_deadlines(now)
         if self.window is not None:
@@ -110,27 +116,28 @@ class WorkerStateMachine:
             for key in due.ask:
                 self.counters.sent += 1
                 yield pack(PacketKind.ASK, key, self.worker, self.epoch)
-        while self._fresh and self.epoch != NO_EPOCH and (self.window is None or self.window.room):
-            submission, place = self._fresh.popleft()
-            if place + 1 < submission.num_packets:
-                self._fresh.appendleft((submission, place + 1))
-            submission.begun = place + 1
-            if submission.lacks(place):
-                key = PacketKey(submission.round, submission.stream, place)
+        while self._can_send_next():
+            request, packet = self._unsent.popleft()
+            if packet + 1 < request.num_packets:
+                self._unsent.appendleft((request, packet + 1))
+            request.num_sent = packet + 1
+            if request.lacks(packet):
+                key = PacketKey(request.round, request.stream, packet)
                 if self.window is not None:
                     self.window.send(key, now)
                 self.counters.sent += 1
-                yield self._packet(submission, key)
+                yield self._packet(request, key)
 
     def deadline(self) -> float | None:
-        """When to poll next, unless something happens before."""
-        if self._fresh and self.epoch != NO_EPOCH and (self.window is None or self.window.room):
+        """Return when to poll next, unless something happens before."""
+        if self._can_send_next():
             return 0.0
         oldest = next(iter(self._open.values()), None)
-        timer = None if self.window is None else self.window.deadline()
-        if oldest is None or timer is None:
-            return timer if oldest is None else oldest.deadline
-        return min(timer, oldest.deadline)
+        times = [None if oldest is None else oldest.deadline, None if self.window is None else self.window.deadline()]
+        return min((time for time in times if time is not None), default=None)
+
+    def _can_send_next(self) -> bool:
+        return bool(self._unsent) and self.epoch != NO_EPOCH and (self.window is None or self.window.has_room)
 
     def _send_again(self, key: PacketKey, now: float) -> np.ndarray:
         if self.window is not None:
@@ -139,17 +146,17 @@ class WorkerStateMachine:
         self.counters.sent_again += 1
         return self._packet(self._open[key.stream], key)
 
-    def _packet(self, submission: AggregationRequest, key: PacketKey) -> np.ndarray:
-        piece = submission.piece(key.packet)
-        return pack(PacketKind.DATA, key, self.worker, self.epoch, piece, flags=int(submission.flags))
+    def _packet(self, request: AggregationRequest, key: PacketKey) -> np.ndarray:
+        body = request.body(key.packet)
+        return pack(PacketKind.DATA, key, self.worker, self.epoch, body, flags=int(request.flags))
 
     def _check_deadlines(self, now: float) -> None:
         oldest = next(iter(self._open.values()), None)
         if oldest is not None and now >= oldest.deadline:
             raise PeerTimeoutError(
-                f"Expected the result of stream {oldest.stream}, round {oldest.round}, in time, got "
-                f"{oldest.num_packets - oldest.left} of {oldest.num_packets} packets (at worker {self.worker}). Do: "
-                "look at the server's log, which names the workers that it waits for.",
+                f"The result of stream {oldest.stream}, round {oldest.round} did not arrive in time: worker "
+                f"{self.worker} has {oldest.num_packets - oldest.num_missing} of {oldest.num_packets} packets. The log "
+                "of the server names the workers that it waits for.",
                 phase=f"round {oldest.round}",
             )
 
@@ -158,15 +165,15 @@ class WorkerStateMachine:
     def receive(
         self, datagram: bytes | memoryview | np.ndarray, now: float
     ) -> tuple[list[AggregationRequest], list[np.ndarray]]:
-        """Take what has come, and return what is done now, and what goes out at once.
+        """Process a received packet, and return the completed requests and the packets to send at once.
 
         Args:
-            datagram: may be used again after the call.
-            now: seconds on the caller's monotonic clock.
+            datagram: Untrusted bytes; the memory may be reused after the call.
+            now: Seconds on the caller's monotonic clock.
 
         Raises:
-            FrameError: it is not a packet, or not one that the server may send. Nothing has changed.
-            SyncError: the server has gone on without this worker.
+            FrameError: It is not a packet, or not one that the server may send. Nothing has changed.
+            SyncError: The server has gone on without this worker.
         """
         self.counters.received += 1
         try:
@@ -179,31 +186,31 @@ class WorkerStateMachine:
             return [], []
         if packet.worker != SERVER or packet.kind not in _FROM_SERVER or not self._fits(packet):
             self.counters.refused += 1
-            raise FrameError(f"Expected a word of the server, got {packet.kind.name} of {packet.key}.")
+            raise FrameError(f"{packet.kind.name} of {packet.key} is not a packet that the server may send.")
         if packet.kind is PacketKind.RESULT:
             return self._take(packet, now), []
         if packet.kind is PacketKind.HELD:
             self._hold(keys_of(packet.body), now)
             return [], []
         if packet.kind is PacketKind.WANTED:
-            return [], self._give(packet.key, now)
+            return [], self._resend(packet.key, now)
         self._check_obsolete(packet.key)
         return [], []
 
     def _take(self, packet: Packet, now: float) -> list[AggregationRequest]:
-        submission = self._waiting_for(packet.key)
-        if submission is None:
+        request = self._waiting_for(packet.key)
+        if request is None:
             self.counters.duplicates += 1
             return []
         self.counters.taken += 1
         if self.window is not None:
             self.window.finish(packet.key, now)
-        submission.take(packet)
-        if submission.left:
+        request.take(packet)
+        if request.num_missing:
             return []
-        del self._open[submission.stream]
-        self._last[submission.stream] = submission
-        return [submission]
+        del self._open[request.stream]
+        self._last[request.stream] = request
+        return [request]
 
     def _hold(self, keys: list[PacketKey], now: float) -> None:
         if self.window is None:
@@ -212,33 +219,33 @@ class WorkerStateMachine:
             if self._waiting_for(key) is not None:
                 self.window.hold(key, now)
 
-    def _give(self, key: PacketKey, now: float) -> list[np.ndarray]:
-        """The server lacks something that may have been sent to it, or to its predecessor."""
-        submission = self._waiting_for(key)
-        if submission is not None:
-            if key.packet >= submission.begun or not (self.window is None or self.window.recall(key)):
-                return []  # it goes out anyway
+    def _resend(self, key: PacketKey, now: float) -> list[np.ndarray]:
+        """Send what the server lacks, although it or its predecessor may have been sent it."""
+        request = self._waiting_for(key)
+        if request is not None:
+            if key.packet >= request.num_sent or not (self.window is None or self.window.recall(key)):
+                return []  # about to be sent anyway
             return [self._send_again(key, now)]
-        for submission in (self._open.get(key.stream), self._last.get(key.stream)):
-            if submission is not None and submission.round == key.round and key.packet < submission.num_packets:
+        for request in (self._open.get(key.stream), self._last.get(key.stream)):
+            if request is not None and request.round == key.round and key.packet < request.num_packets:
                 self.counters.sent += 1
                 self.counters.sent_again += 1
-                return [self._packet(submission, key)]
+                return [self._packet(request, key)]
         return []
 
     def _check_obsolete(self, key: PacketKey) -> None:
         if self._waiting_for(key) is not None:
             raise SyncError(
-                f"Expected the result of stream {key.stream}, round {key.round}, got word that the server has gone on "
-                f"without worker {self.worker} for too long. Do: start this worker anew from a checkpoint.",
+                f"The aggregation server has gone on without worker {self.worker} and no longer has the result of "
+                f"stream {key.stream}, round {key.round}. Restart this worker from a checkpoint.",
                 rank=self.worker,
             )
 
     def _waiting_for(self, key: PacketKey) -> AggregationRequest | None:
-        submission = self._open.get(key.stream)
-        if submission is None or submission.round != key.round or not submission.lacks(key.packet):
+        request = self._open.get(key.stream)
+        if request is None or request.round != key.round or not request.lacks(key.packet):
             return None
-        return submission
+        return request
 
     def _fits(self, packet: Packet) -> bool:
         if packet.kind is not PacketKind.RESULT:
@@ -247,10 +254,7 @@ class WorkerStateMachine:
                 and packet.flags == 0
                 and (packet.kind is PacketKind.HELD or not packet.body.nbytes)
             )
-        _, stream, place = packet.key
-        if stream >= len(self.terms.streams) or place >= self.terms.num_packets(stream):
+        _, stream, index = packet.key
+        if stream >= len(self.config.streams) or index >= self.config.num_packets(stream):
             return False
-        return packet.body.nbytes == self.terms.result_bytes(stream, place)
-
-
-_FROM_SERVER = frozenset({PacketKind.RESULT, PacketKind.HELD, PacketKind.WANTED, PacketKind.OBSOLETE})
+        return packet.body.nbytes == self.config.result_bytes(stream, index)

@@ -16,12 +16,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gradwire.aggregator.counters import PacketCounters
-from gradwire.aggregator.interface import Reply
-from gradwire.aggregator.packet import SERVER
+from gradwire.aggregator.packet import SERVER, PacketCounters
+from gradwire.aggregator.request import Reply
+from gradwire.aggregator.retransmission import Window
 from gradwire.aggregator.server import EVERYONE, AggregatorStateMachine, PacketToSend
 from gradwire.aggregator.session import SessionConfig
-from gradwire.aggregator.window import Window
 from gradwire.aggregator.worker import WorkerStateMachine
 from gradwire.core.errors import FrameError, SyncError
 from gradwire.simulate.datagrams import DatagramNetwork, Faults
@@ -144,7 +143,7 @@ class AggregationSimulation:
     def _next_round(self, worker: _Worker) -> None:
         round_, end = self._rounds[worker.round], worker.end
         for stream, found in enumerate(self.terms.streams):
-            out = worker.outs[stream] = np.empty(found.size, self.terms.lanes(stream))
+            out = worker.outs[stream] = np.empty(found.size, self.terms.result_dtype(stream))
             payload = self._payloads(end.worker, round_, stream)
             end.submit(round_, stream, payload, out, FrameFlags.NONE, self.network.now + self._timeout)
             worker.waits_for += 1
