@@ -22,10 +22,10 @@ import numpy as np
 import torch
 
 from gradwire.compressors.base import FeedbackName, Reduction, Stat, SummableCompressor, options
-from gradwire.compressors.base.array import ArrayCompressor, expect, expect_bytes
+from gradwire.compressors.base.array import ArrayCompressor, EncodeArguments, expect, expect_bytes
 from gradwire.compressors.base.registry import register
 from gradwire.core.context import Context
-from gradwire.core.errors import OptionError, PayloadError
+from gradwire.core.errors import OptionError
 from gradwire.core.spec import TensorSpec, as_array
 from gradwire.kernels import active as kernels
 from gradwire.wire.fields import Reader
@@ -76,16 +76,8 @@ class Int8Shared(ArrayCompressor, SummableCompressor):
 
     # -- encode and decode -----------------------------------------------------------------------------------
 
-    def _encode(
-        self,
-        x: np.ndarray,
-        ctx: Context,
-        *,
-        scale: float = 1.0,
-        abs_max: float | None = None,
-        stats: Sequence[np.ndarray] = (),
-        residual_out: np.ndarray | None = None,
-    ) -> np.ndarray | None:
+    def _encode(self, x: np.ndarray, ctx: Context, args: EncodeArguments) -> np.ndarray | None:
+        stats, scale = args.stats, args.scale
         scales = self._scales(stats, x.size) if stats else _steps(self._block_maxima(x) * np.float32(scale))
         if not np.isfinite(scales).all():
             return None
@@ -96,7 +88,7 @@ class Int8Shared(ArrayCompressor, SummableCompressor):
         # scale · x / scales is x / (scales / scale): the gradient itself is not touched.
         units = scales if scale == 1.0 else scales / np.float32(scale)
         q = body[num_scale_bytes:].view(np.int8)
-        kernels.quantize_int8(x, units, self.block, ctx.private_key, ctx.offset, q, self.stochastic, residual_out)
+        kernels.quantize_int8(x, units, self.block, ctx.private_key, ctx.offset, q, self.stochastic, args.residual_out)
         return body
 
     def _decode(
@@ -106,11 +98,7 @@ class Int8Shared(ArrayCompressor, SummableCompressor):
         kernels.dequantize_int8(q, scales, self.block, out, accumulate)
 
     def _decode_sum(
-        self,
-        bodies: Sequence[np.ndarray],
-        ctxs: Sequence[Context],
-        stats: Sequence[np.ndarray],
-        out: np.ndarray,
+        self, bodies: Sequence[np.ndarray], ctxs: Sequence[Context], stats: Sequence[np.ndarray], out: np.ndarray
     ) -> None:
         parsed = [self._parse(body, stats, out.size) for body in bodies]
         kernels.dequantize_int8_sum([q for _, q in parsed], [scales for scales, _ in parsed], self.block, out)
@@ -149,9 +137,7 @@ class Int8Shared(ArrayCompressor, SummableCompressor):
 
     def accumulate(self, payload: Payload, ctx: Context, accumulator: np.ndarray) -> None:
         """Add the integers of a payload that was encoded with shared scales."""
-        if payload.nonfinite:
-            raise PayloadError("Expected integers to add, got a payload that is marked as non-finite.")
-        q = self._expect_bytes(payload, accumulator.size).view(np.int8)
+        q = self._expect_summable(payload, accumulator.size).view(np.int8)
         expect(q.size == 0 or q.min() >= -_LEVELS, "integers of at least -127", -128, self.name)
         kernels.add_int8(q, accumulator)
 
@@ -174,12 +160,8 @@ class Int8Shared(ArrayCompressor, SummableCompressor):
 
     def _scales(self, stats: Sequence[np.ndarray], size: int) -> np.ndarray:
         """Steps of shared scales; infinite if a rank had a non-finite gradient."""
-        if len(stats) != 1 or stats[0].shape != (self._num_blocks(size),):
-            raise ValueError(
-                f"stats must have one entry of {self._num_blocks(size)} values, not entries of shapes "
-                f"{[entry.shape for entry in stats]}. Pass the result of `stats`, reduced over ranks."
-            )
-        return _steps(stats[0])
+        (largest,) = self._check_stats(stats, TensorSpec((size,)))
+        return _steps(largest)
 
 
 def _steps(largest: np.ndarray) -> np.ndarray:

@@ -25,8 +25,7 @@ from gradwire.kernels import active as kernels
 from gradwire.wire.fields import Reader
 from gradwire.wire.payload import Payload
 
-# Sums pass through memory in pieces that stay in a core's cache while all ranks are added.
-_CHUNK = 1 << 15
+_CHUNK = 1 << 15  # elements of a sum that stay in a core's cache while all ranks are added
 ARRAY_DTYPES = {dtype: as_array(torch.empty(0, dtype=dtype)).dtype for dtype in ELEMENT_TYPES}
 
 
@@ -88,22 +87,13 @@ class NoCompression(Compressor):
         return out
 
     def decode_sum(
-        self,
-        payloads: Sequence[Payload],
-        ctxs: Sequence[Context],
-        out: torch.Tensor,
-        stats: Sequence[np.ndarray] = (),
+        self, payloads: Sequence[Payload], ctxs: Sequence[Context], out: torch.Tensor, stats: Sequence[np.ndarray] = ()
     ) -> torch.Tensor:
         """Add the elements of all ranks; `out` may also be float64."""
         ranks = [
             self._elements(payload, ctx, self._output(ctx, out)) for payload, ctx in zip(payloads, ctxs, strict=True)
         ]
-        total = as_array(out)
-        for start in range(0, total.size, _CHUNK):
-            chunk = total[start : start + _CHUNK]
-            chunk.fill(0)
-            for elements in ranks:
-                add(elements[start : start + _CHUNK], chunk)
+        write_sum(ranks, as_array(out))
         return out
 
     def _elements(self, payload: Payload, ctx: Context, out: torch.Tensor) -> np.ndarray:
@@ -131,6 +121,15 @@ def convert(x: np.ndarray, out: np.ndarray, scale: float) -> bool:
         return True
     kernels.cast(x, out, scale)  # keeps every bit of a NaN if the types are equal
     return kernels.count_nonfinite(out) == 0
+
+
+def write_sum(ranks: Sequence[np.ndarray], out: np.ndarray) -> None:
+    """Write the sum of arrays of any element type to float32 or float64 `out`."""
+    for start in range(0, out.size, _CHUNK):
+        chunk = out[start : start + _CHUNK]
+        chunk.fill(0)
+        for elements in ranks:
+            add(elements[start : start + _CHUNK], chunk)
 
 
 def add(elements: np.ndarray, out: np.ndarray) -> None:

@@ -29,17 +29,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from gradwire.compressors.base import Reduction, Stat, StatefulCompressor, StateSource, SummableCompressor, options
-from gradwire.compressors.base.array import ArrayCompressor, expect, expect_bytes, start_residual
+from gradwire.compressors.base.array import ArrayCompressor, EncodeArguments, expect, expect_bytes, start_residual
 from gradwire.compressors.base.registry import register
 from gradwire.core.context import Context
-from gradwire.core.errors import PayloadError
 from gradwire.core.spec import TensorSpec, as_array
 from gradwire.kernels import active as kernels
 from gradwire.wire.fields import Reader
@@ -81,7 +79,7 @@ class PowerSGD(ArrayCompressor, SummableCompressor, StatefulCompressor):
 
     def stats(self, grad: torch.Tensor, ctx: Context, scale: float = 1.0) -> list[Stat]:
         """Pᵀ, which is summed."""
-        ctx = _shaped(ctx, grad)
+        ctx = self._with_shape(ctx, grad)
         assert ctx.spec is not None
         ((length, reduction),) = self.stats_spec(ctx.spec)
         x = as_array(grad)
@@ -97,64 +95,22 @@ class PowerSGD(ArrayCompressor, SummableCompressor, StatefulCompressor):
 
     # -- encode and decode -----------------------------------------------------------------------------------
 
-    def encode(
-        self,
-        grad: torch.Tensor,
-        ctx: Context,
-        stats: Sequence[np.ndarray] = (),
-        *,
-        scale: float = 1.0,
-        residual_in: np.ndarray | None = None,
-        residual_out: np.ndarray | None = None,
-    ) -> Payload:
-        """Encode scale · grad + residual_in, a matrix of the shape of `ctx.spec`, or of `grad` without one."""
-        return super().encode(
-            grad, _shaped(ctx, grad), stats, scale=scale, residual_in=residual_in, residual_out=residual_out
-        )
-
-    def decode(
-        self,
-        payload: Payload,
-        ctx: Context,
-        out: torch.Tensor | None = None,
-        accumulate: bool = False,
-        stats: Sequence[np.ndarray] = (),
-    ) -> torch.Tensor:
-        """Decode `payload` to the shape of `ctx.spec`, or of `out` without one."""
-        return super().decode(payload, ctx if out is None else _shaped(ctx, out), out, accumulate, stats)
-
-    def decode_sum(
-        self,
-        payloads: Sequence[Payload],
-        ctxs: Sequence[Context],
-        out: torch.Tensor,
-        stats: Sequence[np.ndarray] = (),
-    ) -> torch.Tensor:
-        """Decode and add the payloads of several ranks."""
-        return super().decode_sum(payloads, [_shaped(ctx, out) for ctx in ctxs], out, stats)
-
-    def _encode(
-        self,
-        x: np.ndarray,
-        ctx: Context,
-        *,
-        scale: float = 1.0,
-        abs_max: float | None = None,
-        stats: Sequence[np.ndarray] = (),
-        residual_out: np.ndarray | None = None,
-    ) -> np.ndarray | None:
+    def _encode(self, x: np.ndarray, ctx: Context, args: EncodeArguments) -> np.ndarray | None:
         assert ctx.spec is not None
-        if (abs_max is None and kernels.count_nonfinite(x)) or not all(np.isfinite(entry).all() for entry in stats):
+        stats, residual_out = args.stats, args.residual_out
+        if (args.abs_max is None and kernels.count_nonfinite(x)) or not all(
+            np.isfinite(entry).all() for entry in stats
+        ):
             return None
         if not self._is_cut(ctx.spec):
             body = np.empty(4 * x.size, np.uint8)
-            kernels.cast(x, body.view(np.float32), scale)
+            kernels.cast(x, body.view(np.float32), args.scale)
             if residual_out is not None:
                 residual_out.fill(0)
             return body
         values = _as_float32(x)
         p = self._basis(stats, ctx.spec) if stats else orthonormal(self._project(values, ctx, 1.0))
-        q = _longer_factor(values, p, ctx.spec, scale)
+        q = _longer_factor(values, p, ctx.spec, args.scale)
         if residual_out is not None:
             start_residual(x, residual_out)
             _expand(p, q, ctx.spec, residual_out, -1.0)
@@ -187,9 +143,7 @@ class PowerSGD(ArrayCompressor, SummableCompressor, StatefulCompressor):
 
     def accumulate(self, payload: Payload, ctx: Context, accumulator: np.ndarray) -> None:
         """Add the values of a payload that was encoded with a shared P̂."""
-        if payload.nonfinite:
-            raise PayloadError("Expected values to add, got a payload that is marked as non-finite.")
-        values = Reader(self._expect_bytes(payload, accumulator.nbytes)).array(np.float32, accumulator.size)
+        values = Reader(self._expect_summable(payload, accumulator.nbytes)).array(np.float32, accumulator.size)
         _expect_finite(values)
         accumulator += values
 
@@ -197,7 +151,7 @@ class PowerSGD(ArrayCompressor, SummableCompressor, StatefulCompressor):
         self, accumulator: np.ndarray, count: int, ctx: Context, stats: Sequence[np.ndarray], out: torch.Tensor
     ) -> torch.Tensor:
         """Multiply the shared P̂ by the summed Q."""
-        ctx = _shaped(ctx, out)
+        ctx = self._with_shape(ctx, out)
         assert ctx.spec is not None
         if kernels.count_nonfinite(accumulator):
             expect(not np.isnan(accumulator).any(), "numbers", "NaN", self.name)
@@ -243,13 +197,8 @@ class PowerSGD(ArrayCompressor, SummableCompressor, StatefulCompressor):
 
     def _basis(self, stats: Sequence[np.ndarray], spec: TensorSpec) -> np.ndarray:
         """P̂ᵀ from the reduced P: float32[r, A]."""
-        length = self.stats_spec(spec)[0][0]
-        if len(stats) != 1 or stats[0].shape != (length,):
-            raise ValueError(
-                f"stats must have one entry of {length} values, not entries of shapes "
-                f"{[entry.shape for entry in stats]}. Pass the result of `stats`, reduced over ranks."
-            )
-        return orthonormal(stats[0].reshape(self.rank, -1))
+        (p,) = self._check_stats(stats, spec)
+        return orthonormal(p.reshape(self.rank, -1))
 
 
 def orthonormal(rows: np.ndarray) -> np.ndarray:
@@ -335,8 +284,3 @@ def _as_float32(x: np.ndarray) -> np.ndarray:
     values = np.empty(x.size, np.float32)
     kernels.cast(x, values)
     return values
-
-
-def _shaped(ctx: Context, tensor: torch.Tensor) -> Context:
-    """The context, with the shape of `tensor` if it has none."""
-    return ctx if ctx.spec is not None else replace(ctx, spec=TensorSpec.of(tensor))

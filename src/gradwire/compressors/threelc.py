@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from gradwire.compressors.base import options
-from gradwire.compressors.base.array import ArrayCompressor, any_other, expect, scaled, scratch
+from gradwire.compressors.base.array import ArrayCompressor, EncodeArguments, any_other, expect, scaled, scratch
 from gradwire.compressors.base.registry import register
 from gradwire.core.context import Context
 from gradwire.core.errors import OptionError
@@ -80,19 +80,10 @@ class ThreeLC(ArrayCompressor):
         """Size without any run."""
         return _SCALE_BYTES + self._table_bytes(spec.numel) + _packed_bytes(spec.numel)
 
-    def _encode(
-        self,
-        x: np.ndarray,
-        ctx: Context,
-        *,
-        scale: float = 1.0,
-        abs_max: float | None = None,
-        stats: Sequence[np.ndarray] = (),
-        residual_out: np.ndarray | None = None,
-    ) -> np.ndarray | None:
+    def _encode(self, x: np.ndarray, ctx: Context, args: EncodeArguments) -> np.ndarray | None:
         # Step 1, the accumulation of the input into the buffer, is done: x is the compensated gradient.
-        M = self._scale(float(kernels.abs_max(x)) if abs_max is None else abs_max)
-        sent_M = scaled(M, scale)
+        M = self._scale(float(kernels.abs_max(x)) if args.abs_max is None else args.abs_max)
+        sent_M = scaled(M, args.scale)
         if not math.isfinite(sent_M):
             return None
         head = _SCALE_BYTES + self._table_bytes(x.size)
@@ -103,7 +94,7 @@ class ThreeLC(ArrayCompressor):
 
         def encode(block: _Block) -> int:
             # Steps 2 and 3, and steps a and b in the same sweep: quantize, pack, dequantize, remaining error.
-            left = None if residual_out is None else residual_out[block.elements]
+            left = None if args.residual_out is None else args.residual_out[block.elements]
             kernels.pack_ternary(x[block.elements], M, quartic[block.bytes_], left)
             if not self.zero_run:
                 return block.num_bytes
@@ -135,11 +126,7 @@ class ThreeLC(ArrayCompressor):
         expect(all(_each(decode, self._blocks(out.size))), *_CANONICAL, self.name)
 
     def _decode_sum(
-        self,
-        bodies: Sequence[np.ndarray],
-        ctxs: Sequence[Context],
-        stats: Sequence[np.ndarray],
-        out: np.ndarray,
+        self, bodies: Sequence[np.ndarray], ctxs: Sequence[Context], stats: Sequence[np.ndarray], out: np.ndarray
     ) -> None:
         size = _packed_bytes(out.size)
         rooms = scratch(len(bodies) * size).reshape(len(bodies), size)

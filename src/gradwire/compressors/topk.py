@@ -20,7 +20,16 @@ from typing import Any, ClassVar
 import numpy as np
 
 from gradwire.compressors.base import options
-from gradwire.compressors.base.array import PIECE, SMALLEST, ArrayCompressor, clear, expect, scratch, start_residual
+from gradwire.compressors.base.array import (
+    PIECE,
+    SMALLEST,
+    ArrayCompressor,
+    EncodeArguments,
+    clear,
+    expect,
+    scratch,
+    start_residual,
+)
 from gradwire.compressors.base.registry import register
 from gradwire.compressors.support.warmup import ratio_at
 from gradwire.core.context import Context
@@ -65,27 +74,18 @@ class TopK(ArrayCompressor):
         k = self.num_kept(spec.numel, 0)
         return 4 * k + kernels.positions_bytes(spec.numel, k)
 
-    def _encode(
-        self,
-        x: np.ndarray,
-        ctx: Context,
-        *,
-        scale: float = 1.0,
-        abs_max: float | None = None,
-        stats: Sequence[np.ndarray] = (),
-        residual_out: np.ndarray | None = None,
-    ) -> np.ndarray | None:
+    def _encode(self, x: np.ndarray, ctx: Context, args: EncodeArguments) -> np.ndarray | None:
         k = self.num_kept(x.size, ctx.step)
         num_bytes = kernels.positions_bytes(x.size, k)
         body, indices = Writer(4 * k + num_bytes), np.empty(k, _index_dtype(x.size))
         values, positions = body.reserve(np.float32, k), body.reserve(np.uint8, num_bytes)
         kernels.top_k(x, k, indices)
         kernels.pack_positions(indices, x.size, positions)
-        if residual_out is not None:
-            start_residual(x, residual_out)
-        kernels.take(x, indices, values, residual_out)
-        if scale != 1.0:
-            _scale(values, scale)
+        if args.residual_out is not None:
+            start_residual(x, args.residual_out)
+        kernels.take(x, indices, values, args.residual_out)
+        if args.scale != 1.0:
+            _scale(values, args.scale)
         # Non-finite entries are larger than all others, so that they are among the values if there are any.
         return None if kernels.count_nonfinite(values) else body.done()
 
@@ -99,11 +99,7 @@ class TopK(ArrayCompressor):
         kernels.scatter(indices, values, out, accumulate)  # a negative zero stays one, where sums have none
 
     def _decode_sum(
-        self,
-        bodies: Sequence[np.ndarray],
-        ctxs: Sequence[Context],
-        stats: Sequence[np.ndarray],
-        out: np.ndarray,
+        self, bodies: Sequence[np.ndarray], ctxs: Sequence[Context], stats: Sequence[np.ndarray], out: np.ndarray
     ) -> None:
         width = _index_dtype(out.size).itemsize
         room = scratch(width * sum(self.num_kept(out.size, ctx.step) for ctx in ctxs))

@@ -11,6 +11,8 @@ import math
 import threading
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +20,7 @@ import torch
 from gradwire.compressors.base.contract import Compressor
 from gradwire.core.context import Context
 from gradwire.core.errors import PayloadError
-from gradwire.core.spec import as_array
+from gradwire.core.spec import TensorSpec, as_array
 from gradwire.kernels import active as kernels
 from gradwire.wire.payload import Payload
 
@@ -29,29 +31,35 @@ _threads = threading.local()
 NONFINITE = Payload(_NOTHING, nonfinite=True)
 
 
+class EncodeArguments(NamedTuple):
+    """Arguments of `ArrayCompressor._encode` in addition to the elements and the context.
+
+    Attributes:
+        stats: Reduced stats, or nothing.
+        scale: Positive factor; 1 if `residual_out` is given. Homogeneous algorithms scale their side information.
+        abs_max: Largest magnitude of x, if the caller knows it.
+        residual_in: None, except for compressors that override `encode`.
+        residual_out: float32[N] that receives x − decode(body), or None. May be x itself.
+    """
+
+    stats: Sequence[np.ndarray] = ()
+    scale: float = 1.0
+    abs_max: float | None = None
+    residual_in: np.ndarray | None = None
+    residual_out: np.ndarray | None = None
+
+
 class ArrayCompressor(Compressor):
     """A compressor over arrays; see `Compressor` for the contract."""
 
     @abstractmethod
-    def _encode(
-        self,
-        x: np.ndarray,
-        ctx: Context,
-        *,
-        scale: float = 1.0,
-        abs_max: float | None = None,
-        stats: Sequence[np.ndarray] = (),
-        residual_out: np.ndarray | None = None,
-    ) -> np.ndarray | None:
+    def _encode(self, x: np.ndarray, ctx: Context, args: EncodeArguments) -> np.ndarray | None:
         """Encode scale · x into the body of a payload.
 
         Args:
             x: N elements of any element type, as `as_array` returns them.
             ctx: Context of the encode.
-            scale: Positive factor; 1 if `residual_out` is given. Homogeneous algorithms scale their side information.
-            abs_max: Largest magnitude of x, if the caller knows it.
-            stats: Reduced stats, or nothing.
-            residual_out: float32[N] that receives x − decode(body), or None. May be x itself.
+            args: All other arguments.
 
         Returns:
             The body, uint8; None if x contains NaN or infinity.
@@ -64,11 +72,7 @@ class ArrayCompressor(Compressor):
         """Decode untrusted bytes, and write them or add them to float32 `out`. Raises `PayloadError`."""
 
     def _decode_sum(
-        self,
-        bodies: Sequence[np.ndarray],
-        ctxs: Sequence[Context],
-        stats: Sequence[np.ndarray],
-        out: np.ndarray,
+        self, bodies: Sequence[np.ndarray], ctxs: Sequence[Context], stats: Sequence[np.ndarray], out: np.ndarray
     ) -> None:
         """Write the sum of all decoded bodies, added to 0.0 in their order, to float32 `out`."""
         clear(out)
@@ -88,14 +92,15 @@ class ArrayCompressor(Compressor):
         residual_out: np.ndarray | None = None,
     ) -> Payload:
         """Encode scale · grad + residual_in."""
-        x = as_array(grad)
+        x, ctx = as_array(grad), self._with_shape(ctx, grad)
         if residual_out is None or (residual_in is None and scale == 1.0):
             assert residual_in is None, "without residual_out, the error of this encode would be lost"
-            return _payload(self._encode(x, ctx, scale=scale, stats=stats, residual_out=residual_out))
+            return _payload(self._encode(x, ctx, EncodeArguments(stats, scale, residual_out=residual_out)))
         abs_max = float(kernels.compensate(x, scale, residual_in, residual_out))
         if not math.isfinite(abs_max):
             return NONFINITE
-        return _payload(self._encode(residual_out, ctx, abs_max=abs_max, stats=stats, residual_out=residual_out))
+        args = EncodeArguments(stats, abs_max=abs_max, residual_out=residual_out)
+        return _payload(self._encode(residual_out, ctx, args))
 
     def decode(
         self,
@@ -112,6 +117,7 @@ class ArrayCompressor(Compressor):
                 "Pass out=torch.zeros(shape)."
             )
         out = self._output(ctx, out)
+        ctx = self._with_shape(ctx, out)
         if payload.nonfinite:
             self._expect_bytes(payload, 0)
             return out.fill_(torch.nan)
@@ -124,11 +130,7 @@ class ArrayCompressor(Compressor):
         return out
 
     def decode_sum(
-        self,
-        payloads: Sequence[Payload],
-        ctxs: Sequence[Context],
-        out: torch.Tensor,
-        stats: Sequence[np.ndarray] = (),
+        self, payloads: Sequence[Payload], ctxs: Sequence[Context], out: torch.Tensor, stats: Sequence[np.ndarray] = ()
     ) -> torch.Tensor:
         """Decode and add the payloads of several ranks."""
         if out.dtype != torch.float32:
@@ -142,8 +144,15 @@ class ArrayCompressor(Compressor):
             self._expect_bytes(payload, 0)
         if marked:
             return out.fill_(torch.nan)
-        self._decode_sum([payload.body for payload in payloads], ctxs, stats, as_array(out))
+        shaped = [self._with_shape(ctx, out) for ctx in ctxs]
+        self._decode_sum([payload.body for payload in payloads], shaped, stats, as_array(out))
         return out
+
+    def _with_shape(self, ctx: Context, tensor: torch.Tensor) -> Context:
+        """The context; with the shape of `tensor`, if the algorithm needs it and the context has none."""
+        if ctx.spec is not None or not self.requires_full_tensor:
+            return ctx
+        return replace(ctx, spec=TensorSpec.of(tensor))
 
 
 def _payload(body: np.ndarray | None) -> Payload:

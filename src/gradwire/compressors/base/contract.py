@@ -178,11 +178,7 @@ class Compressor(ABC):
         """
 
     def decode_sum(
-        self,
-        payloads: Sequence[Payload],
-        ctxs: Sequence[Context],
-        out: torch.Tensor,
-        stats: Sequence[np.ndarray] = (),
+        self, payloads: Sequence[Payload], ctxs: Sequence[Context], out: torch.Tensor, stats: Sequence[np.ndarray] = ()
     ) -> torch.Tensor:
         """Write the sum of several decoded payloads, added to 0.0 in their order, to float32 `out`."""
         out.zero_()
@@ -216,6 +212,16 @@ class Compressor(ABC):
         if payload.body.nbytes != expected:
             raise PayloadError(f"Expected a {self.name} payload of {expected} bytes, got {payload.body.nbytes}.")
         return payload.body
+
+    def _check_stats(self, stats: Sequence[np.ndarray], spec: TensorSpec) -> Sequence[np.ndarray]:
+        """Return reduced stats if they have the shapes of `stats_spec`, and raise `ValueError` otherwise."""
+        lengths, shapes = [length for length, _ in self.stats_spec(spec)], [values.shape for values in stats]
+        if shapes != [(length,) for length in lengths]:
+            raise ValueError(
+                f"stats must have entries of {lengths} values, not of shapes {shapes}. Pass the result of `stats`, "
+                "reduced over ranks."
+            )
+        return stats
 
 
 def compensate(
@@ -262,6 +268,12 @@ class SummableCompressor(Compressor):
 
         The result is a sum: gradients that were scaled by 1/W add up to their mean.
         """
+
+    def _expect_summable(self, payload: Payload, num_bytes: int) -> np.ndarray:
+        """Return the body of a payload to accumulate."""
+        if payload.nonfinite:
+            raise PayloadError(f"A {self.name} payload that is marked as non-finite has no values to add.")
+        return self._expect_bytes(payload, num_bytes)
 
 
 class LookupTable(NamedTuple):

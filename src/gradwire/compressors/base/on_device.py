@@ -182,11 +182,7 @@ class OnDevice(ArrayCompressor):
         return out if values is out else out.copy_(values)
 
     def decode_sum(
-        self,
-        payloads: Sequence[Payload],
-        ctxs: Sequence[Context],
-        out: torch.Tensor,
-        stats: Sequence[np.ndarray] = (),
+        self, payloads: Sequence[Payload], ctxs: Sequence[Context], out: torch.Tensor, stats: Sequence[np.ndarray] = ()
     ) -> torch.Tensor:
         """Decode and add the payloads of several ranks, on the GPU if `out` is on one."""
         is_plain = out.dtype == torch.float32 and len(payloads) == len(ctxs) > 0

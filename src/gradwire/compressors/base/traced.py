@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from gradwire.compressors.base import options as checks
-from gradwire.compressors.base.array import NONFINITE, expect, scratch
+from gradwire.compressors.base.array import NONFINITE, EncodeArguments, expect, scratch
 from gradwire.compressors.base.contract import Reduction, Stat, StatefulCompressor, StateSource
 from gradwire.compressors.base.definition import Definition
 from gradwire.compressors.base.on_device import OnDevice
@@ -32,6 +32,8 @@ from gradwire.lang.ir import Node
 from gradwire.lang.operators.arithmetic import evaluate_static, static_values
 from gradwire.lang.targets.numba.runtime import SLOTS
 from gradwire.wire.payload import Payload
+
+_ANY_SPEC = TensorSpec((1,))
 
 
 class TracedCompressor(OnDevice):
@@ -129,32 +131,18 @@ class TracedCompressor(OnDevice):
         assert residual_out is not None or residual_in is None, "without residual_out, the error would be lost"
         if grad.is_cuda:
             return self._encode_on_device(grad, ctx, stats, scale, residual_in, residual_out)
-        body = self._run(as_array(grad), ctx, scale, residual_in, residual_out, stats)
+        args = EncodeArguments(stats, scale, residual_in=residual_in, residual_out=residual_out)
+        body = self._encode(as_array(grad), ctx, args)
         return NONFINITE if body is None else Payload(body)
 
-    def _encode(
-        self,
-        x: np.ndarray,
-        ctx: Context,
-        *,
-        scale: float = 1.0,
-        abs_max: float | None = None,
-        stats: Sequence[np.ndarray] = (),
-        residual_out: np.ndarray | None = None,
-    ) -> np.ndarray | None:
-        return self._run(x, ctx, scale, None, residual_out, stats)
-
-    def _run(
-        self, x: np.ndarray, ctx: Context, scale: float, residual_in: np.ndarray | None,
-        residual_out: np.ndarray | None, stats: Sequence[np.ndarray],
-    ) -> np.ndarray | None:  # fmt: skip
+    def _encode(self, x: np.ndarray, ctx: Context, args: EncodeArguments) -> np.ndarray | None:
         most, is_fixed = self.max_encoded_bytes(TensorSpec((x.size,))), self.program.has_fixed_size
         # A body that is usually shorter than its bound is written to scratch memory, and copied.
         lists = self._lists(x.size, 0 if is_fixed else most)
         body = np.empty(most, np.uint8) if is_fixed else lists[lists.size - _aligned(most) :][:most]
         length = self.module.encode(
-            as_input(x), np.float32(scale), residual_in, residual_out, body, self._given(stats), _keys(ctx),
-            ctx.offset, self._static(x.size, ctx.step, _previous_state(ctx)), lists,
+            as_input(x), np.float32(args.scale), args.residual_in, args.residual_out, body, self._given(args.stats),
+            _keys(ctx), ctx.offset, self._static(x.size, ctx.step, _previous_state(ctx)), lists,
         )  # fmt: skip
         if length < 0:
             return None
@@ -171,11 +159,7 @@ class TracedCompressor(OnDevice):
         expect(valid, "finite values, indices in range, whole runs", "others", self.name)
 
     def _decode_sum(
-        self,
-        bodies: Sequence[np.ndarray],
-        ctxs: Sequence[Context],
-        stats: Sequence[np.ndarray],
-        out: np.ndarray,
+        self, bodies: Sequence[np.ndarray], ctxs: Sequence[Context], stats: Sequence[np.ndarray], out: np.ndarray
     ) -> None:
         for body in bodies:
             self._expect_size(body, out.size, stats)
@@ -232,14 +216,7 @@ class TracedCompressor(OnDevice):
 
     def _given(self, stats: Sequence[np.ndarray]) -> np.ndarray | None:
         """Reduced values of the preliminary round, float32; None without one."""
-        if not stats:
-            return None
-        if [entry.shape for entry in stats] != [(1,)] * len(self.program.stats):
-            raise ValueError(
-                f"stats must have {len(self.program.stats)} entries of one value, not entries of shapes "
-                f"{[entry.shape for entry in stats]}. Pass the result of `stats`, reduced over ranks."
-            )
-        return np.concatenate(stats).astype(np.float32)
+        return np.concatenate(self._check_stats(stats, _ANY_SPEC)).astype(np.float32) if stats else None
 
     def _expect_size(self, body: np.ndarray, size: int, stats: Sequence[np.ndarray]) -> None:
         most = self.max_encoded_bytes(TensorSpec((size,)))

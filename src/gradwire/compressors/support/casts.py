@@ -14,14 +14,12 @@ from typing import ClassVar
 import numpy as np
 
 from gradwire.compressors.base import FeedbackName
-from gradwire.compressors.base.array import ArrayCompressor, expect_bytes, start_residual
+from gradwire.compressors.base.array import ArrayCompressor, EncodeArguments, expect_bytes, start_residual
+from gradwire.compressors.none import write_sum
 from gradwire.core.context import Context
 from gradwire.core.spec import TensorSpec
 from gradwire.kernels import active as kernels
 from gradwire.wire.fields import Reader
-
-# Sums pass through memory in pieces that stay in a core's cache while all ranks are added.
-_CHUNK = 1 << 15
 
 
 class CastCompressor(ArrayCompressor):
@@ -36,23 +34,14 @@ class CastCompressor(ArrayCompressor):
         """Two bytes per element."""
         return 2 * spec.numel
 
-    def _encode(
-        self,
-        x: np.ndarray,
-        ctx: Context,
-        *,
-        scale: float = 1.0,
-        abs_max: float | None = None,
-        stats: Sequence[np.ndarray] = (),
-        residual_out: np.ndarray | None = None,
-    ) -> np.ndarray | None:
+    def _encode(self, x: np.ndarray, ctx: Context, args: EncodeArguments) -> np.ndarray | None:
         body = np.empty(2 * x.size, np.uint8)
         rounded = body.view(self.element)
-        kernels.cast(x, rounded, scale)
-        if residual_out is None:
+        kernels.cast(x, rounded, args.scale)
+        if args.residual_out is None:
             return None if kernels.count_nonfinite(rounded) else body
-        start_residual(x, residual_out)
-        return body if np.isfinite(kernels.compensate(rounded, -1.0, residual_out, residual_out)) else None
+        start_residual(x, args.residual_out)
+        return body if np.isfinite(kernels.compensate(rounded, -1.0, args.residual_out, args.residual_out)) else None
 
     def _decode(
         self, body: np.ndarray, ctx: Context, stats: Sequence[np.ndarray], out: np.ndarray, accumulate: bool
@@ -64,18 +53,9 @@ class CastCompressor(ArrayCompressor):
             kernels.cast(rounded, out)
 
     def _decode_sum(
-        self,
-        bodies: Sequence[np.ndarray],
-        ctxs: Sequence[Context],
-        stats: Sequence[np.ndarray],
-        out: np.ndarray,
+        self, bodies: Sequence[np.ndarray], ctxs: Sequence[Context], stats: Sequence[np.ndarray], out: np.ndarray
     ) -> None:
-        ranks = [self._elements(body, out.size) for body in bodies]
-        for start in range(0, out.size, _CHUNK):
-            chunk = out[start : start + _CHUNK]
-            chunk.fill(0)
-            for rounded in ranks:
-                kernels.accumulate(rounded[start : start + _CHUNK], chunk)
+        write_sum([self._elements(body, out.size) for body in bodies], out)
 
     def _elements(self, body: np.ndarray, size: int) -> np.ndarray:
         expect_bytes(body, 2 * size, self.name)

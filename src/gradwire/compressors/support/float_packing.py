@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from gradwire.compressors.base import FeedbackName, StatefulCompressor, StateSource
+from gradwire.compressors.base import Compressor, FeedbackName, StatefulCompressor, StateSource
 from gradwire.compressors.base.array import expect, scratch
 from gradwire.compressors.base.options import integer
 from gradwire.compressors.none import ARRAY_DTYPES, NoCompression, add, convert
@@ -137,18 +137,7 @@ class FloatPacking(NoCompression, StatefulCompressor):
             convert(elements, target, 1.0)
         return out
 
-    def decode_sum(
-        self,
-        payloads: Sequence[Payload],
-        ctxs: Sequence[Context],
-        out: torch.Tensor,
-        stats: Sequence[np.ndarray] = (),
-    ) -> torch.Tensor:
-        """Add the elements of all ranks; `out` may also be float64."""
-        out.zero_()
-        for payload, ctx in zip(payloads, ctxs, strict=True):
-            self.decode(payload, ctx, out=out, accumulate=True)
-        return out
+    decode_sum = Compressor.decode_sum
 
     def _unpack(self, payload: Payload, dtype: torch.dtype, elements: np.ndarray, ctx: Context) -> None:
         """Decode a body of untrusted bytes into `elements`."""

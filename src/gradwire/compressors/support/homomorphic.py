@@ -25,10 +25,10 @@ import numpy as np
 import torch
 
 from gradwire.compressors.base import LookupCompressor, LookupTable, Reduction, Stat, options
-from gradwire.compressors.base.array import ArrayCompressor, expect, expect_bytes, scratch
+from gradwire.compressors.base.array import ArrayCompressor, EncodeArguments, expect, expect_bytes, scratch
 from gradwire.compressors.support.thc_choice import ACCUMULATOR_BITS, accumulator_for
 from gradwire.core.context import Context
-from gradwire.core.errors import OptionError, PayloadError
+from gradwire.core.errors import OptionError
 from gradwire.core.spec import TensorSpec, as_array
 from gradwire.kernels import active as kernels
 from gradwire.kernels.blocks import SIGNS_A_WORD, BlockLayout, index_bytes, next_power, num_sign_words, padded_size
@@ -120,18 +120,14 @@ class Homomorphic(ArrayCompressor, LookupCompressor):
         stats_bytes = 4 * len(self.reductions) * self._num_blocks(spec.numel)
         return stats_bytes + index_bytes(self._padded(spec.numel), self.bits)
 
-    def _encode(
-        self,
-        x: np.ndarray,
-        ctx: Context,
-        *,
-        scale: float = 1.0,
-        abs_max: float | None = None,
-        stats: Sequence[np.ndarray] = (),
-        residual_out: np.ndarray | None = None,
-    ) -> np.ndarray | None:
+    def _encode(self, x: np.ndarray, ctx: Context, args: EncodeArguments) -> np.ndarray | None:
         blocks, buffer, _ = self._buffers(x.size, ctx)
-        shared = self._given(stats, x.size) if stats else self._block_stats(x, blocks, buffer, scale)
+        stats, scale = args.stats, args.scale
+        shared: Sequence[np.ndarray]
+        if stats:
+            shared = self._check_stats(stats, TensorSpec((x.size,)))
+        else:
+            shared = self._block_stats(x, blocks, buffer, scale)
         if not all(np.isfinite(values).all() for values in shared):
             return None
         values, bits = table = self.lookup_table(ctx.world_size)
@@ -141,7 +137,7 @@ class Homomorphic(ArrayCompressor, LookupCompressor):
         grid = self._grid(shared, blocks, table.granularity, scale)
         kernels.encode_indices(
             x, blocks, grid.units, grid.lows, grid.rates, values, bits, ctx.private_key, ctx.offset, buffer,
-            body[len(own) :], grid.factors, grid.bases, residual_out,
+            body[len(own) :], grid.factors, grid.bases, args.residual_out,
         )  # fmt: skip
         return body
 
@@ -163,12 +159,12 @@ class Homomorphic(ArrayCompressor, LookupCompressor):
         num_packed = index_bytes(self._padded(size), bits)
         expect_bytes(body, 4 * num_own * num_blocks + num_packed, self.name)
         reader = Reader(body)
-        shared = [reader.array(np.float32, num_blocks) for _ in range(num_own)]
+        own = [reader.array(np.float32, num_blocks) for _ in range(num_own)]
+        packed = reader.array(np.uint8, num_packed)
         if stats:
-            shared = self._given(stats, size)
-        else:
-            expect(self._are_valid(shared), "scales of blocks", "others", self.name)
-        return shared, reader.array(np.uint8, num_packed)
+            return self._check_stats(stats, TensorSpec((size,))), packed
+        expect(self._are_valid(own), "scales of blocks", "others", self.name)
+        return own, packed
 
     # -- accumulators ----------------------------------------------------------------------------------------------
 
@@ -187,10 +183,8 @@ class Homomorphic(ArrayCompressor, LookupCompressor):
 
     def accumulate(self, payload: Payload, ctx: Context, accumulator: np.ndarray) -> None:
         """Look up and add the values of a payload that was encoded with reduced statistics."""
-        if payload.nonfinite:
-            raise PayloadError("Expected values to add, got a payload that is marked as non-finite.")
         values, bits = self.lookup_table(ctx.world_size)
-        packed = self._expect_bytes(payload, index_bytes(accumulator.size - 1, bits))
+        packed = self._expect_summable(payload, index_bytes(accumulator.size - 1, bits))
         kernels.lookup_indices(packed, bits, values, accumulator[:-1], True)
         accumulator[-1] += 1
 
@@ -217,7 +211,8 @@ class Homomorphic(ArrayCompressor, LookupCompressor):
         """Like `finalize`, for sums without their counter."""
         target = as_array(out)
         blocks, buffer, _ = self._buffers(target.size, ctx)
-        shared, granularity = self._given(stats, target.size), self.lookup_table(ctx.world_size).granularity
+        shared = self._check_stats(stats, TensorSpec((target.size,)))
+        granularity = self.lookup_table(ctx.world_size).granularity
         self._finalize(sums, num_added, shared, blocks, granularity, buffer, target, False)
         return out
 
@@ -256,15 +251,6 @@ class Homomorphic(ArrayCompressor, LookupCompressor):
             blocks = blocks._replace(signs=signs.view(np.uint32))
             kernels.random32(ctx.shared_key, ctx.offset // SIGNS_A_WORD, blocks.signs)
         return blocks, buffer.view(np.float32), values
-
-    def _given(self, stats: Sequence[np.ndarray], size: int) -> list[np.ndarray]:
-        num_blocks, shapes = self._num_blocks(size), [entry.shape for entry in stats]
-        if shapes != [(num_blocks,)] * len(self.reductions):
-            raise ValueError(
-                f"stats must have {len(self.reductions)} entries of {num_blocks} values, not entries of shapes "
-                f"{shapes}. Pass the result of `stats`, reduced over ranks."
-            )
-        return list(stats)
 
 
 _NO_SIGNS = np.empty(0, np.uint32)
