@@ -456,7 +456,7 @@ def test_later_tensors_and_parts_of_tensors_are_refused() -> None:
     with ranks(2, Plan({"*": "thc"}, strategy="server"), server=InRoom("room:1")) as group:
         group.each(lambda one: one.register({"w": TensorSpec((300, 300))}))
         for said in outcomes(group, lambda one: one.register({"v": TensorSpec((300, 300))})):
-            assert "Do: register all that travel by it at once" in said
+            assert "Register all tensors that use it at once" in said
         group.each(lambda one: one.register({"bias": TensorSpec((300,))}))  # travels between ranks
 
 

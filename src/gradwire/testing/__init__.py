@@ -1,8 +1,8 @@
-"""The contract of `gradwire.compressors.base` as checks that run over any compressor, also a user's own.
+"""The contract of `gradwire.compressors.base` as checks that run on any compressor, including a user's own.
 
-`gradwire check` runs them from an installed package; the tests run them over every registered compressor. A check is a
-function that takes a codec and raises `AssertionError` with what was expected, what was found and for which tensor.
-Random cases come from fixed seeds, so that a failure is there again at the next run.
+`gradwire check` runs them; the tests run them on every registered compressor. A check is a function that takes a
+compressor and raises `AssertionError` with what was expected, what was found, and for which tensor. Random cases have
+fixed seeds, so failures repeat.
 """
 
 from gradwire.testing import accumulators, algebra, edges, language, residuals, robustness, same_bytes, sizes, states

@@ -1,4 +1,4 @@
-"""Summable codecs: accumulators add up over ranks and decode to the sum, as integers or as float32."""
+"""Summable compressors: accumulators add up over ranks and decode to the sum, as integers or as float32."""
 # Shapes: N = elements of the tensor, W = ranks
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _adds_integers(codec: Compressor) -> bool:
 
 @check(_is_summable)
 def finalized_sum_is_the_sum_of_decodes(codec: SummableCompressor) -> None:
-    """Lifted, added and lowered: the sum of what the payloads decode to; of integers, near the mean."""
+    """Accumulated and finalized payloads give the sum of the decoded payloads, and with integers nearly the mean."""
     for name in BACKENDS:
         for world_size in (1, 2, 7):
             with about(f"{world_size} ranks on {name}"), backend(name):
@@ -49,7 +49,7 @@ def _finalized_sum(codec: SummableCompressor, world_size: int) -> None:
     stats = reduced(codec, grads, scale)
     declared = codec.stats_spec(spec)
     found = [(entry.values.size, entry.reduction) for entry in codec.stats(grads[0], ctxs[0], scale)]
-    expect(found == declared, f"stats are {found} and not what stats_spec says, {declared}")
+    expect(found == declared, f"stats are {found}, but stats_spec says {declared}")
     payloads = [codec.encode(grad, ctx, stats, scale=scale) for grad, ctx in zip(grads, ctxs, strict=True)]
     total = np.zeros(codec.accumulator_size(spec), codec.accumulator_dtype(world_size))
     for payload, ctx in zip(payloads, ctxs, strict=True):
@@ -57,20 +57,20 @@ def _finalized_sum(codec: SummableCompressor, world_size: int) -> None:
     finalized = codec.finalize(total, world_size, ctxs[0], stats, torch.empty(21, 35))
     decoded = codec.decode_sum(payloads, ctxs, torch.empty(21, 35), stats=stats)
     near = 1e-6 * max(1.0, float(decoded.abs().max()))
-    expect(torch.allclose(finalized, decoded, rtol=1e-5, atol=near), "finalize gives another sum than decode_sum")
+    expect(torch.allclose(finalized, decoded, rtol=1e-5, atol=near), "finalize and decode_sum give different sums")
     if not _adds_integers(codec):
         return
     alone = [accumulated(codec, payload, ctx, total) for payload, ctx in zip(payloads, ctxs, strict=True)]
     expect(
-        np.array_equal(total, np.sum(alone, axis=0, dtype=np.int64)), "the sum is not that of the payloads' integers"
+        np.array_equal(total, np.sum(alone, axis=0, dtype=np.int64)), "the sum is not the sum of the payloads' integers"
     )
     off = float((finalized - torch.stack(grads).mean(0)).norm())
     energy = max(float(grad.norm()) for grad in grads)
-    expect(off <= energy, f"the sum is {off:.4g} off the mean, of gradients no longer than {energy:.4g}")
+    expect(off <= energy, f"the sum is {off:.4g} off the mean of gradients of norm {energy:.4g}")
 
 
 def accumulated(codec: SummableCompressor, payload: Payload, ctx: Context, like: np.ndarray) -> np.ndarray:
-    """A payload alone, in an accumulator like this one."""
+    """Return an accumulator like this one, with one payload in it."""
     alone = np.zeros_like(like)
     codec.accumulate(payload, ctx, alone)
     return alone
@@ -78,7 +78,7 @@ def accumulated(codec: SummableCompressor, payload: Payload, ctx: Context, like:
 
 @check(_adds_integers)
 def accumulators_never_overflow(codec: SummableCompressor) -> None:
-    """The sum of as many of the largest level as there are ranks; levels of random bytes are no larger."""
+    """The accumulator holds the largest level of every rank, and random bytes contain no larger level."""
     for world_size in (1, 2, 8, 9, 17, 18, 64, 258, 259, 70_000):
         with about(f"{world_size} ranks"):
             dtype = codec.accumulator_dtype(world_size)
@@ -96,12 +96,12 @@ def accumulators_never_overflow(codec: SummableCompressor) -> None:
                 payload = with_body(EMPTY, bytes([pattern]) * num_bytes)
                 found = accumulated(codec, payload, context(grad, world_size=world_size), empty)
                 largest = max(largest, int(np.abs(found.astype(np.int64)).max()))
-            expect(largest == bound, f"max_contribution declares {bound}, added were levels of up to {largest}")
+            expect(largest == bound, f"max_contribution declares {bound}, but levels of up to {largest} were added")
 
 
 @check(_is_summable)
 def a_non_finite_rank_shows_in_the_stats_of_all(codec: SummableCompressor) -> None:
-    """A NaN on one rank makes the payloads of all ranks marked ones, which cannot be added."""
+    """A NaN on one rank marks the payloads of all ranks as non-finite, and they cannot be added."""
     good = normal(1200).reshape(30, 40)  # a matrix that low ranks do not leave as it is
     bad = good.clone().index_fill(1, torch.tensor([15]), torch.nan)
     stats = reduced(codec, [good, bad])
@@ -116,17 +116,14 @@ def a_non_finite_rank_shows_in_the_stats_of_all(codec: SummableCompressor) -> No
 
 @check(_is_summable)
 def arbitrary_bytes_are_accumulated_or_refused(codec: SummableCompressor) -> None:
-    """Random bytes: integers in range, or finite values, or `PayloadError`."""
+    """Random bytes add integers in range or finite values, or raise `PayloadError`."""
     dtype = codec.accumulator_dtype(2)
     for seed in range(NUM_CASES):
         rng = np.random.default_rng(seed)
         size = int(rng.integers(61))
-        grad, payload = (
-            normal(size),
-            with_body(
-                EMPTY, random_bytes(rng, 60) if seed % 2 else random_bytes(rng, *2 * (_payload_bytes(codec, size),))
-            ),
-        )
+        grad = normal(size)
+        num_bytes = codec.encode(grad, context(grad), reduced(codec, [grad])).body.nbytes
+        payload = with_body(EMPTY, random_bytes(rng, 60) if seed % 2 else random_bytes(rng, num_bytes, num_bytes))
         with about(f"case {seed}, {size} elements"):
             take_or_refuse(codec, payload, size, stats=reduced(codec, [grad]))
             try:
@@ -134,13 +131,7 @@ def arbitrary_bytes_are_accumulated_or_refused(codec: SummableCompressor) -> Non
                 found = accumulated(codec, payload, context(grad), empty)
             except PayloadError:
                 continue
-            expect(np.isfinite(found).all(), "a value was added that is not finite")
+            expect(np.isfinite(found).all(), "a value that is not finite was added")
             largest = np.abs(found.astype(np.float64)).max(initial=0)
             most = codec.max_contribution(4)
             expect(most is None or largest <= most, f"a level of {largest} was added")
-
-
-def _payload_bytes(codec: SummableCompressor, size: int) -> int:
-    """Of a vector, encoded with shared values."""
-    grad = normal(size)
-    return codec.encode(grad, context(grad), reduced(codec, [grad])).body.nbytes

@@ -1,4 +1,4 @@
-"""What a compressor declares of itself: exact, unbiased, its variance and its contraction."""
+"""Declared properties: exact, unbiased, variance and contraction."""
 # Shapes: N = elements of the tensor
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from gradwire.testing.checks import about, check, expect
 
 @check()
 def round_trip_keeps_shape_dtype_and_declared_algebra(codec: Compressor) -> None:
-    """decode(encode(g)) has g's shape and type, is g if the codec is exact, and is as near as `contraction` says."""
+    """decode(encode(g)) has the shape and type of g, is g if `exact`, and is as near as `contraction` declares."""
     for dtype in ELEMENT_TYPES:
         for family in (normal, heavy_tailed):
             with about(f"{family.__name__} elements of {dtype}"):
@@ -28,7 +28,7 @@ def _round_trip(codec: Compressor, grad: torch.Tensor) -> None:
     expect(found.shape == grad.shape, f"expected shape {tuple(grad.shape)}, got {tuple(found.shape)}")
     expect(found.dtype == grad.dtype, f"expected {grad.dtype}, got {found.dtype}")
     if codec.exact:
-        expect(bits(found) == bits(grad), "exact is declared, and other bits came out")
+        expect(bits(found) == bits(grad), "exact is declared, but other bits came out")
     near = codec.decode(payload, context(grad), out=torch.empty(30, 50)).double()
     delta = codec.contraction(TensorSpec.of(grad))
     if delta is not None:
@@ -45,7 +45,7 @@ def _is_random(codec: Compressor) -> bool:
 
 @check(_is_random)
 def unbiased_over_the_private_stream(codec: Compressor) -> None:
-    """Hoeffding's bound, of each element and of their mean; false alarm at most 2e-6 a seed, and seeds are fixed."""
+    """Hoeffding's bound for each element and for their mean, with at most 2e-6 false alarms per (fixed) seed."""
     grad, draws = heavy_tailed(512).clamp(-3, 3), 400
     ctxs = [context(grad, step=step) for step in range(draws)]
     decoded = torch.stack([codec.decode(codec.encode(grad, ctx), ctx) for ctx in ctxs]).double()
@@ -54,16 +54,16 @@ def unbiased_over_the_private_stream(codec: Compressor) -> None:
     one_element = spread * math.sqrt(math.log(2 * grad.numel() / 1e-6) / (2 * draws))
     all_elements = spread * math.sqrt(math.log(2 / 1e-6) / (2 * draws * grad.numel()))
     worst = float(error.abs().max())
-    expect(worst <= one_element, f"unbiased is declared; the mean of {draws} draws is {worst:.4g} off in an element, "
-           f"{one_element:.4g} were chance")  # fmt: skip
+    expect(worst <= one_element, f"unbiased is declared, but the mean of {draws} draws is {worst:.4g} off in an "
+           f"element, where chance explains {one_element:.4g}")  # fmt: skip
     mean = abs(float(error.mean()))
-    expect(mean <= all_elements, f"unbiased is declared; draws are {mean:.4g} off on average, {all_elements:.4g} were "
-           "chance")  # fmt: skip
+    expect(mean <= all_elements, f"unbiased is declared, but draws are {mean:.4g} off on average, where chance "
+           f"explains {all_elements:.4g}")  # fmt: skip
 
 
 @check(lambda codec: bool(codec.variance(TensorSpec((512,)))))
 def declared_variance_is_a_bound(codec: Compressor) -> None:
-    """Six standard errors of the mean of 200 draws, which are independent and have few of them a long tail."""
+    """The mean error of 200 independent draws is at most the declared variance and six standard errors."""
     for grad in (heavy_tailed(512), normal(512), torch.ones(512)):
         energy = float((grad.double() ** 2).sum())
         ctxs = [context(grad, step=step) for step in range(200)]

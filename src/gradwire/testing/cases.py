@@ -1,4 +1,4 @@
-"""Tensors that hurt, contexts, and what checks ask of codecs."""
+"""Edge-case tensors, contexts, and what checks need to know about a compressor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gradwire.lang.operators.base import used_operators
 from gradwire.wire.payload import Payload
 
 BACKENDS = {"cpu": cpu, "reference": reference}
-EPSILON = 2.0**-23  # float32 arithmetic on x and on what it decodes to: a rounding each
+EPSILON = 2.0**-23  # one float32 rounding
 EMPTY = Payload(np.empty(0, np.uint8))
 
 
@@ -90,18 +90,18 @@ NONFINITE_TENSORS: dict[str, Callable[[], torch.Tensor]] = {
 
 
 def context(grad: torch.Tensor, **fields: Any) -> Context:
-    """A context of `grad`, with these fields changed."""
+    """Return a context for `grad`, with these fields changed."""
     known: dict[str, Any] = {"name": "fc.weight", "step": 3, "world_size": 4, "seed": 7, "spec": TensorSpec.of(grad)}
     return Context(**{**known, **fields})
 
 
 def float32_context(grad: torch.Tensor, **fields: Any) -> Context:
-    """A context that decodes to float32, whatever `grad` is."""
+    """Return a context that decodes to float32, whatever the element type of `grad`."""
     return context(grad, spec=TensorSpec(tuple(grad.shape)), **fields)
 
 
 def reduced(codec: Compressor, grads: Sequence[torch.Tensor], scale: float = 1.0) -> list[np.ndarray]:
-    """The preliminary round over the gradients of all ranks."""
+    """Return the stats of all ranks' gradients, reduced as in the preliminary round."""
     each = [codec.stats(grad, context(grad), scale) for grad in grads]
     combine = {"max": np.maximum, "min": np.minimum, "sum": np.add}
     return [combine[entry[0].reduction].reduce([stat.values for stat in entry]) for entry in zip(*each, strict=True)]
@@ -112,13 +112,13 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 def with_body(payload: Payload, body: bytes) -> Payload:
-    """The payload with other bytes, read-only like all that comes out of a network buffer."""
+    """Return the payload with other bytes, read-only as in a network buffer."""
     return replace(payload, body=np.frombuffer(body, np.uint8))
 
 
 @contextmanager
 def backend(name: str) -> Iterator[None]:
-    """Let all compressors and the feedback call the kernels of this backend."""
+    """Make all compressors and residual policies use the kernels of this backend."""
     modules = [
         module for key, module in list(sys.modules.items())
         if key.startswith(("gradwire.compressors", "gradwire.residuals")) and hasattr(module, "kernels")
@@ -133,21 +133,21 @@ def backend(name: str) -> Iterator[None]:
             module.kernels = kernels  # type: ignore[attr-defined]
 
 
-# -- what is asked of which codec ----------------------------------------------------------------------------
+# -- properties of compressors -------------------------------------------------------------------------------
 
 
 def is_cast(codec: Compressor) -> bool:
-    """Whether an element that is finite in float32 may be infinite on the wire."""
+    """Whether a finite float32 element may become infinite in the payload."""
     return codec.name in ("fp16", "bf16")
 
 
 def keeps_float32(codec: Compressor) -> bool:
-    """Whether the difference of an element and of what it decodes to is itself a float32."""
+    """Whether the difference between an element and its decoded value is always a float32."""
     return is_cast(codec) or codec.name in ("none", "topk")
 
 
 def draws(codec: Compressor) -> set[str]:
-    """What an encoder draws at random: ``"rounding"`` of every element, or a ``"sample"`` that may change nothing."""
+    """What an encoder draws: ``"rounding"`` of every element, or a ``"sample"``, which need not change the payload."""
     if not isinstance(codec, TracedCompressor):
         return {"rounding"} if (codec.unbiased and not codec.exact) or codec.name == "thc" else set()
     private = any(node.op == "random" and not node.attrs["shared"] for node in codec.program.encode_nodes())
@@ -156,7 +156,7 @@ def draws(codec: Compressor) -> set[str]:
 
 
 def selects(codec: Compressor) -> bool:
-    """Whether an encoder looks for elements of a given rank."""
+    """Whether an encoder selects elements by their order of magnitude."""
     if not isinstance(codec, TracedCompressor):
         return codec.name == "topk"
     return not {"sort", "top"}.isdisjoint(used_operators(codec.program))

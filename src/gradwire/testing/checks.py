@@ -1,4 +1,4 @@
-"""The register of checks, and what they say when they fail."""
+"""The registry of checks, and helpers for their error messages."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Check:
     """One check.
 
     Attributes:
-        name: of its function, with dashes.
-        function: takes a codec.
-        applies: whether the contract asks it of a codec.
+        name: Name of the function, with dashes.
+        function: Function of a compressor that raises `AssertionError` if the check fails.
+        applies: Whether the check applies to a compressor.
     """
 
     name: str
@@ -29,13 +29,19 @@ class Check:
 
     @property
     def summary(self) -> str:
-        """The first line of its documentation."""
+        """First line of the function's docstring."""
         return (self.function.__doc__ or "").strip().split("\n")[0]
 
 
 @dataclass(frozen=True)
 class CheckOutcome:
-    """What came of a check: an error, or None; `seconds` that it took."""
+    """Result of a check.
+
+    Attributes:
+        check: The check.
+        error: What it raised, or None.
+        seconds: Its duration.
+    """
 
     check: Check
     error: Exception | None
@@ -46,7 +52,7 @@ CHECKS: list[Check] = []
 
 
 def check(applies: Applies = lambda codec: True) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorator: register a function as a check of the codecs for which `applies` holds."""
+    """Decorator: register a function as a check for the compressors that `applies` accepts."""
 
     def wrap(function: Callable[..., None]) -> Callable[..., None]:
         CHECKS.append(Check(function.__name__.replace("_", "-"), function, applies))
@@ -56,31 +62,26 @@ def check(applies: Applies = lambda codec: True) -> Callable[[Callable[..., None
 
 
 def run(codec: Compressor, checks: list[Check] | None = None) -> Iterator[CheckOutcome]:
-    """Run the checks that apply to a codec, one after the other."""
+    """Run the checks that apply to a compressor, and yield each outcome."""
     for each in CHECKS if checks is None else checks:
         if each.applies(codec):
-            begin = time.perf_counter()
-            error = _error_of(each, codec)
+            begin, error = time.perf_counter(), None
+            try:
+                each.function(codec)
+            except Exception as raised:
+                error = raised
             yield CheckOutcome(each, error, time.perf_counter() - begin)
 
 
-def _error_of(each: Check, codec: Compressor) -> Exception | None:
-    try:
-        each.function(codec)
-    except Exception as error:
-        return error
-    return None
-
-
 def expect(condition: object, message: str) -> None:
-    """Fail unless the condition holds. Unlike `assert` it is there under ``python -O`` too."""
+    """Fail unless the condition holds, even under ``python -O``."""
     if not condition:
         raise AssertionError(message)
 
 
 @contextmanager
 def about(what: object) -> Iterator[None]:
-    """Say for which case a check failed, or what raised."""
+    """Prefix the error of a failed check with its case."""
     try:
         yield
     except AssertionError as error:
@@ -91,11 +92,11 @@ def about(what: object) -> Iterator[None]:
 
 @contextmanager
 def refusal(kind: type[Exception], pattern: str = "") -> Iterator[None]:
-    """Fail unless the block raises such an error with such a message."""
+    """Fail unless the block raises this kind of error with a message that matches."""
     try:
         yield
     except kind as error:
         if not re.search(pattern, str(error)):
-            raise AssertionError(f"Expected the message to say {pattern!r}, got {str(error)!r}") from error
+            raise AssertionError(f"the message should say {pattern!r}, but is {str(error)!r}") from error
         return
-    raise AssertionError(f"Expected {kind.__name__}, nothing was raised")
+    raise AssertionError(f"no {kind.__name__} was raised")

@@ -1,4 +1,4 @@
-"""Tensors at the edges of what there is, gradients that are not finite, and where decoders write."""
+"""Edge-case tensors, gradients that are not finite, and the `out` argument of decoders."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gradwire.testing.checks import about, check, expect, refusal
 
 @check()
 def edge_tensors_decode_to_something_finite_and_near(codec: Compressor) -> None:
-    """Finite in, finite out, and no larger than twice the largest element or what the variance allows."""
+    """Finite tensors decode to finite values of at most twice the largest magnitude, or as `variance` allows."""
     for name, make in EDGE_TENSORS.items():
         with about(name):
             _edge(codec, name, make())
@@ -33,8 +33,8 @@ def _edge(codec: Compressor, name: str, grad: torch.Tensor) -> None:
     most = max(2.0, (1 + (codec.variance(TensorSpec.of(grad)) or 0)) * (1 + EPSILON)) * largest
     expect(
         (found.double().abs() <= most).all(),
-        f"elements of at most {largest:.4g} decode to {float(found.double().abs().max()) if found.numel() else 0:.4g}; "
-        "where that is meant, declare `variance`",
+        f"elements of at most {largest:.4g} decode to {float(found.double().abs().max()) if found.numel() else 0:.4g}. "
+        "If that is intended, declare `variance`.",
     )
     if not largest:
         expect(not found.any(), "zeros decode to something else")
@@ -42,7 +42,7 @@ def _edge(codec: Compressor, name: str, grad: torch.Tensor) -> None:
 
 @check()
 def a_non_finite_gradient_marks_the_payload(codec: Compressor) -> None:
-    """A NaN or an infinity anywhere: the payload is marked, empty, and decodes to NaN (or to itself, if exact)."""
+    """With NaN or infinity anywhere, the payload is marked and empty, and decodes to NaN; or to itself, if `exact`."""
     for name, make in NONFINITE_TENSORS.items():
         with about(name):
             _nonfinite(codec, make())
@@ -64,12 +64,12 @@ def _nonfinite(codec: Compressor, grad: torch.Tensor) -> None:
             expect(found.isnan().all(), "the payload does not decode to NaN everywhere")
     if codec.exact:
         found = codec.decode(codec.encode(grad, context(grad)), context(grad))
-        expect(bits(found) == bits(grad), "exact is declared, and other bits came out")
+        expect(bits(found) == bits(grad), "exact is declared, but other bits came out")
 
 
 @check()
 def one_non_finite_rank_shows_in_the_sum(codec: Compressor) -> None:
-    """A marked payload among others makes the whole sum NaN."""
+    """A marked payload turns the whole sum into NaN."""
     good, bad = normal(40), torch.full((40,), torch.nan)
     payloads = [codec.encode(grad, context(grad)) for grad in (good, bad, good)]
     found = codec.decode_sum(payloads, [context(good)] * 3, torch.empty(40))
@@ -78,17 +78,17 @@ def one_non_finite_rank_shows_in_the_sum(codec: Compressor) -> None:
 
 @check()
 def decode_writes_to_out_and_adds_to_out(codec: Compressor) -> None:
-    """`out` is what comes back, of any element type, with or without ctx.spec; accumulate adds."""
+    """Decoding returns `out`, of any element type, with or without ctx.spec; `accumulate` adds to it."""
     grad = normal(333).reshape(9, 37)
     payload, ctx = codec.encode(grad, context(grad)), context(grad)
     expected = codec.decode(payload, ctx)
     out = torch.full((9, 37), torch.nan)
-    expect(codec.decode(payload, ctx, out=out) is out, "decode returns another tensor than out")
+    expect(codec.decode(payload, ctx, out=out) is out, "decode does not return out")
     expect(torch.equal(out, expected), "decode writes something else to out")
     alone = codec.decode(payload, replace(ctx, spec=None), out=torch.empty(9, 37))
-    expect(torch.equal(alone, expected), "decode gives something else where out alone has the shape")
+    expect(torch.equal(alone, expected), "decode gives another result if only out has the shape")
     out = torch.ones(9, 37)
-    expect(codec.decode(payload, ctx, out=out, accumulate=True) is out, "decode returns another tensor than out")
+    expect(codec.decode(payload, ctx, out=out, accumulate=True) is out, "decode does not return out")
     expect(torch.equal(out, 1 + expected), "accumulate=True does not add to out")
     for dtype in ELEMENT_TYPES:
         converted = codec.decode(payload, ctx, out=torch.empty(9, 37, dtype=dtype))
@@ -97,7 +97,7 @@ def decode_writes_to_out_and_adds_to_out(codec: Compressor) -> None:
 
 @check()
 def unusable_out_is_refused_with_advice(codec: Compressor) -> None:
-    """No shape, a wrong size, strides, and an element type that cannot accumulate."""
+    """No shape, a wrong size, strides, and an element type that cannot accumulate raise `ValueError`."""
     grad = normal(12)
     payload, ctx = codec.encode(grad, context(grad)), context(grad)
     with about("neither spec nor out"), refusal(ValueError, r"spec=TensorSpec.of\(grad\)"):

@@ -1,4 +1,4 @@
-"""Codecs of the language: generated code gives what the oracle gives, bit for bit."""
+"""Compressors in the language: generated code and the oracle give the same bits."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from gradwire.compressors.base import Compressor
+from gradwire.compressors.base.on_device import key_words
 from gradwire.compressors.base.traced import TracedCompressor
 from gradwire.core.spec import TensorSpec, as_array
 from gradwire.lang import cache, interpret
@@ -31,7 +32,7 @@ def _is_traced(codec: Compressor) -> bool:
 
 @check(_is_traced)
 def generated_code_for_the_cpu_gives_what_the_oracle_gives(codec: Compressor) -> None:
-    """Payload, residual, decoded tensor and sum against gradwire.lang.interpret, with and without a residual."""
+    """Payload, residual and decoded tensor are those of gradwire.lang.interpret, with and without a residual."""
     assert isinstance(codec, TracedCompressor)
     for size in _SIZES:
         for family in (normal, heavy_tailed):
@@ -65,7 +66,7 @@ def _like_the_oracle(codec: TracedCompressor, grad: torch.Tensor) -> None:
 
 
 def _device() -> str | None:
-    """Where generated Triton code can run: on a GPU, or on the CPU where TRITON_INTERPRET=1 is set."""
+    """Device for generated Triton code: a GPU, or with TRITON_INTERPRET=1 the CPU; None if there is none."""
     if importlib.util.find_spec("triton") is None:
         return None
     if torch.cuda.is_available():
@@ -75,7 +76,7 @@ def _device() -> str | None:
 
 @check(lambda codec: _is_traced(codec) and _device() is not None)
 def generated_code_for_gpus_gives_what_the_oracle_gives(codec: Compressor) -> None:
-    """Payload, residual and decoded tensor of the Triton code, on a GPU or interpreted (TRITON_INTERPRET=1)."""
+    """Payload, residual and decoded tensor of Triton code, on a GPU or interpreted (TRITON_INTERPRET=1)."""
     assert isinstance(codec, TracedCompressor)
     device = _device()
     assert device is not None
@@ -94,10 +95,10 @@ def _triton_like_the_oracle(
     wanted = interpret.encode(codec.program, as_array(grad), environment())
     assert wanted is not None
     static = static_values(statics(codec.program), size, ctx.step)
-    words = np.array([w for k in (ctx.shared_key, ctx.private_key) for w in (k & 0xFFFFFFFF, k >> 32)], np.uint32)
+    words = key_words(ctx)
     rest, out = torch.empty(size, device=device), torch.empty(size, device=device)
     body = module.encode(grad.to(device), 1.0, None, rest, None, words, ctx.offset, static)
-    expect(body is not None, "a finite gradient was taken for one that is not")
+    expect(body is not None, "a finite gradient was marked as not finite")
     sent, left = body.cpu().numpy(), as_array(rest.cpu())
     expect(sent.tobytes() == wanted[0].tobytes(), _difference("payload", sent, wanted[0]))
     expect(left.tobytes() == wanted[1].tobytes(), _difference("residual", left, wanted[1]))
@@ -108,8 +109,8 @@ def _triton_like_the_oracle(
 
 def _difference(what: str, found: np.ndarray, wanted: np.ndarray) -> str:
     if found.size != wanted.size:
-        return f"the {what} has {found.size} values, that of the oracle {wanted.size}"
+        return f"the {what} has {found.size} values, but the oracle's has {wanted.size}"
     places = np.flatnonzero(found != wanted)
     first = int(places[0]) if places.size else 0
-    values = f"{found[first]!r} and not {wanted[first]!r}" if places.size else "other zeros"
+    values = f"{found[first]!r} instead of {wanted[first]!r}" if places.size else "signs of zeros"
     return f"the {what} differs from the oracle's in {places.size} of {found.size} values, first at {first}: {values}"

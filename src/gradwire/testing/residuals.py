@@ -1,4 +1,4 @@
-"""What a payload does not carry: the residual is exact, in place, scaled, and nothing of it is lost."""
+"""Residuals: exact, in place, scaled, and without loss over many steps."""
 # Shapes: N = elements of the tensor, W = ranks
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gradwire.testing.checks import about, check, expect
 
 @check()
 def gradient_is_what_was_sent_plus_the_residual(codec: Compressor) -> None:
-    """G = decode(encode(g)) + residual, to the rounding of float32, for tensors that hurt."""
+    """The gradient is decode(encode(g)) + residual, up to float32 rounding, for edge-case tensors."""
     for name, make in EDGE_TENSORS.items():
         with about(name):
             _gradient_is_sent_plus_residual(codec, make())
@@ -50,21 +50,19 @@ def _gradient_is_sent_plus_residual(codec: Compressor, grad: torch.Tensor) -> No
 
 @check()
 def the_residual_may_be_the_memory_of_the_gradient(codec: Compressor) -> None:
-    """Encoding with g's own memory as residual_out gives the same payload and the same residual."""
+    """If residual_out is the memory of g, payload and residual are the same."""
     grad = heavy_tailed(777)
     residual = np.empty(777, np.float32)
     payload = codec.encode(grad, context(grad), residual_out=residual)
     memory = grad.clone()
     in_place = codec.encode(memory, context(grad), residual_out=as_array(memory))
-    expect(
-        bytes(payload.body) == bytes(in_place.body), "the payload differs where the residual overwrites the gradient"
-    )
-    expect(bits(memory) == residual.tobytes(), "the residual differs where it overwrites the gradient")
+    expect(bytes(payload.body) == bytes(in_place.body), "the payload differs if the residual overwrites the gradient")
+    expect(bits(memory) == residual.tobytes(), "the residual differs if it overwrites the gradient")
 
 
 @check()
 def compensated_encode_is_compensate_then_encode(codec: Compressor) -> None:
-    """encode(g, scale, residual_in) is encode(scale · g + residual_in), also in place."""
+    """encode(g, scale, residual_in) equals encode(scale · g + residual_in), also in place."""
     for dtype in ELEMENT_TYPES:
         with about(dtype):
             _compensated(codec, heavy_tailed(900).clamp(-6e4, 6e4).to(dtype))
@@ -78,13 +76,13 @@ def _compensated(codec: Compressor, grad: torch.Tensor) -> None:
     own = before.copy()
     for work, source in ((np.empty(900, np.float32), before), (own, own)):
         payload = codec.encode(grad, ctx, scale=0.25, residual_in=source, residual_out=work)
-        expect(bytes(payload.body) == bytes(expected.body), "other bytes than encode of what was compensated")
-        expect(work.tobytes() == rest.tobytes(), "another residual than encode of what was compensated")
+        expect(bytes(payload.body) == bytes(expected.body), "other bytes than encode of the compensated gradient")
+        expect(work.tobytes() == rest.tobytes(), "another residual than encode of the compensated gradient")
 
 
 @check()
 def without_feedback_the_scale_goes_into_the_payload(codec: Compressor) -> None:
-    """encode(g, scale) is encode(scale · g), for a power of two, which rounds nothing."""
+    """encode(g, scale) equals encode(scale · g) for a power of two, which rounds nothing."""
     for dtype in ELEMENT_TYPES:
         grad = heavy_tailed(900).clamp(-6e4, 6e4).to(dtype)
         ctx = float32_context(grad)
@@ -95,7 +93,7 @@ def without_feedback_the_scale_goes_into_the_payload(codec: Compressor) -> None:
 
 @check()
 def scaling_without_feedback_makes_valid_payloads_even_by_underflow(codec: Compressor) -> None:
-    """A payload of scale · g is one that decodes, and is marked non-finite only where it is."""
+    """A payload of scale · g decodes, and is marked as non-finite only if it is."""
     for name, make in EDGE_TENSORS.items():
         for scale in (1 / 3, 1e-30):
             with about(f"{name}, scale {scale:.3g}"):
@@ -108,16 +106,16 @@ def scaling_without_feedback_makes_valid_payloads_even_by_underflow(codec: Compr
 
 @check(lambda codec: codec.default_feedback == "error")
 def scatter_reduce_of_three_ranks_loses_nothing_in_300_steps(codec: Compressor) -> None:
-    """Produced = applied + residuals of both roles, element by element, with a step in five rolled back."""
+    """Produced = applied + residuals of both roles, element by element, with every fifth step rolled back."""
     world_size, size = 3, 210
-    parts = [ElementRange(70 * rank, 70) for rank in range(world_size)]
+    ranges = [ElementRange(70 * rank, 70) for rank in range(world_size)]
     residuals = [Residuals() for _ in range(world_size)]
     produced, applied = np.zeros(size), np.zeros(size)
     rng = np.random.default_rng(5)
     offsets = rng.standard_normal((world_size, size)).astype(np.float32)  # ranks see different data
     for step in range(300):
         grads = [offset + rng.standard_normal(size).astype(np.float32) for offset in offsets]
-        update = _scatter_reduced(codec, step, grads, parts, residuals)
+        update = _scatter_reduced(codec, step, grads, ranges, residuals)
         for each in residuals:
             each.rollback() if step % 5 == 4 else each.commit()
         if step % 5 != 4:
@@ -126,31 +124,31 @@ def scatter_reduce_of_three_ranks_loses_nothing_in_300_steps(codec: Compressor) 
     kept = np.sum([each.total()["w"] for each in residuals], axis=0)
     off = float(np.abs(applied + kept - produced).max())
     expect(off <= 2e-3, f"applied + residuals differ from what was produced by up to {off:.4g}")
-    # Without a residual where the aggregate is encoded anew most of the gradient would be missing.
+    # Without a residual for the re-encoded aggregate, most of the gradient would be missing.
     delta = codec.contraction(TensorSpec((70,)))
     if delta is None or delta > 0.1 / 70:
         ratio = float(np.abs(kept).mean() / np.abs(produced).mean())
-        expect(ratio < 0.25, f"after 300 steps {100 * ratio:.0f} % of the gradient are still in residuals")
+        expect(ratio < 0.25, f"after 300 steps, {100 * ratio:.0f} % of the gradient is still in residuals")
 
 
 def _scatter_reduced(
-    codec: Compressor, step: int, grads: list[np.ndarray], parts: list[ElementRange], residuals: list[Residuals]
+    codec: Compressor, step: int, grads: list[np.ndarray], ranges: list[ElementRange], residuals: list[Residuals]
 ) -> torch.Tensor:
-    """One step: each owner gets its range of all ranks, and encodes the sum anew."""
+    """One step: each owner gets its range from all ranks, and re-encodes the sum."""
     policy, ranks = get("error"), range(len(grads))
     update = torch.empty(grads[0].size)
-    for owner, part in enumerate(parts):
-        spec = TensorSpec((part.count,))
-        ctxs = [context(torch.empty(0), spec=spec, step=step, rank=rank, offset=part.offset) for rank in ranks]
+    for owner, owned in enumerate(ranges):
+        spec = TensorSpec((owned.count,))
+        ctxs = [context(torch.empty(0), spec=spec, step=step, rank=rank, offset=owned.offset) for rank in ranks]
         payloads = [
             policy.encode(
-                codec, torch.from_numpy(grads[rank][part.offset : part.end]), ctxs[rank], residuals[rank],
-                ResidualKey("w", part), scale=1 / len(grads),
+                codec, torch.from_numpy(grads[rank][owned.offset : owned.end]), ctxs[rank], residuals[rank],
+                ResidualKey("w", owned), scale=1 / len(grads),
             )
             for rank in ranks
         ]  # fmt: skip
-        total = codec.decode_sum(payloads, ctxs, torch.empty(part.count))
+        total = codec.decode_sum(payloads, ctxs, torch.empty(owned.count))
         ctx = replace(ctxs[owner], stage=1)
-        again = policy.encode(codec, total, ctx, residuals[owner], ResidualKey("w", part, "aggregate"))
-        codec.decode(again, ctx, out=update[part.offset : part.end])
+        again = policy.encode(codec, total, ctx, residuals[owner], ResidualKey("w", owned, "aggregate"))
+        codec.decode(again, ctx, out=update[owned.offset : owned.end])
     return update

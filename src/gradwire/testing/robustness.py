@@ -1,4 +1,4 @@
-"""Bytes from anywhere: decoders give a tensor of the expected shape or `PayloadError`, and take no more memory."""
+"""Untrusted bytes: decoders return a tensor of the expected shape or raise `PayloadError`, in bounded memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NUM_CASES = 60
 def take_or_refuse(
     codec: Compressor, payload: Payload, size: int, stats: Sequence[np.ndarray] = ()
 ) -> torch.Tensor | None:
-    """What every decoder owes: a tensor of the expected shape, or `PayloadError` (None)."""
+    """Decode, and return a tensor of the expected shape, or None if the decoder raises `PayloadError`."""
     ctx = context(torch.empty(size))
     try:
         found = codec.decode(payload, ctx, stats=stats)
@@ -37,7 +37,7 @@ def take_or_refuse(
 
 
 def random_bytes(rng: np.random.Generator, most: int, least: int = 0) -> bytes:
-    """Up to `most` bytes: any, or all zeros, or all ones."""
+    """Return `least` to `most` bytes: random, all zeros, or all ones."""
     count = int(rng.integers(least, most + 1))
     kind = rng.integers(4)
     return bytes(count) if kind == 0 else b"\xff" * count if kind == 1 else rng.bytes(count)
@@ -45,11 +45,11 @@ def random_bytes(rng: np.random.Generator, most: int, least: int = 0) -> bytes:
 
 @check()
 def arbitrary_bytes_are_decoded_or_refused(codec: Compressor) -> None:
-    """Random bytes of random length, marked as non-finite or not, for tensors of random size."""
+    """Random bytes of random length, with or without the non-finite mark, for tensors of random size."""
     for seed in range(NUM_CASES):
         rng = np.random.default_rng(seed)
         body, size = random_bytes(rng, 300), int(rng.integers(261))
-        if seed % 3 == 0:  # the right length, so that the values are what is looked at
+        if seed % 3 == 0:  # the right length, so that the values are tested
             body = random_bytes(rng, *2 * (codec.encode(normal(size), context(normal(size))).body.nbytes,))
         payload = with_body(replace(EMPTY, nonfinite=bool(rng.integers(4) == 0)), body)
         with about(f"case {seed}, {len(body)} bytes for {size} elements"):
@@ -57,7 +57,7 @@ def arbitrary_bytes_are_decoded_or_refused(codec: Compressor) -> None:
 
 
 def damaged(rng: np.random.Generator, body: bytes) -> bytes:
-    """The bytes with one change: a flip, an insertion, a deletion, an overwrite, an extension, or a cut."""
+    """Return the bytes with one change: a flip, an insertion, a deletion, an overwrite, an extension, or a cut."""
     kind = rng.choice(["flip", "insert", "delete", "overwrite", "extend", "cut"])
     at = int(rng.integers(max(1, len(body))))
     if kind == "flip" and body:
@@ -73,7 +73,7 @@ def damaged(rng: np.random.Generator, body: bytes) -> bytes:
 
 @check()
 def damaged_payloads_are_decoded_or_refused_and_never_mean_the_same(codec: Compressor) -> None:
-    """A payload with one change; where `unique_encoding` is declared, it never decodes to the same tensor."""
+    """A changed payload never decodes to the same tensor if `unique_encoding` is declared."""
     for seed in range(NUM_CASES):
         rng = np.random.default_rng(seed)
         size = int(rng.integers(1, 201))
@@ -85,12 +85,12 @@ def damaged_payloads_are_decoded_or_refused_and_never_mean_the_same(codec: Compr
             found = take_or_refuse(codec, with_body(payload, other), size)
             if found is not None and other != body and codec.unique_encoding:
                 same = bits(found) == bits(codec.decode(payload, context(grad)))
-                expect(not same, "unique_encoding is declared, and other bytes decode to the same tensor")
+                expect(not same, "unique_encoding is declared, but other bytes decode to the same tensor")
 
 
 @check()
 def every_flipped_bit_is_refused_or_changes_the_tensor(codec: Compressor) -> None:
-    """Each bit of a payload, flipped alone."""
+    """A payload with one flipped bit, for each of its bits."""
     grad = heavy_tailed(43)
     payload, ctx = codec.encode(grad, context(grad)), context(grad)
     body = bytes(payload.body)
@@ -101,10 +101,8 @@ def every_flipped_bit_is_refused_or_changes_the_tensor(codec: Compressor) -> Non
         with about(f"bit {bit} of {8 * len(body)} flipped"):
             found = take_or_refuse(codec, with_body(payload, bytes(flipped)), 43)
             same = found is not None and bits(found) == expected
-            expect(
-                not (same and codec.unique_encoding),
-                "unique_encoding is declared, and other bytes decode to the same tensor",
-            )
+            unique = not (same and codec.unique_encoding)
+            expect(unique, "unique_encoding is declared, but other bytes decode to the same tensor")
 
 
 @check()

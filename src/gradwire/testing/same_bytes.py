@@ -1,4 +1,4 @@
-"""The same bytes: twice, on every backend, for every stride."""
+"""Determinism: the same bytes at every call, on every backend, for every stride."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gradwire.testing.checks import about, check, expect
 
 @check()
 def same_bytes_twice_and_on_every_backend(codec: Compressor) -> None:
-    """Payload, residual and decoded tensor of tensors that hurt are the same at each call and with all kernels."""
+    """Payload, residual and decoded tensor of edge-case tensors are the same at each call and on all backends."""
     for name, make in EDGE_TENSORS.items():
         with about(name):
             grad = make()
@@ -34,16 +34,16 @@ def _all_that_comes_out(codec: Compressor, grad: torch.Tensor, name: str) -> tup
 
 @check()
 def strides_do_not_matter(codec: Compressor) -> None:
-    """A view is encoded as its contiguous copy is."""
+    """A strided view gives the same bytes as its contiguous copy."""
     wide = normal(60 * 40).reshape(60, 40)
     for name, view in (("transposed", wide.T), ("steps", wide[::2, 1::3]), ("a column", wide[:, 5])):
         found, expected = codec.encode(view, context(view)), codec.encode(view.contiguous(), context(view))
-        expect(bytes(found.body) == bytes(expected.body), f"{name}: other bytes than of the contiguous copy")
+        expect(bytes(found.body) == bytes(expected.body), f"{name}: other bytes than for the contiguous copy")
 
 
 @check()
 def randomness_depends_on_the_context_alone(codec: Compressor) -> None:
-    """A codec that draws gives other bytes in another step, rank, seed, stage and name; one that does not, the same."""
+    """With random rounding, another step, rank, seed, stage or name gives other bytes; otherwise the same bytes."""
     grad = normal(600)
     body = bytes(codec.encode(grad, context(grad)).body)
     for field, value in {"step": 4, "rank": 1, "seed": 8, "stage": 1, "name": "fc.bias"}.items():
@@ -51,12 +51,12 @@ def randomness_depends_on_the_context_alone(codec: Compressor) -> None:
         if "rounding" in draws(codec):
             expect(other != body, f"another {field} gave the same bytes, so that rounding errors do not average out")
         elif not draws(codec):
-            expect(other == body, f"another {field} gave other bytes, and nothing is drawn at random")
+            expect(other == body, f"another {field} gave other bytes, although nothing is random")
 
 
 @check()
 def decode_sum_is_decoding_one_after_the_other(codec: Compressor) -> None:
-    """The payloads of five ranks, summed in one call, bit for bit; of none, zeros."""
+    """decode_sum of five payloads gives the same bits as decoding them one by one; of none, it gives zeros."""
     for name, largest in (("cpu", 70_000), ("reference", 3000)):
         for size in (0, 1, 9, 2500, largest):
             with about(f"{size} elements on {name}"), backend(name):

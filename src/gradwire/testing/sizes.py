@@ -1,4 +1,4 @@
-"""Sizes that receivers rely on, and the memory that encoding and decoding take."""
+"""Sizes that receivers rely on, and memory use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gradwire.wire.payload import Payload
 
 @check()
 def max_encoded_bytes_is_a_bound(codec: Compressor) -> None:
-    """No payload is larger than `max_encoded_bytes` says, and each is a row of bytes."""
+    """No payload exceeds `max_encoded_bytes`, and each is uint8 of one dimension."""
     families: tuple[Callable[[int], torch.Tensor], ...] = (normal, heavy_tailed, torch.ones, torch.zeros)
     for size in (*range(18), 63, 64, 65, 1023, 1024, 1025, 4100):
         for make in families:
@@ -35,10 +35,10 @@ def _is_compiled(codec: Compressor) -> bool:
 
 @check(_is_compiled)
 def encode_allocates_the_payload_and_decode_nothing(codec: Compressor) -> None:
-    """NumPy reports its buffers to tracemalloc. What is kept from call to call is there after the first.
+    """Encode allocates little more than the payload, and decode next to nothing, after the first call.
 
-    Selection has histograms of fixed size, and sorts about as many elements as it keeps. Codecs with a preliminary
-    round compute with some numbers for each value of it.
+    Selection needs histograms of fixed size, and sorts about as many elements as it keeps. With a preliminary round,
+    some memory is needed for each of its values.
     """
     for feedback in (False, True):
         with about("with feedback" if feedback else "without feedback"):
@@ -66,7 +66,7 @@ def _expect_peak(name: str, action: Callable[[], object], most: int) -> None:
 
 
 def peak(action: Callable[[], object]) -> int:
-    """The most bytes that a second call holds at once."""
+    """Return the most bytes that a second call holds at once, as NumPy reports them to tracemalloc."""
     action()
     tracemalloc.start()
     try:

@@ -1,4 +1,4 @@
-"""Stateful codecs: what they leave for the next step, and states that do not fit."""
+"""Stateful compressors: states for the next step, and states that do not fit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def a_state_is_a_row_of_numbers_that_the_next_step_takes(codec: StatefulCompress
 
 @check(_is_stateful)
 def a_state_of_something_else_is_ignored(codec: StatefulCompressor) -> None:
-    """What another compressor or other options have left changes nothing that must hold."""
+    """A state of another compressor or other options does no harm."""
     grad = normal(60 * 50).reshape(60, 50)
     for state in (np.empty(0, np.float32), np.full(7, 3, np.float32), np.zeros(129, np.uint8), np.zeros(1, np.uint8)):
         with about(f"a state of {state.dtype}[{state.size}]"):
@@ -49,12 +49,12 @@ def _round_trip(codec: StatefulCompressor, ctx: Context) -> Payload:
     payload = codec.encode(grad, ctx)
     found = codec.decode(payload, ctx)
     expect(found.isfinite().all(), "a finite gradient decodes to values that are not finite")
-    expect(not codec.exact or bits(found) == bits(grad), "exact is declared, and other bits came out")
+    expect(not codec.exact or bits(found) == bits(grad), "exact is declared, but other bits came out")
     return payload
 
 
 def _source(codec: StatefulCompressor, payload: Payload, ctx: Context) -> Any:
-    """What `next_state` takes, for one rank."""
+    """Return the argument of `next_state`, for one rank."""
     if codec.state_source == "payload":
         return payload
     grad = heavy_tailed(60 * 50, seed=ctx.step).reshape(60, 50)
