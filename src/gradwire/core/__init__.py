@@ -1,1 +1,1 @@
-"""What every layer shares: errors, tensor specs, the encode context, counter-based keys and events."""
+"""Shared by all layers: errors, tensor specs, the encode context, counter-based keys and events."""

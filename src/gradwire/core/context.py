@@ -1,8 +1,8 @@
-"""The context of one encode or decode: which tensor, which step, which rank, and the keys of randomness.
+"""The context of one encode or decode: tensor, step, rank, and the keys of random numbers.
 
-Randomness is counter-based and comes in two streams. The *shared* stream depends on (seed, step, name) and the
-global element index, so it is the same on all ranks; the *private* stream depends on rank and stage as well.
-Encoding twice under the same context gives the same bytes.
+Random numbers are counter-based, in two streams. The *shared* stream depends on seed, step, name and the global element
+index, so it is the same on all ranks. The *private* stream also depends on rank and stage. Encoding twice with the same
+context gives the same bytes.
 """
 
 from __future__ import annotations
@@ -20,20 +20,19 @@ from gradwire.core.spec import TensorSpec
 
 @dataclass(frozen=True)
 class Context:
-    """Everything but the gradient that an encode or a decode depends on.
+    """Everything that an encode or a decode depends on, except for the gradient.
 
     Args:
-        name: parameter name; part of both random streams.
-        step: synchronization step, counted from 0.
-        rank: rank that encodes.
-        world_size: ranks in the process group.
-        seed: seed of the job, the same on all ranks.
-        offset: global element index of the first element, where the gradient is a range of a tensor.
-        stage: which encode of the path this is: 0 for a rank's own gradient, then one for each re-encode.
-        spec: shape and dtype to decode to; a decoder never takes these from the payload. None means the
-            caller hands `out=` to decode.
-        aux: slices of parameter and optimizer state that belong to the gradient, by name (for gcomp).
-        state: state of the range that a `StatefulCompressor` has left in an earlier step; None at first.
+        name: Parameter name.
+        step: Synchronization step, counted from 0.
+        rank: Rank that encodes.
+        world_size: Number of ranks in the process group.
+        seed: Seed of the job, the same on all ranks.
+        offset: Global index of the first element, if the gradient is a range of a tensor.
+        stage: Number of encodes before this one on the path: 0 for a rank's own gradient, then one more per re-encode.
+        spec: Shape and dtype to decode to, which decoders never take from the payload. None if `out=` has them.
+        aux: Slices of the parameter and the optimizer state for these elements, by name (for gcomp).
+        state: State of the range that a `StatefulCompressor` returned in an earlier step; None at first.
     """
 
     name: str
@@ -49,12 +48,12 @@ class Context:
 
     @property
     def shared_key(self) -> int:
-        """64-bit key of the stream that all ranks share."""
+        """64-bit key of the shared stream."""
         return _key(self.name, self.seed, self.step)
 
     @property
     def private_key(self) -> int:
-        """64-bit key of the stream of this rank and stage."""
+        """64-bit key of the private stream."""
         return _key(self.name, self.seed, self.step, self.rank, self.stage)
 
 

@@ -1,7 +1,7 @@
 """The exceptions that gradwire raises.
 
-Every message says what is wrong, with the value, and what to do. Errors about a caller's input are also `ValueError`s
-or `TypeError`s, so that code which knows nothing of gradwire handles them as usual.
+Every message says what is wrong, with the value, and what to do. Errors about a caller's input are also `ValueError` or
+`TypeError`, so that code without knowledge of gradwire handles them as usual.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-# "3lc" and "1bit" are in use for what is threelc and onebit here.
+# For "3lc" and "1bit", which are threelc and onebit here.
 _SPELLING = str.maketrans({"1": "one", "2": "two", "3": "three"})
 
 
 class GradwireError(Exception):
-    """Base of everything that gradwire raises on purpose."""
+    """Base class of all exceptions that gradwire raises on purpose."""
 
 
 class UnknownNameError(GradwireError, ValueError):
-    """A name (of a compressor, an option, a strategy) that is not known; the message lists the known ones."""
+    """An unknown name of a compressor, an option or a strategy. The message lists the known names."""
 
     def __init__(self, kind: str, name: object, known: Iterable[str]) -> None:
         known = sorted(known)
@@ -28,41 +28,41 @@ class UnknownNameError(GradwireError, ValueError):
 
 
 class OptionError(GradwireError, ValueError):
-    """An option whose value is out of range."""
+    """An option with a value out of range."""
 
 
 class OptionTypeError(GradwireError, TypeError):
-    """An option, or another argument, of the wrong type."""
+    """An option or another argument of the wrong type."""
 
 
 class AttachError(GradwireError, RuntimeError):
-    """`gradwire.attach` cannot do what was asked for with this module, optimizer or process group."""
+    """`gradwire.attach` does not support this module, optimizer or process group."""
 
 
 class DisagreementError(GradwireError, RuntimeError):
-    """Ranks differ in method, shapes, order or world size. Raised on every rank, before data is sent."""
+    """Ranks differ in method, shapes, order or world size. Raised on every rank before data is sent."""
 
 
 class StateError(GradwireError, RuntimeError):
-    """Saved state that cannot be used: damaged, incomplete, of another job, or held by another process."""
+    """Saved state is damaged, incomplete, from another job, or locked by another process."""
 
 
 class PayloadError(GradwireError, ValueError):
-    """Received bytes that are not a payload of the expected tensor: the one error of every decoder."""
+    """Received bytes are not a payload of the expected tensor. The only error that decoders raise for their input."""
 
 
 class FrameError(PayloadError):
-    """Received bytes that are not a frame, or a frame that is not the expected one."""
+    """Received bytes are not a frame, or not the expected one."""
 
 
 class SyncError(GradwireError, RuntimeError):
-    """A synchronization ended without a result. Names the rank, the tensor and the phase.
+    """A synchronization ended without a result.
 
     Attributes:
-        rank: the rank that is to blame, or None where that is not known.
-        tensor: the name of the tensor (or group of tensors) in flight.
-        phase: what was waited for, for example ``"recv scatter"``.
-        dump: path of the flight recorder's file, once written.
+        rank: Rank that caused the error, or None if unknown.
+        tensor: Name of the tensor or fusion group in flight.
+        phase: Task that was waited for, for example ``"recv scatter"``.
+        dump: Path of the flight recorder's file, once it is written.
     """
 
     def __init__(
@@ -80,11 +80,11 @@ class PeerTimeoutError(SyncError):
 
 
 class PeerLostError(SyncError):
-    """The connection to a rank closed: its process has ended, or the network dropped it."""
+    """The connection to a rank was closed: its process ended, or the network dropped it."""
 
 
 class PeerFailedError(SyncError):
-    """Another rank failed first and said so; the message is that rank's."""
+    """Another rank failed first. The message is that rank's."""
 
 
 class ReplicaError(SyncError):
@@ -92,15 +92,15 @@ class ReplicaError(SyncError):
 
 
 class ServerStoppedError(SyncError):
-    """Somebody stopped a server before its workers had finished."""
+    """A server was stopped before its workers had finished."""
 
 
 class RightsError(GradwireError, PermissionError):
-    """The system does not permit what a tool needs; the message says which right and how to get it."""
+    """The system denies a permission that a tool needs. The message says which, and how to get it."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that `name` was probably meant to be, whatever its case and however its digits are spelled."""
+    """Return the known name closest to `name`, ignoring case and the spelling of digits; None if none is close."""
     spelled = {_spelled(each): each for each in known}
     close = difflib.get_close_matches(_spelled(name), spelled, n=1)
     return spelled[close[0]] if close else None

@@ -1,6 +1,6 @@
-"""The metrics stream: what happened, when, to which tensor, as plain records that anyone may listen to.
+"""The event stream: plain records with a time and a tensor, for metrics, traces and any other listener.
 
-Emitting is cheap (an append to a bounded ring and a call a listener) and never raises into the data path.
+Emitting costs an append to a bounded ring and one call per listener, and never raises into the data path.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ logger = logging.getLogger("gradwire")
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that happened.
+    """A record of one event.
 
     Attributes:
-        kind: ``encode``, ``decode``, ``merge``, ``send``, ``recv``, ``submit``, ``done``, ``commit``,
-            ``rollback``, ``replica_check``, ``failure``, ``late`` (sent, and not counted).
-        start: seconds on the monotonic clock.
-        duration: seconds; 0 for an instant.
-        tensor: name of the tensor or group of tensors.
-        round: synchronization round.
-        nbytes: bytes concerned: for send and recv the whole frame, for encode and merge the body of one.
-        peer: the other rank, or None; of a send None is the aggregator.
-        detail: anything else worth keeping.
+        kind: ``encode``, ``decode``, ``merge``, ``send``, ``recv``, ``submit``, ``done``, ``commit``, ``rollback``,
+            ``replica_check``, ``failure``, or ``late`` (sent, but not counted).
+        start: Seconds on the monotonic clock.
+        duration: Duration in seconds; 0 for an instant.
+        tensor: Name of the tensor or fusion group.
+        round: Synchronization round.
+        nbytes: Bytes of the whole frame for send and recv, and of its body for encode and merge.
+        peer: The other rank, or None. For a send, None is the aggregator.
+        detail: Any other data.
     """
 
     kind: str
@@ -47,7 +47,7 @@ class Event:
 
 
 class EventStream:
-    """A bounded ring of the latest events, and listeners that see each one as it comes. Thread-safe."""
+    """A bounded ring of the latest events, and listeners that get each event at once. Thread-safe."""
 
     def __init__(self, capacity: int = 4096) -> None:
         self._ring: deque[Event] = deque(maxlen=capacity)
@@ -64,7 +64,7 @@ class EventStream:
 
     @contextmanager
     def span(self, kind: str, **fields: Any) -> Iterator[None]:
-        """Emit one event that lasts as long as the `with` block."""
+        """Emit one event with the duration of the `with` block."""
         start = time.monotonic()
         try:
             yield
@@ -72,7 +72,7 @@ class EventStream:
             self.emit(Event(kind, start, time.monotonic() - start, **fields))
 
     def listen(self, listener: Callable[[Event], None]) -> Callable[[], None]:
-        """Call `listener` with every event from now on; the returned function ends that."""
+        """Call `listener` with every event from now on, until the returned function is called."""
         with self._lock:
             self._listeners = [*self._listeners, listener]
 
@@ -83,5 +83,5 @@ class EventStream:
         return stop
 
     def latest(self) -> list[Event]:
-        """The events still in the ring, oldest first."""
+        """Return the events in the ring, oldest first."""
         return list(self._ring)

@@ -1,4 +1,4 @@
-"""The optimizers that a user means: one, several, or what libraries wrap around one."""
+"""The optimizers that a user passes: one, several, or the wrappers of other libraries."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from gradwire.core.errors import OptionTypeError
 
 
 def optimizers_of(given: object) -> list[torch.optim.Optimizer]:
-    """The optimizers in `given`, each once, in its order.
+    """Return the optimizers in `given`, each once, in the same order.
 
     Args:
-        given: a `torch.optim.Optimizer`, or a wrapper that has one as its ``optimizer``, as those of Accelerate and
-            Lightning do; or a list of these.
+        given: A `torch.optim.Optimizer`, a wrapper with one in its attribute ``optimizer`` (Accelerate, Lightning), or
+            a list of these.
 
     Raises:
-        OptionTypeError: something else, or an empty list.
+        OptionTypeError: The argument is something else, or an empty list.
     """
     found = [_one(each) for each in (given if isinstance(given, (list, tuple)) else [given])]
     if not found:
@@ -42,7 +42,7 @@ def _one(given: object) -> torch.optim.Optimizer:
 
 
 def _takes_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is an optimizer of its own: a wrapper may be a subclass that never called the constructor."""
+    """Whether hooks can be registered: a wrapper may be a subclass that never called the constructor."""
     try:
         optimizer.register_step_post_hook(lambda *_: None).remove()
     except AttributeError:

@@ -1,4 +1,4 @@
-"""What a tensor is, apart from its values: shape, element type, and ranges of elements."""
+"""Shape, element type, and ranges of elements of a tensor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from gradwire.core.errors import UnknownNameError
 
-# The element types that travel, by their code on the wire. Codes are never reused.
+# Element types and their codes on the wire, which are never reused.
 ELEMENT_TYPES: dict[torch.dtype, int] = {
     torch.float32: 1,
     torch.float16: 2,
@@ -21,7 +21,7 @@ ELEMENT_TYPES: dict[torch.dtype, int] = {
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape and element type of a tensor, which a receiver knows before any byte arrives."""
+    """Shape and element type of a tensor, known to a receiver before any byte arrives."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
@@ -56,9 +56,9 @@ class ElementRange:
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray:
-    """Return the elements of a CPU tensor as a contiguous 1-D NumPy array, without a copy where possible.
+    """Return the elements of a CPU tensor as a contiguous 1-D NumPy array, without a copy if possible.
 
-    NumPy has no bfloat16: such a tensor comes as the uint16 view of its bits, which is how every kernel takes it.
+    NumPy has no bfloat16: kernels take such tensors as a uint16 view of their bits, which this returns.
     """
     flat = tensor.detach().reshape(-1)
     if not flat.is_contiguous():
@@ -69,7 +69,7 @@ def as_array(tensor: torch.Tensor) -> np.ndarray:
 
 
 def as_tensor(array: np.ndarray, spec: TensorSpec) -> torch.Tensor:
-    """Return the tensor over the memory of `array`: the inverse of `as_array`."""
+    """Return a tensor that shares the memory of `array`: the inverse of `as_array`."""
     if spec.dtype == torch.bfloat16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).reshape(spec.shape)
     return torch.from_numpy(array).reshape(spec.shape)

@@ -1,6 +1,6 @@
-"""Everything gradwire uses of torch that torch does not promise, in one place.
+"""All uses of private or undocumented parts of torch.
 
-Each function has a test that fails where a torch version changes what it relies on.
+Each function has a test that fails if a torch version changes what the function relies on.
 """
 
 from __future__ import annotations
@@ -19,44 +19,44 @@ Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 
 
 def in_backward() -> bool:
-    """Whether the calling thread runs a backward (False in the hook of a rank that has joined early)."""
+    """Whether the calling thread runs a backward pass. False in the hook of a rank that has joined early."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 def after_backward(callback: Callable[[], None]) -> None:
-    """Call `callback` when the running backward has ended, before the DDP reducer's own end; it may raise."""
+    """Call `callback`, which may raise, at the end of the current backward pass, before the DDP reducer finishes."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def has_comm_hook(ddp: DistributedDataParallel) -> bool:
-    """Whether a communication hook is registered (by anybody); there is one slot and no way to empty it.
+    """Whether any communication hook is registered. There is one slot, and no way to empty it.
 
-    DDP's own list of hooks lacks the built-in ones, and a copy of a module has the list but not the hooks.
+    DDP's own list of hooks lacks the built-in hooks, and a copy of a module has the list but not the hooks.
     """
     return bool(ddp._get_ddp_logging_data().get("comm_hook"))  # type: ignore[no-untyped-call]
 
 
 def register_hook(ddp: DistributedDataParallel, hook: Hook) -> None:
-    """Register a communication hook that stays out of copies and pickles of the module.
+    """Register a communication hook that is not part of copies and pickles of the module.
 
-    DDP keeps hooks in a list as well, for its Python reducer alone. In a copy they would never be called.
+    DDP also keeps hooks in a list, only for its Python reducer. In a copy they would never be called.
     """
     ddp.register_comm_hook(None, hook)
     ddp._comm_hooks.pop()
 
 
 def has_mixed_precision(ddp: DistributedDataParallel) -> bool:
-    """Whether DDP's own ``mixed_precision=`` is on, which takes the communication hook."""
+    """Whether DDP uses the communication hook itself, for ``mixed_precision=``."""
     return getattr(ddp, "mixed_precision", None) is not None
 
 
 def steps_in_backward(ddp: DistributedDataParallel) -> bool:
-    """Whether parameters have optimizers that step within backward: DDP's next forward takes the hook for them."""
+    """Whether optimizers step within the backward pass. DDP's next forward pass then takes the hook for them."""
     return any(hasattr(parameter, "_in_backward_optimizers") for parameter in ddp._module_parameters)
 
 
 def is_replicated(module: object) -> bool:
-    """Whether `replicate` was called on a module: its DDP module has other parameter names, and comes later."""
+    """Whether `replicate` was called on a module. Its DDP module is made later, with other parameter names."""
     from torch.distributed._composable.replicate import DDP
 
     return isinstance(module, DDP)
@@ -68,36 +68,36 @@ def has_python_reducer(ddp: DistributedDataParallel) -> bool:
 
 
 def divides_by_active_ranks(ddp: DistributedDataParallel) -> bool:
-    """Whether `ddp` is within ``join(divide_by_initial_world_size=False)``."""
+    """Whether `ddp` is in a ``join(divide_by_initial_world_size=False)`` block."""
     return bool(ddp._join_config.enable and not getattr(ddp, "_divide_by_initial_world_size", True))
 
 
 def waits_before_callbacks(ddp: DistributedDataParallel) -> bool:
     """Whether the reducer may take the hooks' results before `after_backward` runs.
 
-    It does in a static graph's first backward. Buckets are rebuilt in the third forward at the latest, so this is also
-    True in the second, where it does no harm.
+    It does so in the first backward pass of a static graph. This also returns True in the second, which does no harm:
+    buckets are rebuilt in the third forward pass at the latest.
     """
     return bool(ddp.static_graph and not ddp._has_rebuilt_buckets)
 
 
 def may_skip_parameters(ddp: DistributedDataParallel) -> bool:
-    """Whether a backward may leave parameters out, whose buckets hold what their ``.grad`` held before."""
+    """Whether a backward pass may skip parameters. Buckets then contain their previous ``.grad``."""
     return bool(ddp.find_unused_parameters or ddp.static_graph)
 
 
 def parameter_names(ddp: DistributedDataParallel) -> dict[int, str]:
-    """The names that all parameters have in the model before it was compiled, by their ids."""
+    """Return the names of all parameters in the model before it was compiled, by id."""
     return {id(parameter): uncompiled_name(name) for name, parameter in ddp.module.named_parameters()}
 
 
 def trained_parameters(ddp: DistributedDataParallel, *, sparse: bool = False) -> list[tuple[str, torch.nn.Parameter]]:
-    """The parameters with dense gradients that DDP would synchronize if it were made now, by name, in its order.
+    """Return the parameters with dense gradients that DDP would synchronize if it were made now, in its order.
 
-    It was made with those that were not frozen then: which these are, it does not tell.
+    DDP does not tell which parameters were frozen when it was made.
 
     Args:
-        sparse: return those whose gradients are sparse instead.
+        sparse: If true, return the parameters with sparse gradients instead.
     """
     names = parameter_names(ddp)
     found, are_sparse = ddp._build_params_for_reducer()  # type: ignore[no-untyped-call]
@@ -105,35 +105,36 @@ def trained_parameters(ddp: DistributedDataParallel, *, sparse: bool = False) ->
 
 
 def uncompiled(module: object) -> object:
-    """The module that `torch.compile` has wrapped; any other module is returned as it is."""
+    """Return the module that `torch.compile` has wrapped, or `module` itself."""
     return getattr(module, "_orig_mod", module)
 
 
 def uncompiled_name(name: str) -> str:
-    """A parameter's name without what `torch.compile` puts into it."""
+    """Return a parameter's name without the prefixes of `torch.compile`."""
     return name.replace("_orig_mod.", "")
 
 
 def bucket_parameters(bucket: GradBucket) -> list[torch.Tensor]:
-    """The parameters of a bucket, in the order of its gradients."""
+    """Return the parameters of a bucket, in the order of its gradients."""
     return list(bucket.parameters())
 
 
 def is_sparse(bucket: GradBucket) -> bool:
-    """Whether a bucket is the sparse gradient of one parameter: then it has no `gradients()`."""
+    """Whether a bucket is the sparse gradient of one parameter, without `gradients()`."""
     return bucket.buffer().is_sparse
 
 
 def bucket_gradient(bucket: GradBucket, parameters: Sequence[torch.Tensor], index: int) -> torch.Tensor:
-    """One gradient of a bucket, without those of all others, which `bucket.gradients()` makes anew each time."""
+    """Return one gradient of a bucket. `bucket.gradients()` would create views of all of them at each call."""
     offset = sum(each.numel() for each in parameters[:index])
     return bucket.buffer()[offset : offset + parameters[index].numel()].view(parameters[index].shape)
 
 
 def in_bucket_order(values: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """What is shaped like a parameter, flat, in the order in which buckets have its gradient.
+    """Flatten values of a parameter's shape in the order of its gradient in buckets.
 
-    That is the parameter's order in memory where it is dense, as `torch.channels_last` is; else that of its dimensions.
+    That is the parameter's memory order if it is dense, as `torch.channels_last` is, and otherwise that of its
+    dimensions.
     """
     if parameter.is_contiguous():
         return values.reshape(-1)
@@ -142,16 +143,13 @@ def in_bucket_order(values: torch.Tensor, parameter: torch.Tensor) -> torch.Tens
 
 
 def note_step(optimizer: torch.optim.Optimizer) -> None:
-    """Tell schedules that a step of `optimizer` has been made, here elsewhere: else they warn of a wrong order."""
+    """Tell schedulers that `optimizer` has stepped, although another process did it. Otherwise they warn."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def stepping_scaler() -> torch.amp.GradScaler | None:
-    """The enabled GradScaler whose `step` the caller runs within, as hooks of an optimizer do; None without one."""
-    frames = islice(
-        traceback.walk_stack(sys._getframe()), 32
-    )  # wrappers of the optimizer's `step` lie between, as schedulers' do
-    for frame, _ in frames:
+    """Return the enabled GradScaler whose `step` is calling this, as optimizer hooks need; None if there is none."""
+    for frame, _ in islice(traceback.walk_stack(sys._getframe()), 32):  # `step` may be wrapped, as by schedulers
         if frame.f_code is torch.amp.GradScaler.step.__code__:
             scaler: torch.amp.GradScaler = frame.f_locals["self"]
             return scaler if scaler.is_enabled() else None
