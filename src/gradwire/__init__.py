@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from gradwire.parameter_server.client import ParameterClient as ParameterClient
     from gradwire.planner.table import PlanTable as PlanTable
     from gradwire.residuals.momentum import MomentumCorrection as MomentumCorrection
+    from gradwire.sync.options import SyncOptions as SyncOptions
     from gradwire.sync.plan import Plan as Plan
     from gradwire.sync.resize import resize_state as resize_state
     from gradwire.sync.submission import GradientSlice as GradientSlice
@@ -40,6 +41,7 @@ _HOMES = {
     "MomentumCorrection": "gradwire.residuals.momentum",
     "Plan": "gradwire.sync.plan",
     "PlanTable": "gradwire.planner.table",
+    "SyncOptions": "gradwire.sync.options",
     "Synchronizer": "gradwire.sync.synchronizer",
     "TensorSpec": "gradwire.core.spec",
     "attach": "gradwire.ddp.attach",

@@ -434,7 +434,7 @@ def test_a_server_that_is_not_named_is_asked_for(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("GRADWIRE_AGGREGATOR", raising=False)
     with ranks(2, Plan({"w": "thc"}, strategy="server")) as group:
         for said in outcomes(group, lambda one: one.register({"w": TensorSpec((NUMEL,))})):
-            assert 'Pass server="host:port" or set GRADWIRE_AGGREGATOR' in said
+            assert 'options=gradwire.SyncOptions(server="host:port") or set GRADWIRE_AGGREGATOR' in said
     monkeypatch.setenv("GRADWIRE_AGGREGATOR", "there:7071")
     assert gw.Aggregator.of(None) == gw.Aggregator("there:7071")
 

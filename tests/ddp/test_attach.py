@@ -33,7 +33,7 @@ def gradients(ddp: DistributedDataParallel) -> dict[str, torch.Tensor]:
 
 def test_a_job_of_one_rank_trains_as_without_gradwire() -> None:
     plain, attached = wrapped(), wrapped()
-    handle = gw.attach(attached, "threelc", min_elements=0)
+    handle = gw.attach(attached, gw.Plan("threelc", min_elements=0))
     for ddp in (plain, attached):
         backward(ddp)
     expected = gradients(plain)
@@ -55,12 +55,21 @@ def test_parameters_go_by_their_names_in_the_model_and_frozen_ones_do_not_go() -
 
 def test_a_server_is_for_the_strategy_of_that_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GRADWIRE_AGGREGATOR", raising=False)
-    with pytest.raises(OptionError, match="Pass both, or leave server= out"):
-        gw.attach(wrapped(), "thc", server="127.0.0.1:7071")
-    with pytest.raises(OptionError, match='Pass server="host:port"'):
-        gw.attach(wrapped(), "thc", strategy="server", min_elements=0)
+    with pytest.raises(OptionError, match=r'Pass gradwire.Plan\(..., strategy="server"\), or leave the server out'):
+        gw.attach(wrapped(), "thc", options=gw.SyncOptions(server="127.0.0.1:7071"))
+    with pytest.raises(OptionError, match=r'Pass options=gradwire.SyncOptions\(server="host:port"\)'):
+        gw.attach(wrapped(), gw.Plan("thc", strategy="server", min_elements=0))
     # One rank has nothing to send there, and calls nobody.
-    gw.attach(wrapped(), "thc", strategy="server", server="127.0.0.1:1", min_elements=0).detach()
+    gw.attach(
+        wrapped(), gw.Plan("thc", strategy="server", min_elements=0), options=gw.SyncOptions(server="127.0.0.1:1")
+    ).detach()
+
+
+def test_a_plan_by_auto_says_below_which_size_tensors_stay_dense() -> None:
+    handle = gw.attach(wrapped(), gw.Plan("auto", min_elements=3))
+    assert handle.autopilot is not None
+    assert handle.synchronizer.plan.min_elements == 3
+    handle.detach()
 
 
 def commits(handle: gw.Handle) -> int:
@@ -90,14 +99,14 @@ def test_with_the_optimizer_a_step_commits_and_without_it_the_next_backward_does
 
 def test_state_goes_through_a_file_without_pickled_objects() -> None:
     ddp = wrapped()
-    handle = gw.attach(ddp, "threelc", seed=4)
+    handle = gw.attach(ddp, "threelc", options=gw.SyncOptions(seed=4))
     for _ in range(3):
         backward(ddp)
     file = io.BytesIO()
     torch.save(handle.state_dict(), file)
     handle.detach()
     file.seek(0)
-    handle = gw.attach(ddp, "threelc", seed=5)
+    handle = gw.attach(ddp, "threelc", options=gw.SyncOptions(seed=5))
     handle.load_state_dict(torch.load(file, weights_only=True))
     assert (handle.synchronizer.step, handle.synchronizer.seed) == (3, 4)
     handle.detach()

@@ -42,7 +42,7 @@ def trained(change: Change, method: Any = "gcomp", state: Any = None, **options:
     torch.manual_seed(0)
     ddp = DistributedDataParallel(nn.Sequential(nn.Linear(30, 20), nn.Tanh(), nn.Linear(20, 3)))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-6)
-    handle = gw.attach(ddp, method, optimizer=optimizer, min_elements=0, **options)
+    handle = gw.attach(ddp, gw.Plan(method, min_elements=0), optimizer=optimizer, **options)
     if state is not None:
         handle.load_state_dict(state)
     ddp(torch.randn(8, 30)).square().sum().backward()

@@ -22,7 +22,7 @@ class Branches(nn.Module):
 
 def step_twice(call: nn.Module, ddp: DistributedDataParallel, **options: bool) -> None:
     optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
-    handle = gw.attach(ddp, "threelc", optimizer=optimizer, min_elements=0, **options)  # type: ignore[arg-type]
+    handle = gw.attach(ddp, gw.Plan("threelc", min_elements=0), optimizer=optimizer, **options)  # type: ignore[arg-type]
     call(torch.ones(5, 4, dtype=next(ddp.parameters()).dtype)).sum().backward()
     optimizer.step()
     optimizer.step()
@@ -51,7 +51,7 @@ def test_an_optimizer_that_steps_without_an_averaged_backward_is_told_why_once(
 
 def test_it_is_said_which_gradients_are_sparse(caplog: pytest.LogCaptureFixture) -> None:
     ddp = DistributedDataParallel(nn.EmbeddingBag(10, 4, sparse=True))
-    handle = gw.attach(ddp, "threelc", min_elements=0)
+    handle = gw.attach(ddp, gw.Plan("threelc", min_elements=0))
     assert [record.message for record in caplog.records] == [
         "Gradients of weight are sparse: DDP's own all-reduce averages them."
     ]
@@ -66,7 +66,7 @@ def test_an_optimizer_may_outlive_the_module_and_the_handle(caplog: pytest.LogCa
 
     ddp = DistributedDataParallel(nn.Linear(4, 2))
     optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
-    alive = weakref.ref(gw.attach(ddp, "threelc", optimizer=optimizer, min_elements=0))
+    alive = weakref.ref(gw.attach(ddp, gw.Plan("threelc", min_elements=0), optimizer=optimizer))
     assert alive() is not None, "the module keeps its handle"
     del ddp
     gc.collect()

@@ -22,12 +22,12 @@ ADVICE = r"MomentumCorrection.of\(optimizer\).*or make the optimizer without mom
 def test_momentum_is_not_applied_twice(make, has: str) -> None:
     ddp = wrapped()
     with pytest.raises(AttachError, match=f"{has}: momentum would be applied twice. Do: .*{ADVICE}"):
-        gw.attach(ddp, "topk", optimizer=make(ddp.parameters()), feedback="momentum")
+        gw.attach(ddp, gw.Plan("topk", feedback="momentum"), optimizer=make(ddp.parameters()))
 
 
 def test_momentum_correction_asks_for_the_optimizer() -> None:
     with pytest.raises(AttachError, match=f"Expected optimizer= with momentum correction, got none.*{ADVICE}"):
-        gw.attach(wrapped(), "topk", feedback=gw.MomentumCorrection(0.9))
+        gw.attach(wrapped(), gw.Plan("topk", feedback=gw.MomentumCorrection(0.9)))
 
 
 def test_an_optimizer_whose_momentum_was_taken_is_accepted_and_a_job_of_one_rank_is_not() -> None:
@@ -35,4 +35,4 @@ def test_an_optimizer_whose_momentum_was_taken_is_accepted_and_a_job_of_one_rank
     ddp = wrapped()
     optimizer = torch.optim.SGD(ddp.parameters(), 0.1, momentum=0.9)
     with pytest.raises(OptionError, match="Expected at least two ranks with momentum correction, got one"):
-        gw.attach(ddp, "topk", optimizer=optimizer, feedback=gw.MomentumCorrection.of(optimizer))
+        gw.attach(ddp, gw.Plan("topk", feedback=gw.MomentumCorrection.of(optimizer)), optimizer=optimizer)

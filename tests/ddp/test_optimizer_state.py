@@ -138,10 +138,10 @@ def test_what_of_an_optimizer_is_not_covered_and_parameters_that_are_not_its_are
 
 def test_attaching_asks_for_the_optimizer_where_gcomp_is_and_only_there() -> None:
     with pytest.raises(OptionError, match=r'Do: attach\(ddp, "gcomp", optimizer=opt\), or use "lossless"'):
-        gw.attach(DistributedDataParallel(model()), "gcomp", min_elements=0)
+        gw.attach(DistributedDataParallel(model()), gw.Plan("gcomp", min_elements=0))
     ddp = DistributedDataParallel(model())
     unknown = torch.optim.NAdam(ddp.parameters())
-    gw.attach(ddp, "lossless", optimizer=unknown, min_elements=0).detach()
+    gw.attach(ddp, gw.Plan("lossless", min_elements=0), optimizer=unknown).detach()
     with pytest.raises(OptionError, match="got NAdam"):
         gw.attach(ddp, {"0.*": "gcomp", "*": "lossless"}, optimizer=unknown)
 
@@ -150,7 +150,7 @@ def test_the_loss_scale_is_the_scalers() -> None:
     ddp = DistributedDataParallel(model())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
-    handle = gw.attach(ddp, "gcomp", optimizer=optimizer, scaler=scaler, min_elements=0)
+    handle = gw.attach(ddp, gw.Plan("gcomp", min_elements=0), optimizer=optimizer, scaler=scaler)
     scaler.scale(ddp(torch.ones(2, 6)).square().sum()).backward()
     assert handle._optimizers.aux("0.weight", ElementRange(0, 1))["loss_scale"] == 512
     handle.detach()

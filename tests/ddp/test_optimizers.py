@@ -69,22 +69,22 @@ def test_optimizers_that_lack_parameters_are_refused_with_their_names(
 ) -> None:
     ddp = wrapped()
     with pytest.raises(AttachError, match=message):
-        gw.attach(ddp, "threelc", optimizer=optimizer(ddp), min_elements=0)
-    gw.attach(ddp, "threelc", optimizer=[sgd(ddp.module[0]), sgd(ddp.module[2])], min_elements=0).detach()
+        gw.attach(ddp, gw.Plan("threelc", min_elements=0), optimizer=optimizer(ddp))
+    gw.attach(ddp, gw.Plan("threelc", min_elements=0), optimizer=[sgd(ddp.module[0]), sgd(ddp.module[2])]).detach()
 
 
 def test_parameters_that_nobody_trains_need_no_optimizer() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     model[0].requires_grad_(False)
     ddp = DistributedDataParallel(model)
-    gw.attach(ddp, "threelc", optimizer=sgd(model[2]), min_elements=0).detach()
+    gw.attach(ddp, gw.Plan("threelc", min_elements=0), optimizer=sgd(model[2])).detach()
 
 
 def test_parameters_that_are_frozen_at_attach_belong_to_their_optimizer_all_the_same() -> None:
     ddp = wrapped()
     ddp.module[0].bias.requires_grad_(False)  # DDP goes on to average it, once it is trained again
     first, second = sgd(ddp.module[0]), sgd(ddp.module[2])
-    handle = gw.attach(ddp, "threelc", optimizer=[first, second], min_elements=0)
+    handle = gw.attach(ddp, gw.Plan("threelc", min_elements=0), optimizer=[first, second])
     staged(handle, "0.bias")
     first.step()
     assert committed(handle) == {"0.bias"}
@@ -97,7 +97,7 @@ def test_parameters_that_are_frozen_at_attach_belong_to_their_optimizer_all_the_
 def test_each_of_several_optimizers_commits_the_residuals_of_its_own_parameters() -> None:
     ddp = wrapped()
     first, second = sgd(ddp.module[0]), sgd(ddp.module[2])
-    handle = gw.attach(ddp, "threelc", optimizer=[first, second], min_elements=0)
+    handle = gw.attach(ddp, gw.Plan("threelc", min_elements=0), optimizer=[first, second])
     backward(ddp)
     staged(handle, "0.weight"), staged(handle, "2.weight")
     second.step()
@@ -117,7 +117,7 @@ def test_each_of_several_optimizers_commits_the_residuals_of_its_own_parameters(
 def test_a_rollback_returns_each_parameter_to_its_own_optimizers_last_step() -> None:
     ddp = wrapped()
     first, second = sgd(ddp.module[0]), sgd(ddp.module[2])
-    handle = gw.attach(ddp, "threelc", optimizer=(first, second), min_elements=0)
+    handle = gw.attach(ddp, gw.Plan("threelc", min_elements=0), optimizer=(first, second))
     residuals = handle.synchronizer.residuals
     for name in ("0.weight", "2.weight"):
         staged(handle, name)
@@ -134,7 +134,7 @@ def test_a_rollback_returns_each_parameter_to_its_own_optimizers_last_step() -> 
 def test_a_wrapped_optimizer_commits_when_the_one_within_steps() -> None:
     ddp = wrapped()
     outer = Subclass(sgd(ddp))
-    handle = gw.attach(ddp, "threelc", optimizer=outer, min_elements=0)
+    handle = gw.attach(ddp, gw.Plan("threelc", min_elements=0), optimizer=outer)
     backward(ddp)
     staged(handle, "0.weight")
     outer.step()
@@ -149,7 +149,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_backwards_without_a_step_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     ddp = wrapped()
     old = sgd(ddp)
-    handle = gw.attach(ddp, "threelc", optimizer=old, min_elements=0)
+    handle = gw.attach(ddp, gw.Plan("threelc", min_elements=0), optimizer=old)
     for _ in range(MAX_BACKWARDS - 1):
         backward(ddp)
     old.step()
@@ -170,7 +170,7 @@ def test_backwards_without_a_step_are_warned_of_once(caplog: pytest.LogCaptureFi
 def test_of_several_optimizers_the_one_that_does_not_step_is_named(caplog: pytest.LogCaptureFixture) -> None:
     ddp = wrapped()
     first, second = sgd(ddp.module[0]), torch.optim.Adam(ddp.module[2].parameters())
-    handle = gw.attach(ddp, "threelc", optimizer=[first, second], min_elements=0)
+    handle = gw.attach(ddp, gw.Plan("threelc", min_elements=0), optimizer=[first, second])
     for _ in range(MAX_BACKWARDS):
         backward(ddp)
         first.step()
@@ -187,7 +187,7 @@ def test_a_scaler_that_attach_was_not_told_of_is_warned_of_once(
     optimizer = sgd(ddp)
     torch.optim.lr_scheduler.StepLR(optimizer, 1)  # wraps the optimizer's step
     scaler = torch.amp.GradScaler("cpu", init_scale=1.0 if unscale else 8.0)
-    handle = gw.attach(ddp, "threelc", optimizer=optimizer, min_elements=0)
+    handle = gw.attach(ddp, gw.Plan("threelc", min_elements=0), optimizer=optimizer)
     for _ in range(3):
         optimizer.zero_grad()
         scaler.scale(ddp(torch.ones(5, 4)).sum()).backward()
@@ -219,7 +219,7 @@ def test_gcomp_sees_the_state_of_each_parameters_own_optimizer() -> None:
     ddp = wrapped()
     first = torch.optim.Adam(ddp.module[0].parameters(), lr=0.5)
     second = torch.optim.SGD(ddp.module[2].parameters(), lr=0.25)
-    handle = gw.attach(ddp, {"*": "gcomp"}, optimizer=[first, second], min_elements=0)
+    handle = gw.attach(ddp, gw.Plan({"*": "gcomp"}, min_elements=0), optimizer=[first, second])
     backward(ddp)
     for each in (first, second):
         each.step()
@@ -234,7 +234,7 @@ def test_gcomp_sees_the_state_of_each_parameters_own_optimizer() -> None:
 def test_clipping_of_one_optimizers_gradients_tells_nothing_of_the_others() -> None:
     ddp = wrapped()
     first, second = sgd(ddp.module[0]), sgd(ddp.module[2])
-    handle = gw.attach(ddp, "gcomp", optimizer=[first, second], min_elements=0)
+    handle = gw.attach(ddp, gw.Plan("gcomp", min_elements=0), optimizer=[first, second])
     backward(ddp)
     for name in ("0.weight", "2.weight"):
         handle._optimizers.aux(name, ElementRange(0, 1))  # as an encode does
@@ -253,7 +253,7 @@ def test_gcomp_refuses_a_parameter_of_two_optimizers_and_auto_leaves_it_out(capl
     ddp = wrapped()
     both = [sgd(ddp), torch.optim.Adam(ddp.parameters())]
     with pytest.raises(OptionError, match=r"has two: SGD and Adam of .*Use \"lossless\" for it"):
-        gw.attach(ddp, "gcomp", optimizer=both, min_elements=0)
+        gw.attach(ddp, gw.Plan("gcomp", min_elements=0), optimizer=both)
     with caplog.at_level(logging.INFO, logger="gradwire"):
         gw.attach(ddp, "auto", optimizer=both).detach()
     assert "auto leaves gcomp out" in caplog.text
@@ -263,13 +263,13 @@ def test_momentum_of_any_of_several_optimizers_would_be_applied_twice() -> None:
     ddp = wrapped()
     first, second = sgd(ddp.module[0]), sgd(ddp.module[2], momentum=0.9)
     with pytest.raises(AttachError, match=r"momentum=0\.9 for '2\.weight': momentum would be applied twice"):
-        gw.attach(ddp, "topk", optimizer=[first, second], feedback="momentum", min_elements=0)
+        gw.attach(ddp, gw.Plan("topk", min_elements=0, feedback="momentum"), optimizer=[first, second])
     third = sgd(ddp.module[0], momentum=0.9)
     policy = gw.MomentumCorrection.of([third, Subclass(second)])
     assert policy.momentum == 0.9
     assert {group["momentum"] for each in (second, third) for group in each.param_groups} == {0}
     with pytest.raises(OptionError, match="at least two ranks"):  # the check that comes after that of the optimizers
-        gw.attach(ddp, "topk", optimizer=[second, third], feedback=policy, min_elements=0)
+        gw.attach(ddp, gw.Plan("topk", min_elements=0, feedback=policy), optimizer=[second, third])
 
 
 # -- the handle --------------------------------------------------------------------------------------------------------

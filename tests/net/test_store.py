@@ -15,6 +15,7 @@ from gradwire.core.errors import PeerTimeoutError
 from gradwire.net.address import store_host
 from gradwire.net.store import BoundedStore
 from gradwire.sync.group import GroupInfo
+from gradwire.sync.options import SyncOptions
 from gradwire.sync.plan import Plan
 from gradwire.sync.synchronizer import Synchronizer
 
@@ -54,7 +55,7 @@ def frozen() -> Iterator[dist.Store]:
 @pytest.mark.timeout(30)
 def test_a_rank_that_is_set_up_with_a_frozen_store_ends_with_an_error(frozen: dist.Store) -> None:
     with pytest.raises(PeerTimeoutError, match=r"within 0\.5 s"):
-        Synchronizer(GroupInfo(1, 2, frozen, "frozen"), Plan("none"), timeout=SOON)
+        Synchronizer(GroupInfo(1, 2, frozen, "frozen"), Plan("none"), options=SyncOptions(timeout=SOON))
 
 
 @pytest.mark.timeout(30)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from gradwire.net.memory import MemoryNetwork
 from gradwire.sync.group import GroupInfo
+from gradwire.sync.options import SyncOptions
 from gradwire.sync.synchronizer import Synchronizer
 
 _names = itertools.count()
@@ -46,7 +48,8 @@ class Ranks:
 def ranks(world_size: int, plan: Any, *, timeout: float = 10.0, **options: Any) -> Iterator[Ranks]:
     """`world_size` synchronizers over an in-memory network; `plan`, `nodes` and `server` may be functions of the rank.
 
-    Unless told otherwise, two ranks share a node, where there are more than two.
+    Fields of `SyncOptions` may be passed directly. Unless told otherwise, two ranks share a node, where there are more
+    than two.
     """
     options.setdefault("nodes", 2 if world_size > 2 else 1)
     store = dist.HashStore()
@@ -58,14 +61,10 @@ def ranks(world_size: int, plan: Any, *, timeout: float = 10.0, **options: Any) 
         def make(rank: int) -> Synchronizer:
             info = GroupInfo(rank, world_size, store, name)
             chosen = plan(rank) if callable(plan) else plan
-            own = {name: options[name](rank) for name in ("nodes", "server") if callable(options.get(name))}
-            return Synchronizer(
-                info,
-                chosen,
-                timeout=timedelta(seconds=timeout),
-                transport=network.transports[rank],
-                **(options | own),
-            )
+            own = options | {name: options[name](rank) for name in ("nodes", "server") if callable(options.get(name))}
+            fields = {field.name: own.pop(field.name) for field in dataclasses.fields(SyncOptions) if field.name in own}
+            shared = SyncOptions(timeout=timedelta(seconds=timeout), **fields)
+            return Synchronizer(info, chosen, options=shared, transport=network.transports[rank], **own)
 
         made = list(pool.map(make, range(world_size), timeout=60))
         stack.callback(lambda: list(pool.map(lambda one: one.close(), made)))

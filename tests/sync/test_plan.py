@@ -102,6 +102,7 @@ def test_a_large_dense_tensor_travels_alone() -> None:
         (lambda: Plan({"*": torch.float16}), OptionTypeError, "Pass 'fp16'."),
         (lambda: Plan({0: "topk"}), OptionTypeError, "a pattern of parameter names"),
         (lambda: Plan({}), OptionError, '{"*": "threelc"}'),
+        (lambda: Plan("auto").entry("w", MATRIX), OptionError, "Name a compressor here."),
         (lambda: Plan({"a": "none"}).entry("b", MATRIX), OptionError, 'add a rule "*"'),
         (lambda: TensorSpec((3,), torch.int32), UnknownNameError, "torch.float32"),
     ],

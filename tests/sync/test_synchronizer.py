@@ -258,8 +258,11 @@ def test_ranks_that_register_different_tensors_all_raise_before_data_is_sent(spe
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (lambda rank: {"seed": rank}, "seed = 0 on rank 0 and 1 on rank 1"),
-        (lambda rank: {"timeout": timedelta(seconds=10 + rank)}, "timeout = 10.0 on rank 0 and 11.0 on rank 1"),
+        (lambda rank: {"options": gw.SyncOptions(seed=rank)}, "seed = 0 on rank 0 and 1 on rank 1"),
+        (
+            lambda rank: {"options": gw.SyncOptions(timedelta(seconds=10 + rank))},
+            "timeout = 10.0 on rank 0 and 11.0 on rank 1",
+        ),
         (lambda rank: {"plan": ("fp16", "threelc")[rank]}, "'fp16' on rank 0 and 'threelc' on rank 1"),
         (lambda rank: {"plan": Plan("fp16", partitions=1 + rank)}, "partitions = 1 on rank 0 and 2 on rank 1"),
         (lambda rank: {"plan": gw.make("topk", ratio=0.1 * (1 + rank))}, "options.ratio = '0.1' on rank 0"),
@@ -270,7 +273,11 @@ def test_ranks_that_are_set_up_differently_all_raise(options: Any, said: str) ->
     store, found = dist.HashStore(), {}
 
     def make(rank: int) -> None:
-        chosen = {"plan": "fp16", "tensors": {"w": TensorSpec((400, 400))}, "timeout": timedelta(seconds=10)}
+        chosen = {
+            "plan": "fp16",
+            "tensors": {"w": TensorSpec((400, 400))},
+            "options": gw.SyncOptions(timedelta(seconds=10)),
+        }
         try:
             Synchronizer(GroupInfo(rank, 2, store, said), **(chosen | options(rank)))
         except DisagreementError as error:
@@ -287,8 +294,8 @@ def test_ranks_that_are_set_up_differently_all_raise(options: Any, said: str) ->
 
 @pytest.mark.parametrize("seconds", [0, -1])
 def test_a_timeout_that_never_ends_well_is_refused(seconds: int) -> None:
-    with pytest.raises(OptionError, match=r"pass timedelta\(seconds=30\)"):
-        alone(timeout=timedelta(seconds=seconds))
+    with pytest.raises(OptionError, match=r"Pass timedelta\(seconds=30\)"):
+        gw.SyncOptions(timeout=timedelta(seconds=seconds))
 
 
 # -- the step as a transaction -------------------------------------------------------------------------------------
@@ -737,7 +744,7 @@ def test_setting_up_leaves_no_more_in_the_store_each_time() -> None:
 
     def set_up(rank: int) -> None:
         info = GroupInfo(rank, world_size, store, "setting up")
-        one = Synchronizer(info, plan, tensors=tensors, timeout=timedelta(seconds=30))
+        one = Synchronizer(info, plan, tensors=tensors, options=gw.SyncOptions(timeout=timedelta(seconds=30)))
         measure_links(one)
         assert one.share("words" if rank == 0 else None) == "words"
         one.replan(Plan("none"))

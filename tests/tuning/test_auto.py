@@ -72,8 +72,12 @@ def test_ddps_own_in_fp16_does_not_lose_against_a_plan_by_its_prediction() -> No
 
 def test_what_auto_chooses_cannot_be_given() -> None:
     ddp = DistributedDataParallel(nn.Linear(4, 4))
-    with pytest.raises(OptionError, match="left to auto"):
-        gw.attach(ddp, "auto", strategy="ring")
+    with pytest.raises(OptionError, match=r"Leave them out, or name a compressor"):
+        gw.attach(ddp, gw.Plan("auto", strategy="ring"))
+    with pytest.raises(OptionError, match="Leave them out"):
+        gw.Plan("auto", partitions=2)
+    with pytest.raises(OptionError, match="Leave them out"):
+        gw.Plan("auto", feedback="error")
     with pytest.raises(UnknownNameError, match="near-lossless"):
         gw.attach(ddp, "auto", fidelity="lossless")
 

@@ -34,6 +34,7 @@ from gradwire.core.spec import TensorSpec
 from gradwire.planner import PlannedTensor, PlanTable, plan
 from gradwire.planner.choose import PARTITIONS
 from gradwire.planner.fidelity import FEW_ENCODES, RankedCompressor
+from gradwire.sync.options import SyncOptions
 from gradwire.sync.plan import Plan
 from gradwire.sync.synchronizer import GradientSlice, Synchronizer
 from gradwire.tuning.calibration import Calibration
@@ -131,7 +132,7 @@ class Staged:
         self.how, self._ddp = how, ddp
         self._names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
         specs = {name: TensorSpec.of(parameter) for name, parameter in ddp.module.named_parameters()}
-        self.synchronizer = Synchronizer(None, how.plan, tensors=specs, seed=rank.job.seed)
+        self.synchronizer = Synchronizer(None, how.plan, tensors=specs, options=SyncOptions(seed=rank.job.seed))
         self.survey = Calibration(self.synchronizer, max(spec.numel for spec in specs.values()))
         self.native = False  # by DDP's own all-reduce, as the planner may want it
         self.native_bytes = 0

@@ -104,8 +104,8 @@ register(
         ),
         address=Aggregator.of,
         address_advice=(
-            f'Pass server="host:port" or set {ADDRESS_VARIABLE}, and start the aggregator with '
-            "gradwire serve --aggregate."
+            'Pass options=gradwire.SyncOptions(server="host:port") or set '
+            f"{ADDRESS_VARIABLE}, and start the aggregator with gradwire serve --aggregate."
         ),
     )
 )

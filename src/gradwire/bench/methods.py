@@ -209,13 +209,14 @@ class Attached:
     def __init__(self, method: str, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, seed: int) -> None:
         from gradwire.ddp.attach import attach
         from gradwire.residuals.momentum import MomentumCorrection
+        from gradwire.sync.options import SyncOptions
+        from gradwire.sync.plan import Plan
 
         policy = feedback(method)
         if isinstance(policy, MomentumCorrection):
             policy = MomentumCorrection.of(optimizer, masking=policy.masking, clip=policy.clip)
-        self.handle = attach(
-            ddp, compressor(method), optimizer=optimizer, strategy=strategy(method), feedback=policy, seed=seed
-        )
+        plan = Plan(compressor(method), strategy=strategy(method), feedback=policy)
+        self.handle = attach(ddp, plan, optimizer=optimizer, options=SyncOptions(seed=seed))
 
     def costs(self, steps: int) -> MethodCosts:
         """See `ConnectedMethod`."""
@@ -236,8 +237,10 @@ class Automatic:
 
     def __init__(self, method: str, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, seed: int) -> None:
         from gradwire.ddp.attach import attach
+        from gradwire.sync.options import SyncOptions
 
-        self._handle = attach(ddp, "auto", fidelity=fidelity(method), optimizer=optimizer, seed=seed)
+        options = SyncOptions(seed=seed)
+        self._handle = attach(ddp, "auto", optimizer=optimizer, fidelity=fidelity(method), options=options)
         assert self._handle.autopilot is not None, "auto has one"
         self.autopilot = self._handle.autopilot
 

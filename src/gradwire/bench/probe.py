@@ -188,7 +188,7 @@ class Prober:
         for method in self._extra:
             compressor = compressor_of(method.spec)
             if compressor.requires_full_tensor:
-                found.append(ProbeCandidate(f"gradwire {method.spec}", Plan(compressor), _attach(method.spec)))
+                found.append(ProbeCandidate(f"gradwire {method.spec}", Plan(compressor), _attach(f'"{method.spec}"')))
         self.tables = {candidate.name: candidate.table for candidate in found if candidate.table is not None}
         return found, {table.fidelity: table.step for table in singles if table not in tried}
 
@@ -281,14 +281,11 @@ def _use(table: PlanTable) -> str:
     """The line of code that is nearest to a plan of one method."""
     large = [row for row in table.rows if row.spec != "none"]
     if not large:
-        return _attach(table.fidelity)
+        return _attach(f'"{table.fidelity}"')
     partitions = max(row.partitions for row in large)
-    return _attach(
-        table.fidelity, f', strategy="{large[0].strategy}"', f", partitions={partitions}" if partitions > 1 else ""
-    )
+    more = f", partitions={partitions}" if partitions > 1 else ""
+    return _attach(f'gw.Plan("{table.fidelity}", strategy="{large[0].strategy}"{more})')
 
 
-def _attach(spec: str, *more: str) -> str:
-    name, *options = spec.split(":")
-    method = f'gw.make("{name}", {", ".join(options)})' if options else f'"{name}"'
-    return f"gw.attach(ddp, {method}{''.join(more)}, optimizer=optimizer)"
+def _attach(method: str) -> str:
+    return f"gw.attach(ddp, {method}, optimizer=optimizer)"

@@ -56,7 +56,7 @@ def serve(
     """Run a server until all workers have finished: one that keeps parameters, or one that aggregates.
 
     Start it before the workers. They find a server of parameters by ParameterClient(model, optimizer, "HOST:PORT"), and
-    one that aggregates by attach(ddp, "thc", strategy="server", server="HOST:PORT").
+    one that aggregates by attach(ddp, Plan("thc", strategy="server"), options=SyncOptions(server="HOST:PORT")).
 
     SIGINT ends the job. So does SIGTERM, unless the server can be started again and go on. The exit code is then 128
     plus the signal's number.

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
-from pathlib import Path
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.aggregator.service import Aggregator
 from gradwire.aggregator.strategy import NAME as SERVER
 from gradwire.compressors.base.arguments import names_unknown_arguments
+from gradwire.compressors.base.registry import DENSE_NAME
 from gradwire.core import torch_private
 from gradwire.core.errors import OptionError, UnknownNameError
 from gradwire.core.spec import TensorSpec
@@ -27,9 +25,9 @@ from gradwire.ddp.hook_slot import check_attachable, slot_of
 from gradwire.ddp.momentum import check_momentum
 from gradwire.ddp.optimizers import Optimizers, Parameters
 from gradwire.planner.fidelity import LEVELS
-from gradwire.residuals import Policy
+from gradwire.sync.options import SyncOptions
 from gradwire.sync.plan import Method, Plan
-from gradwire.sync.synchronizer import DEFAULT_TIMEOUT, Synchronizer
+from gradwire.sync.synchronizer import Synchronizer
 from gradwire.tuning.auto import Autopilot
 
 logger = logging.getLogger("gradwire")
@@ -42,79 +40,59 @@ def attach(
     *,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     scaler: torch.amp.GradScaler | None = None,
-    register: bool = True,
-    strategy: str | None = None,
-    partitions: int = 1,
-    min_elements: int = 16_384,
-    feedback: str | Policy | None = None,
-    timeout: timedelta = DEFAULT_TIMEOUT,
-    stall_timeout: timedelta | None = None,
-    seed: int = 0,
-    check_every: int = 100,
-    dump_dir: str | Path | None = None,
-    nodes: int | Sequence[str | int] | None = None,
-    server: str | Aggregator | None = None,
     fidelity: str = "balanced",
+    register: bool = True,
+    check_every: int = 100,
+    options: SyncOptions = SyncOptions(),
 ) -> Handle:
-    """Synchronize the gradients of `ddp` compressed, from the next backward on. Every rank calls it alike.
+    """Compress gradient synchronization for a DDP module, starting with the next backward pass.
+
+    Call it on every rank with the same arguments.
 
     Args:
-        ddp: any DDP module, on Gloo or NCCL; compiled or not, inside or outside.
-        method: a compressor's name, with options as in ``"topk:ratio=0.01"``, a compressor, a mapping from parameter
-            name patterns to either (first match counts), a whole `Plan`, or ``"auto"``, which decides while training
-            (see `gradwire.tuning.auto`).
-        optimizer: the optimizer of these parameters, or a list of all optimizers that have some of them. With it,
-            residuals are committed when the optimizer of their parameters steps, so that steps skipped by a GradScaler
-            leave no trace; without it, when the next backward begins, unless any rank's gradients were not finite.
-            ``"gcomp"`` needs it: see `gradwire.compressors.support.gcomp_metric`.
-        scaler: the GradScaler of these gradients, if there is one. With it, residuals follow when it changes its scale;
-            without it, what was kept back before a change counts by the wrong scale once.
-        register: take the module's communication hook. With False it stays yours: register a hook of your own that
-            calls ``handle.hook(state, bucket)`` and returns its future.
-        strategy: ``"scatter_reduce"``, ``"ring"``, ``"allgather"``, ``"hierarchical"`` (dense within a node,
-            compressed between nodes) or ``"server"`` (a stand-alone aggregator, for ``"thc"`` and ``"uthc"``); None
-            takes the ring for large dense tensors and scatter-reduce for all others.
-        partitions: ranges a rank's share of a tensor is cut into.
-        min_elements: under a blanket method, vectors and tensors of fewer elements stay dense, in one message.
-        feedback: ``"error"``, ``"none"`` or ``"momentum"``, or a `MomentumCorrection`, which needs `optimizer`; None
-            leaves it to each compressor's default.
-        timeout: a rank that gives no sign of life for so long ends the backward of all others with an error.
-        stall_timeout: how long a live rank may take to join a step; default ten times `timeout`.
-        seed: seed of all random streams.
-        check_every: every so many backwards, all ranks compare a hash of their parameters; 0 for never.
-        dump_dir: folder of the flight recorder's file, written on a failure.
-        nodes: for ``"hierarchical"``: the name of each rank's node in a list, or how many ranks a node has; None takes
-            what torchrun says, else the hosts' names.
-        server: for ``"server"``: the aggregator, as ``"host:port"`` or a `gradwire.Aggregator`; None takes the address
-            in ``GRADWIRE_AGGREGATOR``.
-        fidelity: what ``"auto"`` may choose from: ``"exact"``, ``"near-lossless"``, ``"balanced"`` or
-            ``"aggressive"``; see `gradwire.planner.fidelity`.
+        ddp: The DDP module, on Gloo or NCCL. It may be compiled, or wrap a compiled module.
+        method: How gradients are compressed: the name of a compressor, with options as in ``"topk:ratio=0.01"``; a
+            compressor; a mapping from patterns of parameter names to either, in which the first match counts; a `Plan`,
+            which also sets strategy, partitions and feedback; or ``"auto"``, which chooses while the model trains (see
+            `gradwire.tuning.auto`).
+        optimizer: Optimizer of the module's parameters, or a list of all their optimizers. If given, residuals are
+            committed when the optimizer steps, so a step that a GradScaler skips leaves no trace. If not, they are
+            committed when the next backward pass begins, unless the gradients of any rank were not finite. ``"gcomp"``
+            requires it (see `gradwire.compressors.support.gcomp_metric`).
+        scaler: GradScaler of these gradients. If given, residuals follow each change of its scale. If not, residuals
+            from before a change count by the wrong scale once.
+        fidelity: What ``"auto"`` may choose from: ``"exact"``, ``"near-lossless"``, ``"balanced"`` or ``"aggressive"``
+            (see `gradwire.planner.fidelity`).
+        register: If true, take the module's communication hook. If false, register a hook of your own that returns
+            ``handle.hook(state, bucket)``.
+        check_every: Number of backward passes after which all ranks compare a hash of their parameters. 0 means never.
+        options: Timeouts, seed, nodes, server, and the directory of the flight recorder.
 
     Returns:
-        The handle: report, state, detach.
+        The handle, with `report`, `state_dict` and `detach`.
 
     Raises:
-        AttachError: not a DDP module, already attached, its hook slot is taken by another hook, the optimizers lack
+        AttachError: `ddp` is not a DDP module or already attached, another hook has its hook slot, the optimizers lack
             parameters, or momentum would be applied twice.
-        UnknownNameError, OptionError, OptionTypeError: a name or value that does not exist or fit.
-        DisagreementError: ranks ask for different things; on every rank, before data is sent.
+        UnknownNameError, OptionError, OptionTypeError: A name or value does not exist or does not fit.
+        DisagreementError: Ranks passed different arguments. Raised on every rank before any gradient is sent.
 
-    On failure: a rank that dies or freezes makes `backward` raise a `SyncError` on every other rank, which names rank,
-        tensor and phase. The DDP module must then be built anew.
+    On failure: If a rank dies or freezes, `backward` raises a `SyncError` on all other ranks that names rank, tensor
+        and phase. Create the DDP module again after that.
     """
     ddp = torch_private.uncompiled(ddp)  # type: ignore[assignment]
     check_attachable(ddp, register)
-    automatic = method == "auto"
-    if automatic:
-        _check_automatic(strategy, partitions, feedback, fidelity)
-        method = Plan("none", min_elements=min_elements)
-    if server is not None and strategy != SERVER and not isinstance(method, Plan):
+    if fidelity not in LEVELS:
+        raise UnknownNameError("fidelity", fidelity, LEVELS)
+    plan = method if isinstance(method, Plan) else Plan(method)
+    automatic = plan.is_auto
+    if automatic:  # until it has measured, gradients travel dense
+        plan = Plan(DENSE_NAME, min_elements=plan.min_elements)
+    if options.server is not None and SERVER not in plan.strategies:
         raise OptionError(
-            f'server= goes with strategy="server", but the strategy is {strategy!r}. Pass both, or leave server= out.'
+            "The options name a server, but the plan does not use it. "
+            'Pass gradwire.Plan(..., strategy="server"), or leave the server out.'
         )
-    plan = method if isinstance(method, Plan) else Plan(
-        method, strategy=strategy, partitions=partitions, min_elements=min_elements, feedback=feedback
-    )  # fmt: skip
     parameters = torch_private.trained_parameters(ddp)
     optimizers = Optimizers(optimizer, parameters, torch_private.parameter_names(ddp))
     check_momentum(plan, list(optimizers), parameters)
@@ -123,19 +101,14 @@ def attach(
         ddp.process_group,
         plan,
         tensors={name: TensorSpec.of(parameter) for name, parameter in parameters},
-        timeout=timeout,
-        stall_timeout=stall_timeout,
-        seed=seed,
-        dump_dir=dump_dir,
-        nodes=nodes,
-        server=server,
+        options=options,
         aux=optimizers.aux if optimizers.states else None,
     )
     try:
         handle = Handle(ddp, synchronizer, optimizers, check_every, scaler)
         if automatic:
             settle, aux = handle._settle, optimizers.slices if optimizers.states else None
-            handle.autopilot = Autopilot(synchronizer, ddp.process_group, fidelity, min_elements, settle, aux)
+            handle.autopilot = Autopilot(synchronizer, ddp.process_group, fidelity, plan.min_elements, settle, aux)
         slot = slot_of(ddp)
         if register:
             slot.register(ddp)
@@ -159,13 +132,3 @@ def _show_state(optimizers: Optimizers, plan: Plan, parameters: Parameters, auto
         return
     specs = {name: TensorSpec.of(parameter) for name, parameter in parameters}
     optimizers.show_state({name for name in specs if plan.entry(name, specs[name]).compressor.needs_optimizer})
-
-
-def _check_automatic(strategy: str | None, partitions: int, feedback: object, fidelity: str) -> None:
-    if fidelity not in LEVELS:
-        raise UnknownNameError("fidelity", fidelity, LEVELS)
-    if strategy is not None or partitions != 1 or feedback is not None:
-        raise OptionError(
-            f"Expected strategy, partitions and feedback to be left to auto, got {strategy!r}, {partitions} and "
-            f'{feedback!r}. Do: attach(ddp, "auto", fidelity="balanced"), or name a compressor.'
-        )

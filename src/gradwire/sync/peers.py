@@ -14,9 +14,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from gradwire.core.errors import GradwireError, OptionError, SyncError
+from gradwire.core.errors import GradwireError, SyncError
 from gradwire.core.events import Event, EventStream
 from gradwire.net.store import BoundedStore
 from gradwire.net.transport import Transport
@@ -37,6 +36,7 @@ from gradwire.sync.engine import Engine
 from gradwire.sync.graph import TaskGraph
 from gradwire.sync.group import GroupInfo
 from gradwire.sync.nodes import NodeMap, here
+from gradwire.sync.options import SyncOptions
 from gradwire.sync.registry import TensorRegistry
 from gradwire.sync.strategies import Runtime
 from gradwire.sync.strategies.register import Service, ServiceAddress
@@ -48,34 +48,24 @@ _open: weakref.WeakSet[Peers] = weakref.WeakSet()
 class Peers:
     """Base of `Synchronizer`, which says what its arguments are."""
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup | GroupInfo | None,
-        timeout: timedelta,
-        stall_timeout: timedelta | None,
-        seed: int,
-        dump_dir: str | Path | None,
-        nodes: int | Sequence[str | int] | None,
-    ) -> None:
-        if timeout <= timedelta(0):
-            raise OptionError(f"Expected a timeout above 0, got {timeout}. Do: pass timedelta(seconds=30).")
-        self.timeout = timeout
-        self.seed = seed
+    def __init__(self, group: dist.ProcessGroup | GroupInfo | None, options: SyncOptions) -> None:
+        self.timeout = options.timeout
+        self.seed = options.seed
         self.step = 0
         self.events = EventStream()
         info = GroupInfo.of(group)
-        self._info = replace(info, store=BoundedStore(info.store, timeout))
+        self._info = replace(info, store=BoundedStore(info.store, options.timeout))
         self.rank, self.world_size = self._info.rank, self._info.world_size
         self._traces: list[Trace] = []
         self._rounds = itertools.count()
         self._topics = itertools.count()
-        self._dump_dir = None if dump_dir is None else Path(dump_dir)
+        self._dump_dir = None if options.dump_dir is None else Path(options.dump_dir)
         self._engine: Engine | None = None
         self._addresses: dict[str, ServiceAddress] = {}  # of the strategies that need more than the ranks
         self._services: dict[str, Service] = {}
-        self._stall_timeout = stall_timeout or 10 * timeout
+        self._stall_timeout = options.stall_timeout or 10 * options.timeout
         self._name = f"gradwire/{self._info.next_number()}"
-        self._nodes = NodeMap(self.world_size, nodes)
+        self._nodes = NodeMap(self.world_size, options.nodes)
         _open.add(self)
 
     def _agree(self, document: dict[str, Any]) -> None:

@@ -23,14 +23,16 @@ from gradwire.sync.plan_entry import PlanEntry
 from gradwire.sync.strategies import STRATEGIES
 
 Method = str | Compressor
+AUTO = "auto"
 
 
 class Plan:
     """Plan entries by parameter name.
 
     Args:
-        rules: one method for all tensors (a compressor, or its name as `gradwire.make` takes it, with options as in
-            ``"topk:ratio=0.01"``), or a mapping from name patterns to methods.
+        rules: One method for all tensors (a compressor, or its name as `gradwire.make` takes it, with options as in
+            ``"topk:ratio=0.01"``), a mapping from name patterns to methods, or ``"auto"``: `gradwire.attach` then
+            chooses while the model trains.
         strategy: how tensors travel; None takes the ring for large dense tensors, which fills each link with one
             flow and loses nothing at its hops, and scatter-reduce for all others. Dense tensors never travel by
             ``"server"``: they take what None would.
@@ -73,6 +75,14 @@ class Plan:
         for pattern in named:
             if not isinstance(pattern, str):
                 raise OptionTypeError(f'A rule goes by a pattern of parameter names, as "*.bias", not by {pattern!r}.')
+        self.is_auto = rules == AUTO
+        if self.is_auto:
+            if strategy is not None or partitions != 1 or feedback is not None:
+                raise OptionError(
+                    f'"auto" chooses strategy, partitions and feedback itself, but they are {strategy!r}, {partitions} '
+                    f"and {feedback!r}. Leave them out, or name a compressor."
+                )
+            named = {}
         self.rules = {pattern: compressor_of(method) for pattern, method in named.items()}
         for pattern, compressor in self.rules.items():
             if strategy is not None and not compressor.exact:  # exact ones take a strategy that carries them
@@ -114,16 +124,30 @@ class Plan:
         if self.entries is not None:
             specs = sorted({spec_of(entry.compressor) for entry in self.entries.values()})
             return f"a plan of {len(self.entries)} tensors by {', '.join(specs)}"
+        if self.is_auto:
+            return AUTO
         if list(self.rules) == ["*"]:
             return spec_of(self.rules["*"])
         return ", ".join(f"{pattern}: {spec_of(compressor)}" for pattern, compressor in self.rules.items())
+
+    @property
+    def strategies(self) -> set[str]:
+        """The strategies that the plan names."""
+        if self.entries is not None:
+            return {entry.strategy for entry in self.entries.values()}
+        return set() if self.strategy is None else {self.strategy}
 
     def entry(self, name: str, spec: TensorSpec) -> PlanEntry:
         """The plan entry of one tensor.
 
         Raises:
-            OptionError: no rule matches, or a plan of entries lacks the name.
+            OptionError: no rule matches, a plan of entries lacks the name, or the plan is ``"auto"``.
         """
+        if self.is_auto:
+            raise OptionError(
+                'Plan("auto") has no entries of its own: gradwire.attach chooses them while a DDP module trains. '
+                "Name a compressor here."
+            )
         if self.entries is not None:
             if name not in self.entries:
                 raise OptionError(

@@ -15,9 +15,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -37,6 +35,7 @@ from gradwire.sync.fusion import BUNDLE_FLAG, FusionGroup, bundle_items, travels
 from gradwire.sync.graph import TaskGraph
 from gradwire.sync.group import GroupInfo
 from gradwire.sync.job import TensorJob
+from gradwire.sync.options import SyncOptions
 from gradwire.sync.peers import Peers
 from gradwire.sync.plan import Plan
 from gradwire.sync.plan_entry import PlanEntry
@@ -50,7 +49,6 @@ from gradwire.sync.warmup import warm_up
 
 logger = logging.getLogger("gradwire")
 
-DEFAULT_TIMEOUT = timedelta(seconds=30)
 STATE_VERSION = 2
 
 
@@ -61,19 +59,11 @@ class Synchronizer(Peers):
         group: process group; None is the default group; a `GroupInfo` where there is no torch.distributed.
         plan: a `Plan`, or what `Plan` takes as rules.
         tensors: specs of the whole tensors by name, where they are known; others are agreed on as they come.
-        timeout: a rank that gives no sign of life for so long ends the job with an error.
-        stall_timeout: so long a live rank may take to join a step (evaluation and checkpoints count); default
-            ten times `timeout`.
-        seed: seed of all random streams, the same on all ranks.
-        dump_dir: where the flight recorder's file goes on a failure.
+        options: Timeouts, seed, nodes and server.
         transport: carries the frames; None makes a TCP mesh through the group's store.
-        nodes: for the strategy ``"hierarchical"``: the name of each rank's node, or how many ranks a node has; None
-            asks the launcher's environment.
         order: what goes first where several tensors have work ready: ``"backward"``, what was submitted first, which
             fills the link soonest; ``"forward"``, what was registered first, which the next forward needs first, for
             those who wait for each tensor's future by itself.
-        server: for the strategy ``"server"``: the aggregator, as ``"host:port"`` or an `Aggregator`; None takes the
-            address in ``GRADWIRE_AGGREGATOR``.
         aux: gives the slices of parameters and optimizer state that encodes of a range need, by parameter name and
             range; for compressors with `needs_optimizer`.
 
@@ -91,18 +81,13 @@ class Synchronizer(Peers):
         plan: Plan | Any = "none",
         *,
         tensors: Mapping[str, TensorSpec] | None = None,
-        timeout: timedelta = DEFAULT_TIMEOUT,
-        stall_timeout: timedelta | None = None,
-        seed: int = 0,
-        dump_dir: str | Path | None = None,
+        options: SyncOptions = SyncOptions(),
         transport: Transport | None = None,
-        nodes: int | Sequence[str | int] | None = None,
         order: Literal["backward", "forward"] = "backward",
-        server: str | ServiceAddress | None = None,
         aux: Callable[[str, ElementRange], Mapping[str, torch.Tensor]] | None = None,
     ) -> None:
         self.plan = plan if isinstance(plan, Plan) else Plan(plan)
-        super().__init__(group, timeout, stall_timeout, seed, dump_dir, nodes)
+        super().__init__(group, options)
         if self.plan.has_velocity and self.world_size == 1:
             raise OptionError(
                 "Expected at least two ranks with momentum correction, got one, which has nothing to synchronize. Do: "
@@ -116,15 +101,15 @@ class Synchronizer(Peers):
         self._num_steps = 0  # begun here; `step` goes on where a loaded state ended
         self._held = PendingSlices()
         self._tensors = TensorRegistry(self.plan, self.world_size, self._nodes)
-        self._addresses = _addresses(server)
+        self._addresses = _addresses(options.server)
         self._expect_addresses(tensors or {}, self.plan)
         self._expect_aux(tensors or {})
         self._warm_up(tensors or {})
         self._agree(
             {
                 "world_size": self.world_size,
-                "seed": seed,
-                "timeout": timeout.total_seconds(),
+                "seed": self.seed,
+                "timeout": self.timeout.total_seconds(),
                 "nodes": self._nodes.names,
                 "services": {name: address.describe() for name, address in sorted(self._addresses.items())},
                 "tensors": self._tensors.describe(tensors or {}),

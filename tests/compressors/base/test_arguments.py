@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import re
+from datetime import timedelta
 
 import pytest
 
@@ -41,3 +43,26 @@ def test_plans_and_synchronizers_say_so_too() -> None:
         gw.Plan("topk", ratio=0.01)
     with pytest.raises(TypeError, match=r'Synchronizer has no argument .ratio.*"topk:ratio=0.01"'):
         gw.Synchronizer(None, "topk", ratio=0.01)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "advice"),
+    [
+        ("strategy", "server", "Pass method=gradwire.Plan(..., strategy='server')."),
+        ("partitions", 2, "Pass method=gradwire.Plan(..., partitions=2)."),
+        ("min_elements", 0, "Pass method=gradwire.Plan(..., min_elements=0)."),
+        ("feedback", "none", "Pass method=gradwire.Plan(..., feedback='none')."),
+        ("timeout", timedelta(1), "Pass options=gradwire.SyncOptions(timeout=datetime.timedelta(days=1))."),
+        ("stall_timeout", None, "Pass options=gradwire.SyncOptions(stall_timeout=None)."),
+        ("seed", 1, "Pass options=gradwire.SyncOptions(seed=1)."),
+        ("dump_dir", "dumps", "Pass options=gradwire.SyncOptions(dump_dir='dumps')."),
+        ("nodes", 2, "Pass options=gradwire.SyncOptions(nodes=2)."),
+        ("server", "a:1", "Pass options=gradwire.SyncOptions(server='a:1')."),
+    ],
+)
+def test_an_argument_that_attach_had_says_where_it_went(argument: str, value: object, advice: str) -> None:
+    with pytest.raises(OptionTypeError, match=re.escape(f"attach has no argument {argument!r}. {advice}")):
+        gw.attach(None, "thc", **{argument: value})
+    advice = advice.replace("method=", "plan=")
+    with pytest.raises(OptionTypeError, match=re.escape(f"Synchronizer has no argument {argument!r}. {advice}")):
+        gw.Synchronizer(None, "thc", **{argument: value})

@@ -19,10 +19,10 @@ TIMEOUT = 3.0  # seconds
 def train(rank: int, world_size: int, server: str, folder: str, steps: int = 20) -> dict[str, Any]:
     """The same training between ranks and through the server; during the second the server is started anew."""
 
-    def run(note: bool, **options: Any) -> tuple[list[str], dict[str, Any]]:
+    def run(note: bool, strategy: str, options: gw.SyncOptions) -> tuple[list[str], dict[str, Any]]:
         ddp, weights = wrap(model()), []
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
-        handle = gw.attach(ddp, "thc", optimizer=optimizer, min_elements=0, **options)
+        handle = gw.attach(ddp, gw.Plan("thc", strategy=strategy, min_elements=0), optimizer=optimizer, options=options)
         for step, batch in enumerate(itertools.islice(batches(rank, world_size), steps)):
             if note and step == 5 and rank == 0:
                 (Path(folder) / "under-way").touch()
@@ -36,8 +36,8 @@ def train(rank: int, world_size: int, server: str, folder: str, steps: int = 20)
         handle.detach()
         return weights, report
 
-    between, _ = run(False, strategy="scatter_reduce")
-    through, report = run(True, strategy="server", server=server, timeout=timedelta(seconds=30))
+    between, _ = run(False, "scatter_reduce", gw.SyncOptions())
+    through, report = run(True, "server", gw.SyncOptions(timedelta(seconds=30), server=server))
     return {"between": between, "through": through, "report": report}
 
 
@@ -45,7 +45,12 @@ def lose_the_server(rank: int, world_size: int, server: str, folder: str) -> dic
     """Trains until the server is gone."""
     ddp = wrap(model())
     limit = timedelta(seconds=TIMEOUT)
-    handle = gw.attach(ddp, "thc", strategy="server", server=server, min_elements=0, timeout=limit, check_every=0)
+    handle = gw.attach(
+        ddp,
+        gw.Plan("thc", strategy="server", min_elements=0),
+        options=gw.SyncOptions(timeout=limit, server=server),
+        check_every=0,
+    )
     for step, batch in enumerate(batches(rank, world_size)):
         if step == 5 and rank == 0:
             (Path(folder) / "under-way").touch()

@@ -47,7 +47,9 @@ def train(
     ddp = around(wrap(module(), **ddp_options))
     optimizer = torch.optim.SGD(ddp.parameters(), 0.05, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu", enabled=scaler_options is not None, **(scaler_options or {}))
-    handle = gw.attach(ddp, method, optimizer=optimizer, scaler=scaler if tell_scaler else None, min_elements=0)
+    handle = gw.attach(
+        ddp, gw.Plan(method, min_elements=0), optimizer=optimizer, scaler=scaler if tell_scaler else None
+    )
     source, losses, norms, scales = batches(rank, world_size), [], [], []
     for _ in range(steps):
         optimizer.zero_grad()
@@ -125,9 +127,9 @@ def modules(rank: int, world_size: int) -> dict[str, Any]:
     first = torch.optim.SGD([*body.parameters(), *head.parameters()], 0.2)
     second = torch.optim.SGD(other.parameters(), 0.2)
     handles = [
-        gw.attach(body, "threelc", optimizer=first, min_elements=0),
-        gw.attach(head, "onebit", optimizer=first, min_elements=0, strategy="ring"),
-        gw.attach(other, "topk", optimizer=second, min_elements=0, strategy="allgather"),
+        gw.attach(body, gw.Plan("threelc", min_elements=0), optimizer=first),
+        gw.attach(head, gw.Plan("onebit", strategy="ring", min_elements=0), optimizer=first),
+        gw.attach(other, gw.Plan("topk", strategy="allgather", min_elements=0), optimizer=second),
     ]
     losses = []
     for step, (images, labels) in enumerate(itertools.islice(batches(rank, world_size), 40)):
@@ -160,7 +162,7 @@ def modules(rank: int, world_size: int) -> dict[str, Any]:
 def own_hook(rank: int, world_size: int) -> dict[str, Any]:
     """A user's hook that scales what goes in and counts what comes out, around gradwire's; then without gradwire."""
     ddp, native = wrap(model()), wrap(model())
-    handle = gw.attach(ddp, "fp16", register=False, min_elements=0)
+    handle = gw.attach(ddp, gw.Plan("fp16", min_elements=0), register=False)
     came_out = []
 
     def hook(state: object, bucket: Any) -> Any:
@@ -241,7 +243,10 @@ def _join_training(rank: int, world_size: int, method: str, strategy: str, with_
     ddp = wrap(model())
     optimizer = torch.optim.SGD(ddp.parameters(), 0.05)
     handle = gw.attach(
-        ddp, method, optimizer=optimizer if with_optimizer else None, strategy=strategy, min_elements=0, check_every=1
+        ddp,
+        gw.Plan(method, strategy=strategy, min_elements=0),
+        optimizer=optimizer if with_optimizer else None,
+        check_every=1,
     )
     produced = [torch.zeros_like(parameter, dtype=torch.float64) for parameter in ddp.parameters()]
     applied = [tensor.clone() for tensor in produced]
@@ -303,7 +308,7 @@ def lost(rank: int, world_size: int) -> dict[str, Any]:
 def _first_static_backward(rank: int, group: Any) -> None:
     """A static graph's reducer waits for the hooks in its first backward before any callback."""
     ddp = wrap(model(), static_graph=True, process_group=group)
-    gw.attach(ddp, "threelc", min_elements=0, timeout=timedelta(seconds=5))
+    gw.attach(ddp, gw.Plan("threelc", min_elements=0), options=gw.SyncOptions(timeout=timedelta(seconds=5)))
     batch = next(batches(rank, 2))
     if rank:
         _die_in_backward(ddp, batch)
@@ -313,7 +318,7 @@ def _first_static_backward(rank: int, group: Any) -> None:
 def _joined(rank: int, group: Any) -> None:
     """Rank 0 has no inputs left and shadows the step in which the other one dies."""
     ddp = wrap(model(), process_group=group)
-    handle = gw.attach(ddp, "threelc", min_elements=0, timeout=timedelta(seconds=5))
+    handle = gw.attach(ddp, gw.Plan("threelc", min_elements=0), options=gw.SyncOptions(timeout=timedelta(seconds=5)))
     store = dist.distributed_c10d._get_default_store()
     with ddp.join():
         for step, batch in enumerate(itertools.islice(batches(rank, 3), 3)):
@@ -353,7 +358,7 @@ def unused(rank: int, world_size: int) -> dict[str, Any]:
     found = {}
     for set_to_none, as_view in itertools.product((True, False), (True, False)):
         ddp = wrap(Branches(), find_unused_parameters=True, gradient_as_bucket_view=as_view)
-        handle = gw.attach(ddp, "threelc", min_elements=0)
+        handle = gw.attach(ddp, gw.Plan("threelc", min_elements=0))
         kept: list[bool | None] = []  # None: this rank owns the branch, and only merges it
         for step, (images, labels) in enumerate(itertools.islice(batches(rank, world_size), 6)):
             ddp.zero_grad(set_to_none=set_to_none)

@@ -19,7 +19,10 @@ def identical(rank: int, world_size: int, methods: list[Any], strategies: list[s
         ddp = wrap(model())
         optimizer = torch.optim.SGD(ddp.parameters(), 0.05, momentum=0.9)
         handle = gw.attach(
-            ddp, gw.make(name, **options), optimizer=optimizer, strategy=strategy, min_elements=0, check_every=50
+            ddp,
+            gw.Plan(gw.make(name, **options), strategy=strategy, min_elements=0),
+            optimizer=optimizer,
+            check_every=50,
         )
         losses = []
         for batch in itertools.islice(batches(rank, world_size), steps):
@@ -47,7 +50,7 @@ def many_buckets(rank: int, world_size: int, methods: list[str]) -> dict[str, fl
         module = torch.nn.Sequential(*layers)
         native, compressed = wrap(module, 0.005), wrap(torch.nn.Sequential(*layers), 0.005)
         inputs = torch.randn(8, 48, generator=torch.Generator().manual_seed(rank))
-        handle = gw.attach(compressed, method, min_elements=0)
+        handle = gw.attach(compressed, gw.Plan(method, min_elements=0))
         worst = 0.0
         for _ in range(3):  # the layout is rebuilt after the first
             grads = []
@@ -66,7 +69,9 @@ def nonfinite(rank: int, world_size: int, method: str, strategy: str, with_optim
     ddp = wrap(model())
     optimizer = torch.optim.SGD(ddp.parameters(), 0.05)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    handle = gw.attach(ddp, method, optimizer=optimizer if with_optimizer else None, strategy=strategy, min_elements=0)
+    handle = gw.attach(
+        ddp, gw.Plan(method, strategy=strategy, min_elements=0), optimizer=optimizer if with_optimizer else None
+    )
     finite, before, after, hashes = [], None, None, []
     for step, batch in enumerate(itertools.islice(batches(rank, world_size), 10)):
         if step == 5:
@@ -122,7 +127,7 @@ def resume(
 def _resumable(method: str, strategy: str, bucket_cap_mb: float) -> Any:
     ddp = wrap(model(), bucket_cap_mb)
     optimizer = torch.optim.SGD(ddp.parameters(), 0.05, momentum=0.9)
-    handle = gw.attach(ddp, method, optimizer=optimizer, strategy=strategy, min_elements=0)
+    handle = gw.attach(ddp, gw.Plan(method, strategy=strategy, min_elements=0), optimizer=optimizer)
     return ddp, optimizer, handle
 
 
@@ -135,7 +140,7 @@ def _one_step(ddp: Any, optimizer: torch.optim.Optimizer, batch: Any) -> None:
 def non_iid(rank: int, world_size: int, method: str, strategy: str, steps: list[int]) -> list[float]:
     """R5: every rank its own constant gradient, learning rate 0. Returns residual norms over gradient norm."""
     ddp = wrap(model())
-    handle = gw.attach(ddp, method, strategy=strategy, min_elements=0)
+    handle = gw.attach(ddp, gw.Plan(method, strategy=strategy, min_elements=0))
     batch = next(batches(rank, world_size, seed=rank))
     norms = []
     for step in range(max(steps) + 1):
@@ -154,7 +159,7 @@ def bfloat16(rank: int, world_size: int, methods: list[str]) -> dict[str, Any]:
     for method, dtype in itertools.product(methods, (torch.bfloat16, torch.float32)):
         ddp = wrap(model(dtype=dtype))
         optimizer = torch.optim.SGD(ddp.parameters(), 0.05)
-        handle = gw.attach(ddp, method, optimizer=optimizer, min_elements=0)
+        handle = gw.attach(ddp, gw.Plan(method, min_elements=0), optimizer=optimizer)
         losses = []
         for batch in itertools.islice(batches(rank, world_size), 60):
             optimizer.zero_grad()
@@ -182,7 +187,7 @@ def unused(rank: int, world_size: int, strategy: str) -> dict[str, Any]:
     """R10: `never` is used by no rank, `sometimes` by rank 0 alone in odd steps and by all in even ones."""
     ddp = wrap(_Branches(), find_unused_parameters=True)
     optimizer = torch.optim.SGD(ddp.parameters(), 0.01)
-    handle = gw.attach(ddp, "threelc", optimizer=optimizer, strategy=strategy, min_elements=0)
+    handle = gw.attach(ddp, gw.Plan("threelc", strategy=strategy, min_elements=0), optimizer=optimizer)
     kept = []
     for step, (images, labels) in enumerate(itertools.islice(batches(rank, world_size), 6)):
         optimizer.zero_grad()
@@ -223,12 +228,14 @@ def mistakes(rank: int, world_size: int) -> dict[str, list[str]]:
     refused("not ddp", lambda: gw.attach(model(), "threelc"))
     refused("unknown", lambda: gw.attach(ddp, "threeLC"))
     refused("option", lambda: gw.attach(ddp, gw.make("threelc", sparsity=2.5)))
-    refused("strategy", lambda: gw.attach(ddp, "threelc", strategy="rings"))
+    refused("strategy", lambda: gw.attach(ddp, gw.Plan("threelc", strategy="rings")))
     refused("no rule", lambda: gw.attach(ddp, {"nothing": "threelc"}))
     refused("taken", lambda: gw.attach(hooked, "threelc"))
-    refused("method differs", lambda: gw.attach(ddp, "threelc" if rank == 0 else "onebit", min_elements=0))
-    refused("option differs", lambda: gw.attach(ddp, gw.make("threelc", sparsity=1.0 + rank / 10), min_elements=0))
-    refused("seed differs", lambda: gw.attach(ddp, "threelc", seed=rank))
+    refused("method differs", lambda: gw.attach(ddp, gw.Plan("threelc" if rank == 0 else "onebit", min_elements=0)))
+    refused(
+        "option differs", lambda: gw.attach(ddp, gw.Plan(gw.make("threelc", sparsity=1.0 + rank / 10), min_elements=0))
+    )
+    refused("seed differs", lambda: gw.attach(ddp, "threelc", options=gw.SyncOptions(seed=rank)))
     handle = gw.attach(ddp, "threelc")
     refused("twice", lambda: gw.attach(ddp, "threelc"))
     refused("state", lambda: handle.load_state_dict(handle.state_dict() | {"world_size": 99}))
@@ -248,7 +255,7 @@ def detach(rank: int, world_size: int) -> dict[str, Any]:
     sources = itertools.cycle(["threelc", "onebit"])
     same = []
     for _ in range(4):
-        handle = gw.attach(ddp, next(sources), min_elements=0)
+        handle = gw.attach(ddp, gw.Plan(next(sources), min_elements=0))
         ddp.zero_grad()
         loss_of(ddp, batch).backward()
         handle.detach()
@@ -281,7 +288,7 @@ def accumulate(rank: int, world_size: int, method: str) -> dict[str, Any]:
     """Several backwards for one optimizer step, with and without `no_sync`; a residual is committed once a step."""
     ddp = wrap(model())
     optimizer = torch.optim.SGD(ddp.parameters(), 0.05)
-    handle = gw.attach(ddp, method, optimizer=optimizer, min_elements=0)
+    handle = gw.attach(ddp, gw.Plan(method, min_elements=0), optimizer=optimizer)
     source = batches(rank, world_size)
     commits = []
     handle.synchronizer.events.listen(lambda event: commits.append(event.kind) if event.kind == "commit" else None)

@@ -32,7 +32,7 @@ def train(
     """
     ddp = wrap(model())
     optimizer = torch.optim.SGD(ddp.parameters(), 0.05, momentum=0.9)
-    handle = gw.attach(ddp, method, optimizer=optimizer, strategy=strategy, min_elements=0)
+    handle = gw.attach(ddp, gw.Plan(method, strategy=strategy, min_elements=0), optimizer=optimizer)
     death = deaths.get(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), [None, 0, ""])
     start = _resume(Path(folder), rank, ddp, optimizer, handle)
     for step, batch in enumerate(itertools.islice(batches(rank, world_size), start, steps), start):
@@ -84,7 +84,7 @@ def _phase(
 ) -> dict[str, Any]:
     ddp = wrap(model(), process_group=group)
     optimizer = torch.optim.SGD(ddp.parameters(), 0.05, momentum=0.9)
-    handle = gw.attach(ddp, method, optimizer=optimizer, strategy=strategy, min_elements=0, check_every=1)
+    handle = gw.attach(ddp, gw.Plan(method, strategy=strategy, min_elements=0), optimizer=optimizer, check_every=1)
     deviation, size = 0.0, 0.0
     if number:
         states = [torch.load(folder / f"{old}.{number - 1}.pt", weights_only=True) for old in range(old_size)]

@@ -64,7 +64,12 @@ def main(how: str) -> None:
     ddp = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=0.1)
     optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
     # By all-gather a rank has sent all before it decodes, so the other one may leave then.
-    handle = gw.attach(ddp, "int8", optimizer=optimizer, strategy="allgather", stall_timeout=timedelta(seconds=300))
+    handle = gw.attach(
+        ddp,
+        gw.Plan("int8", strategy="allgather"),
+        optimizer=optimizer,
+        options=gw.SyncOptions(stall_timeout=timedelta(seconds=300)),
+    )
     for _ in range(STEPS - 1):
         step(ddp, optimizer)
     if dist.get_rank() == 0:

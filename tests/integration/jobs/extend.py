@@ -33,7 +33,7 @@ def train(
         ddp = wrap(model())
         optimizer = torch.optim.SGD(ddp.parameters(), 0.05, momentum=0.9)
         method = "ternary_of_the_test" if strategy == "ring" else ternary_of_the_test(keep=0.4)
-        handle = gw.attach(ddp, method, optimizer=optimizer, strategy=strategy, min_elements=0)
+        handle = gw.attach(ddp, gw.Plan(method, strategy=strategy, min_elements=0), optimizer=optimizer)
         path, losses = f"{folder}/{strategy}-{rank}.pt", []
         if resume:
             state = torch.load(path, weights_only=True)

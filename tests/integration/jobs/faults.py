@@ -31,7 +31,10 @@ def lose_a_rank(rank: int, world_size: int, how: str, strategy: str) -> dict[str
     """The last rank kills or stops itself in step 3; the others tell how their backward ended."""
     ddp = wrap(model())
     handle = gw.attach(
-        ddp, "threelc", strategy=strategy, min_elements=0, timeout=timedelta(seconds=TIMEOUT), check_every=0
+        ddp,
+        gw.Plan("threelc", strategy=strategy, min_elements=0),
+        options=gw.SyncOptions(timeout=timedelta(seconds=TIMEOUT)),
+        check_every=0,
     )
     for step, batch in enumerate(itertools.islice(batches(rank, world_size), 6)):
         if step == 3 and rank == world_size - 1:
@@ -74,7 +77,7 @@ def lose_a_rank_under_auto(rank: int, world_size: int, during: str, clock: str) 
         clock: file in which the rank leaves the time of its death.
     """
     ddp = wrap(model())
-    handle = gw.attach(ddp, "auto", timeout=timedelta(seconds=PATIENCE), check_every=0)
+    handle = gw.attach(ddp, "auto", options=gw.SyncOptions(timeout=timedelta(seconds=PATIENCE)), check_every=0)
     assert handle.autopilot is not None
     pilot = handle.autopilot
     if during == "trial":
@@ -131,7 +134,7 @@ def late_rank(rank: int, world_size: int) -> dict[str, Any] | None:
     if rank < world_size - 1:
         start = time.monotonic()
         try:
-            gw.attach(ddp, "threelc", timeout=timedelta(seconds=PATIENCE))
+            gw.attach(ddp, "threelc", options=gw.SyncOptions(timeout=timedelta(seconds=PATIENCE)))
         except Exception as error:
             seconds = time.monotonic() - start
             found = {"type": type(error).__name__, "rank": getattr(error, "rank", None), "seconds": seconds}
@@ -143,15 +146,15 @@ def lonely_attach(rank: int, world_size: int) -> None:
     """Rank 0 alone attaches; the others train with plain DDP, whose all-reduce waits for it."""
     ddp = wrap(model())
     if rank == 0:
-        gw.attach(ddp, "threelc", timeout=timedelta(seconds=TIMEOUT))
+        gw.attach(ddp, "threelc", options=gw.SyncOptions(timeout=timedelta(seconds=TIMEOUT)))
     loss_of(ddp, next(batches(rank, world_size))).backward()
 
 
 def stalled_rank(rank: int, world_size: int) -> dict[str, Any]:
     """A rank that is alive and attached but does not join the step: the others wait out `stall_timeout`."""
     ddp = wrap(model())
-    limits = {"timeout": timedelta(seconds=TIMEOUT), "stall_timeout": timedelta(seconds=4)}
-    handle = gw.attach(ddp, "threelc", min_elements=0, **limits)
+    limits = gw.SyncOptions(timedelta(seconds=TIMEOUT), stall_timeout=timedelta(seconds=4))
+    handle = gw.attach(ddp, gw.Plan("threelc", min_elements=0), options=limits)
     batch = next(batches(rank, world_size))
     for _ in range(2):  # DDP rebuilds its buckets in the second, with a collective of its own
         ddp.zero_grad()

@@ -34,7 +34,7 @@ def _train(rank: int, method: str, strategy: str, optimizer: str, steps: int) ->
     torch.manual_seed(0)
     ddp = DistributedDataParallel(nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)))
     made = OPTIMIZERS[optimizer](ddp.parameters())
-    handle = gw.attach(ddp, method, optimizer=made, strategy=strategy, min_elements=0, check_every=1)
+    handle = gw.attach(ddp, gw.Plan(method, strategy=strategy, min_elements=0), optimizer=made, check_every=1)
     for step in range(steps):
         generator = torch.Generator().manual_seed(100 * step + rank)
         inputs, targets = torch.randn(32, 64, generator=generator), torch.randint(0, 10, (32,), generator=generator)

@@ -52,7 +52,7 @@ def beside_plain(
     modules = [wrap(make(), **ddp_options) for _ in range(2)]
     for ddp in modules:
         after_wrap(ddp.module)
-    handle = gw.attach(modules[1], **{"method": "none", "min_elements": 0} | (attach or {}))
+    handle = gw.attach(modules[1], **{"method": gw.Plan("none", min_elements=0)} | (attach or {}))
     found = []
     for step in range(steps):
         for ddp in modules:
@@ -65,7 +65,7 @@ def beside_plain(
     return {"deviations": found, "names": names}
 
 
-AUTO = {"method": "auto", "fidelity": "exact"}
+AUTO = {"method": gw.Plan("auto", min_elements=0), "fidelity": "exact"}
 
 
 # -- gradients and parameters --------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ def distributed_autograd(rank: int, world_size: int, folder: str) -> dict[str, f
     found = {}
     for method, unused in itertools.product(("none", "lossless", "fp16"), (False, True)):
         ddp = wrap(nn.Linear(160, 160), find_unused_parameters=unused)
-        handle = gw.attach(ddp, method, min_elements=0)
+        handle = gw.attach(ddp, gw.Plan(method, min_elements=0))
         for _ in range(2):
             with autograd.context() as context:
                 autograd.backward(context, [ddp(torch.full((1, 160), 2.0 + 2 * rank)).sum()])
@@ -186,7 +186,7 @@ def distributed_autograd(rank: int, world_size: int, folder: str) -> dict[str, f
 def copies(rank: int, world_size: int) -> dict[str, Any]:
     """A copy of an attached module averages as plain DDP does, then as it is attached itself."""
     ddp, native = wrap(model()), wrap(model())
-    handle = gw.attach(ddp, "onebit", min_elements=0)
+    handle = gw.attach(ddp, gw.Plan("onebit", min_elements=0))
     batch = next(batches(rank, world_size))
     loss_of(ddp, batch).backward()
     twin = copy.deepcopy(ddp)
@@ -215,14 +215,14 @@ def _open() -> int:
 def dropped(rank: int, world_size: int) -> dict[str, Any]:
     """A module is dropped without `detach`, first by rank 0, while both go on with another one."""
     kept = wrap(model())
-    handle = gw.attach(kept, "threelc", min_elements=0)
+    handle = gw.attach(kept, gw.Plan("threelc", min_elements=0))
     source = batches(rank, world_size)
     loss_of(kept, next(source)).backward()
     gc.collect()
     threads, descriptors = _threads(), _open()
     ddp = wrap(model())
     optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
-    alive = weakref.ref(gw.attach(ddp, "threelc", optimizer=optimizer, min_elements=0).synchronizer)
+    alive = weakref.ref(gw.attach(ddp, gw.Plan("threelc", min_elements=0), optimizer=optimizer).synchronizer)
     for _ in range(3):
         loss_of(ddp, next(source)).backward()
         optimizer.step()

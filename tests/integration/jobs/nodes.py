@@ -24,7 +24,7 @@ def main() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     ddp = wrap(model())
     optimizer = torch.optim.SGD(ddp.parameters(), 0.05, momentum=0.9)
-    handle = gw.attach(ddp, "onebit", optimizer=optimizer, strategy="hierarchical", min_elements=0)
+    handle = gw.attach(ddp, gw.Plan("onebit", strategy="hierarchical", min_elements=0), optimizer=optimizer)
     losses = []
     with handle.trace(folder / "trace.json"):
         for batch in itertools.islice(batches(rank, world_size), 40):

@@ -1,11 +1,12 @@
-"""What is said of arguments that a call does not have: most of them are options of a compressor."""
+"""Errors for unknown arguments that say where the argument belongs: to a compressor, a plan or an options dataclass."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
 
 from gradwire.compressors.base.registry import names, options_of
 from gradwire.core.errors import OptionTypeError, nearest
@@ -15,7 +16,10 @@ T = TypeVar("T")
 
 
 def names_unknown_arguments(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorator: an argument that `function` does not have raises an `OptionTypeError` that says where it belongs."""
+    """Decorator: an unknown argument raises an `OptionTypeError` that says where it belongs.
+
+    It may be an option of a compressor, or belong to a public class of gradwire that a parameter is annotated with.
+    """
     known = inspect.signature(function).parameters
 
     @functools.wraps(function)
@@ -23,12 +27,28 @@ def names_unknown_arguments(function: Callable[P, T]) -> Callable[P, T]:
         for argument, value in kwargs.items():
             if argument not in known:
                 given = (*args, *kwargs.values(), *(parameter.default for parameter in known.values()))
-                advice = _advice(argument, value, given, list(known))
+                advice = _home(function, argument, value) or _advice(argument, value, given, list(known))
                 name = function.__qualname__.removesuffix(".__init__")
                 raise OptionTypeError(f"{name} has no argument {argument!r}. {advice}")
         return function(*args, **kwargs)
 
     return call
+
+
+def _home(function: Callable[..., object], argument: str, value: object) -> str | None:
+    """Advice if one of the parameters takes a public class of gradwire that has the argument."""
+    public = sys.modules["gradwire"].__all__
+    hints = get_type_hints(function)
+    hints.pop("return", None)
+    for parameter, hint in hints.items():
+        for kind in get_args(hint) or (hint,):
+            if not getattr(kind, "__module__", "").startswith("gradwire.") or kind.__name__ not in public:
+                continue
+            fields = inspect.signature(kind).parameters
+            if argument in fields:
+                required = "..., " if next(iter(fields.values())).default is inspect.Parameter.empty else ""
+                return f"Pass {parameter}=gradwire.{kind.__name__}({required}{argument}={value!r})."
+    return None
 
 
 def _advice(argument: str, value: object, given: tuple[Any, ...], known: list[str]) -> str:

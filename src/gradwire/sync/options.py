@@ -1,0 +1,43 @@
+"""Options of gradient synchronization that do not depend on the tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from gradwire.core.errors import OptionError
+from gradwire.sync.strategies.register import ServiceAddress
+
+
+@dataclass(frozen=True)
+class SyncOptions:
+    """Options of `gradwire.attach` and `Synchronizer`. All ranks pass the same values, except for `dump_dir`.
+
+    Attributes:
+        timeout: Longest time that a rank may be silent. After that, all other ranks raise an error.
+        stall_timeout: Longest time that a live rank may take to join a step. Evaluation and checkpoints count. None
+            means ten times `timeout`.
+        seed: Seed of all random streams.
+        dump_dir: Directory of the flight recorder's file, which is written on a failure. None means
+            ``GRADWIRE_DUMP_DIR``, or a directory of the user's among the system's temporary files.
+        nodes: Placement of ranks for the strategy ``"hierarchical"``: the name of each rank's node, or the number of
+            ranks per node. None asks the launcher's environment, then compares host names.
+        server: Aggregator for the strategy ``"server"``: ``"host:port"`` or a `gradwire.Aggregator`. None reads the
+            address from ``GRADWIRE_AGGREGATOR``.
+
+    Raises:
+        OptionError: `timeout` is not positive.
+    """
+
+    timeout: timedelta = timedelta(seconds=30)
+    stall_timeout: timedelta | None = None
+    seed: int = 0
+    dump_dir: str | Path | None = None
+    nodes: int | Sequence[str | int] | None = None
+    server: str | ServiceAddress | None = None
+
+    def __post_init__(self) -> None:
+        if self.timeout <= timedelta(0):
+            raise OptionError(f"timeout must be positive, but it is {self.timeout}. Pass timedelta(seconds=30).")
