@@ -308,7 +308,7 @@ def test_a_range_of_a_tensor_is_refused_with_advice() -> None:
     with ranks(2, Plan({"w": "powersgd"})) as group:
         for outcome in group.outcomes(run):
             assert isinstance(outcome, OptionError)
-            assert "submit whole tensors, or choose another compressor" in str(outcome)
+            assert "Submit full tensors, or choose another compressor" in str(outcome)
 
 
 def test_planner_and_simulator_have_no_figures_of_it() -> None:

@@ -137,7 +137,7 @@ def test_what_of_an_optimizer_is_not_covered_and_parameters_that_are_not_its_are
 
 
 def test_attaching_asks_for_the_optimizer_where_gcomp_is_and_only_there() -> None:
-    with pytest.raises(OptionError, match=r'Do: attach\(ddp, "gcomp", optimizer=opt\), or use "lossless"'):
+    with pytest.raises(OptionError, match=r'Pass it, attach\(ddp, "gcomp", optimizer=opt\), or use "lossless"'):
         gw.attach(DistributedDataParallel(model()), gw.Plan("gcomp", min_elements=0))
     ddp = DistributedDataParallel(model())
     unknown = torch.optim.NAdam(ddp.parameters())

@@ -121,5 +121,5 @@ def test_plans_that_cannot_be_are_refused_with_advice() -> None:
             Plan("topk", feedback="momentum", strategy=strategy)
     with pytest.raises(OptionError, match="all-gather with momentum correction"):
         Plan.of_entries({"w": PlanEntry(gw.make("topk"), "scatter_reduce", feedback="momentum")})
-    with pytest.raises(OptionError, match=r"Expected at least two ranks.*momentum in the optimizer"):
+    with pytest.raises(OptionError, match=r"needs at least two ranks.*momentum in the optimizer"):
         Synchronizer(GroupInfo(0, 1, dist.HashStore(), "alone"), Plan("topk", feedback="momentum"))

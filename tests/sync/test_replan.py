@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradwire.core.errors import DisagreementError, SyncError
+from gradwire.core.errors import DisagreementError, OptionError, SyncError
 from gradwire.core.spec import TensorSpec
 from gradwire.sync.plan import Plan
 from gradwire.sync.synchronizer import GradientSlice, Synchronizer
@@ -100,10 +100,20 @@ def test_not_in_the_middle_of_a_step() -> None:
     def run(one: Synchronizer) -> None:
         one.begin_step()
         one.submit([GradientSlice("w", gradient(one.rank, 0))])
-        with pytest.raises(SyncError, match=r"Do: call commit\(\)"):
+        with pytest.raises(SyncError, match=r"Call commit\(\)"):
             one.replan(plan("none", "ring"))
 
     with ranks(2, plan("onebit", "ring")) as group:
+        group.each(run)
+
+
+def test_a_plan_that_needs_what_there_is_not_is_refused() -> None:
+    def run(one: Synchronizer) -> None:
+        take_step(one, 0)
+        with pytest.raises(OptionError, match=r'Pass it, attach\(ddp, "gcomp", optimizer=opt\)'):
+            one.replan(plan("gcomp", "ring"))
+
+    with ranks(2, plan("none", "ring")) as group:
         group.each(run)
 
 

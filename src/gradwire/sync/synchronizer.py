@@ -1,11 +1,11 @@
-"""The synchronizer: averages named tensors over a process group, as their plan says.
+"""The synchronizer: averages named tensors over a process group according to a plan.
 
-It knows nothing of DDP. A submission is a list of shards (a tensor, its parameter's name, the range of elements it
-holds); each becomes one task graph, small ones share one, and a future tells when all of them hold the mean.
+It knows nothing about DDP. Callers submit lists of gradient slices, and a future completes when all slices of a list
+hold the mean.
 
-Guarantees: every rank ends with the same bits; residuals change only when a step is committed; a failure anywhere
-ends every rank with one typed error within twice `timeout`; nothing is sent before all ranks agree on names,
-shapes, methods and seed.
+Guarantees: Every rank ends with the same bits. Residuals change only when a step is committed. A failure on any rank
+ends every rank with one typed error within twice `timeout`. Nothing is sent before all ranks agree on names, shapes,
+methods and seed.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -25,25 +23,20 @@ from gradwire.compressors.base import StatefulCompressor
 from gradwire.compressors.base.arguments import names_unknown_arguments
 from gradwire.core.errors import GradwireError, OptionError, SyncError
 from gradwire.core.events import Event
-from gradwire.core.spec import ElementRange, TensorSpec
+from gradwire.core.spec import TensorSpec
 from gradwire.net.transport import Transport
 from gradwire.observe.metrics import Metrics, Report
 from gradwire.residuals import policies
 from gradwire.residuals.transaction import Residuals
-from gradwire.sync.dense_fusion import BATCH_FLAG, DenseFusionGroup, PendingSlice, PendingSlices, batch_entry
-from gradwire.sync.fusion import BUNDLE_FLAG, FusionGroup, bundle_items, travels_in_bundles
-from gradwire.sync.graph import TaskGraph
 from gradwire.sync.group import GroupInfo
-from gradwire.sync.job import TensorJob
+from gradwire.sync.launcher import Launcher, OptimizerSlices
 from gradwire.sync.options import SyncOptions
 from gradwire.sync.peers import Peers
 from gradwire.sync.plan import Plan
-from gradwire.sync.plan_entry import PlanEntry
 from gradwire.sync.registry import TensorRegistry
 from gradwire.sync.resize import resize_state
 from gradwire.sync.staging import Staging
 from gradwire.sync.strategies import STRATEGIES
-from gradwire.sync.strategies.register import ServiceAddress
 from gradwire.sync.submission import GradientSlice, Submission
 from gradwire.sync.warmup import warm_up
 
@@ -56,22 +49,23 @@ class Synchronizer(Peers):
     """Averages tensors over the ranks of a process group.
 
     Args:
-        group: process group; None is the default group; a `GroupInfo` where there is no torch.distributed.
-        plan: a `Plan`, or what `Plan` takes as rules.
-        tensors: specs of the whole tensors by name, where they are known; others are agreed on as they come.
-        options: Timeouts, seed, nodes and server.
-        transport: carries the frames; None makes a TCP mesh through the group's store.
-        order: what goes first where several tensors have work ready: ``"backward"``, what was submitted first, which
-            fills the link soonest; ``"forward"``, what was registered first, which the next forward needs first, for
-            those who wait for each tensor's future by itself.
-        aux: gives the slices of parameters and optimizer state that encodes of a range need, by parameter name and
-            range; for compressors with `needs_optimizer`.
+        group: Process group. None means the default group. Without torch.distributed, pass a `GroupInfo`.
+        plan: A `Plan`, or the rules of one.
+        tensors: Shapes and element types of the full tensors by name, as far as they are known. Ranks agree on other
+            tensors when they are registered or first submitted.
+        options: Timeouts, seed, nodes, server, and the directory of the flight recorder.
+        transport: Carries the frames. None connects a TCP mesh through the group's store.
+        order: Which tensor goes first if several are ready. ``"backward"``: the one submitted first, which fills the
+            link soonest. ``"forward"``: the one registered first, for callers that wait for each tensor's future when
+            the next forward pass needs it.
+        aux: Returns the slices of parameter and optimizer state for an element range, by parameter name. Required by
+            compressors with `needs_optimizer`.
 
     Raises:
-        UnknownNameError, OptionTypeError: see `Plan`.
-        OptionError: a compressor of the plan needs `aux` and there is none.
-        DisagreementError: ranks differ in plan, seed, nodes or world size; on every rank.
-        PeerTimeoutError: a rank did not come within `timeout`.
+        UnknownNameError, OptionTypeError: See `Plan`.
+        OptionError: A compressor of the plan needs `aux`, or a strategy needs a server, and there is none.
+        DisagreementError: Ranks differ in plan, seed, nodes or world size. Raised on every rank.
+        PeerTimeoutError: A rank did not come within `timeout`.
     """
 
     @names_unknown_arguments
@@ -84,27 +78,29 @@ class Synchronizer(Peers):
         options: SyncOptions = SyncOptions(),
         transport: Transport | None = None,
         order: Literal["backward", "forward"] = "backward",
-        aux: Callable[[str, ElementRange], Mapping[str, torch.Tensor]] | None = None,
+        aux: OptimizerSlices | None = None,
     ) -> None:
         self.plan = plan if isinstance(plan, Plan) else Plan(plan)
         super().__init__(group, options)
         if self.plan.has_velocity and self.world_size == 1:
             raise OptionError(
-                "Expected at least two ranks with momentum correction, got one, which has nothing to synchronize. Do: "
-                'keep the momentum in the optimizer, with feedback="error" or none given.'
+                "Momentum correction needs at least two ranks, but this group has one. Keep the momentum in the "
+                "optimizer, and leave feedback out."
             )
         self.residuals = Residuals()
         self._metrics = Metrics(self.events)
-        self._forward_first = order == "forward"
         self._aux = aux
         self._nonfinite = False
-        self._num_steps = 0  # begun here; `step` goes on where a loaded state ended
-        self._held = PendingSlices()
+        self._num_steps = 0  # unlike `step`, does not continue from a loaded state
+        self._launcher: Launcher | None = None
         self._tensors = TensorRegistry(self.plan, self.world_size, self._nodes)
-        self._addresses = _addresses(options.server)
-        self._expect_addresses(tensors or {}, self.plan)
-        self._expect_aux(tensors or {})
-        self._warm_up(tensors or {})
+        self._addresses = {
+            name: address
+            for name, strategy in STRATEGIES.items()
+            if strategy.address is not None and (address := strategy.address(options.server)) is not None
+        }
+        tensors = tensors or {}
+        self._prepare(self.plan, tensors)
         self._agree(
             {
                 "world_size": self.world_size,
@@ -112,254 +108,175 @@ class Synchronizer(Peers):
                 "timeout": self.timeout.total_seconds(),
                 "nodes": self._nodes.names,
                 "services": {name: address.describe() for name, address in sorted(self._addresses.items())},
-                "tensors": self._tensors.describe(tensors or {}),
+                "tensors": self._tensors.describe(tensors),
             }
         )
-        self._tensors.add(tensors or {})
+        self._tensors.add(tensors)
         if self.world_size > 1:
             self._start(transport, self._tensors, self.residuals)
+            assert self._engine is not None
+            self._launcher = Launcher(
+                self._engine,
+                self._around,
+                self._tensors,
+                self._rounds,
+                aux=aux,
+                forward_first=order == "forward",
+                on_nonfinite=self._mark_nonfinite,
+            )
             self._connect_services(self._tensors)
         if self.rank == 0:
             for note in self.plan.notes(self.tensors):
                 logger.warning("%s", note)
 
-    # -- setting up ------------------------------------------------------------------------------------------
+    # -- tensors and plan ------------------------------------------------------------------------------------
+
+    @property
+    def tensors(self) -> Mapping[str, TensorSpec]:
+        """Tensors that all ranks have agreed on, by name."""
+        return self._tensors.specs
 
     def register(self, specs: Mapping[str, TensorSpec]) -> None:
-        """Agree with all ranks on tensors, in this order. Done by `submit` for names it has not seen.
+        """Agree with all ranks on tensors, in this order. `submit` does it for new names.
 
         Raises:
-            DisagreementError: names, shapes, dtypes or methods differ; on every rank, before data is sent.
+            OptionError: A name is already registered with another shape or element type.
+            DisagreementError: Names, shapes, element types or methods differ. Raised on every rank, before any data is
+                sent.
         """
         new = {name: spec for name, spec in specs.items() if name not in self._tensors.ids}
         for name, spec in specs.items():
             known = self._tensors.specs.get(name, spec)
             if known != spec:
-                raise OptionError(f"Expected {name!r} of {known}, got {spec}. Do: give another tensor another name.")
+                raise OptionError(f"{name!r} is already registered as {known}, not {spec}. Use another name.")
         if new:
-            self._expect_addresses(new, self.plan)
-            self._expect_aux(new)
-            self._warm_up(new)
-            # Added first: a peer that has heard the verdict may send before this rank has.
-            self._tensors.add(new)
-            if self._engine is not None:
-                self._engine.early_bytes_limit = self._tensors.early_bytes_limit()
+            self._prepare(self.plan, new)
+            self._tensors.add(new)  # first, because a peer that has heard the verdict may send before this rank has
             try:
-                self._agree({"tensors": self._tensors.describe(new)})
-                self._connect_services(self._tensors)
+                self._agree_on(new)
             except GradwireError:
                 self._tensors.forget(new)
                 raise
 
     def replan(self, plan: Plan) -> None:
-        """Go on with another plan from the next submission on. Between steps; all ranks call it alike.
+        """Use another plan from the next submission on. Call it on all ranks, between steps.
 
-        What residuals hold is kept: an encoder takes over that of its range under whatever plan it was left. Tensors
-        that are exact from now on, and so need no residual, give it out with their next step.
+        Residuals are kept: each range takes over what earlier plans have left in it. A tensor that needs no residual
+        under the new plan sends what is left in its next step.
 
         Raises:
-            SyncError: the synchronizer has failed, or a step is still open.
-            DisagreementError: ranks have different plans; on every rank.
+            SyncError: The synchronizer has failed, or a step is neither committed nor rolled back.
+            OptionError: As for the constructor.
+            DisagreementError: Ranks have different plans. Raised on every rank.
         """
         self.wait()
         if self.residuals.is_open:
-            raise SyncError("Expected a step that is decided, got an open one. Do: call commit() or rollback() first.")
-        self._expect_addresses(self._tensors.specs, plan)
-        # All that this rank waited for is here, so nothing more comes under the old plan; and nobody sends under the
-        # new one before all have agreed.
+            raise SyncError("The current step is still open. Call commit() or rollback() before replan().")
+        specs = self._tensors.specs
+        self._prepare(plan, specs)
+        # Everything sent under the old plan is here, and no rank sends under the new one before all have agreed.
         self._tensors.replan(plan)
         self.plan = plan
         for name, entry in self._tensors.entries.items():
             if not policies.get(entry.feedback).has_velocity:
                 self.residuals.drop_velocity(name)
-        self._warm_up(self._tensors.specs)
-        if self._engine is not None:
-            self._engine.early_bytes_limit = self._tensors.early_bytes_limit()
-        self._agree({"tensors": self._tensors.describe(self._tensors.specs)})
-        self._connect_services(self._tensors)
+        self._agree_on(specs)
         self.events.emit(Event("replan", time.monotonic(), detail={"step": self.step}))
 
-    def _expect_aux(self, specs: Mapping[str, TensorSpec]) -> None:
-        if self._aux is not None:
-            return
-        for name, spec in specs.items():
-            compressor = self.plan.entry(name, spec).compressor
-            if compressor.needs_optimizer:
-                raise OptionError(
-                    f"Expected the optimizer of the parameters for {compressor.name!r}, got none (in {name!r}). Do: "
-                    f'attach(ddp, "{compressor.name}", optimizer=opt), or use "lossless", which needs none.'
-                )
-
-    def _expect_addresses(self, specs: Mapping[str, TensorSpec], plan: Plan) -> None:
-        for name, spec in specs.items():
-            strategy = STRATEGIES[plan.entry(name, spec).strategy]
+    def _prepare(self, plan: Plan, specs: Mapping[str, TensorSpec]) -> None:
+        """Check that this synchronizer has what a plan needs for tensors, then compile its kernels."""
+        entries = {name: plan.entry(name, spec) for name, spec in specs.items()}
+        for name, entry in entries.items():
+            strategy, compressor = STRATEGIES[entry.strategy], entry.compressor
             if strategy.address is not None and strategy.name not in self._addresses:
                 raise OptionError(
                     f"strategy={strategy.name!r} needs the address of a server, and there is none (in {name!r}). "
                     f"{strategy.address_advice}"
                 )
-
-    def _warm_up(self, specs: Mapping[str, TensorSpec]) -> None:
+            if compressor.needs_optimizer and self._aux is None:
+                raise OptionError(
+                    f"{compressor.name!r} needs the optimizer of {name!r}, and there is none. Pass it, "
+                    f'attach(ddp, "{compressor.name}", optimizer=opt), or use "lossless", which needs none.'
+                )
         if self.world_size > 1:
-            warm_up(((self.plan.entry(name, spec), spec.dtype) for name, spec in specs.items()), self.world_size)
+            warm_up(((entry, specs[name].dtype) for name, entry in entries.items()), self.world_size)
 
-    @property
-    def tensors(self) -> Mapping[str, TensorSpec]:
-        """What all ranks have agreed on, by name."""
-        return self._tensors.specs
+    def _agree_on(self, specs: Mapping[str, TensorSpec]) -> None:
+        """Agree with all ranks on tensors and their entries, and connect to the services that these need."""
+        if self._engine is not None:
+            self._engine.early_bytes_limit = self._tensors.early_bytes_limit()
+        self._agree({"tensors": self._tensors.describe(specs)})
+        self._connect_services(self._tensors)
 
     # -- averaging -------------------------------------------------------------------------------------------
 
     def submit(
-        self, shards: Sequence[GradientSlice], result: torch.Tensor | None = None, *, hold: bool = False
+        self, slices: Sequence[GradientSlice], result: torch.Tensor | None = None, *, hold: bool = False
     ) -> torch.futures.Future[Any]:
-        """Average shards over all ranks, in place; return at once.
+        """Average gradient slices over all ranks, in place. Returns at once.
 
-        All ranks submit the same shards in the same order.
+        All ranks submit the same slices in the same order.
 
         Args:
-            shards: what to average.
-            result: what the future shall hold in place of the list of tensors.
-            hold: keep tensors of batches back, to travel in one message with those of the submissions that follow,
-                until their batch is complete, or a submission comes without `hold` (or `wait`).
+            slices: Gradient slices to average.
+            result: Value of the future. None means the list of tensors.
+            hold: If true, small dense tensors wait for those of the next submissions and travel with them, until their
+                fusion group is complete, a submission does not hold, or `wait` is called.
 
         Returns:
-            A future of the list of tensors, or of `result`.
+            A future of `result`, or of the list of tensors.
 
         Raises:
-            SyncError: the synchronizer has failed before.
-            OptionError: a range that is not one of its parameter's, or an element type that is not its own.
+            SyncError: The synchronizer has failed before.
+            OptionError: A range outside of its parameter, another element type, or a range of a tensor that must be
+                submitted in full.
 
-        On failure: the future and `wait` raise the error, which names rank, tensor and phase. Later calls raise it
-            again. Gradients of the step are undefined, residuals are as at the last commit.
+        On failure: The future and `wait` raise the error, which names rank, tensor and phase, and so do later calls.
+            Gradients of the step are undefined. Residuals are those of the last commit.
         """
-        self.register({shard.name: self._spec(shard) for shard in shards if shard.name not in self._tensors.ids})
-        for shard in shards:
-            self._check_range(shard)
-        value = [shard.tensor for shard in shards] if result is None else result
-        submission = Submission(Staging([shard.tensor for shard in shards]), value)
-        together: list[TensorJob] = []
-        for index, shard in enumerate(shards):
-            if self._engine is None or shard.tensor.numel() == 0:
-                continue
-            entry = self._tensors.entries[shard.name]
-            if entry.batched:
-                submission.expect()
-                self._held.add(PendingSlice(self._tensors.ids[shard.name], shard, submission))
-                continue
-            item = self._item(shard, index, submission.staging)
-            if travels_in_bundles(entry, self._tensors.specs[shard.name].numel):
-                together.append(item)
-            else:
-                submission.expect()
-                self._launch(item, submission, [item.name])
-        for bundle in bundle_items(together, self._rounds):
-            submission.expect()
-            self._launch(bundle, submission, [item.name for item in bundle.members])
-        self._send_held(complete=hold)
+        self.register({each.name: _full_spec(each) for each in slices if each.name not in self._tensors.ids})
+        for each in slices:
+            self._check(each)
+        tensors = [each.tensor for each in slices]
+        submission = Submission(Staging(tensors), tensors if result is None else result)
+        if self._launcher is not None:
+            self._launcher.submit(slices, submission, self.step)
+            self._launcher.flush(self.step, complete=hold)
         submission.arrived()
         return submission.future
 
     def wait(self) -> None:
-        """Block until everything submitted holds its mean.
+        """Block until everything that was submitted holds its mean.
 
         Raises:
-            SyncError: the synchronizer failed; within twice `timeout`.
+            SyncError: The synchronizer failed. Raised within twice `timeout`.
         """
-        if self._engine is not None:
-            self._send_held()
+        if self._launcher is not None:
+            self._launcher.flush(self.step)
         super().wait()
 
-    def _spec(self, shard: GradientSlice) -> TensorSpec:
-        if shard.offset:
+    def _check(self, each: GradientSlice) -> None:
+        spec, count = self._tensors.specs[each.name], each.tensor.numel()
+        if each.tensor.dtype != spec.dtype or not 0 <= each.offset <= spec.numel - count:
             raise OptionError(
-                f"Expected {shard.name!r} to be registered before a range of it is submitted. Do: call "
-                "register({name: TensorSpec(shape, dtype)}) with the whole parameter's shape."
+                f"{each.name!r} is registered as {spec}, but {count} elements of {each.tensor.dtype} from element "
+                f"{each.offset} on were submitted. Submit a range of what is registered."
             )
-        return TensorSpec.of(shard.tensor)
-
-    def _check_range(self, shard: GradientSlice) -> None:
-        spec, count = self._tensors.specs[shard.name], shard.tensor.numel()
-        if shard.tensor.dtype != spec.dtype or not 0 <= shard.offset <= spec.numel - count:
+        entry = self._tensors.entries[each.name]
+        needs_full = entry.compressor.requires_full_tensor or STRATEGIES[entry.strategy].requires_full_tensor
+        if needs_full and count != spec.numel:
             raise OptionError(
-                f"Expected a range of {shard.name!r}, {spec}, got {count} elements of {shard.tensor.dtype} from "
-                f"element {shard.offset} on. Do: submit what was registered, or register the whole parameter first."
-            )
-        entry = self._tensors.entries[shard.name]
-        if (
-            entry.compressor.requires_full_tensor or STRATEGIES[entry.strategy].requires_full_tensor
-        ) and count != spec.numel:
-            why = f"{entry.compressor!r} by strategy={entry.strategy!r} needs whole"
-            raise OptionError(
-                f"Expected all {spec.numel} elements of {shard.name!r}, which {why}, got {count}. Do: submit whole "
-                "tensors, or choose another compressor or strategy for it."
+                f"{entry.compressor!r} by strategy={entry.strategy!r} needs all {spec.numel} elements of {each.name!r} "
+                f"at once, but {count} were submitted. Submit full tensors, or choose another compressor or strategy."
             )
 
-    def _item(self, shard: GradientSlice, index: int, staging: Staging) -> TensorJob:
-        return TensorJob(
-            shard.name,
-            self._tensors.ids[shard.name],
-            staging.whole(index),
-            self._entry(shard.name),
-            next(self._rounds),
-            self.step,
-            shard.offset,
-            shard.used,
-            wait_loaded=staging.wait_loaded,
-            shape=self._tensors.specs[shard.name].shape,
-            place=self._tensors.places.get(shard.name, 0),
-            aux=self._aux_of(shard.name),
-        )
-
-    def _aux_of(self, name: str) -> Callable[[ElementRange], Mapping[str, torch.Tensor]] | None:
-        needed = self._tensors.entries[name].compressor.needs_optimizer
-        return partial(self._aux, name) if needed and self._aux is not None else None
-
-    def _entry(self, name: str) -> PlanEntry:
-        """The tensor's entry, with feedback where another plan has left a residual to give out."""
-        entry = self._tensors.entries[name]
-        if entry.feedback == "none" and self.residuals.holds(name):
-            return replace(entry, feedback="error")
-        return entry
-
-    def _send_held(self, complete: bool = False) -> None:
-        """Send the batches held so far, or only those that are complete."""
-        for members in self._held.take(self._tensors.batches, complete):
-            batch = DenseFusionGroup(members, self.residuals, self.world_size)
-            entry = batch_entry(self._tensors.entries[members[0].shard.name])
-            item = TensorJob(
-                *(batch.name, batch.tensor, batch.values, entry, next(self._rounds), self.step),
-                wait_loaded=batch.staging.wait_loaded,
-            )
-            self._launch(item, batch, [held.shard.name for held in members])
-
-    def _launch(
-        self, item: TensorJob | FusionGroup, waiting: Submission | DenseFusionGroup, members: list[str]
-    ) -> None:
-        assert self._engine is not None
-        submitted = time.monotonic()
-        dense_bytes = 2 * (self.world_size - 1) * item.nbytes // self.world_size
-        method = f"{item.entry.compressor!r} {item.entry.strategy}"
-        detail = {"method": method, "elements": item.num_elements, "members": members}
-        self.events.emit(Event("submit", submitted, 0.0, item.name, item.round, dense_bytes, detail=detail))
-
-        def done() -> None:
-            self._nonfinite |= item.nonfinite
-            builder.arrived()
-            self.events.emit(Event("done", submitted, time.monotonic() - submitted, item.name, item.round))
-            waiting.arrived()
-
-        priority = item.tensor & ~(BATCH_FLAG | BUNDLE_FLAG) if self._forward_first else item.round
-        graph = TaskGraph(item.name, item.round, priority, on_done=done, on_failed=waiting.failed)
-        strategy = STRATEGIES[item.entry.strategy]
-        builder = strategy.builder(item, graph, self._around)
-        strategy.build(builder)
-        self._engine.run(graph)
+    def _mark_nonfinite(self) -> None:
+        self._nonfinite = True
 
     # -- the step as a transaction ---------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Begin the next step: what was staged under a non-finite step is rolled back first, on all ranks alike."""
+        """Begin the next step. If the last one was not finite and not committed, roll it back first."""
         self.wait()
         if self._nonfinite:
             self.rollback()
@@ -367,10 +284,10 @@ class Synchronizer(Peers):
         self._num_steps += 1
 
     def commit(self, names: Collection[str] | None = None) -> None:
-        """Make the residuals staged so far those that count; a non-finite step is rolled back instead, as a whole.
+        """Commit the staged residuals. A step that is not finite is rolled back instead, for all tensors.
 
         Args:
-            names: of which tensors; None for all.
+            names: Names of the tensors to commit. None means all.
         """
         self.wait()
         if self._nonfinite:
@@ -387,27 +304,27 @@ class Synchronizer(Peers):
         self.events.emit(Event("rollback", time.monotonic(), detail={"step": self.step}))
 
     def rescale(self, factor: float) -> None:
-        """Gradients are `factor` times as large from now on (another loss scale), so residuals must be, too."""
+        """Multiply residuals by `factor`, because the loss scale of the gradients has changed by it."""
         self.wait()
         self.residuals.scale(factor)
         for name, entry in self._tensors.entries.items():
             compressor = entry.compressor
             if isinstance(compressor, StatefulCompressor) and compressor.state_source == "payload":
-                self.residuals.states.drop(name)  # it may be in units of the gradient
+                self.residuals.states.drop(name)  # may be in units of the gradient
 
     # -- report, state ---------------------------------------------------------------------------------------
 
     def report(self) -> Report:
-        """Bytes, ratios and times by tensor and in all, on this rank, since this synchronizer was made."""
+        """Bytes, ratios and times of this rank, per tensor and in total, since the synchronizer was created."""
         norms = {name: math.hypot(*by_role.values()) for name, by_role in self.residuals.norms().items()}
         report = self._metrics.report(self.rank, self.world_size, self._num_steps, norms)
         report.notes = self.plan.notes(self.tensors)
         return report
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a resumed job needs to go on bit for bit: plain dict of tensors and numbers.
+        """State of this rank, from which a job resumes bit for bit: a plain dict of tensors and numbers.
 
-        It is this rank's own: save one file a rank. Staged residuals of an undecided step are not in it.
+        Save one file per rank. Residuals that are staged but not committed are not part of it.
         """
         self.wait()
         return {
@@ -420,28 +337,24 @@ class Synchronizer(Peers):
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Take over a state of `state_dict`, made under any bucket layout.
+        """Load a state of `state_dict`, saved under any bucket layout.
 
         Args:
-            state: what this rank saved, in a group of the same size; or the states of all ranks of a group of any
-                size, in their order, of which this rank takes its part (see `resize_state`).
+            state: The state that this rank saved in a group of the same size, or a list of the states of all ranks of
+                a group of any size, in rank order. `resize_state` explains what this rank takes of a list.
 
         Raises:
-            OptionError: another version, world size or rank.
-            ValueError, TypeError: residuals of other parameters or sizes, or no residuals at all.
+            OptionError: The state is of another version, world size or rank.
+            ValueError, TypeError: The residuals are of other parameters or sizes, or missing.
         """
         self.wait()
         if not isinstance(state, Mapping):
             state = resize_state(state, self.world_size)[self.rank]
-        for key, expected in (
-            ("version", STATE_VERSION),
-            ("world_size", self.world_size),
-            ("rank", self.rank),
-        ):
-            if state.get(key) != expected:
+        for key, own in (("version", STATE_VERSION), ("world_size", self.world_size), ("rank", self.rank)):
+            if state.get(key) != own:
                 raise OptionError(
-                    f"Expected a state of {key} {expected}, got {state.get(key)!r}. Do: load on each rank the state "
-                    "that the same rank saved, in a group of the same size, or a list of the states of all old ranks."
+                    f"The state has {key} {state.get(key)!r}, but this rank has {key} {own}. Load the state that the "
+                    "same rank saved in a group of the same size, or a list of the states of all ranks."
                 )
         self.residuals.load_state_dict(state["residuals"], self._tensors.specs)
         self.step = int(state["step"])
@@ -456,7 +369,11 @@ class Synchronizer(Peers):
         self._metrics.close()
 
 
-def _addresses(server: object) -> dict[str, ServiceAddress]:
-    """Where the services of strategies are, by the strategy's name."""
-    found = {name: strategy.address(server) for name, strategy in STRATEGIES.items() if strategy.address is not None}
-    return {name: address for name, address in found.items() if address is not None}
+def _full_spec(each: GradientSlice) -> TensorSpec:
+    """The spec of a tensor that is submitted without being registered."""
+    if each.offset:
+        raise OptionError(
+            f"A range of {each.name!r} was submitted, but the tensor is not registered. Call "
+            "register({name: TensorSpec(shape, dtype)}) with the shape of the full parameter first."
+        )
+    return TensorSpec.of(each.tensor)
