@@ -137,7 +137,7 @@ def test_mistakes_get_advice_on_every_rank() -> None:
         "unknown": ("UnknownNameError", "Did you mean 'threelc'?"),
         "option": ("OptionError", "1 <= sparsity < 2"),
         "strategy": ("UnknownNameError", "Did you mean 'ring'?"),
-        "no rule": ("OptionError", 'add a rule "*"'),
+        "no rule": ("OptionError", 'Add a rule "*"'),
         "taken": ("AttachError", "attach gradwire in its place; or, where that hook is yours"),
         "method differs": ("DisagreementError", "'threelc' on rank 0 and 'onebit' on rank 1"),
         "option differs": ("DisagreementError", "sparsity"),

@@ -82,7 +82,7 @@ def test_small_tensors_that_are_cast_are_kept_in_files_and_read_as_one_row(table
     assert "Compress 4 of 4 tensors (bf16, threelc:sparsity=1.5)" in found.verdict()
     entry = found.plan().entry("conv.bias", TensorSpec((64,)))
     assert (entry.compressor.name, entry.feedback, entry.batched) == ("bf16", "none", True)
-    with pytest.raises(OptionError, match="in a batch only tensors by none, fp16 or bf16"):
+    with pytest.raises(OptionError, match="batched entries must have none, fp16 or bf16"):
         cast(table, "onebit").plan()
 
 
@@ -154,4 +154,4 @@ def test_a_table_of_another_model_is_refused_before_anything_is_sent(table):
         found = group.outcomes(lambda one: one.register({"head.weight": TensorSpec((10, 10))}))
     for error in found:
         assert isinstance(error, OptionError)
-        assert "none for 'head.weight'" in str(error)
+        assert "no entry for 'head.weight'" in str(error)

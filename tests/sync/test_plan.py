@@ -47,11 +47,11 @@ SPECS = {"embed.weight": MATRIX, "layers.0.weight": MATRIX, "layers.0.bias": Ten
     [
         ({"embd.*": "topk", "*": "threelc"}, "'embd.*' matches no parameter. Did you mean 'embed.*'?"),
         ({"*.biases": "none", "*": "threelc"}, "'*.biases' matches no parameter. Did you mean '*.bias'?"),
-        ({"zzz": "none", "*": "threelc"}, "'zzz' matches no parameter. They are named as 'embed.weight' is."),
-        ({"*": "threelc", "*.bias": "none"}, "'*.bias' comes to nothing: earlier rules have all that it matches (*)."),
+        ({"zzz": "none", "*": "threelc"}, "'zzz' matches no parameter. A name of this model is 'embed.weight'."),
+        ({"*": "threelc", "*.bias": "none"}, "'*.bias' has no effect: earlier rules match all its tensors (*)."),
     ],
 )
-def test_a_rule_that_comes_to_nothing_is_noted(rules: dict[str, str], note: str) -> None:
+def test_a_rule_without_effect_is_noted(rules: dict[str, str], note: str) -> None:
     (found,) = Plan(rules).notes(SPECS)
     assert note in found
 
@@ -65,8 +65,8 @@ def test_a_catch_all_that_has_nothing_left_and_rules_that_match_are_not_noted() 
 def test_a_plan_that_compresses_nothing_notes_why_and_what_to_pass() -> None:
     small = {"0.weight": TensorSpec((8, 16)), "0.bias": TensorSpec((4096,))}
     (note,) = Plan("topk").notes(small)
-    assert "Nothing is compressed by topk: all 2 tensors are vectors or below min_elements=16,384" in note
-    assert "the largest is '0.weight' of 128" in note and "Pass min_elements=0" in note
+    assert "topk compresses nothing: all 2 tensors are vectors or smaller than min_elements=16,384" in note
+    assert "The largest, '0.weight', has 128 elements" in note and "Pass min_elements=0" in note
     assert Plan("topk", min_elements=0).notes(small) == []
     assert Plan("none").notes(small) == [], "nothing was asked for"
     assert len(Plan({"zzz": "topk", "*": "none"}).notes(small)) == 1, "that a rule has nothing to do says it"
@@ -94,8 +94,8 @@ def test_a_large_dense_tensor_travels_alone() -> None:
             "Known: allgather, hierarchical, ring, scatter_reduce",
         ),
         (lambda: Plan("threelc", feedback="momenta"), UnknownNameError, "Known: error, momentum, none"),
-        (lambda: Plan("threelc", partitions=0), OptionError, "pass 1 or more"),
-        (lambda: Plan("threelc", min_elements=-1), OptionError, "pass 0 to compress all"),
+        (lambda: Plan("threelc", partitions=0), OptionError, "must be at least 1, but it is 0"),
+        (lambda: Plan("threelc", min_elements=-1), OptionError, "Pass 0 to compress all"),
         (lambda: Plan("3lc"), UnknownNameError, "Did you mean 'threelc'?"),
         (lambda: Plan("threelc", strategy="Scatter-Reduce"), UnknownNameError, "Did you mean 'scatter_reduce'?"),
         (lambda: Plan(["topk"]), OptionTypeError, "Pass 'topk'."),
@@ -103,7 +103,7 @@ def test_a_large_dense_tensor_travels_alone() -> None:
         (lambda: Plan({0: "topk"}), OptionTypeError, "a pattern of parameter names"),
         (lambda: Plan({}), OptionError, '{"*": "threelc"}'),
         (lambda: Plan("auto").entry("w", MATRIX), OptionError, "Name a compressor here."),
-        (lambda: Plan({"a": "none"}).entry("b", MATRIX), OptionError, 'add a rule "*"'),
+        (lambda: Plan({"a": "none"}).entry("b", MATRIX), OptionError, 'Add a rule "*"'),
         (lambda: TensorSpec((3,), torch.int32), UnknownNameError, "torch.float32"),
     ],
 )
@@ -125,7 +125,7 @@ def test_a_batch_is_dense_or_cast_and_without_feedback(name: str) -> None:
     entry = PlanEntry(gw.make(name), batched=True)
     assert Plan.of_entries({"w": entry}).entry("w", MATRIX) == entry
     for wrong in (PlanEntry(gw.make("onebit"), batched=True), PlanEntry(gw.make(name), feedback="error", batched=True)):
-        with pytest.raises(OptionError, match="in a batch only tensors by none, fp16 or bf16 without feedback"):
+        with pytest.raises(OptionError, match="batched entries must have none, fp16 or bf16 without feedback"):
             Plan.of_entries({"w": wrong})
 
 

@@ -584,7 +584,7 @@ def test_what_a_plan_notes_is_logged_by_rank_0_and_stands_in_every_report(caplog
     logged = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(logged) == 2
     assert "'embd' matches no parameter. Did you mean 'embed'?" in logged[0]
-    assert "Nothing is compressed by threelc: all 1 tensors" in logged[1]
+    assert "threelc compresses nothing: all 1 tensors" in logged[1]
     for report in reports:
         assert report.notes == logged
         assert str(report).endswith("\n".join(logged))

@@ -1,11 +1,11 @@
-"""The plan: which compressor, strategy and partition count each tensor gets.
+"""The plan: compressor, strategy and partition count of each tensor.
 
-Rules are shell patterns on parameter names; the first that matches counts. A rule that names a tensor on purpose
-(any pattern but ``*``) is honored for every size; under a blanket rule, vectors and small tensors stay dense,
-because their bytes are few and their values (biases, normalization) are the ones that compression hurts most.
+Rules are shell patterns of parameter names. The first rule that matches a name counts. Under the blanket rule ``*``,
+vectors and small tensors stay dense: they have few bytes, and compression hurts biases and normalization most. All
+other rules apply to tensors of every size.
 
-A rule that comes to nothing, because nothing has such a name or earlier rules have it all, is no error, so that models
-that differ can share their rules; a plan says so in its `notes`, which are logged and stand in every report.
+A rule that applies to no tensor is not an error, so that different models can share rules. The plan mentions it in its
+`notes`, which are logged and part of every report.
 """
 
 from __future__ import annotations
@@ -29,24 +29,26 @@ AUTO = "auto"
 class Plan:
     """Plan entries by parameter name.
 
+    Under ``"auto"``, `gradwire.attach` chooses compressor, strategy, partitions and feedback while the model trains.
+
     Args:
         rules: One method for all tensors (a compressor, or its name as `gradwire.make` takes it, with options as in
-            ``"topk:ratio=0.01"``), a mapping from name patterns to methods, or ``"auto"``: `gradwire.attach` then
-            chooses while the model trains.
-        strategy: how tensors travel; None takes the ring for large dense tensors, which fills each link with one
-            flow and loses nothing at its hops, and scatter-reduce for all others. Dense tensors never travel by
-            ``"server"``: they take what None would.
-        partitions: ranges a rank's share of a tensor is cut into.
-        min_elements: under a blanket rule, tensors of fewer elements, and all vectors, stay dense.
-        feedback: ``"error"``, ``"none"`` or ``"momentum"`` (a text or a `MomentumCorrection`) for all compressors; None
-            leaves it to each one's default. With momentum correction all tensors have it, dense ones too, and those
-            that are not dense travel by all-gather.
+            ``"topk:ratio=0.01"``), a mapping from name patterns to methods, or ``"auto"``.
+        strategy: How tensors travel: ``"scatter_reduce"``, ``"ring"``, ``"allgather"``, ``"hierarchical"`` (dense
+            within nodes, compressed between them) or ``"server"`` (an aggregator, for ``"thc"`` and ``"uthc"``). None
+            means the ring for large dense tensors, which fills each link and loses nothing at its hops, and
+            scatter-reduce for all others. Under ``"server"``, dense tensors travel as under None.
+        partitions: Number of ranges that a rank's share of a tensor is cut into, at least 1.
+        min_elements: Size below which tensors stay dense under the blanket rule. Vectors always do.
+        feedback: Residual policy of all compressors: ``"error"``, ``"none"``, ``"momentum"`` or a `MomentumCorrection`.
+            None means the default of each compressor. Momentum correction applies to dense tensors too, and compressed
+            tensors then travel by all-gather.
 
     Raises:
-        UnknownNameError: a compressor, strategy or feedback that does not exist.
-        OptionTypeError: rules that are neither; or an option of a compressor that was passed as an argument.
-        OptionError: a number out of range, rules that match nothing, momentum correction by another strategy, or a
-            compressor whose payloads a server cannot add.
+        UnknownNameError: A compressor, strategy or feedback does not exist.
+        OptionTypeError: The rules have a wrong type, or an option of a compressor was passed as an argument.
+        OptionError: A number is out of range, there are no rules, a strategy cannot carry a compressor or momentum
+            correction, or ``"auto"`` was combined with what it chooses.
     """
 
     @names_unknown_arguments
@@ -66,15 +68,17 @@ class Plan:
         if self.has_velocity and strategy not in (None, "allgather"):
             raise _needs_allgather(strategy)
         if partitions < 1:
-            raise OptionError(f"Expected partitions of at least 1, got {partitions}. Do: pass 1 or more.")
+            raise OptionError(f"partitions must be at least 1, but it is {partitions}.")
         if min_elements < 0:
-            raise OptionError(f"Expected min_elements of at least 0, got {min_elements}. Do: pass 0 to compress all.")
+            raise OptionError(f"min_elements must not be negative, but it is {min_elements}. Pass 0 to compress all.")
         if isinstance(rules, Mapping) and not rules:
-            raise OptionError('Expected at least one rule, got none. Do: pass for example {"*": "threelc"}.')
+            raise OptionError('The plan has no rules. Pass for example {"*": "threelc"}.')
         named = rules if isinstance(rules, Mapping) else {"*": rules}
         for pattern in named:
             if not isinstance(pattern, str):
-                raise OptionTypeError(f'A rule goes by a pattern of parameter names, as "*.bias", not by {pattern!r}.')
+                raise OptionTypeError(
+                    f'The key of a rule is a pattern of parameter names like "*.bias", not {pattern!r}.'
+                )
         self.is_auto = rules == AUTO
         if self.is_auto:
             if strategy is not None or partitions != 1 or feedback is not None:
@@ -85,7 +89,7 @@ class Plan:
             named = {}
         self.rules = {pattern: compressor_of(method) for pattern, method in named.items()}
         for pattern, compressor in self.rules.items():
-            if strategy is not None and not compressor.exact:  # exact ones take a strategy that carries them
+            if strategy is not None and not compressor.exact:  # exact ones travel by a strategy that carries them
                 STRATEGIES[strategy].check(compressor, pattern)
         self.strategy = strategy
         self.partitions = partitions
@@ -95,11 +99,11 @@ class Plan:
 
     @classmethod
     def of_entries(cls, entries: Mapping[str, PlanEntry]) -> Plan:
-        """A plan that names every tensor, as the planner makes it: no patterns, no rules for small ones.
+        """Create a plan from an entry for each tensor, without patterns and without a rule for small tensors.
 
         Raises:
-            UnknownNameError: a strategy or feedback that does not exist.
-            OptionError: no entries, partitions below 1, or a batched entry that no batch can take.
+            UnknownNameError: A strategy or feedback does not exist.
+            OptionError: There are no entries, partitions are below 1, or an entry is batched that cannot be.
         """
         for name, entry in entries.items():
             if entry.strategy not in STRATEGIES:
@@ -108,13 +112,15 @@ class Plan:
             has_velocity = policies.get(entry.feedback).has_velocity
             if has_velocity and not entry.compressor.exact and entry.strategy != "allgather":
                 raise _needs_allgather(entry.strategy)
-            if entry.partitions < 1 or (entry.batched and not _may_be_batched(entry)):
+            # A batch has no residuals, and its compressor sees elements of many tensors.
+            may_be_batched = entry.feedback == "none" and entry.compressor.elementwise
+            if entry.partitions < 1 or (entry.batched and not may_be_batched):
                 raise OptionError(
-                    "Expected partitions of at least 1, and in a batch only tensors by none, fp16 or bf16 without "
-                    f"feedback, got {entry} for {name!r}. Do: plan anew, or correct the plan's file."
+                    f"The plan has {entry} for {name!r}. Partitions must be at least 1, and batched entries must have "
+                    "none, fp16 or bf16 without feedback. Create the plan again, or correct its file."
                 )
         if not entries:
-            raise OptionError("Expected an entry for every tensor, got none. Do: plan anew for this model.")
+            raise OptionError("The plan has no entries. Create it again for this model.")
         plan = cls(DENSE_NAME)
         plan.entries = dict(entries)
         plan.has_velocity = any(policies.get(entry.feedback).has_velocity for entry in entries.values())
@@ -141,7 +147,7 @@ class Plan:
         """The plan entry of one tensor.
 
         Raises:
-            OptionError: no rule matches, a plan of entries lacks the name, or the plan is ``"auto"``.
+            OptionError: No rule matches, a plan of entries lacks the name, or the plan is ``"auto"``.
         """
         if self.is_auto:
             raise OptionError(
@@ -151,8 +157,7 @@ class Plan:
         if self.entries is not None:
             if name not in self.entries:
                 raise OptionError(
-                    f"Expected a plan that has every parameter, got none for {name!r} (of {len(self.entries)}). "
-                    "Do: plan anew for this model."
+                    f"The plan has no entry for {name!r} among its {len(self.entries)}. Create it again for this model."
                 )
             return self.entries[name]
         pattern, compressor = self._match(name)
@@ -176,18 +181,18 @@ class Plan:
         )
 
     def notes(self, specs: Mapping[str, TensorSpec]) -> list[str]:
-        """What a user may not expect of this plan with these tensors, as sentences that say what to do."""
+        """Sentences about what a user may not expect of this plan with these tensors, with advice."""
         if self.entries is not None or not specs:
             return []
         matched = {name: self._match(name)[0] for name in specs}
-        idle = [pattern for pattern in self.rules if pattern != "*" and pattern not in matched.values()]
-        found = [_idle_note(pattern, specs, matched) for pattern in idle]
+        unused = [pattern for pattern in self.rules if pattern != "*" and pattern not in matched.values()]
+        found = [_unused_note(pattern, specs, matched) for pattern in unused]
         blanket = self.rules["*"].name if "*" in self.rules else "none"
         if blanket != "none" and all(self.entry(name, spec).compressor.name == "none" for name, spec in specs.items()):
             largest = max(specs, key=lambda name: (len(specs[name].shape) > 1, specs[name].numel))
             found.append(
-                f"Nothing is compressed by {blanket}: all {len(specs)} tensors are vectors or below "
-                f"min_elements={self.min_elements:,} elements; the largest is {largest!r} of {specs[largest].numel:,}. "
+                f"{blanket} compresses nothing: all {len(specs)} tensors are vectors or smaller than "
+                f"min_elements={self.min_elements:,}. The largest, {largest!r}, has {specs[largest].numel:,} elements. "
                 "Pass min_elements=0 to compress all but vectors, or name the tensors: "
                 f'{{"{largest}": "{blanket}", "*": "none"}}.'
             )
@@ -198,30 +203,23 @@ class Plan:
             if fnmatchcase(name, pattern):
                 return pattern, compressor
         raise OptionError(
-            f"Expected a rule for every parameter, got none that matches {name!r} (in {', '.join(self.rules)}). "
-            'Do: add a rule "*", for example {"*": "none"}.'
+            f'No rule matches {name!r}: {", ".join(self.rules)}. Add a rule "*", for example {{"*": "none"}}.'
         )
 
 
-def _idle_note(pattern: str, specs: Mapping[str, TensorSpec], matched: Mapping[str, str]) -> str:
-    """Why a rule has nothing to do, where `matched` is the rule of each tensor."""
+def _unused_note(pattern: str, specs: Mapping[str, TensorSpec], matched: Mapping[str, str]) -> str:
+    """Why a rule applies to no tensor. `matched` is the rule of each tensor."""
     earlier = sorted({matched[name] for name in specs if fnmatchcase(name, pattern)})
     if earlier:
-        return f"The rule {pattern!r} comes to nothing: earlier rules have all that it matches ({', '.join(earlier)})."
+        return f"The rule {pattern!r} has no effect: earlier rules match all its tensors ({', '.join(earlier)})."
     prefixes = {".".join(name.split(".")[:depth]) + ".*" for name in specs for depth in range(1, name.count(".") + 1)}
     close = nearest(pattern, [*specs, *prefixes, *(f"*.{name.split('.')[-1]}" for name in specs)])
     hint = f" Did you mean {close!r}?" if close else ""
-    return f"The rule {pattern!r} matches no parameter.{hint} They are named as {next(iter(specs))!r} is."
-
-
-def _may_be_batched(entry: PlanEntry) -> bool:
-    """A batch's compressor sees elements of many tensors, whose residuals it does not have."""
-    compressor = entry.compressor
-    return entry.feedback == "none" and compressor.elementwise
+    return f"The rule {pattern!r} matches no parameter.{hint} A name of this model is {next(iter(specs))!r}."
 
 
 def _needs_allgather(strategy: str | None) -> OptionError:
     return OptionError(
-        f"Expected all-gather with momentum correction, got {strategy!r}: where sums are encoded anew, no rank knows "
-        'what of its own was sent. Do: leave strategy out, or pass strategy="allgather".'
+        f"Momentum correction needs all-gather, but the strategy is {strategy!r}. Where sums are encoded again, no "
+        'rank knows what was sent of its own gradient. Leave strategy out, or pass strategy="allgather".'
     )

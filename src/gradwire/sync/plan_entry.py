@@ -15,11 +15,11 @@ class PlanEntry:
     """How one tensor travels.
 
     Attributes:
-        compressor: encodes and decodes it.
-        strategy: name of the strategy.
-        partitions: how many ranges a rank's share is cut into, so that they can overlap.
-        feedback: residual policy as text: ``"none"``, ``"error"`` or ``"momentum"``, the last with options.
-        batched: small, and as it is or cast to 16 bits: travels in one message with its likes.
+        compressor: Compressor of the tensor.
+        strategy: Name of the strategy.
+        partitions: Number of ranges that a rank's share is cut into, so that they can overlap.
+        feedback: Residual policy as text: ``"none"``, ``"error"`` or ``"momentum"``, the last with options.
+        batched: If true, the tensor is small, travels exactly or cast to 16 bits, and shares messages with others.
     """
 
     compressor: Compressor
@@ -29,13 +29,13 @@ class PlanEntry:
     batched: bool = False
 
     def accumulator_dtype(self, stage: int, world_size: int) -> np.dtype:
-        """Element type of accumulators that leave a stage. On a ring they widen, since each hop adds one payload."""
+        """Element type of the accumulators that leave a stage. On a ring it widens: each hop adds a payload."""
         assert isinstance(self.compressor, SummableCompressor)
         num_payloads = min(stage + 1, world_size) if self.strategy == "ring" else world_size
         return self.compressor.accumulator_dtype(world_size, num_payloads)
 
     def describe(self, world_size: int) -> dict[str, Any]:
-        """Everything that so many ranks must agree on, as plain data."""
+        """What all ranks must agree on, as plain data."""
         return {
             "compressor": self.compressor.name,
             "options": {key: repr(value) for key, value in sorted(self.compressor.options.items())},
