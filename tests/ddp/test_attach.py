@@ -115,7 +115,7 @@ def test_state_goes_through_a_file_without_pickled_objects() -> None:
 def test_a_module_can_be_attached_once_at_a_time() -> None:
     ddp = wrapped()
     first = gw.attach(ddp, "threelc")
-    with pytest.raises(AttachError, match=r"call handle.detach\(\) of the first attachment before attaching again"):
+    with pytest.raises(AttachError, match=r"already attached. Call handle.detach\(\) first"):
         gw.attach(ddp, "none")
     backward(ddp)
     assert first.report().steps == 1, "the first is not disturbed"
@@ -131,11 +131,11 @@ def test_what_cannot_be_attached_says_what_to_use_in_its_place() -> None:
     from torch.nn.parallel.distributed import _MixedPrecision
 
     mixed = wrapped(mixed_precision=_MixedPrecision())
-    with pytest.raises(AttachError, match=r"without mixed_precision= and run the forward under torch.autocast"):
+    with pytest.raises(AttachError, match=r"without mixed_precision= and run the forward pass under torch.autocast"):
         gw.attach(mixed, "threelc")
     with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
         reducer = wrapped()
-    with pytest.raises(AttachError, match="set optimize_ddp = True before the module is made"):
+    with pytest.raises(AttachError, match="Set optimize_ddp = True before the module is created"):
         gw.attach(reducer, "threelc")
 
 

@@ -70,7 +70,7 @@ def test_clipping_by_norm_is_noticed_said_once_and_saved(caplog) -> None:
         assert clipped(handle)
         assert clipped(trained(nothing, state=handle.state_dict()))
     assert len(caplog.records) == 1
-    assert 'Do: gw.make("gcomp", clipped=True)' in caplog.text
+    assert 'Use gw.make("gcomp", clipped=True)' in caplog.text
 
 
 def first_clipped(parameters: list[nn.Parameter]) -> None:
@@ -90,12 +90,12 @@ def test_clipping_of_some_gradients_or_by_rows_is_noticed(change) -> None:
 @pytest.mark.parametrize("factor", [4.0, 3.0])
 def test_gradients_that_were_made_larger_than_a_loss_scale_has_them_are_refused(factor) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
-    with pytest.raises(OptionError, match=f"got them times {factor:g}"):
+    with pytest.raises(OptionError, match=f"multiplied by {factor:g}"):
         trained(scaled(factor / 65536.0), scaler=scaler)
 
 
 def test_gradients_that_were_made_larger_are_refused_with_advice() -> None:
-    with pytest.raises(OptionError, match='Do: multiply the loss, or use "lossless"'):
+    with pytest.raises(OptionError, match='Multiply the loss instead, or use "lossless"'):
         trained(scaled(3.0))
     trained(scaled(3.0), method="lossless").detach()
 

@@ -61,7 +61,7 @@ def test_copies_of_a_module_are_plain_and_can_be_attached(
 def test_a_built_in_hook_takes_the_slot_too() -> None:
     ddp = wrapped()
     ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
-    with pytest.raises(AttachError, match="build the DDP module without that hook and attach gradwire in its place"):
+    with pytest.raises(AttachError, match="Create the DDP module without that hook and attach gradwire in its place"):
         gw.attach(ddp, "threelc")
 
 
@@ -79,7 +79,7 @@ def test_of_a_replicated_module_the_ddp_module_behind_it_is_attached() -> None:
 
     module = replicate(nn.Linear(4, 2))
     with pytest.raises(
-        AttachError, match=r"Run a forward, then attach to .* gradwire.attach\(replicate.state\(module\)"
+        AttachError, match=r"Run a forward pass, then attach to .* gradwire.attach\(replicate.state\(module\)"
     ):
         gw.attach(module, "threelc")  # type: ignore[arg-type]
     backward(module)

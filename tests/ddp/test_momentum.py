@@ -9,7 +9,7 @@ import gradwire as gw
 from gradwire.core.errors import AttachError, OptionError
 from tests.ddp.test_attach import wrapped
 
-ADVICE = r"MomentumCorrection.of\(optimizer\).*or make the optimizer without momentum"
+ADVICE = r"MomentumCorrection.of\(optimizer\).*Or create the optimizer without momentum"
 
 
 @pytest.mark.parametrize(
@@ -21,12 +21,12 @@ ADVICE = r"MomentumCorrection.of\(optimizer\).*or make the optimizer without mom
 )
 def test_momentum_is_not_applied_twice(make, has: str) -> None:
     ddp = wrapped()
-    with pytest.raises(AttachError, match=f"{has}: momentum would be applied twice. Do: .*{ADVICE}"):
+    with pytest.raises(AttachError, match=f"{has}: momentum would be applied twice. Pass .*{ADVICE}"):
         gw.attach(ddp, gw.Plan("topk", feedback="momentum"), optimizer=make(ddp.parameters()))
 
 
 def test_momentum_correction_asks_for_the_optimizer() -> None:
-    with pytest.raises(AttachError, match=f"Expected optimizer= with momentum correction, got none.*{ADVICE}"):
+    with pytest.raises(AttachError, match=f"attach needs optimizer= to check .*{ADVICE}"):
         gw.attach(wrapped(), gw.Plan("topk", feedback=gw.MomentumCorrection(0.9)))
 
 

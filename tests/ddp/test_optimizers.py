@@ -58,7 +58,7 @@ def committed(handle: gw.Handle) -> set[str]:
         ),
         (
             lambda ddp: sgd(nn.Linear(4, 4)),
-            r"lacks 4 of the 4 .*'0.weight', '0.bias', '2.weight' and 1 more.*make it of",
+            r"lacks 4 of the 4 .*'0.weight', '0.bias', '2.weight' and 1 more.*create it from",
         ),
         (lambda ddp: [sgd(ddp.module[0]), sgd(ddp.module[1], nn.Linear(1, 1))], "lacks 2 of the 4"),
         (lambda ddp: Subclass(sgd(ddp.module[2])), "lacks 2 of the 4 .*'0.weight', '0.bias'.*leave optimizer= out"),

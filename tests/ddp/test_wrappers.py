@@ -42,13 +42,13 @@ class Holder(nn.Module):
 @pytest.mark.parametrize(
     ("make", "advice"),
     [
-        (fsdp1, "sharded by FSDP.*DistributedDataParallel in place of FSDP.*gradwire.Synchronizer"),
-        (fsdp2, "sharded by FSDP.*DistributedDataParallel in place of FSDP.*gradwire.Synchronizer"),
+        (fsdp1, "sharded by FSDP.*use DistributedDataParallel instead.*gradwire.Synchronizer"),
+        (fsdp2, "sharded by FSDP.*use DistributedDataParallel instead.*gradwire.Synchronizer"),
         (lambda: nn.DataParallel(nn.Linear(2, 2)), "within one process.*torchrun"),
-        (lambda: of_library("deepspeed", "DeepSpeedEngine"), "in place of the engine"),
+        (lambda: of_library("deepspeed", "DeepSpeedEngine"), "instead of the engine"),
         (lambda: of_library("lightning", "LightningModule"), "trainer.strategy.model"),
         (lambda: of_library("pytorch_lightning", "LightningModule"), "trainer.strategy.model"),
-        (Holder, "Attach to that: its 'inner'"),
+        (Holder, "its 'inner' is one. Attach to that"),
         (lambda: nn.Linear(2, 2), r"This Linear is not wrapped in DDP. Wrap it first, ddp = .*Horovod"),
         (lambda: torch.ones(3), "but this is of type Tensor"),
     ],

@@ -70,7 +70,7 @@ def test_a_hook_of_the_users_own_may_call_gradwire(of_two: list[dict[str, Any]])
         assert found["came_out"] >= 3
         assert found["steps"] == 1
         assert "attach with register=False and call handle.hook(state, bucket)" in found["refused"]["own hook"]
-        assert "attach without register=False" in found["refused"]["gradwire's"]
+        assert "Attach without register=False" in found["refused"]["gradwire's"]
 
 
 CASES = [

@@ -138,7 +138,7 @@ def test_mistakes_get_advice_on_every_rank() -> None:
         "option": ("OptionError", "1 <= sparsity < 2"),
         "strategy": ("UnknownNameError", "Did you mean 'ring'?"),
         "no rule": ("OptionError", 'Add a rule "*"'),
-        "taken": ("AttachError", "attach gradwire in its place; or, where that hook is yours"),
+        "taken": ("AttachError", "attach gradwire in its place. Or, if the hook is yours"),
         "method differs": ("DisagreementError", "'threelc' on rank 0 and 'onebit' on rank 1"),
         "option differs": ("DisagreementError", "sparsity"),
         "seed differs": ("DisagreementError", "seed = 0 on rank 0 and 1 on rank 1"),

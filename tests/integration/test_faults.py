@@ -32,7 +32,7 @@ def test_a_lost_rank_ends_the_step_everywhere(how: str, strategy: str) -> None:
         assert found["rank"] == 2, "the error names the rank"
         assert found["tensor"] in found["message"], "and the tensor"
         assert found["phase"] in found["message"], "and the phase"
-        assert "build it anew" in found["message"], "and says what to do"
+        assert "Create the DDP module again" in found["message"], "and says what to do"
         assert found["seconds"] < 2 * TIMEOUT
         assert found["dump_rank"] == 2, "the flight recorder's file names the dead rank"
         assert found["dump_events"] > 0

@@ -1,7 +1,7 @@
-"""The handle of an attached module: its hook, and what users call.
+"""The handle of an attached module: its communication hook, and the calls for users.
 
-It averages the buckets that DDP hands over: they become shards by parameter name, and the hook's future is the
-synchronizer's. It does not keep the module alive.
+The hook turns each bucket of DDP into gradient slices and submits them to the synchronizer. The handle does not keep
+the module alive.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from gradwire.sync.synchronizer import Synchronizer
 from gradwire.tuning.auto import Autopilot
 
 logger = logging.getLogger("gradwire")
-_ADVICE = "This DDP module cannot go on: build it anew, or end the job and resume from a checkpoint."
+_ADVICE = "Create the DDP module again, or end the job and resume from a checkpoint."
 
 
 class Handle:
-    """An attached module. Made by `attach`.
+    """An attached module, returned by `attach`.
 
     Attributes:
-        synchronizer: what does the work.
-        autopilot: under ``"auto"`` what decides, with its decisions; else None.
+        synchronizer: Synchronizer of the module's gradients.
+        autopilot: Under ``"auto"``, what chooses the plan, with its decisions. Otherwise None.
     """
 
     def __init__(
@@ -51,16 +51,16 @@ class Handle:
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         self.synchronizer = synchronizer
-        self._optimizers = optimizers
         self.autopilot: Autopilot | None = None
+        self._optimizers = optimizers
         self._ddp = weakref.ref(ddp)
         self._group = ddp.process_group
         self._check_every = check_every
         self._scaler = scaler
-        self._loss_scale: float | None = None  # that of the residuals; None where there is no telling
+        self._loss_scale: float | None = None  # of the residuals, if known
         self._active_ranks = synchronizer.world_size
         self._called = False
-        self._names = torch_private.parameter_names(ddp)  # frozen ones too: DDP may have been made before that
+        self._names = torch_private.parameter_names(ddp)  # frozen parameters too, which may be trained later
         on_step, warns = _weakly(self._after_step), synchronizer.rank == 0
         optimizers.listen(on_step, expects_scaler=scaler is not None, warns=warns)
         # A module that is dropped without `detach` takes threads and connections with it.
@@ -73,24 +73,24 @@ class Handle:
         attached = "attached" if ddp is not None and slot_of(ddp).handle is self else "detached"
         return f"<gradwire.Handle: {method}; rank {one.rank} of {one.world_size}; step {one.step}; {attached}>"
 
-    # -- what users call -------------------------------------------------------------------------------------
+    # -- calls for users -------------------------------------------------------------------------------------
 
     def report(self) -> Report:
-        """Bytes, ratios, times and residual norms, by tensor and in all, on this rank. Prints as a table."""
+        """Bytes, ratios, times and residual norms of this rank, per tensor and in total. Prints as a table."""
         return self.synchronizer.report()
 
     def trace(self, path: str | Path) -> Trace:
-        """Write what synchronization does from now on as Chrome trace JSON, for ui.perfetto.dev; one file a rank.
+        """Write a Chrome trace of synchronization, for ui.perfetto.dev, with one file per rank.
 
-        ``with handle.trace("trace.json"):`` around some steps writes ``trace.rank0.json`` and so on; or call `close`
-        of what is returned.
+        ``with handle.trace("trace.json"):`` around some steps writes ``trace.rank0.json``, ``trace.rank1.json`` and so
+        on. Without ``with``, call `close` of the returned trace.
         """
         return self.synchronizer.trace(path)
 
     def state_dict(self) -> dict[str, Any]:
-        """Residuals by parameter name, step and seed: a plain dict of tensors and numbers. One file a rank.
+        """Residuals by parameter name, step and seed of this rank: a plain dict of tensors and numbers.
 
-        It loads with ``torch.load(..., weights_only=True)``.
+        Save one file per rank. It loads with ``torch.load(..., weights_only=True)``.
         """
         self._settle()
         state = self.synchronizer.state_dict() | {"loss_scale": self._loss_scale}
@@ -98,11 +98,11 @@ class Handle:
         return state | {"clipped": any(each.clipped for each in states)} if states else state
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Go on from `state`, bit for bit, under whatever bucket layout this module has.
+        """Continue from `state` bit for bit, under any bucket layout.
 
         Args:
-            state: what this rank saved; or, where the number of ranks has changed, a list of what all ranks saved, in
-                their order. `gradwire.resize_state` says what becomes of the residuals.
+            state: The state that this rank saved. If the number of ranks has changed, a list of the states of all
+                ranks, in rank order. `gradwire.resize_state` explains how residuals are divided.
         """
         self.synchronizer.load_state_dict(state)
         first = state if isinstance(state, Mapping) else state[0]
@@ -113,7 +113,7 @@ class Handle:
             self.autopilot.restart()
 
     def detach(self) -> None:
-        """Return to DDP's own all-reduce. Residuals that were not applied are dropped. Every rank calls it."""
+        """Return to DDP's own all-reduce, and drop residuals that were not applied. Call it on every rank."""
         ddp = self._ddp()
         if ddp is not None and slot_of(ddp).handle is self:
             slot_of(ddp).handle = None
@@ -122,26 +122,29 @@ class Handle:
         self.synchronizer.close()
 
     def hook(self, state: Any, bucket: torch_private.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Average one bucket, within a hook of your own; see `register` of `attach`. After `detach`, all-reduce it.
+        """Average one bucket within your own communication hook (``register=False`` of `attach`).
 
-        What your hook changes in the bucket before is what is averaged; what it chains to the future comes after. It
-        must call this for every bucket, on every rank.
+        Call it for every bucket, on every rank. It averages the bucket as your hook leaves it; callbacks that you chain
+        to the future see the mean. After `detach` it all-reduces the bucket.
         """
-        ddp = self._ddp()
-        assert ddp is not None, "a hook runs in a backward of its module"
-        return slot_of(ddp)(bucket)
+        return slot_of(self._module)(bucket)
 
     # -- the hook --------------------------------------------------------------------------------------------
 
     def on_bucket(self, bucket: torch_private.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Average one bucket: what the trampoline calls during backward."""
+        """Average one bucket. Called by the hook slot during backward."""
         with _advising():
             return self._average(bucket)
 
+    @property
+    def _module(self) -> DistributedDataParallel:
+        ddp = self._ddp()
+        assert ddp is not None, "hooks run in a backward pass of the module"
+        return ddp
+
     def _average(self, bucket: torch_private.GradBucket) -> torch.futures.Future[torch.Tensor]:
         joined = not torch_private.in_backward()
-        ddp = self._ddp()
-        assert ddp is not None, "a hook runs in a backward of its module"
+        ddp = self._module
         self._called = True
         if bucket.index() == 0:
             self._begin_backward(ddp, joined)
@@ -154,7 +157,7 @@ class Handle:
         if bucket.is_last() and (joined or torch_private.waits_before_callbacks(ddp)):
             self._end_backward()
         if bucket.is_last() and joined:
-            self.synchronizer.commit()  # no optimizer steps here; residuals of sums are this rank's as before
+            self.synchronizer.commit()  # no optimizer steps here, but this rank still owns residuals of sums
         return future
 
     def _submit(
@@ -163,17 +166,17 @@ class Handle:
         parameters = torch_private.bucket_parameters(bucket)
         names = [self._names[id(parameter)] for parameter in parameters]
         may_skip = torch_private.may_skip_parameters(ddp)
-        # Those that were frozen at attach. Here and not by `submit`: auto plans for what is registered.
-        frozen = [index for index, name in enumerate(names) if name not in self.synchronizer.tensors]
-        self.synchronizer.register({names[index]: TensorSpec.of(parameters[index]) for index in frozen})
+        # Parameters that were frozen at attach. Registered here and not by `submit`, because auto plans for them.
+        new = [index for index, name in enumerate(names) if name not in self.synchronizer.tensors]
+        self.synchronizer.register({names[index]: TensorSpec.of(parameters[index]) for index in new})
 
         def submit() -> torch.futures.Future[torch.Tensor]:
-            shards = [
+            slices = [
                 GradientSlice(name, grad, used=not joined and _used(grad, may_skip))
                 for name, grad in zip(names, bucket.gradients(), strict=True)
             ]
-            # The small tensors of several buckets travel together, the last of them with the last bucket.
-            return self.synchronizer.submit(shards, result=bucket.buffer(), hold=not bucket.is_last())
+            # Small tensors of several buckets travel together, the last ones with the last bucket.
+            return self.synchronizer.submit(slices, result=bucket.buffer(), hold=not bucket.is_last())
 
         future = submit() if self.autopilot is None else self.autopilot.average(bucket, names, submit)
         return future if joined else self._optimizers.watch(future, bucket, names)
@@ -196,11 +199,11 @@ class Handle:
         self._optimizers.begin_backward(joined)
         self._active_ranks = self._count_active_ranks(ddp, joined)
         if self._check_every and self.synchronizer.step % self._check_every == 0:
-            # A rank that has joined takes no optimizer steps; it gets the parameters when all have.
+            # A rank that has joined takes no optimizer steps, and gets the parameters when all ranks have joined.
             self.synchronizer.check_replicas(None if joined else _replica(ddp))
 
     def _follow_loss_scale(self) -> None:
-        """Bring the residuals to the scale that the gradients of this backward have."""
+        """Rescale residuals to the loss scale of this backward pass."""
         if self._scaler is None:
             return
         scale = self._scaler.get_scale()
@@ -211,7 +214,7 @@ class Handle:
             each.loss_scale = scale
 
     def _count_active_ranks(self, ddp: DistributedDataParallel, joined: bool) -> int:
-        """By how many ranks the sum is divided: fewer than all only where `join` was asked for it (R9)."""
+        """The divisor of the sum: all ranks, unless `join` was told to divide by the active ones (R9)."""
         if not torch_private.divides_by_active_ranks(ddp):
             return self.synchronizer.world_size
         active = self.synchronizer.exchange(np.array([0.0 if joined else 1.0]))
@@ -219,19 +222,19 @@ class Handle:
         return int(active.value().sum())
 
     def _end_backward(self) -> None:
-        """Raise here what went wrong: an exception set on a bucket's future would surface as a cast error."""
+        """Raise errors here. On a bucket's future they would surface as a cast error."""
         with _advising():
             self.synchronizer.wait()
 
     def _settle(self) -> None:
-        """Without an optimizer to tell, a step counts as taken once the next one begins, or its state is saved."""
+        """Without an optimizer, commit the last step when the next one begins or the state is saved."""
         if not self._optimizers:
             self.synchronizer.commit()
 
     def _after_step(self, names: frozenset[str] | None) -> None:
         ddp = self._ddp()
         if not self._called and ddp is not None:
-            self._called = True  # said once
+            self._called = True  # warn once
             logger.warning(
                 "The optimizer has stepped, but no gradients were averaged: DDP has handed over none since attach. %s",
                 _what_to_do(ddp),
@@ -241,7 +244,7 @@ class Handle:
 
 @contextmanager
 def _advising() -> Iterator[None]:
-    """Add to what ends a backward, in a hook or after it, what to do with the module."""
+    """Add advice about the module to an error that ends a backward pass."""
     try:
         yield
     except SyncError as error:
@@ -251,12 +254,12 @@ def _advising() -> Iterator[None]:
 
 
 def _replica(ddp: DistributedDataParallel) -> list[torch.nn.Parameter]:
-    """What must be the same on all ranks."""
+    """Parameters that must be the same on all ranks."""
     return [each for sparse in (False, True) for _, each in torch_private.trained_parameters(ddp, sparse=sparse)]
 
 
 def _what_to_do(ddp: DistributedDataParallel) -> str:
-    """Advice, where the hook was never called, for each cause that is possible."""
+    """Advice for each possible reason why the hook was never called."""
     advice = ["Call the DDP module, not the model in it."]
     if not slot_of(ddp).registered:
         advice.append("Call handle.hook(state, bucket) in the hook that you register, as register=False asks for it.")
@@ -271,17 +274,17 @@ def _what_to_do(ddp: DistributedDataParallel) -> str:
 
 
 def _used(grad: torch.Tensor, may_skip: bool) -> bool:
-    """Whether this rank's backward used a parameter (R10). If no rank's did, DDP drops what the hook gives back.
+    """Whether this rank's backward pass used a parameter (R10). If no rank used it, DDP discards the mean.
 
-    What a bucket holds tells it, and not .grad, which distributed autograd never fills. An unused parameter's gradient
-    is zero there, or what `zero_grad(set_to_none=False)` has left; one that is used and zero may stay away as well, for
-    its residual waits for the next one.
+    The values in the bucket decide, because distributed autograd never fills .grad. An unused parameter's gradient is
+    zero there, or what `zero_grad(set_to_none=False)` has left. A used parameter whose gradient is zero may count as
+    unused: its residual waits for the next gradient.
     """
     return not may_skip or bool(grad.any())
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """A hook of the optimizer that does not keep the handle alive: the optimizer may outlive the module."""
+    """A hook for an optimizer that does not keep the handle alive. The optimizer may outlive the module."""
     reference = weakref.WeakMethod(method)
 
     def hook(*args: Any) -> None:
@@ -293,5 +296,5 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
 
 
 def _close_in_background(synchronizer: Synchronizer) -> None:
-    """Close when a module was collected: by whichever thread, which may hold the locks that closing needs."""
+    """Close after a module was collected. Any thread may collect it, and may hold locks that closing needs."""
     threading.Thread(target=synchronizer.close, name="gradwire-close", daemon=True).start()

@@ -1,7 +1,7 @@
-"""The one communication hook slot of a DDP module, which torch gives out once and never takes back.
+"""The communication hook slot of a DDP module. torch has one slot per module and cannot free it.
 
-What `attach` registers there is a trampoline: it calls what is attached, and with nothing attached does exactly what
-DDP does without a hook.
+`attach` registers a `HookSlot` there. It calls the attached handle, and after `detach` does what DDP does without a
+hook.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from gradwire.ddp.wrappers import advice_on
 
 
 class BucketAverager(Protocol):
-    """What a slot calls: a handle."""
+    """The part of a handle that a slot calls."""
 
     def on_bucket(self, bucket: torch_private.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Average one bucket."""
 
 
 class HookSlot:
-    """The one communication hook of a DDP module: calls the attached handle, else does what DDP does natively.
+    """The communication hook of a DDP module.
 
     Attributes:
-        handle: what is attached; None after `detach`.
-        registered: whether the module's slot is ours; then for good.
+        handle: The attached handle. None after `detach`.
+        registered: Whether the hook has the module's slot, which it then keeps.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
@@ -41,9 +41,9 @@ class HookSlot:
         self._ddp = weakref.ref(ddp)
 
     def register(self, ddp: DistributedDataParallel) -> None:
-        """Take the module's hook slot, for good, if it has not been taken for this."""
+        """Take the module's slot, unless this hook has it already."""
         if not self.registered:
-            # A lambda, because torch compares annotations as objects and ours are strings.
+            # A lambda has no annotations. torch compares annotations as objects, and ours are strings.
             torch_private.register_hook(ddp, lambda state, bucket: self(bucket))
             self.registered = True
 
@@ -52,9 +52,9 @@ class HookSlot:
 
     def _native(self, bucket: torch_private.GradBucket) -> torch.futures.Future[torch.Tensor]:
         ddp = self._ddp()
-        assert ddp is not None, "a hook runs in a backward of its module"
-        group = ddp.process_group  # which DDP may have replaced since
-        if torch_private.divides_by_active_ranks(ddp):  # as DDP's own path does, but no hook's
+        assert ddp is not None, "hooks run in a backward pass of the module"
+        group = ddp.process_group  # may have been replaced since
+        if torch_private.divides_by_active_ranks(ddp):  # DDP does this only without a hook
             if bucket.index() == 0:
                 self._active = torch.tensor([float(torch_private.in_backward())], device=ddp.device)
                 dist.all_reduce(self._active, group=group)
@@ -62,12 +62,12 @@ class HookSlot:
         return allreduce_hook(group, bucket)
 
 
-# Not in the modules, whose copies and pickles would have them too: a copy's hook slot is free again.
+# Not an attribute of the module, because copies and pickles would have it too. The hook slot of a copy is free.
 _slots: weakref.WeakKeyDictionary[DistributedDataParallel, HookSlot] = weakref.WeakKeyDictionary()
 
 
 def slot_of(ddp: DistributedDataParallel) -> HookSlot:
-    """The module's trampoline. Made on first use and kept, since a hook cannot be unregistered."""
+    """The slot of a module, created on first use."""
     slot = _slots.get(ddp)
     if slot is None:
         slot = _slots[ddp] = HookSlot(ddp)
@@ -75,52 +75,48 @@ def slot_of(ddp: DistributedDataParallel) -> HookSlot:
 
 
 def check_attachable(ddp: object, register: bool) -> None:
-    """Raise `AttachError`, with advice, where gradwire cannot have the module's buckets."""
+    """Raise `AttachError` with advice if gradwire cannot get the module's buckets."""
     if torch_private.is_replicated(ddp):
         raise AttachError(
-            "This module is under torch's replicate(), which makes its DDP module in the first forward. Run a forward, "
-            "then attach to that one: gradwire.attach(replicate.state(module)._ddp)."
+            "This module is under torch's replicate(), which creates its DDP module in the first forward pass. Run a "
+            "forward pass, then attach to that module: gradwire.attach(replicate.state(module)._ddp)."
         )
     if not isinstance(ddp, DistributedDataParallel):
         raise AttachError(advice_on(ddp))
     if torch_private.has_python_reducer(ddp):
         raise AttachError(
-            "Expected a DDP module that hands buckets to its hook, got one made under torch._dynamo.config."
-            'optimize_ddp = "python_reducer". Do: set optimize_ddp = True before the module is made.'
+            "This DDP module hands no buckets to a hook, because it was created under torch._dynamo.config."
+            'optimize_ddp = "python_reducer". Set optimize_ddp = True before the module is created.'
         )
     if torch_private.has_mixed_precision(ddp):
         raise AttachError(
-            "Expected a free communication hook slot, got one taken by DDP's mixed_precision=. torch has one slot a "
-            "module and cannot free it. Do: build the DDP module without mixed_precision= and run the forward under "
-            "torch.autocast; gradients then travel as small as the compressor makes them."
+            "DDP's mixed_precision= has the communication hook slot of this module, and torch has one slot per module. "
+            "Create the DDP module without mixed_precision= and run the forward pass under torch.autocast. Gradients "
+            "then travel as small as the compressor makes them."
         )
     if torch_private.steps_in_backward(ddp):
         raise AttachError(
-            "The parameters of this module have optimizers that step within backward (_apply_optimizer_in_backward). "
-            "DDP takes its one communication hook slot for them. Use an optimizer that steps after backward."
+            "The parameters of this module have optimizers that step within backward (_apply_optimizer_in_backward), "
+            "for which DDP takes its one communication hook slot. Use an optimizer that steps after backward."
         )
     for name, parameter in torch_private.trained_parameters(ddp):
         if parameter.dtype not in ELEMENT_TYPES:
             raise AttachError(
                 f"Parameter {name!r} is {parameter.dtype}. gradwire averages gradients of these types only: "
-                f"{', '.join(map(str, ELEMENT_TYPES))}. Keep a complex parameter as a real one, whose last dimension "
-                "is 2, and call torch.view_as_complex in forward."
+                f"{', '.join(map(str, ELEMENT_TYPES))}. Keep a complex parameter as a real one with a last dimension "
+                "of 2, and call torch.view_as_complex in forward."
             )
     slot = slot_of(ddp)
     if slot.handle is not None:
-        raise AttachError(
-            "Expected a module without gradwire, got one that is attached. Do: call handle.detach() of the first "
-            "attachment before attaching again."
-        )
+        raise AttachError("This module is already attached. Call handle.detach() first.")
     if register and not slot.registered and torch_private.has_comm_hook(ddp):
         raise AttachError(
-            "Expected a free communication hook slot, got one taken by another hook (register_comm_hook). torch has "
-            "one slot a module and cannot free it. Do: build the DDP module without that hook and attach gradwire in "
-            "its place; or, where that hook is yours, attach with register=False and call handle.hook(state, bucket) "
-            "in it."
+            "Another hook has the communication hook slot of this module (register_comm_hook), and torch has one slot "
+            "per module, which it cannot free. Create the DDP module without that hook and attach gradwire in its "
+            "place. Or, if the hook is yours, attach with register=False and call handle.hook(state, bucket) in it."
         )
     if not register and slot.registered:
         raise AttachError(
-            "Expected a communication hook slot that is yours, got one that gradwire took when it was attached before. "
-            "Do: attach without register=False, or build the DDP module anew."
+            "gradwire has the communication hook slot of this module from an earlier attach, so you cannot register a "
+            "hook of your own. Attach without register=False, or create the DDP module again."
         )

@@ -1,4 +1,4 @@
-"""Momentum is applied once: by momentum correction before sparsification, or by the optimizer, and not by both."""
+"""Check that momentum is applied once: by momentum correction before sparsification, or by the optimizer."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from gradwire.residuals import policies
 from gradwire.sync.plan import Plan
 
 _ADVICE = (
-    "Do: pass feedback=gradwire.MomentumCorrection.of(optimizer), which takes the momentum out of a torch.optim.SGD; "
-    "or make the optimizer without momentum, as torch.optim.SGD(parameters, lr), and pass "
-    'feedback="momentum:momentum=0.9".'
+    "Pass gradwire.Plan(..., feedback=gradwire.MomentumCorrection.of(optimizer)), which takes the momentum out of a "
+    "torch.optim.SGD. Or create the optimizer without momentum, torch.optim.SGD(parameters, lr), and pass "
+    'feedback="momentum:momentum=0.9" to the plan.'
 )
 
 
 def check_momentum(
     plan: Plan, optimizers: Sequence[torch.optim.Optimizer], parameters: Iterable[tuple[str, torch.nn.Parameter]]
 ) -> None:
-    """Raise unless the optimizers have no momentum for the parameters that are momentum-corrected.
+    """Check that no optimizer has momentum for a parameter under momentum correction.
 
     Args:
-        plan: says which they are.
-        optimizers: all of these parameters.
-        parameters: by name.
+        plan: Plan of the parameters.
+        optimizers: All optimizers of the parameters.
+        parameters: Parameters by name.
 
     Raises:
-        AttachError: an optimizer has momentum too, or none was given, so that there is no telling.
+        AttachError: An optimizer has momentum too, or no optimizer was given.
     """
     corrected = {
         id(parameter): name
@@ -40,14 +40,14 @@ def check_momentum(
         return
     if not optimizers:
         raise AttachError(
-            "Expected optimizer= with momentum correction, got none, so that momentum might be applied twice. "
-            f"Do: pass the optimizer of these parameters to attach. {_ADVICE}"
+            "With momentum correction, attach needs optimizer= to check that momentum is not applied twice. "
+            f"Pass the optimizer of these parameters. {_ADVICE}"
         )
     for optimizer, group in ((each, group) for each in optimizers for group in each.param_groups):
         names = [corrected[id(parameter)] for parameter in group["params"] if id(parameter) in corrected]
         if names and (group.get("momentum") or "betas" in group):
             has = f"momentum={group['momentum']}" if group.get("momentum") else f"betas={group['betas']}"
             raise AttachError(
-                "Expected an optimizer without momentum beside momentum correction, got "
-                f"{type(optimizer).__name__} with {has} for {names[0]!r}: momentum would be applied twice. {_ADVICE}"
+                f"The plan has momentum correction, and the optimizer is {type(optimizer).__name__} with {has} for "
+                f"{names[0]!r}: momentum would be applied twice. {_ADVICE}"
             )

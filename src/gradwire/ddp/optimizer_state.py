@@ -1,7 +1,7 @@
-"""What `gcomp` needs of the user's optimizer: slices of parameters, moments and hyper-parameters, by name and range.
+"""State of the user's optimizer for `gcomp`: slices of parameters, moments and hyper-parameters, by name and range.
 
-Read on the engine's thread during backward, when neither parameters nor optimizer change. Nothing is copied but what
-lies strided or on a GPU.
+Read on the engine's thread during backward, when neither parameters nor optimizer change. Only strided tensors and
+those on a GPU are copied.
 """
 # Shapes: N = elements of the range
 
@@ -27,21 +27,22 @@ class OptimizerState:
     """The `aux` of `gcomp`'s contexts.
 
     Args:
-        optimizer: one of torch.optim's that `gcomp_metric.RULES` has.
-        parameters: by name, those that will be asked for.
+        optimizer: Optimizer of torch.optim that `gcomp_metric.RULES` has.
+        parameters: Parameters under `gcomp`, by name.
 
     Attributes:
-        loss_scale: what gradients are scaled by until the optimizer steps.
-        clipped: whether gradients have been changed by more than a common scale before a step (see `clipping`).
+        loss_scale: Factor by which gradients are scaled until the optimizer steps.
+        clipped: Whether gradients were changed by more than a common scale before a step (see `clipping`).
 
     Raises:
-        OptionError: an optimizer, or an option of it, that the metric does not cover; or a parameter that is not its.
+        OptionError: `gcomp` does not know the update of the optimizer or of one of its options, or a parameter is not
+            one of the optimizer's.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         self.loss_scale = 1.0
         self.clipped = False
-        self._cut_for: dict[str, Numbers] = {}  # by name: what gradients of the step that comes were cut for
+        self._cut_for: dict[str, Numbers] = {}  # hyper-parameters for which gradients of the coming step were cut
         self._again = False
         self.optimizer = optimizer
         self._rule = RULES[_name_of(optimizer)]
@@ -52,9 +53,10 @@ class OptimizerState:
             self._check(name, index)
 
     def __call__(self, name: str, elements: ElementRange) -> dict[str, torch.Tensor]:
-        """The slices of one range that is encoded; nothing where an earlier backward of this step had the bound.
+        """Slices for an encode of one range.
 
-        Nothing of a parameter that was frozen at attach, either: its gradient is not cut.
+        Empty if an earlier backward pass of this step has used up the bound, or if the parameter was frozen at attach.
+        The gradient is then not cut.
         """
         if self._again or name not in self._parameters:
             return {}
@@ -65,17 +67,17 @@ class OptimizerState:
         return slices
 
     def begin_backward(self) -> None:
-        """Say that gradients are about to be encoded, for the first time since the optimizer's step or once more."""
+        """Note that a synchronized backward pass begins."""
         self._again = bool(self._cut_for)
 
     def before_step(self, factors: Sequence[float]) -> None:
-        """Hold what was cut to what is applied.
+        """Check that the bound for which gradients were cut holds for the step.
 
         Args:
-            factors: what averaged gradients were multiplied by, see `AfterAveraging.factors`.
+            factors: Factors by which averaged gradients were multiplied (see `AfterAveraging.factors`).
 
         Raises:
-            OptionError: by more than 1, or with other hyper-parameters: nothing holds then of what was bounded.
+            OptionError: A factor is above 1, or hyper-parameters have changed to larger steps.
         """
         cut_for, self._cut_for = self._cut_for, {}
         for name, numbers in cut_for.items():
@@ -84,7 +86,7 @@ class OptimizerState:
             self._note(factor, bool(cut_for))
 
     def slices(self, name: str, elements: ElementRange) -> dict[str, torch.Tensor]:
-        """The slices of one range; nothing where the optimizer has no state of the parameter yet."""
+        """Slices of one range. Empty if the optimizer has no state for the parameter yet."""
         return self._slices(name, elements, self._numbers(name)) if name in self._parameters else {}
 
     def _slices(self, name: str, elements: ElementRange, numbers: Numbers | None) -> dict[str, torch.Tensor]:
@@ -104,7 +106,7 @@ class OptimizerState:
 
     def _group(self, name: str) -> dict[str, Any]:
         index = self._parameters[name][1]
-        assert index is not None, "checked when the parameter was taken in"
+        assert index is not None, "checked by the constructor"
         return self.optimizer.param_groups[index]
 
     def _numbers(self, name: str) -> Numbers | None:
@@ -112,15 +114,15 @@ class OptimizerState:
         return self._rule.numbers(self._group(name), int(steps))
 
     def _note(self, factor: float, was_cut: bool) -> None:
-        # Gradients were cut for a division by the loss scale. A fused optimizer divides in its step.
+        # Gradients were cut assuming a division by the loss scale. A fused optimizer divides in its step.
         applied = 1.0 if is_no_change(factor) else factor * self.loss_scale
         if is_no_change(applied) or (applied < 1 and is_power_of_two(applied)):
             return
         if applied > 1:
             if was_cut:
                 raise OptionError(
-                    f"Expected gradients as they were averaged in the optimizer's step, got them times {applied:.6g}; "
-                    'gcomp has cut them for smaller steps. Do: multiply the loss, or use "lossless".'
+                    f"Averaged gradients were multiplied by {applied:.6g} before the optimizer's step, but gcomp has "
+                    'cut them for a smaller step. Multiply the loss instead, or use "lossless".'
                 )
         elif not self.clipped:
             self.clipped = True
@@ -128,8 +130,8 @@ class OptimizerState:
             logger.log(
                 logging.WARNING if was_cut else logging.INFO,
                 "Averaged gradients were %s before the optimizer's step (clip_grad_norm_?). Their norm depends on what "
-                "gcomp has cut: it cuts at most 6 bits from now on, of 16-bit ones none. "
-                'Do: gw.make("gcomp", clipped=True), to have that from the first step on.',
+                "gcomp has cut, so from now on it cuts at most 6 bits, and none of 16-bit gradients. "
+                'Use gw.make("gcomp", clipped=True) to have that from the first step on.',
                 how,
             )
 
@@ -137,22 +139,22 @@ class OptimizerState:
         now = self._numbers(name)
         if now is not None and not cut_for.allow(now):
             raise OptionError(
-                f"Expected hyper-parameters in the optimizer's step as backward found them, got larger steps (of "
-                f"{name!r}, now at lr={self._group(name)['lr']:.6g}); gcomp has cut gradients for the smaller ones. "
-                'Do: set them before backward, or use "lossless".'
+                f"The optimizer's hyper-parameters for {name!r} have changed since backward (lr is now "
+                f"{self._group(name)['lr']:.6g}), and gcomp has cut gradients for smaller steps. "
+                'Set them before backward, or use "lossless".'
             )
 
     def _check(self, name: str, index: int | None) -> None:
         if index is None:
             raise OptionError(
-                f"Expected an optimizer that has every parameter under gcomp, got one without {name!r}. Do: pass the "
-                'optimizer that has it, or give it another method: {"' + name + '": "lossless", "*": "gcomp"}.'
+                f"gcomp needs the optimizer of {name!r}, but this one does not have it. Pass the one that has it, or "
+                f'choose another method: {{"{name}": "lossless", "*": "gcomp"}}.'
             )
         refused = self._rule.refuses(self.optimizer.param_groups[index])
         if refused:
             raise OptionError(
-                f"Expected an optimizer whose update gcomp can bound, got {refused} of "
-                f'{type(self.optimizer).__name__} (in the group of {name!r}). Do: leave that out, or use "lossless".'
+                f"gcomp cannot bound the update of {type(self.optimizer).__name__} with {refused} (in the group of "
+                f'{name!r}). Leave that option out, or use "lossless".'
             )
 
 
@@ -161,9 +163,8 @@ def _name_of(optimizer: torch.optim.Optimizer) -> str:
     # A subclass may update in another way.
     if name not in RULES or type(optimizer) is not getattr(torch.optim, name):
         raise OptionError(
-            f"Expected an optimizer of torch.optim whose update gcomp knows ({', '.join(sorted(RULES))}; SGD with and "
-            f'without momentum and Nesterov), got {type(optimizer).__qualname__}. Do: use one of these, or "lossless", '
-            "which needs no optimizer."
+            f"gcomp does not know the update of {type(optimizer).__qualname__}. Use one of these optimizers of "
+            f'torch.optim, {", ".join(sorted(RULES))}, or "lossless", which needs no optimizer.'
         )
     return name
 

@@ -1,11 +1,11 @@
-"""The optimizers of an attached module: which parameters each one has, and what its steps say.
+"""The optimizers of an attached module: which parameters each one has, and what follows from its steps.
 
-A step of an optimizer commits the residuals of its own parameters, for it is what applies their gradients. So the
-optimizers of one module may take turns or step at different rates: what an optimizer has not applied stays staged, as
-under gradient accumulation, and the others are not held up by it.
+The step of an optimizer commits the residuals of its own parameters, because it applies their gradients. Optimizers of
+one module may take turns or step at different rates: residuals of gradients that no step has applied stay staged, as
+under gradient accumulation, and do not hold up the others.
 
-Guarantees that every trained parameter has an optimizer, where any is given. Warns, once each, of an optimizer that
-does not step, and of a GradScaler that `attach` was not told of.
+Guarantees: If optimizers are given, every trained parameter has one. A warning is logged once if an optimizer does not
+step, or if a GradScaler steps that `attach` was not given.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gradwire.ddp.optimizer_state import OptimizerState
 
 logger = logging.getLogger("gradwire")
 
-MAX_BACKWARDS = 20  # without a step: who accumulates over more does so under `no_sync`, or should
+MAX_BACKWARDS = 20  # without a step; longer accumulation should run under `no_sync`
 _NUM_NAMED = 3
 
 Parameters = Sequence[tuple[str, torch.nn.Parameter]]
@@ -39,11 +39,11 @@ class Owner:
     """One optimizer.
 
     Attributes:
-        optimizer: the optimizer.
-        names: names of the parameters it has of the module.
-        state: its state for gcomp; None where no parameter of it needs that.
-        averaged: finds what becomes of gradients before its steps, for `state`.
-        backwards: synchronized backwards since its last step.
+        optimizer: The optimizer.
+        names: Names of the module's parameters that it has.
+        state: State for gcomp. None if none of its parameters needs it.
+        averaged: Finds changes of gradients before its steps, for `state`.
+        backwards: Number of synchronized backward passes since its last step.
     """
 
     optimizer: torch.optim.Optimizer
@@ -57,16 +57,16 @@ class Owner:
 
 
 class Optimizers:
-    """All optimizers of an attached module; false where none are given.
+    """All optimizers of an attached module. False if none were given.
 
     Args:
-        given: what `attach` got: one, several, wrapped ones, or None.
-        parameters: the trained parameters of the module, by name.
-        names: names of all its parameters, by their ids: those that are frozen now may be trained later.
+        given: The argument of `attach`: an optimizer, several, wrapped ones, or None.
+        parameters: Trained parameters of the module, by name.
+        names: Names of all parameters by id. Parameters that are frozen now may be trained later.
 
     Raises:
-        OptionTypeError: something else than optimizers.
-        AttachError: parameters that none of them has.
+        OptionTypeError: `given` has something else than optimizers.
+        AttachError: No optimizer has some of the parameters.
     """
 
     def __init__(self, given: object, parameters: Parameters, names: Mapping[int, str]) -> None:
@@ -75,7 +75,6 @@ class Optimizers:
         owners = [Owner(each, _names(each, names)) for each in optimizers]
         self._owners = [owner for owner in owners if owner.names]
         self._owner_of = {name: owner for owner in self._owners for name in owner.names}
-        self._state_of: dict[str, OptimizerState] = {}
         self._on_step: Callable[[frozenset[str] | None], None] = lambda names: None
         self._hooks: list[RemovableHandle] = []
         self._warns = self._expects_scaler = False
@@ -95,9 +94,9 @@ class Optimizers:
         """Call `on_step` after each step of an optimizer, with the names of its parameters, or None for all.
 
         Args:
-            on_step: is held on to by the optimizers, until `close`.
-            expects_scaler: whether a GradScaler is known of, so that there is nothing to warn of.
-            warns: whether warnings are logged, as is enough on one rank.
+            on_step: The callback. Optimizers hold it until `close`.
+            expects_scaler: If true, do not warn about a GradScaler.
+            warns: If true, log warnings. One rank is enough.
         """
         self._on_step, self._expects_scaler, self._warns = on_step, expects_scaler, warns
         for owner in self._owners:
@@ -105,31 +104,30 @@ class Optimizers:
             self._hooks.append(owner.optimizer.register_step_post_hook(partial(self._after_step, owner)))
 
     def close(self) -> None:
-        """Hear of no more steps."""
+        """Stop listening to steps."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
 
     def begin_backward(self, joined: bool) -> None:
-        """A synchronized backward begins; `joined` on a rank that has none of its own, and takes no steps."""
+        """Count a synchronized backward pass. A rank that has `joined` runs none itself and takes no steps."""
         for owner in self._owners:
             if owner.state is not None:
                 owner.state.begin_backward()
             owner.backwards += not joined
             if owner.backwards == MAX_BACKWARDS:
                 self._warn(
-                    f"{MAX_BACKWARDS} backwards were synchronized without a step of {owner}. Until it steps, what "
-                    "compression keeps back is not committed, and not saved. If another optimizer was made after "
-                    "attach, detach and attach with that one. To accumulate gradients, run all backwards but the last "
-                    "under ddp.no_sync()."
+                    f"{MAX_BACKWARDS} backwards were synchronized without a step of {owner}. Residuals are neither "
+                    "committed nor saved until it steps. If another optimizer was created after attach, detach and "
+                    "attach with that one. To accumulate gradients, run all backwards but the last under ddp.no_sync()."
                 )
 
     def _before_step(self, owner: Owner, *_: Any) -> None:
         if not self._expects_scaler and torch_private.stepping_scaler() is not None:
-            self._expects_scaler = True  # said once
+            self._expects_scaler = True  # warn once
             self._warn(
-                "A GradScaler scales these gradients, and attach was not told. Pass scaler=: what compression keeps "
-                "back counts by the wrong scale otherwise, whenever the scale changes."
+                "A GradScaler scales these gradients, but attach was not given it. Pass scaler=. Otherwise residuals "
+                "count by the wrong scale whenever the scale changes."
             )
         if owner.state is not None:
             owner.state.before_step(owner.averaged.factors())
@@ -145,56 +143,55 @@ class Optimizers:
     # -- gcomp -----------------------------------------------------------------------------------------------
 
     def show_state(self, needed: Container[str]) -> None:
-        """Let gcomp see the state that optimizers have of some parameters.
+        """Let gcomp see the state that optimizers have of the parameters in `needed`.
 
         Raises:
-            OptionError: gcomp does not know what such an optimizer does; or several have a parameter.
+            OptionError: gcomp does not know the update of an optimizer, or two optimizers have a parameter.
         """
-        state_of: dict[str, OptimizerState] = {}
-        for owner in self._owners:
-            parameters = [(name, each) for name, each in self._parameters if name in needed and name in owner.names]
-            for name, _ in parameters:
-                if self._owner_of[name] is not owner:
-                    raise OptionError(
-                        f"gcomp looks at the state of the optimizer of a parameter, but {name!r} has two: "
-                        f'{type(owner.optimizer).__name__} and {self._owner_of[name]}. Use "lossless" for it.'
-                    )
-            state_of |= (
-                dict.fromkeys(dict(parameters), OptimizerState(owner.optimizer, parameters)) if parameters else {}
-            )
-        self._state_of = state_of
-        for owner in self._owners:
-            owner.state = next((state_of[name] for name in owner.names if name in state_of), None)
+        states = [self._state(owner, needed) for owner in self._owners]
+        for owner, state in zip(self._owners, states, strict=True):
+            owner.state = state
+
+    def _state(self, owner: Owner, needed: Container[str]) -> OptimizerState | None:
+        parameters = [(name, each) for name, each in self._parameters if name in needed and name in owner.names]
+        for name, _ in parameters:
+            if self._owner_of[name] is not owner:
+                raise OptionError(
+                    f"gcomp needs the one optimizer of a parameter, but {name!r} has two: "
+                    f'{type(owner.optimizer).__name__} and {self._owner_of[name]}. Use "lossless" for it.'
+                )
+        return OptimizerState(owner.optimizer, parameters) if parameters else None
 
     @property
     def states(self) -> list[OptimizerState]:
-        """The states that gcomp sees, of the optimizers that have any."""
+        """States that gcomp sees."""
         return [owner.state for owner in self._owners if owner.state is not None]
 
     def aux(self, name: str, elements: ElementRange) -> Mapping[str, torch.Tensor]:
-        """See `OptimizerState`; nothing of a parameter that was frozen when its state was shown."""
-        state = self._state_of.get(name)
+        """Slices for an encode of one range (see `OptimizerState`)."""
+        state = self._state_of(name)
         return {} if state is None else state(name, elements)
 
     def slices(self, name: str, elements: ElementRange) -> Mapping[str, torch.Tensor]:
-        """See `OptimizerState`; likewise."""
-        state = self._state_of.get(name)
+        """Slices of one range (see `OptimizerState`)."""
+        state = self._state_of(name)
         return {} if state is None else state.slices(name, elements)
+
+    def _state_of(self, name: str) -> OptimizerState | None:
+        owner = self._owner_of.get(name)
+        return None if owner is None else owner.state
 
     def watch(
         self, future: torch.futures.Future[torch.Tensor], bucket: torch_private.GradBucket, names: Sequence[str]
     ) -> torch.futures.Future[torch.Tensor]:
-        """Keep some of the largest mean that a bucket has of each optimizer, to see what becomes of it; for gcomp."""
+        """Sample the largest mean of each optimizer in a bucket, to see later how it was changed. For gcomp."""
+        if not self.states:
+            return future
         parameters = torch_private.bucket_parameters(bucket)
         largest: dict[int, int] = {}
-        for index, name in enumerate(names):
-            owner = self._owner_of.get(name)
-            if owner is not None and owner.state is not None:
-                before = largest.setdefault(id(owner), index)
-                if parameters[index].numel() > parameters[before].numel():
-                    largest[id(owner)] = index
-        if not largest:
-            return future
+        for index in sorted(range(len(names)), key=lambda index: parameters[index].numel()):
+            if self._state_of(names[index]) is not None:
+                largest[id(self._owner_of[names[index]])] = index
         kept = [
             (
                 self._owner_of[names[index]].averaged,
@@ -223,14 +220,14 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _not_owned(lacking: Sequence[str], num_trained: int) -> AttachError:
-    whose = (
-        "If it was made before the model was changed, or of another model, make it of ddp.parameters(). "
+    advice = (
+        "If it was created before the model was changed, or for another model, create it from ddp.parameters(). "
         if len(lacking) == num_trained
-        else "Pass all optimizers of the module, optimizer=[first, second]; or, where nothing trains these parameters, "
-        "call requires_grad_(False) on them before DDP wraps the model. "
+        else "Pass all optimizers of the module, optimizer=[first, second]. If nothing trains these parameters, call "
+        "requires_grad_(False) on them before DDP wraps the model. "
     )
     return AttachError(
         f"optimizer= lacks {len(lacking)} of the {num_trained} parameters that this module trains: {_some(lacking)}. "
-        f"What compression keeps back of them would never be committed. {whose}Or leave optimizer= out: residuals are "
-        "then committed when the next backward begins."
+        f"Their residuals would never be committed. {advice}Or leave optimizer= out: residuals are then committed when "
+        "the next backward begins."
     )
