@@ -1,9 +1,9 @@
 """`attach`: compressed gradient synchronization for a DistributedDataParallel module.
 
-A thin adapter on `Synchronizer`; see `gradwire.ddp.handle`.
+A thin adapter on `Synchronizer`. `gradwire.ddp.handle` holds the hook.
 
-Guarantees: nothing but this module's gradient synchronization changes; one hook slot is taken for good (torch offers
-no way back), and after `detach` it does exactly what DDP does without a hook; an error keeps its type.
+Guarantees: Only gradient synchronization of this module changes. The hook slot is taken for good, because torch cannot
+free it, and does after `detach` what DDP does without a hook. Errors keep their type.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gradwire.core.spec import TensorSpec
 from gradwire.ddp.handle import Handle
 from gradwire.ddp.hook_slot import check_attachable, slot_of
 from gradwire.ddp.momentum import check_momentum
-from gradwire.ddp.optimizers import Optimizers, Parameters
+from gradwire.ddp.optimizers import Optimizers
 from gradwire.planner.fidelity import LEVELS
 from gradwire.sync.options import SyncOptions
 from gradwire.sync.plan import Method, Plan
@@ -94,21 +94,17 @@ def attach(
             'Pass gradwire.Plan(..., strategy="server"), or leave the server out.'
         )
     parameters = torch_private.trained_parameters(ddp)
+    tensors = {name: TensorSpec.of(parameter) for name, parameter in parameters}
     optimizers = Optimizers(optimizer, parameters, torch_private.parameter_names(ddp))
     check_momentum(plan, list(optimizers), parameters)
-    _show_state(optimizers, plan, parameters, automatic and fidelity != "exact")
-    synchronizer = Synchronizer(
-        ddp.process_group,
-        plan,
-        tensors={name: TensorSpec.of(parameter) for name, parameter in parameters},
-        options=options,
-        aux=optimizers.aux if optimizers.states else None,
-    )
+    _show_state(optimizers, plan, tensors, automatic and fidelity != "exact")
+    aux = optimizers.aux if optimizers.states else None
+    synchronizer = Synchronizer(ddp.process_group, plan, tensors=tensors, options=options, aux=aux)
     try:
         handle = Handle(ddp, synchronizer, optimizers, check_every, scaler)
         if automatic:
-            settle, aux = handle._settle, optimizers.slices if optimizers.states else None
-            handle.autopilot = Autopilot(synchronizer, ddp.process_group, fidelity, plan.min_elements, settle, aux)
+            settle, slices = handle._settle, optimizers.slices if optimizers.states else None
+            handle.autopilot = Autopilot(synchronizer, ddp.process_group, fidelity, plan.min_elements, settle, slices)
         slot = slot_of(ddp)
         if register:
             slot.register(ddp)
@@ -122,13 +118,12 @@ def attach(
     return handle
 
 
-def _show_state(optimizers: Optimizers, plan: Plan, parameters: Parameters, automatic: bool) -> None:
-    """Show the state of optimizers to compressors that look at it, if there is one of them, or may be."""
-    if automatic:
+def _show_state(optimizers: Optimizers, plan: Plan, tensors: Mapping[str, TensorSpec], may_choose_gcomp: bool) -> None:
+    """Show optimizer state to gcomp, for the tensors that it compresses, or may compress under auto."""
+    if may_choose_gcomp:
         try:
-            optimizers.show_state({name for name, _ in parameters})
+            optimizers.show_state(tensors)
         except OptionError as error:
             logger.info("auto leaves gcomp out: %s", error)
         return
-    specs = {name: TensorSpec.of(parameter) for name, parameter in parameters}
-    optimizers.show_state({name for name in specs if plan.entry(name, specs[name]).compressor.needs_optimizer})
+    optimizers.show_state({name for name in tensors if plan.entry(name, tensors[name]).compressor.needs_optimizer})
