@@ -19,7 +19,7 @@ from gradwire.kernels.reference.hashing import hash_numbers, hash_slots
 from gradwire.lang import interpret
 from gradwire.lang.errors import TraceError
 from gradwire.lang.operators.arithmetic import evaluate_static
-from gradwire.residuals import ResidualKey, Residuals, get
+from gradwire.residuals import EncodeInput, ResidualKey, Residuals, get
 from gradwire.sync.resize import resize_state
 from gradwire.wire.payload import Payload
 from tests.compressors.harness import body, list_bytes, sent, traced
@@ -84,7 +84,7 @@ def test_a_constant_gradient_fills_the_slots_and_the_rest_waits() -> None:
     grad, codec, residuals = torch.ones(2000), traced("dragonn", ratio=0.05), Residuals()
     applied, key = np.zeros(2000), ResidualKey("w", ElementRange(0, 2000))
     for step in range(200):
-        payload = get("error").encode(codec, grad, context(grad, step=step), residuals, key)
+        payload = get("error").encode(EncodeInput(codec, grad, context(grad, step=step), residuals, key))
         assert payload.body.nbytes <= list_bytes(2000, 100)
         applied += codec.decode(payload, context(grad, step=step)).numpy()
         residuals.commit()
@@ -163,7 +163,7 @@ def trained(steps: int, residuals: Residuals, first: int = 0, scale_of=lambda st
 def encoded(codec: StatefulCompressor, grad: torch.Tensor, step: int, residuals: Residuals) -> Payload:
     """What a synchronizer does: encode with residual and state, and stage the next ones."""
     ctx = replace(context(grad, step=step), state=residuals.states.get("w", KEY.range, step))
-    payload = get("error").encode(codec, grad, ctx, residuals, KEY)
+    payload = get("error").encode(EncodeInput(codec, grad, ctx, residuals, KEY))
     residuals.states.stage("w", KEY.range, codec.next_state(payload, ctx), step)
     return payload
 

@@ -9,7 +9,7 @@ import torch
 import gradwire.compressors as compressors
 from gradwire.core.errors import OptionError, UnknownNameError
 from gradwire.core.spec import ElementRange, TensorSpec
-from gradwire.residuals import MomentumCorrection, ResidualKey, Residuals, get
+from gradwire.residuals import EncodeInput, MomentumCorrection, ResidualKey, Residuals, get
 from tests.contracts.compressor_cases import context, normal
 
 SIZE = 200
@@ -28,9 +28,8 @@ each_sparsifier = pytest.mark.parametrize("codec", SPARSIFIERS, ids=repr)
 def step(policy, codec, grad, residuals, at=0, scale=1.0, world_size=1) -> np.ndarray:
     """What one rank sends in a step."""
     ctx = context(grad, step=at, world_size=world_size)
-    own, own_scale = policy.own(grad, ctx, residuals, KEY, scale)
-    payload = policy.encode(codec, own, ctx, residuals, KEY, scale=own_scale)
-    return codec.decode(payload, ctx).numpy()
+    own = policy.contribution(EncodeInput(codec, grad, ctx, residuals, KEY, scale))
+    return codec.decode(policy.encode(own), ctx).numpy()
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -84,7 +83,8 @@ def test_an_unbiased_sparsifier_sends_the_velocity_on_average_and_keeps_nothing(
 
 def test_aggregates_have_no_velocity() -> None:
     policy, residuals, grad = MomentumCorrection(), Residuals(), normal(SIZE)
-    policy.encode(SPARSIFIERS[0], grad, context(grad), residuals, ResidualKey("w", ElementRange(0, SIZE), "aggregate"))
+    key = ResidualKey("w", ElementRange(0, SIZE), "aggregate")
+    policy.encode(EncodeInput(SPARSIFIERS[0], grad, context(grad), residuals, key))
     residuals.commit()
     assert "velocity" not in residuals.state_dict()
 
@@ -178,11 +178,11 @@ def test_an_optimizer_whose_momentum_cannot_be_taken_is_refused_with_advice() ->
     several = sgd(momentum=0.9)
     several.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))], "momentum": 0.5})
     for optimizer in (adam, several, sgd(momentum=0.9, dampening=0.1)):
-        with pytest.raises(OptionError, match=r"one momentum and no dampening.*an optimizer without momentum yourself"):
+        with pytest.raises(OptionError, match=r"one momentum and no dampening.*an optimizer without momentum"):
             MomentumCorrection.of(optimizer)
     assert several.param_groups[0]["momentum"] == 0.9
     used = sgd(momentum=0.9)
     used.param_groups[0]["params"][0].grad = torch.ones(3)
     used.step()
-    with pytest.raises(OptionError, match="take its momentum before the first step"):
+    with pytest.raises(OptionError, match=r"Call MomentumCorrection\.of\(\) before the first step"):
         MomentumCorrection.of(used)

@@ -32,7 +32,7 @@ from gradwire.compressors.support.homomorphic import Homomorphic
 from gradwire.core.context import Context
 from gradwire.core.spec import ElementRange, TensorSpec
 from gradwire.kernels.blocks import index_bytes
-from gradwire.residuals import policies
+from gradwire.residuals import EncodeInput, policies
 from gradwire.residuals.transaction import ResidualKey, Residuals, Role
 from gradwire.wire.payload import Payload
 
@@ -152,17 +152,16 @@ class Encoder:
 
     def stats(self, grad: torch.Tensor, step: int) -> list[Stat]:
         """What must be reduced over workers first; `encode` follows."""
-        ctx = self.context(step)
-        return self.policy.stats(self.codec, grad, ctx, self.residuals, self.key, scale=self.scale)
+        return self.policy.stats(self._input(grad, step))
 
     def encode(self, grad: torch.Tensor, step: int, stats: Sequence[np.ndarray] = ()) -> Payload:
         """Encode a gradient, and keep what the payload does not carry."""
-        ctx = self.context(step)
-        payload = self.policy.encode(
-            self.codec, grad, ctx, self.residuals, self.key, scale=self.scale, stats=stats
-        )  # fmt: skip
+        payload = self.policy.encode(self._input(grad, step), stats)
         self.residuals.commit()
         return payload
+
+    def _input(self, grad: torch.Tensor, step: int) -> EncodeInput:
+        return EncodeInput(self.codec, grad, self.context(step), self.residuals, self.key, self.scale)
 
     def take_back(self, values: np.ndarray) -> None:
         """Keep values that a payload carried but no sum holds."""

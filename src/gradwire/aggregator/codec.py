@@ -63,7 +63,7 @@ class ServedCodec(AccumulatorCodec):
         if own is None:
             row[:num_own] = -np.inf
             row[num_own + self.rank] = 1
-        elif self._service.partial and not np.isfinite(kernels.abs_max(as_array(own[0]))):
+        elif self._service.partial and not np.isfinite(kernels.abs_max(as_array(own.grad))):
             # Nothing is staged: if no rank hears of this, no rank rolls back.
             row[:num_own] = np.inf
         else:
@@ -155,7 +155,7 @@ class ServedCodec(AccumulatorCodec):
         sent = self._lookup.finalize(own_sum, 1, context, stats, torch.empty(chunk.count)).numpy()
         own = self._own(chunk)
         assert own is not None, "it has sent something"
-        self._policy.take_back(self._residuals, self._key(chunk, "local"), *own, sent, late)
+        self._policy.restore_late(own, sent, late)
         return int(late.sum())
 
     def _by_element(self, chunk: Chunk, values: np.ndarray) -> np.ndarray:

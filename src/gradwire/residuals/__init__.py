@@ -1,7 +1,17 @@
 """Residuals as a transaction, and the policies that use them."""
 
 from gradwire.residuals.momentum import MomentumCorrection
-from gradwire.residuals.policies import ErrorFeedback, NoFeedback, Policy, get
+from gradwire.residuals.policies import EncodeInput, ErrorFeedback, NoFeedback, Policy, get
 from gradwire.residuals.transaction import ResidualKey, Residuals, Role
 
-__all__ = ["ErrorFeedback", "MomentumCorrection", "NoFeedback", "Policy", "ResidualKey", "Residuals", "Role", "get"]
+__all__ = [
+    "EncodeInput",
+    "ErrorFeedback",
+    "MomentumCorrection",
+    "NoFeedback",
+    "Policy",
+    "ResidualKey",
+    "Residuals",
+    "Role",
+    "get",
+]

@@ -1,23 +1,19 @@
-"""Momentum correction: momentum is accumulated before sparsification, of each rank's own gradient.
+"""Momentum correction: each rank applies momentum to its own gradient, before sparsification.
 
-Where most of a gradient waits in the residual, momentum in the optimizer is that of what has been sent: a delayed
-gradient enters it all at once and keeps the discount of none of the steps that it waited. Here each rank accumulates
-its velocity u = m u + g / W, the residual accumulates velocities in place of gradients, and the optimizer runs without
-momentum. Where everything is sent at once that is momentum SGD.
+With sparsification, most of a gradient waits in the residual. Momentum in the optimizer would see a delayed gradient
+all at once, and would not discount it for the steps that it waited. Here, each rank accumulates its velocity
+u = m u + g / W, the residual accumulates velocities instead of gradients, and the optimizer runs without momentum. If
+everything is sent at once, this is SGD with momentum.
 
-Options: `momentum`, m; `nesterov`; `masking`, which stops the velocity of an element where it has just been sent, so
-that stale momentum does not drive it past its mark (momentum factor masking); `clip`, the largest norm of a tensor's
-gradient over all ranks, of which each rank's own may have 1 / sqrt(W), 0 for none.
-
-What is exact or unbiased keeps nothing back: its velocity is sent as it is, without residual and masking.
+Compressors that are exact or unbiased keep nothing back, so the velocity is sent as it is, without residual or masking.
 
 Guarantees that velocities are staged, committed, rolled back, saved and resized with the residuals. Sparsified tensors
-travel by all-gather: where sums are encoded anew, no rank knows what of its own was sent. Costs a velocity beside each
-residual (8 bytes an element) and, with masking, a decode of the rank's own payload.
+travel by all-gather: if a sum were encoded again, no rank would know which of its elements were sent. Costs one
+velocity per residual (8 bytes per element) and, with masking, one decode of the rank's own payload.
 
-Source: DGC (Lin et al. 2018), sections 3.2 and 3.3, algorithm 4. Differences: gradients are clipped tensor by tensor as
-backward yields them, as in the authors' code, not by a norm over the whole model. Weight decay stays in the optimizer,
-outside of the momentum: 1 / (1 - m) times the factor pulls as before.
+Source: DGC (Lin et al. 2018), sections 3.2 and 3.3, algorithm 4. Differences: gradients are clipped per tensor, as in
+the authors' code, not by the norm of the whole model, because backward produces them one by one. Weight decay stays in
+the optimizer, outside the momentum: multiplied by 1 / (1 - m), it pulls as before.
 """
 # Shapes: N = elements of the tensor or range, W = ranks
 
@@ -31,25 +27,25 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from gradwire.compressors.base import Compressor, options
-from gradwire.core.context import Context
+from gradwire.compressors.base import options
 from gradwire.core.errors import OptionError
 from gradwire.core.optimizers import optimizers_of
 from gradwire.core.spec import as_array
 from gradwire.kernels import active as kernels
-from gradwire.residuals.policies import ErrorFeedback, register
-from gradwire.residuals.transaction import ResidualKey, Residuals
+from gradwire.residuals.policies import EncodeInput, ErrorFeedback, register
 from gradwire.wire.payload import Payload
 
 
 class MomentumCorrection(ErrorFeedback):
-    """Momentum before sparsification; see the module.
+    """Momentum before sparsification; see `gradwire.residuals.momentum`.
 
     Args:
-        momentum: m, from 0 to 1.
-        nesterov: contribute g / W + m u in place of u.
-        masking: stop the velocity where an element has been sent.
-        clip: largest norm of a tensor's gradient over all ranks; 0 for none.
+        momentum: Momentum factor m, at least 0 and below 1.
+        nesterov: Whether to contribute g / W + m u instead of u.
+        masking: Whether to reset the velocity of each element that has just been sent, so that stale momentum does not
+            overshoot (momentum factor masking).
+        clip: Largest norm of a tensor's gradient over all ranks, of which each rank may use 1 / sqrt(W). 0 disables
+            clipping.
     """
 
     name: ClassVar[str] = "momentum"
@@ -66,11 +62,15 @@ class MomentumCorrection(ErrorFeedback):
     def of(
         cls, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], **others: Any
     ) -> MomentumCorrection:
-        """Take the momentum out of a `torch.optim.SGD`, or of several: it is 0 there from now on, and this policy's.
+        """Move the momentum of one or several `torch.optim.SGD` into a policy. Their own momentum becomes 0.
+
+        Args:
+            optimizer: Optimizers that have not taken a step.
+            others: Further options of the policy.
 
         Raises:
-            OptionError: another optimizer, several momenta, dampening, or steps that were taken already.
-            OptionTypeError: no optimizer.
+            OptionError: Another kind of optimizer, different momenta, dampening, or an optimizer that has taken steps.
+            OptionTypeError: Not an optimizer.
         """
         optimizers = optimizers_of(optimizer)
         groups = [group for each in optimizers for group in each.param_groups]
@@ -78,16 +78,17 @@ class MomentumCorrection(ErrorFeedback):
         momentum, nesterov, dampening = found.pop()
         if not all(isinstance(each, torch.optim.SGD) for each in optimizers) or found or dampening:
             kinds = " and ".join(type(each).__name__ for each in optimizers)
+            momenta = sorted({str(group.get("momentum")) for group in groups})
             raise OptionError(
-                f"Expected torch.optim.SGD with one momentum and no dampening, got {kinds} with "
-                f"{sorted({str(group.get('momentum')) for group in groups})}. Do: give all groups one momentum, or "
-                "make MomentumCorrection(momentum) and an optimizer without momentum yourself."
+                "Momentum can only be taken from torch.optim.SGD with one momentum and no dampening. This is "
+                f"{kinds} with momentum {', '.join(momenta)}. Give all groups one momentum, or use "
+                "MomentumCorrection(momentum) and an optimizer without momentum."
             )
         states = [state for each in optimizers for state in each.state.values()]
         if any(state.get("momentum_buffer") is not None for state in states):
             raise OptionError(
-                "Expected an optimizer that has taken no step, got one with momentum buffers. Do: take its momentum "
-                "before the first step, or before a checkpoint is loaded."
+                "This optimizer has taken steps and holds momentum buffers. Call MomentumCorrection.of() before the "
+                "first step, or before a checkpoint is loaded."
             )
         for group in groups:
             group.update(momentum=0, nesterov=False)
@@ -98,47 +99,37 @@ class MomentumCorrection(ErrorFeedback):
         """Options by name."""
         return {key: getattr(self, key) for key in ("clip", "masking", "momentum", "nesterov")}
 
-    def own(
-        self, grad: torch.Tensor, ctx: Context, residuals: Residuals, key: ResidualKey, scale: float
-    ) -> tuple[torch.Tensor, float]:
-        """The rank's velocity, which is staged, in place of its gradient."""
-        scale *= self._clipping(grad, ctx.world_size)
-        place = replace(key, role="velocity")
-        before = residuals.source(place)
-        velocity = residuals.stage(place)
+    def contribution(self, own: EncodeInput) -> EncodeInput:
+        """Stage the rank's velocity, and return it in place of its gradient."""
+        grad = as_array(own.grad)
+        scale = own.scale * self._clipping(own.grad, own.ctx.world_size)
+        key = replace(own.key, role="velocity")
+        before = own.residuals.source(key)
+        velocity = own.residuals.stage(key)
         if before is not None:
             np.multiply(before, np.float32(self.momentum), out=velocity)
-        kernels.compensate(as_array(grad), scale, None if before is None else velocity, velocity)
-        if not self.nesterov:
-            return torch.from_numpy(velocity), 1.0
-        ahead = np.float32(self.momentum) * velocity
-        kernels.compensate(as_array(grad), scale, ahead, ahead)
-        return torch.from_numpy(ahead), 1.0
+        kernels.compensate(grad, scale, None if before is None else velocity, velocity)
+        if self.nesterov:
+            ahead = np.float32(self.momentum) * velocity
+            kernels.compensate(grad, scale, ahead, ahead)
+            velocity = ahead
+        return own._replace(grad=torch.from_numpy(velocity), scale=1.0)
 
     def _clipping(self, grad: torch.Tensor, world_size: int) -> float:
+        """Return the factor that clips a rank's own gradient."""
         if not self.clip:
             return 1.0
         norm = float(torch.linalg.vector_norm(grad, dtype=torch.float64))
         most = self.clip / math.sqrt(world_size)
         return most / norm if most < norm < math.inf else 1.0
 
-    def encode(
-        self,
-        compressor: Compressor,
-        grad: torch.Tensor,
-        ctx: Context,
-        residuals: Residuals,
-        key: ResidualKey,
-        *,
-        scale: float = 1.0,
-        stats: Sequence[np.ndarray] = (),
-    ) -> Payload:
-        """Encode what `own` gave and the residual, and mask the velocity: not where nothing is kept back."""
-        keeps = not (compressor.exact or compressor.unbiased)
-        if not keeps and residuals.source(key) is None:
-            return compressor.encode(grad, ctx, stats, scale=scale)
-        payload = super().encode(compressor, grad, ctx, residuals, key, scale=scale, stats=stats)
-        if self.masking and key.role == "local" and keeps and not payload.nonfinite:
+    def encode(self, source: EncodeInput, stats: Sequence[np.ndarray] = ()) -> Payload:
+        compressor, _, ctx, residuals, key, _ = source
+        keeps_nothing = compressor.exact or compressor.unbiased
+        if keeps_nothing and residuals.source(key) is None:
+            return compressor.encode(source.grad, ctx, stats, scale=source.scale)
+        payload = super().encode(source, stats)
+        if self.masking and key.role == "local" and not keeps_nothing and not payload.nonfinite:
             sent = compressor.decode(payload, ctx, out=torch.empty(key.range.count), stats=stats)
             velocity = residuals.stage(replace(key, role="velocity"))
             np.copyto(velocity, np.float32(0), where=as_array(sent) != 0)

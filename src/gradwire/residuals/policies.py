@@ -1,20 +1,22 @@
-"""Residual policies: how a gradient is compensated before it is encoded, and what is kept afterwards.
+"""Residual policies: how a gradient is compensated before it is encoded, and what is kept afterward.
 
-A policy sees the gradient and the residual, and hands the compensated gradient to the compressor. `none`
-encodes the gradient alone, `error` adds what earlier encodes kept back, `momentum` (see `gradwire.residuals.momentum`)
-has a velocity besides. As text a policy is its name, with those options that are not the default:
-``momentum:momentum=0.95:clip=1.0``.
+- ``none`` encodes the gradient alone.
+- ``error`` adds the residual of earlier encodes (error feedback).
+- ``momentum`` also keeps a velocity; see `gradwire.residuals.momentum`.
 
-Source: error feedback as in Karimireddy et al. 2019, algorithm 2. Differences: the learning rate is not part
-of it, the residual is a gradient; and it is staged, not replaced, until the step commits.
+As text, a policy is its name and the options that differ from their defaults: ``momentum:clip=1.0:momentum=0.95``.
+
+Source: Karimireddy et al. 2019, algorithm 2. Differences: a residual is a gradient, without the learning rate. It is
+staged, and replaces the one before only when the step commits.
 """
+# Shapes: N = elements of the range
 
 from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -29,8 +31,28 @@ from gradwire.residuals.transaction import ResidualKey, Residuals
 from gradwire.wire.payload import Payload
 
 
+class EncodeInput(NamedTuple):
+    """The input of one encode: `scale · grad`, and where its residual is.
+
+    Attributes:
+        compressor: Compressor that encodes.
+        grad: Gradient of this rank, or an aggregate of decoded payloads.
+        ctx: Context of the encode.
+        residuals: Residuals of this rank.
+        key: Key of the residual.
+        scale: 1/W for a rank's own gradient; 1 for an aggregate, which is in units of the mean already.
+    """
+
+    compressor: Compressor
+    grad: torch.Tensor
+    ctx: Context
+    residuals: Residuals
+    key: ResidualKey
+    scale: float = 1.0
+
+
 class Policy(ABC):
-    """How gradients are compensated. One instance serves all tensors; state lives in `Residuals`."""
+    """Compensation of gradients. One instance serves all tensors; its state is in `Residuals`."""
 
     name: ClassVar[str]
     has_velocity: ClassVar[bool] = False
@@ -45,72 +67,35 @@ class Policy(ABC):
         changed = {key: value for key, value in sorted(self.options.items()) if value != default[key]}
         return ":".join([self.name, *(f"{key}={value}" for key, value in changed.items())])
 
-    def own(
-        self, grad: torch.Tensor, ctx: Context, residuals: Residuals, key: ResidualKey, scale: float
-    ) -> tuple[torch.Tensor, float]:
-        """What this rank contributes in place of scale · grad, its own gradient, and the scale of that: once a step."""
-        return grad, scale
+    def contribution(self, own: EncodeInput) -> EncodeInput:
+        """Return what stands for a rank's own gradient in this step. Called once per step and range."""
+        return own
 
     @abstractmethod
-    def encode(
-        self,
-        compressor: Compressor,
-        grad: torch.Tensor,
-        ctx: Context,
-        residuals: Residuals,
-        key: ResidualKey,
-        *,
-        scale: float = 1.0,
-        stats: Sequence[np.ndarray] = (),
-    ) -> Payload:
-        """Compensate scale · grad, encode it, and stage what the payload does not carry.
+    def encode(self, source: EncodeInput, stats: Sequence[np.ndarray] = ()) -> Payload:
+        """Compensate `source`, encode it, and stage what the payload does not carry.
 
         Args:
-            compressor: what encodes.
-            grad: what `own` gave, or an aggregate of decoded payloads.
-            ctx: context of the encode.
-            residuals: state of this rank.
-            key: whose residual this is.
-            scale: 1/W for a rank's own gradient, 1 for an aggregate that is in mean units already.
-            stats: the reduced preliminary round, where the compressor needs one; see `stats`.
+            source: Result of `contribution`, or an aggregate.
+            stats: Reduced preliminary round, if the compressor needs one; see `stats`.
         """
 
     @abstractmethod
-    def stats(
-        self,
-        compressor: Compressor,
-        grad: torch.Tensor,
-        ctx: Context,
-        residuals: Residuals,
-        key: ResidualKey,
-        *,
-        scale: float = 1.0,
-    ) -> list[Stat]:
-        """Statistics of what `encode` will encode, for compressors with `needs_stats`.
+    def stats(self, source: EncodeInput) -> list[Stat]:
+        """Return the statistics of what `encode` will encode, for compressors with `needs_stats`.
 
-        Must be followed by `encode` with the same arguments and the reduced values, or by a rollback.
+        Call `encode` with the same input and the reduced values afterward, or roll back.
         """
 
-    def take_back(
-        self,
-        residuals: Residuals,
-        key: ResidualKey,
-        grad: torch.Tensor,
-        scale: float,
-        sent: np.ndarray,
-        late: np.ndarray,
-    ) -> None:
-        """Keep what `encode` has sent in this step of some elements, for it came too late to count.
+    def restore_late(self, source: EncodeInput, sent: np.ndarray, late: np.ndarray) -> None:
+        """Keep elements that `encode` sent in this step and that arrived too late to count.
 
         Args:
-            residuals: state of this rank.
-            key: whose residual this is.
-            grad: as given to `encode`.
-            scale: as given to `encode`.
-            sent: what the payload decodes to, float32[N].
-            late: of which elements, bool[N].
+            source: Input of `encode`.
+            sent: Decoded payload, float32[N].
+            late: True for each element to keep, bool[N].
         """
-        residuals.stage(key)[late] += sent[late]
+        source.residuals.stage(source.key)[late] += sent[late]
 
 
 class NoFeedback(Policy):
@@ -118,82 +103,34 @@ class NoFeedback(Policy):
 
     name: ClassVar[str] = "none"
 
-    def encode(
-        self,
-        compressor: Compressor,
-        grad: torch.Tensor,
-        ctx: Context,
-        residuals: Residuals,
-        key: ResidualKey,
-        *,
-        scale: float = 1.0,
-        stats: Sequence[np.ndarray] = (),
-    ) -> Payload:
-        """Encode scale · grad; residuals are not looked at."""
-        return compressor.encode(grad, ctx, stats, scale=scale)
+    def encode(self, source: EncodeInput, stats: Sequence[np.ndarray] = ()) -> Payload:
+        return source.compressor.encode(source.grad, source.ctx, stats, scale=source.scale)
 
-    def stats(
-        self,
-        compressor: Compressor,
-        grad: torch.Tensor,
-        ctx: Context,
-        residuals: Residuals,
-        key: ResidualKey,
-        *,
-        scale: float = 1.0,
-    ) -> list[Stat]:
-        """Statistics of scale · grad."""
-        return compressor.stats(grad, ctx, scale)
+    def stats(self, source: EncodeInput) -> list[Stat]:
+        return source.compressor.stats(source.grad, source.ctx, source.scale)
 
-    def take_back(
-        self,
-        residuals: Residuals,
-        key: ResidualKey,
-        grad: torch.Tensor,
-        scale: float,
-        sent: np.ndarray,
-        late: np.ndarray,
-    ) -> None:
-        """Keep the gradient of these elements: the next encode of them then has feedback."""
-        kept = residuals.stage(key)
+    def restore_late(self, source: EncodeInput, sent: np.ndarray, late: np.ndarray) -> None:
+        """Keep the gradient of these elements. Their next encode has feedback."""
+        kept = source.residuals.stage(source.key)
         kept.fill(0)
-        kept[late] = np.float32(scale) * grad.detach().float().numpy()[late]
+        kept[late] = np.float32(source.scale) * source.grad.detach().float().numpy()[late]
 
 
 class ErrorFeedback(Policy):
-    """Encodes the gradient plus what earlier encodes kept back: for biased compressors."""
+    """Encodes the gradient plus its residual, in one sweep if the compressor can: for biased compressors."""
 
     name: ClassVar[str] = "error"
 
-    def encode(
-        self,
-        compressor: Compressor,
-        grad: torch.Tensor,
-        ctx: Context,
-        residuals: Residuals,
-        key: ResidualKey,
-        *,
-        scale: float = 1.0,
-        stats: Sequence[np.ndarray] = (),
-    ) -> Payload:
-        """Encode scale · grad + residual and stage the rest, in one sweep where the compressor can."""
+    def encode(self, source: EncodeInput, stats: Sequence[np.ndarray] = ()) -> Payload:
+        compressor, grad, ctx, residuals, key, scale = source
         if stats:
             compensated = residuals.stage(key)  # by `stats`
             return compressor.encode(torch.from_numpy(compensated), ctx, stats, residual_out=compensated)
         before = residuals.source(key)
         return compressor.encode(grad, ctx, scale=scale, residual_in=before, residual_out=residuals.stage(key))
 
-    def stats(
-        self,
-        compressor: Compressor,
-        grad: torch.Tensor,
-        ctx: Context,
-        residuals: Residuals,
-        key: ResidualKey,
-        *,
-        scale: float = 1.0,
-    ) -> list[Stat]:
-        """Statistics of scale · grad + residual, which is staged."""
+    def stats(self, source: EncodeInput) -> list[Stat]:
+        compressor, grad, ctx, residuals, key, scale = source
         before = residuals.source(key)
         compensated = residuals.stage(key)
         kernels.compensate(as_array(grad), scale, before, compensated)
@@ -204,7 +141,7 @@ _POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (NoFeedb
 
 
 def register(policy: type[Policy]) -> None:
-    """Make a policy known under its name."""
+    """Register a policy under its name."""
     _POLICIES[policy.name] = policy
 
 
@@ -213,8 +150,8 @@ def get(text: str) -> Policy:
     """Return the policy that a text names.
 
     Raises:
-        UnknownNameError: there is none, or it has no such option; the message lists the known ones.
-        OptionError, TypeError: an option without a value, out of range, or of another type.
+        UnknownNameError: No such policy or option. The message lists the known ones.
+        OptionError, TypeError: An option without a value, out of range, or of the wrong type.
     """
     name, *given = text.split(":")
     if name not in _POLICIES:
@@ -224,8 +161,3 @@ def get(text: str) -> Policy:
         if option not in known:
             raise UnknownNameError(f"option of {name}", option, known)
     return _POLICIES[name](**options)
-
-
-def names() -> list[str]:
-    """The names of all policies."""
-    return sorted(_POLICIES)

@@ -25,6 +25,7 @@ from gradwire.core.errors import PayloadError, SyncError
 from gradwire.core.spec import ElementRange, as_array
 from gradwire.kernels import active as kernels
 from gradwire.residuals import policies
+from gradwire.residuals.policies import EncodeInput
 from gradwire.residuals.transaction import ResidualKey, Residuals, Role
 from gradwire.sync.job import Chunk, EncodedChunk, TensorJob
 from gradwire.wire.frame import FrameFlags, FrameKind
@@ -50,7 +51,7 @@ class LossyCodec:
         self._state_source = compressor.state_source if isinstance(compressor, StatefulCompressor) else None
         self._stats: dict[int, list[np.ndarray]] = {}  # reduced, by part
         self._sums: dict[int, torch.Tensor | None] = {}  # by part, of this rank's node, where there is one
-        self._owns: dict[int, tuple[torch.Tensor, float]] = {}  # by part, what the policy makes of the own gradient
+        self._owns: dict[int, EncodeInput] = {}  # by part, what the policy makes of the own gradient
         self.first = 0  # stage of the first encode
         self.num_encoders = world_size  # how many ranks have something of a part to encode
 
@@ -64,18 +65,22 @@ class LossyCodec:
 
     # -- own gradient ----------------------------------------------------------------------------------------
 
-    def _own(self, part: Chunk) -> tuple[torch.Tensor, float] | None:
-        """What this rank has of `part`, and the factor that makes it a share of the mean; None where it has nothing."""
+    def _own(self, part: Chunk) -> EncodeInput | None:
+        """What this rank contributes of `part`: its node's sum if there is one. None if it has nothing."""
         if part.index in self._sums:
             total = self._sums[part.index]
-            return None if total is None else (total, 1.0)
+            return None if total is None else self._input(part, total, "local", self.first)
         self.item.wait_loaded()
         if not self.item.used:
             return None
         if part.index not in self._owns:
-            grad, context, key = self.item.values[part.slice], self._context(part, self.first), self._key(part, "local")
-            self._owns[part.index] = self._policy.own(grad, context, self._residuals, key, 1 / self.world_size)
+            own = self._input(part, self.item.values[part.slice], "local", self.first, 1 / self.world_size)
+            self._owns[part.index] = self._policy.contribution(own)
         return self._owns[part.index]
+
+    def _input(self, part: Chunk, grad: torch.Tensor, role: Role, stage: int, scale: float = 1.0) -> EncodeInput:
+        key = ResidualKey(self.item.name, self.item.range(part), role)
+        return EncodeInput(self.compressor, grad, self._context(part, stage), self._residuals, key, scale)
 
     def start(self, part: Chunk) -> EncodedChunk:
         """Encode this rank's gradient of `part`, or its node's sum."""
@@ -85,26 +90,19 @@ class LossyCodec:
         stats = self._stats.get(part.index, ())
         if not all(np.isfinite(values).all() for values in stats):
             return self._message(FrameKind.PAYLOAD, Payload(EMPTY, nonfinite=True))
-        grad, scale = own
-        return self._message(FrameKind.PAYLOAD, self._encode(part, grad, "local", self.first, scale, stats))
+        return self._message(FrameKind.PAYLOAD, self._encode(own, stats))
 
-    def _encode(
-        self, part: Chunk, grad: torch.Tensor, role: Role, stage: int, scale: float, stats: Sequence[np.ndarray] = ()
-    ) -> Payload:
-        context, key = self._context(part, stage), self._key(part, role)
+    def _encode(self, source: EncodeInput, stats: Sequence[np.ndarray] = ()) -> Payload:
         if self.item.aux is not None:
-            context = replace(context, aux=self.item.aux(key.range))
-        payload = self._policy.encode(self.compressor, grad, context, self._residuals, key, scale=scale, stats=stats)
+            source = source._replace(ctx=replace(source.ctx, aux=self.item.aux(source.key.range)))
+        payload = self._policy.encode(source, stats)
         if self._state_source == "payload":
-            self._stage_state(payload, context, key.range)
+            self._stage_state(payload, source.ctx, source.key.range)
         return payload
 
     def _stage_state(self, source: Payload | np.ndarray, context: Context, where: ElementRange) -> None:
         assert isinstance(self.compressor, StatefulCompressor)
         self._residuals.states.stage(context.name, where, self.compressor.next_state(source, context), context.step)
-
-    def _key(self, part: Chunk, role: Role) -> ResidualKey:
-        return ResidualKey(self.item.name, self.item.range(part), role)
 
     # -- merging ---------------------------------------------------------------------------------------------
 
@@ -123,9 +121,8 @@ class LossyCodec:
         total = torch.empty(part.count, dtype=torch.float32)
         self._decode_sum(part, used, total, stage - 1)
         if own is not None:
-            grad, scale = own
-            kernels.compensate(as_array(grad), scale, total.numpy(), total.numpy())
-        return self._message(FrameKind.PAYLOAD, self._encode(part, total, "aggregate", stage, 1.0))
+            kernels.compensate(as_array(own.grad), own.scale, total.numpy(), total.numpy())
+        return self._message(FrameKind.PAYLOAD, self._encode(self._input(part, total, "aggregate", stage)))
 
     def decode(self, part: Chunk, message: EncodedChunk, stage: int) -> None:
         """Write the mean of `part`, which `message` carries, over the gradient."""
@@ -170,12 +167,7 @@ class LossyCodec:
         own = self._own(part)
         if own is None:
             return self._message(FrameKind.STATS, None)
-        grad, scale = own
-        context, key = self._context(part, self.first), self._key(part, "local")
-        if encoded:
-            entries = self._policy.stats(self.compressor, grad, context, self._residuals, key, scale=scale)
-        else:
-            entries = self.compressor.stats(grad, context, scale)
+        entries = self._policy.stats(own) if encoded else self.compressor.stats(own.grad, own.ctx, own.scale)
         flat = np.concatenate([entry.values.astype(np.float32, copy=False).reshape(-1) for entry in entries])
         return self._message(FrameKind.STATS, Payload(flat.view(np.uint8)))
 
@@ -209,12 +201,10 @@ class LossyCodec:
         self.item.wait_loaded()
         if not self.item.used:
             return self._message(FrameKind.PAYLOAD, None)
-        key = self._key(part, "local")
-        left = self._residuals.source(key) if self.item.entry.feedback == "error" else None
+        own = self._input(part, self.item.values[part.slice], "local", 0, 1 / self.world_size)
+        left = self._residuals.source(own.key) if self.item.entry.feedback == "error" else None
         policy = policies.get("none" if left is None or not left.any() else "error")
-        grad, context = self.item.values[part.slice], self._context(part, 0)
-        payload = policy.encode(DENSE, grad, context, self._residuals, key, scale=1 / self.world_size)
-        return self._message(FrameKind.PAYLOAD, payload)
+        return self._message(FrameKind.PAYLOAD, policy.encode(own._replace(compressor=DENSE)))
 
     def add_up(self, part: Chunk, messages: Sequence[EncodedChunk]) -> None:
         """Add this rank's gradient to the dense ones of its node's other ranks; the sum stands for it from now on."""
@@ -228,8 +218,7 @@ class LossyCodec:
             with blame(self, message):
                 DENSE.decode(_payload(message), self._context(part, 0, message.sender), total, accumulate=True)
         if own is not None:
-            grad, scale = own
-            kernels.compensate(as_array(grad), scale, total.numpy(), total.numpy())
+            kernels.compensate(as_array(own.grad), own.scale, total.numpy(), total.numpy())
         self._sums[part.index] = total
 
     def spread(self, part: Chunk, mean: EncodedChunk) -> EncodedChunk:

@@ -6,7 +6,7 @@ rank, and a rank whose threads get no turn looks dead to its peers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -18,10 +18,10 @@ from gradwire.core.context import Context
 from gradwire.core.spec import ElementRange, TensorSpec, as_array
 from gradwire.kernels import active as kernels
 from gradwire.residuals import policies
-from gradwire.residuals.transaction import ResidualKey, Residuals
+from gradwire.residuals.policies import EncodeInput
+from gradwire.residuals.transaction import ResidualKey, Residuals, Role
 from gradwire.sync.plan_entry import PlanEntry
 from gradwire.sync.strategies import STRATEGIES
-from gradwire.wire.payload import Payload
 
 NUM_ELEMENTS = 4096
 
@@ -58,20 +58,17 @@ def _warm_up_one(entry: PlanEntry, dtype: torch.dtype, world_size: int) -> None:
     if isinstance(compressor, StatefulCompressor) and compressor.state_source == "mean":
         compressor.next_state(as_array(grad), replace(context, step=1))
 
-    whole = ElementRange(0, NUM_ELEMENTS)
-    local, merged = ResidualKey("local", whole), ResidualKey("merged", whole, "aggregate")
+    def source(grad: torch.Tensor, role: Role, scale: float) -> EncodeInput:
+        key = ResidualKey(role, ElementRange(0, NUM_ELEMENTS), role)
+        return EncodeInput(compressor, grad, context, residuals, key, scale)
 
-    def encode(grad: torch.Tensor, key: ResidualKey, scale: float, stats: Sequence[np.ndarray] = ()) -> Payload:
-        payload = policy.encode(compressor, grad, context, residuals, key, scale=scale, stats=stats)
-        residuals.commit()
-        return payload
-
+    own, total = source(grad, "local", 0.5), torch.empty(NUM_ELEMENTS)
     stats = [stat.values for stat in compressor.stats(grad, context, 0.5)]
     for _ in range(2):  # the first residual of a tensor is None, the later ones are arrays
         if compressor.needs_stats:
-            stats = [stat.values for stat in policy.stats(compressor, grad, context, residuals, local, scale=0.5)]
-        payload = encode(grad, local, 0.5, stats)
-    total = torch.empty(NUM_ELEMENTS)
+            stats = [stat.values for stat in policy.stats(own)]
+        payload = policy.encode(own, stats)
+        residuals.commit()
     compressor.decode_sum([payload, payload], [context, context], total, stats)
     kernels.compensate(as_array(grad), 0.5, total.numpy(), total.numpy())
     kernels.cast(total.numpy(), as_array(grad))
@@ -84,5 +81,6 @@ def _warm_up_one(entry: PlanEntry, dtype: torch.dtype, world_size: int) -> None:
             kernels.abs_max(as_array(grad))
         return
     for _ in range(2):
-        aggregate = encode(total, merged, 1.0)
+        aggregate = policy.encode(source(total, "aggregate", 1.0))
+        residuals.commit()
     compressor.decode(aggregate, context, grad)

@@ -10,7 +10,7 @@ import torch
 
 from gradwire.compressors.base import Compressor
 from gradwire.core.spec import ELEMENT_TYPES, ElementRange, TensorSpec, as_array
-from gradwire.residuals import ResidualKey, Residuals, get
+from gradwire.residuals import EncodeInput, ResidualKey, Residuals, get
 from gradwire.testing.cases import (
     EDGE_TENSORS,
     EPSILON,
@@ -140,15 +140,15 @@ def _scatter_reduced(
     for owner, owned in enumerate(ranges):
         spec = TensorSpec((owned.count,))
         ctxs = [context(torch.empty(0), spec=spec, step=step, rank=rank, offset=owned.offset) for rank in ranks]
+        slices = [torch.from_numpy(grad[owned.offset : owned.end]) for grad in grads]
+        key = ResidualKey("w", owned)
         payloads = [
-            policy.encode(
-                codec, torch.from_numpy(grads[rank][owned.offset : owned.end]), ctxs[rank], residuals[rank],
-                ResidualKey("w", owned), scale=1 / len(grads),
-            )
+            policy.encode(EncodeInput(codec, slices[rank], ctxs[rank], residuals[rank], key, 1 / len(grads)))
             for rank in ranks
-        ]  # fmt: skip
+        ]
         total = codec.decode_sum(payloads, ctxs, torch.empty(owned.count))
         ctx = replace(ctxs[owner], stage=1)
-        again = policy.encode(codec, total, ctx, residuals[owner], ResidualKey("w", owned, "aggregate"))
+        key = ResidualKey("w", owned, "aggregate")
+        again = policy.encode(EncodeInput(codec, total, ctx, residuals[owner], key))
         codec.decode(again, ctx, out=update[owned.offset : owned.end])
     return update
