@@ -7,7 +7,7 @@ from gradwire.compressors.base.registry import make
 from gradwire.core.spec import TensorSpec
 from gradwire.simulate import Cluster, SimulatedGradient, SimulatedLink, step
 from gradwire.simulate.items import items_of
-from gradwire.sync.dense_fusion import BATCH_BYTES
+from gradwire.sync.dense_fusion import DENSE_FUSION_BYTES
 from gradwire.sync.plan import Plan
 from gradwire.sync.synchronizer import GradientSlice
 from gradwire.wire.frame import HEADER_BYTES
@@ -80,7 +80,7 @@ def test_a_bucket_is_handed_over_with_its_last_gradient():
 
 
 def test_small_dense_tensors_leave_when_a_batch_is_full():
-    count = BATCH_BYTES // 4 // 2
+    count = DENSE_FUSION_BYTES // 4 // 2
     tensors = vectors(*[count] * 5, ready=1.0)
     assert names(tensors, Plan("onebit")) == [
         ("layer0.bias and 1 more", 2.0),
@@ -103,7 +103,7 @@ def test_the_synchronizer_sends_the_same_bytes(strategy):
             synchronizer.begin_step()
             synchronizer.submit([GradientSlice(each.name, torch.ones(each.shape)) for each in tensors])
             synchronizer.wait()
-            return sum(synchronizer._around.transport.sent_bytes)
+            return sum(synchronizer._runtime.transport.sent_bytes)
 
         sent = sum(group.each(run))
     bodies = 4 * simulated.sent_bytes

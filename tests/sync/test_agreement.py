@@ -56,7 +56,7 @@ def test_a_difference_is_the_same_error_on_every_rank(odd: int) -> None:
     assert len({str(error) for error in found}) == 1
     values = "7 on rank 0 and 5 on rank 1" if odd == 0 else f"5 on rank 0 and 7 on rank {odd}"
     assert f"seed = {values}" in str(found[0])
-    assert "Do: make the call with the same model, method and options on every rank." in str(found[0])
+    assert "Make this call with the same model, method and options on every rank." in str(found[0])
 
 
 def test_all_ranks_may_differ() -> None:
@@ -115,11 +115,11 @@ def test_a_missing_rank_counts_before_a_difference() -> None:
     assert [type(error) for error in found[:2]] == [PeerTimeoutError] * 2
 
 
-def test_what_ranks_tell_reaches_all() -> None:
+def test_the_notes_of_all_ranks_reach_all() -> None:
     store = dist.HashStore()
     with ThreadPoolExecutor(3) as pool:
-        told = pool.map(lambda rank: agree(store, rank, 3, "topic", {}, LONG, tell=f"host {rank}"), range(3))
-        assert list(told) == [["host 0", "host 1", "host 2"]] * 3
+        notes = pool.map(lambda rank: agree(store, rank, 3, "topic", {}, LONG, note=f"host {rank}"), range(3))
+        assert list(notes) == [["host 0", "host 1", "host 2"]] * 3
 
 
 @pytest.fixture(params=["hash", "file", "tcp", "prefix"])

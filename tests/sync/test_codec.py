@@ -16,7 +16,7 @@ from gradwire.sync.plan_entry import PlanEntry
 from gradwire.wire.frame import FrameFlags, FrameKind
 
 NUMEL, WORLD_SIZE = 3000, 3
-PART = Chunk(0, 0, NUMEL)
+CHUNK = Chunk(0, 0, NUMEL)
 PRESENT, USED = FrameFlags.PRESENT, FrameFlags.PRESENT | FrameFlags.USED
 SHARED = gw.make("int8shared", stochastic=False)
 MATRIX = [("none", "none"), ("threelc", "error"), ("onebit", "error"), ("topk", "error"), ("int8", "none")]
@@ -33,11 +33,11 @@ def codec(rank: int, compressor: object, feedback: str = "none", *, used: bool =
 
 
 def shared(used: tuple[bool, ...] = (True, True, True)) -> list[LossyCodec]:
-    """One lane codec a rank, after the preliminary round."""
+    """One accumulator codec per rank, after the preliminary round."""
     codecs = [codec(rank, SHARED, used=flag) for rank, flag in enumerate(used)]
-    statistics = [each.stats(PART) for each in codecs]
+    statistics = [each.stats(CHUNK) for each in codecs]
     for each in codecs:
-        each.reduce_stats(PART, statistics)
+        each.reduce_stats(CHUNK, statistics)
     return codecs
 
 
@@ -51,7 +51,7 @@ def broken(message: EncodedChunk, body: np.ndarray) -> EncodedChunk:
 @pytest.mark.parametrize(("name", "feedback"), MATRIX)
 def test_an_unused_gradient_is_an_empty_message_and_leaves_the_residual_alone(name: str, feedback: str) -> None:
     one = codec(0, gw.make(name), feedback, used=False)
-    message = one.start(PART)
+    message = one.start(CHUNK)
     assert (message.flags, message.body.size) == (PRESENT, 0)
     assert one._residuals.nbytes == 0
 
@@ -59,24 +59,24 @@ def test_an_unused_gradient_is_an_empty_message_and_leaves_the_residual_alone(na
 def test_where_no_rank_used_the_parameter_the_mean_is_zero() -> None:
     nobody = EncodedChunk(FrameKind.PAYLOAD, PRESENT, EMPTY, 1)
     for each in (codec(0, gw.make("none"), used=False), shared((False, False, False))[0]):
-        merged = each.merge(PART, [nobody], 1)
+        merged = each.merge(CHUNK, [nobody], 1)
         assert not merged.used
-        each.item.values.fill_(7)
-        each.decode(PART, merged, 1)
-        assert not each.item.values.any()
-        each.item.values.fill_(7)
-        each.decode_sum(PART, [nobody])
-        assert not each.item.values.any()
+        each.job.values.fill_(7)
+        each.decode(CHUNK, merged, 1)
+        assert not each.job.values.any()
+        each.job.values.fill_(7)
+        each.decode_sum(CHUNK, [nobody])
+        assert not each.job.values.any()
 
 
 def test_an_unused_rank_counts_as_zero_in_the_mean() -> None:
     ranks = [codec(0, gw.make("none")), codec(1, gw.make("none"), used=False), codec(2, gw.make("none"))]
-    messages = [each.start(PART) for each in ranks]
-    ranks[1].decode_sum(PART, messages)
-    assert torch.allclose(ranks[1].item.values, (gradient(0) + gradient(2)) / WORLD_SIZE, atol=1e-6)
-    lanes = shared((True, False, True))
-    lanes[1].decode_sum(PART, [each.start(PART) for each in lanes])
-    assert torch.allclose(lanes[1].item.values, (gradient(0) + gradient(2)) / WORLD_SIZE, atol=0.05)
+    messages = [each.start(CHUNK) for each in ranks]
+    ranks[1].decode_sum(CHUNK, messages)
+    assert torch.allclose(ranks[1].job.values, (gradient(0) + gradient(2)) / WORLD_SIZE, atol=1e-6)
+    summed = shared((True, False, True))
+    summed[1].decode_sum(CHUNK, [each.start(CHUNK) for each in summed])
+    assert torch.allclose(summed[1].job.values, (gradient(0) + gradient(2)) / WORLD_SIZE, atol=0.05)
 
 
 # -- non-finite ----------------------------------------------------------------------------------------------------
@@ -85,28 +85,28 @@ def test_an_unused_rank_counts_as_zero_in_the_mean() -> None:
 @pytest.mark.parametrize("name", ["none", "threelc", "topk"])
 def test_a_nan_of_one_rank_marks_the_item_of_all(name: str) -> None:
     ranks = [codec(rank, gw.make(name), "error" if name != "none" else "none") for rank in range(WORLD_SIZE)]
-    ranks[2].item.values[17] = torch.nan
-    merged = ranks[0].merge(PART, [each.start(PART) for each in ranks[1:]], 1)
+    ranks[2].job.values[17] = torch.nan
+    merged = ranks[0].merge(CHUNK, [each.start(CHUNK) for each in ranks[1:]], 1)
     assert merged.nonfinite
     for each in ranks:
-        each.decode(PART, merged, 1)
-        assert each.item.nonfinite
-        assert each.item.values.isnan().any()
+        each.decode(CHUNK, merged, 1)
+        assert each.job.nonfinite
+        assert each.job.values.isnan().any()
 
 
 def test_a_nan_shows_in_shared_scales_before_anything_is_encoded() -> None:
     codecs = [codec(rank, SHARED) for rank in range(WORLD_SIZE)]
-    codecs[1].item.values[5] = torch.inf
-    statistics = [each.stats(PART) for each in codecs]
+    codecs[1].job.values[5] = torch.inf
+    statistics = [each.stats(CHUNK) for each in codecs]
     for each in codecs:
-        each.reduce_stats(PART, statistics)
-        message = each.start(PART)
+        each.reduce_stats(CHUNK, statistics)
+        message = each.start(CHUNK)
         assert message.nonfinite and message.body.size == 0
-    merged = codecs[0].merge(PART, [codecs[1].start(PART)], 1)
+    merged = codecs[0].merge(CHUNK, [codecs[1].start(CHUNK)], 1)
     assert merged.nonfinite and merged.kind is FrameKind.AGGREGATE
-    codecs[2].decode(PART, merged, 1)
-    assert codecs[2].item.nonfinite
-    assert codecs[2].item.values.isnan().all()
+    codecs[2].decode(CHUNK, merged, 1)
+    assert codecs[2].job.nonfinite
+    assert codecs[2].job.values.isnan().all()
 
 
 # -- whom bad bytes are blamed on ----------------------------------------------------------------------------------
@@ -117,47 +117,47 @@ def expect_blame(call: object, rank: int) -> str:
         call()  # type: ignore[operator]
     error = caught.value
     assert (error.rank, error.tensor, error.phase) == (rank, "fc.weight", "decode")
-    assert str(error).startswith(f"Rank {rank} sent bytes that are no payload of fc.weight: ")
+    assert str(error).startswith(f"Rank {rank} sent bytes that are not a payload of fc.weight: ")
     return str(error)
 
 
 @pytest.mark.parametrize(("name", "feedback"), MATRIX)
 def test_the_rank_that_sent_bad_bytes_is_named(name: str, feedback: str) -> None:
     ranks = [codec(rank, gw.make(name), feedback) for rank in range(WORLD_SIZE)]
-    messages = [each.start(PART) for each in ranks]
+    messages = [each.start(CHUNK) for each in ranks]
     bad = broken(messages[1], messages[1].body[:-1])
-    expect_blame(lambda: ranks[0].decode_sum(PART, [messages[0], bad, messages[2]]), 1)
-    expect_blame(lambda: ranks[0].merge(PART, [messages[2], bad], 1), 1)
-    expect_blame(lambda: ranks[2].decode(PART, bad, 1), 1)
-    expect_blame(lambda: ranks[2].decode(PART, broken(messages[0], EMPTY), 1), 0)
+    expect_blame(lambda: ranks[0].decode_sum(CHUNK, [messages[0], bad, messages[2]]), 1)
+    expect_blame(lambda: ranks[0].merge(CHUNK, [messages[2], bad], 1), 1)
+    expect_blame(lambda: ranks[2].decode(CHUNK, bad, 1), 1)
+    expect_blame(lambda: ranks[2].decode(CHUNK, broken(messages[0], EMPTY), 1), 0)
 
 
 @pytest.mark.parametrize("length", [0, 1, NUMEL - 1])
-def test_lanes_and_payloads_of_another_length_are_blamed_on_their_sender(length: int) -> None:
+def test_accumulators_and_payloads_of_another_length_are_blamed_on_their_sender(length: int) -> None:
     codecs = shared()
-    messages = [each.start(PART) for each in codecs]
+    messages = [each.start(CHUNK) for each in codecs]
     bad = broken(messages[2], messages[2].body[:length])
-    expect_blame(lambda: codecs[0].merge(PART, [messages[1], bad], 1), 2)
-    expect_blame(lambda: codecs[0].decode_sum(PART, [messages[1], bad]), 2)
-    lanes = codecs[0].merge(PART, messages[1:], 1)
-    for cut in (0, 2, 2 * length, lanes.body.size - 1):  # a single lane would be added to all elements
-        said = expect_blame(lambda cut=cut: codecs[1].decode(PART, broken(lanes, lanes.body[:cut]), 1), 0)
-        assert f"Expected AGGREGATE of {lanes.body.size} bytes, got {cut}." in said
+    expect_blame(lambda: codecs[0].merge(CHUNK, [messages[1], bad], 1), 2)
+    expect_blame(lambda: codecs[0].decode_sum(CHUNK, [messages[1], bad]), 2)
+    summed = codecs[0].merge(CHUNK, messages[1:], 1)
+    for cut in (0, 2, 2 * length, summed.body.size - 1):  # a single element would be added to all elements
+        said = expect_blame(lambda cut=cut: codecs[1].decode(CHUNK, broken(summed, summed.body[:cut]), 1), 0)
+        assert f"Expected AGGREGATE of {summed.body.size} bytes, got {cut}." in said
 
 
 @pytest.mark.parametrize("length", [0, 1, 4, 7])
 def test_statistics_of_another_length_are_blamed_on_their_sender(length: int) -> None:
     codecs = [codec(rank, SHARED) for rank in range(WORLD_SIZE)]
-    statistics = [each.stats(PART) for each in codecs]
+    statistics = [each.stats(CHUNK) for each in codecs]
     statistics[1] = broken(statistics[1], statistics[1].body[:length])
-    expect_blame(lambda: codecs[0].reduce_stats(PART, statistics), 1)
+    expect_blame(lambda: codecs[0].reduce_stats(CHUNK, statistics), 1)
 
 
 def test_statistics_of_a_rank_that_has_none_are_refused() -> None:
     codecs = [codec(rank, SHARED) for rank in range(WORLD_SIZE)]
-    statistics = [each.stats(PART) for each in codecs]
+    statistics = [each.stats(CHUNK) for each in codecs]
     statistics[2] = statistics[2]._replace(flags=PRESENT)
-    expect_blame(lambda: codecs[0].reduce_stats(PART, statistics), 2)
+    expect_blame(lambda: codecs[0].reduce_stats(CHUNK, statistics), 2)
 
 
 # -- the preliminary round -----------------------------------------------------------------------------------------
@@ -169,38 +169,38 @@ def test_every_rank_reduces_to_the_same_scales() -> None:
     largest = np.abs(np.stack([gradient(rank).numpy() for rank in range(WORLD_SIZE)])).max(0)
     padded = np.pad(largest, (0, -NUMEL % block)).reshape(-1, block).max(1) / WORLD_SIZE
     for each in codecs:
-        (scales,) = each._stats[PART.index]
-        assert scales.tobytes() == codecs[0]._stats[PART.index][0].tobytes()
+        (scales,) = each._stats[CHUNK.index]
+        assert scales.tobytes() == codecs[0]._stats[CHUNK.index][0].tobytes()
         np.testing.assert_allclose(scales, padded, rtol=1e-6)
 
 
 def test_reducing_leaves_what_arrived_as_it_was() -> None:
     """The same message is sent on to peers while it is reduced here."""
     codecs = [codec(rank, SHARED) for rank in range(WORLD_SIZE)]
-    statistics = [each.stats(PART) for each in codecs]
+    statistics = [each.stats(CHUNK) for each in codecs]
     before = [message.body.tobytes() for message in statistics]
-    codecs[0].reduce_stats(PART, statistics)
+    codecs[0].reduce_stats(CHUNK, statistics)
     assert [message.body.tobytes() for message in statistics] == before
 
 
 def test_ranks_that_did_not_use_the_parameter_have_no_say_in_the_scales() -> None:
     codecs = shared((False, True, False))
-    (scales,) = codecs[0]._stats[PART.index]
-    (alone,) = SHARED.stats(gradient(1), codecs[1]._context(PART, 0), 1 / WORLD_SIZE)
+    (scales,) = codecs[0]._stats[CHUNK.index]
+    (alone,) = SHARED.stats(gradient(1), codecs[1]._context(CHUNK, 0), 1 / WORLD_SIZE)
     np.testing.assert_array_equal(scales, alone.values)
-    (nobody,) = shared((False, False, False))[0]._stats[PART.index]
+    (nobody,) = shared((False, False, False))[0]._stats[CHUNK.index]
     assert not nobody.any()
 
 
-def test_sums_of_lanes_are_the_same_along_every_path() -> None:
+def test_integer_sums_are_the_same_along_every_path() -> None:
     """All at once, merged at an owner, or hop by hop: integers add alike."""
     at_once, owner, hops = shared(), shared(), shared()
-    at_once[0].decode_sum(PART, [each.start(PART) for each in at_once])
-    owner[1].decode(PART, owner[0].merge(PART, [each.start(PART) for each in owner[1:]], 1), 1)
-    partial = hops[1].merge(PART, [hops[0].start(PART)], 1)
-    hops[0].decode(PART, hops[2].merge(PART, [partial], 2), 2)
-    assert torch.equal(at_once[0].item.values, owner[1].item.values)
-    assert torch.equal(at_once[0].item.values, hops[0].item.values)
+    at_once[0].decode_sum(CHUNK, [each.start(CHUNK) for each in at_once])
+    owner[1].decode(CHUNK, owner[0].merge(CHUNK, [each.start(CHUNK) for each in owner[1:]], 1), 1)
+    partial = hops[1].merge(CHUNK, [hops[0].start(CHUNK)], 1)
+    hops[0].decode(CHUNK, hops[2].merge(CHUNK, [partial], 2), 2)
+    assert torch.equal(at_once[0].job.values, owner[1].job.values)
+    assert torch.equal(at_once[0].job.values, hops[0].job.values)
 
 
 @pytest.mark.parametrize("dtype", list(ELEMENT_TYPES), ids=str)
@@ -208,36 +208,36 @@ def test_sums_of_lanes_are_the_same_along_every_path() -> None:
 def test_the_mean_is_written_in_every_element_type(compressor: object, dtype: torch.dtype) -> None:
     codecs = [codec(rank, compressor) for rank in range(WORLD_SIZE)]
     for each in codecs:
-        each.item.values = each.item.values.to(dtype)
+        each.job.values = each.job.values.to(dtype)
     if compressor is SHARED:
-        statistics = [each.stats(PART) for each in codecs]
+        statistics = [each.stats(CHUNK) for each in codecs]
         for each in codecs:
-            each.reduce_stats(PART, statistics)
-    codecs[0].decode_sum(PART, [each.start(PART) for each in codecs])
-    mean = codecs[0].item.values
+            each.reduce_stats(CHUNK, statistics)
+    codecs[0].decode_sum(CHUNK, [each.start(CHUNK) for each in codecs])
+    mean = codecs[0].job.values
     assert mean.dtype == dtype
     exact = sum(gradient(rank).double() for rank in range(WORLD_SIZE)) / WORLD_SIZE
     assert torch.allclose(mean.double(), exact, atol=0.05)
 
 
 def test_the_kind_of_frame_follows_the_algebra() -> None:
-    lossy, lanes = codec(0, gw.make("threelc")), codec(0, SHARED)
-    assert (type(lossy), type(lanes)) == (LossyCodec, AccumulatorCodec)
+    lossy, summed = codec(0, gw.make("threelc")), codec(0, SHARED)
+    assert (type(lossy), type(summed)) == (LossyCodec, AccumulatorCodec)
     assert [lossy.kind(stage) for stage in (0, 1)] == [FrameKind.PAYLOAD] * 2
-    assert [lanes.kind(stage) for stage in (0, 1)] == [FrameKind.PAYLOAD, FrameKind.AGGREGATE]
+    assert [summed.kind(stage) for stage in (0, 1)] == [FrameKind.PAYLOAD, FrameKind.AGGREGATE]
 
 
 def test_an_aggregate_of_shared_statistics_carries_its_own_from_hop_to_hop() -> None:
     """As round a ring: the first payload was encoded with what all ranks share, those of the merges were not."""
     codecs = [codec(rank, gw.make("terngrad", clip=0.0)) for rank in range(WORLD_SIZE)]
-    statistics = [each.stats(PART) for each in codecs]
+    statistics = [each.stats(CHUNK) for each in codecs]
     for each in codecs:
-        each.reduce_stats(PART, statistics)
-    message = codecs[0].start(PART)
+        each.reduce_stats(CHUNK, statistics)
+    message = codecs[0].start(CHUNK)
     sizes = [message.body.size]
     for hop in (1, 2):
-        message = codecs[hop].merge(PART, [message], hop)
+        message = codecs[hop].merge(CHUNK, [message], hop)
         sizes.append(message.body.size)
     assert sizes == [NUMEL // 5, NUMEL // 5 + 4, NUMEL // 5 + 4]
-    codecs[0].decode(PART, message, 2)
-    assert codecs[0].item.values.unique().numel() == 3
+    codecs[0].decode(CHUNK, message, 2)
+    assert codecs[0].job.values.unique().numel() == 3

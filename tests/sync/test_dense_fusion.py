@@ -1,4 +1,4 @@
-"""Batches: small tensors in one message, dense or cast, on several ranks; what is left of their tensors; what waits."""
+"""Small tensors in one message, dense or cast, on several ranks; and residuals that another plan left."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 
 from gradwire.compressors.base.registry import make
 from gradwire.core.spec import TensorSpec
-from gradwire.sync.dense_fusion import BATCH_BYTES, places
+from gradwire.sync.dense_fusion import DENSE_FUSION_BYTES, group_ids
 from gradwire.sync.plan import Plan
 from gradwire.sync.plan_entry import PlanEntry
 from gradwire.sync.synchronizer import GradientSlice, Synchronizer
 from tests.sync.harness import ranks
 
-SPECS = {f"w{index}": TensorSpec((100 + 1400 * index, 3)) for index in range(8)}  # 480 kB: four batches
+SPECS = {f"w{index}": TensorSpec((100 + 1400 * index, 3)) for index in range(8)}  # 480 kB: four groups
 WHOLE = sum(spec.numel for spec in SPECS.values())
 DENSE = Plan("none")
 
@@ -43,9 +43,9 @@ def flat(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
 def take_step(one: Synchronizer, grads: dict[str, torch.Tensor], commit: bool = True) -> torch.Tensor:
     """One step, in two submissions; returns the means."""
     one.begin_step()
-    shards = [GradientSlice(name, grad) for name, grad in reversed(grads.items())]
-    one.submit(shards[:3], hold=True)
-    one.submit(shards[3:])
+    slices = [GradientSlice(name, grad) for name, grad in reversed(grads.items())]
+    one.submit(slices[:3], hold=True)
+    one.submit(slices[3:])
     one.wait()
     if commit:
         one.commit()
@@ -61,7 +61,7 @@ def assert_all_alike(found: Sequence[torch.Tensor]) -> None:
 
 @pytest.mark.parametrize(("compressor", "error"), [("bf16", 2**-8), ("fp16", 2**-11)])
 @pytest.mark.parametrize("strategy", ["scatter_reduce", "ring", "allgather", "hierarchical"])
-def test_cast_batches_give_the_mean_but_for_rounding_at_half_the_bytes(
+def test_cast_groups_give_the_mean_but_for_rounding_at_half_the_bytes(
     compressor: str, error: float, strategy: str
 ) -> None:
     def run(one: Synchronizer) -> tuple[torch.Tensor, int]:
@@ -84,7 +84,7 @@ def test_cast_batches_give_the_mean_but_for_rounding_at_half_the_bytes(
         assert 3 * 2 * 2 / 3 * 2 * WHOLE <= sent <= 3 * 2 * 2 / 3 * 2 * WHOLE + 10_000
 
 
-def test_batches_of_different_kinds_keep_apart() -> None:
+def test_tensors_with_different_keys_are_not_fused() -> None:
     def run(one: Synchronizer) -> list[str]:
         take_step(one, gradients(one.rank, 0) | {"w0": gradients(one.rank, 0)["w0"].half()})
         return list(one.report().tensors)
@@ -167,7 +167,7 @@ def saved(world_size: int, dtype: torch.dtype) -> tuple[list[Any], torch.Tensor]
 
 
 @pytest.mark.parametrize(("plan", "error"), [(DENSE, 1e-5), (cast("bf16"), 0.2)])
-def test_a_residual_that_was_loaded_goes_out_with_the_batch(plan: Plan, error: float) -> None:
+def test_a_residual_that_was_loaded_is_added_to_the_group(plan: Plan, error: float) -> None:
     states, applied = saved(3, torch.float32)
 
     def run(one: Synchronizer) -> torch.Tensor:
@@ -230,13 +230,13 @@ def test_a_tensor_that_was_not_used_keeps_what_is_left_of_it() -> None:
             assert torch.equal(given, torch.full((10,), 2.0))  # of both ranks
 
 
-# -- places --------------------------------------------------------------------------------------------------------
+# -- group_ids --------------------------------------------------------------------------------------------------------
 
 
-def test_batches_fill_in_the_order_they_are_given_kind_by_kind() -> None:
-    spec = TensorSpec((BATCH_BYTES // 8,))
+def test_groups_fill_in_the_given_order_key_by_key() -> None:
+    spec = TensorSpec((DENSE_FUSION_BYTES // 8,))
     dense, half = PlanEntry(make("none"), batched=True), PlanEntry(make("fp16"), batched=True)
     rows = [("a", dense), ("b", half), ("c", dense), ("d", dense), ("alone", PlanEntry(make("none"))), ("e", half)]
-    found = places((name, entry, spec) for name, entry in rows)
+    found = group_ids((name, entry, spec) for name, entry in rows)
     assert {name: number for name, (_, number) in found.items()} == {"a": 0, "b": 0, "c": 0, "d": 1, "e": 0}
     assert found["a"][0] == found["d"][0] != found["b"][0] == found["e"][0]

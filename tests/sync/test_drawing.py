@@ -1,4 +1,4 @@
-"""Graphs as people read them: every task once, every dependency, parts apart."""
+"""Graphs as people read them: every task once, every dependency, chunks apart."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from gradwire.sync.strategies import peer_strategies
 @pytest.mark.parametrize("compressor", ["onebit", "int8shared"])
 def test_tables_and_drawings_hold_every_task_and_dependency(strategy: str, compressor: str) -> None:
     graph = drawing.graph_of(PlanEntry(gw.make(compressor), strategy, 2), 4, 1, 2)
-    parts = graph.by_part()
-    assert [part for part, _ in parts] == list(range(2 if strategy == "allgather" else 8))
-    for part, tasks in parts:
-        assert {task.key.partition for task in tasks if task.key is not None} == {part}
-    assert sorted(map(id, graph.tasks)) == sorted(id(task) for _, tasks in parts for task in tasks)
-    lines = [line for line in drawing.table(graph).splitlines() if not line.startswith("part")]
+    chunks = graph.by_chunk()
+    assert [chunk for chunk, _ in chunks] == list(range(2 if strategy == "allgather" else 8))
+    for chunk, tasks in chunks:
+        assert {task.key.partition for task in tasks if task.key is not None} == {chunk}
+    assert sorted(map(id, graph.tasks)) == sorted(id(task) for _, tasks in chunks for task in tasks)
+    lines = [line for line in drawing.table(graph).splitlines() if not line.startswith("chunk")]
     edges = {
         (int(before), int(line.split()[0]))
         for line in lines
@@ -39,7 +39,7 @@ def test_tables_and_drawings_hold_every_task_and_dependency(strategy: str, compr
 
 @pytest.mark.parametrize("change", [{"world_size": 1}, {"rank": 4}, {"rank": -1}, {"ranks_per_node": 0}])
 def test_numbers_out_of_range_are_refused_with_advice(change: dict[str, Any]) -> None:
-    with pytest.raises(OptionError, match="Do: gradwire graph ring --ranks 4 --rank 0"):
+    with pytest.raises(OptionError, match="for example: gradwire graph ring --ranks 4 --rank 0"):
         drawing.graph_of(PlanEntry(gw.make("onebit"), "ring"), **({"world_size": 4, "rank": 0} | change))
     with pytest.raises(UnknownNameError, match="Did you mean 'ring'"):
         drawing.graph_of(PlanEntry(gw.make("onebit"), "rings"), 4, 0)

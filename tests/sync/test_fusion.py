@@ -13,7 +13,7 @@ from gradwire.compressors.base.registry import code, make
 from gradwire.core.errors import FrameError, PayloadError
 from gradwire.core.spec import ELEMENT_TYPES, TensorSpec
 from gradwire.sync import fusion
-from gradwire.sync.fusion import MAX_ELEMENTS, FusionGroup, travels_in_bundles
+from gradwire.sync.fusion import MAX_FUSED_ELEMENTS, FusionGroup, is_fused
 from gradwire.sync.job import EncodedChunk, TensorJob
 from gradwire.sync.plan import Plan
 from gradwire.sync.plan_entry import PlanEntry
@@ -36,10 +36,10 @@ def train(one: Synchronizer, together: bool, steps: int = 3, unused: str = "") -
     for step in range(steps):
         grads = {name: gradient(one.rank, step, name) for name in SHAPES}
         one.begin_step()
-        shards = [
+        slices = [
             GradientSlice(name, grad, used=not (name == unused and one.rank == 1)) for name, grad in grads.items()
         ]
-        for group in [shards] if together else [[shard] for shard in shards]:
+        for group in [slices] if together else [[each] for each in slices]:
             one.submit(group)
         one.commit()
     return {"means": grads, "residuals": one.residuals.total(), "frames": len(frames), "bytes": sum(frames)}
@@ -48,7 +48,7 @@ def train(one: Synchronizer, together: bool, steps: int = 3, unused: str = "") -
 @pytest.mark.parametrize("unused", ["", "b"])
 @pytest.mark.parametrize("method", ["onebit", "threelc", "topk"])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_a_bundle_by_all_gather_gives_the_bits_of_its_tensors_one_by_one(
+def test_a_group_by_all_gather_gives_the_bits_of_its_tensors_one_by_one(
     method: str, world_size: int, unused: str
 ) -> None:
     plan = Plan(method, min_elements=0, strategy="allgather")
@@ -56,12 +56,12 @@ def test_a_bundle_by_all_gather_gives_the_bits_of_its_tensors_one_by_one(
     for together in (True, False):
         with ranks(world_size, plan) as group:
             found.append(group.each(partial(train, together=together, unused=unused)))
-    for bundled, single in zip(*found, strict=True):
+    for fused, single in zip(*found, strict=True):
         for name in SHAPES:
-            assert torch.equal(bundled["means"][name], single["means"][name])
-            np.testing.assert_array_equal(bundled["residuals"].get(name), single["residuals"].get(name))
-        assert bundled["frames"] * len(SHAPES) == single["frames"]
-        assert bundled["bytes"] < single["bytes"]
+            assert torch.equal(fused["means"][name], single["means"][name])
+            np.testing.assert_array_equal(fused["residuals"].get(name), single["residuals"].get(name))
+        assert fused["frames"] * len(SHAPES) == single["frames"]
+        assert fused["bytes"] < single["bytes"]
 
 
 @pytest.mark.parametrize("method", ["onebit", "topk"])
@@ -92,37 +92,36 @@ def test_by_scatter_reduce_replicas_agree_and_nothing_is_lost(method: str, world
         np.testing.assert_allclose(total, true.flatten().numpy() / world_size, atol=1e-4)
 
 
-def test_what_travels_in_bundles() -> None:
+def test_which_tensors_are_fused() -> None:
     onebit = PlanEntry(make("onebit"), "scatter_reduce", 1, "error")
-    assert travels_in_bundles(onebit, MAX_ELEMENTS)
-    assert not travels_in_bundles(onebit, MAX_ELEMENTS + 1)
+    assert is_fused(onebit, MAX_FUSED_ELEMENTS)
+    assert not is_fused(onebit, MAX_FUSED_ELEMENTS + 1)
     for other in ("none", "int8shared", "signsgd", "powersgd"):  # exact, summable, preliminary rounds, whole
-        assert not travels_in_bundles(PlanEntry(make(other)), 100)
-    assert not travels_in_bundles(PlanEntry(make("onebit"), "ring", 1, "error"), 100)
-    assert not travels_in_bundles(PlanEntry(make("onebit"), "scatter_reduce", 2, "error"), 100)
+        assert not is_fused(PlanEntry(make(other)), 100)
+    assert not is_fused(PlanEntry(make("onebit"), "ring", 1, "error"), 100)
+    assert not is_fused(PlanEntry(make("onebit"), "scatter_reduce", 2, "error"), 100)
 
 
-@pytest.mark.parametrize("num_parts", [1, 2, 4, 9])
-def test_parts_hold_each_tensor_once_and_its_owner_is_the_same_in_every_bundle(num_parts: int) -> None:
+@pytest.mark.parametrize("num_chunks", [1, 2, 4, 9])
+def test_chunks_hold_each_tensor_once_and_its_owner_is_the_same_in_every_group(num_chunks: int) -> None:
     entry = PlanEntry(make("onebit"))
     sizes = [50, 400, 300, 200, 10, 90, 350]
     members = [
-        TensorJob(str(size), 3 * index, torch.zeros(size), entry, 0, 0, place=index) for index, size in enumerate(sizes)
+        TensorJob(str(size), 3 * index, torch.zeros(size), entry, 0, 0, fusion_index=index)
+        for index, size in enumerate(sizes)
     ]
     owners = []
     for chosen in (members, members[2:5], members[:1]):
-        whole = FusionGroup(chosen, 0)
-        parts = whole.parts(num_parts)
-        held = [whole.group(part) for part in parts]
-        assert sorted(index for group in held for index in group) == list(range(len(chosen)))
-        assert [part.count for part in parts] == [
-            sum(chosen[index].values.numel() for index in group) for group in held
-        ]
+        group = FusionGroup(chosen, 0)
+        chunks = group.chunks(num_chunks)
+        assert sorted(index for chunk in chunks for index in group.members_of(chunk)) == list(range(len(chosen)))
+        for chunk in chunks:
+            assert chunk.count == sum(chosen[index].num_elements for index in group.members_of(chunk))
         owners.append(
             {
-                chosen[index].name: (part.index + whole.tensor) % num_parts
-                for part, group in zip(parts, held)
-                for index in group
+                chosen[index].name: (chunk.index + group.tensor) % num_chunks
+                for chunk in chunks
+                for index in group.members_of(chunk)
             }
         )
     assert all(owners[0][name] == owner for some in owners[1:] for name, owner in some.items())
@@ -145,11 +144,11 @@ def test_headers_that_do_not_fit_are_refused() -> None:
     numel = sum(TensorSpec(shape).numel for shape in SHAPES.values())
     good = {
         "kind": FrameKind.PAYLOAD, "compressor": code("onebit"), "dtype": ELEMENT_TYPES[torch.float32],
-        "tensor": fusion.BUNDLE_FLAG | 1, "count": numel, "length": 1000, "sender": 1,
+        "tensor": fusion.FUSION_FLAG | 1, "count": numel, "length": 1000, "sender": 1,
     }  # fmt: skip
     registry.admit(Header(**good))
     for wrong in (
-        {"count": numel + 1}, {"length": 10_000_000}, {"tensor": fusion.BUNDLE_FLAG | 99}, {"offset": 8},
+        {"count": numel + 1}, {"length": 10_000_000}, {"tensor": fusion.FUSION_FLAG | 99}, {"offset": 8},
         {"compressor": code("topk")}, {"kind": FrameKind.STATS},
     ):  # fmt: skip
         with pytest.raises(FrameError, match="Expected"):

@@ -1,4 +1,4 @@
-"""The task graph as data: counts, order, and how it prints."""
+"""The task graph as data: counts and order."""
 
 from __future__ import annotations
 
@@ -38,14 +38,10 @@ def test_only_a_recv_waits_for_a_frame_and_it_has_no_code() -> None:
     assert (send.key, send.peer) == (None, 1)
 
 
-def test_it_prints_primitive_phase_peer_and_order() -> None:
-    assert diamond().describe().splitlines() == [
-        "fc.weight (round 3)",
-        "    0 encode encode own",
-        "    1 recv   recv gather rank 2",
-        "    2 send   send own rank 1  after 0",
-        "    3 merge  merge both  after 0, 1",
-    ]
+def test_predecessors_are_the_reverse_of_successors() -> None:
+    graph = diamond()
+    first, arrived, send, merge = graph.tasks
+    assert graph.predecessors() == {first: [], arrived: [], send: [first], merge: [first, arrived]}
 
 
 def test_equal_tasks_are_not_the_same_task() -> None:

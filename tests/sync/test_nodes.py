@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gradwire.core.errors import DisagreementError, OptionError
-from gradwire.sync.nodes import NodeMap, grouped, here
+from gradwire.sync.nodes import NodeMap, current_node, grouped
 from gradwire.sync.plan import Plan
 from tests.sync.harness import ranks
 
@@ -24,7 +24,7 @@ from tests.sync.harness import ranks
     ],
 )
 def test_the_launcher_says_which_node_this_is(environment: dict[str, str], name: str) -> None:
-    assert here(environment) == name
+    assert current_node(environment) == name
 
 
 @pytest.mark.parametrize(
@@ -43,9 +43,9 @@ def test_the_user_names_nodes_or_says_how_many_ranks_they_have(given: Any, nodes
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (0, "Do: pass the ranks a node has"),
-        (["a", "b"], "Do: pass one name a rank"),
-        ("aaabb", "Do: pass one name a rank"),
+        (0, "A node cannot have 0 ranks. Pass nodes=8"),
+        (["a", "b"], "Pass one name per rank"),
+        ("aaabb", "Pass one name per rank"),
     ],
 )
 def test_what_does_not_fit_the_group_is_refused_with_advice(given: Any, said: str) -> None:
@@ -63,7 +63,7 @@ def test_all_on_one_node_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "gradwire"):
         assert found() == found() == ((0, 1, 2),)
     (record,) = caplog.records
-    assert "Do: pass nodes=" in record.getMessage()
+    assert "Pass nodes= if there are slow links" in record.getMessage()
 
 
 def test_ranks_that_name_other_nodes_all_learn_of_it() -> None:

@@ -14,7 +14,7 @@ from gradwire.compressors.base import SummableCompressor
 from gradwire.compressors.base.registry import code
 from gradwire.core.errors import FrameError
 from gradwire.core.spec import TensorSpec
-from gradwire.sync.dense_fusion import BATCH_FLAG
+from gradwire.sync.dense_fusion import DENSE_FUSION_FLAG
 from gradwire.sync.exchange import EXCHANGE_TENSOR, PROBE_BYTES, PROBE_TENSOR
 from gradwire.sync.nodes import Nodes
 from gradwire.sync.plan import Plan
@@ -31,7 +31,7 @@ SPECS = {
 }
 PLAN = Plan({"ternary": "threelc", "shared": gw.make("int8shared"), "*": "none"}, min_elements=1000)
 BLOCK = PLAN.rules["shared"].options["block"]
-BATCHED = 40  # elements of bias and scale
+NUM_FUSED = 40  # elements of bias and scale
 NONE, TERNARY, INT8 = code("none"), code("threelc"), code("int8shared")
 
 
@@ -45,11 +45,13 @@ REGISTRY = registry()
 DENSE = Header(FrameKind.PAYLOAD, compressor=NONE, dtype=1, tensor=0, offset=1024, count=1024, length=4096)
 TERNARY_PAYLOAD = Header(FrameKind.PAYLOAD, compressor=TERNARY, dtype=1, tensor=1, count=4096, length=300)
 STATS = Header(FrameKind.STATS, compressor=INT8, dtype=2, tensor=2, count=2048, length=4 * -(-2048 // BLOCK))
-LANES = Header(FrameKind.AGGREGATE, compressor=INT8, dtype=2, tensor=2, offset=1024, count=1000, length=2000)
-BATCH = Header(FrameKind.PAYLOAD, compressor=NONE, dtype=1, tensor=3 | BATCH_FLAG, count=BATCHED, length=4 * BATCHED)
+AGGREGATE = Header(FrameKind.AGGREGATE, compressor=INT8, dtype=2, tensor=2, offset=1024, count=1000, length=2000)
+FUSED = Header(
+    FrameKind.PAYLOAD, compressor=NONE, dtype=1, tensor=3 | DENSE_FUSION_FLAG, count=NUM_FUSED, length=4 * NUM_FUSED
+)
 HASH = Header(FrameKind.STATS, tensor=EXCHANGE_TENSOR, count=1, length=8)
 PROBE = Header(FrameKind.STATS, tensor=PROBE_TENSOR, count=PROBE_BYTES, length=PROBE_BYTES)
-FITTING = [DENSE, TERNARY_PAYLOAD, STATS, LANES, BATCH, HASH, PROBE]
+FITTING = [DENSE, TERNARY_PAYLOAD, STATS, AGGREGATE, FUSED, HASH, PROBE]
 
 
 @pytest.mark.parametrize("header", FITTING, ids=lambda header: f"{header.kind.name} {header.tensor}")
@@ -69,8 +71,8 @@ def test_the_agreed_order_gives_the_numbers() -> None:
     ("header", "changed", "said"),
     [
         (DENSE, {"tensor": len(SPECS)}, "Expected one of 5 tensors"),
-        (DENSE, {"tensor": BATCH_FLAG - 1}, "Expected one of 5 tensors"),
-        (BATCH, {"tensor": BATCH_FLAG | 5}, "Expected one of 5 tensors"),
+        (DENSE, {"tensor": DENSE_FUSION_FLAG - 1}, "Expected one of 5 tensors"),
+        (FUSED, {"tensor": DENSE_FUSION_FLAG | 5}, "Expected one of 5 tensors"),
         (DENSE, {"compressor": TERNARY}, "Expected none of torch.float32"),
         (DENSE, {"compressor": 0}, "Expected none of torch.float32"),
         (DENSE, {"dtype": 2}, "Expected none of torch.float32"),
@@ -79,13 +81,13 @@ def test_the_agreed_order_gives_the_numbers() -> None:
         (DENSE, {"offset": 4096 - 1023}, "Expected a range within 4096 elements"),
         (DENSE, {"offset": 1 << 62}, "Expected a range within 4096 elements"),
         (TERNARY_PAYLOAD, {"count": 1 << 62}, "Expected a range within 4096 elements"),
-        (BATCH, {"count": BATCHED + 1}, "Expected a range within 40 elements"),
+        (FUSED, {"count": NUM_FUSED + 1}, "Expected a range within 40 elements"),
         (DENSE, {"length": 4097}, "Expected at most 4096 bytes, got 4097"),
         (DENSE, {"count": 1023}, "Expected at most 4092 bytes, got 4096"),
         (TERNARY_PAYLOAD, {"length": 1 << 39}, "Expected at most"),
-        (LANES, {"length": 2001}, "Expected at most 2000 bytes, got 2001"),
-        (LANES, {"length": 1999}, "Expected 2000 bytes, got 1999"),
-        (LANES, {"length": 1}, "Expected 2000 bytes, got 1"),
+        (AGGREGATE, {"length": 2001}, "Expected at most 2000 bytes, got 2001"),
+        (AGGREGATE, {"length": 1999}, "Expected 2000 bytes, got 1999"),
+        (AGGREGATE, {"length": 1}, "Expected 2000 bytes, got 1"),
         (STATS, {"length": 4}, "got 4"),
         (STATS, {"length": 1 << 20}, "Expected at most"),
         (DENSE, {"kind": FrameKind.STATS}, "Expected no STATS frames of none"),
@@ -123,7 +125,7 @@ def numbers(bits: int, *likely: int) -> st.SearchStrategy[int]:
         stage=numbers(16, 0, 1),
         dtype=st.integers(0, 4),
         round=numbers(64, 0),
-        tensor=numbers(32, 0, 1, 2, 3, 4, 5, 3 | BATCH_FLAG, EXCHANGE_TENSOR, PROBE_TENSOR),
+        tensor=numbers(32, 0, 1, 2, 3, 4, 5, 3 | DENSE_FUSION_FLAG, EXCHANGE_TENSOR, PROBE_TENSOR),
         partition=numbers(32, 0),
         offset=numbers(62, 0, 1024, 4096),
         count=numbers(62, 0, 1, 1024, 4096),
@@ -136,12 +138,12 @@ def test_any_header_is_admitted_or_a_frame_error_and_bounds_what_is_allocated(he
     except FrameError:
         return
     assert header.length <= max(PROBE_BYTES, *(spec.nbytes * 2 for spec in SPECS.values()))
-    assert header.tensor in (EXCHANGE_TENSOR, PROBE_TENSOR) or (header.tensor & ~BATCH_FLAG) < len(SPECS)
+    assert header.tensor in (EXCHANGE_TENSOR, PROBE_TENSOR) or (header.tensor & ~DENSE_FUSION_FLAG) < len(SPECS)
 
 
-def test_lanes_are_as_wide_as_the_world_needs() -> None:
-    """Above 258 ranks a lane of 8-bit integers takes four bytes."""
-    wide = dataclasses.replace(LANES, length=4000)
+def test_accumulators_are_as_wide_as_the_world_size_needs() -> None:
+    """Above 258 ranks an element of a sum of 8-bit integers takes four bytes."""
+    wide = dataclasses.replace(AGGREGATE, length=4000)
     registry(259).admit(wide)
     with pytest.raises(FrameError, match="at most 2000"):
         registry(258).admit(wide)
@@ -164,18 +166,18 @@ def test_a_peer_may_be_two_whole_steps_ahead_by_bytes_and_by_frames() -> None:
     step = sum(REGISTRY.entries[name].compressor.max_encoded_bytes(spec) for name, spec in SPECS.items())
     limit = REGISTRY.early_bytes_limit()
     assert limit >= slack + 2 * step + 2 * HEADER_BYTES * len(SPECS)
-    for name, spec in SPECS.items():  # lanes are wider than payloads
+    for name, spec in SPECS.items():  # accumulators are wider than payloads
         compressor = REGISTRY.entries[name].compressor
         if isinstance(compressor, SummableCompressor):
-            lanes = compressor.accumulator_size(spec) * compressor.accumulator_dtype(3).itemsize
-            step += max(0, lanes - compressor.max_encoded_bytes(spec))
+            accumulator_bytes = compressor.accumulator_size(spec) * compressor.accumulator_dtype(3).itemsize
+            step += max(0, accumulator_bytes - compressor.max_encoded_bytes(spec))
     assert limit < slack + 4 * step + HEADER_BYTES * 6 * 3 * len(SPECS) + 1
     cut = TensorRegistry(Plan({"*": "topk"}, partitions=64), 8)
     cut.add({"w": TensorSpec((1,))})
     assert cut.early_bytes_limit() >= slack + 2 * HEADER_BYTES * 3 * 8 * 64
 
 
-def test_a_peer_may_be_ahead_by_lanes_that_are_wider_than_payloads() -> None:
+def test_a_peer_may_be_ahead_by_accumulators_that_are_wider_than_payloads() -> None:
     """Round a ring a neighbor sends the sums of a tensor nearly twice a step: here 16 bits each, of indices of 4."""
     made = TensorRegistry(Plan({"w": gw.make("thc", granularity=30)}, strategy="ring"), 64)
     made.add({"w": TensorSpec((1 << 24,))})
@@ -229,21 +231,21 @@ def test_hierarchical_comes_to_what_the_nodes_allow(nodes: Nodes | None, method:
     assert (made.entries["b"].batched, made.entries["b"].strategy) == (True, "scatter_reduce")
 
 
-def test_batches_are_held_to_their_kind_and_its_elements() -> None:
-    """Two tensors cast, one dense: what is cast has two bytes an element, and no batch has tensors of both kinds."""
+def test_fused_dense_frames_are_limited_by_the_elements_with_their_key() -> None:
+    """Two tensors cast, one dense: cast tensors take two bytes per element, and no group holds both."""
     cast = PlanEntry(gw.make("bf16"), batched=True)
     plan = Plan.of_entries({"a": cast, "b": PlanEntry(gw.make("none"), batched=True), "c": cast})
     made = TensorRegistry(plan, 3)
     made.add({"a": TensorSpec((10,)), "b": TensorSpec((5,)), "c": TensorSpec((30,))})
-    fitting = dataclasses.replace(BATCH, compressor=code("bf16"), tensor=BATCH_FLAG, count=40, length=80)
+    fitting = dataclasses.replace(FUSED, compressor=code("bf16"), tensor=DENSE_FUSION_FLAG, count=40, length=80)
     made.admit(fitting)
-    made.admit(dataclasses.replace(BATCH, tensor=1 | BATCH_FLAG, count=5, length=20))
+    made.admit(dataclasses.replace(FUSED, tensor=1 | DENSE_FUSION_FLAG, count=5, length=20))
     for changed, said in [
         ({"length": 81}, "Expected at most 80 bytes, got 81"),
         ({"count": 41}, "Expected a range within 40 elements"),
         ({"compressor": NONE}, r"Expected bf16 of torch\.float32"),
         ({"kind": FrameKind.STATS}, "Expected no STATS frames of bf16"),
-        ({"tensor": 1 | BATCH_FLAG}, r"Expected none of torch\.float32"),
+        ({"tensor": 1 | DENSE_FUSION_FLAG}, r"Expected none of torch\.float32"),
     ]:
         with pytest.raises(FrameError, match=said):
             made.admit(dataclasses.replace(fitting, **changed))
@@ -251,6 +253,6 @@ def test_batches_are_held_to_their_kind_and_its_elements() -> None:
     assert made.early_bytes_limit() >= (1 << 20) + 2 * payloads + 2 * 2 * 3 * HEADER_BYTES
 
 
-def test_a_batch_does_not_begin_with_a_tensor_that_travels_alone() -> None:
+def test_a_group_does_not_begin_with_a_tensor_that_is_not_fused() -> None:
     with pytest.raises(FrameError, match="Expected a range within 0 elements"):
-        REGISTRY.admit(dataclasses.replace(BATCH, tensor=0 | BATCH_FLAG))
+        REGISTRY.admit(dataclasses.replace(FUSED, tensor=0 | DENSE_FUSION_FLAG))

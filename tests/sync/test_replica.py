@@ -85,7 +85,7 @@ def test_ranks_that_differ_from_the_majority_are_named_on_all(odd: dict, world_s
         # A rank that hears of the failure before it has all hashes passes the message on.
         assert isinstance(error, (ReplicaError, PeerFailedError))
         assert error.rank == named[0]
-        assert f"got others on rank {', '.join(map(str, named))}." in str(error)
+        assert f"The parameters of rank {', '.join(map(str, named))} differ" in str(error)
         assert "broadcast them from one rank" in str(error)
 
 

@@ -91,14 +91,14 @@ def job(world_size: int, **others: Any) -> list[dict[str, Any]]:
 
 
 def test_the_rule() -> None:
-    """Who stays keeps both roles as they were; what leavers held is cut evenly into local residuals."""
+    """Remaining ranks keep both roles. Residuals of ranks that leave are split evenly into local residuals."""
     before = job(4)
     found = resize_state(before, 3)
     expected = [[5.0] * 4 + [1.0] * 8, [2.0] * 4 + [6.0] * 4 + [2.0] * 4, [3.0] * 8 + [7.0] * 4]
     for rank, state in enumerate(found):
         assert state["residuals"]["local"]["a"]["0"].tolist() == expected[rank]
         assert state["residuals"]["aggregate"] == before[rank]["residuals"]["aggregate"]
-    # One element of `b` can go to one heir only.
+    # The one element of `b` goes to a single rank.
     assert [list(state["residuals"]["local"].get("b", {})) for state in found] == [[], [], ["3"]]
     assert before[0]["residuals"]["local"]["a"]["0"].tolist() == [1.0] * 12, "the input is not touched"
 
@@ -124,17 +124,17 @@ def test_the_order_says_who_stays() -> None:
 @pytest.mark.parametrize(
     ("states", "world_size", "message"),
     [
-        ([], 2, r"states of ranks 0 to 0, got those of \[\]"),
-        (job(3)[:2], 2, r"one world_size, 2, got \[3\]"),
-        (job(3)[1:], 2, r"states of ranks 0 to 1, got those of \[1, 2\]"),
-        ([job(2)[0], job(2)[0]], 2, r"states of ranks 0 to 1, got those of \[0, 0\]"),
-        ([job(2)[0], {**job(2)[1], "step": 8}], 2, r"one step, 8, got \[8, 9\]"),
-        ([job(2)[0], {**job(2)[1], "seed": 8}], 2, r"one seed, 4, got \[4, 8\]"),
-        (job(2), 0, "at least 1, got 0"),
+        ([], 2, r"the states of ranks \[\]"),
+        (job(3)[:2], 2, r"all have world_size 2, but they have \[3\]"),
+        (job(3)[1:], 2, r"the states of ranks \[1, 2\]"),
+        ([job(2)[0], job(2)[0]], 2, r"the states of ranks \[0, 0\]"),
+        ([job(2)[0], {**job(2)[1], "step": 8}], 2, r"all have step 8, but they have \[8, 9\]"),
+        ([job(2)[0], {**job(2)[1], "seed": 8}], 2, r"all have seed 4, but they have \[4, 8\]"),
+        (job(2), 0, "cannot have 0 ranks"),
     ],
 )
 def test_states_that_do_not_belong_together_are_refused(states: Any, world_size: int, message: str) -> None:
-    with pytest.raises(OptionError, match=message + r".* Do: pass "):
+    with pytest.raises(OptionError, match=message + r".* Pass the "):
         resize_state(states, world_size)
 
 

@@ -13,7 +13,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 def test_a_contiguous_tensor_is_used_where_it_stands() -> None:
     tensor = torch.zeros(3, 4)
     staging = Staging([tensor])
-    flat = staging.whole(0)
+    flat = staging.flat(0)
     assert flat.shape == (12,)
     flat[5] = 7
     assert tensor[1, 1] == 7, "before finish"
@@ -38,7 +38,7 @@ def test_a_strided_tensor_is_copied_there_and_back(strided: object, dtype: torch
     untouched = base.clone()
     tensor = strided(base)  # type: ignore[operator]
     staging = Staging([tensor])
-    flat = staging.whole(0)
+    flat = staging.flat(0)
     assert flat.is_contiguous() and flat.dtype == dtype
     assert torch.equal(flat, tensor.reshape(-1))
     flat += 50
@@ -54,10 +54,10 @@ def strided_mask(strided: object, base: torch.Tensor, value: float) -> torch.Ten
     return mask
 
 
-def test_a_batch_lies_behind_each_other_and_comes_back() -> None:
+def test_several_tensors_are_concatenated_and_copied_back() -> None:
     tensors = [torch.full((2, 3), 1.0), torch.tensor(2.0), torch.empty(0), torch.arange(4.0)[::2], torch.zeros(9)]
     staging = Staging(tensors)
-    flat = staging.batch([3, 0, 1, 2])
+    flat = staging.concatenate([3, 0, 1, 2])
     assert flat.tolist() == [0, 2, 1, 1, 1, 1, 1, 1, 2]
     flat *= 10
     assert tensors[0][0, 0] == 1, "not before finish"
@@ -72,7 +72,7 @@ def test_the_future_ends_with_its_value_after_the_copies() -> None:
     tensor = torch.zeros(4)
     staging = Staging([tensor, tensor[::2]])
     future = staging.future()
-    flat = staging.whole(1)
+    flat = staging.flat(1)
     flat.fill_(3)
     seen: list[list[float]] = []
     future.add_done_callback(lambda _: seen.append(tensor.tolist()))
@@ -88,13 +88,13 @@ def test_the_future_ends_with_its_value_after_the_copies() -> None:
 def test_cuda_tensors_travel_through_pinned_memory_and_back() -> None:
     tensors = [torch.arange(6.0, device="cuda").view(2, 3), torch.arange(8.0, device="cuda")[::2]]
     staging = Staging(tensors)
-    whole, batch = staging.whole(0), staging.batch([1])
+    flat, joined = staging.flat(0), staging.concatenate([1])
     staging.wait_loaded()
-    assert whole.is_pinned() and not whole.is_cuda
-    assert whole.tolist() == [0, 1, 2, 3, 4, 5]
-    assert batch.tolist() == [0, 2, 4, 6]
-    whole += 1
-    batch *= 2
+    assert flat.is_pinned() and not flat.is_cuda
+    assert flat.tolist() == [0, 1, 2, 3, 4, 5]
+    assert joined.tolist() == [0, 2, 4, 6]
+    flat += 1
+    joined *= 2
     future = staging.future()
     staging.finish(future, tensors)
     future.wait()

@@ -30,13 +30,13 @@ def gradient(rank: int, step: int = 0, numel: int = NUMEL) -> torch.Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(1000 * rank + step)) * (1 + rank)
 
 
-def exact_mean(codec: gw.Compressor, world_size: int, num_parts: int, grads: list[torch.Tensor]) -> torch.Tensor:
-    """The mean of one step, with lanes of 64 bits in one place; ranges as the strategy cuts them."""
+def exact_mean(codec: gw.Compressor, world_size: int, num_chunks: int, grads: list[torch.Tensor]) -> torch.Tensor:
+    """The mean of one step, in 64-bit accumulators in one place, with the chunks of the strategy."""
     mean = torch.empty(NUMEL)
-    for part in split(NUMEL, num_parts):
-        spec, pieces = TensorSpec((part.count,)), [grad[part.slice] for grad in grads]
+    for chunk in split(NUMEL, num_chunks):
+        spec, pieces = TensorSpec((chunk.count,)), [grad[chunk.slice] for grad in grads]
         ctxs = [
-            Context("w", step=1, rank=rank, world_size=world_size, seed=SEED, offset=part.offset, spec=spec)
+            Context("w", step=1, rank=rank, world_size=world_size, seed=SEED, offset=chunk.offset, spec=spec)
             for rank in range(world_size)
         ]
         scale = 1 / world_size
@@ -45,13 +45,13 @@ def exact_mean(codec: gw.Compressor, world_size: int, num_parts: int, grads: lis
         each = [codec.stats(piece, ctx, scale) for piece, ctx in zip(pieces, ctxs, strict=True)]
         combine = {"max": np.maximum, "min": np.minimum}
         stats = [combine[rows[0].reduction].reduce([row.values for row in rows]) for rows in zip(*each, strict=True)]
-        lanes = np.zeros(codec.accumulator_size(spec), np.int64)
+        total = np.zeros(codec.accumulator_size(spec), np.int64)
         for piece, ctx in zip(pieces, ctxs, strict=True):
             payload = codec.encode(piece, ctx, stats, scale=scale)
-            codec.accumulate(payload, ctx, lanes)
-        assert lanes.max() <= np.iinfo(codec.accumulator_dtype(world_size)).max
-        narrow = lanes.astype(codec.accumulator_dtype(world_size))
-        codec.finalize(narrow, world_size, ctxs[0], stats, mean[part.slice])
+            codec.accumulate(payload, ctx, total)
+        assert total.max() <= np.iinfo(codec.accumulator_dtype(world_size)).max
+        narrow = total.astype(codec.accumulator_dtype(world_size))
+        codec.finalize(narrow, world_size, ctxs[0], stats, mean[chunk.slice])
     return mean
 
 
@@ -75,11 +75,11 @@ def synchronized(world_size: int, strategy: str, codec: gw.Compressor, grads: li
 )
 @pytest.mark.parametrize("world_size", [2, 5])
 def test_a_strategy_gives_what_the_exact_integer_aggregate_gives(world_size: int, codec, strategy: str) -> None:
-    """Bit for bit, in lanes of 8 and of 16 bits: nothing was decoded, rounded or wrapped on the way."""
+    """Bit for bit, in accumulators of 8 and 16 bits: nothing was decoded, rounded or wrapped on the way."""
     grads = [gradient(rank) for rank in range(world_size)]
-    num_parts = 1 if strategy == "allgather" else world_size
+    num_chunks = 1 if strategy == "allgather" else world_size
     found = synchronized(world_size, strategy, codec, grads)
-    expected = exact_mean(codec, world_size, num_parts, grads)
+    expected = exact_mean(codec, world_size, num_chunks, grads)
     for mean in found:
         assert torch.equal(mean, expected)
     exact = sum(grads) / world_size
@@ -91,9 +91,9 @@ def test_a_strategy_gives_what_the_exact_integer_aggregate_gives(world_size: int
     (gw.make("thc", granularity=90, bits=3, accumulator_bits=32), [32] * 3),
     (gw.make("int8shared"), [16] * 3),
 ], ids=repr)  # fmt: skip
-def test_lanes_widen_from_hop_to_hop_of_a_ring(codec: gw.Compressor, accumulator_bits: list[int]) -> None:
-    """Two values of 90 fit 8 bits, five do not: an aggregate has the lanes that its own sum needs, and a header says no
-    other length.
+def test_accumulators_widen_from_hop_to_hop_of_a_ring(codec: gw.Compressor, accumulator_bits: list[int]) -> None:
+    """Two values of 90 fit 8 bits, five do not: an aggregate is as wide as its own sum needs, and a header with another
+    length is refused.
     """
     world_size, hops = 5, [1, 2, 4]  # a stage has as many payloads and one
     entry = PlanEntry(codec, "ring")
@@ -112,14 +112,14 @@ def test_lanes_widen_from_hop_to_hop_of_a_ring(codec: gw.Compressor, accumulator
     with ranks(world_size, Plan({"w": codec}, strategy="ring"), seed=SEED, nodes=1) as group:
         group.each(lambda one: one.register({"w": TensorSpec((NUMEL,))}))
         sent = sum(group.each(run))
-    parts = [TensorSpec((part.count,)) for part in split(NUMEL, world_size)]
-    stats = sum(4 * length for spec in parts for length, _ in codec.stats_spec(spec))
-    indices = sum(codec.max_encoded_bytes(spec) for spec in parts) - stats
+    chunks = [TensorSpec((chunk.count,)) for chunk in split(NUMEL, world_size)]
+    stats = sum(4 * length for spec in chunks for length, _ in codec.stats_spec(spec))
+    indices = sum(codec.max_encoded_bytes(spec) for spec in chunks) - stats
     widths = sum(entry.accumulator_dtype(stage, world_size).itemsize for stage in range(1, world_size - 1))
     widths += (world_size - 1) * entry.accumulator_dtype(world_size, world_size).itemsize  # the mean, once more round
-    lanes = sum(codec.accumulator_size(spec) for spec in parts) * widths
+    accumulators = sum(codec.accumulator_size(spec) for spec in chunks) * widths
     frames = HEADER_BYTES * world_size * (world_size - 1) * (world_size + 2)
-    assert sent == (world_size * (world_size - 1)) * stats + indices + lanes + frames
+    assert sent == (world_size * (world_size - 1)) * stats + indices + accumulators + frames
 
 
 def test_ranks_with_other_tables_find_out_before_anything_is_sent() -> None:
@@ -139,19 +139,19 @@ def test_ranks_with_other_tables_find_out_before_anything_is_sent() -> None:
 
 
 def test_ranks_that_did_not_use_a_parameter_are_not_counted() -> None:
-    """Lanes are centered by the number of payloads in them, which the last lane has."""
-    codec, used, part = gw.make("thc", granularity=30), (True, False, True), Chunk(0, 0, NUMEL)
+    """Sums are centered by the number of payloads in them, which is their last element."""
+    codec, used, chunk = gw.make("thc", granularity=30), (True, False, True), Chunk(0, 0, NUMEL)
     codecs = []
     for rank, flag in enumerate(used):
         values = gradient(rank) if flag else torch.zeros(NUMEL)
         item = TensorJob("w", 0, values, PlanEntry(codec, feedback="none"), 0, 1, used=flag)
         codecs.append(make_codec(item, Residuals(), rank, 3, seed=SEED))
-    statistics = [each.stats(part) for each in codecs]
+    statistics = [each.stats(chunk) for each in codecs]
     for each in codecs:
-        each.reduce_stats(part, statistics)
-    codecs[0].decode(part, codecs[0].merge(part, [each.start(part) for each in codecs[1:]], 1), 1)
+        each.reduce_stats(chunk, statistics)
+    codecs[0].decode(chunk, codecs[0].merge(chunk, [each.start(chunk) for each in codecs[1:]], 1), 1)
     exact = (gradient(0) + gradient(2)) / 3
-    assert (codecs[0].item.values - exact).norm() < 0.2 * exact.norm()
+    assert (codecs[0].job.values - exact).norm() < 0.2 * exact.norm()
 
 
 @pytest.mark.parametrize("strategy", ["scatter_reduce", "ring", "hierarchical"])

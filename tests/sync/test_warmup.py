@@ -89,7 +89,7 @@ def test_after_the_warm_up_a_step_compiles_nothing(method: str, options: Any, dt
 
 @pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_latecomers_and_lanes_of_16_bits_compile_nothing_either(dtype: torch.dtype) -> None:
+def test_latecomers_and_16_bit_accumulators_compile_nothing_either(dtype: torch.dtype) -> None:
     """What only some steps need, at a width that only some groups need."""
 
     def step(one: Synchronizer) -> None:

@@ -57,7 +57,7 @@ class ServedCodec(AccumulatorCodec):
 
     def stats(self, chunk: Chunk, encoded: bool = True) -> EncodedChunk:
         """Return this rank's statistics, as the server reduces them, and a mark per rank: 1 if it is absent."""
-        num_own = num_statistics(self._lookup, self.item.spec(chunk))
+        num_own = num_statistics(self._lookup, self.job.spec(chunk))
         row = np.zeros(num_own + self.world_size, np.float32)
         own = self._own(chunk)
         if own is None:
@@ -76,7 +76,7 @@ class ServedCodec(AccumulatorCodec):
         """Send the result of `stats`."""
         row = message.body.view(np.float32)
         self._reduced[chunk.index] = out = np.empty_like(row)
-        return self._service.submit(self.item, chunk, FrameKind.STATS, row, out, FrameFlags.USED)
+        return self._service.submit(self.job, chunk, FrameKind.STATS, row, out, FrameFlags.USED)
 
     def take_stats(self, chunk: Chunk) -> None:
         """Read the reduced statistics once the server has answered."""
@@ -84,14 +84,14 @@ class ServedCodec(AccumulatorCodec):
         marks, values = row[-self.world_size :], row[: -self.world_size]
         values[np.isneginf(values)] = 0  # no rank that was heard used the parameter
         reduced = self._negate_minima(chunk, values)
-        lengths = [length for length, _ in self._lookup.stats_spec(self.item.spec(chunk))]
+        lengths = [length for length, _ in self._lookup.stats_spec(self.job.spec(chunk))]
         self._stats[chunk.index] = np.split(reduced, np.cumsum(lengths)[:-1])
         self._num_absent[chunk.index] = int((marks == 1).sum())
 
     def _negate_minima(self, chunk: Chunk, values: np.ndarray) -> np.ndarray:
         """Change the signs of statistics that are reduced by minimum, since the server only takes maxima."""
         signs = [np.full(length, -1 if reduction == "min" else 1, np.float32)
-                 for length, reduction in self._lookup.stats_spec(self.item.spec(chunk))]  # fmt: skip
+                 for length, reduction in self._lookup.stats_spec(self.job.spec(chunk))]  # fmt: skip
         return np.asarray(values * np.concatenate(signs))
 
     # -- the sum -----------------------------------------------------------------------------------------------
@@ -109,18 +109,18 @@ class ServedCodec(AccumulatorCodec):
         if message.used and not message.nonfinite:
             self._sent[chunk.index] = Payload(message.body)
             payload = message.body
-        size = self._lookup.accumulator_size(self.item.spec(chunk)) - 1
+        size = self._lookup.accumulator_size(self.job.spec(chunk)) - 1
         self._server_sums[chunk.index] = out = np.empty(size, self._lookup.accumulator_dtype(self.world_size))
-        return self._service.submit(self.item, chunk, FrameKind.PAYLOAD, payload, out, message.flags)
+        return self._service.submit(self.job, chunk, FrameKind.PAYLOAD, payload, out, message.flags)
 
     def take(self, chunk: Chunk, reply: Reply | None) -> int:
         """Write the mean over the gradient, and return how many elements this rank sent too late and keeps."""
-        out = self.item.values[chunk.slice]
+        out = self.job.values[chunk.slice]
         if self._num_absent[chunk.index] == self.world_size:
             out.zero_()
             return 0
         if reply is None or reply.flags & FrameFlags.NONFINITE:
-            self.item.nonfinite = True
+            self.job.nonfinite = True
             out.fill_(torch.nan)
             return 0
         num_late = self._keep_late(chunk, reply)
@@ -133,7 +133,7 @@ class ServedCodec(AccumulatorCodec):
     def _write(self, chunk: Chunk, reply: Reply, mean: torch.Tensor) -> None:
         stats = self._stats[chunk.index]
         counts = reply.counts_of_blocks(self._lookup.block, stats[0].size)
-        sums, context = self._server_sums.pop(chunk.index), self._context(chunk, self.first)
+        sums, context = self._server_sums.pop(chunk.index), self._context(chunk, self.first_stage)
         self._lookup.finalize_blocks(sums, counts, context, stats, mean)
         # Encoders scaled by 1 / W, but the sum lacks the ranks that were late.
         divisors = np.maximum(counts, 1) + self._num_absent[chunk.index]
@@ -148,8 +148,8 @@ class ServedCodec(AccumulatorCodec):
         counted = reply.counted_blocks(self.rank, self._lookup.block, stats[0].size)
         if counted.all():
             return 0
-        late, context = self._by_element(chunk, ~counted), self._context(chunk, self.first)
-        size = self._lookup.accumulator_size(self.item.spec(chunk))
+        late, context = self._by_element(chunk, ~counted), self._context(chunk, self.first_stage)
+        size = self._lookup.accumulator_size(self.job.spec(chunk))
         own_sum = np.zeros(size, self._lookup.accumulator_dtype(self.world_size))
         self._lookup.accumulate(self._sent[chunk.index], context, own_sum)
         sent = self._lookup.finalize(own_sum, 1, context, stats, torch.empty(chunk.count)).numpy()

@@ -33,9 +33,9 @@ class ServedBuilder(Builder):
 
     def _make_codec(self, runtime: Runtime) -> LossyCodec:
         service = runtime.services[NAME]
-        assert isinstance(self.item, TensorJob) and isinstance(service, AggregatorConnection)
+        assert isinstance(self.job, TensorJob) and isinstance(service, AggregatorConnection)
         self._service = service
-        self._served = ServedCodec(self.item, service, runtime.residuals, self.rank, self.world_size, runtime.seed)
+        self._served = ServedCodec(self.job, service, runtime.residuals, self.rank, self.world_size, runtime.seed)
         return self._served
 
     def ask_sum(self, chunk: Chunk, mine: Task) -> Task:
@@ -46,7 +46,7 @@ class ServedBuilder(Builder):
 
     def take(self, chunk: Chunk, total: Task, phase: str) -> Task:
         """Write the mean over the gradient, and keep what this rank sent too late."""
-        job = self.item
+        job = self.job
 
         def run() -> None:
             num_late = self._served.take(chunk, total.value)
@@ -67,7 +67,7 @@ class ServedBuilder(Builder):
     def _ask(
         self, chunk: Chunk, mine: Task, kind: FrameKind, phase: str, ask: Callable[[], Future[Reply] | None]
     ) -> Task:
-        job = self.item
+        job = self.job
         assert isinstance(job, TensorJob)
 
         def run() -> Future[Reply] | None:
@@ -82,8 +82,8 @@ class ServedBuilder(Builder):
 
 
 def build(builder: ServedBuilder) -> None:
-    job = builder.item
-    for chunk in job.parts(job.entry.partitions):
+    job = builder.job
+    for chunk in job.chunks(job.entry.partitions):
         if chunk.count == 0:
             continue
         mine = builder.start(chunk, "encode indices")

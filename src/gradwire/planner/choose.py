@@ -29,8 +29,8 @@ from gradwire.planner.fidelity import DENSE, RankedCompressor
 from gradwire.planner.options import Option, PlannedTensor, best_alone, is_small, options, unbeaten
 from gradwire.planner.schedule import Schedule, ScheduledTensor
 from gradwire.planner.table import PlanRow, PlanTable
-from gradwire.sync.dense_fusion import BATCH_BYTES
-from gradwire.sync.fusion import MAX_ELEMENTS
+from gradwire.sync.dense_fusion import DENSE_FUSION_BYTES
+from gradwire.sync.fusion import MAX_FUSED_ELEMENTS
 
 PARTITIONS = (1, 2, 3, 4, 6, 8, 12, 16)
 MIN_GAIN = 0.02  # predictions are no better than this, and values that were not rounded are worth something
@@ -157,7 +157,7 @@ class _Search:
         self.large = [tensor for tensor in self.tensors if not self._small(tensor)]
         small = [tensor for tensor in self.tensors if self._small(tensor)]
         known: dict[tuple[int, ...], list[Option]] = {}  # by size and neighbors: models repeat their layers
-        buckets = Counter(tensor.ready for tensor in self.large if tensor.numel <= MAX_ELEMENTS)
+        buckets = Counter(tensor.ready for tensor in self.large if tensor.numel <= MAX_FUSED_ELEMENTS)
         self._keys: list[tuple[int, ...]] = [(*tensor.size, buckets[tensor.ready]) for tensor in self.large]
         for tensor, key in zip(self.large, self._keys):
             if key not in known:
@@ -186,13 +186,13 @@ class _Search:
         return route(spec, "scatter_reduce", 1, numel, self.costs, -(-nbytes // max(1, numel)))
 
     def _held(self, small: Sequence[PlannedTensor], spec: str) -> list[ScheduledTensor]:
-        """The batches of small tensors: each when `BATCH_BYTES` are there, the last with the last bucket."""
+        """The batches of small tensors: each when `DENSE_FUSION_BYTES` are there, the last with the last bucket."""
         jobs, numel, nbytes = [], 0, 0
         last = max((tensor.ready for tensor in self.tensors), default=0.0)
         for index, tensor in enumerate(small):
             numel, nbytes = numel + tensor.numel, nbytes + tensor.nbytes
             end = index == len(small) - 1
-            if end or (nbytes >= BATCH_BYTES and small[index + 1].ready > tensor.ready):
+            if end or (nbytes >= DENSE_FUSION_BYTES and small[index + 1].ready > tensor.ready):
                 jobs.append(ScheduledTensor(last if end else tensor.ready, self._batch(spec, numel, nbytes)))
                 numel, nbytes = 0, 0
         return jobs

@@ -13,8 +13,7 @@ from gradwire.core.spec import TensorSpec
 from gradwire.planner.closed_forms import Route, route
 from gradwire.planner.costs import CodecCosts, Costs
 from gradwire.planner.fidelity import DENSE, RankedCompressor
-from gradwire.sync.fusion import MAX_ELEMENTS
-from gradwire.sync.fusion import STRATEGIES as BUNDLING
+from gradwire.sync.fusion import FUSION_STRATEGIES, MAX_FUSED_ELEMENTS
 
 
 @dataclass(frozen=True)
@@ -89,9 +88,9 @@ def options(
 
 
 def _travels_in_bundles(spec: str, strategy: str, codec: CodecCosts, numel: int) -> bool:
-    """As `gradwire.sync.fusion.travels_in_bundles`, by what the costs tell of a compressor."""
+    """As `gradwire.sync.fusion.is_fused`, by what the costs tell of a compressor."""
     plain = not (spec == DENSE.spec or codec.needs_stats or codec.summable)
-    return plain and strategy in BUNDLING and numel <= MAX_ELEMENTS
+    return plain and strategy in FUSION_STRATEGIES and numel <= MAX_FUSED_ELEMENTS
 
 
 def _partitions(partitions: Sequence[int], strategy: str, codec: CodecCosts) -> list[int]:

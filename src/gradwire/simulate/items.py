@@ -18,8 +18,8 @@ from gradwire.simulate.assemble import SimulatedItem
 from gradwire.simulate.cluster import Cluster
 from gradwire.simulate.prices import PriceList
 from gradwire.simulate.recording import FusionMember
-from gradwire.sync.dense_fusion import BATCH_FLAG, batch_entry, places
-from gradwire.sync.fusion import travels_in_bundles
+from gradwire.sync.dense_fusion import DENSE_FUSION_FLAG, dense_fusion_entry, group_ids
+from gradwire.sync.fusion import is_fused
 from gradwire.sync.plan_entry import PlanEntry
 
 
@@ -63,7 +63,7 @@ class _Entry(NamedTuple):
 
     @property
     def is_bundled(self) -> bool:
-        return not self.entry.batched and travels_in_bundles(self.entry, self.numel)
+        return not self.entry.batched and is_fused(self.entry, self.numel)
 
 
 def items_of(
@@ -132,8 +132,10 @@ class _Maker(NamedTuple):
 
     def batch(self, group: Sequence[_Entry], ready: float) -> SimulatedItem:
         first, numel = group[0], sum(each.numel for each in group)
-        entry = batch_entry(first.entry)
-        return SimulatedItem(_name(group), numel, entry, ready, first.number | BATCH_FLAG, self._prices(entry, first))
+        entry = dense_fusion_entry(first.entry)
+        return SimulatedItem(
+            _name(group), numel, entry, ready, first.number | DENSE_FUSION_FLAG, self._prices(entry, first)
+        )
 
     def _prices(self, entry: PlanEntry, first: _Entry, bundled: bool = False) -> PriceList:
         return PriceList(entry.compressor, self.costs, first.gradient.dtype, bundled=bundled)
@@ -167,6 +169,6 @@ def _buckets(entries: Iterable[_Entry], bucket_bytes: float | None) -> Iterator[
 
 def _last_of_batches(entries: Iterable[_Entry]) -> dict[int, tuple[object, bool]]:
     """The batch of each small tensor that travels in one, and whether it is the batch's last."""
-    found = places((str(each.number), each.entry, each.gradient.spec) for each in entries)
+    found = group_ids((str(each.number), each.entry, each.gradient.spec) for each in entries)
     last = {batch: name for name, batch in found.items()}
     return {int(name): (batch, last[batch] == name) for name, batch in found.items()}

@@ -37,7 +37,7 @@ class FusionMember(NamedTuple):
 
     Attributes:
         numel: its elements.
-        place: among all tensors that travel in bundles, as `TensorJob.place`.
+        place: among all tensors that travel in bundles, as `TensorJob.fusion_index`.
     """
 
     numel: int
@@ -154,7 +154,7 @@ def record(
 
 def _item(entry: PlanEntry, numel: int, tensor: int, members: Sequence[FusionMember]) -> TensorJob | FusionGroup:
     def empty(count: int, place: int) -> TensorJob:
-        return TensorJob("item", tensor, torch.empty(count, device="meta"), entry, 0, 0, place=place)
+        return TensorJob("item", tensor, torch.empty(count, device="meta"), entry, 0, 0, fusion_index=place)
 
     return FusionGroup([empty(*member) for member in members], 0) if members else empty(numel, 0)
 
@@ -203,7 +203,7 @@ class _Notes:
     def sizes(self, part: Chunk) -> tuple[int, ...]:
         """Elements of each tensor in a part."""
         if isinstance(self._item, FusionGroup):
-            return tuple(self._item.members[index].values.numel() for index in self._item.group(part))
+            return tuple(self._item.members[index].values.numel() for index in self._item.members_of(part))
         return (part.count,)
 
 
@@ -220,8 +220,8 @@ class _DryCodec:
         self._notes = notes
 
     @property
-    def first(self) -> int:
-        return cast(int, self._real.first)
+    def first_stage(self) -> int:
+        return cast(int, self._real.first_stage)
 
     def kind(self, stage: int) -> FrameKind:
         return cast(FrameKind, self._real.kind(stage))
@@ -247,19 +247,19 @@ class _DryCodec:
     def reduce_stats(self, part: Chunk, messages: Sequence[EncodedChunk]) -> None:
         self._note("reduce_stats", part, 0, messages, None)
 
-    def encode_from(self, stage: int, among: int) -> None:
-        self._real.encode_from(stage, among)
+    def encode_from(self, stage: int, num_encoders: int) -> None:
+        self._real.encode_from(stage, num_encoders)
 
-    def dense(self, part: Chunk) -> EncodedChunk:
+    def encode_dense(self, part: Chunk) -> EncodedChunk:
         return self._note("dense", part, 0, (), FrameKind.PAYLOAD)
 
-    def add_up(self, part: Chunk, messages: Sequence[EncodedChunk]) -> None:
+    def merge_dense(self, part: Chunk, messages: Sequence[EncodedChunk]) -> None:
         self._note("add_up", part, 0, messages, None)
 
-    def spread(self, part: Chunk, mean: EncodedChunk) -> EncodedChunk:
+    def encode_mean(self, part: Chunk, mean: EncodedChunk) -> EncodedChunk:
         return self._note("spread", part, 0, [mean], FrameKind.PAYLOAD)
 
-    def place(self, part: Chunk, message: EncodedChunk) -> None:
+    def decode_dense(self, part: Chunk, message: EncodedChunk) -> None:
         self._note("place", part, 0, [message], None)
 
     def _note(

@@ -1,14 +1,14 @@
-"""How the ranges of one item are encoded, merged and decoded: the compressor, its residuals and its flags together.
+"""Encoding, merging and decoding the chunks of one job: compressor, residuals and flags together.
 
-Every encode owns a residual where the plan asks for feedback: it compensates, encodes and stages in one call. All
-residuals and all payloads are in units of the mean: gradients are scaled by 1/W as they are encoded. So payloads only
-add up, nothing is divided afterwards, and a residual means the same under every strategy and world size.
+Each encode owns a residual if the plan asks for feedback: it compensates, encodes and stages in one call. Residuals and
+payloads are in units of the mean: gradients are scaled by 1/W as they are encoded. Therefore payloads only need to be
+added, and a residual means the same under every strategy and world size.
 
-Two algebras: `LossyCodec` decodes, adds in float32 and encodes again, with a residual of role ``aggregate``;
-`AccumulatorCodec` is for summable compressors: it adds accumulators and decodes only their sum.
+`LossyCodec` decodes payloads, adds in float32, and encodes the sum with a residual of role ``aggregate``.
+`AccumulatorCodec`, for summable compressors, adds accumulators and decodes only their sum.
 """
 
-# Shapes: N = elements of the range, W = ranks.
+# Shapes: N = elements of the chunk, W = ranks.
 
 from __future__ import annotations
 
@@ -37,147 +37,154 @@ _REDUCE = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
 
 class LossyCodec:
-    """Payloads that are decoded to be added."""
+    """Codec that decodes payloads in order to add them.
 
-    def __init__(self, item: TensorJob, residuals: Residuals, rank: int, world_size: int, seed: int) -> None:
-        self.item = item
-        self.compressor: Compressor = item.entry.compressor
+    Attributes:
+        first_stage: Stage of the first compressed encode.
+        num_encoders: Number of ranks that encode each chunk.
+    """
+
+    def __init__(self, job: TensorJob, residuals: Residuals, rank: int, world_size: int, seed: int) -> None:
+        self.job = job
+        self.compressor: Compressor = job.entry.compressor
         self.rank = rank
         self.world_size = world_size
-        self._policy = policies.get(item.entry.feedback)
+        self.first_stage = 0
+        self.num_encoders = world_size
+        self._policy = policies.get(job.entry.feedback)
         self._residuals = residuals
         self._seed = seed
         compressor = self.compressor
         self._state_source = compressor.state_source if isinstance(compressor, StatefulCompressor) else None
-        self._stats: dict[int, list[np.ndarray]] = {}  # reduced, by part
-        self._sums: dict[int, torch.Tensor | None] = {}  # by part, of this rank's node, where there is one
-        self._owns: dict[int, EncodeInput] = {}  # by part, what the policy makes of the own gradient
-        self.first = 0  # stage of the first encode
-        self.num_encoders = world_size  # how many ranks have something of a part to encode
+        # By index of the chunk:
+        self._stats: dict[int, list[np.ndarray]] = {}  # reduced over ranks
+        self._node_sums: dict[int, torch.Tensor | None] = {}
+        self._own_inputs: dict[int, EncodeInput] = {}
 
-    def encode_from(self, stage: int, among: int) -> None:
-        """Encode from `stage` on, what `among` ranks have of each part."""
-        self.first, self.num_encoders = stage, among
+    def encode_from(self, stage: int, num_encoders: int) -> None:
+        """Compress from `stage` on, on `num_encoders` ranks per chunk. Earlier stages are dense."""
+        self.first_stage, self.num_encoders = stage, num_encoders
 
     def kind(self, stage: int) -> FrameKind:
-        """The kind of frame that leaves a stage."""
+        """Return the kind of the frames that leave a stage."""
         return FrameKind.PAYLOAD
 
     # -- own gradient ----------------------------------------------------------------------------------------
 
-    def _own(self, part: Chunk) -> EncodeInput | None:
-        """What this rank contributes of `part`: its node's sum if there is one. None if it has nothing."""
-        if part.index in self._sums:
-            total = self._sums[part.index]
-            return None if total is None else self._input(part, total, "local", self.first)
-        self.item.wait_loaded()
-        if not self.item.used:
+    def _own(self, chunk: Chunk) -> EncodeInput | None:
+        """Return what this rank contributes to a chunk: its node's sum if there is one. None if it has nothing."""
+        if chunk.index in self._node_sums:
+            total = self._node_sums[chunk.index]
+            return None if total is None else self._input(chunk, total, "local", self.first_stage)
+        self.job.wait_loaded()
+        if not self.job.used:
             return None
-        if part.index not in self._owns:
-            own = self._input(part, self.item.values[part.slice], "local", self.first, 1 / self.world_size)
-            self._owns[part.index] = self._policy.contribution(own)
-        return self._owns[part.index]
+        if chunk.index not in self._own_inputs:
+            grad = self.job.values[chunk.slice]
+            own = self._input(chunk, grad, "local", self.first_stage, 1 / self.world_size)
+            self._own_inputs[chunk.index] = self._policy.contribution(own)
+        return self._own_inputs[chunk.index]
 
-    def _input(self, part: Chunk, grad: torch.Tensor, role: Role, stage: int, scale: float = 1.0) -> EncodeInput:
-        key = ResidualKey(self.item.name, self.item.range(part), role)
-        return EncodeInput(self.compressor, grad, self._context(part, stage), self._residuals, key, scale)
+    def _input(self, chunk: Chunk, grad: torch.Tensor, role: Role, stage: int, scale: float = 1.0) -> EncodeInput:
+        key = ResidualKey(self.job.name, self.job.range(chunk), role)
+        return EncodeInput(self.compressor, grad, self._context(chunk, stage), self._residuals, key, scale)
 
-    def start(self, part: Chunk) -> EncodedChunk:
-        """Encode this rank's gradient of `part`, or its node's sum."""
-        own = self._own(part)
-        if own is None:  # its residual stays where it is (R10)
+    def start(self, chunk: Chunk) -> EncodedChunk:
+        """Encode this rank's gradient, or its node's sum."""
+        own = self._own(chunk)
+        if own is None:  # the rank keeps its residual (R10)
             return self._message(FrameKind.PAYLOAD, None)
-        stats = self._stats.get(part.index, ())
+        stats = self._stats.get(chunk.index, ())
         if not all(np.isfinite(values).all() for values in stats):
             return self._message(FrameKind.PAYLOAD, Payload(EMPTY, nonfinite=True))
         return self._message(FrameKind.PAYLOAD, self._encode(own, stats))
 
     def _encode(self, source: EncodeInput, stats: Sequence[np.ndarray] = ()) -> Payload:
-        if self.item.aux is not None:
-            source = source._replace(ctx=replace(source.ctx, aux=self.item.aux(source.key.range)))
+        if self.job.aux is not None:
+            source = source._replace(ctx=replace(source.ctx, aux=self.job.aux(source.key.range)))
         payload = self._policy.encode(source, stats)
         if self._state_source == "payload":
             self._stage_state(payload, source.ctx, source.key.range)
         return payload
 
-    def _stage_state(self, source: Payload | np.ndarray, context: Context, where: ElementRange) -> None:
-        assert isinstance(self.compressor, StatefulCompressor)
-        self._residuals.states.stage(context.name, where, self.compressor.next_state(source, context), context.step)
-
     # -- merging ---------------------------------------------------------------------------------------------
 
     def encodes_own(self, stage: int) -> bool:
-        """Whether a merge of this stage encodes the rank's own gradient, too, before it adds it."""
-        return self.compressor.encode_own_before_merge and stage == self.first + 1
+        """Whether a merge at this stage encodes the rank's own gradient before adding it."""
+        return self.compressor.encode_own_before_merge and stage == self.first_stage + 1
 
-    def merge(self, part: Chunk, messages: Sequence[EncodedChunk], stage: int) -> EncodedChunk:
-        """Add what arrived to this rank's gradient, or its node's sum, and encode the total, which is an aggregate."""
-        own = self._own(part)
+    def merge(self, chunk: Chunk, messages: Sequence[EncodedChunk], stage: int) -> EncodedChunk:
+        """Add received chunks to this rank's gradient or its node's sum, and encode the total: an aggregate."""
+        own = self._own(chunk)
         if self.encodes_own(stage):
-            messages, own = [self.start(part), *messages], None
+            messages, own = [self.start(chunk), *messages], None
         used = [message for message in messages if message.used]
         if not used and own is None:
             return self._message(FrameKind.PAYLOAD, None)
-        total = torch.empty(part.count, dtype=torch.float32)
-        self._decode_sum(part, used, total, stage - 1)
+        total = torch.empty(chunk.count, dtype=torch.float32)
+        self._decode_sum(chunk, used, total, stage - 1)
         if own is not None:
             kernels.compensate(as_array(own.grad), own.scale, total.numpy(), total.numpy())
-        return self._message(FrameKind.PAYLOAD, self._encode(self._input(part, total, "aggregate", stage)))
+        return self._message(FrameKind.PAYLOAD, self._encode(self._input(chunk, total, "aggregate", stage)))
 
-    def decode(self, part: Chunk, message: EncodedChunk, stage: int) -> None:
-        """Write the mean of `part`, which `message` carries, over the gradient."""
-        out = self.item.values[part.slice]
+    def decode(self, chunk: Chunk, message: EncodedChunk, stage: int) -> None:
+        """Overwrite the gradient with the mean that `message` carries."""
+        out = self.job.values[chunk.slice]
         if not message.used:
             out.zero_()
             return
-        self.item.nonfinite |= message.nonfinite
-        stats = self._stats_of(part, stage)
+        self.job.nonfinite |= message.nonfinite
+        context, stats = self._context(chunk, stage, message.sender), self._stats_of(chunk, stage)
         with blame(self, message):
-            self.compressor.decode(_payload(message), self._context(part, stage, message.sender), out, stats=stats)
+            self.compressor.decode(_payload(message), context, out, stats=stats)
 
-    def decode_sum(self, part: Chunk, messages: Sequence[EncodedChunk]) -> None:
-        """Write the sum of all ranks' payloads of `part` over the gradient."""
+    def decode_sum(self, chunk: Chunk, messages: Sequence[EncodedChunk]) -> None:
+        """Overwrite the gradient with the sum of all ranks' payloads."""
         used = [message for message in messages if message.used]
-        out = self.item.values[part.slice]
+        out = self.job.values[chunk.slice]
         if out.dtype == torch.float32:
-            self._decode_sum(part, used, out)
+            self._decode_sum(chunk, used, out)
             return
-        total = torch.empty(part.count, dtype=torch.float32)
-        self._decode_sum(part, used, total)
+        total = torch.empty(chunk.count, dtype=torch.float32)
+        self._decode_sum(chunk, used, total)
         kernels.cast(total.numpy(), as_array(out))
 
-    def _decode_sum(self, part: Chunk, messages: Sequence[EncodedChunk], out: torch.Tensor, stage: int = 0) -> None:
+    def _decode_sum(self, chunk: Chunk, messages: Sequence[EncodedChunk], out: torch.Tensor, stage: int = 0) -> None:
         for message in messages:
-            self.item.nonfinite |= message.nonfinite
-        contexts = [self._context(part, stage, message.sender) for message in messages]
+            self.job.nonfinite |= message.nonfinite
+        contexts = [self._context(chunk, stage, message.sender) for message in messages]
         payloads = [_payload(message) for message in messages]
-        stats = self._stats_of(part, stage)
+        stats = self._stats_of(chunk, stage)
         try:
             self.compressor.decode_sum(payloads, contexts, out, stats)
         except PayloadError:
-            for message, context in zip(messages, contexts):  # which of them was it?
+            for message, context in zip(messages, contexts):  # find the sender of the bad payload
                 with blame(self, message):
                     self.compressor.decode(_payload(message), context, torch.empty_like(out), stats=stats)
             raise
 
     # -- the preliminary round -------------------------------------------------------------------------------
 
-    def stats(self, part: Chunk, encoded: bool = True) -> EncodedChunk:
-        """What must be reduced over ranks before `part` can be encoded; compensates where this rank encodes it, too."""
-        own = self._own(part)
+    def stats(self, chunk: Chunk, encoded: bool = True) -> EncodedChunk:
+        """Return the statistics that ranks must reduce before a chunk can be encoded.
+
+        Args:
+            encoded: Whether this rank encodes the chunk afterward. If so, the gradient is compensated now.
+        """
+        own = self._own(chunk)
         if own is None:
             return self._message(FrameKind.STATS, None)
         entries = self._policy.stats(own) if encoded else self.compressor.stats(own.grad, own.ctx, own.scale)
         flat = np.concatenate([entry.values.astype(np.float32, copy=False).reshape(-1) for entry in entries])
         return self._message(FrameKind.STATS, Payload(flat.view(np.uint8)))
 
-    def _stats_of(self, part: Chunk, stage: int) -> Sequence[np.ndarray]:
-        """The reduced statistics that payloads of a stage were encoded with: aggregates carry their own."""
-        return self._stats.get(part.index, ()) if stage == self.first else ()
+    def _stats_of(self, chunk: Chunk, stage: int) -> Sequence[np.ndarray]:
+        """Return the reduced statistics of payloads from a stage. Aggregates carry their own."""
+        return self._stats.get(chunk.index, ()) if stage == self.first_stage else ()
 
-    def reduce_stats(self, part: Chunk, messages: Sequence[EncodedChunk]) -> None:
+    def reduce_stats(self, chunk: Chunk, messages: Sequence[EncodedChunk]) -> None:
         """Reduce the statistics of all ranks, in rank order, so that every rank holds the same bits."""
-        spec = self.compressor.stats_spec(self.item.spec(part))
+        spec = self.compressor.stats_spec(self.job.spec(chunk))
         expected = 4 * sum(length for length, _ in spec)
         for message in messages:
             with blame(self, message):
@@ -192,56 +199,56 @@ class LossyCodec:
                 _REDUCE[reduction](total, piece, out=total)
             reduced.append(total)
             start += length
-        self._stats[part.index] = reduced
+        self._stats[chunk.index] = reduced
 
     # -- dense within a node ---------------------------------------------------------------------------------
 
-    def dense(self, part: Chunk) -> EncodedChunk:
-        """Take this rank's gradient of `part` as it is, with what another plan has left in its residual."""
-        self.item.wait_loaded()
-        if not self.item.used:
+    def encode_dense(self, chunk: Chunk) -> EncodedChunk:
+        """Encode this rank's gradient without compression, together with a residual that another plan has left."""
+        self.job.wait_loaded()
+        if not self.job.used:
             return self._message(FrameKind.PAYLOAD, None)
-        own = self._input(part, self.item.values[part.slice], "local", 0, 1 / self.world_size)
-        left = self._residuals.source(own.key) if self.item.entry.feedback == "error" else None
+        own = self._input(chunk, self.job.values[chunk.slice], "local", 0, 1 / self.world_size)
+        left = self._residuals.source(own.key) if self.job.entry.feedback == "error" else None
         policy = policies.get("none" if left is None or not left.any() else "error")
         return self._message(FrameKind.PAYLOAD, policy.encode(own._replace(compressor=DENSE)))
 
-    def add_up(self, part: Chunk, messages: Sequence[EncodedChunk]) -> None:
-        """Add this rank's gradient to the dense ones of its node's other ranks; the sum stands for it from now on."""
-        own = self._own(part)
+    def merge_dense(self, chunk: Chunk, messages: Sequence[EncodedChunk]) -> None:
+        """Add the dense gradients of the node's other ranks to this rank's. The sum replaces it from now on."""
+        own = self._own(chunk)
         used = [message for message in messages if message.used]
         if own is None and not used:
-            self._sums[part.index] = None
+            self._node_sums[chunk.index] = None
             return
-        total = torch.zeros(part.count)
+        total = torch.zeros(chunk.count)
         for message in used:
             with blame(self, message):
-                DENSE.decode(_payload(message), self._context(part, 0, message.sender), total, accumulate=True)
+                DENSE.decode(_payload(message), self._context(chunk, 0, message.sender), total, accumulate=True)
         if own is not None:
             kernels.compensate(as_array(own.grad), own.scale, total.numpy(), total.numpy())
-        self._sums[part.index] = total
+        self._node_sums[chunk.index] = total
 
-    def spread(self, part: Chunk, mean: EncodedChunk) -> EncodedChunk:
-        """The decoded mean of `part`, which came in `mean`, as it is."""
+    def encode_mean(self, chunk: Chunk, mean: EncodedChunk) -> EncodedChunk:
+        """Encode the decoded mean, which came in `mean`, without compression."""
         if not mean.used:
             return self._message(FrameKind.PAYLOAD, None)
-        payload = DENSE.encode(self.item.values[part.slice], self._context(part, 0))
+        payload = DENSE.encode(self.job.values[chunk.slice], self._context(chunk, 0))
         return EncodedChunk(FrameKind.PAYLOAD, mean.flags, payload.body, self.rank)
 
-    def place(self, part: Chunk, message: EncodedChunk) -> None:
-        """Write the mean of `part`, which came as it is, over the gradient."""
-        out = self.item.values[part.slice]
+    def decode_dense(self, chunk: Chunk, message: EncodedChunk) -> None:
+        """Overwrite the gradient with a mean that is not compressed."""
+        out = self.job.values[chunk.slice]
         if not message.used:
             out.zero_()
             return
-        self.item.nonfinite |= message.nonfinite
+        self.job.nonfinite |= message.nonfinite
         with blame(self, message):
-            DENSE.decode(_payload(message), self._context(part, 0, message.sender), out)
+            DENSE.decode(_payload(message), self._context(chunk, 0, message.sender), out)
 
     # -- helpers ---------------------------------------------------------------------------------------------
 
     def _message(self, kind: FrameKind, payload: Payload | None) -> EncodedChunk:
-        """A message of this rank; None stands for a parameter that its backward did not use."""
+        """Return a message of this rank. None stands for a parameter that the backward pass did not use."""
         if payload is None:
             return EncodedChunk(kind, FrameFlags.PRESENT, EMPTY, self.rank)
         flags = FrameFlags.PRESENT | FrameFlags.USED
@@ -249,104 +256,109 @@ class LossyCodec:
             flags |= FrameFlags.NONFINITE
         return EncodedChunk(kind, flags, payload.body, self.rank)
 
-    def _context(self, part: Chunk, stage: int, rank: int | None = None) -> Context:
+    def _context(self, chunk: Chunk, stage: int, rank: int | None = None) -> Context:
         return Context(
-            name=self.item.name,
-            step=self.item.step,
+            name=self.job.name,
+            step=self.job.step,
             rank=self.rank if rank is None else rank,
             world_size=self.world_size,
             seed=self._seed,
-            offset=self.item.offset + part.offset,
+            offset=self.job.offset + chunk.offset,
             stage=stage,
-            spec=self.item.spec(part),
-            state=self._state(part),
+            spec=self.job.spec(chunk),
+            state=self._state(chunk),
         )
 
-    def _state(self, part: Chunk) -> np.ndarray | None:
+    def _state(self, chunk: Chunk) -> np.ndarray | None:
         if self._state_source is None:
             return None
-        where = self.item.range(part) if self._state_source == "payload" else self.item.whole_range
-        return self._residuals.states.get(self.item.name, where, self.item.step)
+        elements = self.job.range(chunk) if self._state_source == "payload" else self.job.full_range
+        return self._residuals.states.get(self.job.name, elements, self.job.step)
 
-    def arrived(self) -> None:
-        """Stage the state of a compressor that takes it from the mean, which the item holds now."""
-        if self._state_source == "mean" and not self.item.nonfinite:
-            whole = Chunk(0, 0, self.item.values.numel())
-            self._stage_state(as_array(self.item.values), self._context(whole, self.first), self.item.whole_range)
+    def _stage_state(self, source: Payload | np.ndarray, context: Context, elements: ElementRange) -> None:
+        assert isinstance(self.compressor, StatefulCompressor)
+        state = self.compressor.next_state(source, context)
+        self._residuals.states.stage(context.name, elements, state, context.step)
+
+    def finish(self) -> None:
+        """Stage the state of a compressor that computes it from the mean. The job holds the mean now."""
+        if self._state_source == "mean" and not self.job.nonfinite:
+            full = Chunk(0, 0, self.job.values.numel())
+            self._stage_state(as_array(self.job.values), self._context(full, self.first_stage), self.job.full_range)
 
 
 class AccumulatorCodec(LossyCodec):
-    """Accumulators are added as they are: nothing is decoded before the mean is there, and nothing is encoded twice."""
+    """Codec that adds accumulators: nothing is decoded before the sum is complete, and nothing is encoded twice."""
 
-    def __init__(self, item: TensorJob, residuals: Residuals, rank: int, world_size: int, seed: int) -> None:
-        super().__init__(item, residuals, rank, world_size, seed)
-        assert isinstance(item.entry.compressor, SummableCompressor)
-        self._summable: SummableCompressor = item.entry.compressor
+    def __init__(self, job: TensorJob, residuals: Residuals, rank: int, world_size: int, seed: int) -> None:
+        super().__init__(job, residuals, rank, world_size, seed)
+        assert isinstance(job.entry.compressor, SummableCompressor)
+        self._summable: SummableCompressor = job.entry.compressor
 
     def kind(self, stage: int) -> FrameKind:
-        return FrameKind.PAYLOAD if stage == self.first else FrameKind.AGGREGATE
+        return FrameKind.PAYLOAD if stage == self.first_stage else FrameKind.AGGREGATE
 
     def encodes_own(self, stage: int) -> bool:
         return True
 
-    def merge(self, part: Chunk, messages: Sequence[EncodedChunk], stage: int) -> EncodedChunk:
-        mine = self.start(part)
-        contributions = [message for message in (mine, *messages) if message.used]
+    def merge(self, chunk: Chunk, messages: Sequence[EncodedChunk], stage: int) -> EncodedChunk:
+        contributions = [message for message in (self.start(chunk), *messages) if message.used]
         if not contributions:
             return self._message(FrameKind.AGGREGATE, None)
         if any(message.nonfinite for message in contributions):
             return self._message(FrameKind.AGGREGATE, Payload(EMPTY, nonfinite=True))
-        total = self._sum(part, contributions, self._dtype(stage), self._dtype(stage - 1))
+        total = self._sum(chunk, contributions, self._dtype(stage), self._dtype(stage - 1))
         return self._message(FrameKind.AGGREGATE, Payload(total.view(np.uint8)))
 
-    def decode(self, part: Chunk, message: EncodedChunk, stage: int) -> None:
-        self._finalize(part, [message], self._dtype(stage))
+    def decode(self, chunk: Chunk, message: EncodedChunk, stage: int) -> None:
+        self._finalize(chunk, [message], self._dtype(stage))
 
-    def decode_sum(self, part: Chunk, messages: Sequence[EncodedChunk]) -> None:
+    def decode_sum(self, chunk: Chunk, messages: Sequence[EncodedChunk]) -> None:
         dtype = self._summable.accumulator_dtype(self.world_size)
-        self._finalize(part, [message for message in messages if message.used], dtype)
+        self._finalize(chunk, [message for message in messages if message.used], dtype)
 
     def _dtype(self, stage: int) -> np.dtype:
-        return self.item.entry.accumulator_dtype(stage, self.world_size)
+        return self.job.entry.accumulator_dtype(stage, self.world_size)
 
-    def _sum(self, part: Chunk, messages: Sequence[EncodedChunk], dtype: np.dtype, arrived: np.dtype) -> np.ndarray:
-        total = np.zeros(self._summable.accumulator_size(self.item.spec(part)), dtype)
+    def _sum(self, chunk: Chunk, messages: Sequence[EncodedChunk], dtype: np.dtype, received: np.dtype) -> np.ndarray:
+        """Add payloads, and accumulators of element type `received`, in an accumulator of element type `dtype`."""
+        total = np.zeros(self._summable.accumulator_size(self.job.spec(chunk)), dtype)
         for message in messages:
             with blame(self, message):
                 if message.kind == FrameKind.AGGREGATE:
-                    _expect_bytes(message, total.size * arrived.itemsize)
-                    total += message.body.view(arrived)
+                    _expect_bytes(message, total.size * received.itemsize)
+                    total += message.body.view(received)
                 else:
-                    context = self._context(part, self.first, message.sender)
+                    context = self._context(chunk, self.first_stage, message.sender)
                     self._summable.accumulate(_payload(message), context, total)
         return total
 
-    def _finalize(self, part: Chunk, messages: Sequence[EncodedChunk], dtype: np.dtype) -> None:
-        out = self.item.values[part.slice]
+    def _finalize(self, chunk: Chunk, messages: Sequence[EncodedChunk], dtype: np.dtype) -> None:
+        out = self.job.values[chunk.slice]
         if not any(message.used for message in messages):
             out.zero_()
         elif any(message.nonfinite for message in messages):
-            self.item.nonfinite = True
+            self.job.nonfinite = True
             out.fill_(torch.nan)
         else:
-            total = self._sum(part, messages, dtype, dtype)
-            mean = out if out.dtype == torch.float32 else torch.empty(part.count)
-            context, stats = self._context(part, self.first), self._stats[part.index]
+            total = self._sum(chunk, messages, dtype, dtype)
+            mean = out if out.dtype == torch.float32 else torch.empty(chunk.count)
+            context, stats = self._context(chunk, self.first_stage), self._stats[chunk.index]
             self._summable.finalize(total, self.num_encoders, context, stats, mean)
             if mean is not out:
                 kernels.cast(mean.numpy(), as_array(out))
             if self._state_source == "accumulator":
-                self._stage_state(total, context, self.item.range(part))
+                self._stage_state(total, context, self.job.range(chunk))
 
 
-def make_codec(item: TensorJob, residuals: Residuals, rank: int, world_size: int, seed: int) -> LossyCodec:
-    """The codec that fits the item's compressor."""
-    kind = AccumulatorCodec if isinstance(item.entry.compressor, SummableCompressor) else LossyCodec
-    return kind(item, residuals, rank, world_size, seed)
+def make_codec(job: TensorJob, residuals: Residuals, rank: int, world_size: int, seed: int) -> LossyCodec:
+    """Return the codec for the job's compressor."""
+    kind = AccumulatorCodec if isinstance(job.entry.compressor, SummableCompressor) else LossyCodec
+    return kind(job, residuals, rank, world_size, seed)
 
 
 def _expect_bytes(message: EncodedChunk, expected: int) -> None:
-    """The header has been checked, but it may be that of another range."""
+    """Check the length of a body. The header was checked, but it may be that of another range."""
     if message.body.nbytes != expected:
         raise PayloadError(f"Expected {message.kind.name} of {expected} bytes, got {message.body.nbytes}.")
 
@@ -356,7 +368,7 @@ def _payload(message: EncodedChunk) -> Payload:
 
 
 class blame:  # noqa: N801  # reads as a verb
-    """Turn a decoder's `PayloadError` into one that names the rank whose bytes they were."""
+    """Turn a decoder's `PayloadError` into an error that names the rank that sent the bytes."""
 
     def __init__(self, codec: LossyCodec, message: EncodedChunk) -> None:
         self._codec, self._message = codec, message
@@ -367,8 +379,8 @@ class blame:  # noqa: N801  # reads as a verb
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, PayloadError):
             raise SyncError(
-                f"Rank {self._message.sender} sent bytes that are no payload of {self._codec.item.name}: {error}",
+                f"Rank {self._message.sender} sent bytes that are not a payload of {self._codec.job.name}: {error}",
                 rank=self._message.sender,
-                tensor=self._codec.item.name,
+                tensor=self._codec.job.name,
                 phase="decode",
             ) from error

@@ -1,13 +1,13 @@
-"""Batches: small tensors of several submissions in one message, as they are or cast to 16 bits.
+"""Fusion of small dense tensors: tensors of several submissions share a message, unchanged or cast to 16 bits.
 
-What a graph, a task and a frame cost is paid once for many tensors. A batch is about `BATCH_BYTES` of tensors with like
-plan entries, in the order of backward and the same under any bucket layout. It travels when all of it is there, or with
-what there is when a submission asks for that.
+The cost of a graph, a task and a frame is paid once for many tensors. A group is about `DENSE_FUSION_BYTES` of tensors
+whose plan entries fit together, in backward order. It does not depend on the buckets. It is sent when all of its
+tensors are there, or earlier, with those that are, if a submission asks for that.
 
-A batch is one flat tensor to compressor and strategy. It keeps no residuals, as nothing that it may go by needs any;
-what another plan, or a state that was loaded, has left in those of its tensors goes out with the next batch.
+To compressor and strategy, a group is one flat tensor. It keeps no residuals, because none of its compressors needs
+any. Residuals of its tensors from another plan, or from a loaded state, are added to the next group.
 
-Source: HiPress (SOSP 2021), sections 3.2 and 3.4, batches by a size threshold. Differences: nobody coordinates them.
+Source: HiPress (SOSP 2021), sections 3.2 and 3.4: batches by a size threshold. Differences: there is no coordinator.
 """
 
 from __future__ import annotations
@@ -26,128 +26,125 @@ from gradwire.sync.plan_entry import PlanEntry
 from gradwire.sync.staging import Staging
 from gradwire.sync.submission import GradientSlice, Submission
 
-BATCH_FLAG = 1 << 31  # set in the tensor id of a batch; the rest is the id of its first tensor
-# Of gradients in a batch, about; half of that on the link where they are cast. A batch costs each of four ranks 1.5 ms
-# of its processor, and so few bytes need not wait for the end of backward.
-BATCH_BYTES = 1 << 17
+DENSE_FUSION_FLAG = 1 << 31  # set in the tensor id of a group; the other bits are the id of its first tensor
+# Approximate bytes of the gradients in a group; half of that on the wire if they are cast. A group costs each of four
+# ranks 1.5 ms of processor time, and a few bytes need not wait for the end of the backward pass.
+DENSE_FUSION_BYTES = 1 << 17
 
 
 class DenseFusionKey(NamedTuple):
-    """What the tensors of a batch have in common."""
+    """What the tensors of a group have in common."""
 
     dtype: torch.dtype
     compressor: str
     strategy: str
 
-    @classmethod
-    def of(cls, entry: PlanEntry, spec: TensorSpec) -> DenseFusionKey:
-        """The kind of batch of a tensor."""
-        return cls(spec.dtype, repr(entry.compressor), entry.strategy)
+
+GroupId = tuple[DenseFusionKey, int]
+"""Key of a group, and its number among the groups with that key."""
 
 
-Place = tuple[DenseFusionKey, int]  # which of the batches of a kind
-
-
-def batch_entry(entry: PlanEntry) -> PlanEntry:
-    """How a batch travels, where `entry` is that of its first tensor."""
+def dense_fusion_entry(entry: PlanEntry) -> PlanEntry:
+    """Return the plan entry of a group from that of its first tensor."""
     return PlanEntry(entry.compressor, entry.strategy, batched=True)
 
 
-def places(tensors: Iterable[tuple[str, PlanEntry, TensorSpec]]) -> dict[str, Place]:
-    """The batch of each batched tensor, given in the order of backward."""
-    found: dict[str, Place] = {}
-    filled: Counter[DenseFusionKey] = Counter()
+def group_ids(tensors: Iterable[tuple[str, PlanEntry, TensorSpec]]) -> dict[str, GroupId]:
+    """Return the group of each tensor whose entry is `batched`. Pass the tensors in backward order."""
+    found: dict[str, GroupId] = {}
+    filled_bytes: Counter[DenseFusionKey] = Counter()
     for name, entry, spec in tensors:
         if entry.batched:
-            kind = DenseFusionKey.of(entry, spec)
-            found[name] = kind, filled[kind] // BATCH_BYTES
-            filled[kind] += spec.nbytes
+            key = DenseFusionKey(spec.dtype, repr(entry.compressor), entry.strategy)
+            found[name] = key, filled_bytes[key] // DENSE_FUSION_BYTES
+            filled_bytes[key] += spec.nbytes
     return found
 
 
 @dataclass(frozen=True)
 class PendingSlice:
-    """A shard that waits for others to travel with.
+    """A gradient slice that waits for the rest of its group.
 
     Attributes:
-        tensor: index in the agreed order of names.
-        shard: what was submitted.
-        submission: where it was.
+        tensor: Index in the agreed order of names.
+        gradient: Submitted slice.
+        submission: Submission of the slice.
     """
 
     tensor: int
-    shard: GradientSlice
+    gradient: GradientSlice
     submission: Submission
 
 
 class DenseFusionGroup:
-    """Small tensors that travel as one.
+    """Small tensors that are synchronized as one.
 
     Args:
-        members: in the order of names.
-        residuals: where something may be left of them.
-        world_size: ranks of the group.
+        members: Members in the order of names.
+        residuals: Residuals of this rank; those of the members are added to their gradients.
+        world_size: Number of ranks.
     """
 
     def __init__(self, members: list[PendingSlice], residuals: Residuals, world_size: int) -> None:
-        first = members[0]
-        self.tensor = first.tensor | BATCH_FLAG
-        self.name = first.shard.name if len(members) == 1 else f"{first.shard.name} and {len(members) - 1} more"
-        self.staging = Staging([held.shard.tensor for held in members])
-        self.values = self.staging.batch(range(len(members)))
+        gradients = [member.gradient for member in members]
+        self.tensor = members[0].tensor | DENSE_FUSION_FLAG
+        first = gradients[0].name
+        self.name = first if len(members) == 1 else f"{first} and {len(members) - 1} more"
+        self.staging = Staging([gradient.tensor for gradient in gradients])
+        self.values = self.staging.concatenate(range(len(members)))
         self._members = members
-        pieces = torch.split(self.values, [held.shard.tensor.numel() for held in members])
-        for held, piece in zip(members, pieces):
-            if held.shard.used and residuals.holds(held.shard.name):
+        pieces = torch.split(self.values, [gradient.tensor.numel() for gradient in gradients])
+        for gradient, piece in zip(gradients, pieces):
+            if gradient.used and residuals.holds(gradient.name):
                 self.staging.wait_loaded()
-                _give_out(held.shard, piece, residuals, world_size)
+                _flush_residual(gradient, piece, residuals, world_size)
 
     def arrived(self) -> None:
-        """The mean stands in `values`."""
+        """Copy the mean, which `values` holds now, to the members."""
         self.staging.store()
-        for held in self._members:
-            held.submission.arrived(self.staging)
+        for member in self._members:
+            member.submission.arrived(self.staging)
 
     def failed(self, error: SyncError) -> None:
-        """The mean will not come."""
-        for held in self._members:
-            held.submission.failed(error)
+        """Fail the submissions of the members."""
+        for member in self._members:
+            member.submission.failed(error)
 
 
-def _give_out(shard: GradientSlice, values: torch.Tensor, residuals: Residuals, world_size: int) -> None:
-    """Add what is left of a tensor to this rank's gradient of it; what 16 bits cannot hold of that is left again."""
-    key = ResidualKey(shard.name, ElementRange(shard.offset, values.numel()))
+def _flush_residual(gradient: GradientSlice, values: torch.Tensor, residuals: Residuals, world_size: int) -> None:
+    """Add the residual of a tensor to its gradient. What 16 bits cannot hold becomes the new residual."""
+    key = ResidualKey(gradient.name, ElementRange(gradient.offset, values.numel()))
     left = residuals.source(key)
     if left is None:
         return
-    # Residuals are in units of the mean, of which the gradient is yet to become a share.
+    # Residuals are in units of the mean; the gradient is not scaled yet.
     total = values.to(torch.promote_types(values.dtype, torch.float32)) + world_size * torch.from_numpy(left)
     values.copy_(total)
     torch.from_numpy(residuals.stage(key)).copy_((total - values) / world_size)
 
 
 class PendingSlices:
-    """The shards that wait for the rest of their batches."""
+    """The gradient slices that wait for the rest of their groups."""
 
     def __init__(self) -> None:
-        self._held: list[PendingSlice] = []
+        self._pending: list[PendingSlice] = []
 
-    def add(self, held: PendingSlice) -> None:
-        self._held.append(held)
+    def add(self, pending: PendingSlice) -> None:
+        self._pending.append(pending)
 
-    def take(self, places: Mapping[str, Place], complete: bool) -> list[list[PendingSlice]]:
-        """Hand out the batches, or only those that are complete, in the order of backward; each in that of names.
+    def take(self, ids: Mapping[str, GroupId], complete: bool) -> list[list[PendingSlice]]:
+        """Remove and return groups in backward order, each with its members in the order of names.
 
         Args:
-            places: the batch of each batched tensor, whether it is here or not.
-            complete: leave those that are not.
+            ids: Group of each tensor, including tensors that are not pending.
+            complete: Whether to take only groups of which all tensors are pending.
         """
-        if not self._held:
+        if not self._pending:
             return []
-        batches: dict[Place, list[PendingSlice]] = {}
-        for held in sorted(self._held, key=lambda held: held.tensor):
-            batches.setdefault(places[held.shard.name], []).append(held)
-        sizes = Counter(places.values())
-        ready = [place for place, batch in batches.items() if not complete or len(batch) == sizes[place]]
-        self._held = [held for held in self._held if places[held.shard.name] not in ready]
-        return [batches[place] for place in sorted(ready, key=lambda place: place[1])]
+        groups: dict[GroupId, list[PendingSlice]] = {}
+        for pending in sorted(self._pending, key=lambda pending: pending.tensor):
+            groups.setdefault(ids[pending.gradient.name], []).append(pending)
+        sizes = Counter(ids.values())
+        ready = [found for found, group in groups.items() if not complete or len(group) == sizes[found]]
+        self._pending = [pending for pending in self._pending if ids[pending.gradient.name] not in ready]
+        return [groups[found] for found in sorted(ready, key=lambda found: found[1])]

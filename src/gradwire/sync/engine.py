@@ -1,14 +1,14 @@
 """The engine: runs task graphs from a computation queue and a communication queue, driven by dependency counts.
 
-Encodes, decodes and merges run on the engine's own thread, lowest priority number first. Sends go straight to the
-transport, whose send queues are the communication queue; arrivals end `recv` tasks. Nothing blocks in a callback.
+Encodes, decodes and merges run on the engine's thread, lowest priority number first. Sends go to the transport, whose
+send queues are the communication queue. Received frames end `recv` tasks. Nothing blocks in a callback.
 
-Guarantees: a frame is matched to exactly one `recv`; frames that come before their `recv` exists are kept within a
-bound; the first failure of any kind ends the engine once, with one typed error that names rank, tensor and phase, and
-that every later call raises again.
+Guarantees: a frame is matched to exactly one `recv`. Frames that come before their `recv` exists are kept, up to a
+limit. The first failure of any kind ends the engine, with one typed error that names rank, tensor and phase; every
+later call raises it again.
 
-Source: HiPress (SOSP 2021), section 3.2. Differences: its communication queue is a thread of its own; here it is the
-transport's, which spares a hand-over between threads a frame.
+Source: HiPress (SOSP 2021), section 3.2. Differences: its communication queue is a separate thread. Here it is the
+transport's, which saves one thread switch per frame.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from gradwire.wire.frame import HEADER_BYTES, Header
 
 logger = logging.getLogger("gradwire")
 
-_GRACE_SECONDS = 1.0
-_ANSWER_GRACE_SECONDS = 10.0  # for whoever is asked, who has a deadline, too, and knows better who is late
-_FAREWELL_SECONDS = 2.0
-FINISH = "finish"  # phase of the last task of every graph, which the engine adds itself
+_FRAME_GRACE_SECONDS = 1.0
+_FUTURE_GRACE_SECONDS = 10.0  # the code behind a future has its own deadline, and knows better which rank is late
+_ABORT_SECONDS = 2.0
+FINISH = "finish"  # phase of the last task of every graph, which the engine adds
 
 
 class ReceivedFrame(NamedTuple):
-    """A frame, as a `recv` task's value."""
+    """A received frame: the value of a `recv` task."""
 
     header: Header
     body: np.ndarray
@@ -52,18 +52,18 @@ class Engine:
     """Runs graphs until it is closed or fails.
 
     Args:
-        transport: carries the frames; the engine starts it, and closes it at the end.
-        admit: refuses (by `FrameError`) a header that does not fit what this job agreed on.
-        events: where the metrics go.
-        stall_timeout: how long a live peer may take to send a frame that is waited for.
-        on_failure: called once with the error and the state of the moment, before anybody else learns of it: writes
-            the flight recorder's file.
-        early_bytes_limit: most bytes a peer may have in frames that came before their `recv`, headers included. In
-            force before the transport starts, since a quick peer's first frames may be waiting in it.
+        transport: Transport of the frames. The engine starts and closes it.
+        admit: Raises `FrameError` for a header that does not fit what the ranks agreed on.
+        events: Stream of metrics.
+        stall_timeout: Longest time that a live peer may take to send a frame that is waited for.
+        on_failure: Called once with the error and the current state, before anyone else is notified. Writes the flight
+            recorder's file.
+        early_bytes_limit: Most bytes, headers included, of one peer's frames that have no `recv` yet. It applies before
+            the transport starts, which may already hold frames of a fast peer.
 
     Attributes:
-        error: what ended the engine, or None.
-        early_bytes_limit: see above; may be raised later.
+        error: The error that ended the engine, or None.
+        early_bytes_limit: See above; may be raised later.
     """
 
     def __init__(
@@ -87,14 +87,14 @@ class Engine:
         self._ready: list[tuple[int, int, int, Task]] = []
         self._order = itertools.count()
         self._waiting: dict[FrameKey, Task] = {}
-        self._early: dict[FrameKey, ReceivedFrame] = {}
-        self._asked: set[Task] = set()  # whose futures are not done
-        self._lost: list[int] = []  # peers that are gone without a goodbye
+        self._early_frames: dict[FrameKey, ReceivedFrame] = {}
+        self._awaited: set[Task] = set()  # tasks whose futures are not done
+        self._lost_peers: list[int] = []  # peers that left without a closing message
         self._early_bytes = [0] * transport.world_size
         self._active: set[TaskGraph] = set()
         self._closing = False
         self._aborting: threading.Thread | None = None
-        transport.start(Callbacks(self._check, self._arrive, self.fail, self._needs))
+        transport.start(Callbacks(self._check_header, self._on_frame, self.fail, self._is_missed))
         self._thread = threading.Thread(target=self._loop, name="gradwire-engine", daemon=True)
         self._thread.start()
 
@@ -104,9 +104,9 @@ class Engine:
         """Start a graph and return at once.
 
         Raises:
-            SyncError: the engine has failed before; the same error as then. Or it has been closed.
+            SyncError: The engine has failed (the same error) or was closed.
 
-        On failure: the graph fails with `error`, which `wait_idle` raises, too.
+        On failure: the graph fails with `error`, which `wait_idle` also raises.
         """
         with self._condition:
             if self.error is None and not self._closing:
@@ -116,7 +116,7 @@ class Engine:
         raise closed()
 
     def _start(self, graph: TaskGraph) -> None:
-        """Make ready what can run. Holds the lock."""
+        """Queue the tasks that can run. The lock is held."""
         self._active.add(graph)
         now = time.monotonic()
         for task in graph.tasks:
@@ -135,7 +135,7 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Whether every graph has ended, and none has failed."""
+        """Whether all graphs have ended without failure."""
         with self._condition:
             return not self._active and self.error is None
 
@@ -143,7 +143,7 @@ class Engine:
         """Block until every graph has ended.
 
         Raises:
-            SyncError: the engine failed, never later than the deadlines allow; or it was closed before they ended.
+            SyncError: The engine failed, or it was closed before they ended. Raised within the timeouts.
         """
         with self._condition:
             while self._active and self.error is None and not self._closing:
@@ -157,17 +157,17 @@ class Engine:
         with self._condition:
             error, aborting = self.error, self._aborting
         if error is not None:
-            # The caller may end its process at once; the peers must have heard by then whose fault it is.
+            # The caller may end its process at once. By then, the peers must have been told which rank failed.
             if aborting is not None:
-                aborting.join(_FAREWELL_SECONDS)
+                aborting.join(_ABORT_SECONDS)
             raise error
 
     def fail(self, error: SyncError) -> None:
-        """End everything with `error`. Only the first call counts."""
+        """Fail all graphs and peers with `error`. Only the first call counts."""
         with self._condition:
             if self.error is not None or self._closing:
                 return
-            self.error = error = located(error, [*self._waiting.values(), *self._asked])
+            self.error = error = located(error, [*self._waiting.values(), *self._awaited])
             reason = str(error)
             self._events.emit(
                 Event(
@@ -186,8 +186,8 @@ class Engine:
             self._active.clear()
             self._ready.clear()
             self._waiting.clear()
-            self._early.clear()
-            self._asked.clear()
+            self._early_frames.clear()
+            self._awaited.clear()
             self._condition.notify_all()
             # Not from this thread: it may be the transport's own, which cannot wait for itself.
             self._aborting = threading.Thread(
@@ -201,7 +201,7 @@ class Engine:
             graph.fail(error)
 
     def close(self) -> None:
-        """End the threads. Graphs still running are abandoned; `wait_idle` first for good order. Idempotent."""
+        """End the threads, and fail graphs that still run. Call `wait_idle` first to let them finish. Idempotent."""
         with self._condition:
             self._closing = True
             self._condition.notify_all()
@@ -212,55 +212,55 @@ class Engine:
         for graph in list(self._active):
             graph.fail(closed())
 
-    # -- arrivals, on the transport's thread -----------------------------------------------------------------
+    # -- received frames, on the transport's thread ----------------------------------------------------------
 
-    def _check(self, peer: int, header: Header) -> None:
+    def _check_header(self, peer: int, header: Header) -> None:
         self._admit(header)
         early = self._early_bytes[peer] + HEADER_BYTES + header.length
         if early > self.early_bytes_limit:
             raise FrameError(
-                f"Expected rank {peer} to be at most a step ahead, got {early} bytes of frames that nothing waits for "
-                f"(limit {self.early_bytes_limit}). Do: submit the same tensors in the same order on every rank."
+                f"Rank {peer} is more than a step ahead: it has sent {early} bytes in frames that nothing waits for "
+                f"(limit {self.early_bytes_limit}). Submit the same tensors in the same order on every rank."
             )
 
-    def _arrive(self, peer: int, header: Header, body: np.ndarray) -> None:
+    def _on_frame(self, peer: int, header: Header, body: np.ndarray) -> None:
         key = FrameKey(peer, header.kind, header.round, header.tensor, header.stage, header.partition)
-        arrival = ReceivedFrame(header, body)
+        frame = ReceivedFrame(header, body)
         with self._condition:
             task = self._waiting.pop(key, None)
             if task is None:
-                if key in self._early:
-                    self.fail(SyncError(f"Expected each frame once, got {key} again.", rank=peer, phase="recv"))
+                if key in self._early_frames:
+                    self.fail(SyncError(f"Rank {peer} sent a frame twice: {key}.", rank=peer, phase="recv"))
                     return
-                self._early[key] = arrival
+                self._early_frames[key] = frame
                 self._early_bytes[peer] += HEADER_BYTES + body.nbytes  # an empty body costs memory too
                 return
-            task.value = arrival
-            self._record_arrival(task)
+            task.value = frame
+            self._record_recv(task)
             self._end(task)
             self._condition.notify_all()
 
-    def _needs(self, peer: int, said_goodbye: bool) -> bool:
-        """Whether a peer that is gone is missed now; if not, the next step that waits for it fails."""
+    def _is_missed(self, peer: int, said_goodbye: bool) -> bool:
+        """Whether a peer that has left is needed now. If not, the next step that waits for it fails."""
         with self._condition:
             if not said_goodbye:
-                self._lost.append(peer)
-            # An answer may depend on every rank. Of goodbyes the one who answers hears, too.
-            return any(key.peer == peer for key in self._waiting) or bool(self._lost and self._asked)
+                self._lost_peers.append(peer)
+            # A future may depend on every rank, but the code behind it learns of closing messages itself.
+            return any(key.peer == peer for key in self._waiting) or bool(self._lost_peers and self._awaited)
 
     def _claim(self, task: Task) -> bool:
-        """Give a new `recv` task its frame if that is here already, else wait for it."""
+        """Return whether the frame of a new `recv` task is already here; if not, wait for it."""
         assert task.key is not None
-        arrival = self._early.pop(task.key, None)
-        if arrival is None:
+        frame = self._early_frames.pop(task.key, None)
+        if frame is None:
             self._waiting[task.key] = task
             return False
-        self._early_bytes[task.key.peer] -= HEADER_BYTES + arrival.body.nbytes
-        task.value = arrival
-        self._record_arrival(task)
+        self._early_bytes[task.key.peer] -= HEADER_BYTES + frame.body.nbytes
+        task.value = frame
+        self._record_recv(task)
         return True
 
-    def _record_arrival(self, task: Task) -> None:
+    def _record_recv(self, task: Task) -> None:
         now = time.monotonic()
         nbytes = HEADER_BYTES + task.value.header.length if isinstance(task.value, ReceivedFrame) else 0
         graph = task.graph
@@ -280,12 +280,12 @@ class Engine:
     # -- the computation queue, on the engine's thread -------------------------------------------------------
 
     def _push(self, task: Task) -> None:
-        # Sends first: they only hand bytes on, and the link should never wait for the processor.
+        # Sends first: they are quick, and the link should never wait for the processor.
         urgency = 0 if task.kind == "send" else 1
         heapq.heappush(self._ready, (urgency, task.graph.priority, next(self._order), task))
 
     def _end(self, task: Task) -> None:
-        """Mark a task as ended and make ready what waited only for it. Holds the lock."""
+        """Mark a task as ended, and queue the tasks that waited only for it. The lock is held."""
         for successor in task.successors:
             successor.pending -= 1
             if successor.pending == 0:
@@ -312,11 +312,11 @@ class Engine:
         start = time.monotonic()
         try:
             task.value = task.run()
-        except Exception as error:  # the engine's thread must never die in silence
+        except Exception as error:  # the engine's thread must never die silently
             self.fail(raised(error, task))
             return
         if isinstance(task.value, Future):
-            self._wait_for(task, task.value)
+            self._await_future(task, task.value)
             return
         if task.phase is FINISH:
             with self._condition:
@@ -341,17 +341,17 @@ class Engine:
 
     # -- futures ---------------------------------------------------------------------------------------------
 
-    def _wait_for(self, task: Task, future: Future[Any]) -> None:
+    def _await_future(self, task: Task, future: Future[Any]) -> None:
         task.started = time.monotonic()
         with self._condition:
-            self._asked.add(task)
-            error = self.transport.departed(self._lost[0]) if self._lost else None
+            self._awaited.add(task)
+            error = self.transport.departed(self._lost_peers[0]) if self._lost_peers else None
             if error is not None:
                 self.fail(error)
-        future.add_done_callback(lambda done: self._land(task, done))
+        future.add_done_callback(lambda done: self._on_future_done(task, done))
 
-    def _land(self, task: Task, future: Future[Any]) -> None:
-        """End a task whose future is done; on any thread."""
+    def _on_future_done(self, task: Task, future: Future[Any]) -> None:
+        """End a task whose future is done. Runs on any thread."""
         error = future.exception()
         if error is not None:
             self.fail(raised(error, task))
@@ -359,26 +359,26 @@ class Engine:
         with self._condition:
             if self.error is not None or self._closing:
                 return
-            self._asked.discard(task)
+            self._awaited.discard(task)
             task.value = future.result()
-            self._record_arrival(task)
+            self._record_recv(task)
             self._end(task)
             self._condition.notify_all()
 
     # -- deadlines and messages ------------------------------------------------------------------------------
 
     def _next_check(self) -> float | None:
-        return min(1.0, self._stall_seconds / 4) if self._waiting or self._asked else None
+        return min(1.0, self._stall_seconds / 4) if self._waiting or self._awaited else None
 
     def _check_stalls(self) -> None:
-        if self._asked:
-            self._check_stall(min(self._asked, key=lambda task: task.started), _ANSWER_GRACE_SECONDS)
+        if self._awaited:
+            self._check_stall(min(self._awaited, key=lambda task: task.started), _FUTURE_GRACE_SECONDS)
         if not self._waiting:
             return
-        # A frame of stage 0 depends on its sender alone, so its absence is evidence. Who lacks only later stages gives
-        # a better informed rank time to say whose fault it is.
+        # A frame of stage 0 depends on its sender alone, so a missing one proves that the sender is late. A rank that
+        # lacks only later stages gives ranks that know more some time to report who is late.
         key, oldest = min(self._waiting.items(), key=lambda item: (item[0].stage, item[1].started))
-        self._check_stall(oldest, _GRACE_SECONDS if key.stage else 0.0)
+        self._check_stall(oldest, _FRAME_GRACE_SECONDS if key.stage else 0.0)
 
     def _check_stall(self, task: Task, grace: float) -> None:
         waited = time.monotonic() - task.started
@@ -386,9 +386,9 @@ class Engine:
             self.fail(stalled(task, waited, self._stall_seconds))
 
     def _state(self) -> dict[str, Any]:
-        """What the flight recorder wants to know."""
+        """Return the state for the flight recorder."""
         now = time.monotonic()
-        waiting = sorted([*self._waiting.values(), *self._asked], key=lambda task: task.started)
+        waiting = sorted([*self._waiting.values(), *self._awaited], key=lambda task: task.started)
         return {
             "active": sorted(graph.name for graph in self._active),
             "waiting": [

@@ -1,7 +1,7 @@
-"""The exchange: every rank's few numbers, brought to all ranks beside the gradients' own frames.
+"""The exchange: a few numbers of every rank, sent to all ranks next to the gradients.
 
-What ranks must decide alike while training (are the replicas equal, is another plan better) they decide each for
-itself, from the same numbers, in rank order: so no rank leads, and none can decide otherwise than the others.
+Decisions that all ranks must make together during training (are the replicas equal, is another plan better) are made by
+each rank from the same numbers in rank order. No rank leads, and none can decide differently.
 """
 
 # Shapes: W = ranks, K = numbers of a rank.
@@ -38,12 +38,12 @@ def build(
     """Add the exchange of one vector to `graph`.
 
     Args:
-        graph: its last task calls `use`.
-        mine: float64[K], K at most `MAX_NUMBERS`, the same on all ranks.
-        transport: carries the frames.
-        events: where the sends are noted.
-        use: called with float64[W, K], by rank; what it raises ends the job.
-        what: names the tasks, for example ``"hash"``.
+        graph: Graph whose last task calls `use`.
+        mine: Numbers of this rank, float64[K]. K is at most `MAX_NUMBERS` and the same on all ranks.
+        transport: Transport of the frames.
+        events: Stream on which the sends are recorded.
+        use: Called with the numbers of all ranks, float64[W, K]. An error that it raises ends the job.
+        what: Name of the tasks, for example ``"hash"``.
     """
     rank, world_size = transport.rank, transport.world_size
     body = np.ascontiguousarray(mine, dtype="<f8").view(np.uint8)
@@ -69,7 +69,7 @@ def build(
         for peer, task in arrivals.items():
             theirs = task.value.body.view("<f8")
             if theirs.size != mine.size:
-                raise SyncError(f"Expected {mine.size} numbers from rank {peer}, got {theirs.size}.", rank=peer)
+                raise SyncError(f"Rank {peer} sent {theirs.size} numbers instead of {mine.size}.", rank=peer)
             rows[peer] = theirs
         use(rows)
 

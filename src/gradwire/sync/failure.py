@@ -1,4 +1,4 @@
-"""The errors that an engine itself raises."""
+"""Errors that the engine raises itself."""
 
 from __future__ import annotations
 
@@ -7,65 +7,62 @@ from gradwire.sync.graph import Task
 
 
 def closed() -> SyncError:
-    """What calls of a closed engine raise."""
+    """Return the error of calls on a closed engine."""
     return SyncError(
-        "Expected an open synchronizer, got one that was closed. Do: wait() for what was submitted before close() or "
-        "detach(), and make a new one to go on.",
+        "This synchronizer is closed. Call wait() for everything submitted before close() or detach(), and make a new "
+        "one to go on.",
         tensor="none",
         phase="closed",
     )
 
 
 def stalled(task: Task, waited: float, limit: float) -> PeerTimeoutError:
-    """What ends a task that has waited too long: for a frame of a rank that is alive, or for an answer.
+    """Return the error of a task that has waited too long: for a frame of a live rank, or for a reply.
 
     Args:
-        task: what waits.
-        waited: seconds so far.
-        limit: the stall timeout in seconds.
+        task: Task that waits.
+        waited: Seconds that it has waited.
+        limit: Stall timeout in seconds.
     """
     graph = task.graph
-    late = (
-        f"Nothing has answered {task.phase} (tensor {graph.name}, round {graph.round}) for {waited:.1f} s"
-        if task.peer is None
-        else f"Rank {task.peer} is alive but has not sent a frame that is waited for since {waited:.1f} s"
-    )
+    if task.peer is None:
+        late = (
+            f"Nothing has answered {task.phase} (tensor {graph.name}, round {graph.round}) for {waited:.1f} s "
+            f"(limit {limit:g} s). Check what the other end does between steps"
+        )
+    else:
+        late = (
+            f"Rank {task.peer} is alive, but this rank has waited {waited:.1f} s for a frame from it (limit {limit:g} "
+            "s). Check what that rank does between steps"
+        )
     return PeerTimeoutError(
-        f"{late} (limit {limit:g} s). Look what {'the other end' if task.peer is None else 'that rank'} does between "
-        "steps, or pass a larger stall_timeout.",
-        rank=task.peer,
-        tensor=graph.name,
-        phase=task.phase,
+        f"{late}, or pass a larger stall_timeout.", rank=task.peer, tensor=graph.name, phase=task.phase
     )
 
 
 def located(error: SyncError, waiting: list[Task]) -> SyncError:
-    """The same error with the tensor and the phase that were waited for, where it lacks them.
+    """Add the tensor and phase that were waited for to an error that lacks them.
 
     Args:
-        error: to be completed.
-        waiting: tasks that wait for a frame or an answer.
+        error: Error to complete.
+        waiting: Tasks that wait for a frame or a reply.
     """
     if error.tensor is None:
         tasks = [task for task in waiting if error.rank in (None, task.peer)] or waiting
         if tasks:
-            task = min(tasks, key=lambda task: (task.graph.round, task.started))
-            error.tensor, error.phase = task.graph.name, task.phase
-            where = f"(tensor {task.graph.name}, {task.phase}, round {task.graph.round})"
+            _locate(error, min(tasks, key=lambda task: (task.graph.round, task.started)))
         else:
             error.tensor, error.phase = "none", error.phase or "between steps"
-            where = f"(tensor none, {error.phase})"
-        error.args = (f"{error} {where}",)
+            error.args = (f"{error} (tensor none, {error.phase})",)
     return error
 
 
 def raised(error: BaseException, task: Task) -> SyncError:
-    """What a task has raised, with the task's whereabouts."""
+    """Return the error of a task as a `SyncError` that names tensor and phase."""
     graph = task.graph
     if isinstance(error, SyncError):
         if error.tensor is None:
-            error.tensor, error.phase = graph.name, task.phase
-            error.args = (f"{error} (tensor {graph.name}, {task.phase}, round {graph.round})",)
+            _locate(error, task)
         return error
     blame = "" if task.peer is None else f" of rank {task.peer}"
     wrapped = SyncError(
@@ -76,3 +73,8 @@ def raised(error: BaseException, task: Task) -> SyncError:
     )
     wrapped.__cause__ = error
     return wrapped
+
+
+def _locate(error: SyncError, task: Task) -> None:
+    error.tensor, error.phase = task.graph.name, task.phase
+    error.args = (f"{error} (tensor {task.graph.name}, {task.phase}, round {task.graph.round})",)

@@ -1,14 +1,15 @@
-"""Bundles: small tensors of one submission that are encoded in one task and travel in one message.
+"""Fusion of small compressed tensors: tensors of one submission share an encode task and a message.
 
-HiPress's batch compression and bulk communication (SOSP 2021, sections 3.2 and 3.4): what a task, a frame and a wake-up
-cost is paid once for many tensors. Each tensor keeps its own payload, statistics, random streams and residuals, so that
-a bundle gives the same bits as its tensors would one by one, whole.
+The cost of a task, a frame and a wake-up is paid once for many tensors. Each tensor keeps its own payload, statistics,
+random streams and residuals, so a group gives the same bits as its tensors would one by one, unsplit.
 
-A part of a bundle is a group of whole tensors; where each part has an owner, each tensor has one, the same in every
-bundle. So a small tensor has one scale, where the ranges of a large one have one each.
+A chunk of a group holds full tensors. If chunks have owners, each tensor has one, the same in every group. So a small
+tensor has one scale, whereas each range of a large tensor has its own.
 
-Body of a message: a uint32 a tensor (its payload's bytes; bit 31 where the sender's backward used it, bit 30 where it
-was not finite), then the payloads.
+Body of a message: one uint32 per tensor (the bytes of its payload; bit 31 if the sender's backward pass used it, bit 30
+if it was not finite), then the payloads.
+
+Source: HiPress (SOSP 2021), sections 3.2 and 3.4: batch compression and bulk communication.
 """
 
 from __future__ import annotations
@@ -28,34 +29,34 @@ from gradwire.sync.job import Chunk, EncodedChunk, TensorJob
 from gradwire.sync.plan_entry import PlanEntry
 from gradwire.wire.frame import FrameFlags, FrameKind
 
-BUNDLE_FLAG = 1 << 30  # set in the tensor id of a bundle; the rest is the id of its first tensor
-MAX_ELEMENTS = 1 << 17  # of a tensor in a bundle: half a megabyte, whose codec takes longer than a frame does
-STRATEGIES = ("allgather", "scatter_reduce")
+FUSION_FLAG = 1 << 30  # set in the tensor id of a group; the other bits are the id of its first tensor
+MAX_FUSED_ELEMENTS = 1 << 17  # half a megabyte: above this, encoding a tensor takes longer than sending a frame
+FUSION_STRATEGIES = ("allgather", "scatter_reduce")
 _USED, _NONFINITE = 1 << 31, 1 << 30
 _LENGTH = _NONFINITE - 1
 
 
-def travels_in_bundles(entry: PlanEntry, numel: int) -> bool:
-    """Whether such a tensor joins others of its submission; it travels whole even where there are none."""
+def is_fused(entry: PlanEntry, numel: int) -> bool:
+    """Whether a tensor is fused with others of its submission. It is not split even if it is alone."""
     codec = entry.compressor
-    # Dense ones travel in batches, unless they have a velocity, which belongs to a parameter's name.
+    # Dense tensors are fused across submissions instead, unless they have a velocity, which belongs to one parameter.
     is_dense = codec.exact and not policies.get(entry.feedback).has_velocity
     plain = not (is_dense or codec.needs_stats or isinstance(codec, SummableCompressor) or codec.requires_full_tensor)
-    alone = entry.batched or entry.partitions > 1 or numel > MAX_ELEMENTS
-    return plain and not alone and entry.strategy in STRATEGIES
+    alone = entry.batched or entry.partitions > 1 or numel > MAX_FUSED_ELEMENTS
+    return plain and not alone and entry.strategy in FUSION_STRATEGIES
 
 
-def bound(max_bytes: Iterable[int]) -> int:
-    """Most bytes of a message of tensors with payloads of at most `max_bytes`."""
-    return sum(4 + each for each in max_bytes)
+def max_message_bytes(max_payload_bytes: Iterable[int]) -> int:
+    """Return the most bytes of a message, from the most bytes of each payload in it."""
+    return sum(4 + each for each in max_payload_bytes)
 
 
 class FusionGroup:
-    """Several items that travel as one; see `TensorJob`, whose place it takes.
+    """Several jobs that are synchronized as one. It has the interface of `TensorJob`.
 
     Args:
-        members: of one compressor, strategy, feedback and element type; the same on all ranks.
-        round: number of the submission.
+        members: Jobs with the same compressor, strategy, feedback and element type. The same on all ranks.
+        round: Number of the submission.
     """
 
     offset = 0
@@ -65,10 +66,10 @@ class FusionGroup:
         self.members = members
         self.round = round
         self.name = first.name if len(members) == 1 else f"{first.name} and {len(members) - 1} more"
-        self.tensor = first.tensor | BUNDLE_FLAG
+        self.tensor = first.tensor | FUSION_FLAG
         self.entry = first.entry
         self.dtype = first.values.dtype
-        self._groups: list[list[int]] = []
+        self._members_of_chunk: list[list[int]] = []
 
     @property
     def num_elements(self) -> int:
@@ -82,32 +83,32 @@ class FusionGroup:
     def nonfinite(self) -> bool:
         return any(member.nonfinite for member in self.members)
 
-    def parts(self, num_parts: int) -> list[Chunk]:
-        """`num_parts` groups of whole tensors; some may be empty.
+    def chunks(self, num_chunks: int) -> list[Chunk]:
+        """Return `num_chunks` chunks of full tensors. Some may be empty.
 
-        A tensor is in the same owner's group whatever else is in the bundle: residuals must not depend on buckets.
+        A tensor has the same owner in every group, because residuals must not depend on buckets.
         """
-        self._groups = [[] for _ in range(num_parts)]
+        self._members_of_chunk = [[] for _ in range(num_chunks)]
         for index, member in enumerate(self.members):
-            self._groups[(member.place - self.tensor) % num_parts].append(index)
-        counts = [sum(self.members[index].values.numel() for index in group) for group in self._groups]
+            self._members_of_chunk[(member.fusion_index - self.tensor) % num_chunks].append(index)
+        counts = [sum(self.members[index].values.numel() for index in indices) for indices in self._members_of_chunk]
         return [Chunk(index, 0, count) for index, count in enumerate(counts)]
 
-    def group(self, part: Chunk) -> list[int]:
-        """Which members a part holds."""
-        return self._groups[part.index]
+    def members_of(self, chunk: Chunk) -> list[int]:
+        """Return the indices of the members in a chunk."""
+        return self._members_of_chunk[chunk.index]
 
 
 class FusionCodec:
-    """Encodes, merges and decodes the members one after another; see `LossyCodec`, whose place it takes."""
+    """Encodes, merges and decodes the members one by one. It has the interface of `LossyCodec`."""
 
-    first = 0
+    first_stage = 0
 
-    def __init__(self, bundle: FusionGroup, residuals: Residuals, rank: int, world_size: int, seed: int) -> None:
-        self.bundle = bundle
+    def __init__(self, group: FusionGroup, residuals: Residuals, rank: int, world_size: int, seed: int) -> None:
+        self.group = group
         self.rank = rank
-        self._codecs = [make_codec(member, residuals, rank, world_size, seed) for member in bundle.members]
-        self._wholes = [Chunk(0, 0, member.values.numel()) for member in bundle.members]
+        self._codecs = [make_codec(member, residuals, rank, world_size, seed) for member in group.members]
+        self._full_chunks = [Chunk(0, 0, member.values.numel()) for member in group.members]
 
     def kind(self, stage: int) -> FrameKind:
         return FrameKind.PAYLOAD
@@ -115,36 +116,29 @@ class FusionCodec:
     def encodes_own(self, stage: int) -> bool:
         return self._codecs[0].encodes_own(stage)
 
-    def start(self, part: Chunk) -> EncodedChunk:
-        """Encode this rank's gradients of a part."""
-        return self._join(codec.start(whole) for codec, whole in self._of(part))
+    def start(self, chunk: Chunk) -> EncodedChunk:
+        return self._join(codec.start(full) for codec, full in self._members(chunk))
 
-    def merge(self, part: Chunk, messages: Sequence[EncodedChunk], stage: int) -> EncodedChunk:
-        """Add what arrived to this rank's gradients, and encode the totals."""
-        arrived = self._split(part, messages)
-        return self._join(
-            codec.merge(whole, theirs, stage) for (codec, whole), theirs in zip(self._of(part), arrived, strict=True)
-        )
+    def merge(self, chunk: Chunk, messages: Sequence[EncodedChunk], stage: int) -> EncodedChunk:
+        members = zip(self._members(chunk), self._split(chunk, messages), strict=True)
+        return self._join(codec.merge(full, received, stage) for (codec, full), received in members)
 
-    def decode(self, part: Chunk, message: EncodedChunk, stage: int) -> None:
-        """Write the means of a part over the gradients."""
-        for (codec, whole), (mean,) in zip(self._of(part), self._split(part, [message]), strict=True):
-            codec.decode(whole, mean, stage)
+    def decode(self, chunk: Chunk, message: EncodedChunk, stage: int) -> None:
+        for (codec, full), (mean,) in zip(self._members(chunk), self._split(chunk, [message]), strict=True):
+            codec.decode(full, mean, stage)
 
-    def decode_sum(self, part: Chunk, messages: Sequence[EncodedChunk]) -> None:
-        """Write the sums of all ranks' payloads of a part over the gradients."""
-        for (codec, whole), theirs in zip(self._of(part), self._split(part, messages), strict=True):
-            codec.decode_sum(whole, theirs)
+    def decode_sum(self, chunk: Chunk, messages: Sequence[EncodedChunk]) -> None:
+        for (codec, full), received in zip(self._members(chunk), self._split(chunk, messages), strict=True):
+            codec.decode_sum(full, received)
 
-    def arrived(self) -> None:
-        """Tell the members' codecs that their means are there."""
+    def finish(self) -> None:
         for codec in self._codecs:
-            codec.arrived()
+            codec.finish()
 
-    # -- one message of many ---------------------------------------------------------------------------------
+    # -- one message for many tensors ------------------------------------------------------------------------
 
-    def _of(self, part: Chunk) -> list[tuple[LossyCodec, Chunk]]:
-        return [(self._codecs[index], self._wholes[index]) for index in self.bundle.group(part)]
+    def _members(self, chunk: Chunk) -> list[tuple[LossyCodec, Chunk]]:
+        return [(self._codecs[index], self._full_chunks[index]) for index in self.group.members_of(chunk)]
 
     def _join(self, messages: Iterable[EncodedChunk]) -> EncodedChunk:
         messages = list(messages)
@@ -153,36 +147,36 @@ class FusionCodec:
         flags = reduce(FrameFlags.__or__, (message.flags for message in messages), FrameFlags.PRESENT)
         return EncodedChunk(FrameKind.PAYLOAD, flags, body, self.rank)
 
-    def _split(self, part: Chunk, messages: Sequence[EncodedChunk]) -> list[list[EncodedChunk]]:
-        """By member of the part, the message of each sender."""
+    def _split(self, chunk: Chunk, messages: Sequence[EncodedChunk]) -> list[list[EncodedChunk]]:
+        """Return the messages of all senders for each member of the chunk."""
         columns = []
         for message in messages:
             with blame(self._codecs[0], message):
-                columns.append(_split(message, [self._limit(index) for index in self.bundle.group(part)]))
+                columns.append(_split(message, [self._max_bytes(index) for index in self.group.members_of(chunk)]))
         return [list(row) for row in zip(*columns, strict=True)]
 
-    def _limit(self, index: int) -> int:
+    def _max_bytes(self, index: int) -> int:
         codec = self._codecs[index]
-        return codec.compressor.max_encoded_bytes(codec.item.spec(self._wholes[index]))
+        return codec.compressor.max_encoded_bytes(codec.job.spec(self._full_chunks[index]))
 
 
-def _split(message: EncodedChunk, limits: Sequence[int]) -> list[EncodedChunk]:
-    """The messages in a message.
+def _split(message: EncodedChunk, max_bytes: Sequence[int]) -> list[EncodedChunk]:
+    """Return the messages in a message.
 
     Raises:
-        PayloadError: lengths that do not fit the body, or the tensors.
+        PayloadError: Lengths that do not fit the body or the tensors.
     """
-    table = 4 * len(limits)
-    if message.body.nbytes < table:
-        raise PayloadError(f"Expected lengths of {len(limits)} payloads, got {message.body.nbytes} bytes.")
-    marks = message.body[:table].view("<u4").astype(np.int64)
+    table_bytes = 4 * len(max_bytes)
+    if message.body.nbytes < table_bytes:
+        raise PayloadError(f"Expected lengths of {len(max_bytes)} payloads, got {message.body.nbytes} bytes.")
+    marks = message.body[:table_bytes].view("<u4").astype(np.int64)
     lengths = marks & _LENGTH
-    if lengths.sum() != message.body.nbytes - table or (lengths > limits).any():
+    if lengths.sum() != message.body.nbytes - table_bytes or (lengths > max_bytes).any():
         raise PayloadError(
-            f"Expected payloads of {message.body.nbytes - table} bytes together and of at most {max(limits)} each, "
-            f"got lengths of {lengths.sum()} together and of at most {lengths.max()}."
+            f"Expected payloads of {message.body.nbytes - table_bytes} bytes together and of at most {max(max_bytes)} "
+            f"each, got lengths of {lengths.sum()} together and of at most {lengths.max()}."
         )
-    found, start = [], table
+    found, start = [], table_bytes
     for mark, length in zip(marks.tolist(), lengths.tolist()):
         flags = FrameFlags.PRESENT
         flags |= FrameFlags.USED if mark & _USED else flags
@@ -193,10 +187,10 @@ def _split(message: EncodedChunk, limits: Sequence[int]) -> list[EncodedChunk]:
     return found
 
 
-def bundle_items(items: Sequence[TensorJob], rounds: Iterator[int]) -> list[FusionGroup]:
-    """Items that may travel in bundles, in bundles as large as there are."""
+def fuse(jobs: Sequence[TensorJob], rounds: Iterator[int]) -> list[FusionGroup]:
+    """Combine jobs for which `is_fused` holds into groups, as large as possible."""
     groups: dict[tuple[str, str, str, torch.dtype], list[TensorJob]] = {}
-    for item in items:
-        entry = item.entry
-        groups.setdefault((repr(entry.compressor), entry.strategy, entry.feedback, item.values.dtype), []).append(item)
+    for job in jobs:
+        entry = job.entry
+        groups.setdefault((repr(entry.compressor), entry.strategy, entry.feedback, job.values.dtype), []).append(job)
     return [FusionGroup(group, next(rounds)) for group in groups.values()]

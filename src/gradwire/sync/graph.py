@@ -1,8 +1,8 @@
 """The task graph of one synchronization: CaSync's five primitives and the order between them.
 
-A graph is data: strategies build it, the engine runs it, `TaskGraph.describe` prints it. A task becomes ready when
-every task it comes after has ended; a `recv` has no code of its own and ends when its frame arrives; a task whose code
-returns a future ends when that does.
+Strategies build a graph, the engine runs it, and `gradwire.sync.drawing` prints it. A task is ready when all its
+predecessors have ended. A `recv` task has no code: it ends when its frame arrives. A task whose code returns a future
+ends when the future does.
 
 Source: HiPress (SOSP 2021), section 3.1: encode, decode, merge, send and recv as composable primitives with a
 dependency graph between them.
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -26,7 +25,7 @@ Primitive = Literal["encode", "decode", "merge", "send", "recv"]
 
 
 class FrameKey(NamedTuple):
-    """Which frame a `recv` waits for. Together with the sender it is unique in a job."""
+    """The frame that a `recv` waits for. Unique within a job."""
 
     peer: int
     kind: FrameKind
@@ -41,12 +40,16 @@ class Task:
     """One primitive.
 
     Attributes:
-        kind: which primitive.
-        run: what it does, for all but `recv`; its return value becomes `value`.
-        key: the frame a `recv` waits for.
-        phase: what to call it in messages, for example ``"recv scatter"``.
-        pending: how many tasks it still waits for.
-        value: the result: a payload, an arrival, what a future came to, nothing.
+        kind: Primitive.
+        graph: Graph of the task.
+        phase: Name for messages and traces, for example ``"recv scatter"``.
+        run: Code of the task; None for `recv`. Its return value becomes `value`.
+        key: Frame that a `recv` waits for.
+        peer: Other rank of a `send` or `recv`.
+        pending: Number of tasks that this task still waits for.
+        successors: Tasks that wait for this task.
+        value: Result: an encoded chunk, a received frame, the result of a future, or None.
+        started: When the task began to wait, in seconds of the monotonic clock.
     """
 
     kind: Primitive
@@ -62,14 +65,14 @@ class Task:
 
 
 class TaskGraph:
-    """The tasks that synchronize one item, and what to do when the last has ended.
+    """The tasks that synchronize one job, and callbacks for its end.
 
     Args:
-        name: name of the item, for messages and metrics.
-        round: synchronization round.
-        priority: graphs of a lower number go first.
-        on_done: called once, on the engine's thread, when every task has ended.
-        on_failed: called in its place, on any thread, if the engine fails or is closed before that.
+        name: Name of the job, for messages and metrics.
+        round: Synchronization round.
+        priority: Priority; graphs with lower numbers go first.
+        on_done: Called once, on the engine's thread, when every task has ended.
+        on_failed: Called instead, on any thread, if the engine fails or is closed before that.
     """
 
     def __init__(
@@ -89,7 +92,6 @@ class TaskGraph:
         self._lock = threading.Lock()
         self.tasks: list[Task] = []
         self.remaining = 0
-        self.created = time.monotonic()
 
     def add(
         self,
@@ -103,7 +105,7 @@ class TaskGraph:
         return self._insert(Task(kind, self, phase, run, peer=peer), after)
 
     def recv(self, phase: str, key: FrameKey) -> Task:
-        """Add a task that ends with the arrival of a frame."""
+        """Add a task that ends when a frame arrives."""
         return self._insert(Task("recv", self, phase, key=key, peer=key.peer), ())
 
     def _insert(self, task: Task, after: Iterable[Task]) -> Task:
@@ -120,7 +122,7 @@ class TaskGraph:
             try:
                 self._on_done()
             except Exception:
-                self._ended = False  # whoever hears of this calls `fail`
+                self._ended = False  # the engine calls `fail` next
                 raise
 
     def fail(self, error: SyncError) -> None:
@@ -128,8 +130,8 @@ class TaskGraph:
         if self._end():
             try:
                 self._on_failed(error)
-            except Exception:  # those who wait for other graphs must still be told
-                logger.exception("What waits for %s could not be told of its failure.", self.name)
+            except Exception:  # callers that wait for other graphs must still be notified
+                logger.exception("The failure callback of %s raised an error.", self.name)
 
     def _end(self) -> bool:
         with self._lock:
@@ -137,16 +139,16 @@ class TaskGraph:
         return not ended
 
     def predecessors(self) -> dict[Task, list[Task]]:
-        """What each task comes after."""
+        """Return the tasks that each task comes after."""
         after: dict[Task, list[Task]] = {task: [] for task in self.tasks}
         for task in self.tasks:
             for successor in task.successors:
                 after[successor].append(task)
         return after
 
-    def by_part(self) -> list[tuple[int, list[Task]]]:
-        """Partition numbers and tasks of the ranges; tasks of one range hang together, those of two never do."""
-        after, seen, parts = self.predecessors(), set[Task](), []
+    def by_chunk(self) -> list[tuple[int, list[Task]]]:
+        """Return the tasks of each chunk, with its index. These are the connected components of the graph."""
+        after, seen, chunks = self.predecessors(), set[Task](), []
         for first in self.tasks:
             found, edge = [], [first]
             while edge:
@@ -157,15 +159,5 @@ class TaskGraph:
                     edge += [*task.successors, *after[task]]
             if found:
                 index = next((task.key.partition for task in found if task.key is not None), 0)
-                parts.append((index, sorted(found, key=self.tasks.index)))
-        return sorted(parts, key=lambda part: part[0])
-
-    def describe(self) -> str:
-        """One line a task: number, primitive, phase, peer and the numbers it comes after."""
-        after, number = self.predecessors(), {task: index for index, task in enumerate(self.tasks)}
-        lines = [f"{self.name} (round {self.round})"]
-        for task in self.tasks:
-            peer = "" if task.peer is None else f" rank {task.peer}"
-            behind = f"  after {', '.join(str(number[each]) for each in after[task])}" if after[task] else ""
-            lines.append(f"  {number[task]:3} {task.kind:6} {task.phase}{peer}{behind}")
-        return "\n".join(lines)
+                chunks.append((index, sorted(found, key=self.tasks.index)))
+        return sorted(chunks, key=lambda chunk: chunk[0])

@@ -1,4 +1,4 @@
-"""What gradwire needs of a torch.distributed process group: rank, size, and the job's store."""
+"""The process group: rank, size, and the store of the job."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class GroupInfo:
     """Rank, size and store of one process group.
 
     Attributes:
-        rank: this process in the group.
-        world_size: ranks in the group.
-        store: the group's own part of the job's store.
-        name: name of the group in torch.distributed.
+        rank: Rank of this process.
+        world_size: Number of ranks.
+        store: Store of the group.
+        name: Name of the group in torch.distributed.
     """
 
     rank: int
@@ -31,7 +31,7 @@ class GroupInfo:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | GroupInfo | None) -> GroupInfo:
-        """Look a group up; a `GroupInfo` is returned as it is.
+        """Return the info of a group. None is the default group; a `GroupInfo` is returned as it is.
 
         Raises:
             AttachError: torch.distributed is not initialized.
@@ -40,8 +40,8 @@ class GroupInfo:
             return group
         if not dist.is_initialized():
             raise AttachError(
-                "Expected an initialized process group, got none. Do: call torch.distributed.init_process_group() "
-                "first, and start the script with torchrun."
+                "There is no process group. Call torch.distributed.init_process_group() first, and start the script "
+                "with torchrun."
             )
         group = group or dist.group.WORLD
         assert group is not None
@@ -49,6 +49,6 @@ class GroupInfo:
         return cls(dist.get_rank(group), dist.get_world_size(group), store, group.group_name)
 
     def next_number(self) -> int:
-        """How many synchronizers this process made in the group before: equal on all ranks, as all make the same."""
+        """Return the next number of a synchronizer in the group. All ranks make the same ones, so it is the same."""
         _numbers[self.name, self.rank] += 1
         return _numbers[self.name, self.rank]

@@ -1,4 +1,4 @@
-"""What one task graph synchronizes, and the messages that travel for it."""
+"""What one task graph synchronizes, and the encoded chunks that travel for it."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from gradwire.core.spec import ElementRange, TensorSpec
 from gradwire.sync.plan_entry import PlanEntry
 from gradwire.wire.frame import FrameFlags, FrameKind
 
-# Boundaries between ranges lie on multiples of this many elements, so that blocks of a codec and groups of random
-# numbers (1,024 each) are not cut.
+# Chunks begin at multiples of this many elements, so that no block of a codec and no group of random numbers (1,024
+# each) is cut.
 RANGE_ALIGNMENT = 1024
 
 
 @dataclass(eq=False)
 class TensorJob:
-    """A range of one tensor, or a batch of small ones, as one flat tensor on the CPU.
+    """A range of one tensor, or a group of small dense tensors, as one flat tensor on the CPU.
 
     Attributes:
-        name: parameter name, or a name made up for a batch.
-        tensor: index in the agreed order of names.
-        values: contiguous 1-D CPU tensor: the gradient before, the mean over ranks after.
-        entry: how it travels.
-        round: number of the submission it belongs to, the same on all ranks.
-        step: synchronization step, for the context of encodes.
-        offset: global element index of the first value.
-        used: whether this rank's backward used the parameter.
-        nonfinite: set where any rank's gradient, or the aggregate, was not finite; the same on all ranks.
-        wait_loaded: blocks until the gradient stands in `values`, where it comes from a GPU.
-        shape: of the whole tensor, for compressors that take it whole.
-        place: among the tensors that travel in bundles, which says whose it is there under any bucket layout.
-        aux: what contexts of its encodes have in `aux`, by range; None for compressors that need nothing.
+        name: Parameter name, or a made-up name for a group.
+        tensor: Index of the tensor in the agreed order of names.
+        values: Contiguous 1-D CPU tensor: the gradient at first, the mean over ranks at the end.
+        entry: Plan entry.
+        round: Number of the submission, the same on all ranks.
+        step: Synchronization step, for the context of encodes.
+        offset: Global element index of the first value.
+        used: Whether this rank's backward pass used the parameter.
+        nonfinite: Whether the gradient of any rank, or the aggregate, was not finite. The same on all ranks.
+        wait_loaded: Blocks until the gradient is in `values`, if it comes from a GPU.
+        shape: Shape of the full tensor, for compressors with `requires_full_tensor`.
+        fusion_index: Index among the tensors that are fused. It decides who owns the tensor, whatever the buckets are.
+        aux: Returns `Context.aux` for a range; None if the compressor needs no optimizer.
     """
 
     name: str
@@ -50,7 +50,7 @@ class TensorJob:
     nonfinite: bool = False
     wait_loaded: Callable[[], None] = lambda: None
     shape: tuple[int, ...] | None = None
-    place: int = 0
+    fusion_index: int = 0
     aux: Callable[[ElementRange], Mapping[str, torch.Tensor]] | None = None
 
     @property
@@ -65,32 +65,32 @@ class TensorJob:
     def num_elements(self) -> int:
         return self.values.numel()
 
-    def parts(self, num_parts: int) -> list[Chunk]:
-        """The ranges it travels in: `num_parts`, or one where the compressor takes tensors whole."""
-        return split(self.values.numel(), 1 if self.entry.compressor.requires_full_tensor else num_parts)
-
-    def spec(self, part: Chunk) -> TensorSpec:
-        shape = self.shape if self.entry.compressor.requires_full_tensor else None
-        return TensorSpec((part.count,) if shape is None else shape, self.values.dtype)
-
     @property
-    def whole_range(self) -> ElementRange:
-        """Global elements of the item."""
+    def full_range(self) -> ElementRange:
+        """Global elements of the job."""
         return ElementRange(self.offset, self.values.numel())
 
-    def range(self, part: Chunk) -> ElementRange:
-        """The global elements of a part: the key of its residual."""
-        return ElementRange(self.offset + part.offset, part.count)
+    def chunks(self, num_chunks: int) -> list[Chunk]:
+        """Return `num_chunks` chunks, or one if the compressor requires full tensors."""
+        return split(self.values.numel(), 1 if self.entry.compressor.requires_full_tensor else num_chunks)
+
+    def spec(self, chunk: Chunk) -> TensorSpec:
+        shape = self.shape if self.entry.compressor.requires_full_tensor else None
+        return TensorSpec((chunk.count,) if shape is None else shape, self.values.dtype)
+
+    def range(self, chunk: Chunk) -> ElementRange:
+        """Return the global elements of a chunk, by which its residual is stored."""
+        return ElementRange(self.offset + chunk.offset, chunk.count)
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """One range of an item: what one payload encodes.
+    """One range of a job: what one payload encodes.
 
     Attributes:
-        index: number of the range in the item; the partition field of its frames.
-        offset: first value, within the item.
-        count: values.
+        index: Index of the chunk in the job; the partition field of its frames.
+        offset: Index of the first value within the job.
+        count: Number of values.
     """
 
     index: int
@@ -103,7 +103,7 @@ class Chunk:
 
 
 class EncodedChunk(NamedTuple):
-    """One encoded range on its way: made here, or arrived from `sender`."""
+    """One encoded chunk, made here or received from `sender`."""
 
     kind: FrameKind
     flags: FrameFlags
@@ -119,11 +119,11 @@ class EncodedChunk(NamedTuple):
         return bool(self.flags & FrameFlags.NONFINITE)
 
 
-def split(count: int, num_parts: int, alignment: int = RANGE_ALIGNMENT) -> list[Chunk]:
-    """Cut `count` elements into `num_parts` ranges of nearly equal length; some may be empty.
+def split(count: int, num_chunks: int, alignment: int = RANGE_ALIGNMENT) -> list[Chunk]:
+    """Split `count` elements into `num_chunks` chunks of nearly equal length. Some may be empty.
 
-    Depends on its arguments alone, so every rank cuts alike.
+    Depends only on its arguments, so that all ranks split in the same way.
     """
     blocks = -(-count // alignment)
-    edges = [min(count, blocks * part // num_parts * alignment) for part in range(num_parts + 1)]
+    edges = [min(count, blocks * index // num_chunks * alignment) for index in range(num_chunks + 1)]
     return [Chunk(index, start, end - start) for index, (start, end) in enumerate(itertools.pairwise(edges))]

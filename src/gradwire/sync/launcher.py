@@ -15,9 +15,15 @@ import torch
 
 from gradwire.core.events import Event
 from gradwire.core.spec import ElementRange
-from gradwire.sync.dense_fusion import BATCH_FLAG, DenseFusionGroup, PendingSlice, PendingSlices, batch_entry
+from gradwire.sync.dense_fusion import (
+    DENSE_FUSION_FLAG,
+    DenseFusionGroup,
+    PendingSlice,
+    PendingSlices,
+    dense_fusion_entry,
+)
 from gradwire.sync.engine import Engine
-from gradwire.sync.fusion import BUNDLE_FLAG, FusionGroup, bundle_items, travels_in_bundles
+from gradwire.sync.fusion import FUSION_FLAG, FusionGroup, fuse, is_fused
 from gradwire.sync.graph import TaskGraph
 from gradwire.sync.job import TensorJob
 from gradwire.sync.plan_entry import PlanEntry
@@ -76,25 +82,25 @@ class Launcher:
                 self._pending.add(PendingSlice(self._tensors.ids[each.name], each, submission))
                 continue
             job = self._job(each, index, submission, step)
-            if travels_in_bundles(entry, self._tensors.specs[each.name].numel):
+            if is_fused(entry, self._tensors.specs[each.name].numel):
                 small.append(job)
             else:
                 submission.expect()
                 self._launch(job, submission, [job.name])
-        for group in bundle_items(small, self._rounds):
+        for group in fuse(small, self._rounds):
             submission.expect()
             self._launch(group, submission, [job.name for job in group.members])
 
     def flush(self, step: int, *, complete: bool = False) -> None:
         """Launch the pending groups of small dense tensors, or only those that are complete."""
-        for members in self._pending.take(self._tensors.batches, complete):
+        for members in self._pending.take(self._tensors.group_ids, complete):
             group = DenseFusionGroup(members, self._runtime.residuals, self._world_size)
-            entry = batch_entry(self._tensors.entries[members[0].shard.name])
+            entry = dense_fusion_entry(self._tensors.entries[members[0].gradient.name])
             job = TensorJob(
                 *(group.name, group.tensor, group.values, entry, next(self._rounds), step),
                 wait_loaded=group.staging.wait_loaded,
             )
-            self._launch(job, group, [pending.shard.name for pending in members])
+            self._launch(job, group, [pending.gradient.name for pending in members])
 
     def _job(self, each: GradientSlice, index: int, submission: Submission, step: int) -> TensorJob:
         entry = self._entry(each.name)
@@ -102,7 +108,7 @@ class Launcher:
         return TensorJob(
             each.name,
             self._tensors.ids[each.name],
-            submission.staging.whole(index),
+            submission.staging.flat(index),
             entry,
             next(self._rounds),
             step,
@@ -110,7 +116,7 @@ class Launcher:
             each.used,
             wait_loaded=submission.staging.wait_loaded,
             shape=self._tensors.specs[each.name].shape,
-            place=self._tensors.places.get(each.name, 0),
+            fusion_index=self._tensors.fusion_indices.get(each.name, 0),
             aux=partial(self._aux, each.name) if needs_aux else None,
         )
 
@@ -132,11 +138,11 @@ class Launcher:
         def done() -> None:
             if job.nonfinite:
                 self._on_nonfinite()
-            builder.arrived()
+            builder.finish()
             events.emit(Event("done", submitted, time.monotonic() - submitted, job.name, job.round))
             waiting.arrived()
 
-        priority = job.tensor & ~(BATCH_FLAG | BUNDLE_FLAG) if self._forward_first else job.round
+        priority = job.tensor & ~(DENSE_FUSION_FLAG | FUSION_FLAG) if self._forward_first else job.round
         graph = TaskGraph(job.name, job.round, priority, on_done=done, on_failed=waiting.failed)
         strategy = STRATEGIES[job.entry.strategy]
         builder = strategy.builder(job, graph, self._runtime)

@@ -1,6 +1,6 @@
-"""Which ranks share a node: named by the user, or found from the launcher's environment and told to each other.
+"""Which ranks share a node, from the user's argument or from the environments that launchers set.
 
-A node's ranks reach each other without the slow link. All ranks hold the same map, in the same order.
+Ranks of one node reach each other without the slow link. All ranks hold the same map, in the same order.
 """
 
 # Shapes: W = ranks, M = nodes.
@@ -20,14 +20,14 @@ Nodes = tuple[tuple[int, ...], ...]
 
 
 class NodeMap:
-    """The nodes of a group, looked up when a strategy first asks.
+    """The nodes of a group, determined when a strategy first asks.
 
     Args:
-        world_size: ranks in the group.
-        given: what `Synchronizer` takes as `nodes`.
+        world_size: Number of ranks.
+        given: `nodes` argument of `Synchronizer`.
 
     Attributes:
-        names: the node of each rank; None until all ranks have told, if `given` is None.
+        names: Node of each rank. None until all ranks have exchanged names, if `given` is None.
 
     Raises:
         OptionError: `given` does not fit the group.
@@ -39,23 +39,28 @@ class NodeMap:
         self._nodes: Nodes | None = None
 
     def __call__(self) -> Nodes:
-        """The ranks of each node."""
+        """Return the ranks of each node."""
         if self._nodes is None:
-            assert self.names is not None, "ranks tell before anybody asks"
+            assert self.names is not None, "ranks exchange names before any strategy asks"
             names = self.names
             self._nodes = grouped(names)
             sizes = ", ".join(str(len(node)) for node in self._nodes)
             logger.info("Found %d nodes of %s ranks (%s).", len(self._nodes), sizes, ", ".join(dict.fromkeys(names)))
             if len(self._nodes) == 1 and self._world_size > 1:
                 logger.warning(
-                    "Expected several nodes under strategy='hierarchical', got one, %s, of all %d ranks: gradients "
-                    "travel dense. Do: pass nodes= if slow links lie between these ranks.", names[0], self._world_size
-                )  # fmt: skip
+                    "strategy='hierarchical' compresses between nodes, but all %d ranks are on %s, so gradients travel "
+                    "dense. Pass nodes= if there are slow links between these ranks.",
+                    self._world_size,
+                    names[0],
+                )
         return self._nodes
 
 
-def here(environment: Mapping[str, str]) -> str:
-    """The name of this process's node: torchrun's number of it, else from ranks a node, else the host's name."""
+def current_node(environment: Mapping[str, str]) -> str:
+    """Return the name of this process's node.
+
+    It comes from torchrun's GROUP_RANK, else from RANK and LOCAL_WORLD_SIZE, else it is the host name.
+    """
     if "GROUP_RANK" in environment:
         return f"node {environment['GROUP_RANK']}"
     if "RANK" in environment and "LOCAL_WORLD_SIZE" in environment:
@@ -64,7 +69,7 @@ def here(environment: Mapping[str, str]) -> str:
 
 
 def grouped(names: Sequence[str]) -> Nodes:
-    """Ranks of equal names together, in the order of each node's first rank."""
+    """Group the ranks with equal names, in the order of each node's first rank."""
     nodes: dict[str, list[int]] = {}
     for rank, name in enumerate(names):
         nodes.setdefault(name, []).append(rank)
@@ -72,14 +77,14 @@ def grouped(names: Sequence[str]) -> Nodes:
 
 
 def _names(given: int | Sequence[str | int], world_size: int) -> list[str]:
-    """The name of each rank's node."""
+    """Return the name of each rank's node."""
     if isinstance(given, int):
         if given < 1:
-            raise OptionError(f"Expected at least 1 rank a node, got nodes={given}. Do: pass the ranks a node has.")
+            raise OptionError(f"A node cannot have {given} ranks. Pass nodes=8 for 8 ranks per node.")
         return [f"node {rank // given}" for rank in range(world_size)]
     if isinstance(given, str) or len(given) != world_size:
         raise OptionError(
-            f"Expected the node of each of {world_size} ranks, got nodes={given!r}. Do: pass one name a rank, or the "
-            "number of ranks a node."
+            f"nodes={given!r} does not name the nodes of {world_size} ranks. Pass one name per rank, or the number of "
+            "ranks per node."
         )
     return [str(name) for name in given]

@@ -1,6 +1,6 @@
-"""The ranks of a group and the engine between them: what they agree on, and what they tell each other beside gradients.
+"""The ranks of a group and the engine between them: agreement, control messages, traces, and the end of the job.
 
-The part of `Synchronizer` that knows nothing of tensors and plans: the two are one class to whoever uses them.
+`Peers` is the base class of `Synchronizer`, and knows nothing of gradients and plans.
 """
 
 # Shapes: W = ranks, K = numbers.
@@ -35,7 +35,7 @@ from gradwire.sync.agreement import agree, share
 from gradwire.sync.engine import Engine
 from gradwire.sync.graph import TaskGraph
 from gradwire.sync.group import GroupInfo
-from gradwire.sync.nodes import NodeMap, here
+from gradwire.sync.nodes import NodeMap, current_node
 from gradwire.sync.options import SyncOptions
 from gradwire.sync.registry import TensorRegistry
 from gradwire.sync.strategies import Runtime
@@ -46,7 +46,7 @@ _open: weakref.WeakSet[Peers] = weakref.WeakSet()
 
 
 class Peers:
-    """Base of `Synchronizer`, which says what its arguments are."""
+    """Base of `Synchronizer`; see there for the arguments."""
 
     def __init__(self, group: dist.ProcessGroup | GroupInfo | None, options: SyncOptions) -> None:
         self.timeout = options.timeout
@@ -61,7 +61,7 @@ class Peers:
         self._topics = itertools.count()
         self._dump_dir = None if options.dump_dir is None else Path(options.dump_dir)
         self._engine: Engine | None = None
-        self._addresses: dict[str, ServiceAddress] = {}  # of the strategies that need more than the ranks
+        self._addresses: dict[str, ServiceAddress] = {}  # by name of the strategy that needs the service
         self._services: dict[str, Service] = {}
         self._stall_timeout = options.stall_timeout or 10 * options.timeout
         self._name = f"gradwire/{self._info.next_number()}"
@@ -70,8 +70,9 @@ class Peers:
 
     def _agree(self, document: dict[str, Any]) -> None:
         topic = f"{self._name}/agree/{next(self._topics)}"
-        told = agree(self._info.store, self.rank, self.world_size, topic, document, self.timeout, tell=here(os.environ))
-        self._nodes.names = self._nodes.names or told
+        node = current_node(os.environ)
+        names = agree(self._info.store, self.rank, self.world_size, topic, document, self.timeout, note=node)
+        self._nodes.names = self._nodes.names or names
 
     def _start(self, transport: Transport | None, tensors: TensorRegistry, residuals: Residuals) -> None:
         if transport is None:
@@ -80,20 +81,20 @@ class Peers:
             transport = TcpTransport.connect(
                 self._info.store, self.rank, self.world_size, timeout=self.timeout, name="ranks"
             )
-        self._around = Runtime(transport, residuals, self.events, self.seed, self._nodes)
+        self._runtime = Runtime(transport, residuals, self.events, self.seed, self._nodes)
         self._engine = Engine(
             transport,
             admit=tensors.admit,
             events=self.events,
             stall_timeout=self._stall_timeout,
-            on_failure=self._give_up,
+            on_failure=self._on_failure,
             early_bytes_limit=tensors.early_bytes_limit(),
         )
 
     def _connect_services(self, tensors: TensorRegistry) -> None:
-        """Connect to the service of each strategy that needs one, once all ranks have agreed on tensors for it.
+        """Connect to the services of the strategies in use. All ranks have agreed on their tensors.
 
-        On failure: the other ranks hear of it.
+        On failure: the other ranks are notified.
         """
         for name in sorted({entry.strategy for entry in tensors.entries.values()} & self._addresses.keys()):
             if name in self._services:
@@ -107,30 +108,30 @@ class Peers:
                     tensors, self.rank, self.world_size, session, self.timeout, self._stall_timeout
                 )
             except GradwireError as error:
-                # The others may be connected, and would wait for this rank.
+                # The other ranks may be connected already, and would wait for this one.
                 self._engine.fail(error if isinstance(error, SyncError) else SyncError(str(error), phase="connect"))
                 self._engine.close()
                 raise
-            self._around.services[name] = self._services[name] = service
+            self._runtime.services[name] = self._services[name] = service
 
     def wait(self) -> None:
-        """Block until everything that was begun has ended.
+        """Block until everything submitted has ended.
 
         Raises:
-            SyncError: the synchronizer failed; within twice `timeout`.
+            SyncError: The synchronizer failed. Raised within twice `timeout`.
         """
         if self._engine is not None:
             self._engine.wait_idle()
 
-    # -- beside gradients ------------------------------------------------------------------------------------
+    # -- control messages ------------------------------------------------------------------------------------
 
     def check_replicas(self, tensors: Iterable[torch.Tensor] | None) -> None:
-        """Compare a hash of `tensors` over all ranks, beside the gradients. Returns at once; all ranks call it.
+        """Compare a hash of tensors over all ranks. Returns at once. Call it on every rank.
 
         Args:
-            tensors: what must be the same on all ranks; None where this rank has nothing to compare at the moment.
+            tensors: Tensors that must be equal on all ranks; None if this rank has nothing to compare at the moment.
 
-        On failure: `wait` raises `ReplicaError` naming the odd ranks.
+        On failure: `wait` raises a `ReplicaError` that names the ranks that differ.
         """
         if self._engine is None:
             return
@@ -138,9 +139,15 @@ class Peers:
         self._exchange("parameters", np.array([mine], float), replica.compare, "hash")
 
     def exchange(self, numbers: np.ndarray) -> torch.futures.Future[np.ndarray]:
-        """Bring float64[K] of every rank to all: a future of float64[W, K]. Returns at once; all ranks call it.
+        """Send numbers of every rank to all ranks. Returns at once. Call it on every rank.
 
-        On failure: the future raises what `wait` raises.
+        Args:
+            numbers: Numbers of this rank, float64[K]. K is the same on all ranks.
+
+        Returns:
+            Future of the numbers of all ranks, float64[W, K].
+
+        On failure: the future raises the error that `wait` raises.
         """
         future: torch.futures.Future[Any] = torch.futures.Future()
         if self._engine is None:
@@ -155,32 +162,32 @@ class Peers:
         return future
 
     def share(self, text: str | None) -> str:
-        """Bring rank 0's text to all ranks, through the job's store. Blocks; all ranks call it.
+        """Send rank 0's text to all ranks through the job's store, and return it. Blocks. Call it on every rank.
 
         Raises:
-            PeerTimeoutError: rank 0 said nothing in time.
+            PeerTimeoutError: Rank 0 did not publish the text in time.
         """
         topic = f"{self._name}/share/{next(self._topics)}"
         return share(self._info.store, self.rank, self.world_size, topic, text, self.timeout)
 
     def link_busy_seconds(self) -> float:
-        """How long this rank's frames have been under way so far, added up over peers; see `Transport.busy_seconds`."""
-        return 0.0 if self._engine is None else self._around.transport.busy_seconds()
+        """Return the time that this rank's frames were in transit, summed over peers; see `Transport.busy_seconds`."""
+        return 0.0 if self._engine is None else self._runtime.transport.busy_seconds()
 
     def run_alone(self, build: Callable[[TaskGraph, Transport], None], name: str) -> None:
-        """Run one task graph of the caller's between steps, to its end. All ranks call it.
+        """Run one task graph to its end, between steps. Call it on every rank.
 
         Args:
-            build: Adds the tasks.
+            build: Function that adds the tasks.
             name: Name of the graph, for reports.
 
         Raises:
             SyncError: The synchronizer failed.
         """
-        assert self._engine is not None, "one rank has nobody to exchange frames with"
+        assert self._engine is not None, "a single rank has no peers"
         self.wait()
         graph = TaskGraph(name, next(self._rounds), priority=0, on_done=lambda: None)
-        build(graph, self._around.transport)
+        build(graph, self._runtime.transport)
         self._engine.run(graph)
         self._engine.wait_idle()
 
@@ -197,26 +204,26 @@ class Peers:
         graph = TaskGraph(name, next(self._rounds), 0, on_done, on_failed)
         detail = {"method": "control message", "elements": 0}
         self.events.emit(Event("submit", time.monotonic(), tensor=name, round=graph.round, detail=detail))
-        exchange.build(graph, mine, self._around.transport, self.events, use, what)
+        exchange.build(graph, mine, self._runtime.transport, self.events, use, what)
         self._engine.run(graph)
 
     # -- traces, ending --------------------------------------------------------------------------------------
 
     def trace(self, path: str | Path) -> Trace:
-        """Write everything that happens from now on to a file, as Chrome trace JSON; one file a rank.
+        """Start writing all events to a Chrome trace, one file per rank. An existing file is overwritten.
 
         Args:
-            path: the file; the rank goes before its suffix, or where it says ``{rank}``. An older one is overwritten.
+            path: File. ``{rank}`` in it stands for the rank; without it, the rank is inserted before the suffix.
 
         Returns:
-            The trace: ``close()`` ends it, as the end of a `with` block or of the synchronizer does.
+            The trace. It ends with its ``close()``, a `with` block, or the synchronizer.
         """
         trace = Trace(self.events, path, self.rank, self.world_size)
         self._traces.append(trace)
         return trace
 
     def close(self) -> None:
-        """End threads and connections. Idempotent. All ranks call it."""
+        """End threads and connections. Idempotent. Call it on every rank."""
         if self._engine is not None:
             self._engine.close()
         for service in self._services.values():
@@ -226,14 +233,14 @@ class Peers:
         _open.discard(self)
 
     def _exit(self) -> None:
-        """End with the interpreter: in good order between steps; within one, peers are told at once."""
+        """Close when the interpreter exits. In the middle of a step, notify the peers at once."""
         if self._engine is None or self._engine.idle:
             self.close()
         else:
             self._engine.transport.abort("its interpreter exits in the middle of a step")
 
-    def _give_up(self, error: SyncError, state: dict[str, Any]) -> None:
-        """Write the flight recorder's file, and tell the services; the engine tells the peers."""
+    def _on_failure(self, error: SyncError, state: dict[str, Any]) -> None:
+        """Write the flight recorder's file and close the services. The engine notifies the peers."""
         try:
             path = write_dump(
                 error,
@@ -244,11 +251,11 @@ class Peers:
                 directory=self._dump_dir,
             )
             note = f"Flight recorder: {path}"
-        except Exception as problem:  # must not stop what follows
+        except Exception as problem:  # the services must still be closed
             logger.exception("The flight recorder could not be written.")
-            note = f"There is no file of the flight recorder: {problem}"
+            note = f"The flight recorder could not be written: {problem}"
         error.args = (f"{error} {note}",)
-        for service in self._services.values():  # which wait for their threads, and this may be one of them
+        for service in self._services.values():  # closing waits for their threads, and this may be one of them
             threading.Thread(target=service.close, args=(str(error),), daemon=True).start()
 
 
@@ -258,5 +265,5 @@ def _exit_all() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_open.clear)  # they are the parent's to end
+    os.register_at_fork(after_in_child=_open.clear)  # the parent closes them
 atexit.register(_exit_all)

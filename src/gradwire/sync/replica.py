@@ -1,7 +1,7 @@
-"""The replica check: ranks exchange a hash of their parameters and compare, beside the gradients' own frames.
+"""The replica check: ranks exchange a hash of their parameters and compare.
 
-Guarantees: replicas that differ in one bit are found at the next check, but for a chance of 2⁻³². It costs one read of
-the parameters (CRC-32C runs far above memory speed of a slow network's gradients) and 80 bytes a pair of ranks.
+Guarantees: replicas that differ in one bit are found at the next check, except with a probability of 2⁻³². It costs one
+read of the parameters and 80 bytes per pair of ranks.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 from gradwire.core.errors import ReplicaError
 from gradwire.core.spec import as_array
 
-ABSENT = math.nan  # in place of the hash of a rank that has left for a while
+ABSENT = math.nan  # instead of a hash, from a rank that has nothing to compare
 
 
 def fingerprint(tensors: Iterable[torch.Tensor]) -> int:
-    """CRC-32C over the bytes of all tensors in their order."""
+    """Return the CRC-32C of the bytes of all tensors, in order."""
     checksum = 0
     for tensor in tensors:
         checksum = google_crc32c.extend(checksum, as_array(tensor.cpu()).view(np.uint8))
@@ -29,18 +29,21 @@ def fingerprint(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def compare(hashes: np.ndarray) -> None:
-    """Check the hashes of all ranks, float64[W, 1], leaving out those that are absent.
+    """Compare the hashes of all ranks, except absent ones.
+
+    Args:
+        hashes: Hash of each rank, float64[W, 1], or `ABSENT`.
 
     Raises:
-        ReplicaError: naming the ranks that differ from the majority.
+        ReplicaError: Some ranks differ from the majority. The message names them.
     """
     by_rank = {rank: value for rank, value in enumerate(hashes[:, 0].tolist()) if not math.isnan(value)}
     common = Counter(by_rank.values()).most_common(1)
     odd = [rank for rank, value in by_rank.items() if value != common[0][0]]
     if odd:
         raise ReplicaError(
-            f"Expected identical parameters on all ranks, got others on rank {', '.join(map(str, odd))}. Do: look "
-            "for code that changes parameters on some ranks only, or broadcast them from one rank and go on.",
+            f"The parameters of rank {', '.join(map(str, odd))} differ from those of the other ranks. Look for code "
+            "that changes parameters on some ranks only, or broadcast them from one rank and go on.",
             rank=odd[0],
             tensor="parameters",
             phase="replica check",

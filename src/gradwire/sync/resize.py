@@ -1,16 +1,15 @@
-"""Another number of ranks: the residuals of all old ranks, handed on to the new ones without loss.
+"""Resuming a job with another number of ranks, without losing residuals.
 
-The rule. New rank j goes on with what old rank j held, in both roles. What an old rank without a successor held, as
-a worker (role ``local``) or as an owner of ranges (role ``aggregate``), is cut evenly by elements and added to the
-local residuals of all new ranks. A rank without a predecessor begins with none. Where owners of ranges change, their
-residuals need no move: a rank that now encodes a range in the other role takes over what it holds of it. Velocities of
-momentum correction are handed on in the same way, among themselves.
+New rank j takes over the residuals of old rank j, in both roles. Residuals of old ranks without a successor are split
+evenly by elements and added to the local residuals of all new ranks, whatever their role was. New ranks without a
+predecessor start without residuals. If the owner of a range changes, nothing needs to move: a rank that encodes a range
+in the other role takes over its own residual of that range. Velocities of momentum correction follow the same rule,
+among themselves.
 
-The divisor. Residuals are in units of the mean: what they hold is still to be applied to the parameters, as it is.
-So nothing is rescaled, and the sum over ranks and roles, element by element, is the same before and after; gradients
-that are produced afterwards are divided by the new number of ranks.
+Residuals are in units of the mean, so they are not rescaled. The sum over ranks and roles stays the same for each
+element. Later gradients are divided by the new number of ranks.
 
-States of compressors that all old ranks hold alike stay, and others are dropped.
+States of compressors that are equal on all old ranks are kept. Others are dropped.
 """
 
 # Shapes: V = ranks before, W = ranks after.
@@ -27,26 +26,27 @@ from gradwire.residuals.states import common_states
 from gradwire.residuals.transaction import STORED, ResidualKey, Residuals, Role
 from gradwire.sync.job import split
 
-_LOAD = "Do: pass what state_dict() gave on every rank at one step, in the order of the ranks."
+_LOAD = "Pass the state_dict() of every rank at one step, in the order of the ranks."
 
 
 def resize_state(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[str, Any]]:
-    """Turn the states of all ranks of one job into those of a job of `world_size` ranks.
+    """Convert the states of all ranks of a job to the states of a job of another size.
 
-    A function of its arguments alone, so each rank may call it for itself and take its own entry, or one process may
-    do it for all. See the module for the rule.
+    New rank j takes over the residuals of old rank j. Those of ranks without a successor are split among all new ranks.
+    The result depends only on the arguments: each rank may call this function and take its own entry, or one process
+    may call it for all.
 
     Args:
-        states: what `state_dict` gave on each of V ranks, in the order of the ranks. Another order decides who stays:
-            the first `world_size` do.
-        world_size: ranks of the new job, at least 1.
+        states: `state_dict()` of each of V ranks, normally in the order of the ranks. The first `world_size` states get
+            a successor.
+        world_size: Number of ranks of the new job, at least 1.
 
     Returns:
         The new states by rank. They share no memory with `states`.
 
     Raises:
-        OptionError: not all ranks are there, or they are not of one step of one job.
-        ValueError, TypeError: something that is no residual state.
+        OptionError: States of some ranks are missing, or they are not from one step of one job.
+        ValueError, TypeError: Not a residual state.
     """
     _check(states, world_size)
     held = [Residuals() for _ in range(max(len(states), world_size))]
@@ -55,7 +55,7 @@ def resize_state(states: Sequence[Mapping[str, Any]], world_size: int) -> list[d
         own = states[rank]["residuals"] if rank < len(states) else {"version": states[0]["residuals"].get("version")}
         residuals.load_state_dict({**own, "states": common}, _AnySpec())
     for state in states[world_size:]:
-        _hand_on(state["residuals"], held[:world_size])
+        _distribute(state["residuals"], held[:world_size])
     return [
         {
             **(states[rank] if rank < len(states) else states[0]),
@@ -68,7 +68,7 @@ def resize_state(states: Sequence[Mapping[str, Any]], world_size: int) -> list[d
 
 
 class _AnySpec(dict[str, TensorSpec]):
-    """Specs of any parameter: a range is held against its parameter's size where the state is loaded, not here."""
+    """Specs that accept any parameter: ranges are checked when the new state is loaded, not here."""
 
     def __contains__(self, name: object) -> bool:
         return True
@@ -77,27 +77,29 @@ class _AnySpec(dict[str, TensorSpec]):
         return TensorSpec((sys.maxsize,))
 
 
-def _hand_on(left: Mapping[str, Any], heirs: Sequence[Residuals]) -> None:
-    """Cut what a rank has left behind among `heirs`, range by range."""
+def _distribute(state: Mapping[str, Any], targets: Sequence[Residuals]) -> None:
+    """Split the residuals of a rank without a successor among `targets`, range by range."""
     for role in STORED:
-        kept: Role = "velocity" if role == "velocity" else "local"
-        for name, pieces in left.get(role, {}).items():
-            for offset, tensor in pieces.items():
+        new_role: Role = "velocity" if role == "velocity" else "local"
+        for name, slices in state.get(role, {}).items():
+            for offset, tensor in slices.items():
                 values = as_array(tensor)
-                for heir, part in zip(heirs, split(values.size, len(heirs), alignment=1)):
-                    if part.count:
-                        where = ElementRange(int(offset) + part.offset, part.count)
-                        heir.add(ResidualKey(name, where, kept), values[part.slice])
+                for target, chunk in zip(targets, split(values.size, len(targets), alignment=1)):
+                    if chunk.count:
+                        elements = ElementRange(int(offset) + chunk.offset, chunk.count)
+                        target.add(ResidualKey(name, elements, new_role), values[chunk.slice])
 
 
 def _check(states: Sequence[Mapping[str, Any]], world_size: int) -> None:
     if world_size < 1:
-        raise OptionError(f"Expected a world size of at least 1, got {world_size}. Do: pass the new number of ranks.")
+        raise OptionError(f"A job cannot have {world_size} ranks. Pass the new number of ranks.")
     ranks = sorted(state.get("rank", -1) for state in states)
     if not states or ranks != list(range(len(states))):
-        raise OptionError(f"Expected the states of ranks 0 to {max(len(states) - 1, 0)}, got those of {ranks}. {_LOAD}")
+        raise OptionError(
+            f"Resizing needs the state of every rank once. These are the states of ranks {ranks}. {_LOAD}"
+        )
     for key in ("world_size", "version", "step", "seed"):
         found = sorted({state.get(key, "none") for state in states}, key=str)
         expected = [len(states)] if key == "world_size" else found[:1]
         if found != expected:
-            raise OptionError(f"Expected states of one {key}, {expected[0]}, got {found}. {_LOAD}")
+            raise OptionError(f"The states should all have {key} {expected[0]}, but they have {found}. {_LOAD}")

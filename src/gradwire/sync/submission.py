@@ -1,4 +1,4 @@
-"""One call of `Synchronizer.submit`: what is given to it, its future, and what that still waits for."""
+"""One call of `Synchronizer.submit`: its input, its future, and the jobs that it still waits for."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class GradientSlice:
     """A range of one parameter's gradient, to be averaged in place.
 
     Attributes:
-        name: parameter name.
-        tensor: the values; overwritten with the mean over ranks. Any strides, any device.
-        offset: global element index of the first value, where the tensor is a range of the parameter.
-        used: whether this rank's backward used the parameter; where not, the values are zeros and this rank's
-            residual stays where it is.
+        name: Parameter name.
+        tensor: Values to average; overwritten with the mean over ranks. Any strides, any device.
+        offset: Global element index of the first value, if the tensor is a range of the parameter.
+        used: Whether this rank's backward pass used the parameter. If not, the values are zeros, and the rank keeps
+            its residual.
     """
 
     name: str
@@ -31,43 +31,43 @@ class GradientSlice:
 
 
 class Submission:
-    """Completes its future when everything it expects has arrived, and the call itself has ended; or when that fails.
+    """Completes its future when all expected jobs have ended and the call itself has returned, or when one fails.
 
     Args:
-        staging: its tensors.
-        value: what the future shall hold.
+        staging: Tensors of the submission.
+        value: Value of the future.
     """
 
     def __init__(self, staging: Staging, value: Any) -> None:
         self.staging = staging
         self.future = staging.future()
         self._value = value
-        self._left = 1  # the call itself
+        self._num_pending = 1  # the call itself
         self._completed = False
         self._lock = threading.Lock()
 
     def expect(self) -> None:
-        """Wait for one thing more."""
+        """Wait for one more job."""
         with self._lock:
-            self._left += 1
+            self._num_pending += 1
 
     def arrived(self, elsewhere: Staging | None = None) -> None:
-        """One thing has arrived; on the engine's thread, or on the caller's.
+        """Count one job as done; on the engine's thread or the caller's.
 
         Args:
-            elsewhere: where it was staged, if not with the rest.
+            elsewhere: Staging of the job, if it is not that of the submission.
         """
         if elsewhere is not None:
             self.staging.follow(elsewhere)
         with self._lock:
-            self._left -= 1
-            if self._left or self._completed:
+            self._num_pending -= 1
+            if self._num_pending or self._completed:
                 return
             self._completed = True
         self.staging.finish(self.future, self._value)
 
     def failed(self, error: SyncError) -> None:
-        """Something will not arrive; on any thread. Only the first such error counts."""
+        """Fail the future; on any thread. Only the first error counts."""
         with self._lock:
             if self._completed:
                 return

@@ -117,7 +117,7 @@ class Synchronizer(Peers):
             assert self._engine is not None
             self._launcher = Launcher(
                 self._engine,
-                self._around,
+                self._runtime,
                 self._tensors,
                 self._rounds,
                 aux=aux,
@@ -360,7 +360,7 @@ class Synchronizer(Peers):
         self.step = int(state["step"])
         self.seed = int(state["seed"])
         if self._engine is not None:
-            self._around.seed = self.seed
+            self._runtime.seed = self.seed
         self._nonfinite = False
 
     def close(self) -> None:

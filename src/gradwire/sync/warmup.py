@@ -1,7 +1,7 @@
-"""Warm-up: compile (or load from the cache) every kernel that a plan will need, before the first step needs it.
+"""Warm-up: compile every kernel that a plan needs, or load it from the cache, before the first step.
 
-Compiling takes seconds and keeps the interpreter busy. Done on the way, it would hold up the first step of every other
-rank, and a rank whose threads get no turn looks dead to its peers.
+Compiling takes seconds and keeps the interpreter busy. During the first step it would hold up all other ranks, and a
+rank whose threads cannot run looks dead to its peers.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ NUM_ELEMENTS = 4096
 
 
 def warm_up(tensors: Iterable[tuple[PlanEntry, torch.dtype]], world_size: int = 2) -> None:
-    """Take a small tensor through every path of each distinct compressor, strategy and element type."""
+    """Synchronize a small tensor with each distinct compressor, strategy and element type, on every path."""
     seen = set()
     pairs = list(tensors)
-    # Within a node tensors travel dense, and what is encoded are float32 sums.
+    # Within a node, tensors travel dense. Between nodes, float32 sums are encoded.
     dense = PlanEntry(make(DENSE_NAME))
     for entry, dtype in [pair for pair in pairs if pair[0].strategy == "hierarchical"]:
         pairs += [(dense, dtype), (dense, torch.float32), (entry, torch.float32)]
@@ -42,7 +42,7 @@ def warm_up(tensors: Iterable[tuple[PlanEntry, torch.dtype]], world_size: int = 
 
 
 def _aux(spec: TensorSpec) -> dict[str, torch.Tensor]:
-    """As of an optimizer with two moments."""
+    """Return `Context.aux` as from an optimizer with two moments."""
     moments = {name: torch.ones(spec.shape, dtype=spec.dtype) for name in ("parameter", "first", "second")}
     return moments | {"numbers": torch.ones(8), "loss_scale": torch.tensor(1.0)}
 

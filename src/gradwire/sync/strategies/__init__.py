@@ -1,7 +1,7 @@
 """Strategies: each turns a job into a graph of the five primitives.
 
-A strategy is a file with a function `build(builder)` that registers itself. Those between ranks stand here. One that
-needs a process besides the ranks stands in the room of that process.
+A strategy is a module with a function `build(builder)` that registers itself on import. Strategies between ranks are in
+this package. A strategy that needs a server is in the package of the server.
 """
 
 from gradwire.sync.strategies import allgather, hierarchical, ring, scatter_reduce

@@ -1,7 +1,7 @@
-"""The builder: what strategies are written in. It adds primitives for one item to its graph.
+"""The builder: strategies use it to add primitives to the task graph of a job.
 
-A strategy says who sends which range to whom; the builder turns that into tasks and frames, and a `PartCodec` knows
-how a range is encoded, merged and decoded.
+A strategy decides who sends which chunk to whom. The builder turns that into tasks and frames. The codec knows how a
+chunk is encoded, merged and decoded.
 """
 
 # Shapes: W = ranks.
@@ -32,12 +32,12 @@ class Runtime:
     """What is the same for every job of a synchronizer.
 
     Attributes:
-        transport: Carries the frames.
-        residuals: The residuals of this rank.
-        events: Where metrics go.
+        transport: Transport of the frames.
+        residuals: Residuals of this rank.
+        events: Stream of metrics.
         seed: Seed of all random streams.
-        nodes: Gives the ranks of each node; None where every rank is a node.
-        services: Connections of strategies that need more than the ranks, by the strategy's name.
+        nodes: Returns the ranks of each node; None if every rank is a node.
+        services: Connections to the servers of strategies that need one, by the strategy's name.
     """
 
     transport: Transport
@@ -49,34 +49,34 @@ class Runtime:
 
 
 class Builder:
-    """Adds the primitives of one item to its graph.
+    """Adds the primitives of one job to its graph.
 
     Args:
-        item: what is synchronized; a bundle of items travels by all-gather or scatter-reduce only.
-        graph: where the tasks go.
-        around: transport, residuals and the constants of the job.
+        job: What is synchronized. Fusion groups are for all-gather and scatter-reduce only.
+        graph: Graph to which tasks are added.
+        runtime: What is the same for every job.
     """
 
-    def __init__(self, item: TensorJob | FusionGroup, graph: TaskGraph, around: Runtime) -> None:
-        self.item = item
+    def __init__(self, job: TensorJob | FusionGroup, graph: TaskGraph, runtime: Runtime) -> None:
+        self.job = job
         self.graph = graph
-        self.rank = around.transport.rank
-        self.world_size = around.transport.world_size
-        self._transport = around.transport
-        self._events = around.events
-        self._codec = self._make_codec(around)
-        self._find_nodes = around.nodes
-        self._sums: dict[int, tuple[Task, list[int]]] = {}  # by part: what makes the node's sum, and who has one
+        self.rank = runtime.transport.rank
+        self.world_size = runtime.transport.world_size
+        self._transport = runtime.transport
+        self._events = runtime.events
+        self._codec = self._make_codec(runtime)
+        self._find_nodes = runtime.nodes
+        self._node_sums: dict[int, tuple[Task, list[int]]] = {}  # by chunk: task of the sum, and ranks that have one
 
-    def _make_codec(self, around: Runtime) -> LossyCodec:
-        constants = around.residuals, self.rank, self.world_size, around.seed
-        if isinstance(self.item, FusionGroup):
-            return cast(LossyCodec, FusionCodec(self.item, *constants))
-        return make_codec(self.item, *constants)
+    def _make_codec(self, runtime: Runtime) -> LossyCodec:
+        constants = runtime.residuals, self.rank, self.world_size, runtime.seed
+        if isinstance(self.job, FusionGroup):
+            return cast(LossyCodec, FusionCodec(self.job, *constants))
+        return make_codec(self.job, *constants)
 
     @property
     def peers(self) -> list[int]:
-        """The other ranks, beginning with the next one, so that not all send to one rank at once."""
+        """The other ranks, starting with the next one, so that not all ranks send to the same one first."""
         return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
 
     @property
@@ -84,154 +84,160 @@ class Builder:
         """The ranks of each node."""
         return tuple((rank,) for rank in range(self.world_size)) if self._find_nodes is None else self._find_nodes()
 
-    def arrived(self) -> None:
-        """Take note that the item holds the mean."""
-        self._codec.arrived()
+    def finish(self) -> None:
+        """Tell the codec that the job holds the mean."""
+        self._codec.finish()
 
     # -- the five primitives ---------------------------------------------------------------------------------
 
-    def start(self, part: Chunk, phase: str) -> Task:
-        """Encode this rank's own gradient of `part`, or its node's sum: the first stage of every path."""
-        return self.graph.add("encode", phase, lambda: self._codec.start(part), self._inputs(part, True))
+    def start(self, chunk: Chunk, phase: str) -> Task:
+        """Encode this rank's gradient or its node's sum: the first stage of every path."""
+        return self.graph.add("encode", phase, lambda: self._codec.start(chunk), self._inputs(chunk, True))
 
-    def merge(self, part: Chunk, messages: Sequence[Task], stage: int, phase: str) -> Task:
-        """Decode what arrived, add this rank's own gradient, or its node's sum, and encode the total again."""
+    def merge(self, chunk: Chunk, messages: Sequence[Task], stage: int, phase: str) -> Task:
+        """Decode received chunks, add this rank's gradient or its node's sum, and encode the total."""
 
         def run() -> EncodedChunk:
-            return self._codec.merge(part, [message_of(task) for task in messages], stage)
+            return self._codec.merge(chunk, [message_of(task) for task in messages], stage)
 
-        return self.graph.add("merge", phase, run, [*messages, *self._inputs(part, self._codec.encodes_own(stage))])
+        return self.graph.add("merge", phase, run, [*messages, *self._inputs(chunk, self._codec.encodes_own(stage))])
 
-    def decode(self, part: Chunk, message: Task, stage: int, phase: str, after: Sequence[Task] = ()) -> Task:
-        """Write the mean of `part` over the gradient, once `after` has no more use for that."""
+    def decode(self, chunk: Chunk, message: Task, stage: int, phase: str, after: Sequence[Task] = ()) -> Task:
+        """Overwrite the gradient with the mean, after the tasks that still need the gradient."""
         return self.graph.add(
-            "decode", phase, lambda: self._codec.decode(part, message_of(message), stage), [message, *after]
+            "decode", phase, lambda: self._codec.decode(chunk, message_of(message), stage), [message, *after]
         )
 
-    def decode_sum(self, part: Chunk, messages: Sequence[Task], phase: str) -> Task:
-        """Write the sum of all ranks' messages, in rank order, over the gradient."""
+    def decode_sum(self, chunk: Chunk, messages: Sequence[Task], phase: str) -> Task:
+        """Overwrite the gradient with the sum of all ranks' messages, in rank order."""
         return self.graph.add(
             "decode",
             phase,
-            lambda: self._codec.decode_sum(part, [message_of(task) for task in messages]),
+            lambda: self._codec.decode_sum(chunk, [message_of(task) for task in messages]),
             messages,
         )
 
-    def send(self, message: Task, peer: int, part: Chunk, stage: int, phase: str) -> Task:
-        """Send what `message` holds, made here or arrived, to `peer`."""
-        name = self.item.entry.compressor.name
-        return self._add_send(message, peer, part, stage, phase, name)
+    def send(self, message: Task, peer: int, chunk: Chunk, stage: int, phase: str) -> Task:
+        """Send an encoded chunk, made here or received, to `peer`."""
+        return self._add_send(message, peer, chunk, stage, phase, self.job.entry.compressor.name)
 
-    def recv(self, peer: int, part: Chunk, stage: int, phase: str) -> Task:
-        """Wait for the frame of one range."""
-        return self._recv(peer, self._codec.kind(stage), part, stage, phase)
+    def recv(self, peer: int, chunk: Chunk, stage: int, phase: str) -> Task:
+        """Wait for the frame of one chunk."""
+        return self._recv(peer, self._codec.kind(stage), chunk, stage, phase)
 
     # -- dense within a node ---------------------------------------------------------------------------------
 
-    def encode_from(self, stage: int, among: int) -> None:
-        """Encode from `stage` on only, what `among` ranks have of each range; before it ranges travel dense."""
-        self._codec.encode_from(stage, among)
+    def encode_from(self, stage: int, num_encoders: int) -> None:
+        """Compress from `stage` on, on `num_encoders` ranks per chunk. Earlier stages are dense."""
+        self._codec.encode_from(stage, num_encoders)
 
-    def dense(self, part: Chunk, phase: str) -> Task:
-        """Take this rank's gradient of `part`, not compressed."""
-        return self.graph.add("encode", phase, lambda: self._codec.dense(part))
+    def encode_dense(self, chunk: Chunk, phase: str) -> Task:
+        """Encode this rank's gradient without compression."""
+        return self.graph.add("encode", phase, lambda: self._codec.encode_dense(chunk))
 
-    def add_up(self, part: Chunk, messages: Sequence[Task], members: list[int], phase: str = "merge reduce") -> Task:
-        """Add this rank's gradient to what its node's other ranks sent dense.
+    def merge_dense(
+        self, chunk: Chunk, messages: Sequence[Task], members: list[int], phase: str = "merge reduce"
+    ) -> Task:
+        """Add the dense gradients of the node's other ranks to this rank's. The sum replaces it from now on.
 
-        From then on the sum stands for this rank's gradient of `part`; `members` are the ranks that have such sums.
+        Args:
+            members: Ranks that have such a sum of the chunk.
         """
-        run = lambda: self._codec.add_up(part, [message_of(task) for task in messages])  # noqa: E731
+        run = lambda: self._codec.merge_dense(chunk, [message_of(task) for task in messages])  # noqa: E731
         task = self.graph.add("merge", phase, run, messages)
-        self._sums[part.index] = task, members
+        self._node_sums[chunk.index] = task, members
         return task
 
-    def spread(self, part: Chunk, mean: Task, decoded: Task, phase: str) -> Task:
-        """The mean of `part`, which `mean` carries and `decoded` has written, not compressed."""
-        return self.graph.add("encode", phase, lambda: self._codec.spread(part, message_of(mean)), [mean, decoded])
+    def encode_mean(self, chunk: Chunk, mean: Task, decoded: Task, phase: str) -> Task:
+        """Encode the mean without compression. It came with `mean`, and `decoded` has written it."""
+        return self.graph.add(
+            "encode", phase, lambda: self._codec.encode_mean(chunk, message_of(mean)), [mean, decoded]
+        )
 
-    def place(self, part: Chunk, message: Task, phase: str, after: Sequence[Task] = ()) -> Task:
-        """Write the mean of `part`, which arrived dense, over the gradient, once `after` has no more use for that."""
-        return self.graph.add("decode", phase, lambda: self._codec.place(part, message_of(message)), [message, *after])
+    def decode_dense(self, chunk: Chunk, message: Task, phase: str, after: Sequence[Task] = ()) -> Task:
+        """Overwrite the gradient with a mean that is not compressed, after the tasks that still need the gradient."""
+        return self.graph.add(
+            "decode", phase, lambda: self._codec.decode_dense(chunk, message_of(message)), [message, *after]
+        )
 
-    def send_dense(self, message: Task, peer: int, part: Chunk, stage: int, phase: str) -> Task:
-        """Send what `dense` or `spread` made to `peer`."""
-        return self._add_send(message, peer, part, stage, phase, DENSE.name)
+    def send_dense(self, message: Task, peer: int, chunk: Chunk, stage: int, phase: str) -> Task:
+        """Send a chunk that is not compressed to `peer`."""
+        return self._add_send(message, peer, chunk, stage, phase, DENSE.name)
 
-    def recv_dense(self, peer: int, part: Chunk, stage: int, phase: str) -> Task:
-        """Wait for the frame of one range, not compressed."""
-        return self._recv(peer, FrameKind.PAYLOAD, part, stage, phase)
+    def recv_dense(self, peer: int, chunk: Chunk, stage: int, phase: str) -> Task:
+        """Wait for the frame of a chunk that is not compressed."""
+        return self._recv(peer, FrameKind.PAYLOAD, chunk, stage, phase)
 
     # -- the preliminary round -------------------------------------------------------------------------------
 
-    def _inputs(self, part: Chunk, encoded: bool) -> list[Task]:
-        """The tasks after which this rank can encode, or add, what it has of `part`."""
-        sums = [self._sums[part.index][0]] if part.index in self._sums else []
-        return [*sums, *self._preliminary(part, encoded)]
+    def _inputs(self, chunk: Chunk, encoded: bool) -> list[Task]:
+        """Return the tasks after which this rank can encode or add its contribution to a chunk."""
+        sums = [self._node_sums[chunk.index][0]] if chunk.index in self._node_sums else []
+        return [*sums, *self._preliminary(chunk, encoded)]
 
-    def _preliminary(self, part: Chunk, encoded: bool) -> list[Task]:
-        """For compressors that need them: the task after which the reduced statistics of `part` are there.
+    def _preliminary(self, chunk: Chunk, encoded: bool) -> list[Task]:
+        """Add a preliminary round, if the compressor needs one, and return its last task.
 
         Args:
-            encoded: whether this rank encodes its gradient of the part, or only adds it.
+            encoded: Whether this rank encodes its gradient of the chunk, instead of only adding it.
         """
-        if not self.item.entry.compressor.needs_stats:
+        if not self.job.entry.compressor.needs_stats:
             return []
-        after, members, stage = [], list(range(self.world_size)), self._codec.first
-        if part.index in self._sums:
-            task, members = self._sums[part.index]
+        after, members, stage = [], list(range(self.world_size)), self._codec.first_stage
+        if chunk.index in self._node_sums:
+            task, members = self._node_sums[chunk.index]
             after = [task]
-        mine = self.graph.add("encode", "encode stats", lambda: self._codec.stats(part, encoded), after)
+        mine = self.graph.add("encode", "encode stats", lambda: self._codec.stats(chunk, encoded), after)
         messages = {self.rank: mine}
         for peer in (peer for peer in self.peers if peer in members):
-            self.send(mine, peer, part, stage, "send stats")
-            messages[peer] = self._recv(peer, FrameKind.STATS, part, stage, "recv stats")
+            self.send(mine, peer, chunk, stage, "send stats")
+            messages[peer] = self._recv(peer, FrameKind.STATS, chunk, stage, "recv stats")
         ordered = [messages[rank] for rank in members]
         reduce = self.graph.add(
             "merge",
             "merge stats",
-            lambda: self._codec.reduce_stats(part, [message_of(task) for task in ordered]),
+            lambda: self._codec.reduce_stats(chunk, [message_of(task) for task in ordered]),
             ordered,
         )
         return [reduce]
 
     # -- frames ----------------------------------------------------------------------------------------------
 
-    def _recv(self, peer: int, kind: FrameKind, part: Chunk, stage: int, phase: str) -> Task:
-        return self.graph.recv(phase, FrameKey(peer, kind, self.item.round, self.item.tensor, stage, part.index))
+    def _recv(self, peer: int, kind: FrameKind, chunk: Chunk, stage: int, phase: str) -> Task:
+        return self.graph.recv(phase, FrameKey(peer, kind, self.job.round, self.job.tensor, stage, chunk.index))
 
-    def _add_send(self, message: Task, peer: int, part: Chunk, stage: int, phase: str, compressor: str) -> Task:
+    def _add_send(self, message: Task, peer: int, chunk: Chunk, stage: int, phase: str, compressor: str) -> Task:
         def run() -> None:
-            self._send(peer, message_of(message), part, stage, compressor)
+            self._send(peer, message_of(message), chunk, stage, compressor)
 
         return self.graph.add("send", phase, run, [message], peer)
 
-    def _send(self, peer: int, message: EncodedChunk, part: Chunk, stage: int, compressor: str) -> None:
-        item = self.item
+    def _send(self, peer: int, message: EncodedChunk, chunk: Chunk, stage: int, compressor: str) -> None:
+        job = self.job
         header = Header(
             message.kind,
             compressor=code(compressor),
             flags=message.flags,
             sender=self.rank,
             stage=stage,
-            dtype=ELEMENT_TYPES[item.dtype],
+            dtype=ELEMENT_TYPES[job.dtype],
             epoch=self._transport.epoch,
-            round=item.round,
-            tensor=item.tensor,
-            partition=part.index,
-            offset=item.offset + part.offset,
-            count=part.count,
+            round=job.round,
+            tensor=job.tensor,
+            partition=chunk.index,
+            offset=job.offset + chunk.offset,
+            count=chunk.count,
         )
         start = time.monotonic()
         self._transport.send(peer, header, message.body)
         nbytes = HEADER_BYTES + message.body.nbytes
-        self._events.emit(Event("send", start, time.monotonic() - start, item.name, item.round, nbytes, peer))
+        self._events.emit(Event("send", start, time.monotonic() - start, job.name, job.round, nbytes, peer))
 
 
 def message_of(task: Task) -> EncodedChunk:
-    """The encoded chunk that a task made, or that arrived for it."""
+    """Return the encoded chunk that a task made or received."""
     value = task.value
     if isinstance(value, ReceivedFrame):
         return EncodedChunk(value.header.kind, value.header.flags, value.body, value.header.sender)
-    assert isinstance(value, EncodedChunk), f"{task.phase} gave no message"
+    assert isinstance(value, EncodedChunk), f"{task.phase} did not return an encoded chunk"
     return value

@@ -1,4 +1,4 @@
-"""What a strategy is, and the register that strategies add themselves to."""
+"""The description of a strategy, and the register of all strategies."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from gradwire.sync.strategies.builder import Builder
 
 
 class Service(Protocol):
-    """A rank's connection to a process that a strategy needs besides the ranks."""
+    """A rank's connection to a server that a strategy needs."""
 
     def check(self, tensors: Any) -> None:
-        """Raise `OptionError` for tensors that the service was not told of when this rank connected."""
+        """Raise `OptionError` for tensors that the service did not learn about when this rank connected."""
         ...
 
     def close(self, reason: str = "") -> None:
-        """Say goodbye; or, with a reason, that this rank gives up."""
+        """Close gracefully or, with a reason, report that this rank has failed."""
         ...
 
 
 class ServiceAddress(Protocol):
-    """Where the service of a strategy is, and how it is used. The same on all ranks."""
+    """The address and options of a strategy's service. The same on all ranks."""
 
     def describe(self) -> dict[str, Any]:
-        """What ranks compare, as plain data."""
+        """Return what ranks compare, as plain data."""
         ...
 
     def connect(
@@ -40,13 +40,13 @@ class ServiceAddress(Protocol):
             tensors: The `TensorRegistry` that all ranks have agreed on.
             rank: This rank.
             world_size: Number of ranks.
-            session: The same on all ranks, and higher than that of an earlier start of the job.
-            timeout: How long the service may be silent, or not be there.
-            stall_timeout: How long a result may wait for other ranks.
+            session: Number of the session: the same on all ranks, and higher than in an earlier start of the job.
+            timeout: Longest time without a sign of life from the service.
+            stall_timeout: Longest time that a result may wait for other ranks.
 
         Raises:
-            OptionError: Options that do not fit each other.
-            SyncError: No service.
+            OptionError: Options that do not fit together.
+            SyncError: The service cannot be reached.
         """
         ...
 
@@ -56,15 +56,15 @@ class Strategy:
     """How tensors travel.
 
     Attributes:
-        name: The name in plans.
-        build: Adds the tasks of one job to a builder.
-        builder: The class of builders that `build` needs.
-        requires_full_tensor: If true, ranges of a tensor cannot be submitted by themselves.
-        carried: The class of compressors that it carries.
-        carried_advice: What `carried` is in words, and what to use in its place.
-        address: Makes a `ServiceAddress` of what the user passed as ``server=``, or of the environment; None where
-            there is neither. Strategies between ranks need no service and have none.
-        address_advice: What to do where there is no address.
+        name: Name in plans.
+        build: Function that adds the tasks of one job to a builder.
+        builder: Class of builders that `build` needs.
+        requires_full_tensor: If true, ranges of a tensor cannot be submitted alone.
+        carried: Class of compressors that the strategy supports.
+        carried_advice: Description of `carried`, and what to use instead.
+        address: Function that makes a `ServiceAddress` from the user's ``server=`` or the environment, and returns None
+            if there is neither. None for strategies that need no service.
+        address_advice: What to do if there is no address.
     """
 
     name: str
@@ -77,27 +77,27 @@ class Strategy:
     address_advice: str = ""
 
     def carries(self, compressor: Compressor) -> bool:
-        """Whether tensors by a compressor can travel so."""
+        """Whether the strategy supports a compressor."""
         return isinstance(compressor, self.carried)
 
     def check(self, compressor: Compressor, where: str) -> None:
-        """Raise `OptionError` where tensors by a compressor cannot travel so."""
+        """Raise `OptionError` if the strategy does not support a compressor."""
         if not self.carries(compressor):
             raise OptionError(
-                f"strategy={self.name!r} cannot carry {compressor!r} (in {where!r}). {self.carried_advice}"
+                f"strategy={self.name!r} does not support {compressor!r} (in {where!r}). {self.carried_advice}"
             )
 
 
 STRATEGIES: dict[str, Strategy] = {}
-"""All strategies by name. Modules add theirs with `register` when they are imported."""
+"""All strategies by name. Modules add theirs with `register` on import."""
 
 
 def register(strategy: Strategy) -> None:
-    """Make a strategy known by its name."""
+    """Register a strategy under its name."""
     assert strategy.name not in STRATEGIES, f"{strategy.name} is registered twice"
     STRATEGIES[strategy.name] = strategy
 
 
 def peer_strategies() -> list[str]:
-    """Names of the strategies that need nothing besides the ranks, sorted."""
+    """Return the sorted names of the strategies that need no server."""
     return sorted(name for name, strategy in STRATEGIES.items() if strategy.address is None)

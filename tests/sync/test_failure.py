@@ -1,0 +1,301 @@
+"""Failures of an engine: one typed error everywhere, which names the rank, tensor and phase to blame."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from gradwire.core.errors import PeerFailedError, PeerLostError, PeerTimeoutError, SyncError
+from gradwire.sync import engine as engine_module
+from gradwire.sync.graph import TaskGraph
+from gradwire.wire.frame import HEADER_BYTES
+from tests.net.recorder import until
+from tests.sync.engine_harness import PATIENCE, broken, computing, failure_of, key, receiving, setup
+
+
+def test_an_exception_in_a_task_is_one_typed_error_forever() -> None:
+    with setup() as made:
+        graph = TaskGraph("fc.weight", 4, 0, lambda: None)
+        graph.add("send", "send scatter", broken, peer=1)
+        made.engine.run(graph)
+        error = failure_of(made.engine)
+        assert str(error).startswith("ValueError in send scatter of rank 1 (tensor fc.weight, round 4): a bug in a")
+        assert (type(error), error.rank, error.tensor, error.phase) == (SyncError, 1, "fc.weight", "send scatter")
+        assert isinstance(error.__cause__, ValueError)
+        for _ in range(2):
+            assert failure_of(made.engine) is error
+            with pytest.raises(SyncError) as caught:
+                made.engine.run(computing(lambda: None))
+            assert caught.value is error
+        assert "a bug in a kernel" in str(made.peers[1].failure())
+
+
+def test_a_sync_error_of_a_task_is_raised_as_it_is() -> None:
+    mine = PeerLostError("gone", rank=1, tensor="w", phase="decode")
+
+    def run() -> None:
+        raise mine
+
+    with setup() as made:
+        made.engine.run(computing(run))
+        assert failure_of(made.engine) is mine
+
+
+def test_the_peers_know_why_before_the_error_is_raised() -> None:
+    """A caller may end its process on the error. Peers that only see the connection close would blame this rank."""
+    never = threading.Event()
+
+    def slowly(*arguments: Any) -> None:
+        never.wait(0.3)  # the message takes a while on a slow network
+        abort(*arguments)
+
+    with setup(3) as made:
+        transport = made.network.transports[0]
+        abort, transport.abort = transport.abort, slowly  # type: ignore[method-assign]
+        made.engine.run(receiving(key(2))[0])
+        made.engine.fail(SyncError("rank 2 is to blame", rank=2))
+        failure_of(made.engine)
+        made.network.kill(0)
+        for peer in (1, 2):
+            told = made.peers[peer].failure()
+            assert isinstance(told, PeerFailedError)
+            assert told.rank == 2
+
+
+def test_nothing_runs_after_a_failure_and_done_is_never_called() -> None:
+    ran: list[str] = []
+    graph = TaskGraph("w", 0, 0, lambda: ran.append("done"))
+    first = graph.add("encode", "encode", broken)
+    graph.add("merge", "merge", lambda: ran.append("merge"), [first])
+    with setup() as made:
+        made.engine.run(graph)
+        failure_of(made.engine)
+    assert ran == []
+
+
+@pytest.mark.parametrize("how", ["task", "done", "kill", "leave", "close"])
+def test_a_graph_that_does_not_end_well_fails_once(how: str) -> None:
+    failed: queue.SimpleQueue[SyncError] = queue.SimpleQueue()
+    graph = TaskGraph("w", 0, 0, broken, failed.put)
+    if how != "done":
+        graph.recv("recv", key())
+    graph.add("encode", "encode", broken if how == "task" else lambda: None)
+    with setup() as made:
+        if how == "leave":
+            made.network.transports[1].close()
+            until(lambda: made.network.transports[0].departed(1) is not None)
+        made.engine.run(graph)
+        if how == "kill":
+            made.network.kill(1)
+        if how == "close":
+            made.engine.close()
+        error = failed.get(timeout=PATIENCE)
+        assert error is made.engine.error or how == "close"
+        assert error.phase == {"task": "encode", "done": "finish", "close": "closed"}.get(how, "recv")
+    assert failed.empty()
+
+
+def test_a_callback_that_raises_does_not_keep_others_from_hearing_of_a_failure(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    failed: queue.SimpleQueue[SyncError] = queue.SimpleQueue()
+    with setup() as made:
+        for fail in (lambda error: broken(), failed.put, lambda error: broken()):
+            graph = TaskGraph("w", 0, 0, lambda: None, fail)
+            graph.recv("recv", key(partition=id(fail)))
+            made.engine.run(graph)
+        made.engine.fail(SyncError("something"))
+        assert "something" in str(failed.get(timeout=PATIENCE))
+    assert "failure callback of w raised" in caplog.text
+
+
+def test_only_the_first_failure_counts() -> None:
+    with setup() as made:
+        first, second = SyncError("first", tensor="w", phase="p"), SyncError("second", tensor="w", phase="p")
+        made.engine.fail(first)
+        made.engine.fail(second)
+        assert made.engine.error is first
+        assert [error for error, _ in made.dumps] == [first]
+
+
+def test_a_failure_is_located_at_what_was_waited_for_of_that_rank() -> None:
+    with setup(3) as made:
+        for peer, name in ((1, "one"), (2, "two")):
+            made.engine.run(receiving(key(peer, tensor=peer, round=5), name=name, round=5)[0])
+        made.network.kill(2)
+        error = failure_of(made.engine)
+        assert isinstance(error, (PeerLostError, PeerFailedError))
+        assert (error.rank, error.tensor, error.phase) == (2, "two", "recv stage 0")
+        assert "(tensor two, recv stage 0, round 5)" in str(error)
+
+
+def test_a_failure_between_steps_says_so() -> None:
+    with setup() as made:
+        made.network.transports[1].abort("out of memory")
+        until(lambda: made.engine.error is not None)
+        error = failure_of(made.engine)
+        assert (error.rank, error.tensor, error.phase) == (1, "none", "between steps")
+
+
+def test_the_recorder_sees_the_moment_and_may_fail_itself(caplog: pytest.LogCaptureFixture) -> None:
+    states: list[dict[str, Any]] = []
+
+    def record(error: SyncError, state: dict[str, Any]) -> None:
+        states.append(state)
+        raise OSError("no space left")
+
+    with setup(on_failure=record) as made, caplog.at_level(logging.ERROR, "gradwire"):
+        made.send(1, 28, round=9)
+        made.flush(1)
+        made.engine.run(receiving(key(), name="fc.weight")[0])
+        made.engine.fail(SyncError("something"))
+        error = failure_of(made.engine)
+    assert "something" in str(error)
+    assert "no space left" in caplog.text
+    (state,) = states
+    assert state["active"] == ["fc.weight"]
+    assert [(row["tensor"], row["phase"], row["rank"], row["round"]) for row in state["waiting"]] == [
+        ("fc.weight", "recv stage 0", 1, 0)
+    ]
+    assert state["early_bytes"] == [0, HEADER_BYTES + 28]
+    assert state["received_bytes"] == [0, 2 * HEADER_BYTES + 28]
+    assert state["sent_bytes"] == [0, 0]
+
+
+# -- peers that leave or stall --------------------------------------------------------------------------------------
+
+
+def test_a_peer_that_closed_before_sending_its_frame_is_an_error_at_once() -> None:
+    with setup(stall=600.0) as made:
+        graph, _ = receiving(key())
+        made.engine.run(graph)
+        made.network.transports[1].close()
+        start_time = time.monotonic()
+        error = failure_of(made.engine)
+        assert time.monotonic() - start_time < PATIENCE, "not the stall timeout"
+        assert isinstance(error, PeerLostError)
+        assert (error.rank, error.tensor, error.phase) == (1, "w", "recv stage 0")
+        assert "Rank 1 has left the group" in str(error)
+        assert "Run the same number of steps on every rank before detach() or the end of the script" in str(error)
+
+
+@pytest.mark.parametrize("how", ["close", "kill"])
+def test_a_peer_that_left_after_sending_its_frame_is_missed_at_the_next_step(how: str) -> None:
+    with setup(stall=600.0) as made:
+        content = made.send(1, 50)
+        getattr(made.network.transports[1], how)()
+        graph, got = receiving(key())
+        made.engine.run(graph)
+        made.engine.wait_idle()
+        until(lambda: made.network.transports[0].departed(1) is not None)
+        made.engine.wait_idle()
+        assert made.engine.error is None
+        made.engine.run(receiving(key(round=1), name="next")[0])
+        error = failure_of(made.engine)
+        assert isinstance(error, PeerLostError)
+        assert (error.rank, error.tensor, error.phase) == (1, "next", "recv stage 0")
+    assert got == {key(): content.tobytes()}
+
+
+def asking() -> TaskGraph:
+    graph = TaskGraph("w", 0, 0, lambda: None)
+    graph.add("send", "ask for the sum", Future)
+    return graph
+
+
+@pytest.mark.parametrize("killed_first", [True, False])
+def test_a_killed_rank_is_missed_if_a_future_may_depend_on_it(killed_first: bool) -> None:
+    with setup(stall=600.0) as made:
+        if not killed_first:
+            made.engine.run(asking())
+        made.network.kill(1)
+        until(lambda: made.network.transports[0].departed(1) is not None)
+        if killed_first:
+            made.engine.wait_idle()
+            made.engine.run(asking())
+        error = failure_of(made.engine)
+        assert isinstance(error, PeerLostError)
+        assert (error.rank, error.tensor) == (1, "w")
+
+
+def test_a_rank_that_closed_gracefully_is_not_missed_by_a_rank_that_waits_for_a_future() -> None:
+    answer: Future[int] = Future()
+    graph = TaskGraph("w", 0, 0, lambda: None)
+    graph.add("send", "ask for the sum", lambda: answer)
+    with setup(stall=600.0) as made:
+        made.engine.run(graph)
+        made.network.transports[1].close()
+        until(lambda: made.network.transports[0].departed(1) is not None)
+        answer.set_result(5)
+        made.engine.wait_idle()
+
+
+@pytest.mark.parametrize("how", ["close", "kill"])
+def test_what_is_left_to_compute_ends_after_a_peer_has_left(how: str) -> None:
+    """Peers may be done while this rank still decodes, and waits for a third rank."""
+    hold, held = threading.Event(), threading.Event()
+
+    def block() -> None:
+        held.set()
+        assert hold.wait(PATIENCE)
+
+    with setup(3, stall=600.0) as made:
+        made.send(1, 50)
+        graph, got = receiving(key(1), key(2))
+        graph.add("decode", "decode", block)
+        made.engine.run(graph)
+        assert held.wait(PATIENCE)
+        getattr(made.network.transports[1], how)()
+        until(lambda: made.network.transports[0].departed(1) is not None)
+        made.send(2, 50)
+        hold.set()
+        made.engine.wait_idle()
+        assert made.engine.error is None
+    assert set(got) == {key(1), key(2)}
+
+
+def test_a_live_rank_that_does_not_send_is_blamed_after_the_stall_timeout() -> None:
+    with setup(3, stall=0.6) as made:
+        made.send(1)
+        until(lambda: made.network.transports[0].received_bytes[1] > 0)
+        graph, _ = receiving(key(1), key(2), name="fc.weight")
+        made.engine.run(graph)
+        error = failure_of(made.engine)
+        assert type(error) is PeerTimeoutError
+        assert (error.rank, error.tensor, error.phase) == (2, "fc.weight", "recv stage 0")
+        assert "(limit 0.6 s)" in str(error)
+        assert "pass a larger stall_timeout" in str(error)
+        assert made.peers[1].failure().rank == 2, "the others are told whose fault it is"
+
+
+def test_a_rank_that_lacks_a_first_stage_is_blamed_before_a_rank_that_waits_for_it() -> None:
+    """Rank 1 cannot send its aggregate while rank 2's frame is missing, so rank 2 is to blame."""
+    with setup(3, stall=0.6) as made:
+        made.engine.run(receiving(key(1, stage=1))[0])
+        made.engine.run(receiving(key(2, stage=0, tensor=1))[0])
+        assert failure_of(made.engine).rank == 2
+
+
+def test_a_future_that_never_ends_is_an_error_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "_FUTURE_GRACE_SECONDS", 0.2)
+    graph = TaskGraph("fc.weight", 3, 0, lambda: None)
+    graph.add("send", "ask for the sum", Future)
+    with setup(stall=0.3) as made:
+        made.engine.run(graph)
+        error = failure_of(made.engine)
+        assert type(error) is PeerTimeoutError
+        assert (error.rank, error.tensor, error.phase) == (None, "fc.weight", "ask for the sum")
+        assert "Nothing has answered ask for the sum (tensor fc.weight, round 3)" in str(error)
+        assert "pass a larger stall_timeout" in str(error)
+
+
+def test_a_rank_that_lacks_only_a_later_stage_is_blamed_in_the_end() -> None:
+    with setup(stall=0.3) as made:
+        made.engine.run(receiving(key(1, stage=2))[0])
+        assert failure_of(made.engine).rank == 1
