@@ -41,7 +41,7 @@ def test_stages_chain_and_only_a_commit_keeps_them() -> None:
     residuals.states.stage("a", WHOLE, None, 1)
     assert held(residuals, "a") == 3, "None keeps it"
     assert residuals.nbytes == 12
-    residuals.drop("a")
+    residuals.states.drop("a")
     assert held(residuals, "a") is None
 
 
@@ -104,9 +104,9 @@ def test_common_states_are_those_that_all_ranks_have_alike() -> None:
         ({"c": {"0:4": torch.ones(3)}}, UnknownNameError, "Unknown|known"),
         ({"a": {"0:4": torch.ones(3, dtype=torch.float64)}}, TypeError, "1-D tensor of float32 or uint8"),
         ({"a": {"0:4": torch.full((3,), torch.nan)}}, ValueError, "finite"),
-        ({"a": {"0": torch.ones(3)}}, ValueError, "no element range"),
-        ({"a": torch.ones(3)}, TypeError, "Expected a dict"),
-        ([1], TypeError, "Expected a dict"),
+        ({"a": {"0": torch.ones(3)}}, ValueError, "must have an element range as key"),
+        ({"a": torch.ones(3)}, TypeError, "must be a dict"),
+        ([1], TypeError, "must be a dict"),
     ],
 )
 def test_a_state_is_checked_before_anything_is_replaced(states: object, kind: type, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Values of ranges of one parameter: buffers that are committed, staged and spare, and how these are cut and joined."""
+"""Slices of a parameter's residual: their committed, staged and spare buffers, and cutting and joining them."""
 # Shapes: N = elements of a range
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from gradwire.core.spec import ElementRange
 
 @dataclass(eq=False)
 class ResidualSlice:
-    """The buffers of one range. None stands for zeros."""
+    """The buffers of one element range. None stands for zeros."""
 
     committed: np.ndarray | None = None
     staged: np.ndarray | None = None
@@ -40,28 +40,28 @@ def intersection(a: ElementRange, b: ElementRange) -> ElementRange:
 
 
 def cut(values: np.ndarray, held: ElementRange, wanted: ElementRange) -> np.ndarray:
-    """The view of `values`, which lie at `held`, that lies at `wanted`."""
+    """Return the view of the elements `wanted`, where `values` are those of `held`."""
     return values[wanted.offset - held.offset : wanted.end - held.offset]
 
 
-def join(sources: Iterable[tuple[ElementRange, ResidualSlice]], where: ElementRange) -> ResidualSlice:
-    """A piece at `where` with the state and the staged values of `sources`; staged if any of them is."""
-    sources = [(held, piece) for held, piece in sources if overlap(held, where)]
-    joined = ResidualSlice(_gather([(held, piece.committed) for held, piece in sources], where))
-    if any(piece.staged is not None for _, piece in sources):
-        staged = _gather([(held, piece.latest()) for held, piece in sources], where)
-        joined.staged = np.zeros(where.count, np.float32) if staged is None else staged
+def join(sources: Iterable[tuple[ElementRange, ResidualSlice]], wanted: ElementRange) -> ResidualSlice:
+    """Return a slice of the elements `wanted` with the values of `sources`. It is staged if any source is."""
+    sources = [(held, each) for held, each in sources if overlap(held, wanted)]
+    joined = ResidualSlice(_gather([(held, each.committed) for held, each in sources], wanted))
+    if any(each.staged is not None for _, each in sources):
+        staged = _gather([(held, each.latest()) for held, each in sources], wanted)
+        joined.staged = np.zeros(wanted.count, np.float32) if staged is None else staged
     return joined
 
 
-def _gather(sources: list[tuple[ElementRange, np.ndarray | None]], where: ElementRange) -> np.ndarray | None:
+def _gather(sources: list[tuple[ElementRange, np.ndarray | None]], wanted: ElementRange) -> np.ndarray | None:
     if all(values is None for _, values in sources):
         return None
-    gathered = np.zeros(where.count, np.float32)
+    gathered = np.zeros(wanted.count, np.float32)
     for held, values in sources:
         if values is not None:
-            shared = intersection(held, where)
-            cut(gathered, where, shared)[:] = cut(values, held, shared)
+            shared = intersection(held, wanted)
+            cut(gathered, wanted, shared)[:] = cut(values, held, shared)
     return gathered
 
 

@@ -1,8 +1,8 @@
-"""States of compressors: what `StatefulCompressor.next_state` returns, by parameter and element range.
+"""States of compressors: results of `StatefulCompressor.next_state`, by parameter and element range.
 
-A state is staged, committed, rolled back and saved with the residuals, which own this store. It is a hint: losing one
-loses no gradient. So nothing is added or re-sliced. A state belongs to exactly one range, and is dropped when a state
-of a range that overlaps it is committed.
+States are staged, committed, rolled back and saved with the residuals. A state is a hint: losing it loses no gradient.
+Therefore states are not added or re-sliced. A state belongs to exactly one range, and is dropped when a state of an
+overlapping range is committed.
 """
 
 from __future__ import annotations
@@ -21,43 +21,43 @@ Key = tuple[str, ElementRange]
 
 
 class _Staged(NamedTuple):
-    step: int  # that staged it
+    step: int  # the step that staged it
     values: np.ndarray
-    before: np.ndarray | None  # state for that step
+    before: np.ndarray | None  # the state that this step uses
 
 
 class States:
-    """Arrays by parameter name and range."""
+    """Arrays by parameter name and element range."""
 
     def __init__(self) -> None:
         self._committed: dict[Key, np.ndarray] = {}
         self._staged: dict[Key, _Staged] = {}
 
-    def get(self, name: str, where: ElementRange, step: int) -> np.ndarray | None:
-        """State for a step: the one that an earlier step has staged last, else the committed one; read only."""
-        staged = self._staged.get((name, where))
+    def get(self, name: str, elements: ElementRange, step: int) -> np.ndarray | None:
+        """Return the state for a step: the last one that an earlier step staged, else the committed one. Read only."""
+        staged = self._staged.get((name, elements))
         if staged is None:
-            return self._committed.get((name, where))
+            return self._committed.get((name, elements))
         return staged.values if staged.step < step else staged.before
 
-    def stage(self, name: str, where: ElementRange, values: np.ndarray | None, step: int) -> None:
-        """Stage the state of a range for the steps after this one; None leaves it as it is.
+    def stage(self, name: str, elements: ElementRange, values: np.ndarray | None, step: int) -> None:
+        """Stage the state of a range for the steps after this one. None keeps the state.
 
-        The first state of a step counts, and is used from the next step on. If a tensor is averaged twice in one step,
-        it would otherwise depend on the order in which a rank finishes.
+        The first state of a step counts. Otherwise, if a tensor is averaged twice in one step, the state would depend
+        on the order in which a rank finishes.
         """
-        staged = self._staged.get((name, where))
+        staged = self._staged.get((name, elements))
         if values is not None and (staged is None or staged.step != step):
-            self._staged[name, where] = _Staged(step, values, self.get(name, where, step))
+            self._staged[name, elements] = _Staged(step, values, self.get(name, elements, step))
 
     def commit(self, names: Collection[str] | None = None) -> None:
-        """Make the staged states the committed ones, of these parameters or of all."""
-        for name, where in [key for key in self._staged if names is None or key[0] in names]:
-            staged = self._staged.pop((name, where))
-            if (name, where) not in self._committed:
-                for old in [old for old in self._committed if old[0] == name and overlap(old[1], where)]:
+        """Commit the staged states, for some parameters or for all."""
+        for name, elements in [key for key in self._staged if names is None or key[0] in names]:
+            staged = self._staged.pop((name, elements))
+            if (name, elements) not in self._committed:
+                for old in [old for old in self._committed if old[0] == name and overlap(old[1], elements)]:
                     del self._committed[old]
-            self._committed[name, where] = staged.values
+            self._committed[name, elements] = staged.values
 
     def rollback(self) -> None:
         """Drop the staged states."""
@@ -69,14 +69,14 @@ class States:
         self._staged = {key: staged for key, staged in self._staged.items() if key[0] != name}
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Copies of the committed states: ``{parameter name: {"offset:count": tensor}}``."""
+        """Return copies of the committed states: ``{parameter name: {"offset:count": tensor}}``."""
         saved: dict[str, dict[str, torch.Tensor]] = {}
-        for (name, where), values in sorted(self._committed.items()):
-            saved.setdefault(name, {})[f"{where.offset}:{where.count}"] = torch.from_numpy(values.copy())
+        for (name, elements), values in sorted(self._committed.items()):
+            saved.setdefault(name, {})[f"{elements.offset}:{elements.count}"] = torch.from_numpy(values.copy())
         return saved
 
     def load(self, states: Mapping[str, Mapping[str, Any]], *, merge: bool) -> None:
-        """Replace everything by the result of `state_dict`; with `merge`, add only what is missing."""
+        """Replace all states by the result of `state_dict`. With `merge`, add only missing ones."""
         loaded = dict(state_of(name, key, values) for name, ranges in states.items() for key, values in ranges.items())
         self._staged.clear()
         self._committed = loaded | self._committed if merge else loaded
@@ -90,7 +90,7 @@ class States:
 
 
 def common_states(saved: Iterable[Mapping[str, Mapping[str, torch.Tensor]]]) -> dict[str, dict[str, torch.Tensor]]:
-    """The states that several ranks have saved alike: those that a rank which joins them must have."""
+    """Return the states that are equal on all ranks. A rank that joins them must have these."""
     first, *others = saved
     return {
         name: kept

@@ -1,27 +1,27 @@
-"""Residuals: what compression has kept back, by parameter and range, as a transaction. Their only owner.
+"""Residuals as a transaction: what compression has left out so far, by parameter, element range and role.
 
-A residual is float32 and in *mean units*: what is still to be applied to the mean gradient. That holds for
-both roles, `local` (this rank's own gradient) and `aggregate` (a sum that this rank re-encoded), so that any
-residual may be added to any other of the same elements and nothing is lost.
+A residual is float32 and in units of the mean: it is what must still be applied to the mean gradient. This holds for
+both roles, `local` (this rank's own gradient) and `aggregate` (a sum that this rank encoded again). Therefore residuals
+of the same elements can be added to each other, and nothing is lost.
 
-A third role, `velocity`, holds what momentum correction accumulates of this rank's own gradient. It is staged, cut and
-saved as the residuals are, but it is not among what is still to be applied: conservation is about the other two.
+A third role, `velocity`, holds the velocities of momentum correction. They are staged, sliced and saved like residuals,
+but they are not part of what must still be applied.
 
-Encodes *stage* the next residual; `commit` makes all that is staged the state, `rollback` forgets it and
-leaves the state of the last commit, bit for bit. Stages chain: until then, an encode compensates with what
-the one before it staged. The cost is two buffers an element range, the second from its first stage on.
+Encodes *stage* the next residual. `commit` makes all staged residuals the state; `rollback` drops them and leaves the
+state of the last commit, bit for bit. Stages chain: until the commit, each encode compensates with what the one before
+staged. This takes two buffers per element range, the second from its first stage on.
 
-Guarantees: asking for other ranges than those stored re-slices without loss, also in an open chain; threads
-may stage different keys at once. Does not guarantee anything to threads that use one key at once, or ask for
-another range of a parameter while one of its buffers is being written: `commit`, `rollback`, re-slicing and
-everything that reads or moves state belong between steps.
+Guarantees: asking for other ranges than the stored ones re-slices them without loss, also in an open chain. Threads may
+stage different keys at the same time. No guarantees for threads that use the same key at the same time, or ask for
+another range of a parameter while one of its buffers is written: `commit`, `rollback`, re-slicing and all that reads or
+moves state belong between steps.
 """
 # Shapes: N = elements of a range
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -30,7 +30,7 @@ import torch
 
 from gradwire.core.errors import UnknownNameError
 from gradwire.core.spec import ElementRange, TensorSpec
-from gradwire.residuals.saved import mapping_of, offset_of, size_of
+from gradwire.residuals.saved import LOAD, mapping_of, offset_of, size_of
 from gradwire.residuals.slices import ResidualSlice, any_of, cut, intersection, join, overlap, sum_of
 from gradwire.residuals.states import States
 
@@ -42,7 +42,7 @@ STATE_VERSION = 2
 
 @dataclass(frozen=True)
 class ResidualKey:
-    """Which residual: a range of a parameter, in one of the roles."""
+    """Identifies a residual: an element range of a parameter, in one of the roles."""
 
     name: str
     range: ElementRange
@@ -50,11 +50,11 @@ class ResidualKey:
 
 
 class Residuals:
-    """All residuals of one rank, and the states of its compressors, which share their fate."""
+    """All residuals of one rank, and the states of its compressors, which are committed and rolled back with them."""
 
     def __init__(self) -> None:
-        # Pieces of one (name, role) never overlap; gaps between them are zeros.
-        self._pieces: dict[tuple[str, Role], dict[ElementRange, ResidualSlice]] = {}
+        # Slices of one (name, role) never overlap. Gaps between them are zeros.
+        self._slices: dict[tuple[str, Role], dict[ElementRange, ResidualSlice]] = {}
         self._open: list[ResidualSlice] = []
         self._lock = threading.Lock()
         self.states = States()
@@ -62,139 +62,121 @@ class Residuals:
     # -- the step --------------------------------------------------------------------------------------------
 
     def source(self, key: ResidualKey) -> np.ndarray | None:
-        """The residual to compensate with: what was staged last in this chain, else the state. None is zero.
+        """Return the residual to compensate with: the last staged one of this chain, else the state. None is zero.
 
-        To be asked for before `stage`, which may hand out the same memory.
+        Call it before `stage`, which may return the same memory.
         """
         with self._lock:
-            return self._piece(key).latest()
+            return self._slice(key).latest()
 
     def stage(self, key: ResidualKey) -> np.ndarray:
-        """The float32 buffer to write the next residual to. All of it must be written before `commit`.
+        """Return the buffer for the next residual, float32[N]. Write all of it before `commit`.
 
-        Where the key has been staged before in this chain, it is the memory that `source` gives.
+        If the key was staged before in this chain, this is the memory that `source` returns.
         """
         with self._lock:
-            piece = self._piece(key)
-            if piece.staged is None:
-                piece.staged = np.empty(key.range.count, np.float32) if piece.spare is None else piece.spare
-                piece.spare = None
-                self._open.append(piece)
-            return piece.staged
+            found = self._slice(key)
+            if found.staged is None:
+                found.staged = np.empty(key.range.count, np.float32) if found.spare is None else found.spare
+                found.spare = None
+                self._open.append(found)
+            return found.staged
 
     def commit(self, names: Collection[str] | None = None) -> None:
-        """Make what was staged the state, of these parameters or of all. Pointer swaps only."""
+        """Make the staged residuals the state, for some parameters or for all. Only swaps pointers."""
         with self._lock:
             if names is None:
                 chosen = self._open
             else:
-                chosen = [piece for key, held in self._pieces.items() if key[0] in names for piece in held.values()]
-            for piece in chosen:
-                if piece.staged is not None:
-                    piece.committed, piece.staged, piece.spare = piece.staged, None, piece.committed
-            self._open = [piece for piece in self._open if piece.staged is not None]
+                chosen = [each for key, slices in self._slices.items() if key[0] in names for each in slices.values()]
+            for each in chosen:
+                if each.staged is not None:
+                    each.committed, each.staged, each.spare = each.staged, None, each.committed
+            self._open = [each for each in self._open if each.staged is not None]
             self.states.commit(names)
 
     def rollback(self) -> None:
-        """Forget what was staged since the last commit. Pointer swaps only."""
+        """Drop everything staged since the last commit. Only swaps pointers."""
         with self._lock:
-            for piece in self._open:
-                piece.staged, piece.spare = None, piece.staged
+            for each in self._open:
+                each.staged, each.spare = None, each.staged
             self._open.clear()
             self.states.rollback()
 
     @property
     def is_open(self) -> bool:
-        """Whether anything has been staged since the last commit or rollback."""
+        """Whether anything was staged since the last commit or rollback."""
         return bool(self._open)
 
     # -- moving state ----------------------------------------------------------------------------------------
 
     def add(self, key: ResidualKey, values: np.ndarray) -> None:
-        """Add float32 values to the state: what another rank, or another role, hands over."""
+        """Add values, float32[N], to the state.
+
+        Raises:
+            ValueError: Another number of values than elements of the range.
+            RuntimeError: Residuals are staged.
+        """
         with self._lock:
-            self._expect_closed("add")
+            self._expect_closed("add()")
             if values.shape != (key.range.count,):
                 raise ValueError(
-                    f"Expected {key.range.count} values for {key.name}, got shape {values.shape}. "
-                    "Do: pass one value an element of the range."
+                    f"The range of {key.name} has {key.range.count} elements, but the values have shape "
+                    f"{values.shape}. Pass one value per element."
                 )
             self._add(key, values)
 
-    def migrate(self, ranges: Mapping[str, Iterable[ElementRange]]) -> None:
-        """Fold aggregate residuals that have lost their encoder into local ones.
-
-        Args:
-            ranges: by parameter name, the ranges whose aggregate this rank encodes from now on. What it holds
-                outside of them is added to its local residual of the same elements.
-        """
-        with self._lock:
-            self._expect_closed("migrate")
-            for name in [name for name, role in self._pieces if role == "aggregate"]:
-                for kept in ranges.get(name, ()):
-                    self._piece(ResidualKey(name, kept, "aggregate"))
-                pieces = self._pieces[name, "aggregate"]
-                kept_ranges = set(ranges.get(name, ()))
-                for orphan in [found for found in pieces if found not in kept_ranges]:
-                    values = pieces.pop(orphan).committed
-                    if values is not None:
-                        self._add(ResidualKey(name, orphan), values)
-
     def holds(self, name: str) -> bool:
-        """Whether the state of a parameter is not all zeros. Forgets what is, so that asking again costs nothing."""
+        """Whether a parameter has a residual that is not zero. Deletes zero residuals, so that later calls are fast."""
         with self._lock:
             for role in ROLES:
-                pieces = self._pieces.get((name, role), {})
-                if any(piece.staged is not None for piece in pieces.values()):
+                slices = self._slices.get((name, role), {})
+                if any(each.staged is not None for each in slices.values()):
                     return True
-                for where in [where for where, piece in pieces.items() if not any_of(piece.committed)]:
-                    del pieces[where]
-                if pieces:
+                for elements in [elements for elements, each in slices.items() if not any_of(each.committed)]:
+                    del slices[elements]
+                if slices:
                     return True
             return False
 
     def scale(self, factor: float) -> None:
-        """Multiply all values, those staged too: for gradients in another unit from now on."""
+        """Multiply all values, staged ones included: the unit of the gradients has changed."""
         with self._lock:
-            for pieces in self._pieces.values():
-                for piece in pieces.values():
-                    for values in (piece.committed, piece.staged):
+            for slices in self._slices.values():
+                for each in slices.values():
+                    for values in (each.committed, each.staged):
                         if values is not None:
                             np.multiply(values, np.float32(factor), out=values)
 
-    def drop(self, name: str) -> None:
-        """Forget a parameter, whose residuals are then lost: for parameters that have left the model."""
-        with self._lock:
-            self._expect_closed("drop")
-            for role in STORED:
-                self._pieces.pop((name, role), None)
-            self.states.drop(name)
-
     def drop_velocity(self, name: str) -> None:
-        """Forget the velocity of a parameter, whose gradients are no longer momentum-corrected."""
+        """Delete the velocity of a parameter whose gradients are no longer momentum-corrected.
+
+        Raises:
+            RuntimeError: Residuals are staged.
+        """
         with self._lock:
-            self._expect_closed("drop_velocity")
-            self._pieces.pop((name, "velocity"), None)
+            self._expect_closed("drop_velocity()")
+            self._slices.pop((name, "velocity"), None)
 
     # -- state -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The committed state: ``{"version", role: {parameter name: {offset: float32 tensor}}}``.
+        """Return copies of the committed state: ``{"version", role: {parameter name: {offset: float32 tensor}}}``.
 
-        Offsets are strings, so that any container takes them as keys. The tensors are copies. ``"velocity"``, if there
-        is one, has the form of a role; ``"states"``, if there are any, is what `States.state_dict` returns.
+        Offsets are strings, so that any container accepts them as keys. ``"velocity"``, if present, has the form of a
+        role. ``"states"``, if present, is the result of `States.state_dict`.
         """
         with self._lock:
             state: dict[str, Any] = {"version": STATE_VERSION}
             for role in STORED:
                 by_name = {
                     name: {
-                        str(where.offset): torch.from_numpy(piece.committed.copy())
-                        for where, piece in sorted(pieces.items())
-                        if piece.committed is not None and where.count
+                        str(elements.offset): torch.from_numpy(each.committed.copy())
+                        for elements, each in sorted(slices.items())
+                        if each.committed is not None and elements.count
                     }
-                    for (name, found), pieces in self._pieces.items()
-                    if found == role and any(piece.committed is not None for piece in pieces.values())
+                    for (name, found), slices in self._slices.items()
+                    if found == role and any(each.committed is not None for each in slices.values())
                 }
                 if by_name or role in ROLES:
                     state[role] = by_name
@@ -204,36 +186,34 @@ class Residuals:
     def load_state_dict(
         self, state: Mapping[str, Any], specs: Mapping[str, TensorSpec], *, merge: bool = False
     ) -> None:
-        """Replace everything by `state`, after it has been checked as a whole.
+        """Replace all residuals by a saved state. The whole state is checked first.
 
         Args:
-            state: what `state_dict` gave.
-            specs: the model's parameters by name.
-            merge: add to what is there instead: for the state of a rank that has left.
+            state: Result of `state_dict`.
+            specs: Specs of the model's parameters by name.
+            merge: Whether to add to the residuals instead, for the state of a rank that has left.
 
         Raises:
-            ValueError: another version, a piece beyond its parameter, pieces that overlap, values that are
-                not finite.
-            UnknownNameError: a parameter that the model has not.
-            TypeError: something else than float32 tensors in the form of `state_dict`.
+            ValueError: Another version, a range beyond its parameter, ranges that overlap, or values that are not
+                finite.
+            UnknownNameError: A parameter that the model does not have.
+            TypeError: Anything else than float32 tensors in the form of `state_dict`.
+            RuntimeError: Residuals are staged, with `merge`.
         """
         loaded = Residuals()
         if merge:
-            self._expect_closed("load_state_dict with merge")
+            self._expect_closed("load_state_dict() with merge=True")
         if not isinstance(state, Mapping) or state.get("version") != STATE_VERSION:
-            found = state.get("version") if isinstance(state, Mapping) else type(state).__name__
-            raise ValueError(
-                f"Expected residual state of version {STATE_VERSION}, got {found!r}. "
-                "Do: load what this version's state_dict() gave."
-            )
+            found = f"version {state.get('version')!r}" if isinstance(state, Mapping) else f"a {type(state).__name__}"
+            raise ValueError(f"A residual state must be a dict of version {STATE_VERSION}, but this is {found}. {LOAD}")
         for field in state:
             if field not in ("version", "states", *STORED):
                 raise UnknownNameError("field of the residual state", field, ("version", "states", *STORED))
         for role in STORED:
-            for name, pieces in mapping_of(role, state.get(role, {})).items():
+            for name, slices in mapping_of(role, state.get(role, {})).items():
                 if name not in specs:
                     raise UnknownNameError("parameter in the residual state", name, specs)
-                for offset, values in mapping_of(name, pieces).items():
+                for offset, values in mapping_of(name, slices).items():
                     key = ResidualKey(name, ElementRange(offset_of(name, offset), size_of(name, values)), role)
                     loaded._load(key, values, specs[name].numel)
         states = mapping_of("states", state.get("states", {}))
@@ -245,140 +225,138 @@ class Residuals:
             self.states.load(states, merge=merge)
             if not merge:
                 self._open.clear()
-                self._pieces = loaded._pieces
+                self._slices = loaded._slices
                 return
-            for (name, role), held in loaded._pieces.items():
-                for where, piece in held.items():
-                    if piece.committed is not None:
-                        self._add(ResidualKey(name, where, role), piece.committed)
+            for (name, role), slices in loaded._slices.items():
+                for elements, each in slices.items():
+                    if each.committed is not None:
+                        self._add(ResidualKey(name, elements, role), each.committed)
 
     def _load(self, key: ResidualKey, values: torch.Tensor, numel: int) -> None:
-        where, pieces = key.range, self._pieces.setdefault((key.name, key.role), {})
-        if where.offset < 0 or where.end > numel:
+        elements, slices = key.range, self._slices.setdefault((key.name, key.role), {})
+        if elements.offset < 0 or elements.end > numel:
             raise ValueError(
-                f"Expected a residual within the {numel} elements of {key.name}, got elements "
-                f"{where.offset} to {where.end}. Do: load the state of a model with the same shapes."
+                f"{key.name} has {numel} elements, but the state has a residual for its elements {elements.offset} to "
+                f"{elements.end}. Load the state of a model with the same shapes."
             )
-        if any(overlap(where, other) for other in pieces):
+        if any(overlap(elements, other) for other in slices):
             raise ValueError(
-                f"Expected residuals of {key.name} that do not overlap, got a second one at element "
-                f"{where.offset}. Do: load the state of one rank, then that of others with merge=True."
+                f"The state has two residuals for element {elements.offset} of {key.name}. Load the state of one rank, "
+                "then those of others with merge=True."
             )
-        pieces[where] = ResidualSlice(values.detach().cpu().numpy().copy())
+        slices[elements] = ResidualSlice(values.detach().cpu().numpy().copy())
 
     # -- reports ---------------------------------------------------------------------------------------------
 
     def norms(self) -> dict[str, dict[Role, float]]:
-        """Euclidean norm of the state, by parameter name and role; roles that hold nothing are absent."""
+        """Return the 2-norms of the state by parameter name and role, without roles that hold nothing."""
         squares: dict[str, dict[Role, float]] = {}
         with self._lock:
-            for (name, role), pieces in self._pieces.items():
-                held = [piece.committed for piece in pieces.values() if piece.committed is not None]
-                if held and role in ROLES:
-                    total = sum(float(np.dot(values, values.astype(np.float64))) for values in held)
+            for (name, role), slices in self._slices.items():
+                arrays = [each.committed for each in slices.values() if each.committed is not None]
+                if arrays and role in ROLES:
+                    total = sum(float(np.dot(values, values.astype(np.float64))) for values in arrays)
                     squares.setdefault(name, {})[role] = total**0.5
         return squares
 
     def total(self) -> dict[str, np.ndarray]:
-        """By parameter name, the float64 sum over both roles of the state, up to the last element held."""
+        """Return the float64 sum of both roles by parameter name, up to the last element that has a residual."""
         totals: dict[str, np.ndarray] = {}
         with self._lock:
-            for (name, role), pieces in self._pieces.items():
-                for where, piece in pieces.items():
-                    if piece.committed is None or role not in ROLES:
+            for (name, role), slices in self._slices.items():
+                for elements, each in slices.items():
+                    if each.committed is None or role not in ROLES:
                         continue
                     before = totals.get(name, np.empty(0))
-                    totals[name] = np.zeros(max(where.end, before.size))
+                    totals[name] = np.zeros(max(elements.end, before.size))
                     totals[name][: before.size] = before
-                    totals[name][where.offset : where.end] += piece.committed
+                    totals[name][elements.offset : elements.end] += each.committed
         return totals
 
     @property
     def nbytes(self) -> int:
-        """Memory of all buffers, in bytes, and of the states."""
+        """Memory of all buffers and states, in bytes."""
         with self._lock:
-            return (
-                sum(
-                    buffer.nbytes
-                    for pieces in self._pieces.values()
-                    for piece in pieces.values()
-                    for buffer in (piece.committed, piece.staged, piece.spare)
-                    if buffer is not None
-                )
-                + self.states.nbytes
+            buffers = (
+                buffer
+                for slices in self._slices.values()
+                for each in slices.values()
+                for buffer in (each.committed, each.staged, each.spare)
             )
+            return sum(buffer.nbytes for buffer in buffers if buffer is not None) + self.states.nbytes
 
     # -- helpers; the lock is held ---------------------------------------------------------------------------
 
-    def _piece(self, key: ResidualKey) -> ResidualSlice:
-        """The piece of exactly this range, re-sliced from what overlaps it if there is none."""
-        pieces = self._pieces.setdefault((key.name, key.role), {})
-        found = pieces.get(key.range)
+    def _slice(self, key: ResidualKey) -> ResidualSlice:
+        """Return the slice of exactly this range. If there is none, re-slice those that overlap it."""
+        slices = self._slices.setdefault((key.name, key.role), {})
+        found = slices.get(key.range)
         if found is None:
             assert key.range.offset >= 0 and key.range.count >= 0, f"not a range: {key.range}"
-            found = pieces[key.range] = self._reslice(pieces, key.range)
+            found = slices[key.range] = self._reslice(slices, key.range)
         self._take_over(key, found)
         return found
 
     def _take_over(self, key: ResidualKey, found: ResidualSlice) -> None:
-        """Add what the other role holds of the range, for its encoder there is gone.
+        """Add what the other role holds of the range, because its encoder no longer exists.
 
-        A rank encodes each element once a step, in one role; a role that is asked for has taken the other's place
-        (after a resume, or a re-plan, under another strategy).
+        A rank encodes each element once per step, in one role. A role that is asked for has replaced the other one:
+        after a resume or a re-plan, under another strategy.
         """
         if key.role not in ROLES:
             return
         other: Role = "local" if key.role == "aggregate" else "aggregate"
-        pieces = self._pieces.get((key.name, other), {})
-        if not any(overlap(old, key.range) for old in pieces):
+        slices = self._slices.get((key.name, other), {})
+        if not any(overlap(old, key.range) for old in slices):
             return
-        left = self._reslice(pieces, key.range)
-        self._open = [piece for piece in self._open if piece is not left]
+        left = self._reslice(slices, key.range)
+        self._open = [each for each in self._open if each is not left]
         if left.staged is not None or found.staged is not None:
-            self._open = [piece for piece in self._open if piece is not found] + [found]
+            self._open = [each for each in self._open if each is not found] + [found]
             found.staged = sum_of(found.latest(), left.latest())
         found.committed = sum_of(found.committed, left.committed)
 
-    def _reslice(self, pieces: dict[ElementRange, ResidualSlice], where: ElementRange) -> ResidualSlice:
-        """Cut `where` out of the pieces that overlap it; what they hold outside of it remains as pieces."""
-        overlapping = [(old, pieces.pop(old)) for old in [old for old in pieces if overlap(old, where)]]
-        wanted = join(overlapping, where)
-        for old, piece in overlapping:
-            for rest in (
-                ElementRange(old.offset, where.offset - old.offset),
-                ElementRange(where.end, old.end - where.end),
+    def _reslice(self, slices: dict[ElementRange, ResidualSlice], wanted: ElementRange) -> ResidualSlice:
+        """Cut a range out of the slices that overlap it. What they hold outside the range remains."""
+        overlapping = [(old, slices.pop(old)) for old in [old for old in slices if overlap(old, wanted)]]
+        found = join(overlapping, wanted)
+        for old, each in overlapping:
+            for outside in (
+                ElementRange(old.offset, wanted.offset - old.offset),
+                ElementRange(wanted.end, old.end - wanted.end),
             ):
-                if rest.count > 0:
-                    pieces[rest] = join([(old, piece)], rest)
-                    self._note(pieces[rest])
-            self._open = [found for found in self._open if found is not piece]
-        self._note(wanted)
-        return wanted
+                if outside.count > 0:
+                    slices[outside] = join([(old, each)], outside)
+                    self._add_to_open(slices[outside])
+            self._open = [other for other in self._open if other is not each]
+        self._add_to_open(found)
+        return found
 
-    def _note(self, piece: ResidualSlice) -> None:
-        if piece.staged is not None:
-            self._open.append(piece)
+    def _add_to_open(self, found: ResidualSlice) -> None:
+        if found.staged is not None:
+            self._open.append(found)
 
     def _add(self, key: ResidualKey, values: np.ndarray) -> None:
-        """Add to the state, into the pieces that are there; only what none covers makes new ones."""
-        pieces = self._pieces.setdefault((key.name, key.role), {})
+        """Add to existing slices; make new ones only for the gaps between them."""
+        slices = self._slices.setdefault((key.name, key.role), {})
         at = key.range.offset
-        for old in sorted(old for old in pieces if overlap(old, key.range)):
+        for old in sorted(old for old in slices if overlap(old, key.range)):
             if at < old.offset:
                 gap = ElementRange(at, old.offset - at)
-                pieces[gap] = ResidualSlice(cut(values, key.range, gap).copy())
+                slices[gap] = ResidualSlice(cut(values, key.range, gap).copy())
             shared = intersection(old, key.range)
-            piece = pieces[old]
-            if piece.committed is None:
-                piece.committed = np.zeros(old.count, np.float32)
-            cut(piece.committed, old, shared)[:] += cut(values, key.range, shared)
+            found = slices[old]
+            if found.committed is None:
+                found.committed = np.zeros(old.count, np.float32)
+            cut(found.committed, old, shared)[:] += cut(values, key.range, shared)
             at = shared.end
         if at < key.range.end:
             gap = ElementRange(at, key.range.end - at)
-            pieces[gap] = ResidualSlice(cut(values, key.range, gap).copy())
+            slices[gap] = ResidualSlice(cut(values, key.range, gap).copy())
 
-    def _expect_closed(self, action: str) -> None:
+    def _expect_closed(self, call: str) -> None:
         if self._open:
             raise RuntimeError(
-                f"Expected no staged residuals in {action}, got {len(self._open)}. Do: commit() or rollback() first."
+                f"{call} is not possible while {len(self._open)} residuals are staged. Call commit() or rollback() "
+                "first."
             )
