@@ -47,7 +47,7 @@ def test_the_report_prints_as_a_table_with_figures_a_step() -> None:
     metrics = Metrics(events)
     play(events)
     lines = str(metrics.report(1, 3, 2, {"w": 3.0})).splitlines()
-    assert lines[0] == "gradwire on rank 1 of 3, 2 steps (figures a step)"
+    assert lines[0] == "gradwire on rank 1 of 3, 2 steps (figures per step)"
     assert lines[1].split()[:3] == ["tensor", "method", "elements"]
     expected = ["w", "threelc()", "ring", "1,000", "0.2", "20.0", "750.00", "125.00", "2000.00", "3"]
     assert lines[2].split() == expected

@@ -1,1 +1,1 @@
-"""Consumers of the event stream: metrics, reports, flight recorder files."""
+"""Consumers of the event stream: metrics and reports, notices, traces, and the flight recorder."""

@@ -1,4 +1,4 @@
-"""Metrics: what synchronization cost, per tensor and in all, gathered from the event stream."""
+"""Metrics: the cost of synchronization, per tensor and in total, collected from the event stream."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from gradwire.core.events import Event, EventStream
 
 @dataclass
 class TensorMetrics:
-    """Sums over all steps so far, for one tensor (or one batch of small ones, or a bucket), on this rank.
+    """Sums over all steps so far on this rank, for one tensor, fusion group or bucket.
 
-    The total adds up all rows, but for latencies, which overlap: its latency is that of the slowest row.
+    The total of a report adds up all rows. Only latencies overlap: the total's latency is that of the slowest row.
 
     Attributes:
-        method: compressor and strategy.
-        elements: elements of the tensor.
-        syncs: synchronizations that ended.
-        sent_bytes: frames handed to the transport, headers included.
-        dense_bytes: what a ring all-reduce of the uncompressed tensor would have sent: 2 (W − 1)/W of its bytes.
-        encode_seconds: encodes and merges.
-        decode_seconds: decodes.
-        latency_seconds: from submission to result.
-        residual_norm: 2-norm of what this rank holds back, both roles; filled in by the report.
-        late_elements: elements that this rank sent too late to be counted, and kept.
+        method: Compressor and strategy.
+        elements: Number of elements.
+        syncs: Number of completed synchronizations.
+        sent_bytes: Bytes handed to the transport, headers included.
+        dense_bytes: Bytes that a ring all-reduce of the uncompressed tensor would have sent: 2 (W − 1)/W of its size.
+        encode_seconds: Time of encodes and merges.
+        decode_seconds: Time of decodes.
+        latency_seconds: Time from submission to result.
+        residual_norm: 2-norm of this rank's residuals of both roles, at the time of the report.
+        late_elements: Elements that this rank sent too late to be counted, and kept in its residual.
     """
 
     method: str = ""
@@ -43,21 +43,21 @@ class TensorMetrics:
 
     @property
     def ratio(self) -> float:
-        """Dense bytes over sent bytes."""
+        """Dense bytes divided by sent bytes."""
         return self.dense_bytes / self.sent_bytes if self.sent_bytes else 1.0
 
 
 @dataclass
 class Report:
-    """What `handle.report()` returns: prints as a table, `as_dict` for machines.
+    """The result of `handle.report()`. It prints as a table; `as_dict` is for programs.
 
     Attributes:
-        rank: this rank.
-        world_size: ranks of the group.
-        steps: steps that the figures are of, which are those since the module was attached.
-        tensors: metrics by tensor, batch or bucket.
-        total: metrics of all rows together.
-        notes: what the user may not expect, as sentences that say what to do.
+        rank: This rank.
+        world_size: Number of ranks.
+        steps: Number of steps since the module was attached.
+        tensors: Metrics by tensor, fusion group or bucket.
+        total: Metrics of all rows together.
+        notes: Things that the user may not expect, as sentences that say what to do.
     """
 
     rank: int
@@ -104,11 +104,11 @@ class Report:
             )
             for row in rows
         ]
-        title = f"gradwire on rank {self.rank} of {self.world_size}, {self.steps} steps (figures a step)"
+        title = f"gradwire on rank {self.rank} of {self.world_size}, {self.steps} steps (figures per step)"
         return "\n".join([title, *lines, *self.notes])
 
     def _row(self, name: str, row: TensorMetrics) -> tuple[str, ...]:
-        # One divisor for all rows: a row that was not part of every step would not add up to the total otherwise.
+        # One divisor for all rows. Otherwise, rows that were not part of every step would not add up to the total.
         steps = self.steps or max((each.syncs for each in self.tensors.values()), default=0) or 1
         return (
             name,
@@ -124,16 +124,16 @@ class Report:
 
 
 class Metrics:
-    """Listens to an event stream and adds up, tensor by tensor."""
+    """Listens to an event stream and sums its events by tensor."""
 
     def __init__(self, events: EventStream) -> None:
         self._tensors: dict[str, TensorMetrics] = {}
-        self._row_of: dict[str, str] = {}  # by parameter name: the row that it was part of last
+        self._row_of: dict[str, str] = {}  # by parameter name: the last row that it was part of
         self._lock = threading.Lock()
         self.close = events.listen(self._on_event)
 
     def report(self, rank: int, world_size: int, steps: int, residual_norms: Mapping[str, float]) -> Report:
-        """Everything so far."""
+        """Return a report of all events so far."""
         with self._lock:
             rows = {name: TensorMetrics(**asdict(row)) for name, row in self._tensors.items()}
             row_of = dict(self._row_of)
@@ -150,9 +150,7 @@ class Metrics:
                 row = self._tensors.setdefault(event.tensor, TensorMetrics())
                 row.method, row.elements = event.detail["method"], event.detail["elements"]
                 row.dense_bytes += event.nbytes
-                row.sent_bytes += event.detail.get(
-                    "sent_bytes", 0
-                )  # by others than our transport, which counts its own
+                row.sent_bytes += event.detail.get("sent_bytes", 0)  # not by our transport, which emits its own events
                 self._row_of.update(dict.fromkeys(event.detail.get("members", ()), event.tensor))
                 return
             known = self._tensors.get(event.tensor)

@@ -1,8 +1,8 @@
-"""What users are told without having asked for a log: what takes long, and what was decided for them.
+"""Notices: messages that users see without configuring logging, about slow work and automatic decisions.
 
-Python's logging shows nobody what is below WARNING until someone configures it. A notice is logged at INFO by the
-logger `gradwire`; where that logger has no handler, its own or the root's, it goes to standard error. Whoever
-configures logging, in whatever way, decides alone. `GRADWIRE_QUIET=1` keeps notices to the log.
+By default, Python's logging does not show messages below WARNING. A notice is logged at INFO by the logger `gradwire`.
+If neither that logger nor the root logger has a handler, it is also printed to standard error. Any configuration of
+logging takes precedence. `GRADWIRE_QUIET=1` turns off printing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ logger = logging.getLogger("gradwire")
 
 
 def tell(message: str) -> None:
-    """Log a notice, or print it where logging is not configured. Call it on one rank only."""
+    """Log a notice, and print it if logging is not configured. Call it on one rank only."""
     logger.info("%s", message)
     silenced = logger.disabled or logger.level > logging.INFO or logger.manager.disable >= logging.INFO
     if not logger.hasHandlers() and not silenced and os.environ.get("GRADWIRE_QUIET", "0") in ("", "0"):
@@ -25,7 +25,7 @@ def tell(message: str) -> None:
 
 
 def seldom(say: Callable[[str], None], seconds: float = 2.0) -> Callable[[str], None]:
-    """Pass on a message only when the one before, or this call, was so long ago: signs of life of what may be quick."""
+    """Limit progress messages to one per `seconds`, the first after `seconds`. Quick work then prints nothing."""
     last = time.monotonic()
 
     def say_seldom(message: str) -> None:

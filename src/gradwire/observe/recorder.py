@@ -1,11 +1,11 @@
-"""The flight recorder: on the first failure, what this rank was doing goes to a file, for people and for programs.
+"""The flight recorder: writes what this rank was doing to a JSON file on the first failure.
 
-The file is JSON: the error (type, rank, tensor, phase), what was still waited for, when each peer was last heard, and
+The file has the error (type, rank, tensor, phase), the state of the engine (what it waited for, bytes per peer), and
 the latest events.
 
-Guarantees: no file that exists is touched, whoever has put a file or a link in the way. Among the system's temporary
-files, which are everybody's, the folder is this user's alone. Where a folder cannot be used, the file goes to a fresh
-one, and the log says so.
+Guarantees: existing files are never overwritten, not even through a link that someone else has created. The default
+folder in the system's temporary directory is private to the user. If a folder cannot be used, the file goes to a new
+one, with a warning in the log.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ logger = logging.getLogger("gradwire")
 
 
 def default_directory() -> Path:
-    """``$GRADWIRE_DUMP_DIR``, else this user's folder ``gradwire-UID`` among the system's temporary files; made here.
+    """Return ``$GRADWIRE_DUMP_DIR``, else the folder ``gradwire-UID`` in the temporary directory, which is created.
 
     Raises:
-        OSError: it cannot be made, or the one among the temporary files is not this user's alone.
+        OSError: The folder cannot be created, or is not private to this user.
     """
     if chosen := os.environ.get("GRADWIRE_DUMP_DIR"):
         return Path(chosen)
@@ -39,7 +39,7 @@ def default_directory() -> Path:
     found = directory.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise PermissionError(
-            f"{directory} is not a folder of user {os.getuid()} alone ({stat.filemode(found.st_mode)})"
+            f"{directory} is not a private folder of user {os.getuid()} ({stat.filemode(found.st_mode)})"
         )
     return directory
 
@@ -53,15 +53,18 @@ def write_dump(
     state: dict[str, Any],
     directory: Path | None = None,
 ) -> Path:
-    """Write the file and return its path; `error.dump` holds it too.
+    """Write the file, and return its path, which is also stored in `error.dump`.
 
     Args:
-        error: what ended the synchronizer.
-        state: more about the moment: what is waited for, bytes a peer.
-        directory: where the file goes; made where missing.
+        error: Error that ended the synchronizer.
+        rank: This rank.
+        world_size: Number of ranks.
+        events: Event stream, whose latest events are written.
+        state: State of the engine: what it waits for, bytes per peer.
+        directory: Folder of the file; created if missing. None is `default_directory`.
 
     Raises:
-        OSError: it can be written nowhere.
+        OSError: The file cannot be written, not even to a new temporary folder.
     """
     record = {
         "version": 1,
@@ -84,7 +87,7 @@ def write_dump(
         path = _write(directory or default_directory(), name, text)
     except OSError as problem:
         path = _write(Path(tempfile.mkdtemp(prefix="gradwire-")), name, text)
-        logger.warning("The flight recorder's folder cannot be used (%s). Its file went to %s.", problem, path.parent)
+        logger.warning("The flight recorder's folder cannot be used (%s). Its file is in %s.", problem, path.parent)
     error.dump = str(path)
     return path
 
@@ -92,6 +95,6 @@ def write_dump(
 def _write(directory: Path, name: str, text: str) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / name
-    with path.open("x") as file:  # neither an existing file nor, with O_EXCL, what a link points to
+    with path.open("x") as file:  # fails if the file exists and, because of O_EXCL, if it is a link
         file.write(text)
     return path

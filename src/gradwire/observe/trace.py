@@ -1,16 +1,16 @@
-"""Traces: what every rank did when, as Chrome trace JSON, for ui.perfetto.dev and chrome://tracing.
+"""Traces: what each rank did and when, as Chrome trace JSON for ui.perfetto.dev and chrome://tracing.
 
-One file a rank; several load together, since times are of the clock on the wall. A process is a rank. Its rows:
+One file per rank. Files of several ranks can be loaded together, because they use wall-clock time. Each rank is a
+process with these rows:
 
-- ``codec``: every encode, merge and decode; sums of preliminary rounds are merges, too.
+- ``codec``: encodes, merges and decodes. Reductions of preliminary rounds are merges.
 - ``send``: handing frames to the transport.
-- ``recv from rank P``: what arrived from there, each frame from the arrival before it, or from when it was first
-  waited for, if that was later; on a busy link that is its time on the way.
+- ``recv from rank P``: received frames. Each starts when the frame before it arrived or when the rank began to wait for
+  it, whichever is later. On a busy link, that is the transfer time.
 - ``tensor NAME``: from submission to the mean.
 
-Guarantees: events of a row never overlap; memory does not grow with the trace, which goes to the file as it comes; a
-file that was not closed, because its process was killed, loads all the same up to its last lines. Does not say when
-bytes left the host.
+Guarantees: events of a row never overlap. Memory does not grow, because events are written as they come. A file of a
+killed process still loads, except for its last lines. A trace does not show when bytes left the host.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _CODEC = ("encode", "merge", "decode")
 
 
 class Trace:
-    """Writes the events of a stream to a file, from its making until `close`. A context manager.
+    """Writes the events of a stream to a file until `close`. A context manager.
 
     Args:
-        events: what is listened to.
-        path: the file; ``{rank}`` in it stands for the rank, which otherwise goes before the suffix.
-        rank: whose events.
-        world_size: ranks of the group.
+        events: Event stream.
+        path: File. ``{rank}`` in it stands for the rank; without it, the rank is inserted before the suffix.
+        rank: This rank.
+        world_size: Number of ranks.
 
     Attributes:
-        path: this rank's file.
+        path: File of this rank.
     """
 
     def __init__(self, events: EventStream, path: str | Path, rank: int, world_size: int) -> None:
@@ -47,12 +47,12 @@ class Trace:
         self._rank = rank
         self._offset = time.time() - time.monotonic()
         self._lock = threading.Lock()
-        self._ends: dict[str, int] = {}  # by row, when its latest event ended
+        self._ends: dict[str, int] = {}  # by row: end of its latest event, in microseconds
         self._rows: dict[str, int] = {}
         self._file = self.path.open("w", buffering=_BUFFER_BYTES)
         self._file.write("[\n")
-        self._about("process_name", name=f"rank {rank} of {world_size}", comma=False)
-        self._about("process_sort_index", sort_index=rank)
+        self._metadata("process_name", name=f"rank {rank} of {world_size}", comma=False)
+        self._metadata("process_sort_index", sort_index=rank)
         self._stop = events.listen(self._on_event)
 
     def close(self) -> None:
@@ -80,9 +80,9 @@ class Trace:
             if event.kind in _CODEC:
                 self._complete(event, "codec", event.detail.get("phase", event.kind))
             elif event.kind == "send":
-                self._complete(event, "send", f"send to {_end(event.peer)}")
+                self._complete(event, "send", f"send to {_peer_name(event.peer)}")
             elif event.kind == "recv":
-                self._complete(event, f"recv from {_end(event.peer)}", event.detail.get("phase", event.kind))
+                self._complete(event, f"recv from {_peer_name(event.peer)}", event.detail.get("phase", event.kind))
             elif event.kind == "done":
                 self._complete(event, self._free_row(f"tensor {event.tensor}", event), event.tensor)
             else:
@@ -103,7 +103,7 @@ class Trace:
             self._file.flush()
 
     def _free_row(self, row: str, event: Event) -> str:
-        """Another row where a tensor is on its way twice at once."""
+        """Return the row, or another one if the tensor is synchronized twice at the same time."""
         found, number, start = row, 1, self._micros(event.start)
         while self._ends.get(found, start) > start:
             number += 1
@@ -118,11 +118,11 @@ class Trace:
     def _row(self, row: str) -> int:
         if row not in self._rows:
             self._rows[row] = number = len(self._rows)
-            self._about("thread_name", tid=number, name=row)
-            self._about("thread_sort_index", tid=number, sort_index=_place(row))
+            self._metadata("thread_name", tid=number, name=row)
+            self._metadata("thread_sort_index", tid=number, sort_index=_sort_index(row))
         return self._rows[row]
 
-    def _about(self, what: str, *, tid: int = 0, comma: bool = True, **args: Any) -> None:
+    def _metadata(self, what: str, *, tid: int = 0, comma: bool = True, **args: Any) -> None:
         self._line({"ph": "M", "name": what, "pid": self._rank, "tid": tid, "args": args}, comma)
 
     def _write(self, event: Event, fields: dict[str, Any]) -> None:
@@ -136,19 +136,19 @@ class Trace:
         self._file.write((",\n" if comma else "") + json.dumps(fields, default=str))
 
 
-def _end(peer: int | None) -> str:
+def _peer_name(peer: int | None) -> str:
     return "the aggregator" if peer is None else f"rank {peer}"
 
 
 def path_of(path: str | Path, rank: int) -> Path:
-    """The file of one rank."""
+    """Return the file of one rank."""
     path = Path(path)
     if "{rank}" in str(path):
         return Path(str(path).replace("{rank}", str(rank)))
     return path.with_name(f"{path.stem}.rank{rank}{path.suffix or '.json'}")
 
 
-def _place(row: str) -> int:
-    """Where a row stands: codec and link above tensors."""
+def _sort_index(row: str) -> int:
+    """Return the position of a row: codec and link above tensors."""
     kinds = ("step", "codec", "send", "recv", "tensor")
     return kinds.index(row.split(" ", 1)[0])
