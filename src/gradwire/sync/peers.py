@@ -26,6 +26,7 @@ import torch.distributed as dist
 from gradwire.core.errors import GradwireError, SyncError
 from gradwire.core.events import Event, EventStream
 from gradwire.net.store import BoundedStore
+from gradwire.net.tcp import TcpTransport
 from gradwire.net.transport import Transport
 from gradwire.observe.recorder import write_dump
 from gradwire.observe.trace import Trace
@@ -76,8 +77,6 @@ class Peers:
 
     def _start(self, transport: Transport | None, tensors: TensorRegistry, residuals: Residuals) -> None:
         if transport is None:
-            from gradwire.net.tcp import TcpTransport
-
             transport = TcpTransport.connect(
                 self._info.store, self.rank, self.world_size, timeout=self.timeout, name="ranks"
             )
