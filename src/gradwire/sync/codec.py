@@ -129,14 +129,18 @@ class LossyCodec:
 
     def decode(self, chunk: Chunk, message: EncodedChunk, stage: int) -> None:
         """Overwrite the gradient with the mean that `message` carries."""
+        self._decode(self.compressor, chunk, message, stage, self._stats_of(chunk, stage))
+
+    def _decode(
+        self, compressor: Compressor, chunk: Chunk, message: EncodedChunk, stage: int, stats: Sequence[np.ndarray] = ()
+    ) -> None:
         out = self.job.values[chunk.slice]
         if not message.used:
             out.zero_()
             return
         self.job.nonfinite |= message.nonfinite
-        context, stats = self._context(chunk, stage, message.sender), self._stats_of(chunk, stage)
         with blame(self, message):
-            self.compressor.decode(_payload(message), context, out, stats=stats)
+            compressor.decode(_payload(message), self._context(chunk, stage, message.sender), out, stats=stats)
 
     def decode_sum(self, chunk: Chunk, messages: Sequence[EncodedChunk]) -> None:
         """Overwrite the gradient with the sum of all ranks' payloads."""
@@ -237,13 +241,7 @@ class LossyCodec:
 
     def decode_dense(self, chunk: Chunk, message: EncodedChunk) -> None:
         """Overwrite the gradient with a mean that is not compressed."""
-        out = self.job.values[chunk.slice]
-        if not message.used:
-            out.zero_()
-            return
-        self.job.nonfinite |= message.nonfinite
-        with blame(self, message):
-            DENSE.decode(_payload(message), self._context(chunk, 0, message.sender), out)
+        self._decode(DENSE, chunk, message, 0)
 
     # -- helpers ---------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from gradwire.residuals.transaction import Residuals
 from gradwire.sync.codec import DENSE, LossyCodec, make_codec
 from gradwire.sync.engine import ReceivedFrame
 from gradwire.sync.fusion import FusionCodec, FusionGroup
-from gradwire.sync.graph import FrameKey, Task, TaskGraph
+from gradwire.sync.graph import FrameKey, Primitive, Task, TaskGraph
 from gradwire.sync.job import Chunk, EncodedChunk, TensorJob
 from gradwire.sync.nodes import Nodes
 from gradwire.wire.frame import HEADER_BYTES, FrameKind, Header
@@ -96,26 +96,16 @@ class Builder:
 
     def merge(self, chunk: Chunk, messages: Sequence[Task], stage: int, phase: str) -> Task:
         """Decode received chunks, add this rank's gradient or its node's sum, and encode the total."""
-
-        def run() -> EncodedChunk:
-            return self._codec.merge(chunk, [message_of(task) for task in messages], stage)
-
-        return self.graph.add("merge", phase, run, [*messages, *self._inputs(chunk, self._codec.encodes_own(stage))])
+        after = self._inputs(chunk, self._codec.encodes_own(stage))
+        return self._add("merge", phase, messages, lambda *found: self._codec.merge(chunk, found, stage), after)
 
     def decode(self, chunk: Chunk, message: Task, stage: int, phase: str, after: Sequence[Task] = ()) -> Task:
         """Overwrite the gradient with the mean, after the tasks that still need the gradient."""
-        return self.graph.add(
-            "decode", phase, lambda: self._codec.decode(chunk, message_of(message), stage), [message, *after]
-        )
+        return self._add("decode", phase, [message], lambda mean: self._codec.decode(chunk, mean, stage), after)
 
     def decode_sum(self, chunk: Chunk, messages: Sequence[Task], phase: str) -> Task:
         """Overwrite the gradient with the sum of all ranks' messages, in rank order."""
-        return self.graph.add(
-            "decode",
-            phase,
-            lambda: self._codec.decode_sum(chunk, [message_of(task) for task in messages]),
-            messages,
-        )
+        return self._add("decode", phase, messages, lambda *found: self._codec.decode_sum(chunk, found))
 
     def send(self, message: Task, peer: int, chunk: Chunk, stage: int, phase: str) -> Task:
         """Send an encoded chunk, made here or received, to `peer`."""
@@ -135,30 +125,23 @@ class Builder:
         """Encode this rank's gradient without compression."""
         return self.graph.add("encode", phase, lambda: self._codec.encode_dense(chunk))
 
-    def merge_dense(
-        self, chunk: Chunk, messages: Sequence[Task], members: list[int], phase: str = "merge reduce"
-    ) -> Task:
+    def merge_dense(self, chunk: Chunk, messages: Sequence[Task], members: list[int], phase: str) -> Task:
         """Add the dense gradients of the node's other ranks to this rank's. The sum replaces it from now on.
 
         Args:
             members: Ranks that have such a sum of the chunk.
         """
-        run = lambda: self._codec.merge_dense(chunk, [message_of(task) for task in messages])  # noqa: E731
-        task = self.graph.add("merge", phase, run, messages)
+        task = self._add("merge", phase, messages, lambda *found: self._codec.merge_dense(chunk, found))
         self._node_sums[chunk.index] = task, members
         return task
 
     def encode_mean(self, chunk: Chunk, mean: Task, decoded: Task, phase: str) -> Task:
         """Encode the mean without compression. It came with `mean`, and `decoded` has written it."""
-        return self.graph.add(
-            "encode", phase, lambda: self._codec.encode_mean(chunk, message_of(mean)), [mean, decoded]
-        )
+        return self._add("encode", phase, [mean], lambda found: self._codec.encode_mean(chunk, found), [decoded])
 
     def decode_dense(self, chunk: Chunk, message: Task, phase: str, after: Sequence[Task] = ()) -> Task:
         """Overwrite the gradient with a mean that is not compressed, after the tasks that still need the gradient."""
-        return self.graph.add(
-            "decode", phase, lambda: self._codec.decode_dense(chunk, message_of(message)), [message, *after]
-        )
+        return self._add("decode", phase, [message], lambda mean: self._codec.decode_dense(chunk, mean), after)
 
     def send_dense(self, message: Task, peer: int, chunk: Chunk, stage: int, phase: str) -> Task:
         """Send a chunk that is not compressed to `peer`."""
@@ -193,24 +176,28 @@ class Builder:
             self.send(mine, peer, chunk, stage, "send stats")
             messages[peer] = self._recv(peer, FrameKind.STATS, chunk, stage, "recv stats")
         ordered = [messages[rank] for rank in members]
-        reduce = self.graph.add(
-            "merge",
-            "merge stats",
-            lambda: self._codec.reduce_stats(chunk, [message_of(task) for task in ordered]),
-            ordered,
-        )
-        return [reduce]
+        return [self._add("merge", "merge stats", ordered, lambda *found: self._codec.reduce_stats(chunk, found))]
 
-    # -- frames ----------------------------------------------------------------------------------------------
+    # -- tasks and frames ------------------------------------------------------------------------------------
+
+    def _add(
+        self,
+        kind: Primitive,
+        phase: str,
+        messages: Sequence[Task],
+        run: Callable[..., Any],
+        after: Sequence[Task] = (),
+        peer: int | None = None,
+    ) -> Task:
+        """Add a task that calls `run` with the encoded chunks of `messages`, after these and `after`."""
+        return self.graph.add(kind, phase, lambda: run(*map(message_of, messages)), [*messages, *after], peer)
 
     def _recv(self, peer: int, kind: FrameKind, chunk: Chunk, stage: int, phase: str) -> Task:
         return self.graph.recv(phase, FrameKey(peer, kind, self.job.round, self.job.tensor, stage, chunk.index))
 
     def _add_send(self, message: Task, peer: int, chunk: Chunk, stage: int, phase: str, compressor: str) -> Task:
-        def run() -> None:
-            self._send(peer, message_of(message), chunk, stage, compressor)
-
-        return self.graph.add("send", phase, run, [message], peer)
+        run = lambda found: self._send(peer, found, chunk, stage, compressor)  # noqa: E731
+        return self._add("send", phase, [message], run, peer=peer)
 
     def _send(self, peer: int, message: EncodedChunk, chunk: Chunk, stage: int, compressor: str) -> None:
         job = self.job

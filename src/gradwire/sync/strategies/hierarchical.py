@@ -62,7 +62,8 @@ def _build_owner(builder: Builder, chunk: Chunk, home: tuple[int, ...], owners: 
     """Add an owner's tasks: the node's sum, scatter-reduce among owners, and the mean for the node."""
     rank = builder.rank
     local = [peer for peer in home if peer != rank]
-    builder.merge_dense(chunk, [builder.recv_dense(peer, chunk, REDUCE, "recv reduce") for peer in local], owners)
+    theirs = [builder.recv_dense(peer, chunk, REDUCE, "recv reduce") for peer in local]
+    builder.merge_dense(chunk, theirs, owners, "merge reduce")
     if rank == merger:
         others = [peer for peer in owners if peer != rank]
         theirs = [builder.recv(peer, chunk, SCATTER, "recv scatter") for peer in others]
