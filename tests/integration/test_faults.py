@@ -65,7 +65,7 @@ def test_a_rank_that_attaches_alone_ends_with_advice_and_the_others_with_it() ->
     alone, *others = launch("faults.lonely_attach", 3)
     assert alone.exit_code == 1
     assert "PeerTimeoutError: Ranks 1, 2 did not reach this call" in alone.output
-    assert "Make the same gradwire calls on every rank, attach included" in alone.output
+    assert "Make the same gradwire calls on every rank, including attach" in alone.output
     for outcome in others:
         assert outcome.exit_code, f"still running, or ended well: {outcome}"
         assert "Connection closed by peer" in outcome.output
