@@ -1,4 +1,4 @@
-"""What a host of the lab runs: host 0 the aggregation server, over UDP, the others a worker each; prints JSON.
+"""Program of a host in the lab: host 0 runs the aggregation server over UDP, the others one worker each. Prints JSON.
 
 aggregation_host.py ROUNDS [multicast]
 """
@@ -25,7 +25,7 @@ CONFIG = SessionConfig(WORKERS, (jobs.WIDE,), (Stream(Operation.SUM, 200_000), S
 
 
 def digest(rounds: int) -> str:
-    """Of what all rounds must give: a model without a network."""
+    """Digest of the expected results of all rounds, by a model without a network."""
     found = hashlib.sha256()
     for round_ in range(rounds):
         for stream in range(2):

@@ -1,4 +1,4 @@
-"""An aggregation server on a thread and its clients, for tests."""
+"""An aggregation server on a thread, and its clients."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ class Job:
         return self.clients
 
     def end(self) -> Any:
-        """What the server ended with."""
+        """The error that the server ended with, or None."""
         self.servers[-1].join(WAIT)
         return self.ends[-1]
 
 
 @contextlib.contextmanager
 def aggregation_job() -> Iterator[Job]:
-    """A job that has ended when this has."""
+    """A job that ends with the `with` block."""
     made = Job()
     yield made
     for client in made.clients:

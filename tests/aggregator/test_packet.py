@@ -1,4 +1,4 @@
-"""The packet: its one form, and that no flipped bit passes."""
+"""Packets: their layout, and that no flipped bit passes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_no_flipped_bit_of_a_recorded_exchange_passes():
             unpack(packet + b"\x00")
 
 
-def test_a_contribution_that_does_not_fit_the_terms_changes_nothing():
+def test_a_contribution_that_does_not_fit_the_configuration_changes_nothing():
     end = AggregatorStateMachine(config(), EPOCH)
     wrong = [
         pack(PacketKind.DATA, PacketKey(3, 2, 0), 0, EPOCH, b""),
@@ -82,7 +82,7 @@ def test_a_contribution_is_sent_again_with_the_same_bytes():
     assert first.tobytes() == again.tobytes()
 
 
-def test_a_worker_that_is_far_behind_is_told_so():
+def test_a_worker_that_is_far_behind_gets_obsolete():
     end = AggregatorStateMachine(config(), EPOCH)
     for round_ in (3, 4):
         for worker in range(2):
@@ -91,7 +91,7 @@ def test_a_worker_that_is_far_behind_is_told_so():
     assert (to, unpack(packet).kind) == (1, PacketKind.OBSOLETE)
 
 
-def test_a_round_under_way_is_not_thrown_away_for_a_later_one():
+def test_a_later_round_does_not_discard_the_current_one():
     end = AggregatorStateMachine(config(), EPOCH)
     end.receive(pack(PacketKind.DATA, PacketKey(3, 1, 0), 0, EPOCH, payload(1)), 0.0)
     with pytest.raises(FrameError, match="while round 3 is not complete"):

@@ -1,4 +1,4 @@
-"""The aggregation server over real sockets: sums, ends, processes that are killed."""
+"""The aggregation server over real sockets: sums, shutdown, killed processes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_results_may_be_multicast(job):
 
 @pytest.mark.parametrize("udp", [False, True])
 def test_a_name_of_this_machine_is_one_address_for_connection_and_datagrams(job, monkeypatch, udp):
-    """Also where the system knows localhost as ::1 first, and the server listens at 127.0.0.1."""
+    """Even if localhost resolves to ::1 first and the server listens at 127.0.0.1."""
     look_up = socket.getaddrinfo
 
     def ipv6_first(host: Any, port: Any, family: int = 0, *rest: Any, **options: Any) -> list[Any]:
@@ -79,8 +79,8 @@ def test_small_buffers_and_many_workers(job):
     check_round(job.join(address, config), 0)
 
 
-def test_counters_are_what_happened_to_datagrams(job, caplog):
-    """All that workers have sent has come, was dropped or, had it been damaged, does not carry the tag."""
+def test_counters_account_for_all_datagrams(job, caplog):
+    """Every packet sent was received, dropped, or forged because it was damaged."""
     address = job.serve(udp=True, drop=0.1)
     clients = job.join(address, jobs.config())
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
@@ -108,7 +108,7 @@ def test_counters_are_what_happened_to_datagrams(job, caplog):
 # -- ends ---------------------------------------------------------------------------------------------------
 
 
-def test_workers_that_expect_different_things_are_told_so(job):
+def test_workers_with_different_configurations_are_refused(job):
     address = job.serve(workers=2)
     first = AggregationClient(address, jobs.config(2), 0)
     job.clients.append(first)
@@ -119,7 +119,7 @@ def test_workers_that_expect_different_things_are_told_so(job):
         first.submit(0, 1, None, np.empty(40, np.float32)).result(WAIT)
 
 
-def test_packets_that_fit_no_datagram_are_refused_with_advice(job):
+def test_packets_too_large_for_a_datagram_are_refused_with_advice(job):
     config = SessionConfig(1, (jobs.WIDE,), (Stream(Operation.SUM, 100_000),), packet_elements=65_536)
     with pytest.raises(SyncError, match="packet_elements=31744 or less") as caught:
         AggregationClient(job.serve(workers=1, udp=True), config, 0)
@@ -128,7 +128,7 @@ def test_packets_that_fit_no_datagram_are_refused_with_advice(job):
     job.join(job.serve(workers=1, udp=True), fitting)
 
 
-def test_packets_that_were_made_of_whole_blocks_are_refused_with_advice_on_the_block(job):
+def test_packets_of_whole_blocks_are_refused_with_advice_on_the_block(job):
     streams = (Stream(Operation.SUM, 100_000),)
     config = SessionConfig(2, (jobs.WIDE,), streams, packet_elements=65_536)
     with pytest.raises(SyncError, match="packet_elements=31744 or less, or start the server without --udp"):
@@ -138,7 +138,7 @@ def test_packets_that_were_made_of_whole_blocks_are_refused_with_advice_on_the_b
         AggregationClient(job.serve(workers=3, udp=True), partial, 0)
 
 
-def test_a_worker_that_gives_up_ends_the_job_of_all(job):
+def test_a_worker_that_fails_ends_the_job_on_all_workers(job):
     clients = job.join(job.serve(), jobs.config())
     waiting = submit_all(clients[0], 0)
     clients[1].close("its disk is full")
@@ -147,7 +147,7 @@ def test_a_worker_that_gives_up_ends_the_job_of_all(job):
     assert "its disk is full" in str(job.end())
 
 
-def test_a_worker_that_finishes_first_ends_the_job_of_all(job):
+def test_a_worker_that_finishes_early_ends_the_job_on_all_workers(job):
     clients = job.join(job.serve(), jobs.config())
     waiting = submit_all(clients[0], 0)
     clients[2].close()
@@ -168,7 +168,7 @@ def test_a_worker_that_holds_up_a_result_is_named(job, udp):
     assert error.rank == 2
 
 
-def test_a_server_that_is_not_there(job):
+def test_an_unreachable_server(job):
     address = job.serve(workers=1)
     job.join(address, jobs.config(1))[0].close()
     job.end()
@@ -176,7 +176,7 @@ def test_a_server_that_is_not_there(job):
         AggregationClient(address, jobs.config(1), 0, timeout=SHORT)
 
 
-def test_an_older_session_is_fenced(job):
+def test_an_older_session_is_refused(job):
     address = job.serve(workers=2, udp=True)
     config = jobs.config(2)
     old = job.join(address, config, session=5)
@@ -192,7 +192,7 @@ def test_an_older_session_is_fenced(job):
     check_round(new, 1)
 
 
-def test_what_does_not_fit_the_terms_is_refused_at_once(job):
+def test_arguments_that_do_not_fit_the_configuration_are_refused_at_once(job):
     config = jobs.config(1)
     client = job.join(job.serve(workers=1), config)[0]
     out = np.empty(40, np.float32)
@@ -207,7 +207,7 @@ def test_what_does_not_fit_the_terms_is_refused_at_once(job):
         client.submit(3, 1, np.zeros(40, np.float32), out)
 
 
-def test_it_wants_a_key_beyond_loopback_and_datagrams_for_multicast(monkeypatch):
+def test_a_key_is_needed_beyond_loopback_and_datagrams_for_multicast(monkeypatch):
     monkeypatch.delenv("GRADWIRE_JOB_KEY", raising=False)
     monkeypatch.delenv("GRADWIRE_JOB_KEY_FILE", raising=False)
     with pytest.raises(OptionError, match="GRADWIRE_JOB_KEY_FILE"):
@@ -223,7 +223,7 @@ def test_it_wants_a_key_beyond_loopback_and_datagrams_for_multicast(monkeypatch)
 
 
 class Relay:
-    """A line to a server that can be cut."""
+    """A connection to a server that can be cut."""
 
     def __init__(self, address: tuple[str, int]) -> None:
         self._to = address
@@ -259,7 +259,7 @@ class Relay:
                 sink.shutdown(socket.SHUT_RDWR)
 
 
-def test_a_worker_that_is_lost_for_a_moment_before_all_have_come_is_waited_for(job):
+def test_a_worker_that_reconnects_before_all_have_joined_is_waited_for(job):
     patience = 2.0
     events: queue.SimpleQueue[str] = queue.SimpleQueue()
     address = job.serve(workers=2, patience=timedelta(seconds=patience), on_event=events.put)
@@ -288,7 +288,7 @@ def serve_process(line: Any, port: int, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.parametrize("udp", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_server_that_is_killed_or_stopped_comes_back_and_no_result_changes(job, udp, number):
+def test_restarting_a_killed_or_stopped_server_changes_no_result(job, udp, number):
     options = {"workers": 2, "udp": udp}
     first = Process(serve_process, 0, options)
     port = first.hear("port")
@@ -324,7 +324,7 @@ def work(client: AggregationClient, rounds: range) -> None:
             future.result(WAIT)
 
 
-def test_a_worker_that_is_killed_ends_the_job_with_its_name(job):
+def test_a_killed_worker_ends_the_job_with_an_error_that_names_it(job):
     address = job.serve(workers=2, patience=timedelta(seconds=0.5))
     worker = Process(work_process, address[1])
     client = AggregationClient(address, jobs.config(2), 0)

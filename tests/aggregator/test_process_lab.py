@@ -1,4 +1,4 @@
-"""The aggregation server on links that lose packets: what comes out is what comes out without loss."""
+"""The aggregation server on links that lose packets: the results are the same as without loss."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def window(sent: int = 4) -> Window:
     return made
 
 
-def test_the_timeout_follows_what_is_measured():
+def test_the_timeout_follows_the_measured_round_trip():
     trip = RoundTrip()
     assert trip.timeout == FIRST_SECONDS
     for _ in range(100):
@@ -29,7 +29,7 @@ def test_the_timeout_follows_what_is_measured():
     assert trip.timeout > 0.2
 
 
-def test_while_nothing_is_answered_one_packet_is_a_probe_ever_more_rarely():
+def test_without_answers_one_packet_is_a_probe_at_growing_intervals():
     sent, now, again = window(), 0.0, []
     while now < 3:
         again += [(now, key) for key in sent.due(now).again]
@@ -42,7 +42,7 @@ def test_while_nothing_is_answered_one_packet_is_a_probe_ever_more_rarely():
     assert gaps == sorted(gaps)
 
 
-def test_what_was_sent_before_something_that_has_arrived_goes_again_at_once():
+def test_packets_sent_before_an_answered_one_are_sent_again_at_once():
     sent = window()
     sent.send(KEYS[10], 0.005)
     sent.finish(KEYS[10], 0.010)
@@ -58,7 +58,7 @@ def test_a_held_packet_is_asked_for_and_not_sent_again():
     assert 2 <= sum(len(due.ask) for due in found) < 10
 
 
-def test_the_width_grows_by_answers_and_halves_once_for_a_loss():
+def test_the_width_grows_with_answers_and_halves_once_per_loss():
     sent = window(FIRST_WIDTH)
     assert not sent.has_room
     for key in KEYS[1:FIRST_WIDTH]:
@@ -71,7 +71,7 @@ def test_the_width_grows_by_answers_and_halves_once_for_a_loss():
     assert not sent.has_room
 
 
-def test_what_the_server_lacks_is_recalled_once():
+def test_a_packet_is_recalled_once():
     sent = window(1)
     assert sent.recall(KEYS[0])
     assert not sent.recall(KEYS[0])
@@ -89,7 +89,7 @@ def held() -> ResultPolling:
 
 
 def asked_until(end: float, waiting: ResultPolling, now: float = 0.0) -> list[tuple[float, PacketKey]]:
-    """What is asked for while nothing comes, or the server says each time that it still waits."""
+    """Results asked for while the server answers each time that it still waits."""
     asked = []
     while now < end:
         for key in waiting.due(now, TRIP):
@@ -99,13 +99,13 @@ def asked_until(end: float, waiting: ResultPolling, now: float = 0.0) -> list[tu
     return asked
 
 
-def test_one_at_a_time_is_asked_for_ever_more_rarely_while_the_server_waits():
+def test_one_result_at_a_time_is_asked_for_at_growing_intervals_while_the_server_waits():
     times = [time for time, _ in asked_until(10.0, held())]
     assert 3 <= len(times) <= 8
     assert len(set(times)) == len(times)
 
 
-def test_results_that_come_one_by_one_are_no_reason_to_ask_for_the_others():
+def test_results_that_arrive_one_by_one_trigger_no_questions():
     waiting = held()
     for step, key in enumerate(KEYS):
         now = 0.1 + step / 1000
@@ -114,7 +114,7 @@ def test_results_that_come_one_by_one_are_no_reason_to_ask_for_the_others():
     assert waiting.deadline(TRIP) is None
 
 
-def test_answers_that_are_results_let_ever_more_be_asked_for():
+def test_answers_with_results_widen_polling():
     waiting, now, numbers = held(), waiting_for(held()), []
     while waiting.deadline(TRIP) is not None:
         keys = waiting.due(now, TRIP)
@@ -126,13 +126,13 @@ def test_answers_that_are_results_let_ever_more_be_asked_for():
 
 
 def waiting_for(waiting: ResultPolling) -> float:
-    """When the first may be asked for, jitter included."""
+    """When the first may be asked for, including jitter."""
     found = waiting.deadline(TRIP)
     assert found is not None
     return 1.3 * found
 
 
-def test_what_is_forgotten_is_not_asked_for():
+def test_dropped_packets_are_not_asked_for():
     waiting = held()
     assert all(waiting.drop(key) for key in KEYS)
     assert not waiting.drop(KEYS[0])

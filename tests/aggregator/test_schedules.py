@@ -1,4 +1,4 @@
-"""Exactly once, whatever the network does: schedules of loss, repetition, reordering, cuts, flipped bits and restarts.
+"""Exactly-once aggregation under loss, repetition, reordering, truncation, flipped bits and restarts.
 
 `python -m tests.schedules --schedules 100000` is the long form.
 """
@@ -31,7 +31,7 @@ def test_every_contribution_is_added_exactly_once(loss):
         jobs.check(run, ROUNDS)
 
 
-def test_a_few_of_the_long_campaign():
+def test_some_schedules_of_the_long_campaign():
     for seed in range(80):
         campaign.schedule(seed)
 
@@ -45,7 +45,7 @@ def test_without_faults_nothing_is_sent_twice():
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.01])
-def test_counters_are_what_the_network_did(spread):
+def test_counters_agree_with_the_network(spread):
     job = jobs.config()
     run = jobs.simulation(job, range(20), dataclasses.replace(HARSH, spread=spread), 1)
     assert run.run(until=1000)
@@ -66,7 +66,7 @@ def test_counters_are_what_the_network_did(spread):
     assert sum(end.stale + end.refused for end in ends) == 0
 
 
-def test_a_server_that_comes_back_with_nothing_changes_no_result():
+def test_restarts_of_the_server_change_no_result():
     job = jobs.config()
     for seed in range(30):
         run = jobs.simulation(job, ROUNDS, HARSH, seed, pace=lambda worker, place: 0.01 * worker)
@@ -80,7 +80,7 @@ def test_a_server_that_comes_back_with_nothing_changes_no_result():
 
 
 def test_packets_of_another_round_are_never_added():
-    """Replays every packet of round k in rounds k + 1, k + 2^8, 2^16 and 2^32."""
+    """Packets of round k are replayed in rounds k + 1, k + 2^8, k + 2^16 and k + 2^32."""
     job = jobs.config()
     rounds = [5, 6, 5 + 2**8, 5 + 2**16, 5 + 2**32, 2**64 - 2]
     run = jobs.simulation(job, rounds, Faults(spread=0.002), 3)
@@ -99,7 +99,7 @@ def test_packets_of_another_round_are_never_added():
     assert run.server_counters[0].duplicates > 50
 
 
-def test_a_small_buffer_and_many_workers_lose_packets_and_nothing_else():
+def test_incast_into_a_small_buffer_loses_packets_and_nothing_else():
     job = jobs.config(16)
     incast = Faults(rate=1e6, buffer_bytes=4096)
     run = jobs.simulation(job, ROUNDS, incast, 0, window=64)
@@ -111,7 +111,7 @@ def test_a_small_buffer_and_many_workers_lose_packets_and_nothing_else():
 # -- stragglers ---------------------------------------------------------------------------------------------
 
 
-def test_partial_sums_name_who_is_in_them():
+def test_partial_sums_name_their_workers():
     job = jobs.config(4, fraction=0.75)
     for seed in range(15):
         rng = random.Random(seed)
@@ -137,7 +137,7 @@ def test_a_slow_worker_is_left_out_a_bounded_number_of_times_in_a_row(most):
     assert bool(most) <= longest <= most
 
 
-def test_a_new_server_that_might_count_others_ends_the_job():
+def test_a_restart_with_partial_sums_ends_the_job():
     job = jobs.config(4, fraction=0.75)
     run = jobs.simulation(job, ROUNDS, Faults(), 0)
     assert not run.run(until=0.0007)
@@ -149,14 +149,14 @@ def test_a_new_server_that_might_count_others_ends_the_job():
 
 
 def test_timers_follow_the_round_trip():
-    """Steps of the round trip between 0.05 and 200 ms, without loss: next to nothing is sent again."""
+    """The round trip jumps between 0.05 and 200 ms, without loss: almost nothing is sent again."""
     job = jobs.config(2)
     run = jobs.simulation(job, range(1000), Faults(), 0)
     delays, at = itertools.cycle([0.000025, 0.1, 0.001, 0.05, 0.0001]), 0.0
     while not run.run(until=at):
         delay = next(delays)
         run.network.faults = Faults(delay=delay, spread=0.05 * delay)
-        at += 100 * 2 * delay  # so many rounds between steps, about
+        at += 100 * 2 * delay  # about 100 rounds between jumps
     jobs.check(run, range(0, 1000, 100))
     sent = sum(counters.sent for counters in run.worker_counters)
     again = sum(counters.sent_again for counters in run.worker_counters)
@@ -188,7 +188,7 @@ def test_waiting_for_a_slow_worker_costs_a_few_small_packets(rate):
 
 
 def lost_in_the_last_of_twenty_rounds(lost) -> float:
-    """Seconds that the last round takes, in which what `lost` says is lost where it is sent first."""
+    """Duration of the last round in seconds, in which packets chosen by `lost` are lost at their first sending."""
     run, ends = jobs.simulation(long_job(2), range(20), Faults(spread=0.0001), 0, window=16), []
     send, gone = run.network.send, set()
 
@@ -207,8 +207,8 @@ def lost_in_the_last_of_twenty_rounds(lost) -> float:
     return run.network.now - ends[0]
 
 
-def test_a_lost_tail_comes_again_within_a_few_round_trips():
-    """The last 16 of 64 packets, not all sent at once: the round trip is a millisecond, the grain another."""
+def test_a_lost_tail_is_recovered_within_a_few_round_trips():
+    """The last 16 of 64 packets. The round trip is a millisecond, and the grain of the timer another."""
     alone = lost_in_the_last_of_twenty_rounds(lambda receiver, packet: False)
     tail = lost_in_the_last_of_twenty_rounds(
         lambda receiver, packet: receiver == SERVER and packet.worker == 0 and packet.key.packet >= 48
@@ -216,7 +216,7 @@ def test_a_lost_tail_comes_again_within_a_few_round_trips():
     assert alone < tail < alone + 0.015
 
 
-def test_lost_results_are_had_within_a_few_round_trips():
+def test_lost_results_are_recovered_within_a_few_round_trips():
     alone = lost_in_the_last_of_twenty_rounds(lambda receiver, packet: False)
     late = lost_in_the_last_of_twenty_rounds(
         lambda receiver, packet: receiver == 0 and packet.kind is PacketKind.RESULT and packet.key.packet % 2
@@ -224,7 +224,7 @@ def test_lost_results_are_had_within_a_few_round_trips():
     assert alone < late < alone + 0.02
 
 
-def test_nobody_has_anything_to_add():
+def test_rounds_without_contributions():
     job = jobs.config(2)
     run = jobs.simulation(job, [0], Faults(), 0)
     run._payloads = lambda worker, round_, stream: None

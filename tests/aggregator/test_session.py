@@ -1,4 +1,4 @@
-"""Terms are checked where they are made, and read back as they were told."""
+"""Session configurations and join messages: validation, and round trips through JSON."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ SUM, MAXIMUM = Operation.SUM, Operation.MAXIMUM
 JOIN = AggregatorJoin(jobs.config(), 5, 1 << 63, 0, 300.0, ("127.0.0.1", 5000))
 
 
-def test_terms_come_back_as_they_were_told() -> None:
+def test_a_configuration_survives_json() -> None:
     config = SessionConfig(4, (PAPER,), (Stream(SUM, 5000), Stream(MAXIMUM, 5)), 2048, 0.75, 3)
     assert SessionConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
     assert (config.needed, config.num_packets(0), config.elements(0, 2), config.num_packets(1)) == (3, 3, 904, 1)
     assert (config.payload_bytes(0, 2048), config.payload_bytes(1, 5)) == (512, 20)
 
 
-def test_eight_workers_fit_the_papers_lanes_and_nine_are_told_what_would() -> None:
+def test_eight_workers_fit_the_papers_accumulators_and_nine_get_advice() -> None:
     SessionConfig(8, (PAPER,), ())
     with pytest.raises(OptionError, match=r"accumulators of 16 bits, or values up to 28"):
         SessionConfig(9, (PAPER,), ())
@@ -62,7 +62,7 @@ def test_no_accepted_table_can_overflow(world_size: int, largest: int, accumulat
         ({"tables": (IndexTable(2, (0, 1), 8),)}, "2\\^bits values"),
     ],
 )
-def test_what_is_out_of_range_is_refused_with_advice(said: dict[str, object], advice: str) -> None:
+def test_values_out_of_range_are_refused_with_advice(said: dict[str, object], advice: str) -> None:
     with pytest.raises(OptionError, match=advice):
         SessionConfig(**{"world_size": 4, "tables": (PAPER,), "streams": (), **said})
 
@@ -75,7 +75,7 @@ def test_what_is_out_of_range_is_refused_with_advice(said: dict[str, object], ad
         {"tables": [[2, [0, 1, 2, 100], 8]]}, {"packet_elements": 1 << 60}, {"world_size": True},
     ],
 )  # fmt: skip
-def test_terms_that_are_none_are_one_error(change: dict[str, object]) -> None:
+def test_malformed_configurations_raise_frame_error(change: dict[str, object]) -> None:
     with pytest.raises(FrameError):
         SessionConfig.from_json({**SessionConfig(4, (PAPER,), ()).to_json(), **change})
     for nonsense in ([], None, 5, "x", {}):
@@ -102,7 +102,7 @@ def changed(**fields: object) -> bytes:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "fd00::1"])
-def test_first_words_come_back_as_they_were_said(host):
+def test_join_and_welcome_survive_json(host):
     join = AggregatorJoin(jobs.config(), 5, 1 << 63, 0, 300.0, (host, 5000))
     assert AggregatorJoin.from_bytes(join.to_bytes()) == join
     for welcome in (AggregatorWelcome(7), AggregatorWelcome(7, 5000), AggregatorWelcome(7, 5000, ("239.1.2.3", 6000))):
@@ -119,19 +119,19 @@ def test_first_words_come_back_as_they_were_said(host):
     ],
     ids=lambda fields: f"{fields!r:.40}",
 )  # fmt: skip
-def test_what_are_no_first_words_is_one_error(fields):
+def test_malformed_join_messages_raise_frame_error(fields):
     with pytest.raises(FrameError):
         AggregatorJoin.from_bytes(changed(**fields))
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"5", b"null", b"\xff", b"[" * 100_000, b"1" * 5000])
-def test_nonsense_is_one_error(body):
+def test_arbitrary_bytes_raise_frame_error(body):
     for words in (AggregatorJoin, AggregatorWelcome):
         with pytest.raises(FrameError):
             words.from_bytes(body)
 
 
-def test_terms_that_a_server_would_refuse_for_their_length_are_refused_with_advice():
+def test_a_configuration_that_is_too_long_is_refused_with_advice():
     many = SessionConfig(2, (jobs.WIDE,), (Stream(Operation.SUM, 1 << 40),) * (1 << 20))
     with pytest.raises(OptionError, match="fewer, larger tensors"):
         many.check_size()

@@ -1,4 +1,4 @@
-"""Training through a stand-alone aggregator: the sums of scatter-reduce, and nothing lost of what comes too late."""
+"""Training through a stand-alone aggregator: sums as by scatter-reduce, and no loss of late gradients."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def group_of(world_size: int, codec: Any, room: Room, fraction: float = 1.0, **o
 
 
 def sums(room: Room) -> list[Reply]:
-    """What was said of the sums, in the order of steps."""
+    """Replies about sums, in the order of steps."""
     return [reply for _, stream, reply in room.replies if stream == 1]
 
 
@@ -83,7 +83,7 @@ def by_element(counts: np.ndarray) -> torch.Tensor:
     ids=repr,
 )  # fmt: skip
 def test_a_server_gives_the_bits_of_scatter_reduce(codec: gw.Compressor, world_size: int) -> None:
-    """Co-located servers add the same integers; only ranges that are rotated as a whole are others, cut in fewer."""
+    """Owners add the same integers, except with `rotate="full"`, where ranges differ."""
 
     def run(one: Synchronizer) -> list[torch.Tensor]:
         return [take_step(one, step) for step in range(3)]
@@ -101,7 +101,7 @@ def test_a_server_gives_the_bits_of_scatter_reduce(codec: gw.Compressor, world_s
             assert codec.options["rotate"] == "full" or torch.equal(found, expected)
 
 
-def test_a_model_of_large_and_small_tensors_trains_with_its_ranges_side_by_side() -> None:
+def test_a_model_with_large_and_small_tensors_trains_with_partitions() -> None:
     specs = {name: TensorSpec(shape) for name, shape in
              {"a": (100, 90), "b": (7,), "c": (64, 64), "d": (3, 5)}.items()}  # fmt: skip
     room = Room()
@@ -154,7 +154,7 @@ def test_other_element_types_travel(dtype: torch.dtype) -> None:
 
 
 def test_an_absent_rank_counts_as_a_gradient_of_zero_and_a_late_one_not_at_all() -> None:
-    """Of five, one is absent and one late: the sum of three, over four."""
+    """Of five ranks one is absent and one late: the sum of three, divided by four."""
     codec, absent, late = gw.make("thc", granularity=30), 1, 3
     room = Room(lambda step, stream, packet, rank: rank == late and stream == 1)
     with group_of(5, codec, room, fraction=0.8) as group:
@@ -171,7 +171,7 @@ def test_an_absent_rank_counts_as_a_gradient_of_zero_and_a_late_one_not_at_all()
     assert [report.late_elements for report in reports] == [0, 0, 0, NUMEL, 0]
 
 
-def test_a_parameter_that_nobody_uses_becomes_zero_and_nothing_is_added() -> None:
+def test_an_unused_parameter_gets_a_mean_of_zero() -> None:
     room = Room()
     with group_of(3, "thc", room) as group:
         means = group.each(lambda one: take_step(one, 0, used=False))
@@ -179,8 +179,8 @@ def test_a_parameter_that_nobody_uses_becomes_zero_and_nothing_is_added() -> Non
     assert sums(room) == []
 
 
-def test_the_sum_of_those_counted_is_that_of_a_group_of_them() -> None:
-    """Bit for bit, in a group where the others have nothing to add; only the divisor is another."""
+def test_the_sum_of_the_counted_ranks_is_that_of_a_group_of_them() -> None:
+    """The same bits as in a group where the others have nothing to add, except for the divisor."""
     late = {0: (4,), 1: (), 2: (1, 4), 3: (2,), 4: (1,)}  # by packet
     room = Room(lambda step, stream, packet, rank: stream == 1 and rank in late[packet])
     codec = gw.make("thc", granularity=30)
@@ -235,8 +235,8 @@ def test_nothing_is_lost_in_sixty_steps_with_latecomers(method: str, feedback: s
 
 
 @pytest.mark.parametrize("udp", [False, True])
-def test_a_real_server_goes_on_without_the_slowest_and_nothing_is_lost(udp: bool) -> None:
-    """Each step another rank submits only when the others are done: it is left out, of norms and sums."""
+def test_a_real_server_goes_on_without_the_slowest_rank_and_nothing_is_lost(udp: bool) -> None:
+    """In each step, another rank submits after the others are done, and is left out of norms and sums."""
     world_size, steps = 4, 8
     options = AggregationOptions(world_size, udp=udp)
     server = AggregationServer(options)
@@ -277,7 +277,7 @@ def test_a_real_server_goes_on_without_the_slowest_and_nothing_is_lost(udp: bool
 @pytest.mark.parametrize("unheard", [(), (0,), (1,)], ids=["heard", "late statistics", "late sum"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_step_that_is_not_finite_is_rolled_back_on_all_ranks(unheard: tuple[int, ...], value: float) -> None:
-    """However the others hear of it."""
+    """Whether they hear of it by the statistics or by the sum."""
     room = Room(lambda step, stream, packet, rank: step == 1 and rank == 2 and stream in unheard)
 
     def run(one: Synchronizer) -> None:
@@ -297,7 +297,7 @@ def test_a_step_that_is_not_finite_is_rolled_back_on_all_ranks(unheard: tuple[in
         group.each(run)
 
 
-def test_a_gradient_that_is_not_finite_and_not_heard_is_dropped_by_its_rank_alone() -> None:
+def test_an_unheard_gradient_that_is_not_finite_is_dropped_by_its_rank_only() -> None:
     room = Room(lambda step, stream, packet, rank: step == 1 and rank == 2)
 
     def run(one: Synchronizer) -> torch.Tensor:
@@ -316,8 +316,8 @@ def test_a_gradient_that_is_not_finite_and_not_heard_is_dropped_by_its_rank_alon
     assert (means[0] - exact).norm() < 0.5 * exact.norm()
 
 
-def test_gradients_that_overflow_with_their_residual_are_kept_as_far_as_float32_goes() -> None:
-    """Finite by itself, not with what is left of the step before; and nobody hears of it."""
+def test_gradients_that_overflow_with_their_residual_are_clamped_to_float32() -> None:
+    """The gradient is finite, but not its sum with the residual, and no rank hears of it."""
     huge, largest = 3e38, float(np.finfo(np.float32).max)
     room = Room(lambda step, stream, packet, rank: rank == 1 and (stream == 1 if step == 0 else step == 1))
 
@@ -345,7 +345,7 @@ def test_gradients_that_overflow_with_their_residual_are_kept_as_far_as_float32_
 # -- failures and refusals ------------------------------------------------------------------------------------------
 
 
-def test_a_server_that_is_lost_ends_the_step_on_all_ranks_with_its_error() -> None:
+def test_a_lost_server_ends_the_step_on_all_ranks_with_its_error() -> None:
     room = Room()
 
     def run(one: Synchronizer) -> list[Any]:
@@ -400,7 +400,7 @@ def test_a_dump_that_cannot_be_written_does_not_keep_the_failure_from_the_server
 
 @dataclass(frozen=True)
 class OutOfReach(InRoom):
-    """For rank 1."""
+    """A server that rank 1 cannot reach."""
 
     def client(self, config: SessionConfig, rank: int, *limits: Any) -> Any:
         if rank == 1:
@@ -430,7 +430,7 @@ def outcomes(group: Ranks, function: Callable[[Synchronizer], Any]) -> list[str]
     return [str(error) for error in group.outcomes(function)]
 
 
-def test_a_server_that_is_not_named_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_server_address_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GRADWIRE_AGGREGATOR", raising=False)
     with ranks(2, Plan({"w": "thc"}, strategy="server")) as group:
         for said in outcomes(group, lambda one: one.register({"w": TensorSpec((NUMEL,))})):
@@ -439,7 +439,7 @@ def test_a_server_that_is_not_named_is_asked_for(monkeypatch: pytest.MonkeyPatch
     assert gw.Aggregator.of(None) == gw.Aggregator("there:7071")
 
 
-def test_ranks_that_use_the_server_in_other_ways_find_out_before_anything_is_sent() -> None:
+def test_ranks_with_different_server_options_disagree_before_anything_is_sent() -> None:
     plan, room = Plan({"w": "thc"}, strategy="server"), Room()
     with (
         pytest.raises(DisagreementError, match="fraction"),
@@ -460,7 +460,7 @@ def test_later_tensors_and_parts_of_tensors_are_refused() -> None:
         group.each(lambda one: one.register({"bias": TensorSpec((300,))}))  # travels between ranks
 
 
-def test_blocks_that_no_packet_holds_are_refused_where_ranks_may_be_late() -> None:
+def test_full_rotation_is_refused_if_ranks_may_be_late() -> None:
     full = gw.make("thc", rotate="full")
     with pytest.raises(OptionError, match='Pass rotate="block", or fraction=1'), group_of(3, full, Room(), 0.6):
         pass
@@ -470,7 +470,7 @@ def test_blocks_that_no_packet_holds_are_refused_where_ranks_may_be_late() -> No
 
 
 @pytest.mark.parametrize("codec", [gw.make("thc", rotate="full"), gw.make("thc", block=4096)], ids=repr)
-def test_packets_need_not_be_whole_blocks_where_nobody_is_left_out(codec: gw.Compressor) -> None:
+def test_packets_need_not_be_whole_blocks_if_no_rank_is_left_out(codec: gw.Compressor) -> None:
     means = []
     for fraction in (0.9, 1.0):  # of 2 ranks, both are all
         room = Room()
@@ -485,7 +485,7 @@ def test_packets_need_not_be_whole_blocks_where_nobody_is_left_out(codec: gw.Com
     ("world_size", "fraction", "advice"),
     [(4, 0.9, "fraction=0.75, or 1"), (3, 0.7, "fraction=0.666, or 1"), (2, 0.6, r"Pass fraction=1\.")],
 )
-def test_a_fraction_that_leaves_nobody_out_is_told_with_one_that_does(
+def test_a_fraction_that_leaves_no_rank_out_logs_one_that_does(
     world_size: int, fraction: float, advice: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with group_of(world_size, "thc", Room(), fraction=fraction):
@@ -496,6 +496,6 @@ def test_a_fraction_that_leaves_nobody_out_is_told_with_one_that_does(
             assert "leaves no rank out" not in caplog.text
 
 
-def test_the_simulator_takes_strategies_between_ranks_alone() -> None:
+def test_the_simulator_takes_only_strategies_between_ranks() -> None:
     with pytest.raises(UnknownNameError, match="Known: allgather, hierarchical, ring, scatter_reduce"):
         record(PlanEntry(gw.make("thc"), "server"), NUMEL, 0, 2)

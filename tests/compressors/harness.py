@@ -1,4 +1,4 @@
-"""What the tests of single algorithms share."""
+"""Shared helpers for tests of single algorithms."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def traced(name: str, **options) -> TracedCompressor:
 
 
 def sent(codec: Compressor, grad: torch.Tensor, **fields) -> np.ndarray:
-    """What a gradient decodes to."""
+    """Return decode(encode(gradient))."""
     ctx = context(grad, **fields)
     return codec.decode(codec.encode(grad, ctx), ctx).numpy()
 
@@ -31,15 +31,15 @@ def body(codec: Compressor, grad: torch.Tensor) -> np.ndarray:
 
 
 def draws(codec: Compressor, grad: torch.Tensor, count: int) -> np.ndarray:
-    """What it decodes to in so many steps, float64[count, N]."""
+    """Return decode(encode(gradient)) in `count` steps, float64[count, N]."""
     return np.stack([sent(codec, grad, step=step) for step in range(count)]).astype(np.float64)
 
 
 def list_bytes(size: int, count: int) -> int:
-    """The bytes of a list of `count` of `size` elements: its length, float32 values, positions."""
+    """Size of a list of `count` of `size` elements: its length, float32 values, positions."""
     return 4 + 4 * count + positions_bytes(size, count)
 
 
 def hoeffding(width: float, count: int, alarm: float = 1e-6) -> float:
-    """How far the mean of `count` draws from a range of this width may lie from its expectation."""
+    """Bound on the deviation of the mean of `count` draws from a range of this width."""
     return width * math.sqrt(math.log(2 / alarm) / (2 * count))

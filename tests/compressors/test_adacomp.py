@@ -1,4 +1,4 @@
-"""What is particular to AdaComp: bins, their largest magnitudes, and who comes near them."""
+"""AdaComp: bins, their largest magnitudes, and the elements near them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_what_comes_near_the_largest_of_its_bin_becomes_that(block, threshold) -
 
 
 def test_it_contracts_by_the_largest_of_each_bin() -> None:
-    """The worst bin: one element reaches the largest, which is all that is gained."""
+    """The worst bin: only one element reaches the threshold."""
     codec, grad = traced("adacomp", block=8, threshold=1.0), torch.full((64,), 1.0)
     grad[::8] = 1.0001
     rest = ((grad.numpy() - sent(codec, grad)) ** 2).sum() / (grad.numpy() ** 2).sum()

@@ -1,4 +1,4 @@
-"""What is particular to deep gradient compression: a sampled threshold, and a second selection."""
+"""Deep gradient compression: a sampled threshold, and a second selection."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_with_all_elements_sampled_it_is_exact_selection() -> None:
 
 
 def test_too_low_a_threshold_is_made_good_by_the_second_selection() -> None:
-    """Two of ten thousand are not zero, so that a sample of a fiftieth seldom has one: its threshold is 0."""
+    """Two of ten thousand elements are not zero, so a sample of a fiftieth rarely has one: its threshold is 0."""
     grad = torch.zeros(10_000).index_fill(0, torch.tensor([17, 9000]), 3.0)
     codec = traced("dgc", ratio=0.01, sample=0.02)
     found = sent(codec, grad)
@@ -54,7 +54,7 @@ def test_the_kept_fraction_falls_to_the_ratio(step: int, kept: float) -> None:
 
 
 def test_small_tensors_are_sampled_as_a_whole() -> None:
-    """Of 500 elements a sample of a hundredth has five, the largest of which is far from the largest of all."""
+    """A sample of a hundredth of 500 elements has five, whose largest is far from the largest element."""
     grad = normal(500)
     found = sent(traced("dgc"), grad)
     assert np.flatnonzero(found).tolist() == [int(np.abs(grad.numpy()).argmax())]
@@ -66,7 +66,7 @@ def test_small_tensors_are_sampled_as_a_whole() -> None:
     [(10_000, 0.01, 0.1, 1000), (10_000, 0.01, 0.001, 200), (10_000_000, 0.01, 0.1, 10_000), (10**9, 0.3, 1.0, 334)],
 )
 def test_a_sample_is_large_enough_and_does_not_grow_without_bound(name, size, ratio, sample, expected) -> None:
-    """From 2 to 100 of it are expected above the threshold."""
+    """2 to 100 elements of the sample are expected above the threshold."""
     nodes = traced(name, ratio=ratio, sample=sample).program.encode_nodes()
     (sampled,) = [node for node in nodes if node.op == "sample"]
     assert evaluate_static(sampled.inputs[1], size) == expected

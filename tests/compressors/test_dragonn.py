@@ -1,4 +1,4 @@
-"""What is particular to DRAGONN: who is lost to a collision, that it is another one each step, and what it costs."""
+"""DRAGONN: elements lost to collisions, which differ in each step, and their cost."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.contracts.compressor_cases import context, heavy_tailed, normal
 
 
 def test_slots_are_filled_as_balls_fill_bins() -> None:
-    """As many survivors as slots, so that 1 - 1/e of them stay; all are among the largest."""
+    """With as many elements above the threshold as slots, 1 - 1/e of them stay, all among the largest."""
     grad, codec = normal(50_000), traced("dragonn", ratio=0.02)
     filled = []
     for step in range(40):
@@ -61,7 +61,7 @@ def test_element_0_is_sent() -> None:
 
 
 def test_each_step_rank_seed_and_tensor_loses_others_and_none_for_ever() -> None:
-    """64 survivors of equal size in 64 slots."""
+    """64 elements of equal magnitude in 64 slots."""
     grad, codec = torch.zeros(6400), traced("dragonn", ratio=0.01)
     grad[::100] = 1.0
     steps = [np.flatnonzero(sent(codec, grad, step=step)) for step in range(80)]
@@ -74,7 +74,7 @@ def test_each_step_rank_seed_and_tensor_loses_others_and_none_for_ever() -> None
 
 
 def test_zeros_are_not_sent() -> None:
-    """The sampled threshold is zero, and all elements reach it."""
+    """The sampled threshold is zero, so all elements reach it."""
     grad = torch.zeros(10_000).index_fill(0, torch.tensor([17, 9000]), 3.0)
     assert set(np.flatnonzero(sent(traced("dragonn", ratio=0.01), grad)).tolist()) <= {17, 9000}
     assert body(traced("dragonn"), torch.zeros(500)).nbytes == 4
@@ -103,7 +103,7 @@ def test_a_constant_gradient_fills_the_slots_and_the_rest_waits() -> None:
     heavy=st.booleans(),
 )
 def test_it_contracts_as_lemma_a8_says(d: int, share: float, load: float, seed: int, heavy: bool) -> None:
-    """The mean error over 200 draws of the hash; six standard errors for chance."""
+    """The mean error over 200 draws of the hash, with six standard errors."""
     rng = np.random.default_rng(seed)
     theta = rng.standard_normal(d) * (np.exp(rng.standard_normal(d)) if heavy else 1) + 1e-3
     n = max(1, int(share * d))
@@ -151,7 +151,7 @@ SIZE, KEY = 100_000, ResidualKey("w", ElementRange(0, 100_000))
 
 
 def trained(steps: int, residuals: Residuals, first: int = 0, scale_of=lambda step: 1.0, heavy: bool = False):
-    """Payloads of steps with carried thresholds; a thousand slots, of which those filled are counted."""
+    """Payloads of steps with carried thresholds, and the number of filled slots of a thousand."""
     codec, bodies = traced("dragonn", ratio=0.01, carry=True), []
     for step in range(first, first + steps):
         grad = (heavy_tailed if heavy else normal)(SIZE, seed=step) * scale_of(step)
@@ -161,7 +161,7 @@ def trained(steps: int, residuals: Residuals, first: int = 0, scale_of=lambda st
 
 
 def encoded(codec: StatefulCompressor, grad: torch.Tensor, step: int, residuals: Residuals) -> Payload:
-    """What a synchronizer does: encode with residual and state, and stage the next ones."""
+    """Encode with residual and state, and stage the next ones, as a synchronizer does."""
     ctx = replace(context(grad, step=step), state=residuals.states.get("w", KEY.range, step))
     payload = get("error").encode(EncodeInput(codec, grad, ctx, residuals, KEY))
     residuals.states.stage("w", KEY.range, codec.next_state(payload, ctx), step)

@@ -1,4 +1,4 @@
-"""GCOMP as a compressor: what it cuts off, and that what is left has one encoding."""
+"""GCOMP: the bits that it cuts, and that the rest has one encoding."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RATE = 2.0**-8
 
 
 def aux(parameter: torch.Tensor, loss_scale: float = 1.0, **numbers: float) -> dict[str, Any]:
-    """As of plain SGD."""
+    """Auxiliary entries of plain SGD."""
     found = Numbers(**({"direct": RATE} | numbers))
     return {
         "parameter": parameter,
@@ -39,7 +39,7 @@ def test_without_an_optimizer_in_the_context_nothing_is_cut_off(dtype) -> None:
 
 @pytest.mark.parametrize(("ratio", "kept"), [(0, 23), (6, 17), (12, 11), (18, 5), (25, 5)])
 def test_levels_follow_the_ratio_of_parameter_and_step(ratio, kept) -> None:
-    """A parameter so many binary orders above the steps of 4 ranks: bits of the mantissa that are left."""
+    """Mantissa bits that are left if the parameter is this many binary orders above the steps of 4 ranks."""
     grad = normal(4000).abs() + 1  # 1 to 6
     parameter = torch.full((4000,), 2.0**ratio * RATE * 4 * 8)
     found = decoded(grad, context(grad, aux=aux(parameter)))

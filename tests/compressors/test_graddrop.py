@@ -1,4 +1,4 @@
-"""What is particular to gradient dropping: how near a sampled quantile comes to the ratio."""
+"""Gradient dropping: how near the sampled quantile comes to the ratio."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_everything_from_some_magnitude_on_is_kept_as_it_is(family) -> None:
 
 
 def test_about_as_many_are_kept_as_the_ratio_says() -> None:
-    """A quantile of 2,000 samples: 100 of them lie above it on average, 40 to 200 but for one in a million."""
+    """Of 2,000 samples, 100 lie above the quantile on average, and 40 to 200 except once in a million."""
     grad = normal(20_000)
     kept = [np.count_nonzero(sent(traced("graddrop", ratio=0.05, sample=0.1), grad, step=step)) for step in range(20)]
     assert min(kept) >= 400 and max(kept) <= 2000
@@ -29,7 +29,7 @@ def test_about_as_many_are_kept_as_the_ratio_says() -> None:
 
 
 def test_a_payload_has_a_bound_where_magnitudes_are_equal() -> None:
-    """All elements reach the quantile: twice the ratio is sent, the first of equal ones."""
+    """All elements reach the quantile, and the first of them are sent, twice the ratio."""
     codec, grad = traced("graddrop", ratio=0.1), torch.ones(200)
     assert body(codec, grad).nbytes == list_bytes(200, 40)
     assert np.array_equal(sent(codec, grad), np.repeat([1.0, 0.0], [40, 160]).astype(np.float32))

@@ -1,4 +1,4 @@
-"""Scales of blocks, their limits, and both roundings."""
+"""int8: scales of blocks, their limits, and both roundings."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_options_decide_on_feedback_and_algebra() -> None:
 
 
 def test_the_mean_is_the_gradient() -> None:
-    """Hoeffding, of all 300 elements together; false alarm at most 3e-4 for a seed, and seeds are fixed."""
+    """Hoeffding's bound for all 300 elements together, with at most 3e-4 false alarms per (fixed) seed."""
     grad, num_draws = normal(300), 400
     step = float(grad.abs().max()) / 127
     error = np.abs(draws(traced("int8"), grad, num_draws).mean(0) - grad.numpy())

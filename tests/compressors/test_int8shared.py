@@ -1,4 +1,4 @@
-"""Scales that all ranks share, and the choice of lanes."""
+"""int8shared: scales that all ranks share, and the choice of the accumulator."""
 
 from __future__ import annotations
 

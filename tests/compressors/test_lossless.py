@@ -1,4 +1,4 @@
-"""Lossless compression: every bit kept, never much longer than the elements, one encoding a tensor."""
+"""Lossless compression: every bit kept, never much longer than the elements, one encoding per tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is particular to minmax: its levels, and what becomes of a gradient without any width."""
+"""minmax: its levels, and constant gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is particular to 1-bit quantization of minimum squared error: that it is of minimum squared error."""
+"""mqe1bit: the squared error is minimal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is particular to MSTopk: that few reads of the gradient close in on the k-th largest."""
+"""MSTopk: few reads of the gradient find the k-th largest magnitude."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is particular to natural compression: powers of two."""
+"""Natural compression: powers of two."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_powers_of_two_are_exact_and_take_nine_bits() -> None:
 
 
 def test_the_mean_is_the_gradient() -> None:
-    """Hoeffding, of all 300 elements together; false alarm at most 3e-4 for a seed, and seeds are fixed."""
+    """Hoeffding's bound for all 300 elements together, with at most 3e-4 false alarms per (fixed) seed."""
     grad, num_draws = normal(300), 500
     error = np.abs(draws(traced("natural"), grad, num_draws).mean(0) - grad.numpy())
     below = 2.0 ** np.floor(np.log2(np.abs(grad.double().numpy())))

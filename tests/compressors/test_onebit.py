@@ -1,4 +1,4 @@
-"""The two means of 1-bit SGD."""
+"""1-bit SGD: its two means."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PowerSGD beside the published algorithm, step by step, through every strategy; and what it keeps between steps."""
+"""PowerSGD against the published algorithm, step by step, through every strategy; and its state."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ SHAPES = {"wide": (24, 50), "tall": (60, 17), "convolution": (16, 5, 3, 3)}
 
 
 def gradient(rank: int, step: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """Ranks see different data: a part that stays, and noise."""
+    """Gradients of ranks with different data: a constant part and noise."""
     stays = torch.randn(shape, generator=torch.Generator().manual_seed(100 + rank))
     return stays + torch.randn(shape, generator=torch.Generator().manual_seed(1000 * rank + step))
 
 
 def train(one: Synchronizer, steps: range, shape: tuple[int, ...], spoilt: int | None = None) -> list[torch.Tensor]:
-    """The means of some steps; in step `spoilt`, which is rolled back, rank 1 has a NaN."""
+    """Means of several steps. In step `spoilt`, rank 1 has a NaN, and the step is rolled back."""
     means = []
     for step in steps:
         one.begin_step()
@@ -48,7 +48,7 @@ def train(one: Synchronizer, steps: range, shape: tuple[int, ...], spoilt: int |
 
 
 def published(start: np.ndarray, grads: list[list[np.ndarray]]) -> list[np.ndarray]:
-    """The updates of algorithms 1 and 2 in float64: gradients by step and rank, Q of the first step."""
+    """Updates of algorithms 1 and 2 in float64, from gradients by step and rank and the first Q."""
     q = start.astype(np.float64)
     errors = [np.zeros(grad.shape) for grad in grads[0]]
     updates = []
@@ -127,7 +127,7 @@ def test_a_resumed_job_goes_on_bit_for_bit(strategy: str) -> None:
 
 
 def test_without_its_state_it_would_not() -> None:
-    """The test above is able to fail: Q matters, also where residuals are there."""
+    """The test above can fail: Q matters, even with residuals."""
     plan = Plan({"w": gw.make("powersgd", rank=2)})
 
     def resume(one: Synchronizer) -> list[torch.Tensor]:
@@ -158,7 +158,7 @@ def test_a_step_that_is_not_finite_leaves_no_trace(strategy: str) -> None:
 
 
 def test_residuals_do_not_drift_apart_where_ranks_see_different_data() -> None:
-    """Gradients that stay the same, as in issues with torch's hook, whose residuals grow without bound."""
+    """Constant gradients, for which residuals of torch's hook grow without bound."""
 
     def norm(one: Synchronizer, steps: int) -> float:
         for _ in range(steps):
@@ -312,7 +312,7 @@ def test_a_range_of_a_tensor_is_refused_with_advice() -> None:
 
 
 def test_planner_and_simulator_have_no_figures_of_it() -> None:
-    """Theirs are by numbers of elements, which say nothing of factors."""
+    """Their costs follow the number of elements, which does not determine the factors."""
     with pytest.raises(OptionError, match=r"depend on shapes\. Do: name it in a plan of your own"):
         measure_codec(gw.make("powersgd"))
 

@@ -1,4 +1,4 @@
-"""The published algorithms in the language: that compiled code is the oracle's, and how long they are."""
+"""The published algorithms in the language: compiled code against the oracle, and their lengths."""
 
 from __future__ import annotations
 

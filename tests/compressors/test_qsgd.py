@@ -1,4 +1,4 @@
-"""What is particular to QSGD: levels of a bucket's norm, and their variance."""
+"""QSGD: levels of a bucket's norm, and their variance."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_an_element_goes_to_one_of_the_two_levels_beside_it(bits, block) -> None
 
 
 def test_the_mean_is_the_gradient() -> None:
-    """Hoeffding, of all 300 elements together; false alarm at most 3e-4 for a seed, and seeds are fixed."""
+    """Hoeffding's bound for all 300 elements together, with at most 3e-4 false alarms per (fixed) seed."""
     grad, num_draws = normal(300), 400
     step = norms(grad.numpy(), 64) / 7
     error = np.abs(draws(traced("qsgd", block=64), grad, num_draws).mean(0) - grad.numpy())

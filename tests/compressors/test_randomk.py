@@ -1,4 +1,4 @@
-"""What is particular to random sparsification: probabilities that 16 random bits can have, and the bound of a list."""
+"""Random sparsification: probabilities of 16 random bits, and the bound of the list."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.contracts.compressor_cases import context, normal
 
 @pytest.mark.parametrize("ratio", [1.0, 0.5, 0.3, 0.01, 0.001, 1e-5, 1e-9])
 def test_the_probability_is_what_16_random_bits_give(ratio) -> None:
-    """All 65,536 random numbers, of which as many are below p."""
+    """Of all 65,536 random numbers, the right number is below p."""
     numbers = (np.arange(65536, dtype=np.float32) + np.float32(0.5)) * np.float32(2**-16)
     p = probability(ratio)
     assert np.count_nonzero(numbers < np.float32(p)) == 65536 * p >= 1
@@ -32,7 +32,7 @@ def test_what_is_kept_is_divided_by_the_probability(ratio) -> None:
 
 
 def test_the_mean_is_the_gradient() -> None:
-    """Hoeffding, of all 200 elements together; false alarm at most 2e-4 for a seed, and seeds are fixed."""
+    """Hoeffding's bound for all 200 elements together, with at most 2e-4 false alarms per (fixed) seed."""
     grad, num_draws = normal(200), 500
     codec = traced("randomk", ratio=0.25)
     error = np.abs(draws(codec, grad, num_draws).mean(0) - grad.numpy())

@@ -1,4 +1,4 @@
-"""What is particular to signSGD: its scale, and the vote of the majority where aggregates are encoded anew."""
+"""signSGD: its scale, and the majority vote when aggregates are re-encoded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_the_error_is_that_of_karimireddy() -> None:
 
 
 def test_an_aggregate_that_is_encoded_anew_has_the_signs_of_the_majority() -> None:
-    """Of an odd number of ranks with one mean magnitude."""
+    """For an odd number of ranks with the same mean magnitude."""
     codec, rng = traced("signsgd"), np.random.default_rng(0)
     grads = [torch.from_numpy(rng.choice([-1.0, 1.0], 200).astype(np.float32)) for _ in range(5)]
     ctxs = [context(grad, rank=rank) for rank, grad in enumerate(grads)]

@@ -1,4 +1,4 @@
-"""What all sparsifiers have in common: lists in few bits, and payloads of all ranks summed in one sweep."""
+"""All sparsifiers: lists in few bits, and payloads of all ranks summed in one sweep."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ each_list = pytest.mark.parametrize("name", LISTS)
 
 
 def gradients(size: int, ranks: int) -> list[torch.Tensor]:
-    """Of a normal distribution; both ends and both sides of a tile's edge are among the largest in each."""
+    """Normal elements, with the largest at both ends and on both sides of a tile's edge."""
     found = []
     for rank in range(ranks):
         grad = torch.randn(size, generator=torch.Generator().manual_seed(rank))

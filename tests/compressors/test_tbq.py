@@ -1,4 +1,4 @@
-"""What is particular to threshold binary quantization: its threshold."""
+"""Threshold binary quantization: its threshold."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_what_reaches_tau_becomes_tau_and_the_rest_waits(threshold) -> None:
 
 
 def test_the_largest_is_sent_however_high_the_threshold() -> None:
-    """Else a constant gradient would never be sent: its mean magnitude grows as its residual does."""
+    """Otherwise a constant gradient would never be sent, because its mean grows with its residual."""
     codec, grad = compressors.make("tbq", threshold=5.0), torch.full((40,), 0.3)
     assert torch.equal(codec.decode(codec.encode(grad, context(grad)), context(grad)), grad)
 

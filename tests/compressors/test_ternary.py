@@ -1,4 +1,4 @@
-"""Ternary values against the paper's own words, against 3LC by hand, and at the edges of float32."""
+"""Ternary values against the paper, against `threelc`, and at the edges of float32."""
 
 from __future__ import annotations
 
@@ -76,13 +76,13 @@ def test_bodies_of_one_chunk_are_those_of_3lc_by_hand(size: int, zero_run: bool)
 
 
 def test_larger_bodies_have_other_planes() -> None:
-    """`threelc` has five planes a tensor, the language five a chunk; if this fails, so does what the module says."""
+    """`threelc` has five planes per tensor, the language five per chunk, as the module documents."""
     grad = normal(5121)
     assert body(traced("ternary", zero_run=True), grad).tobytes() != body(compressors.make("threelc"), grad).tobytes()
 
 
 def test_a_tensor_of_zeros_takes_a_280th() -> None:
-    """3LC, section 3.3: all techniques together reach 280 on zeros; the scale's four bytes aside."""
+    """3LC, section 3.3: all techniques together reach a ratio of 280 on zeros, without the scale's four bytes."""
     assert body(traced("ternary", zero_run=True), torch.zeros(280_000)).nbytes == 4 + 4 * 280_000 // 280
 
 

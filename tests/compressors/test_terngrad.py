@@ -1,4 +1,4 @@
-"""What is particular to TernGrad: clipping, the scaler that ranks share, and what clipping does to the mean."""
+"""TernGrad: clipping, the scaler that ranks share, and the effect of clipping on the mean."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_values_are_zero_or_the_scaler_with_the_sign_of_the_element(clip) -> Non
 
 @pytest.mark.parametrize("clip", [0.0, 1.5])
 def test_the_mean_is_the_clipped_gradient(clip) -> None:
-    """Hoeffding, of all 200 elements together; false alarm at most 2e-4 for a seed, and seeds are fixed."""
+    """Hoeffding's bound for all 200 elements together, with at most 2e-4 false alarms per (fixed) seed."""
     grad, num_draws = normal(200), 600
     most = limit(grad.numpy(), clip)
     error = draws(traced("terngrad", clip=clip), grad, num_draws).mean(0) - grad.numpy().clip(-most, most)

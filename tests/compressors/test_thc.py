@@ -1,4 +1,4 @@
-"""THC: shared norms, widths, error against closed forms, and what feedback keeps."""
+"""THC: shared norms, widths, error against closed forms, and residuals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def thc(**options) -> THC:
 
 
 def aggregated(codec: THC, grads: list[torch.Tensor], **fields) -> torch.Tensor:
-    """The mean that lanes give, as strategies do it."""
+    """Return the mean from accumulators, as strategies compute it."""
     world_size = len(grads)
     ctxs = [context(grad, rank=rank, world_size=world_size, **fields) for rank, grad in enumerate(grads)]
     stats = reduced(codec, grads, 1 / world_size)
@@ -43,7 +43,7 @@ def nmse(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def clamped_error(p: float) -> float:
-    """What clamping costs a normal coordinate: twice the integral of (a - t)^2 from t on."""
+    """Clamping error of a normal coordinate: twice the integral of (a - t)^2 from t on."""
     t = threshold(p)
     density = math.exp(-t * t / 2) / math.sqrt(2 * math.pi)
     return (1 + t * t) * p - 2 * t * density
@@ -83,7 +83,7 @@ def test_norms_that_no_encoder_sends_are_refused(bad: float) -> None:
 
 
 def test_a_norm_for_each_block_and_not_one_for_all() -> None:
-    """Blocks of log-normal scales: with one norm, the small ones drown in the rounding of the large."""
+    """Blocks of log-normal scales: with one norm, small blocks vanish in the rounding of large ones."""
     scales = torch.from_numpy(np.exp(2 * np.random.default_rng(1).standard_normal(64)).astype(np.float32))
     grad = (normal(64 * 1024).reshape(64, 1024) * scales[:, None]).reshape(-1)
     each = aggregated(thc(granularity=30), [grad] * 4).reshape(64, 1024)
@@ -184,7 +184,7 @@ def test_the_sum_decodes_to_the_sum_of_what_payloads_decode_to(bits: int, more: 
 
 
 def test_blocks_may_have_sums_of_different_numbers_of_payloads() -> None:
-    """As under partial aggregation: what is counted is what was added."""
+    """As with partial aggregation: the counter equals the number of payloads added."""
     codec, grads = thc(granularity=30, block=64), [normal(192, seed=rank) for rank in range(3)]
     stats = reduced(codec, grads)
     ctxs = [context(grad, rank=rank) for rank, grad in enumerate(grads)]
@@ -214,7 +214,7 @@ def test_the_error_of_one_rank_is_the_tables_cost_and_what_clamping_takes(bits, 
 
 
 def test_the_error_of_a_mean_falls_with_the_ranks() -> None:
-    """Of copies of one gradient: rounding averages out, clamping, which all ranks do alike, does not."""
+    """With copies of one gradient, rounding averages out, but clamping does not, since all ranks clamp the same."""
     grad, codec = normal(1 << 16), thc(granularity=30)
     for world_size in (1, 4, 8):
         expected = codec.table(world_size).cost / world_size + clamped_error(1 / 32)
@@ -222,7 +222,7 @@ def test_the_error_of_a_mean_falls_with_the_ranks() -> None:
 
 
 def test_without_clamping_it_is_unbiased() -> None:
-    """The mean over the private stream, of one rotation; Hoeffding's bound, with a false alarm of 1e-6."""
+    """The mean over the private stream with one rotation, by Hoeffding's bound with 1e-6 false alarms."""
     grad, draws, codec = normal(512), 300, thc(granularity=30, p=2**-40, block=512)
     decoded = np.stack([sent(codec, grad, rank=rank) for rank in range(draws)]).astype(np.float64)
     (rms,) = reduced(codec, [grad])
@@ -235,7 +235,7 @@ def test_without_clamping_it_is_unbiased() -> None:
 
 @pytest.mark.parametrize("rotate", ["block", "full", "none"])
 def test_feedback_keeps_the_residual_small_and_loses_nothing(rotate: str) -> None:
-    """What clamping takes is sent later. Ranks share norms, and one is ten times as large as the other."""
+    """The clamped part is sent later. Ranks share norms, and one gradient is ten times as large as the other."""
     codec, world_size, size = thc(granularity=30, rotate=rotate), 2, 3000
     works = [np.zeros(size, np.float32) for _ in range(world_size)]
     produced, applied = np.zeros(size), np.zeros(size)
@@ -294,7 +294,7 @@ def test_edges_are_defined_with_every_rotation(name: str, rotate: str, edge: str
 
 @pytest.mark.parametrize("name", ["thc", "uthc"])
 def test_the_largest_floats_neither_overflow_nor_are_marked(name: str) -> None:
-    """Sums of them overflow; what cannot be represented is cut."""
+    """Sums that overflow are clamped to float32."""
     grad = torch.full((4096,), torch.finfo(torch.float32).max)
     codec, residual = compressors.make(name), np.empty(4096, np.float32)
     payload = codec.encode(grad, context(grad), residual_out=residual)

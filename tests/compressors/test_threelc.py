@@ -1,4 +1,4 @@
-"""3LC against the paper's own words, and the edges where our scale differs."""
+"""3LC against the paper, and edge cases in which our scale differs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_values_are_those_of_equations_1_to_3(sparsity) -> None:
 
 
 def test_a_tensor_of_zeros_takes_a_280th() -> None:
-    """Section 3.3: all techniques together reach 280 on zeros; the scale's four bytes aside."""
+    """Section 3.3: all techniques together reach a ratio of 280 on zeros, without the scale's four bytes."""
     codec, grad = compressors.make("threelc"), torch.zeros(280_000)
     assert codec.encode(grad, context(grad)).body.nbytes == 4 + 4 * 280_000 // 280
 
@@ -61,7 +61,7 @@ def test_bytes_without_meaning_are_refused() -> None:
 @pytest.mark.parametrize("zero_run", [True, False])
 @pytest.mark.parametrize("size", [1, 70, 139, 140, 141, 281, 10_007])
 def test_blocks_are_encoded_by_themselves(size, zero_run) -> None:
-    """Values are those of one block; bytes are those of each block alone, at the scale of all."""
+    """Values are those of one block. Bytes are those of each block alone, with the common scale."""
     whole, blocks = (compressors.make("threelc", zero_run=zero_run, block=block) for block in (0, 140))
     grad = heavy_tailed(size)
     payload = blocks.encode(grad, context(grad))

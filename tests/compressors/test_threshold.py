@@ -1,4 +1,4 @@
-"""What is particular to threshold sparsification: what it is relative to, and that zeros stay at home."""
+"""Threshold sparsification: the threshold is relative, and zeros are not sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is particular to top-k: how many, which, and in what form."""
+"""Top-k: number, choice and format of the elements."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_bad_positions_are_refused(positions) -> None:
 
 
 def test_positions_take_few_bits() -> None:
-    """A thousandth of a million: 32 bits of value and less than 12 of position, where an index would take 32."""
+    """A thousandth of a million: 32 bits of value and under 12 of position, compared to 32 for an index."""
     codec = compressors.make("topk", ratio=0.001)
     assert 8 * codec.max_encoded_bytes(TensorSpec((1_000_000,))) < 44 * 1000
 

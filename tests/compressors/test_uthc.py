@@ -1,4 +1,4 @@
-"""Uniform THC: shared ends, unbiased, and what rotation gains."""
+"""Uniform THC: shared ends, no bias, and the benefit of rotation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.contracts.compressor_cases import context, heavy_tailed, normal, redu
 
 
 def test_without_rotation_it_is_algorithm_1() -> None:
-    """Levels of all ranks lie between the smallest and the largest element; their sum is decoded by line 9."""
+    """Levels of all ranks lie between the smallest and the largest element. Line 9 decodes their sum."""
     codec = compressors.make("uthc", bits=3, rotate="none", block=1 << 20)
     grads = [normal(500, seed=rank) + rank for rank in range(4)]
     stats = reduced(codec, grads)

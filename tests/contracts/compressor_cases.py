@@ -1,4 +1,4 @@
-"""What the contract suite runs over: every registered compressor, with option sets."""
+"""Cases of the contract suite: every registered compressor, with option sets."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ OPTION_SETS: dict[str, list[dict]] = {
 
 
 class Halving(Compressor):
-    """The least that a user must write: elements halved, in float32. Runs through all defaults of the base class."""
+    """The least that a user must write: elements halved, in float32. Uses all defaults of the base class."""
 
     name = "halving"
     default_feedback = "error"
@@ -101,7 +101,7 @@ CASES = every_case()
 
 
 def marks(codec: Compressor) -> list[pytest.MarkDecorator]:
-    """Slow for what is compiled anew for each option set: `tests/compressors/test_published.py` has all of them."""
+    """Mark cases that compile code for each option set; `tests/compressors/test_published.py` runs all of them."""
     default = codec.options == compressors.describe(codec.name).options if codec.name in compressors.names() else True
     return [] if default or not isinstance(codec, TracedCompressor) else [pytest.mark.slow]
 
@@ -112,7 +112,7 @@ each_case = pytest.mark.parametrize(
 
 
 def use_backend(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
-    """Let all compressors and the feedback call the kernels of this backend."""
+    """Make all compressors and residual policies use the kernels of this backend."""
     for name, module in list(sys.modules.items()):
         if name.startswith(("gradwire.compressors", "gradwire.residuals")) and hasattr(module, "kernels"):
             monkeypatch.setattr(module, "kernels", BACKENDS[backend])

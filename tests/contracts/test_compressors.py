@@ -1,7 +1,7 @@
-"""The contract of `gradwire.compressors.base`, over every registered compressor and its option sets.
+"""The contract of `gradwire.compressors.base`, for every registered compressor and its option sets.
 
-The checks are `gradwire.testing`, which users run over compressors of their own. What stands here besides is of
-single compressors.
+The checks are those of `gradwire.testing`, which users run on their own compressors. A few tests are for single
+compressors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The two random streams: what each key depends on, and that all processes draw the same."""
+"""The two random streams: what each key depends on, and that all processes get the same keys."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_what_each_stream_depends_on(changed: dict, shared_changes: bool, privat
     assert (other.private_key != BASE.private_key) == private_changes
 
 
-def test_all_ranks_share_one_key_and_have_one_each_besides() -> None:
+def test_all_ranks_share_one_key_and_have_private_ones() -> None:
     contexts = [dataclasses.replace(BASE, rank=rank, stage=stage) for rank in range(64) for stage in range(8)]
     assert len({context.shared_key for context in contexts}) == 1
     assert len({context.private_key for context in contexts} | {BASE.shared_key}) == 64 * 8 + 1

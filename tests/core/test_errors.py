@@ -1,4 +1,4 @@
-"""The errors: what handlers may rely on, and the advice on unknown names."""
+"""Errors: their base classes, and the advice on unknown names."""
 
 from __future__ import annotations
 

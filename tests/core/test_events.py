@@ -1,4 +1,4 @@
-"""The event stream: bounded, never in the way of the data path."""
+"""The event stream: bounded, and never an obstacle to the data path."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ def sgd() -> torch.optim.Optimizer:
 
 
 class Subclass(torch.optim.Optimizer):
-    """As Accelerate wraps: an optimizer by class, which never called the constructor."""
+    """A wrapper as in Accelerate: a subclass of the optimizer that never calls its constructor."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -23,14 +23,14 @@ class Subclass(torch.optim.Optimizer):
 
 
 class Wrapper:
-    """As Lightning wraps."""
+    """A wrapper as in Lightning."""
 
     def __init__(self, optimizer: object) -> None:
         self.optimizer = optimizer
 
 
 class WithInner(torch.optim.SGD):
-    """Its own update, of what another one did: not a wrapper to look through."""
+    """An optimizer with an update of its own on top of another one: not a wrapper."""
 
     def __init__(self, parameters, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(parameters, lr=1.0)

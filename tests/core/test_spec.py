@@ -1,4 +1,4 @@
-"""Specs, ranges, and the way from tensors to arrays and back."""
+"""Specs, ranges, and conversion between tensors and arrays."""
 
 from __future__ import annotations
 

@@ -3,9 +3,9 @@
     python -m tests.schedules --schedules 100000          # 20 minutes on two cores
     python -m tests.schedules --only 4711                 # one of them again
 
-Each schedule is a job of its own: workers, window, loss of up to a half, repetition, reordering, cuts, flipped bits,
-slow workers, a fraction that is waited for, and restarts of the server. Every result of every worker is compared, bit
-for bit, with a model that has no packets; `tests/aggregator/test_schedules.py` is the short form.
+Each schedule is a job with random workers, window, loss of up to a half, repetition, reordering, truncation, flipped
+bits, slow workers, fraction, and restarts of the server. Every result of every worker is compared, bit for bit, with a
+model that has no packets. `tests/aggregator/test_schedules.py` is the short form.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LIMIT_SECONDS = 10_000.0  # of virtual time
 
 
 def schedule(seed: int) -> Counter[str]:
-    """Run one schedule and check it; returns what was done to its packets."""
+    """Run and check one schedule, and return the counts of faults."""
     rng = random.Random(seed)
     world_size = rng.choice((1, 2, 2, 3, 3, 4, 5, 8))
     options = {"fraction": 0.75, "max_misses": rng.choice((1, 3, 8))} if rng.random() < 0.3 else {}
@@ -56,7 +56,7 @@ def schedule(seed: int) -> Counter[str]:
 
 
 def attempt(seed: int) -> tuple[int, Counter[str], str]:
-    """The same for a pool of processes: an error as text."""
+    """Run one schedule in a pool of processes, with an error as text."""
     try:
         return seed, schedule(seed), ""
     except Exception as error:
@@ -64,7 +64,7 @@ def attempt(seed: int) -> tuple[int, Counter[str], str]:
 
 
 def campaign(seeds: range, processes: int) -> tuple[Counter[str], list[tuple[int, str]]]:
-    """Run schedules; returns what was done in all of them, and those that failed."""
+    """Run schedules, and return the counts of faults and the schedules that failed."""
     total: Counter[str] = Counter()
     failed: list[tuple[int, str]] = []
     with multiprocessing.get_context("forkserver").Pool(processes) as pool:
@@ -84,7 +84,7 @@ def main(
     processes: Annotated[int, typer.Option(help="Processes that run them.")] = 2,
     only: Annotated[int | None, typer.Option(help="Run the one schedule of this seed, in this process.")] = None,
 ) -> None:
-    """Check that an aggregation server adds every contribution exactly once, whatever the network does."""
+    """Check that an aggregation server adds every contribution exactly once under network faults."""
     if only is not None:
         print(dict(schedule(only)))
         return

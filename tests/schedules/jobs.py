@@ -1,4 +1,4 @@
-"""Jobs of an aggregation server, for tests and campaigns: terms, what workers contribute, and what must come out."""
+"""Jobs of an aggregation server: configurations, contributions of workers, and expected results."""
 # Shapes: W = workers, P = elements of a stream
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def small_config(world_size: int, **options: object) -> SessionConfig:
 
 
 def payload(job: SessionConfig, worker: int, round_: int, stream: int) -> np.ndarray | None:
-    """Drawn anew for each; now and then a worker has nothing."""
+    """Return a random contribution; sometimes a worker has none."""
     draw = np.random.default_rng([worker, round_ % (1 << 62), stream])
     found = job.streams[stream]
     if draw.random() < 0.1:
@@ -37,7 +37,7 @@ def payload(job: SessionConfig, worker: int, round_: int, stream: int) -> np.nda
 
 
 def expected(job: SessionConfig, round_: int, stream: int, place: slice, workers: list[int]) -> np.ndarray:
-    """What these workers' contributions make of some elements: a model without packets."""
+    """Return the aggregate of these workers' contributions for some elements: a model without packets."""
     found, lanes = job.streams[stream], job.result_dtype(stream)
     made = [payload(job, worker, round_, stream) for worker in workers]
     given = [each for each in made if each is not None]
@@ -56,7 +56,7 @@ def simulation(job: SessionConfig, rounds, faults, seed: int, **options) -> Aggr
 
 
 def check(run: AggregationSimulation, rounds) -> None:
-    """Every worker has every result; each is exactly what the workers counted make, and the same for all."""
+    """Check that all workers have all results, identical, and equal to the sums of the counted workers."""
     job = run.terms
     for round_ in rounds:
         for stream in range(len(job.streams)):

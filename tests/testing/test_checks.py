@@ -1,4 +1,4 @@
-"""The checks themselves: each finds the codec that breaks what it is about, and says so."""
+"""The checks themselves: each finds a compressor that breaks its rule, and says so."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def faulty(**replaced: Any) -> Faulty:
 
 
 def encode(change: Callable[..., Payload]) -> Callable[..., Payload]:
-    """An encoder that makes something else of what Halving encodes."""
+    """An encoder that changes the payloads of Halving."""
 
     def method(self: Faulty, grad: torch.Tensor, ctx: Any, stats: Any = (), **compensation: Any) -> Payload:
         payload = Halving.encode(self, grad, ctx, stats, **compensation)
@@ -78,7 +78,7 @@ def _copy(call: Callable[[], torch.Tensor], *_: Any) -> torch.Tensor:
     return call().clone()
 
 
-# The check that must find it, the codec, and a part of what it must say.
+# Check that must fail, compressor, and part of the message.
 FAULTS: list[tuple[str, Faulty, str]] = [
     ("round-trip-keeps-shape-dtype-and-declared-algebra", faulty(contraction=lambda self, spec: 0.9), "contraction"),
     ("round-trip-keeps-shape-dtype-and-declared-algebra", faulty(exact=True), "exact is declared"),
@@ -115,7 +115,7 @@ def test_a_faulty_codec_is_found(name: str, codec: Faulty, said: str) -> None:
 
 
 class Forgetful(Halving, StatefulCompressor):
-    """Halving, with a state that it trusts, and leaves in float64."""
+    """Halving, with a state that it trusts, and returns in float64."""
 
     state_source = "payload"
 

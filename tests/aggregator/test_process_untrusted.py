@@ -1,4 +1,4 @@
-"""Aggregation servers and clients beside ends that are mute, malformed, broken or not theirs."""
+"""Aggregation servers and clients facing silent, malformed, broken or unauthenticated peers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def job() -> Iterator[Job]:
 
 
 @pytest.mark.timeout(30)
-def test_a_group_that_a_worker_cannot_join_is_told_at_once(job):
+def test_a_multicast_group_that_a_worker_cannot_join_is_reported_at_once(job):
     group = ("239.71.87.3", 0x6757)
     address = job.serve(workers=1, udp=True, multicast=group)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as taken:
@@ -47,7 +47,7 @@ def test_a_group_that_a_worker_cannot_join_is_told_at_once(job):
 
 @contextlib.contextmanager
 def answering(words: bytes | None) -> Iterator[tuple[str, int]]:
-    """A server with this one answer to a worker's first words, or with none."""
+    """A server with this one answer to a join message, or with none."""
     listener = socket.create_server(("127.0.0.1", 0))
     member = GroupMember("gradwire", 1, 2, job_epoch("gradwire"))
     key, callers, owner = job_key("127.0.0.1", "gradwire"), frozenset([0]), Mute()
@@ -61,36 +61,36 @@ def answering(words: bytes | None) -> Iterator[tuple[str, int]]:
 
 
 @pytest.mark.timeout(30)
-def test_a_server_that_is_there_and_says_nothing():
+def test_a_silent_server():
     with answering(None) as address, pytest.raises(PeerTimeoutError, match="no answer for 1 s"):
         AggregationClient(address, jobs.config(1), 0, timeout=SHORT)
 
 
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("words", [b"", b"{}", b'{"epoch": 0, "port": null, "group": null}'])
-def test_a_server_whose_answer_cannot_be_read(words):
+def test_a_malformed_welcome(words):
     with answering(words) as address, pytest.raises(SyncError, match=r"cannot read the answer .*: Not "):
         AggregationClient(address, jobs.config(1), 0, timeout=timedelta(seconds=600))
 
 
 class Mute:
-    """Lets everybody in, takes everything, and says nothing."""
+    """Accepts every connection and frame, and says nothing."""
 
     def admit(self, peer: int, header: Header) -> None:
-        """Whatever it is."""
+        """Accept every frame."""
 
     def joined(self, peer: int) -> None:
-        """Nothing to say."""
+        """Send nothing."""
 
     def deliver(self, peer: int, header: Header, body: np.ndarray) -> None:
-        """Nothing to do."""
+        """Ignore it."""
 
     def left(self, peer: int, error: SyncError | None) -> None:
-        """Nobody to tell."""
+        """Ignore it."""
 
 
 @pytest.mark.timeout(30)
-def test_what_goes_wrong_on_a_clients_thread_is_told_to_whoever_waits(job):
+def test_an_exception_on_a_clients_thread_fails_pending_futures(job):
     client = job.join(job.serve(workers=1, udp=True), jobs.config(1))[0]
     out = np.empty(40, np.float32)
     out.flags.writeable = False  # so that its result cannot be taken
@@ -103,7 +103,7 @@ def test_what_goes_wrong_on_a_clients_thread_is_told_to_whoever_waits(job):
 
 
 @pytest.mark.timeout(30)
-def test_what_goes_wrong_on_a_servers_thread_is_told_to_all(job):
+def test_an_exception_on_a_servers_thread_reaches_all_workers(job):
     def print_to_nobody(text: str) -> None:
         raise BrokenPipeError("nobody reads")
 
@@ -113,13 +113,13 @@ def test_what_goes_wrong_on_a_servers_thread_is_told_to_all(job):
 
 
 @pytest.mark.timeout(30)
-def test_an_address_that_cannot_be_called_is_told_at_once():
+def test_an_invalid_port_is_reported_at_once():
     with pytest.raises(SyncError, match="port must be 0-65535"):
         AggregationClient(("127.0.0.1", 99_999), jobs.config(1), 0, timeout=timedelta(seconds=600))
 
 
 class Stranger(Mute):
-    """Holds the job's key, and says one thing when it is connected."""
+    """A peer with the job key that sends one message when it is connected."""
 
     def __init__(self, address: tuple[str, int], rank: int, workers: int, words: bytes) -> None:
         self.words = words
@@ -142,7 +142,7 @@ class Stranger(Mute):
 @pytest.mark.parametrize(
     "wrong", [{"stall_seconds": 10**400}, {"address": ["a\0", 5]}, {"address": ["a.example", 5]}, {"config": [[]]}]
 )
-def test_malformed_first_words_cost_their_sender_alone_the_connection(job, wrong, udp):
+def test_a_malformed_join_only_closes_its_senders_connection(job, wrong, udp):
     config = jobs.config(2)
     address = job.serve(workers=2, udp=udp)
     said = json.loads(AggregatorJoin(config, 0, 1, NO_EPOCH, 30.0, ("127.0.0.1", 5000)).to_bytes())
@@ -156,8 +156,8 @@ def test_malformed_first_words_cost_their_sender_alone_the_connection(job, wrong
         check_round(clients, round_)
 
 
-def test_strangers_and_garbage_beside_a_job_change_nothing(job):
-    """Ten thousand datagrams of others while sums are formed."""
+def test_unauthenticated_peers_and_garbage_change_nothing(job):
+    """Ten thousand unauthenticated datagrams while sums are formed."""
     config = jobs.config()
     address = job.serve(udp=True)
     clients = job.join(address, config)
@@ -183,7 +183,7 @@ def test_strangers_and_garbage_beside_a_job_change_nothing(job):
 
 
 def test_replays_of_a_session_change_no_sum_and_do_not_end_the_job(job, monkeypatch):
-    """Whoever hears the network sends what workers and server have said once more, tag and all, to whom it was for."""
+    """An attacker repeats datagrams of workers and server, with their tags, to the same receivers."""
     send, recorded, lock = DatagramSocket.send, [], threading.Lock()
     tap = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     tap.bind(("127.0.0.1", 0))
