@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from gradwire.ddp.attach import attach as attach
     from gradwire.ddp.handle import Handle as Handle
     from gradwire.parameter_server.client import ParameterClient as ParameterClient
+    from gradwire.parameter_server.options import ConnectionOptions as ConnectionOptions
+    from gradwire.parameter_server.options import JobOptions as JobOptions
+    from gradwire.parameter_server.options import TransferOptions as TransferOptions
     from gradwire.planner.table import PlanTable as PlanTable
     from gradwire.residuals.momentum import MomentumCorrection as MomentumCorrection
     from gradwire.sync.options import SyncOptions as SyncOptions
@@ -34,16 +37,19 @@ if TYPE_CHECKING:
 _HOMES = {
     "Aggregator": "gradwire.aggregator.service",
     "Compressor": "gradwire.compressors.base",
+    "ConnectionOptions": "gradwire.parameter_server.options",
     "Context": "gradwire.core.context",
     "GradientSlice": "gradwire.sync.submission",
     "Handle": "gradwire.ddp.handle",
-    "ParameterClient": "gradwire.parameter_server.client",
+    "JobOptions": "gradwire.parameter_server.options",
     "MomentumCorrection": "gradwire.residuals.momentum",
+    "ParameterClient": "gradwire.parameter_server.client",
     "Plan": "gradwire.sync.plan",
     "PlanTable": "gradwire.planner.table",
     "SyncOptions": "gradwire.sync.options",
     "Synchronizer": "gradwire.sync.synchronizer",
     "TensorSpec": "gradwire.core.spec",
+    "TransferOptions": "gradwire.parameter_server.options",
     "attach": "gradwire.ddp.attach",
     "compressor": "gradwire.compressors.base.decorator",
     "make": "gradwire.compressors.base.registry",

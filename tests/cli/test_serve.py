@@ -47,7 +47,8 @@ def test_a_worker_trains_with_it():
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         x, losses = torch.randn(64, 40), []
         target = x @ torch.randn(40, 30)
-        with gw.ParameterClient(model, optimizer, f"127.0.0.1:{port}", worker=0, workers=1, min_elements=0) as client:
+        job, transfer = gw.JobOptions(worker=0, workers=1), gw.TransferOptions(min_elements=0)
+        with gw.ParameterClient(model, optimizer, f"127.0.0.1:{port}", job=job, transfer=transfer) as client:
             for _ in range(30):
                 loss = (model(x) - target).square().mean()
                 loss.backward()
@@ -61,7 +62,7 @@ def test_a_worker_trains_with_it():
 def test_it_serves_one_thing_with_its_own_options():
     both = serve("--workers", "2", "--parameters", "--aggregate")
     assert both.exit_code == 2
-    assert "pass either" in both.output
+    assert "Pass either" in both.output
     assert serve("--workers", "2", "--parameters", "--udp").exit_code == 2
     assert serve("--workers", "2", "--aggregate", "--optimizer", "my.Own").exit_code == 2
 
@@ -83,7 +84,8 @@ def test_a_signal_is_told_to_the_workers_at_once(kind, number):
             result = client.submit(0, 0, np.ones(50, np.float32), np.empty(50, np.float32)).result
         else:
             model = torch.nn.Linear(4, 3)
-            client = gw.ParameterClient(model, torch.optim.SGD(model.parameters()), address, worker=0, workers=3)
+            optimizer, job = torch.optim.SGD(model.parameters()), gw.JobOptions(worker=0, workers=3)
+            client = gw.ParameterClient(model, optimizer, address, job=job)
             model(torch.ones(2, 4)).sum().backward()
             client.step()
             result = client.wait

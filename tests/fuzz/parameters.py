@@ -18,8 +18,8 @@ from gradwire.parameter_server.session import (
     TrainingConfig,
     TrainingJoin,
     TrainingWelcome,
-    groups_of,
-    groups_to,
+    decode_groups,
+    encode_groups,
 )
 from gradwire.parameter_server.shard import ParameterShard
 from gradwire.parameter_server.slot import ParameterSlot
@@ -35,7 +35,7 @@ SPEC = TensorSpec((70,))
 
 
 @cache
-def terms() -> TrainingConfig:
+def training() -> TrainingConfig:
     """What two workers and a server agree on."""
     made = (
         ParameterConfig("a", (70,), "float32", "threelc", "threelc", 0, True, True),
@@ -45,14 +45,14 @@ def terms() -> TrainingConfig:
 
 
 def words_target() -> WordsTarget:
-    """First words of both ends, and hyper-parameters."""
-    joins = [TrainingJoin(terms(), GROUPS, 1), TrainingJoin(terms(), GROUPS, 2, (0, 3))]
+    """First words of both ends, and hyperparameters."""
+    joins = [TrainingJoin(training(), GROUPS, 1), TrainingJoin(training(), GROUPS, 2, (0, 3))]
     welcome = TrainingWelcome(False, (1, 2), (0, -1), (-1, 1))
     return WordsTarget(
         "parameter server's words",
-        [*(join.to_bytes() for join in joins), welcome.to_bytes(), groups_to(GROUPS)],
+        [*(join.to_bytes() for join in joins), welcome.to_bytes(), encode_groups(GROUPS)],
         [(TrainingJoin.from_bytes, TrainingJoin.to_bytes),
-         (lambda body: TrainingWelcome.from_bytes(body, 2), TrainingWelcome.to_bytes), (groups_of, groups_to)],
+         (lambda body: TrainingWelcome.from_bytes(body, 2), TrainingWelcome.to_bytes), (decode_groups, encode_groups)],
     )  # fmt: skip
 
 
@@ -68,19 +68,19 @@ class ServerTarget(Target):
         return [Seed(frame) for frame in [*joins, *values, push_frame(0), push_frame(1), groups_frame()]]
 
     def check(self, data: bytes, seed: Seed, rng: random.Random) -> bool:
-        end = ServerStateMachine(WORKERS, WORKERS, EPOCH, ParameterShard())
+        machine = ServerStateMachine(WORKERS, WORKERS, EPOCH, ParameterShard())
         valid = [join_frame(0), model_frame(0), model_frame(1), groups_frame(), push_frame(0)]
         for frame in valid[: rng.randrange(len(valid) + 1)]:
-            say(end, 0, frame)
+            say(machine, 0, frame)
         try:
-            say(end, 0, data)
+            say(machine, 0, data)
         except (FrameError, DisagreementError):
-            end.leave(0)
+            machine.leave(0)
         else:
             return True
         if rng.random() < 0.9:  # a step takes as long as many refusals
             return False
-        if len(step(end)) != WORKERS:
+        if len(step(machine)) != WORKERS:
             raise BrokenPromiseError("a refused frame held up the step")
         return False
 
@@ -92,7 +92,7 @@ class UpdateTarget(Target):
     framed = False
 
     def corpus(self) -> list[Seed]:
-        ctx = pull_context(terms(), 0, 0)
+        ctx = pull_context(training(), 0, 0)
         values = torch.randn(70, generator=torch.Generator().manual_seed(0))
         payload = compressor_of("threelc").encode(values, ctx)
         return [Seed(join_update(counted, WORKERS, payload).tobytes(), change_spec(SPEC)) for counted in ([0], [0, 1])]
@@ -102,7 +102,7 @@ class UpdateTarget(Target):
         values = torch.zeros(70)
         try:
             counted, payload = split_update(header, np.frombuffer(data, np.uint8), WORKERS)
-            add_change(compressor_of("threelc"), payload, pull_context(terms(), 0, 0), values)
+            add_change(compressor_of("threelc"), payload, pull_context(training(), 0, 0), values)
         except (FrameError, PayloadError):
             if values.any():
                 raise BrokenPromiseError("a refused update changed the values") from None
@@ -112,45 +112,45 @@ class UpdateTarget(Target):
         return True
 
 
-def say(end: ServerStateMachine, worker: int, frame: bytes) -> list[object]:
+def say(machine: ServerStateMachine, worker: int, frame: bytes) -> list[object]:
     """Bring a frame to the server as its connection would."""
     header, body = parse(frame)
-    end.admit(worker, header)
-    return list(end.receive(worker, header, body))
+    machine.admit(worker, header)
+    return list(machine.receive(worker, header, body))
 
 
-def step(end: ServerStateMachine) -> list[object]:
+def step(machine: ServerStateMachine) -> list[object]:
     """Both workers come, again or for the first time, and push; returns what the last one's push leads to."""
     answers: list[object] = []
     for worker in range(WORKERS):
-        say(end, worker, join_frame(worker))
-        if not end.initialized:
-            say(end, 0, model_frame(0))
-            say(end, 0, model_frame(1))
-        answers = say(end, worker, push_frame(worker))
+        say(machine, worker, join_frame(worker))
+        if not machine.initialized:
+            say(machine, 0, model_frame(0))
+            say(machine, 0, model_frame(1))
+        answers = say(machine, worker, push_frame(worker))
     return answers
 
 
 @cache
 def join_frame(worker: int) -> bytes:
-    return pack(Header(FrameKind.JOIN, sender=worker, epoch=EPOCH), TrainingJoin(terms(), GROUPS, 1).to_bytes())
+    return pack(Header(FrameKind.JOIN, sender=worker, epoch=EPOCH), TrainingJoin(training(), GROUPS, 1).to_bytes())
 
 
 @cache
 def groups_frame() -> bytes:
-    return pack(Header(FrameKind.GROUPS, sender=0, epoch=EPOCH), groups_to(GROUPS))
+    return pack(Header(FrameKind.GROUPS, sender=0, epoch=EPOCH), encode_groups(GROUPS))
 
 
 @cache
 def model_frame(tensor: int) -> bytes:
-    spec = terms().tensors[tensor].spec
-    header, body = ParameterSlot(tensor, terms(), 0, EPOCH).first_values(torch.ones(spec.shape, dtype=spec.dtype))
+    spec = training().tensors[tensor].spec
+    header, body = ParameterSlot(tensor, training(), 0, EPOCH).first_values(torch.ones(spec.shape, dtype=spec.dtype))
     return pack(header, body.tobytes())
 
 
 @cache
 def push_frame(worker: int) -> bytes:
-    slot = ParameterSlot(0, terms(), worker, EPOCH)
+    slot = ParameterSlot(0, training(), worker, EPOCH)
     frame = slot.push(torch.linspace(-1, 1, 70), 0)
     assert frame is not None
     header, body = frame

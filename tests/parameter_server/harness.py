@@ -15,7 +15,7 @@ from gradwire.parameter_server.session import (
     TrainingConfig,
     TrainingJoin,
     TrainingWelcome,
-    groups_to,
+    encode_groups,
 )
 from gradwire.parameter_server.shard import ParameterShard
 from gradwire.parameter_server.slot import ParameterSlot
@@ -26,7 +26,7 @@ LR = 0.5
 GROUPS = ({"lr": LR},)
 
 
-def agreement(
+def make_config(
     shapes=((70,), (3, 5)), *, workers=3, backups=0, push="threelc", pull="threelc", feedback=True, optimizer="SGD"
 ) -> TrainingConfig:
     tensors = tuple(
@@ -39,14 +39,14 @@ def agreement(
 class Worker:
     """One worker: slots, parameters, and the frames that are on their way to it."""
 
-    def __init__(self, number: int, agreement: TrainingConfig, incarnation: int = 1, seed: int = 0) -> None:
+    def __init__(self, number: int, config: TrainingConfig, incarnation: int = 1, seed: int = 0) -> None:
         self.number = number
-        self.agreement = agreement
+        self.config = config
         self.incarnation = incarnation
-        self.slots = [ParameterSlot(tensor, agreement, number, EPOCH) for tensor in range(len(agreement.tensors))]
+        self.slots = [ParameterSlot(tensor, config, number, EPOCH) for tensor in range(len(config.tensors))]
         generator = torch.Generator().manual_seed(seed + 100 * number)
-        self.values = [torch.randn(terms.shape, generator=generator) for terms in agreement.tensors]
-        self.produced = [np.zeros(terms.spec.numel) for terms in agreement.tensors]
+        self.values = [torch.randn(parameter.shape, generator=generator) for parameter in config.tensors]
+        self.produced = [np.zeros(parameter.spec.numel) for parameter in config.tensors]
         self.inbox: deque[tuple[Header, np.ndarray]] = deque()
         self.outbox: deque[tuple[Header, np.ndarray]] = deque()
         self.welcome: TrainingWelcome | None = None
@@ -57,8 +57,8 @@ class Worker:
         self.inbox.clear()
         self.outbox.clear()
         self.welcome = None
-        known = tuple(slot.known for slot in self.slots)
-        said = TrainingJoin(self.agreement, groups, self.incarnation, None if -1 in known else known).to_bytes()
+        known = tuple(slot.newest for slot in self.slots)
+        said = TrainingJoin(self.config, groups, self.incarnation, None if -1 in known else known).to_bytes()
         self.outbox.append((Header(FrameKind.JOIN, sender=self.number, epoch=EPOCH), np.frombuffer(said, np.uint8)))
 
     def take(self) -> None:
@@ -81,13 +81,13 @@ class Worker:
     @property
     def next_step(self) -> int:
         """The step that it can begin next, as the client has it."""
-        known = [slot.known for slot in self.slots]
+        known = [slot.newest for slot in self.slots]
         return max(min(known) if self.step < 0 else self.step, max(known) - 1)
 
     @property
     def ready(self) -> bool:
         """Whether it can begin its next step."""
-        return self.welcome is not None and all(slot.known >= max(0, self.next_step) for slot in self.slots)
+        return self.welcome is not None and all(slot.newest >= max(0, self.next_step) for slot in self.slots)
 
     def begin(self) -> None:
         """Bring the values up to date."""
@@ -108,11 +108,11 @@ class Worker:
 class Job:
     """A server and its workers."""
 
-    def __init__(self, agreement: TrainingConfig, seed: int = 0) -> None:
-        self.agreement = agreement
+    def __init__(self, config: TrainingConfig, seed: int = 0) -> None:
+        self.config = config
         self.shard = ParameterShard()
-        self.end = ServerStateMachine(agreement.workers, agreement.workers, EPOCH, self.shard)
-        self.workers = [Worker(number, agreement, seed=seed) for number in range(agreement.workers)]
+        self.machine = ServerStateMachine(config.workers, config.workers, EPOCH, self.shard)
+        self.workers = [Worker(number, config, seed=seed) for number in range(config.workers)]
         self.random = random.Random(seed)
         self.draws = random.Random(seed)  # of gradients: the same whatever the order of frames
 
@@ -120,8 +120,8 @@ class Job:
         """Bring a worker's oldest frame to the server, over the wire's format."""
         header, body = worker.outbox.popleft()
         header, body = parse(seal(header, body) + body.tobytes())
-        self.end.admit(worker.number, header)
-        self.post(self.end.receive(worker.number, header, body))
+        self.machine.admit(worker.number, header)
+        self.post(self.machine.receive(worker.number, header, body))
 
     def post(self, messages) -> None:
         for number, header, body in messages:
@@ -147,7 +147,7 @@ class Job:
     def grads(self, unused: float = 0.0) -> list[torch.Tensor | None]:
         """Gradients at random; each None with the probability `unused`."""
         generator = torch.Generator().manual_seed(self.draws.randrange(1 << 30))
-        found = [torch.randn(terms.shape, generator=generator) for terms in self.agreement.tensors]
+        found = [torch.randn(parameter.shape, generator=generator) for parameter in self.config.tensors]
         return [None if self.draws.random() < unused else grad for grad in found] if unused else found
 
     def train(self, steps: int) -> None:
@@ -161,6 +161,6 @@ class Job:
 
 
 def tell(job: Job, worker: int, groups: Groups) -> None:
-    """A worker's hyper-parameters, as its frame brings them."""
-    body = np.frombuffer(groups_to(groups), np.uint8)
-    job.end.receive(worker, Header(FrameKind.GROUPS, sender=worker, epoch=EPOCH), body)
+    """A worker's hyperparameters, as its frame brings them."""
+    body = np.frombuffer(encode_groups(groups), np.uint8)
+    job.machine.receive(worker, Header(FrameKind.GROUPS, sender=worker, epoch=EPOCH), body)

@@ -13,8 +13,8 @@ import torch
 
 import gradwire as gw
 from gradwire.core.errors import GradwireError
-from gradwire.net.stopping import stopped_by_signals
-from gradwire.parameter_server.process import ParameterServer, ServerOptions
+from gradwire.net.server import Server, stopped_by_signals
+from gradwire.parameter_server.process import ParameterServer, ParameterServerOptions
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["tests.parameter_server.processes", "gradwire.parameter_server.client"])
@@ -33,10 +33,10 @@ def batch(worker: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Process:
-    """One process, and the line to it."""
+    """One process, and the pipe to it."""
 
     def __init__(self, target: Any, *arguments: Any) -> None:
-        self.line, theirs = context.Pipe()
+        self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=target, args=(theirs, *arguments), daemon=True)
         self.process.start()
         theirs.close()
@@ -44,9 +44,9 @@ class Process:
     def hear(self, what: str, seconds: float = PATIENCE) -> Any:
         """Wait for a message of this kind and return what it says."""
         heard = []
-        while self.line.poll(seconds):
+        while self.pipe.poll(seconds):
             try:
-                kind, said = self.line.recv()
+                kind, said = self.pipe.recv()
             except EOFError:
                 break
             if kind == what:
@@ -60,50 +60,59 @@ class Process:
     def end(self) -> None:
         self.process.kill()
         self.process.join()
-        self.line.close()
+        self.pipe.close()
 
 
-def serve(line: Any, workers: int, port: int, state: str | None, timeout: float, patience: float) -> None:
+def serve(pipe: Any, workers: int, port: int, state: str | None, timeout: float, patience: float) -> None:
     try:
-        options = ServerOptions(
+        options = ParameterServerOptions(
             workers, port=port, state=Path(state) if state else None, checkpoint_bytes=20_000,
             timeout=timedelta(seconds=timeout), patience=timedelta(seconds=patience),
         )  # fmt: skip
-        server = ParameterServer(options)
-        with stopped_by_signals(server):
-            line.send(("port", server.address[1]))
-            server.run(lambda text: None)
-        line.send(("ended", ""))
-    except GradwireError as error:
-        line.send(("ended", f"{type(error).__name__}: {error}"))
+        run(pipe, ParameterServer(options))
     except BaseException as error:
-        line.send(("failed", repr(error)))
+        pipe.send(("failed", repr(error)))
         raise
 
 
-def work(line: Any, worker: int, workers: int, servers: str, steps: int, options: dict[str, Any]) -> None:
-    """Train for so many steps in all; says "step" after each, which the test may hold up."""
+def run(pipe: Any, server: Server) -> None:
+    """Serve, and say the port first and the error last."""
+    try:
+        with stopped_by_signals(server):
+            pipe.send(("port", server.address[1]))
+            server.run(lambda text: None)
+        pipe.send(("ended", ""))
+    except GradwireError as error:
+        pipe.send(("ended", f"{type(error).__name__}: {error}"))
+
+
+def work(
+    pipe: Any, worker: int, workers: int, servers: str, steps: int, timeout: float = 30.0, backups: int = 0
+) -> None:
+    """Train up to this step of the job. Says "step" after each, so that the test can hold it up."""
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.5)
-    timeout = timedelta(seconds=options.pop("timeout", 30.0))
     try:
         client = gw.ParameterClient(
-            model, optimizer, servers, worker=worker, workers=workers, min_elements=64, timeout=timeout, **options
-        )
+            model, optimizer, servers,
+            job=gw.JobOptions(worker=worker, workers=workers, backups=backups),
+            transfer=gw.TransferOptions(min_elements=64),
+            connection=gw.ConnectionOptions(timeout=timedelta(seconds=timeout)),
+        )  # fmt: skip
         while client.steps < steps:
             x, y = batch(worker, client.steps)
             torch.nn.functional.cross_entropy(model(x), y).backward()
             client.step()
             schedule.last_epoch = client.steps - 1
             schedule.step()
-            line.send(("step", client.steps))
+            pipe.send(("step", client.steps))
         client.close()
-        line.send(("weights", {name: value.numpy() for name, value in model.state_dict().items()}))
+        pipe.send(("weights", {name: value.numpy() for name, value in model.state_dict().items()}))
     except GradwireError as error:
-        line.send(("error", f"{type(error).__name__}: {error}"))
+        pipe.send(("error", f"{type(error).__name__}: {error}"))
     except BaseException as error:
-        line.send(("failed", repr(error)))
+        pipe.send(("failed", repr(error)))
         raise

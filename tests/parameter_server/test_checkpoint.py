@@ -16,7 +16,7 @@ from gradwire.parameter_server.checkpoint import Checkpoint
 from gradwire.parameter_server.folder import StateFolder
 from gradwire.parameter_server.server import ServerStateMachine
 from gradwire.parameter_server.shard import ParameterShard
-from tests.parameter_server.harness import EPOCH, Job, agreement
+from tests.parameter_server.harness import EPOCH, Job, make_config
 
 WORKERS = 2
 STEP = 41
@@ -28,13 +28,13 @@ class Saved:
 
     def __init__(self, folder: StateFolder) -> None:
         self.folder = folder
-        job = Job(agreement(workers=WORKERS, optimizer="Adam"))
+        job = Job(make_config(workers=WORKERS, optimizer="Adam"))
         job.start()
         job.train(3)
         job.workers[0].push(job.grads())
         job.settle()
         self.shard = job.shard
-        checkpoint = Checkpoint(folder, job.end, job.shard)
+        checkpoint = Checkpoint(folder, job.machine, job.shard)
         checkpoint.save(5)
         self.path = checkpoint.path
         self.content = self.path.read_bytes()
@@ -63,7 +63,7 @@ def test_what_was_saved_is_loaded(saved: Saved) -> None:
     assert number == 5
     for tensor, parameter in saved.shard.parameters.items():
         assert torch.equal(shard.parameters[tensor], parameter)
-        assert torch.equal(shard.views[tensor], saved.shard.views[tensor])
+        assert torch.equal(shard.replicas[tensor], saved.shard.replicas[tensor])
     assert sorted(path.name for path in saved.folder.path.iterdir()) == ["checkpoint.safetensors", "lock"]
     assert saved.path.stat().st_mode & 0o777 == 0o600
 

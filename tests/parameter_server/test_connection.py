@@ -1,4 +1,4 @@
-"""A worker's line to a server that the test plays: what goes out, and in which order."""
+"""A worker's connection to a server that the test plays: what goes out, and in which order."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from gradwire.net.handshake import GroupMember
 from gradwire.net.keys import job_epoch, job_key
 from gradwire.net.reconnecting import ReconnectingEndpoint
 from gradwire.parameter_server.connection import ServerConnection
-from gradwire.parameter_server.session import Groups, TrainingJoin, TrainingWelcome, groups_of
+from gradwire.parameter_server.options import ConnectionOptions
+from gradwire.parameter_server.session import Groups, TrainingJoin, TrainingWelcome, decode_groups
 from gradwire.wire.frame import FrameKind, Header
-from tests.parameter_server.harness import agreement
+from tests.parameter_server.harness import make_config
 
 WAIT = 20.0
 FIRST: Groups = ({"lr": 0.5},)
 NEXT: Groups = ({"lr": 0.25},)
-TERMS = agreement(workers=1)
+CONFIG = make_config(workers=1)
 
 
 class Server:
@@ -35,11 +36,11 @@ class Server:
         self.heard: queue.Queue[tuple[Header, bytes]] = queue.Queue()
         listener = socket.create_server(("127.0.0.1", 0))
         self.address: tuple[str, int] = listener.getsockname()
-        self.hub = ReconnectingEndpoint(
+        self.endpoint = ReconnectingEndpoint(
             GroupMember("gradwire", 1, 2, self.epoch), job_key("127.0.0.1", "gradwire"), self,
             timeout=timedelta(seconds=WAIT), listener=listener, callers=frozenset({0}),
         )  # fmt: skip
-        self.hub.start()
+        self.endpoint.start()
 
     def admit(self, peer: int, header: Header) -> None:
         """Whatever it is."""
@@ -59,11 +60,11 @@ class Server:
         return body
 
     def welcome(self, words: bytes = TrainingWelcome(True, (0, 0), (-1, -1), (-1, -1)).to_bytes()) -> None:
-        self.hub.send(0, Header(FrameKind.WELCOME, sender=1, epoch=self.epoch), np.frombuffer(words, np.uint8))
+        self.endpoint.send(0, Header(FrameKind.WELCOME, sender=1, epoch=self.epoch), np.frombuffer(words, np.uint8))
 
     def break_connection(self) -> None:
-        with self.hub._lock:
-            for link in self.hub._links.values():
+        with self.endpoint._lock:
+            for link in self.endpoint._links.values():
                 link.socket.shutdown(socket.SHUT_RDWR)
 
 
@@ -71,30 +72,28 @@ class Server:
 def server() -> Iterator[Server]:
     made = Server()
     yield made
-    made.hub.close()
+    made.endpoint.close()
 
 
-VALUES = {terms.name: torch.zeros(terms.shape) for terms in TERMS.tensors}
+VALUES = {parameter.name: torch.zeros(parameter.shape) for parameter in CONFIG.tensors}
 
 
 def call(server: Server, stall_seconds: float = WAIT, values: dict[str, torch.Tensor] = VALUES) -> ServerConnection:
-    made = ServerConnection(
-        server.address, TERMS, 0, "gradwire", 1, timedelta(seconds=WAIT), timedelta(seconds=stall_seconds),
-        groups=FIRST, values=values.__getitem__, key_file=None, insecure=False,
-    )  # fmt: skip
+    options = ConnectionOptions(timeout=timedelta(seconds=WAIT), stall_timeout=timedelta(seconds=stall_seconds))
+    made = ServerConnection(server.address, CONFIG, 0, "gradwire", 1, options, groups=FIRST, values=values)
     made.start()
     return made
 
 
 @pytest.fixture
-def line(server: Server) -> Iterator[ServerConnection]:
+def connection(server: Server) -> Iterator[ServerConnection]:
     made = call(server)
     yield made
     made.close()
 
 
-def test_pushes_wait_for_a_welcome_and_go_after_values_and_hyper_parameters(
-    server: Server, line: ServerConnection
+def test_pushes_wait_for_a_welcome_and_go_after_values_and_hyperparameters(
+    server: Server, connection: ServerConnection
 ) -> None:
     assert TrainingJoin.from_bytes(server.hear(FrameKind.JOIN)).groups == FIRST
     server.welcome()
@@ -102,14 +101,14 @@ def test_pushes_wait_for_a_welcome_and_go_after_values_and_hyper_parameters(
         server.hear(kind)
     server.break_connection()
     server.hear(FrameKind.JOIN)
-    line.wait_for_values()
-    line.tell(NEXT)
-    for slot in line.slots:
-        line.push(slot, torch.ones(slot.terms.shape), 0)
+    connection.wait_for_values()
+    connection.send_groups(NEXT)
+    for slot in connection.slots:
+        connection.push(slot, torch.ones(slot.config.shape), 0)
     server.welcome()
     server.hear(FrameKind.MODEL)
     server.hear(FrameKind.MODEL)
-    assert groups_of(server.hear(FrameKind.GROUPS)) == NEXT
+    assert decode_groups(server.hear(FrameKind.GROUPS)) == NEXT
     server.hear(FrameKind.PAYLOAD)
     server.hear(FrameKind.PAYLOAD)
     server.break_connection()
@@ -117,13 +116,13 @@ def test_pushes_wait_for_a_welcome_and_go_after_values_and_hyper_parameters(
 
 
 def test_a_server_that_is_there_and_says_nothing_is_one_error(server: Server) -> None:
-    line = call(server, stall_seconds=0.5)
+    connection = call(server, stall_seconds=0.5)
     server.hear(FrameKind.JOIN)
     try:
-        with pytest.raises(PeerTimeoutError, match=r"the model .* within 0.5 s, got nothing, though it is there"):
-            line.wait_for_values()
+        with pytest.raises(PeerTimeoutError, match=r"did not send the model within 0.5 s, though it is there"):
+            connection.wait_for_values()
     finally:
-        line.close()
+        connection.close()
 
 
 def test_a_server_that_is_not_there_is_told_of_at_once_with_the_command_that_starts_it(
@@ -132,18 +131,16 @@ def test_a_server_that_is_not_there_is_told_of_at_once_with_the_command_that_sta
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = f"gradwire serve --parameters --workers 1 --host 127.0.0.1 --port {port} --job mine"
-    line = ServerConnection(
-        ("127.0.0.1", port), TERMS, 0, "mine", 1, timedelta(seconds=1), timedelta(seconds=WAIT),
-        groups=FIRST, values=VALUES.__getitem__, key_file=None, insecure=False,
-    )  # fmt: skip
-    line.start()
+    options = ConnectionOptions(timeout=timedelta(seconds=1))
+    connection = ServerConnection(("127.0.0.1", port), CONFIG, 0, "mine", 1, options, groups=FIRST, values=VALUES)
+    connection.start()
     try:
         with pytest.raises(
             PeerTimeoutError, match=rf"answered at 127.0.0.1:{port} for 1 s \(.*\)\. .* with: {command}"
         ):
-            line.wait_for_values()
+            connection.wait_for_values()
     finally:
-        line.close()
+        connection.close()
     (record,) = caplog.records  # once, however often it is called
     assert record.levelname == "WARNING"  # which Python prints where nobody has configured logging
     assert f"Nobody answers at 127.0.0.1:{port} yet" in record.getMessage()
@@ -151,53 +148,55 @@ def test_a_server_that_is_not_there_is_told_of_at_once_with_the_command_that_sta
 
 
 def test_a_long_wait_for_other_workers_is_told_of(
-    server: Server, line: ServerConnection, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    server: Server, connection: ServerConnection, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("gradwire.parameter_server.connection.NOTICE_SECONDS", 0.3)
-    line._stall_timeout = timedelta(seconds=1)
+    connection._options = ConnectionOptions(stall_timeout=timedelta(seconds=1))
     server.hear(FrameKind.JOIN)
     with pytest.raises(PeerTimeoutError, match="though it is there"):
-        line.wait_for_values()
+        connection.wait_for_values()
     (record,) = caplog.records
     assert "Waiting for the model." in record.getMessage() and "waits for other workers" in record.getMessage()
 
 
 @pytest.mark.parametrize("words", [b"", b"{}", b"\xff", TrainingWelcome(False, (0,), (-1,), (-1,)).to_bytes()])
 def test_a_welcome_that_cannot_be_read_is_one_error_at_once(
-    server: Server, line: ServerConnection, words: bytes
+    server: Server, connection: ServerConnection, words: bytes
 ) -> None:
     server.hear(FrameKind.JOIN)
     server.welcome(words)
     with pytest.raises(SyncError, match=r"an answer that this worker cannot read.*Expected") as raised:
-        line.wait_for_values()
+        connection.wait_for_values()
     assert not isinstance(raised.value, PeerTimeoutError)
     assert "127.0.0.1" in str(raised.value)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks here")
-def test_a_forked_child_does_not_wait_for_what_only_its_parent_can_hear(server: Server, line: ServerConnection) -> None:
+def test_a_forked_child_does_not_wait_for_what_only_its_parent_can_hear(
+    server: Server, connection: ServerConnection
+) -> None:
     server.hear(FrameKind.JOIN)
     child = os.fork()
     if child == 0:
         try:
-            line.wait_for_values()
+            connection.wait_for_values()
         except SyncError as error:
             os._exit(not str(error).endswith("start workers with the 'spawn' method."))
         finally:
             os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     server.welcome()
-    line.wait_for_values()
+    connection.wait_for_values()
 
 
 @pytest.mark.timeout(15)
-def test_an_exception_on_the_hubs_thread_is_told_to_whoever_waits(server: Server) -> None:
-    line = call(server, values={})
+def test_an_exception_on_the_endpoints_thread_is_told_to_whoever_waits(server: Server) -> None:
+    connection = call(server, values={})
     server.hear(FrameKind.JOIN)
     server.welcome()
     try:
         with pytest.raises(SyncError, match="KeyError") as caught:
-            line.wait_for_values()
+            connection.wait_for_values()
         assert isinstance(caught.value.__cause__, KeyError)
     finally:
-        line.close()
+        connection.close()

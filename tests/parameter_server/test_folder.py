@@ -29,24 +29,24 @@ def test_a_folder_is_held_by_one_at_a_time(tmp_path: Path) -> None:
     StateFolder(tmp_path / "state").close()
 
 
-def hold(line: Connection, path: str, forks: bool) -> None:
-    """Hold a folder until the line ends, or end with it held and leave a forked child behind."""
+def hold(pipe: Connection, path: str, forks: bool) -> None:
+    """Hold a folder until the pipe ends, or end with it held and leave a forked child behind."""
     folder = StateFolder(Path(path))
     if forks and os.fork():
         os._exit(0)
-    line.send(folder.forked)
-    line.recv()
+    pipe.send(folder.forked)
+    pipe.recv()
 
 
 @pytest.mark.parametrize("forks", [False, True], ids=["killed", "killed, with a forked child"])
 def test_who_has_died_holds_nothing(tmp_path: Path, forks: bool) -> None:
     context = multiprocessing.get_context("spawn")
-    line, theirs = context.Pipe()
+    pipe, theirs = context.Pipe()
     holder = context.Process(target=hold, args=(theirs, str(tmp_path), forks))
     holder.start()
     theirs.close()
-    with line:
-        assert line.recv() is forks
+    with pipe:
+        assert pipe.recv() is forks
         if not forks:
             with pytest.raises(StateError, match=f"process {holder.pid}"):
                 StateFolder(tmp_path)

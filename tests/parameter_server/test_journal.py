@@ -12,22 +12,22 @@ from gradwire.parameter_server.journal import Journal
 from gradwire.parameter_server.server import ServerStateMachine
 from gradwire.parameter_server.shard import ParameterShard
 from gradwire.wire.frame import HEADER_BYTES
-from tests.parameter_server.harness import EPOCH, Job, agreement
+from tests.parameter_server.harness import EPOCH, Job, make_config
 
 
 class Recorded(Job):
     """A job whose server keeps a journal."""
 
-    def __init__(self, folder: Path, checkpoint_bytes: int, **terms) -> None:
-        super().__init__(agreement(workers=2, **terms))
+    def __init__(self, folder: Path, checkpoint_bytes: int, **options) -> None:
+        super().__init__(make_config(workers=2, **options))
         self.folder = folder
         self.checkpoint_bytes = checkpoint_bytes
         self.open()
 
     def open(self) -> None:
         self.shard = ParameterShard()
-        self.end = ServerStateMachine(2, 2, EPOCH, self.shard)
-        self.journal = Journal(self.folder, self.end, self.shard, self.checkpoint_bytes)
+        self.machine = ServerStateMachine(2, 2, EPOCH, self.shard)
+        self.journal = Journal(self.folder, self.machine, self.shard, self.checkpoint_bytes)
         self.journal.restore()
 
     def deliver(self, worker) -> None:
@@ -47,8 +47,8 @@ class Recorded(Job):
 def open_job(tmp_path):
     jobs = []
 
-    def make(checkpoint_bytes: int, **terms) -> Recorded:
-        jobs.append(Recorded(tmp_path, checkpoint_bytes, **terms))
+    def make(checkpoint_bytes: int, **options) -> Recorded:
+        jobs.append(Recorded(tmp_path, checkpoint_bytes, **options))
         return jobs[-1]
 
     yield make
@@ -59,7 +59,7 @@ def open_job(tmp_path):
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "Adagrad"])
 @pytest.mark.parametrize("checkpoint_bytes", [1, 3000, 1 << 30])
 def test_a_killed_server_is_where_it_was(open_job, optimizer, checkpoint_bytes):
-    unbroken = Job(agreement(workers=2, optimizer=optimizer), seed=0)
+    unbroken = Job(make_config(workers=2, optimizer=optimizer), seed=0)
     unbroken.start()
     unbroken.train(12)
     job = open_job(checkpoint_bytes, optimizer=optimizer)
@@ -70,11 +70,11 @@ def test_a_killed_server_is_where_it_was(open_job, optimizer, checkpoint_bytes):
         worker.push(job.grads())
     job.deliver(job.workers[1])
     job.kill()
-    before = [view.clone() for view in job.shard.views.values()]
+    before = [view.clone() for view in job.shard.replicas.values()]
     job.open()
-    assert [round_.version for round_ in job.end.rounds] == [5, 5]
-    assert list(job.end.rounds[0].pushes) == [1]
-    assert all(torch.equal(job.shard.views[tensor], view) for tensor, view in enumerate(before))
+    assert [round_.version for round_ in job.machine.rounds] == [5, 5]
+    assert list(job.machine.rounds[0].pushes) == [1]
+    assert all(torch.equal(job.shard.replicas[tensor], view) for tensor, view in enumerate(before))
     for worker in job.workers:
         worker.join()
     job.settle()
@@ -90,21 +90,21 @@ def test_who_has_finished_is_not_waited_for_again(open_job, checkpoint_bytes):
     job.start()
     job.train(2)
     for worker in range(2):
-        job.end.leave(worker, finished=True)
+        job.machine.leave(worker, finished=True)
         job.journal.note_leave(worker, finished=True)
         if worker == 0:
             job.kill()
             job.open()
-            assert job.end.finished == {0}
+            assert job.machine.finished == {0}
             job.workers[1].join()
             job.settle()
     job.journal.close(checkpoint=True)
     job.open()
-    assert job.end.finished == set()  # the job is over: whoever starts it again trains further
+    assert job.machine.finished == set()  # the job is over: whoever starts it again trains further
 
 
 @pytest.mark.parametrize("checkpoint_bytes", [1, 1 << 30])
-def test_a_step_keeps_its_hyper_parameters(open_job, checkpoint_bytes):
+def test_a_step_keeps_its_hyperparameters(open_job, checkpoint_bytes):
     job = open_job(checkpoint_bytes)
     job.start()
     job.workers[0].push(job.grads())
@@ -143,7 +143,7 @@ def test_a_frame_that_was_cut_off_is_sent_again(tmp_path, open_job):
     for worker in job.workers:
         worker.join()
     job.settle()
-    assert [round_.version for round_ in job.end.rounds] == [3, 3]
+    assert [round_.version for round_ in job.machine.rounds] == [3, 3]
 
 
 @pytest.mark.parametrize("checkpoint_bytes", [1, 1 << 30])
@@ -152,9 +152,9 @@ def test_a_state_of_another_number_of_workers_is_refused(tmp_path, open_job, che
     job.start()
     job.train(1)
     job.kill()
-    end = ServerStateMachine(3, 3, EPOCH, ParameterShard())
+    machine = ServerStateMachine(3, 3, EPOCH, ParameterShard())
     with pytest.raises(StateError, match="Start") as raised:
-        Journal(tmp_path, end, ParameterShard()).restore()
+        Journal(tmp_path, machine, ParameterShard()).restore()
     assert str(tmp_path) in str(raised.value)
 
 
@@ -182,11 +182,11 @@ def test_a_server_that_takes_no_frame_changes_nothing(tmp_path, open_job, checkp
     for worker in job.workers:
         worker.join()
     job.settle()
-    assert job.end.present == {0, 1}
+    assert job.machine.present == {0, 1}
     job.kill()
     job.open()  # what the last server wrote down is read again, departures first
-    assert [round_.version for round_ in job.end.rounds] == [3, 3]
-    assert list(job.end.rounds[0].pushes) == [0]
+    assert [round_.version for round_ in job.machine.rounds] == [3, 3]
+    assert list(job.machine.rounds[0].pushes) == [0]
 
 
 def test_an_end_that_lost_power_is_sent_again(tmp_path, open_job, caplog):
@@ -202,7 +202,7 @@ def test_an_end_that_lost_power_is_sent_again(tmp_path, open_job, caplog):
     size = path.stat().st_size
     path.write_bytes(path.read_bytes()[:whole] + bytes(size - whole))
     job.open()
-    assert [round_.version for round_ in job.end.rounds] == [2, 2]
+    assert [round_.version for round_ in job.machine.rounds] == [2, 2]
     assert path.stat().st_size == whole
     [message] = caplog.messages
     assert f"{size - whole} bytes" in message
@@ -274,4 +274,4 @@ def test_what_a_server_killed_in_a_checkpoint_leaves_is_no_harm(tmp_path, open_j
     job.journal.close(checkpoint=True)
     assert sorted(contents(tmp_path)) == ["checkpoint.safetensors", "journal-1"]
     job.open()
-    assert [round_.version for round_ in job.end.rounds] == [2, 2]
+    assert [round_.version for round_ in job.machine.rounds] == [2, 2]

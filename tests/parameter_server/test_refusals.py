@@ -11,18 +11,18 @@ import pytest
 from gradwire.core.errors import DisagreementError, FrameError
 from gradwire.parameter_server.session import TrainingJoin
 from gradwire.wire.frame import FrameFlags, FrameKind, Header
-from tests.parameter_server.harness import EPOCH, GROUPS, Job, Worker, agreement, tell
+from tests.parameter_server.harness import EPOCH, GROUPS, Job, Worker, make_config, tell
 
 DEEP: object = 0
 for _ in range(450):
     DEEP = [DEEP]
 
 
-def test_an_older_process_of_a_worker_is_turned_away():
-    job = Job(agreement(), seed=4)
+def test_an_older_process_of_a_worker_is_rejected():
+    job = Job(make_config(), seed=4)
     job.start()
-    job.post(job.end.leave(1))
-    zombie = Worker(1, job.agreement, incarnation=0)
+    job.post(job.machine.leave(1))
+    zombie = Worker(1, job.config, incarnation=0)
     zombie.join()
     job.workers[1] = zombie
     with pytest.raises(FrameError, match="has been replaced"):
@@ -30,17 +30,17 @@ def test_an_older_process_of_a_worker_is_turned_away():
 
 
 def test_a_worker_that_expects_another_job_ends_it():
-    job = Job(agreement())
-    job.workers[2].agreement = agreement(push="onebit")
+    job = Job(make_config())
+    job.workers[2].config = make_config(push="onebit")
     with pytest.raises(DisagreementError, match="onebit"):
         job.start()
 
 
 def test_a_server_with_an_older_state_is_found_out():
-    job = Job(agreement())
+    job = Job(make_config())
     job.start()
     job.train(2)
-    fresh = Job(agreement())
+    fresh = Job(make_config())
     worker = job.workers[0]
     worker.join()
     fresh.workers[0] = worker
@@ -49,7 +49,7 @@ def test_a_server_with_an_older_state_is_found_out():
 
 
 def test_a_push_that_does_not_decode_costs_its_sender_alone():
-    job = Job(agreement(((70,),)), seed=6)
+    job = Job(make_config(((70,),)), seed=6)
     job.start()
     for worker in job.workers:
         worker.begin()
@@ -57,15 +57,15 @@ def test_a_push_that_does_not_decode_costs_its_sender_alone():
     header, body = job.workers[1].outbox.popleft()
     bad = body.copy()
     bad[:4] = 255
-    job.end.admit(1, header)
-    job.post(job.end.receive(1, header, bad))
+    job.machine.admit(1, header)
+    job.post(job.machine.receive(1, header, bad))
     job.settle()
-    assert list(job.end.turned_away) == [1]
-    assert job.end.rounds[0].version == 0
-    job.post(job.end.leave(1))
+    assert list(job.machine.rejected) == [1]
+    assert job.machine.rounds[0].version == 0
+    job.post(job.machine.leave(1))
     job.workers[1].join()  # and pushes again what has not been answered
     job.settle()
-    assert job.end.rounds[0].version == 1
+    assert job.machine.rounds[0].version == 1
 
 
 @pytest.mark.parametrize(
@@ -74,32 +74,32 @@ def test_a_push_that_does_not_decode_costs_its_sender_alone():
      {"kind": FrameKind.STATS}, {"kind": FrameKind.DELTA}, {"length": 1 << 20}, {"offset": 1}, {"partition": 1}],
 )  # fmt: skip
 def test_a_header_that_is_not_due_is_refused(change):
-    job = Job(agreement())
+    job = Job(make_config())
     job.start()
     job.workers[1].begin()
     job.workers[1].push(job.grads())
     header, body = job.workers[1].outbox[0]
     fields = {name: getattr(header, name) for name in header.__slots__}
-    job.end.admit(1, header)
+    job.machine.admit(1, header)
     with pytest.raises(FrameError):
-        job.end.admit(1, Header(**{**fields, "length": body.nbytes, **change}))
+        job.machine.admit(1, Header(**{**fields, "length": body.nbytes, **change}))
 
 
 def test_a_push_ahead_of_its_step_is_refused():
-    job = Job(agreement())
+    job = Job(make_config())
     job.start()
     header = Header(FrameKind.PAYLOAD, flags=FrameFlags.PRESENT, sender=1, epoch=EPOCH, round=1)
     with pytest.raises(FrameError, match="at most"):
-        job.end.receive(1, header, np.empty(0, np.uint8))
+        job.machine.receive(1, header, np.empty(0, np.uint8))
 
 
 def test_a_payload_of_a_parameter_that_was_not_used_is_refused():
-    job = Job(agreement())
+    job = Job(make_config())
     job.start()
     job.workers[1].push(job.grads())
     header, body = job.workers[1].outbox[0]
     with pytest.raises(FrameError):
-        job.end.admit(1, replace(header, flags=FrameFlags.PRESENT, length=body.nbytes))
+        job.machine.admit(1, replace(header, flags=FrameFlags.PRESENT, length=body.nbytes))
 
 
 @pytest.mark.parametrize(
@@ -107,23 +107,23 @@ def test_a_payload_of_a_parameter_that_was_not_used_is_refused():
     [[{"lr": DEEP}], [{"lr": "x"}], [{"lr": 0.1, "params": []}], [{"params": 5}], [{"lr": [0.1]}],
      [{"weight_decay": "x"}], [{"lr": 10**400}]],
 )  # fmt: skip
-def test_hyper_parameters_that_are_none_cost_their_sender_alone(groups):
-    job = Job(agreement())
+def test_hyperparameters_that_are_none_cost_their_sender_alone(groups):
+    job = Job(make_config())
     job.start()
     body = np.frombuffer(json.dumps(groups).encode(), np.uint8)
     header = Header(FrameKind.GROUPS, sender=0, epoch=EPOCH, length=body.nbytes)
-    job.end.admit(0, header)
+    job.machine.admit(0, header)
     with pytest.raises(FrameError):
-        job.end.receive(0, header, body)
+        job.machine.receive(0, header, body)
     job.train(2)
-    assert job.end.rounds[0].version == 2
+    assert job.machine.rounds[0].version == 2
 
 
-def test_hyper_parameters_that_the_optimizer_cannot_change_are_refused():
-    job = Job(agreement(optimizer="Adam"))
+def test_hyperparameters_that_the_optimizer_cannot_change_are_refused():
+    job = Job(make_config(optimizer="Adam"))
     job.start()
     job.train(1)
-    with pytest.raises(FrameError, match="Adam takes"):
+    with pytest.raises(FrameError, match="Adam does not take"):
         tell(job, 0, ({"lr": 0.1, "amsgrad": True},))
     tell(job, 0, ({"lr": 0.1, "betas": [0.5, 0.9], "initial_lr": 0.1},))
     job.train(1)
@@ -133,26 +133,26 @@ def test_hyper_parameters_that_the_optimizer_cannot_change_are_refused():
     "wrong", [{"push": "threelc:sparsity=" + "-" * 3000}, {"pull": "a" * 300}, {"shape": [-1, -1]}, {"shape": [-1]},
               {"shape": [0, 1 << 60]}, {"shape": [1] * 17}, {"name": DEEP}],
 )  # fmt: skip
-def test_terms_that_are_none_are_refused(wrong):
-    said = json.loads(TrainingJoin(agreement(), GROUPS, 1).to_bytes())
+def test_configurations_that_are_none_are_refused(wrong):
+    said = json.loads(TrainingJoin(make_config(), GROUPS, 1).to_bytes())
     said["agreement"]["tensors"][0] |= wrong
     with pytest.raises(FrameError):
         TrainingJoin.from_bytes(json.dumps(said).encode())
 
 
 def test_an_optimizer_that_is_none_costs_its_sender_alone():
-    job = Job(agreement())
-    stranger = Worker(0, agreement(optimizer="LBFGS"))
+    job = Job(make_config())
+    stranger = Worker(0, make_config(optimizer="LBFGS"))
     stranger.join()
     header, body = stranger.outbox.popleft()
     with pytest.raises(FrameError, match="--optimizer"):
-        job.end.receive(0, header, body)
+        job.machine.receive(0, header, body)
     job.start()
     job.train(1)
 
 
 def test_a_second_join_of_a_connection_is_refused():
-    job = Job(agreement())
+    job = Job(make_config())
     job.start()
     job.workers[1].join()
     with pytest.raises(FrameError, match="one JOIN"):

@@ -8,24 +8,24 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gradwire.parameter_server.server import MAX_MISSES
+from gradwire.parameter_server.round import MAX_MISSES
 from gradwire.parameter_server.update import push_context
-from tests.parameter_server.harness import LR, Job, Worker, agreement, tell
+from tests.parameter_server.harness import LR, Job, Worker, make_config, tell
 
 
 def assert_same(job: Job, workers=None) -> None:
     """Replicas hold the same bits, those that the server believes they have."""
     workers = job.workers if workers is None else workers
-    for tensor in range(len(job.agreement.tensors)):
+    for tensor in range(len(job.config.tensors)):
         for worker in workers:
-            assert torch.equal(worker.values[tensor], job.shard.views[tensor]), (worker.number, tensor)
+            assert torch.equal(worker.values[tensor], job.shard.replicas[tensor]), (worker.number, tensor)
 
 
 def assert_conserved(job: Job, first: list[torch.Tensor], lost: list[np.ndarray] | None = None) -> None:
     """What workers produced = what was applied + what they keep or wait for + what died with a worker."""
     for tensor, before in enumerate(first):
         moved = (before.double() - job.shard.parameters[tensor].detach().double()).reshape(-1).numpy()
-        applied = moved / LR * job.agreement.needed
+        applied = moved / LR * job.config.needed
         kept = sum(w.slots[tensor].residual for w in job.workers if w.slots[tensor].residual is not None)
         pending = sum(pushed_value(w, tensor) for w in job.workers if w.slots[tensor].unanswered() is not None)
         died = 0.0 if lost is None else lost[tensor]
@@ -39,13 +39,13 @@ def pushed_value(worker: Worker, tensor: int) -> np.ndarray:
     old = 0.0 if worker.slots[tensor].residual is None else worker.slots[tensor].residual
     if push.payload is None or push.payload.nonfinite:
         return np.zeros(worker.produced[tensor].size)
-    ctx = push_context(worker.agreement, tensor, worker.number, push.header.round)
-    sent = worker.slots[tensor].terms.pushes.decode(push.payload, ctx).double().reshape(-1).numpy()
+    ctx = push_context(worker.config, tensor, worker.number, push.header.round)
+    sent = worker.slots[tensor].config.push_compressor.decode(push.payload, ctx).double().reshape(-1).numpy()
     return sent + (0.0 if push.residual is None else push.residual) - old
 
 
 def test_without_compression_it_is_plain_training():
-    job = Job(agreement(push="none", pull="none"))
+    job = Job(make_config(push="none", pull="none"))
     job.start()
     model = [torch.nn.Parameter(values.clone()) for values in job.workers[0].values]
     optimizer = torch.optim.SGD(model, lr=LR)
@@ -77,7 +77,7 @@ def test_without_compression_it_is_plain_training():
 )
 def test_replicas_are_the_same_bits_and_nothing_is_lost(push, pull):
     unbiased = push == "terngrad"
-    job = Job(agreement(push=push, pull=pull, feedback=not unbiased), seed=3)
+    job = Job(make_config(push=push, pull=pull, feedback=not unbiased), seed=3)
     job.start()
     first = [values.clone() for values in job.workers[0].values]
     job.train(20)
@@ -87,7 +87,7 @@ def test_replicas_are_the_same_bits_and_nothing_is_lost(push, pull):
 
 
 def test_the_error_of_a_pull_is_made_up_for():
-    job = Job(agreement(((1000,),), push="none", pull="threelc"), seed=5)
+    job = Job(make_config(((1000,),), push="none", pull="threelc"), seed=5)
     job.start()
     job.train(4)
     errors = []
@@ -96,12 +96,12 @@ def test_the_error_of_a_pull_is_made_up_for():
             worker.begin()
             worker.push([torch.zeros(1000)])
         job.settle()
-        errors.append(float((job.shard.parameters[0].detach() - job.shard.views[0]).norm()))
+        errors.append(float((job.shard.parameters[0].detach() - job.shard.replicas[0]).norm()))
     assert errors[-1] < 1e-3 * errors[0]
 
 
 def test_a_late_worker_keeps_its_gradient():
-    job = Job(agreement(workers=3, backups=1), seed=1)
+    job = Job(make_config(workers=3, backups=1), seed=1)
     job.start()
     first = [values.clone() for values in job.workers[0].values]
     for _ in range(4):
@@ -125,44 +125,44 @@ def test_a_late_worker_keeps_its_gradient():
 
 
 def test_a_worker_that_missed_too_much_is_waited_for():
-    job = Job(agreement(workers=3, backups=1), seed=1)
+    job = Job(make_config(workers=3, backups=1), seed=1)
     job.start()
     for _ in range(MAX_MISSES):
         for worker in job.workers[:2]:
             worker.begin()
             worker.push(job.grads())
         job.settle()
-    assert job.end.rounds[0].version == MAX_MISSES
+    assert job.machine.rounds[0].version == MAX_MISSES
     for worker in job.workers[:2]:
         worker.begin()
         worker.push(job.grads())
     job.settle()
-    assert job.end.rounds[0].version == MAX_MISSES
+    assert job.machine.rounds[0].version == MAX_MISSES
     late = job.workers[2]
     for _ in range(2):  # its first gradient is late, the second one is not
         late.begin()
         late.push(job.grads())
         job.settle()
-    assert job.end.rounds[0].version == MAX_MISSES + 1
-    assert job.end.rounds[0].counted[2] == MAX_MISSES
+    assert job.machine.rounds[0].version == MAX_MISSES + 1
+    assert job.machine.rounds[0].counted[2] == MAX_MISSES
 
 
 def test_who_left_is_not_waited_for():
-    job = Job(agreement(workers=3, backups=1), seed=1)
+    job = Job(make_config(workers=3, backups=1), seed=1)
     job.start()
     for _ in range(MAX_MISSES + 1):
         for worker in job.workers[:2]:
             worker.begin()
             worker.push(job.grads())
         job.settle()
-    assert job.end.rounds[0].version == MAX_MISSES
-    job.post(job.end.leave(2))
+    assert job.machine.rounds[0].version == MAX_MISSES
+    job.post(job.machine.leave(2))
     job.settle()
-    assert job.end.rounds[0].version == MAX_MISSES + 1
+    assert job.machine.rounds[0].version == MAX_MISSES + 1
 
 
 def test_a_gradient_that_is_not_finite_is_counted_by_nobody_and_kept_nowhere():
-    job = Job(agreement(), seed=2)
+    job = Job(make_config(), seed=2)
     job.start()
     job.train(3)
     before = [None if slot.residual is None else slot.residual.copy() for slot in job.workers[1].slots]
@@ -177,14 +177,14 @@ def test_a_gradient_that_is_not_finite_is_counted_by_nobody_and_kept_nowhere():
     assert_same(job)
     assert torch.isfinite(job.shard.parameters[0]).all()
     np.testing.assert_array_equal(job.workers[1].slots[0].residual, before[0])
-    assert list(job.end.rounds[0].counted) == [3, 2, 3]
-    assert list(job.end.rounds[1].counted) == [3, 3, 3]
+    assert list(job.machine.rounds[0].counted) == [3, 2, 3]
+    assert list(job.machine.rounds[1].counted) == [3, 3, 3]
 
 
 @pytest.mark.parametrize("push", ["none", "threelc"])
 @pytest.mark.parametrize("returns", [False, True], ids=["stays", "returns"])
 def test_a_step_of_finite_gradients_with_an_infinite_sum_is_dropped(push, returns):
-    job = Job(agreement(workers=2, push=push, pull="none", feedback=push == "threelc"), seed=2)
+    job = Job(make_config(workers=2, push=push, pull="none", feedback=push == "threelc"), seed=2)
     job.start()
     job.train(3)
     before = [parameter.detach().clone() for parameter in job.shard.parameters.values()]
@@ -197,7 +197,7 @@ def test_a_step_of_finite_gradients_with_an_infinite_sum_is_dropped(push, return
         while worker.outbox:
             job.deliver(worker)
     if returns:  # without having heard of the step
-        job.post(job.end.leave(1))
+        job.post(job.machine.leave(1))
         job.workers[1].join()
     job.settle()
     for worker in job.workers:
@@ -205,7 +205,7 @@ def test_a_step_of_finite_gradients_with_an_infinite_sum_is_dropped(push, return
     assert_same(job)
     assert torch.equal(job.shard.parameters[0].detach(), before[0])
     assert not torch.equal(job.shard.parameters[1].detach(), before[1])
-    assert list(job.end.rounds[0].counted) == [2, 2]
+    assert list(job.machine.rounds[0].counted) == [2, 2]
     for worker, kept in zip(job.workers, residuals):
         assert worker.slots[0].unanswered() is None
         if kept[0] is None:
@@ -215,11 +215,11 @@ def test_a_step_of_finite_gradients_with_an_infinite_sum_is_dropped(push, return
     job.train(2)
     assert_same(job)
     assert torch.isfinite(job.shard.parameters[0]).all()
-    assert list(job.end.rounds[0].counted) == [5, 5]
+    assert list(job.machine.rounds[0].counted) == [5, 5]
 
 
 def test_a_late_worker_keeps_its_gradient_where_the_step_was_dropped():
-    job = Job(agreement(((70,),), backups=1, push="none", pull="none", feedback=False), seed=2)
+    job = Job(make_config(((70,),), backups=1, push="none", pull="none", feedback=False), seed=2)
     job.start()
     for worker in job.workers:
         worker.push([torch.full((70,), 3e38 if worker.number < 2 else 1.0)])
@@ -228,20 +228,20 @@ def test_a_late_worker_keeps_its_gradient_where_the_step_was_dropped():
     job.settle()
     for worker in job.workers:
         worker.begin()
-    assert list(job.end.rounds[0].counted) == [-1, -1, -1]
+    assert list(job.machine.rounds[0].counted) == [-1, -1, -1]
     assert [worker.slots[0].residual is None for worker in job.workers] == [True, True, False]
     np.testing.assert_array_equal(job.workers[2].slots[0].residual, np.ones(70, np.float32))
 
 
 def test_what_late_gradients_add_up_to_is_kept_while_it_is_finite():
-    slot = Worker(0, agreement()).slots[0]
+    slot = Worker(0, make_config()).slots[0]
     for _ in range(2):
-        slot._keep(torch.full((70,), 3e38))
+        slot._add_to_residual(torch.full((70,), 3e38))
     np.testing.assert_array_equal(slot.residual, np.full(70, 3e38, np.float32))
 
 
 def test_a_parameter_that_nobody_used_is_left_alone():
-    job = Job(agreement(), seed=2)
+    job = Job(make_config(), seed=2)
     job.start()
     before = job.shard.parameters[0].detach().clone()
     for worker in job.workers:
@@ -250,11 +250,11 @@ def test_a_parameter_that_nobody_used_is_left_alone():
     job.settle()
     assert torch.equal(job.shard.parameters[0], before)
     assert 0 not in job.shard.optimizers  # no momentum or weight decay either
-    assert job.end.rounds[0].version == 1
+    assert job.machine.rounds[0].version == 1
 
 
 def test_what_is_kept_back_of_a_parameter_waits_until_it_is_used():
-    job = Job(agreement(), seed=2)
+    job = Job(make_config(), seed=2)
     job.start()
     first = [values.clone() for values in job.workers[0].values]
     job.train(3)
@@ -272,31 +272,31 @@ def test_what_is_kept_back_of_a_parameter_waits_until_it_is_used():
 
 
 def test_a_returning_worker_gets_the_model_as_the_others_see_it():
-    job = Job(agreement(pull="threelc:sparsity=1.75"), seed=4)
+    job = Job(make_config(pull="threelc:sparsity=1.75"), seed=4)
     job.start()
     job.train(5)
-    job.post(job.end.leave(1))
-    job.workers[1] = Worker(1, job.agreement, incarnation=2, seed=99)
+    job.post(job.machine.leave(1))
+    job.workers[1] = Worker(1, job.config, incarnation=2, seed=99)
     job.workers[1].join()
     job.settle()
     job.workers[1].begin()
     assert_same(job)
-    assert not torch.equal(job.shard.parameters[0], job.shard.views[0])
+    assert not torch.equal(job.shard.parameters[0], job.shard.replicas[0])
     job.train(5)
     assert_same(job)
 
 
 @pytest.mark.parametrize("restarted", [False, True])
 def test_a_worker_that_returns_does_not_change_the_rate_of_open_steps(restarted):
-    job = Job(agreement(push="none", pull="none", workers=2), seed=4)
+    job = Job(make_config(push="none", pull="none", workers=2), seed=4)
     job.start()
     before = [values.clone() for values in job.workers[0].values]
     grads = [job.grads(), job.grads()]
     job.workers[0].push(grads[0])
     job.settle()
-    job.post(job.end.leave(0))
+    job.post(job.machine.leave(0))
     if restarted:
-        job.workers[0] = Worker(0, job.agreement, incarnation=2)
+        job.workers[0] = Worker(0, job.config, incarnation=2)
     job.workers[0].join(({"lr": 9.0},))
     job.settle()
     tell(job, 0, ({"lr": 5.0},))  # of the next step
@@ -311,7 +311,7 @@ def test_a_worker_that_returns_does_not_change_the_rate_of_open_steps(restarted)
 @given(seed=st.integers(0, 1 << 20), backups=st.integers(0, 1), actions=st.lists(st.integers(0, 9), max_size=150))
 def test_any_schedule_conserves_gradients(seed, backups, actions):
     """Connections break, workers die and come back, frames arrive whenever: the books are right in the end."""
-    job = Job(agreement(((7,), (2, 3)), workers=3, backups=backups), seed)
+    job = Job(make_config(((7,), (2, 3)), workers=3, backups=backups), seed)
     job.start()
     first = [values.clone() for values in job.workers[0].values]
     lost = [np.zeros(values.numel()) for values in first]
@@ -326,19 +326,19 @@ def test_any_schedule_conserves_gradients(seed, backups, actions):
                 worker.begin()
                 worker.push(job.grads(unused=0.3))
         elif action < 9:  # its connection breaks and it connects again
-            job.post(job.end.leave(worker.number))
+            job.post(job.machine.leave(worker.number))
             worker.join()
         else:  # it is killed, with what it kept back, and a new process takes its place
             number = job.random.randrange(3)
             worker = job.workers[number]
-            job.post(job.end.leave(number))
-            fresh = Worker(number, job.agreement, worker.incarnation + 1, seed=job.random.randrange(1 << 20))
+            job.post(job.machine.leave(number))
+            fresh = Worker(number, job.config, worker.incarnation + 1, seed=job.random.randrange(1 << 20))
             bury(worker, job, lost)
             fresh.produced = worker.produced
             job.workers[number] = fresh
             fresh.join()
     for worker in job.workers:  # let all come to rest
-        job.post(job.end.leave(worker.number))
+        job.post(job.machine.leave(worker.number))
         worker.join()
     job.settle()
     for _ in range(3):
@@ -349,7 +349,7 @@ def test_any_schedule_conserves_gradients(seed, backups, actions):
         job.settle()
     for worker in job.workers:
         for slot, values in zip(worker.slots, worker.values):
-            slot.apply(values, slot.known)
+            slot.apply(values, slot.newest)
     assert_same(job)
     assert_conserved(job, first, lost)
 
@@ -368,7 +368,7 @@ def bury(worker: Worker, job: Job, lost: list[np.ndarray]) -> None:
         frame = slot.unanswered()
         if frame is None:
             continue
-        round_ = job.end.rounds[tensor]
+        round_ = job.machine.rounds[tensor]
         known = round_.pushed[worker.number] == frame[0].round and (
             round_.version == frame[0].round or round_.counted[worker.number] == frame[0].round
         )

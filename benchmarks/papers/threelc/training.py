@@ -51,34 +51,34 @@ class Design:
 
     Attributes:
         label: the paper's name.
-        options: of the client.
+        compressor: of gradients and updates.
         main: whether it is part of figures 4 to 6.
         paper: speed-ups at 10 and 100 Mb/s and 1 Gb/s, and the difference in accuracy, in points, in table 1.
+        feedback: whether residuals are kept; None leaves it to the compressor.
+        local_steps: steps that are exchanged together.
     """
 
     label: str
-    options: dict[str, Any]
+    compressor: str
     paper: tuple[float, float, float, float]
     main: bool = False
-
-
-def _threelc(sparsity: float) -> dict[str, Any]:
-    return {"compressor": f"threelc:sparsity={sparsity}"}
+    feedback: bool | None = None
+    local_steps: int = 1
 
 
 DESIGNS = (
-    Design("32-bit float", {"compressor": "none"}, (1, 1, 1, 0), main=True),
-    Design("8-bit int", {"compressor": "int8:stochastic=false"}, (3.62, 3.47, 1.51, -0.04)),
-    Design("Stoch 3-value + QE", {"compressor": "terngrad:clip=0", "feedback": False}, (12.3, 7.51, 1.53, -1.31)),
-    Design("MQE 1-bit int", {"compressor": "mqe1bit"}, (14.6, 7.40, 1.30, -0.16), main=True),
-    Design("25% sparsification", {"compressor": "graddrop:ratio=0.25"}, (3.25, 3.11, 1.33, 0.03)),
-    Design("5% sparsification", {"compressor": "graddrop:ratio=0.05"}, (8.98, 6.62, 1.44, -0.50), main=True),
-    Design("2 local steps", {"compressor": "none", "local_steps": 2}, (1.92, 1.87, 1.38, -0.34)),
-    Design("3LC (no ZRE)", {"compressor": "threelc:zero_run=false"}, (math.nan,) * 4),
-    Design("3LC (s=1.00)", _threelc(1.0), (15.9, 7.97, 1.53, -0.05), main=True),
-    Design("3LC (s=1.50)", _threelc(1.5), (20.9, 8.70, 1.53, -0.08)),
-    Design("3LC (s=1.75)", _threelc(1.75), (22.8, 9.04, 1.53, 0.14), main=True),
-    Design("3LC (s=1.90)", _threelc(1.9), (22.8, 9.22, 1.55, -0.27)),
+    Design("32-bit float", "none", (1, 1, 1, 0), main=True),
+    Design("8-bit int", "int8:stochastic=false", (3.62, 3.47, 1.51, -0.04)),
+    Design("Stoch 3-value + QE", "terngrad:clip=0", (12.3, 7.51, 1.53, -1.31), feedback=False),
+    Design("MQE 1-bit int", "mqe1bit", (14.6, 7.40, 1.30, -0.16), main=True),
+    Design("25% sparsification", "graddrop:ratio=0.25", (3.25, 3.11, 1.33, 0.03)),
+    Design("5% sparsification", "graddrop:ratio=0.05", (8.98, 6.62, 1.44, -0.50), main=True),
+    Design("2 local steps", "none", (1.92, 1.87, 1.38, -0.34), local_steps=2),
+    Design("3LC (no ZRE)", "threelc:zero_run=false", (math.nan,) * 4),
+    Design("3LC (s=1.00)", "threelc:sparsity=1.0", (15.9, 7.97, 1.53, -0.05), main=True),
+    Design("3LC (s=1.50)", "threelc:sparsity=1.5", (20.9, 8.70, 1.53, -0.08)),
+    Design("3LC (s=1.75)", "threelc:sparsity=1.75", (22.8, 9.04, 1.53, 0.14), main=True),
+    Design("3LC (s=1.90)", "threelc:sparsity=1.9", (22.8, 9.22, 1.55, -0.27)),
 )
 
 
@@ -141,7 +141,8 @@ def train(lab: Lab, design: Design, data: Path, size: Size, *, steps: int, seed:
         server = lab.addresses[0]
         job = {
             "workers": WORKERS, "steps": steps, "seed": seed, "test": test, "data": str(data.resolve()),
-            "server": f"{server}:{PORT}", "options": design.options, "blocks": size.blocks, "width": size.width,
+            "server": f"{server}:{PORT}", "compressor": design.compressor, "feedback": design.feedback,
+            "local_steps": design.local_steps, "blocks": size.blocks, "width": size.width,
         }  # fmt: skip
         path = Path(folder) / "job.json"
         path.write_text(json.dumps(job))
@@ -156,7 +157,7 @@ def train(lab: Lab, design: Design, data: Path, size: Size, *, steps: int, seed:
 
         lab.run(command, timeout=1800, env={"OMP_NUM_THREADS": "1"}).check()
         workers = [json.loads((Path(folder) / f"worker-{worker}.json").read_text()) for worker in range(WORKERS)]
-    return Run(workers, size.parameters, design.options.get("local_steps", 1))
+    return Run(workers, size.parameters, design.local_steps)
 
 
 def run(
@@ -209,7 +210,7 @@ def hurry(designs: Sequence[Design]) -> Iterator[Training]:
 
 def few(design: Design, rate: str, steps: int) -> int:
     """Steps to time: of 3LC all, because zero runs shrink and grow as training goes on."""
-    return steps if "threelc" in design.options["compressor"] else SHORT_STEPS[rate]
+    return steps if "threelc" in design.compressor else SHORT_STEPS[rate]
 
 
 def figures(design: Design, run: Run, rate: str, seed: int, share: float | str) -> Iterator[dict[str, Any]]:

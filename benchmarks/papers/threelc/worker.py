@@ -36,8 +36,10 @@ def work(path: str, worker: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
     generator = torch.Generator().manual_seed(1000 * job["seed"] + worker)
     client = gw.ParameterClient(
-        model, optimizer, job["server"], worker=worker, workers=workers, insecure=True, seed=job["seed"],
-        timeout=timedelta(seconds=300), **job["options"],
+        model, optimizer, job["server"], compressor=job["compressor"],
+        job=gw.JobOptions(worker=worker, workers=workers, seed=job["seed"], local_steps=job["local_steps"]),
+        transfer=gw.TransferOptions(feedback=job["feedback"]),
+        connection=gw.ConnectionOptions(insecure=True, timeout=timedelta(seconds=300)),
     )  # fmt: skip
     losses, seconds, pushed, pulled = [], [], [], []
     for step in range(steps):

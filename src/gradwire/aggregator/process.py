@@ -1,11 +1,11 @@
-"""A stand-alone aggregation server: connections, datagrams, and the server's end of the protocol.
+"""A stand-alone aggregation server: connections, datagrams, and the state machine.
 
-What comes over a connection is taken on the hub's thread, datagrams on one of their own, one at a time; the thread that
-calls `run` watches for workers that are lost and results that wait too long.
+Frames are handled on the endpoint's thread, datagrams on a thread of their own, one at a time. The thread that calls
+`run` watches for lost workers and for results that take too long.
 
-On failure: a worker that is lost is waited for; whoever does not come back, gives up, finishes before the others or
-holds up a result for too long ends the session, with one error at all workers that names it. A server that is started
-again is sent everything that its predecessor has not answered; it has to keep nothing.
+On failure: a lost worker is waited for. A worker that stays away, gives up, finishes before the others or holds up a
+result for too long ends the session, with one error at all workers that names it. A server that is started again keeps
+nothing: workers send it everything that its predecessor has not answered.
 """
 
 from __future__ import annotations
@@ -16,209 +16,154 @@ import logging
 import random
 import secrets
 import selectors
-import socket
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from pathlib import Path
 
 import numpy as np
 
 from gradwire.aggregator.packet import PACKET_HEADER_BYTES, PacketCounters
 from gradwire.aggregator.server import EVERYONE, AggregatorStateMachine, PacketToSend
-from gradwire.aggregator.session import MAX_JOIN_BYTES, NO_EPOCH, Address, AggregatorJoin, AggregatorWelcome
-from gradwire.core.errors import (
-    DisagreementError,
-    FrameError,
-    GradwireError,
-    OptionError,
-    PeerFailedError,
-    PeerLostError,
-    PeerTimeoutError,
-    SyncError,
+from gradwire.aggregator.session import (
+    MAX_JOIN_BYTES,
+    NO_EPOCH,
+    Address,
+    AggregatorJoin,
+    AggregatorWelcome,
+    SessionConfig,
 )
+from gradwire.core.errors import DisagreementError, FrameError, GradwireError, OptionError, PeerFailedError, SyncError
 from gradwire.kernels.blocks import INDEX_CHUNK
 from gradwire.net.datagrams import BUFFER_BYTES, MAX_PACKET_BYTES, DatagramSocket
-from gradwire.net.handshake import GroupMember
-from gradwire.net.keys import job_epoch, job_key
-from gradwire.net.reconnecting import ReconnectingEndpoint
-from gradwire.net.stopping import Stoppable
+from gradwire.net.server import Server, ServerOptions, away, finished_early, stalled
 from gradwire.wire.frame import FrameKind, Header, describe
 
 logger = logging.getLogger("gradwire")
 _TURN_SECONDS = 0.25
-_BATCH = 64
+_DATAGRAMS_PER_READ = 64
 
 
 @dataclass(frozen=True)
-class AggregationOptions:
+class AggregationOptions(ServerOptions):
     """How an aggregation server runs.
 
     Attributes:
-        workers: how many there are.
-        host: address to listen at.
-        port: port to listen at; 0 for any.
-        job: name of the job; several may run on a machine.
-        udp: take packets as datagrams, at the same port.
-        multicast: group and port to which results are sent once for all; None sends each worker its own.
-        drop: the fraction of datagrams that are dropped as they come, to try what losses do.
-        buffer_bytes: asked of the system for datagrams that wait to be read.
-        timeout: how long a worker may be silent.
-        patience: how long a session waits for a worker that is lost; after a restart of the server, for all.
-        start_timeout: how long it waits until all workers have come.
-        key_file: see `job_key`.
-        insecure: see `job_key`.
+        udp: Whether packets travel as datagrams, to the same port.
+        multicast: Group and port to which each result is sent once; None sends each worker its own copy.
+        drop: Fraction of the received datagrams to drop, to try the effect of losses.
+        buffer_bytes: Size of the operating system's buffer for received datagrams.
     """
 
-    workers: int
-    host: str = "127.0.0.1"
-    port: int = 0
-    job: str = "gradwire"
+    timeout: timedelta = timedelta(seconds=30)
+    patience: timedelta = timedelta(seconds=30)
     udp: bool = False
     multicast: Address | None = None
     drop: float = 0.0
     buffer_bytes: int = BUFFER_BYTES
-    timeout: timedelta = timedelta(seconds=30)
-    patience: timedelta = timedelta(seconds=30)
-    start_timeout: timedelta = timedelta(seconds=600)
-    key_file: Path | None = None
-    insecure: bool = False
 
 
+@dataclass
 class _Session:
     """The workers of one start of the job."""
 
-    def __init__(self, number: int, aggregator: AggregatorStateMachine) -> None:
-        self.number = number
-        self.aggregator = aggregator
-        self.clients: dict[int, int] = {}
-        self.addresses: dict[int, Address] = {}
-        self.present: set[int] = set()
-        self.finished: set[int] = set()
-        self.began = time.monotonic()
-        self.lost_at: dict[int, float] = {}
-        self.stall_seconds = float("inf")
+    number: int
+    machine: AggregatorStateMachine
+    clients: dict[int, int] = field(default_factory=dict)  # number that each worker's client has drawn
+    addresses: dict[int, Address] = field(default_factory=dict)
+    present: set[int] = field(default_factory=set)
+    finished: set[int] = field(default_factory=set)
+    began: float = field(default_factory=time.monotonic)
+    lost_at: dict[int, float] = field(default_factory=dict)
+    stall_seconds: float = float("inf")
 
 
-class AggregationServer(Stoppable):
-    """One server.
+class AggregationServer(Server):
+    """One server. See `Server`.
 
     Args:
-        options: see there.
-
-    Attributes:
-        address: where it listens.
+        options: How the server runs.
 
     Raises:
-        OptionError: it could be reached from other machines, and there is no key; or multicast without datagrams, or
-            to what is no group.
-        OSError: the address is taken.
+        OptionError: Multicast is asked for without datagrams, or the address is no multicast group.
     """
 
+    options: AggregationOptions
+
     def __init__(self, options: AggregationOptions) -> None:
-        self.options = options
-        key = job_key(options.host, options.job, file=options.key_file, insecure=options.insecure)
-        if options.insecure:
-            logger.warning("The aggregation server at %s takes workers without a secret key.", options.host)
+        super().__init__(options)
         if options.multicast is not None and not options.udp:
-            raise OptionError("Expected datagrams where results are multicast. Do: pass udp=True (--udp).")
+            raise OptionError("Results can only be multicast as datagrams. Pass udp=True (--udp).")
         if options.multicast is not None and not _is_group(options.multicast[0]):
-            raise OptionError(
-                f"Expected an IPv4 multicast group, got {options.multicast[0]!r}. Do: pass one of 239.0.0.0/8."
-            )
-        family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-        listener = socket.create_server((options.host, options.port), family=family, backlog=128)
-        self.address: Address = (options.host, int(listener.getsockname()[1]))
-        self._datagrams = None
-        if options.udp:
-            self._datagrams = DatagramSocket(self.address, key, buffer_bytes=options.buffer_bytes)
-            if options.multicast is not None:
-                self._datagrams.multicast_from(self._datagrams.address[0])
-        self._epoch = job_epoch(options.job)
-        member = GroupMember(options.job, options.workers, options.workers + 1, self._epoch)
-        callers = frozenset(range(options.workers))
-        self._hub = ReconnectingEndpoint(member, key, self, timeout=options.timeout, listener=listener, callers=callers)
+            raise OptionError(f"{options.multicast[0]!r} is no IPv4 multicast group. Pass one of 239.0.0.0/8.")
+        self._datagrams: DatagramSocket | None = None
+        self._reader = threading.Thread(target=self._read_datagrams, name="gradwire-aggregation", daemon=True)
         self._session: _Session | None = None
         self._error: GradwireError | None = None
         self._started = time.monotonic()
         self._changed = threading.Condition()
         self._rng = random.Random(secrets.randbits(64))
-        self._on_event: Callable[[str], None] = logger.info
         self._ended = False
+        self._listen(self._open_datagrams)
 
     @property
     def counters(self) -> PacketCounters:
-        """What has happened to packets in this session; forged datagrams belong to none, and all are counted."""
-        found = PacketCounters() if self._session is None else self._session.aggregator.counters
-        return replace(found, forged=0 if self._datagrams is None else self._datagrams.forged)
+        """What has happened to the packets of this session, and the number of all forged datagrams."""
+        counters = PacketCounters() if self._session is None else self._session.machine.counters
+        return replace(counters, forged=0 if self._datagrams is None else self._datagrams.forged)
 
-    def run(self, on_event: Callable[[str], None] = logger.info) -> None:
-        """Serve until all workers of a session have said goodbye.
+    def _open_datagrams(self) -> None:
+        if self.options.udp:
+            self._datagrams = DatagramSocket(self.address, self._key, buffer_bytes=self.options.buffer_bytes)
+            if self.options.multicast is not None:
+                self._datagrams.multicast_from(self._datagrams.address[0])
 
-        Args:
-            on_event: told what happens, one line each.
-
-        Raises:
-            PeerTimeoutError: a worker was not there, or held up a result, for too long.
-            PeerLostError: a worker has finished, and others wait for it.
-            DisagreementError: workers differ in their terms.
-            SyncError: a worker has given up.
-            ServerStoppedError: `stop` was called. Where all workers are waited for, a successor can go on.
-        """
-        self._on_event = on_event
-        reader = threading.Thread(target=self._read_datagrams, name="gradwire-aggregation", daemon=True)
-        self._hub.start()
+    def _serve(self) -> None:
         if self._datagrams is not None:
-            reader.start()
-        try:
-            with self._changed:
-                while not self._done():
-                    self._changed.wait(_TURN_SECONDS)
-                    self._check_stopped()
-                    self._watch()
-                on_event(f"Packets: {self.counters}")
-        except BaseException as error:
-            self._tell(self._hub, error, resumable=self._resumable())
-            raise
-        finally:
-            self._hub.close()
-            self._ended = True
-            if self._datagrams is not None:
-                reader.join()
-                self._datagrams.close()
+            self._reader.start()
+        with self._changed:
+            while self._session is None or len(self._session.finished) < self.options.workers:
+                self._changed.wait(_TURN_SECONDS)
+                self._check_stopped()
+                self._check_session()
+            self._on_event(f"Packets: {self.counters}")
 
-    # -- on the hub's thread ---------------------------------------------------------------------------------
+    def _resumable(self) -> bool:
+        """Whether a successor would count the same workers: not if results may leave out stragglers."""
+        config = None if self._session is None else self._session.machine.config
+        return config is None or config.needed == config.world_size
+
+    def _release(self, done: bool) -> None:
+        self._ended = True
+        if self._datagrams is not None:
+            self._reader.join()
+            self._datagrams.close()
+
+    # -- on the endpoint's thread ----------------------------------------------------------------------------
 
     def admit(self, peer: int, header: Header) -> None:
-        """Let in first words, and packets of those who have said them."""
+        """Admit first messages, and packets of workers that have joined."""
         session = self._session
         most = MAX_JOIN_BYTES
         if header.kind is FrameKind.PACKET:
-            most = 0 if session is None or peer not in session.present else session.aggregator.max_packet_bytes
+            most = 0 if session is None or peer not in session.present else session.machine.max_packet_bytes
         if header.kind not in (FrameKind.JOIN, FrameKind.PACKET) or header.length > most:
             raise FrameError(f"Expected a packet of at most {most} bytes, got {describe(header)}, {header.length}.")
 
-    def joined(self, peer: int) -> None:
-        """It says JOIN first."""
-
     def deliver(self, peer: int, header: Header, body: np.ndarray) -> None:
-        """First words, or a packet."""
         try:
             with self._changed:
                 if header.kind is FrameKind.JOIN:
                     self._join(peer, AggregatorJoin.from_bytes(body.tobytes()))
                 elif self._session is not None and peer in self._session.present:
-                    self._send(self._session.aggregator.receive(body, time.monotonic(), peer))
+                    self._send(self._session.machine.receive(body, time.monotonic(), peer))
         except FrameError as error:
-            self._hub.dismiss(peer, str(error))
+            self._endpoint.dismiss(peer, str(error))
         except DisagreementError as error:
             with self._changed:
                 self._error = self._error or error
 
     def left(self, peer: int, error: SyncError | None) -> None:
-        """A connection is gone."""
         with self._changed:
             session = self._session
             if session is None or peer not in session.present:
@@ -234,7 +179,6 @@ class AggregationServer(Stoppable):
             self._changed.notify_all()
 
     def failed(self, error: SyncError) -> None:
-        """No worker can be heard any more."""
         self._error = self._error or error
 
     # -- sessions --------------------------------------------------------------------------------------------
@@ -245,64 +189,61 @@ class AggregationServer(Stoppable):
             session = self._begin(join)
         elif join.session < session.number:
             raise FrameError(
-                f"Expected session {session.number} of the job, got worker {worker} of session {join.session}: the job "
-                "has been started again. Do: end this process."
+                f"Worker {worker} belongs to session {join.session}, but the job has been started again as session "
+                f"{session.number}. End this process."
             )
-        if join.config != session.aggregator.config:
+        if join.config != session.machine.config:
             raise DisagreementError(
-                f"Expected the same streams, tables and packets from all workers, got others from worker {worker}. Do: "
-                "run one model, plan and version on all."
+                f"Worker {worker} expects other streams, tables or packets than the others. Run one model, plan and "
+                "version on all workers."
             )
         if session.clients.setdefault(worker, join.client) != join.client:
             raise FrameError(
-                f"Expected one client of worker {worker} in session {session.number}, got a second. Do: start all "
-                "workers again, with a higher session."
+                f"Worker {worker} has a second client in session {session.number}. Start all workers again, with a "
+                "higher session."
             )
-        if join.epoch not in (NO_EPOCH, session.aggregator.epoch):
-            session.aggregator.resumed = True
+        if join.epoch not in (NO_EPOCH, session.machine.epoch):
+            session.machine.resumed = True
         session.addresses[worker] = join.address
         session.stall_seconds = min(session.stall_seconds, join.stall_seconds)
         session.present.add(worker)
         session.lost_at.pop(worker, None)
         self._on_event(f"Worker {worker}: joined")
         port = None if self._datagrams is None else self.address[1]
-        words = AggregatorWelcome(session.aggregator.epoch, port, self.options.multicast).to_bytes()
+        welcome = AggregatorWelcome(session.machine.epoch, port, self.options.multicast).to_bytes()
         header = Header(FrameKind.WELCOME, sender=self.options.workers, epoch=self._epoch)
-        self._hub.send(worker, header, np.frombuffer(words, np.uint8))
+        self._endpoint.send(worker, header, np.frombuffer(welcome, np.uint8))
 
     def _begin(self, join: AggregatorJoin) -> _Session:
-        config = join.config
+        self._check_config(join.config)
+        machine = AggregatorStateMachine(
+            join.config, 1 + secrets.randbits(63), acknowledges=self._datagrams is not None
+        )
+        if self._datagrams is not None:
+            self._datagrams.enter(machine.epoch)
+        if self._session is not None:
+            reason = f"The job has been started again as session {join.session}. End this process."
+            for worker in self._session.present:
+                self._endpoint.dismiss(worker, reason)
+        self._session = _Session(join.session, machine)
+        return self._session
+
+    def _check_config(self, config: SessionConfig) -> None:
         if config.world_size != self.options.workers:
             raise DisagreementError(
-                f"This server was started for {self.options.workers} workers, and the job has {config.world_size}. "
-                "Give both the same number."
+                f"A worker expects {config.world_size} workers, but this server was started for "
+                f"{self.options.workers}. Start both with the same number."
             )
         sizes = [PACKET_HEADER_BYTES + config.result_bytes(stream, 0) for stream in range(len(config.streams))]
         if self._datagrams is not None and max(sizes, default=0) > MAX_PACKET_BYTES:
             fitting = config.packet_elements * (MAX_PACKET_BYTES - 256) // max(sizes) // INDEX_CHUNK * INDEX_CHUNK
-            blocks = ", with a compressor whose block is no longer," if config.needed < config.world_size else ""
+            blocks = ", with a compressor whose block is no longer," if config.needed < config.world_size else ","
             raise DisagreementError(
-                f"Expected results that fit a datagram of {MAX_PACKET_BYTES} bytes, got {max(sizes)}. Do: pass "
-                f"packet_elements={fitting} or less{blocks or ','} or start the server without --udp."
+                f"Results of {max(sizes)} bytes do not fit a datagram of {MAX_PACKET_BYTES} bytes. Pass "
+                f"packet_elements={fitting} or less{blocks} or start the server without --udp."
             )
-        aggregator = AggregatorStateMachine(config, 1 + secrets.randbits(63), acknowledges=self._datagrams is not None)
-        if self._datagrams is not None:
-            self._datagrams.enter(aggregator.epoch)
-        if self._session is not None:
-            for worker in self._session.present:
-                self._hub.dismiss(worker, f"Expected session {join.session}: the job has been started again.")
-        self._session = _Session(join.session, aggregator)
-        return self._session
 
-    def _done(self) -> bool:
-        return self._session is not None and len(self._session.finished) == self.options.workers
-
-    def _resumable(self) -> bool:
-        """Whether another server could go on: one that may answer without stragglers would count others."""
-        config = None if self._session is None else self._session.aggregator.config
-        return config is None or config.needed == config.world_size
-
-    def _watch(self) -> None:
+    def _check_session(self) -> None:
         """Raise what ends the session."""
         if self._error is not None:
             raise self._error
@@ -310,39 +251,24 @@ class AggregationServer(Stoppable):
         present = set() if session is None else session.present | session.finished
         lost = [worker for worker in range(self.options.workers) if worker not in present]
         for worker in lost:
-            self._watch_lost(session, worker, lost, now)
+            since = self._started if session is None else session.lost_at.get(worker, session.began)
+            known = session is not None and (session.machine.resumed or worker in session.lost_at)
+            patience = self.options.patience if known else self.options.start_timeout
+            if now - since > patience.total_seconds():
+                raise away(lost, patience, worker)
         if session is not None:
-            self._watch_results(session, now)
+            self._check_results(session, now)
 
-    def _watch_lost(self, session: _Session | None, worker: int, lost: list[int], now: float) -> None:
-        since = self._started if session is None else session.lost_at.get(worker, session.began)
-        known = session is not None and (session.aggregator.resumed or worker in session.lost_at)
-        patience = (self.options.patience if known else self.options.start_timeout).total_seconds()
-        if now - since > patience:
-            raise PeerTimeoutError(
-                f"Expected workers {lost} within {patience:g} s, got nothing of them. Do: look at their logs; start "
-                "all workers again.",
-                rank=worker,
-            )
-
-    def _watch_results(self, session: _Session, now: float) -> None:
-        waiting = session.aggregator.oldest_open()
+    def _check_results(self, session: _Session, now: float) -> None:
+        waiting = session.machine.oldest_open()
         if waiting is None:
             return
-        gone = session.finished.intersection(waiting.missing)
-        if gone:
-            raise PeerLostError(
-                f"Expected all workers to run as many rounds, but workers {sorted(gone)} have finished and others wait "
-                f"for them in round {waiting.key.round}. Do: give all the same number of batches.",
-                rank=min(gone),
-            )
+        finished = session.finished.intersection(waiting.missing)
+        if finished:
+            raise finished_early(finished, f"packets of round {waiting.key.round}")
         if now - waiting.since > session.stall_seconds:
-            raise PeerTimeoutError(
-                f"Expected round {waiting.key.round} of stream {waiting.key.stream} from workers {waiting.missing} "
-                f"within {session.stall_seconds:g} s of the first, got nothing. Do: look at their logs.",
-                rank=waiting.missing[0],
-                phase=f"round {waiting.key.round}",
-            )
+            what = f"round {waiting.key.round} of stream {waiting.key.stream}"
+            raise stalled(waiting.missing, what, session.stall_seconds)
 
     # -- packets ---------------------------------------------------------------------------------------------
 
@@ -356,33 +282,33 @@ class AggregationServer(Stoppable):
                         self._take_datagrams(self._datagrams)
         except Exception as error:
             logger.exception("The thread of an aggregation server failed.")
-            self._error = SyncError(f"Expected the aggregation server to run on, got {error!r}. Look at its log.")
+            self._error = SyncError(f"The thread that reads datagrams failed: {error!r}. The log says where.")
 
     def _take_datagrams(self, datagrams: DatagramSocket) -> None:
-        for packet in datagrams.receive(_BATCH):  # what is forged ends there, and does not take the lock
+        for packet in datagrams.receive(_DATAGRAMS_PER_READ):  # forged ones are dropped there, without the lock
             with self._changed, contextlib.suppress(FrameError):  # counted
                 if self._session is not None:
-                    self._take_datagram(self._session.aggregator, packet)
+                    self._take_datagram(self._session.machine, packet)
         with self._changed:
             if self._session is not None:
-                self._send(self._session.aggregator.flush())
+                self._send(self._session.machine.flush())
 
-    def _take_datagram(self, aggregator: AggregatorStateMachine, packet: memoryview) -> None:
+    def _take_datagram(self, machine: AggregatorStateMachine, packet: memoryview) -> None:
         if self._rng.random() < self.options.drop:
-            aggregator.counters.dropped += 1
+            machine.counters.dropped += 1
             return
-        self._send(aggregator.receive(packet, time.monotonic()))
+        self._send(machine.receive(packet, time.monotonic()))
 
     def _send(self, messages: list[PacketToSend]) -> None:
-        assert self._session is not None, "only sessions have something to say"
+        assert self._session is not None, "packets belong to a session"
         for worker, packet in messages:
             if self._datagrams is None:
                 header = Header(FrameKind.PACKET, sender=self.options.workers, epoch=self._epoch)
                 for each in list(self._session.present) if worker == EVERYONE else [worker]:
-                    self._hub.send(each, header, packet)
+                    self._endpoint.send(each, header, packet)
             elif worker != EVERYONE:
-                found = self._session.addresses.get(worker)  # None for one that has not joined yet
-                self._datagrams.send(packet, [] if found is None else [found])
+                address = self._session.addresses.get(worker)  # None before it has joined
+                self._datagrams.send(packet, [] if address is None else [address])
             elif self.options.multicast is not None:
                 self._datagrams.send(packet, [self.options.multicast])
             else:

@@ -1,32 +1,38 @@
-"""`gradwire serve`: the server ends."""
+"""`gradwire serve`: parameter servers and aggregators."""
 
 from __future__ import annotations
 
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 Parameters = Annotated[
-    bool, typer.Option("--parameters", help="Serve parameters: workers push gradients, pull changes.")
+    bool, typer.Option("--parameters", help="Serve parameters: workers push gradients and pull updates.")
 ]
 Aggregate = Annotated[
-    bool, typer.Option("--aggregate", help="Add up what workers send: indices into a table (THC), and maxima.")
+    bool, typer.Option("--aggregate", help="Add up what workers send: THC's table indices, and maxima.")
 ]
-Workers = Annotated[int, typer.Option("--workers", min=1, help="How many workers the job has.")]
-Host = Annotated[str, typer.Option("--host", help="Address to listen at; beyond loopback a job key is required.")]
-Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen at; 0 for any.")]
-Job = Annotated[str, typer.Option("--job", help="Name of the job, as the workers have it.")]
-State = Annotated[Path | None, typer.Option("--state", help="Folder of checkpoint and journal: survive a restart.")]
-Timeout = Annotated[float, typer.Option("--timeout", help="Seconds for which a worker may be silent.")]
-Patience = Annotated[float, typer.Option("--patience", help="Seconds for which the job waits for lost workers.")]
-Optimizer = Annotated[list[str], typer.Option("--optimizer", help="Import path of an optimizer beyond torch.optim.")]
-Import = Annotated[list[str], typer.Option("--import", help="Module to import first, such as one with a compressor.")]
-KeyFile = Annotated[Path | None, typer.Option("--key-file", help="File with the job key; or GRADWIRE_JOB_KEY_FILE.")]
-Udp = Annotated[bool, typer.Option("--udp", help="Take packets as datagrams; with --aggregate.")]
-Multicast = Annotated[str, typer.Option("--multicast", help="Send results to this group and port once; with --udp.")]
-Drop = Annotated[float, typer.Option("--drop", min=0, max=1, help="Drop this part of datagrams, to see; with --udp.")]
+Workers = Annotated[int, typer.Option("--workers", min=1, help="Number of workers of the job.")]
+Host = Annotated[str, typer.Option("--host", help="Address to listen on. Beyond loopback, a job key is required.")]
+Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 for any free one.")]
+Job = Annotated[str, typer.Option("--job", help="Name of the job, the same as the workers'.")]
+State = Annotated[
+    Path | None, typer.Option("--state", help="Folder of checkpoint and journal, to survive a restart; --parameters.")
+]
+Timeout = Annotated[float, typer.Option("--timeout", help="Seconds without a sign of life before a worker is lost.")]
+Patience = Annotated[float, typer.Option("--patience", help="Seconds to wait for a lost worker.")]
+Optimizer = Annotated[
+    list[str], typer.Option("--optimizer", help="Import path of an optimizer beyond torch.optim; --parameters.")
+]
+Import = Annotated[list[str], typer.Option("--import", help="Module to import first, for example with a compressor.")]
+KeyFile = Annotated[
+    Path | None, typer.Option("--key-file", help="File with the job key. Default: GRADWIRE_JOB_KEY_FILE.")
+]
+Udp = Annotated[bool, typer.Option("--udp", help="Exchange packets as datagrams; --aggregate.")]
+Multicast = Annotated[str, typer.Option("--multicast", help="Send each result once, to this GROUP:PORT; --udp.")]
+Drop = Annotated[float, typer.Option("--drop", min=0, max=1, help="Drop this fraction of datagrams, as a test; --udp.")]
 Insecure = Annotated[bool, typer.Option("--insecure", help="Listen beyond loopback without a secret key.")]
 
 
@@ -53,13 +59,14 @@ def serve(
     key_file: KeyFile = None,
     insecure: Insecure = False,
 ) -> None:
-    """Run a server until all workers have finished: one that keeps parameters, or one that aggregates.
+    """Run a parameter server or an aggregator until all workers have finished.
 
-    Start it before the workers. They find a server of parameters by ParameterClient(model, optimizer, "HOST:PORT"), and
-    one that aggregates by attach(ddp, Plan("thc", strategy="server"), options=SyncOptions(server="HOST:PORT")).
+    Start it before the workers. They connect to a parameter server with ParameterClient(model, optimizer,
+    "HOST:PORT"), and to an aggregator with attach(ddp, Plan("thc", strategy="server"),
+    options=SyncOptions(server="HOST:PORT")).
 
-    SIGINT ends the job. So does SIGTERM, unless the server can be started again and go on. The exit code is then 128
-    plus the signal's number.
+    SIGINT ends the job. SIGTERM ends it too, unless the server can be started again and continue. The exit code is then
+    128 plus the number of the signal.
 
     Example: gradwire serve --parameters --workers 4 --port 7070
 
@@ -69,16 +76,16 @@ def serve(
     from gradwire.bench.users import load_module, users_code
     from gradwire.core.errors import GradwireError, ServerStoppedError
     from gradwire.net.address import parse_address
-    from gradwire.net.stopping import stopped_by_signals
-    from gradwire.parameter_server.process import ParameterServer, ServerOptions
+    from gradwire.net.server import Server, stopped_by_signals
+    from gradwire.parameter_server.process import ParameterServer, ParameterServerOptions
     from gradwire.parameter_server.shard import optimizer_class
 
     if parameters == aggregate:
-        raise typer.BadParameter("Expected what to serve. Do: pass either --parameters or --aggregate.")
+        raise typer.BadParameter("Pass either --parameters or --aggregate.")
     if parameters and (udp or multicast or drop):
-        raise typer.BadParameter("Expected --udp, --multicast and --drop with --aggregate. Do: leave them out.")
+        raise typer.BadParameter("--udp, --multicast and --drop go with --aggregate.")
     if aggregate and (state or optimizer):
-        raise typer.BadParameter("Expected --state and --optimizer with --parameters. Do: leave them out.")
+        raise typer.BadParameter("--state and --optimizer go with --parameters.")
     for module in modules:
         load_module(module)
     for path in optimizer:
@@ -87,22 +94,17 @@ def serve(
         load_module(path.rpartition(".")[0])
         with users_code(f"Loading {path}"):
             optimizer_class(path, tuple(optimizer))
-    limits = timedelta(seconds=timeout), timedelta(seconds=patience)
+    common: dict[str, Any] = {
+        "workers": workers, "host": host, "port": port, "job": job, "key_file": key_file, "insecure": insecure,
+        "timeout": timedelta(seconds=timeout), "patience": timedelta(seconds=patience),
+    }  # fmt: skip
     try:
-        server: ParameterServer | AggregationServer
+        server: Server
         if parameters:
-            options = ServerOptions(
-                workers, host, port, job, state, timeout=limits[0], patience=limits[1], optimizers=tuple(optimizer),
-                key_file=key_file, insecure=insecure,
-            )  # fmt: skip
-            server = ParameterServer(options)
+            server = ParameterServer(ParameterServerOptions(**common, state=state, optimizers=tuple(optimizer)))
         else:
             group = parse_address(multicast) if multicast else None
-            ends = AggregationOptions(
-                workers, host, port, job, udp, group, drop, timeout=limits[0], patience=limits[1], key_file=key_file,
-                insecure=insecure,
-            )  # fmt: skip
-            server = AggregationServer(ends)
+            server = AggregationServer(AggregationOptions(**common, udp=udp, multicast=group, drop=drop))
         what = "parameters" if parameters else "sums"
         typer.echo(f"Serving {what} to {workers} workers at {server.address[0]}:{server.address[1]}")
         with stopped_by_signals(server) as received:

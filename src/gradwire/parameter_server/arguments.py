@@ -1,32 +1,30 @@
-"""What a worker is given, as the protocol has it."""
+"""Turns a worker's model, optimizer and plans into what it tells the servers."""
 
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from gradwire.compressors.base import Compressor
-from gradwire.core.errors import FrameError, OptionError
+from gradwire.compressors.base.registry import spec_of
+from gradwire.core.errors import AttachError, FrameError, OptionError
 from gradwire.core.optimizers import optimizers_of
 from gradwire.core.spec import TensorSpec
-from gradwire.parameter_server.session import Groups, groups_from
+from gradwire.parameter_server.chunks import ParameterChunk
+from gradwire.parameter_server.session import Groups, ParameterConfig, check_groups
 from gradwire.sync.plan import Plan
 
 logger = logging.getLogger("gradwire")
 
-Methods = str | Compressor | dict[str, str | Compressor]
-
 
 def one_optimizer(given: object) -> torch.optim.Optimizer:
-    """The optimizer that a user means.
+    """The one optimizer in an argument.
 
     Raises:
-        OptionTypeError: see `optimizers_of`.
-        OptionError: several.
+        OptionTypeError: See `optimizers_of`.
+        OptionError: There are several.
     """
     optimizers = optimizers_of(given)
     if len(optimizers) > 1:
@@ -37,53 +35,57 @@ def one_optimizer(given: object) -> torch.optim.Optimizer:
     return optimizers[0]
 
 
-def log_notes(specs: Mapping[str, TensorSpec], *plans: Plan) -> None:
-    """Log what the plans note of these tensors, each note once."""
-    for note in dict.fromkeys(note for plan in plans for note in plan.notes(specs)):
-        logger.warning("%s", note)
+def class_name(optimizer: torch.optim.Optimizer) -> str:
+    """Name of the optimizer's class in `torch.optim`, or its import path."""
+    kind = type(optimizer)
+    return kind.__name__ if getattr(torch.optim, kind.__name__, None) is kind else f"{kind.__module__}.{kind.__name__}"
 
 
-def hyper_parameters(optimizer: torch.optim.Optimizer) -> Groups:
-    """The hyper-parameters of an optimizer's groups, as they are now.
+def hyperparameters(optimizer: torch.optim.Optimizer) -> Groups:
+    """Current hyperparameters of each parameter group.
 
     Raises:
-        OptionError: one of them is not plain.
+        OptionError: One is not a number, a flag or a string.
     """
     groups = [
         {key: _plain(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
     ]
     try:
-        return groups_from(groups)
+        return check_groups(groups)
     except FrameError as error:
         raise OptionError(
-            f"Expected hyper-parameters that are numbers, flags or texts, got {groups}. Do: pass lr as a float."
+            f"Only numbers, flags and strings can be sent as hyperparameters, but the optimizer has {groups}. Pass lr "
+            "as a float."
         ) from error
 
 
-def addresses_of(servers: str | Sequence[str] | None) -> list[tuple[str, int]]:
-    said = os.environ.get("GRADWIRE_SERVERS", "") if servers is None else servers
-    texts = [text.strip() for text in said.split(",")] if isinstance(said, str) else list(said)
-    found = []
-    for text in texts:
-        host, colon, port = text.rpartition(":")
-        if not colon or not port.isdigit():
-            raise OptionError(
-                f"Expected servers as host:port, got {text!r}. Do: pass them, or set GRADWIRE_SERVERS=host:port."
-            )
-        found.append((host.strip("[]"), int(port)))
-    return found
+def parameter_config(
+    chunk: ParameterChunk, parameter: torch.Tensor, optimizer: torch.optim.Optimizer, plan: Plan, pull_plan: Plan
+) -> ParameterConfig:
+    """How a chunk of `parameter` is kept and encoded.
+
+    Raises:
+        AttachError: The optimizer does not have the parameter.
+    """
+    push, pull = (each.entry(chunk.parameter, TensorSpec.of(parameter)) for each in (plan, pull_plan))
+    spec = TensorSpec.of(chunk.of(parameter))
+    for index, group in enumerate(optimizer.param_groups):
+        if any(parameter is each for each in group["params"]):
+            return ParameterConfig(
+                chunk.name, spec.shape, str(spec.dtype).removeprefix("torch."), spec_of(push.compressor),
+                spec_of(pull.compressor), index, push.feedback != "none", pull.feedback != "none" or
+                pull.compressor.exact,
+            )  # fmt: skip
+    raise AttachError(
+        f"The optimizer does not have {chunk.parameter!r}, which requires a gradient. Build the optimizer from "
+        "model.parameters(), or freeze this parameter with requires_grad_(False)."
+    )
 
 
-def number(name: str, value: int | None, variable: str) -> int:
-    said = os.environ.get(variable) if value is None else value
-    if said is None:
-        raise OptionError(f"Expected {name}, got none. Do: pass {name}=, or set {variable} (as torchrun does).")
-    return int(said)
-
-
-def class_name(optimizer: torch.optim.Optimizer) -> str:
-    kind = type(optimizer)
-    return kind.__name__ if getattr(torch.optim, kind.__name__, None) is kind else f"{kind.__module__}.{kind.__name__}"
+def log_notes(specs: Mapping[str, TensorSpec], *plans: Plan) -> None:
+    """Log each note of the plans once."""
+    for note in dict.fromkeys(note for plan in plans for note in plan.notes(specs)):
+        logger.warning("%s", note)
 
 
 def _plain(value: Any) -> Any:

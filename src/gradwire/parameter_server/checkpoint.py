@@ -1,7 +1,7 @@
-"""A parameter server's whole state in one file: safetensors, with a digest of all that is in it.
+"""The whole state of a parameter server in one safetensors file, with a digest.
 
-Guarantees: what is loaded is what was saved, to the bit, or `StateError`; no pickle is read. The digest guards against
-faults, not against whoever can write to the folder.
+Guarantees: loading restores the saved state bit for bit or raises `StateError`. Nothing is unpickled. The digest
+protects against faults, not against whoever can write to the folder.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import torch
 
 from gradwire.core.errors import FrameError, OptionError, StateError
 from gradwire.parameter_server.folder import StateFolder
-from gradwire.parameter_server.server import Push, Round, ServerStateMachine
-from gradwire.parameter_server.session import TrainingConfig, groups_to
+from gradwire.parameter_server.round import Push, Round
+from gradwire.parameter_server.server import ServerStateMachine
+from gradwire.parameter_server.session import TrainingConfig, encode_groups
 from gradwire.parameter_server.shard import ParameterShard
 from gradwire.wire.frame import FrameFlags
 
@@ -26,7 +27,7 @@ _DIGEST_BYTES = 16
 
 
 def require_safetensors() -> None:
-    """Raise `OptionError` where safetensors is not installed."""
+    """Raise `OptionError` if safetensors is not installed."""
     try:
         import safetensors.torch  # noqa: F401
     except ImportError as error:
@@ -37,29 +38,29 @@ class Checkpoint:
     """The checkpoint of one server.
 
     Args:
-        folder: where it is.
-        end: the server's end, whose state is kept.
-        shard: its parameters, whose state is kept.
+        folder: Folder of the file.
+        machine: State machine of the server.
+        shard: Parameters of the server.
     """
 
-    def __init__(self, folder: StateFolder, end: ServerStateMachine, shard: ParameterShard) -> None:
+    def __init__(self, folder: StateFolder, machine: ServerStateMachine, shard: ParameterShard) -> None:
         self.path = folder.path / "checkpoint.safetensors"
         self._folder = folder
-        self._end = end
+        self._machine = machine
         self._shard = shard
 
     def save(self, journal: int) -> None:
-        """Write the whole state in place of the one before.
+        """Replace the file by the current state.
 
         Args:
-            journal: number of the journal that goes on from here.
+            journal: Number of the journal that continues from here.
         """
         from safetensors.torch import save_file
 
-        tensors, said = self._state()
-        text = json.dumps({**said, "journal": journal})
+        tensors, fields = self._state()
+        text = json.dumps({**fields, "journal": journal})
         fresh = self.path.with_suffix(".new")
-        self._folder.open(fresh.name, "wb").close()  # for its owner alone, before there is anything to read
+        self._folder.open(fresh.name, "wb").close()  # private before it has content
         save_file(tensors, fresh, {"gradwire": text, "digest": _digest(tensors, text)})
         with fresh.open("rb") as file:
             os.fsync(file.fileno())
@@ -67,57 +68,57 @@ class Checkpoint:
         self._folder.sync()
 
     def load(self) -> int:
-        """Bring end and shard to the state in the file; returns the number of the journal that goes on from there.
+        """Restore the state from the file, and return the number of the journal that continues from there.
 
         Raises:
-            StateError: the file is damaged, of another version, or of a job with another number of workers.
+            StateError: The file is damaged, of another version, or of a job with another number of workers.
         """
-        tensors, said = _read(self.path)
-        end, shard = self._end, self._shard
+        tensors, fields = _read(self.path)
+        machine, shard = self._machine, self._shard
         try:
-            end.agreement = shard.agreement = TrainingConfig.from_json(said["agreement"])
+            config = machine.config = shard.config = TrainingConfig.from_json(fields["agreement"])
         except FrameError as error:
             raise StateError(f"The checkpoint {self.path} cannot be used here: {error}") from error
-        if end.agreement.workers != end.workers:
+        if config.workers != machine.workers:
             raise StateError(
-                f"The checkpoint {self.path} is of a job of {end.agreement.workers} workers, and this server is for "
-                f"{end.workers}. Start it with --workers {end.agreement.workers}, or give it another folder."
+                f"The checkpoint {self.path} is of a job of {config.workers} workers, but this server is for "
+                f"{machine.workers}. Start it with --workers {config.workers}, or give it another folder."
             )
-        end.groups = {int(worker): tuple(groups) for worker, groups in said["groups"].items()}
-        end.incarnations = {int(worker): number for worker, number in said["incarnations"].items()}
-        end.initialized = True
-        end.present.update(said["present"])
-        end.finished.update(said["finished"])
-        end.rounds = []
-        for tensor, kept in enumerate(said["rounds"]):
-            round_ = Round(end.workers, kept["version"])
+        machine.groups = {int(worker): tuple(groups) for worker, groups in fields["groups"].items()}
+        machine.incarnations = {int(worker): number for worker, number in fields["incarnations"].items()}
+        machine.initialized = True
+        machine.present.update(fields["present"])
+        machine.finished.update(fields["finished"])
+        machine.rounds = []
+        for tensor, kept in enumerate(fields["rounds"]):
+            round_ = Round(machine.workers, kept["version"])
             round_.pushed = tensors[f"pushed.{tensor}"].numpy().copy()
             round_.counted = tensors[f"counted.{tensor}"].numpy().copy()
             for worker, (flags, number) in kept["pushes"].items():
                 body = tensors[f"push.{tensor}.{worker}"].numpy().copy()
-                round_.pushes[int(worker)] = Push(FrameFlags(flags), body, tuple(said["told"][number]))
-            end.rounds.append(round_)
+                round_.pushes[int(worker)] = Push(FrameFlags(flags), body, tuple(fields["told"][number]))
+            machine.rounds.append(round_)
             shard.parameters[tensor] = torch.nn.Parameter(tensors[f"parameter.{tensor}"])
-            shard.views[tensor] = tensors[f"view.{tensor}"]
-            if said["optimizers"][tensor] is not None:
-                self._load_optimizer(tensor, said["optimizers"][tensor], tensors)
-        return int(said["journal"])
+            shard.replicas[tensor] = tensors[f"view.{tensor}"]
+            if fields["optimizers"][tensor] is not None:
+                self._load_optimizer(tensor, fields["optimizers"][tensor], tensors)
+        return int(fields["journal"])
 
     def _state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        end, shard = self._end, self._shard
-        assert end.agreement is not None, "initialized"
+        machine, shard = self._machine, self._shard
+        assert machine.config is not None, "initialized"
         tensors: dict[str, torch.Tensor] = {}
         rounds, optimizers = [], []
-        told: dict[bytes, int] = {}  # hyper-parameters, in the order of their numbers
-        for tensor, round_ in enumerate(end.rounds):
+        numbers: dict[bytes, int] = {}  # of hyperparameters, in order
+        for tensor, round_ in enumerate(machine.rounds):
             tensors[f"parameter.{tensor}"] = shard.parameters[tensor].detach()
-            tensors[f"view.{tensor}"] = shard.views[tensor]
+            tensors[f"view.{tensor}"] = shard.replicas[tensor]
             tensors[f"pushed.{tensor}"] = torch.from_numpy(round_.pushed)
             tensors[f"counted.{tensor}"] = torch.from_numpy(round_.counted)
             for worker, push in round_.pushes.items():
                 tensors[f"push.{tensor}.{worker}"] = torch.from_numpy(push.body.copy())
             pushes = {
-                str(worker): [int(push.flags), told.setdefault(groups_to(push.groups), len(told))]
+                str(worker): [int(push.flags), numbers.setdefault(encode_groups(push.groups), len(numbers))]
                 for worker, push in round_.pushes.items()
             }
             rounds.append({"version": round_.version, "pushes": pushes})
@@ -128,19 +129,19 @@ class Checkpoint:
                 else:
                     plain[key] = value
             optimizers.append(plain if tensor in shard.optimizers else None)
-        over = len(end.finished) == end.workers  # whoever starts again after that trains further
-        said = {
+        over = len(machine.finished) == machine.workers  # a server that is started again trains further
+        fields = {
             "version": VERSION,
-            "agreement": end.agreement.to_json(),
-            "present": sorted(end.present),
-            "finished": [] if over else sorted(end.finished),
-            "told": [json.loads(groups) for groups in told],
+            "agreement": machine.config.to_json(),
+            "present": sorted(machine.present),
+            "finished": [] if over else sorted(machine.finished),
+            "told": [json.loads(groups) for groups in numbers],
             "rounds": rounds,
             "optimizers": optimizers,
-            "groups": {str(worker): list(map(dict, groups)) for worker, groups in end.groups.items()},
-            "incarnations": {str(worker): number for worker, number in end.incarnations.items()},
+            "groups": {str(worker): list(map(dict, groups)) for worker, groups in machine.groups.items()},
+            "incarnations": {str(worker): number for worker, number in machine.incarnations.items()},
         }
-        return tensors, said
+        return tensors, fields
 
     def _optimizer_state(self, tensor: int) -> dict[str, Any]:
         optimizer = self._shard.optimizers.get(tensor)
@@ -149,13 +150,13 @@ class Checkpoint:
     def _load_optimizer(self, tensor: int, plain: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         prefix = f"optimizer.{tensor}."
         state = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
-        groups = self._end.groups[min(self._end.groups)]
+        groups = self._machine.groups[min(self._machine.groups)]
         optimizer = self._shard.optimizer(tensor, groups)
         optimizer.state[self._shard.parameters[tensor]] = {**plain, **state}
 
 
 def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Tensors and words of a file, as they were saved."""
+    """The tensors and fields of a file."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -168,13 +169,13 @@ def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         raise _damaged(path, f"{type(error).__name__}: {error}") from error
     if version != VERSION:
         raise StateError(
-            f"The checkpoint {path} has version {version}, and this gradwire reads version {VERSION}. Go on with the "
-            "gradwire that wrote it, or start the job again in another folder."
+            f"The checkpoint {path} has version {version}, but this gradwire reads version {VERSION}. Use the gradwire "
+            "that wrote it, or start the job again in another folder."
         )
     if _digest(tensors, text) != digest:
         raise _damaged(path, "its digest does not match its content")
-    said: dict[str, Any] = json.loads(text)
-    return tensors, said
+    fields: dict[str, Any] = json.loads(text)
+    return tensors, fields
 
 
 def _digest(tensors: dict[str, torch.Tensor], text: str) -> str:
@@ -187,6 +188,6 @@ def _digest(tensors: dict[str, torch.Tensor], text: str) -> str:
 
 def _damaged(path: Path, what: str) -> StateError:
     return StateError(
-        f"The checkpoint {path} is damaged, or no checkpoint of a parameter server ({what}). Restore the folder from a "
-        "copy, or start the job again in an empty one."
+        f"The checkpoint {path} is damaged, or is no checkpoint of a parameter server ({what}). Restore the folder "
+        "from a copy, or start the job again in an empty one."
     )

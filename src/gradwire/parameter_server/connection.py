@@ -1,13 +1,11 @@
-"""A worker's line to one parameter server, which outlives the connection."""
+"""A worker's conversation with one parameter server. It outlives the connection."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Callable
-from datetime import timedelta
-from pathlib import Path
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -17,127 +15,136 @@ from gradwire.net.address import serve_command
 from gradwire.net.handshake import GroupMember
 from gradwire.net.keys import job_epoch, job_key
 from gradwire.net.reconnecting import ReconnectingEndpoint
+from gradwire.parameter_server.options import ConnectionOptions
 from gradwire.parameter_server.session import (
     MAX_JOIN_BYTES,
     Groups,
     TrainingConfig,
     TrainingJoin,
     TrainingWelcome,
-    groups_to,
+    encode_groups,
 )
 from gradwire.parameter_server.slot import ParameterSlot
 from gradwire.wire.frame import HEADER_BYTES, FrameKind, Header, describe
 
 logger = logging.getLogger("gradwire")
-NOTICE_SECONDS = 10.0  # a wait that is longer is told of, once
+NOTICE_SECONDS = 10.0
+"""A longer wait is logged, once."""
 
 
 class ServerConnection:
-    """A worker's line to one server: the connection, and a slot for each parameter there.
+    """The connection to one server, with a slot for each parameter there.
 
-    Frames come on the hub's thread, pushes on the coder's, pulls on that of the training loop.
+    Frames arrive on the endpoint's thread. The encoder thread pushes, and the training loop pulls.
 
     Args:
-        address: host and port of the server.
-        agreement: what this worker expects.
-        worker: its id.
-        job: name of the job.
-        incarnation: grows with each start of this worker's process.
-        timeout: how long the server may be silent, or not be there.
-        stall_timeout: how long one update may take to come, whether the server is there or not.
-        groups: hyper-parameters to begin with.
-        values: gives a parameter's values by its name.
-        key_file: see `job_key`.
-        insecure: see `job_key`.
+        address: Host and port of the server.
+        config: What this worker expects of the job.
+        worker: Id of this worker.
+        job: Name of the job.
+        incarnation: Number that grows with each start of this worker's process.
+        options: Key and timeouts.
+        groups: Hyperparameters at the start.
+        values: Values of the parameters by name, for a server that has none.
 
     Attributes:
-        slots: in the order of the agreement.
-        received_bytes: of frames, headers included.
-        finished: the server has ended in good order: enough workers have finished, and it takes no more.
+        slots: Slots of the parameters, by tensor id.
+        received_bytes: Bytes of frames received so far, headers included.
+        finished: Whether the server has ended in good order. It accepts no more pushes.
     """
 
     def __init__(
-        self, address: tuple[str, int], agreement: TrainingConfig, worker: int, job: str, incarnation: int,
-        timeout: timedelta, stall_timeout: timedelta, *, groups: Groups, values: Callable[[str], torch.Tensor],
-        key_file: str | Path | None, insecure: bool,
-    ) -> None:  # fmt: skip
-        self.agreement = agreement
+        self,
+        address: tuple[str, int],
+        config: TrainingConfig,
+        worker: int,
+        job: str,
+        incarnation: int,
+        options: ConnectionOptions,
+        *,
+        groups: Groups,
+        values: Mapping[str, torch.Tensor],
+    ) -> None:
         self.address = f"{address[0]}:{address[1]}"
-        self._epoch = job_epoch(job)
-        self.slots = [ParameterSlot(tensor, agreement, worker, self._epoch) for tensor in range(len(agreement.tensors))]
         self.received_bytes = 0
-        self._worker = worker
-        self._server = agreement.workers
-        self._incarnation = incarnation
-        self._timeout = timeout
-        self._stall_timeout = stall_timeout
-        self._told = groups
-        self._telling = threading.Lock()
         self.finished = False
+        self._config = config
+        self._epoch = job_epoch(job)
+        self.slots = [ParameterSlot(tensor, config, worker, self._epoch) for tensor in range(len(config.tensors))]
+        self._locks = [threading.Lock() for _ in self.slots]
+        self._worker = worker
+        self._server = config.workers
+        self._incarnation = incarnation
+        self._options = options
         self._values = values
+        self._groups = groups
+        self._groups_lock = threading.Lock()
         self._welcome: TrainingWelcome | None = None
         self._error: SyncError | None = None
         self._lost_at: float | None = time.monotonic()
         self._lost_by: SyncError | None = None
         self._noticed = False
         self._changed = threading.Condition()
-        self._guards = [threading.Lock() for _ in self.slots]
-        member = GroupMember(job, worker, agreement.workers + 1, self._epoch)
-        key = job_key(address[0], job, file=key_file, insecure=insecure)
-        self._start_with = serve_command("--parameters", agreement.workers, address, job)
-        call = (self._server, address)
-        self._hub = ReconnectingEndpoint(member, key, self, timeout=timeout, call=call, start_with=self._start_with)
+        self._start_with = serve_command("--parameters", config.workers, address, job)
+        self._endpoint = ReconnectingEndpoint(
+            GroupMember(job, worker, config.workers + 1, self._epoch),
+            job_key(address[0], job, file=options.key_file, insecure=options.insecure),
+            self,
+            timeout=options.timeout,
+            call=(self._server, address),
+            start_with=self._start_with,
+        )
 
     @property
     def sent_bytes(self) -> int:
-        """Of frames, headers included."""
-        return self._hub.sent_bytes
+        """Bytes of frames sent so far, headers included."""
+        return self._endpoint.sent_bytes
 
     def start(self) -> None:
         """Begin to call the server."""
-        self._hub.start()
+        self._endpoint.start()
 
     def wait_for_values(self) -> None:
-        """Wait until all parameters have values, this worker's own or the server's."""
-        self._wait(lambda: all(slot.known >= 0 for slot in self.slots), "the model")
-        if any(slot.known < 0 for slot in self.slots):
+        """Wait until all parameters have values, from this worker or from the server."""
+        self._wait(lambda: all(slot.newest >= 0 for slot in self.slots), "the model")
+        if any(slot.newest < 0 for slot in self.slots):
             raise SyncError(
-                f"Expected the model from the parameter server at {self.address}, got its goodbye: the job has "
-                "finished. Do: start the server again, with the same --state to train further."
+                f"The job has finished: the parameter server at {self.address} said goodbye and sent no model. Start "
+                "the server again, with the same --state to train further."
             )
 
     def push(self, slot: ParameterSlot, grad: torch.Tensor | None, step: int) -> None:
-        """Encode a gradient and send it; before the server has welcomed this worker, it goes when it has."""
+        """Encode a gradient and send it, now or when the server has welcomed this worker."""
         if self.finished:
             return
-        with self._guards[slot.tensor]:
+        with self._locks[slot.tensor]:
             frame = slot.push(grad, step)
             if frame is not None and self._welcome is not None:
-                self._hub.send(self._server, *frame)
+                self._endpoint.send(self._server, *frame)
 
-    def tell(self, groups: Groups) -> None:
-        """Send hyper-parameters that hold for the pushes that follow."""
-        with self._telling:
-            self._told = groups
+    def send_groups(self, groups: Groups) -> None:
+        """Send the hyperparameters of the pushes that follow."""
+        with self._groups_lock:
+            self._groups = groups
             if self._welcome is not None:
-                self._send_told()
+                self._send_groups()
 
     def pull(self, slot: ParameterSlot, values: torch.Tensor, version: int) -> None:
-        """Bring values up to `version` in place, once that has come; as far as there is, of a server that has ended."""
-        self._wait(lambda: slot.known >= version, f"update {version} of {slot.terms.name!r}")
-        with self._guards[slot.tensor]:
+        """Wait for `version` and bring values up to it, in place. A finished server's last version is enough."""
+        self._wait(lambda: slot.newest >= version, f"update {version} of {slot.config.name!r}")
+        with self._locks[slot.tensor]:
             slot.apply(values, version)
 
     def close(self, reason: str = "") -> None:
-        """Say goodbye, or why not. Idempotent."""
-        self._hub.close(reason)
+        """Say goodbye, or give the reason for leaving early. Idempotent."""
+        self._endpoint.close(reason)
 
-    # -- on the hub's thread ---------------------------------------------------------------------------------
+    # -- on the endpoint's thread ----------------------------------------------------------------------------
 
     def admit(self, peer: int, header: Header) -> None:
         if header.kind is FrameKind.WELCOME:
             if header.length > MAX_JOIN_BYTES:
-                raise FrameError(f"Expected a WELCOME of at most {MAX_JOIN_BYTES} bytes, got {header.length}.")
+                raise FrameError(f"A WELCOME has at most {MAX_JOIN_BYTES} bytes, not {header.length}.")
             return
         if header.tensor >= len(self.slots) or self._welcome is None:
             raise FrameError(f"Expected one of {len(self.slots)} parameters, got {describe(header)}.")
@@ -147,11 +154,9 @@ class ServerConnection:
         with self._changed:
             self._welcome = None
             self._lost_at = None
-            versions = tuple(slot.known for slot in self.slots)
-        known = None if -1 in versions else versions
-        said = TrainingJoin(self.agreement, self._told, self._incarnation, known).to_bytes()
-        header = Header(FrameKind.JOIN, sender=self._worker, epoch=self._epoch)
-        self._hub.send(self._server, header, np.frombuffer(said, np.uint8))
+            versions = tuple(slot.newest for slot in self.slots)
+        join = TrainingJoin(self._config, self._groups, self._incarnation, None if -1 in versions else versions)
+        self._send(FrameKind.JOIN, join.to_bytes())
 
     def deliver(self, peer: int, header: Header, body: np.ndarray) -> None:
         self.received_bytes += HEADER_BYTES + body.nbytes
@@ -159,7 +164,7 @@ class ServerConnection:
             self._be_welcome(self._read_welcome(body))
         else:
             assert self._welcome is not None, "admitted"
-            with self._guards[header.tensor]:
+            with self._locks[header.tensor]:
                 self.slots[header.tensor].receive(header, body, self._welcome.counted[header.tensor])
         with self._changed:
             self._changed.notify_all()
@@ -173,7 +178,7 @@ class ServerConnection:
                 self._error = self._error or SyncError(f"The parameter server at {self.address} has ended: {error}")
             elif error is not None:
                 self._lost_by = error
-                limit = f"{self._timeout.total_seconds():g} s"
+                limit = f"{self._options.timeout.total_seconds():g} s"
                 logger.warning("The parameter server at %s is called again for %s. %s", self.address, limit, error)
             self._changed.notify_all()
 
@@ -183,72 +188,85 @@ class ServerConnection:
             self._changed.notify_all()
 
     def _read_welcome(self, body: np.ndarray) -> TrainingWelcome:
-        """Where the server stands; an answer that makes no sense is its last, as the next would make no more."""
+        """Parse the server's answer. After one that cannot be read, no later one would be better."""
         try:
             return TrainingWelcome.from_bytes(body.tobytes(), len(self.slots))
         except FrameError as error:
             self._error = self._error or SyncError(
                 f"The parameter server at {self.address} gave an answer that this worker cannot read: {error}"
             )
-            self._hub.close(str(error))
+            self._endpoint.close(str(error))
             raise
 
     def _be_welcome(self, welcome: TrainingWelcome) -> None:
-        """Send what the server has not had: first values, then hyper-parameters, then the pushes of their step."""
+        """Send what the server lacks: initial values, then hyperparameters, then the pushes of their step."""
         if welcome.initialize:
-            for slot, guard in zip(self.slots, self._guards):
-                with guard:
-                    self._hub.send(self._server, *slot.first_values(self._values(slot.terms.name)))
-        with self._telling:
-            self._send_told()
-            self._welcome = welcome  # from here on other threads send, too
+            for slot, lock in zip(self.slots, self._locks):
+                with lock:
+                    self._endpoint.send(self._server, *slot.first_values(self._values[slot.config.name]))
+        with self._groups_lock:
+            self._send_groups()
+            self._welcome = welcome  # from here on, other threads send too
         for tensor, slot in enumerate(self.slots):
-            with self._guards[tensor]:
+            with self._locks[tensor]:
                 slot.pushed_before(welcome.pushed[tensor])
                 frame = slot.unanswered()
             if frame is not None and frame[0].round == welcome.versions[tensor]:
-                self._hub.send(self._server, *frame)
+                self._endpoint.send(self._server, *frame)
 
-    def _send_told(self) -> None:
-        header = Header(FrameKind.GROUPS, sender=self._worker, epoch=self._epoch)
-        self._hub.send(self._server, header, np.frombuffer(groups_to(self._told), np.uint8))
+    def _send_groups(self) -> None:
+        self._send(FrameKind.GROUPS, encode_groups(self._groups))
+
+    def _send(self, kind: FrameKind, body: bytes) -> None:
+        header = Header(kind, sender=self._worker, epoch=self._epoch)
+        self._endpoint.send(self._server, header, np.frombuffer(body, np.uint8))
 
     # -- waiting ---------------------------------------------------------------------------------------------
 
     def _wait(self, ready: Callable[[], bool], what: str) -> None:
         if ready():
             return
-        self._hub.check_process()
+        self._endpoint.check_process()
         began = time.monotonic()
         with self._changed:
             while not ready() and not self.finished:
                 if self._error is not None:
                     raise self._error
-                lost = 0.0 if self._lost_at is None else time.monotonic() - self._lost_at
-                if lost > self._timeout.total_seconds() and self._lost_by is None:
-                    raise PeerTimeoutError(
-                        f"No parameter server has answered at {self.address} for {self._timeout.total_seconds():g} s "
-                        f"({self._hub.problem}). Start it with: {self._start_with}",
-                        phase=what,
-                    )
-                if lost > self._timeout.total_seconds():
-                    said = "; ".join(str(each) for each in (self._lost_by, self._hub.problem) if each)
-                    raise PeerTimeoutError(
-                        f"Expected {what} from the parameter server at {self.address}, got no connection for "
-                        f"{self._timeout.total_seconds():g} s ({said or 'it was lost'}). Look at its log.",
-                        phase=what,
-                    )
-                if time.monotonic() - began > self._stall_timeout.total_seconds():
-                    raise PeerTimeoutError(
-                        f"Expected {what} from the parameter server at {self.address} within "
-                        f"{self._stall_timeout.total_seconds():g} s, got nothing, though it is there. Do: look at its "
-                        "log and those of the other workers; pass a longer stall_timeout= if steps may take so long.",
-                        phase=what,
-                    )
-                if lost == 0 and time.monotonic() - began > NOTICE_SECONDS and not self._noticed:
-                    self._noticed = True
-                    logger.warning(
-                        "Waiting for %s. The parameter server at %s is there: it waits for other workers, or for one "
-                        "that has not started.", what, self.address,
-                    )  # fmt: skip
+                now = time.monotonic()
+                if self._lost_at is not None:
+                    self._check_lost(now - self._lost_at, what)
+                self._check_stalled(now - began, what)
                 self._changed.wait(0.25)
+
+    def _check_lost(self, seconds: float, what: str) -> None:
+        limit = self._options.timeout.total_seconds()
+        if seconds <= limit:
+            return
+        if self._lost_by is None:
+            raise PeerTimeoutError(
+                f"No parameter server has answered at {self.address} for {limit:g} s ({self._endpoint.problem}). Start "
+                f"it with: {self._start_with}",
+                phase=what,
+            )
+        causes = "; ".join(str(each) for each in (self._lost_by, self._endpoint.problem) if each)
+        raise PeerTimeoutError(
+            f"The parameter server at {self.address} is lost: this worker waits for {what} and had no connection for "
+            f"{limit:g} s ({causes}). Look at the server's log.",
+            phase=what,
+        )
+
+    def _check_stalled(self, seconds: float, what: str) -> None:
+        limit = self._options.stall_timeout.total_seconds()
+        if seconds > limit:
+            raise PeerTimeoutError(
+                f"The parameter server at {self.address} did not send {what} within {limit:g} s, though it is there. "
+                "Look at its log and at those of the other workers. If steps may take this long, pass a longer "
+                "stall_timeout in ConnectionOptions.",
+                phase=what,
+            )
+        if self._lost_at is None and seconds > NOTICE_SECONDS and not self._noticed:
+            self._noticed = True
+            logger.warning(
+                "Waiting for %s. The parameter server at %s is there: it waits for other workers, or for one that has "
+                "not started.", what, self.address,
+            )  # fmt: skip

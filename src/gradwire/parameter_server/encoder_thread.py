@@ -1,4 +1,4 @@
-"""The thread that encodes and sends, so that the backward goes on."""
+"""A thread that encodes and sends gradients while the backward pass goes on."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any
 
 
 class EncoderThread:
-    """Runs what it is given, in order, on one thread. After an error it runs nothing more."""
+    """Runs tasks in order on one thread. After an error it runs no more of them."""
 
     def __init__(self) -> None:
         self._tasks: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="gradwire-coder", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="gradwire-encoder", daemon=True)
         self._thread.start()
 
     def submit(self, task: Callable[[], Any]) -> None:
-        """Run `task` after all before it."""
+        """Run `task` after all earlier ones."""
         self._tasks.put(task)
 
     def drain(self) -> None:
-        """Wait until all tasks so far have run.
+        """Wait until all submitted tasks have run.
 
         Raises:
-            BaseException: what the first task that failed has raised.
+            BaseException: The error of the first task that failed.
         """
         done = threading.Event()
         self._tasks.put(done.set)
@@ -34,12 +34,12 @@ class EncoderThread:
         self.check()
 
     def check(self) -> None:
-        """Raise what a task has raised."""
+        """Raise the error of the first task that failed."""
         if self._error is not None:
             raise self._error
 
     def close(self) -> None:
-        """End after the tasks so far. Idempotent."""
+        """Run the submitted tasks and end the thread. Idempotent."""
         self._tasks.put(None)
         self._thread.join()
 

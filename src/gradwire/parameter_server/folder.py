@@ -1,7 +1,8 @@
-"""The folder in which a server keeps its state: held by one server at a time, and made for its owner alone.
+"""The folder of a server's state: locked by one server at a time, and readable only by its owner.
 
-Guarantees: a second server is refused before it writes a byte. The system gives a dead holder's lock back; forked
-children hold no copy of it. Where the file system has no locks, the log says so and nothing is refused.
+Guarantees: a second server is refused before it writes a byte. The operating system releases the lock of a dead
+process, and forked children have no copy of it. On a file system without locks, a warning is logged and no server is
+refused.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ _HELD = frozenset({errno.EAGAIN, errno.EACCES})
 
 
 class StateFolder(ProcessBound):
-    """A folder, from when it is locked to `close`.
+    """A folder that is locked until `close`.
 
     Args:
-        path: the folder; made if missing.
+        path: Path of the folder; created if missing.
 
     Raises:
-        StateError: another server holds it.
+        StateError: Another server uses the folder.
     """
 
     def __init__(self, path: Path) -> None:
@@ -47,11 +48,11 @@ class StateFolder(ProcessBound):
         os.write(self._lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
 
     def open(self, name: str, mode: str) -> IO[bytes]:
-        """Open a file of the folder that nobody but its owner may read."""
+        """Open a file of the folder that only its owner can read."""
         return open(self.path / name, mode, opener=_open_private)
 
     def sync(self) -> None:
-        """Have the names of all files outlast a loss of power."""
+        """Write the directory to disk, so that file names survive a power failure."""
         number = os.open(self.path, os.O_RDONLY)
         try:
             os.fsync(number)
@@ -59,7 +60,7 @@ class StateFolder(ProcessBound):
             os.close(number)
 
     def close(self) -> None:
-        """Let another server have it. Idempotent."""
+        """Unlock the folder. Idempotent."""
         self._release()
 
     def _release(self) -> None:
@@ -79,19 +80,19 @@ class StateFolder(ProcessBound):
                     "first, or give this one another folder."
                 ) from None
             logger.warning(
-                "The state folder %s cannot be locked (%s). Make sure that one server alone uses it.", self.path, error
+                "The state folder %s cannot be locked (%s). Make sure that only one server uses it.", self.path, error
             )
 
     def _holder(self) -> str:
         with contextlib.suppress(OSError):
-            said = os.pread(self._lock, 256, 0).decode("utf-8", "replace").strip()
-            if said:
-                return said
-        return "a process that has just begun"
+            holder = os.pread(self._lock, 256, 0).decode("utf-8", "replace").strip()
+            if holder:
+                return holder
+        return "a process that has just started"
 
 
 def _open_private(path: str, flags: int) -> int:
     number = os.open(path, flags, _PRIVATE)
-    with contextlib.suppress(PermissionError):  # another user's, who lets this one write
-        os.chmod(number, _PRIVATE)  # files of an earlier version are open to all
+    with contextlib.suppress(PermissionError):  # the file of another user, who lets this one write
+        os.chmod(number, _PRIVATE)  # files of an earlier version were readable for all
     return number

@@ -1,8 +1,8 @@
-"""A file of frames that grows: what a journal consists of.
+"""An append-only file of frames, which a journal consists of.
 
-Guarantees: what is read is a prefix of what was written. A crash, or a loss of power, may leave an end that is cut
-short, zero or garbage; the records before it are used, and the log says how many bytes were not. Damage ahead of whole
-records is no such end: it is an error, and nothing is changed.
+Guarantees: reading gives a prefix of the written records. A crash or a power failure may leave an incomplete, zero or
+garbage end. Such an end is cut off and its size is logged. Damage before complete records is an error, and the file
+is not changed.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ logger = logging.getLogger("gradwire")
 
 
 class RecordFile:
-    """One file of records, read once from its beginning, then written at its end.
+    """A file of records. Read it once from the beginning, then append.
 
     Args:
-        folder: where it is.
-        name: of the file; made if missing.
+        folder: Folder of the file.
+        name: Name of the file; created if missing.
     """
 
     def __init__(self, folder: StateFolder, name: str) -> None:
@@ -34,14 +34,14 @@ class RecordFile:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all records."""
+        """Total bytes of all records."""
         return self._file.tell()
 
     def read(self) -> Iterator[tuple[int, Header, np.ndarray]]:
-        """Yield each record with its offset, then cut off an end that is not a whole one.
+        """Yield each record with its offset, then cut off an incomplete end.
 
         Raises:
-            StateError: the file is damaged ahead of whole records.
+            StateError: The file is damaged before complete records.
         """
         size = self._file.seek(0, 2)
         whole = 0
@@ -55,7 +55,7 @@ class RecordFile:
         self._file.seek(whole)
 
     def append(self, header: Header, body: np.ndarray) -> None:
-        """Write a record, and hand it to the system, which outlives the process."""
+        """Write a record and hand it to the operating system, so that it outlives this process."""
         self._file.write(seal(header, body))
         self._file.write(body.data)
         self._file.flush()
@@ -72,20 +72,20 @@ class RecordFile:
         while at >= 0:
             if _record_at(content, at) is not None:
                 raise StateError(
-                    f"The journal {self.path} is damaged at byte {whole} of {len(content)}, and whole records follow "
-                    f"from byte {at} on, so its end was not just cut short. Restore the folder from a copy, or start "
-                    "the job again in an empty one."
+                    f"The journal {self.path} is damaged at byte {whole} of {len(content)}. This is not an incomplete "
+                    f"end, since complete records follow at byte {at}. Restore the folder from a copy, or start the "
+                    "job again in an empty one."
                 )
             at = content.find(MAGIC, at + 1)
         logger.warning(
-            "The journal %s ends with %d bytes that are no whole record, as after a crash or a loss of power. They "
-            "are cut off; the state is that of the %d bytes before them.",
+            "The journal %s ends with %d bytes of an incomplete record, as after a crash or a power failure. They are "
+            "cut off. The state is that of the %d bytes before them.",
             self.path, left, whole,
         )  # fmt: skip
 
 
 def _record_at(content: mmap.mmap, at: int) -> tuple[Header, np.ndarray] | None:
-    """The record at an offset, copied; None where there is no whole one."""
+    """A copy of the record at an offset; None if there is no complete one."""
     try:
         header = unpack(content[at : at + HEADER_BYTES])
         if header.length > len(content) - at - HEADER_BYTES:

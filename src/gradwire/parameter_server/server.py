@@ -1,16 +1,16 @@
-"""The server's end: which pushes make a step, and who hears of it; sans-IO.
+"""The server's end, without I/O: which pushes make a step, and who gets the update.
 
-Every parameter has its own steps (fine-grained barriers): one is closed when enough workers have pushed, its update
-goes to all, and later pushes for it count no more. Everything that changes this end's state comes in as a frame, in an
-order that a journal can repeat.
+Each parameter has its own steps (fine-grained barriers). A step is closed when enough workers have pushed. Its update
+goes to all workers, and later pushes for it are not counted. Everything that changes the state arrives as a frame, in
+an order that a journal can repeat.
 
-Guarantees: a worker's push is counted in one update at most; an update names who was counted; a step whose pushes add
-up to a NaN or an infinity is dropped with them, and its update says so; a worker that has missed `MAX_MISSES` updates
-of a parameter in a row is waited for; what a worker sends out of turn costs that worker its connection and nobody else
-anything.
+Guarantees: a push is counted in one update at most, and the update names the workers that were counted. A step whose
+pushes add up to a NaN or an infinity is dropped with them, and its update says so. A worker that has missed
+`MAX_MISSES` updates of a parameter in a row is waited for. A worker that sends an invalid frame loses its connection,
+and no other worker is affected.
 
-Source: 3LC (Lim, Andersen, Kaminsky 2019), section 2.1. Differences: who comes late is told so, and keeps its gradient;
-a straggler is not left out for ever.
+Source: 3LC (Lim, Andersen, Kaminsky 2019), section 2.1. Differences: a late worker learns that it was late, and keeps
+its gradient. A straggler is not left out forever.
 """
 
 # Shapes: T = tensors, n = workers.
@@ -18,14 +18,13 @@ a straggler is not left out for ever.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 
 from gradwire.compressors.base.registry import code
 from gradwire.core.errors import DisagreementError, FrameError, PayloadError
 from gradwire.core.spec import ELEMENT_TYPES
+from gradwire.parameter_server.round import Push, Round
 from gradwire.parameter_server.session import (
     MAX_GROUPS_BYTES,
     MAX_JOIN_BYTES,
@@ -33,134 +32,60 @@ from gradwire.parameter_server.session import (
     TrainingConfig,
     TrainingJoin,
     TrainingWelcome,
-    groups_of,
+    decode_groups,
 )
+from gradwire.parameter_server.shard import ParameterShard
 from gradwire.parameter_server.update import PULL_STAGE, join_update
 from gradwire.wire.frame import FrameFlags, FrameKind, Header, describe, without_seal
 from gradwire.wire.payload import Payload
 
-MAX_MISSES = 16
 Message = tuple[int, Header, np.ndarray]
-"""A worker, and the frame that it gets."""
-
-
-class ServedModel(Protocol):
-    """What keeps the parameters."""
-
-    agreement: TrainingConfig | None
-
-    def check(self, agreement: TrainingConfig, groups: Groups) -> None:
-        """Refuse hyper-parameters with which a step would fail.
-
-        Raises:
-            FrameError: the optimizer does not take them, or there is no such optimizer.
-        """
-
-    def put(self, tensor: int, body: np.ndarray) -> None:
-        """Take a parameter's first values."""
-
-    def values(self, tensor: int) -> np.ndarray:
-        """uint8: a parameter's values as the workers have them."""
-
-    def update(
-        self, tensor: int, step: int, pushes: Mapping[int, Payload | None], groups: Groups, used: bool
-    ) -> Payload | None:
-        """Average the pushes of the workers counted, let the optimizer step, and encode the change.
-
-        Returns:
-            The change; None where the average is not finite, and nothing has changed.
-
-        Raises:
-            PayloadError: a push does not decode; nothing has changed then.
-        """
-
-    def decodes(self, tensor: int, step: int, worker: int, payload: Payload) -> bool:
-        """Whether a push decodes."""
-
-
-@dataclass(frozen=True)
-class Push:
-    """A worker's gradient for the step that is open.
-
-    Attributes:
-        flags: of its frame.
-        body: of its frame.
-        groups: the hyper-parameters that its worker had told when it came: those of its step.
-    """
-
-    flags: FrameFlags
-    body: np.ndarray
-    groups: Groups
-
-
-@dataclass
-class Round:
-    """Where one parameter stands.
-
-    Args:
-        workers: n.
-
-    Attributes:
-        version: updates so far, and the step that is open.
-        pushes: what has come for it, by worker.
-        pushed: int64[n], the last step that each worker has pushed for, or -1.
-        counted: int64[n], the last step that each was counted in, or -1.
-    """
-
-    workers: int
-    version: int = 0
-    pushes: dict[int, Push] = field(default_factory=dict)
-    pushed: np.ndarray = field(init=False)
-    counted: np.ndarray = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.pushed = np.full(self.workers, -1, np.int64)
-        self.counted = np.full(self.workers, -1, np.int64)
+"""A worker, and the header and body of a frame for it."""
 
 
 class ServerStateMachine:
-    """One server's end of the conversations with all workers.
+    """State of one server's conversations with all workers.
 
     Args:
-        rank: the server's own, above those of the workers.
-        workers: how many there are.
-        epoch: of the job.
-        model: what keeps the parameters.
+        rank: Rank of the server, above those of the workers.
+        workers: Number of workers.
+        epoch: Number of the job in its frames.
+        shard: Parameters of this server.
 
     Attributes:
-        agreement: what the first worker has said; None until then.
-        present: workers that have joined and not left.
-        rounds: by tensor id.
-        groups: the hyper-parameters that each worker has told last.
-        incarnations: of the latest process of each worker.
-        initialized: whether all parameters have values.
-        finished: workers that have said goodbye.
-        turned_away: workers whose connection is to be closed, with the reason; emptied by whoever does it.
+        config: Configuration that the first worker has brought; None until then.
+        present: Workers that have joined and not left.
+        rounds: Version and open step of each parameter, by tensor id.
+        groups: Latest hyperparameters of each worker.
+        incarnations: Number of the latest process of each worker.
+        initialized: Whether all parameters have values.
+        finished: Workers that have said goodbye.
+        rejected: Workers whose connection must be closed, with the reason. Whoever closes it removes the entry.
     """
 
-    def __init__(self, rank: int, workers: int, epoch: int, model: ServedModel) -> None:
-        self.agreement: TrainingConfig | None = None
+    def __init__(self, rank: int, workers: int, epoch: int, shard: ParameterShard) -> None:
+        self.config: TrainingConfig | None = None
         self.present: set[int] = set()
         self.rounds: list[Round] = []
         self.groups: dict[int, Groups] = {}
         self.incarnations: dict[int, int] = {}
         self.initialized = False
         self.finished: set[int] = set()
-        self.turned_away: dict[int, str] = {}
-        self._rank = rank
+        self.rejected: dict[int, str] = {}
         self.workers = workers
+        self._rank = rank
         self._epoch = epoch
-        self._model = model
-        self._missing_values: set[int] = set()
-        self._waiting: dict[int, TrainingJoin] = {}
+        self._shard = shard
+        self._without_values: set[int] = set()  # tensors
+        self._waiting: dict[int, TrainingJoin] = {}  # workers that joined before there were values
 
     # -- frames ----------------------------------------------------------------------------------------------
 
     def admit(self, worker: int, header: Header) -> None:
-        """Check a header before its body is allocated. May be called from another thread than the rest.
+        """Check a header before its body is allocated. Other threads may call this.
 
         Raises:
-            FrameError: it is not one that this worker may send now.
+            FrameError: This worker may not send such a frame now.
         """
         kind = header.kind
         if kind is FrameKind.JOIN or kind is FrameKind.GROUPS:
@@ -168,120 +93,124 @@ class ServerStateMachine:
             if header.length > most or without_seal(header) != self._plain(kind, worker):
                 raise FrameError(f"Expected {kind.name} of at most {most} bytes, got {header}.")
             return
-        agreement = self.agreement
-        if agreement is None or header.tensor >= len(agreement.tensors):
+        if self.config is None or header.tensor >= len(self.config.tensors):
             raise FrameError(f"Expected one of the agreed tensors, got another (in {describe(header)}).")
-        terms = agreement.tensors[header.tensor]
+        parameter = self.config.tensors[header.tensor]
+        spec = parameter.spec
         if kind is FrameKind.MODEL:
-            count, compressor, most, fits = terms.spec.numel, 0, terms.spec.nbytes, header.length == terms.spec.nbytes
+            count, compressor, most, fits = spec.numel, 0, spec.nbytes, header.length == spec.nbytes
         elif kind is FrameKind.PAYLOAD:
-            count, compressor = header.count, code(terms.pushes.name)
-            most = terms.pushes.max_encoded_bytes(terms.spec)
-            fits = header.length <= most if count == terms.spec.numel else header.length == count == 0
+            count, compressor = header.count, code(parameter.push_compressor.name)
+            most = parameter.push_compressor.max_encoded_bytes(spec)
+            fits = header.length <= most if count == spec.numel else header.length == count == 0
             fits = fits and (header.length == 0 or FrameFlags.USED in header.flags)
         else:
             raise FrameError(f"Expected a push of worker {worker}, got {describe(header)}.")
         expected = Header(
-            kind, compressor, header.flags, worker, 0, ELEMENT_TYPES[terms.spec.dtype], self._epoch, header.round,
+            kind, compressor, header.flags, worker, 0, ELEMENT_TYPES[spec.dtype], self._epoch, header.round,
             header.tensor, count=count,
         )  # fmt: skip
         if not fits or without_seal(header) != expected:
-            raise FrameError(f"Expected {terms.name!r} in at most {most} bytes, got {header}.")
+            raise FrameError(f"Expected {parameter.name!r} in at most {most} bytes, got {header}.")
 
     def receive(self, worker: int, header: Header, body: np.ndarray) -> list[Message]:
-        """Take an admitted frame and return what is to be sent.
+        """Take an admitted frame and return the frames to send.
 
         Raises:
-            FrameError: it came out of turn, or does not decode: the worker is to be turned away.
-            DisagreementError: the worker expects another job than the others.
+            FrameError: The frame does not decode or is not due. The worker must be turned away.
+            DisagreementError: The worker expects another configuration than the others.
         """
         if header.kind is FrameKind.JOIN:
             if worker in self.present:
-                raise FrameError(f"Expected one JOIN a connection, got a second of worker {worker}.")
+                raise FrameError(f"A connection has one JOIN, but worker {worker} sent a second one.")
             return self._join(worker, TrainingJoin.from_bytes(body.tobytes()))
         if worker not in self.present:
-            raise FrameError(f"Expected worker {worker} to join first, got {describe(header)}.")
+            raise FrameError(f"Worker {worker} must join first, but sent {describe(header)}.")
         if header.kind is FrameKind.GROUPS:
-            return self._take_groups(worker, groups_of(body.tobytes()))
+            return self._take_groups(worker, decode_groups(body.tobytes()))
         if header.kind is FrameKind.MODEL:
             return self._take_values(worker, header, body)
-        return self._push(worker, header, body)
+        return self._take_push(worker, header, body)
 
     def leave(self, worker: int, *, finished: bool = False) -> list[Message]:
-        """Note that a worker's connection is gone; `finished` where it had joined and said goodbye."""
+        """Note that a worker's connection is gone, and return the frames to send.
+
+        Args:
+            worker: Id of the worker.
+            finished: Whether the worker has said goodbye.
+        """
         if finished and worker in self.present:
             self.finished.add(worker)
         self.present.discard(worker)
         self._waiting.pop(worker, None)
-        # Whoever was waited for because it had missed too much may be the last one missing.
+        # Steps may have waited only for this worker, because it had missed too much.
         return [message for tensor in range(len(self.rounds)) for message in self._close_if_due(tensor)]
 
     def missing(self) -> list[int]:
-        """Workers without which no step can be closed, as far as they are not there: empty while enough are."""
+        """Absent workers, if no step can be closed without them; otherwise empty."""
         absent = [worker for worker in range(self.workers) if worker not in self.present]
-        needed = self.workers if self.agreement is None or not self.initialized else self.agreement.needed
+        needed = self.workers if self.config is None or not self.initialized else self.config.needed
         return absent if self.workers - len(absent) < needed else []
 
     # -- joining ---------------------------------------------------------------------------------------------
 
     def _join(self, worker: int, join: TrainingJoin) -> list[Message]:
-        if join.agreement.workers != self.workers:
+        if join.config.workers != self.workers:
             raise DisagreementError(
-                f"Expected {self.workers} workers, as this server was started for, got {join.agreement.workers} from "
-                f"worker {worker}. Do: give both the same number."
+                f"Worker {worker} expects {join.config.workers} workers, but this server was started for "
+                f"{self.workers}. Start both with the same number."
             )
-        if self.agreement is None:
-            self._model.check(join.agreement, join.groups)
-            self.agreement = self._model.agreement = join.agreement
-            self.rounds = [Round(self.workers) for _ in join.agreement.tensors]
-            self._missing_values = set(range(len(join.agreement.tensors)))
-        elif self.agreement != join.agreement:
-            raise DisagreementError(_difference(self.agreement, join.agreement, worker))
+        if self.config is None:
+            self._shard.check(join.config, join.groups)
+            self.config = self._shard.config = join.config
+            self.rounds = [Round(self.workers) for _ in join.config.tensors]
+            self._without_values = set(range(len(join.config.tensors)))
+        elif self.config != join.config:
+            raise DisagreementError(
+                f"Worker {worker} has {join.config.difference(self.config)}. Build the same model, optimizer and "
+                "options on all workers."
+            )
         if join.incarnation < self.incarnations.get(worker, 0):
-            raise FrameError(f"Expected the latest process of worker {worker}, got an older one: it has been replaced.")
-        versions = join.versions or ()
-        for terms, round_, version in zip(self.agreement.tensors, self.rounds, versions):
+            raise FrameError(f"This process of worker {worker} has been replaced by a newer one.")
+        for parameter, round_, version in zip(self.config.tensors, self.rounds, join.versions or ()):
             if version > round_.version:
                 raise FrameError(
-                    f"Expected at most {round_.version} updates of {terms.name!r}, got {version} at worker {worker}: "
-                    "this server was started from an older state. Do: start the job anew from one checkpoint."
+                    f"Worker {worker} has version {version} of {parameter.name!r}, but this server only has "
+                    f"{round_.version}: it was started from an older state. Restart all workers from one checkpoint."
                 )
-        self._model.check(self.agreement, join.groups)
+        self._shard.check(self.config, join.groups)
         self.incarnations[worker] = join.incarnation
-        self.groups.setdefault(worker, join.groups)  # a worker that returns tells them anew, ahead of its next push
+        self.groups.setdefault(worker, join.groups)  # a worker that returns sends them again before its next push
         self.present.add(worker)
         self.finished.discard(worker)
         if self.initialized or worker == 0:
             return self._welcome(worker, join)
-        self._waiting[worker] = join  # until there is a model
+        self._waiting[worker] = join
         return []
 
     def _welcome(self, worker: int, join: TrainingJoin) -> list[Message]:
-        assert self.agreement is not None
-        rounds = self.rounds
         welcome = TrainingWelcome(
             not self.initialized,
-            tuple(round_.version for round_ in rounds),
-            tuple(int(round_.pushed[worker]) for round_ in rounds),
-            tuple(int(round_.counted[worker]) for round_ in rounds),
+            tuple(round_.version for round_ in self.rounds),
+            tuple(int(round_.pushed[worker]) for round_ in self.rounds),
+            tuple(int(round_.counted[worker]) for round_ in self.rounds),
         )
-        said = np.frombuffer(welcome.to_bytes(), np.uint8)
-        messages: list[Message] = [(worker, self._plain(FrameKind.WELCOME, self._rank), said)]
+        body = np.frombuffer(welcome.to_bytes(), np.uint8)
+        messages: list[Message] = [(worker, self._plain(FrameKind.WELCOME, self._rank), body)]
         if self.initialized:
-            for tensor, round_ in enumerate(rounds):
+            for tensor, round_ in enumerate(self.rounds):
                 if join.versions is None or join.versions[tensor] != round_.version:
                     header = self._header(FrameKind.MODEL, tensor, round_.version)
-                    messages.append((worker, header, self._model.values(tensor)))
+                    messages.append((worker, header, self._shard.values(tensor)))
         return messages
 
     def _take_values(self, worker: int, header: Header, body: np.ndarray) -> list[Message]:
         if worker != 0 or self.initialized or header.round:
-            raise FrameError(f"Expected no values from worker {worker}, got {describe(header)}.")
-        self._model.put(header.tensor, body)
-        self._missing_values.discard(header.tensor)
-        return self._begin() if not self._missing_values else []
-
-    def _begin(self) -> list[Message]:
+            raise FrameError(f"Worker {worker} sent values that are not due: {describe(header)}.")
+        self._shard.put(header.tensor, body)
+        self._without_values.discard(header.tensor)
+        if self._without_values:
+            return []
         self.initialized = True
         waiting, self._waiting = self._waiting, {}
         return [message for worker, join in waiting.items() for message in self._welcome(worker, join)]
@@ -289,64 +218,52 @@ class ServerStateMachine:
     def _take_groups(self, worker: int, groups: Groups) -> list[Message]:
         if len(groups) != len(self.groups[worker]):
             raise FrameError(f"Expected {len(self.groups[worker])} parameter groups, got {len(groups)}.")
-        assert self.agreement is not None, "joined"
-        self._model.check(self.agreement, groups)
+        assert self.config is not None, "joined"
+        self._shard.check(self.config, groups)
         self.groups[worker] = groups
         return []
 
     # -- steps -----------------------------------------------------------------------------------------------
 
-    def _push(self, worker: int, header: Header, body: np.ndarray) -> list[Message]:
+    def _take_push(self, worker: int, header: Header, body: np.ndarray) -> list[Message]:
         round_ = self.rounds[header.tensor]
         if not self.initialized or header.round > round_.version:
             raise FrameError(f"Expected a push for step {round_.version} at most, got {describe(header)}.")
         if header.round < round_.version or worker in round_.pushes:
-            return []  # late, and it has been told; or sent again over a new connection
-        round_.pushes[worker] = Push(header.flags, body, self.groups[worker])
-        round_.pushed[worker] = header.round
+            return []  # late, which the update has said; or sent again over a new connection
+        round_.add(worker, Push(header.flags, body, self.groups[worker]))
         return self._close_if_due(header.tensor)
 
     def _close_if_due(self, tensor: int) -> list[Message]:
-        assert self.agreement is not None
+        assert self.config is not None, "joined"
         round_ = self.rounds[tensor]
-        behind = np.flatnonzero(round_.version - 1 - round_.counted >= MAX_MISSES)
-        awaited = self.present.intersection(behind.tolist()).difference(round_.pushes)
-        if len(round_.pushes) < self.agreement.needed or awaited:
-            return []
-        return self._close(tensor)
+        return self._close(tensor, round_) if round_.due(self.config.needed, self.present) else []
 
-    def _close(self, tensor: int) -> list[Message]:
-        assert self.agreement is not None
-        round_ = self.rounds[tensor]
-        counted = sorted(who for who, push in round_.pushes.items() if not push.flags & FrameFlags.NONFINITE)
-        bodies = {who: round_.pushes[who].body for who in counted}
-        pushes = {who: Payload(body) if body.nbytes else None for who, body in bodies.items()}
-        used = any(round_.pushes[who].flags & FrameFlags.USED for who in counted)
-        groups = round_.pushes[min(counted or round_.pushes)].groups
+    def _close(self, tensor: int, round_: Round) -> list[Message]:
+        finite = {worker: push for worker, push in sorted(round_.pushes.items()) if push.finite}
+        payloads = {worker: Payload(push.body) if push.body.nbytes else None for worker, push in finite.items()}
+        used = any(FrameFlags.USED in push.flags for push in finite.values())
+        groups = round_.pushes[min(finite or round_.pushes)].groups
         try:
-            payload = self._model.update(tensor, round_.version, pushes, groups, used)
+            payload = self._shard.update(tensor, round_.version, payloads, groups, used)
         except PayloadError as error:
-            return self._turn_away(tensor, pushes, error)
+            self._reject(tensor, round_, payloads, error)
+            return []
         if payload is None:
             flags = FrameFlags.DROPPED
         else:
             flags = FrameFlags.NONFINITE if payload.nonfinite else FrameFlags.NONE
-            round_.counted[counted] = round_.version
         header = self._header(FrameKind.DELTA, tensor, round_.version, flags)
-        body = join_update(counted, self.workers, payload)
-        round_.version += 1
-        round_.pushes = {}
+        body = join_update(finite, self.workers, payload)
+        round_.close([] if payload is None else list(finite))
         return [(worker, header, body) for worker in sorted(self.present) if worker not in self._waiting]
 
-    def _turn_away(self, tensor: int, pushes: Mapping[int, Payload | None], error: PayloadError) -> list[Message]:
-        """Take back the pushes that do not decode: they cost their senders the connection; the step stays open."""
-        round_ = self.rounds[tensor]
-        for worker, payload in pushes.items():
-            if payload is not None and not self._model.decodes(tensor, round_.version, worker, payload):
-                del round_.pushes[worker]
-                round_.pushed[worker] = -1
-                self.turned_away[worker] = str(error)
-        return []
+    def _reject(self, tensor: int, round_: Round, payloads: Mapping[int, Payload | None], error: PayloadError) -> None:
+        """Take back the pushes that do not decode and reject their workers. The step stays open."""
+        for worker, payload in payloads.items():
+            if payload is not None and not self._shard.decodes(tensor, round_.version, worker, payload):
+                round_.take_back(worker)
+                self.rejected[worker] = str(error)
 
     # -- headers ---------------------------------------------------------------------------------------------
 
@@ -354,21 +271,9 @@ class ServerStateMachine:
         return Header(kind, sender=sender, epoch=self._epoch)
 
     def _header(self, kind: FrameKind, tensor: int, step: int, flags: FrameFlags = FrameFlags.NONE) -> Header:
-        assert self.agreement is not None
-        terms = self.agreement.tensors[tensor]
+        assert self.config is not None, "joined"
+        parameter = self.config.tensors[tensor]
         return Header(
-            kind, code(terms.pulls.name) if kind is FrameKind.DELTA else 0, flags, self._rank, PULL_STAGE,
-            ELEMENT_TYPES[terms.spec.dtype], self._epoch, step, tensor, count=terms.spec.numel,
+            kind, code(parameter.pull_compressor.name) if kind is FrameKind.DELTA else 0, flags, self._rank, PULL_STAGE,
+            ELEMENT_TYPES[parameter.spec.dtype], self._epoch, step, tensor, count=parameter.spec.numel,
         )  # fmt: skip
-
-
-def _difference(agreed: TrainingConfig, said: TrainingConfig, worker: int) -> str:
-    mine, theirs = agreed.to_json(), said.to_json()
-    for key in mine:
-        if key != "tensors" and mine[key] != theirs[key]:
-            return f"Expected {key} {mine[key]!r} as all workers have, got {theirs[key]!r} from worker {worker}."
-    for one, other in zip(mine["tensors"], theirs["tensors"]):
-        if one != other:
-            return f"Expected {one} as all workers have, got {other} from worker {worker}. Do: build one model on all."
-    numbers = len(mine["tensors"]), len(theirs["tensors"])
-    return f"Expected {numbers[0]} tensors as all workers have, got {numbers[1]} from worker {worker}."

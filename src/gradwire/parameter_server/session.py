@@ -1,7 +1,7 @@
-"""What workers and parameter servers agree on before the first push, and how it is told: strict JSON, never pickle.
+"""What workers and parameter servers agree on before the first push, as strict JSON. Nothing is unpickled.
 
-The first worker to join says it; every other must say the same. A server takes no shape, count or compressor from any
-later frame.
+The first worker to join sets the configuration, and all others must bring the same. A server takes no shape, count or
+compressor from any later frame.
 """
 
 # Shapes: T = tensors of one server, n = workers.
@@ -22,30 +22,30 @@ from gradwire.core.spec import ELEMENT_TYPES, TensorSpec
 
 VERSION = 1
 MAX_JOIN_BYTES = 16 << 20
-"""Of the JSON of a JOIN or a WELCOME: room for some hundred thousand tensors."""
+"""Maximum size of a JOIN or a WELCOME: room for some hundred thousand tensors."""
 MAX_GROUPS_BYTES = 1 << 20
 MAX_TEXT = 256
-"""Characters of a compressor as text: its options are read as Python literals, which may be nested."""
+"""Maximum characters of a compressor's specification. Its options are Python literals, which may be nested."""
 MAX_DIMENSIONS = 16
 _MAX_DEPTH = 8
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in ELEMENT_TYPES}
 Groups = tuple[Mapping[str, Any], ...]
-"""The hyper-parameters of each parameter group: plain numbers, flags, texts and lists of them."""
+"""Hyperparameters of each parameter group: numbers, flags, strings, and lists of them."""
 
 
 @dataclass(frozen=True)
 class ParameterConfig:
-    """How one parameter is kept and travels.
+    """How one parameter is kept and encoded.
 
     Attributes:
-        name: its name; part of the random streams.
-        shape: its shape.
-        dtype: name of its element type.
-        push: the compressor of its gradients, as text.
-        pull: the compressor of its changes, as text.
-        group: index of its parameter group in the optimizer.
-        push_feedback: whether what a push loses is added to the next gradient.
-        pull_feedback: whether what a pull loses is made up for by later ones.
+        name: Name of the parameter; part of the random streams.
+        shape: Shape of the parameter.
+        dtype: Name of the element type.
+        push: Specification of the gradients' compressor.
+        pull: Specification of the updates' compressor.
+        group: Index of the parameter group in the optimizer.
+        push_feedback: Whether workers keep a residual of what they push.
+        pull_feedback: Whether later updates make up for the error of earlier ones.
     """
 
     name: str
@@ -62,11 +62,11 @@ class ParameterConfig:
         return TensorSpec(self.shape, _DTYPES[self.dtype])
 
     @cached_property
-    def pushes(self) -> Compressor:
+    def push_compressor(self) -> Compressor:
         return compressor_of(self.push)
 
     @cached_property
-    def pulls(self) -> Compressor:
+    def pull_compressor(self) -> Compressor:
         return compressor_of(self.pull)
 
 
@@ -75,11 +75,11 @@ class TrainingConfig:
     """What one server and all workers agree on.
 
     Attributes:
-        workers: how many there are; their ids are 0 to n - 1.
-        backups: so many may miss a step without holding it up.
-        seed: of the random streams.
-        optimizer: name of a class in `torch.optim`, or import path of another that the server allows.
-        tensors: the server's, by tensor id.
+        workers: Number of workers; their ids are 0 to n - 1.
+        backups: Number of workers that may miss a step without holding it up.
+        seed: Seed of the random streams.
+        optimizer: Name of a class in `torch.optim`, or import path of another class that the server allows.
+        tensors: Parameters of this server, by tensor id.
     """
 
     workers: int
@@ -89,95 +89,114 @@ class TrainingConfig:
     tensors: tuple[ParameterConfig, ...]
 
     @cached_property
-    def sorts(self) -> frozenset[tuple[int, int, str]]:
-        """Parameter group, number of dimensions and element type of the tensors, each combination once."""
-        return frozenset((terms.group, len(terms.shape), terms.dtype) for terms in self.tensors)
+    def kinds(self) -> frozenset[tuple[int, int, str]]:
+        """Distinct combinations of parameter group, number of dimensions and element type."""
+        return frozenset((each.group, len(each.shape), each.dtype) for each in self.tensors)
 
     @property
     def needed(self) -> int:
-        """How many workers close a step."""
+        """Number of workers that close a step."""
         return self.workers - self.backups
+
+    def difference(self, other: TrainingConfig) -> str:
+        """The first field in which this differs from `other`, with both values."""
+        mine, theirs = self.to_json(), other.to_json()
+        for key in mine:
+            if key != "tensors" and mine[key] != theirs[key]:
+                return f"{key} {mine[key]!r}, where others have {theirs[key]!r}"
+        for one, another in zip(mine["tensors"], theirs["tensors"]):
+            if one != another:
+                return f"the parameter {one}, where others have {another}"
+        return f"{len(mine['tensors'])} parameters, where others have {len(theirs['tensors'])}"
 
     def to_json(self) -> dict[str, Any]:
         return {"version": VERSION, **asdict(self)}
 
     @classmethod
-    def from_json(cls, said: Any) -> TrainingConfig:
-        """The agreement that a worker has said.
+    def from_json(cls, data: Any) -> TrainingConfig:
+        """Parse what `to_json` has made.
 
         Raises:
-            FrameError: it is not one: a missing or unknown field, a wrong type, an unknown compressor.
+            FrameError: A field is missing, unknown or of the wrong type, or a compressor is unknown.
         """
         try:
-            fields = dict(_typed(said, dict))
+            fields = dict(_expect(data, dict))
             if (version := fields.pop("version")) != VERSION:
                 raise ValueError(f"version {version}, not {VERSION}")
-            tensors = tuple(_terms(each) for each in _typed(fields.pop("tensors"), list))
-            found = cls(tensors=tensors, **fields)
-            for number in (found.workers, found.backups, found.seed):
-                _typed(number, int)
-            if not 0 <= found.backups < found.workers <= 1 << 15:
-                raise ValueError(f"{found.backups} backups of {found.workers} workers")
-            _typed(found.optimizer, str)
-            if len({terms.name for terms in tensors}) != len(tensors):
+            tensors = tuple(_parameter_config(each) for each in _expect(fields.pop("tensors"), list))
+            config = cls(tensors=tensors, **fields)
+            for number in (config.workers, config.backups, config.seed):
+                _expect(number, int)
+            if not 0 <= config.backups < config.workers <= 1 << 15:
+                raise ValueError(f"{config.backups} backups of {config.workers} workers")
+            _expect(config.optimizer, str)
+            if len({each.name for each in tensors}) != len(tensors):
                 raise ValueError("a name twice")
         except (GradwireError, KeyError, TypeError, ValueError, RecursionError, MemoryError) as error:
             raise FrameError(
-                f"Expected the terms of a parameter server, got {error!r}. Run one gradwire version."
-            ) from (error)
-        return found
+                f"Expected the configuration of a training, got {error!r}. Run one gradwire version."
+            ) from error
+        return config
 
 
 @dataclass(frozen=True)
 class TrainingJoin:
-    """What a worker says first on each connection.
+    """First message of a worker on each connection.
 
     Attributes:
-        agreement: what it expects.
-        groups: hyper-parameters of its optimizer.
-        incarnation: grows with each start of a worker's process: an older one is turned away.
-        versions: updates that it has applied, or has received and will apply, by tensor id; None where it has no model
-            of the server's yet.
+        config: What the worker expects.
+        groups: Hyperparameters of its optimizer.
+        incarnation: Number that grows with each start of the worker's process. An older process is turned away.
+        versions: Newest version of each tensor that the worker has received; None if it has no values from the server.
     """
 
-    agreement: TrainingConfig
+    config: TrainingConfig
     groups: Groups
     incarnation: int
     versions: tuple[int, ...] | None = None
 
     def to_bytes(self) -> bytes:
-        versions = None if self.versions is None else list(self.versions)
-        said = {"incarnation": self.incarnation, "versions": versions, "groups": list(map(dict, self.groups))}
-        return _dump({"agreement": self.agreement.to_json(), **said})
+        return _dump(
+            {
+                "agreement": self.config.to_json(),
+                "incarnation": self.incarnation,
+                "versions": None if self.versions is None else list(self.versions),
+                "groups": list(map(dict, self.groups)),
+            }
+        )
 
     @classmethod
     def from_bytes(cls, body: bytes) -> TrainingJoin:
-        """Raises `FrameError` where the bytes are not a worker's first words."""
-        said = _load(body)
+        """Parse what `to_bytes` has made.
+
+        Raises:
+            FrameError: The bytes are something else.
+        """
+        data = _load(body)
         try:
-            versions = None if said["versions"] is None else _numbers(said["versions"])
-            agreement = TrainingConfig.from_json(said["agreement"])
-            if versions is not None and len(versions) != len(agreement.tensors):
-                raise ValueError(f"{len(versions)} versions of {len(agreement.tensors)} tensors")
-            found = cls(agreement, groups_from(said["groups"]), _typed(said["incarnation"], int), versions)
-            if any(not 0 <= terms.group < len(found.groups) for terms in agreement.tensors):
+            versions = None if data["versions"] is None else _numbers(data["versions"])
+            config = TrainingConfig.from_json(data["agreement"])
+            if versions is not None and len(versions) != len(config.tensors):
+                raise ValueError(f"{len(versions)} versions of {len(config.tensors)} tensors")
+            join = cls(config, check_groups(data["groups"]), _expect(data["incarnation"], int), versions)
+            if any(not 0 <= each.group < len(join.groups) for each in config.tensors):
                 raise ValueError("a tensor of no parameter group")
         except (KeyError, TypeError, ValueError) as error:
             if isinstance(error, FrameError):
                 raise
-            raise FrameError(f"Expected a worker's first words, got {error!r}. Run one gradwire version.") from error
-        return found
+            raise FrameError(f"Expected a worker's first message, got {error!r}. Run one gradwire version.") from error
+        return join
 
 
 @dataclass(frozen=True)
 class TrainingWelcome:
-    """What a server answers.
+    """Answer of a server to a worker's first message.
 
     Attributes:
-        initialize: the server has no model: this worker is to send its own.
-        versions: updates of each tensor so far.
-        pushed: the last step for which it has this worker's gradient, by tensor id, or -1.
-        counted: the last step in which it has counted this worker's gradient, or -1.
+        initialize: Whether the server has no values yet, so that this worker sends its own.
+        versions: Version of each tensor.
+        pushed: Last step for which the server has this worker's gradient, by tensor id, or -1.
+        counted: Last step in which the server has counted this worker's gradient, by tensor id, or -1.
     """
 
     initialize: bool
@@ -190,41 +209,49 @@ class TrainingWelcome:
 
     @classmethod
     def from_bytes(cls, body: bytes, num_tensors: int) -> TrainingWelcome:
-        """Raises `FrameError` where the bytes are not a server's answer about so many tensors."""
-        said = _load(body)
+        """Parse what `to_bytes` has made.
+
+        Raises:
+            FrameError: The bytes are something else, or about another number of tensors.
+        """
+        data = _load(body)
         try:
-            numbers = [_numbers(said[key]) for key in ("versions", "pushed", "counted")]
+            numbers = [_numbers(data[key]) for key in ("versions", "pushed", "counted")]
             if any(len(row) != num_tensors for row in numbers):
                 raise ValueError(f"other than {num_tensors} tensors")
-            return cls(_typed(said["initialize"], bool), *numbers)
+            return cls(_expect(data["initialize"], bool), *numbers)
         except (KeyError, TypeError, ValueError) as error:
-            raise FrameError(f"Expected a parameter server's answer, got {error!r}. Run one gradwire version.") from (
-                error
-            )
+            raise FrameError(
+                f"Expected a parameter server's answer, got {error!r}. Run one gradwire version."
+            ) from error
 
 
-def groups_to(groups: Sequence[Mapping[str, Any]]) -> bytes:
-    """Hyper-parameters as JSON."""
+def encode_groups(groups: Sequence[Mapping[str, Any]]) -> bytes:
+    """Hyperparameters as JSON."""
     return _dump(list(map(dict, groups)))
 
 
-def groups_of(body: bytes) -> Groups:
-    """Hyper-parameters from JSON.
+def decode_groups(body: bytes) -> Groups:
+    """Hyperparameters from JSON.
 
     Raises:
-        FrameError: they are not plain values by name.
+        FrameError: They are not plain values by name.
     """
-    return groups_from(_load(body))
+    return check_groups(_load(body))
 
 
-def groups_from(said: Any) -> Groups:
-    """Hyper-parameters from plain data; raises `FrameError` where they are something else."""
+def check_groups(data: Any) -> Groups:
+    """Hyperparameters from lists and dictionaries.
+
+    Raises:
+        FrameError: They are not plain values by name.
+    """
     try:
-        groups = tuple(dict(_typed(group, dict)) for group in _typed(said, list))
+        groups = tuple(dict(_expect(group, dict)) for group in _expect(data, list))
         if not all(_plain(value) for group in groups for value in group.values()):
             raise ValueError("a value that is not plain")
     except (TypeError, ValueError) as error:
-        raise FrameError(f"Expected hyper-parameters by name, got {error!r}.") from error
+        raise FrameError(f"Expected hyperparameters by name, got {error!r}.") from error
     return groups
 
 
@@ -233,51 +260,53 @@ def _plain(value: Any) -> bool:
     return all(each is None or isinstance(each, bool | int | float | str) for each in values)
 
 
-def _terms(said: Any) -> ParameterConfig:
-    fields = dict(_typed(said, dict))
+def _parameter_config(data: Any) -> ParameterConfig:
+    fields = dict(_expect(data, dict))
     fields["shape"] = _numbers(fields["shape"])
-    found = ParameterConfig(**fields)
-    for text in (found.name, found.dtype, found.push, found.pull):
-        _typed(text, str)
-    if max(len(found.push), len(found.pull)) > MAX_TEXT:
+    config = ParameterConfig(**fields)
+    for text in (config.name, config.dtype, config.push, config.pull):
+        _expect(text, str)
+    if max(len(config.push), len(config.pull)) > MAX_TEXT:
         raise ValueError(f"a compressor of more than {MAX_TEXT} characters")
-    for flag in (found.push_feedback, found.pull_feedback):
-        _typed(flag, bool)
-    _typed(found.group, int)
-    sizes = [max(1, size) for size in found.shape]  # an empty tensor may have other sizes that do not fit
+    for flag in (config.push_feedback, config.pull_feedback):
+        _expect(flag, bool)
+    _expect(config.group, int)
+    sizes = [max(1, size) for size in config.shape]  # the other sizes of an empty tensor may be too large
     fits = len(sizes) <= MAX_DIMENSIONS and math.prod(sizes) < 1 << 48
-    if found.dtype not in _DTYPES or not fits or -1 in found.shape:
-        raise ValueError(f"{found.name!r} of {found.dtype} and shape {found.shape}")
-    _ = found.pushes, found.pulls  # looked up now: an unknown compressor is refused here
-    return found
+    if config.dtype not in _DTYPES or not fits or -1 in config.shape:
+        raise ValueError(f"{config.name!r} of {config.dtype} and shape {config.shape}")
+    _ = config.push_compressor, config.pull_compressor  # refuses unknown compressors now
+    return config
 
 
-def _numbers(said: Any) -> tuple[int, ...]:
-    found = tuple(_typed(number, int) for number in _typed(said, list))
-    if any(not -1 <= number < 1 << 62 for number in found):
+def _numbers(data: Any) -> tuple[int, ...]:
+    numbers = tuple(_expect(number, int) for number in _expect(data, list))
+    if any(not -1 <= number < 1 << 62 for number in numbers):
         raise ValueError("a number out of range")
-    return found
+    return numbers
 
 
-def _typed(value: Any, kind: type) -> Any:
+def _expect(value: Any, kind: type) -> Any:
     if type(value) is not kind:
-        raise TypeError(f"{value!r:.60} where {kind.__name__} is due")
+        raise TypeError(f"{value!r:.60}, which is no {kind.__name__}")
     return value
 
 
-def _dump(said: Any) -> bytes:
-    return json.dumps(said, separators=(",", ":"), sort_keys=True).encode()
+def _dump(data: Any) -> bytes:
+    return json.dumps(data, separators=(",", ":"), sort_keys=True).encode()
 
 
 def _load(body: bytes) -> Any:
     try:
-        said = json.loads(body.decode())
+        data = json.loads(body.decode())
     except (UnicodeDecodeError, ValueError, RecursionError) as error:
         raise FrameError(f"Expected JSON, got {error}.") from error
-    level = [said]
+    level = [data]
     for _ in range(_MAX_DEPTH):
-        held = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
-        level = [value for values in held for value in values]
+        containers = [
+            each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)
+        ]
+        level = [value for values in containers for value in values]
     if level:
         raise FrameError(f"Expected JSON of at most {_MAX_DEPTH} levels, got more.")
-    return said
+    return data

@@ -1,11 +1,11 @@
-"""A server's part of the model: parameters, their optimizer, and what the workers have of them.
+"""The parameters of one server, their optimizers, and the workers' copies of them.
 
-The values that workers hold are kept beside the parameters: their difference is the error buffer of the pull, and what
-a worker gets that returns.
+The server keeps the values that workers have next to the exact parameters. Their difference is the error that updates
+have left so far. A worker that returns gets these values.
 
-Source: 3LC (Lim, Andersen, Kaminsky 2019), section 3: one compression of a change is shared by all pulls. Differences:
-the error buffer is not kept as such but as the parameter less the buffer, which nothing can drift away from; without
-feedback the change of this step alone is sent, as there.
+Source: 3LC (Lim, Andersen, Kaminsky 2019), section 3: a change is compressed once for all pulls. Differences: the
+paper keeps an error buffer. Here it follows from parameter and copy, so that it cannot drift. Without feedback, only
+the change of the step is sent, as in the paper.
 """
 
 # Shapes: N = elements of a parameter.
@@ -23,25 +23,25 @@ import torch
 
 from gradwire.core.errors import FrameError, OptionError, PayloadError
 from gradwire.core.spec import TensorSpec
-from gradwire.parameter_server.session import Groups, TrainingConfig
+from gradwire.parameter_server.session import Groups, ParameterConfig, TrainingConfig
 from gradwire.parameter_server.slot import body_of, values_of
 from gradwire.parameter_server.update import add_change, pull_context, push_context
 from gradwire.wire.payload import Payload
 
 CHECKED_GROUPS = 16
-"""So many hyper-parameters are remembered as good: all workers tell the same, one after another."""
+"""Number of hyperparameters that are remembered as valid. All workers send the same, one after another."""
 _WHOLE_MODEL = ("LBFGS", "SparseAdam")
 
 
 def optimizer_class(name: str, allowed: tuple[str, ...] = ()) -> type[torch.optim.Optimizer]:
-    """The optimizer that a worker names.
+    """The optimizer class that a worker names.
 
     Args:
-        name: of a class in `torch.optim`, or the import path of one.
-        allowed: import paths that may be loaded: whoever starts the server says which.
+        name: Name of a class in `torch.optim`, or import path of another class.
+        allowed: Import paths that may be loaded, from whoever starts the server.
 
     Raises:
-        OptionError: no such class, one that needs the whole model in one step, or one that is not allowed.
+        OptionError: The class does not exist, is not allowed, or needs the whole model in one step.
     """
     if name in allowed:
         module, _, attribute = name.rpartition(".")
@@ -50,160 +50,157 @@ def optimizer_class(name: str, allowed: tuple[str, ...] = ()) -> type[torch.opti
         found = getattr(torch.optim, name, None)
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)) or name in _WHOLE_MODEL:
         raise OptionError(
-            f"Expected an optimizer of torch.optim that steps each parameter by itself, got {name!r}. Do: use one, or "
-            "start the server with --optimizer and the import path of yours."
+            f"Parameter servers cannot use the optimizer {name!r}. Use one of torch.optim that steps each parameter by "
+            "itself, or start the servers with --optimizer and the import path of yours."
         )
     return found
 
 
 class ParameterShard:
-    """The parameters of one server. One thread at a time.
+    """Parameters and optimizers of one server. Use it from one thread at a time.
 
     Args:
-        allowed: see `optimizer_class`.
+        allowed: Import paths of optimizers beyond `torch.optim`.
 
     Attributes:
-        agreement: set before anything else.
-        parameters: by tensor id.
-        views: the same as the workers have them.
-        optimizers: one a parameter, so that each can step by itself.
+        config: Configuration of the training; set before any other call.
+        parameters: Parameters by tensor id.
+        replicas: Values of the parameters at the workers, by tensor id.
+        optimizers: One optimizer per parameter, so that each can step by itself.
     """
 
     def __init__(self, allowed: tuple[str, ...] = ()) -> None:
-        self.agreement: TrainingConfig | None = None
+        self.config: TrainingConfig | None = None
         self.parameters: dict[int, torch.nn.Parameter] = {}
-        self.views: dict[int, torch.Tensor] = {}
+        self.replicas: dict[int, torch.Tensor] = {}
         self.optimizers: dict[int, torch.optim.Optimizer] = {}
         self._allowed = allowed
         self._first_groups: Groups | None = None
         self._checked: deque[Groups] = deque(maxlen=CHECKED_GROUPS)
 
-    def check(self, agreement: TrainingConfig, groups: Groups) -> None:
-        """Refuse hyper-parameters with which a step would fail, by steps of parameters of one element.
+    def check(self, config: TrainingConfig, groups: Groups) -> None:
+        """Refuse hyperparameters with which a step would fail. Tries them on parameters of one element.
 
-        The first of them are those of hyper-parameters that were there before, as some cannot be changed later.
+        Some hyperparameters cannot be changed later: the trial starts with the first ones and goes on with these.
 
         Raises:
-            FrameError: the optimizer does not take them, or there is no such optimizer.
+            FrameError: The optimizer refuses them, or there is no such optimizer.
         """
-        if _but_rates(groups) in self._checked:
+        if _without_rates(groups) in self._checked:
             return
         first = groups if self._first_groups is None or not self.optimizers else self._first_groups
         try:
-            for number, dimensions, dtype in agreement.sorts:
+            for number, dimensions, dtype in config.kinds:
                 spec = TensorSpec((1,) * dimensions, getattr(torch, dtype))
                 parameter = torch.nn.Parameter(torch.ones(spec.shape, dtype=spec.dtype))
-                optimizer = _new_optimizer(agreement.optimizer, self._allowed, parameter, _wanted(first[number]))
+                optimizer = self._new_optimizer(config.optimizer, parameter, _plain_group(first[number]))
                 for group in (first[number], groups[number], groups[number]):
-                    optimizer.param_groups[0].update(_wanted(group))
+                    optimizer.param_groups[0].update(_plain_group(group))
                     parameter.grad = torch.ones_like(parameter)
                     optimizer.step()
-        except Exception as error:  # whatever an optimizer has to say of them
+        except Exception as error:  # optimizers raise what they like
             raise FrameError(
-                f"Expected hyper-parameters that {agreement.optimizer} takes, got {groups!s:.200} ({error}). Do: "
-                "give the optimizer such."
+                f"The optimizer {config.optimizer} does not take the hyperparameters {groups!s:.200} ({error}). Change "
+                "them in the worker's optimizer."
             ) from error
-        self._checked.append(_but_rates(groups))
+        self._checked.append(_without_rates(groups))
         self._first_groups = first
 
     def put(self, tensor: int, body: np.ndarray) -> None:
-        """Take a parameter's first values."""
-        assert self.agreement is not None
-        values = values_of(body, self.agreement.tensors[tensor].spec)
+        """Set the initial values of a parameter from the body of a frame."""
+        values = values_of(body, self._config_of(tensor).spec)
         self.parameters[tensor] = torch.nn.Parameter(values)
-        self.views[tensor] = values.clone()
+        self.replicas[tensor] = values.clone()
 
     def values(self, tensor: int) -> np.ndarray:
-        """uint8: a parameter's values as the workers have them."""
-        return body_of(self.views[tensor])
+        """The workers' values of a parameter, as the body of a frame (uint8)."""
+        return body_of(self.replicas[tensor])
 
     def update(
         self, tensor: int, step: int, pushes: Mapping[int, Payload | None], groups: Groups, used: bool
     ) -> Payload | None:
-        """Average the pushes of the workers counted, let the optimizer step, and encode the change.
+        """Average the pushes, step the optimizer, and encode the change.
 
         Args:
-            tensor: id of the parameter.
-            step: its step.
-            pushes: by worker; None for a gradient of zero.
-            groups: hyper-parameters.
-            used: whether a worker has used the parameter: the optimizer leaves it alone otherwise.
+            tensor: Id of the parameter.
+            step: Step that is closed.
+            pushes: Encoded gradients by worker; None for a gradient of zero.
+            groups: Hyperparameters.
+            used: Whether any worker has used the parameter. Otherwise the optimizer leaves it as it is.
 
         Returns:
-            The change; None where the average is not finite, as finite gradients may have an infinite sum. Nothing has
-            changed then.
+            The encoded change. None if the average is not finite, which may happen although each gradient is: nothing
+            has changed then.
 
         Raises:
-            PayloadError: a push does not decode.
+            PayloadError: A push does not decode. Nothing has changed.
         """
-        assert self.agreement is not None
-        terms = self.agreement.tensors[tensor]
-        parameter, view = self.parameters[tensor], self.views[tensor]
-        before = None if terms.pull_feedback else parameter.detach().float().clone()
+        assert self.config is not None, "joined"
+        config = self._config_of(tensor)
+        parameter, replica = self.parameters[tensor], self.replicas[tensor]
+        before = None if config.pull_feedback else parameter.detach().float().clone()
         if used:
             mean = self._mean(tensor, step, pushes)
             if not bool(torch.isfinite(mean).all()):
                 return None
             parameter.grad = mean
-            optimizer = self.optimizer(tensor, groups)
-            optimizer.step()
+            self.optimizer(tensor, groups).step()
             parameter.grad = None
-        change = parameter.detach().float() - (view.float() if before is None else before)
-        ctx = pull_context(self.agreement, tensor, step)
-        payload = terms.pulls.encode(change, ctx)
-        add_change(terms.pulls, payload, ctx, view)
+        change = parameter.detach().float() - (replica.float() if before is None else before)
+        ctx = pull_context(self.config, tensor, step)
+        payload = config.pull_compressor.encode(change, ctx)
+        add_change(config.pull_compressor, payload, ctx, replica)
         return payload
 
     def decodes(self, tensor: int, step: int, worker: int, payload: Payload) -> bool:
         """Whether a push decodes."""
-        assert self.agreement is not None
+        assert self.config is not None, "joined"
         try:
-            self.agreement.tensors[tensor].pushes.decode(payload, push_context(self.agreement, tensor, worker, step))
+            self._config_of(tensor).push_compressor.decode(payload, push_context(self.config, tensor, worker, step))
         except PayloadError:
             return False
         return True
 
-    def _mean(self, tensor: int, step: int, pushes: Mapping[int, Payload | None]) -> torch.Tensor:
-        assert self.agreement is not None
-        terms = self.agreement.tensors[tensor]
-        found = {worker: payload for worker, payload in sorted(pushes.items()) if payload is not None}
-        total = torch.zeros(terms.shape)
-        if found:
-            ctxs = [push_context(self.agreement, tensor, worker, step) for worker in found]
-            terms.pushes.decode_sum(list(found.values()), ctxs, total)
-        return (total / len(pushes)).to(terms.spec.dtype)
-
     def optimizer(self, tensor: int, groups: Groups) -> torch.optim.Optimizer:
-        assert self.agreement is not None
-        wanted = _wanted(groups[self.agreement.tensors[tensor].group])
+        """The optimizer of a parameter, with these hyperparameters."""
+        assert self.config is not None, "joined"
+        group = _plain_group(groups[self._config_of(tensor).group])
         if tensor not in self.optimizers:
-            self.optimizers[tensor] = self.new_optimizer(tensor, wanted)
-        self.optimizers[tensor].param_groups[0].update(wanted)
+            self.optimizers[tensor] = self._new_optimizer(self.config.optimizer, self.parameters[tensor], group)
+        self.optimizers[tensor].param_groups[0].update(group)
         return self.optimizers[tensor]
 
-    def new_optimizer(self, tensor: int, wanted: Mapping[str, Any]) -> torch.optim.Optimizer:
-        """An optimizer of one parameter, without a state yet."""
-        assert self.agreement is not None
-        return _new_optimizer(self.agreement.optimizer, self._allowed, self.parameters[tensor], wanted)
+    def _mean(self, tensor: int, step: int, pushes: Mapping[int, Payload | None]) -> torch.Tensor:
+        assert self.config is not None, "joined"
+        config = self._config_of(tensor)
+        payloads = {worker: payload for worker, payload in sorted(pushes.items()) if payload is not None}
+        total = torch.zeros(config.shape)
+        if payloads:
+            contexts = [push_context(self.config, tensor, worker, step) for worker in payloads]
+            config.push_compressor.decode_sum(list(payloads.values()), contexts, total)
+        return (total / len(pushes)).to(config.spec.dtype)
+
+    def _config_of(self, tensor: int) -> ParameterConfig:
+        assert self.config is not None, "joined"
+        return self.config.tensors[tensor]
+
+    def _new_optimizer(
+        self, name: str, parameter: torch.nn.Parameter, group: Mapping[str, Any]
+    ) -> torch.optim.Optimizer:
+        kind = optimizer_class(name, self._allowed)
+        made: torch.optim.Optimizer = kind([{"params": [parameter], **group}])  # type: ignore[call-arg]
+        return made
 
 
-def _wanted(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's hyper-parameters, as optimizers take them."""
+def _plain_group(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Hyperparameters of a group in the form that optimizers take."""
     if "params" in group:
-        raise OptionError("Expected hyper-parameters, got parameters.")
+        raise OptionError("A worker sent parameters as a hyperparameter.")
     return {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()}
 
 
-def _but_rates(groups: Groups) -> Groups:
-    """The groups with one rate for all that are numbers, as schedules change it with every step."""
+def _without_rates(groups: Groups) -> Groups:
+    """The groups with one valid learning rate for all others, since schedules change it with every step."""
     rates = [group.get("lr") for group in groups]
-    usual = [type(rate) is float and 0 <= rate < math.inf for rate in rates]
-    return tuple({**group, "lr": 1.0} if plain else group for group, plain in zip(groups, usual))
-
-
-def _new_optimizer(
-    name: str, allowed: tuple[str, ...], parameter: torch.nn.Parameter, wanted: Mapping[str, Any]
-) -> torch.optim.Optimizer:
-    kind = optimizer_class(name, allowed)
-    made: torch.optim.Optimizer = kind([{"params": [parameter], **wanted}])  # type: ignore[call-arg]
-    return made
+    valid = [type(rate) is float and 0 <= rate < math.inf for rate in rates]
+    return tuple({**group, "lr": 1.0} if usual else group for group, usual in zip(groups, valid))

@@ -1,11 +1,12 @@
-"""The worker's end: one parameter's pushes, residual and pulls, sans-IO.
+"""The worker's end of one parameter, without I/O: pushes, residual and pulls.
 
-A gradient is pushed for the step that its parameter's version names, and its residual is staged until the update of
-that step says who was counted. Who was not, because it came late, adds what it pushed back to its residual: a gradient
-is counted once or kept, never both, never neither; but a step that is not finite is dropped with its gradients.
+A gradient is pushed for the step that follows the parameter's version. Its residual is staged until the update of that
+step names the workers that were counted. A worker that came late adds its gradient to its residual. A gradient is
+therefore either counted once or kept. The gradients of a step that is not finite are dropped.
 
 Source: 3LC (Lim, Andersen, Kaminsky 2019), sections 2.1 and 3, figure 3: steps 1 to 4, a and b. Differences: an update
-names the workers counted in it. The backup workers of section 2.1 drop what comes late; here it stays in the residual.
+names the workers that were counted. In section 2.1, a late gradient of a backup worker is lost; here the residual
+keeps it.
 """
 
 # Shapes: N = elements of the parameter.
@@ -43,9 +44,9 @@ class _Push:
     """A push whose update has not come yet.
 
     Attributes:
-        header: of its frame.
-        payload: what was encoded; None where there was nothing to encode.
-        residual: float32[N], what the payload does not carry; None without feedback, or without a payload.
+        header: Header of the frame.
+        payload: Encoded gradient; None if the parameter was not used.
+        residual: What the payload does not carry, float32[N]; None without feedback or payload.
     """
 
     header: Header
@@ -58,32 +59,32 @@ class _Push:
 
 
 class ParameterSlot:
-    """One parameter at one worker. One thread at a time.
+    """One parameter at one worker. Use it from one thread at a time.
 
     Args:
-        tensor: its id at its server.
-        agreement: what was agreed with the server.
-        worker: id of this worker.
-        epoch: of the job.
+        tensor: Id of the parameter at its server.
+        training: Configuration that was agreed with the server.
+        worker: Id of this worker.
+        epoch: Number of the job in its frames.
 
     Attributes:
-        tensor: its id.
-        terms: what was agreed about it.
-        version: updates in the values that `apply` has written last; -1 before there are values.
-        known: updates that have arrived, applied or not; -1 before there are values.
-        residual: float32[N], what earlier pushes have kept back; None for nothing.
+        tensor: Id of the parameter at its server.
+        config: Configuration of the parameter.
+        version: Version of the values that `apply` has last written; -1 before there are values.
+        newest: Newest version that has arrived; -1 before there are values.
+        residual: What earlier pushes did not carry, float32[N]; None for nothing.
     """
 
-    def __init__(self, tensor: int, agreement: TrainingConfig, worker: int, epoch: int) -> None:
-        self.terms = agreement.tensors[tensor]
-        self.version = self.known = -1
+    def __init__(self, tensor: int, training: TrainingConfig, worker: int, epoch: int) -> None:
+        self.config = training.tensors[tensor]
+        self.version = self.newest = -1
         self.residual: np.ndarray | None = None
         self.tensor = tensor
-        self._agreement = agreement
+        self._training = training
         self._worker = worker
         self._epoch = epoch
         self._push: _Push | None = None
-        self._spare: np.ndarray | None = None  # a residual's memory, for the next one
+        self._spare: np.ndarray | None = None  # memory of a residual, for the next one
         self._pushed_before = -1
         self._arrived: deque[tuple[Header, np.ndarray, int]] = deque()
 
@@ -93,42 +94,42 @@ class ParameterSlot:
         """Encode a gradient for a step.
 
         Args:
-            grad: the gradient; None where the parameter was not used.
-            step: the updates in the values that it was computed with.
+            grad: Gradient of the parameter; None if it was not used.
+            step: Version of the values that the gradient was computed with.
 
         Returns:
-            The frame to send. None where that step has been closed, or has a push of an earlier life of this worker:
-            the gradient is in the residual then.
+            The frame to send. None if the step is closed, or has a push of an earlier process of this worker: the
+            gradient is then added to the residual.
         """
         assert self._push is None, "one push a step"
-        if self.known > step or self._pushed_before == step:
+        if self.newest > step or self._pushed_before == step:
             if grad is not None:
-                self._keep(grad)
+                self._add_to_residual(grad)
             return None
         flags = FrameFlags.PRESENT if grad is None else FrameFlags.PRESENT | FrameFlags.USED
         payload, residual = self._encode(grad, step)
         if payload is not None and payload.nonfinite:
             flags |= FrameFlags.NONFINITE
-        spec = self.terms.spec
+        spec, compressor = self.config.spec, self.config.push_compressor
         header = Header(
-            FrameKind.PAYLOAD, code(self.terms.pushes.name), flags, self._worker, dtype=ELEMENT_TYPES[spec.dtype],
+            FrameKind.PAYLOAD, code(compressor.name), flags, self._worker, dtype=ELEMENT_TYPES[spec.dtype],
             epoch=self._epoch, round=step, tensor=self.tensor, count=0 if payload is None else spec.numel,
         )  # fmt: skip
         self._push = _Push(header, payload, residual)
         return self._push.frame
 
     def unanswered(self) -> Frame | None:
-        """The push whose update has not come: what goes again over a new connection, byte for byte."""
+        """The push whose update has not come. It is sent again over a new connection, byte for byte."""
         return None if self._push is None else self._push.frame
 
     def pushed_before(self, step: int) -> None:
-        """Learn that this worker has pushed for `step`, in an earlier life or over an earlier connection."""
+        """Note that the server has a push of this worker for `step`, from an earlier process or connection."""
         self._pushed_before = step
 
     def first_values(self, values: torch.Tensor) -> Frame:
-        """The values that all workers begin with, which worker 0 sends."""
-        self.version = self.known = 0
-        spec = self.terms.spec
+        """The frame of the initial values, which worker 0 sends."""
+        self.version = self.newest = 0
+        spec = self.config.spec
         header = Header(
             FrameKind.MODEL, sender=self._worker, dtype=ELEMENT_TYPES[spec.dtype], epoch=self._epoch,
             tensor=self.tensor, count=spec.numel,
@@ -136,97 +137,97 @@ class ParameterSlot:
         return header, body_of(values)
 
     def _encode(self, grad: torch.Tensor | None, step: int) -> tuple[Payload | None, np.ndarray | None]:
-        if grad is None:  # what is kept waits until the parameter is used: the optimizer may leave it alone now
+        if grad is None:  # the residual waits until the parameter is used: now, the optimizer may skip it
             return None, None
         grad = grad.detach().cpu()
-        compressor = self.terms.pushes
-        ctx = push_context(self._agreement, self.tensor, self._worker, step)
-        if self.terms.push_feedback:
+        compressor = self.config.push_compressor
+        ctx = push_context(self._training, self.tensor, self._worker, step)
+        if self.config.push_feedback:
             residual = np.empty(grad.numel(), np.float32) if self._spare is None else self._spare
             self._spare = None
             return compressor.encode(grad, ctx, residual_in=self.residual, residual_out=residual), residual
-        if self.residual is not None:  # of a step that did not count this worker
-            grad = grad + as_tensor(self.residual, change_spec(self.terms.spec)).to(grad.dtype)
+        if self.residual is not None:  # a gradient that was not counted
+            grad = grad + as_tensor(self.residual, change_spec(self.config.spec)).to(grad.dtype)
         return compressor.encode(grad, ctx), None
 
     def _settle(self, push: _Push, *, counted: bool, dropped: bool) -> None:
-        """Learn whether a push was counted, or dropped with its step."""
+        """Commit or undo a push, now that its step is closed."""
         self._push = None
         if push.payload is None:
             return
-        if dropped or push.payload.nonfinite:  # it was counted by nobody, and has no part in what is kept
+        if dropped or push.payload.nonfinite:
             self._spare = push.residual
             return
         self.residual, self._spare = push.residual, self.residual if push.residual is not None else None
         if not counted:
-            ctx = push_context(self._agreement, self.tensor, self._worker, push.header.round)
-            self._keep(self.terms.pushes.decode(push.payload, ctx))
+            ctx = push_context(self._training, self.tensor, self._worker, push.header.round)
+            self._add_to_residual(self.config.push_compressor.decode(push.payload, ctx))
 
-    def _keep(self, grad: torch.Tensor) -> None:
+    def _add_to_residual(self, grad: torch.Tensor) -> None:
         values = as_array(grad.detach().to("cpu", torch.float32))
         with np.errstate(over="ignore"):
-            kept = values.copy() if self.residual is None else self.residual + values
-        if np.isfinite(kept).all():
-            self.residual = kept
+            total = values.copy() if self.residual is None else self.residual + values
+        if np.isfinite(total).all():
+            self.residual = total
 
     # -- pull ------------------------------------------------------------------------------------------------
 
     def admit(self, header: Header) -> None:
-        """Check the header of an update, or of values, before its body is allocated.
+        """Check the header of an update or of values before its body is allocated.
 
         Raises:
-            FrameError: it is not of this parameter, or not the one that is due.
+            FrameError: It is for another parameter or version.
         """
-        spec = self.terms.spec
+        spec, compressor = self.config.spec, self.config.pull_compressor
         is_update = header.kind is FrameKind.DELTA
         expected = Header(
-            header.kind, code(self.terms.pulls.name) if is_update else 0, header.flags, header.sender, PULL_STAGE,
+            header.kind, code(compressor.name) if is_update else 0, header.flags, header.sender, PULL_STAGE,
             ELEMENT_TYPES[spec.dtype], self._epoch, header.round, self.tensor, count=spec.numel,
         )  # fmt: skip
         if header.kind not in (FrameKind.DELTA, FrameKind.MODEL) or without_seal(header) != expected:
-            raise FrameError(f"Expected an update of {self.terms.name!r}, got {header}.")
+            raise FrameError(f"Expected an update of {self.config.name!r}, got {header}.")
         if is_update:
-            most = counted_bytes(self._agreement.workers) + self.terms.pulls.max_encoded_bytes(change_spec(spec))
-            due = header.round == self.known and header.length <= most
+            most = counted_bytes(self._training.workers) + compressor.max_encoded_bytes(change_spec(spec))
+            due = header.round == self.newest and header.length <= most
         else:
-            due = header.round >= self.known and header.length == spec.nbytes
+            due = header.round >= self.newest and header.length == spec.nbytes
         if not due:
             raise FrameError(
-                f"Expected update {self.known} of {self.terms.name!r}, got {header.length} bytes (in "
+                f"Expected update {self.newest} of {self.config.name!r}, got {header.length} bytes (in "
                 f"{describe(header)})."
             )
 
     def receive(self, header: Header, body: np.ndarray, last_counted: int = -1) -> None:
-        """Take an admitted update; or values, in place of updates that were missed.
+        """Take an admitted update, or values that replace missed updates.
 
         Args:
-            header: of the frame.
-            body: of the frame.
-            last_counted: with values, the last step in them that counted this worker.
+            header: Header of the frame.
+            body: Body of the frame.
+            last_counted: For values, the last step that counted this worker.
         """
         if header.kind is FrameKind.MODEL:
             self._arrived.clear()
         self._arrived.append((header, body, last_counted))
-        self.known = header.round + (header.kind is FrameKind.DELTA)
+        self.newest = header.round + (header.kind is FrameKind.DELTA)
 
     def apply(self, values: torch.Tensor, version: int) -> None:
         """Bring the parameter's values up to `version`, in place.
 
         Raises:
-            PayloadError: an update does not decode.
+            PayloadError: An update does not decode.
         """
         while self._arrived and (self.version < version or self._arrived[0][0].kind is FrameKind.MODEL):
             header, body, last_counted = self._arrived.popleft()
-            last_taken = self._pushed_before  # by the server, into a step: one that closes counts it, or drops it
+            last_taken = self._pushed_before  # when its step closes, a push is counted or dropped
             if header.kind is FrameKind.MODEL:
                 with torch.no_grad():
-                    values.copy_(values_of(body, self.terms.spec))
+                    values.copy_(values_of(body, self.config.spec))
                 self.version = header.round
             else:
-                named, payload = split_update(header, body, self._agreement.workers)
+                named, payload = split_update(header, body, self._training.workers)
                 if payload is not None:
-                    ctx = pull_context(self._agreement, self.tensor, self.version)
-                    add_change(self.terms.pulls, payload, ctx, values)
+                    ctx = pull_context(self._training, self.tensor, self.version)
+                    add_change(self.config.pull_compressor, payload, ctx, values)
                 last_taken = self.version if self._worker in named else -1
                 last_counted = -1 if payload is None else last_taken
                 self.version += 1
@@ -237,12 +238,12 @@ class ParameterSlot:
 
 
 def values_of(body: np.ndarray, spec: TensorSpec) -> torch.Tensor:
-    """The values in the body of a MODEL frame of the right length."""
+    """Values from the body of a MODEL frame, which has the right length."""
     values = torch.empty(spec.shape, dtype=spec.dtype)
     values.reshape(-1).view(torch.uint8).numpy()[:] = body
     return values
 
 
 def body_of(values: torch.Tensor) -> np.ndarray:
-    """uint8: the body of a MODEL frame."""
+    """The body of a MODEL frame (uint8)."""
     return values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().copy()

@@ -1,9 +1,8 @@
-"""Updates on the wire: who was counted, then the encoded change of the parameter; and what both ends do with them.
+"""Updates on the wire: the workers that were counted, then the encoded change of the parameter.
 
-The update of a step that was dropped has no change, and names the workers whose gradients were dropped with it.
+The update of a dropped step has no change, and names the workers whose gradients were dropped.
 
-A worker's values and the server's copy of them take the same changes in the same order by the same kernel, so that they
-are the same bits.
+Workers and server apply the same changes in the same order with the same kernel, so that all hold the same bits.
 """
 
 # Shapes: N = elements of the parameter, n = workers.
@@ -26,23 +25,23 @@ from gradwire.wire.payload import Payload
 PULL_STAGE = 1
 
 
-def push_context(agreement: TrainingConfig, tensor: int, worker: int, step: int) -> Context:
+def push_context(config: TrainingConfig, tensor: int, worker: int, step: int) -> Context:
     """The context of a worker's gradient."""
-    terms = agreement.tensors[tensor]
-    return Context(terms.name, step, worker, agreement.workers, agreement.seed, spec=terms.spec)
+    parameter = config.tensors[tensor]
+    return Context(parameter.name, step, worker, config.workers, config.seed, spec=parameter.spec)
 
 
-def pull_context(agreement: TrainingConfig, tensor: int, step: int) -> Context:
-    """The context of a change: that of one more rank than there are workers, in float32."""
-    terms = agreement.tensors[tensor]
+def pull_context(config: TrainingConfig, tensor: int, step: int) -> Context:
+    """The context of a change. The server is the rank after the workers, and changes are float32."""
+    parameter = config.tensors[tensor]
     return Context(
-        terms.name, step, agreement.workers, agreement.workers, agreement.seed,
-        stage=PULL_STAGE, spec=change_spec(terms.spec),
+        parameter.name, step, config.workers, config.workers, config.seed,
+        stage=PULL_STAGE, spec=change_spec(parameter.spec),
     )  # fmt: skip
 
 
 def change_spec(spec: TensorSpec) -> TensorSpec:
-    """What a change of a parameter is encoded as: float32, whatever the parameter's own type."""
+    """Spec of a parameter's change: float32, whatever the element type of the parameter."""
     return TensorSpec(spec.shape)
 
 
@@ -50,7 +49,7 @@ def add_change(compressor: Compressor, payload: Payload, ctx: Context, values: t
     """Decode a change and add it to `values` in place.
 
     Raises:
-        PayloadError: it does not decode.
+        PayloadError: It does not decode.
     """
     with torch.no_grad():
         if values.dtype == torch.float32 and values.device.type == "cpu" and values.is_contiguous():
@@ -61,12 +60,12 @@ def add_change(compressor: Compressor, payload: Payload, ctx: Context, values: t
 
 
 def counted_bytes(workers: int) -> int:
-    """Bytes in front of an update's payload: a bit a worker."""
+    """Bytes in front of an update's payload: one bit per worker."""
     return -(-workers // 8)
 
 
 def join_update(named: Iterable[int], workers: int, payload: Payload | None) -> np.ndarray:
-    """uint8: the body of an update; without a payload, of a step that was dropped."""
+    """The body of an update (uint8). Without a payload, the step was dropped."""
     bits = np.zeros(8 * counted_bytes(workers), np.uint8)
     bits[list(named)] = 1
     names = np.packbits(bits, bitorder="little")
@@ -74,17 +73,17 @@ def join_update(named: Iterable[int], workers: int, payload: Payload | None) -> 
 
 
 def split_update(header: Header, body: np.ndarray, workers: int) -> tuple[frozenset[int], Payload | None]:
-    """Who was counted, and the change; or whose gradients were dropped, and None.
+    """The workers that an update names, and its change; None for a dropped step.
 
     Raises:
-        FrameError: too short, too long for a step that was dropped, or named is who does not exist.
+        FrameError: The body is too short, too long for a dropped step, or names a worker that does not exist.
     """
     size = counted_bytes(workers)
     if body.nbytes < size:
-        raise FrameError(f"Expected an update of {size} bytes and more, got {body.nbytes}.")
+        raise FrameError(f"An update has at least {size} bytes, but this one has {body.nbytes}.")
     named = np.flatnonzero(np.unpackbits(body[:size], bitorder="little"))
     if named.size and named[-1] >= workers:
-        raise FrameError(f"Expected workers below {workers} in an update, got {named[-1]}.")
+        raise FrameError(f"An update names worker {named[-1]}, but there are {workers} workers.")
     if header.flags & FrameFlags.DROPPED:
         if body.nbytes > size:
             raise FrameError(f"An update of a dropped step has no change, but this one has {body.nbytes - size} bytes.")

@@ -17,8 +17,8 @@ from gradwire.aggregator.client import AggregationClient
 from gradwire.aggregator.process import AggregationOptions, AggregationServer
 from gradwire.aggregator.session import Operation, SessionConfig, Stream
 from gradwire.core.errors import PeerTimeoutError, ServerStoppedError, SyncError
-from gradwire.net.stopping import Stoppable
-from gradwire.parameter_server.process import ParameterServer, ServerOptions
+from gradwire.net.server import Server
+from gradwire.parameter_server.process import ParameterServer, ParameterServerOptions
 
 WHY = "The server was stopped by a test."
 SHORT = timedelta(seconds=1)
@@ -26,7 +26,7 @@ Wait = Callable[[], object]
 
 
 @contextmanager
-def waiting_for_an_aggregator(fraction: float) -> Iterator[tuple[Stoppable, Wait]]:
+def waiting_for_an_aggregator(fraction: float) -> Iterator[tuple[Server, Wait]]:
     server = AggregationServer(AggregationOptions(3))
     with running(server):
         terms = SessionConfig(3, (), (Stream(Operation.MAXIMUM, 50),), fraction=fraction)
@@ -36,14 +36,15 @@ def waiting_for_an_aggregator(fraction: float) -> Iterator[tuple[Stoppable, Wait
 
 
 @contextmanager
-def waiting_for_parameters(state: Path | None) -> Iterator[tuple[Stoppable, Wait]]:
-    server = ParameterServer(ServerOptions(2, state=state))
+def waiting_for_parameters(state: Path | None) -> Iterator[tuple[Server, Wait]]:
+    server = ParameterServer(ParameterServerOptions(2, state=state))
     model = torch.nn.Linear(4, 3)
     with running(server):
         address = f"127.0.0.1:{server.address[1]}"
         client = gw.ParameterClient(
-            model, torch.optim.SGD(model.parameters()), address, worker=0, workers=2, timeout=SHORT
-        )
+            model, torch.optim.SGD(model.parameters()), address,
+            job=gw.JobOptions(worker=0, workers=2), connection=gw.ConnectionOptions(timeout=SHORT),
+        )  # fmt: skip
         model(torch.ones(2, 4)).sum().backward()
         client.step()
         yield server, client.wait
@@ -51,7 +52,7 @@ def waiting_for_parameters(state: Path | None) -> Iterator[tuple[Stoppable, Wait
 
 
 @contextmanager
-def running(server: AggregationServer | ParameterServer) -> Iterator[None]:
+def running(server: Server) -> Iterator[None]:
     def run() -> None:
         with pytest.raises(ServerStoppedError, match=WHY):
             server.run(lambda text: None)
@@ -66,7 +67,7 @@ def running(server: AggregationServer | ParameterServer) -> Iterator[None]:
 
 
 @pytest.fixture(params=["aggregator", "aggregator without stragglers", "parameters", "parameters with state"])
-def job(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Stoppable, Wait, bool]]:
+def job(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Server, Wait, bool]]:
     """A server, a worker's call that waits for it, and whether another server can go on."""
     kind = request.param
     resumable = kind in ("aggregator", "parameters with state")

@@ -1,0 +1,125 @@
+"""Options of `ParameterClient`, grouped by what they are about."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from gradwire.compressors.base import Compressor
+from gradwire.core.errors import OptionError
+from gradwire.net.address import parse_address
+from gradwire.sync.plan import Plan
+
+Methods = str | Compressor | dict[str, str | Compressor]
+"""A compressor, by name or as an instance, or a dictionary of them by parameter name pattern."""
+
+
+@dataclass(frozen=True)
+class JobOptions:
+    """The job, and this worker's place in it.
+
+    Attributes:
+        name: Name of the job, the same as the servers'.
+        worker: Id of this worker, from 0 to `workers` - 1. Default: the variable ``RANK``.
+        workers: Number of workers. Default: the variable ``WORLD_SIZE``.
+        backups: Number of workers that may miss a step without holding it up. They keep their gradients for later.
+        local_steps: Number of steps whose gradients are accumulated before they are pushed.
+        seed: Seed of the random streams, the same on all workers.
+    """
+
+    name: str = "gradwire"
+    worker: int | None = None
+    workers: int | None = None
+    backups: int = 0
+    local_steps: int = 1
+    seed: int = 0
+
+    def resolve(self) -> tuple[int, int]:
+        """Check all values, and return `worker` and `workers`, from the environment if they are not given.
+
+        Raises:
+            OptionError: A value is out of range, or not known.
+        """
+        workers = _number("workers", self.workers, "WORLD_SIZE")
+        worker = _number("worker", self.worker, "RANK")
+        if not 0 <= worker < workers:
+            raise OptionError(f"There is no worker {worker} of {workers}. Workers are numbered from 0.")
+        if not 0 <= self.backups < workers:
+            raise OptionError(f"backups={self.backups} does not fit {workers} workers. Pass 0 to {workers - 1}.")
+        if self.local_steps < 1:
+            raise OptionError(f"local_steps={self.local_steps} is too small. Pass 1 to push after every step.")
+        return worker, workers
+
+
+@dataclass(frozen=True)
+class TransferOptions:
+    """How gradients and updates are encoded, and when they travel.
+
+    Attributes:
+        min_elements: Smallest tensor that is compressed, in elements. Vectors are never compressed.
+        chunk_elements: Size above which a parameter is split into chunks of rows that travel one by one, in elements.
+            Only for optimizers that treat each element by itself.
+        feedback: Whether residuals are kept and added to later gradients and updates. None leaves this to the
+            compressor.
+        overlap: If true, the backward pass pushes each gradient as soon as it is computed. If false, `step` pushes
+            them all, after gradients were clipped or scaled.
+        fine_grained: If true, the forward pass of a module waits only for the parameters of that module. Pass False
+            for a model that reads a module's parameters before it calls the module.
+    """
+
+    min_elements: int = 1024
+    chunk_elements: int = 1 << 15
+    feedback: bool | None = None
+    overlap: bool = True
+    fine_grained: bool = True
+
+    def plan(self, methods: Methods) -> Plan:
+        """A plan of these compressors.
+
+        Raises:
+            UnknownNameError, OptionTypeError: See `Plan`.
+        """
+        policy = {None: None, True: "error", False: "none"}[self.feedback]
+        return Plan(methods, min_elements=self.min_elements, feedback=policy)
+
+
+@dataclass(frozen=True)
+class ConnectionOptions:
+    """Key and timeouts of the connections to the servers.
+
+    Attributes:
+        key_file: File with the job key. See `gradwire.net.keys.job_key`.
+        insecure: Whether to connect beyond loopback without a secret key.
+        timeout: Longest time without a sign of life from a server. A server that is not there is called for as long.
+        stall_timeout: Longest wait for an update from a server that is connected. Keep it longer than the servers'
+            patience, so that their error can name the worker that holds up the step.
+    """
+
+    key_file: str | Path | None = None
+    insecure: bool = False
+    timeout: timedelta = timedelta(seconds=120)
+    stall_timeout: timedelta = timedelta(seconds=1800)
+
+
+def server_addresses(servers: str | Sequence[str] | None) -> list[tuple[str, int]]:
+    """Host and port of each server; None reads the variable ``GRADWIRE_SERVERS``.
+
+    Raises:
+        OptionError: There are none, or one is not ``host:port``.
+    """
+    given = os.environ.get("GRADWIRE_SERVERS", "") if servers is None else servers
+    texts = given.split(",") if isinstance(given, str) else given
+    addresses = [parse_address(text.strip()) for text in texts if text.strip()]
+    if not addresses:
+        raise OptionError('No parameter server is known. Pass servers="host:port", or set GRADWIRE_SERVERS.')
+    return addresses
+
+
+def _number(name: str, value: int | None, variable: str) -> int:
+    given = os.environ.get(variable) if value is None else value
+    if given is None:
+        raise OptionError(f"{name} is not known. Pass job=JobOptions({name}=...), or set {variable}, as torchrun does.")
+    return int(given)
