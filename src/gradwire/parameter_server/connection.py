@@ -147,7 +147,7 @@ class ServerConnection:
                 raise FrameError(f"A WELCOME has at most {MAX_JOIN_BYTES} bytes, not {header.length}.")
             return
         if header.tensor >= len(self.slots) or self._welcome is None:
-            raise FrameError(f"Expected one of {len(self.slots)} parameters, got {describe(header)}.")
+            raise FrameError(f"No parameter of this worker, or no WELCOME yet: {describe(header)}.")
         self.slots[header.tensor].admit(header)
 
     def joined(self, peer: int) -> None:

@@ -94,7 +94,7 @@ class ServerStateMachine:
                 raise FrameError(f"Expected {kind.name} of at most {most} bytes, got {header}.")
             return
         if self.config is None or header.tensor >= len(self.config.tensors):
-            raise FrameError(f"Expected one of the agreed tensors, got another (in {describe(header)}).")
+            raise FrameError(f"No tensor of this server: {describe(header)}.")
         parameter = self.config.tensors[header.tensor]
         spec = parameter.spec
         if kind is FrameKind.MODEL:
@@ -105,7 +105,7 @@ class ServerStateMachine:
             fits = header.length <= most if count == spec.numel else header.length == count == 0
             fits = fits and (header.length == 0 or FrameFlags.USED in header.flags)
         else:
-            raise FrameError(f"Expected a push of worker {worker}, got {describe(header)}.")
+            raise FrameError(f"Worker {worker} sent something other than a push: {describe(header)}.")
         expected = Header(
             kind, compressor, header.flags, worker, 0, ELEMENT_TYPES[spec.dtype], self._epoch, header.round,
             header.tensor, count=count,
@@ -217,7 +217,9 @@ class ServerStateMachine:
 
     def _take_groups(self, worker: int, groups: Groups) -> list[Message]:
         if len(groups) != len(self.groups[worker]):
-            raise FrameError(f"Expected {len(self.groups[worker])} parameter groups, got {len(groups)}.")
+            raise FrameError(
+                f"Worker {worker} had {len(self.groups[worker])} parameter groups, and now has {len(groups)}."
+            )
         assert self.config is not None, "joined"
         self._shard.check(self.config, groups)
         self.groups[worker] = groups
@@ -228,9 +230,9 @@ class ServerStateMachine:
     def _take_push(self, worker: int, header: Header, body: np.ndarray) -> list[Message]:
         round_ = self.rounds[header.tensor]
         if not self.initialized or header.round > round_.version:
-            raise FrameError(f"Expected a push for step {round_.version} at most, got {describe(header)}.")
+            raise FrameError(f"A push for step {round_.version} at most is due, not {describe(header)}.")
         if header.round < round_.version or worker in round_.pushes:
-            return []  # late, which the update has said; or sent again over a new connection
+            return []  # late, as the update has told the worker; or sent again over a new connection
         round_.add(worker, Push(header.flags, body, self.groups[worker]))
         return self._close_if_due(header.tensor)
 

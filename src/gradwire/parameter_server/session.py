@@ -28,6 +28,7 @@ MAX_TEXT = 256
 """Maximum characters of a compressor's specification. Its options are Python literals, which may be nested."""
 MAX_DIMENSIONS = 16
 _MAX_DEPTH = 8
+_ONE_VERSION = "Run one gradwire version on all machines."
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in ELEMENT_TYPES}
 Groups = tuple[Mapping[str, Any], ...]
 """Hyperparameters of each parameter group: numbers, flags, strings, and lists of them."""
@@ -133,9 +134,7 @@ class TrainingConfig:
             if len({each.name for each in tensors}) != len(tensors):
                 raise ValueError("a name twice")
         except (GradwireError, KeyError, TypeError, ValueError, RecursionError, MemoryError) as error:
-            raise FrameError(
-                f"Expected the configuration of a training, got {error!r}. Run one gradwire version."
-            ) from error
+            raise FrameError(f"The training configuration is invalid: {error!r}. {_ONE_VERSION}") from error
         return config
 
 
@@ -184,7 +183,7 @@ class TrainingJoin:
         except (KeyError, TypeError, ValueError) as error:
             if isinstance(error, FrameError):
                 raise
-            raise FrameError(f"Expected a worker's first message, got {error!r}. Run one gradwire version.") from error
+            raise FrameError(f"Not a worker's join message: {error!r}. {_ONE_VERSION}") from error
         return join
 
 
@@ -221,9 +220,7 @@ class TrainingWelcome:
                 raise ValueError(f"other than {num_tensors} tensors")
             return cls(_expect(data["initialize"], bool), *numbers)
         except (KeyError, TypeError, ValueError) as error:
-            raise FrameError(
-                f"Expected a parameter server's answer, got {error!r}. Run one gradwire version."
-            ) from error
+            raise FrameError(f"Not a parameter server's welcome: {error!r}. {_ONE_VERSION}") from error
 
 
 def encode_groups(groups: Sequence[Mapping[str, Any]]) -> bytes:
@@ -251,7 +248,7 @@ def check_groups(data: Any) -> Groups:
         if not all(_plain(value) for group in groups for value in group.values()):
             raise ValueError("a value that is not plain")
     except (TypeError, ValueError) as error:
-        raise FrameError(f"Expected hyperparameters by name, got {error!r}.") from error
+        raise FrameError(f"Not hyperparameters by name: {error!r}.") from error
     return groups
 
 
@@ -300,7 +297,7 @@ def _load(body: bytes) -> Any:
     try:
         data = json.loads(body.decode())
     except (UnicodeDecodeError, ValueError, RecursionError) as error:
-        raise FrameError(f"Expected JSON, got {error}.") from error
+        raise FrameError(f"Not JSON: {error}.") from error
     level = [data]
     for _ in range(_MAX_DEPTH):
         containers = [
@@ -308,5 +305,5 @@ def _load(body: bytes) -> Any:
         ]
         level = [value for values in containers for value in values]
     if level:
-        raise FrameError(f"Expected JSON of at most {_MAX_DEPTH} levels, got more.")
+        raise FrameError(f"JSON of more than {_MAX_DEPTH} levels is refused.")
     return data
