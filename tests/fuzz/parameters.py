@@ -62,13 +62,13 @@ class ServerTarget(Target):
     name = "parameter server"
 
     def corpus(self) -> list[Seed]:
-        step(ServerStateMachine(WORKERS, WORKERS, EPOCH, ParameterShard()))  # loads compiled code
+        step(ServerStateMachine(WORKERS, EPOCH, ParameterShard()))  # loads compiled code
         joins = [join_frame(worker) for worker in range(WORKERS)]
         values = [model_frame(tensor) for tensor in range(2)]
         return [Seed(frame) for frame in [*joins, *values, push_frame(0), push_frame(1), groups_frame()]]
 
     def check(self, data: bytes, seed: Seed, rng: random.Random) -> bool:
-        machine = ServerStateMachine(WORKERS, WORKERS, EPOCH, ParameterShard())
+        machine = ServerStateMachine(WORKERS, EPOCH, ParameterShard())
         valid = [join_frame(0), model_frame(0), model_frame(1), groups_frame(), push_frame(0)]
         for frame in valid[: rng.randrange(len(valid) + 1)]:
             say(machine, 0, frame)

@@ -111,7 +111,7 @@ class Job:
     def __init__(self, config: TrainingConfig, seed: int = 0) -> None:
         self.config = config
         self.shard = ParameterShard()
-        self.machine = ServerStateMachine(config.workers, config.workers, EPOCH, self.shard)
+        self.machine = ServerStateMachine(config.workers, EPOCH, self.shard)
         self.workers = [Worker(number, config, seed=seed) for number in range(config.workers)]
         self.random = random.Random(seed)
         self.draws = random.Random(seed)  # of gradients: the same whatever the order of frames

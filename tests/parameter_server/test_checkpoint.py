@@ -34,14 +34,14 @@ class Saved:
         job.workers[0].push(job.grads())
         job.settle()
         self.shard = job.shard
-        checkpoint = Checkpoint(folder, job.machine, job.shard)
+        checkpoint = Checkpoint(folder, job.machine)
         checkpoint.save(5)
         self.path = checkpoint.path
         self.content = self.path.read_bytes()
 
     def load(self) -> tuple[int, ParameterShard]:
         shard = ParameterShard()
-        return Checkpoint(self.folder, ServerStateMachine(WORKERS, WORKERS, EPOCH, shard), shard).load(), shard
+        return Checkpoint(self.folder, ServerStateMachine(WORKERS, EPOCH, shard)).load(), shard
 
     def assert_refused(self, content: bytes, match: str = "damaged") -> None:
         self.path.write_bytes(content)

@@ -26,8 +26,8 @@ class Recorded(Job):
 
     def open(self) -> None:
         self.shard = ParameterShard()
-        self.machine = ServerStateMachine(2, 2, EPOCH, self.shard)
-        self.journal = Journal(self.folder, self.machine, self.shard, self.checkpoint_bytes)
+        self.machine = ServerStateMachine(2, EPOCH, self.shard)
+        self.journal = Journal(self.folder, self.machine, self.checkpoint_bytes)
         self.journal.restore()
 
     def deliver(self, worker) -> None:
@@ -152,9 +152,9 @@ def test_a_state_of_another_number_of_workers_is_refused(tmp_path, open_job, che
     job.start()
     job.train(1)
     job.kill()
-    machine = ServerStateMachine(3, 3, EPOCH, ParameterShard())
+    machine = ServerStateMachine(3, EPOCH, ParameterShard())
     with pytest.raises(StateError, match="Start") as raised:
-        Journal(tmp_path, machine, ParameterShard()).restore()
+        Journal(tmp_path, machine).restore()
     assert str(tmp_path) in str(raised.value)
 
 

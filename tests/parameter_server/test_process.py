@@ -218,9 +218,8 @@ def test_a_step_that_was_cut_short_is_not_taken_twice(tmp_path) -> None:
     finally:
         hook.remove()
         worker.join()
-    shard = ParameterShard()
-    machine = ServerStateMachine(1, 1, job_epoch("gradwire"), shard)
-    journal = Journal(tmp_path, machine, shard)
+    machine = ServerStateMachine(1, job_epoch("gradwire"), ParameterShard())
+    journal = Journal(tmp_path, machine)
     journal.restore()
     journal.close(checkpoint=False)
     model = linear()
@@ -230,7 +229,7 @@ def test_a_step_that_was_cut_short_is_not_taken_twice(tmp_path) -> None:
         loss(model, step).backward()
         optimizer.step()
     assert machine.rounds[0].version == stop_at - 1
-    torch.testing.assert_close(shard.parameters[0].detach(), model.weight.detach())
+    torch.testing.assert_close(machine.shard.parameters[0].detach(), model.weight.detach())
 
 
 def linear() -> torch.nn.Linear:

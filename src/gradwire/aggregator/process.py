@@ -287,17 +287,15 @@ class AggregationServer(Server):
     def _take_datagrams(self, datagrams: DatagramSocket) -> None:
         for packet in datagrams.receive(_DATAGRAMS_PER_READ):  # forged ones are dropped there, without the lock
             with self._changed, contextlib.suppress(FrameError):  # counted
-                if self._session is not None:
-                    self._take_datagram(self._session.machine, packet)
+                if self._session is None:
+                    continue
+                if self._rng.random() < self.options.drop:
+                    self._session.machine.counters.dropped += 1
+                else:
+                    self._send(self._session.machine.receive(packet, time.monotonic()))
         with self._changed:
             if self._session is not None:
                 self._send(self._session.machine.flush())
-
-    def _take_datagram(self, machine: AggregatorStateMachine, packet: memoryview) -> None:
-        if self._rng.random() < self.options.drop:
-            machine.counters.dropped += 1
-            return
-        self._send(machine.receive(packet, time.monotonic()))
 
     def _send(self, messages: list[PacketToSend]) -> None:
         assert self._session is not None, "packets belong to a session"

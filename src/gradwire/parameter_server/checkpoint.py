@@ -19,7 +19,6 @@ from gradwire.parameter_server.folder import StateFolder
 from gradwire.parameter_server.round import Push, Round
 from gradwire.parameter_server.server import ServerStateMachine
 from gradwire.parameter_server.session import TrainingConfig, encode_groups
-from gradwire.parameter_server.shard import ParameterShard
 from gradwire.wire.frame import FrameFlags
 
 VERSION = 3
@@ -40,14 +39,12 @@ class Checkpoint:
     Args:
         folder: Folder of the file.
         machine: State machine of the server.
-        shard: Parameters of the server.
     """
 
-    def __init__(self, folder: StateFolder, machine: ServerStateMachine, shard: ParameterShard) -> None:
+    def __init__(self, folder: StateFolder, machine: ServerStateMachine) -> None:
         self.path = folder.path / "checkpoint.safetensors"
         self._folder = folder
         self._machine = machine
-        self._shard = shard
 
     def save(self, journal: int) -> None:
         """Replace the file by the current state.
@@ -74,7 +71,7 @@ class Checkpoint:
             StateError: The file is damaged, of another version, or of a job with another number of workers.
         """
         tensors, fields = _read(self.path)
-        machine, shard = self._machine, self._shard
+        machine, shard = self._machine, self._machine.shard
         try:
             config = machine.config = shard.config = TrainingConfig.from_json(fields["agreement"])
         except FrameError as error:
@@ -105,7 +102,7 @@ class Checkpoint:
         return int(fields["journal"])
 
     def _state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        machine, shard = self._machine, self._shard
+        machine, shard = self._machine, self._machine.shard
         assert machine.config is not None, "initialized"
         tensors: dict[str, torch.Tensor] = {}
         rounds, optimizers = [], []
@@ -144,15 +141,15 @@ class Checkpoint:
         return tensors, fields
 
     def _optimizer_state(self, tensor: int) -> dict[str, Any]:
-        optimizer = self._shard.optimizers.get(tensor)
-        return {} if optimizer is None else dict(optimizer.state[self._shard.parameters[tensor]])
+        shard = self._machine.shard
+        return dict(shard.optimizers[tensor].state[shard.parameters[tensor]]) if tensor in shard.optimizers else {}
 
     def _load_optimizer(self, tensor: int, plain: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         prefix = f"optimizer.{tensor}."
         state = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
         groups = self._machine.groups[min(self._machine.groups)]
-        optimizer = self._shard.optimizer(tensor, groups)
-        optimizer.state[self._shard.parameters[tensor]] = {**plain, **state}
+        shard = self._machine.shard
+        shard.optimizer(tensor, groups).state[shard.parameters[tensor]] = {**plain, **state}
 
 
 def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

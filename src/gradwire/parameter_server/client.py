@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -31,34 +31,17 @@ from gradwire.compressors.base.arguments import names_unknown_arguments
 from gradwire.core.errors import AttachError, OptionError, OptionTypeError
 from gradwire.core.spec import TensorSpec
 from gradwire.core.torch_private import note_step
-from gradwire.parameter_server.arguments import (
-    class_name,
-    hyperparameters,
-    log_notes,
-    one_optimizer,
-    parameter_config,
-)
+from gradwire.parameter_server.arguments import class_name, hyperparameters, log_notes, one_optimizer, parameter_config
 from gradwire.parameter_server.chunks import ELEMENT_WISE, ParameterChunk, assign, split
 from gradwire.parameter_server.connection import ServerConnection
 from gradwire.parameter_server.encoder_thread import EncoderThread
 from gradwire.parameter_server.forward_pulls import ForwardPulls
-from gradwire.parameter_server.options import (
-    ConnectionOptions,
-    JobOptions,
-    Methods,
-    TransferOptions,
-    server_addresses,
-)
+from gradwire.parameter_server.options import ConnectionOptions, JobOptions, Methods, TransferOptions, server_addresses
 from gradwire.parameter_server.session import TrainingConfig
 from gradwire.parameter_server.slot import ParameterSlot
 
-
-class _Placed(NamedTuple):
-    """A chunk, the connection to the server that keeps it, and its slot there."""
-
-    chunk: ParameterChunk
-    connection: ServerConnection
-    slot: ParameterSlot
+_Placed = tuple[ParameterChunk, ServerConnection, ParameterSlot]
+"""A chunk, the connection to the server that keeps it, and its slot there."""
 
 
 class ParameterClient:
@@ -134,7 +117,7 @@ class ParameterClient:
             )
             self._connections.append(server)
             for chunk, slot in zip(chunks, server.slots):
-                self._placed[chunk.parameter].append(_Placed(chunk, server, slot))
+                self._placed[chunk.parameter].append((chunk, server, slot))
         self._slots = [slot for server in self._connections for slot in server.slots]
         self._encoder = EncoderThread()
         self._pulls = ForwardPulls(self._parameters, self._before_forward, self._pull)

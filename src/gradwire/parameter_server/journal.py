@@ -20,7 +20,6 @@ from gradwire.parameter_server.checkpoint import Checkpoint, require_safetensors
 from gradwire.parameter_server.folder import StateFolder
 from gradwire.parameter_server.records import RecordFile
 from gradwire.parameter_server.server import ServerStateMachine
-from gradwire.parameter_server.shard import ParameterShard
 from gradwire.wire.frame import FrameKind, Header
 
 _PREFIX = "journal-"
@@ -32,7 +31,6 @@ class Journal:
     Args:
         folder: Folder of the files; created if missing.
         machine: State machine of the server.
-        shard: Parameters of the server.
         checkpoint_bytes: Size of the journal at which a checkpoint replaces it.
 
     Raises:
@@ -40,12 +38,10 @@ class Journal:
         StateError: Another server uses the folder.
     """
 
-    def __init__(
-        self, folder: Path, machine: ServerStateMachine, shard: ParameterShard, checkpoint_bytes: int = 1 << 28
-    ) -> None:
+    def __init__(self, folder: Path, machine: ServerStateMachine, checkpoint_bytes: int = 1 << 28) -> None:
         require_safetensors()
         self._folder = StateFolder(folder)
-        self._checkpoint = Checkpoint(self._folder, machine, shard)
+        self._checkpoint = Checkpoint(self._folder, machine)
         self._machine = machine
         self._checkpoint_bytes = checkpoint_bytes
         self._number = 0  # of the journal that follows the latest checkpoint
@@ -53,7 +49,7 @@ class Journal:
         self._left: list[int] = []  # workers that were present when the previous server ended
 
     def restore(self) -> None:
-        """Restore state machine and shard from the files. An empty folder leaves them as they are.
+        """Restore the state machine from the files. An empty folder leaves it as it is.
 
         Raises:
             StateError: A file is damaged or missing, or does not fit this server.

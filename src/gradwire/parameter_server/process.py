@@ -13,7 +13,9 @@ import contextlib
 import queue
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -47,20 +49,6 @@ class ParameterServerOptions(ServerOptions):
     optimizers: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class _Frame:
-    worker: int
-    connection: int
-    header: Header
-    body: np.ndarray
-
-
-@dataclass(frozen=True)
-class _Left:
-    worker: int
-    error: SyncError | None
-
-
 class ParameterServer(Server):
     """One server. See `Server`.
 
@@ -69,7 +57,6 @@ class ParameterServer(Server):
 
     Attributes:
         machine: State machine of the server.
-        shard: Parameters of the server.
 
     Raises:
         StateError: The state is in use by another server, or cannot be used.
@@ -77,17 +64,16 @@ class ParameterServer(Server):
 
     def __init__(self, options: ParameterServerOptions) -> None:
         super().__init__(options)
-        self.shard = ParameterShard(options.optimizers)
-        self.machine = ServerStateMachine(options.workers, options.workers, self._epoch, self.shard)
+        self.machine = ServerStateMachine(options.workers, self._epoch, ParameterShard(options.optimizers))
         with contextlib.ExitStack() as undo:
             self._journal: Journal | None = None
             if options.state is not None:
-                self._journal = Journal(options.state, self.machine, self.shard, options.checkpoint_bytes)
+                self._journal = Journal(options.state, self.machine, options.checkpoint_bytes)
                 undo.callback(self._journal.close, checkpoint=False)
             self._listen(lambda: None if self._journal is None else self._journal.restore())
             undo.pop_all()
         self._finished_before = set(self.machine.finished)  # in an earlier process of this server
-        self._events: queue.SimpleQueue[_Frame | _Left | SyncError] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._queued_bytes = [0] * options.workers
         self._queue_lock = threading.Lock()
         self._connections: dict[int, int] = {}  # connection of each worker's last JOIN
@@ -102,13 +88,13 @@ class ParameterServer(Server):
 
     def deliver(self, peer: int, header: Header, body: np.ndarray) -> None:
         self._note_queued(peer, HEADER_BYTES + body.nbytes)
-        self._events.put(_Frame(peer, self._endpoint.connection(peer), header, body))
+        self._events.put(partial(self._take, peer, self._endpoint.connection(peer), header, body))
 
     def left(self, peer: int, error: SyncError | None) -> None:
-        self._events.put(_Left(peer, error))
+        self._events.put(partial(self._leave, peer, error))
 
     def failed(self, error: SyncError) -> None:
-        self._events.put(error)
+        self._events.put(partial(self._fail, error))
 
     def _note_queued(self, peer: int, num_bytes: int) -> None:
         with self._queue_lock:
@@ -121,7 +107,7 @@ class ParameterServer(Server):
         while len(self.machine.finished) < self.options.workers:
             self._check_stopped()
             with contextlib.suppress(queue.Empty):
-                self._handle(self._events.get(timeout=0.5))
+                self._events.get(timeout=0.5)()
                 self._check_finished()
             self._check_away()
             self._check_stalled()
@@ -133,32 +119,30 @@ class ParameterServer(Server):
         if self._journal is not None:
             self._journal.close(checkpoint=done)
 
-    def _handle(self, event: _Frame | _Left | SyncError) -> None:
-        if isinstance(event, SyncError):
-            raise event
-        if isinstance(event, _Left):
-            self._on_event(f"Worker {event.worker}: {event.error or 'finished'}")
-            self._send(self.machine.leave(event.worker, finished=event.error is None))
-            if self._journal is not None:
-                self._journal.note_leave(event.worker, finished=event.error is None)
-        else:
-            self._note_queued(event.worker, -HEADER_BYTES - event.body.nbytes)
-            self._take(event)
-
-    def _take(self, event: _Frame) -> None:
-        if event.header.kind is FrameKind.JOIN:
-            self._on_event(f"Worker {event.worker}: joined")
-            self._connections[event.worker] = event.connection
+    def _take(self, worker: int, connection: int, header: Header, body: np.ndarray) -> None:
+        self._note_queued(worker, -HEADER_BYTES - body.nbytes)
+        if header.kind is FrameKind.JOIN:
+            self._on_event(f"Worker {worker}: joined")
+            self._connections[worker] = connection
         try:
-            messages = self.machine.receive(event.worker, event.header, event.body)
+            messages = self.machine.receive(worker, header, body)
         except FrameError as error:
-            self._endpoint.dismiss(event.worker, str(error), event.connection)
+            self._endpoint.dismiss(worker, str(error), connection)
             return
-        if event.header.kind is FrameKind.JOIN:
-            self._finished_before.discard(event.worker)
+        if header.kind is FrameKind.JOIN:
+            self._finished_before.discard(worker)
         if self._journal is not None:
-            self._journal.note(event.header, event.body)
+            self._journal.note(header, body)
         self._send(messages)
+
+    def _leave(self, worker: int, error: SyncError | None) -> None:
+        self._on_event(f"Worker {worker}: {error or 'finished'}")
+        self._send(self.machine.leave(worker, finished=error is None))
+        if self._journal is not None:
+            self._journal.note_leave(worker, finished=error is None)
+
+    def _fail(self, error: SyncError) -> None:
+        raise error
 
     def _send(self, messages: list[Message]) -> None:
         for worker, header, body in messages:

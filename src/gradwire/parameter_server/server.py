@@ -47,14 +47,14 @@ class ServerStateMachine:
     """State of one server's conversations with all workers.
 
     Args:
-        rank: Rank of the server, above those of the workers.
-        workers: Number of workers.
+        workers: Number of workers. The server has the rank after theirs.
         epoch: Number of the job in its frames.
         shard: Parameters of this server.
 
     Attributes:
         config: Configuration that the first worker has brought; None until then.
         present: Workers that have joined and not left.
+        shard: Parameters of this server.
         rounds: Version and open step of each parameter, by tensor id.
         groups: Latest hyperparameters of each worker.
         incarnations: Number of the latest process of each worker.
@@ -63,7 +63,7 @@ class ServerStateMachine:
         rejected: Workers whose connection must be closed, with the reason. Whoever closes it removes the entry.
     """
 
-    def __init__(self, rank: int, workers: int, epoch: int, shard: ParameterShard) -> None:
+    def __init__(self, workers: int, epoch: int, shard: ParameterShard) -> None:
         self.config: TrainingConfig | None = None
         self.present: set[int] = set()
         self.rounds: list[Round] = []
@@ -73,9 +73,8 @@ class ServerStateMachine:
         self.finished: set[int] = set()
         self.rejected: dict[int, str] = {}
         self.workers = workers
-        self._rank = rank
+        self.shard = shard
         self._epoch = epoch
-        self._shard = shard
         self._without_values: set[int] = set()  # tensors
         self._waiting: dict[int, TrainingJoin] = {}  # workers that joined before there were values
 
@@ -161,8 +160,8 @@ class ServerStateMachine:
                 f"{self.workers}. Start both with the same number."
             )
         if self.config is None:
-            self._shard.check(join.config, join.groups)
-            self.config = self._shard.config = join.config
+            self.shard.check(join.config, join.groups)
+            self.config = self.shard.config = join.config
             self.rounds = [Round(self.workers) for _ in join.config.tensors]
             self._without_values = set(range(len(join.config.tensors)))
         elif self.config != join.config:
@@ -178,7 +177,7 @@ class ServerStateMachine:
                     f"Worker {worker} has version {version} of {parameter.name!r}, but this server only has "
                     f"{round_.version}: it was started from an older state. Restart all workers from one checkpoint."
                 )
-        self._shard.check(self.config, join.groups)
+        self.shard.check(self.config, join.groups)
         self.incarnations[worker] = join.incarnation
         self.groups.setdefault(worker, join.groups)  # a worker that returns sends them again before its next push
         self.present.add(worker)
@@ -196,18 +195,18 @@ class ServerStateMachine:
             tuple(int(round_.counted[worker]) for round_ in self.rounds),
         )
         body = np.frombuffer(welcome.to_bytes(), np.uint8)
-        messages: list[Message] = [(worker, self._plain(FrameKind.WELCOME, self._rank), body)]
+        messages: list[Message] = [(worker, self._plain(FrameKind.WELCOME, self.workers), body)]
         if self.initialized:
             for tensor, round_ in enumerate(self.rounds):
                 if join.versions is None or join.versions[tensor] != round_.version:
                     header = self._header(FrameKind.MODEL, tensor, round_.version)
-                    messages.append((worker, header, self._shard.values(tensor)))
+                    messages.append((worker, header, self.shard.values(tensor)))
         return messages
 
     def _take_values(self, worker: int, header: Header, body: np.ndarray) -> list[Message]:
         if worker != 0 or self.initialized or header.round:
             raise FrameError(f"Worker {worker} sent values that are not due: {describe(header)}.")
-        self._shard.put(header.tensor, body)
+        self.shard.put(header.tensor, body)
         self._without_values.discard(header.tensor)
         if self._without_values:
             return []
@@ -221,7 +220,7 @@ class ServerStateMachine:
                 f"Worker {worker} had {len(self.groups[worker])} parameter groups, and now has {len(groups)}."
             )
         assert self.config is not None, "joined"
-        self._shard.check(self.config, groups)
+        self.shard.check(self.config, groups)
         self.groups[worker] = groups
         return []
 
@@ -247,7 +246,7 @@ class ServerStateMachine:
         used = any(FrameFlags.USED in push.flags for push in finite.values())
         groups = round_.pushes[min(finite or round_.pushes)].groups
         try:
-            payload = self._shard.update(tensor, round_.version, payloads, groups, used)
+            payload = self.shard.update(tensor, round_.version, payloads, groups, used)
         except PayloadError as error:
             self._reject(tensor, round_, payloads, error)
             return []
@@ -263,7 +262,7 @@ class ServerStateMachine:
     def _reject(self, tensor: int, round_: Round, payloads: Mapping[int, Payload | None], error: PayloadError) -> None:
         """Take back the pushes that do not decode and reject their workers. The step stays open."""
         for worker, payload in payloads.items():
-            if payload is not None and not self._shard.decodes(tensor, round_.version, worker, payload):
+            if payload is not None and not self.shard.decodes(tensor, round_.version, worker, payload):
                 round_.take_back(worker)
                 self.rejected[worker] = str(error)
 
@@ -275,7 +274,8 @@ class ServerStateMachine:
     def _header(self, kind: FrameKind, tensor: int, step: int, flags: FrameFlags = FrameFlags.NONE) -> Header:
         assert self.config is not None, "joined"
         parameter = self.config.tensors[tensor]
+        compressor = code(parameter.pull_compressor.name) if kind is FrameKind.DELTA else 0
         return Header(
-            kind, code(parameter.pull_compressor.name) if kind is FrameKind.DELTA else 0, flags, self._rank, PULL_STAGE,
-            ELEMENT_TYPES[parameter.spec.dtype], self._epoch, step, tensor, count=parameter.spec.numel,
+            kind, compressor, flags, self.workers, PULL_STAGE, ELEMENT_TYPES[parameter.spec.dtype], self._epoch, step,
+            tensor, count=parameter.spec.numel,
         )  # fmt: skip

@@ -102,13 +102,11 @@ class TrainingConfig:
     def difference(self, other: TrainingConfig) -> str:
         """The first field in which this differs from `other`, with both values."""
         mine, theirs = self.to_json(), other.to_json()
-        for key in mine:
-            if key != "tensors" and mine[key] != theirs[key]:
-                return f"{key} {mine[key]!r}, where others have {theirs[key]!r}"
-        for one, another in zip(mine["tensors"], theirs["tensors"]):
-            if one != another:
-                return f"the parameter {one}, where others have {another}"
-        return f"{len(mine['tensors'])} parameters, where others have {len(theirs['tensors'])}"
+        numbers = ("number of parameters", len(mine["tensors"]), len(theirs["tensors"]))
+        parameters = [("parameter", *pair) for pair in zip(mine.pop("tensors"), theirs.pop("tensors"))]
+        fields = [(name, mine[name], theirs[name]) for name in mine]
+        found = next(each for each in [*fields, *parameters, numbers] if each[1] != each[2])
+        return "{} {!r}, where others have {!r}".format(*found)
 
     def to_json(self) -> dict[str, Any]:
         return {"version": VERSION, **asdict(self)}

@@ -23,7 +23,7 @@ import torch
 
 from gradwire.core.errors import FrameError, OptionError, PayloadError
 from gradwire.core.spec import TensorSpec
-from gradwire.parameter_server.session import Groups, ParameterConfig, TrainingConfig
+from gradwire.parameter_server.session import Groups, TrainingConfig
 from gradwire.parameter_server.slot import body_of, values_of
 from gradwire.parameter_server.update import add_change, pull_context, push_context
 from gradwire.wire.payload import Payload
@@ -63,14 +63,14 @@ class ParameterShard:
         allowed: Import paths of optimizers beyond `torch.optim`.
 
     Attributes:
-        config: Configuration of the training; set before any other call.
+        config: Configuration of the training. The state machine sets it when the first worker joins.
         parameters: Parameters by tensor id.
         replicas: Values of the parameters at the workers, by tensor id.
         optimizers: One optimizer per parameter, so that each can step by itself.
     """
 
     def __init__(self, allowed: tuple[str, ...] = ()) -> None:
-        self.config: TrainingConfig | None = None
+        self.config: TrainingConfig
         self.parameters: dict[int, torch.nn.Parameter] = {}
         self.replicas: dict[int, torch.Tensor] = {}
         self.optimizers: dict[int, torch.optim.Optimizer] = {}
@@ -108,7 +108,7 @@ class ParameterShard:
 
     def put(self, tensor: int, body: np.ndarray) -> None:
         """Set the initial values of a parameter from the body of a frame."""
-        values = values_of(body, self._config_of(tensor).spec)
+        values = values_of(body, self.config.tensors[tensor].spec)
         self.parameters[tensor] = torch.nn.Parameter(values)
         self.replicas[tensor] = values.clone()
 
@@ -135,8 +135,7 @@ class ParameterShard:
         Raises:
             PayloadError: A push does not decode. Nothing has changed.
         """
-        assert self.config is not None, "joined"
-        config = self._config_of(tensor)
+        config = self.config.tensors[tensor]
         parameter, replica = self.parameters[tensor], self.replicas[tensor]
         before = None if config.pull_feedback else parameter.detach().float().clone()
         if used:
@@ -154,35 +153,28 @@ class ParameterShard:
 
     def decodes(self, tensor: int, step: int, worker: int, payload: Payload) -> bool:
         """Whether a push decodes."""
-        assert self.config is not None, "joined"
         try:
-            self._config_of(tensor).push_compressor.decode(payload, push_context(self.config, tensor, worker, step))
+            self.config.tensors[tensor].push_compressor.decode(payload, push_context(self.config, tensor, worker, step))
         except PayloadError:
             return False
         return True
 
     def optimizer(self, tensor: int, groups: Groups) -> torch.optim.Optimizer:
         """The optimizer of a parameter, with these hyperparameters."""
-        assert self.config is not None, "joined"
-        group = _plain_group(groups[self._config_of(tensor).group])
+        group = _plain_group(groups[self.config.tensors[tensor].group])
         if tensor not in self.optimizers:
             self.optimizers[tensor] = self._new_optimizer(self.config.optimizer, self.parameters[tensor], group)
         self.optimizers[tensor].param_groups[0].update(group)
         return self.optimizers[tensor]
 
     def _mean(self, tensor: int, step: int, pushes: Mapping[int, Payload | None]) -> torch.Tensor:
-        assert self.config is not None, "joined"
-        config = self._config_of(tensor)
+        config = self.config.tensors[tensor]
         payloads = {worker: payload for worker, payload in sorted(pushes.items()) if payload is not None}
         total = torch.zeros(config.shape)
         if payloads:
             contexts = [push_context(self.config, tensor, worker, step) for worker in payloads]
             config.push_compressor.decode_sum(list(payloads.values()), contexts, total)
         return (total / len(pushes)).to(config.spec.dtype)
-
-    def _config_of(self, tensor: int) -> ParameterConfig:
-        assert self.config is not None, "joined"
-        return self.config.tensors[tensor]
 
     def _new_optimizer(
         self, name: str, parameter: torch.nn.Parameter, group: Mapping[str, Any]
