@@ -31,8 +31,8 @@ from gradwire.simulate.recording import record
 from gradwire.sync.plan import Plan
 from gradwire.sync.plan_entry import PlanEntry
 from gradwire.sync.synchronizer import GradientSlice, Synchronizer
-from tests.sync.aggregation import InRoom, Room
 from tests.sync.harness import Ranks, ranks
+from tests.sync.local_aggregator import LocalAggregator, LocalOptions
 
 NUMEL, SEED = 9000, 3
 PACKET = 2048
@@ -59,15 +59,15 @@ def held(one: Synchronizer) -> torch.Tensor:
     return total
 
 
-def group_of(world_size: int, codec: Any, room: Room, fraction: float = 1.0, **options: Any) -> Any:
+def group_of(world_size: int, codec: Any, aggregator: LocalAggregator, fraction: float = 1.0, **options: Any) -> Any:
     plan = Plan({"w": codec}, strategy="server", **options)
-    server = InRoom("room:1", fraction=fraction, packet_elements=PACKET, room=room)
+    server = LocalOptions("local:1", fraction=fraction, packet_elements=PACKET, aggregator=aggregator)
     return ranks(world_size, plan, seed=SEED, server=server, tensors={"w": TensorSpec((NUMEL,))})
 
 
-def sums(room: Room) -> list[Reply]:
+def sums(aggregator: LocalAggregator) -> list[Reply]:
     """Replies about sums, in the order of steps."""
-    return [reply for _, stream, reply in room.replies if stream == 1]
+    return [reply for _, stream, reply in aggregator.replies if stream == 1]
 
 
 def by_element(counts: np.ndarray) -> torch.Tensor:
@@ -88,7 +88,7 @@ def test_a_server_gives_the_bits_of_scatter_reduce(codec: gw.Compressor, world_s
     def run(one: Synchronizer) -> list[torch.Tensor]:
         return [take_step(one, step) for step in range(3)]
 
-    with group_of(world_size, codec, Room()) as group:
+    with group_of(world_size, codec, LocalAggregator()) as group:
         by_server = group.each(run)
     specs = {"w": TensorSpec((NUMEL,))}
     with ranks(world_size, Plan({"w": codec}, strategy="scatter_reduce"), seed=SEED, tensors=specs) as group:
@@ -104,7 +104,7 @@ def test_a_server_gives_the_bits_of_scatter_reduce(codec: gw.Compressor, world_s
 def test_a_model_with_large_and_small_tensors_trains_with_partitions() -> None:
     specs = {name: TensorSpec(shape) for name, shape in
              {"a": (100, 90), "b": (7,), "c": (64, 64), "d": (3, 5)}.items()}  # fmt: skip
-    room = Room()
+    aggregator = LocalAggregator()
     plan = Plan(gw.make("thc"), strategy="server", partitions=2, min_elements=1000)
     assert {name: plan.entry(name, spec).strategy for name, spec in specs.items()} == {
         "a": "server", "b": "scatter_reduce", "c": "server", "d": "scatter_reduce",
@@ -119,7 +119,7 @@ def test_a_model_with_large_and_small_tensors_trains_with_partitions() -> None:
             one.commit()
         return grads
 
-    server = InRoom("room:1", room=room)
+    server = LocalOptions("local:1", aggregator=aggregator)
     with ranks(3, plan, server=server, tensors=specs) as group:
         found = group.each(run)
         reports = [one.report() for one in group.synchronizers]
@@ -129,8 +129,8 @@ def test_a_model_with_large_and_small_tensors_trains_with_partitions() -> None:
         assert (grads[0] - exact).norm() < (
             0.5 if plan.entry(name, specs[name]).strategy == "server" else 1e-6
         ) * exact.norm()
-    assert room.config is not None and len(room.config.streams) == 2 * 2 * 2
-    assert len(room.replies) == 2 * len(room.config.streams)
+    assert aggregator.config is not None and len(aggregator.config.streams) == 2 * 2 * 2
+    assert len(aggregator.replies) == 2 * len(aggregator.config.streams)
     row = reports[0].tensors["a"]
     assert row.method.endswith("server") and row.syncs == 2
     assert 2 * 9000 // 2 < row.sent_bytes < 2 * (9000 // 2 + 1000), "half a byte an element, and norms"
@@ -141,7 +141,7 @@ def test_other_element_types_travel(dtype: torch.dtype) -> None:
     def make(rank: int, step: int) -> torch.Tensor:
         return gradient(rank, step).to(dtype)
 
-    server = InRoom("room:1")
+    server = LocalOptions("local:1")
     plan = Plan({"w": "thc"}, strategy="server")
     with ranks(2, plan, server=server, tensors={"w": TensorSpec((NUMEL,), dtype)}) as group:
         means = group.each(lambda one: take_step(one, 0, make))
@@ -156,8 +156,8 @@ def test_other_element_types_travel(dtype: torch.dtype) -> None:
 def test_an_absent_rank_counts_as_a_gradient_of_zero_and_a_late_one_not_at_all() -> None:
     """Of five ranks one is absent and one late: the sum of three, divided by four."""
     codec, absent, late = gw.make("thc", granularity=30), 1, 3
-    room = Room(lambda step, stream, packet, rank: rank == late and stream == 1)
-    with group_of(5, codec, room, fraction=0.8) as group:
+    aggregator = LocalAggregator(lambda step, stream, packet, rank: rank == late and stream == 1)
+    with group_of(5, codec, aggregator, fraction=0.8) as group:
         means = group.each(lambda one: take_step(one, 0, used=one.rank != absent))
         kept = group.each(held)
         reports = [one.report().total for one in group.synchronizers]
@@ -172,25 +172,25 @@ def test_an_absent_rank_counts_as_a_gradient_of_zero_and_a_late_one_not_at_all()
 
 
 def test_an_unused_parameter_gets_a_mean_of_zero() -> None:
-    room = Room()
-    with group_of(3, "thc", room) as group:
+    aggregator = LocalAggregator()
+    with group_of(3, "thc", aggregator) as group:
         means = group.each(lambda one: take_step(one, 0, used=False))
     assert not any(mean.any() for mean in means)
-    assert sums(room) == []
+    assert sums(aggregator) == []
 
 
 def test_the_sum_of_the_counted_ranks_is_that_of_a_group_of_them() -> None:
     """The same bits as in a group where the others have nothing to add, except for the divisor."""
     late = {0: (4,), 1: (), 2: (1, 4), 3: (2,), 4: (1,)}  # by packet
-    room = Room(lambda step, stream, packet, rank: stream == 1 and rank in late[packet])
+    aggregator = LocalAggregator(lambda step, stream, packet, rank: stream == 1 and rank in late[packet])
     codec = gw.make("thc", granularity=30)
     # Norms of the others, which they have told in time, are below those of rank 0.
     scaled: Gradient = lambda rank, step: gradient(0, 10 + rank) * (3.0 if rank == 0 else 0.5)  # noqa: E731
-    with group_of(5, codec, room, fraction=0.6, feedback="none") as group:
+    with group_of(5, codec, aggregator, fraction=0.6, feedback="none") as group:
         found = group.each(lambda one: take_step(one, 0, scaled))[0]
     for packet, missing in late.items():
         where = slice(packet * PACKET, min(NUMEL, (packet + 1) * PACKET))
-        with group_of(5, codec, Room(), feedback="none") as group:
+        with group_of(5, codec, LocalAggregator(), feedback="none") as group:
             used = [rank not in missing for rank in range(5)]
             fewer = group.each(lambda one, used=used: take_step(one, 0, scaled, used[one.rank]))[0]
         expected = fewer[where] * np.float32(5 / (5 - len(missing))) if missing else fewer[where]
@@ -209,7 +209,7 @@ def test_nothing_is_lost_in_sixty_steps_with_latecomers(method: str, feedback: s
     def late(step: int, stream: int, packet: int, rank: int) -> bool:
         return bool(allowed[step, stream, packet, rank]) and drawn[step, stream, packet, rank] < 0.4
 
-    room = Room(late)
+    aggregator = LocalAggregator(late)
 
     def run(one: Synchronizer) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
         produced, means = torch.zeros(NUMEL, dtype=torch.float64), []
@@ -218,9 +218,9 @@ def test_nothing_is_lost_in_sixty_steps_with_latecomers(method: str, feedback: s
             means.append(take_step(one, step))
         return produced, means, held(one)
 
-    with group_of(world_size, method, room, fraction=0.6, feedback=feedback) as group:
+    with group_of(world_size, method, aggregator, fraction=0.6, feedback=feedback) as group:
         found = group.each(run)
-    replies, means = sums(room), found[0][1]
+    replies, means = sums(aggregator), found[0][1]
     assert sum(int((reply.counts < world_size).sum()) for reply in replies) > steps, "many were late"
     for _, other, _ in found:
         assert all(torch.equal(left, right) for left, right in zip(means, other, strict=True))
@@ -278,7 +278,7 @@ def test_a_real_server_goes_on_without_the_slowest_rank_and_nothing_is_lost(udp:
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_step_that_is_not_finite_is_rolled_back_on_all_ranks(unheard: tuple[int, ...], value: float) -> None:
     """Whether they hear of it by the statistics or by the sum."""
-    room = Room(lambda step, stream, packet, rank: step == 1 and rank == 2 and stream in unheard)
+    aggregator = LocalAggregator(lambda step, stream, packet, rank: step == 1 and rank == 2 and stream in unheard)
 
     def run(one: Synchronizer) -> None:
         take_step(one, 0)
@@ -293,12 +293,12 @@ def test_a_step_that_is_not_finite_is_rolled_back_on_all_ranks(unheard: tuple[in
         assert torch.equal(held(one), before)
         assert take_step(one, 2).isfinite().all()
 
-    with group_of(5, "thc", room, fraction=0.8) as group:
+    with group_of(5, "thc", aggregator, fraction=0.8) as group:
         group.each(run)
 
 
 def test_an_unheard_gradient_that_is_not_finite_is_dropped_by_its_rank_only() -> None:
-    room = Room(lambda step, stream, packet, rank: step == 1 and rank == 2)
+    aggregator = LocalAggregator(lambda step, stream, packet, rank: step == 1 and rank == 2)
 
     def run(one: Synchronizer) -> torch.Tensor:
         take_step(one, 0)
@@ -308,7 +308,7 @@ def test_an_unheard_gradient_that_is_not_finite_is_dropped_by_its_rank_only() ->
         assert take_step(one, 2).isfinite().all()
         return mean
 
-    with group_of(5, "thc", room, fraction=0.8) as group:
+    with group_of(5, "thc", aggregator, fraction=0.8) as group:
         means = group.each(run)
     exact = sum(gradient(rank, 1) for rank in (0, 1, 3, 4)) / 4
     assert all(torch.equal(mean, means[0]) for mean in means)
@@ -319,7 +319,9 @@ def test_an_unheard_gradient_that_is_not_finite_is_dropped_by_its_rank_only() ->
 def test_gradients_that_overflow_with_their_residual_are_clamped_to_float32() -> None:
     """The gradient is finite, but not its sum with the residual, and no rank hears of it."""
     huge, largest = 3e38, float(np.finfo(np.float32).max)
-    room = Room(lambda step, stream, packet, rank: rank == 1 and (stream == 1 if step == 0 else step == 1))
+    aggregator = LocalAggregator(
+        lambda step, stream, packet, rank: rank == 1 and (stream == 1 if step == 0 else step == 1)
+    )
 
     def make(rank: int, step: int) -> torch.Tensor:
         return torch.full((NUMEL,), huge if rank == 1 else 1.0) if step < 2 else torch.zeros(NUMEL)
@@ -337,7 +339,7 @@ def test_gradients_that_overflow_with_their_residual_are_clamped_to_float32() ->
                 return grad
         raise AssertionError("unreachable")
 
-    with group_of(3, gw.make("thc", granularity=30), room, fraction=0.6) as group:
+    with group_of(3, gw.make("thc", granularity=30), aggregator, fraction=0.6) as group:
         means = group.each(run)
     assert all(mean.isfinite().all() and torch.equal(mean, means[0]) for mean in means)
 
@@ -346,13 +348,13 @@ def test_gradients_that_overflow_with_their_residual_are_clamped_to_float32() ->
 
 
 def test_a_lost_server_ends_the_step_on_all_ranks_with_its_error() -> None:
-    room = Room()
+    aggregator = LocalAggregator()
 
     def run(one: Synchronizer) -> list[Any]:
         take_step(one, 0)
         one.begin_step()
         if one.rank == 2:  # the others wait for it, and for the server
-            room.fail(PeerLostError("The connection to the aggregation server is lost."))
+            aggregator.fail(PeerLostError("The connection to the aggregation server is lost."))
 
         def finish() -> None:
             one.submit([GradientSlice("w", gradient(one.rank, 1))])  # which another rank's error may forestall
@@ -364,7 +366,7 @@ def test_a_lost_server_ends_the_step_on_all_ranks_with_its_error() -> None:
             one.begin_step()
         return [caught.value, again.value is caught.value]
 
-    with group_of(3, "thc", room) as group:
+    with group_of(3, "thc", aggregator) as group:
         found = group.each(run)
     for error, same in found:
         assert "the aggregation server" in str(error) and same
@@ -399,7 +401,7 @@ def test_a_dump_that_cannot_be_written_does_not_keep_the_failure_from_the_server
 
 
 @dataclass(frozen=True)
-class OutOfReach(InRoom):
+class OutOfReach(LocalOptions):
     """A server that rank 1 cannot reach."""
 
     def client(self, config: SessionConfig, rank: int, *limits: Any) -> Any:
@@ -409,7 +411,7 @@ class OutOfReach(InRoom):
 
 
 def test_a_rank_that_does_not_reach_the_server_tells_the_others() -> None:
-    with ranks(3, Plan({"w": "thc"}, strategy="server"), server=OutOfReach("room:1")) as group:
+    with ranks(3, Plan({"w": "thc"}, strategy="server"), server=OutOfReach("local:1")) as group:
         found = group.outcomes(lambda one: one.register({"w": TensorSpec((NUMEL,))}))
         assert [type(error) for error in found] == [type(None), PeerTimeoutError, type(None)]
         for rank, error in enumerate(group.outcomes(lambda one: take_step(one, 0))):
@@ -440,20 +442,20 @@ def test_a_missing_server_address_is_reported(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_ranks_with_different_server_options_disagree_before_anything_is_sent() -> None:
-    plan, room = Plan({"w": "thc"}, strategy="server"), Room()
+    plan, aggregator = Plan({"w": "thc"}, strategy="server"), LocalAggregator()
     with (
         pytest.raises(DisagreementError, match="fraction"),
-        ranks(2, plan, server=lambda rank: InRoom("room:1", fraction=(0.9, 1.0)[rank], room=room)),
+        ranks(2, plan, server=lambda rank: LocalOptions("local:1", fraction=(0.9, 1.0)[rank], aggregator=aggregator)),
     ):
         pass
-    assert room.config is None
+    assert aggregator.config is None
 
 
 def test_later_tensors_and_parts_of_tensors_are_refused() -> None:
-    with group_of(2, "thc", Room()) as group:
+    with group_of(2, "thc", LocalAggregator()) as group:
         for said in outcomes(group, lambda one: one.submit([GradientSlice("w", torch.zeros(1024))])):
             assert "but 1024 were submitted. Submit full tensors" in said
-    with ranks(2, Plan({"*": "thc"}, strategy="server"), server=InRoom("room:1")) as group:
+    with ranks(2, Plan({"*": "thc"}, strategy="server"), server=LocalOptions("local:1")) as group:
         group.each(lambda one: one.register({"w": TensorSpec((300, 300))}))
         for said in outcomes(group, lambda one: one.register({"v": TensorSpec((300, 300))})):
             assert "Register all tensors that use it at once" in said
@@ -462,20 +464,23 @@ def test_later_tensors_and_parts_of_tensors_are_refused() -> None:
 
 def test_full_rotation_is_refused_if_ranks_may_be_late() -> None:
     full = gw.make("thc", rotate="full")
-    with pytest.raises(OptionError, match='Pass rotate="block", or fraction=1'), group_of(3, full, Room(), 0.6):
+    with (
+        pytest.raises(OptionError, match='Pass rotate="block", or fraction=1'),
+        group_of(3, full, LocalAggregator(), 0.6),
+    ):
         pass
-    room = Room()
-    with group_of(3, gw.make("thc", block=4096), room, fraction=0.6):
-        assert room.config is not None and room.config.packet_elements == 4096
+    aggregator = LocalAggregator()
+    with group_of(3, gw.make("thc", block=4096), aggregator, fraction=0.6):
+        assert aggregator.config is not None and aggregator.config.packet_elements == 4096
 
 
 @pytest.mark.parametrize("codec", [gw.make("thc", rotate="full"), gw.make("thc", block=4096)], ids=repr)
 def test_packets_need_not_be_whole_blocks_if_no_rank_is_left_out(codec: gw.Compressor) -> None:
     means = []
     for fraction in (0.9, 1.0):  # of 2 ranks, both are all
-        room = Room()
-        with group_of(2, codec, room, fraction=fraction) as group:
-            assert room.config is not None and room.config.packet_elements == PACKET
+        aggregator = LocalAggregator()
+        with group_of(2, codec, aggregator, fraction=fraction) as group:
+            assert aggregator.config is not None and aggregator.config.packet_elements == PACKET
             means.append(group.each(lambda one: [take_step(one, step) for step in range(2)])[0])
     for found, expected in zip(*means, strict=True):
         assert torch.equal(found, expected)
@@ -488,11 +493,11 @@ def test_packets_need_not_be_whole_blocks_if_no_rank_is_left_out(codec: gw.Compr
 def test_a_fraction_that_leaves_no_rank_out_logs_one_that_does(
     world_size: int, fraction: float, advice: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with group_of(world_size, "thc", Room(), fraction=fraction):
+    with group_of(world_size, "thc", LocalAggregator(), fraction=fraction):
         assert re.search(advice, caplog.text)
     for number in re.findall(r"fraction=(0\.\d+)", caplog.text)[:1]:
         caplog.clear()
-        with group_of(world_size, "thc", Room(), fraction=float(number)):
+        with group_of(world_size, "thc", LocalAggregator(), fraction=float(number)):
             assert "leaves no rank out" not in caplog.text
 
 

@@ -17,8 +17,8 @@ from gradwire.kernels import cpu
 from gradwire.sync.plan import Plan
 from gradwire.sync.strategies import peer_strategies
 from gradwire.sync.synchronizer import GradientSlice, Synchronizer
-from tests.sync.aggregation import InRoom, Room
 from tests.sync.harness import ranks
+from tests.sync.local_aggregator import LocalAggregator, LocalOptions
 
 METHODS: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in registry.names()),
@@ -105,7 +105,7 @@ def test_latecomers_and_16_bit_accumulators_compile_nothing_either(dtype: torch.
         assert compiled() == before
 
     codec = gw.make("thc", granularity=120)
-    room = Room(lambda round, stream, packet, rank: stream == 1 and rank == 1)
-    server = InRoom("room:1", fraction=0.6, room=room)
+    aggregator = LocalAggregator(lambda round, stream, packet, rank: stream == 1 and rank == 1)
+    server = LocalOptions("local:1", fraction=0.6, aggregator=aggregator)
     with ranks(3, Plan({"w": codec}, strategy="server"), server=server) as group:
         group.each(step)

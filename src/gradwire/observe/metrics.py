@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -69,41 +69,15 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         rows = {name: asdict(row) | {"ratio": row.ratio} for name, row in self.tensors.items()}
-        total = asdict(self.total) | {"ratio": self.total.ratio}
-        return {
-            "rank": self.rank,
-            "world_size": self.world_size,
-            "steps": self.steps,
-            "tensors": rows,
-            "total": total,
-            "notes": list(self.notes),
-        }
+        return asdict(self) | {"tensors": rows, "total": asdict(self.total) | {"ratio": self.total.ratio}}
 
     def __str__(self) -> str:
-        head = (
-            "tensor",
-            "method",
-            "elements",
-            "kB/step",
-            "ratio",
-            "encode ms",
-            "decode ms",
-            "latency ms",
-            "residual",
-        )
-        rows = [
-            head,
-            *(self._row(name, row) for name, row in self.tensors.items()),
-            self._row("total", self.total),
-        ]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-        lines = [
-            "  ".join(
-                cell.ljust(width) if column < 2 else cell.rjust(width)
-                for column, (cell, width) in enumerate(zip(row, widths))
-            )
-            for row in rows
-        ]
+        head = ("tensor", "method", "elements", "kB/step", "ratio", "encode ms", "decode ms", "latency ms", "residual")
+        tensors = (self._row(name, row) for name, row in self.tensors.items())
+        rows = [head, *tensors, self._row("total", self.total)]
+        aligns: list[Callable[[str, int], str]] = [str.ljust, str.ljust, *[str.rjust] * (len(head) - 2)]
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        lines = ["  ".join(align(cell, width) for align, cell, width in zip(aligns, row, widths)) for row in rows]
         title = f"gradwire on rank {self.rank} of {self.world_size}, {self.steps} steps (figures per step)"
         return "\n".join([title, *lines, *self.notes])
 

@@ -96,9 +96,8 @@ class Trace:
 
     def _instant(self, event: Event) -> None:
         row = f"tensor {event.tensor}" if event.tensor else "step"
-        self._write(
-            event, {"ph": "i", "s": "t", "name": event.kind, "ts": self._micros(event.start), "tid": self._row(row)}
-        )
+        start = self._micros(event.start)
+        self._write(event, {"ph": "i", "s": "t", "name": event.kind, "ts": start, "tid": self._row(row)})
         if event.kind == "failure":
             self._file.flush()
 
