@@ -1,4 +1,4 @@
-"""What is done to averaged gradients before the optimizer's step, and what `gcomp` makes of it."""
+"""Changes of averaged gradients before the optimizer's step, and how `gcomp` reacts."""
 
 from __future__ import annotations
 

@@ -370,7 +370,7 @@ def test_a_bucket_has_gradients_one_after_the_other_in_their_parameters_order_in
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 5, 3)).to(memory_format=memory_format)
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=as_view)
     ddp.register_comm_hook(None, lambda state, bucket: hook(state, bucket))
-    for _ in range(3):  # buckets are made anew after the first
+    for _ in range(3):  # DDP rebuilds its buckets after the first
         found.clear()
         ddp.zero_grad()
         ddp(torch.randn(2, 3, 6, 6)).square().sum().backward()

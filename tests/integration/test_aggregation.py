@@ -55,7 +55,7 @@ def test_four_ranks_train_to_the_same_bits_as_between_themselves_over_a_restart(
         first.send_signal(signal.SIGKILL)
         first.wait()
         second = stack.enter_context(serving(port, 4, *options))
-        (tmp_path / "started-anew").touch()
+        (tmp_path / "restarted").touch()
         ranks = results(job.result())
         said, _ = second.communicate(timeout=30)
     assert second.returncode == 0 and "All workers have finished." in said

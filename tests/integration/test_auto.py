@@ -24,7 +24,9 @@ def test_nothing_is_lost_on_the_way_there_and_back() -> None:
         assert rank["held"][1:] == [True, False]
         assert rank["error"] < 1e-5
         before, by_plan, after = rank["links"]
-        assert before == after == 0 < by_plan  # what a trial sends beside DDP's own is not there to compare with later
+        assert (
+            before == after == 0 < by_plan
+        )  # nothing that a trial sends in addition to DDP is left for later comparisons
         _adds_up(rank["report"], rank["table"], num_native=ways.count("DDP's all-reduce"))
 
 

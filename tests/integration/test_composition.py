@@ -1,4 +1,4 @@
-"""gradwire beside the other features of torch: what holds for each is in docs/composition.md."""
+"""gradwire together with other features of torch, as docs/composition.md describes it."""
 
 from __future__ import annotations
 

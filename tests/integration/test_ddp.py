@@ -64,7 +64,7 @@ def test_many_small_buckets_on_gloo_do_not_deadlock() -> None:
     ],
 )
 def test_an_infinite_step_leaves_no_trace(method: str, strategy: str, with_optimizer: bool) -> None:
-    """R2: the step after is finite, residuals are bit for bit as before, all ranks decide alike."""
+    """R2: the step after is finite, residuals are bit for bit as before, all ranks decide the same."""
     ranks = results(launch("ddp.nonfinite", 3, method=method, strategy=strategy, with_optimizer=with_optimizer))
     for rank in ranks:
         assert rank["finite"] == [step != 5 for step in range(10)]

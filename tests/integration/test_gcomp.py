@@ -1,4 +1,4 @@
-"""`gcomp` and `lossless` on real processes: lossless gives DDP's own bits, gcomp stays beside them, in fewer bytes."""
+"""`gcomp` and `lossless` on real processes: lossless gives DDP's own bits, gcomp is close, in fewer bytes."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class Launcher:
 
     def _job(self, each: GradientSlice, index: int, submission: Submission, step: int) -> TensorJob:
         entry = self._entry(each.name)
-        needs_aux = entry.compressor.needs_optimizer and self._aux is not None
+        aux = self._aux if entry.compressor.needs_optimizer else None
         return TensorJob(
             each.name,
             self._tensors.ids[each.name],
@@ -117,7 +117,7 @@ class Launcher:
             wait_loaded=submission.staging.wait_loaded,
             shape=self._tensors.specs[each.name].shape,
             fusion_index=self._tensors.fusion_indices.get(each.name, 0),
-            aux=partial(self._aux, each.name) if needs_aux else None,
+            aux=None if aux is None else partial(aux, each.name),
         )
 
     def _entry(self, name: str) -> PlanEntry:

@@ -17,7 +17,7 @@ TIMEOUT = 3.0  # seconds
 
 
 def train(rank: int, world_size: int, server: str, folder: str, steps: int = 20) -> dict[str, Any]:
-    """The same training between ranks and through the server; during the second the server is started anew."""
+    """The same training between ranks and through the server; during the second the server is restarted."""
 
     def run(note: bool, strategy: str, options: gw.SyncOptions) -> tuple[list[str], dict[str, Any]]:
         ddp, weights = wrap(model()), []
@@ -27,7 +27,7 @@ def train(rank: int, world_size: int, server: str, folder: str, steps: int = 20)
             if note and step == 5 and rank == 0:
                 (Path(folder) / "under-way").touch()
             if note and step == steps - 3:
-                _await(Path(folder) / "started-anew")
+                _await(Path(folder) / "restarted")
             ddp.zero_grad()
             loss_of(ddp, batch).backward()
             optimizer.step()

@@ -101,7 +101,7 @@ def small_tensors(rank: int, world_size: int) -> list[str]:
 
 
 def lab_main() -> None:
-    """A rank in the lab: says what is decided, and when, until so many decisions or seconds have passed."""
+    """A rank in the lab: prints decisions with their times, up to a number of decisions or seconds."""
     limit, wanted = float(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

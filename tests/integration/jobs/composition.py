@@ -1,4 +1,4 @@
-"""Jobs in which other features of torch are on beside gradwire."""
+"""Jobs that combine gradwire with other features of torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training with gcomp and lossless beside DDP's own sum, on real processes."""
+"""Training with gcomp and lossless compared with DDP's own sum, on real processes."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class Bag(nn.Module):
 
 
 def sparse(rank: int, world_size: int) -> dict[str, Any]:
-    """A sparse gradient beside dense ones."""
+    """A sparse gradient together with dense ones."""
 
     def words(step: int) -> torch.Tensor:
         return torch.randint(0, 40, (6, 3), generator=torch.Generator().manual_seed(10 * step + rank))

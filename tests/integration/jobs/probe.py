@@ -12,7 +12,7 @@ from torch import nn
 from gradwire.bench.probe import Prober
 from gradwire.bench.probe_job import ProbeJob
 
-SILENT, OTHERS, BUSY = 0.01, 0.03, 0.1  # seconds of steps: without communication, with it, and beside other work
+SILENT, OTHERS, BUSY = 0.01, 0.03, 0.1  # seconds of steps: without communication, with it, and while other work runs
 
 
 class Model(nn.Module):
@@ -38,7 +38,7 @@ class Model(nn.Module):
 
 
 def other_work(rank: int, world_size: int, times: int) -> list[Any]:
-    """Probe while other work runs in the first so many measurements without communication."""
+    """Probe while other work runs during the first measurements without communication."""
     Model.busy_times, Model.seen = times, []
     said: list[str] = []
     prober = Prober(ProbeJob("model", Model(), (torch.ones(2, 8),)), "exact", seconds=0.01, say=said.append)
