@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from gradwire.net.handshake import GroupMember, JobKey
-from gradwire.net.mesh import MeshBuilder
 from gradwire.net.reconnecting import ReconnectingEndpoint
 from gradwire.net.rendezvous import Deadline, Meeting
+from gradwire.net.tcp import TcpTransport
 from gradwire.wire.frame import Header
 
 KEY = JobKey(bytes(32))
@@ -76,7 +76,7 @@ def listener(caplog: pytest.LogCaptureFixture) -> Iterator[Scarce]:
         yield made
 
 
-def test_a_hub_rests(listener: Scarce, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_endpoint_rests(listener: Scarce, caplog: pytest.LogCaptureFixture) -> None:
     there, here = Owner(), Owner()
     server = ReconnectingEndpoint(
         GroupMember("job", 1, 2, 5), KEY, there, timeout=WAIT, listener=listener, callers=frozenset({0})
@@ -95,19 +95,18 @@ def test_a_hub_rests(listener: Scarce, caplog: pytest.LogCaptureFixture) -> None
 def test_a_mesh_rests(listener: Scarce, caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         addresses = [listener.getsockname(), other.getsockname()]
-        found: dict[int, dict] = {}
+        found: dict[int, TcpTransport] = {}
 
         def build(rank: int, mine: socket.socket) -> None:
             meeting = Meeting(GroupMember("job", rank, 2, 5), KEY, addresses)
-            found[rank] = MeshBuilder(mine, meeting, Deadline(WAIT)).build()
+            found[rank] = TcpTransport(meeting, mine, Deadline(WAIT), timeout=WAIT)
 
         threads = [threading.Thread(target=build, args=each) for each in enumerate((listener, other))]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-    for connections in found.values():
-        [connection] = connections.values()
-        connection.socket.close()
     assert set(found) == {0, 1}
+    for transport in found.values():
+        transport.abort("the test has ended")
     listener.assert_rested(caplog)

@@ -32,7 +32,6 @@ def test_nothing_turns_true_before_the_next_deadline():
     assert liveness.next_deadline() == 102.0
     liveness.sent(107.0)
     assert liveness.next_deadline() == 108.0
-    assert liveness.next_deadline(listening=False) == 109.0
 
 
 def test_two_ends_that_keep_their_deadlines_never_give_each_other_up():

@@ -115,8 +115,8 @@ def test_goodbye_is_no_failure_but_sending_after_it_is():
 @pytest.mark.parametrize(
     ("peer", "fields", "advice"),
     [
-        (0, {}, "Expected another rank"),
-        (2, {}, "Expected another rank"),
+        (0, {}, "Pass another rank"),
+        (2, {}, "Pass another rank"),
         (1, {"kind": FrameKind.BYE}, "Control frames are the transport's"),
         (1, {"sender": 1}, "Fill both in from the transport"),
         (1, {"epoch": 1}, "Fill both in from the transport"),

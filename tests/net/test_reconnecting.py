@@ -236,7 +236,7 @@ def test_a_second_connection_of_a_peer_takes_the_place_of_the_first(hubs):
     there.hear("joined")
     _, second = hubs(1, port)
     second.hear("joined")
-    assert "connected anew" in str(there.hear("left")[2])
+    assert "connected again" in str(there.hear("left")[2])
     there.hear("joined")
 
 

@@ -363,15 +363,15 @@ def test_a_callback_that_raises_ends_the_group_with_an_error(group, which):
     recorder = start(transports[0])
     transports[1].start(Callbacks(**callbacks))
     transports[0].send(1, header(transports[0]), body(1))
-    assert "callbacks not to raise" in str(failures.get(timeout=PATIENCE.total_seconds()))
+    assert "layer 3" in str(failures.get(timeout=PATIENCE.total_seconds()))
     assert isinstance(recorder.failure(), PeerFailedError)
 
 
 @pytest.mark.parametrize(
     ("peer", "fields", "advice"),
     [
-        (0, {}, "Expected another rank"),
-        (-1, {}, "Expected another rank"),
+        (0, {}, "Pass another rank"),
+        (-1, {}, "Pass another rank"),
         (1, {"kind": FrameKind.ABORT}, "Control frames are the transport's"),
         (1, {"sender": 1}, "Fill both in from the transport"),
         (1, {"epoch": 1}, "Fill both in from the transport"),

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from gradwire.core.errors import PeerFailedError, PeerLostError, PeerTimeoutError, SyncError
-from gradwire.net import mesh
+from gradwire.net import pending
 from gradwire.net.handshake import JobKey
 from gradwire.net.tcp import TcpTransport
 from gradwire.wire.frame import HEADER_BYTES, FrameKind
@@ -230,7 +230,7 @@ def test_more_strangers_than_places_do_not_keep_the_real_rank_out(pair):
     made = pair()
     address = made.bare.meeting.addresses[0]
     with ExitStack() as stack:
-        for _ in range(2 * mesh.SPARE_CANDIDATES):
+        for _ in range(2 * pending.SPARE_CONNECTIONS):
             stack.enter_context(socket.create_connection(address))
         try:
             made.bare.shake_hands()
@@ -242,7 +242,7 @@ def test_more_strangers_than_places_do_not_keep_the_real_rank_out(pair):
 
 
 def test_a_slow_stranger_is_dropped_at_the_deadline_of_the_handshake(pair, monkeypatch):
-    monkeypatch.setattr(mesh, "HANDSHAKE_SECONDS", 0.2)
+    monkeypatch.setattr(pending, "HANDSHAKE_SECONDS", 0.2)
     made = pair()
     began = time.monotonic()
     assert made.bare.socket.recv(1) == b""

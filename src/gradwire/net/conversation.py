@@ -34,7 +34,7 @@ class Conversation:
     """Reads one peer's byte stream and keeps its timers and counters.
 
     Args:
-        ends: who talks to whom.
+        ids: Who talks to whom.
         timeout: how long the peer may be silent.
         now: seconds on the caller's monotonic clock.
         reader: the reader that a handshake has used on the same stream, if any.
@@ -49,13 +49,13 @@ class Conversation:
 
     def __init__(
         self,
-        ends: PeerIds,
+        ids: PeerIds,
         timeout: timedelta,
         now: float,
         reader: FrameReader | None = None,
         heartbeat: timedelta | None = None,
     ) -> None:
-        self.ends = ends
+        self.ids = ids
         self.liveness = Liveness(timeout, now, heartbeat)
         self.received_bytes = 0
         self.control_bytes = 0
@@ -101,7 +101,7 @@ class Conversation:
         """Return a control frame to send. ABORT and GOAWAY carry a reason, ABORT also who is to blame, if another."""
         body = reason.encode("utf-8", "replace")[:MAX_REASON_BYTES]
         frame = pack(
-            Header(kind, sender=self.ends.rank, epoch=self.ends.epoch, count=0 if blame is None else blame + 1),
+            Header(kind, sender=self.ids.rank, epoch=self.ids.epoch, count=0 if blame is None else blame + 1),
             body,
         )
         self.control_bytes += len(frame)
@@ -110,7 +110,7 @@ class Conversation:
     def refused(self, error: FrameError) -> SyncError:
         """The error of a peer that sent a frame which is not taken."""
         return SyncError(
-            f"Rank {self.ends.peer} sent what rank {self.ends.rank} does not take: {error}", rank=self.ends.peer
+            f"Rank {self.ids.peer} sent what rank {self.ids.rank} does not take: {error}", rank=self.ids.peer
         )
 
     def lost(self, cause: str) -> PeerLostError | None:
@@ -119,56 +119,56 @@ class Conversation:
             return None
         where = " in the middle of a frame" if self._reader.in_frame else ""
         self.end = PeerLostError(
-            f"The connection to rank {self.ends.peer} has ended without a goodbye: {cause}{where} (at rank "
-            f"{self.ends.rank}). Look at the log of rank {self.ends.peer}: its process has ended or lost its "
+            f"The connection to rank {self.ids.peer} has ended without a goodbye: {cause}{where} (at rank "
+            f"{self.ids.rank}). Look at the log of rank {self.ids.peer}: its process has ended or lost its "
             "network.",
-            rank=self.ends.peer,
+            rank=self.ids.peer,
         )
         return self.end
 
     def silence(self) -> PeerTimeoutError:
         """The error of a peer that has been silent too long."""
         return PeerTimeoutError(
-            f"Expected a sign of life from rank {self.ends.peer} within {self._timeout.total_seconds():g} s, "
-            f"got none (at rank {self.ends.rank}). Look whether that rank is stopped, swapping or cut off; "
+            f"Expected a sign of life from rank {self.ids.peer} within {self._timeout.total_seconds():g} s, "
+            f"got none (at rank {self.ids.rank}). Look whether that rank is stopped, swapping or cut off; "
             "raise the timeout if such pauses are normal.",
-            rank=self.ends.peer,
+            rank=self.ids.peer,
         )
 
     def _admit(self, header: Header) -> None:
-        if header.sender != self.ends.peer or header.epoch != self.ends.epoch:
+        if header.sender != self.ids.peer or header.epoch != self.ids.epoch:
             raise FrameError(
-                f"Expected a frame of rank {self.ends.peer} in epoch {self.ends.epoch:#x}, got "
+                f"Expected a frame of rank {self.ids.peer} in epoch {self.ids.epoch:#x}, got "
                 f"{describe(header)} in epoch {header.epoch:#x}."
             )
         if self.departed:
             raise FrameError(f"Expected nothing after BYE, got {describe(header)}.")
         if header.kind in DATA_KINDS:
-            self._admit_data(self.ends.peer, header)
+            self._admit_data(self.ids.peer, header)
         elif not self._is_control(header):
             raise FrameError(f"Expected no such control frame, got {describe(header)}, {header.length} bytes.")
 
     def _is_control(self, header: Header) -> bool:
         blame = header.count if header.kind is FrameKind.ABORT else 0
-        plain = Header(header.kind, sender=self.ends.peer, epoch=self.ends.epoch, count=blame)
+        plain = Header(header.kind, sender=self.ids.peer, epoch=self.ids.epoch, count=blame)
         return header.length <= _CONTROL_LIMITS.get(header.kind, -1) and without_seal(header) == plain
 
     def _control(self, header: Header, body: np.ndarray) -> None:
         if header.kind is FrameKind.BYE:
             self.departed = True
             self.end = PeerLostError(
-                f"Rank {self.ends.peer} has left the group, and rank {self.ends.rank} still needs it. Run the same "
-                f"number of steps on every rank before detach() or the end of the script. If rank {self.ends.peer} "
+                f"Rank {self.ids.peer} has left the group, and rank {self.ids.rank} still needs it. Run the same "
+                f"number of steps on every rank before detach() or the end of the script. If rank {self.ids.peer} "
                 "ended early, its log says why.",
-                rank=self.ends.peer,
+                rank=self.ids.peer,
             )
         elif header.kind is FrameKind.ABORT:
             reason = body.tobytes().decode("utf-8", "replace")
-            blame = header.count - 1 if 0 < header.count <= 1 << 16 else self.ends.peer
-            raise PeerFailedError(f"Rank {self.ends.peer} gave up: {reason}", rank=blame)
+            blame = header.count - 1 if 0 < header.count <= 1 << 16 else self.ids.peer
+            raise PeerFailedError(f"Rank {self.ids.peer} gave up: {reason}", rank=blame)
         elif header.kind is FrameKind.GOAWAY:
             reason = body.tobytes().decode("utf-8", "replace")
-            raise PeerLostError(f"Rank {self.ends.peer} went away: {reason}", rank=self.ends.peer)
+            raise PeerLostError(f"Rank {self.ids.peer} went away: {reason}", rank=self.ids.peer)
 
 
 _CONTROL_LIMITS = {

@@ -63,7 +63,7 @@ class Link:
     @property
     def peer(self) -> int:
         """The rank at the other end."""
-        return self.conversation.ends.peer
+        return self.conversation.ids.peer
 
     def enqueue(self, head: bytes, body: np.ndarray) -> None:
         """Queue one frame, or drop it where the connection has failed. Any thread may call this."""

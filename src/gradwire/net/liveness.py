@@ -50,7 +50,6 @@ class Liveness:
         """
         return now >= self._heard_at + self._timeout
 
-    def next_deadline(self, *, listening: bool = True) -> float:
-        """The earliest time at which `heartbeat_due`, or `silent` where this end listens, may turn true."""
-        due = self._sent_at + self._interval
-        return min(due, self._heard_at + self._timeout) if listening else due
+    def next_deadline(self) -> float:
+        """Return the earliest time at which `heartbeat_due` or `silent` may turn true."""
+        return min(self._sent_at + self._interval, self._heard_at + self._timeout)

@@ -18,8 +18,7 @@ import numpy as np
 
 from gradwire.core.errors import SyncError
 from gradwire.net.conversation import Conversation, PeerIds
-from gradwire.net.outgoing import check_outgoing
-from gradwire.net.transport import Callbacks, Transport
+from gradwire.net.transport import Callbacks, PeerTransport
 from gradwire.wire.frame import FrameKind, Header, seal
 
 logger = logging.getLogger("gradwire")
@@ -66,7 +65,7 @@ class MemoryNetwork:
         self.transports[rank].thaw()
 
 
-class MemoryTransport(Transport):
+class MemoryTransport(PeerTransport):
     """One rank of a `MemoryNetwork`; made by it."""
 
     def __init__(self, network: MemoryNetwork, rank: int, world_size: int, epoch: int, timeout: timedelta) -> None:
@@ -88,16 +87,6 @@ class MemoryTransport(Transport):
         self._ended = False
         self._killed = False
 
-    @property
-    def received_bytes(self) -> list[int]:  # type: ignore[override]
-        """Bytes of whole frames delivered, by peer."""
-        return self._by_peer("received_bytes")
-
-    @property
-    def control_bytes(self) -> list[int]:  # type: ignore[override]
-        """Bytes of control frames, both ways, by peer."""
-        return self._by_peer("control_bytes")
-
     def start(self, callbacks: Callbacks) -> None:
         """Begin to deliver, from a thread of this rank."""
         assert self._thread is None, "start is called once"
@@ -109,7 +98,7 @@ class MemoryTransport(Transport):
 
     def send(self, peer: int, header: Header, body: np.ndarray) -> None:
         """Queue one frame for `peer`. The body is copied here, as a network would."""
-        check_outgoing(self, peer, header)
+        self._check_outgoing(peer, header)
         frame = np.concatenate([np.frombuffer(seal(header, body), dtype=np.uint8), body])
         gone = self.departed(peer)
         if gone is not None:
@@ -118,10 +107,6 @@ class MemoryTransport(Transport):
         with self._lock:
             self.sent_bytes[peer] += frame.nbytes
             self._put(peer, frame)
-
-    def departed(self, peer: int) -> SyncError | None:
-        """See `Transport`."""
-        return self._conversations[peer].end
 
     def abort(self, reason: str, blame: int | None = None) -> None:
         """Tell every peer why this rank gives up, then close."""
@@ -234,12 +219,6 @@ class MemoryTransport(Transport):
 
     def _open(self) -> list[Conversation]:
         return [conversation for conversation in self._conversations.values() if conversation.end is None]
-
-    def _by_peer(self, counter: str) -> list[int]:
-        counts = [0] * self.world_size
-        for peer, conversation in self._conversations.items():
-            counts[peer] = getattr(conversation, counter)
-        return counts
 
 
 def feed(conversation: Conversation, chunk: np.ndarray) -> Iterator[tuple[Header, np.ndarray]]:

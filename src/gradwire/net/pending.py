@@ -1,7 +1,7 @@
-"""Connections of a hub that are not proven yet: those that it makes, and those that others make to it.
+"""Connections whose handshake has not ended: those that this end opens, and those that others open to it.
 
-Guarantees: strangers cost a descriptor for a few seconds; the rank to be called is called again, less and less often,
-until it has proven itself.
+Guarantees: an unauthenticated peer costs one descriptor for a few seconds. A rank to call is called again, with growing
+pauses, until it has proven itself.
 """
 
 from __future__ import annotations
@@ -12,173 +12,242 @@ import logging
 import selectors
 import socket
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from gradwire.core.errors import FrameError
 from gradwire.net.acceptor import Acceptor
 from gradwire.net.handshake import GroupMember, Handshake, JobKey
-from gradwire.net.pending_connection import HANDSHAKE_SECONDS, PendingConnection
+from gradwire.net.stream import FrameReader
 
 logger = logging.getLogger("gradwire")
-SPARE_CANDIDATES = 64
-_FIRST_RETRY, _LONGEST_RETRY = 0.05, 1.0
+# A real peer has its frames ready.
+HANDSHAKE_SECONDS = 5.0
+SPARE_CONNECTIONS = 64
+"""Unauthenticated connections that are held at once, beyond one per expected caller."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
+
+
+class PendingConnection:
+    """A socket and its handshake.
+
+    Args:
+        sock: Non-blocking socket, connected or connecting.
+        handshake: This end of the handshake.
+        expires: Deadline of the handshake, on the monotonic clock.
+    """
+
+    def __init__(self, sock: socket.socket, handshake: Handshake, expires: float) -> None:
+        self.socket = sock
+        self.handshake = handshake
+        self.expires = expires
+        self.reader = FrameReader(handshake.admit)
+
+    def open(self) -> None:
+        """Send the first frame of a connection that this end has opened.
+
+        Raises:
+            OSError: The connection could not be established.
+        """
+        code = self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            raise OSError(code, errno.errorcode.get(code, str(code)))
+        self._send(self.handshake.opening())
+
+    def receive(self) -> None:
+        """Read and answer what has arrived.
+
+        Raises:
+            OSError, FrameError: The handshake has failed.
+        """
+        count = self.socket.recv_into(self.reader.wanted())
+        if count == 0:
+            raise ConnectionResetError("it closed the connection in the handshake")
+        for header, body in self.reader.advance(count):
+            self._send(self.handshake.receive(header, body))
+            if self.handshake.done:
+                return  # later frames stay in the reader
+
+    def _send(self, frame: bytes) -> None:
+        if frame and self.socket.send(frame) != len(frame):
+            raise FrameError("A fresh connection has no room for a handshake frame.")
 
 
 class PendingConnections:
-    """What a hub has of connections until they are proven. Belongs to the hub's thread.
+    """All pending connections of one connection loop. Belongs to the loop's thread.
 
     Args:
-        member: who this end is.
-        key: the job key.
-        selector: the hub's.
-        listener: listening socket, for an end that is called.
-        callers: the ranks that may call.
-        call: rank and address to call.
-        start_with: the command that starts whoever is called, for the log while nobody answers.
+        member: This end.
+        key: The job key.
+        selector: Selector of the loop.
+        listener: Listening socket, for an end that is called.
+        callers: Ranks that may call.
+        addresses: Ranks to call, with their addresses.
+        call_seconds: Time limit of a call; default `HANDSHAKE_SECONDS`.
+        start_with: Command that starts the called server, for the log while nobody answers.
 
     Attributes:
-        problem: why the last call has failed; empty once one has not.
+        problems: Why the last connection with a rank has failed; no entry once one has succeeded.
     """
 
     def __init__(
         self, member: GroupMember, key: JobKey, selector: selectors.BaseSelector, *, listener: socket.socket | None,
-        callers: frozenset[int], call: tuple[int, tuple[str, int]] | None, start_with: str = "",
+        callers: frozenset[int], addresses: Mapping[int, tuple[str, int]], call_seconds: float | None = None,
+        start_with: str = "",
     ) -> None:  # fmt: skip
-        self.problem = ""
+        self.problems: dict[int, str] = {}
         self._member = member
         self._key = key
         self._selector = selector
-        self._listener = listener
         self._acceptor = None if listener is None else Acceptor(listener, selector)
         self._callers = callers
-        self._call = call
+        self._addresses = addresses
+        self._call_seconds = call_seconds
         self._start_with = start_with
-        self._call_at: float | None = 0.0 if call else None
-        self._pause = _FIRST_RETRY
-        self._candidates: dict[socket.socket, PendingConnection] = {}
-        self._strangers = 0
+        self._call_at = dict.fromkeys(addresses, 0.0)
+        self._pauses: dict[int, float] = {}
+        self._connections: dict[socket.socket, PendingConnection] = {}
+        self._num_refused = 0
 
     def begin_turn(self, now: float) -> None:
         """Do what is due before the selector waits."""
-        if self._call_at is not None and now >= self._call_at:
-            self._call_at = None
-            self._dial()
+        for peer, at in list(self._call_at.items()):
+            if now >= at:
+                del self._call_at[peer]
+                self._call(peer)
         if self._acceptor is not None:
             self._acceptor.resume(now)
 
     def deadlines(self) -> list[float]:
         """When something is due, on the monotonic clock."""
-        times = [candidate.expires for candidate in self._candidates.values()]
-        times += [] if self._call_at is None else [self._call_at]
-        rests_until = None if self._acceptor is None else self._acceptor.rests_until
-        return times if rests_until is None else [*times, rests_until]
+        times = [*self._call_at.values(), *(pending.expires for pending in self._connections.values())]
+        if self._acceptor is not None and self._acceptor.rests_until is not None:
+            times.append(self._acceptor.rests_until)
+        return times
 
     def progress(self, source: Any) -> PendingConnection | None:
-        """Go on with a socket that the selector has named; return the connection that is proven now, if one is."""
-        if source is self._listener:
-            self._answer()
-        elif source in self._candidates:  # not dropped earlier in this turn
-            return self._hear(self._candidates[source])
+        """Handle a socket that is ready, and return its connection if that completes the handshake."""
+        if self._acceptor is not None and source is self._acceptor.listener:
+            self._accept()
+        elif source in self._connections:  # not dropped earlier in this turn
+            return self._advance(self._connections[source])
         return None
 
     def expire(self) -> None:
-        """Drop who takes too long."""
-        for candidate in list(self._candidates.values()):
-            if time.monotonic() >= candidate.expires:
-                self._drop(candidate, "it did not finish the handshake in time")
+        """Drop connections whose handshake takes too long."""
+        for pending in list(self._connections.values()):
+            if time.monotonic() >= pending.expires:
+                self._drop(pending, "it did not finish the handshake in time")
 
-    def lost(self, peer: int) -> None:
-        """Call a rank again whose proven connection is gone, if it is the one to be called."""
-        if self._call is not None and self._call[0] == peer:
-            self._call_at = time.monotonic() + self._pause
+    def call_again(self, peer: int) -> None:
+        """Call a rank whose proven connection is gone, if it is one to call."""
+        if peer in self._addresses:
+            self._call_at[peer] = time.monotonic() + self._pauses.get(peer, _FIRST_PAUSE)
+
+    def refuse(self, sock: socket.socket, problem: str) -> None:
+        """Close a connection that somebody has opened, and log that from time to time."""
+        sock.close()
+        self._num_refused += 1
+        if self._num_refused & (self._num_refused - 1) == 0:  # 1, 2, 4, 8...: a flood does not fill the log
+            logger.warning("Refused %d connections so far; the last: %s", self._num_refused, problem)
+
+    def end(self) -> None:
+        """Call and accept nobody any more."""
+        self._call_at.clear()
+        for pending in list(self._connections.values()):
+            self._forget(pending)
+            pending.socket.close()
+        if self._acceptor is not None:
+            self._acceptor.end()
 
     def release(self) -> None:
-        """Close every socket."""
-        for sock in self._candidates:
+        """Close every socket, but leave the selector as it is: a forked child shares it with its parent."""
+        for sock in self._connections:
             sock.close()
-        if self._listener is not None:
-            self._listener.close()
+        if self._acceptor is not None:
+            self._acceptor.listener.close()
 
-    def _dial(self) -> None:
-        assert self._call is not None
-        peer, (host, port) = self._call
+    def _call(self, peer: int) -> None:
+        host, port = self._addresses[peer]
         try:
             sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
         except OSError as error:  # out of descriptors
-            self._call_later(error.strerror or str(error))
+            self._call_later(peer, error.strerror or str(error))
             return
         sock.setblocking(False)
-        handshake = Handshake(self._member, self._key, frozenset({peer}), connect=True)
-        candidate = PendingConnection(sock, handshake, time.monotonic() + HANDSHAKE_SECONDS)
-        self._candidates[sock] = candidate
         try:
             code = sock.connect_ex((host, port))
             problem = "" if code in (0, errno.EINPROGRESS) else errno.errorcode.get(code, str(code))
         except OSError as error:  # no such host
             problem = str(error)
-        self._selector.register(sock, selectors.EVENT_WRITE)
+        pending = self._add(sock, frozenset({peer}), connect=True)
         if problem:
-            self._drop(candidate, problem)
+            self._drop(pending, problem)
 
-    def _answer(self) -> None:
+    def _accept(self) -> None:
         assert self._acceptor is not None
         sock = self._acceptor.accept()
         if sock is None:
             return
-        if len(self._candidates) >= len(self._callers) + SPARE_CANDIDATES:
-            self._drop(next(iter(self._candidates.values())), "too many strangers at the port")
-        handshake = Handshake(self._member, self._key, self._callers, connect=False)
-        self._candidates[sock] = PendingConnection(sock, handshake, time.monotonic() + HANDSHAKE_SECONDS)
-        self._selector.register(sock, selectors.EVENT_READ)
+        accepted = [pending for pending in self._connections.values() if not pending.handshake.connects]
+        if len(accepted) >= len(self._callers) + SPARE_CONNECTIONS:
+            self._drop(accepted[0], "too many unauthenticated peers at the port")
+        self._add(sock, self._callers, connect=False)
 
-    def _hear(self, candidate: PendingConnection) -> PendingConnection | None:
+    def _add(self, sock: socket.socket, expected: frozenset[int], *, connect: bool) -> PendingConnection:
+        seconds = self._call_seconds if connect and self._call_seconds else HANDSHAKE_SECONDS
+        handshake = Handshake(self._member, self._key, expected, connect=connect)
+        pending = self._connections[sock] = PendingConnection(sock, handshake, time.monotonic() + seconds)
+        self._selector.register(sock, selectors.EVENT_WRITE if connect else selectors.EVENT_READ)
+        return pending
+
+    def _advance(self, pending: PendingConnection) -> PendingConnection | None:
         try:
-            if self._selector.get_key(candidate.socket).events == selectors.EVENT_WRITE:
-                code = candidate.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-                if code:
-                    raise OSError(code, errno.errorcode.get(code, str(code)))
-                self._selector.modify(candidate.socket, selectors.EVENT_READ)
-                candidate.say(candidate.handshake.opening())
+            if self._selector.get_key(pending.socket).events == selectors.EVENT_WRITE:
+                self._selector.modify(pending.socket, selectors.EVENT_READ)
+                pending.open()
             else:
-                candidate.hear()
+                pending.receive()
         except BlockingIOError:
             return None
         except (OSError, FrameError) as error:
-            self._drop(candidate, str(error))
+            self._drop(pending, str(error))
             return None
-        if not candidate.handshake.done:
+        if not pending.handshake.done:
             return None
-        self._forget(candidate)
-        if candidate.handshake.connects:
-            self._start_with = ""  # it is started
-            self._pause = _FIRST_RETRY
-            self.problem = ""
-        return candidate
+        self._forget(pending)
+        assert pending.handshake.peer is not None, "it is proven"
+        self.problems.pop(pending.handshake.peer, None)
+        if pending.handshake.connects:
+            self._pauses.pop(pending.handshake.peer, None)
+            self._start_with = ""  # the server runs
+        return pending
 
-    def _drop(self, candidate: PendingConnection, problem: str) -> None:
-        self._forget(candidate)
-        candidate.socket.close()
-        if candidate.handshake.connects:
-            self._call_later(problem)
+    def _drop(self, pending: PendingConnection, problem: str) -> None:
+        self._forget(pending)
+        peer = pending.handshake.peer
+        if pending.handshake.connects:
+            assert peer is not None, "a caller knows whom it calls"
+            pending.socket.close()
+            self._call_later(peer, problem)
             return
-        self._strangers += 1
-        if self._strangers & (self._strangers - 1) == 0:  # 1, 2, 4, 8...: a flood does not fill the log
-            logger.warning("Refused %d connections so far; the last: %s", self._strangers, problem)
+        if peer is not None:
+            self.problems[peer] = problem
+        self.refuse(pending.socket, problem)
 
-    def _call_later(self, problem: str) -> None:
-        self.problem = problem
-        if self._start_with:  # once: whoever waits for it is silent until the timeout
-            assert self._call is not None, "it is called"
-            host, port = self._call[1]
+    def _call_later(self, peer: int, problem: str) -> None:
+        self.problems[peer] = problem
+        if self._start_with:  # once: without it, a worker waits in silence until its timeout
             logger.warning(
                 "Nobody answers at %s:%d yet (%s); waiting. If the server is not started, start it with: %s",
-                host, port, problem, self._start_with,
+                *self._addresses[peer], problem, self._start_with,
             )  # fmt: skip
             self._start_with = ""
-        self._call_at = time.monotonic() + self._pause
-        self._pause = min(2 * self._pause, _LONGEST_RETRY)
+        pause = self._pauses.get(peer, _FIRST_PAUSE)
+        self._pauses[peer] = min(2 * pause, _LONGEST_PAUSE)
+        self._call_at[peer] = time.monotonic() + pause
 
-    def _forget(self, candidate: PendingConnection) -> None:
-        del self._candidates[candidate.socket]
+    def _forget(self, pending: PendingConnection) -> None:
+        del self._connections[pending.socket]
         with contextlib.suppress(KeyError):
-            self._selector.unregister(candidate.socket)
+            self._selector.unregister(pending.socket)

@@ -34,12 +34,12 @@ class Deadline:
 
     def __init__(self, timeout: timedelta) -> None:
         self.timeout = timeout
-        self._at = time.monotonic() + timeout.total_seconds()
+        self.at = time.monotonic() + timeout.total_seconds()
 
     @property
     def left(self) -> float:
         """Seconds left; never negative."""
-        return max(0.0, self._at - time.monotonic())
+        return max(0.0, self.at - time.monotonic())
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""What every transport does: carry frames between the ranks of one group, without blocking anybody.
+"""What every transport does: carry frames between the ranks of one group, without blocking the caller.
 
-A transport owns its threads. `send` queues and returns; arrivals and failures come through the callbacks
-given to `start`, on a thread of the transport, which must only hand them on.
+A transport owns its threads. `send` queues and returns. Frames and failures come through the callbacks given to
+`start`, on a thread of the transport; callbacks must only hand them on.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 from gradwire.core.errors import SyncError
 from gradwire.net.conversation import Conversation
-from gradwire.wire.frame import Header
+from gradwire.wire.frame import DATA_KINDS, Header, describe
 
 
 @dataclass(frozen=True)
@@ -22,14 +22,13 @@ class Callbacks:
     """What a transport calls, always from its own thread.
 
     Attributes:
-        admit: called with (peer, header) before a body is allocated; raises `FrameError` to refuse the frame,
-            which fails the connection. The header has passed its own checks (magic, version, known type).
-        deliver: called with (peer, header, body) for a whole frame whose checksum is right. The body is a
-            uint8 array that the callee owns.
-        fail: called once, with the error that ended the transport: a peer lost, silent, failed or malformed.
-        needs: called with (peer, whether it said goodbye) when a peer is gone, after all of its frames have been
-            delivered. If true, its departure ends the transport. Default: a goodbye does not, a connection that ends
-            without one does.
+        admit: Called with (peer, header) before a body is allocated. Raises `FrameError` to refuse the frame, which
+            fails the connection. The header has passed its own checks (magic, version, known type).
+        deliver: Called with (peer, header, body) for a whole frame with a correct checksum. The body is a uint8 array
+            that the callee owns.
+        fail: Called once, with the error that ended the transport: a peer is lost, silent, failed or malformed.
+        needs: Called with (peer, whether it said goodbye) when a peer is gone, after all of its frames have been
+            delivered. If it returns true, the transport ends with an error. Default: true without a goodbye.
     """
 
     admit: Callable[[int, Header], None]
@@ -41,7 +40,7 @@ class Callbacks:
         """Raise the error of a conversation that has ended, if its peer is still needed."""
         error = conversation.end
         assert error is not None, "it has ended"
-        if self.needs(conversation.ends.peer, conversation.departed):
+        if self.needs(conversation.ids.peer, conversation.departed):
             raise error
 
 
@@ -49,12 +48,12 @@ class Transport(ABC):
     """Frames to and from the other ranks of a group.
 
     Attributes:
-        rank: this process in the group.
-        world_size: ranks in the group.
-        epoch: 64-bit id of this group's incarnation, which every header carries.
-        sent_bytes: bytes of whole frames handed to `send`, by peer.
-        received_bytes: bytes of whole frames delivered, by peer.
-        control_bytes: bytes of frames of the transport's own (heartbeats, farewells), both ways, by peer.
+        rank: This process in the group.
+        world_size: Ranks in the group.
+        epoch: 64-bit id of the group's incarnation, which every header carries.
+        sent_bytes: Bytes of whole frames handed to `send`, by peer.
+        received_bytes: Bytes of whole frames delivered, by peer.
+        control_bytes: Bytes of the transport's own frames (heartbeats, closing messages), both ways, by peer.
     """
 
     rank: int
@@ -66,43 +65,85 @@ class Transport(ABC):
 
     @abstractmethod
     def start(self, callbacks: Callbacks) -> None:
-        """Begin to deliver. Called once, before the first `send`."""
+        """Begin to deliver. Call it once, before the first `send`."""
 
     @abstractmethod
     def send(self, peer: int, header: Header, body: np.ndarray) -> None:
         """Queue one frame for `peer` and return at once. Frames to one peer arrive in order.
 
         Args:
-            peer: the receiving rank.
-            header: all fields but payload length and checksum, which the transport fills in.
-            body: contiguous uint8 array; must not change until the step has ended.
+            peer: The receiving rank.
+            header: All fields but payload length and checksum, which the transport fills in.
+            body: Contiguous uint8 array. Must not change before the step has ended.
 
-        On failure: nothing is raised; the `fail` callback tells.
+        On failure: nothing is raised; the `fail` callback gets the error.
         """
 
     @abstractmethod
     def departed(self, peer: int) -> SyncError | None:
-        """The error for whoever needs `peer`, once it is gone; None while it is there.
+        """Return the error for whoever needs `peer`, once it is gone; None while it is there.
 
         Nothing more comes from a peer that is gone, and sending to it fails.
         """
 
     def busy_seconds(self) -> float:
-        """How long connections have had bytes under way that the peer had not acknowledged, added up over peers.
+        """Return how long connections have had unacknowledged bytes under way, added up over peers.
 
-        0.0 where the system does not tell.
+        0.0 if the operating system does not count it.
         """
         return 0.0
 
     @abstractmethod
     def abort(self, reason: str, blame: int | None = None) -> None:
-        """Tell the peers, as far as they can be reached, that this rank gives up and why; then close.
+        """Tell every peer that can be reached that this rank gives up and why, then close.
 
         Args:
-            reason: a sentence.
-            blame: the rank at fault, if it is another one.
+            reason: A sentence.
+            blame: The rank at fault, if it is another one.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """End in good order: queued frames are sent (within the deadline), threads and sockets end."""
+        """Send what is queued (within the deadline), say goodbye, end threads and sockets."""
+
+
+class PeerTransport(Transport):
+    """Base of transports that keep a `Conversation` per peer, in `_conversations`."""
+
+    _conversations: dict[int, Conversation]
+
+    @property
+    def received_bytes(self) -> list[int]:  # type: ignore[override]
+        """Bytes of whole frames delivered, by peer."""
+        return self._by_peer("received_bytes")
+
+    @property
+    def control_bytes(self) -> list[int]:  # type: ignore[override]
+        """Bytes of control frames, both ways, by peer."""
+        return self._by_peer("control_bytes")
+
+    def departed(self, peer: int) -> SyncError | None:
+        """See `Transport`."""
+        return self._conversations[peer].end
+
+    def _check_outgoing(self, peer: int, header: Header) -> None:
+        """Check that a caller's frame may go to `peer`.
+
+        Raises:
+            ValueError: No such peer, a control frame, or a header with another rank's or epoch's number.
+        """
+        if not 0 <= peer < self.world_size or peer == self.rank:
+            raise ValueError(f"Rank {self.rank} of {self.world_size} cannot send to rank {peer}. Pass another rank.")
+        if header.kind not in DATA_KINDS:
+            raise ValueError(f"{describe(header)} is not a data frame. Control frames are the transport's.")
+        if header.sender != self.rank or header.epoch != self.epoch:
+            raise ValueError(
+                f"The header has sender {header.sender} and epoch {header.epoch:#x}, and the transport has "
+                f"{self.rank} and {self.epoch:#x}. Fill both in from the transport."
+            )
+
+    def _by_peer(self, counter: str) -> list[int]:
+        counts = [0] * self.world_size
+        for peer, conversation in self._conversations.items():
+            counts[peer] = getattr(conversation, counter)
+        return counts
