@@ -35,7 +35,7 @@ from gradwire.compressors.support.warmup import ratio_at
 from gradwire.core.context import Context
 from gradwire.core.spec import TensorSpec
 from gradwire.kernels import active as kernels
-from gradwire.wire.fields import Reader, Writer
+from gradwire.wire.fields import Reader
 
 
 @register
@@ -77,8 +77,8 @@ class TopK(ArrayCompressor):
     def _encode(self, x: np.ndarray, ctx: Context, args: EncodeArguments) -> np.ndarray | None:
         k = self.num_kept(x.size, ctx.step)
         num_bytes = kernels.positions_bytes(x.size, k)
-        body, indices = Writer(4 * k + num_bytes), np.empty(k, _index_dtype(x.size))
-        values, positions = body.reserve(np.float32, k), body.reserve(np.uint8, num_bytes)
+        body, indices = np.empty(4 * k + num_bytes, np.uint8), np.empty(k, _index_dtype(x.size))
+        values, positions = body[: 4 * k].view("<f4"), body[4 * k :]
         kernels.top_k(x, k, indices)
         kernels.pack_positions(indices, x.size, positions)
         if args.residual_out is not None:
@@ -87,7 +87,7 @@ class TopK(ArrayCompressor):
         if args.scale != 1.0:
             _scale(values, args.scale)
         # Non-finite entries are larger than all others, so that they are among the values if there are any.
-        return None if kernels.count_nonfinite(values) else body.done()
+        return None if kernels.count_nonfinite(values) else body
 
     def _decode(
         self, body: np.ndarray, ctx: Context, stats: Sequence[np.ndarray], out: np.ndarray, accumulate: bool
