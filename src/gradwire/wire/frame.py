@@ -1,10 +1,9 @@
 """The frame: a header of 72 bytes, then a body. Every message of every transport is one frame.
 
-Guarantees: arbitrary bytes lead to a `Header` or to `FrameError`, never to another exception; nothing is
-allocated by a declared length; a flipped bit anywhere in header or body fails `unpack` or `verify`. Does not
-say whether the frame is the one that is due: that is the receiver's `admit`, which compares it with what it
-expects. The checksum guards against faults, not against an attacker; who may talk is decided in
-`gradwire.net.handshake`.
+Guarantees: arbitrary bytes lead to a `Header` or to `FrameError`, never to another exception. Nothing is allocated by a
+declared length. A flipped bit anywhere in header or body fails `unpack` or `verify`. Whether the frame is the expected
+one is decided by the receiver's `admit`. The checksum guards against faults, not against an attacker; peers
+authenticate in `gradwire.net.handshake`.
 
 Layout, little-endian:
 
@@ -45,7 +44,7 @@ from gradwire.core.spec import ELEMENT_TYPES
 MAGIC = b"GWF1"
 VERSION = 1
 HEADER_BYTES = 72
-# Far above any gradient, far below where sums of lengths could wrap: a length beyond it is a broken header.
+# Far above any gradient, far below where sums of lengths could wrap. A larger length means a broken header.
 MAX_BODY_BYTES = 1 << 40
 
 _LAYOUT = struct.Struct("<4sBBHHHHBBQQIIQQQII")
@@ -72,33 +71,33 @@ class FrameKind(IntEnum):
     CHALLENGE = 8
     PROOF = 9
     JOIN = 10
-    """What a worker of a parameter server has and expects, as JSON."""
+    """State and expectations of a parameter server's worker, as JSON."""
     WELCOME = 11
-    """Where a parameter server stands, as JSON."""
+    """State of a parameter server, as JSON."""
     GROUPS = 12
-    """Hyper-parameters of the optimizer, as JSON."""
+    """Hyperparameters of the optimizer, as JSON."""
     MODEL = 13
-    """A parameter's values as they are."""
+    """Uncompressed values of a parameter."""
     DELTA = 14
-    """Who was counted in an update of a parameter, and the encoded change of it."""
+    """The workers counted in an update of a parameter, and its encoded change."""
     PACKET = 15
     """A packet of `gradwire.aggregator`."""
     GOAWAY = 16
-    """The sender ends, for the reason that follows; it may be called again, as a successor may take its place."""
+    """The sender ends, with a reason. It may be called again, since a successor may replace it."""
 
 
 class FrameFlags(IntFlag):
-    """What the sender says about the tensor of this frame."""
+    """State of the frame's tensor at the sender."""
 
     NONE = 0
     PRESENT = 1
-    """The sender took part in the step (it had not joined early)."""
+    """The sender took part in the step: it had not joined early."""
     USED = 2
-    """The sender's backward used the parameter."""
+    """The sender's backward pass used the parameter."""
     NONFINITE = 4
     """The sender's gradient held a NaN or an infinity."""
     DROPPED = 8
-    """The gradients of the step add up to a NaN or an infinity: they have no part in the model."""
+    """The gradients of the step add up to a NaN or an infinity, so they are not applied."""
 
 
 DATA_KINDS = frozenset(
@@ -118,19 +117,19 @@ class Header:
     """The fields in front of a body.
 
     Attributes:
-        kind: what the body is.
-        compressor: id of the compressor in the registry; 0 where there is none.
-        flags: what the sender says about its gradient.
-        sender: rank that sends.
-        stage: which encode of the path this is; 0 for a rank's own gradient.
-        dtype: code of the element type in `ELEMENT_TYPES`, or 0.
-        epoch: 64-bit id of the job's group; frames of another epoch are refused.
-        round: synchronization round.
-        tensor: index of the tensor in the group's agreed order.
-        partition: index of the range in the tensor's plan.
-        offset: first element of the range.
-        count: elements of the range.
-        length: bytes of the body; filled in by `pack` and `seal`.
+        kind: Kind of the body.
+        compressor: Id of the compressor in the registry; 0 if there is none.
+        flags: State of the sender's gradient.
+        sender: Sending rank.
+        stage: Index of this encode on the path; 0 for a rank's own gradient.
+        dtype: Code of the element type in `ELEMENT_TYPES`, or 0.
+        epoch: 64-bit id of the job's group. Frames of another epoch are refused.
+        round: Synchronization round.
+        tensor: Index of the tensor in the group's agreed order.
+        partition: Index of the range in the tensor's plan.
+        offset: First element of the range.
+        count: Number of elements in the range.
+        length: Bytes of the body; filled in by `pack` and `seal`.
         checksum: CRC-32C; filled in by `pack` and `seal`.
     """
 
@@ -151,37 +150,37 @@ class Header:
 
 
 def seal(header: Header, body: np.ndarray) -> bytes:
-    """Return the 72 bytes that go in front of `body`, length and checksum filled in; `body` is not copied.
+    """Return the 72 header bytes for `body`, with length and checksum filled in. `body` is not copied.
 
     Raises:
-        ValueError: a field does not fit its width, or `body` is not a contiguous uint8 array.
+        ValueError: A field does not fit its width, or `body` is not a contiguous uint8 array.
     """
     if body.dtype != np.uint8 or body.ndim != 1 or not body.flags.c_contiguous:
         raise ValueError(
-            f"Expected a contiguous 1-D uint8 body, got {body.dtype} of shape {body.shape}. "
+            f"A frame's body is a contiguous 1-D uint8 array, not {body.dtype} of shape {body.shape}. "
             "Pass `np.ascontiguousarray(array).reshape(-1).view(np.uint8)`."
         )
     if body.nbytes > MAX_BODY_BYTES:
-        raise ValueError(f"Expected a body of at most {MAX_BODY_BYTES} bytes, got {body.nbytes}. Partition it.")
+        raise ValueError(f"A body of {body.nbytes} bytes is too large: the limit is {MAX_BODY_BYTES}. Partition it.")
     if header.offset + header.count > _INDEX_LIMIT:
-        raise ValueError(f"Expected a range below 2**63, got offset {header.offset} + count {header.count}.")
+        raise ValueError(f"Offset {header.offset} + count {header.count} must give a range below 2**63.")
     plain = _layout(header, body.nbytes)
     checksum: int = google_crc32c.extend(google_crc32c.value(plain), body)
     return plain[:_CHECKSUM_AT] + checksum.to_bytes(4, "little") + _ZERO_CHECKSUM
 
 
 def pack(header: Header, body: np.ndarray | bytes = b"") -> bytes:
-    """Return the whole frame as bytes. Copies the body: transports use `seal` instead."""
+    """Return the whole frame as bytes. Copies the body, which `seal` does not."""
     array = np.frombuffer(body, dtype=np.uint8) if isinstance(body, bytes) else body
     return seal(header, array) + array.tobytes()
 
 
 def unpack(buffer: bytes | bytearray | memoryview | np.ndarray) -> Header:
-    """Return the header at the start of `buffer`. The body, if it is there, is not looked at.
+    """Return the header at the start of `buffer`. The body, if any, is not read.
 
     Raises:
-        FrameError: too short, another magic or version, an unknown kind, flag or element type, a reserved
-            field in use, or a length or range beyond any tensor.
+        FrameError: The buffer is too short, magic or version differ, kind, flags or element type are unknown, a
+            reserved field is used, or length or range are beyond any tensor.
     """
     view = memoryview(buffer.data if isinstance(buffer, np.ndarray) else buffer)
     if view.nbytes < HEADER_BYTES:
@@ -191,7 +190,7 @@ def unpack(buffer: bytes | bytearray | memoryview | np.ndarray) -> Header:
         epoch, round_, tensor, partition, offset, count, length, checksum, reserved_end,
     ) = _LAYOUT.unpack_from(view)  # fmt: skip
     if magic != MAGIC:
-        raise FrameError(f"Expected magic {MAGIC!r}, got {magic!r}. The other end does not speak gradwire frames.")
+        raise FrameError(f"Expected magic {MAGIC!r}, got {magic!r}. The other end does not send gradwire frames.")
     if version != VERSION:
         raise FrameError(f"Expected frame version {VERSION}, got {version}. Run one gradwire version on all ranks.")
     if kind not in _KINDS:
@@ -216,7 +215,7 @@ def verify(header: Header, body: np.ndarray) -> None:
     """Check a received body against its header.
 
     Raises:
-        FrameError: the length or the checksum disagrees.
+        FrameError: Length or checksum disagree.
     """
     if body.nbytes != header.length:
         raise FrameError(f"Expected a body of {header.length} bytes, got {body.nbytes}.")
@@ -224,15 +223,15 @@ def verify(header: Header, body: np.ndarray) -> None:
     if found != header.checksum:
         raise FrameError(
             f"Expected checksum {header.checksum:#010x}, got {found:#010x} (in {describe(header)}). "
-            "The network or the memory of a host corrupts data: check both hosts."
+            "The network or a host's memory corrupts data: check both hosts."
         )
 
 
 def parse(frame: bytes) -> tuple[Header, np.ndarray]:
-    """Return header and body of exactly one whole frame, both checked. The body is a view of `frame`.
+    """Check exactly one whole frame, and return its header and a view of its body.
 
     Raises:
-        FrameError: not exactly one valid frame.
+        FrameError: The bytes are not exactly one valid frame.
     """
     header = unpack(frame)
     body = np.frombuffer(frame, dtype=np.uint8)[HEADER_BYTES:]
@@ -241,7 +240,7 @@ def parse(frame: bytes) -> tuple[Header, np.ndarray]:
 
 
 def describe(header: Header) -> str:
-    """One line that names a frame in messages and logs."""
+    """Return the words that name a frame in messages and logs."""
     return (
         f"{header.kind.name} of rank {header.sender}, round {header.round}, tensor {header.tensor}, "
         f"partition {header.partition}, stage {header.stage}"
@@ -249,7 +248,7 @@ def describe(header: Header) -> str:
 
 
 def without_seal(header: Header) -> Header:
-    """The header as it was given to `seal`: length and checksum 0."""
+    """Return the header as it was given to `seal`, with length and checksum 0."""
     return replace(header, length=0, checksum=0)
 
 
@@ -262,4 +261,4 @@ def _layout(header: Header, length: int) -> bytes:
         )  # fmt: skip
         return packed
     except struct.error as error:
-        raise ValueError(f"Expected header fields within their widths, got {header} ({error}).") from error
+        raise ValueError(f"Header fields must stay within their widths: {header} ({error}).") from error

@@ -1,4 +1,4 @@
-"""The payload: the bytes of one encoded tensor or range, before a frame header stands in front of them."""
+"""The payload: the bytes of one encoded tensor or range, without a frame header."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Payload:
     """Encoded bytes.
 
     Attributes:
-        body: uint8, 1-D.
-        nonfinite: the gradient held a NaN or an infinity; travels as a flag of the frame.
+        body: 1-D uint8 array.
+        nonfinite: Whether the gradient held a NaN or an infinity. Travels as a flag of the frame.
     """
 
     body: np.ndarray
