@@ -49,7 +49,7 @@ def test_the_interface_of_gloo_is_respected(monkeypatch):
 
 
 def test_an_unknown_interface_lists_the_known_ones():
-    with pytest.raises(OptionError, match=r"GLOO_SOCKET_IFNAME, got 'nosuch0'. Known: .*lo"):
+    with pytest.raises(OptionError, match=r"GLOO_SOCKET_IFNAME=nosuch0 has an address. Known interfaces: .*lo"):
         interface_address(["nosuch0"])
 
 

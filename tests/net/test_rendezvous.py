@@ -109,7 +109,7 @@ def test_a_loopback_address_of_another_machine_is_an_error_that_says_what_to_set
     record = {"host": "127.0.1.1", "port": 5, "place": "elsewhere/1"}
     store.add("gradwire/test/generation/1", 1)
     store.set("gradwire/test/1/address/1", json.dumps(record))
-    with pytest.raises(SyncError, match="set MASTER_ADDR") as caught:
+    with pytest.raises(SyncError, match="Set MASTER_ADDR") as caught:
         meet(store, "test", 0, 2, ("127.0.0.1", 1), Deadline(PATIENCE))
     assert caught.value.rank == 1
 

@@ -1,7 +1,7 @@
-"""Which address of this machine the other ranks can reach.
+"""Addresses: which one of this machine the other ranks can reach, and how users write one.
 
-The address that this machine uses toward the host of the job's store: loopback when that host is this
-machine and was named so. `GLOO_SOCKET_IFNAME` overrides it, as it does for Gloo. Never every interface.
+A rank listens at the address that its machine uses toward the host of the job's store. That is loopback if the store's
+host is a loopback name. `GLOO_SOCKET_IFNAME` overrides it, as for Gloo. A rank never listens at every interface.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def local_address(store: Any) -> str:
     """Return the address to listen at.
 
     Args:
-        store: the job's `torch.distributed.Store`.
+        store: The job's `torch.distributed.Store`.
 
     Raises:
         OptionError: `GLOO_SOCKET_IFNAME` names no interface with an address.
@@ -36,7 +36,7 @@ def local_address(store: Any) -> str:
 
 
 def store_host(store: Any) -> str | None:
-    """Return the host that serves `store`, or None where nothing says which (a file, a hash table)."""
+    """Return the host that serves `store`, or None if it has none (a file, a hash table)."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     host = getattr(store, "host", None)
@@ -44,16 +44,16 @@ def store_host(store: Any) -> str | None:
 
 
 def resolve(host: str) -> str:
-    """Return the address that connections to `host` go to: IPv4, unless it is an IPv6 address itself."""
+    """Return the address of `host`: IPv4, unless `host` is an IPv6 address itself."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return str(socket.getaddrinfo(host, None, family, socket.SOCK_STREAM)[0][4][0])
-    except (OSError, UnicodeError) as error:  # the latter where it cannot be a name
+    except (OSError, UnicodeError) as error:  # the latter if it cannot be a name
         raise OptionError(f"There is no address of {host!r} ({error}). Name a host that this machine knows.") from error
 
 
 def address_toward(host: str) -> str:
-    """Return the source address of this machine's packets to `host`; nothing is sent."""
+    """Return the source address of this machine's packets to `host`. Sends nothing."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -61,25 +61,24 @@ def address_toward(host: str) -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise OptionError(
-            f"Expected a route to the store's host {host!r}, got {error}. Set GLOO_SOCKET_IFNAME to the "
-            "interface that the ranks share."
+            f"There is no route to {host!r} ({error}). Set GLOO_SOCKET_IFNAME to the interface that the ranks share."
         ) from error
 
 
 def interface_address(names: list[str]) -> str:
-    """Return the address of the first interface in `names` that has one (IPv4, else global IPv6; Linux)."""
+    """Return the address (IPv4, else global IPv6) of the first interface in `names` that has one. Linux only."""
     for name in names:
         address = _ipv4_of(name.strip()) or _ipv6_of(name.strip())
         if address:
             return address
     known = ", ".join(name for _, name in socket.if_nameindex())
     raise OptionError(
-        f"Expected an interface with an address in GLOO_SOCKET_IFNAME, got {','.join(names)!r}. Known: {known}."
+        f"No interface in GLOO_SOCKET_IFNAME={','.join(names)} has an address. Known interfaces: {known}."
     )
 
 
 def place() -> str:
-    """Return what tells whether two processes share a loopback interface: host name and network namespace."""
+    """Return host name and network namespace. Two processes with the same ones share a loopback interface."""
     try:
         namespace = str(os.stat("/proc/self/ns/net").st_ino)
     except OSError:
@@ -90,27 +89,27 @@ def place() -> str:
 def is_loopback(host: str) -> bool:
     """Whether `host`, an address or "localhost", can only be reached from its own machine.
 
-    Other names do not count, whatever they resolve to now: whoever answers for a name may say something else next time.
+    Other names do not count, whatever they resolve to: they may resolve to something else next time.
     """
     flags = 0 if host.lower() == "localhost" else socket.AI_NUMERICHOST
     try:
         found = [ipaddress.ip_address(address[0]) for *_, address in socket.getaddrinfo(host, None, flags=flags)]
-    except (OSError, ValueError):  # a name, or nothing that could be one
+    except (OSError, ValueError):  # a name, or not even that
         return False
     return all((getattr(each, "ipv4_mapped", None) or each).is_loopback for each in found)
 
 
-def parse_address(said: str) -> tuple[str, int]:
+def parse_address(text: str) -> tuple[str, int]:
     """Return host and port of "host:port".
 
     Raises:
-        OptionError: it is something else.
+        OptionError: `text` is something else.
     """
-    host, _, port = said.rpartition(":")
+    host, _, port = text.rpartition(":")
     if not host or not port.isdecimal():
-        raise OptionError(f"Expected an address as host:port, got {said!r}. Do: add the port.")
+        raise OptionError(f"{text!r} is not an address. Write it as host:port.")
     if not 0 < int(port) < 1 << 16:
-        raise OptionError(f"There is no port {port}, as {said!r} has it. Pass one from 1 to 65535.")
+        raise OptionError(f"There is no port {port} (in {text!r}). Pass one from 1 to 65535.")
     return host.strip("[]"), int(port)
 
 
@@ -139,6 +138,6 @@ def _ipv6_of(name: str) -> str | None:
 
 
 def serve_command(what: str, workers: int, address: tuple[str, int], job: str) -> str:
-    """The command that starts the server that workers look for at an address; `what` is the option of its kind."""
+    """Return the command that starts the server which workers expect at `address`; `what` is the option of its kind."""
     named = "" if job == "gradwire" else f" --job {job}"
     return f"gradwire serve {what} --workers {workers} --host {address[0]} --port {address[1]}{named}"

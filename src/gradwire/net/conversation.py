@@ -1,8 +1,7 @@
-"""One end of an established connection between two ranks, sans-IO: what a frame means, what an end means.
+"""One end of an established connection, without I/O: the meaning of frames and of the connection's end.
 
-Guarantees: a peer speaks only for itself and its epoch; control frames are consumed here and bounded; data
-frames come out in order; after BYE nothing more is taken. A closed connection is an error unless BYE came
-first.
+Guarantees: a peer speaks only for itself and its epoch. Control frames are bounded and handled here. Data frames come
+out in order. After BYE no frame is accepted. A closed connection is an error unless BYE came first.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ MAX_REASON_BYTES = 1024
 
 @dataclass(frozen=True)
 class PeerIds:
-    """Who talks to whom: this rank, the other rank, and the epoch of their group."""
+    """A rank, its peer, and the epoch of their group."""
 
     rank: int
     peer: int
@@ -34,17 +33,17 @@ class Conversation:
     """Reads one peer's byte stream and keeps its timers and counters.
 
     Args:
-        ids: Who talks to whom.
-        timeout: how long the peer may be silent.
-        now: seconds on the caller's monotonic clock.
-        reader: the reader that a handshake has used on the same stream, if any.
-        heartbeat: see `Liveness`.
+        ids: This rank and its peer.
+        timeout: Longest silence of the peer.
+        now: Seconds on the caller's monotonic clock.
+        reader: Reader that a handshake has used on the same stream, if any.
+        heartbeat: See `Liveness`.
 
     Attributes:
-        received_bytes: bytes of whole data frames.
-        control_bytes: bytes of whole control frames, both ways.
-        departed: the peer said BYE.
-        end: the error for whoever still needs the peer, once it said BYE or its connection ended; None until then.
+        received_bytes: Bytes of whole data frames.
+        control_bytes: Bytes of whole control frames, both ways.
+        departed: Whether the peer has said BYE.
+        end: Error for whoever still needs the peer, once it has said BYE or its connection has ended; None until then.
     """
 
     def __init__(
@@ -67,21 +66,21 @@ class Conversation:
         self._admit_data: Callable[[int, Header], None] = _refuse
 
     def begin(self, admit: Callable[[int, Header], None], now: float) -> None:
-        """Start to take data frames that `admit` lets in; the peer's silence counts from now."""
+        """Accept the data frames that `admit` allows. The peer's silence counts from now."""
         self._admit_data = admit
         self.liveness.heard(now)
 
     def wanted(self) -> memoryview:
-        """Where the next received bytes belong."""
+        """Return the buffer for the next received bytes."""
         return self._reader.wanted()
 
     def advance(self, num_bytes: int, now: float) -> Iterator[tuple[Header, np.ndarray]]:
-        """Take note of received bytes and yield the data frames that are whole now.
+        """Process received bytes and yield the data frames that are now complete.
 
         Raises:
-            PeerFailedError: the peer sent ABORT.
-            PeerLostError: the peer sent GOAWAY.
-            SyncError: the peer sent what is not a frame, or a frame that was refused.
+            PeerFailedError: The peer sent ABORT.
+            PeerLostError: The peer sent GOAWAY.
+            SyncError: The peer sent something else than a frame, or a frame that was refused.
         """
         if num_bytes:
             self.liveness.heard(now)
@@ -93,12 +92,12 @@ class Conversation:
                     yield header, body
                 else:
                     self.control_bytes += frame_bytes
-                    self._control(header, body)
+                    self._handle_control(header, body)
         except FrameError as error:
             raise self.refused(error) from error
 
     def control(self, kind: FrameKind, reason: str = "", blame: int | None = None) -> bytes:
-        """Return a control frame to send. ABORT and GOAWAY carry a reason, ABORT also who is to blame, if another."""
+        """Return a control frame to send. ABORT and GOAWAY carry a reason, ABORT also the rank at fault, if another."""
         body = reason.encode("utf-8", "replace")[:MAX_REASON_BYTES]
         frame = pack(
             Header(kind, sender=self.ids.rank, epoch=self.ids.epoch, count=0 if blame is None else blame + 1),
@@ -108,30 +107,30 @@ class Conversation:
         return frame
 
     def refused(self, error: FrameError) -> SyncError:
-        """The error of a peer that sent a frame which is not taken."""
+        """Return the error of a peer that sent a refused frame."""
         return SyncError(
-            f"Rank {self.ids.peer} sent what rank {self.ids.rank} does not take: {error}", rank=self.ids.peer
+            f"Rank {self.ids.peer} sent a frame that rank {self.ids.rank} refuses: {error}", rank=self.ids.peer
         )
 
     def lost(self, cause: str) -> PeerLostError | None:
-        """The error of a connection that ended now for `cause`, or None where the peer had said BYE."""
+        """Return the error of a connection that ended now for `cause`, or None if the peer had said BYE."""
         if self.departed:
             return None
         where = " in the middle of a frame" if self._reader.in_frame else ""
         self.end = PeerLostError(
             f"The connection to rank {self.ids.peer} has ended without a goodbye: {cause}{where} (at rank "
-            f"{self.ids.rank}). Look at the log of rank {self.ids.peer}: its process has ended or lost its "
-            "network.",
+            f"{self.ids.rank}). The process of rank {self.ids.peer} has ended or lost its network. Look at the log of "
+            f"rank {self.ids.peer}.",
             rank=self.ids.peer,
         )
         return self.end
 
     def silence(self) -> PeerTimeoutError:
-        """The error of a peer that has been silent too long."""
+        """Return the error of a peer that has been silent for too long."""
         return PeerTimeoutError(
-            f"Expected a sign of life from rank {self.ids.peer} within {self._timeout.total_seconds():g} s, "
-            f"got none (at rank {self.ids.rank}). Look whether that rank is stopped, swapping or cut off; "
-            "raise the timeout if such pauses are normal.",
+            f"Rank {self.ids.rank} got no sign of life from rank {self.ids.peer} within "
+            f"{self._timeout.total_seconds():g} s. Check whether that rank is stopped, swapping or cut off; raise the "
+            "timeout if such pauses are normal.",
             rank=self.ids.peer,
         )
 
@@ -146,18 +145,18 @@ class Conversation:
         if header.kind in DATA_KINDS:
             self._admit_data(self.ids.peer, header)
         elif not self._is_control(header):
-            raise FrameError(f"Expected no such control frame, got {describe(header)}, {header.length} bytes.")
+            raise FrameError(f"There is no such control frame: {describe(header)}, {header.length} bytes.")
 
     def _is_control(self, header: Header) -> bool:
         blame = header.count if header.kind is FrameKind.ABORT else 0
         plain = Header(header.kind, sender=self.ids.peer, epoch=self.ids.epoch, count=blame)
         return header.length <= _CONTROL_LIMITS.get(header.kind, -1) and without_seal(header) == plain
 
-    def _control(self, header: Header, body: np.ndarray) -> None:
+    def _handle_control(self, header: Header, body: np.ndarray) -> None:
         if header.kind is FrameKind.BYE:
             self.departed = True
             self.end = PeerLostError(
-                f"Rank {self.ids.peer} has left the group, and rank {self.ids.rank} still needs it. Run the same "
+                f"Rank {self.ids.peer} has left the group, but rank {self.ids.rank} still needs it. Run the same "
                 f"number of steps on every rank before detach() or the end of the script. If rank {self.ids.peer} "
                 "ended early, its log says why.",
                 rank=self.ids.peer,

@@ -1,9 +1,9 @@
-"""Datagrams that prove whom they are from: UDP with a keyed tag of 16 bytes behind each packet.
+"""Authenticated datagrams: UDP with a keyed tag of 16 bytes after each packet.
 
-Guarantees: what does not carry the tag of this job and this life of the server is dropped unread, whatever it holds;
-nobody without the job key can make an end send anything. Does not say who of those that hold the key has sent it, does
-not hide anything, and does not detect a replay within one life of the server: there the protocol knows every packet,
-and the answer goes to the worker's own address, not to where the replay came from.
+Guarantees: a datagram without the tag of this job and this incarnation of the server is dropped unread. Nobody without
+the job key can make an end send anything. The tag does not tell holders of the key apart, does not encrypt, and does
+not detect a replay within one incarnation of the server. There the protocol knows every packet, and answers go to the
+worker's own address, not to the source of the replay.
 
 Source: BLAKE2 (RFC 7693) with a key, 16 bytes.
 """
@@ -29,9 +29,9 @@ TAG_BYTES = 16
 MAX_DATAGRAM_BYTES = 65_507
 MAX_PACKET_BYTES = MAX_DATAGRAM_BYTES - TAG_BYTES
 BUFFER_BYTES = 8 << 20
-"""Asked of the system for what waits to be read or sent; what it grants may be less (net.core.rmem_max)."""
+"""Size requested for the kernel's buffers. The kernel may grant less (net.core.rmem_max)."""
 Address = tuple[str, int]
-# Linux's SO_RCVBUFFORCE and SO_SNDBUFFORCE, which Python does not name: beyond what net.core.rmem_max grants.
+# With Linux's SO_RCVBUFFORCE and SO_SNDBUFFORCE, which Python does not name and net.core.rmem_max does not limit.
 _BUFFERS = ((socket.SO_RCVBUF, 33), (socket.SO_SNDBUF, 32))
 
 
@@ -39,14 +39,14 @@ class DatagramSocket:
     """A UDP socket of a job.
 
     Args:
-        address: to bind to; port 0 for any.
-        key: the job key.
-        buffer_bytes: what may wait to be read.
-        shared: whether others on this machine may bind to the same address: for multicast.
+        address: Address to bind to; port 0 for any port.
+        key: The job key.
+        buffer_bytes: Size requested for the kernel's buffers.
+        shared: Whether other sockets of this machine may bind to the same address, for multicast.
 
     Attributes:
-        address: where it is bound.
-        forged: datagrams that were dropped for their tag.
+        address: Address that the socket is bound to.
+        forged: Number of datagrams dropped for their tag.
     """
 
     def __init__(
@@ -68,44 +68,44 @@ class DatagramSocket:
         self.address: Address = self.socket.getsockname()[:2]
         self.forged = 0
         self._job_key = key
-        self._tag = hashlib.blake2b(digest_size=TAG_BYTES, key=secrets.token_bytes(32))  # nobody's, before `enter`
+        self._tag = hashlib.blake2b(digest_size=TAG_BYTES, key=secrets.token_bytes(32))  # matches nothing
         self._buffer = memoryview(bytearray(MAX_DATAGRAM_BYTES + 1))
 
     def enter(self, epoch: int) -> None:
-        """Take and send packets of this life of the server from now on."""
+        """Switch to packets of this incarnation of the server."""
         key = self._job_key.mac(b"aggregation datagrams", epoch.to_bytes(8, "little"))
         self._tag = hashlib.blake2b(digest_size=TAG_BYTES, key=key)
 
     def join(self, group: str, interface: str) -> None:
-        """Take what is sent to a multicast group, on the interface with this address."""
+        """Receive what is sent to a multicast group, on the interface with this address."""
         if ":" in group:
-            raise OptionError(f"Expected an IPv4 multicast group, got {group!r}. Do: pass one of 239.0.0.0/8.")
+            raise OptionError(f"{group!r} is not an IPv4 multicast group. Pass one of 239.0.0.0/8.")
         membership = struct.pack("4s4s", socket.inet_aton(group), socket.inet_aton(interface))
         self.socket.setsockopt(socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, membership)
 
     def multicast_from(self, interface: str) -> None:
-        """Send what goes to a group from the interface with this address, and to this machine as well."""
+        """Send multicast packets from the interface with this address, and to this machine as well."""
         self.socket.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_IF, socket.inet_aton(interface))
         self.socket.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_LOOP, 1)
 
     def send(self, packet: np.ndarray, addresses: Iterable[Address]) -> None:
-        """Send one packet to each. Waits where the system has no room; what the system refuses counts as lost."""
+        """Send one packet to each address. Waits for room in the kernel; a packet that the kernel refuses is lost."""
         tag = self._tag.copy()
         tag.update(packet.data)
-        pieces: list[Any] = [packet.data, tag.digest()]
+        buffers: list[Any] = [packet.data, tag.digest()]
         for address in addresses:
             with contextlib.suppress(OSError):
-                self.socket.sendmsg(pieces, [], 0, address)
+                self.socket.sendmsg(buffers, [], 0, address)
 
     def receive(self, most: int) -> Iterator[memoryview]:
-        """Yield the packets that are there now, each good until the next; never waits.
+        """Yield the packets that have arrived, each valid until the next. Never waits.
 
-        Looks at `most` datagrams in all, forged ones included: a flood of those holds nobody up.
+        Reads at most `most` datagrams, forged ones included, so that a flood of them holds nobody up.
         """
         for _ in range(most):
             try:
                 num_bytes = self.socket.recv_into(self._buffer, 0, socket.MSG_DONTWAIT)
-            except OSError:  # nothing there; or an error of something that was sent
+            except OSError:  # nothing has arrived; or an error of an earlier send
                 return
             packet = self._buffer[: max(0, num_bytes - TAG_BYTES)]
             tag = self._tag.copy()

@@ -1,7 +1,7 @@
-"""Descriptors stay with the process that opened them: a forked child closes its copies when it begins.
+"""Forked children close their copies of connections at once.
 
-Training processes fork, for a data loader's workers above all. A child's copy keeps a connection open when the process
-that it belongs to dies, so that the peers learn of that death only by its silence.
+Training processes fork, mostly for a data loader's workers. A child's copy of a socket would keep the connection open
+when the parent dies, and the peers would learn of that only by its silence.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _bound: weakref.WeakSet[ProcessBound] = weakref.WeakSet()
 
 
 class ProcessBound(ABC):
-    """Base of what holds descriptors that belong to one process. A subclass calls `_bind` once it has them."""
+    """Base of objects whose file descriptors belong to one process. A subclass calls `_bind` once it has them."""
 
     _pid: int
 
     def _bind(self) -> None:
-        """Belong to the process that calls this."""
+        """Bind this object to the calling process."""
         self._pid = os.getpid()
         _bound.add(self)
 
@@ -31,20 +31,20 @@ class ProcessBound(ABC):
         return os.getpid() != self._pid
 
     def check_process(self) -> None:
-        """Refuse to work in a forked child.
+        """Check that this is not a forked child.
 
         Raises:
-            SyncError: this is a forked child's copy.
+            SyncError: This is a forked child's copy.
         """
         if self.forked:
             raise SyncError(
-                f"This connection belongs to process {self._pid}, and process {os.getpid()} is a fork of it. Connect "
-                "after forking, or start workers with the 'spawn' method."
+                f"This connection belongs to process {self._pid}, and process {os.getpid()} is a fork of that process. "
+                "Connect after forking, or start workers with the 'spawn' method."
             )
 
     @abstractmethod
     def _release(self) -> None:
-        """Close every descriptor. In a forked child no lock is held, and none can be had: its holder may be missing."""
+        """Close every descriptor. A forked child calls it without a lock, whose holder may not exist there."""
 
 
 def _release_in_child() -> None:

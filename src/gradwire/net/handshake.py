@@ -1,4 +1,4 @@
-"""Who may talk: mutual proof of a job key on a fresh connection, sans-IO, both ends.
+"""Handshake: both ends of a new connection prove that they hold the job key. Without I/O.
 
     connector                                   acceptor
     HELLO: protocol version, nonce      ->
@@ -6,13 +6,13 @@
     PROOF: HMAC("connector", transcript) ->
                                         <-      PROOF: HMAC("acceptor", transcript)
 
-The transcript binds protocol version, group name, epoch, world size, both ranks and both nonces, so that a
-proof is good for one connection, one direction and one pair of ranks. The connector proves itself first: a
-stranger learns a nonce and nothing else. When the connector is done, the acceptor has taken it.
+The transcript binds protocol version, group name, epoch, world size, both ranks and both nonces, so that a proof is
+valid for one connection, one direction and one pair of ranks. The connector proves itself first: an unauthenticated
+peer learns a nonce and nothing else. When the connector is done, so is the acceptor.
 
-Guarantees: arbitrary bytes lead to `HandshakeError` (a `FrameError`); the key shows up in no repr, message or
-pickle; proofs are compared in constant time. Does not protect the bytes that follow against someone who can
-write into the TCP connection, and does not hide them.
+Guarantees: arbitrary bytes lead to `HandshakeError` (a `FrameError`). The key shows up in no repr, message or pickle.
+Proofs are compared in constant time. Does not encrypt the bytes that follow, and does not protect them against someone
+who can write into the TCP connection.
 
 Source: ISO/IEC 9798-4, three-pass mutual authentication, with HMAC-SHA256 (RFC 2104).
 """
@@ -40,21 +40,21 @@ _BINDING = struct.Struct("<HQIII")
 
 
 class HandshakeError(FrameError):
-    """The other end is not the expected rank of this job, or does not hold its key."""
+    """The other end is not an expected rank of this job, or does not hold its key."""
 
 
 class JobKey:
-    """A 32-byte secret that the ranks of one job share. Shows itself nowhere.
+    """A 32-byte secret that the ranks of one job share. It is never printed or pickled.
 
     Args:
-        secret: the bytes of the key.
+        secret: The 32 bytes of the key.
     """
 
     __slots__ = ("__secret",)
 
     def __init__(self, secret: bytes) -> None:
         if len(secret) != KEY_BYTES:
-            raise ValueError(f"Expected a job key of {KEY_BYTES} bytes, got {len(secret)}. Use JobKey.draw().")
+            raise ValueError(f"A job key has {KEY_BYTES} bytes, not {len(secret)}. Use JobKey.draw().")
         self.__secret = bytes(secret)
 
     @classmethod
@@ -63,21 +63,21 @@ class JobKey:
         return cls(secrets.token_bytes(KEY_BYTES))
 
     def mac(self, *parts: bytes) -> bytes:
-        """Return HMAC-SHA256 over the parts, each with its length in front."""
+        """Return HMAC-SHA256 over the parts, each after its length."""
         digest = hmac.new(self.__secret, digestmod=hashlib.sha256)
         for part in parts:
             digest.update(len(part).to_bytes(8, "little") + part)
         return digest.digest()
 
     def reveal(self) -> bytes:
-        """Return the secret, to hand it to the store that the ranks share; nothing else needs it."""
+        """Return the secret. Only for the store that the ranks share."""
         return self.__secret
 
     def __repr__(self) -> str:
         return "JobKey(...)"
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("A job key is not pickled: it would end up where nobody guards it.")
+        raise TypeError("A job key is not pickled: the pickle would end up unprotected.")
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,9 @@ class GroupMember:
     """One rank of one group.
 
     Attributes:
-        group: name of the group; several may live in one job.
-        rank: this rank.
-        world_size: ranks in the group.
+        group: Name of the group. A job may have several.
+        rank: This rank.
+        world_size: Ranks in the group.
         epoch: 64-bit id of this incarnation of the group.
     """
 
@@ -101,15 +101,15 @@ class Handshake:
     """One end of a handshake.
 
     Args:
-        member: who this end is.
-        key: the job key.
-        expected: ranks that may be at the other end; exactly one makes this end the connector.
-        connect: whether this end opened the connection.
+        member: This end.
+        key: The job key.
+        expected: Ranks that may be at the other end; exactly one for a connector.
+        connect: Whether this end opened the connection.
 
     Attributes:
-        connects: whether this end opened the connection.
-        peer: the rank at the other end; proven once `done`.
-        done: the other end has proven that it holds the key, and this end has sent what it has to.
+        connects: Whether this end opened the connection.
+        peer: The rank at the other end; proven once `done`.
+        done: Whether the other end has proven that it holds the key, and this end has nothing left to send.
     """
 
     def __init__(self, member: GroupMember, key: JobKey, expected: frozenset[int], *, connect: bool) -> None:
@@ -130,10 +130,10 @@ class Handshake:
         return self._frame(FrameKind.HELLO, _VERSION.pack(PROTOCOL_VERSION) + self._nonce)
 
     def admit(self, header: Header) -> None:
-        """Let in only the frame that is due, from a rank that may be there, of its exact length.
+        """Accept only the expected frame, of its exact length, from an expected rank.
 
         Raises:
-            HandshakeError: anything else.
+            HandshakeError: The frame is anything else.
         """
         if self.done or header.kind is not self._due or header.length != _BODY_BYTES[self._due]:
             raise HandshakeError(
@@ -143,33 +143,32 @@ class Handshake:
         if header.epoch != self._member.epoch or header.count != self._member.world_size:
             raise HandshakeError(
                 f"Expected epoch {self._member.epoch:#x} and world size {self._member.world_size}, got "
-                f"{header.epoch:#x} and {header.count}. A process of an earlier start may still be running."
+                f"{header.epoch:#x} and {header.count}. A process of an earlier run may still be alive."
             )
         if header.sender not in (self._expected if self.peer is None else (self.peer,)):
             raise HandshakeError(
                 f"Expected a rank out of {sorted(self._expected)}, got rank {header.sender} (at rank "
                 f"{self._member.rank})."
             )
-
         if without_seal(header) != self._header(header.kind, header.sender):
-            raise HandshakeError(f"Expected no other header fields in the handshake, got {header}.")
+            raise HandshakeError(f"The handshake uses no other header fields: {header}.")
 
     def receive(self, header: Header, body: np.ndarray) -> bytes:
-        """Take an admitted frame and return the frame to answer with; empty when there is none.
+        """Take an admitted frame and return the answer; empty if there is none.
 
         Raises:
-            HandshakeError: another protocol version, or a wrong proof.
+            HandshakeError: The protocol version differs, or the proof is wrong.
         """
         content = body.tobytes()
         if header.kind is FrameKind.HELLO:
-            return self._greet(header.sender, content)
+            return self._answer_hello(header.sender, content)
         if header.kind is FrameKind.CHALLENGE:
             self._peer_nonce = content
             self._due = FrameKind.PROOF
             return self._frame(FrameKind.PROOF, self._proof("connector"))
-        return self._check(content)
+        return self._check_proof(content)
 
-    def _greet(self, sender: int, content: bytes) -> bytes:
+    def _answer_hello(self, sender: int, content: bytes) -> bytes:
         (version,) = _VERSION.unpack_from(content)
         if version != PROTOCOL_VERSION:
             raise HandshakeError(
@@ -181,12 +180,12 @@ class Handshake:
         self._due = FrameKind.PROOF
         return self._frame(FrameKind.CHALLENGE, self._nonce)
 
-    def _check(self, proof: bytes) -> bytes:
+    def _check_proof(self, proof: bytes) -> bytes:
         theirs, mine = ("acceptor", "connector") if self.connects else ("connector", "acceptor")
         if not hmac.compare_digest(proof, self._proof(theirs)):
             raise HandshakeError(
-                f"Expected a proof of the job key from rank {self.peer}, got another (at rank "
-                f"{self._member.rank}). Something that is not of this job answers at that address."
+                f"Rank {self._member.rank} got a wrong proof of the job key from rank {self.peer}. A process of "
+                "another job may be at that address."
             )
         self.done = True
         return b"" if self.connects else self._frame(FrameKind.PROOF, self._proof(mine))

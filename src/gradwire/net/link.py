@@ -1,9 +1,7 @@
-"""One TCP connection to one peer, non-blocking: a queue of frames on the way out, a conversation on the way
-in.
+"""One established TCP connection to one peer, non-blocking: a queue of outgoing frames, and a conversation.
 
-Guarantees: bodies are neither copied on the way out nor on the way in (beyond the first 64 KiB); one system
-call serves many small frames. A write that fails only closes this direction: what the peer said before it
-went, its reason above all, is still read. Everything but `enqueue` belongs to the I/O thread.
+Guarantees: bodies are not copied, except for up to 64 KiB of incoming ones. One system call serves many small frames. A
+failed write closes only this direction: the peer's last frames, especially the reason of its end, are still read.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ import numpy as np
 from gradwire.net.conversation import Conversation
 from gradwire.wire.frame import Header
 
-# More buffers a call gain nothing measurable on loopback; the kernel's own limit is 1024.
+# More buffers per call gain nothing measurable on loopback. The kernel's own limit is 1024.
 BUFFERS_PER_CALL = 64
 # So that one busy peer does not starve the others of the thread.
 CALLS_PER_TURN = 16
@@ -35,16 +33,18 @@ _BUSY_TIME, _BUSY_TIME_END = 168, 176
 class Link:
     """The connection to one peer.
 
+    Other threads may call `enqueue` and `flush` under the owner's lock. Everything else belongs to the loop's thread.
+
     Args:
-        sock: connected, non-blocking.
-        conversation: what is said on it.
+        sock: Connected, non-blocking socket.
+        conversation: State of the frames on it.
 
     Attributes:
-        open: the socket is open and the peer has not said BYE.
-        writable: frames can still be sent.
-        paused: nothing is read for now.
-        blocked: the kernel takes no more for now.
-        watched: the events that the owner's selector looks for.
+        open: Whether the socket is open.
+        writable: Whether frames can still be sent.
+        paused: Whether reading is suspended.
+        blocked: Whether the kernel's send buffer is full.
+        watched: Events that the owner's selector looks for.
     """
 
     def __init__(self, sock: socket.socket, conversation: Conversation) -> None:
@@ -66,7 +66,7 @@ class Link:
         return self.conversation.ids.peer
 
     def enqueue(self, head: bytes, body: np.ndarray) -> None:
-        """Queue one frame, or drop it where the connection has failed. Any thread may call this."""
+        """Queue one frame, or drop it if the connection has failed."""
         if self.writable:
             self._queue.append((head, body))
 
@@ -77,26 +77,26 @@ class Link:
 
     @property
     def pending_frames(self) -> int:
-        """Frames that have not been sent to their end."""
+        """Number of frames that have not been sent completely."""
         begun = bool(self._outgoing) and not self._outgoing[0][1]
         return len(self._queue) + begun + sum(starts for _, starts in self._outgoing)
 
     def busy_seconds(self) -> float:
-        """For how long there were bytes under way so far; Linux counts it, elsewhere 0. It stays after the end."""
-        with contextlib.suppress(OSError):  # closed, or another system
+        """Return how long bytes have been unacknowledged so far, also after the end. 0 except on Linux."""
+        with contextlib.suppress(OSError):  # closed, or not Linux
             info = self.socket.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _BUSY_TIME_END)
             if len(info) == _BUSY_TIME_END:
                 self._busy_seconds = int.from_bytes(info[_BUSY_TIME:], sys.byteorder) / 1e6
         return self._busy_seconds
 
     def undelivered_bytes(self) -> int:
-        """Bytes sent that the peer's system has not acknowledged; 0 where this system does not tell."""
-        with contextlib.suppress(OSError):  # closed, or another system
+        """Return the number of sent bytes that the peer's kernel has not acknowledged, or 0 if unknown."""
+        with contextlib.suppress(OSError):  # closed, or not Linux
             return int.from_bytes(fcntl.ioctl(self.socket, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
         return 0
 
     def flush(self, now: float) -> None:
-        """Send as much as the kernel takes in one turn. One thread at a time: the owner sees to that."""
+        """Send what the kernel takes, up to a limit per turn."""
         for _ in range(CALLS_PER_TURN):
             if not self.pending:
                 break
@@ -113,10 +113,10 @@ class Link:
             self._sent(count)
 
     def receive(self, now: float) -> Iterator[tuple[Header, np.ndarray]]:
-        """Read what has come and yield the data frames in it.
+        """Read what has arrived and yield its data frames.
 
         Raises:
-            SyncError: the connection ended, the peer gave up, or sent what is not taken.
+            SyncError: The connection ended, the peer gave up, or it sent a refused frame.
         """
         for _ in range(CALLS_PER_TURN):
             room = self.conversation.wanted()
@@ -128,21 +128,21 @@ class Link:
                 self._ended(f"{error.strerror or error}")
                 return
             if count == 0:
-                self._ended("the end of its connection")
+                self._ended("the peer closed it")
                 return
             yield from self.conversation.advance(count, now)
             if count < len(room) or self.conversation.departed or self.paused:
                 return
 
     def leftover(self, now: float) -> Iterator[tuple[Header, np.ndarray]]:
-        """Yield the data frames that came before anybody took them."""
+        """Yield the data frames that came together with the handshake."""
         yield from self.conversation.advance(0, now)
 
     def depart(self) -> None:
-        """Close after the peer is gone. Not while another thread is in `flush`: the owner sees to that.
+        """Close after the peer is gone, under the owner's lock.
 
         Raises:
-            PeerLostError: there were frames that the peer has not waited for.
+            PeerLostError: The peer has not waited for all frames.
         """
         unsent, error = self.pending_frames, self.conversation.end
         assert error is not None, "the peer is gone"
@@ -151,7 +151,7 @@ class Link:
             raise error
 
     def discard(self) -> bool:
-        """Read and drop what has come; False at the end of the connection."""
+        """Read and drop what has arrived. Return False at the end of the connection."""
         try:
             return bool(self.socket.recv(DISCARD_BYTES))
         except BlockingIOError:
@@ -160,7 +160,7 @@ class Link:
             return False
 
     def drop_unsent(self) -> None:
-        """Forget the frames of which no byte has been sent, so that a last word gets through."""
+        """Forget the frames of which no byte has been sent, so that a closing message gets through."""
         self._queue.clear()
         kept: deque[tuple[memoryview, bool]] = deque()
         while self._outgoing and not self._outgoing[0][1]:
@@ -168,20 +168,20 @@ class Link:
         self._outgoing = kept
 
     def mute(self) -> None:
-        """Send nothing more."""
+        """Stop sending."""
         self.writable = self.blocked = False
         self._queue.clear()
         self._outgoing.clear()
 
     def finish_sending(self) -> None:
-        """Tell the peer that nothing more comes, while still reading."""
+        """Close the sending direction, and go on reading."""
         self.mute()
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_WR)
 
     def shut(self) -> None:
         """Close the socket. Idempotent."""
-        self.busy_seconds()  # the last look at it
+        self.busy_seconds()  # kept
         self.open = False
         self.mute()
         self.socket.close()

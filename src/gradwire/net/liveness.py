@@ -1,52 +1,52 @@
-"""Signs of life between two ranks, sans-IO: when to send a heartbeat, when to give a peer up.
+"""Timers of a connection, without I/O: when to send a heartbeat, and when a peer counts as silent.
 
-Any byte counts as a sign of life, so heartbeats flow only where nothing else does. A quarter of the deadline
-between heartbeats leaves room for three that get lost in a stall.
+Any byte counts as a sign of life, so heartbeats flow only on idle connections. They are a quarter of the timeout apart:
+up to three may be late.
 """
 
 from __future__ import annotations
 
 from datetime import timedelta
 
-HEARTBEATS_PER_DEADLINE = 4
+HEARTBEATS_PER_TIMEOUT = 4
 
 
 class Liveness:
-    """Timers of one connection. Times are seconds on one monotonic clock, handed in by the caller.
+    """Timers of one connection. Times are seconds on the caller's monotonic clock.
 
     Args:
-        timeout: how long a peer may be silent.
-        now: the time at which the connection began.
-        heartbeat: how often this end says that it is alive, where the other end may be less patient than this one.
+        timeout: Longest silence of the peer.
+        now: Time at which the connection began.
+        heartbeat: Longest pause between heartbeats, if the peer's timeout may be shorter than this end's.
     """
 
     def __init__(self, timeout: timedelta, now: float, heartbeat: timedelta | None = None) -> None:
         self._timeout = timeout.total_seconds()
         if self._timeout <= 0:
-            raise ValueError(f"Expected a positive timeout, got {timeout}.")
-        self._interval = self._timeout / HEARTBEATS_PER_DEADLINE
+            raise ValueError(f"{timeout} is not a positive timeout.")
+        self._interval = self._timeout / HEARTBEATS_PER_TIMEOUT
         if heartbeat is not None:
             self._interval = min(self._interval, heartbeat.total_seconds())
         self._heard_at = now
         self._sent_at = now
 
     def heard(self, now: float) -> None:
-        """Note that bytes came from the peer."""
+        """Note that bytes have come from the peer."""
         self._heard_at = now
 
     def sent(self, now: float) -> None:
-        """Note that bytes went to the peer."""
+        """Note that bytes have gone to the peer."""
         self._sent_at = now
 
     def heartbeat_due(self, now: float) -> bool:
-        """Whether it is time to say that this rank is alive."""
+        """Whether it is time to send a heartbeat."""
         return now >= self._sent_at + self._interval
 
     def silent(self, now: float) -> bool:
-        """Whether the peer has been silent for the whole deadline.
+        """Whether the peer has been silent for the whole timeout.
 
-        Ask with a time taken *before* the last look at the connection: a process that was paused would
-        otherwise blame peers whose bytes it has only not read yet.
+        Pass a time taken *before* the connection was last read. Otherwise a process that was paused blames peers whose
+        bytes it has not read yet.
         """
         return now >= self._heard_at + self._timeout
 

@@ -1,8 +1,7 @@
-"""Transports between ranks that are threads of one process, with switches for faults.
+"""A network in memory, between ranks that are threads of one process, with switches for faults.
 
-For tests of strategies and for simulation of many ranks on one machine. Nothing takes a shortcut around the
-wire format: every frame is packed into bytes, cut into pieces at arbitrary places and parsed again. Arrivals
-come in order and from one thread a rank. Does not bound its queues and does not model time.
+For tests of strategies. It uses the wire format: every frame is packed into bytes and parsed again. Frames arrive in
+order, on one thread per rank. Queues are not bounded, and time is not modeled.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from gradwire.wire.frame import FrameKind, Header, seal
 
 logger = logging.getLogger("gradwire")
 
-# Stands for the end of a sender's byte stream.
+# The end of a sender's byte stream.
 _END = None
 _Arrival = tuple[int, "np.ndarray | SyncError | None"]
 
@@ -32,12 +31,12 @@ class MemoryNetwork:
     """The ranks of one group, all in this process.
 
     Args:
-        world_size: ranks.
-        timeout: how long a rank may be silent before the others give it up.
-        epoch: epoch of the group.
+        world_size: Number of ranks.
+        timeout: Longest silence of a rank.
+        epoch: Epoch of the group.
 
     Attributes:
-        transports: one a rank.
+        transports: The transport of each rank.
     """
 
     def __init__(self, world_size: int, *, timeout: timedelta = timedelta(seconds=10), epoch: int = 0x67726164) -> None:
@@ -53,20 +52,20 @@ class MemoryNetwork:
             transport.close()
 
     def kill(self, rank: int) -> None:
-        """End a rank as SIGKILL would: it calls nobody back any more and its connections close."""
+        """End a rank as SIGKILL would: its callbacks are not called any more, and its connections close."""
         self.transports[rank].kill()
 
     def freeze(self, rank: int) -> None:
-        """Pause a rank as SIGSTOP would: what it would send waits, what it is sent waits."""
+        """Pause a rank as SIGSTOP would: frames from it and to it wait."""
         self.transports[rank].freeze()
 
     def thaw(self, rank: int) -> None:
-        """Let a frozen rank go on, as SIGCONT would."""
+        """Resume a frozen rank, as SIGCONT would."""
         self.transports[rank].thaw()
 
 
 class MemoryTransport(PeerTransport):
-    """One rank of a `MemoryNetwork`; made by it."""
+    """One rank of a `MemoryNetwork`, which makes it."""
 
     def __init__(self, network: MemoryNetwork, rank: int, world_size: int, epoch: int, timeout: timedelta) -> None:
         self.rank = rank
@@ -162,7 +161,7 @@ class MemoryTransport(PeerTransport):
         except SyncError as error:
             self._fail(error)
         except Exception as error:  # a callback raised: the step cannot end well any more
-            self._fail(SyncError(f"Expected the transport's callbacks not to raise, got {error!r}."))
+            self._fail(SyncError(f"A callback of the transport raised {error!r}."))
 
     def _fail(self, error: SyncError) -> None:
         assert self._callbacks is not None
@@ -175,7 +174,7 @@ class MemoryTransport(PeerTransport):
         self._end(FrameKind.ABORT, str(error), error.rank)
 
     def _step(self) -> bool:
-        """Take in one piece or run the timers; False once this rank has ended."""
+        """Handle one arrival or run the timers. Return False once this rank has ended."""
         looked_at = time.monotonic()
         deadline = min((c.liveness.next_deadline() for c in self._open()), default=looked_at + 1)
         try:
@@ -196,10 +195,10 @@ class MemoryTransport(PeerTransport):
         assert self._callbacks is not None
         conversation = self._conversations[sender]
         if frame is None:
-            if conversation.lost("the end of its connection") is None:
+            if conversation.lost("the peer closed it") is None:
                 return
         else:
-            for header, body in feed(conversation, frame):
+            for header, body in _feed(conversation, frame):
                 if self._ended:
                     return
                 self._callbacks.deliver(sender, header, body)
@@ -221,12 +220,12 @@ class MemoryTransport(PeerTransport):
         return [conversation for conversation in self._conversations.values() if conversation.end is None]
 
 
-def feed(conversation: Conversation, chunk: np.ndarray) -> Iterator[tuple[Header, np.ndarray]]:
-    """Hand received bytes to a conversation, as many at a time as it wants, and yield its data frames."""
+def _feed(conversation: Conversation, frame: np.ndarray) -> Iterator[tuple[Header, np.ndarray]]:
+    """Pass received bytes to a conversation, as many at a time as it wants, and yield its data frames."""
     at = 0
-    while at < chunk.nbytes:
-        room = conversation.wanted()
-        taken = min(len(room), chunk.nbytes - at)
-        room[:taken] = chunk.data[at : at + taken]
+    while at < frame.nbytes:
+        buffer = conversation.wanted()
+        taken = min(len(buffer), frame.nbytes - at)
+        buffer[:taken] = frame.data[at : at + taken]
         at += taken
         yield from conversation.advance(taken, time.monotonic())

@@ -1,15 +1,14 @@
-"""How the ranks of a group find each other: through the store that torch.distributed already has.
+"""Rendezvous: the ranks of a group find each other through the store of torch.distributed.
 
-Rank 0 draws a job key and an epoch and puts them into the store; every rank puts its address there and waits
-until all have. Trust in the store is PyTorch's own. Values are text, never pickles.
+Rank 0 draws a job key and an epoch and puts them into the store. Every rank publishes its address there and waits for
+all others. The store is trusted as PyTorch trusts it. Values are text, never pickles.
 
-Each attempt is a generation with keys of its own, so that nobody meets the addresses of an attempt before. A rank takes
-part in each generation once. Who gives up closes the generation, and the others go on to the next one: so ranks that
-try again meet, however often each has failed.
+Each attempt is a generation with its own keys, so that nobody reads addresses of an earlier attempt. A rank takes part
+in each generation once. A rank that gives up closes the generation, and the others move on to the next one. Therefore
+ranks that try again meet, however often each has failed.
 
-What all have read is deleted. What stays: for each rank, the number of its latest generation under a name, without
-which it could not tell a new attempt from an old one; and of a generation that was closed, all that was said in it, for
-ranks that are late.
+The last reader deletes the keys of a generation. Two things stay in the store: the number of each rank's latest
+generation under a name, which tells a new attempt from an old one, and the keys of a closed generation, for late ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +29,15 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
 
 
 class Deadline:
-    """A point in time by which something must have happened."""
+    """A deadline.
+
+    Args:
+        timeout: Time from now to the deadline.
+
+    Attributes:
+        timeout: As given.
+        at: The deadline, on the monotonic clock.
+    """
 
     def __init__(self, timeout: timedelta) -> None:
         self.timeout = timeout
@@ -44,12 +51,12 @@ class Deadline:
 
 @dataclass(frozen=True)
 class Meeting:
-    """What a rank knows once all have met.
+    """Result of the rendezvous.
 
     Attributes:
-        member: this rank in this incarnation of the group.
-        key: the job key.
-        addresses: host and port of every rank.
+        member: This rank in this incarnation of the group.
+        key: The job key.
+        addresses: Host and port of every rank.
     """
 
     member: GroupMember
@@ -61,8 +68,8 @@ def meet(store: Any, name: str, rank: int, world_size: int, address: tuple[str, 
     """Publish `address`, wait for all other ranks and return what they published.
 
     Raises:
-        PeerTimeoutError: ranks are missing at the deadline; the message names them.
-        SyncError: the store failed, or a rank published an address that this rank cannot reach.
+        PeerTimeoutError: Ranks are missing at the deadline. The message names them.
+        SyncError: The store failed, or a rank published an address that this rank cannot reach.
     """
     record = json.dumps({"host": address[0], "port": address[1], "place": place()})
     try:
@@ -75,7 +82,7 @@ def meet(store: Any, name: str, rank: int, world_size: int, address: tuple[str, 
         if isinstance(error, SyncError):
             raise
         raise SyncError(
-            f"Expected the job's store to hold the group {name!r}, got {error!r}. Look whether rank 0 still runs.",
+            f"The job's store failed in the rendezvous of {name!r}: {error!r}. Check whether rank 0 still runs.",
             phase="rendezvous",
         ) from error
 
@@ -83,7 +90,7 @@ def meet(store: Any, name: str, rank: int, world_size: int, address: tuple[str, 
 def _meet(
     store: Any, name: str, generation: int, rank: int, world_size: int, record: str, deadline: Deadline
 ) -> Meeting | None:
-    """Meet in one generation, unless it is closed."""
+    """Meet in one generation. Return None if it is closed."""
     prefix = f"gradwire/{name}/{generation}"
     closed = f"{prefix}/closed"
     if store.check([closed]):
@@ -106,7 +113,7 @@ def _meet(
 
 
 def _wait(store: Any, prefix: str, keys: list[str], deadline: Deadline) -> bool:
-    """Wait until the job and all addresses are there; False where another rank has closed the generation."""
+    """Wait until the job and all addresses are there. Return False if another rank has closed the generation."""
     # Polls instead of `store.wait`, which would lock the job's store for the whole wait.
     pause, world_size = _FIRST_PAUSE, len(keys) - 1
     while not store.check(keys):
@@ -115,9 +122,9 @@ def _wait(store: Any, prefix: str, keys: list[str], deadline: Deadline) -> bool:
         if deadline.left == 0:
             missing = [peer for peer, key in enumerate(keys[1:]) if not store.check([key])]
             raise PeerTimeoutError(
-                f"Expected all {world_size} ranks within {deadline.timeout.total_seconds():g} s, got none of "
-                f"ranks {missing} (in the rendezvous of {prefix!r}). Look at the logs of those ranks; raise "
-                "the timeout if they start slowly.",
+                f"Of {world_size} ranks, ranks {missing} have not come within {deadline.timeout.total_seconds():g} s "
+                f"(in the rendezvous of {prefix!r}). Look at the logs of those ranks; raise the timeout if they start "
+                "slowly.",
                 rank=missing[0] if missing else 0,
                 phase="rendezvous",
             )
@@ -131,9 +138,9 @@ def _address(store: Any, key: str, peer: int) -> tuple[str, int]:
     host, port = str(record["host"]), int(record["port"])
     if is_loopback(host) and record["place"] != place():
         raise SyncError(
-            f"Expected an address of rank {peer} that this machine can reach, got {host} of {record['place']}. "
-            "The master's name leads to loopback there: set MASTER_ADDR to an address that all machines reach, "
-            "or GLOO_SOCKET_IFNAME to the interface that they share.",
+            f"This machine cannot reach rank {peer}, which listens at {host} of {record['place']}: the master's name "
+            "is a loopback address there. Set MASTER_ADDR to an address that all machines reach, or GLOO_SOCKET_IFNAME "
+            "to the interface that they share.",
             rank=peer,
             phase="rendezvous",
         )

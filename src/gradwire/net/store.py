@@ -1,9 +1,9 @@
-"""The job's store, with a deadline for each of its answers.
+"""The job's store, with a timeout for each call.
 
-torch's `TCPStore` waits for its server without one: where the process that holds the store is frozen, or its machine
-is cut off, a call never returns.
+torch's `TCPStore` waits for its server without one: if the store's process is frozen or its machine is cut off, a call
+never returns.
 
-On failure: the thread of the call that was not answered stays behind, and later calls fail at once.
+On failure: the thread of the unanswered call stays behind, and later calls fail at once.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from gradwire.core.errors import PeerTimeoutError
 
 
 class BoundedStore:
-    """The part of `torch.distributed.Store` that is used.
+    """The part of `torch.distributed.Store` that gradwire uses.
 
     Args:
-        store: the job's store.
-        timeout: how long an answer may take.
+        store: The job's store.
+        timeout: Limit of each call.
 
     Raises:
-        PeerTimeoutError: from every call, once an answer has taken longer.
+        PeerTimeoutError: From every call, once one has taken longer.
     """
 
     def __init__(self, store: Any, timeout: timedelta) -> None:
-        self.underlying_store = store  # the name that torch's own wrappers have for it
+        self.underlying_store = store  # the name in torch's own wrappers
         self._timeout = timeout
         self._silent = False
 
@@ -65,7 +65,7 @@ class BoundedStore:
             self._silent = not wait([answer], self._timeout.total_seconds()).done
         if self._silent:
             raise PeerTimeoutError(
-                f"The job's store has not answered within {self._timeout.total_seconds():g} s. Look whether the "
+                f"The job's store has not answered within {self._timeout.total_seconds():g} s. Check whether the "
                 "process that holds it, usually rank 0's or the launcher's, is stopped or cut off.",
                 phase="rendezvous",
             )
@@ -73,13 +73,13 @@ class BoundedStore:
 
 
 def receive(store: Any, topic: str, num_readers: int, keys: list[str]) -> None:
-    """Note that one more of a number of readers has read `keys`; the last of them deletes these from the store.
+    """Count one more reader of `keys`. The last reader deletes them from the store.
 
     Args:
-        store: the job's store.
-        topic: prefix of the note that readers share; used once in a job.
-        num_readers: who reads, each once.
-        keys: what they read.
+        store: The job's store.
+        topic: Prefix of the readers' shared counter, used once in a job.
+        num_readers: Number of readers, each of whom calls this once.
+        keys: The keys that they have read.
     """
     if store.add(_receipts(topic), 1) == num_readers:
         for key in [*keys, _receipts(topic)]:
@@ -87,7 +87,7 @@ def receive(store: Any, topic: str, num_readers: int, keys: list[str]) -> None:
 
 
 def num_received(store: Any, topic: str) -> int:
-    """How many readers have called `receive`. Only before the last one has: the note is deleted with the rest."""
+    """Return how many readers have called `receive`. The last one deletes the counter: ask only before."""
     found: int = store.add(_receipts(topic), 0)
     return found
 

@@ -1,13 +1,11 @@
-"""Frames out of a byte stream, sans-IO: says where the next bytes belong, and yields each frame as it
-completes.
+"""Reader of frames from a byte stream, without I/O: the caller receives bytes where the reader wants them.
 
-Guarantees: a large body is received straight into the array that is delivered; `admit` decides on a frame
-before its body is allocated; memory is bounded by the admitted body and one staging buffer; arbitrary bytes
-lead to frames or to `FrameError`. After an error the stream is out of step for good and says so again when
-asked.
+Guarantees: a large body is received straight into the array that is delivered. `admit` decides on a frame before its
+body is allocated. Memory is bounded by the admitted body and one staging buffer. Arbitrary bytes lead to frames or to
+`FrameError`. After an error the stream cannot be read any further, and the error is raised again.
 
-Differences from a reader with one buffer: small frames are parsed many at a time out of a staging buffer, so
-that one system call serves several, and only bodies that do not fit are received in place.
+Differences from a reader with one buffer: small frames are parsed from a staging buffer, so that one system call serves
+several. Only bodies that do not fit are received in place.
 """
 
 from __future__ import annotations
@@ -26,8 +24,8 @@ class FrameReader:
     """Reads the frames of one connection.
 
     Args:
-        admit: called with each header before its body is allocated; raises `FrameError` to refuse.
-        max_body_bytes: bound on a body, whatever `admit` says.
+        admit: Called with each header before its body is allocated. Raises `FrameError` to refuse.
+        max_body_bytes: Largest body, even if `admit` would allow more.
     """
 
     def __init__(self, admit: Callable[[Header], None], *, max_body_bytes: int = MAX_BODY_BYTES) -> None:
@@ -42,7 +40,7 @@ class FrameReader:
         self._error: FrameError | None = None
 
     def wanted(self) -> memoryview:
-        """Return where the next received bytes belong; never empty. Tell `advance` how many there were."""
+        """Return the buffer for the next received bytes; never empty. Pass their number to `advance`."""
         if self._header is not None:
             return self._body.data[self._filled :]
         if self._start == self._end:
@@ -55,13 +53,13 @@ class FrameReader:
         return self._staging.data[self._end :]
 
     def advance(self, num_bytes: int) -> Iterator[tuple[Header, np.ndarray]]:
-        """Take note of `num_bytes` received bytes and yield the frames that are whole now.
+        """Process `num_bytes` received bytes and yield the frames that are now complete.
 
-        Each header is admitted after the frame before it has been yielded. The iteration may be left early;
-        `advance(0)` takes it up again.
+        Each header is admitted after the previous frame has been yielded. The iteration may be left early;
+        `advance(0)` continues it.
 
         Raises:
-            FrameError: a malformed, refused or corrupted frame.
+            FrameError: A frame is malformed, refused or corrupted.
         """
         if self._header is not None:
             self._filled += num_bytes
@@ -73,7 +71,7 @@ class FrameReader:
 
     @property
     def in_frame(self) -> bool:
-        """Whether a frame has begun and is not whole: an end of the stream here cuts it off."""
+        """Whether a frame has begun and is not complete, so that the end of the stream would cut it off."""
         return self._header is not None or self._start != self._end
 
     def _frames(self) -> Iterator[tuple[Header, np.ndarray]]:
@@ -101,7 +99,7 @@ class FrameReader:
         try:
             self._body = np.empty(header.length, dtype=np.uint8)
         except MemoryError as error:
-            raise FrameError(f"Expected a body that fits into memory, got {header.length} bytes.") from error
+            raise FrameError(f"A body of {header.length} bytes does not fit into memory.") from error
         self._start += HEADER_BYTES
         self._filled = min(header.length, self._end - self._start)
         self._body[: self._filled] = self._staging[self._start : self._start + self._filled]
