@@ -175,12 +175,12 @@ class PendingConnections:
             self._call_later(peer, error.strerror or str(error))
             return
         sock.setblocking(False)
+        pending = self._add(sock, frozenset({peer}), connect=True)
         try:
             code = sock.connect_ex((host, port))
             problem = "" if code in (0, errno.EINPROGRESS) else errno.errorcode.get(code, str(code))
         except OSError as error:  # no such host
             problem = str(error)
-        pending = self._add(sock, frozenset({peer}), connect=True)
         if problem:
             self._drop(pending, problem)
 
