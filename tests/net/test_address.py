@@ -12,8 +12,8 @@ from gradwire.net.address import (
     interface_address,
     is_loopback,
     local_address,
+    loopback_id,
     parse_address,
-    place,
     resolve,
     store_host,
 )
@@ -92,5 +92,5 @@ def test_a_host_without_an_address_is_refused(host):
 
 
 def test_processes_of_one_machine_are_in_one_place():
-    assert place() == place()
-    assert socket.gethostname() in place()
+    assert loopback_id() == loopback_id()
+    assert socket.gethostname() in loopback_id()

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from gradwire.core.errors import PeerFailedError, PeerLostError, SyncError
 from gradwire.net.tcp import TcpTransport
 
+from .bare_rank import BareRank
 from .recorder import PATIENCE, body, header, start
-from .stranger import BareRank
 
 
 def cut_at_random(seed: int) -> None:

@@ -18,8 +18,8 @@ from gradwire.net.handshake import JobKey
 from gradwire.net.tcp import TcpTransport
 from gradwire.wire.frame import HEADER_BYTES, FrameKind
 
+from .bare_rank import BareRank
 from .recorder import PATIENCE, Recorder, body, header, start
-from .stranger import BareRank
 
 TIMEOUT = timedelta(seconds=1)
 

@@ -77,7 +77,7 @@ def interface_address(names: list[str]) -> str:
     )
 
 
-def place() -> str:
+def loopback_id() -> str:
     """Return host name and network namespace. Two processes with the same ones share a loopback interface."""
     try:
         namespace = str(os.stat("/proc/self/ns/net").st_ino)

@@ -114,7 +114,7 @@ class _Closing:
 
     def _close(self, unsent: int) -> None:
         self._selector.unregister(self.link.socket)
-        self.link.shut()
+        self.link.close()
         if self._says_bye and unsent > 1:  # more than the goodbye itself
             peer = self.link.peer
             self.error = PeerLostError(

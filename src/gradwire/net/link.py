@@ -107,7 +107,7 @@ class Link:
                 self.blocked = True
                 return
             except OSError:
-                self.mute()
+                self.stop_sending()
                 return
             self.conversation.liveness.sent(now)
             self._sent(count)
@@ -146,7 +146,7 @@ class Link:
         """
         unsent, error = self.pending_frames, self.conversation.end
         assert error is not None, "the peer is gone"
-        self.shut()
+        self.close()
         if unsent:
             raise error
 
@@ -167,7 +167,7 @@ class Link:
             kept.append(self._outgoing.popleft())
         self._outgoing = kept
 
-    def mute(self) -> None:
+    def stop_sending(self) -> None:
         """Stop sending."""
         self.writable = self.blocked = False
         self._queue.clear()
@@ -175,15 +175,15 @@ class Link:
 
     def finish_sending(self) -> None:
         """Close the sending direction, and go on reading."""
-        self.mute()
+        self.stop_sending()
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_WR)
 
-    def shut(self) -> None:
+    def close(self) -> None:
         """Close the socket. Idempotent."""
         self.busy_seconds()  # kept
         self.open = False
-        self.mute()
+        self.stop_sending()
         self.socket.close()
 
     def _fill(self) -> None:
@@ -205,4 +205,4 @@ class Link:
         error = self.conversation.lost(cause)
         if error is not None:
             raise error  # still open: a peer that has only half closed can be told
-        self.shut()
+        self.close()

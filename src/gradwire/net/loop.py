@@ -85,7 +85,7 @@ class ConnectionLoop(ProcessBound):
     def _report(self, error: SyncError) -> None:
         """Tell the owner that the loop has ended with an error."""
 
-    def _act(self) -> None:
+    def _handle_requests(self) -> None:
         """Do what other threads have asked for; once per turn."""
 
     def _undelivered(self, error: SyncError) -> None:
@@ -159,7 +159,7 @@ class ConnectionLoop(ProcessBound):
         self._pending.begin_turn(looked_at)
         for key, events in self._selector.select(self._wait(looked_at, until)):
             if key.fileobj is self._wake_in:
-                self._take_wake_up()
+                self._clear_wake_up()
             elif isinstance(key.data, Link):
                 self._progress(key.data, events)
             else:
@@ -167,7 +167,7 @@ class ConnectionLoop(ProcessBound):
                 if proven is not None:
                     self._promote(proven)
         self._pending.expire()
-        self._act()
+        self._handle_requests()
         for link in list(self._links.values()):
             if link.open:
                 self._serve(link, looked_at)
@@ -179,7 +179,7 @@ class ConnectionLoop(ProcessBound):
         at = min([until, *(link.conversation.liveness.next_deadline() for link in links), *self._pending.deadlines()])
         return None if at == math.inf else max(0.0, at - now)
 
-    def _take_wake_up(self) -> None:
+    def _clear_wake_up(self) -> None:
         # Before the queues are looked at: whoever queues later sends another byte. Under the lock: a byte sent between
         # the two lines would be taken away with its flag left set, and nobody would ever be woken again.
         with self._lock, contextlib.suppress(BlockingIOError):
@@ -246,7 +246,7 @@ class ConnectionLoop(ProcessBound):
 
     def _release(self) -> None:
         for link in self._links.values():
-            link.shut()
+            link.close()
         self._pending.release()
         self._selector.close()
         self._wake_in.close()

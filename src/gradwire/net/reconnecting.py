@@ -84,7 +84,7 @@ class ReconnectingEndpoint(ConnectionLoop):
         self.sent_bytes = 0
         self._owner = owner
         self._server = None if call is None else call[0]
-        self._newcomer: Link | None = None
+        self._joining: Link | None = None
         self._connections: dict[int, int] = {}
         self._dismissed: list[tuple[Link, str]] = []
         self._pending = PendingConnections(
@@ -176,10 +176,10 @@ class ReconnectingEndpoint(ConnectionLoop):
         link.conversation.begin(self._owner.admit, now)
         with self._lock:
             self._connections[peer] = self.connection(peer) + 1
-            self._newcomer = link
+            self._joining = link
         self._owner.joined(peer)
         with self._lock:
-            self._newcomer = None
+            self._joining = None
             self._links[peer] = link
         self._read(link, link.leftover(now))
 
@@ -187,11 +187,11 @@ class ReconnectingEndpoint(ConnectionLoop):
         """Return a peer's link, if it is that connection. This thread also finds the one that is being announced."""
         if connection is not None and connection != self.connection(peer):
             return None
-        if self._newcomer is not None and self._newcomer.peer == peer:
-            return self._newcomer if threading.current_thread() is self._thread else None
+        if self._joining is not None and self._joining.peer == peer:
+            return self._joining if threading.current_thread() is self._thread else None
         return self._links.get(peer)
 
-    def _act(self) -> None:
+    def _handle_requests(self) -> None:
         with self._lock:
             dismissed, self._dismissed = self._dismissed, []
         for link, reason in dismissed:
@@ -214,7 +214,7 @@ class ReconnectingEndpoint(ConnectionLoop):
             message = ClosingMessage(FrameKind.ABORT, str(error))
             threading.Thread(target=close_gracefully, args=([link], message, self._timeout), daemon=True).start()
         else:
-            link.shut()
+            link.close()
         self._pending.call_again(link.peer)
         self._owner.left(link.peer, error)
 

@@ -21,7 +21,7 @@ from datetime import timedelta
 from typing import Any
 
 from gradwire.core.errors import PeerTimeoutError, SyncError
-from gradwire.net.address import is_loopback, place
+from gradwire.net.address import is_loopback, loopback_id
 from gradwire.net.handshake import KEY_BYTES, GroupMember, JobKey
 from gradwire.net.store import receive
 
@@ -71,7 +71,7 @@ def meet(store: Any, name: str, rank: int, world_size: int, address: tuple[str, 
         PeerTimeoutError: Ranks are missing at the deadline. The message names them.
         SyncError: The store failed, or a rank published an address that this rank cannot reach.
     """
-    record = json.dumps({"host": address[0], "port": address[1], "place": place()})
+    record = json.dumps({"host": address[0], "port": address[1], "place": loopback_id()})
     try:
         while True:
             generation = store.add(f"gradwire/{name}/generation/{rank}", 1)
@@ -136,7 +136,7 @@ def _wait(store: Any, prefix: str, keys: list[str], deadline: Deadline) -> bool:
 def _address(store: Any, key: str, peer: int) -> tuple[str, int]:
     record = json.loads(store.get(key))
     host, port = str(record["host"]), int(record["port"])
-    if is_loopback(host) and record["place"] != place():
+    if is_loopback(host) and record["place"] != loopback_id():
         raise SyncError(
             f"This machine cannot reach rank {peer}, which listens at {host} of {record['place']}: the master's name "
             "is a loopback address there. Set MASTER_ADDR to an address that all machines reach, or GLOO_SOCKET_IFNAME "

@@ -177,7 +177,7 @@ class TcpTransport(PeerTransport, ConnectionLoop):
         link.paused = True  # until `start`
         self._conversations[peer] = link.conversation
 
-    def _act(self) -> None:
+    def _handle_requests(self) -> None:
         if self._callbacks is not None:
             for link in self._links.values():
                 if link.paused:
