@@ -263,9 +263,9 @@ def test_wrong_lengths_are_refused(kernels):
         kernels.lookup_indices(np.empty(10, np.uint8), 4, table_of(2), np.empty(20, np.uint8))
     with pytest.raises(ValueError, match="Expected packed of 10 elements, got 9"):
         kernels.lookup_indices(np.empty(9, np.uint8), 4, table_of(4), np.empty(20, np.uint8))
-    with pytest.raises(ValueError, match="Expected lanes of 1536 elements, got 1500"):
+    with pytest.raises(ValueError, match="Expected accumulator of 1536 elements, got 1500"):
         kernels.finalize_blocks(np.zeros(1500, np.uint8), blocks, two, two, two, work, x)
-    with pytest.raises(ValueError, match="Expected values a block of 2 elements, got 1"):
+    with pytest.raises(ValueError, match="Expected values of blocks of 2 elements, got 1"):
         kernels.finalize_blocks(np.zeros(1536, np.uint8), blocks, two[:1], two, two, work, x)
     with pytest.raises(ValueError, match="Expected blocks of 7 elements, got 1500"):
         kernels.finalize_blocks(np.zeros(1536, np.uint8), blocks, two, two, two, work, x[:7])

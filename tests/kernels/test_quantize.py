@@ -108,7 +108,7 @@ def test_decoders_agree(length, block):
 @pytest.mark.parametrize("length", [0, 1, 17, 1025])
 def test_lanes_agree_and_are_exact(narrow, wide, length):
     if np.dtype(narrow).itemsize > np.dtype(wide).itemsize:
-        with pytest.raises(TypeError, match="Expected lanes at least as wide as int32, got int16"):
+        with pytest.raises(TypeError, match="Expected an accumulator at least as wide as int32, got int16"):
             BACKENDS[0].add_int8(np.zeros(1, narrow), np.zeros(1, wide))
         return
     rng = np.random.default_rng(length)

@@ -106,7 +106,8 @@ def signs_of_large(g):
     least = abs(g).reduce(max) * 0.5
     kept = g.filter(lambda x: abs(x) >= least)
     scale = abs(kept.value).reduce(mean)
-    return concat(scale=scale, index=kept.index, up=kept.value.map(lambda v: v > 0, dtype=uint1))
+    up = kept.value > 0
+    return concat(scale=scale, unused=up.reduce(count), index=kept.index, up=up.map(dtype=uint1))
 
 
 @_algorithm(lambda p: p.q * p.s)
@@ -119,7 +120,7 @@ def whole_blocks(g, block=192):
 def block_norms(g, block=96):
     s = g.blocks(block).reduce(norm)
     q = g.map(lambda x: floor(abs(x) / s * 7 + random()), dtype=uint4)
-    return concat(s=s, q=q, n=g.map(lambda x: x < 0, dtype=uint1))
+    return concat(s=s, q=q, n=g.map(lambda x: x < 0, dtype=uint1), unused=(g < 0).blocks(block).reduce(count))
 
 
 @_algorithm(lambda p: p.value.scatter(p.index))
@@ -201,4 +202,5 @@ def two_tops(g):
 def shared_choice(g, rate=0.5):
     step = sqrt(g.reduce(sum) * g.reduce(sum)) / g.size + abs(g).reduce(max)
     chosen = g.map(lambda x: where(random(shared=True) < rate, round_even(x / step * 1.5), 0.0) + 1, dtype=uint2)
-    return concat(step=step, rate=rate + 0.0 * g.filter(lambda x: x > 0).reduce(count), q=chosen)
+    rest = 0.0 * g.filter(lambda x: x > 0).reduce(count)
+    return concat(step=step, rate=rate + rest, unused=(g > 0).reduce(count), q=chosen)

@@ -34,11 +34,11 @@ SCHEDULES = {
     "two_means": ["elements: + mean mean", "elements: sign -"],
     "ternary": ["elements: + max", "elements: q -"],
     "block_scales": ["elements: + [max] [div] scale q -"],
-    "block_norms": ["elements: + [norm] s q n -"],
+    "block_norms": ["elements: + [norm] [count] s unused q n -"],
     "shorter_floats": ["elements: + h b -"],
     "exponents": ["elements: + e minus -"],
     "first_few": ["elements: + filter", "list: value index", "- items"],
-    "signs_of_large": ["elements: + max", "elements: filter", "list: mean", "list: up index", "- items"],
+    "signs_of_large": ["elements: + max", "elements: filter", "list: mean count", "list: up index", "- items"],
     "sampled": [
         "= sample", "= sort", "= length", "= item", "elements: + filter", "= top", "list: value index", "- items",
     ],

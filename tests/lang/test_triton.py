@@ -223,7 +223,7 @@ def test_an_operator_without_source_for_gpus_says_so() -> None:
         name = "other"
         infer = reference = cpu = None  # type: ignore[assignment]
 
-    with pytest.raises(NotImplementedError, match=r"GPUs of 'other', got none\. Do: write its method `triton`"):
+    with pytest.raises(NotImplementedError, match=r"'other' has no source for GPUs\. Implement its method `triton`"):
         Other().triton(None, "", "", "")
 
 

@@ -82,7 +82,7 @@ def test_the_ends_of_a_range_are_float32s(dtype: types.ElementType) -> None:
 
 def test_uint_gives_the_type_of_so_many_bits_or_says_which_there_are() -> None:
     assert [uint(bits).high for bits in (1, 2, 4, 8)] == [1, 3, 15, 255]
-    with pytest.raises(TraceError, match=r"no uint\(3\).*1, 2, 4 or 8 bits.*in test_types.py:.*Do: .*uint\(4\)"):
+    with pytest.raises(TraceError, match=r"no uint\(3\).*1, 2, 4 or 8 bits.*in test_types.py:.*Use .*uint\(4\)"):
         traced(lambda g: concat(q=g.map(dtype=uint(3))))
-    with pytest.raises(TraceError, match=r"no uint\(16\).*Do: take one of these, or int32"):
+    with pytest.raises(TraceError, match=r"no uint\(16\).*Use one of these, or int32"):
         uint(16)

@@ -176,7 +176,7 @@ def test_a_coding_without_source_for_gpus_says_so() -> None:
         infer = shorten = expand = cpu_shorten = cpu_expand = None  # type: ignore[assignment]
 
     assert isinstance(Other(), Operator)
-    with pytest.raises(NotImplementedError, match=r"GPUs of 'other_coding', got none\. Do: write its method"):
+    with pytest.raises(NotImplementedError, match=r"'other_coding' has no source for GPUs\. Implement its method"):
         Other().triton_shorten("body", "at")
-    with pytest.raises(NotImplementedError, match=r"GPUs of 'other_coding'"):
+    with pytest.raises(NotImplementedError, match=r"'other_coding' has no source for GPUs"):
         Other().triton_expand("body", "at", "size")

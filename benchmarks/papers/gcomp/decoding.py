@@ -157,7 +157,7 @@ def _tree(code: PrefixCode) -> np.ndarray:
 
 def _ours(grad: np.ndarray, code: PrefixCode) -> Callable[[], object]:
     form = tuple(FORMATS[np.dtype(np.float32)])
-    symbols, room = np.empty(CHUNK, np.uint16), np.empty(STREAMS * streams.ROOM_BYTES, np.uint8)
+    symbols, room = np.empty(CHUNK, np.uint16), np.empty(STREAMS * streams.BUFFER_BYTES, np.uint8)
     lengths, counts = np.empty(STREAMS, np.int64), np.empty(LEVELS + 1, np.int64)
     chunks = -(-grad.size // CHUNK)
     body, ends = np.zeros(3 * grad.size + 64 * chunks, np.uint8), np.empty(chunks, np.int64)

@@ -25,7 +25,7 @@ from benchmarks.data.cifar import ResNet, batch, load
 from benchmarks.options import Cifar10
 from gradwire.core.spec import TensorSpec
 from gradwire.kernels import cpu as kernels
-from gradwire.kernels.cpu.streams import ROOM_BYTES, STRIDE, copy_streams, read_streams, write_streams
+from gradwire.kernels.cpu.streams import BUFFER_BYTES, STRIDE, copy_streams, read_streams, write_streams
 from gradwire.kernels.float_format import CHUNK, STREAMS
 from gradwire.kernels.prefix_code import PrefixCode
 
@@ -86,7 +86,7 @@ def speeds(quartic: np.ndarray) -> dict[str, float]:
     chunk = np.resize(quartic, CHUNK)
     code = PrefixCode.of(np.bincount(chunk, minlength=256))
     symbols, lengths = chunk.astype(np.uint16), np.empty(STREAMS, np.int64)
-    room, body = np.empty(STREAMS * ROOM_BYTES, np.uint8), np.empty(STREAMS * ROOM_BYTES, np.uint8)
+    room, body = np.empty(STREAMS * BUFFER_BYTES, np.uint8), np.empty(STREAMS * BUFFER_BYTES, np.uint8)
     runs, back, specials = np.empty_like(chunk), np.empty(STREAMS * STRIDE, np.uint8), np.empty(CHUNK, np.int64)
     end = kernels.zero_run_encode(chunk, runs)
 

@@ -1,18 +1,18 @@
-"""What every backend shares: the constants of the formats, and the checks of buffer lengths.
+"""Constants of the formats and checks of buffer lengths, shared by all backends.
 
-The checks raise, also under ``python -O``: a compiled loop does not look at bounds, so a wrong length that
-passed here would be a write outside the buffer.
+The checks also raise under ``python -O``: compiled loops do not check bounds, so a wrong length would make them write
+outside the buffer.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-# The canonical order of a sum: blocks, and lanes in a block. Part of the bytes that every backend must give.
+# Canonical order of a sum: blocks, and lanes within a block. It determines bytes that all backends must agree on.
 SUM_BLOCK = 1024
 SUM_LANES = 64
 
-# The random streams: a group is what 128 consecutive Philox counters give.
+# Random streams: a group holds the output of 128 consecutive Philox counters.
 RANDOM_COUNTERS = 128
 RANDOM16_GROUP = 8 * RANDOM_COUNTERS
 RANDOM32_GROUP = 4 * RANDOM_COUNTERS
@@ -38,24 +38,24 @@ def expect_size(kernel: str, what: str, array: np.ndarray, size: int) -> None:
 
 
 def expect_bits(kernel: str, bits: int) -> int:
-    """Elements in a byte, for `bits` bits each."""
+    """Elements per byte, of `bits` bits each."""
     if bits not in (1, 2, 4, 8):
         raise ValueError(f"Expected bits to be 1, 2, 4 or 8, got {bits} (in {kernel}).")
     return 8 // bits
 
 
 def expect_same_ranks(kernel: str, *lists: object) -> int:
-    """Number of ranks, which every list must agree on."""
+    """Number of ranks. Raise unless all lists agree on it."""
     sizes = {len(entries) for entries in lists}  # type: ignore[arg-type]
     if len(sizes) != 1:
-        raise ValueError(f"Expected one entry a rank in every list, got {sorted(sizes)} (in {kernel}).")
+        raise ValueError(f"Expected one entry per rank in every list, got {sorted(sizes)} (in {kernel}).")
     return sizes.pop()
 
 
 def half_of(M: float) -> np.float32:
-    """The largest float32 that is not above M / 2, so that |x| > half exactly where |x| / M > 1/2.
+    """The largest float32 not above M / 2, so that |x| > half if and only if |x| / M > 1/2.
 
-    M / 2 is itself a float32 except where M is subnormal and odd; there the nearest one may lie above.
+    M / 2 itself is a float32 unless M is subnormal and odd. Then the nearest float32 may be above it.
     """
     half = np.float32(float(M) * 0.5)
     return np.nextafter(half, np.float32(0)) if float(half) > float(M) * 0.5 else half

@@ -1,11 +1,11 @@
-"""Prefix codes for exponents: canonical, of limited length, with an escape in front of what has no word of its own.
+"""Prefix codes for exponents: canonical, of limited length, with an escape for symbols without a word of their own.
 
-A code is given by the length of each symbol's word alone, so that two ends agree on it by 129 bytes. Words are given
-out in the order of (length, symbol), the escape last, and are read from the least significant bit of a byte on.
+The lengths of the words determine the code, so two ends agree on it with 129 bytes. Words are assigned in the order of
+(length, symbol), the escape last, and are read from the least significant bit of each byte.
 
 Source: GCOMP (SoCC 2024), sections 4.3 (escape, "full transmission") and 4.5 (lookup table). Differences: the escape is
-a symbol of the code with the weight of all that it stands for, where the paper cuts off the first word that is too
-long; so the code is prefix-free by construction and complete. The lookup table gives up to six symbols at once.
+a symbol of the code, weighted by all symbols it stands for, where the paper truncates the first word that is too long;
+the code is therefore complete and prefix-free by construction. A lookup yields up to six symbols.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ NUM_EXPONENTS = 256
 ESCAPE = 256
 NUM_SYMBOLS = 257
 RAW_BITS = 8
-"""After an escape comes the symbol itself."""
+"""Bits of the symbol itself, which follows an escape."""
 
 MAX_LENGTH = 11
-"""n_θ, and the bits of the lookup table: 16 KiB, a third to a half of a core's first-level cache."""
+"""n_θ, the longest word. The lookup table takes 16 KiB, a third to a half of a first-level cache."""
 MAX_WORD_BITS = MAX_LENGTH + RAW_BITS
 
 MAX_SYMBOLS_A_LOOKUP = 6
@@ -39,10 +39,10 @@ class PrefixCode:
     """A prefix code over the symbols 0 to 255 and the escape.
 
     Args:
-        lengths: uint8[257], the bits of each word, 0 for symbols that are sent after an escape; the escape is last.
+        lengths: Bits of each word, uint8[257], the escape last; 0 for symbols that are sent after an escape.
 
     Raises:
-        ValueError: not the lengths of a complete prefix code with words for 0 and for the escape.
+        ValueError: The lengths are not those of a complete prefix code with words for 0 and for the escape.
     """
 
     lengths: np.ndarray
@@ -50,26 +50,24 @@ class PrefixCode:
     def __post_init__(self) -> None:
         problem = _problem(self.lengths)
         if problem:
-            raise ValueError(
-                f"Expected lengths of a complete prefix code, got {problem}. Do: use PrefixCode.of(counts)."
-            )
+            raise ValueError(f"These lengths are no complete prefix code: {problem}. Use PrefixCode.of(counts).")
         self.lengths.setflags(write=False)
 
     @classmethod
     def of(cls, counts: Sequence[int] | np.ndarray) -> PrefixCode:
-        """The code of how often each symbol occurs; 0 has a word in any case.
+        """The best code for these frequencies. Symbol 0 always has a word.
 
         Args:
-            counts: 256 numbers, or 257: then the last is of what only an escape can stand for.
+            counts: Frequency of each symbol, 256 numbers. An optional 257th counts what only an escape can represent.
         """
         return cls(_lengths(np.asarray(counts, np.int64)))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> PrefixCode:
-        """Undo `to_bytes`; the bytes may come from anywhere.
+        """Undo `to_bytes`. The bytes need not be trusted.
 
         Raises:
-            PayloadError: they are not a code.
+            PayloadError: The bytes are no code.
         """
         if len(data) != SERIAL_BYTES:
             raise PayloadError(f"Expected a prefix code of {SERIAL_BYTES} bytes, got {len(data)}.")
@@ -78,7 +76,7 @@ class PrefixCode:
         lengths = nibbles[:NUM_SYMBOLS].copy()
         problem = "a last half byte that is not 0" if nibbles[NUM_SYMBOLS] else _problem(lengths)
         if problem:
-            raise PayloadError(f"Expected lengths of a complete prefix code, got {problem}.")
+            raise PayloadError(f"Expected the lengths of a complete prefix code, got {problem}.")
         return cls(lengths)
 
     def to_bytes(self) -> bytes:
@@ -88,14 +86,14 @@ class PrefixCode:
 
     @cached_property
     def number(self) -> int:
-        """CRC-32C of `to_bytes`: payloads carry it, so that two codes are not taken for one another."""
+        """CRC-32C of `to_bytes`. Payloads carry it, so that they are never decoded with another code."""
         return int(google_crc32c.value(self.to_bytes()))
 
     @cached_property
     def words(self) -> np.ndarray:
-        """What the encoder appends for each symbol: uint32[257], the word in the low 24 bits, its length above.
+        """The bits appended for each symbol, uint32[257]: the word in the low 24 bits, its length above them.
 
-        With the escape and the symbol itself, where it has no word. The last stands for 0 sent after an escape.
+        For a symbol without a word: the escape and the symbol. The last entry is 0 after an escape.
         """
         own = _canonical(self.lengths)
         escape, escape_length = int(own[ESCAPE]), int(self.lengths[ESCAPE])
@@ -109,10 +107,10 @@ class PrefixCode:
 
     @cached_property
     def lookup(self) -> np.ndarray:
-        """What the next `MAX_LENGTH` bits begin with: uint64[2048].
+        """The symbols at the beginning of the next `MAX_LENGTH` bits, uint64[2048].
 
-        The bytes of an entry, from the least significant on: up to six symbols, how many they are, and the bits of
-        their words. Where an escape comes first, both numbers are 0.
+        Bytes of an entry, from the least significant: up to six symbols, their number, the bits of their words. Both
+        numbers are 0 if an escape comes first.
         """
         windows = np.arange(1 << MAX_LENGTH)
         first, length = self._first()
@@ -129,7 +127,7 @@ class PrefixCode:
         return entries
 
     def _first(self) -> tuple[np.ndarray, np.ndarray]:
-        """The first symbol, and its length, of every `MAX_LENGTH` bits."""
+        """The first symbol in every combination of `MAX_LENGTH` bits, and the length of its word."""
         first, length = np.zeros(1 << MAX_LENGTH, np.int64), np.zeros(1 << MAX_LENGTH, np.int64)
         own = _canonical(self.lengths)
         for symbol in np.flatnonzero(self.lengths):
@@ -140,7 +138,7 @@ class PrefixCode:
 
 
 def _problem(lengths: np.ndarray) -> str:
-    """What is wrong with the lengths of a code; nothing, if it is one."""
+    """What is wrong with these lengths; "" if they are a code."""
     if lengths.dtype != np.uint8 or lengths.shape != (NUM_SYMBOLS,):
         return f"{lengths.dtype}{list(lengths.shape)}"
     if int(lengths.max()) > MAX_LENGTH:
@@ -152,7 +150,7 @@ def _problem(lengths: np.ndarray) -> str:
 
 
 def _canonical(lengths: np.ndarray) -> np.ndarray:
-    """The word of each symbol, its first bit the least significant: uint32[257]."""
+    """The word of each symbol, uint32[257], the first bit least significant."""
     words = np.zeros(NUM_SYMBOLS, np.uint32)
     word = before = 0
     for symbol in sorted(np.flatnonzero(lengths).tolist(), key=lambda symbol: (int(lengths[symbol]), symbol)):
@@ -164,7 +162,7 @@ def _canonical(lengths: np.ndarray) -> np.ndarray:
 
 
 def _lengths(counts: np.ndarray) -> np.ndarray:
-    """Lengths of a code for these counts; a word of its own has what Huffman's code gives at most `MAX_LENGTH` bits."""
+    """Lengths of the code for these counts. Symbols with more than `MAX_LENGTH` bits in Huffman's code get no word."""
     weights = np.append(counts[:NUM_EXPONENTS], 0)
     weights[0] = max(1, weights[0])
     weights[ESCAPE] = counts[NUM_EXPONENTS:].sum()
@@ -178,7 +176,7 @@ def _lengths(counts: np.ndarray) -> np.ndarray:
 
 
 def _native_lengths(weights: list[int]) -> list[int]:
-    """Huffman's code: the depth of each leaf."""
+    """Word lengths of Huffman's code."""
     lengths = [0] * len(weights)
     heap = [(weight, index, [index]) for index, weight in enumerate(weights)]
     heapq.heapify(heap)
@@ -191,7 +189,7 @@ def _native_lengths(weights: list[int]) -> list[int]:
 
 
 def _limited_lengths(weights: list[int]) -> list[int]:
-    """The best lengths of at most `MAX_LENGTH` (package-merge, Larmore and Hirschberg 1990)."""
+    """The best word lengths up to `MAX_LENGTH` (package-merge, Larmore and Hirschberg 1990)."""
     leaves = sorted((weight, [index]) for index, weight in enumerate(weights))
     packages: list[tuple[int, list[int]]] = []
     for _ in range(MAX_LENGTH):
@@ -207,5 +205,5 @@ def _limited_lengths(weights: list[int]) -> list[int]:
 
 @lru_cache(maxsize=1024)
 def code_of_bytes(data: bytes) -> PrefixCode:
-    """`PrefixCode.from_bytes`, with the tables of the last codes kept."""
+    """`PrefixCode.from_bytes`, with a cache, so that the tables of recent codes are kept."""
     return PrefixCode.from_bytes(data)

@@ -1,4 +1,4 @@
-"""CompLL in Python: compressors as two short functions over symbolic gradients, compiled for CPU and GPU.
+"""CompLL in Python: a compressor is two short functions of symbolic gradients, compiled for CPU and GPU.
 
     import gradwire as gw
     from gradwire.lang import concat, floor, random, uint
@@ -14,7 +14,7 @@
     def _(p):
         return p.q.map(lambda q: q * p.gap + p.low)
 
-What a function of an algorithm may use is what this module exports; `abs`, `max`, `min` and `sum` are Python's own.
+These functions may use what this module exports. `abs`, `max`, `min` and `sum` are Python's own.
 
 Source: HiPress (Bai et al. 2021), section 4.
 """

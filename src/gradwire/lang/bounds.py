@@ -1,8 +1,8 @@
-"""How large a decoded element can get, from the scalars of its payload.
+"""Upper bounds of decoded elements, from the scalars of a payload.
 
-A decoder's result is cut to the finite floats, which takes four operations an element. Most payloads cannot overflow:
-their scalars tell. This module writes the largest magnitude of every intermediate result as an expression of them, so
-that generated code finds out once a payload whether it must look at elements.
+Decoders clamp their result to finite floats, which takes four operations per element. The scalars of most payloads rule
+out an overflow. This module expresses the largest magnitude of each intermediate result in terms of the scalars, so
+that generated code decides once per payload whether to clamp.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ Leaf = Callable[[Node], str | None]
 
 
 def overflow_condition(output: Node, leaf: Leaf) -> str | None:
-    """Python source of a condition that holds where an element could overflow; None where none ever can.
+    """Python source of a condition that holds if an element could overflow, or None if none ever can.
 
     Args:
-        output: what is decoded.
-        leaf: source of the largest magnitude, a float64, of a scalar or of the values of blocks; None if not known.
+        output: Decoded node.
+        leaf: Returns the source of the largest magnitude, float64, of a scalar or of block values; None if unknown.
     """
     computed = [node for node in closure([output]) if _is_computed(node)]
     bounds = [_bound(node, leaf) for node in computed if node.dtype != BOOL]

@@ -1,8 +1,8 @@
-"""Generated source on disk, by content, and the modules that are loaded from it.
+"""Cache of generated source on disk, and the modules loaded from it.
 
-A file is named by a hash of its source and of all that it is built on, so it is never out of date and processes that
-write the same one at once do no harm. It lies in `GRADWIRE_CACHE_DIR`, else in the user's cache folder, else, where
-nothing can be written there, in a folder of the process's own.
+The name of a file contains a hash of its source and of everything it is built on. A file is therefore never out of
+date, and several processes may write the same one. Files are stored in `GRADWIRE_CACHE_DIR`, else in the user's cache
+folder, else, if that is not writable, in a temporary folder of the process.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _modules: dict[str, ModuleType] = {}
 
 
 def load(name: str, source: str) -> ModuleType:
-    """The module of generated source; from disk where it has been there before.
+    """Load generated source as a module, from disk if it is there.
 
     Args:
-        name: of the compressor and the backend, for the file's name.
+        name: Name of the compressor and the backend, for the file name.
         source: Python source.
     """
     key = f"{name}_{_digest(source)}"
@@ -45,7 +45,7 @@ def load(name: str, source: str) -> ModuleType:
 
 @functools.cache
 def folder(kind: str = "generated") -> Path:
-    """Where generated source lies, or another kind of thing that can be made again."""
+    """Folder for generated source, or for another kind of files that can be made again."""
     wanted = os.environ.get("GRADWIRE_CACHE_DIR") or os.path.join(
         os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "gradwire"
     )
@@ -64,7 +64,7 @@ def _digest(source: str) -> str:
 
 
 def _write(path: Path, source: str) -> None:
-    """Write as a whole: another process sees no half of it."""
+    """Write atomically: other processes never see part of a file."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".part")
     with os.fdopen(handle, "w") as file:
         file.write(source)

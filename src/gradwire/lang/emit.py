@@ -1,9 +1,10 @@
-"""What the emitters share: names of values, the order of expressions, comments that lead back to the algorithm."""
+"""Shared by the emitters: names of values, order of expressions, comments that lead back to the algorithm."""
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from gradwire.lang.ir import Field, Location, Node, Program
 from gradwire.lang.operators.base import lookup
@@ -13,7 +14,7 @@ INDENT = "    "
 
 
 class Lines:
-    """Source under construction: lines, indentation, and the comment of the line that comes next."""
+    """Source under construction: lines, indentation, and comments with the origin of lines."""
 
     def __init__(self, indent: int = 0) -> None:
         self.lines: list[str] = []
@@ -24,39 +25,29 @@ class Lines:
         self.lines += [INDENT * self.indent + line if line else "" for line in lines]
 
     def say(self, where: Location) -> None:
-        """Comment with the line of the algorithm, unless the last comment was that."""
+        """Add a comment with the line of the algorithm, unless the last comment was the same."""
         if where.text and where != self._said:
             self.add(f"# {where}: {where.text}")
         self._said = where
 
     def forget(self) -> None:
-        """Say the next line's origin even if it was said last."""
+        """Comment the next line's origin even if the last comment was the same."""
         self._said = None
 
-    def block(self, header: str) -> Block:
-        """``with lines.block("for ..."):``."""
-        return Block(self, header)
+    @contextlib.contextmanager
+    def block(self, header: str) -> Iterator[None]:
+        """Indent what is added in the ``with`` block, below a header such as ``for ...:``."""
+        self.add(header)
+        self.indent += 1
+        yield
+        self.indent -= 1
 
     def __str__(self) -> str:
         return "\n".join(self.lines)
 
 
-class Block:
-    """An indented block."""
-
-    def __init__(self, lines: Lines, header: str) -> None:
-        self.lines, self.header = lines, header
-
-    def __enter__(self) -> None:
-        self.lines.add(self.header)
-        self.lines.indent += 1
-
-    def __exit__(self, *_: object) -> None:
-        self.lines.indent -= 1
-
-
 def name_nodes(program: Program) -> dict[int, str]:
-    """A name for each node that gets a variable: its field's, else its operator's with its number."""
+    """Variable names of nodes: the name of the field, else of the operator with the node's number."""
     names: dict[int, str] = {}
     for node in (*program.encode_nodes(), *program.decode_nodes()):
         names[id(node)] = f"{node.attrs.get('function', node.op)}_{node.number}"
@@ -69,12 +60,12 @@ def name_nodes(program: Program) -> dict[int, str]:
 
 
 def is_local(node: Node) -> bool:
-    """Whether a node is computed anew in each step of a sweep."""
+    """Whether a node is computed in each step of a sweep."""
     return node.space.kind in ("elements", "items") and not lookup(node.op).is_collective
 
 
 def shared_subexpressions(roots: Iterable[Node]) -> list[Node]:
-    """The arithmetic nodes of a sweep used more than once, in order: they get a variable."""
+    """Arithmetic nodes of a sweep that are used more than once, in order. They get a variable."""
     roots = list(roots)
     uses: Counter[int] = Counter(id(node) for node in roots)
     nodes = _within_sweep(roots)
@@ -86,7 +77,7 @@ def shared_subexpressions(roots: Iterable[Node]) -> list[Node]:
 
 
 def _within_sweep(roots: list[Node]) -> list[Node]:
-    """What is computed anew in each step: not what a list or a scalar was made of before."""
+    """The nodes of one step of a sweep, without those that lists and scalars were computed from earlier."""
     found: dict[int, Node] = {}
     stack = list(roots)
     while stack:
@@ -98,7 +89,7 @@ def _within_sweep(roots: list[Node]) -> list[Node]:
 
 
 def statics(program: Program) -> list[Node]:
-    """The numbers that follow from length and step and that generated code needs, in order: its argument `static`."""
+    """The numbers known from length and step that generated code needs: its argument `static`, in order."""
     found: dict[int, Node] = {}
     for node in (*program.encode_nodes(), *program.decode_nodes()):
         for each in node.inputs:
@@ -108,5 +99,5 @@ def statics(program: Program) -> list[Node]:
 
 
 def chunk_of(fields: Iterable[Field]) -> int:
-    """Elements that a sweep over these fields takes at a time."""
+    """Elements per chunk in a sweep over these fields."""
     return TRIT_CHUNK if any(each.dtype.packing == "digits" for each in fields) else CHUNK

@@ -1,4 +1,4 @@
-"""The one error of the language: what cannot be traced, where, and what to write instead."""
+"""The error of the language: what cannot be traced, where, and what to write instead."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ class TraceError(GradwireError, TypeError):
     """An algorithm that the language cannot express.
 
     Attributes:
-        where: the line of the user's algorithm, or None.
+        where: Line of the user's algorithm, or None.
     """
 
-    def __init__(self, problem: str, where: Location | None = None, remedy: str | None = None) -> None:
+    def __init__(self, problem: str, where: Location | None = None, remedy: str = "") -> None:
         place = f" (in {where}: {where.text})" if where else ""
-        super().__init__(f"{problem}{place}." + (f" Do: {remedy}." if remedy else ""))
+        advice = f" {remedy[0].upper()}{remedy[1:]}." if remedy else ""
+        super().__init__(f"{problem}{place}.{advice}")
         self.where = where

@@ -1,4 +1,4 @@
-"""The functions of the language: what an algorithm may call on symbolic values, besides their methods."""
+"""The functions of the language, which an algorithm may call on symbolic values."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ def uint(bits: int) -> ElementType:
     """The unsigned type of 1, 2, 4 or 8 bits.
 
     Raises:
-        TraceError: there is no such type.
+        TraceError: There is no such type.
     """
     widths = (1, 2, 4, 8)
     if bits not in widths:
         wider = [width for width in widths if isinstance(bits, (int, float)) and width > bits]
         raise TraceError(
             f"There is no uint({bits!r}): unsigned types have 1, 2, 4 or 8 bits", user_location(),
-            f"take the next larger one, uint({wider[0]})" if wider else "take one of these, or int32 for larger values",
+            f"use the next larger one, uint({wider[0]})" if wider else "use one of these, or int32 for larger values",
         )  # fmt: skip
     return TYPES[f"uint{int(bits)}"]
 
 
 def where(condition: Any, a: Any, b: Any) -> Value:
-    """A where the condition holds, else b: the conditional of the language."""
+    """A where the condition holds, else b."""
     return apply("where", condition, a, b)
 
 
 def floor(x: Any) -> Value:
-    """The largest integer that is not above x."""
+    """The largest integer not above x."""
     return apply("floor", x)
 
 
 def ceil(x: Any) -> Value:
-    """The smallest integer that is not below x."""
+    """The smallest integer not below x."""
     return apply("ceil", x)
 
 
 def round_even(x: Any) -> Value:
-    """The nearest integer; the even one of two."""
+    """The nearest integer, halves to even."""
     return apply("round_even", x)
 
 
@@ -56,12 +56,12 @@ def sqrt(x: Any) -> Value:
 
 
 def step() -> Value:
-    """The number of the synchronization step, from 0, the same on all ranks: for what changes while training."""
+    """Number of the synchronization step, from 0, the same on all ranks."""
     return Value(graph().add("step", ()))
 
 
 def previous_state() -> Value:
-    """Value that `next_state` of the compressor returned in an earlier step, 0 at first. For encoders only."""
+    """The value that the compressor's `next_state` returned in the last step, 0 at first. For encoders only."""
     return Value(graph().add("previous_state", ()))
 
 
@@ -81,7 +81,7 @@ def sign(x: Any) -> Value:
 
 
 def exponent(x: Any) -> Value:
-    """The biased exponent of x as a float32, 0 to 255: |x| is at least `power(exponent(x))`, and below twice that."""
+    """The biased exponent of x as a float32, 0 to 255: `power(exponent(x))` <= |x| < 2 `power(exponent(x))`."""
     return apply("exponent", x)
 
 
@@ -91,14 +91,14 @@ def power(e: Any) -> Value:
 
 
 def random(low: Any = 0.0, high: Any = 1.0, *, shared: bool = False) -> Value:
-    """A number for each element, drawn evenly from low to high, ends excluded, anew each step.
+    """Uniform random numbers between low and high, one per element, new in each step. The ends are excluded.
 
-    It is one of 65,536 equidistant ones, so that a rounding that uses it is unbiased to 2^-17 of a step.
+    They are multiples of 1/65536 of the range, so rounding with them is unbiased to 2^-17 of a step.
 
     Args:
-        low, high: the range.
-        shared: the same on all ranks; else each rank draws its own. A decoder's first such call draws what the
-            encoder's first drew, its second what the second drew.
+        low, high: Range.
+        shared: Whether all ranks draw the same numbers. The n-th shared call of the decoder then draws the numbers of
+            the n-th shared call of the encoder.
     """
     here = graph()
     shared = bool(shared)
@@ -112,14 +112,16 @@ def random(low: Any = 0.0, high: Any = 1.0, *, shared: bool = False) -> Value:
 
 
 def concat(*unnamed: Any, **fields: Any) -> SymbolicPayload:
-    """The payload: values by name. Scalars travel as float32, arrays as the type they were mapped to.
+    """The payload: named values. Scalars are sent as float32, arrays in the type they were mapped to.
 
-    One array of trits may be given as `q.zero_runs()`: it is the last, and the payload as long as it comes out.
+    One array of trits may be given as `q.zero_runs()`. It comes last, and the length of the payload then depends on
+    the gradient.
     """
     if unnamed or not fields or "size" in fields:
         got = "values without" if unnamed else "'size', which is the gradient's" if fields else "none"
         raise TraceError(
-            f"Expected names for what is sent, got {got}", user_location(), "concat(scale=scale, q=q)"
+            f"concat needs names for the values it sends, got {got}", user_location(),
+            "write concat(scale=scale, q=q)",
         )  # fmt: skip
     here = graph()
     made = []
@@ -127,8 +129,8 @@ def concat(*unnamed: Any, **fields: Any) -> SymbolicPayload:
         node = lift(value).node
         if node.dtype == BOOL:
             raise TraceError(
-                f"Expected numbers to send as {name!r}, got conditions", user_location(),
-                "map(..., dtype=uint1) of elements, where(condition, 1.0, 0.0) of a scalar",
+                f"Cannot send {name!r}: it is a condition, not a number", user_location(),
+                "use map(..., dtype=uint1) for elements, where(condition, 1.0, 0.0) for a scalar",
             )  # fmt: skip
         if node.space.kind in ("scalar", "static"):
             node = node if node.op == "narrow" else here.add("narrow", (node,))
@@ -143,7 +145,7 @@ def concat(*unnamed: Any, **fields: Any) -> SymbolicPayload:
 
 def _only_in_reduce(name: str) -> Callable[..., Any]:
     def function(*_: object) -> Any:
-        raise TraceError(f"{name} is a function for reduce", user_location(), f"x.reduce({name})")
+        raise TraceError(f"{name} is a function for reduce", user_location(), f"write x.reduce({name})")
 
     function.__name__ = name
     return function

@@ -1,11 +1,12 @@
-"""The graph of a trace in progress: operators add nodes to it, with the line of the algorithm that asked for them."""
+"""The graph of a trace in progress. Operators add nodes to it, each with its line of the algorithm."""
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ _current = threading.local()
 
 
 class Graph:
-    """The nodes of a trace in progress. Equal applications are one node."""
+    """Nodes of a trace in progress. Equal applications share one node."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -30,7 +31,7 @@ class Graph:
         try:
             space, dtype = lookup(op).infer(inputs, attrs)
         except ValueError as error:
-            raise TraceError(f"Cannot apply {op}: {error}", where, getattr(error, "remedy", None)) from None
+            raise TraceError(f"Cannot apply {op}: {error}", where, getattr(error, "remedy", "")) from None
         key = (op, tuple(map(id, inputs)), tuple(sorted((k, repr(v)) for k, v in attrs.items())))
         if key not in self.known:
             self.count += 1
@@ -41,17 +42,13 @@ class Graph:
         return self.known[key]
 
 
-class tracing:  # noqa: N801 - reads as a verb
-    """Context manager: operations on symbols go to this graph."""
-
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
-
-    def __enter__(self) -> Graph:
-        _current.graph = self.graph
-        return self.graph
-
-    def __exit__(self, *_: object) -> None:
+@contextlib.contextmanager
+def tracing(graph: Graph) -> Iterator[Graph]:
+    """Add the operations on symbols to this graph."""
+    _current.graph = graph
+    try:
+        yield graph
+    finally:
         _current.graph = None
 
 
@@ -60,14 +57,14 @@ def graph() -> Graph:
     found: Graph | None = getattr(_current, "graph", None)
     if found is None:
         raise TraceError(
-            "Expected a call from a compressor's encode or decode, got one from elsewhere", user_location(),
-            "call it inside a function decorated with gradwire.compressor",
+            "Symbolic values exist only in the encode and decode functions of a compressor", user_location(),
+            "call this inside a function decorated with gradwire.compressor",
         )  # fmt: skip
     return found
 
 
 def user_location() -> Location:
-    """The innermost line on the stack that is the algorithm's."""
+    """The innermost line of the algorithm on the stack."""
     frame = sys._getframe(1)
     while frame.f_back is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
@@ -80,5 +77,5 @@ def location(file: str, line: int) -> Location:
 
 
 def is_users(file: str) -> bool:
-    """Whether a file can be an algorithm's: not one of the language's own, of NumPy's or of torch's."""
+    """Whether a file can belong to an algorithm: not to the language, NumPy or torch."""
     return not file.startswith(_HERE) and not any(f"-packages/{name}/" in file for name in ("numpy", "torch"))

@@ -1,6 +1,6 @@
-"""The oracle: a program carried out node by node with NumPy, nothing fused.
+"""The oracle: a program evaluated node by node with NumPy, nothing fused.
 
-Slow and plain. Generated code must give the same bytes, the same residual and the same tensor, bit for bit.
+Generated code must produce the same bytes, the same residual and the same tensor, bit for bit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LARGEST = np.finfo(np.float32).max
 
 @dataclass
 class Environment:
-    """What a program sees besides its inputs."""
+    """What a program knows apart from its inputs."""
 
     size: int
     shared_key: int = 0
@@ -45,7 +45,7 @@ def encode(
     """Encode scale · x + residual.
 
     Returns:
-        The body, and what it does not carry; None where the gradient is not finite.
+        The body of the payload, and the residual; None if the gradient is not finite.
     """
     with np.errstate(all="ignore"):
         gradient = as_float32(x) * np.float32(scale)
@@ -75,7 +75,7 @@ def encode(
 
 
 def statistics(program: Program, x: np.ndarray, env: Environment, scale: float = 1.0) -> list[np.float32]:
-    """The rank's own values of the preliminary round; infinite where the gradient is not finite."""
+    """The rank's own values for the preliminary round; infinite if the gradient is not finite."""
     with np.errstate(all="ignore"):
         env.gradient = as_float32(x) * np.float32(scale)
     if not np.isfinite(env.gradient).all():
@@ -110,12 +110,12 @@ def decode(program: Program, body: np.ndarray, env: Environment, stats: Sequence
 
 
 def is_stat(program: Program, each: Field) -> bool:
-    """Whether a field is a value of the preliminary round as it is, which then need not travel."""
+    """Whether a field is a value of the preliminary round, which need not be sent after it."""
     return each.node.op == "narrow" and any(each.node.inputs[0] is node for node in program.stats)
 
 
 def num_values(each: Field, size: int, length: int) -> int:
-    """How many values a field holds, of a tensor of `size` elements and a list of `length` items."""
+    """Number of values in a field, for a tensor of `size` elements and a list of `length` items."""
     space = each.node.space
     if space.kind == "blocks":
         return ceil_div(size, space.block)
@@ -123,7 +123,7 @@ def num_values(each: Field, size: int, length: int) -> int:
 
 
 def num_bytes(each: Field, size: int, length: int) -> int:
-    """The most bytes that it takes."""
+    """Maximum bytes of a field."""
     if each.is_positions:
         return positions_bytes(size, length)
     return each.dtype.num_bytes(num_values(each, size, length))
@@ -143,10 +143,8 @@ def _evaluate(nodes: Sequence[Node], env: Environment, known: dict[int, Any]) ->
 
 
 def _aligned(value: Any, source: Node, node: Node, size: int) -> Any:
-    """An input as arithmetic with elements sees it: float32, blocks spread over their elements."""
+    """An input of arithmetic with elements: float32, with block values repeated for their elements."""
     if lookup(node.op).is_collective or node.space.kind not in ("elements", "items", "blocks"):
-        if source.space.kind == "blocks":
-            return value
         return value
     if source.space.kind == "blocks" and node.space.kind == "elements":
         return np.repeat(np.asarray(value, np.float32), source.space.block)[:size]
@@ -178,7 +176,7 @@ def _as_sent(value: Any, each: Field) -> Any:
 
 
 def _sent(value: Any, each: Field, size: int) -> np.ndarray:
-    """A field as it travels."""
+    """The bytes of a field."""
     if each.is_positions:
         out = np.empty(positions_bytes(size, value.size), np.uint8)
         pack_positions(value, size, out)

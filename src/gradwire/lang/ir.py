@@ -1,13 +1,13 @@
 """The intermediate representation: a graph of typed nodes.
 
-A node is one application of an operator. Its *space* says what it has a value for: a number known from length and step
-alone (`STATIC`), one number a tensor (`SCALAR`), one a block, one an element, or one an item of a list that the
-algorithm made (a sample, the survivors of a filter). Its *dtype* is `FLOAT`, `BOOL` or an element type to which it
-was cast; a cast value is still a number that fits the type, so that it can be computed with.
+A node is one application of an operator. Its *space* says how many values it has: a number known from length and step
+alone (`STATIC`), one number for the tensor (`SCALAR`), one for each block, for each element, or for each item of a list
+(a sample, the result of a filter). Its *dtype* is `FLOAT`, `BOOL` or the element type it was cast to. A cast value is
+still a number, limited to those of the type, and can be computed with.
 
-Elements, blocks and items are float32, every operation rounded once. Scalars are float64, and are rounded to
-float32 by the one operator `narrow` where they meet elements or enter the payload: what an encoder computes with is
-what the decoder will read.
+Elements, blocks and items are float32 and are rounded after each operation. Scalars are float64. The operator `narrow`
+rounds a scalar to float32 before it meets elements or enters the payload, so that the encoder computes with the value
+that the decoder reads.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from gradwire.lang.types import ElementType
+from gradwire.lang.types import ElementType, float32, uint32
 
 FLOAT: Literal["float"] = "float"
 BOOL: Literal["bool"] = "bool"
@@ -38,12 +38,12 @@ class Location:
 
 @dataclass(frozen=True)
 class Space:
-    """What a node has a value for.
+    """Number of values of a node, see the module docstring.
 
     Attributes:
-        kind: one of the kinds of the module's docstring.
-        block: elements a block, for kind ``"blocks"``.
-        source: the node that made the list, for kind ``"items"``.
+        kind: Kind of space.
+        block: Elements per block, for kind ``"blocks"``.
+        source: Node that made the list, for kind ``"items"``.
     """
 
     kind: Literal["static", "scalar", "blocks", "elements", "items"]
@@ -54,7 +54,7 @@ class Space:
         return {"blocks": f"blocks of {self.block}"}.get(self.kind, self.kind)
 
 
-# Words of generated code that no field can have as a variable.
+# Words of generated code, which cannot be the variable of a field.
 _WORDS = """
 accumulate at b bodies body count decoded end first grad i inside keys list_counts list_indices list_values lists n one
 out rank room room_at scale scratch segment_end sent sizes start static stats stop tile tile_end tl torch
@@ -70,12 +70,12 @@ class Node:
     """One application of an operator.
 
     Attributes:
-        op: name of the operator.
-        inputs: the nodes it is applied to.
-        attrs: its other arguments.
-        space, dtype: see the module's docstring.
-        where: the line of the user's algorithm that it comes from.
-        number: position in the order of creation, which is an order of evaluation.
+        op: Name of the operator.
+        inputs: Nodes it is applied to.
+        attrs: Other arguments.
+        space, dtype: See the module docstring.
+        where: Line of the user's algorithm.
+        number: Position in the order of creation, which is a valid order of evaluation.
     """
 
     op: str
@@ -93,12 +93,12 @@ class Node:
 
 @dataclass(frozen=True)
 class Field:
-    """One entry of the payload: what `concat` was given under a name.
+    """One entry of the payload, an argument of `concat`.
 
     Attributes:
-        name: by which the decoder knows it.
-        node: its values.
-        coding: the node that shortens its bytes once they are packed, or None; the last field may have one.
+        name: Name of the argument, and of the decoder's attribute.
+        node: Values.
+        coding: Node that shortens the packed bytes, or None. Only the last field may have one.
     """
 
     name: str
@@ -111,9 +111,7 @@ class Field:
 
     @property
     def dtype(self) -> ElementType:
-        """How it is stored."""
-        from gradwire.lang.types import float32, uint32
-
+        """Stored element type."""
         if isinstance(self.node.dtype, ElementType):
             return self.node.dtype
         return uint32 if self.node.op == "index" else float32
@@ -124,16 +122,16 @@ class Field:
 
     @property
     def is_positions(self) -> bool:
-        """Whether it is the positions of a list, which travel in few bits."""
+        """Whether it holds the positions of a list, which are packed as positions."""
         return self.node.op == "index"
 
     @property
     def variable(self) -> str:
-        """Its name in generated code: its own, unless that means something there already."""
+        """Variable in generated code: the name of the field, unless generated code uses that word itself."""
         from gradwire.lang.targets.numba import runtime
         from gradwire.lang.targets.triton import names
 
-        # Generated code appends to it: q_in, q_of, q_levels. With an underscore of its own at the end it meets no word.
+        # Generated code derives names from it: q_in, q_of, q_levels. With a trailing underscore none can collide.
         words = (*runtime.__all__, *RESERVED, *names.RESERVED)
         word = any(known == self.name or known.startswith(f"{self.name}_") for known in words)
         return f"{self.name}_" if word or keyword.iskeyword(self.name) else self.name
@@ -144,13 +142,13 @@ class Program:
     """A traced compressor.
 
     Attributes:
-        name: of the compressor.
-        options: with which it was traced.
-        fields: the payload, in its order: scalars first, then arrays by falling width, last what is coded or positions.
-        output: the decoder's result, over `extract` nodes.
-        stats: the `over_ranks` nodes, each a scalar to reduce over ranks before encoding.
-        num_encode_lines, num_decode_lines: lines of logic, without docstrings, comments and signatures.
-        functions: how many functions besides the two, lambdas counted.
+        name: Name of the compressor.
+        options: Options it was traced with.
+        fields: Payload in the order of its bytes: scalars, arrays by decreasing width, then positions or coded bytes.
+        output: Result of the decoder, computed from `extract` nodes.
+        stats: The `over_ranks` nodes, scalars to reduce over ranks before encoding.
+        num_encode_lines, num_decode_lines: Lines of logic, without docstrings, comments and signatures.
+        functions: Number of further functions, including lambdas.
     """
 
     name: str
@@ -164,11 +162,11 @@ class Program:
     doc: str = field(default="", compare=False)
 
     def encode_nodes(self) -> list[Node]:
-        """All nodes of the encoder, in an order of evaluation."""
+        """All nodes of the encoder, in order of evaluation."""
         return closure([each.coding or each.node for each in self.fields])
 
     def decode_nodes(self) -> list[Node]:
-        """All nodes of the decoder, in an order of evaluation."""
+        """All nodes of the decoder, in order of evaluation."""
         return closure([self.output])
 
     def field_of(self, node: Node) -> Field:
@@ -177,17 +175,17 @@ class Program:
 
     @property
     def items(self) -> Space | None:
-        """The space of the payload's lists, or None where it has none."""
+        """Space of the payload's lists, or None if it has none."""
         return next((each.node.space for each in self.fields if each.node.space.kind == "items"), None)
 
     @property
     def has_fixed_size(self) -> bool:
-        """Whether all payloads of one tensor have one length."""
+        """Whether all payloads of a tensor have the same length."""
         return self.items is None and self.fields[-1].coding is None
 
 
 def closure(roots: list[Node]) -> list[Node]:
-    """The nodes that the roots depend on, themselves included, in order of creation."""
+    """The roots and all nodes they depend on, in order of creation."""
     found: dict[int, Node] = {}
     stack = list(roots)
     while stack:

@@ -1,18 +1,17 @@
-"""From a program to sweeps over memory, by passes that each do one thing.
+"""From a program to sweeps over memory.
 
-`lower` makes a sweep of every reduction, filter and packed array: maps have no sweep of their own, they are computed
-where they are needed (*map into pack*). Then each pass of `ENCODE_PASSES` takes the list of steps and gives another:
+`lower` makes a sweep of every reduction, filter and packed array. Maps get no sweep: they are computed where they are
+used (*map into pack*). Then each pass of `ENCODE_PASSES` turns a list of steps into another:
 
-- `merge_reductions`: reductions and filters that can be known at the same time share a sweep;
-- `merge_packs`: all arrays of the payload are packed in one sweep;
-- `fuse_blocks`: a block is reduced and packed while it is in the cache;
-- `update_residual`: what the decoder will make of the payload is taken from the gradient as it is packed, so that
-  the residual is there when the payload is;
-- `compensate_first`: the first sweep adds the residual to the gradient as it reads it.
+- `merge_reductions`: reductions and filters that can be computed at the same time share a sweep.
+- `merge_packs`: one sweep packs all arrays of the payload.
+- `fuse_blocks`: a block is reduced and packed while it is in the cache.
+- `update_residual`: the sweep that packs also subtracts what the decoder will produce, so the residual is complete when
+  the payload is.
+- `compensate_first`: the first sweep adds the old residual to the gradient.
 
-Two more need no list of steps: a decoder writes or adds (*decode into accumulate*) and takes one payload or those of
-all ranks (*decode of many ranks in one sweep*), and many small tensors go through one call (*batching*): emitters make
-a function of each.
+Emitters fuse the rest: decoders that write or add (*decode into accumulate*), and decoders of the payloads of all ranks
+in one sweep.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ class Sweep:
     """A pass over memory.
 
     Attributes:
-        space: over the elements of the gradient, or the items of a list.
-        sinks: reductions and filters it feeds.
-        packs: fields of the payload it packs.
-        block_sinks: reductions of a block that precede the rest of the sweep block by block.
-        block_values: other nodes with one value a block, in order.
-        residual: whether it writes the residual.
-        compensates: whether it is the first to read the gradient, so that it adds the old residual.
+        space: Elements of the gradient, or items of a list.
+        sinks: Reductions and filters it feeds.
+        packs: Fields of the payload it packs.
+        block_sinks: Reductions of blocks, done block by block before the rest of the sweep.
+        block_values: Other nodes with one value per block, in order.
+        residual: Whether it writes the residual.
+        compensates: Whether it is the first to read the gradient and adds the old residual.
     """
 
     space: Space
@@ -49,39 +48,39 @@ class Sweep:
 
     @property
     def block_nodes(self) -> list[Node]:
-        """All nodes with one value a block."""
+        """All nodes with one value per block."""
         return [*self.block_sinks, *self.block_values]
 
     @property
     def cut_by(self) -> int:
-        """Elements a block, where blocks end within vectors; else 0."""
+        """Elements per block if blocks may end within a vector, else 0."""
         block = self.block_nodes[0].space.block if self.block_nodes else 0
         return block if block % LANES else 0
 
     @property
     def roots(self) -> list[Node]:
-        """The nodes whose values it needs."""
+        """Nodes whose values it needs."""
         inputs = [each for node in (*self.sinks, *self.block_sinks) for each in node.inputs]
         return [*inputs, *(each.node for each in self.packs)]
 
 
 @dataclass
 class Assign:
-    """A scalar or a list that is made between sweeps."""
+    """A scalar or a list computed between sweeps."""
 
     node: Node
 
 
 @dataclass
 class SubtractItems:
-    """The residual of a list: the gradient less what was sent, at its positions."""
+    """The residual of a list: subtract the values sent, at their positions."""
 
 
 Step = Sweep | Assign | SubtractItems
 
 
 def lower(program: Program) -> list[Step]:
-    """One step for each node that is not a map."""
+    """One step for each node except maps."""
     steps: list[Step] = []
     for node in program.encode_nodes():
         if isinstance(lookup(node.op), Sink):
@@ -101,9 +100,9 @@ def _swept(space: Space) -> Space:
 
 
 def merge_reductions(program: Program, steps: list[Step]) -> list[Step]:
-    """Give each reduction to the earliest sweep over the same space at which all it needs is known.
+    """Move each reduction to the earliest sweep over the same space at which its inputs are known.
 
-    So that it is known early, a scalar is computed as soon as what it needs is there.
+    Scalars are computed as early as possible for the same reason.
     """
     made: list[Step] = []
     for step in steps:
@@ -129,7 +128,7 @@ def _earliest_host(step: Sweep, made: list[Step]) -> Sweep | None:
 
 
 def _known_after(roots: list[Node], made: list[Step]) -> int:
-    """How many of the steps must be done before all that these nodes depend on is known."""
+    """Number of steps that must be done before everything these nodes depend on is known."""
     needs = {id(node) for node in closure(roots)}
     return max((position + 1 for position, other in enumerate(made) if needs & _made_by(other)), default=0)
 
@@ -143,7 +142,7 @@ def _made_by(step: Step) -> set[int]:
 
 
 def merge_packs(program: Program, steps: list[Step]) -> list[Step]:
-    """Pack the arrays of a space in one sweep."""
+    """Pack all arrays of a space in one sweep."""
     made: list[Step] = []
     hosts: dict[Space, Sweep] = {}
     for step in steps:
@@ -157,13 +156,13 @@ def merge_packs(program: Program, steps: list[Step]) -> list[Step]:
 
 
 def fuse_blocks(program: Program, steps: list[Step]) -> list[Step]:
-    """Move what is known a block at a time into the sweep that uses it."""
+    """Move values of blocks into the sweep that uses them."""
     blocks = [s for s in steps if isinstance(s, Sweep) and (s.block_values or _is_block(s))]
     if not blocks:
         return steps
     made = [step for step in steps if step not in blocks]
     users = [s for s in made if isinstance(s, Sweep) and s.space == ELEMENTS and _uses_blocks(s)]
-    if not users:  # the values of blocks are all that is sent
+    if not users:  # only values of blocks are sent
         users = [Sweep(ELEMENTS)]
         made.append(users[0])
     assert len(users) == 1, "one sweep uses what blocks give"
@@ -182,7 +181,7 @@ def _uses_blocks(step: Sweep) -> bool:
 
 
 def update_residual(program: Program, steps: list[Step]) -> list[Step]:
-    """Let the last sweep over elements write the residual; of lists, subtract what they carry."""
+    """Let the last sweep over elements write the residual. For lists, subtract the values sent."""
     if program.output.op == "scatter":
         return [*steps, SubtractItems()]
     last = [step for step in steps if isinstance(step, Sweep) and step.space == ELEMENTS]
@@ -194,7 +193,7 @@ def update_residual(program: Program, steps: list[Step]) -> list[Step]:
 
 
 def compensate_first(program: Program, steps: list[Step]) -> list[Step]:
-    """Let the first sweep over elements add the old residual, and look for what is not finite."""
+    """Let the first sweep over elements add the old residual and check that elements are finite."""
     first = next((step for step in steps if isinstance(step, Sweep) and step.space == ELEMENTS), None)
     if first is None:
         first = Sweep(ELEMENTS)
@@ -213,7 +212,7 @@ ENCODE_PASSES: tuple[Callable[[Program, list[Step]], list[Step]], ...] = (
 
 
 def schedule(program: Program) -> list[Step]:
-    """The steps of an encoder, after all passes."""
+    """Steps of the encoder after all passes."""
     steps = lower(program)
     for run in ENCODE_PASSES:
         steps = run(program, steps)

@@ -1,4 +1,4 @@
-"""The two ends of a payload while it is traced: what `concat` makes, and what a decoder reads."""
+"""A payload during tracing: the result of `concat`, and the argument of a decoder."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from gradwire.lang.symbols import Value
 
 
 class SymbolicPayload:
-    """What `concat` makes: named values in the order in which they travel."""
+    """Result of `concat`: named values in the order of the payload's bytes."""
 
     def __init__(self, fields: tuple[Field, ...]) -> None:
         self.fields = fields
 
 
 class PayloadField:
-    """A payload as the decoder sees it: its fields are attributes, `size` is that of the gradient."""
+    """Argument of a decoder. The fields of the payload are attributes; `size` is that of the gradient."""
 
     def __init__(self, values: Mapping[str, Value]) -> None:
         self.__dict__.update(values)

@@ -1,7 +1,6 @@
-"""What an algorithm handles while it is traced: symbolic gradients, scalars and lists.
+"""Symbolic gradients, scalars and lists, which an algorithm handles while it is traced.
 
-The values know no numbers. Each operation on them adds a node to the graph of the trace in progress, with the line
-of the algorithm that asked for it.
+They hold no numbers. Each operation adds a node to the graph of the trace in progress, with its line of the algorithm.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ _REDUCERS = {builtins.min: "min", builtins.max: "max", builtins.sum: "sum", buil
 
 
 class Value:
-    """A symbolic number, or an array of them: what its node's space says."""
+    """A symbolic number or array, depending on the space of its node."""
 
-    __array_ufunc__ = None  # NumPy scalars leave arithmetic with us to us
+    __array_ufunc__ = None  # makes NumPy scalars use our operators
     __hash__ = object.__hash__
 
     def __init__(self, node: Node) -> None:
@@ -98,8 +97,8 @@ class Value:
 
     def __iter__(self) -> Any:
         raise TraceError(
-            "Cannot loop over symbolic values: how many there are is not known yet", user_location(),
-            "use map for each element, reduce for one number of all, filter to keep some",
+            "Cannot loop over symbolic values: their number is not known yet", user_location(),
+            "use map for each element, reduce for one number, filter to keep some",
         )  # fmt: skip
 
     def __len__(self) -> int:
@@ -108,7 +107,7 @@ class Value:
     def _number(self) -> Any:
         raise TraceError(
             "Cannot turn a symbolic value into a Python number: it is not known yet", user_location(),
-            "use the functions of gradwire.lang (floor, sqrt, ...) in place of those of math",
+            "use the functions of gradwire.lang (floor, sqrt, ...) instead of those of math",
         )  # fmt: skip
 
     __float__ = __int__ = __index__ = __round__ = __floor__ = __ceil__ = __trunc__ = _number
@@ -126,42 +125,43 @@ class Value:
 
     @property
     def size(self) -> Value:
-        """How many there are: of the gradient, known from its length; of a list, a scalar."""
+        """Number of values: of the gradient, known from its length; of a list, a scalar."""
         space = self.node.space
         if space.kind == "elements":
             return Value(graph().add("size", ()))
         return Value(graph().add("length", (self.node,)))
 
     def map(self, function: Callable[[Value], Any] | None = None, dtype: ElementType | None = None) -> Value:
-        """`function` of each element; `dtype` clamps the results to its integers, or rounds them to its floats.
+        """Apply a function to each element. `dtype` clamps the results to its integers, or rounds them to its floats.
 
-        A float that is cast to an integer is truncated: say `floor` or `round_even` where that is meant.
+        Casting a float to an integer type truncates. Use `floor` or `round_even` to round.
         """
         found = lift(self if function is None else function(self))
         if dtype is None:
             return found
         if not isinstance(dtype, ElementType):
-            raise TraceError(f"Expected an element type, got {dtype!r}", user_location(), f"one of {', '.join(TYPES)}")
+            raise TraceError(f"Expected an element type, got {dtype!r}", user_location(), f"use {', '.join(TYPES)}")
         return Value(graph().add("cast", (found.node,), dtype=dtype))
 
     def reduce(self, function: Any) -> Value:
-        """One number of all elements (a block's, after `blocks`; the chosen ones', after `filter`).
+        """Reduce all elements to one number (those of each block after `blocks`, the chosen ones after `filter`).
 
         Args:
-            function: `min`, `max`, `sum`, or `mean`, `norm`, `count` of this module. Of nothing they give 0.
+            function: `min`, `max`, `sum`, or `mean`, `norm`, `count` of this module. `count` of a condition counts the
+                elements for which it holds. The result for no elements is 0.
         """
         return _reduced((self.node,), function)
 
     def blocks(self, block: int) -> GradientBlocks:
-        """The same values, in blocks of so many consecutive elements: `reduce` then gives one number a block."""
+        """The values in blocks of `block` consecutive elements. `reduce` then yields one number per block."""
         if self.node.space.kind != "elements":
             raise TraceError(
-                f"Expected elements to cut into blocks, got {self.node.space}", user_location(),
-                "cut the gradient, or what map makes of it",
+                f"Only elements can be divided into blocks, not {self.node.space}", user_location(),
+                "divide the gradient, or a map of the gradient",
             )  # fmt: skip
         if isinstance(block, bool) or not isinstance(block, int):
             raise TraceError(
-                f"Expected an integer for the size of blocks, got {type(block).__name__}", user_location(),
+                f"The size of blocks must be an integer, got {type(block).__name__}", user_location(),
                 "make it an option, block=256",
             )  # fmt: skip
         return GradientBlocks(self.node, block)
@@ -169,23 +169,23 @@ class Value:
     def filter(self, predicate: Callable[[Value], Any], at_most: Any = None) -> Filtered:
         """Select the elements for which `predicate` holds.
 
-        Returns:
-            What can be reduced, or sent as the lists `index` and `value`, in the order of elements.
-
         Args:
-            predicate: gives a comparison.
-            at_most: how many to keep, the first ones; all where not given.
+            predicate: Returns a comparison.
+            at_most: Maximum number of elements; the first ones are kept. Default: no limit.
+
+        Returns:
+            The selected elements, to be reduced, or sent as the lists `index` and `value` in the order of elements.
         """
         mask = lift(predicate(self))
         if mask.node.dtype != BOOL:
             raise TraceError(
-                f"Expected a comparison from the function of filter, got {mask.node.dtype}", user_location(),
+                f"The function of filter must return a comparison, got {mask.node.dtype}", user_location(),
                 "return something like abs(x) >= threshold",
             )  # fmt: skip
         return Filtered(self.node, mask.node, None if at_most is None else _static(at_most, "at_most").node)
 
     def sample(self, count: Any) -> Value:
-        """A list of `count` elements from all over the gradient, one from each of so many equal parts."""
+        """A list of `count` elements, one from each of `count` equal parts of the gradient."""
         return Value(graph().add("sample", (self.node, _static(count, "count").node)))
 
     def sort(self, descending: bool = False) -> Value:
@@ -193,22 +193,22 @@ class Value:
         return Value(graph().add("sort", (self.node,), descending=bool(descending)))
 
     def __getitem__(self, position: Any) -> Value:
-        """The item of a list at a position, which is cut to the list's bounds; 0 of an empty list."""
+        """The item of a list at a position, which is clamped to the list. 0 if the list is empty."""
         if self.node.space.kind != "items":
             raise TraceError(f"Cannot index {self.node.space}", user_location(), "sort or sample first, or use filter")
         return Value(graph().add("item", (self.node, lift(position).node)))
 
     def over_ranks(self, function: Any) -> Value:
-        """A scalar reduced over all ranks before the encoding: the preliminary round. `min`, `max` or `sum`."""
+        """Reduce a scalar over all ranks before encoding, in the preliminary round: `min`, `max` or `sum`."""
         name = _name_of(function)
         return Value(graph().add("over_ranks", (self.node,), function=name))
 
     def scatter(self, index: Value) -> Value:
-        """A gradient that has these values at these positions, and 0 elsewhere: the end of a decoder."""
+        """A gradient with these values at these positions, 0 elsewhere. The last step of a decoder."""
         return Value(graph().add("scatter", (self.node, index.node)))
 
     def zero_runs(self) -> Value:
-        """The same trits, of which each run of 2 to 14 bytes of zeros travels as one byte: what `concat` is given."""
+        """The trits for `concat`, with each run of 2 to 14 bytes of zeros sent as one byte."""
         return Value(graph().add("zero_runs", (self.node,)))
 
 
@@ -235,21 +235,21 @@ for _method, _sign, _remedy in (
 
 
 class GradientBlocks:
-    """Elements in blocks of so many."""
+    """Elements divided into blocks."""
 
     def __init__(self, node: Node, block: int) -> None:
         self._node, self._block_size = node, block
 
     def map(self, function: Callable[[Value], Any] | None = None, dtype: ElementType | None = None) -> GradientBlocks:
-        """As `Value.map`."""
+        """Apply a function to each element, as `Value.map` does."""
         return GradientBlocks(Value(self._node).map(function, dtype).node, self._block_size)
 
     def reduce(self, function: Any) -> Value:
-        """One number a block."""
+        """Reduce each block to one number."""
         return _reduced((self._node,), function, self._block_size)
 
     def __getattr__(self, name: str) -> Any:
-        raise _unknown(self, "What blocks gives", name, "compute first, then cut and reduce: (g * g).blocks(64)")
+        raise _unknown(self, "The result of blocks", name, "compute first, then divide: (g * g).blocks(64).reduce(sum)")
 
 
 class Filtered:
@@ -260,42 +260,40 @@ class Filtered:
         self._where = user_location()
 
     def reduce(self, function: Any) -> Value:
-        """One number of the chosen elements."""
+        """Reduce the selected elements to one number."""
         return _reduced((self._node, self._mask), function)
 
     @property
     def index(self) -> Value:
-        """Positions of the chosen elements, ascending."""
+        """Positions of the selected elements, ascending."""
         return Value(graph().add("index", (self._list(),), self._where))
 
     @property
     def value(self) -> Value:
-        """The chosen elements."""
+        """The selected elements."""
         return Value(graph().add("value", (self._list(),), self._where))
 
     @property
     def size(self) -> Value:
-        """How many were chosen."""
+        """Number of selected elements."""
         return Value(graph().add("length", (self._list(),), self._where))
 
     def top(self, count: Any) -> Filtered:
-        """Of the chosen, the `count` largest magnitudes; ties go to the lowest index. All, where there are fewer."""
+        """Keep the `count` largest magnitudes, or all if there are fewer. Ties go to the lowest index."""
         found = graph().add("top", (self._list(), _static(count, "count").node))
         return _Listed(found)
 
     def hash(self, slots: Any) -> Filtered:
-        """Of the chosen, one for each of `slots` slots, to which a hash of positions, drawn anew each step, sends them.
+        """Keep one element for each of `slots` slots. A hash function of positions, new in each step, assigns slots.
 
-        Of those that meet in a slot the last stays. It takes no more than the sweep that chooses them.
+        If several elements share a slot, the last one is kept. This takes no sweep beyond that of the filter.
         """
         if self._at_most is not None:
-            raise TraceError(
-                "Cannot hash with at_most: slots bound the list already", user_location(), "leave at_most out"
-            )  # fmt: skip
+            raise TraceError("Cannot hash with at_most: slots already limit the list", user_location(), "omit at_most")
         return _Listed(graph().add("hash", (self._node, self._mask, _static(slots, "slots").node), self._where))
 
     def __getattr__(self, name: str) -> Any:
-        raise _unknown(self, "What filter gives", name, "use .value and .index, which are lists, or reduce it")
+        raise _unknown(self, "The result of filter", name, "use .value and .index, which are lists, or reduce it")
 
     def _list(self) -> Node:
         inputs = (self._node, self._mask) + (() if self._at_most is None else (self._at_most,))
@@ -303,7 +301,7 @@ class Filtered:
 
 
 class _Listed(Filtered):
-    """Chosen elements that are a list already."""
+    """Selected elements that are already a list."""
 
     def __init__(self, node: Node) -> None:
         self._made = node
@@ -316,16 +314,14 @@ class _Listed(Filtered):
         return self.value.reduce(function)
 
     def hash(self, slots: Any) -> Filtered:
-        raise TraceError(
-            "Cannot hash what top or hash has chosen from", user_location(), "hash what filter gives"
-        )  # fmt: skip
+        raise TraceError("Cannot hash the result of top or hash", user_location(), "hash the result of filter")
 
 
 def lift(value: Any) -> Value:
-    """A symbolic value, of one or of a Python number."""
+    """A value as a symbolic one; Python numbers become constants."""
     if isinstance(value, Value):
         return value
-    if not isinstance(value, (GradientBlocks, Filtered)) and getattr(value, "shape", None) == ():  # of NumPy or torch
+    if not isinstance(value, (GradientBlocks, Filtered)) and getattr(value, "shape", None) == ():  # NumPy or torch
         value = value.item()
     if value is None:
         raise TraceError("Expected a number, got None", user_location(), "return the result of the function")
@@ -343,7 +339,7 @@ def _numbers_of(value: object) -> str:
         return "reduce the blocks, or compute before blocks"
     if isinstance(value, Filtered):
         return "use .value and .index of it, or reduce it"
-    return "use numbers, options, and what the operators gave"
+    return "use numbers, options, and results of operators"
 
 
 def _name_of(function: Any) -> str:
@@ -356,7 +352,7 @@ def _reduced(inputs: tuple[Node, ...], function: Any, block: int = 0) -> Value:
     name = _name_of(function)
     if name not in lookup("reduce").functions:  # type: ignore[attr-defined]
         raise TraceError(
-            f"Cannot reduce with {name}: in which order elements meet is not the algorithm's to say",
+            f"Cannot reduce with {name}: an algorithm cannot define the order in which elements are combined",
             user_location(), "map first, then reduce with min, max, sum, mean, norm or count",
         )  # fmt: skip
     return Value(graph().add("reduce", inputs, function=name, block=block))
@@ -370,9 +366,9 @@ def _unknown(value: object, what: str, name: str, remedy: str) -> Exception:
 
 
 def apply(op: str, *args: Any, **attrs: Any) -> Value:
-    """An operator by its name: how a function for one of your own is written.
+    """Apply an operator by its name, for instance one of your own.
 
-    Scalars are rounded to float32 where arithmetic has them meet elements.
+    Scalars are rounded to float32 where arithmetic combines them with elements.
     """
     nodes = [lift(arg).node for arg in args]
     if lookup(op).is_collective:
@@ -383,14 +379,14 @@ def apply(op: str, *args: Any, **attrs: Any) -> Value:
         static = getattr(lookup(op), "static", None)
         if static is None:
             raise TraceError(
-                f"Cannot apply {op} to numbers that are known from length and step alone", user_location(),
-                "compute it from options in Python, or apply it to what reduce gives",
+                f"Cannot apply {op} to numbers known from length and step alone", user_location(),
+                "compute it from options in Python, or apply it to a result of reduce",
             )  # fmt: skip
     return Value(graph().add(op, nodes))
 
 
 def _narrow(node: Node) -> Node:
-    """A scalar as elements see it; what the payload carries is that already."""
+    """A scalar rounded to float32. Fields of the payload already are."""
     if node.space != SCALAR or node.op in ("narrow", "extract") or node.dtype == BOOL:
         return node
     return graph().add("narrow", (node,))
@@ -400,7 +396,7 @@ def _static(value: Any, what: str) -> Value:
     found = lift(value)
     if found.node.space != STATIC:
         raise TraceError(
-            f"Expected {what} to follow from length, step and options alone, got a {found.node.space} value",
-            user_location(), "compute it from .size, step() and options: sizes of payloads must have a bound",
+            f"{what} must be known from length, step and options alone, got a {found.node.space} value",
+            user_location(), "compute it from .size, step() and options: payload sizes must have a bound",
         )  # fmt: skip
     return found

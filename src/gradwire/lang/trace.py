@@ -1,4 +1,4 @@
-"""Tracing: an algorithm's two functions, run once over symbols, become a program."""
+"""Tracing: run the two functions of an algorithm once on symbols to get a program."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from gradwire.lang.symbols import Value, lift
 from gradwire.lang.verify import verify
 
 _REMEDY = (
-    "use what gradwire.lang exports in place of functions of Python, NumPy and torch; encode takes the gradient and "
-    "the options, decode the payload and those options that it names"
+    "use what gradwire.lang exports instead of functions of Python, NumPy and torch; encode takes the gradient and "
+    "the options, decode the payload and the options that it names"
 )
 
 
@@ -29,20 +29,20 @@ def trace(
     """Trace a compressor with these options.
 
     Args:
-        name: of the compressor.
-        encode: takes a symbolic gradient and the options; returns `concat(...)`.
-        decode: takes a message and those of the options that its signature names; returns a value an element.
-        options: by name.
-        doc: kept in the generated source.
+        name: Name of the compressor.
+        encode: Takes a symbolic gradient and the options; returns `concat(...)`.
+        decode: Takes a payload and the options named in its signature; returns one value per element.
+        options: Options by name.
+        doc: Documentation for the generated source.
 
     Raises:
-        TraceError: the algorithm does what the language cannot express; says where, and what to do.
+        TraceError: The language cannot express the algorithm. The message says where, and what to write instead.
     """
     with tracing(Graph()) as graph:
         payload = _called(encode, Value(graph.add("gradient", (), signature_line(encode))), options)
         if not isinstance(payload, SymbolicPayload):
             raise TraceError(
-                f"Expected encode to return concat(...), got {type(payload).__name__}", signature_line(encode),
+                f"encode must return concat(...), got {type(payload).__name__}", signature_line(encode),
                 "return concat(scale=scale, q=q)",
             )  # fmt: skip
         fields = {
@@ -56,7 +56,7 @@ def trace(
         output = _called(decode, PayloadField(fields), {key: value for key, value in options.items() if key in known})
         if output is None:
             raise TraceError(
-                "Expected decode to return a value an element, got None", signature_line(decode),
+                "decode must return one value per element, got None", signature_line(decode),
                 "return p.q.map(lambda q: q * p.scale)",
             )  # fmt: skip
         output = lift(output).node
@@ -70,7 +70,7 @@ def trace(
 
 
 def _called(function: Callable[..., Any], first: Any, options: Mapping[str, Any]) -> Any:
-    """What a function of the user's gives; what Python says of symbols that it cannot handle, with the line."""
+    """Call a function of the user. Errors that Python raises for symbols get the line of the algorithm."""
     try:
         return function(first, **options)
     except TraceError:
@@ -86,7 +86,7 @@ def _called(function: Callable[..., Any], first: Any, options: Mapping[str, Any]
 
 
 def signature_line(function: Callable[..., Any]) -> Location:
-    """Where a function begins: the place of an error that no line of it makes."""
+    """First line of a function: the place of an error that belongs to no single line."""
     code = getattr(function, "__code__", None)
     if code is None:
         return Location("?", 0, repr(function))
@@ -97,11 +97,11 @@ def _tree(function: Callable[..., Any]) -> ast.Module | None:
     try:
         return ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError):
-        return None  # typed at a prompt
+        return None  # entered at a prompt
 
 
 def _num_lines(function: Callable[..., Any]) -> int:
-    """Lines of a function with its signature and decorator, without docstrings, comments and empty lines."""
+    """Lines of a function with signature and decorator, without docstrings, comments and empty lines."""
     tree = _tree(function)
     if tree is None:
         return 0
@@ -123,7 +123,7 @@ def _num_lines(function: Callable[..., Any]) -> int:
 
 
 def _num_functions(function: Callable[..., Any]) -> int:
-    """Functions within a function; those of its decorators declare something and are no logic."""
+    """Number of functions within a function, without those in its decorators, which are no logic."""
     tree = _tree(function)
     if tree is None:
         return 0

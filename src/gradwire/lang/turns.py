@@ -1,8 +1,7 @@
-"""Work that the processes of a machine share at first use: what one has compiled, the others load.
+"""Share compilation among the processes of a machine: what one has compiled, the others load.
 
-Guarantees: each process gets each name once. A name that another process is busy with comes last, when that process is
-done with it or has ended, or after `PATIENCE`: one that stands still holds nobody up for longer. Where there are no
-file locks every process does all the work, as it would without this.
+Each process gets each name once. A name that another process is working on comes last: when that process is done with
+it, when it has ended, or after `PATIENCE`. Without file locks every process does all the work.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _LOOK_SECONDS = 0.1
 
 
 def in_turns(names: Iterable[str]) -> Iterator[str]:
-    """The names, each held against other processes until the next is asked for."""
+    """Yield the names. Each is locked against other processes until the next one is requested."""
     busy = []
     for name in names:
         with _claim(name) as claimed:
@@ -47,7 +46,7 @@ def _is_claimed(name: str) -> bool:
 
 @contextlib.contextmanager
 def _claim(name: str) -> Iterator[bool]:
-    """Hold a name; False where another process holds it."""
+    """Lock a name; yield False if another process has locked it."""
     if fcntl is None:
         yield True
         return

@@ -1,14 +1,13 @@
-"""The element types of payloads, and how arrays of them are packed into bytes.
+"""The element types of payloads, and how arrays are packed into bytes.
 
-An array is cut into chunks of `CHUNK` elements (`TRIT_CHUNK` for trits), each of which is packed by itself, so that
-one sweep over memory meets elements, random numbers and bytes in one order. Within a chunk of S bytes, a type of b
-bits is *planar*: byte i holds elements i, i + S, i + 2 S, ... from its least significant bits up, so that packing is
-shifts and ors of whole vectors. A uint1 is packed in the order of elements, bit i % 8 of byte i // 8, for that is
-what a vector comparison gives. Five trits share a byte, planar too, the first plane the most significant digit.
-Only the last byte of an array has padding: bits of 0, digits of value 0.
+An array is packed in chunks of `CHUNK` elements (`TRIT_CHUNK` for trits), so that elements, random numbers and bytes
+are visited in the same order in one sweep. Chunks of S bytes are *planar*: byte i holds elements i, i + S, i + 2 S, ...
+from its least significant bits up. Packing is then shifts and ors of whole vectors. uint1 is packed in the order of
+elements, bit i % 8 of byte i // 8, which is the result of a vector comparison. Five trits share a byte, also planar;
+the first plane is the most significant digit. Only the last byte of an array has padding: bits of 0, digits of value 0.
 
 Source: HiPress (Bai et al. 2021), section 4.3, types and packing; 3LC (Lim et al. 2019), section 3.2, trits.
-Differences: planar order within chunks in place of consecutive bits.
+Differences: planar order within chunks instead of consecutive bits.
 """
 # Shapes: N = elements of an array, S = bytes of a chunk
 
@@ -32,12 +31,12 @@ class ElementType:
     """An element type.
 
     Attributes:
-        name: as users write it.
-        packing: how an array of it is laid out.
-        bits: of an element; 8/5 for a trit.
-        storage: NumPy type of what is stored: the packed bytes, or the elements of a raw array.
-        low, high: range of integers, ends included; a value outside is clamped, a NaN becomes `low`, or 0 where the
-            type has negative values.
+        name: Name in the language.
+        packing: Layout of an array.
+        bits: Bits per element; 8/5 for a trit.
+        storage: NumPy dtype of the packed bytes, or of the elements of a raw array.
+        low, high: Range of integers, ends included. Values outside are clamped. NaN becomes `low`, or 0 if the type has
+            negative values.
     """
 
     name: str
@@ -53,12 +52,12 @@ class ElementType:
 
     @property
     def chunk(self) -> int:
-        """Elements that are packed together."""
+        """Elements per chunk."""
         return TRIT_CHUNK if self.packing == "digits" else CHUNK
 
     @property
     def per_byte(self) -> int:
-        """Elements in a byte; 1 where an element takes one or more."""
+        """Elements per byte; 1 if an element takes one byte or more."""
         return TERNARY_DIGITS if self.packing == "digits" else max(1, int(8 // self.bits))
 
     def num_bytes(self, size: int) -> int:

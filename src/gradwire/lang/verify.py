@@ -1,4 +1,4 @@
-"""What every program must fulfill besides the shape rules of its operators: the checks at the end of a trace."""
+"""Checks of a whole program at the end of a trace, beyond the shape rules of its operators."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from gradwire.lang.errors import TraceError
 from gradwire.lang.ir import BOOL, Node, Program, closure
 from gradwire.lang.operators.base import Coding, Sink, Statement, lookup
 
-# What only encoders carry out: a decoder computes each element by itself.
+# Operators for encoders only: a decoder computes each element independently.
 _OF_ENCODERS = ("sample", "sort", "top", "item", "length", "over_ranks", "previous_state")
 
-# What is not arithmetic of what is no collective operator: the parts of a list.
+# Operators that are neither collective nor arithmetic: the parts of a list.
 _LISTS = ("value", "index")
 
 
 def verify(program: Program) -> None:
-    """Check a program against the specification of the representation.
+    """Check a program.
 
     Raises:
-        TraceError: what is wrong, with the line of the algorithm.
+        TraceError: The program is invalid. The message has the line of the algorithm.
     """
     for node in (*program.encode_nodes(), *program.decode_nodes()):
         assert all(each.number < node.number for each in node.inputs), f"{node!r} is older than its inputs"
@@ -35,16 +35,16 @@ def _verify_encode(program: Program) -> None:
     for node in nodes:
         if node.op == "extract":
             raise TraceError(
-                "Expected encode to read the gradient, got a field of a payload", node.where, "use g and the options"
+                "encode cannot read a field of the payload", node.where, "use the gradient and the options"
             )
         if node.op == "scatter":
-            raise TraceError("Expected scatter in decode, got it in encode", node.where, "send the list: index, value")
+            raise TraceError("encode cannot use scatter", node.where, "send index and value, and scatter in decode")
     if all(node.op != "gradient" for node in nodes):
-        raise TraceError("Expected encode to send what depends on the gradient, got nothing that does", place, "use g")
+        raise TraceError("Nothing that encode sends depends on the gradient", place, "use the argument of encode")
     spaces = {each.node.space for each in program.fields if each.node.space.kind == "items"}
     if len(spaces) > 1 or sum(each.is_positions for each in program.fields) > 1:
         raise TraceError(
-            "Expected lists of one length in a payload, got several", place, "send the index and value of one filter"
+            "A payload cannot hold lists of different lengths", place, "send the index and value of one filter"
         )
 
 
@@ -54,30 +54,30 @@ def _verify_lists(program: Program) -> None:
             mapped = each.space.kind == "items" and each.op not in _LISTS and not lookup(each.op).is_collective
             if mapped and isinstance(lookup(node.op), Statement):
                 raise TraceError(
-                    f"Cannot {node.op} what map makes of a list: it is not in memory", node.where,
+                    f"Cannot {node.op} a map of a list: it is not in memory", node.where,
                     "map the gradient, before sample or filter",
                 )  # fmt: skip
 
 
 def _verify_coding(program: Program) -> None:
-    """That one field at most is shortened, and that its length is the only one that a receiver must find out."""
+    """At most one field is shortened, and no other length is unknown to the receiver."""
     for node in program.encode_nodes():
         for each in node.inputs:
             if isinstance(lookup(each.op), Coding):
                 raise TraceError(
-                    f"Cannot {node.op} what {each.op} gives: it is bytes on their way", node.where,
-                    f"compute first, and give concat the result: concat(q=q.{each.op}())",
+                    f"Cannot {node.op} the result of {each.op}: it is bytes of the payload", node.where,
+                    f"compute first, and pass the result to concat: concat(q=q.{each.op}())",
                 )  # fmt: skip
     coded = {each.name: each.coding for each in program.fields if each.coding is not None}
     for coding in coded.values():
         if len(coded) > 1:
             raise TraceError(
-                f"Cannot send {' and '.join(coded)} with {coding.op}: where one ends and the other begins is not known",
-                coding.where, f"use {coding.op} for one of them",
+                f"Cannot send {' and '.join(coded)} with {coding.op}: their ends would be unknown", coding.where,
+                f"use {coding.op} for one of them",
             )  # fmt: skip
         if program.items is not None:
             raise TraceError(
-                f"Cannot send {coding.op} beside lists: where they end is not known", coding.where,
+                f"Cannot send {coding.op} together with lists: their ends would be unknown", coding.where,
                 "send either trits of all elements or the lists",
             )  # fmt: skip
 
@@ -87,7 +87,7 @@ def _verify_blocks(program: Program) -> None:
     sizes = {node.space.block: node for node in nodes if node.space.kind == "blocks"}
     if len(sizes) > 1:
         raise TraceError(
-            f"Expected one size of blocks, got {sorted(sizes)}", list(sizes.values())[-1].where,
+            f"Expected one block size, got {sorted(sizes)}", list(sizes.values())[-1].where,
             "use one size in an algorithm",
         )  # fmt: skip
     for node in nodes:
@@ -95,8 +95,8 @@ def _verify_blocks(program: Program) -> None:
             each.space.kind == "blocks" for each in closure(list(node.inputs))
         ):
             raise TraceError(
-                f"Cannot {node.op} what depends on blocks: they are known only as the payload is packed", node.where,
-                f"{node.op} what depends on the gradient and on scalars",
+                f"Cannot {node.op} what depends on blocks: their values are known only while packing", node.where,
+                f"{node.op} what depends on the gradient and on scalars only",
             )  # fmt: skip
 
 
@@ -105,29 +105,29 @@ def _verify_decode(program: Program) -> None:
     for node in program.decode_nodes():
         if isinstance(lookup(node.op), (Sink, Coding)) or node.op in _OF_ENCODERS:
             raise TraceError(
-                f"Expected decode to compute element by element, got {node.op}", node.where,
+                f"decode computes element by element and cannot use {node.op}", node.where,
                 "do that in encode, and send the result in concat",
             )  # fmt: skip
         if node.op == "random" and not node.attrs["shared"]:
             raise TraceError(
-                "Expected decode to be the same on every rank, got private random numbers", node.where,
-                "random(low, high, shared=True)",
+                "decode must give the same result on every rank and cannot use private random numbers", node.where,
+                "use random(low, high, shared=True)",
             )  # fmt: skip
         if any(each.op == "scatter" for each in node.inputs):
             raise TraceError(
-                f"Expected scatter as the last step of decode, got {node.op} after it", node.where,
-                "compute with the list and scatter what comes out",
+                f"scatter must be the last step of decode, but {node.op} follows", node.where,
+                "compute with the list and scatter the result",
             )  # fmt: skip
     output = program.output
     if output.op == "scatter" and not _is_positions(program, output.inputs[1]):
         raise TraceError(
-            "Expected the positions of a list as they were sent, got other values", output.where,
-            "p.value.scatter(p.index), with index=kept.index in concat",
+            "scatter needs the positions of a list as they were sent", output.where,
+            "use p.value.scatter(p.index), with index=kept.index in concat",
         )  # fmt: skip
     if output.space.kind != "elements" or output.dtype == BOOL:
         got = "conditions" if output.dtype == BOOL else f"{output.dtype} of {output.space}"
         raise TraceError(
-            f"Expected decode to give a number an element, got {got}", output.where,
+            f"decode must return one number per element, got {got}", output.where,
             "map a packed field, scatter a list, or use where",
         )  # fmt: skip
 
@@ -137,18 +137,18 @@ def _is_positions(program: Program, node: Node) -> bool:
 
 
 def _verify_reads(program: Program) -> None:
-    """That a decoder knows nothing of the encoder but the payload."""
+    """A decoder knows only the payload."""
     for node in program.decode_nodes():
         if node.op == "gradient":
             reader = _reader(program, node)
             raise TraceError(
-                "Expected decode to read the payload, got the gradient of encode", reader.where,
+                "decode cannot read the gradient of encode", reader.where,
                 "send what decode needs in concat, and read it from the payload",
             )  # fmt: skip
 
 
 def _reader(program: Program, gradient: Node) -> Node:
-    """The node of a decoder that depends on the gradient: the first that the decoder itself made."""
+    """The node of the decoder that reads the gradient: the first that the decoder itself created."""
     last = max(node.number for node in program.encode_nodes())
     readers = [node for node in program.decode_nodes() if gradient in closure([node])]
     return next((node for node in readers if node.number > last), readers[-1])

@@ -1,4 +1,4 @@
-"""Small integers packed into bytes. Mirrors `reference.bits`, where the contracts stand."""
+"""Small integers packed into bytes. Contracts: `reference.bits`."""
 # Shapes: N elements, S = ceil(N * bits / 8) bytes
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _unpack_bits(packed, bits, out):
     for i in range(0, size, LANES):
         bytes_ = load(packed, i, LANES)
         for plane in range(per):
-            # Not past the plane: the next one's first elements are written already.
+            # Not past the plane: the first elements of the next one are already written.
             store_until(out, plane * size + i, (plane + 1) * size, (bytes_ >> (plane * bits)) & mask)
 
 

@@ -1,15 +1,15 @@
-"""Rotated blocks onto the values of a table, and lanes back to elements. Mirrors `reference.blocks`.
+"""Rotated blocks quantized to table values, and back. Contracts: `reference.blocks`.
 
-A range goes through the core's cache once, a block or a chunk of indices at a time: elements are scaled and their signs
-flipped, transformed, quantized, packed, and for the residual transformed back.
+Each block, or chunk of indices, passes through the cache once: scale, flip signs, transform, quantize, pack, and for
+the residual transform back.
 """
-# Shapes: N elements, P = N with the last block filled up, G blocks
+# Shapes: N elements, P = N with the last block padded, G blocks
 
 from __future__ import annotations
 
 import numpy as np
 
-from gradwire.kernels.blocks import INDEX_CHUNK, BlockLayout, expect_index_bits, index_bytes, num_sign_words
+from gradwire.kernels.blocks import INDEX_CHUNK, BlockLayout, expect_blocks, expect_index_bits, index_bytes
 from gradwire.kernels.cpu.compile import inlined, kernel
 from gradwire.kernels.cpu.elements import LANES, as_input, as_writable, load_f32
 from gradwire.kernels.cpu.hadamard import transform
@@ -28,7 +28,7 @@ from gradwire.kernels.cpu.lanes import (
     sum_lanes,
 )
 from gradwire.kernels.cpu.lookup import ENTRIES, lookup
-from gradwire.kernels.cpu.random import copy_part, fill_group16, key_words
+from gradwire.kernels.cpu.random import fill16, key_words
 from gradwire.kernels.cpu.vector import f32, f64, i32, load, store_until, u8, u32
 from gradwire.kernels.layout import RANDOM16_GROUP, ceil_div, expect_size
 
@@ -57,7 +57,7 @@ def block_square_sums(x: np.ndarray, block: int, out: np.ndarray) -> None:
 
 @inlined
 def _flipped(values, signs, place):
-    """64 floats with the signs of their places flipped."""
+    """64 floats, negated where the sign bit of their position is set."""
     word, bit = np.uint64(place) >> np.uint64(5), np.uint64(place) & np.uint64(31)
     low = np.uint64(signs[word]) | (np.uint64(signs[word + np.uint64(1)]) << np.uint64(32))
     high = np.uint64(signs[word + np.uint64(2)])
@@ -89,38 +89,23 @@ def _block_extremes(x, padded, block, units, signs, shift, work, low, high):
             values, inside = load(work, j, LANES), lanes_below(count - j, LANES)
             least = select(inside, minimum(values, least), least)
             most = select(inside, maximum(values, most), most)
-        zero = np.float32(0)  # makes a zero positive: which of two zeros is found depends on the order
+        zero = np.float32(0)  # turns -0 into +0: which of two zeros is found depends on the order
         low[b], high[b] = smallest_lane(least) + zero, largest_lane(most) + zero
 
 
 def block_extremes(
     x: np.ndarray, blocks: BlockLayout, units: np.ndarray, work: np.ndarray, low: np.ndarray, high: np.ndarray
 ) -> None:
-    _expect_blocks("block_extremes", blocks, x.size, work, units, low, high)
+    expect_blocks("block_extremes", blocks, x.size, work, units, low, high)
     _block_extremes(as_input(x), blocks.padded, blocks.block, units, blocks.signs, blocks.shift, work, low, high)
 
 
 # -- encode --------------------------------------------------------------------------------------------------------
 
 
-@kernel
-def _draw(key_0, key_1, first, count, scratch, noise):
-    """Write the random numbers of elements first to first + count to `noise`."""
-    i = np.int64(0)
-    while i < count:
-        group, offset = (first + i) // RANDOM16_GROUP, (first + i) % RANDOM16_GROUP
-        length = min(RANDOM16_GROUP - offset, count - i)
-        if length == RANDOM16_GROUP:
-            fill_group16(key_0, key_1, group, noise, i)
-        else:
-            fill_group16(key_0, key_1, group, scratch, np.int64(0))
-            copy_part(scratch, offset, noise, i, length)
-        i += length
-
-
 @inlined
-def _grid_places(work, at, low, rate, top):
-    """64 coordinates in units of the table, within it; a NaN is 0."""
+def _in_table_units(work, at, low, rate, top):
+    """64 coordinates in units of the table, clamped to its range; NaN becomes 0."""
     z = (load(work, at, LANES) - low) * rate
     return minimum(maximum(z, splat(np.float32(0), LANES)), splat(top, LANES))
 
@@ -131,23 +116,23 @@ def _uniform(noise, at):
 
 
 @inlined
-def _further(z, table, index, step):
-    """The index `step` further where the value there is not above z."""
+def _bisected(z, table, index, step):
+    """`index` + `step` where the table value there is at most z, else `index`."""
     higher = index + step
     return select(z >= lookup(table, higher), higher, index)
 
 
 @kernel
 def _quantize_few(work, at, count, low, rate, top, noise, levels, j0, values, gaps, keep):
-    """Indices into a table of up to 16 values, by bisection in registers; for `keep` the centered values as well."""
+    """Indices into a table of up to 16 values, by bisection in registers. With `keep`, also the centered values."""
     table, steps = load(values, 0, ENTRIES), load(gaps, 0, ENTRIES)
     for j in range(0, count, LANES):
-        z = _grid_places(work, at + j, low, rate, top)
+        z = _in_table_units(work, at + j, low, rate, top)
         index = splat(np.int32(0), LANES)
-        index = _further(z, table, index, 8)
-        index = _further(z, table, index, 4)
-        index = _further(z, table, index, 2)
-        index = _further(z, table, index, 1)
+        index = _bisected(z, table, index, 8)
+        index = _bisected(z, table, index, 4)
+        index = _bisected(z, table, index, 2)
+        index = _bisected(z, table, index, 1)
         above = z - lookup(table, index) > _uniform(noise, j0 + j) * lookup(steps, index)
         index = select(above, index + 1, index)
         store_until(levels, j0 + j, j0 + count, convert(index, u8))
@@ -157,7 +142,7 @@ def _quantize_few(work, at, count, low, rate, top, noise, levels, j0, values, ga
 
 @kernel
 def _quantize_many(work, at, count, low, rate, top, noise, levels, j0, values, gaps, cells, keep):
-    """Indices into a table of any size: the value below each integer is looked up."""
+    """Indices into a table of any size. `cells` holds the index of the table value below each integer."""
     for j in range(count):
         z = (work[at + j] - low) * rate
         z = z if z > 0 else np.float32(0)
@@ -172,7 +157,7 @@ def _quantize_many(work, at, count, low, rate, top, noise, levels, j0, values, g
 
 @kernel
 def _pack_plane(levels, count, shift, width, out, at):
-    """Pack `width` bits of each of `count` levels, a planar chunk; return where the next begins."""
+    """Pack `width` bits of each of `count` levels as a planar chunk; return where it ends."""
     per, mask = 8 // width, (1 << width) - 1
     size = (count + per - 1) // per
     for j in range(0, size, LANES):
@@ -200,13 +185,13 @@ def _finite(values):
 
 
 @kernel
-def _leave(x, start, count, work, at, factor, base, signs, shift, residual):
-    """Write what a block's centered values, in `work`, do not carry of it to the residual."""
+def _update_residual(x, start, count, work, at, factor, base, signs, shift, residual):
+    """Write the residual of one block, whose centered values are in `work`."""
     if signs.size > 0:
         transform(work, at, count)
     end = min(start + count, residual.size)
     for j in range(0, count, LANES):
-        sent = _lowered(work, at, j, factor, base, signs, shift + start)
+        sent = _finalized(work, at, j, factor, base, signs, shift + start)
         store_until(residual, start + j, end, _finite(load_f32(x, start + j, LANES) - sent))
 
 
@@ -224,7 +209,7 @@ def _encode(
             _rotate(x, start + i, min(block, count - i), units[b], signs, shift, work, i)
         for c in range(0, count, INDEX_CHUNK):
             chunk = min(INDEX_CHUNK, count - c)
-            _draw(key_0, key_1, first + start + c, chunk, spare, noise)
+            fill16(key_0, key_1, first + start + c, chunk, spare, noise)
             for j in range(0, chunk, block):
                 b, length = (start + c + j) // block, min(block, chunk - j)
                 if bits <= 4:
@@ -238,7 +223,7 @@ def _encode(
             for i in range(0, count, block):
                 b = (start + i) // block
                 length = min(block, count - i)
-                _leave(x, start + i, length, work, i, factors[b], bases[b], signs, shift, residual)
+                _update_residual(x, start + i, length, work, i, factors[b], bases[b], signs, shift, residual)
 
 
 def encode_indices(
@@ -257,7 +242,7 @@ def encode_indices(
     bases: np.ndarray,
     residual: np.ndarray | None = None,
 ) -> None:
-    _expect_blocks("encode_indices", blocks, x.size, work, units, lows, rates, factors, bases)
+    expect_blocks("encode_indices", blocks, x.size, work, units, lows, rates, factors, bases)
     expect_index_bits("encode_indices", bits, table)
     expect_size("encode_indices", "out", out, index_bytes(blocks.padded, bits))
     keep = residual is not None
@@ -274,7 +259,7 @@ def encode_indices(
 
 
 def _prepared(table: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """A table's values and the gaps above them, filled up to 16, and the index of the value below each integer."""
+    """The table's values and the gaps above them, padded to 16, and the index of the value below each integer."""
     values = np.full(max(ENTRIES, table.size), np.inf, np.float32)
     gaps = np.zeros(values.size, np.float32)
     values[: table.size] = table
@@ -283,12 +268,12 @@ def _prepared(table: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return values, gaps, cells.astype(np.int64)
 
 
-# -- lanes ---------------------------------------------------------------------------------------------------------
+# -- accumulate and finalize ---------------------------------------------------------------------------------------
 
 
 @kernel
 def _unpack_chunk(packed, at, count, bits, levels):
-    """Undo `_pack_chunk`; return where the next begins."""
+    """Undo `_pack_chunk`; return where the chunk ends."""
     shift = 0
     for width in (8, 4, 2, 1):
         if bits & width:
@@ -308,41 +293,41 @@ def _unpack_chunk(packed, at, count, bits, levels):
 
 
 @kernel
-def _lift(packed, bits, table, small, levels, lanes, accumulate):
+def _lookup_indices(packed, bits, table, small, levels, accumulator, accumulate):
     at = 0
-    for start in range(0, lanes.size, INDEX_CHUNK):
-        count = min(INDEX_CHUNK, lanes.size - start)
+    for start in range(0, accumulator.size, INDEX_CHUNK):
+        count = min(INDEX_CHUNK, accumulator.size - start)
         at = _unpack_chunk(packed, at, count, bits, levels)
         if small.size > 0:
             entries = load(small, 0, ENTRIES)
             for j in range(0, count, LANES):
-                values = convert_like(lookup(entries, load(levels, j, LANES)), lanes)
+                values = convert_like(lookup(entries, load(levels, j, LANES)), accumulator)
                 if accumulate:
-                    values = values + load(lanes, start + j, LANES)
-                store_until(lanes, start + j, start + count, values)
+                    values = values + load(accumulator, start + j, LANES)
+                store_until(accumulator, start + j, start + count, values)
         elif accumulate:
             for j in range(count):
-                lanes[start + j] += table[levels[j]]
+                accumulator[start + j] += table[levels[j]]
         else:
             for j in range(count):
-                lanes[start + j] = table[levels[j]]
+                accumulator[start + j] = table[levels[j]]
 
 
 def lookup_indices(
-    packed: np.ndarray, bits: int, table: np.ndarray, lanes: np.ndarray, accumulate: bool = False
+    packed: np.ndarray, bits: int, table: np.ndarray, accumulator: np.ndarray, accumulate: bool = False
 ) -> None:
     expect_index_bits("lookup_indices", bits, table)
-    expect_size("lookup_indices", "packed", packed, index_bytes(lanes.size, bits))
+    expect_size("lookup_indices", "packed", packed, index_bytes(accumulator.size, bits))
     small = np.zeros(ENTRIES if bits <= 4 and table[-1] < 256 else 0, np.uint8)
     if small.size:
         small[: table.size] = table
-    levels = np.zeros(INDEX_CHUNK + 8, np.uint8)  # of a partial byte the rest is written as well
-    _lift(as_writable(packed), bits, table, small, levels, lanes, accumulate)
+    levels = np.zeros(INDEX_CHUNK + 8, np.uint8)  # a partial byte is unpacked whole
+    _lookup_indices(as_writable(packed), bits, table, small, levels, accumulator, accumulate)
 
 
 @inlined
-def _lowered(work, at, j, factor, base, signs, place):
-    """64 elements from coordinate j of a block on, whose first is at work[at] and at `place` among the signs."""
+def _finalized(work, at, j, factor, base, signs, place):
+    """64 elements from coordinate j of the block at work[at], whose first sign bit is `place`."""
     values = load(work, at + j, LANES) * factor
     added = splat(base, LANES)
     if signs.size > 0:
@@ -355,24 +340,24 @@ def _lowered(work, at, j, factor, base, signs, place):
 
 
 @kernel
-def _lower(lanes, padded, block, halves, factors, bases, signs, shift, work, out, accumulate):
+def _finalize(accumulator, padded, block, halves, factors, bases, signs, shift, work, out, accumulate):
     for b in range(factors.size):
         start = b * block
         count, half = min(block, padded - start), halves[b]
         for j in range(0, count, LANES):
-            store_until(work, j, count, convert(load(lanes, start + j, LANES), f32) - half)
+            store_until(work, j, count, convert(load(accumulator, start + j, LANES), f32) - half)
         if signs.size > 0:
             transform(work, 0, count)
         end = min(out.size, start + count)
         for j in range(0, count, LANES):
-            values = _lowered(work, 0, j, factors[b], bases[b], signs, shift + start)
+            values = _finalized(work, 0, j, factors[b], bases[b], signs, shift + start)
             if accumulate:
                 values = values + load(out, start + j, LANES)
             store_until(out, start + j, end, values)
 
 
 def finalize_blocks(
-    lanes: np.ndarray,
+    accumulator: np.ndarray,
     blocks: BlockLayout,
     halves: np.ndarray,
     factors: np.ndarray,
@@ -381,19 +366,9 @@ def finalize_blocks(
     out: np.ndarray,
     accumulate: bool = False,
 ) -> None:
-    _expect_blocks("finalize_blocks", blocks, out.size, work, halves, factors, bases)
-    expect_size("finalize_blocks", "lanes", lanes, blocks.padded)
-    _lower(
-        as_writable(lanes), blocks.padded, blocks.block, halves, factors, bases, blocks.signs, blocks.shift, work, out,
-        accumulate,
+    expect_blocks("finalize_blocks", blocks, out.size, work, halves, factors, bases)
+    expect_size("finalize_blocks", "accumulator", accumulator, blocks.padded)
+    _finalize(
+        as_writable(accumulator), blocks.padded, blocks.block, halves, factors, bases, blocks.signs, blocks.shift, work,
+        out, accumulate,
     )  # fmt: skip
-
-
-def _expect_blocks(kernel: str, blocks: BlockLayout, size: int, work: np.ndarray, *arrays: np.ndarray) -> None:
-    if blocks.size != size:
-        raise ValueError(f"Expected blocks of {size} elements, got {blocks.size} (in {kernel}).")
-    if blocks.rotated and blocks.signs.size < num_sign_words(blocks.padded):
-        raise ValueError(f"Expected signs of {blocks.padded} elements, got {blocks.signs.size} words (in {kernel}).")
-    expect_size(kernel, "work", work, blocks.work_size)
-    for array in arrays:
-        expect_size(kernel, "values a block", array, blocks.num_blocks)

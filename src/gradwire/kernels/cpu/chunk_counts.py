@@ -1,5 +1,4 @@
-"""What a chunk of floats holds: its mean exponent, its symbols, how many elements are of each level. For `floats`."""
-# Shapes: N elements of a chunk
+"""Statistics of a chunk of floats, for `floats`: mean exponent, symbols, number of elements of each level."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from gradwire.kernels.float_format import FLAT, LEVELLED, LEVELS
 
 @kernel
 def mean_of(x, form):
-    """The mean of the exponents above 0, rounded; 1 if there is none."""
+    """Rounded mean of the exponents above 0, or 1 if there is none."""
     _, mantissa, exponents, _, _, _ = form
     count, sums = np.int64(0), splat(np.uint32(0), LANES)
     for i in range(0, x.size, LANES):
@@ -34,7 +33,7 @@ def turn_of(form, mean):
 
 @kernel
 def symbols_of(x, form, mean, symbols, counts):
-    """Write the symbols, uint16, and count elements but +0 by level, and +0 in counts[4]."""
+    """Write the symbols, uint16. Count +0 in counts[4], and all other elements by level."""
     _, mantissa, exponents, special, step, _ = form
     turn = turn_of(form, mean)
     counts[:] = 0
@@ -56,7 +55,7 @@ def symbols_of(x, form, mean, symbols, counts):
 
 @kernel
 def _by_level(size, counts):
-    """From elements of at least a level, +0 among them, to elements of a level, without."""
+    """Turn counts of elements of at least each level, with +0, into counts of each level, without +0."""
     zeros = counts[LEVELS]
     counts[0] = size
     for level in range(LEVELS - 1):
@@ -66,7 +65,7 @@ def _by_level(size, counts):
 
 @kernel
 def mantissa_bytes(form, counts):
-    """The form of signs and mantissas, and their bytes."""
+    """The shorter form of signs and mantissas, and its bytes."""
     _, mantissa, _, _, step, _ = form
     kept = 0
     levelled = 0
@@ -80,7 +79,7 @@ def mantissa_bytes(form, counts):
 
 @kernel
 def count_levels(values, step, counts):
-    """How many of signs and mantissas are of each level."""
+    """Count signs and mantissas by level."""
     counts[:] = 0
     for i in range(0, values.size, LANES):
         found = load(values, i, LANES)

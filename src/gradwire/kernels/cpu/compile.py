@@ -1,9 +1,8 @@
-"""How kernels are compiled: at first use, without the GIL, kept on disk.
+"""How kernels are compiled: at first use, without the GIL, cached on disk.
 
-The cache on disk is Numba's, mended in two places. Several processes that compile for the first time at once, as
-the ranks of a job do, must not overwrite each other's entries: Numba reads the index, adds a line and writes it
-back, and two that do so together can leave an index that names the wrong machine code. Here that is done under a
-lock. And a kernel is compiled anew when any module of kernels has changed, not only its own: helpers are inlined.
+The disk cache is Numba's, with two corrections. Ranks of a job compile at the same time: Numba reads the index, adds a
+line and writes it back, and two processes that do so together can leave an index that names the wrong machine code.
+A lock prevents this. And since helpers are inlined, a change in any module of kernels recompiles every kernel.
 """
 
 from __future__ import annotations
@@ -26,22 +25,22 @@ _LOCK_FILE = "gradwire.lock"
 
 
 def kernel(function: Any) -> Any:
-    """Compile at first use, cached on disk, without the GIL.
+    """Compile at first use, without the GIL, and cache the result on disk.
 
-    No fast-math: kernels must see non-finite values, and a fused multiply-add rounds once where the other
-    backends round twice.
+    No fast-math: kernels must see non-finite values, and a fused multiply-add would round once where the other backends
+    round twice.
     """
     return _compiled(function)
 
 
 def inlined(function: Any) -> Any:
-    """A kernel that LLVM puts into its callers in any case: for the inner of a loop that is called with arrays."""
+    """A kernel that LLVM always inlines: for functions of arrays that are called in a loop."""
     return _compiled(function, forceinline=True)
 
 
 def _compiled(function: Any, **flags: Any) -> Any:
     dispatcher: Any = njit(nogil=True, error_model="numpy", **flags)(function)
-    # Where no folder can be written to, compile in each process.
+    # Without a writable folder each process compiles.
     with contextlib.suppress(RuntimeError):
         dispatcher._cache = _KernelCache(function)
     return dispatcher
@@ -49,7 +48,7 @@ def _compiled(function: Any, **flags: Any) -> Any:
 
 @functools.cache
 def fingerprint() -> str:
-    """A hash over the sources of all kernels."""
+    """Hash of the sources of all kernels."""
     folder = Path(__file__).parents[1]
     digest = hashlib.blake2b(digest_size=12)
     for path in sorted(folder.rglob("*.py")):
@@ -77,7 +76,7 @@ def _locked(folder: Path) -> Iterator[None]:
         return
     try:
         handle = os.open(folder / _LOCK_FILE, os.O_CREAT | os.O_RDWR, 0o666)
-    except OSError:  # then nothing can be saved there either
+    except OSError:  # then nothing can be saved there anyway
         yield
         return
     try:

@@ -1,6 +1,6 @@
-"""Loading any element type as float32 vectors, and rounding them back. Mirrors `reference.elements`.
+"""Load any element type as float32 vectors, and round them back. Contracts: `reference.elements`.
 
-Numba has no float16 on the CPU: such arrays come in as int16 views, bfloat16 ones as uint16.
+Numba has no float16 on the CPU: float16 arrays are passed as int16 views, bfloat16 arrays as uint16.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numba.extending import intrinsic
 
 from gradwire.kernels.cpu.vector import Vector, emit_load, emit_store, f32
 
-# Elements that a sweep takes at a time: their signs are one machine word. LLVM splits them into registers.
+# Elements processed at a time: their signs fit one machine word. LLVM splits them into registers.
 LANES = 64
 
 # Bits of a float32 without the sign, and of infinity.
@@ -27,15 +27,15 @@ INFINITY_BITS = 0x7F800000
 
 @functools.cache
 def _has_half_conversion() -> bool:
-    """Whether one instruction converts float16; LLVM's fallback is a call that Numba does not link."""
+    """Whether one instruction converts float16. LLVM's fallback is a library call that Numba does not link."""
     return not platform.machine().lower().startswith(("x86", "amd64")) or get_host_cpu_features()["f16c"]
 
 
 def as_input(x: np.ndarray) -> np.ndarray:
-    """The view of a gradient under which the kernels know its element type."""
+    """View of a gradient with the dtype that stands for its element type in kernels."""
     if x.dtype == np.float16:
         if not _has_half_conversion():
-            raise TypeError("Expected a CPU with F16C for float16, got one without. Use float32 or bfloat16.")
+            raise TypeError("This CPU cannot convert float16: it has no F16C. Use float32 or bfloat16.")
         x = x.view(np.int16)
     elif x.dtype not in (np.float32, np.float64, np.uint16):
         raise TypeError(f"Expected float32, float64, float16 or uint16 (bfloat16 bits), got {x.dtype} (in a kernel).")
@@ -43,7 +43,7 @@ def as_input(x: np.ndarray) -> np.ndarray:
 
 
 class _Memory:
-    """The memory of an array, without its read-only flag."""
+    """Memory of an array, without its read-only flag."""
 
     def __init__(self, array: np.ndarray) -> None:
         self.array = array
@@ -52,15 +52,15 @@ class _Memory:
 
 
 def as_writable(array: np.ndarray) -> np.ndarray:
-    """`array`, or its memory as a writable array, for a kernel that only reads it.
+    """The array, or its memory as a writable array, for a kernel that only reads it.
 
-    Received bytes are read-only, which to Numba is another type: every kernel would be compiled twice.
+    Received bytes are read-only. Numba treats them as another type and would compile every kernel twice.
     """
     return array if array.flags.writeable else np.asarray(_Memory(array))
 
 
 def addresses(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
-    """Where each array begins, uint64[W]: a list of arrays is costly to hand to Numba."""
+    """The address of each array, uint64[W]. Passing a list of arrays to Numba would be slow."""
     for array in arrays:
         if array.dtype != dtype or not array.flags.c_contiguous:
             raise TypeError(f"Expected contiguous arrays of {dtype.__name__}, got {array.dtype} (in a kernel).")
@@ -116,7 +116,7 @@ def _to_bfloat16(builder, values, lanes):
     upper = builder.lshr(bits, _words(16, lanes))
     bias = builder.add(builder.and_(upper, _words(1, lanes)), _words(0x7FFF, lanes))
     rounded = builder.lshr(builder.add(bits, bias), _words(16, lanes))
-    # Rounding could carry a NaN into infinity: cut it instead, and set the quiet bit so that it stays a NaN.
+    # Rounding could turn a NaN into infinity: truncate it instead, and set the quiet bit so that it stays a NaN.
     quiet = builder.or_(upper, _words(0x40, lanes))
     is_nan = builder.fcmp_unordered("uno", values, values)
     return builder.trunc(builder.select(is_nan, quiet, rounded), _integers(16, lanes))
@@ -145,7 +145,7 @@ _ROUND = {
 def _rounded(dtype):
     @intrinsic
     def rounded(typingctx, values):
-        """Floats rounded to nearest even in a shorter type, as float32."""
+        """Floats rounded to nearest even in a shorter type, returned as float32."""
 
         def codegen(context, builder, sig, args):
             return _WIDEN[dtype](builder, _ROUND[dtype](builder, args[0], values.lanes), values.lanes)

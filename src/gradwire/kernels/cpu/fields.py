@@ -1,5 +1,4 @@
-"""Numbers of any few bits, packed field by field: inner loops of `floats`. The layout stands in `float_format`."""
-# Shapes: N numbers, S bytes of a plane
+"""Numbers of few bits, packed field by field: inner loops of `floats`. Layout: `float_format`."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ def fields_bytes(count, width):
 
 @kernel
 def pack_fields(values, width, out, at):
-    """Pack `values`, all of them, in `width` bits each to `out` from `at` on; return where they end."""
+    """Pack all of `values` in `width` bits each into out[at:]; return where they end."""
     count, shift = values.size, 0
     while width - shift >= 8:
         for i in range(0, count, LANES):
@@ -44,9 +43,9 @@ def pack_fields(values, width, out, at):
 
 @kernel
 def unpack_fields(body, at, width, shift, values):
-    """Write the numbers that start in body[at], shifted left by `shift`, to `values`, all of it.
+    """Fill `values` with the numbers packed at body[at:], shifted left by `shift`.
 
-    Returns False where what the last byte is filled up with is not 0. All bytes must lie inside `body`.
+    Returns False if padding bits are not 0. All bytes must lie inside `body`.
     """
     count, whole = values.size, width >> 3
     for i in range(0, count, LANES):

@@ -1,9 +1,8 @@
-"""Lossless compression of floats. Mirrors `reference.floats`, where the contracts stand.
+"""Lossless compression of floats. Contracts: `reference.floats`.
 
-A chunk is taken in sweeps over memory that stays in the cache: one finds symbols and counts, `streams` writes words,
-one drops exponents and zeros, `fields` packs the rest. Where no element is +0 nothing is moved but whole vectors.
+A chunk stays in the cache for several sweeps: one finds symbols and counts, `streams` writes code words, one drops
+exponents and zeros, `fields` packs the rest. A chunk without +0 is handled in whole vectors.
 """
-# Shapes: N elements, C = ceil(N / 16384) chunks
 
 from __future__ import annotations
 
@@ -38,32 +37,32 @@ from gradwire.kernels.layout import expect_size
 from gradwire.kernels.prefix_code import NUM_SYMBOLS, PrefixCode
 
 _U1 = np.uint64(1)
-_LEAST_CHUNKS = 16  # of a thread: a megabyte of float32, which takes longer than to wake one
+_LEAST_CHUNKS = 16  # per thread: a megabyte of float32, which takes longer than waking the thread
 
 
-class _Room(threading.local):
-    """Memory of a thread for one chunk, kept from call to call."""
+class _Scratch(threading.local):
+    """Scratch memory of a thread for one chunk, kept between calls."""
 
     def __init__(self) -> None:
         self.packing = (
             np.empty(CHUNK, np.uint16),  # symbols
             np.empty(LEVELS * PITCH, np.uint32),  # signs and mantissas, level after level
             np.empty(PITCH, np.uint8),  # levels
-            np.empty(STREAMS * streams.ROOM_BYTES, np.uint8),
+            np.empty(STREAMS * streams.BUFFER_BYTES, np.uint8),
         )
-        room = STREAMS * streams.STRIDE
+        num_symbols = STREAMS * streams.STRIDE
         self.unpacking = (
-            np.empty(room, np.uint8),  # symbols
-            np.empty(room, np.uint8),  # whether they are kept
+            np.empty(num_symbols, np.uint8),  # symbols
+            np.empty(num_symbols, np.uint8),  # whether they are kept
             np.empty(PITCH, np.uint32),  # signs and mantissas
             np.empty(LEVELS * PITCH, np.uint32),  # the same, level after level
             np.empty(PITCH, np.uint8),  # levels
-            np.empty(CHUNK, np.uint64),  # places of zeros after an escape
-            np.empty(CHUNK, np.uint16),  # symbols, to see how long a chunk would be
+            np.empty(CHUNK, np.uint64),  # positions of zeros after an escape
+            np.empty(CHUNK, np.uint16),  # symbols, to measure how long a chunk would be
         )
 
 
-_room = _Room()
+_scratch = _Scratch()
 
 
 # -- packing ---------------------------------------------------------------------------------------------------
@@ -71,7 +70,7 @@ _room = _Room()
 
 @kernel
 def _signed(x, form, kept):
-    """Sign and mantissa of every element."""
+    """Write the sign and mantissa of every element to `kept`."""
     bits, mantissa, _, _, _, _ = form
     for i in range(0, x.size, LANES):
         values = convert(load(x, i, LANES), u32)
@@ -81,7 +80,7 @@ def _signed(x, form, kept):
 
 @kernel
 def _pack_mantissas(x, form, counts, kind, kept, levels, out, at):
-    """Signs and mantissas to `out` from `at` on; returns where they end."""
+    """Write signs and mantissas to out[at:]; return where they end."""
     _, mantissa, _, _, step, _ = form
     count = x.size - counts[LEVELS]
     if kind == FLAT:
@@ -106,15 +105,15 @@ def _put_word(out, at, word):
 
 @kernel
 def _pack(x, first, end, form, words, memory, out, at, most):
-    """Pack chunks `first` to `end` to `out` from `at` on, and up to `most`; returns where they end, or -1."""
-    symbols, kept, levels, room = memory
+    """Pack chunks `first` to `end` into out[at:most]; return where they end, or -1 if they do not fit."""
+    symbols, kept, levels, buffers = memory
     lengths, counts = np.empty(STREAMS, np.int64), np.empty(LEVELS + 1, np.int64)
     for number in range(first, end):
         chunk = x[number * CHUNK : (number + 1) * CHUNK]
         stored = chunk.size * (form[0] >> 3)
         mean = mean_of(chunk, form)
         symbols_of(chunk, form, mean, symbols, counts)
-        streams.write_streams(symbols, chunk.size, words, room, lengths)
+        streams.write_streams(symbols, chunk.size, words, buffers, lengths)
         kind, mantissas = mantissa_bytes(form, counts)
         size = streams.streams_bytes(lengths) + mantissas
         if size >= stored:
@@ -126,14 +125,14 @@ def _pack(x, first, end, form, words, memory, out, at, most):
             _store_chunk(chunk, out, at)
             at += size
         else:
-            at = streams.copy_streams(mean, room, lengths, out, at)
+            at = streams.copy_streams(mean, buffers, lengths, out, at)
             at = _pack_mantissas(chunk, form, counts, kind, kept, levels, out, at)
     return at
 
 
 @kernel
 def _store_chunk(chunk, out, at):
-    """The elements as they are."""
+    """Write the elements unchanged."""
     size = chunk.itemsize
     for i in range(chunk.size):
         value = np.uint32(chunk[i])
@@ -150,11 +149,11 @@ def pack_floats(x: np.ndarray, code: PrefixCode, out: np.ndarray) -> int:
     most = x.nbytes - 1
 
     def pack(part: range, at: int, most: int) -> int:
-        return int(_pack(bits, part.start, part.stop, tuple(form), code.words, _room.packing, out, at, most))
+        return int(_pack(bits, part.start, part.stop, tuple(form), code.words, _scratch.packing, out, at, most))
 
     parts = shares(chunks, _LEAST_CHUNKS)
     if len(parts) > 1:
-        # Each where it would stand if all before it were stored, then moved up.
+        # Each part starts where it would if all before it were stored unpacked. Then the parts move together.
         places = [start + part.start * CHUNK * x.itemsize for part in parts] + [most]
         ends = run_all([partial(pack, *each) for each in zip(parts, places[:-1], places[1:], strict=True)])
         if min(ends) >= 0:
@@ -164,7 +163,7 @@ def pack_floats(x: np.ndarray, code: PrefixCode, out: np.ndarray) -> int:
 
 
 def _move_up(out: np.ndarray, places: list[int], ends: list[int]) -> int:
-    """Put what stands in `out` from each place to each end together; returns where it ends."""
+    """Move the ranges of `out` from each place to each end together; return where they end."""
     at = ends[0]
     for place, end in zip(places[1:], ends[1:], strict=False):
         out[at : at + end - place] = out[place:end]
@@ -172,12 +171,12 @@ def _move_up(out: np.ndarray, places: list[int], ends: list[int]) -> int:
     return at
 
 
-# -- how long it would be --------------------------------------------------------------------------------------
+# -- packed length ---------------------------------------------------------------------------------------------
 
 
 @kernel
 def _packed_chunk_bytes(chunk, form, words, symbols, counts, lengths):
-    """The bytes of a chunk that is packed and not stored, whichever is less."""
+    """Bytes of the chunk if it is packed, even where storing it would take fewer."""
     symbols_of(chunk, form, mean_of(chunk, form), symbols, counts)
     streams.measure_streams(symbols, chunk.size, words, lengths)
     return streams.streams_bytes(lengths) + mantissa_bytes(form, counts)[1]
@@ -196,13 +195,13 @@ def _packed_bytes(x, form, words, symbols):
 
 def packs_shorter(x: np.ndarray, code: PrefixCode) -> bool:
     form = format_of("packs_shorter", x)
-    return bool(_packed_bytes(as_writable(as_bits(x)), tuple(form), code.words, _room.packing[0]) < x.nbytes)
+    return bool(_packed_bytes(as_writable(as_bits(x)), tuple(form), code.words, _scratch.packing[0]) < x.nbytes)
 
 
 @kernel
 def _count(x, form, symbols, counts):
     levels = np.empty(LEVELS + 1, np.int64)
-    several = np.zeros((4, 512), np.int64)  # in turn, so that equal symbols do not wait for one another
+    several = np.zeros((4, 512), np.int64)  # in turn, so that increments of the same symbol do not wait for each other
     for start in range(0, x.size, CHUNK):
         chunk = x[start : start + CHUNK]
         symbols_of(chunk, form, mean_of(chunk, form), symbols, levels)
@@ -216,7 +215,7 @@ def _count(x, form, symbols, counts):
 def exponent_counts(x: np.ndarray, counts: np.ndarray) -> None:
     expect_size("exponent_counts", "counts", counts, NUM_SYMBOLS)
     form = format_of("exponent_counts", x)
-    _count(as_writable(as_bits(x)), tuple(form), _room.packing[0], counts)
+    _count(as_writable(as_bits(x)), tuple(form), _scratch.packing[0], counts)
 
 
 # -- unpacking -------------------------------------------------------------------------------------------------
@@ -224,7 +223,7 @@ def exponent_counts(x: np.ndarray, counts: np.ndarray) -> None:
 
 @kernel
 def _load_chunk(body, at, chunk):
-    """The elements as they are."""
+    """Read elements that were stored unchanged."""
     size = chunk.itemsize
     for i in range(chunk.size):
         value = np.uint32(0)
@@ -235,7 +234,7 @@ def _load_chunk(body, at, chunk):
 
 @kernel
 def _join(symbols, start, kept, form, back, out):
-    """Exponents of one stream and their signs and mantissas, of elements of which all have one above 0."""
+    """Join exponents, signs and mantissas of one stream whose exponents are all above 0."""
     bits, mantissa, exponents, _, _, _ = form
     for i in range(0, out.size, LANES):
         moved = convert(load(symbols, start + i, LANES), u32) + back
@@ -247,7 +246,7 @@ def _join(symbols, start, kept, form, back, out):
 
 @kernel
 def _count_kept(symbols, size, specials, num_specials, is_kept):
-    """Mark what is not +0, as 1, at its place among the symbols; return how many."""
+    """Mark elements other than +0 with 1 at their place among the symbols; return their number."""
     share, total = (size + STREAMS - 1) // STREAMS, 0
     for stream in range(STREAMS):
         start = stream * streams.STRIDE
@@ -266,7 +265,7 @@ def _count_kept(symbols, size, specials, num_specials, is_kept):
 
 @kernel
 def _unpack_mantissas(body, at, end, kind, form, counts, levels, by_level, kept):
-    """Signs and mantissas of as many elements as `kept` has; False where they are not in the form they should have."""
+    """Fill `kept` with signs and mantissas; return False if they are not in the form that a writer would choose."""
     _, mantissa, _, _, step, _ = form
     width = 1 + mantissa
     if kind == FLAT:
@@ -293,7 +292,7 @@ def _unpack_mantissas(body, at, end, kind, form, counts, levels, by_level, kept)
 
 @kernel
 def _unpack(body, first, end, at, form, code, memory, out):
-    """Unpack chunks `first` to `end`, which begin at `at` of the body; returns where they end, or -1."""
+    """Unpack chunks `first` to `end`, which begin at body[at]; return where they end, or -1 if they are invalid."""
     words, lookup, code_lengths = code
     symbols, is_kept, kept, by_level, levels, specials, wide = memory
     lengths, counts = np.empty(STREAMS, np.int64), np.empty(LEVELS + 1, np.int64)
@@ -338,7 +337,7 @@ def _unpack(body, first, end, at, form, code, memory, out):
 
 @kernel
 def _symbols_fit(symbols, size, form):
-    """Whether all symbols are of the element type: those of 8-bit exponents always are."""
+    """Whether all symbols exist in the element type; with 8-bit exponents all do."""
     _, _, exponents, special, _, _ = form
     if exponents == 256:
         return True
@@ -353,7 +352,7 @@ def _symbols_fit(symbols, size, form):
 
 @kernel
 def _write_chunk(symbols, is_kept, kept, count, num_specials, form, mean, out):
-    """The elements from their parts; False if one that is sent whole is +0."""
+    """Join the parts of the elements; return False if an element that is not marked as +0 is +0."""
     back = (form[2] - 1 - turn_of(form, mean)) % (form[2] - 1)
     share = (out.size + STREAMS - 1) // STREAMS
     next_ = 0
@@ -383,6 +382,6 @@ def unpack_floats(body: np.ndarray, code: PrefixCode, out: np.ndarray) -> bool:
 
     def unpack(part: range) -> int:
         at = int(places[part.start])
-        return int(_unpack(readable, part.start, part.stop, at, tuple(form), tables, _room.unpacking, bits))
+        return int(_unpack(readable, part.start, part.stop, at, tuple(form), tables, _scratch.unpacking, bits))
 
     return min(run_all([partial(unpack, part) for part in shares(chunks, _LEAST_CHUNKS)])) >= 0

@@ -1,10 +1,10 @@
-"""The Hadamard transform of blocks. Mirrors `reference.hadamard`, where the contract stands.
+"""The Hadamard transform of blocks. Contracts: `reference.hadamard`.
 
-Sixteen vectors of sixteen floats are in registers at a time: four levels within the lanes, by shuffles, and four across
-registers, in one load and store of 256 elements. Higher levels go over the block in passes of up to four levels each.
-Blocks beyond a core's first cache are done in pieces that fit it before those passes.
+Sixteen vectors of sixteen floats are in registers at a time: with one load and store of 256 elements, four levels are
+done within lanes, by shuffles, and four across registers. Higher levels take passes over the block of up to four levels
+each. A block larger than the first-level cache is first transformed in pieces that fit it.
 """
-# Shapes: N elements, B elements a block
+# Shapes: N elements, B elements per block
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gradwire.kernels.cpu.vector import _place
 
 LANES = 16
 _BASE = 256
-_PIECE = 4096  # elements: 16 KiB, half of the smallest first cache
+_PIECE = 4096  # elements: 16 KiB, half of the smallest first-level cache
 
 
 def _shuffled(builder, value, lanes):
@@ -27,7 +27,7 @@ def _shuffled(builder, value, lanes):
 
 
 def _within(builder, value, apart):
-    """One level between lanes that are `apart`."""
+    """One level, between lanes `apart` from each other."""
     count = value.type.count
     other = _shuffled(builder, value, [lane ^ apart for lane in range(count)])
     total, difference = builder.fadd(value, other), builder.fsub(other, value)
@@ -36,7 +36,7 @@ def _within(builder, value, apart):
 
 
 def _across(builder, values):
-    """All levels between vectors, the nearest first."""
+    """All levels across vectors, the nearest first."""
     apart = 1
     while apart < len(values):
         for low in range(len(values)):
@@ -91,7 +91,7 @@ def _transform_apart(typingctx, array, index, stride, count):
 
 @kernel
 def _transform_few(x, start, size):
-    """All levels of less than a vector."""
+    """All levels of a block shorter than a vector."""
     apart = 1
     while apart < size:
         for base in range(start, start + size, 2 * apart):
@@ -103,7 +103,7 @@ def _transform_few(x, start, size):
 
 @kernel
 def _transform_lowest(x, start, size):
-    """All levels of up to 256 elements, and the lowest eight of more."""
+    """All levels of up to 256 elements; the lowest eight levels of more."""
     if size >= _BASE:
         for i in range(start, start + size, _BASE):
             _transform_neighbors(x, i, 256)
@@ -121,7 +121,7 @@ def _transform_lowest(x, start, size):
 
 @kernel
 def _transform_higher(x, start, size, apart):
-    """The levels from `apart` on."""
+    """The levels from distance `apart` on."""
     while apart < size:
         left = size // apart
         step = 16 if left >= 16 else left
@@ -140,7 +140,7 @@ def _transform_higher(x, start, size, apart):
 
 @kernel
 def transform(x, start, size):
-    """Transform `size` elements, a power of two, from `start` on."""
+    """Transform x[start : start + size]; `size` is a power of two."""
     piece = min(size, _PIECE)
     for at in range(start, start + size, piece):
         _transform_lowest(x, at, piece)

@@ -1,4 +1,4 @@
-"""Universal hashing of positions to slots. Mirrors `reference.hashing`, where the contracts stand."""
+"""Universal hashing of positions to slots. Contracts: `reference.hashing`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WORD, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 @kernel
 def hash_slot(position, a, b, slots):
-    """The slot of one position; all are uint64."""
+    """The slot of one position. All arguments are uint64."""
     x = (position ^ (position >> np.uint64(16))) * np.uint64(0x85EBCA6B) & _WORD
     x = (x ^ (x >> np.uint64(13))) * np.uint64(0xC2B2AE35) & _WORD
     x = x ^ (x >> np.uint64(16))
@@ -24,16 +24,16 @@ def hash_slot(position, a, b, slots):
 
 @kernel
 def keep_hashed(index, value, count, taken, slots, places, keys):
-    """Of the pairs that share a slot keep the last, in their order; return how many are kept.
+    """Keep the last of the pairs that share a slot; return how many are kept.
 
-    From the last pair to the first, whoever finds its slot free takes it: a bit a slot is all that this needs.
+    The pairs take their slots from the last to the first, so one bit per slot is enough.
 
     Args:
-        index, value: pairs, of which the first `count` count, ascending; the kept ones are moved to the front.
-        taken: uint64, a bit a slot at least, of any content.
-        slots: how many there are.
-        places: memory for as many uint32 as there are pairs.
-        keys: words of the shared and of the private key.
+        index, value: Pairs in ascending order of index. The first `count` are valid. Kept pairs move to the front.
+        taken: Scratch memory, uint64, at least one bit per slot.
+        slots: Number of slots.
+        places: Scratch memory, uint32, one per pair.
+        keys: Words of the shared key and of the private key.
     """
     words = np.empty(RANDOM32_GROUP, np.uint32)
     fill_group32(keys[2], np.uint32(keys[3] ^ _STREAM), np.int64(0), words, np.int64(0))

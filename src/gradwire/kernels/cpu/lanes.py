@@ -1,4 +1,4 @@
-"""What can be done to a `Vector` beyond operators: convert, reinterpret, choose, rearrange, reduce."""
+"""Functions of a `Vector`: convert, reinterpret, choose, rearrange, reduce."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def bitcast(typingctx, vector, dtype):
 
 @intrinsic
 def convert(typingctx, vector, dtype):
-    """The same values as another element type: widened by sign, truncated, or rounded to nearest even.
+    """The same values as another element type: sign-extended, truncated, or rounded to nearest even.
 
     A float to an integer truncates toward zero and must be in range.
     """
@@ -68,7 +68,7 @@ def _conversion(builder, source, target):
 
 @intrinsic
 def select(typingctx, mask, a, b):
-    """A where the mask is true, else b; not arithmetic, so a NaN on the other side does not matter."""
+    """A where the mask is true, else b. No arithmetic: a NaN that is not chosen has no effect."""
     if a != b:
         raise TypingError(f"Expected two vectors of one type, got {a} and {b}.")
 
@@ -91,7 +91,7 @@ def _chosen(builder, vector, sign, a, b):
 def _extreme(sign):
     @intrinsic
     def extreme(typingctx, a, b):
-        """Lane by lane, of integers or of floats; where a is NaN the result is b."""
+        """The smaller or larger of two values in each lane; b where a is NaN."""
         if a != b:
             raise TypingError(f"Expected two vectors of one type, got {a} and {b}.")
 
@@ -127,7 +127,7 @@ def lanes_below(typingctx, count, lanes):
 
 @intrinsic
 def mask_bits(typingctx, mask):
-    """The lanes of a mask as the bits of an unsigned integer, lane 0 the least significant."""
+    """A mask as the bits of an unsigned integer; lane 0 is the least significant."""
     target = getattr(types, f"uint{mask.lanes}")
 
     def codegen(context, builder, sig, args):
@@ -160,7 +160,7 @@ def from_bytes(typingctx, vector):
 
 @intrinsic
 def bits_mask(typingctx, bits):
-    """Undo `mask_bits`: as many lanes as the integer has bits."""
+    """Undo `mask_bits`: a mask with one lane for each bit."""
     target = Vector(types.boolean, bits.bitwidth)
 
     def codegen(context, builder, sig, args):
@@ -177,7 +177,7 @@ def _lanes(builder, value, first, count):
 def _halving(combine):
     @intrinsic
     def halving(typingctx, vector):
-        """One scalar of all lanes: lane j takes in lane j + half, until one is left."""
+        """All lanes combined by halving: lane j with lane j + half, until one is left."""
 
         def codegen(context, builder, sig, args):
             value = args[0]
@@ -210,7 +210,7 @@ def first_lane(typingctx, vector):
 
 @intrinsic
 def popcount(typingctx, bits):
-    """How many bits of an unsigned integer are 1."""
+    """Number of bits that are 1 in an unsigned integer."""
 
     def codegen(context, builder, sig, args):
         count = builder.ctpop(args[0])
@@ -221,7 +221,7 @@ def popcount(typingctx, bits):
 
 @intrinsic
 def trailing_zeros(typingctx, bits):
-    """Position of the lowest bit that is 1; the width of the integer if none is."""
+    """Position of the lowest bit that is 1, or the width of the integer if there is none."""
 
     def codegen(context, builder, sig, args):
         position = builder.cttz(args[0], ir.Constant(ir.IntType(1), 0))
@@ -233,7 +233,7 @@ def trailing_zeros(typingctx, bits):
 def _rounding(name):
     @intrinsic
     def rounding(typingctx, vector):
-        """A function of LLVM from floats to floats."""
+        """An LLVM intrinsic on floats."""
 
         def codegen(context, builder, sig, args):
             kind = _ir(vector)

@@ -1,6 +1,6 @@
-"""Sixteen values that lanes choose from by index.
+"""Lookup in a table of sixteen values, lane by lane.
 
-A CPU has an instruction for it, which LLVM finds on x86 in the pattern that is emitted here: one extraction a lane.
+x86 has an instruction for it, which LLVM recognizes in the pattern emitted here: one extraction per lane.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ENTRIES = 16
 
 @intrinsic
 def lookup(typingctx, table, indices):
-    """The entries of a vector of 16 at these indices, which must be below 16."""
+    """The entries of a 16-lane table at these indices, which must be below 16."""
     if table.lanes != ENTRIES or indices.lanes % ENTRIES:
         raise TypingError(f"Expected a table of 16 lanes and a multiple of 16 indices, got {table} and {indices}.")
     target = Vector(table.element, indices.lanes)

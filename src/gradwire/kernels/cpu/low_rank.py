@@ -1,4 +1,4 @@
-"""Products of a matrix with thin factors. Mirrors `reference.low_rank`, where the contracts stand."""
+"""Products of a matrix with thin factors. Contracts: `reference.low_rank`."""
 # Shapes: x[n, m], left[r, n], right[r, m]
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from gradwire.kernels.cpu.compile import kernel
 from gradwire.kernels.layout import expect_size
 from gradwire.kernels.reference.low_rank import NUM_LANES
 
-_COLUMNS = 2048  # at a time, so that sums stay in a core's cache
+_COLUMNS = 2048  # at a time, so that sums stay in the cache
 
 
 @kernel

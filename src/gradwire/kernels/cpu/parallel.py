@@ -1,7 +1,7 @@
-"""Threads for kernels whose chunks do not depend on one another.
+"""Threads for kernels whose chunks are independent.
 
-They share the cores of a process with whatever else runs there, so there are few of them: with several ranks on a
-machine, no more than a rank's share of the cores.
+The threads share the cores with everything else in the process, so there are few: with several ranks on a machine, at
+most a rank's share of the cores.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _alone = threading.local()
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Have kernels that are called here, on this thread, take no others: for whoever measures what they cost."""
+    """Context manager: kernels called on this thread use no other threads, so that their cost can be measured."""
     before = getattr(_alone, "now", False)
     _alone.now = True
     try:
@@ -29,7 +29,7 @@ def one_thread() -> Iterator[None]:
 
 
 def num_threads() -> int:
-    """How many threads one call may take, its own included."""
+    """Number of threads that one call may use, including its own."""
     if getattr(_alone, "now", False):
         return 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -37,13 +37,13 @@ def num_threads() -> int:
 
 
 def shares(count: int, least: int) -> list[range]:
-    """Cut 0 to `count` into as many nearly equal ranges as there are threads, none shorter than `least` but one."""
+    """Divide range(count) among the threads into nearly equal ranges of at least `least`, unless there is only one."""
     parts = max(1, min(num_threads(), count // least))
     return [range(count * part // parts, count * (part + 1) // parts) for part in range(parts)]
 
 
 def run_all(calls: Sequence[Callable[[], int]]) -> list[int]:
-    """Run calls that hold no GIL, the first on this thread; return their results in order."""
+    """Run calls that release the GIL, the first on this thread; return their results in order."""
     others = [_pool().submit(call) for call in calls[1:]]
     return [calls[0](), *(other.result() for other in others)]
 
@@ -54,4 +54,4 @@ def _pool() -> ThreadPoolExecutor:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_pool.cache_clear)  # a child has none of the threads
+    os.register_at_fork(after_in_child=_pool.cache_clear)  # a child process has none of the threads

@@ -1,9 +1,8 @@
-"""Elements by what they are, and back in their order: the steps of `floats` in which elements change places.
+"""The steps of `floats` that move elements: group them by level, and restore their order.
 
-With AVX-512 sixteen elements at a time, by its compress and expand instructions; else one by one, without branches.
-Lists of levels stand `PITCH` apart, so that whole vectors may be written over their ends.
+With AVX-512, compress and expand instructions move sixteen elements at a time. Otherwise elements move one by one,
+without branches. The lists of levels are `PITCH` apart, so that whole vectors may be written past their ends.
 """
-# Shapes: N elements of a chunk, K of them kept
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ _MASK = ir.VectorType(ir.IntType(1), _AT_ONCE)
 
 
 def _instruction(name):
-    # Between registers: to and from memory these instructions take ten times as long on some processors.
+    # Between registers only: with memory operands these instructions take ten times as long on some processors.
     @intrinsic
     def instruction(typingctx, vector, mask):
         def codegen(context, builder, sig, args):
@@ -48,16 +47,16 @@ def _instruction(name):
     return instruction
 
 
-_compressed = _instruction("compress")  # the lanes that are set in a mask, together, and zeros
-_expanded = _instruction("expand")  # the first lanes, in those that are set in a mask; the others are 0
+_compressed = _instruction("compress")  # the lanes that are set in the mask, moved together, then zeros
+_expanded = _instruction("expand")  # the first lanes, moved to those that are set in the mask; zeros elsewhere
 
 
-# -- what is kept, without its exponent ------------------------------------------------------------------------
+# -- group -----------------------------------------------------------------------------------------------------
 
 
 @kernel
 def keep(x, form, kept):
-    """Sign and mantissa of every element but +0."""
+    """Write the sign and mantissa of every element except +0."""
     bits, mantissa, _, _, _, _ = form
     count = np.int64(0)
     if _BY_VECTORS:
@@ -77,7 +76,7 @@ def keep(x, form, kept):
 
 @kernel
 def keep_by_level(x, form, by_level, levels):
-    """The level of every element but +0, and signs and mantissas by level, without the bits that it takes."""
+    """Write the level of every element except +0, and signs and mantissas by level, without the bits it removes."""
     bits, mantissa, _, _, step, _ = form
     count, next_ = np.int64(0), np.empty(LEVELS, np.int64)
     for level in range(LEVELS):
@@ -111,12 +110,12 @@ def keep_by_level(x, form, by_level, levels):
         count += some
 
 
-# -- back in order ---------------------------------------------------------------------------------------------
+# -- restore the order -----------------------------------------------------------------------------------------
 
 
 @kernel
 def gather_levels(levels, step, by_level, kept):
-    """Bring signs and mantissas from the order of levels to that of elements; False if one has a higher level."""
+    """Bring signs and mantissas into the order of elements; return False if one belongs to a higher level."""
     next_ = np.empty(LEVELS, np.int64)
     for level in range(LEVELS):
         next_[level] = level * PITCH
@@ -147,7 +146,7 @@ def gather_levels(levels, step, by_level, kept):
 
 @kernel
 def spread(symbols, is_kept, start, first, kept, form, back, out):
-    """The elements of one stream, the first of which has kept[first]; returns the next one, or -1 if one is +0."""
+    """Write the elements of one stream, beginning with kept[first]; return the next index, or -1 if one is +0."""
     bits, mantissa, exponents, special, _, _ = form
     wrong, next_ = np.int64(0), np.int64(first)
     if _BY_VECTORS:

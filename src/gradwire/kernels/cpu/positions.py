@@ -1,4 +1,4 @@
-"""Ascending positions in few bits. Mirrors `reference.positions`, where the format and the contracts stand."""
+"""Ascending positions in few bits. Contracts: `reference.positions`."""
 # Shapes: N = elements, K = positions, B = blocks
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _low_bits(size, count):
 
 @kernel
 def coded_bytes(size, count):
-    """Compiled `positions_bytes`, for callers that are compiled themselves."""
+    """`positions_bytes` for compiled callers."""
     if count == 0:
         return np.int64(0)
     low = _low_bits(size, count)
@@ -46,8 +46,8 @@ def coded_bytes(size, count):
     return _num_bytes(_num_upper(size, count, low)) + lower
 
 
-# Loops go by address: an array that is handed to a function costs a count of references in each turn. Last words are
-# functions of their own, so that those of all words are small enough to be inlined: twice as fast.
+# Functions called in loops take addresses, because passing an array counts references each time. The last word has
+# functions of its own, so that those for all other words are small enough to be inlined: twice as fast.
 
 
 @kernel
@@ -59,7 +59,7 @@ def _put_last(place, num_bytes, at, value):
 
 @kernel
 def _put(place, num_bytes, word, value):
-    """Write 32 bits as word number `word` of the bytes at an address, or those of its bytes that there are."""
+    """Write 32 bits as word number `word` of the bytes at an address; past their end nothing is written."""
     at = 4 * word
     if at + 4 <= num_bytes:
         array_at(place + np.uint64(at), 1, u32)[0] = value & _WORD
@@ -69,7 +69,7 @@ def _put(place, num_bytes, word, value):
 
 @kernel
 def _pack_ones(index, low, place, num_bytes):
-    """The bit string or the bitmap: words are gathered in a register, each written once."""
+    """Write the bit string or the bitmap, each word once."""
     word, bits = np.int64(0), np.uint64(0)
     for j in range(index.size):
         at = np.int64(index[j]) if low == BITMAP else (np.int64(index[j]) >> low) + j
@@ -103,7 +103,7 @@ def _pack_low(index, low, place, num_bytes):
 
 @kernel
 def write_positions(index, size, out):
-    """Compiled `pack_positions`: `out` holds `coded_bytes` bytes."""
+    """`pack_positions` for compiled callers; `out` holds `coded_bytes` bytes."""
     count = np.int64(index.size)
     if count == 0:
         return
@@ -125,7 +125,7 @@ def _last_word(place, num_bytes, at):
 
 @kernel
 def _word_at(place, num_bytes, at):
-    """The 64 bits from byte `at` of the bytes at an address; zeros past their end."""
+    """64 bits from byte `at` of the bytes at an address; zeros past their end."""
     if at + 8 <= num_bytes:
         return array_at(place + np.uint64(at), 1, u64)[0]
     return _last_word(place, num_bytes, at)
@@ -133,13 +133,13 @@ def _word_at(place, num_bytes, at):
 
 @kernel
 def _bits_at(place, num_bytes, at, low):
-    """`low` bits, 40 at most, from bit number `at` on."""
+    """`low` bits, at most 40, from bit number `at` on."""
     return (_word_at(place, num_bytes, at >> 3) >> np.uint64(at & 7)) & ((_ONE << np.uint64(low)) - _ONE)
 
 
 @kernel
 def read_positions(packed, size, index):
-    """Compiled `unpack_positions`; writes to nothing but `index`, whatever the bytes are."""
+    """`unpack_positions` for compiled callers. Writes only to `index`, whatever the bytes are."""
     count, size = np.int64(index.size), np.int64(size)
     if count > size or packed.size != coded_bytes(size, count):
         return False

@@ -1,8 +1,8 @@
-"""8-bit quantization with a scale a block, and its decoders. Mirrors `reference.quantize`, where the contracts stand.
+"""8-bit quantization with a scale per block, and its decoders. Contracts: `reference.quantize`.
 
-Sweeps go by segments, which end where a block ends or the random numbers at hand do.
+Sweeps are divided into segments, which end at the end of a block or of the random numbers drawn so far.
 """
-# Shapes: N elements, B elements a block, W ranks; scales are float32[ceil(N/B)]
+# Shapes: N elements, B elements per block, W ranks; scales are float32[ceil(N/B)]
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _inverse(scale):
 
 @kernel
 def _clamped(y):
-    """Integral floats as int32 in [-127, 127]; NaN gives -127."""
+    """Integral floats as int32 in [-127, 127]; NaN becomes -127."""
     least, most = splat(np.float32(-INT8_MAX), LANES), splat(np.float32(INT8_MAX), LANES)
     y = select(y > -INT8_MAX, y, least)
     return convert(select(y < INT8_MAX, y, most), i32)
@@ -138,7 +138,7 @@ def dequantize_int8_sum(q: Sequence[np.ndarray], scales: Sequence[np.ndarray], b
 
 
 @kernel
-def _add_lanes(x, out):
+def _add(x, out):
     for i in range(0, x.size, LANES):
         store(out, i, load(out, i, LANES) + convert_like(load(x, i, LANES), out))
 
@@ -146,11 +146,11 @@ def _add_lanes(x, out):
 def add_int8(x: np.ndarray, out: np.ndarray) -> None:
     expect_size("add_int8", "out", out, x.size)
     if x.dtype.kind != "i" or out.dtype.kind != "i" or x.dtype.itemsize > out.dtype.itemsize:
-        raise TypeError(f"Expected lanes at least as wide as {x.dtype}, got {out.dtype} (in add_int8).")
-    _add_lanes(as_writable(x), out)
+        raise TypeError(f"Expected an accumulator at least as wide as {x.dtype}, got {out.dtype} (in add_int8).")
+    _add(as_writable(x), out)
 
 
-def finalize_int8(lanes: np.ndarray, scales: np.ndarray, block: int, factor: float, out: np.ndarray) -> None:
-    expect_size("finalize_int8", "lanes", lanes, out.size)
+def finalize_int8(accumulator: np.ndarray, scales: np.ndarray, block: int, factor: float, out: np.ndarray) -> None:
+    expect_size("finalize_int8", "accumulator", accumulator, out.size)
     expect_size("finalize_int8", "scales", scales, ceil_div(out.size, block))
-    _dequantize(as_writable(lanes), as_writable(scales), block, np.float32(factor), out, False)
+    _dequantize(as_writable(accumulator), as_writable(scales), block, np.float32(factor), out, False)

@@ -1,7 +1,7 @@
-"""Counter-based random numbers. Mirrors `reference.random`, where the contracts stand.
+"""Counter-based random numbers. Contracts: `reference.random`.
 
-A 32-bit word is kept in a 64-bit lane: the product of two is then one instruction, and what a product leaves
-in the upper half need not be cleared before the next round, which only looks at the lower.
+Each 32-bit word is kept in a 64-bit lane: the product of two words is then one instruction, and the upper half needs
+no clearing, because the next round reads only the lower half.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def key_words(key: int) -> tuple[np.uint32, np.uint32]:
 
 @kernel
 def _words(key_0, key_1, counters):
-    """The four words of each 64-bit counter, in the lower halves of the lanes."""
+    """The four words of each 64-bit counter."""
     c0, c1 = counters, counters >> 32
     c2 = c3 = splat(np.uint64(0), LANES)
     for _ in range(_ROUNDS):
@@ -74,46 +74,47 @@ def fill_group32(key_0, key_1, group, out, at):
 
 
 @kernel
-def copy_part(source, offset, out, at, count):
-    """Copy `count` elements: an assignment of slices would compile string formatting for its errors, for a second."""
+def _copy_part(source, offset, out, at, count):
+    """Copy `count` elements: an assignment of slices takes a second to compile, for the text of its errors."""
     for j in range(count):
         out[at + j] = source[offset + j]
 
 
 @kernel
-def _random16(key_0, key_1, first, scratch, out):
+def fill16(key_0, key_1, first, count, scratch, out):
+    """Write the values of global elements `first` to `first` + `count` to `out`; `scratch` holds one group."""
     i = np.int64(0)
-    while i < out.size:
+    while i < count:
         group, offset = (first + i) // RANDOM16_GROUP, (first + i) % RANDOM16_GROUP
-        count = min(RANDOM16_GROUP - offset, out.size - i)
-        if count == RANDOM16_GROUP:
+        length = min(RANDOM16_GROUP - offset, count - i)
+        if length == RANDOM16_GROUP:
             fill_group16(key_0, key_1, group, out, i)
         else:
             fill_group16(key_0, key_1, group, scratch, np.int64(0))
-            copy_part(scratch, offset, out, i, count)
-        i += count
+            _copy_part(scratch, offset, out, i, length)
+        i += length
 
 
 @kernel
-def _random32(key_0, key_1, first, scratch, out):
+def _fill32(key_0, key_1, first, count, scratch, out):
     i = np.int64(0)
-    while i < out.size:
+    while i < count:
         group, offset = (first + i) // RANDOM32_GROUP, (first + i) % RANDOM32_GROUP
-        count = min(RANDOM32_GROUP - offset, out.size - i)
-        if count == RANDOM32_GROUP:
+        length = min(RANDOM32_GROUP - offset, count - i)
+        if length == RANDOM32_GROUP:
             fill_group32(key_0, key_1, group, out, i)
         else:
             fill_group32(key_0, key_1, group, scratch, np.int64(0))
-            copy_part(scratch, offset, out, i, count)
-        i += count
+            _copy_part(scratch, offset, out, i, length)
+        i += length
 
 
 def random16(key: int, first: int, out: np.ndarray) -> None:
-    _random16(*key_words(key), first, np.empty(RANDOM16_GROUP, np.uint16), out)
+    fill16(*key_words(key), first, out.size, np.empty(RANDOM16_GROUP, np.uint16), out)
 
 
 def random32(key: int, first: int, out: np.ndarray) -> None:
-    _random32(*key_words(key), first, np.empty(RANDOM32_GROUP, np.uint32), out)
+    _fill32(*key_words(key), first, out.size, np.empty(RANDOM32_GROUP, np.uint32), out)
 
 
 @kernel

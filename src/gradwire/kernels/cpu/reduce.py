@@ -1,4 +1,4 @@
-"""Reductions of a gradient to a few numbers. Mirrors `reference.reduce`, where the contracts stand."""
+"""Reductions of a gradient to a few numbers. Contracts: `reference.reduce`."""
 # Shapes: N elements; a canonical sum is one vector of 64 float64
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from gradwire.kernels.cpu.vector import f32, i32, load
 from gradwire.kernels.layout import SUM_BLOCK, SUM_LANES, ceil_div, expect_size
 
 _NAN = np.float32(np.nan)
-# Levels of sums of sums: 1024^4 elements are more than memory holds.
+# Levels of sums of sums: no memory holds 1024^4 elements.
 LEVELS = 4
 
 
 def magnitude_of(bits: int) -> np.float32:
-    """The float32 of these bits; NaN in place of infinity."""
+    """The float32 with these bits; NaN instead of infinity."""
     return _NAN if bits >= INFINITY_BITS else np.int32(bits).view(np.float32)
 
 
@@ -80,7 +80,7 @@ def _sum_level(levels, start):
 
 @kernel
 def push(levels, fill, level, value):
-    """Append a block's sum to a level; a full level becomes one value of the next."""
+    """Append the sum of a block to a level. A full level becomes one value of the next."""
     while True:
         levels[level * SUM_BLOCK + fill[level]] = value
         fill[level] += 1
@@ -93,7 +93,7 @@ def push(levels, fill, level, value):
 
 @kernel
 def finish(levels, fill):
-    """Sum what the levels hold, lowest first, until one value is left."""
+    """Sum the values of all levels, lowest first, until one is left."""
     for level in range(LEVELS):
         above = 0
         for higher in range(level + 1, LEVELS):

@@ -1,7 +1,8 @@
-"""Selection by magnitude, and sparse pairs to dense and back. Mirrors `reference.select`, where the contracts stand.
+"""Selection by magnitude, and sparse pairs to dense and back. Contracts: `reference.select`.
 
-`top_k` reads a long input once where a sample of it tells the threshold well, as it does nearly always, else twice; a
-short one, or one of which much is kept, three times: two histograms and a selection.
+`top_k` estimates the threshold of a long input from a sample. It then reads the input once, or twice in the rare case
+that the estimate was too high. A short input, or one of which much is kept, is read three times: two histograms and a
+selection.
 """
 # Shapes: N elements, K kept elements, W ranks
 
@@ -24,30 +25,30 @@ from gradwire.kernels.cpu.lanes import (
 from gradwire.kernels.cpu.vector import array_at, f32, load, store, u32
 from gradwire.kernels.layout import expect_same_ranks, expect_size
 
-# Selections write so many pairs at a time, without looking whether there are as many: a branch for each pair, or for
-# each vector that has one, would be mispredicted too often.
+# Selections write this many pairs at a time, even where there are fewer: a branch for each pair, or for each vector
+# that has one, would be mispredicted too often.
 _SLOTS = 4
-# Radix selection looks at the 31 bits of a magnitude in two parts: 15 bits, then 16.
+# Radix selection splits the 31 bits of a magnitude in two: 15 bits, then 16.
 _UPPER_BINS, _LOWER_BINS = 1 << 15, 1 << 16
 _LOWER_BITS = 16
-# Top-k takes a sample of so many neighbors from so many places. Below the fraction that may be kept, candidates
-# cost little memory; below the length, a sample does not pay.
+# The sample consists of runs of neighbors at equally spaced places. It is used for inputs of at least the minimum
+# length, shorter ones gain nothing, and up to the fraction kept at which candidates take little memory.
 _SAMPLE_RUN, _SAMPLE_PLACES = 16, 4096
 _SAMPLE_MIN_LENGTH, _SAMPLE_MAX_KEPT = 1 << 16, 1 / 16
-# Elements of an output that pairs are added to at a time: 128 KB. With fewer pairs than one in so many elements the
-# output is one tile: to clear it the system has stores that pass the cache, and few lines of it are seen again.
+# Elements of an output tile: 128 KB. With fewer pairs than one in `_FEW` elements the output is a single tile: it is
+# cleared with stores that bypass the cache, and few of its lines are touched again.
 _TILE, _FEW = 1 << 15, 64
 
 
 @kernel
 def _keys(x, i):
-    """Magnitudes as integers in the same order; a NaN is above infinity."""
+    """Magnitudes as integers in the same order; NaN is above infinity."""
     return bitcast(load_f32(x, i, LANES), u32) & MAGNITUDE
 
 
 @kernel
 def _chosen(keys, low, span, count):
-    """Bits of the first `count` lanes whose key is from low to low + span."""
+    """Bits of those of the first `count` lanes whose key is in [low, low + span]."""
     return mask_bits((keys - low) <= span) & mask_bits(lanes_below(count, LANES))
 
 
@@ -56,7 +57,7 @@ def _select(x, start, low, scratch, indices, values, count):
     """Append the pairs from element `start` on whose key is at least `low`.
 
     Returns:
-        How many pairs there are, and the element to go on from: where the buffers are nearly full, not the end of x.
+        The number of pairs, and the element to continue from: the end of x, unless the buffers are nearly full.
     """
     span = np.uint32(MAGNITUDE) - low
     for i in range(start, x.size, LANES):
@@ -77,7 +78,7 @@ def _select(x, start, low, scratch, indices, values, count):
 
 
 def _scratch(dtype: type) -> np.ndarray:
-    """Lanes to index into, and one past the end for the lane that an empty mask names."""
+    """Memory for the lanes of a vector, and one more for the lane that an empty mask points to."""
     return np.zeros(LANES + 1, dtype)
 
 
@@ -104,7 +105,7 @@ def _lower_histogram(x, upper, scratch, bins):
 
 @kernel
 def _find_bin(bins, k):
-    """The bin that holds the k-th largest, and how many of it are among the k largest."""
+    """The bin that holds the k-th largest, and how many of its entries are among the k largest."""
     for b in range(bins.size - 1, -1, -1):
         if bins[b] >= k:
             return b, k
@@ -113,7 +114,7 @@ def _find_bin(bins, k):
 
 
 def _kth_key(x: np.ndarray, k: int) -> tuple[np.uint32, int]:
-    """The k-th largest key, and how many equal to it are among the k largest. Reads x twice."""
+    """The k-th largest key, and how many keys equal to it are among the k largest. Reads x twice."""
     scratch = _scratch(np.uint32)
     bins = np.zeros(_UPPER_BINS, np.int64)
     _upper_histogram(x, scratch, bins)
@@ -126,7 +127,7 @@ def _kth_key(x: np.ndarray, k: int) -> tuple[np.uint32, int]:
 
 @kernel
 def _select_keys(x, key, num_ties, scratch, indices):
-    """Indices of all magnitudes above `key`, and of the first `num_ties` that are equal to it."""
+    """Write the indices of all magnitudes above `key`, and of the first `num_ties` equal to it."""
     count = 0
     for i in range(0, x.size, LANES):
         keys = _keys(x, i)
@@ -153,23 +154,23 @@ def _top_k(x: np.ndarray, k: int, indices: np.ndarray) -> None:
 
 
 def _sampled_key(x: np.ndarray, k: int) -> tuple[np.uint32, int]:
-    """A key that about k elements, rather more than fewer, are not below; and for how many to make room."""
+    """A key that k elements or somewhat more are likely to reach, and how many candidates to expect at most."""
     places = np.linspace(0, x.size - _SAMPLE_RUN, min(_SAMPLE_PLACES, x.size // 1024), dtype=np.int64)
     sample = x[(places[:, None] + np.arange(_SAMPLE_RUN)).reshape(-1)]
     expected = sample.size * k / x.size
-    # Four standard deviations more, as if elements were independent. Neighbors are not: then we read once more.
+    # Four standard deviations more, as if elements were independent. Neighbors are not, so it may still fail.
     rank = min(sample.size, int(expected + 4 * expected**0.5) + 4)
     return _kth_key(sample, rank)[0], int(1.5 * rank * x.size / sample.size)
 
 
-def _top_k_of_candidates(x: np.ndarray, k: int, low: np.uint32, room: int, indices: np.ndarray) -> bool:
-    """One read of x: the k largest of those whose key is at least `low`; False where there are fewer.
+def _top_k_of_candidates(x: np.ndarray, k: int, low: np.uint32, capacity: int, indices: np.ndarray) -> bool:
+    """Select the k largest of the elements whose key is at least `low`; return False if there are fewer. Reads x once.
 
-    Whenever the candidates fill their room, only the k largest of them stay, and later ones must be larger than the
-    least of these.
+    When the candidates reach the capacity, only the k largest stay, and later candidates must exceed the smallest of
+    them.
     """
-    room = max(room, 2 * k) + LANES + _SLOTS
-    places, values, scratch = np.empty(room, indices.dtype), np.empty(room, np.float32), _scratch(np.float32)
+    capacity = max(capacity, 2 * k) + LANES + _SLOTS
+    places, values, scratch = np.empty(capacity, indices.dtype), np.empty(capacity, np.float32), _scratch(np.float32)
     count, at = 0, 0
     while at < x.size:
         count, at = _select(x, at, low, scratch, places, values, count)
@@ -198,9 +199,9 @@ def top_k(x: np.ndarray, k: int, indices: np.ndarray) -> None:
     if x.size < _SAMPLE_MIN_LENGTH or k > x.size * _SAMPLE_MAX_KEPT:
         _top_k(x, k, indices)
         return
-    low, room = _sampled_key(x, k)
-    if not _top_k_of_candidates(x, k, low, room, indices):
-        _top_k_of_candidates(x, k, np.uint32(0), room, indices)
+    low, capacity = _sampled_key(x, k)
+    if not _top_k_of_candidates(x, k, low, capacity, indices):
+        _top_k_of_candidates(x, k, np.uint32(0), capacity, indices)
 
 
 @kernel
@@ -240,7 +241,7 @@ def scatter(indices: np.ndarray, values: np.ndarray, out: np.ndarray, accumulate
 
 @kernel
 def _add_below(index, values, first, end, out):
-    """Add the pairs from number `first` on whose position is below `end`; return the number of the next one."""
+    """Add the pairs from number `first` on whose position is below `end`; return the number of the next pair."""
     j = first
     while j < index.size and index[j] < end:
         out[index[j]] += values[j] + np.float32(0)
@@ -250,10 +251,10 @@ def _add_below(index, values, first, end, out):
 
 @kernel
 def scatter_lists(indices, values, counts, out):
-    """Compiled `scatter_sum`, of lists of uint32 and float32 by address; a negative zero counts as zero.
+    """`scatter_sum` for compiled callers: lists of uint32 and float32 by address. Negative zeros count as zero.
 
-    A tile of the output is cleared and added to while it is in the cache: memory sees each element once, whatever the
-    number of ranks.
+    Each tile of the output is cleared and added to while it is in the cache, so memory is written once for any number
+    of ranks.
     """
     next_of = np.zeros(counts.size, np.int64)
     tile = max(1, out.size) if counts.sum() < out.size // _FEW else _TILE

@@ -1,10 +1,9 @@
-"""Streams of prefix code words: the inner loops of `floats`.
+"""Streams of prefix code words: inner loops of `floats`.
 
-Four streams are written or read in one loop, since each step of one waits for the step before. The reader gets up to
-six symbols from each lookup and five lookups from each word that it loads; only escapes and the ends of streams make
-it go symbol by symbol.
+Each step of a stream waits for the step before, so one loop writes or reads four streams. The reader gets up to six
+symbols from each lookup and makes five lookups in each word that it loads. Only escapes and the ends of streams are
+read symbol by symbol.
 """
-# Shapes: N elements of a chunk, S = ceil(N / 8) symbols of a stream
 
 from __future__ import annotations
 
@@ -18,9 +17,9 @@ from gradwire.kernels.prefix_code import ESCAPE, MAX_LENGTH, MAX_SYMBOLS_A_LOOKU
 GROUP = 4
 SHARE = CHUNK // STREAMS
 
-# The writer's room for a stream, and the reader's: what is written whole words at a time runs over the end.
-ROOM_BYTES = (SHARE * MAX_WORD_BITS + 7) // 8 + 16
-_LOOKUPS = 5  # of 11 bits in 57, which are left of a word at any bit
+# Buffers of a stream for the writer (bytes) and the reader (symbols): both write whole words past the end.
+BUFFER_BYTES = (SHARE * MAX_WORD_BITS + 7) // 8 + 16
+_LOOKUPS = 5  # of 11 bits each in 57 bits, the least that is left of a word at any bit
 _MOST_SYMBOLS = _LOOKUPS * MAX_SYMBOLS_A_LOOKUP
 STRIDE = SHARE + 64
 
@@ -36,13 +35,13 @@ _U_RAW, _U_ESCAPE = np.uint64(RAW_BITS), np.uint64(ESCAPE)
 
 @inlined
 def _put(word, held, used):
-    """Append a word to the `used` bits of `held`."""
+    """Append a code word to the `used` bits of `held`."""
     return held | (np.uint64(word & _WORD) << used), used + np.uint64(word >> np.uint32(24))
 
 
 @inlined
 def _put_two(symbols, i, words, out, at, held, used):
-    """Append the words of two symbols, and write out the bytes that are full: with seven bits they are under 64."""
+    """Append the words of two symbols and write all full bytes. With seven bits left over they are under 64 bits."""
     held, used = _put(words[symbols[i]], held, used)
     held, used = _put(words[symbols[i + _U1]], held, used)
     poke(out, at, held)
@@ -52,7 +51,7 @@ def _put_two(symbols, i, words, out, at, held, used):
 
 @inlined
 def _put_rest(symbols, i, end, words, out, start, at, held, used):
-    """Append the words of the symbols that are left; return the bits of the stream."""
+    """Append the words of the remaining symbols; return the bits of the stream."""
     while i < end:
         held, used = _put(words[symbols[i]], held, used)
         poke(out, at, held)
@@ -63,10 +62,10 @@ def _put_rest(symbols, i, end, words, out, start, at, held, used):
 
 
 @kernel
-def write_streams(symbols, size, words, room, lengths):
-    """Write eight streams of `size` symbols, uint16, into eighths of `room`, and their bits to `lengths`, int64[8]."""
+def write_streams(symbols, size, words, out, lengths):
+    """Write `size` symbols, uint16, as eight streams into `out`, and the bits of each to `lengths`, int64[8]."""
     size_, share = np.uint64(size), np.uint64((size + STREAMS - 1) // STREAMS)
-    pitch = np.uint64(ROOM_BYTES)
+    pitch = np.uint64(BUFFER_BYTES)
     for first in range(0, STREAMS, GROUP):
         s0 = np.uint64(first)
         i0, i1, i2, i3 = s0 * share, (s0 + _U1) * share, (s0 + np.uint64(2)) * share, (s0 + _U3) * share
@@ -76,21 +75,21 @@ def write_streams(symbols, size, words, room, lengths):
         u0 = u1 = u2 = u3 = _U0
         shortest = size_ - i3 if i3 < size_ else _U0
         for _ in range(min(share, shortest) >> _U1):
-            a0, h0, u0 = _put_two(symbols, i0, words, room, a0, h0, u0)
-            a1, h1, u1 = _put_two(symbols, i1, words, room, a1, h1, u1)
-            a2, h2, u2 = _put_two(symbols, i2, words, room, a2, h2, u2)
-            a3, h3, u3 = _put_two(symbols, i3, words, room, a3, h3, u3)
+            a0, h0, u0 = _put_two(symbols, i0, words, out, a0, h0, u0)
+            a1, h1, u1 = _put_two(symbols, i1, words, out, a1, h1, u1)
+            a2, h2, u2 = _put_two(symbols, i2, words, out, a2, h2, u2)
+            a3, h3, u3 = _put_two(symbols, i3, words, out, a3, h3, u3)
             i0, i1, i2, i3 = i0 + np.uint64(2), i1 + np.uint64(2), i2 + np.uint64(2), i3 + np.uint64(2)
         e0 = (s0 + _U1) * share
-        lengths[first] = _put_rest(symbols, i0, min(e0, size_), words, room, b0, a0, h0, u0)
-        lengths[first + 1] = _put_rest(symbols, i1, min(e0 + share, size_), words, room, b1, a1, h1, u1)
-        lengths[first + 2] = _put_rest(symbols, i2, min(e0 + share + share, size_), words, room, b2, a2, h2, u2)
-        lengths[first + 3] = _put_rest(symbols, i3, min(e0 + share + share + share, size_), words, room, b3, a3, h3, u3)
+        lengths[first] = _put_rest(symbols, i0, min(e0, size_), words, out, b0, a0, h0, u0)
+        lengths[first + 1] = _put_rest(symbols, i1, min(e0 + share, size_), words, out, b1, a1, h1, u1)
+        lengths[first + 2] = _put_rest(symbols, i2, min(e0 + share + share, size_), words, out, b2, a2, h2, u2)
+        lengths[first + 3] = _put_rest(symbols, i3, min(e0 + share + share + share, size_), words, out, b3, a3, h3, u3)
 
 
 @kernel
 def measure_streams(symbols, size, words, lengths):
-    """The bits of the eight streams, to `lengths`, without writing them."""
+    """Write the bits of the eight streams to `lengths`, without writing the streams."""
     share = (size + STREAMS - 1) // STREAMS
     for stream in range(STREAMS):
         bits = np.uint32(0)
@@ -101,7 +100,7 @@ def measure_streams(symbols, size, words, lengths):
 
 @kernel
 def streams_bytes(lengths):
-    """What streams of these lengths take in a chunk."""
+    """Bytes of a chunk's head and streams."""
     total = HEAD_BYTES
     for stream in range(STREAMS):
         total += (lengths[stream] + 7) >> 3
@@ -109,17 +108,17 @@ def streams_bytes(lengths):
 
 
 @kernel
-def copy_streams(mean, room, lengths, out, at):
-    """Put the head of a chunk and its streams together in `out` from `at` on; return where they end."""
+def copy_streams(mean, buffers, lengths, out, at):
+    """Write the head of a chunk and its streams to out[at:]; return where they end."""
     out[at] = np.uint8(mean)
     for stream in range(STREAMS):
         out[at + 1 + 2 * stream] = np.uint8(lengths[stream] & 0xFF)
         out[at + 2 + 2 * stream] = np.uint8(lengths[stream] >> 8)
     at += HEAD_BYTES
     for stream in range(STREAMS):
-        count, start = (lengths[stream] + 7) >> 3, stream * ROOM_BYTES
+        count, start = (lengths[stream] + 7) >> 3, stream * BUFFER_BYTES
         for i in range(count):
-            out[at + i] = room[start + i]
+            out[at + i] = buffers[start + i]
         at += count
     return at
 
@@ -129,7 +128,7 @@ def copy_streams(mean, room, lengths, out, at):
 
 @inlined
 def _step(window, lookup, symbols, at, bit):
-    """The symbols that one lookup gives; all of them are written, and those that do not count are overwritten."""
+    """The symbols of one lookup. All six bytes are written; those that are no symbols are overwritten later."""
     entry = lookup[window & _WINDOW]
     poke(symbols, at, entry)
     used = entry >> _U56
@@ -138,7 +137,7 @@ def _step(window, lookup, symbols, at, bit):
 
 @inlined
 def _take(body, lookup, symbols, at, bit):
-    """Five lookups; the last entry is 0 if an escape is in the way."""
+    """Five lookups. The last entry is 0 if there is an escape."""
     window = peek(body, bit >> _U3) >> (bit & _U7)
     window, at, bit, entry = _step(window, lookup, symbols, at, bit)
     window, at, bit, entry = _step(window, lookup, symbols, at, bit)
@@ -150,7 +149,7 @@ def _take(body, lookup, symbols, at, bit):
 
 @inlined
 def _peek_safely(body, at):
-    """`peek` that gives zeros past the end."""
+    """`peek` with zeros past the end."""
     size = np.uint64(body.size)
     if at + _U8 <= size:
         return peek(body, at)
@@ -163,7 +162,10 @@ def _peek_safely(body, at):
 
 @kernel
 def _take_escaped(body, bit, lengths, symbols, at, specials, count):
-    """One symbol after an escape; returns the bit after it and how many specials there are, or 0 if it has a word."""
+    """Read one symbol after an escape.
+
+    Returns the bit after it, or 0 if the symbol should have used its own word, and the number of specials.
+    """
     window = (_peek_safely(body, bit >> _U3) >> (bit & _U7)) >> np.uint64(lengths[_U_ESCAPE])
     symbol = window & _BYTE
     symbols[at] = np.uint8(symbol)
@@ -177,7 +179,7 @@ def _take_escaped(body, bit, lengths, symbols, at, specials, count):
 
 @kernel
 def _read_rest(body, code, symbols, at, end, bit, stop, specials, count):
-    """The symbols that are left of one stream, and the zero bits after it; returns specials so far, or -1."""
+    """Read the rest of one stream and its padding; return the number of specials so far, or -1 if it is invalid."""
     lookup, lengths = code
     while at < end:
         if bit >= stop:
@@ -204,7 +206,7 @@ def _read_rest(body, code, symbols, at, end, bit, stop, specials, count):
 
 @kernel
 def _read_group(body, code, symbols, group, size, bits, stops, specials, count):
-    """Read four streams; returns specials so far, or -1 where they are not what a writer writes.
+    """Read four streams; return the number of specials so far, or -1 if a stream is invalid.
 
     The symbols of stream s go to `symbols` from s · STRIDE on.
     """
@@ -218,11 +220,11 @@ def _read_group(body, code, symbols, group, size, bits, stops, specials, count):
     e3 = o3 + (min(size_, (first + np.uint64(4)) * share) - min(size_, (first + _U3) * share))
     b0, b1, b2, b3 = bits[first], bits[first + _U1], bits[first + two], bits[first + _U3]
     most = np.uint64(_MOST_SYMBOLS)
-    # The last stream ends last, so a word after it is one after any of them.
+    # The fourth stream ends last: up to its end, whole words can be read from all four.
     last = stops[first + _U3]
-    room = np.uint64(max(0, body.size - 16) * 8)
-    if last > room:
-        last = room
+    readable = np.uint64(max(0, body.size - 16) * 8)
+    if last > readable:
+        last = readable
     while (
         o0 + most <= e0 and o1 + most <= e1 and o2 + most <= e2 and o3 + most <= e3
         and b0 <= last and b1 <= last and b2 <= last and b3 <= last
@@ -258,10 +260,10 @@ def _read_group(body, code, symbols, group, size, bits, stops, specials, count):
 
 @kernel
 def read_streams(body, at, end, size, lookup, lengths, symbols, specials):
-    """Read the eight streams of a chunk of `size` symbols, which stands in body[at:end].
+    """Read the eight streams of a chunk of `size` symbols in body[at:end].
 
-    Returns where they end, and how many of `specials` were filled: the places of zeros that came after an escape. Or
-    (-1, 0) where they are not what a writer writes.
+    Returns where they end and the number of `specials` filled in, the positions of zeros that came after an escape; or
+    (-1, 0) if a stream is invalid.
     """
     if end - at < HEAD_BYTES:
         return -1, 0

@@ -1,4 +1,4 @@
-"""Elementwise sweeps over a gradient. Mirrors `reference.sweep`, where the contracts stand."""
+"""Elementwise sweeps over a gradient. Contracts: `reference.sweep`."""
 # Shapes: N elements
 
 from __future__ import annotations

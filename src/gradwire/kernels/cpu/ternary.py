@@ -1,7 +1,7 @@
-"""3-value quantization and quartic encoding. Mirrors `reference.ternary`, where the contracts stand.
+"""3-value quantization and quartic encoding. Contracts: `reference.ternary`.
 
-The masks of 64 comparisons add to or subtract from 64 bytes at a time: 121 is five digits of value 0, and
-digit k being 1 or -1 adds or subtracts its power of 3.
+64 bytes are packed at a time. Each starts at 121, five digits of value 0. A digit of 1 or -1 adds or subtracts its
+power of 3, masked by a comparison.
 """
 # Shapes: N elements, W ranks, S = ceil(N/5) bytes; digit k of byte i is element k * S + i
 
@@ -34,7 +34,7 @@ _THIRD, _TWO_THIRDS = 86, 171
 
 @kernel
 def _packed(packed, power, high, low):
-    """Bytes with the digit of this power counted in."""
+    """Bytes with the digit of this power added."""
     raised = select(high, packed + power, packed)
     return select(low, raised - power, raised)
 
@@ -60,7 +60,7 @@ def _pack_residual(x, half, M, out, residual):
             values = load_f32(x, k * size + i, LANES)
             high, low = values > half, values < -half
             left = select(low, values + M, select(high, values - M, values))
-            # Not past the digit's partition: x may be the residual, and the next one's start is done already.
+            # Not past this digit's part: x may be the residual, and the start of the next part is already done.
             store_until(residual, k * size + i, (k + 1) * size, left)
             packed = _packed(packed, power, high, low)
             power //= 3
@@ -70,7 +70,7 @@ def _pack_residual(x, half, M, out, residual):
 def pack_ternary(x: np.ndarray, M: float, out: np.ndarray, residual: np.ndarray | None = None) -> None:
     expect_size("pack_ternary", "out", out, ceil_div(x.size, TERNARY_DIGITS))
     scale = np.float32(M)
-    # Nothing is above infinity: all digits are 0.
+    # No value exceeds infinity, so all digits are 0.
     half = half_of(float(scale)) if scale > 0 else np.float32(np.inf)
     if residual is None:
         _pack(as_input(x), half, out)

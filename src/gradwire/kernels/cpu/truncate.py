@@ -1,4 +1,4 @@
-"""Truncation of mantissas. Mirrors `reference.truncate`, where the contracts stand."""
+"""Truncation of mantissas. Contracts: `reference.truncate`."""
 # Shapes: N elements
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _magnitude(values):
 
 @kernel
 def _signed_like(values, signs):
-    """Values with the sign of `signs` multiplied in."""
+    """Values, negated where `signs` is negative."""
     return bitcast(bitcast(values, i32) ^ (bitcast(signs, i32) & _SIGN), f32)
 
 
@@ -54,7 +54,7 @@ def update_limits(
     for what, array in (("out", out), ("first", first), ("second", second)):
         if array is not None:
             expect_size("update_limits", what, array, parameter.size)
-        arrays.append(as_input(parameter[:0] if array is None else array))  # moments have the parameter's type
+        arrays.append(as_input(parameter[:0] if array is None else array))  # moments have the type of the parameter
     _limits(as_input(parameter), arrays[1], arrays[2], tuple(np.float32(number) for number in numbers), out)
 
 
@@ -64,7 +64,7 @@ def _truncate(x, bits, limits, factors, step, least, out):
     zeros = splat(np.uint32(0), LANES)
     magnitude = (1 << (8 * bits.itemsize - 1)) - 1
     for i in range(0, x.size, LANES):
-        size = maximum(splat(least, LANES), _magnitude(load_f32(x, i, LANES)))  # in this order a NaN stays
+        size = maximum(splat(least, LANES), _magnitude(load_f32(x, i, LANES)))  # in this order NaN is kept
         limit = load(limits, i, LANES)
         found = convert(load(bits, i, LANES), u32)
         cut = select(size * one < limit, (found >> step) << step, found)

@@ -1,14 +1,12 @@
-"""Short vectors as values in Numba: `load` 64 floats, compute on them, `store` them.
+"""Short vectors as values in Numba: `load` 64 floats, compute with them, `store` them.
 
-Numba leaves vectorizing to LLVM, which gives up on just the loops that matter here: an output that may be an
-input (no overlap can be proved), a sum whose order is fixed, bits that come from a comparison. With these
-types the loop is vector code as written, for any target: LLVM splits a vector into the registers that the
-machine has.
+Numba leaves vectorization to LLVM, which gives up on the loops that matter here: an output that may overlap an input, a
+sum in a fixed order, bits that come from comparisons. With these types a loop is vector code as written, for any
+target: LLVM splits each vector into the registers of the machine.
 
-`load` and `store` never leave their array: past its end a load gives zeros and a store writes nothing. So
-kernels have one loop and no tail. Operators work lane by lane between equal types, and between a vector and a
-scalar, which is converted to the element type; comparisons of floats with a NaN are false, except `!=`.
-Integers wrap.
+`load` and `store` never leave their array: past its end a load yields zeros and a store writes nothing. Kernels
+therefore need one loop and no tail. Operators work lane by lane on equal types, or on a vector and a scalar, which is
+converted to the element type. Comparisons with NaN are false, except `!=`. Integers wrap.
 """
 
 from __future__ import annotations
@@ -27,8 +25,8 @@ i8, i16, i32, i64 = types.int8, types.int16, types.int32, types.int64
 u8, u16, u32, u64 = types.uint8, types.uint16, types.uint32, types.uint64
 
 
-# How far ahead loads prefetch. Measured: hardware prefetch alone left sign packing at a third of copy, because it
-# loses the stream of loads among small stores, and planar layouts, which read several streams, at a half.
+# How far ahead loads prefetch. Measured with hardware prefetch alone: sign packing reached a third of the speed of a
+# copy, because small stores hide the stream of loads; planar layouts, which read several streams, reached half.
 _PREFETCH_BYTES = 4096
 _LINE_BYTES = 64
 
@@ -142,7 +140,7 @@ for _op in (operator.and_, operator.or_, operator.xor, operator.lshift, operator
 
 
 def _place(context, builder, array, value, index, index_type):
-    """Pointer to array[index] and the number of elements from there to the end."""
+    """Pointer to array[index], and the number of elements from there to the end."""
     if array.layout != "C" or array.ndim != 1:
         raise TypingError("Expected a contiguous one-dimensional array.")
     struct = context.make_array(array)(context, builder, value)
@@ -151,7 +149,7 @@ def _place(context, builder, array, value, index, index_type):
 
 
 def _cut(builder, count, lanes):
-    """`count` within 0..lanes."""
+    """`count` clamped to [0, lanes]."""
     zero = ir.Constant(count.type, 0)
     positive = builder.select(builder.icmp_signed("<", count, zero), zero, count)
     most = ir.Constant(count.type, lanes)
@@ -159,9 +157,9 @@ def _cut(builder, count, lanes):
 
 
 def _prefetch(builder, pointer, num_bytes):
-    """Ask for the lines that a sweep will come to; past the end of the array that is in vain, but no fault.
+    """Prefetch the lines that a sweep reads next. Past the end of the array this has no effect.
 
-    A load of less than a line is left alone: it may be part of no sweep.
+    A load of less than a line prefetches nothing: it may not be part of a sweep.
     """
     byte, word = ir.IntType(8), ir.IntType(32)
     start = builder.bitcast(pointer, byte.as_pointer())
@@ -173,7 +171,7 @@ def _prefetch(builder, pointer, num_bytes):
 
 
 def emit_load(context, builder, array, value, index, index_type, lanes):
-    """Code of `load`, for intrinsics that convert as they load."""
+    """Emit `load`, also for intrinsics that convert what they load."""
     kind = ir.VectorType(_element_ir(array.dtype), lanes)
     size = array.dtype.bitwidth // 8
     pointer, count = _place(context, builder, array, value, index, index_type)
@@ -196,7 +194,7 @@ def emit_load(context, builder, array, value, index, index_type, lanes):
 
 
 def emit_store(context, builder, array, value, index, index_type, lanes, end=None):
-    """Code of `store`: `lanes` is the vector's IR value, `end` an IR intp that limits what is written."""
+    """Emit `store`: `lanes` is the IR value of the vector, `end` an IR intp that limits what is written."""
     size = array.dtype.bitwidth // 8
     pointer, count = _place(context, builder, array, value, index, index_type)
     if end is not None:
@@ -225,7 +223,7 @@ def load(typingctx, array, index, lanes):
 
 @intrinsic
 def store(typingctx, array, index, vector):
-    """Write the lanes that lie inside the array; their type must be the array's."""
+    """Write the lanes that lie inside the array. The element types must be equal."""
     if not isinstance(vector, Vector) or array.dtype != vector.element:
         raise TypingError(f"Expected a vector of {array.dtype}, got {vector}.")
 
@@ -268,7 +266,7 @@ def _array_at(context, builder, array, item, address, count):
 
 @intrinsic
 def array_at(typingctx, address, size, dtype):
-    """The array of `size` elements at an integer address, for a list of arrays that came as addresses."""
+    """The array of `size` elements at an integer address, for lists of arrays that are passed as addresses."""
     array = types.Array(dtype.dtype, 1, "C")
 
     def codegen(context, builder, sig, args):

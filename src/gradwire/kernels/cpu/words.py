@@ -1,4 +1,4 @@
-"""Machine words at any byte of an array: what a bit stream is read and written by."""
+"""Read and write machine words at any byte of an array, for bit streams."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _expect_bytes(array):
 
 @intrinsic
 def peek(typingctx, array, index):
-    """The eight bytes from `index` on, as a little-endian uint64; all of them must lie inside the array."""
+    """Eight bytes from `index` on as a little-endian uint64. All of them must lie inside the array."""
     _expect_bytes(array)
 
     def codegen(context, builder, sig, args):
@@ -34,7 +34,7 @@ def peek(typingctx, array, index):
 
 @intrinsic
 def poke(typingctx, array, index, word):
-    """Write a uint64 as eight bytes from `index` on; all of them must lie inside the array."""
+    """Write a uint64 as eight bytes from `index` on. All of them must lie inside the array."""
     _expect_bytes(array)
 
     def codegen(context, builder, sig, args):

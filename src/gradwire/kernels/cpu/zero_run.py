@@ -1,7 +1,7 @@
-"""Zero-run encoding. Mirrors `reference.zero_run`, where the contracts stand.
+"""Zero-run encoding. Contracts: `reference.zero_run`.
 
-Both directions go from zero token to zero token: a comparison of 64 bytes finds the next one, and what lies
-before it is copied as one vector, of which later tokens overwrite what is too much.
+Both directions go from one zero token to the next, which a comparison of 64 bytes finds. The bytes before it are copied
+as one vector; later tokens overwrite the excess.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _STEP = 64
 
 @kernel
 def _run_length(src, start):
-    """How many bytes from `start` on are ZERO_BYTE."""
+    """Number of bytes equal to ZERO_BYTE from `start` on."""
     i = start
     while i < src.size:
         others = mask_bits(load(src, i, _STEP) != ZERO_BYTE)
@@ -31,7 +31,7 @@ def _run_length(src, start):
 
 @kernel
 def shorten_runs(src, out):
-    """Compiled `zero_run_encode`, for callers that are compiled themselves: `out` must hold as many bytes as `src`."""
+    """`zero_run_encode` for compiled callers. `out` must hold as many bytes as `src`."""
     i = length = 0
     while i < src.size:
         bytes_ = load(src, i, _STEP)
@@ -62,9 +62,9 @@ def zero_run_encode(src: np.ndarray, out: np.ndarray) -> int:
 
 @kernel
 def expand_runs(src, out):
-    """Compiled `zero_run_decode`, likewise."""
+    """`zero_run_decode` for compiled callers."""
     i = length = 0
-    may_continue = True  # whether a zero token may stand here: not after one that is shorter than maximal
+    may_continue = True  # whether a zero token may come here: not after one that is shorter than maximal
     while i < src.size:
         bytes_ = load(src, i, _STEP)
         tokens = mask_bits(bytes_ == ZERO_BYTE) | mask_bits(bytes_ >= NUM_QUARTIC)

@@ -1,1 +1,1 @@
-"""Kernels in Triton, the device code that generated kernels call."""
+"""Triton device functions that generated kernels call."""

@@ -1,7 +1,7 @@
-"""Device functions that generated Triton code calls: elements, random numbers, reductions in canonical order.
+"""Device functions called by generated Triton code: elements, random numbers, reductions in canonical order.
 
-A program of a kernel has the 1024 elements of a chunk at hand as a vector; `i` are their positions, `inside` tells
-which of them lie before the end. Nothing here may be contracted to an FMA: `host.launch` sees to that.
+Each program of a kernel handles a chunk of 1,024 elements as a vector. `i` holds their positions and `inside` is true
+for those before the end. Nothing may be contracted to an FMA; `host.launch` ensures that.
 """
 # Shapes: T = lanes of a program, a power of two from 64 to 1024
 
@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def load_elements(source, i, inside):
-    """Elements of any type as float32; int16 holds bfloat16 bits."""
+    """Elements of any type as float32. int16 holds the bits of bfloat16."""
     x = tl.load(source + i, mask=inside, other=0)
     if source.dtype.element_ty == tl.int16:
         return (x.to(tl.int32) << 16).to(tl.float32, bitcast=True)
@@ -22,7 +22,7 @@ def load_elements(source, i, inside):
 
 @triton.jit
 def compensated(grad, scale, residual_in, i, inside):
-    """The gradient as it is encoded, at its first reading: scale · grad + residual."""
+    """The gradient to encode, when it is read first: scale · grad + residual."""
     x = load_elements(grad, i, inside) * scale
     if residual_in is not None:
         x = x + tl.load(residual_in + i, mask=inside, other=0.0)
@@ -31,7 +31,7 @@ def compensated(grad, scale, residual_in, i, inside):
 
 @triton.jit
 def compensated_again(grad, scale, residual_out, i, inside):
-    """The same at a later reading: `residual_out` holds it where there is one."""
+    """The gradient to encode, when it is read again: `residual_out` holds it if there is one."""
     if residual_out is not None:
         return tl.load(residual_out + i, mask=inside, other=0.0)
     return load_elements(grad, i, inside) * scale
@@ -45,13 +45,13 @@ def magnitude_bits(x):
 
 @triton.jit
 def raise_flag(flag, condition):
-    """Set the flag where the condition holds in any lane."""
+    """Set the flag if the condition holds in any lane."""
     tl.store(flag, 1, mask=tl.max(condition.to(tl.int32), axis=0) > 0)
 
 
 @triton.jit
 def watch_for_nonfinite(watch, x):
-    """Set the flag where a value is infinite or NaN."""
+    """Set the flag if a value is infinite or NaN."""
     raise_flag(watch, magnitude_bits(x) >= 0x7F800000)
 
 
@@ -63,7 +63,7 @@ def spread(value, i):
 
 @triton.jit
 def number(mask):
-    """1 where the mask is set, else 0."""
+    """1 where the mask is true, else 0."""
     return mask.to(tl.float32)
 
 
@@ -75,13 +75,13 @@ def exponent(x):
 
 @triton.jit
 def power(e):
-    """Powers of two with these biased exponents."""
+    """Powers of two, from biased exponents."""
     return (e.to(tl.int32) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _with_sign(size, x):
-    """A magnitude with the sign of x; x itself where that is an integer, or no number, anyway."""
+    """A magnitude with the sign of x; x itself if it is so large that it is an integer, or NaN."""
     sign = x.to(tl.int32, bitcast=True) & -2147483648
     signed = ((size.to(tl.int32, bitcast=True) & 0x7FFFFFFF) | sign).to(tl.float32, bitcast=True)
     return tl.where(tl.abs(x) < 8388608.0, signed, x)  # floats from 2^23 on are integers
@@ -89,27 +89,27 @@ def _with_sign(size, x):
 
 @triton.jit
 def floor(x):
-    """The largest integer that is not above x. Triton's own takes subnormal numbers for 0."""
+    """The largest integer not above x. Triton's own `floor` treats subnormal numbers as 0."""
     truncated = tl.where(tl.abs(x) < 8388608.0, x, 0.0).to(tl.int32).to(tl.float32)
     return _with_sign(tl.where(truncated > x, truncated - 1.0, truncated), x)
 
 
 @triton.jit
 def ceil(x):
-    """The smallest integer that is not below x, likewise."""
+    """The smallest integer not below x."""
     truncated = tl.where(tl.abs(x) < 8388608.0, x, 0.0).to(tl.int32).to(tl.float32)
     return _with_sign(tl.where(truncated < x, truncated + 1.0, truncated), x)
 
 
 @triton.jit
 def round_even(x):
-    """The nearest integer; the even one of two."""
+    """The nearest integer, halves to even."""
     return _with_sign((tl.abs(x) + 8388608.0) - 8388608.0, x)
 
 
 @triton.jit
 def clamp(y, low, high):
-    """Within low and high; 0 for a NaN. Integral after truncation."""
+    """Clamp to [low, high] and truncate to integers; NaN becomes 0."""
     y = tl.where(y == y, y, 0.0)
     y = tl.where(y > low, y, low)
     y = tl.where(y < high, y, high)
@@ -118,7 +118,7 @@ def clamp(y, low, high):
 
 @triton.jit
 def finite(y):
-    """Within the finite floats; 0 for a NaN."""
+    """Clamp to finite floats; NaN becomes 0."""
     y = tl.where(y == y, y, 0.0)
     y = tl.where(y > -3.4028234663852886e38, y, -3.4028234663852886e38)
     return tl.where(y < 3.4028234663852886e38, y, 3.4028234663852886e38)
@@ -126,13 +126,13 @@ def finite(y):
 
 @triton.jit
 def rounded_float16(x):
-    """Rounded to a float16."""
+    """Round to float16."""
     return x.to(tl.float16).to(tl.float32)
 
 
 @triton.jit
 def bfloat16_bits(x):
-    """The bits of the nearest bfloat16, int16; a NaN stays one."""
+    """Bits of the nearest bfloat16, int16; NaN stays NaN."""
     bits = x.to(tl.int32, bitcast=True)
     rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
     return tl.where(x == x, rounded, (bits >> 16) | 0x40).to(tl.int16)
@@ -140,7 +140,7 @@ def bfloat16_bits(x):
 
 @triton.jit
 def rounded_bfloat16(x):
-    """Rounded to a bfloat16."""
+    """Round to bfloat16."""
     return (bfloat16_bits(x).to(tl.int32) << 16).to(tl.float32, bitcast=True)
 
 
@@ -170,7 +170,7 @@ def chosen_word(words, which):
 
 @triton.jit
 def random16(element, key_low, key_high):
-    """The 16-bit values of global elements, a counter each: eight times the work that a whole group needs."""
+    """The 16-bit values of global elements, with one counter for each: eight times the work of a whole group."""
     offset = element & 1023
     which = (offset >> 7).to(tl.int32)
     word = chosen_word(philox((element >> 10) * 128 + (offset & 127), key_low, key_high), which >> 1)
@@ -179,7 +179,7 @@ def random16(element, key_low, key_high):
 
 @triton.jit
 def random16_group(element, key_low, key_high):
-    """The same of 1024 elements that are a group: 128 counters serve them all."""
+    """The same for 1,024 elements that form a group, from 128 counters."""
     group = tl.min(element, axis=0) >> 10
     w0, w1, w2, w3 = philox(group * 128 + tl.arange(0, 128).to(tl.int64), key_low, key_high)
     words = tl.join(tl.join(w0, w1), tl.join(w2, w3))
@@ -189,7 +189,7 @@ def random16_group(element, key_low, key_high):
 
 @triton.jit
 def uniform(element, key_low, key_high, is_group: tl.constexpr):
-    """Numbers between 0 and 1, from 16 random bits each."""
+    """Numbers between 0 and 1 from 16 random bits."""
     if is_group:
         bits = random16_group(element, key_low, key_high)
     else:
@@ -199,7 +199,7 @@ def uniform(element, key_low, key_high, is_group: tl.constexpr):
 
 @triton.jit
 def sample_position(j, count, n, key_low, key_high):
-    """Where the j-th of `count` equal parts of n elements is sampled."""
+    """Position of the sample from part j of `count` equal parts of n elements."""
     words = philox((j >> 9) * 128 + (j & 127), key_low, key_high)
     word = chosen_word(words, ((j >> 7) & 3).to(tl.int32))
     start, end = j * n // count, (j + 1) * n // count
@@ -253,7 +253,7 @@ def _fold(lanes):
 
 @triton.jit
 def chunk_sum(values):
-    """The sum of T values in canonical order, float64: 64 running lanes, which are then halved to one."""
+    """Sum of T values in canonical order, float64: 64 running sums, then halved to one."""
     num_rows: tl.constexpr = values.shape[0] // 64
     rows = tl.reshape(values.to(tl.float64), [num_rows, 64])
     lanes = tl.zeros([64], tl.float64)
@@ -273,34 +273,34 @@ def chunk_sum(values):
 
 @triton.jit
 def chunk_sum_squares(values):
-    """The sum of their squares, which are exact in float64."""
+    """Sum of squares of T values. The squares are exact in float64."""
     wide = values.to(tl.float64)
     return chunk_sum(wide * wide)
 
 
 @triton.jit
 def chunk_min(values, chosen):
-    """The smallest of the chosen values; NaN where none is chosen."""
+    """The smallest of the chosen values, or NaN if none is chosen."""
     least = tl.min(tl.where(chosen & (values == values), values, float("inf")), axis=0)
     return tl.where(tl.max(chosen.to(tl.int32), axis=0) > 0, least, float("nan"))
 
 
 @triton.jit
 def chunk_max(values, chosen):
-    """The largest of the chosen values; NaN where none is chosen."""
+    """The largest of the chosen values, or NaN if none is chosen."""
     most = tl.max(tl.where(chosen & (values == values), values, float("-inf")), axis=0)
     return tl.where(tl.max(chosen.to(tl.int32), axis=0) > 0, most, float("nan"))
 
 
 @triton.jit
 def chunk_count(chosen):
-    """How many are chosen."""
+    """Number of chosen values."""
     return tl.sum(chosen.to(tl.int32), axis=0)
 
 
 @triton.jit
 def sum_rows(parts, num_parts, out):
-    """Kernel: sum 1024 sums of each row to one."""
+    """Kernel: add up 1,024 partial sums of each row."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     j = chunk * 1024 + tl.arange(0, 1024)
     values = tl.load(parts + row * num_parts + j, mask=j < num_parts, other=0.0)

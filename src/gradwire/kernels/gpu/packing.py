@@ -1,7 +1,7 @@
-"""Device functions that generated Triton code calls: packed arrays, and lists.
+"""Device functions called by generated Triton code: packed arrays and lists.
 
-The formats are those of `gradwire.lang.types`. A program packs a whole chunk at once; a chunk that is not full, of
-which an array has one at most, is kept for a program of its own, since its planes lie elsewhere.
+The formats are those of `gradwire.lang.types`. A program packs a full chunk at once. An array may end with a partial
+chunk, whose planes are shorter; it is stored in `tail`, and `pack_tail` packs it.
 """
 # Shapes: S = bytes of a chunk
 
@@ -13,7 +13,7 @@ from gradwire.kernels.gpu.device import load_elements, raise_flag, watch_for_non
 
 @triton.jit
 def store_bits(out, start, n, mask):
-    """Pack a chunk's conditions, eight a byte in the order of elements."""
+    """Pack the conditions of a chunk, eight per byte, in the order of elements."""
     bits = tl.reshape(mask.to(tl.int32), [128, 8]) << tl.arange(0, 8)[None, :]
     j = tl.arange(0, 128)
     tl.store(out + start // 8 + j, tl.sum(bits, axis=1).to(tl.uint8), mask=start + 8 * j < n)
@@ -21,14 +21,14 @@ def store_bits(out, start, n, mask):
 
 @triton.jit
 def before_tail_end(start, size, j, n):
-    """Which elements from `start` on lie before the end of an array, if that is within the `size` next ones."""
+    """Mask of the elements from `start` on that belong to the partial chunk of an array; all false in full chunks."""
     end = start + size + tl.zeros_like(j)  # a vector, as the interpreter broadcasts no conditions
     return (start + j < n) & (end > n)
 
 
 @triton.jit
 def store_planes(out, tail, start, n, levels, bits: tl.constexpr):
-    """Pack a chunk's levels planar; those of a chunk that is not full go to `tail`, for `pack_tail`."""
+    """Pack the levels of a chunk in planes; the levels of a partial chunk go to `tail`."""
     per: tl.constexpr = 8 // bits
     width: tl.constexpr = 1024 // per
     planes = tl.reshape(levels.to(tl.int32), [per, width]) << (bits * tl.arange(0, per)[:, None])
@@ -41,13 +41,13 @@ def store_planes(out, tail, start, n, levels, bits: tl.constexpr):
 
 @triton.jit
 def store_tail(tail, start, i, n, digits):
-    """Keep the digits of a chunk of 5120 that is not full."""
+    """Store the digits of a partial chunk of 5,120."""
     tl.store(tail + (i - start), digits.to(tl.uint8), mask=before_tail_end(start, 5120, i - start, n))
 
 
 @triton.jit
 def store_digits(out, start, n, packed):
-    """Store the bytes of a chunk of 5120 trits, unless it is not full."""
+    """Store the bytes of a chunk of 5,120 trits, if it is full."""
     j = tl.arange(0, 1024)
     end = start + 5120 + tl.zeros([1024], tl.int64)
     tl.store(out + start // 5 + j, packed.to(tl.uint8), mask=end <= n)
@@ -55,11 +55,11 @@ def store_digits(out, start, n, packed):
 
 @triton.jit
 def pack_tail(tail, out, count, size, per: tl.constexpr, base: tl.constexpr, padding: tl.constexpr):
-    """Kernel: pack the `count` levels of a chunk that is not full to `size` bytes."""
+    """Kernel: pack the `count` levels of a partial chunk into `size` bytes."""
     j = tl.arange(0, 1024)
     packed = tl.zeros([1024], tl.int32)
     for k in tl.static_range(per):
-        plane = k if base == 3 else per - 1 - k  # trits have the first plane as the most significant digit
+        plane = k if base == 3 else per - 1 - k  # the first plane of trits is the most significant digit
         at = plane * size + j
         packed = packed * base + tl.load(tail + at, mask=(j < size) & (at < count), other=padding).to(tl.int32)
     tl.store(out + j, packed.to(tl.uint8), mask=j < size)
@@ -84,7 +84,7 @@ def load_planes(packed, i, n, inside, bits: tl.constexpr):
 
 @triton.jit
 def load_digits(packed, i, n, inside, bad):
-    """Trits, as floats; the flag `bad` is set where a byte is not five digits."""
+    """Trits, as floats. Sets the flag `bad` if a byte is not five digits."""
     start = i // 5120 * 5120
     size = (tl.maximum(tl.minimum(n - start, 5120), 1) + 4) // 5
     byte = tl.load(packed + start // 5 + (i - start) % size, mask=inside, other=0).to(tl.int32)
@@ -96,7 +96,7 @@ def load_digits(packed, i, n, inside, bad):
 
 @triton.jit
 def load_finite(source, i, inside, bad):
-    """Floats that came from outside; the flag `bad` is set where one is not finite."""
+    """Floats from an untrusted payload. Sets the flag `bad` if one is not finite."""
     x = load_elements(source, i, inside)
     watch_for_nonfinite(bad, x)
     return x
@@ -107,7 +107,7 @@ def load_finite(source, i, inside, bad):
 
 @triton.jit
 def store_chosen(index, value, starts, most, i, values, chosen):
-    """Write the chosen values and their positions to a list, from the chunk's place on, as far as `most`."""
+    """Write the chosen values and their positions to the chunk's part of a list of at most `most` items."""
     lanes = chosen.to(tl.int32)
     at = tl.load(starts + tl.program_id(0)) + tl.cumsum(lanes, axis=0) - lanes
     tl.store(index + at, i.to(tl.int32), mask=chosen & (at < most))
@@ -116,7 +116,7 @@ def store_chosen(index, value, starts, most, i, values, chosen):
 
 @triton.jit
 def hash_slot(i, a, b, slots):
-    """The slots of positions; see `gradwire.kernels.reference.hashing`."""
+    """Slots of positions, as in `gradwire.kernels.reference.hashing`."""
     x = i.to(tl.uint64) & 0xFFFFFFFF
     x = ((x ^ (x >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
     x = ((x ^ (x >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
@@ -126,9 +126,9 @@ def hash_slot(i, a, b, slots):
 
 @triton.jit
 def store_hashed(table, numbers, slots, i, values, chosen):
-    """Write chosen positions with their values to their slots, of those that meet in one the last.
+    """Write the chosen positions and their values to their slots; the last position of each slot is kept.
 
-    An entry has the position in its upper half, so that the largest is the last, whatever the order of writes.
+    The position is in the upper half of an entry, so the maximum is the last position, whatever the order of writes.
     """
     slot = hash_slot(i, tl.load(numbers), tl.load(numbers + 1), slots)
     entry = ((i + 1 - 2147483648) << 32) | (values.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
@@ -137,9 +137,9 @@ def store_hashed(table, numbers, slots, i, values, chosen):
 
 @triton.jit
 def add_at(index, values, count, out, n, sign, bad):
-    """Kernel: add sign · values to `out` at these positions; set `bad` where one lies outside.
+    """Kernel: add sign · values to `out` at these positions; set `bad` if a position is outside.
 
-    No encoder sends a position twice; the order in which such values are added is not fixed.
+    Encoders send no position twice. If one occurs twice, the order of additions is not fixed.
     """
     j = tl.program_id(0).to(tl.int64) * 1024 + tl.arange(0, 1024)
     inside = j < count

@@ -1,4 +1,4 @@
-"""Positions of lists as they travel, in torch; the format is that of `gradwire.kernels.reference.positions`."""
+"""Positions of lists, packed with torch, in the format of `gradwire.kernels.reference.positions`."""
 # Shapes: N = elements, K = positions
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ __all__ = ["length_bytes", "pack_positions", "positions_bytes", "read_length", "
 
 
 def length_bytes(count: int, like: torch.Tensor) -> torch.Tensor:
-    """The length of lists as it travels."""
+    """The length of a payload's lists, as bytes."""
     return torch.tensor([count], dtype=torch.int64).view(torch.uint8)[:4].to(like.device)
 
 
 def read_length(body: torch.Tensor, at: int) -> int:
-    """The length of lists in a body, or -1 where that ends before: waits for the device."""
+    """The length of a payload's lists, or -1 if the body is too short. Synchronizes with the device."""
     part = body[at : at + 4]
     return int.from_bytes(bytes(part.tolist()), "little") if part.numel() == 4 else -1
 
 
 def pack_positions(index: torch.Tensor, size: int) -> torch.Tensor:
-    """Positions, int32[K] that stand for unsigned ones, as bytes."""
+    """Pack positions, int32[K] with the bits of uint32, into bytes."""
     count = index.numel()
     if count == 0:
         return torch.empty(0, dtype=torch.uint8, device=index.device)
@@ -36,7 +36,7 @@ def pack_positions(index: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def unpack_positions(packed: torch.Tensor, size: int, count: int) -> torch.Tensor | None:
-    """Undo `pack_positions`; None where these bytes are not so many positions: waits for the device."""
+    """Undo `pack_positions`; None if the bytes encode no list of `count` positions. Synchronizes with the device."""
     if count == 0:
         return torch.empty(0, dtype=torch.int32, device=packed.device)
     low = low_bits(size, count)

@@ -1,9 +1,6 @@
-"""The oracle: every kernel in plain NumPy, written to be read."""
+"""The oracle: every kernel in plain NumPy. `cpu` provides the same names, from modules of the same names."""
 
-from gradwire.kernels.reference.bits import (
-    pack_bits,
-    unpack_bits,
-)
+from gradwire.kernels.reference.bits import pack_bits, unpack_bits
 from gradwire.kernels.reference.blocks import (
     block_extremes,
     block_square_sums,
@@ -23,18 +20,8 @@ from gradwire.kernels.reference.quantize import (
     quantize_int8,
 )
 from gradwire.kernels.reference.random import philox, random16, random32
-from gradwire.kernels.reference.reduce import (
-    abs_max,
-    block_abs_max,
-    count_nonfinite,
-)
-from gradwire.kernels.reference.select import (
-    check_indices,
-    scatter,
-    scatter_sum,
-    take,
-    top_k,
-)
+from gradwire.kernels.reference.reduce import abs_max, block_abs_max, count_nonfinite
+from gradwire.kernels.reference.select import check_indices, scatter, scatter_sum, take, top_k
 from gradwire.kernels.reference.sweep import accumulate, cast, compensate
 from gradwire.kernels.reference.ternary import pack_ternary, unpack_ternary, unpack_ternary_sum
 from gradwire.kernels.reference.truncate import truncate_floats, update_limits

@@ -1,7 +1,7 @@
-"""Small integers packed into bytes, and back.
+"""Small integers packed into bytes.
 
-They are *planar*: with S bytes, byte i holds elements i, i + S, i + 2 S, ... from its least significant bits up,
-so that packing is shifts and ors of whole vectors. Padding bits are 0; elements past the end count as 0.
+The layout is *planar*: of S bytes, byte i holds elements i, i + S, i + 2 S, ... from its least significant bits up.
+Packing is then shifts and ors of whole vectors. Padding bits are 0.
 """
 # Shapes: N elements, S = ceil(N * bits / 8) bytes
 
@@ -13,7 +13,7 @@ from gradwire.kernels.layout import ceil_div, expect_bits, expect_size
 
 
 def pack_bits(q: np.ndarray, bits: int, out: np.ndarray) -> None:
-    """Pack the `bits` lowest bits of each uint8 of q into `out`, uint8[S]."""
+    """Pack the lowest `bits` bits of each element of q, uint8[N], into `out`, uint8[S]."""
     per = expect_bits("pack_bits", bits)
     expect_size("pack_bits", "out", out, ceil_div(q.size, per))
     planes = np.zeros(per * out.size, np.uint8)
@@ -24,7 +24,7 @@ def pack_bits(q: np.ndarray, bits: int, out: np.ndarray) -> None:
 
 
 def unpack_bits(packed: np.ndarray, bits: int, out: np.ndarray) -> None:
-    """Undo `pack_bits` into `out`, uint8[N]. Padding bits are not looked at."""
+    """Undo `pack_bits` into `out`, uint8[N]. Padding bits are ignored."""
     per = expect_bits("unpack_bits", bits)
     expect_size("unpack_bits", "packed", packed, ceil_div(out.size, per))
     mask = np.uint8(2**bits - 1)

@@ -1,18 +1,17 @@
-"""Rotated blocks quantized onto the values of a table, and integer lanes back to elements.
+"""Rotated blocks quantized to the values of a table, and accumulated table values back to elements.
 
-An index says which of the table's values, integers from 0 to its last, an element has. Coordinates are quantized
-without bias: z between two neighboring values v < w becomes w where z - v > u (w - v), with u = (r + 1/2) / 65536 of
-16 random bits r. Sums over ranks are sums of values; centered, of n payloads, they are integers or halves, and so is
-their Hadamard transform: exact in float32 while n times half of the last value times the length of a block is below
-2^23.
+A table holds integers, ascending from 0; an index selects one. Quantization is unbiased: z between two neighboring
+values v < w becomes w if z - v > u (w - v), else v, where u = (r + 1/2) / 65536 with 16 random bits r. Ranks add up
+table values. The centered sum of n payloads consists of integers or halves, and so does its Hadamard transform: it is
+exact in float32 while n times half of the last value times the block length is below 2^23.
 """
-# Shapes: N elements, P = N with the last block filled up, G blocks
+# Shapes: N elements, P = N with the last block padded, G blocks
 
 from __future__ import annotations
 
 import numpy as np
 
-from gradwire.kernels.blocks import INDEX_CHUNK, BlockLayout, expect_index_bits, index_bytes, widths
+from gradwire.kernels.blocks import INDEX_CHUNK, BlockLayout, expect_blocks, expect_index_bits, index_bytes, widths
 from gradwire.kernels.layout import SUM_LANES, ceil_div, expect_size
 from gradwire.kernels.reference.bits import pack_bits, unpack_bits
 from gradwire.kernels.reference.elements import as_float32
@@ -24,9 +23,9 @@ _RANDOM_STEP, _HALF = np.float32(2**-16), np.float32(0.5)
 
 
 def block_square_sums(x: np.ndarray, block: int, out: np.ndarray) -> None:
-    """Write the sum of squares of each block to float64 `out`.
+    """Write the sum of squares of each block to `out`, float64[G].
 
-    Added in 64 running lanes, then halves. `block` is a multiple of 64; the last one may be shorter.
+    64 running sums are added by halving. `block` is a multiple of 64; the last block may be shorter.
     """
     expect_size("block_square_sums", "out", out, ceil_div(x.size, block))
     values = np.zeros(out.size * block)
@@ -45,15 +44,16 @@ def block_square_sums(x: np.ndarray, block: int, out: np.ndarray) -> None:
 def block_extremes(
     x: np.ndarray, blocks: BlockLayout, units: np.ndarray, work: np.ndarray, low: np.ndarray, high: np.ndarray
 ) -> None:
-    """Write the least and the largest coordinate of each block to float32 `low` and `high`.
+    """Write the smallest and the largest coordinate of each block to `low` and `high`, float32[G].
 
-    Coordinates are those of `encode_indices`. A NaN is passed over; of nothing else the least is infinite and the
-    largest minus infinity.
+    Coordinates are those of `encode_indices`. NaN is ignored. For a block of nothing but NaN, `low` is infinity and
+    `high` minus infinity.
     """
+    expect_blocks("block_extremes", blocks, x.size, work, units, low, high)
     y = _coordinates(x, blocks, units)
     for b in range(blocks.num_blocks):
         part = y[b * blocks.block : (b + 1) * blocks.block]
-        zero = np.float32(0)  # makes a zero positive
+        zero = np.float32(0)  # turns -0 into +0
         low[b] = np.fmin.reduce(part, initial=np.float32(np.inf)) + zero
         high[b] = np.fmax.reduce(part, initial=np.float32(-np.inf)) + zero
 
@@ -74,30 +74,31 @@ def encode_indices(
     bases: np.ndarray,
     residual: np.ndarray | None = None,
 ) -> None:
-    """Rotate x in blocks, quantize it to the values of a table, pack their indices.
+    """Rotate x in blocks, quantize the coordinates to the values of a table, and pack the indices.
 
     Args:
-        x: gradient, N elements.
-        blocks: how it is cut and rotated.
-        units: float32[G]; elements are multiplied by their block's before they are rotated.
-        lows, rates: float32[G]; coordinate y is z = (y - low) * rate, cut to [0, last value], in units of the table.
+        x: Gradient, N elements.
+        blocks: Blocks and rotation.
+        units: float32[G], the factor of each block's elements before rotation.
+        lows, rates: float32[G]. Coordinate y becomes z = (y - low) * rate in units of the table, clamped to
+            [0, last value].
         table: uint32[2^bits], ascending from 0, below 2^16.
-        bits: of an index, 1 to 8.
+        bits: Bits per index, 1 to 8.
         key: 64-bit key of the random stream.
-        first: global element index of x[0] in the stream.
-        work: float32[blocks.work_size] to compute in.
+        first: Global element index of x[0] in the stream.
+        work: float32[blocks.work_size], overwritten.
         out: uint8[index_bytes(P, bits)].
-        factors, bases: as `finalize_blocks` takes them, for one payload; for the residual.
-        residual: float32[N] that takes x - what the indices are lowered to, cut to the finite floats; may be the same
-            array as x. Or None.
+        factors, bases: Arguments of `finalize_blocks` for one payload; used for the residual.
+        residual: float32[N], receives x minus the decoded values, clamped to finite floats. May be the same array as
+            x, or None.
     """
-    _expect_blocks("encode_indices", blocks, x.size, units, lows, rates, factors, bases)
+    expect_blocks("encode_indices", blocks, x.size, work, units, lows, rates, factors, bases)
     expect_index_bits("encode_indices", bits, table)
     expect_size("encode_indices", "out", out, index_bytes(blocks.padded, bits))
     values = table.astype(np.float32)
     with np.errstate(all="ignore"):
         z = (_coordinates(x, blocks, units) - _spread(lows, blocks)) * _spread(rates, blocks)
-        z = np.where(z > 0, z, np.float32(0))  # takes NaN to 0
+        z = np.where(z > 0, z, np.float32(0))  # NaN becomes 0
         z = np.where(z < values[-1], z, values[-1])
         below = np.searchsorted(values, z, side="right") - 1
         gaps = np.append(np.diff(values), np.float32(0))
@@ -122,29 +123,29 @@ def encode_indices(
 
 
 def lookup_indices(
-    packed: np.ndarray, bits: int, table: np.ndarray, lanes: np.ndarray, accumulate: bool = False
+    packed: np.ndarray, bits: int, table: np.ndarray, accumulator: np.ndarray, accumulate: bool = False
 ) -> None:
-    """Write (or add) the table's values of packed indices to lanes, uint8[P], uint16[P] or uint32[P].
+    """Write (or add) the table values of packed indices to the accumulator, uint8[P], uint16[P] or uint32[P].
 
-    Exact as long as the lanes are wide enough, which the caller sees to; else it wraps. Padding bits are not looked at.
+    The caller chooses an accumulator wide enough for the sum; a narrower one wraps. Padding bits are ignored.
     """
     expect_index_bits("lookup_indices", bits, table)
-    expect_size("lookup_indices", "packed", packed, index_bytes(lanes.size, bits))
+    expect_size("lookup_indices", "packed", packed, index_bytes(accumulator.size, bits))
     at = 0
-    for start in range(0, lanes.size, INDEX_CHUNK):
-        part, shift = lanes[start : start + INDEX_CHUNK], 0
+    for start in range(0, accumulator.size, INDEX_CHUNK):
+        part, shift = accumulator[start : start + INDEX_CHUNK], 0
         indices = np.zeros(part.size, np.uint8)
         for width in widths(bits):
             count, plane = ceil_div(part.size * width, 8), np.empty(part.size, np.uint8)
             unpack_bits(packed[at : at + count], width, plane)
             indices |= plane << np.uint8(shift)
             at, shift = at + count, shift + width
-        values = table[indices].astype(lanes.dtype)
+        values = table[indices].astype(accumulator.dtype)
         part[:] = part + values if accumulate else values
 
 
 def finalize_blocks(
-    lanes: np.ndarray,
+    accumulator: np.ndarray,
     blocks: BlockLayout,
     halves: np.ndarray,
     factors: np.ndarray,
@@ -153,22 +154,22 @@ def finalize_blocks(
     out: np.ndarray,
     accumulate: bool = False,
 ) -> None:
-    """Turn lanes back into elements: center, transform, scale, flip signs.
+    """Turn accumulated table values into elements: center, transform, scale, flip signs.
 
     Args:
-        lanes: unsigned integers, P of them.
-        blocks: how the range was cut and rotated.
-        halves: float32[G], what is taken off each lane.
-        factors: float32[G], by which transformed lanes are multiplied.
-        bases: float32[G], what is added to the first coordinate of each block after that if rotated, else to all.
-        work: float32[blocks.work_size] to compute in.
-        out: float32[N]; results are cut to the finite floats.
-        accumulate: add to `out`.
+        accumulator: Unsigned integers, P of them.
+        blocks: Blocks and rotation.
+        halves: float32[G], subtracted from each integer.
+        factors: float32[G], the factor of each block after the transform.
+        bases: float32[G], then added to the first coordinate of a rotated block, or to all of one that is not.
+        work: float32[blocks.work_size], overwritten.
+        out: float32[N]. Results are clamped to finite floats.
+        accumulate: Whether to add to `out`.
     """
-    _expect_blocks("finalize_blocks", blocks, out.size, halves, factors, bases)
-    expect_size("finalize_blocks", "lanes", lanes, blocks.padded)
+    expect_blocks("finalize_blocks", blocks, out.size, work, halves, factors, bases)
+    expect_size("finalize_blocks", "accumulator", accumulator, blocks.padded)
     with np.errstate(all="ignore"):
-        values = lanes.astype(np.float32) - _spread(halves, blocks)
+        values = accumulator.astype(np.float32) - _spread(halves, blocks)
         if blocks.rotated:
             _transform(values, blocks)
             added = np.zeros(blocks.padded, np.float32)
@@ -181,16 +182,9 @@ def finalize_blocks(
 
 
 def _finite(values: np.ndarray) -> np.ndarray:
-    """Cut to the finite floats; a NaN to the least of them."""
+    """Clamp to finite floats; NaN becomes the smallest."""
     values = np.where(values > -_LARGEST, values, -_LARGEST)
     return np.where(values < _LARGEST, values, _LARGEST)
-
-
-def _expect_blocks(kernel: str, blocks: BlockLayout, size: int, *arrays: np.ndarray) -> None:
-    if blocks.size != size:
-        raise ValueError(f"Expected blocks of {size} elements, got {blocks.size} (in {kernel}).")
-    for array in arrays:
-        expect_size(kernel, "values a block", array, blocks.num_blocks)
 
 
 def _spread(values: np.ndarray, blocks: BlockLayout) -> np.ndarray:

@@ -1,7 +1,7 @@
-"""Loading the element types as float32, and rounding float32 back to them.
+"""Load any element type as float32, and round float32 back to it.
 
-Guarantees round to nearest even into every type, NaN stays NaN. Differences from a direct conversion: float64
-to a 16-bit type rounds twice, by way of float32, as every kernel does.
+Rounds to nearest even in every type; NaN stays NaN. Unlike a direct conversion, float64 to a 16-bit type rounds twice,
+through float32, as all kernels do.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ ELEMENT_DTYPES = (np.float32, np.float64, np.float16, np.uint16)
 
 
 def as_float32(x: np.ndarray) -> np.ndarray:
-    """Values of `x` as float32; uint16 holds bfloat16 bits."""
+    """The values of x as float32. uint16 holds the bits of bfloat16."""
     if x.dtype == np.uint16:
         return (x.astype(np.uint32) << np.uint32(16)).view(np.float32)
     if x.dtype not in (np.float32, np.float64, np.float16):
@@ -22,13 +22,13 @@ def as_float32(x: np.ndarray) -> np.ndarray:
 
 
 def from_float32(values: np.ndarray, out: np.ndarray) -> None:
-    """Round float32 `values` to nearest even into the type of `out`."""
+    """Round float32 `values` to nearest even in the type of `out`."""
     if out.dtype != np.uint16:
         with np.errstate(all="ignore"):
             out[:] = values
         return
     bits = values.view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    # Rounding could carry a NaN into infinity: cut it instead, and set the quiet bit so that it stays a NaN.
+    # Rounding could turn a NaN into infinity: truncate it instead, and set the quiet bit so that it stays a NaN.
     quiet = (bits >> np.uint32(16)) | np.uint32(0x40)
     out[:] = np.where(np.isnan(values), quiet, rounded).astype(np.uint16)

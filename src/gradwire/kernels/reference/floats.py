@@ -1,9 +1,7 @@
-"""Lossless compression of floats: prefix codes for exponents, signs and mantissas packed tightly.
+"""Lossless compression of floats: prefix codes for exponents, packed signs and mantissas.
 
-The layout of a chunk stands in `kernels.float_format`. What `pack_floats` writes is the chunk table, a uint32 a chunk,
-and then the chunks.
+`pack_floats` writes the chunk table, one uint32 per chunk, then the chunks. `kernels.float_format` describes a chunk.
 """
-# Shapes: N elements, C = ceil(N / 16384) chunks
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ from gradwire.kernels.reference.bits import pack_bits, unpack_bits
 
 
 def exponent_counts(x: np.ndarray, counts: np.ndarray) -> None:
-    """Add to int64[257] `counts` how often each symbol occurs; the last is of what only an escape can stand for."""
+    """Add the frequency of each symbol to `counts`, int64[257]. The last counts what only an escape can represent."""
     form = format_of("exponent_counts", x)
     expect_size("exponent_counts", "counts", counts, NUM_SYMBOLS)
     for chunk in _chunks(x):
@@ -40,9 +38,9 @@ def exponent_counts(x: np.ndarray, counts: np.ndarray) -> None:
 
 
 def pack_floats(x: np.ndarray, code: PrefixCode, out: np.ndarray) -> int:
-    """Write x, packed, to `out`, uint8; return the bytes written, or -1 unless they are fewer than those of x.
+    """Pack x into `out`, uint8; return the number of bytes written, or -1 if x does not become shorter.
 
-    `out` must hold as many bytes as x. What lies past the length is unspecified.
+    `out` must hold as many bytes as x. Bytes past the returned length are unspecified.
     """
     form = format_of("pack_floats", x)
     _expect_room(x, out)
@@ -56,9 +54,9 @@ def pack_floats(x: np.ndarray, code: PrefixCode, out: np.ndarray) -> int:
 
 
 def unpack_floats(body: np.ndarray, code: PrefixCode, out: np.ndarray) -> bool:
-    """Undo `pack_floats` into `out`; return False unless `body`, uint8, is what that writes for so many elements.
+    """Undo `pack_floats` into `out`; return False unless `body`, uint8, is a valid encoding of that many elements.
 
-    Nothing outside `out` is written whatever `body` holds. After False its contents are unspecified.
+    Writes only to `out`, whatever the bytes are. After False, `out` is unspecified.
     """
     form = format_of("unpack_floats", out)
     table = TABLE_BYTES * form.chunks(out.size)
@@ -81,7 +79,7 @@ def unpack_floats(body: np.ndarray, code: PrefixCode, out: np.ndarray) -> bool:
 
 
 def packs_shorter(x: np.ndarray, code: PrefixCode) -> bool:
-    """Whether `pack_floats` would not return -1."""
+    """Whether `pack_floats` shortens x."""
     return pack_floats(x, code, np.empty(x.nbytes, np.uint8)) >= 0
 
 
@@ -155,7 +153,7 @@ def _pack_fields(values: np.ndarray, width: int) -> bytes:
     return b"".join(fields)
 
 
-# -- unpacking: whatever comes out is packed again and compared, so little needs to be checked here --------------
+# -- unpacking: the result is packed again and compared, so little is checked here ---------------------------------
 
 
 def _unpack_chunk(body: bytes, kind: int, form: FloatFormat, code: PrefixCode, size: int) -> np.ndarray | None:
@@ -181,7 +179,7 @@ def _unpack_chunk(body: bytes, kind: int, form: FloatFormat, code: PrefixCode, s
 
 
 def _unpack_streams(body: bytes, code: PrefixCode, size: int) -> tuple[np.ndarray, int] | None:
-    """The symbols, and where the streams end."""
+    """The symbols, and the end of the streams."""
     if len(body) < HEAD_BYTES:
         return None
     symbols = np.zeros(size, np.int64)

@@ -1,8 +1,8 @@
-"""The Hadamard transform of blocks: sums and differences of elements 1, 2, 4, ... apart, in that order.
+"""Hadamard transform of blocks: sums and differences of elements 1, 2, 4, ... apart, in that order.
 
-Not normalized: applied twice it multiplies by the length of a block.
+Not normalized: applying it twice multiplies by the block length.
 """
-# Shapes: N elements, B elements a block
+# Shapes: N elements, B elements per block
 
 from __future__ import annotations
 

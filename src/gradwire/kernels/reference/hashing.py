@@ -1,8 +1,8 @@
-"""Universal hashing of positions to slots, drawn afresh from a key.
+"""Universal hashing of positions to slots, with a hash function drawn from a key.
 
-h(i) = (((a · mix(i) + b) mod 2^64) >> 32) · slots >> 32, with a and b two random 64-bit numbers: two positions share a
-slot with probability 1 / slots, to one in 2^32 / slots. `mix` is a fixed bijection of 32-bit numbers; it keeps that
-property, and lets positions at equal distances, which multiplication alone spreads evenly, collide as any others do.
+h(i) = (((a · mix(i) + b) mod 2^64) >> 32) · slots >> 32, with random 64-bit numbers a and b. Two positions share a slot
+with probability 1 / slots, to one in 2^32 / slots. `mix` is a fixed bijection of 32-bit numbers. It keeps that property
+and makes equidistant positions, which multiplication alone would spread evenly, collide like any others.
 
 Source: Carter and Wegman 1979 (universal hashing); Dietzfelbinger 1996 (multiply-shift); Appleby 2011 (the bijection,
 MurmurHash3's finalizer).
@@ -15,14 +15,14 @@ import numpy as np
 
 from gradwire.kernels.reference.random import random32
 
-HASH_STREAM = 0x632BE5AB  # sets the key of these draws apart from those of other streams
+HASH_STREAM = 0x632BE5AB  # makes the key of these draws different from those of other streams
 MIX_SHIFTS, MIX_FACTORS = (16, 13, 16), (0x85EBCA6B, 0xC2B2AE35)
 _WORD = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
 
 
 def hash_numbers(key: int) -> tuple[int, int]:
-    """The random numbers a and b of a key."""
+    """The random numbers a and b for a key."""
     words = np.empty(4, np.uint32)
     random32(key ^ (HASH_STREAM << 32), 0, words)
     low_a, high_a, low_b, high_b = words.tolist()
@@ -33,9 +33,9 @@ def hash_slots(index: np.ndarray, a: int, b: int, slots: int) -> np.ndarray:
     """The slot, from 0 to `slots` - 1, of each position, int64[K].
 
     Args:
-        index: positions below 2^32.
-        a, b: from `hash_numbers`.
-        slots: at least 1, below 2^32.
+        index: Positions below 2^32.
+        a, b: Result of `hash_numbers`.
+        slots: Number of slots, at least 1, below 2^32.
     """
     x = np.asarray(index, np.uint64) & _WORD
     for shift, factor in zip(MIX_SHIFTS, (*MIX_FACTORS, 1)):

@@ -1,9 +1,9 @@
-"""Products of a matrix with thin factors: the inner loops of a power iteration.
+"""Products of a matrix with thin factors: inner loops of a power iteration.
 
-Additions have one order, so that the bits are the same on every backend and machine: `row_products` adds in 64 running
-lanes, then these in order; `column_products` and `outer_sum` add in order.
+The order of additions is fixed, so that every backend and machine computes the same bits: `row_products` adds 64
+running sums and then these in order; `column_products` and `outer_sum` add in order.
 
-All arrays are float32 and not empty. A matrix is flat, row by row; factors are flat as well, a row of each rank.
+All arrays are float32, flat and not empty. A matrix is stored row by row, a factor rank by rank.
 """
 # Shapes: x[n, m], left[r, n], right[r, m]
 
@@ -41,12 +41,12 @@ def column_products(x: np.ndarray, left: np.ndarray, rank: int, right: np.ndarra
 
 
 def outer_sum(left: np.ndarray, right: np.ndarray, rank: int, scale: float, out: np.ndarray) -> None:
-    """Add scale · s to out[i, j], with s = sum over k of left[k, i] right[k, j]; a scale of 0 writes s in place of it.
+    """Add scale · s to out[i, j], where s = sum over k of left[k, i] right[k, j].
 
     Args:
-        left, right: the factors.
+        left, right: Factors, float32[r n] and float32[r m].
         rank: r.
-        scale: -1, 0 or 1.
+        scale: -1 or 1; 0 overwrites `out` with s.
         out: float32[n m].
     """
     columns, rows = right.size // rank, left.size // rank

@@ -1,12 +1,12 @@
-"""Ascending positions in few bits: offsets within blocks of 2^l elements and a unary count a block, or a bitmap.
+"""Ascending positions in few bits: offsets within blocks of 2^l elements with a unary count per block, or a bitmap.
 
-Which it is, and l, follow from the number of elements and of positions: what takes the fewest bytes, the bitmap where
-that takes no more. So nothing says so on the wire, and every list has one encoding.
+The numbers of elements and of positions determine the form and l: the fewest bytes, and the bitmap if equal. Nothing on
+the wire says which, and each list has one encoding.
 
-Blocks: a bit string of K ones and B zeros, for each block of 2^l elements as many ones as it has positions, then a
-zero; after it, beginning with a new byte, the l low bits of each position. That is about 2 + log2(N / K) bits a
-position, some half a bit above the entropy of positions in random places. Bitmap: a bit an element. Bits are taken from
-the least significant of each byte on; those that fill up a byte are zero.
+Blocks: first a bit string of K ones and B zeros. Each block of 2^l elements contributes one 1 for each of its
+positions, then a 0. Then, from a new byte on, the l low bits of each position. This takes about 2 + log2(N / K) bits
+per position, half a bit above the entropy of random positions. Bitmap: one bit per element. Bits are filled in from the
+least significant of each byte; padding bits are zero.
 
 Source: Elias 1974 and Fano 1971 (quasi-succinct lists).
 """
@@ -23,7 +23,7 @@ MOST_LOW_BITS = 40
 
 
 def low_bits(size: int, count: int) -> int:
-    """The l of blocks that take the fewest bytes, the smallest of several; `BITMAP` where a bitmap takes no more."""
+    """The smallest l with the fewest bytes, or `BITMAP` if a bitmap takes no more."""
     best, fewest = BITMAP, ceil_div(size, 8)
     for low in range(1, MOST_LOW_BITS + 1):
         num_bytes = ceil_div(count + ceil_div(size, 1 << low), 8) + ceil_div(count * low, 8)
@@ -33,7 +33,7 @@ def low_bits(size: int, count: int) -> int:
 
 
 def positions_bytes(size: int, count: int) -> int:
-    """Bytes that `count` of `size` positions take; never fewer for more positions."""
+    """Bytes of `count` of `size` positions. More positions never take fewer bytes."""
     if count == 0:
         return 0
     low = low_bits(size, count)
@@ -43,7 +43,7 @@ def positions_bytes(size: int, count: int) -> int:
 
 
 def pack_positions(index: np.ndarray, size: int, out: np.ndarray) -> None:
-    """Write positions below `size`, strictly ascending, to uint8[positions_bytes(size, K)]."""
+    """Pack strictly ascending positions below `size` into `out`, uint8[positions_bytes(size, K)]."""
     expect_size("pack_positions", "out", out, positions_bytes(size, index.size))
     if index.size == 0:
         return
@@ -57,7 +57,7 @@ def pack_positions(index: np.ndarray, size: int, out: np.ndarray) -> None:
 
 
 def unpack_positions(packed: np.ndarray, size: int, index: np.ndarray) -> bool:
-    """Undo `pack_positions`; False, and `index` undefined, where these bytes are not K positions as it writes them."""
+    """Undo `pack_positions`; return False, with `index` unspecified, if the bytes are no encoding of K positions."""
     count = index.size
     if count > size or packed.size != positions_bytes(size, count):
         return False

@@ -1,11 +1,11 @@
-"""8-bit quantization with a scale a block, its decoders, and integer lanes to add payloads in.
+"""8-bit quantization with a scale per block, its decoders, and integer accumulators for payloads.
 
-q = x / scale rounded stochastically (unbiased) or to nearest even, in [-127, 127]. Stochastic rounding adds
-(u + 1/2) / 65536 with 16 random bits u and takes the floor; what a block does not round exactly is in the
-residual. A scale that is zero, not finite, or so small that 1 / scale overflows quantizes its block to 0. A
-NaN element gives -127 and stays in the residual: callers look at the scales first.
+q = x / scale in [-127, 127], rounded stochastically (unbiased) or to nearest even. Stochastic rounding adds
+(u + 1/2) / 65536, with 16 random bits u, and takes the floor. A scale that is zero, not finite, or so small that
+1 / scale overflows quantizes its block to 0. A NaN element becomes -127 and stays in the residual; callers check the
+scales first.
 """
-# Shapes: N elements, B elements a block, W ranks; scales are float32[ceil(N/B)]
+# Shapes: N elements, B elements per block, W ranks; scales are float32[ceil(N/B)]
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def quantize_int8(
     """Quantize x to int8.
 
     Args:
-        x: gradient.
-        scales: float32[ceil(N/B)], the value of one step; the largest magnitude of the block over 127.
+        x: Gradient.
+        scales: Step of each block, float32[ceil(N/B)]: its largest magnitude divided by 127.
         block: B, at least 1.
-        key: 64-bit key of the random stream; not used unless `stochastic`.
-        first: global element index of x[0] in the stream.
+        key: 64-bit key of the random stream, for stochastic rounding.
+        first: Global element index of x[0] in the stream.
         out: int8[N].
-        stochastic: round up with probability equal to the fraction, rather than to nearest even.
-        residual: float32[N] that takes x - q * scale, may be the same array as x; or None.
+        stochastic: Whether to round up with a probability equal to the fraction, instead of to nearest even.
+        residual: float32[N], receives x - q * scale. May be the same array as x, or None.
     """
     expect_size("quantize_int8", "scales", scales, ceil_div(x.size, block))
     expect_size("quantize_int8", "out", out, x.size)
@@ -61,7 +61,7 @@ def quantize_int8(
             y = np.floor(y + (u.astype(np.float32) + np.float32(0.5)) * np.float32(2**-16))
         else:
             y = np.rint(y)
-        y = np.where(y > -INT8_MAX, y, np.float32(-INT8_MAX))  # takes NaN to -127
+        y = np.where(y > -INT8_MAX, y, np.float32(-INT8_MAX))  # NaN becomes -127
         y = np.where(y < INT8_MAX, y, np.float32(INT8_MAX))
         out[:] = y.astype(np.int8)
         if residual is not None:
@@ -70,7 +70,7 @@ def quantize_int8(
 
 
 def dequantize_int8(q: np.ndarray, scales: np.ndarray, block: int, out: np.ndarray, accumulate: bool = False) -> None:
-    """Write (or add) q * scale to float32 `out`."""
+    """Write (or add) q * scale to `out`, float32[N]."""
     expect_size("dequantize_int8", "q", q, out.size)
     expect_size("dequantize_int8", "scales", scales, ceil_div(out.size, block))
     with np.errstate(all="ignore"):
@@ -87,18 +87,18 @@ def dequantize_int8_sum(q: Sequence[np.ndarray], scales: Sequence[np.ndarray], b
 
 
 def add_int8(x: np.ndarray, out: np.ndarray) -> None:
-    """Add the integers x (int8, int16 or int32) to the lanes `out` (int16 or int32, at least as wide).
+    """Add the integers x (int8, int16 or int32) to the accumulator `out` (int16 or int32, at least as wide).
 
-    Exact as long as the lanes are wide enough for the world size, which the caller sees to; else it wraps.
+    The caller chooses an accumulator wide enough for the world size; a narrower one wraps.
     """
     expect_size("add_int8", "out", out, x.size)
     out += x
 
 
-def finalize_int8(lanes: np.ndarray, scales: np.ndarray, block: int, factor: float, out: np.ndarray) -> None:
-    """Write lane * (scale * factor) to float32 `out`; both products are rounded to float32."""
-    expect_size("finalize_int8", "lanes", lanes, out.size)
+def finalize_int8(accumulator: np.ndarray, scales: np.ndarray, block: int, factor: float, out: np.ndarray) -> None:
+    """Write accumulator * (scale * factor) to `out`, float32[N]. Both products are rounded to float32."""
+    expect_size("finalize_int8", "accumulator", accumulator, out.size)
     expect_size("finalize_int8", "scales", scales, ceil_div(out.size, block))
     with np.errstate(all="ignore"):
         steps = scales * np.float32(factor)
-        out[:] = lanes.astype(np.float32) * _spread(steps, block, out.size)
+        out[:] = accumulator.astype(np.float32) * _spread(steps, block, out.size)

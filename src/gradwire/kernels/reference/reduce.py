@@ -1,9 +1,9 @@
 """Reductions of a gradient to a few numbers.
 
-Sums are float64 in one fixed order, so that every backend and every number of threads gives the same bits:
-blocks of 1024 elements, the last one padded with zeros; in a block 64 lanes, where lane j adds elements j, 64
-+ j, 128 + j, ...; the lanes are added by halving (lane j += lane j + 32, then + 16, ... + 1); the block
-results are summed in the same way until one is left. Maxima are of the bits as integers and have no order to fix.
+Sums are float64 in a fixed order, so that every backend and every number of threads computes the same bits. The input
+is divided into blocks of 1,024 elements, the last one padded with zeros. In each block, lane j of 64 adds elements j,
+64 + j, 128 + j, ...; then the lanes are added by halving (lane j += lane j + 32, then + 16, ... + 1). The results of
+the blocks are summed in the same way, until one is left. Maxima compare bits as integers, so their order is irrelevant.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NAN = np.float32(np.nan)
 
 
 def block_sum64(values: np.ndarray) -> np.float64:
-    """Sum of float64 in the canonical order; 0.0 if empty."""
+    """Sum of float64 in the canonical order, or 0.0 of nothing."""
     with np.errstate(all="ignore"):
         while True:
             num_blocks = max(1, ceil_div(values.size, SUM_BLOCK))
@@ -37,19 +37,19 @@ def block_sum64(values: np.ndarray) -> np.float64:
 
 
 def abs_max(x: np.ndarray) -> np.float32:
-    """Largest magnitude; NaN if any element is not finite, 0 if there is none."""
+    """Largest magnitude. NaN if an element is not finite, 0 if there are no elements."""
     bits = as_float32(x).view(np.int32) & np.int32(0x7FFFFFFF)
     largest = bits.max(initial=np.int32(0))
     return _NAN if largest >= _INFINITY_BITS else largest.view(np.float32)
 
 
 def count_nonfinite(x: np.ndarray) -> int:
-    """How many elements are infinite or NaN, as float32."""
+    """Number of elements that are infinite or NaN as float32."""
     return int(np.count_nonzero(~np.isfinite(as_float32(x))))
 
 
 def block_abs_max(x: np.ndarray, block: int, out: np.ndarray) -> None:
-    """Largest magnitude of each block of `block` elements; NaN where one is not finite."""
+    """Largest magnitude of each block of `block` elements. NaN for a block with an element that is not finite."""
     expect_size("block_abs_max", "out", out, ceil_div(x.size, block))
     for b in range(out.size):
         out[b] = abs_max(x[b * block : (b + 1) * block])

@@ -1,7 +1,7 @@
-"""Selection of elements by magnitude, and sparse (index, value) pairs to dense and back.
+"""Selection of elements by magnitude, and conversion between sparse (index, value) pairs and dense tensors.
 
-Top-k orders magnitudes as integers (the bits without the sign), where infinity comes above all finite values and
-NaN above infinity, so that it is deterministic for any input.
+Top-k compares magnitudes as integers, the bits without the sign. Infinity is above all finite values and NaN above
+infinity, so the result is deterministic for any input.
 """
 # Shapes: N elements, K kept elements, W ranks
 
@@ -19,8 +19,8 @@ def top_k(x: np.ndarray, k: int, indices: np.ndarray) -> None:
     """Write the indices, ascending, of the k elements of largest magnitude; ties go to the lowest index.
 
     Args:
-        x: gradient.
-        k: from 0 to N.
+        x: Gradient.
+        k: Number of elements, 0 to N.
         indices: uint32[k] or int64[k].
     """
     if not 0 <= k <= x.size:
@@ -31,9 +31,9 @@ def top_k(x: np.ndarray, k: int, indices: np.ndarray) -> None:
 
 
 def take(x: np.ndarray, indices: np.ndarray, values: np.ndarray, residual: np.ndarray | None = None) -> None:
-    """Write x[indices] to float32 `values`, and zero there in `residual`, which may be the same array as x.
+    """Write x[indices] to `values`, float32, and set `residual` to zero there; it may be the same array as x.
 
-    The indices must have passed `check_indices`, or come from a selection.
+    The indices must come from a selection or have passed `check_indices`.
     """
     expect_size("take", "values", values, indices.size)
     values[:] = as_float32(x[indices])
@@ -43,7 +43,7 @@ def take(x: np.ndarray, indices: np.ndarray, values: np.ndarray, residual: np.nd
 
 
 def scatter(indices: np.ndarray, values: np.ndarray, out: np.ndarray, accumulate: bool = False) -> None:
-    """Write (or add) values to out[indices] and leave the rest.
+    """Write (or add) values to out[indices]; other elements keep their values.
 
     The indices must have passed `check_indices`.
     """
@@ -53,7 +53,7 @@ def scatter(indices: np.ndarray, values: np.ndarray, out: np.ndarray, accumulate
 
 
 def scatter_sum(indices: Sequence[np.ndarray], values: Sequence[np.ndarray], out: np.ndarray) -> None:
-    """Write the dense sum of the pairs of all ranks, added from 0.0 in rank order."""
+    """Write the dense sum of the pairs of all ranks, added to 0.0 in rank order."""
     expect_same_ranks("scatter_sum", indices, values)
     out[:] = 0
     for where, what in zip(indices, values, strict=True):

@@ -13,9 +13,9 @@ from gradwire.kernels.reference.reduce import abs_max
 
 
 def cast(x: np.ndarray, out: np.ndarray, scale: float = 1.0) -> None:
-    """Write scale * x, rounded to nearest even, in the element type of `out`.
+    """Write scale * x, rounded to nearest even in the element type of `out`.
 
-    Equal types with a scale of 1 are copied bit for bit.
+    With equal types and a scale of 1, bits are copied unchanged.
     """
     expect_size("cast", "out", out, x.size)
     factor = np.float32(scale)
@@ -28,12 +28,12 @@ def cast(x: np.ndarray, out: np.ndarray, scale: float = 1.0) -> None:
 
 
 def compensate(x: np.ndarray, scale: float, residual: np.ndarray | None, out: np.ndarray) -> np.float32:
-    """Write scale * x + residual to `out` and return its largest magnitude, NaN if any element is not finite.
+    """Write scale * x + residual to `out`; return its largest magnitude, or NaN if an element is not finite.
 
     Args:
-        x: gradient.
-        scale: multiplier, used as float32.
-        residual: float32[N], or None for zero. May be the same array as `out`.
+        x: Gradient.
+        scale: Multiplier, used as float32.
+        residual: float32[N], or None for zeros. May be the same array as `out`.
         out: float32[N].
     """
     expect_size("compensate", "out", out, x.size)
@@ -47,7 +47,7 @@ def compensate(x: np.ndarray, scale: float, residual: np.ndarray | None, out: np
 
 
 def accumulate(x: np.ndarray, out: np.ndarray) -> None:
-    """Add x to float32 `out`."""
+    """Add x to `out`, float32[N]."""
     expect_size("accumulate", "out", out, x.size)
     with np.errstate(all="ignore"):
         out += as_float32(x)

@@ -1,12 +1,12 @@
 """3-value quantization and quartic encoding: q in {-1, 0, 1}, five of them in a byte.
 
-An element is 1 or -1 where its magnitude is above M / 2, else 0, which is round-half-to-even of x / M
-wherever |x| <= 3/2 M. A NaN quantizes to 0 and stays in the residual.
+An element becomes 1 or -1 if its magnitude is above M / 2, else 0. This equals rounding x / M to nearest even while
+|x| <= 3/2 M. NaN becomes 0 and stays in the residual.
 
-Source: 3LC (Lim, Andersen, Kaminsky 2019), sections 3.1 and 3.2; the step numbers are those of 3.2.
-Differences: a comparison in place of a division, exact on every backend, and values beyond M saturate. Step 4
-pads with the digit of value 0, not with the digit 0 (which reads as -1): so all-zero input is all ZERO_BYTE,
-as zero-run encoding wants it. M = 0 quantizes everything to 0.
+Source: 3LC (Lim, Andersen, Kaminsky 2019), sections 3.1 and 3.2; the step numbers are those of 3.2. Differences: a
+comparison instead of a division, so that all backends agree exactly; values beyond M saturate. Step 4 pads with digits
+of value 0 rather than the digit 0 (which means -1), so that all-zero input is all ZERO_BYTE, as zero-run encoding
+expects. M = 0 quantizes everything to 0.
 """
 # Shapes: N elements, W ranks, S = ceil(N/5) bytes; digit k of byte i is element k * S + i
 
@@ -37,10 +37,10 @@ def pack_ternary(x: np.ndarray, M: float, out: np.ndarray, residual: np.ndarray 
     """Quantize x to M * {-1, 0, 1} and pack it into `out`, uint8[S].
 
     Args:
-        x: gradient.
-        M: scale, at least 0, used as float32.
+        x: Gradient.
+        M: Scale, at least 0, used as float32.
         out: uint8[S].
-        residual: float32[N] that takes x - M * q, may be the same array as x; or None.
+        residual: float32[N], receives x - M * q. May be the same array as x, or None.
     """
     size = ceil_div(x.size, TERNARY_DIGITS)
     expect_size("pack_ternary", "out", out, size)
@@ -66,11 +66,11 @@ def _digits(packed: np.ndarray, size: int) -> tuple[np.ndarray, bool]:
 
 
 def unpack_ternary(packed: np.ndarray, M: float, out: np.ndarray, accumulate: bool = False) -> bool:
-    """Write (or add) M * q to float32 `out`.
+    """Write (or add) M * q to `out`, float32[N].
 
     Returns:
-        Whether every byte is below 243 and all padding digits are 1. If not, the contents of `out` are
-        unspecified but finite for finite M.
+        Whether every byte is below 243 and all padding digits are 1. If not, `out` is unspecified, but finite for
+        finite M.
     """
     expect_size("unpack_ternary", "packed", packed, ceil_div(out.size, TERNARY_DIGITS))
     q, canonical = _digits(packed, out.size)
@@ -81,10 +81,10 @@ def unpack_ternary(packed: np.ndarray, M: float, out: np.ndarray, accumulate: bo
 
 
 def unpack_ternary_sum(packed: Sequence[np.ndarray], M: np.ndarray, out: np.ndarray) -> bool:
-    """Write the sum over ranks of M[rank] * q, added from 0.0 in rank order.
+    """Write the sum over ranks of M[rank] * q, added to 0.0 in rank order.
 
     Returns:
-        Whether all bytes of all ranks are canonical, as `unpack_ternary` says.
+        Whether the bytes of all ranks are valid, as for `unpack_ternary`.
     """
     expect_same_ranks("unpack_ternary_sum", packed, M)
     out[:] = 0

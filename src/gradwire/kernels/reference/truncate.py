@@ -1,6 +1,6 @@
-"""Truncation of mantissas that an update of the parameters does not notice.
+"""Truncation of mantissa bits that hardly affect the parameter update.
 
-Source: GCOMP (SoCC 2024), section 5. What the numbers mean stands in `gradwire.compressors.support.gcomp_metric`.
+Source: GCOMP (SoCC 2024), section 5. `gradwire.compressors.support.gcomp_metric` explains the numbers.
 """
 # Shapes: N elements
 
@@ -20,17 +20,17 @@ def update_limits(
     numbers: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """Write how large a gradient may be that moves each parameter by as much as itself: base / gain, not below 0.
+    """Write the gradient that would change each parameter by its own magnitude: base / gain, at least 0.
 
-    With D = sqrt(second · spread) + eps, or 1 where there is no second moment:
+    With D = sqrt(second · spread) + eps, or 1 without a second moment:
 
         base = |parameter| · max(0, keep − decay / D) − max(0, sign(parameter) · first · (pull + pull_over / D))
         gain = direct / D + through · |first| / D²
 
     Args:
-        parameter: gradient's element type.
-        first: first moment, or None for zeros.
-        second: second moment, or None.
+        parameter: Parameter, in the gradient's element type.
+        first: First moment, or None for zeros.
+        second: Second moment, or None.
         numbers: float32[8]: keep, decay, pull, pull_over, direct, through, spread, eps.
         out: float32[N].
     """
@@ -49,21 +49,21 @@ def update_limits(
 
 
 def _or_zero(values: np.ndarray) -> np.ndarray:
-    """What is above 0; 0 in place of a NaN too."""
+    """Values above 0; 0 for all others, including NaN."""
     return np.where(values > 0, values, np.float32(0))
 
 
 def truncate_floats(x: np.ndarray, limits: np.ndarray, guard: float, out: np.ndarray, levels: int = LEVELS - 1) -> None:
-    """Write x without the last bits of each mantissa, as many levels of them as leave limit / |x| above guard · 2^bits.
+    """Write x with the last bits of each mantissa removed, by the highest level at which limit / |x| > guard · 2^bits.
 
-    What loses bits and is 0 then is +0. NaN, infinities and elements whose limit is NaN stay as they are.
+    An element that becomes 0 by losing bits is +0. NaN, infinities and elements whose limit is NaN are unchanged.
 
     Args:
         x: float32, float16 or uint16 (bfloat16 bits).
-        limits: float32[N].
-        guard: a power of two or more; used as float32.
-        out: of the type of x; may be x.
-        levels: the highest one to use, 0 to 3.
+        limits: float32[N], from `update_limits`.
+        guard: Safety factor, used as float32.
+        out: Same type as x; may be x.
+        levels: Highest level to use, 0 to 3.
     """
     form = format_of("truncate_floats", x)
     expect_size("truncate_floats", "limits", limits, x.size)

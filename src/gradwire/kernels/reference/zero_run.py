@@ -1,6 +1,6 @@
-"""Zero-run encoding: runs of 2 to 14 bytes ZERO_BYTE become one byte, 243 + (length - 2).
+"""Zero-run encoding: a run of 2 to 14 bytes ZERO_BYTE becomes one byte, 243 + (length - 2).
 
-A long run is cut into maximal runs first, so every input has one encoding, and the decoder takes no other.
+Longer runs are split into maximal runs from the start. Each input has one encoding, and the decoder accepts no other.
 
 Source: 3LC (Lim, Andersen, Kaminsky 2019), section 3.3.
 """
@@ -13,9 +13,9 @@ from gradwire.kernels.layout import MAX_RUN, NUM_QUARTIC, ZERO_BYTE
 
 
 def zero_run_encode(src: np.ndarray, out: np.ndarray) -> int:
-    """Encode uint8 `src`, whose bytes are below 243, into `out` and return the length written.
+    """Encode `src`, uint8 below 243, into `out`; return the length written.
 
-    `out` must hold len(src) bytes: the encoding is never longer. What lies past the length is unspecified.
+    `out` must hold len(src) bytes, which the encoding never exceeds. Bytes past the returned length are unspecified.
     """
     if out.size < src.size:
         raise ValueError(f"Expected out of at least {src.size} elements, got {out.size} (in zero_run_encode).")
@@ -35,12 +35,12 @@ def zero_run_encode(src: np.ndarray, out: np.ndarray) -> int:
 
 
 def zero_run_decode(src: np.ndarray, out: np.ndarray) -> int:
-    """Decode `src` into `out`; return len(out), or -1 unless `src` is the encoding of that many bytes.
+    """Decode `src` into `out`; return len(out), or -1 if `src` is not the encoding of that many bytes.
 
-    Nothing outside `out` is written whatever `src` holds. After -1 its contents are unspecified.
+    Writes only to `out`, whatever the bytes are. After -1, `out` is unspecified.
     """
     length = 0
-    may_continue = True  # whether a zero token may stand here: not after one that is shorter than maximal
+    may_continue = True  # whether a zero token may come here: not after one that is shorter than maximal
     for byte in src.tolist():
         is_zero = byte == ZERO_BYTE or byte >= NUM_QUARTIC
         count = byte - NUM_QUARTIC + 2 if byte >= NUM_QUARTIC else 1

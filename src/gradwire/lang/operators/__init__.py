@@ -1,4 +1,4 @@
-"""The operators, one file each, and the register that a user's own join."""
+"""The operators, one file each, and the registry, which user-defined operators join."""
 
 from gradwire.lang.operators import (
     arithmetic,

@@ -1,8 +1,8 @@
-"""Arithmetic: one value from values, element by element, with one rounding an operation.
+"""Arithmetic, element by element. Each operation rounds once.
 
-`minimum` and `maximum` take the second argument where the comparison fails, so also for a NaN. `round_even` rounds
-halves to even. `exponent` is the biased exponent of a float32, 0 to 255, and `power` the float32 with that exponent
-and no mantissa (0 for 0). `cast` clamps to the range of an integer type, or rounds to a shorter float.
+`minimum` and `maximum` return the second argument if the comparison fails, also for NaN. `exponent` is the biased
+exponent of a float32, 0 to 255, and `power` the float32 with that exponent and no mantissa (0 for 0). `cast` clamps to
+the range of an integer type, or rounds to a shorter float.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from gradwire.kernels.reference.elements import as_float32
 from gradwire.kernels.reference.sweep import cast as cast_kernel
 from gradwire.lang.ir import BOOL, ELEMENTS, FLOAT, SCALAR, STATIC, Dtype, Node, Space
-from gradwire.lang.operators.base import FitError, Operator, quietly, register
+from gradwire.lang.operators.base import FitError, Operator, lookup, quietly, register
 from gradwire.lang.types import ElementType
 
 LARGEST = float(np.finfo(np.float32).max)
@@ -26,7 +26,7 @@ LARGEST = float(np.finfo(np.float32).max)
 
 @dataclass(frozen=True)
 class Text:
-    """A rendered operand: its source, and whether it is a vector (on the CPU) rather than a scalar."""
+    """Source of an operand, and whether it is a vector or, on the CPU, a scalar."""
 
     source: str
     is_vector: bool
@@ -41,15 +41,16 @@ class Arithmetic(Operator):
     """A function of numbers.
 
     Attributes:
-        arity: number of arguments.
-        result: type of the result.
-        numpy: reference, over arrays and scalars.
-        vector: Numba source from operands of which one at least is a vector of float32.
-        scalar: Python source over float64, for scalars in Numba and in torch alike unless `torch` is given.
+        arity: Number of arguments.
+        result: Type of the result.
+        numpy: Reference for arrays and scalars.
+        vector: Numba source. At least one operand is a vector of float32.
+        scalar: Python source for float64 scalars, in Numba and, unless `torch` is given, in torch.
         triton: Triton source.
-        static: over exact fractions, for numbers that are known from length and step; None if not allowed there.
-        of_conditions: whether its arguments are conditions and not numbers.
-        of_elements: whether it has no source for scalars and blocks.
+        torch: Torch source for scalars.
+        static: Function of exact fractions, for numbers known from length and step; None if not allowed there.
+        of_conditions: Whether the arguments are conditions instead of numbers.
+        of_elements: Whether it is for elements only, with no source for scalars and blocks.
     """
 
     is_collective: ClassVar[bool] = False
@@ -76,7 +77,7 @@ class Arithmetic(Operator):
 
     @property
     def origin(self) -> str:
-        """The module of its source: all are of one class."""
+        """Module that defines it; all arithmetic operators share one class."""
         return f"{self.vector.__module__}.{self.name}"
 
     def infer(self, inputs: Sequence[Node], attrs: Mapping[str, Any]) -> tuple[Space, Dtype]:
@@ -96,21 +97,21 @@ class Arithmetic(Operator):
 def expect_numbers(inputs: Sequence[Node]) -> None:
     """Raise `FitError` for a condition."""
     if any(node.dtype == BOOL for node in inputs):
-        raise FitError("a condition is no number", "use where(condition, 1.0, 0.0)")
+        raise FitError("a condition is not a number", "use where(condition, 1.0, 0.0)")
 
 
 def expect_conditions(inputs: Sequence[Node]) -> None:
     """Raise `FitError` for a number."""
     if any(node.dtype != BOOL for node in inputs):
-        raise FitError("a number is no condition", "compare it, as in x > 0; of an option, decide with Python's if")
+        raise FitError("a number is not a condition", "compare it, as in x > 0; for an option, use Python's if")
 
 
 def joined(spaces: Sequence[Space]) -> Space:
-    """The space of arithmetic between values of these spaces. Raises `FitError` where they do not fit."""
+    """The space of arithmetic with values of these spaces. Raises `FitError` if they do not fit."""
     items = {space for space in spaces if space.kind == "items"}
     kinds = {space.kind for space in spaces}
     if len(items) > 1:
-        raise FitError("two lists of different origin have no common order", "filter once, with | between conditions")
+        raise FitError("two lists of different origin do not line up", "filter once, with | between conditions")
     if items:
         if kinds & {"elements", "blocks"}:
             raise FitError(
@@ -267,7 +268,7 @@ register(Where())
 
 
 def narrowed(value: Any) -> np.float32:
-    """A float64 rounded to a float32 that is finite: too large becomes the largest, a NaN 0."""
+    """A float64 rounded to a finite float32: values beyond its range are clamped, NaN becomes 0."""
     with np.errstate(all="ignore"):
         if np.isnan(value):
             return np.float32(0)
@@ -287,67 +288,34 @@ class Narrow(Arithmetic):
 register(Narrow())
 
 
-class Constant(Operator):
-    """A number of the algorithm, or an option."""
+class StaticNumber(Operator):
+    """A number known without reading the gradient.
 
-    name = "constant"
+    `constant` is a number of the algorithm or an option, `size` the number of elements, `step` the number of the
+    synchronization step. These are known to the receiver. `previous_state`, what the last step's encode left, is not.
+    """
+
     is_collective: ClassVar[bool] = False
+
+    def __init__(self, name: str) -> None:
+        self.name = name  # type: ignore[misc]
 
     def infer(self, inputs: Sequence[Node], attrs: Mapping[str, Any]) -> tuple[Space, Dtype]:
         return STATIC, FLOAT
 
     def reference(self, node: Node, inputs: Sequence[Any], env: Any) -> Any:
-        return float(node.attrs["value"])
-
-
-class Size(Operator):
-    """`g.size`: the number of elements, known to the receiver too."""
-
-    name = "size"
-    is_collective: ClassVar[bool] = False
-
-    def infer(self, inputs: Sequence[Node], attrs: Mapping[str, Any]) -> tuple[Space, Dtype]:
-        return STATIC, FLOAT
-
-    def reference(self, node: Node, inputs: Sequence[Any], env: Any) -> Any:
-        return float(env.size)
-
-
-class StepNumber(Operator):
-    """`step()`: the number of the synchronization step, known to the receiver too."""
-
-    name = "step"
-    is_collective: ClassVar[bool] = False
-
-    def infer(self, inputs: Sequence[Node], attrs: Mapping[str, Any]) -> tuple[Space, Dtype]:
-        return STATIC, FLOAT
-
-    def reference(self, node: Node, inputs: Sequence[Any], env: Any) -> Any:
-        return float(env.step)
-
-
-class Remembered(Operator):
-    """`previous_state()`: what the encode of the step before left for this one, 0 where none did; not for decoders."""
-
-    name = "previous_state"
-    is_collective: ClassVar[bool] = False
-
-    def infer(self, inputs: Sequence[Node], attrs: Mapping[str, Any]) -> tuple[Space, Dtype]:
-        return STATIC, FLOAT
-
-    def reference(self, node: Node, inputs: Sequence[Any], env: Any) -> Any:
-        return float(env.previous_state)
+        return float(evaluate_static(node, env.size, env.step, env.previous_state))
 
 
 class Cast(Operator):
-    """A value of an element type: clamped to its integers, or rounded to its floats; see `map`."""
+    """A value of an element type: clamped to its integers, or rounded to its floats."""
 
     name = "cast"
     is_collective: ClassVar[bool] = False
 
     def infer(self, inputs: Sequence[Node], attrs: Mapping[str, Any]) -> tuple[Space, Dtype]:
         if inputs[0].space.kind not in ("elements", "items"):
-            raise FitError(f"{inputs[0].space} travel as float32", "leave out dtype=, or map elements or items")
+            raise FitError(f"{inputs[0].space} are sent as float32", "omit dtype=, or map elements or items")
         return inputs[0].space, attrs["dtype"]
 
     def reference(self, node: Node, inputs: Sequence[Any], env: Any) -> Any:
@@ -355,7 +323,7 @@ class Cast(Operator):
 
 
 def cast_reference(values: np.ndarray, dtype: ElementType) -> np.ndarray:
-    """Numbers as an element type holds them, as float32."""
+    """Numbers clamped or rounded to an element type, as float32."""
     values = values.astype(np.float32)
     if dtype.is_integer:
         low, high = np.float32(dtype.low), np.float32(dtype.high)
@@ -370,17 +338,17 @@ def cast_reference(values: np.ndarray, dtype: ElementType) -> np.ndarray:
     return as_float32(short)
 
 
-for _operator in (Constant(), Size(), StepNumber(), Remembered(), Cast()):
+for _operator in (*map(StaticNumber, ("constant", "size", "step", "previous_state")), Cast()):
     register(_operator)
 
 
 def static_values(nodes: Iterable[Node], size: int, step: int = 0, previous_state: float = 0.0) -> np.ndarray:
-    """Numbers that are known before an encode, float64: the argument `static` of generated code."""
+    """Values of static nodes, float64: the argument `static` of generated code."""
     return np.array([float(evaluate_static(node, size, step, previous_state)) for node in nodes], np.float64)
 
 
 def evaluate_static(node: Node, size: int, step: int = 0, previous_state: float = 0.0) -> Fraction | int | float | bool:
-    """A number known before an encode, exactly: 7 % of 100 elements are 7, not 7.000000000000001."""
+    """Exact value of a static node: 7 % of 100 elements are 7, not 7.000000000000001."""
     if node.op == "constant":
         value = node.attrs["value"]
         return Fraction(repr(value)) if isinstance(value, float) else value
@@ -390,14 +358,6 @@ def evaluate_static(node: Node, size: int, step: int = 0, previous_state: float 
         return step
     if node.op == "previous_state":
         return previous_state
-    operator = _arithmetic(node.op)
-    assert operator.static is not None
+    operator = lookup(node.op)
+    assert isinstance(operator, Arithmetic) and operator.static is not None
     return operator.static(*(evaluate_static(each, size, step, previous_state) for each in node.inputs))  # type: ignore[no-any-return]
-
-
-def _arithmetic(name: str) -> Arithmetic:
-    from gradwire.lang.operators.base import lookup
-
-    found = lookup(name)
-    assert isinstance(found, Arithmetic)
-    return found

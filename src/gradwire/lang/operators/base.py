@@ -1,13 +1,14 @@
-"""What an operator is: a shape rule, a NumPy reference, and an emitter a backend.
+"""Operators: a shape rule, a NumPy reference, and an emitter for each backend.
 
-There are four sorts, by where their code stands in a generated function:
+There are four kinds, which differ in where their code is placed in a generated function:
 
-- `Arithmetic` gives an expression, for one element or for a scalar;
-- `Sink` takes in the elements of a sweep and leaves a scalar or a list: code before, inside and after the loop;
-- `Statement` stands between sweeps;
-- `Coding` stands after the sweeps of an encoder, where it shortens what they packed, and before those of a decoder.
+- `Arithmetic` is an expression, for an element or a scalar.
+- `Sink` consumes the elements of a sweep and produces a scalar or a list: code before, inside and after the loop.
+- `Statement` is placed between sweeps.
+- `Coding` is placed after the sweeps of an encoder, where it shortens packed bytes, and before those of a decoder.
 
-To add one, derive from the fitting class in a file of your own and call `register`; docs/extend.md shows how.
+To add an operator, derive from one of these classes in a file of your own and call `register`. docs/extend.md has an
+example.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ _OPERATORS: dict[str, Operator] = {}
 
 
 class FitError(ValueError):
-    """Inputs that an operator does not take.
+    """An operator does not accept its inputs.
 
     Attributes:
-        remedy: what to write instead.
+        remedy: What to do instead, as an imperative phrase.
     """
 
     def __init__(self, problem: str, remedy: str) -> None:
@@ -41,8 +42,8 @@ class Operator(ABC):
     """Base of all operators.
 
     Attributes:
-        name: as nodes and messages call it.
-        is_collective: whether it is one of CompLL's operators, or of the same rank; else it is arithmetic.
+        name: Name in nodes and messages.
+        is_collective: Whether it is one of CompLL's operators or similar to them, instead of arithmetic.
     """
 
     name: ClassVar[str]
@@ -50,35 +51,34 @@ class Operator(ABC):
 
     @property
     def origin(self) -> str:
-        """Who defined it: the same again may take its name."""
+        """Where it is defined. An operator of the same origin may replace it."""
         return f"{type(self).__module__}.{type(self).__qualname__}"
 
     @abstractmethod
     def infer(self, inputs: Sequence[Node], attrs: Mapping[str, Any]) -> tuple[Space, Dtype]:
-        """The shape rule: space and type of the result. Raises `FitError` where the inputs do not fit."""
+        """Shape rule: space and type of the result. Raises `FitError` if the inputs do not fit."""
 
     @abstractmethod
     def reference(self, node: Node, inputs: Sequence[Any], env: Any) -> Any:
-        """The value by NumPy, plain and slow: what every backend must give, bit for bit.
+        """The value, computed with NumPy. Every backend must produce the same bits.
 
         Args:
-            node: the application.
-            inputs: values of its inputs; elements, blocks and items are float32 arrays (bool for masks), scalars
-                float64.
-            env: the `gradwire.lang.interpret.Environment` of the call: size, keys, offset.
+            node: Application of the operator.
+            inputs: Values of its inputs. Elements, blocks and items are float32 arrays (masks bool), scalars float64.
+            env: The `gradwire.lang.interpret.Environment` of the call, with size, keys and offset.
         """
 
 
 @dataclass
 class Emission:
-    """Lines of a sink, each list indented from its own zero.
+    """Lines of a sink. The indentation of each list starts at zero.
 
     Attributes:
-        before: before the loop over chunks.
-        chunk: at the start of a chunk of 1024 elements.
-        inside: in the loop over vectors.
-        end: at the end of a chunk.
-        after: after the loop.
+        before: Lines before the loop over chunks.
+        chunk: Lines at the start of each chunk of 1,024 elements.
+        inside: Lines in the loop over vectors.
+        end: Lines at the end of each chunk.
+        after: Lines after the loop.
     """
 
     before: list[str] = field(default_factory=list)
@@ -90,16 +90,16 @@ class Emission:
 
 @dataclass
 class DeviceEmission:
-    """Lines of a sink for a GPU: of the kernel, and of the host function that starts it.
+    """Lines of a sink for a GPU, in the kernel and in the host function that launches it.
 
     Attributes:
-        parts: tensors with one value a chunk, by name, and their torch types.
-        inside: in the kernel; the number of its chunk is `chunk`.
-        after: on the host, after the kernel.
-        again: in a second kernel over the same elements, after that.
-        outputs: the variables of the host that the second kernel takes.
-        before: on the host, before the kernel.
-        takes: the variables of the host that the kernel takes besides its elements and `parts`.
+        parts: Names and torch dtypes of tensors with one value per chunk.
+        inside: Lines in the kernel. The variable `chunk` is the number of its chunk.
+        after: Lines on the host after the kernel.
+        again: Lines in a second kernel over the same elements, launched after that.
+        outputs: Host variables that the second kernel takes.
+        before: Lines on the host before the kernel.
+        takes: Host variables that the kernel takes in addition to its elements and `parts`.
     """
 
     parts: dict[str, str]
@@ -112,43 +112,47 @@ class DeviceEmission:
 
 
 class Sink(Operator):
-    """An operator that takes in elements as a sweep passes over them."""
+    """An operator that consumes the elements of a sweep."""
 
     @abstractmethod
     def cpu(self, node: Node, name: str, value: str, mask: str | None) -> Emission:
-        """Numba source that leaves its result in the variable `name`.
+        """Numba source that assigns the result to the variable `name`.
 
         Args:
-            value: expression of the vector of this step; float32, or a mask for filters.
-            mask: variable with the mask of lanes that count, or None where all up to the end do.
+            node: Application of the operator.
+            name: Variable of the result, and prefix of all others.
+            value: Expression of the current vector, float32 or a mask.
+            mask: Variable with the mask of the lanes to consume, or None for all.
         """
 
     def triton(self, node: Node, name: str, value: str, chosen: str) -> DeviceEmission:
-        """Triton and torch source that leaves its result in the host's variable `name`; for GPUs only.
+        """Triton and torch source that assigns the result to the host variable `name`. For GPUs only.
 
         Args:
-            value: variable of the kernel with the values of a chunk.
-            chosen: variable with the mask of lanes that count.
+            node: Application of the operator.
+            name: Host variable of the result, and prefix of all others.
+            value: Kernel variable with the values of a chunk.
+            chosen: Kernel variable with the mask of the lanes to consume.
         """
         raise no_triton(self)
 
 
 class Statement(Operator):
-    """An operator that stands between sweeps."""
+    """An operator whose code is placed between sweeps."""
 
     @abstractmethod
     def cpu(self, node: Node, name: str, inputs: Sequence[str]) -> list[str]:
-        """Numba source that leaves its result in the variable `name`."""
+        """Numba source that assigns the result to the variable `name`."""
 
     def triton(self, node: Node, name: str, inputs: Sequence[str]) -> list[str]:
-        """Torch source that leaves its result in the variable `name`; for GPUs only."""
+        """Torch source that assigns the result to the variable `name`. For GPUs only."""
         raise no_triton(self)
 
 
 class Coding(Operator):
-    """An operator on bytes: it shortens the last packed array of a payload, and loses nothing.
+    """A lossless operator on bytes, which shortens the last packed array of a payload.
 
-    It changes no value, so sweeps pack and unpack as without it. A body has no more bytes than without it.
+    It changes no value, so sweeps pack and unpack as without it, and never makes a body longer.
     """
 
     def reference(self, node: Node, inputs: Sequence[Any], env: Any) -> Any:
@@ -156,67 +160,63 @@ class Coding(Operator):
 
     @abstractmethod
     def shorten(self, packed: np.ndarray) -> np.ndarray:
-        """What travels in place of these bytes, by NumPy; not longer than they are."""
+        """The bytes to send instead of `packed`, computed with NumPy. Never longer."""
 
     @abstractmethod
     def expand(self, coded: np.ndarray, num_bytes: int) -> np.ndarray | None:
-        """The packed bytes again; None where `coded` is not what `shorten` makes of so many bytes."""
+        """Undo `shorten`; None if `coded` is no encoding of `num_bytes` bytes."""
 
     @abstractmethod
     def cpu_shorten(self, packed: str, out: str) -> str:
-        """Numba expression that writes what travels to the bytes `out`, as many as `packed`; gives its length."""
+        """Numba expression that writes the bytes to send to `out`, as long as `packed`, and returns their number."""
 
     @abstractmethod
     def cpu_expand(self, coded: str, out: str) -> str:
-        """Numba expression that fills `out` with the packed bytes; below 0 where `coded` is not from there.
+        """Numba expression that fills `out` with the packed bytes; negative if `coded` is invalid.
 
-        Source writes to nothing but `out`, whatever `coded` holds.
+        The code writes only to `out`, whatever the bytes of `coded` are.
         """
 
     def triton_shorten(self, body: str, at: str) -> str:
-        """Torch expression of a body whose bytes from `at` on are shortened; for GPUs only."""
+        """Torch expression of the body with the bytes from `at` on shortened. For GPUs only."""
         raise no_triton(self)
 
     def triton_expand(self, body: str, at: str, num_bytes: str) -> str:
-        """Torch expression of the body that has so many bytes from `at` on again; None for what is not from there."""
+        """Torch expression of the body with `num_bytes` bytes from `at` on restored; None if they are invalid."""
         raise no_triton(self)
 
 
 def coding_of(each: Field) -> Coding:
     """The operator that shortens a field."""
-    assert each.coding is not None, f"{each.name} travels as it is packed"
+    assert each.coding is not None, f"{each.name} is sent as it is packed"
     found = lookup(each.coding.op)
     assert isinstance(found, Coding)
     return found
 
 
 def no_triton(operator: Operator) -> NotImplementedError:
-    """What to raise where an operator has no source for GPUs."""
-    return NotImplementedError(
-        f"Expected source for GPUs of {operator.name!r}, got none. Do: write its method `triton`."
-    )
+    """Error for an operator without source for GPUs."""
+    return NotImplementedError(f"Operator {operator.name!r} has no source for GPUs. Implement its method `triton`.")
 
 
 def register(operator: Operator) -> Operator:
-    """Make an operator known under its name; the same of the same module replaces it.
+    """Register an operator under its name. It replaces one of the same origin.
 
     Raises:
-        ValueError: another has that name.
+        ValueError: Another operator has that name.
     """
     known = _OPERATORS.get(operator.name)
     if known is not None and known.origin != operator.origin:
-        raise ValueError(
-            f"Expected a new operator, got {operator.name!r} of {known.origin}. Do: choose another name."
-        )  # fmt: skip
+        raise ValueError(f"Operator {operator.name!r} already exists, from {known.origin}. Choose another name.")
     _OPERATORS[operator.name] = operator
     return operator
 
 
 def lookup(name: str) -> Operator:
-    """The operator of a name.
+    """The operator with this name.
 
     Raises:
-        UnknownNameError: there is none.
+        UnknownNameError: There is none.
     """
     if name not in _OPERATORS:
         raise UnknownNameError("operator", name, _OPERATORS)
@@ -224,12 +224,12 @@ def lookup(name: str) -> Operator:
 
 
 def names() -> list[str]:
-    """All operators, sorted."""
+    """Names of all operators, sorted."""
     return sorted(_OPERATORS)
 
 
 def used_operators(program: Program) -> list[str]:
-    """CompLL's operators that a program uses, sorted."""
+    """Names of CompLL's operators that a program uses, sorted."""
     nodes = [*program.encode_nodes(), *program.decode_nodes()]
     found = {node.op for node in nodes if lookup(node.op).is_collective} | {"concat", "extract"}
     if any(not lookup(node.op).is_collective and node.space.kind in ("elements", "items") for node in nodes):
@@ -238,6 +238,6 @@ def used_operators(program: Program) -> list[str]:
 
 
 def quietly(function: Any, *args: Any) -> Any:
-    """Call a NumPy function as compiled code would: overflow and division by zero without a warning."""
+    """Call a NumPy function without warnings of overflow and division by zero, as compiled code would."""
     with np.errstate(all="ignore"):
         return function(*args)

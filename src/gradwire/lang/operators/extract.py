@@ -1,9 +1,9 @@
 """`concat` and `extract`: named values to a payload, and back.
 
-A payload holds its scalars first, as float32 in little-endian order, then its arrays by falling width of their
-elements, each packed as `gradwire.lang.types` says. Lengths follow from the receiver's own knowledge of the tensor;
-where there are lists, their length stands after the scalars, as a uint32, and their positions come last, in the format
-of `gradwire.kernels.reference.positions`.
+A payload holds first its scalars, float32 in little-endian order, then its arrays by decreasing element width, packed
+as described in `gradwire.lang.types`. The receiver knows the tensor, from which lengths follow. A payload with lists
+has their length, uint32, after the scalars, and their positions at the end, in the format of
+`gradwire.kernels.reference.positions`.
 
 Source: HiPress (Bai et al. 2021), table 4.
 """
@@ -18,7 +18,7 @@ from gradwire.lang.operators.base import Operator, register
 
 
 class GradientOperator(Operator):
-    """The gradient that is encoded: scaled, and compensated where there is feedback."""
+    """The gradient to encode: scaled and, with error feedback, compensated."""
 
     name: ClassVar[str] = "gradient"
     is_collective: ClassVar[bool] = False
@@ -31,7 +31,7 @@ class GradientOperator(Operator):
 
 
 class Extract(Operator):
-    """A field of the payload. Attributes: `field`, its name, and `space` and `dtype` as it was sent."""
+    """A field of the payload. Attributes: `field`, its name; `space` and `dtype` in the encoder."""
 
     name: ClassVar[str] = "extract"
 

@@ -1,6 +1,6 @@
 """`filter(G, f)`: the elements for which a condition holds, as a list of positions and values.
 
-The list is in the order of elements. With `at_most` the first so many are kept. `index`, `value` and `length` read
+The list is in the order of elements. `at_most` limits it to the first elements. `index`, `value` and `length` read
 the list; `top` keeps its largest magnitudes.
 
 Source: HiPress (Bai et al. 2021), table 4.
@@ -17,19 +17,19 @@ import numpy as np
 from gradwire.lang.ir import FLOAT, SCALAR, Dtype, Node, Space
 from gradwire.lang.operators.base import DeviceEmission, Emission, FitError, Operator, Sink, Statement, register
 
-_NEW = Space("items")  # the graph puts in the node itself as the source
+_NEW = Space("items")  # the graph fills in the node itself as the source
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """A list by the reference: uint32 positions, ascending, and float32 values."""
+    """A list in the reference: ascending positions, uint32, and values, float32."""
 
     index: np.ndarray
     value: np.ndarray
 
 
 class Filter(Sink):
-    """Inputs: values, a mask, and the most to keep or nothing."""
+    """Inputs: values, a mask, and optionally the maximum length."""
 
     name: ClassVar[str] = "filter"
 
@@ -76,7 +76,7 @@ class Filter(Sink):
 
 
 class Top(Statement):
-    """Inputs: a list, and how many to keep."""
+    """Inputs: a list, and the number of items to keep."""
 
     name: ClassVar[str] = "top"
 
@@ -127,7 +127,7 @@ class ValueOf(_Part):
 
 
 class Length(Operator):
-    """How many items a list has: a scalar."""
+    """Number of items of a list, a scalar."""
 
     name: ClassVar[str] = "length"
     is_collective: ClassVar[bool] = False

@@ -1,11 +1,11 @@
-"""`filter(G, f).hash(slots)`: of the chosen elements one for each slot of a table, which a hash of positions gives.
+"""`filter(G, f).hash(slots)`: of the chosen elements, one for each slot of a table. A hash of positions assigns slots.
 
-Chosen elements are written to their slots in the order of elements, so that of those that share a slot the last stays;
-what was overwritten is not in the list, nor are empty slots. The hash is drawn from the private stream, so that other
-elements meet in another step, rank or tensor. One sweep over the gradient does it, and no prefix sum.
+Elements are written to their slots in order, so the last of those that share a slot is kept. The hash function is drawn
+from the private stream: collisions differ between steps, ranks and tensors. One sweep over the gradient is enough,
+without a prefix sum.
 
 Source: DRAGONN (Wang et al. 2022), algorithm 1. Differences: the list is in the order of elements and has no empty
-slots, so that positions can be sent in few bits and position 0 is one like any other.
+slots, so that positions take few bits and position 0 needs no special case.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""`random(a, b)`: a number for each element, from a counter: (seed, step, name, element) give it, and the rank too
-unless it is `shared`.
+"""`random(a, b)`: a random number for each element, determined by (seed, step, name, element) and, unless `shared`,
+the rank.
 
-Sixteen random bits u of Philox4x32-7 give (u + 1/2) / 65536. A second call in one algorithm draws from a stream of
+The number is (u + 1/2) / 65536 with sixteen random bits u of Philox4x32-7. Each call in an algorithm has a stream of
 its own.
 
 Source: HiPress (Bai et al. 2021), table 4; Salmon et al. 2011. Differences: counter-based, so that rounding errors of
-elements, steps, ranks and tensors are independent and a range draws what the whole would draw there.
+elements, steps, ranks and tensors are independent, and a range draws the same numbers as the whole tensor.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STREAM_STEP = 0x85EBCA6B
 
 
 def stream_key(key: int, stream: int) -> int:
-    """The key of the stream-th call of `random`: the upper word is changed."""
+    """The key of call number `stream` of `random`; its upper word differs."""
     return key ^ ((stream * STREAM_STEP & 0xFFFFFFFF) << 32)
 
 

@@ -1,7 +1,6 @@
-"""`over_ranks`: a scalar reduced over all ranks before anyone encodes (the preliminary round).
+"""`over_ranks`: a scalar reduced over all ranks before encoding, in the preliminary round.
 
-Where the caller had no such round, as in a test or a benchmark of one rank, the rank's own value takes its place and
-travels in the payload.
+Without such a round, as in a test or a benchmark of one rank, the rank's own value is used and sent in the payload.
 
 Source: TernGrad (Wen et al. 2017), section 3.3, scaler sharing.
 """

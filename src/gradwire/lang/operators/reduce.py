@@ -1,11 +1,11 @@
-"""`reduce(G, f)`: one number of all elements, of a block, or of those that a mask chooses.
+"""`reduce(G, f)`: reduce all elements, those of a block, or those chosen by a mask to one number.
 
-The functions are `min`, `max`, `sum`, `mean`, `norm` (Euclidean) and `count`; of nothing each gives 0. Sums are
-canonical: 64 running sums in float64 over 1,024 elements, halved to one, and sums of 1,024 such sums in the same way,
-so that every backend has the same bits.
+The functions are `min`, `max`, `sum`, `mean`, `norm` (Euclidean) and `count`. The result for no elements is 0. `count`
+of a condition counts the elements for which it holds. Sums have a canonical order, so that all backends compute the
+same bits: 64 running sums in float64 over 1,024 elements, halved to one, then sums of 1,024 such sums in the same way.
 
-Source: HiPress (Bai et al. 2021), table 4. Differences: the functions are given, not the user's, because an order of
-evaluation that every backend shares is part of each.
+Source: HiPress (Bai et al. 2021), table 4. Differences: fixed functions instead of user-defined ones, because each
+needs an order of evaluation that all backends share.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gradwire.lang.operators.base import DeviceEmission, Emission, FitError, Sin
 
 
 class Reduce(Sink):
-    """Inputs: values, and a mask or nothing. Attributes: `function`, and `block` or 0."""
+    """Inputs: values, and optionally a mask. Attributes: `function`, and `block` or 0."""
 
     name: ClassVar[str] = "reduce"
     functions = ("min", "max", "sum", "mean", "norm", "count")
@@ -30,7 +30,7 @@ class Reduce(Sink):
     def infer(self, inputs: Sequence[Node], attrs: Mapping[str, Any]) -> tuple[Space, Dtype]:
         space = inputs[0].space
         if space.kind not in ("elements", "items"):
-            raise FitError(f"{space} is no array to reduce", "reduce elements or a list, or use the value as it is")
+            raise FitError(f"cannot reduce {space}", "reduce elements or a list, or use the value itself")
         if inputs[0].dtype == BOOL and attrs["function"] != "count":
             raise FitError("conditions have no order and no sum", "filter and reduce(count), or map with where")
         block = attrs["block"]
@@ -40,7 +40,9 @@ class Reduce(Sink):
 
     def reference(self, node: Node, inputs: Sequence[Any], env: Any) -> Any:
         values = np.asarray(inputs[0], np.float32)
-        mask = np.asarray(inputs[1], bool) if len(inputs) > 1 else np.ones(values.size, bool)
+        mask = np.ones(values.size, bool)
+        if len(inputs) > 1 or node.inputs[0].dtype == BOOL:
+            mask = np.asarray(inputs[-1], bool)
         block = node.attrs["block"]
         if not block:
             return _reduced(node.attrs["function"], values, mask)

@@ -1,7 +1,7 @@
-"""`sample`: a list of elements from all over the gradient.
+"""`sample`: a list of elements from all parts of the gradient.
 
-The gradient is cut into as many equal parts as there shall be samples, and one element is drawn from each, from the
-private stream: no part of the tensor is missed, and the mean over samples is that over elements.
+The gradient is divided into as many equal parts as there are samples, and one element of each is drawn with the private
+stream. No part of the tensor is missed, and the expected mean of the samples is the mean of the elements.
 
 Source: DGC (Lin et al. 2018), section 3.1. Differences: stratified.
 """
@@ -21,7 +21,7 @@ SAMPLE_STREAM = 0x2545F491
 
 
 def positions(size: int, count: int, key: int) -> np.ndarray:
-    """Where `count` parts of `size` elements are sampled, int64[count]."""
+    """Positions of `count` samples of `size` elements, int64[count]."""
     words = np.empty(count, np.uint32)
     random32(key ^ (SAMPLE_STREAM << 32), 0, words)
     j = np.arange(count, dtype=np.int64)
@@ -32,7 +32,7 @@ def positions(size: int, count: int, key: int) -> np.ndarray:
 
 
 class SampleOperator(Operator):
-    """Inputs: elements, and how many to take, which is cut to 1..size (0 of an empty gradient)."""
+    """Inputs: elements, and the number of samples, which is clamped to 1..size (0 for an empty gradient)."""
 
     name: ClassVar[str] = "sample"
 

@@ -1,6 +1,6 @@
 """`scatter`: a gradient from a list of positions and values, 0 elsewhere.
 
-Values at one position add up; a position outside the gradient makes the payload invalid.
+Values at the same position add up. A position outside the gradient makes the payload invalid.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ class Scatter(Operator):
 
     def infer(self, inputs: Sequence[Node], attrs: Mapping[str, Any]) -> tuple[Space, Dtype]:
         if any(node.space.kind != "items" for node in inputs) or inputs[0].space != inputs[1].space:
-            raise FitError("expected values and positions of one list", "p.value.scatter(p.index), both of one filter")
+            raise FitError(
+                "values and positions of one list are needed", "use p.value.scatter(p.index), both of one filter"
+            )
         return ELEMENTS, FLOAT
 
     def reference(self, node: Node, inputs: Sequence[Any], env: Any) -> Any:

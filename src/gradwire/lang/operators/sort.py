@@ -1,8 +1,8 @@
-"""`sort(L)`: a list in order, and `L[k]`, one item of it.
+"""`sort(L)`: a sorted list, and `L[k]`, one of its items.
 
-Source: HiPress (Bai et al. 2021), table 4. Differences: of lists only: no published algorithm needs the whole
-gradient sorted, and its time would be that of the rest many times over. The order is that of numbers; a user-defined
-order is a map before.
+Source: HiPress (Bai et al. 2021), table 4. Differences: only for lists, since no published algorithm needs the whole
+gradient sorted, which would take many times longer than everything else. The order is that of numbers; for another
+order use map first.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""`zero_runs`: an array of trits whose runs of zeros take a byte for up to 70 elements.
+"""`zero_runs`: an array of trits in which a run of zeros takes one byte for up to 70 elements.
 
-Five zeros are packed as the byte 121, and no packed byte is above 242. A run of 2 to 14 bytes 121 travels as one byte,
-243 + (length - 2), and a longer run is cut into pieces of 14 first, so that every array has one encoding; a decoder
-takes no other. The payload's length then depends on the gradient: such a field is the last of its payload, and no
-longer than without.
+Five zeros are packed as the byte 121, and no packed byte is above 242. A run of 2 to 14 bytes 121 is sent as one byte,
+243 + (length - 2). A longer run is split into runs of 14 from the start, so each array has one encoding, and decoders
+accept no other. The length of the payload depends on the gradient, so the field must be the last; it is never longer
+than without `zero_runs`.
 
 Source: 3LC (Lim, Andersen, Kaminsky 2019), section 3.3.
 """
@@ -30,7 +30,7 @@ class ZeroRuns(Coding):
         if inputs[0].space.kind != "elements" or inputs[0].dtype != trit:
             raise FitError(
                 f"expected trits of all elements, not {inputs[0].dtype} of {inputs[0].space}",
-                "g.map(..., dtype=trit).zero_runs(), where other types have no byte to spare for a run",
+                "use g.map(..., dtype=trit).zero_runs(); other types have no byte to spare for a run",
             )
         return inputs[0].space, inputs[0].dtype
 

@@ -1,1 +1,1 @@
-"""Emitters of the language, one folder for each target."""
+"""The emitters, one folder for each target."""

@@ -1,18 +1,19 @@
 """Emitter to Numba: a program becomes a module with `encode`, `stats`, `decode` and `decode_sum`.
 
-The functions take what they do not need as well, so that all programs have one calling convention:
+All programs have the same calling convention, including arguments they do not need:
 
-- ``encode(grad, scale, residual_in, residual_out, body, stats, keys, first, static, lists) -> bytes written``, -1 if
-  the gradient is not finite. Encodes scale · grad + residual_in; `residual_out` receives the error. `residual_in`,
-  `residual_out` and `stats` may be None, which compiles a function without them.
-- ``measure(grad, scale, residual_in, residual_out, keys, first, static, lists, out)``: this rank's values of the
-  preliminary round; False if the gradient is not finite.
-- ``decode(body, out, accumulate, stats, keys, first, static, room) -> whether the body is valid``.
-- ``decode_sum(bodies, sizes, out, stats, keys, first, static, room)``: the payloads of all ranks, by address and size.
+- ``encode(grad, scale, residual_in, residual_out, body, stats, keys, first, static, lists)`` encodes
+  scale · grad + residual_in and writes the error to `residual_out`. Returns the number of bytes written, or -1 if the
+  gradient is not finite. `residual_in`, `residual_out` and `stats` may be None, which compiles a function without them.
+- ``measure(grad, scale, residual_in, residual_out, keys, first, static, lists, out)`` writes this rank's values for
+  the preliminary round. Returns False if the gradient is not finite.
+- ``decode(body, out, accumulate, stats, keys, first, static, room)`` returns whether the body is valid.
+- ``decode_sum(bodies, sizes, out, stats, keys, first, static, room)`` adds up the payloads of all ranks, which are
+  given by address and size.
 
-`keys` holds the words of the shared and the private key, `first` the global index of the first element, `static`
-what follows from length and step. `lists` is memory for what filters choose and then for bytes that are packed to be
-shortened, `room` for what the bytes of the last array of each payload expand to.
+`keys` holds the words of the shared key and of the private key, `first` is the global index of the first element, and
+`static` holds the numbers known from length and step. `lists` and `room` are scratch memory: `lists` for the results of
+filters, then for packed bytes to be shortened, `room` for the expanded bytes of the last array of each payload.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""The decoder as Numba source: of one payload, written to the output or added."""
+"""The decoder of one payload as Numba source. It writes to the output or adds to it."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 
 from gradwire.kernels.layout import SUM_LANES as LANES
 from gradwire.lang.emit import Lines, chunk_of
@@ -11,7 +13,7 @@ from gradwire.lang.ir import ELEMENTS, Field, Node
 from gradwire.lang.operators.base import coding_of
 from gradwire.lang.targets.numba.expressions import STORAGE, NumbaFunction, has_levels, num_bytes, scalar_bytes
 
-# Up to so many levels, choosing among results is faster than computing with levels.
+# Up to this many levels, choosing among results is faster than computing with levels.
 _MOST_LEVELS = 4
 
 
@@ -49,7 +51,6 @@ class NumbaDecoder(NumbaFunction):
                     "if accumulate is None:", f"    {self._stored(value)}", "else:",
                     f"    {self._stored(f'load(out, i, LANES) + {value}')}",
                 )  # fmt: skip
-                self._advance()
         lines.add("return True")
         return str(lines)
 
@@ -61,13 +62,13 @@ class NumbaDecoder(NumbaFunction):
 
     @property
     def _block(self) -> int:
-        """Elements a block, where blocks end within vectors; else 0."""
+        """Elements per block if blocks may end within a vector, else 0."""
         spaces = (each.node.space for each in self.program.fields)
         block = next((space.block for space in spaces if space.kind == "blocks"), 0)
         return block if block % LANES else 0
 
     def _open(self, body: str, size: str) -> None:
-        """Find the fields in a body; the body is invalid if they do not fit or a float is not finite."""
+        """Locate the fields in a body. It is invalid if they do not fit or a float is not finite."""
         lines, arrays = self.lines, [each for each in self.program.fields if each.is_array]
         if self.program.fields[-1].coding is not None:
             lines.add(f"if {size} < {self._bytes_before_last()}:", "    return False")
@@ -96,17 +97,16 @@ class NumbaDecoder(NumbaFunction):
                 lines.add(f"{name}_largest = largest_of({name}_in)", f"if not {name}_largest <= LARGEST:")
                 lines.add("    return False")
                 continue
-            check = _check_of(each)
-            if check:
-                lines.add(f"if not {check}({name}_in):", "    return False")
+            if not each.dtype.is_integer:  # every byte of integers is valid; digits are checked when they are unpacked
+                lines.add(f"if not all_finite({name}_in):", "    return False")
 
     def _begin_lists(self) -> None:
-        """Where lists are put together; see `traced.TracedCompressor` for how much room there is."""
+        """Begin the scratch memory for lists, which `traced.TracedCompressor` allocates."""
         if self.program.items is not None:
             self.lines.add("room_at = address(room)")
 
     def _open_positions(self, each: Field, body: str) -> None:
-        """Unpack the positions of a list, which are in order, different and inside."""
+        """Unpack the positions of a list; they must be ascending and inside the tensor."""
         lines, name = self.lines, each.variable
         lines.add(f"{name}_in = array_at(room_at, count, u32)", "room_at += np.uint64(4 * count)")
         coded = f"array_at(address({body}) + np.uint64(at), {num_bytes(each, 'count')}, u8)"
@@ -123,7 +123,7 @@ class NumbaDecoder(NumbaFunction):
         lines.add(f"if not np.isfinite({name}):", "    return False")
 
     def _bytes_before_last(self) -> str:
-        """The bytes of a body before its last field."""
+        """Bytes of a body before its last field."""
         others = self.program.fields[:-1]
         arrays = [num_bytes(other, self._count(other)) for other in others if other.is_array]
         return " + ".join([*scalar_bytes(self.program), *arrays]) or "0"
@@ -139,14 +139,14 @@ class NumbaDecoder(NumbaFunction):
         lines.forget()
 
     def _expanded(self, each: Field) -> str:
-        """Where the packed bytes of the last field are."""
+        """Packed bytes of the last field."""
         return f"room[: {self._length(each)}]"
 
     def _storage(self, each: Field) -> str:
         return STORAGE.get(each.dtype.name, "u8")
 
     def _length(self, each: Field) -> str:
-        """Stored elements of an array: packed bytes, or elements of a raw one."""
+        """Stored elements of an array: bytes if it is packed, else elements."""
         count = self._count(each)
         return count if each.dtype.packing == "raw" else num_bytes(each, count)
 
@@ -167,8 +167,12 @@ class NumbaDecoder(NumbaFunction):
         is_dense = each.node.space.kind == "elements"
         return is_dense and has_levels(each.dtype, bool(self._block))
 
-    def _chunks(self) -> _Chunks:
-        return _Chunks(self.lines, self.chunk)
+    @contextlib.contextmanager
+    def _chunks(self) -> Iterator[None]:
+        """The loop over chunks of the output."""
+        with self.lines.block(f"for start in range(0, n, {self.chunk}):"):
+            self.lines.add(f"end = min(n, start + {self.chunk})")
+            yield
 
     def _unpack_chunk(self) -> None:
         self.draws([self.program.output], "start", "end - start")
@@ -177,11 +181,23 @@ class NumbaDecoder(NumbaFunction):
 
     @property
     def _packed(self) -> list[Field]:
-        """The fields that are unpacked a chunk at a time."""
+        """Fields that are unpacked chunk by chunk."""
         return [each for each in self.program.fields if self._has_levels(each)]
 
-    def _vectors(self) -> _Vectors:
-        return _Vectors(self)
+    @contextlib.contextmanager
+    def _vectors(self) -> Iterator[None]:
+        """The loop over vectors of a chunk. Vectors end at the end of a block."""
+        lines, block = self.lines, self._block
+        if not block:
+            with lines.block("for i in range(start, end, LANES):"):
+                lines.add("stop = end")
+                yield
+            return
+        lines.add("i = start")
+        with lines.block("while i < end:"):
+            lines.add(f"stop = min(end, min((i // {block} + 1) * {block}, i + LANES))")
+            yield
+            lines.add("i = stop")
 
     def _value(self) -> str:
         """The decoded vector at i."""
@@ -210,7 +226,7 @@ class NumbaDecoder(NumbaFunction):
 
     @functools.cached_property
     def _tabulated(self) -> Field | None:
-        """The one field that decides what an element is, if it is one of at most four levels."""
+        """The one field that determines an element, if it has at most four levels."""
         varying = [
             node for node in self.program.decode_nodes()
             if node.op == "random" or (node.op == "extract" and node.space.kind in ("elements", "blocks"))
@@ -223,12 +239,12 @@ class NumbaDecoder(NumbaFunction):
 
     @property
     def _table(self) -> list[str]:
-        """The variables with what each level decodes to."""
+        """Variables with the decoded value of each level."""
         each = self._tabulated
         return [] if each is None else [f"decoded_{k}" for k in range(each.dtype.high - each.dtype.low + 1)]
 
     def _tabulate(self) -> None:
-        """Decode each level once, so that elements choose among the results."""
+        """Decode each level once. Elements then choose among the results."""
         each = self._tabulated
         if each is None:
             return
@@ -278,14 +294,10 @@ class NumbaDecoder(NumbaFunction):
     def _stored(self, value: str) -> str:
         return f"store_until(out, i, stop, {value})" if self._block else f"store(out, i, {value})"
 
-    def _advance(self) -> None:
-        if self._block:
-            self.lines.add("i = stop")
-
     # -- lists -----------------------------------------------------------------------------------------------
 
     def _decode_list(self) -> None:
-        """What the items of a list decode to: `sent`, at the positions of the list."""
+        """Decode the items of a list to `sent`."""
         lines = self.lines
         values, index = self.program.output.inputs
         self.decode_scalars()
@@ -323,52 +335,10 @@ class NumbaDecoder(NumbaFunction):
 
 
 def unpacking(each: Field) -> list[str]:
-    """Unpack the levels of a chunk."""
+    """Source that unpacks the levels of a chunk."""
     name, at = each.variable, f"start // {each.dtype.per_byte}"
     if each.dtype.packing == "digits":
         return [f"if unpack_digits({name}_in, {at}, end - start, {name}_levels) < 0:", "    return False"]
     if each.dtype.packing == "bits":
         return [f"unpack_bits({name}_in, {at}, end - start, {name}_levels)"]
     return [f"unpack_planes({name}_in, {at}, end - start, {int(each.dtype.bits)}, {name}_levels)"]
-
-
-def _check_of(each: Field) -> str:
-    """The function that tells whether an array of untrusted bytes holds only what encoders write; "" for all do."""
-    if not each.dtype.is_integer:
-        return "all_finite"
-    return ""  # every byte has a meaning; those that are not five digits are found as they are unpacked
-
-
-class _Chunks:
-    """``for start in ...`` over the chunks of the output."""
-
-    def __init__(self, lines: Lines, chunk: int) -> None:
-        self.lines, self.chunk = lines, chunk
-
-    def __enter__(self) -> None:
-        self.lines.add(f"for start in range(0, n, {self.chunk}):")
-        self.lines.indent += 1
-        self.lines.add(f"end = min(n, start + {self.chunk})")
-
-    def __exit__(self, *_: object) -> None:
-        self.lines.indent -= 1
-
-
-class _Vectors:
-    """The loop over vectors of a chunk: none of them crosses the end of a block, where there are blocks."""
-
-    def __init__(self, decoder: NumbaDecoder) -> None:
-        self.lines, self.block = decoder.lines, decoder._block
-
-    def __enter__(self) -> None:
-        if self.block:
-            self.lines.add("i = start", "while i < end:")
-            self.lines.indent += 1
-            self.lines.add(f"stop = min(end, min((i // {self.block} + 1) * {self.block}, i + LANES))")
-        else:
-            self.lines.add("for i in range(start, end, LANES):")
-            self.lines.indent += 1
-            self.lines.add("stop = end")
-
-    def __exit__(self, *_: object) -> None:
-        self.lines.indent -= 1

@@ -1,4 +1,4 @@
-"""The decoder of the payloads of all ranks as Numba source: one sweep over the output, totals in registers."""
+"""The decoder of the payloads of all ranks as Numba source: one sweep over the output, with sums in registers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from gradwire.lang.emit import Lines
 from gradwire.lang.ir import Field
 from gradwire.lang.targets.numba.decode import NumbaDecoder, unpacking
 
-# Vectors that the sum over ranks takes at a time.
+# Vectors that are summed over ranks at a time.
 _UNROLLED = 2
 
 
@@ -43,7 +43,7 @@ class SumDecoder(NumbaDecoder):
         return str(lines)
 
     def _sum_segments(self) -> None:
-        """Add up a vector at a time, as far as the next end of a block, if that lies within it."""
+        """Add up one vector at a time, which ends at the end of a block."""
         lines = self.lines
         with self._vectors():
             lines.add("total = splat(np.float32(0), LANES)")
@@ -51,10 +51,9 @@ class SumDecoder(NumbaDecoder):
                 self._pick_rank()
                 lines.add(f"total = total + {self._value()}")
             lines.add(self._stored("total"))
-            self._advance()
 
     def _sum_vectors(self) -> None:
-        """Add up two vectors at a time: measured, that hides the cost of turning to a rank, and more take registers."""
+        """Add up two vectors at a time. Measured: this hides the cost of switching ranks; more run out of registers."""
         lines = self.lines
         with lines.block(f"for at in range(start, end, {_UNROLLED} * LANES):"):
             totals = [f"total_{k}" for k in range(_UNROLLED)]
@@ -69,7 +68,7 @@ class SumDecoder(NumbaDecoder):
     # -- all ranks -------------------------------------------------------------------------------------------
 
     def _scalars(self) -> list[str]:
-        """The variables that hold the scalars of a payload which elements meet."""
+        """Variables of a payload's scalars that elements use."""
         nodes = [node for node in self.program.decode_nodes() if node.space.kind == "scalar"]
         return [self.names[id(node)] for node in nodes if node.op in ("extract", "narrow")]
 
@@ -77,7 +76,7 @@ class SumDecoder(NumbaDecoder):
         return [each for each in self.program.fields if each.is_array and each.node.space.kind != "items"]
 
     def _plain_arrays(self) -> list[Field]:
-        """The arrays that are read where they lie in a body."""
+        """Arrays that are read directly from a body."""
         return [each for each in self._arrays() if each.coding is None]
 
     def _expanded(self, each: Field) -> str:
@@ -85,7 +84,7 @@ class SumDecoder(NumbaDecoder):
         return f"room[rank * {length} : (rank + 1) * {length}]"
 
     def _open_all(self) -> None:
-        """Check the payloads of all ranks, and note their scalars and where their arrays begin."""
+        """Check the payloads of all ranks, and store their scalars and the addresses of their arrays."""
         lines = self.lines
         lines.add(*(f"{name}_of = np.empty(bodies.size, np.float32)" for name in self._scalars()))
         lines.add(*(f"{each.variable}_of = np.empty(bodies.size, np.uint64)" for each in self._plain_arrays()))
@@ -106,7 +105,7 @@ class SumDecoder(NumbaDecoder):
             lines.add(*(f"{each.variable}_of[rank] = address({each.variable}_in)" for each in self._plain_arrays()))
 
     def _pick_rank(self) -> None:
-        """Let the names of a payload mean those of this rank."""
+        """Set the variables of a payload to those of this rank."""
         self.lines.add(*(f"{name} = {name}_of[rank]" for name in self._table or self._scalars()))
         for each in self._arrays():
             name = each.variable

@@ -1,4 +1,4 @@
-"""The encoder as Numba source: sweeps and the scalar steps between them, in the order of the schedule."""
+"""The encoder as Numba source: sweeps and the scalar steps between them, in scheduled order."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class NumbaEncoder(NumbaEncodeFunction):
         self.known = {}
 
     def _read_one(self) -> None:
-        """The element of the gradient at i in every lane of x: neighbors would cost lines of memory each."""
+        """The gradient's element at i in every lane of x; loading a vector would read memory that is not used."""
         lines = self.lines
         if self.stored:
             lines.add("if residual_out is None:", "    one = first_lane(load_f32(grad, i, 1)) * scale")
@@ -100,7 +100,7 @@ class NumbaEncoder(NumbaEncodeFunction):
         lines.add(*(f"at += {each.variable}_bytes" for each in self.program.fields if each.is_array))
 
     def _shorten(self) -> None:
-        """Write the last field, where it is to be shortened, from where it was packed to the body."""
+        """Shorten the last field, if it has a coding, into the body."""
         last = self.program.fields[-1]
         if last.coding is not None:
             self.lines.say(last.coding.where)
@@ -109,27 +109,27 @@ class NumbaEncoder(NumbaEncodeFunction):
             self.lines.add(f"{name}_bytes = {length}")
 
     def _subtract(self) -> None:
-        """Take from the gradient what its list of values will decode to."""
+        """Subtract the decoded values of a list from the gradient."""
         output, lines = self.program.output, self.lines
-        self.replaced = {each.name: each.node for each in self.program.fields}
-        values, index = (self._resolved(each) for each in output.inputs)
-        self.decode_scalars()
-        with lines.block("if residual_out is not None:"):
-            lines.say(output.where)
-            assert index.space.source is not None
-            source = self.names[id(index.space.source)]
-            lines.add(f"sent = np.empty({source}_count + LANES, np.float32)")
-            overflows = self.overflows(values)
-            with lines.block(f"for i in range(0, {source}_count, LANES):"):
-                self.load_items(index.space.source)
-                self.add_decoded(values, overflows)
-                lines.add("store(sent, i, decoded)")
-            lines.add(f"add_at({source}_index[:{source}_count], sent, np.float32(-1), residual_out)")
-        self.known, self.replaced = {}, {}
+        with self.as_receiver():
+            values, index = (self._resolved(each) for each in output.inputs)
+            self.decode_scalars()
+            with lines.block("if residual_out is not None:"):
+                lines.say(output.where)
+                assert index.space.source is not None
+                source = self.names[id(index.space.source)]
+                lines.add(f"sent = np.empty({source}_count + LANES, np.float32)")
+                overflows = self.overflows(values)
+                with lines.block(f"for i in range(0, {source}_count, LANES):"):
+                    self.load_items(index.space.source)
+                    self.add_decoded(values, overflows)
+                    lines.add("store(sent, i, decoded)")
+                lines.add(f"add_at({source}_index[:{source}_count], sent, np.float32(-1), residual_out)")
+        self.known = {}
 
 
 class Measurer(NumbaEncoder):
-    """The encoder up to the values of the preliminary round."""
+    """Emits `measure`, the encoder up to the values of the preliminary round."""
 
     def source(self) -> str:
         lines = self.lines

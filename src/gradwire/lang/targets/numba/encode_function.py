@@ -1,16 +1,19 @@
-"""What the sweeps of an encoder share: how it reads the gradient, and where the fields of its payload begin."""
+"""Shared by the sweeps of an encoder: reading the gradient, feeding sinks, locating the fields of the payload."""
 
 from __future__ import annotations
 
-from gradwire.lang.ir import Field, Node, Program
+from collections.abc import Sequence
+
+from gradwire.lang.ir import BOOL, Field, Node, Program
+from gradwire.lang.operators.base import Emission, Sink, lookup
 from gradwire.lang.targets.numba.expressions import NumbaFunction, num_bytes, scalar_bytes
 
 
 class NumbaEncodeFunction(NumbaFunction):
-    """The state of one emitted `encode`, before its steps.
+    """State of one `encode` being emitted.
 
     Attributes:
-        stored: Whether `residual_out` holds the compensated gradient already.
+        stored: Whether `residual_out` already holds the compensated gradient.
     """
 
     def __init__(self, program: Program) -> None:
@@ -21,7 +24,7 @@ class NumbaEncodeFunction(NumbaFunction):
         return next(node for node in self.program.encode_nodes() if node.op == "gradient")
 
     def read(self) -> None:
-        """The vector x of the gradient at i."""
+        """Set x to the gradient's vector at i."""
         if self.stored:
             self.lines.add(
                 "if residual_out is None:",
@@ -34,22 +37,44 @@ class NumbaEncodeFunction(NumbaFunction):
             self.lines.add("    x = x + load(residual_in, i, LANES)")
 
     def offset(self, each: Field) -> None:
-        """Set the variable `NAME_at` to where an array of the payload begins."""
+        """Set `NAME_at` to the beginning of an array in the payload, and `NAME_bytes` to its length."""
         others = self.program.fields[: self.program.fields.index(each)]
         sizes = [*scalar_bytes(self.program), *(f"{f.variable}_bytes" for f in others if f.is_array)]
         self.lines.add(f"{each.variable}_at = {' + '.join(sizes) or '0'}")
         self.lines.add(f"{each.variable}_bytes = {num_bytes(each, self.count(each))}")
 
     def count(self, each: Field) -> str:
-        """How many values a field has."""
+        """Number of values of a field."""
         space = each.node.space
         if space.kind == "items":
             assert space.source is not None
             return f"{self.names[id(space.source)]}_count"
         return f"(n + {space.block - 1}) // {space.block}" if space.kind == "blocks" else "n"
 
+    def sinks(self, nodes: Sequence[Node]) -> list[tuple[Node, Emission]]:
+        """The source of each sink."""
+        found = []
+        for node in nodes:
+            operator, name = lookup(node.op), self.names[id(node)]
+            assert isinstance(operator, Sink)
+            found.append((node, operator.cpu(node, name, f"{name}_in", f"{name}_chosen")))
+        return found
+
+    def feed(self, node: Node, emission: Emission) -> None:
+        """Let a sink consume the current vector, with the lanes `inside`."""
+        lines, name = self.lines, self.names[id(node)]
+        lines.say(node.where)
+        value = self.vector(node.inputs[0])
+        if node.inputs[0].dtype == BOOL:
+            mask = value.source
+        else:
+            lines.add(f"{name}_in = {value.vector}")
+            mask = self.vector(node.inputs[1]).source if len(node.inputs) > 1 else ""
+        lines.add(f"{name}_chosen = {mask} & inside" if mask else f"{name}_chosen = inside")
+        lines.add(*emission.inside)
+
     def load_items(self, source: Node) -> None:
-        """Load what a sweep over a list computes with."""
+        """Load the items that a sweep over a list uses."""
         name = self.names[id(source)]
         for node in self.program.encode_nodes():
             if node.op == "value" and node.inputs[0] is source:

@@ -1,8 +1,9 @@
-"""Expressions and scalar steps of generated Numba code: what encoders and decoders have in common."""
+"""Expressions and scalar steps of generated Numba code, for encoders and decoders."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 
 from gradwire.lang.bounds import overflow_condition
 from gradwire.lang.emit import Lines, name_nodes, shared_subexpressions, statics
@@ -16,16 +17,23 @@ STORAGE = {"int8": "i8", "int32": "i32", "uint32": "u32", "float32": "f32", "flo
 
 
 class NumbaFunction:
-    """What encoders and decoders have in common: rendering of expressions and of scalar steps."""
+    """A generated function: its expressions and scalar steps."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.names = name_nodes(program)
         self.static = {id(node): f"static[{k}]" for k, node in enumerate(statics(program))}
         self.lines = Lines()
-        self.known: dict[int, str] = {}  # nodes with a variable of this step, by its name
-        self.masks: set[int] = set()  # fields of uint1 whose vector has a mask beside it
-        self.replaced: dict[str, Node] = {}  # fields that stand for the encoder's own nodes
+        self.known: dict[int, str] = {}  # variables of nodes in this step
+        self.masks: set[int] = set()  # fields of uint1 that also have a mask
+        self.replaced: dict[str, Node] = {}  # the encoder's own nodes for fields, see `as_receiver`
+
+    @contextlib.contextmanager
+    def as_receiver(self) -> Iterator[None]:
+        """Evaluate the decoder within the encoder: fields of the payload are replaced by the encoder's own nodes."""
+        self.replaced = {each.name: each.node for each in self.program.fields}
+        yield
+        self.replaced = {}
 
     # -- expressions -----------------------------------------------------------------------------------------
 
@@ -51,7 +59,7 @@ class NumbaFunction:
         return Text(operator.vector(*args), True)
 
     def _bit(self, node: Node) -> str | None:
-        """The mask at hand where a comparison asks if a uint1 is 1, else None."""
+        """An existing mask for a comparison of a uint1 with 1, or None."""
         bit, one = self._resolved(node.inputs[0]), node.inputs[1]
         if one.op != "constant" or one.attrs["value"] != 1 or bit.dtype != uint1:
             return None
@@ -60,7 +68,7 @@ class NumbaFunction:
         return self.vector(bit.inputs[0]).source if is_condition(bit) else None
 
     def overflows(self, output: Node) -> str | None:
-        """The condition that a decoded element could overflow, set as a variable; None where none ever can."""
+        """Set a variable to the condition that a decoded element could overflow; None if none ever can."""
         condition = overflow_condition(self._resolved(output), self._largest)
         if condition in (None, "True"):
             return condition
@@ -68,7 +76,7 @@ class NumbaFunction:
         return "may_overflow"
 
     def _largest(self, node: Node) -> str | None:
-        """The largest magnitude of a scalar, or of the values of blocks where that is known."""
+        """The largest magnitude of a scalar, or of block values if known."""
         node = self._resolved(node)
         if node.space.kind == "static":
             return f"abs({self.static[id(node)]})"
@@ -77,7 +85,7 @@ class NumbaFunction:
         return f"abs({self.scalar64(node)})" if node.op in ("narrow", "extract") else None
 
     def add_decoded(self, output: Node, overflows: str | None) -> None:
-        """Set `decoded` to the vector of a decoded expression, cut to the finite floats where that must be."""
+        """Set `decoded` to the vector of a decoded expression, clamped to finite floats if it could overflow."""
         value = self.vector(output).vector
         self.lines.add(f"decoded = finite({value})" if overflows == "True" else f"decoded = {value}")
         if overflows not in (None, "True"):
@@ -96,7 +104,7 @@ class NumbaFunction:
         return f"integers({source}, np.float32({dtype.low}), np.float32({dtype.high}))"
 
     def packed(self, node: Node, name: str) -> tuple[str, str]:
-        """The variable of what is packed, and the expression of its int32, both set here if need be."""
+        """The variable of a packed value, which is set here if necessary, and the expression of its int32."""
         if id(node) not in self.known:
             is_clamped = node.op == "cast" and node.attrs["dtype"].is_integer and node.inputs[0].dtype != BOOL
             if is_clamped:
@@ -111,7 +119,7 @@ class NumbaFunction:
         return self.known[id(node)], f"convert({self.known[id(node)]}, i32)"
 
     def scalar32(self, node: Node) -> str:
-        """A scalar as a float32, for arithmetic with elements."""
+        """A scalar as float32, for arithmetic with elements."""
         if node.op == "constant":
             return f"np.float32({float(node.attrs['value'])!r})"
         if node.space.kind == "static":
@@ -121,7 +129,7 @@ class NumbaFunction:
         return self.names[id(node)]
 
     def scalar64(self, node: Node) -> str:
-        """A scalar as a float64, for arithmetic among scalars."""
+        """A scalar as float64, for arithmetic with scalars."""
         if node.op == "constant":
             return repr(float(node.attrs["value"]))
         if node.space.kind == "static":
@@ -133,7 +141,7 @@ class NumbaFunction:
         return self.names[id(node)]
 
     def shared(self, roots: Sequence[Node]) -> None:
-        """Give a variable to what the roots use more than once."""
+        """Set variables for the nodes that the roots use more than once."""
         roots = [self._resolved(root) for root in roots]
         for node in shared_subexpressions(roots):
             if id(node) in self.known or node.op == "extract":
@@ -150,7 +158,7 @@ class NumbaFunction:
         return node
 
     def assign(self, node: Node) -> None:
-        """A scalar, or a list, between sweeps."""
+        """Compute a scalar or a list between sweeps."""
         name, operator = self.names[id(node)], lookup(node.op)
         if node.op in ("extract", "scatter"):
             return
@@ -177,19 +185,19 @@ class NumbaFunction:
         return name
 
     def list_name(self, node: Node) -> str:
-        """The variable of a list; of its values and positions where it has both."""
+        """The variable of a list, or of its values or positions."""
         if node.op in ("value", "index"):
             return f"{self.names[id(node.inputs[0])]}_{node.op}"
         return self.names[id(node)]
 
     def decode_scalars(self) -> None:
-        """The scalars that the decoder computes from the payload."""
+        """Compute the scalars of the decoder."""
         for node in self.program.decode_nodes():
             if node.space.kind == "scalar":
                 self.assign(node)
 
     def decode_blocks(self) -> None:
-        """The values of a block that the decoder computes from the payload."""
+        """Compute the block values of the decoder."""
         for node in self.program.decode_nodes():
             if node.space.kind == "blocks" and node.op != "extract":
                 operator = lookup(node.op)
@@ -198,7 +206,7 @@ class NumbaFunction:
                 self.lines.add(f"{self.names[id(node)]} = narrow(np.float64({text}))")
 
     def draws(self, roots: Iterable[Node], start: str, count: str) -> None:
-        """Fill the buffers of random numbers for a chunk."""
+        """Draw the random numbers of a chunk."""
         for node in closure(list(roots)):
             if node.op == "random":
                 name, shared = self.names[id(node)], node.attrs["shared"]
@@ -207,7 +215,7 @@ class NumbaFunction:
                 self.lines.add(f"draw(keys, {stream}, first + {start}, {count}, scratch, {name})")
 
     def buffers(self, roots: Iterable[Node], chunk: int) -> None:
-        """Make the buffers of random numbers."""
+        """Allocate the buffers of random numbers."""
         drawn = [node for node in closure(list(roots)) if node.op == "random"]
         if drawn:
             self.lines.add("scratch = np.empty(CHUNK, np.uint16)")
@@ -215,12 +223,8 @@ class NumbaFunction:
 
 
 def has_levels(dtype: ElementType, in_segments: bool) -> bool:
-    """Whether an array is packed from a buffer of levels, a byte each: not where vectors can be stored directly."""
+    """Whether an array is packed from a buffer with one byte per level, because vectors cannot be stored directly."""
     return dtype.packing in ("planes", "digits") or (dtype.packing == "bits" and in_segments)
-
-
-def is_masked(dtype: ElementType) -> bool:
-    return dtype.packing == "bits"
 
 
 def is_condition(node: Node) -> bool:
@@ -228,7 +232,7 @@ def is_condition(node: Node) -> bool:
 
 
 def scalar_bytes(program: Program) -> list[str]:
-    """What scalars and the length of lists take, as terms; values of a preliminary round do not travel after it."""
+    """Bytes of the scalars and the length of lists, as terms. Values of a preliminary round are not sent after it."""
     scalars = [each for each in program.fields if not each.is_array]
     own = sum(is_stat(program, each) for each in scalars)
     plain = len(scalars) - own + (program.items is not None)

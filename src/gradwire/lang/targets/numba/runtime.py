@@ -1,4 +1,4 @@
-"""What generated Numba code calls: vectors and lanes from `kernels.cpu`, and small helpers of the language."""
+"""Functions called by generated Numba code: vectors and lanes of `kernels.cpu`, and helpers of the language."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from gradwire.kernels.cpu.lanes import (
     trailing_zeros,
 )
 from gradwire.kernels.cpu.positions import coded_bytes, read_positions, write_positions
-from gradwire.kernels.cpu.random import copy_part, fill_group16, fill_group32
+from gradwire.kernels.cpu.random import fill16, fill_group32
 from gradwire.kernels.cpu.reduce import LEVELS, finish, push
 from gradwire.kernels.cpu.select import scatter_lists
 from gradwire.kernels.cpu.vector import (
@@ -57,13 +57,13 @@ from gradwire.kernels.cpu.vector import (
     u32,
 )
 from gradwire.kernels.cpu.zero_run import expand_runs, shorten_runs
-from gradwire.kernels.layout import RANDOM16_GROUP, RANDOM32_GROUP, SUM_BLOCK
+from gradwire.kernels.layout import RANDOM32_GROUP, SUM_BLOCK
 
 CHUNK = SUM_BLOCK
 LARGEST = np.float64(np.finfo(np.float32).max)
 _STREAM_STEP = np.uint32(0x85EBCA6B)
 _HALF, _UNIT = np.float32(0.5), np.float32(2**-16)
-# Selections write so many pairs at a time, without looking whether there are as many.
+# Selections write this many pairs at a time, even where there are fewer.
 SLOTS = 4
 _POWERS = np.array([81, 27, 9, 3, 1], np.int64)
 
@@ -73,7 +73,7 @@ _POWERS = np.array([81, 27, 9, 3, 1], np.int64)
 
 @kernel
 def narrow(value):
-    """A float64 as a finite float32; 0 for a NaN."""
+    """Round a float64 to a finite float32; NaN becomes 0."""
     if value != value:
         return np.float32(0)
     return np.float32(min(max(value, -LARGEST), LARGEST))
@@ -81,7 +81,7 @@ def narrow(value):
 
 @kernel
 def extreme(value):
-    """The float64 of a smallest or largest lane; 0 if there was none, and no negative zero."""
+    """A smallest or largest lane as float64; 0 if no lane was chosen. Never -0."""
     return 0.0 if np.isinf(value) else np.float64(value) + 0.0
 
 
@@ -99,13 +99,13 @@ def magnitude_bits(x):
 
 @kernel
 def inverted(mask):
-    """The lanes that are not set."""
+    """The opposite of a mask."""
     return mask ^ splat(True, LANES)
 
 
 @kernel
 def number(mask):
-    """1 where the mask is set, else 0."""
+    """1 where the mask is true, else 0."""
     return select(mask, splat(np.float32(1), LANES), splat(np.float32(0), LANES))
 
 
@@ -117,13 +117,13 @@ def exponent(x):
 
 @kernel
 def power(e):
-    """Powers of two with these biased exponents."""
+    """Powers of two, from biased exponents."""
     return bitcast(convert(e, i32) << 23, f32)
 
 
 @kernel
 def integers(y, low, high):
-    """Truncated and clamped to integers from low to high, as int32; 0 for a NaN."""
+    """Truncate and clamp to integers in [low, high], as int32; NaN becomes 0."""
     zero, most = splat(np.float32(0), LANES), splat(high, LANES)
     if low < 0:
         least = splat(low, LANES)
@@ -136,7 +136,7 @@ def integers(y, low, high):
 
 @kernel
 def finite(y):
-    """Within the finite floats; 0 for a NaN."""
+    """Clamp to finite floats; NaN becomes 0."""
     zero, most, least = (
         splat(np.float32(0), LANES),
         splat(np.float32(LARGEST), LANES),
@@ -157,7 +157,7 @@ def all_finite(values):
 
 @kernel
 def largest_of(values):
-    """The largest magnitude of an array, float64; NaN if one is not finite."""
+    """Largest magnitude of an array, float64; NaN if an element is not finite."""
     largest = splat(np.int32(0), LANES)
     for i in range(0, values.size, LANES):
         largest = maximum(largest, magnitude_bits(load_f32(values, i, LANES)))
@@ -167,7 +167,7 @@ def largest_of(values):
 
 @kernel
 def sums(size):
-    """Room for a canonical sum of so many numbers: its levels, and how full each is."""
+    """Scratch memory for a canonical sum of `size` numbers: its levels, and how full each is."""
     num_levels, capacity = 1, SUM_BLOCK * SUM_BLOCK
     while capacity < size:
         num_levels, capacity = num_levels + 1, capacity * SUM_BLOCK
@@ -179,24 +179,15 @@ def sums(size):
 
 @kernel
 def draw(keys, shared, stream, first, count, scratch, noise):
-    """Write the random numbers of elements first to first + count to `noise`, uint16[>= count]."""
+    """Write the random numbers of elements `first` to `first` + `count` to `noise`, uint16[>= count]."""
     at = 0 if shared else 2
     key_0, key_1 = keys[at], np.uint32(keys[at + 1] ^ np.uint32(np.uint32(stream) * _STREAM_STEP))
-    i = np.int64(0)
-    while i < count:
-        group, offset = (first + i) // RANDOM16_GROUP, (first + i) % RANDOM16_GROUP
-        length = min(RANDOM16_GROUP - offset, count - i)
-        if length == RANDOM16_GROUP:
-            fill_group16(key_0, key_1, group, noise, i)
-        else:
-            fill_group16(key_0, key_1, group, scratch, np.int64(0))
-            copy_part(scratch, offset, noise, i, length)
-        i += length
+    fill16(key_0, key_1, first, count, scratch, noise)
 
 
 @kernel
 def uniform(noise, at):
-    """Vector of numbers between 0 and 1, from 16 random bits each."""
+    """Vector of numbers between 0 and 1 from 16 random bits."""
     return (convert(convert(load(noise, at, LANES), i32), f32) + _HALF) * _UNIT
 
 
@@ -205,7 +196,7 @@ def uniform(noise, at):
 
 @kernel
 def address(body):
-    """Where an array begins."""
+    """Address of an array."""
     return np.uint64(body.ctypes.data)
 
 
@@ -320,9 +311,9 @@ def unpack_bits(packed, at, count, levels):
 
 @inlined
 def append(mask, i, values, scratch, index, value, count, capacity):
-    """Append the lanes of a mask and their positions to a list; return its length, at most `capacity`.
+    """Append the chosen lanes and their positions to a list; return its length, at most `capacity`.
 
-    The arrays have SLOTS more places than that.
+    The arrays have space for `capacity` + SLOTS items.
     """
     chosen = mask_bits(mask)
     store(scratch, 0, values)
@@ -334,7 +325,7 @@ def append(mask, i, values, scratch, index, value, count, capacity):
             count += 1
             chosen &= chosen - np.uint64(1)
         return count
-    # No branch for vectors without any: measured, it costs a fifth of the sweep where one of a hundred is chosen.
+    # No branch for vectors without any. Measured: it would cost a fifth of the sweep if one element in 100 is chosen.
     for first in range(count, count + max(num_chosen, 1), SLOTS):
         for slot in range(first, first + SLOTS):
             lane = trailing_zeros(chosen)
@@ -345,12 +336,12 @@ def append(mask, i, values, scratch, index, value, count, capacity):
 
 @kernel
 def sample_positions(keys, count, size):
-    """Where `count` equal parts of `size` elements are sampled: part j begins at j * size // count."""
+    """Positions of samples from `count` equal parts of `size` elements; part j begins at j * size // count."""
     words, places = draw_words(keys, count), np.empty(count, np.int64)
     if count == 0:
         return places
     whole, rest = size // count, size % count
-    start, over = np.int64(0), np.int64(0)  # over / count is what rounding has cut off
+    start, over = np.int64(0), np.int64(0)  # over / count has been lost by rounding
     for j in range(count):
         over += rest
         carry = np.int64(over >= count)
@@ -363,7 +354,7 @@ def sample_positions(keys, count, size):
 
 @kernel
 def draw_words(keys, count):
-    """One random 32-bit word for each of `count` places and a few more, from a stream of the private key's own."""
+    """At least `count` random 32-bit words, from a separate stream of the private key."""
     key_1 = np.uint32(keys[3] ^ np.uint32(0x2545F491))
     num_groups = (count + RANDOM32_GROUP - 1) // RANDOM32_GROUP
     words = np.empty(num_groups * RANDOM32_GROUP, np.uint32)
@@ -374,7 +365,7 @@ def draw_words(keys, count):
 
 @kernel
 def sort_floats(values, descending):
-    """Sort in place: radix sort of 16 bits a pass over keys in the order of the floats."""
+    """Sort in place: radix sort, 16 bits per pass, of integer keys in the order of the floats."""
     size = values.size
     keys, other = np.empty(size, np.uint32), np.empty(size, np.uint32)
     bits = array_at(np.uint64(values.ctypes.data), size, u32)
@@ -403,7 +394,7 @@ def sort_floats(values, descending):
 
 @kernel
 def item(values, count, position):
-    """The item at a position that is cut to the list; 0 of an empty one."""
+    """The item at a position, which is clamped to the list; 0 if the list is empty."""
     if count == 0:
         return 0.0
     return np.float64(values[np.int64(min(max(position, 0.0), count - 1.0))])
@@ -411,7 +402,7 @@ def item(values, count, position):
 
 @kernel
 def keep_top(index, value, count, most):
-    """Keep the `most` largest magnitudes of a list, in their order; ties go to the first. Return the new length."""
+    """Keep the `most` largest magnitudes of a list, in order; ties go to the first. Return the new length."""
     if count <= most:
         return count
     keys = np.empty(count, np.float32)
@@ -440,13 +431,13 @@ def keep_top(index, value, count, most):
 
 @kernel
 def list_room(num_ranks):
-    """For the lists of all ranks: addresses of positions and of values, and lengths."""
+    """Arrays for the lists of all ranks: addresses of positions, addresses of values, lengths."""
     return np.empty(num_ranks, np.uint64), np.empty(num_ranks, np.uint64), np.empty(num_ranks, np.int64)
 
 
 @kernel
 def add_at(index, values, sign, out):
-    """Add sign * values to `out` at these positions; False where one lies outside. A negative zero counts as zero."""
+    """Add sign * values to `out` at these positions; return False if one is outside. Negative zeros count as zero."""
     for j in range(index.size):
         if index[j] >= out.size:
             return False

@@ -1,16 +1,16 @@
-"""One sweep of an encoder as Numba source: over the gradient, by blocks where there are any, or over a list."""
+"""One sweep of an encoder as Numba source: over the gradient, block by block if it has blocks, or over a list."""
 
 from __future__ import annotations
 
 import math
 
 from gradwire.lang.emit import chunk_of
-from gradwire.lang.ir import BOOL, Field, Node
+from gradwire.lang.ir import Field, Node
 from gradwire.lang.operators.arithmetic import Arithmetic
-from gradwire.lang.operators.base import Emission, Sink, lookup
+from gradwire.lang.operators.base import Emission, lookup
 from gradwire.lang.passes import Sweep
 from gradwire.lang.targets.numba.encode_function import NumbaEncodeFunction
-from gradwire.lang.targets.numba.expressions import STORAGE, has_levels, is_condition, is_masked
+from gradwire.lang.targets.numba.expressions import STORAGE, has_levels, is_condition
 
 
 class NumbaElementSweep:
@@ -27,7 +27,7 @@ class NumbaElementSweep:
             self.encoded += dense
         self.roots = [*self.encoded, *self.decoded]
         self.chunk = chunk_of(step.packs)
-        self.overflows: str | None = None  # the condition that what is decoded could overflow
+        self.overflows: str | None = None  # the condition that a decoded element could overflow
 
     def emit(self) -> None:
         f, step, lines = self.f, self.step, self.lines
@@ -36,7 +36,7 @@ class NumbaElementSweep:
         title += [each.name for each in step.packs] + ["the residual"] * step.residual
         title = list(dict.fromkeys(title))
         lines.add("", f"# Sweep over the gradient: {', '.join(title) or 'is it finite?'}.")
-        emissions = self._sinks()
+        emissions = f.sinks(step.sinks)
         for node, emission in emissions:
             self._capacity(node)
             lines.add(*emission.before)
@@ -49,16 +49,15 @@ class NumbaElementSweep:
                 lines.add(f"{each.variable}_levels = np.empty({self.chunk}, np.uint8)")
             dtype = STORAGE.get(each.dtype.name, "u8")
             count = f.count(each) if each.dtype.packing == "raw" else f"{each.variable}_bytes"
-            # What is to be shortened is packed elsewhere, the last of what lies there.
+            # An array that a coding shortens is packed in scratch memory, after the results of filters.
             place = f"address(body) + np.uint64({each.variable}_at)" if each.coding is None else "room"
             lines.add(f"{each.variable}_out = array_at({place}, {count}, {dtype})")
             if each.dtype.packing in ("planes", "digits") or has_levels(each.dtype, bool(step.cut_by)):
                 lines.add(f"{each.variable}_next = np.int64(0)")
         if step.residual:
-            f.replaced = {each.name: each.node for each in self.program.fields}
-            f.decode_scalars()
-            self.overflows = f.overflows(self.program.output)
-            f.replaced = {}
+            with f.as_receiver():
+                f.decode_scalars()
+                self.overflows = f.overflows(self.program.output)
         if step.block_nodes:
             self._tiles(emissions)
         else:
@@ -73,7 +72,7 @@ class NumbaElementSweep:
         f.known = {}
 
     def _capacity(self, node: Node) -> None:
-        """How many items a list has at most, and how many slots its table."""
+        """Set the maximum length of a list, and the number of slots of its table."""
         if node.op not in ("filter", "hash"):
             return
         name = self.f.names[id(node)]
@@ -90,19 +89,10 @@ class NumbaElementSweep:
             if each.node.space.kind == "blocks" and id(each.node) in mine and each not in self.step.packs
         ]  # fmt: skip
 
-    def _sinks(self) -> list[tuple[Node, Emission]]:
-        found = []
-        for node in self.step.sinks:
-            operator = lookup(node.op)
-            assert isinstance(operator, Sink)
-            name = self.f.names[id(node)]
-            found.append((node, operator.cpu(node, name, f"{name}_in", f"{name}_chosen")))
-        return found
-
     # -- plain sweeps ----------------------------------------------------------------------------------------
 
     def _chunk(self, emissions: list[tuple[Node, Emission]], first_read: bool) -> None:
-        """What is done with the elements from `start` to `end`."""
+        """Process the elements from `start` to `end`."""
         f, lines = self.f, self.lines
         f.draws(self.roots, "start", "end - start")
         per_chunk = [emission for _, emission in emissions if emission.chunk or emission.end]
@@ -116,7 +106,7 @@ class NumbaElementSweep:
         self._flush()
 
     def _vector(self, emissions: list[tuple[Node, Emission]], first_read: bool) -> None:
-        """What is done with the 64 elements at i, as far as they lie before `stop`."""
+        """Process the 64 elements at i, up to `stop`."""
         f, step, lines = self.f, self.step, self.lines
         f.read()
         f.known = {id(f.gradient()): "x"}
@@ -124,20 +114,11 @@ class NumbaElementSweep:
             lines.add("watch = maximum(watch, magnitude_bits(x))")
             if not step.residual:
                 lines.add("if residual_out is not None:", f"    {self._stored('residual_out', 'x')}")
-        if emissions or any(is_masked(each.dtype) for each in step.packs):
+        if emissions or any(each.dtype.packing == "bits" for each in step.packs):
             lines.add("inside = lanes_below(stop - i, LANES)")
         f.shared([root for root in self.encoded if root.space.kind in ("elements", "items")])
         for node, emission in emissions:
-            name = f.names[id(node)]
-            lines.say(node.where)
-            value = f.vector(node.inputs[0])
-            if node.inputs[0].dtype != BOOL:
-                lines.add(f"{name}_in = {value.vector}")
-                mask = f.vector(node.inputs[1]).source if len(node.inputs) > 1 else ""
-            else:
-                mask = value.source
-            lines.add(f"{name}_chosen = {mask} & inside" if mask else f"{name}_chosen = inside")
-            lines.add(*emission.inside)
+            f.feed(node, emission)
         for each in step.packs:
             if each.node.space.kind == "elements":
                 self._pack(each)
@@ -167,13 +148,12 @@ class NumbaElementSweep:
             lines.add(f"store_f32({name}_out, i, {value})")
 
     def _stored(self, out: str, value: str) -> str:
-        """A store of what lies before `stop`, which is the end of the array unless blocks cut vectors."""
+        """Store the lanes before `stop`, which is the end of the array unless blocks end within vectors."""
         return f"store_until({out}, i, stop, {value})" if self.step.cut_by else f"store({out}, i, {value})"
 
     def _residual(self) -> None:
         f, lines, program = self.f, self.lines, self.program
-        f.replaced = {each.name: each.node for each in program.fields}
-        with lines.block("if residual_out is not None:"):
+        with f.as_receiver(), lines.block("if residual_out is not None:"):
             lines.forget()
             lines.say(program.output.where)
             before = dict(f.known)
@@ -181,27 +161,18 @@ class NumbaElementSweep:
             f.add_decoded(program.output, self.overflows)
             lines.add(self._stored("residual_out", "x - decoded"))
             f.known = before
-        f.replaced = {}
         lines.forget()
 
     def _flush(self) -> None:
         """Pack the levels of a chunk."""
         for each in self.step.packs:
-            if each.node.space.kind != "elements" or not has_levels(each.dtype, bool(self.step.cut_by)):
-                continue
-            name = each.variable
-            if each.dtype.packing == "digits":
-                call = f"pack_digits({name}_levels, end - start, {name}_out, {name}_next)"
-            elif each.dtype.packing == "bits":
-                call = f"pack_bits({name}_levels, end - start, {name}_out, {name}_next)"
-            else:
-                call = f"pack_planes({name}_levels, end - start, {int(each.dtype.bits)}, {name}_out, {name}_next)"
-            self.lines.add(f"{name}_next = {call}")
+            if each.node.space.kind == "elements" and has_levels(each.dtype, bool(self.step.cut_by)):
+                self.lines.add(_packing(each))
 
     # -- sweeps by blocks ------------------------------------------------------------------------------------
 
     def _tiles(self, emissions: list[tuple[Node, Emission]]) -> None:
-        """Reduce the blocks of a tile, then do the rest of the sweep while the tile is in the cache."""
+        """Reduce the blocks of a tile, then process the rest of the sweep while the tile is in the cache."""
         f, step, lines = self.f, self.step, self.lines
         block = step.block_nodes[0].space.block
         tile = math.lcm(block, self.chunk)
@@ -229,7 +200,7 @@ class NumbaElementSweep:
                 self._flush()
 
     def _segments(self, emissions: list[tuple[Node, Emission]], block: int) -> None:
-        """The vectors of a chunk, none of which crosses the end of a block."""
+        """Process the vectors of a chunk. Vectors end at the end of a block."""
         lines = self.lines
         lines.add("i = start")
         with lines.block("while i < end:"):
@@ -241,27 +212,22 @@ class NumbaElementSweep:
                 lines.add("i = stop")
 
     def _pick_block(self, block: int) -> None:
-        """Let the names of what blocks have mean those of the block of element i."""
+        """Set the variables of block values to those of element i's block."""
         f, lines = self.f, self.lines
         lines.add(f"b = i // {block}")
         for node in self.step.block_nodes:
             name = f.names[id(node)]
             lines.add(f"{name} = {name}_of[b - tile // {block}]")
         if self.step.residual:
-            f.replaced = {each.name: each.node for each in self.program.fields}
-            f.decode_blocks()
-            f.replaced = {}
+            with f.as_receiver():
+                f.decode_blocks()
 
     def _reduce_block(self, block: int) -> None:
         f, step, lines = self.f, self.step, self.lines
         lines.add(f"block_end = min(n, (b + 1) * {block})")
-        emissions = []
-        for node in step.block_sinks:
-            operator = lookup(node.op)
-            assert isinstance(operator, Sink)
-            name = f.names[id(node)]
-            emissions.append((node, operator.cpu(node, name, f"{name}_in", f"{name}_chosen")))
-            lines.add(*emissions[-1][1].before)
+        emissions = f.sinks(step.block_sinks)
+        for _, emission in emissions:
+            lines.add(*emission.before)
         roots = [each for node in step.block_sinks for each in node.inputs]
         with lines.block(f"for start in range(b * {block}, block_end, CHUNK):"):
             lines.add("end = min(block_end, start + CHUNK)")
@@ -277,12 +243,7 @@ class NumbaElementSweep:
                     lines.add("if residual_out is not None:", "    store_until(residual_out, i, stop, x)")
                 f.shared(roots)
                 for node, emission in emissions:
-                    name = f.names[id(node)]
-                    lines.say(node.where)
-                    lines.add(f"{name}_in = {f.vector(node.inputs[0]).vector}")
-                    mask = f.vector(node.inputs[1]).source if len(node.inputs) > 1 else ""
-                    lines.add(f"{name}_chosen = {mask} & inside" if mask else f"{name}_chosen = inside")
-                    lines.add(*emission.inside)
+                    f.feed(node, emission)
             for _, emission in emissions:
                 lines.add(*emission.end)
         f.known = {}
@@ -317,13 +278,9 @@ class NumbaItemSweep:
         count = f"{f.names[id(source)]}_count"
         title = [f.names[id(node)] for node in step.sinks] + [each.name for each in step.packs]
         lines.add("", f"# Sweep over the list: {', '.join(title)}.")
-        emissions = []
-        for node in step.sinks:
-            operator = lookup(node.op)
-            assert isinstance(operator, Sink)
-            name = f.names[id(node)]
-            emissions.append((node, operator.cpu(node, name, f"{name}_in", f"{name}_chosen")))
-            lines.add(*emissions[-1][1].before)
+        emissions = f.sinks(step.sinks)
+        for _, emission in emissions:
+            lines.add(*emission.before)
         chunk = chunk_of(step.packs)
         for each in step.packs:
             f.offset(each)
@@ -348,10 +305,7 @@ class NumbaItemSweep:
                 lines.add(*emission.end)
             for each in step.packs:
                 if has_levels(each.dtype, True):
-                    kind = {"digits": "pack_digits", "bits": "pack_bits"}.get(each.dtype.packing, "pack_planes")
-                    bits = f", {int(each.dtype.bits)}" if kind == "pack_planes" else ""
-                    name = each.variable
-                    lines.add(f"{name}_next = {kind}({name}_levels, end - start{bits}, {name}_out, {name}_next)")
+                    lines.add(_packing(each))
         for _, emission in emissions:
             lines.add(*emission.after)
         f.known = {}
@@ -367,12 +321,7 @@ class NumbaItemSweep:
             f.load_items(source)
         f.shared([root for root in step.roots if root.op != "index"])
         for node, emission in emissions:
-            name = f.names[id(node)]
-            lines.say(node.where)
-            lines.add(f"{name}_in = {f.vector(node.inputs[0]).vector}")
-            mask = f.vector(node.inputs[1]).source if len(node.inputs) > 1 else ""
-            lines.add(f"{name}_chosen = {mask} & inside" if mask else f"{name}_chosen = inside")
-            lines.add(*emission.inside)
+            f.feed(node, emission)
         for each in step.packs:
             if each.is_positions:
                 continue
@@ -386,3 +335,10 @@ class NumbaItemSweep:
                 lines.add(f"store_until({name}_out, i, stop, convert({integers}, {STORAGE[dtype.name]}))")
             else:
                 lines.add(f"store_f32({name}_out, i, {value})")
+
+
+def _packing(each: Field) -> str:
+    """Source that packs the levels of a chunk."""
+    name, packing = each.variable, each.dtype.packing
+    bits = f", {int(each.dtype.bits)}" if packing == "planes" else ""
+    return f"{name}_next = pack_{packing}({name}_levels, end - start{bits}, {name}_out, {name}_next)"

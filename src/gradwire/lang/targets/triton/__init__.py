@@ -1,24 +1,23 @@
 """Emitter to Triton: a program becomes a module with kernels, and with `encode`, `decode` and `decode_sum` in torch.
 
-All tensors lie on one device, which is the CPU where TRITON_INTERPRET=1 is set. As for the CPU, every program has one
-calling convention:
+All tensors are on one device, or on the CPU with TRITON_INTERPRET=1. All programs have the same calling convention:
 
-- ``encode(grad, scale, residual_in, residual_out, stats, keys, first, static) -> body``, uint8, or None if the gradient
-  is not finite. Encodes scale · grad + residual_in; `residual_out` receives the error. `residual_in`, `residual_out`
-  (float32) and `stats` may be None.
-- ``measure(grad, scale, residual_in, keys, first, static)``: this rank's values of the preliminary round, infinite if
-  the gradient is not finite.
-- ``decode(body, out, accumulate, stats, keys, first, static) -> whether the body is valid``.
-- ``decode_sum(bodies, out, stats, keys, first, static)``: the payloads of all ranks.
+- ``encode(grad, scale, residual_in, residual_out, stats, keys, first, static)`` encodes scale · grad + residual_in and
+  writes the error to `residual_out`. Returns the body, uint8, or None if the gradient is not finite. `residual_in`,
+  `residual_out` (float32) and `stats` may be None.
+- ``measure(grad, scale, residual_in, keys, first, static)`` returns this rank's values for the preliminary round;
+  infinite if the gradient is not finite.
+- ``decode(body, out, accumulate, stats, keys, first, static)`` returns whether the body is valid.
+- ``decode_sum(bodies, out, stats, keys, first, static)`` adds up the payloads of all ranks.
 
-`keys` holds the words of the shared and the private key, `first` the global index of the first element, `static` what
-follows from length and step: both are arrays of the host.
+`keys` holds the words of the shared key and of the private key, `first` is the global index of the first element, and
+`static` holds the numbers known from length and step. `keys` and `static` are arrays in host memory.
 
-Guarantees the bytes, residuals and tensors of the oracle, bit for bit: partial results are joined in the canonical
-order, quotients and roots are rounded correctly, and nothing is contracted to an FMA. The device is waited for once a
-filter, for the length of its list, once where bytes are shortened or expanded, for how many they are, and once a call,
-to know whether all was finite or valid. A list with a position more than twice, which no encoder sends, may be summed
-in another order.
+Bytes, residuals and tensors are those of the oracle, bit for bit: partial results are combined in the canonical order,
+quotients and roots are rounded correctly, and nothing is contracted to an FMA. The exception is a list that holds a
+position more than twice, which no encoder sends: the order of its additions is not fixed. The host synchronizes with
+the device once per filter, for the length of the list; once per coding, for the number of bytes; and once per call, to
+learn whether everything was finite or valid.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The decoders as Triton and torch source: one kernel writes, adds, or sums the payloads of all ranks."""
+"""The decoders as Triton and torch source: one kernel writes or adds payloads, or sums those of all ranks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class TritonDecoder(TritonFunction):
         return f"ceil_div(n, {space.block})" if space.kind == "blocks" else "n"
 
     def _read(self) -> None:
-        """Set the variables of all fields of the payloads `rows`."""
+        """Set the variables of all fields to those of the payloads `rows`."""
         lines, at = self.lines, 0
         scalars = [each for each in self.program.fields if not each.is_array]
         is_shifted = any(is_stat(self.program, each) for each in scalars)
@@ -79,7 +79,7 @@ class TritonDecoder(TritonFunction):
         self.decode_scalars()
 
     def _check_sizes(self) -> None:
-        """Refuse bodies of another size; where the last field was shortened, undo that first."""
+        """Reject bodies of the wrong size, after expanding the last field if it has a coding."""
         lines, last, is_wrong = self.lines, self.program.fields[-1], "body.numel() != body_bytes"
         if last.coding is not None:
             lines.say(last.coding.where)
@@ -90,7 +90,7 @@ class TritonDecoder(TritonFunction):
         lines.add(f"if any({is_wrong} for body in bodies):", "    return False")
 
     def _load(self, kernel: Kernel, node: Node) -> None:
-        """Load a field for the elements at hand."""
+        """Load a field for the current elements."""
         each = self.program.field_of(node)
         name, dtype = each.variable, each.dtype
         kernel.give(f"{name}_in", f"{name}_in")
@@ -118,7 +118,7 @@ class TritonDecoder(TritonFunction):
         return kernel.give("bad", "bad")
 
     def _arrays(self, *kinds: str) -> list[Node]:
-        """The `extract` nodes of arrays that the decoder reads."""
+        """The `extract` nodes of arrays in these spaces."""
         return [node for node in self.program.decode_nodes() if node.op == "extract" and node.space.kind in kinds]
 
     # -- dense -----------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ class TritonDecoder(TritonFunction):
     # -- lists -----------------------------------------------------------------------------------------------
 
     def _scatter(self) -> None:
-        """Add the values of lists at their positions, a rank after another."""
+        """Add the values of lists at their positions, rank by rank."""
         lines, (values, index) = self.lines, self.program.output.inputs
         lines.add("if accumulate is None:", "    out.zero_()")
         arrays = [each for each in self.program.fields if each.is_array]

@@ -1,4 +1,4 @@
-"""The encoder as Triton and torch source: kernels, and the host function that starts them in order."""
+"""The encoder as Triton and torch source: kernels, and the host function that launches them in order."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class TritonEncoder(TritonEncodeFunction):
                 lines.add(f"{name}_count = {name}{'_value' if node.op == 'top' else ''}.numel()")
 
     def _listed(self, node: Node, name: str) -> None:
-        """Write what a receiver computes of a list's items to memory."""
+        """Write the decoded items of a list to memory."""
         count = self.count(node)
         kernel = self.kernel(f"Compute {name} of the items of a list.", count=count)
         load_items(kernel, node)
@@ -107,23 +107,20 @@ class TritonEncoder(TritonEncodeFunction):
         kernel.launch(f"chunks({name}_count)")
 
     def _subtract(self) -> None:
-        """Take from the gradient what its list of values will decode to."""
+        """Subtract the decoded values of a list from the gradient."""
         output, lines = self.program.output, self.lines
-        self.replaced = {each.name: each.node for each in self.program.fields}
-        values, index = output.inputs[0], self.resolved(output.inputs[1])
         lines.forget()
-        lines.add("", "# The residual: the gradient less what the list carries.", "if residual_out is not None:")
-        lines.indent += 1
-        self.decode_scalars()
-        lines.say(output.where)
-        count, list_name = self.count(index), self.list_name(index)
-        if self.resolved(values).op == "value":
-            lines.add(f"sent = {self.list_name(self.resolved(values))}")
-        else:
-            self._listed(values, "sent")
-        lines.add(f"launch(add_at, (chunks({count}),), {list_name}, sent, {count}, residual_out, n, -1.0, watch)")
-        lines.indent -= 1
-        self.replaced = {}
+        lines.add("", "# The residual: the gradient less what the list carries.")
+        with self.as_receiver(), lines.block("if residual_out is not None:"):
+            values, index = self.resolved(output.inputs[0]), self.resolved(output.inputs[1])
+            self.decode_scalars()
+            lines.say(output.where)
+            count, list_name = self.count(index), self.list_name(index)
+            if values.op == "value":
+                lines.add(f"sent = {self.list_name(values)}")
+            else:
+                self._listed(output.inputs[0], "sent")
+            lines.add(f"launch(add_at, (chunks({count}),), {list_name}, sent, {count}, residual_out, n, -1.0, watch)")
 
     # -- the payload -----------------------------------------------------------------------------------------
 
@@ -131,7 +128,7 @@ class TritonEncoder(TritonEncodeFunction):
         return [each for each in self.program.fields if each.is_array]
 
     def _make_body(self) -> None:
-        """Allocate the body at once, where its length is known."""
+        """Allocate the body, if its length is known."""
         self.lines.add(*scalar_size(self.program))
         if self.is_list:
             return
@@ -174,7 +171,7 @@ class TritonEncoder(TritonEncodeFunction):
 
 
 def scalar_size(program: Program) -> list[str]:
-    """Set `scalars_bytes`, what scalars and the length of lists take."""
+    """Set `scalars_bytes`, the bytes of scalars and of the length of lists."""
     scalars = [each for each in program.fields if not each.is_array]
     own = sum(is_stat(program, each) for each in scalars)
     most = 4 * (len(scalars) + (program.items is not None))
@@ -182,7 +179,7 @@ def scalar_size(program: Program) -> list[str]:
 
 
 def places_of(arrays: list[Field], count: Callable[[Field], str]) -> list[str]:
-    """Set where arrays begin in a body, and how long they and the body are."""
+    """Set the places of arrays in a body, their lengths, and the length of the body."""
     lines, at = [], "scalars_bytes"
     for each in arrays:
         name = each.variable

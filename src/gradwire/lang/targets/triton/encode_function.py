@@ -1,4 +1,4 @@
-"""What the sweeps of an encoder share: how it reads the gradient, and where the fields of its payload stand."""
+"""Shared by the sweeps of an encoder: reading the gradient, locating the fields of the payload."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from gradwire.lang.targets.triton.expressions import Kernel, TritonFunction, num
 
 
 class TritonEncodeFunction(TritonFunction):
-    """The state of one emitted `encode`, before its steps.
+    """State of one `encode` being emitted.
 
     Attributes:
-        stored: Whether `residual_out` holds the compensated gradient already.
+        stored: Whether `residual_out` already holds the compensated gradient.
         is_list: Whether the payload holds lists.
     """
 
@@ -21,7 +21,7 @@ class TritonEncodeFunction(TritonFunction):
         self.is_list = program.items is not None
 
     def read(self, kernel: Kernel) -> None:
-        """The elements x of the gradient at i."""
+        """Set x to the gradient's elements at i."""
         function, third = ("compensated_again", "residual_out") if self.stored else ("compensated", "residual_in")
         kernel.take("grad", "scale", third)
         kernel.lines.add(f"x = {function}(grad, scale, {third}, i, inside)")
@@ -30,7 +30,7 @@ class TritonEncodeFunction(TritonFunction):
             kernel.known[id(gradient)] = Text("x", True)
 
     def field_count(self, each: Field) -> str:
-        """How many values a field has."""
+        """Number of values of a field."""
         space = each.node.space
         if space.kind == "items":
             return self.count(each.node)
@@ -48,7 +48,7 @@ class TritonEncodeFunction(TritonFunction):
 
 
 def load_items(kernel: Kernel, node: Node) -> None:
-    """Load what a sweep over a list computes with."""
+    """Load the items that a sweep over a list uses."""
     f, source = kernel.f, node.space.source
     assert source is not None
     kernel.is_group = False

@@ -1,8 +1,9 @@
-"""Kernels under construction, and the torch code around them: what encoders and decoders have in common."""
+"""Kernels under construction and the torch code around them, for encoders and decoders."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -15,12 +16,12 @@ from gradwire.lang.types import ElementType
 
 STORAGE = {"int8": "int8", "int32": "int32", "uint32": "int32", "float32": "float32", "float16": "float16"}
 _WIDTH = 116
-# Characters: from so many on, the parts of an expression that are not short get variables of their own.
+# Characters. In an expression of at least `_LONG`, parts longer than `_SHORT` get variables.
 _LONG, _SHORT = 56, 24
 
 
 class TritonFunction:
-    """A host function with its kernels: names of values, scalars in torch."""
+    """A generated host function with its kernels: names of values, scalars in torch."""
 
     def __init__(self, program: Program, prefix: str) -> None:
         self.program, self.prefix = program, prefix
@@ -28,16 +29,23 @@ class TritonFunction:
         self.static = {id(node): f"static[{k}]" for k, node in enumerate(statics(program))}
         self.lines = Lines()
         self.kernels: list[Kernel] = []
-        self.stored_blocks: set[int] = set()  # nodes whose values, one a block, lie in memory
-        self.replaced: dict[str, Node] = {}  # fields that stand for the encoder's own nodes
+        self.stored_blocks: set[int] = set()  # nodes whose block values are in memory
+        self.replaced: dict[str, Node] = {}  # the encoder's own nodes for fields, see `as_receiver`
+
+    @contextlib.contextmanager
+    def as_receiver(self) -> Iterator[None]:
+        """Evaluate the decoder within the encoder: fields of the payload are replaced by the encoder's own nodes."""
+        self.replaced = {each.name: each.node for each in self.program.fields}
+        yield
+        self.replaced = {}
 
     def kernel(self, title: str, at: str = "i", count: str = "n") -> Kernel:
-        """A new kernel, over the 1024 elements (or items) from `start` on in each program.
+        """A new kernel. Each program handles the 1,024 elements or items from `start` on.
 
         Args:
-            title: what it is for.
-            at: what its positions are called.
-            count: host expression of how many there are.
+            title: Docstring of the kernel.
+            at: Variable of the positions.
+            count: Host expression of the number of elements or items.
         """
         made = Kernel(self, f"{self.prefix}_{len(self.kernels)}", title, at)
         self.kernels.append(made)
@@ -47,26 +55,26 @@ class TritonFunction:
         return made
 
     def source(self, host: str) -> str:
-        """The module's part: kernels, then the host function."""
+        """The kernels, then the host function."""
         return "\n\n\n".join([*(kernel.source() for kernel in self.kernels), host])
 
     # -- scalars in torch ------------------------------------------------------------------------------------
 
     def resolved(self, node: Node) -> Node:
-        """The encoder's own node, where a field of the payload stands for one."""
+        """The encoder's own node for a field of the payload, within `as_receiver`."""
         if node.op == "extract" and node.attrs["field"] in self.replaced:
             return self.replaced[node.attrs["field"]]
         return node
 
     def scalar(self, node: Node) -> str:
-        """A scalar as float64: a tensor, or a number of Python where it is known from the length."""
+        """A scalar as float64: a tensor, or a Python number if it is static."""
         node = self.resolved(node)
         if node.op == "constant":
             return repr(float(node.attrs["value"]))
         return self.static[id(node)] if node.space.kind == "static" else self.names[id(node)]
 
     def assign(self, node: Node) -> None:
-        """A scalar, or a list, between sweeps."""
+        """Compute a scalar or a list between sweeps."""
         name, operator = self.names[id(node)], lookup(node.op)
         self.lines.say(node.where)
         if node.op == "length":
@@ -82,11 +90,11 @@ class TritonFunction:
         return f"as_scalar({self.scalar(node)}, grad)" if is_number else self.scalar(node)
 
     def argument(self, node: Node) -> str:
-        """An input of a statement."""
+        """The source of an input of a statement."""
         return self.list_name(node) if node.space.kind == "items" else self.scalar(node)
 
     def list_name(self, node: Node) -> str:
-        """The variable of a list; of its values and positions where it has both."""
+        """The variable of a list, or of its values or positions."""
         if node.op in ("value", "index"):
             return f"{self.names[id(node.inputs[0])]}_{node.op}"
         return self.names[id(node)]
@@ -97,7 +105,7 @@ class TritonFunction:
         return f"{self.names[id(node.space.source)]}_count"
 
     def decode_scalars(self) -> None:
-        """The scalars that the decoder computes from the payload."""
+        """Compute the scalars of the decoder."""
         for node in self.program.decode_nodes():
             if node.space.kind == "scalar" and node.op != "extract":
                 self.assign(node)
@@ -108,20 +116,20 @@ class Kernel:
 
     def __init__(self, function: TritonFunction, name: str, title: str, at: str) -> None:
         self.f, self.name, self.title, self.at = function, name, title, at
-        self.parameters: dict[str, str] = {}  # what the host passes, by name
+        self.parameters: dict[str, str] = {}  # arguments that the host passes, by name
         self.constants: set[str] = set()
         self.lines = Lines(1)
-        self.known: dict[int, Text] = {}  # nodes with a variable
-        self.of_rank = ""  # what is added to the place of a scalar
-        self.is_group = True  # whether the elements are 1024 consecutive ones
+        self.known: dict[int, Text] = {}  # variables of nodes
+        self.of_rank = ""  # offset of a scalar among those of all ranks
+        self.is_group = True  # whether a program's 1,024 elements are consecutive
 
     def take(self, *names: str) -> None:
-        """Make parameters for host variables of the same names."""
+        """Add parameters for host variables of the same names."""
         for name in names:
             self.give(name, name)
 
     def give(self, name: str, argument: str, is_constant: bool = False) -> str:
-        """Make one parameter with what the host passes for it."""
+        """Add a parameter with the argument that the host passes."""
         self.parameters.setdefault(name, argument)
         if is_constant:
             self.constants.add(name)
@@ -130,7 +138,7 @@ class Kernel:
     # -- expressions -----------------------------------------------------------------------------------------
 
     def vector(self, node: Node) -> Text:
-        """The expression of a node for the elements at hand."""
+        """The expression of a node for the current elements."""
         node = self.f.resolved(node)
         if id(node) in self.known:
             return self.known[id(node)]
@@ -152,17 +160,17 @@ class Kernel:
         if sum(len(arg.source) for arg in args) > _LONG:
             args = [self._unless_short(each, arg) for each, arg in zip(node.inputs, args)]
         text = operator.triton(*(arg.source for arg in args))
-        if node.space.kind == "blocks":  # what blocks have is rounded to what a payload could carry
+        if node.space.kind == "blocks":  # block values are rounded to what a payload can hold
             text = f"finite({text})"
         return Text(text, any(arg.is_vector for arg in args))
 
     def lanes(self, node: Node) -> str:
-        """The same, in every lane if it does not depend on the element."""
+        """The expression of a node, broadcast to all lanes if it is a scalar."""
         text = self.vector(node)
         return text.source if text.is_vector else f"spread({text.source}, {self.at})"
 
     def variable(self, node: Node, name: str) -> str:
-        """A variable with the vector of a node."""
+        """A variable that holds the vector of a node."""
         node = self.f.resolved(node)
         if id(node) not in self.known:
             self.lines.add(f"{name} = {self.lanes(node)}")
@@ -170,7 +178,7 @@ class Kernel:
         return self.known[id(node)].source
 
     def shared(self, roots: Iterable[Node]) -> None:
-        """Give a variable to what the roots use more than once."""
+        """Set variables for the nodes that the roots use more than once."""
         for node in shared_subexpressions([self.f.resolved(root) for root in roots]):
             if id(node) in self.known or node.op == "extract":
                 continue
@@ -181,7 +189,7 @@ class Kernel:
                 self.known[id(node)] = Text(self.f.names[id(node)], True)
 
     def decoded(self, node: Node) -> str:
-        """What a receiver makes of an element: finite."""
+        """A decoded element, clamped to finite floats if it could overflow."""
         text = self.lanes(node)
         return text if overflow_condition(node, lambda _: None) is None else f"finite({text})"
 
@@ -226,20 +234,20 @@ class Kernel:
     # -- source ----------------------------------------------------------------------------------------------
 
     def source(self) -> str:
-        """The kernel."""
+        """The source of the kernel."""
         names = [f"{name}: tl.constexpr" if name in self.constants else name for name in self.parameters]
         head = wrapped(f"def {self.name}(", names, "):", 0)
         return "\n".join(["@triton.jit", *head, f'{INDENT}"""{self.title}"""', str(self.lines)])
 
     def launch(self, grid: str) -> None:
-        """Call it."""
+        """Launch the kernel from the host function."""
         arguments = [argument for argument in self.parameters.values() if argument]
         lines = self.f.lines
         lines.add(*wrapped("launch(", [self.name, f"({grid},)", *arguments], ")", len(INDENT) * lines.indent))
 
 
 def tidied(source: str) -> str:
-    """Source without parentheses round a whole argument or a whole right side."""
+    """Remove parentheses around whole arguments and whole right-hand sides."""
     return "\n".join(line if line.lstrip().startswith("#") else _tidied(line) for line in source.split("\n"))
 
 
@@ -260,7 +268,7 @@ def _tidied(line: str) -> str:
 
 
 def _closing(text: str, opening: int) -> int:
-    """Where the parenthesis at `opening` closes; -1 if not in this text."""
+    """Position of the parenthesis that closes the one at `opening`, or -1."""
     depth = 0
     for k in range(opening, len(text)):
         depth += {"(": 1, ")": -1}.get(text[k], 0)
@@ -270,21 +278,21 @@ def _closing(text: str, opening: int) -> int:
 
 
 def _has_comma(text: str) -> bool:
-    """Whether it is a tuple."""
+    """Whether the text has a comma outside of parentheses."""
     depths = [text[:k].count("(") - text[:k].count(")") for k in range(len(text)) if text[k] == ","]
     return 0 in depths
 
 
 def literal(value: float) -> str:
-    """A number of the algorithm as a float32."""
+    """A float32 literal."""
     rounded = float(np.float32(value))
-    if rounded and abs(rounded) < 2.0**-126:  # Triton would take it for a float64
+    if rounded and abs(rounded) < 2.0**-126:  # Triton would make it a float64
         return f"tl.full([], {rounded!r}, tl.float32)"
     return f"({rounded!r})" if rounded < 0 else repr(rounded)
 
 
 def wrapped(before: str, items: Sequence[str], after: str, indent: int) -> list[str]:
-    """A call or a signature, over several lines where it is too long for one."""
+    """A call or a signature, on several lines if it is too long."""
     line = before + ", ".join(items) + after
     if indent + len(line) <= _WIDTH:
         return [line]
@@ -308,10 +316,10 @@ def num_bytes(each: Field, count: str) -> str:
 
 
 def storage(dtype: ElementType) -> str:
-    """The torch type of what is stored."""
+    """Name of the torch dtype in which a type is stored."""
     return "int16" if dtype.name == "bfloat16" else STORAGE.get(dtype.name, "uint8")
 
 
 def has_tail(dtype: ElementType) -> bool:
-    """Whether a chunk that is not full is packed apart."""
+    """Whether a partial chunk is packed separately."""
     return dtype.packing in ("planes", "digits") and dtype.per_byte > 1

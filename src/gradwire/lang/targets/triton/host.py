@@ -1,7 +1,7 @@
-"""Torch functions that generated Triton code calls: launches, scalars, lists, and the bytes of payloads.
+"""Torch functions called by generated Triton code: launches, scalars, lists, and bytes of payloads.
 
-Scalars are float64 tensors on the device of the gradient, of one value (of one a rank in decoders), and no function
-here waits for the device but those that say so.
+Scalars are float64 tensors on the gradient's device, with one value (in decoders, one per rank). Functions that
+synchronize with the device say so.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Number = torch.Tensor | float
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any) -> None:
-    """Start a kernel, on the device of its tensors and without contraction to FMA; nothing where the grid is empty."""
+    """Launch a kernel on the device of its tensors, without contraction to FMA. An empty grid launches nothing."""
     if 0 in grid:
         return
     tensor = next(each for each in args if isinstance(each, torch.Tensor))
@@ -32,33 +32,33 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any) -> None:
 
 
 def chunks(count: int, chunk: int = 1024) -> int:
-    """Programs of a sweep."""
+    """Number of programs of a sweep."""
     return ceil_div(count, chunk)
 
 
 def as_elements(grad: torch.Tensor) -> torch.Tensor:
-    """The elements of a gradient in one dimension; bfloat16 as int16 bits."""
+    """A flat view of a gradient; bfloat16 as int16 bits."""
     flat = grad.detach().reshape(-1).contiguous()
     return flat.view(torch.int16) if flat.dtype == torch.bfloat16 else flat
 
 
 def flag(like: torch.Tensor) -> torch.Tensor:
-    """A flag that kernels may set."""
+    """A flag for kernels to set."""
     return torch.zeros(1, dtype=torch.int32, device=like.device)
 
 
 def empty(shape: int | tuple[int, ...], dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
-    """Memory on the same device."""
+    """Uninitialized memory on the same device."""
     return torch.empty(shape, dtype=dtype, device=like.device)
 
 
 def key_words(keys: Sequence[int], shared: bool, stream: int) -> tuple[int, int]:
-    """The words of a stream's key, as signed integers."""
+    """The words of the key of a stream, as signed integers."""
     return _words(stream_key(_key(keys, shared), stream))
 
 
 def sample_words(keys: Sequence[int]) -> tuple[int, int]:
-    """The words of the key that chooses samples."""
+    """The words of the key for samples, as signed integers."""
     return _words(_key(keys, False) ^ (SAMPLE_STREAM << 32))
 
 
@@ -76,31 +76,31 @@ def _words(key: int) -> tuple[int, int]:
 
 
 def narrow(value: torch.Tensor) -> torch.Tensor:
-    """Rounded to a finite float32, kept as float64; 0 for a NaN."""
+    """Round to finite float32, returned as float64; NaN becomes 0."""
     finite = torch.nan_to_num(value, nan=0.0, posinf=LARGEST, neginf=-LARGEST).clamp(-LARGEST, LARGEST)
     return finite.to(torch.float32).to(torch.float64)
 
 
 def narrowed(value: torch.Tensor) -> torch.Tensor:
-    """The same as float32: what blocks have."""
+    """`narrow`, returned as float32, for block values."""
     return narrow(value).to(torch.float32)
 
 
 def divide(a: Number, b: Number) -> torch.Tensor:
-    """A quotient, rounded once: torch multiplies by the reciprocal where one side is a number of Python."""
+    """A quotient, rounded once. With a Python number, torch would multiply by the reciprocal instead."""
     a, b = _tensors(a, b)
     return torch.div(a, b)
 
 
 def choose(condition: torch.Tensor, a: Number, b: Number) -> torch.Tensor:
-    """`a` where the condition holds, else `b`, in float64."""
+    """`a` where the condition holds, else `b`; float64."""
     like = torch.zeros((), dtype=torch.float64, device=condition.device)
     return torch.where(condition, like + a, like + b)
 
 
 def _tensors(a: Number, b: Number) -> tuple[torch.Tensor, torch.Tensor]:
     like = a if isinstance(a, torch.Tensor) else b
-    assert isinstance(like, torch.Tensor), "numbers that follow from the length are computed exactly, before"
+    assert isinstance(like, torch.Tensor), "static numbers are computed before, exactly"
     made = [
         each if isinstance(each, torch.Tensor) else torch.full((), each, dtype=torch.float64, device=like.device)
         for each in (a, b)
@@ -109,15 +109,15 @@ def _tensors(a: Number, b: Number) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def as_scalar(value: float, like: torch.Tensor) -> torch.Tensor:
-    """A number of Python on the device."""
+    """A Python number as a scalar on the device."""
     return torch.full((), value, dtype=torch.float64, device=like.device)
 
 
-# -- reductions: of the parts that the chunks gave, along the last axis --------------------------------------
+# -- reductions of one value per chunk, along the last axis --------------------------------------------------
 
 
 def finish_sum(parts: torch.Tensor) -> torch.Tensor:
-    """Sums of 1024 at a time, in canonical order, until one is left."""
+    """Sum in canonical order: 1,024 values at a time, until one is left."""
     if parts.shape[-1] == 0 or parts.numel() == 0:
         return torch.zeros(parts.shape[:-1], dtype=torch.float64, device=parts.device)
     rows = parts.reshape(-1, parts.shape[-1])
@@ -129,27 +129,27 @@ def finish_sum(parts: torch.Tensor) -> torch.Tensor:
 
 
 def finish_count(parts: torch.Tensor) -> torch.Tensor:
-    """A count."""
+    """Total count."""
     return parts.sum(dim=-1).to(torch.float64)
 
 
 def finish_mean(parts: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Mean of what was counted; 0 of nothing."""
+    """Mean; 0 of no elements."""
     return divide(finish_sum(parts), finish_count(counts).clamp(min=1.0))
 
 
 def finish_norm(parts: torch.Tensor) -> torch.Tensor:
-    """Root of a sum of squares."""
+    """Square root of a sum of squares."""
     return torch.sqrt(finish_sum(parts))
 
 
 def finish_min(parts: torch.Tensor) -> torch.Tensor:
-    """The smallest; 0 of nothing, which NaN stands for, and no negative zero."""
+    """The smallest value; 0 if there is none. NaN marks chunks without values. Never -0."""
     return -finish_max(-parts) + 0.0
 
 
 def finish_max(parts: torch.Tensor) -> torch.Tensor:
-    """The largest, likewise."""
+    """The largest value; 0 if there is none. NaN marks chunks without values. Never -0."""
     if parts.shape[-1] == 0:
         return torch.zeros(parts.shape[:-1], dtype=torch.float64, device=parts.device)
     is_none = parts.isnan()
@@ -161,14 +161,14 @@ def finish_max(parts: torch.Tensor) -> torch.Tensor:
 
 
 def places(counts: torch.Tensor, most: float) -> tuple[torch.Tensor, int]:
-    """Where the items of each chunk begin in the list, and how many it has: waits for the device."""
+    """The start of each chunk's items in the list, and the length of the list. Synchronizes with the device."""
     ends = torch.cumsum(counts, dim=0, dtype=torch.int64)
     total = int(ends[-1]) if ends.numel() else 0
     return ends - counts, min(total, max(int(most), 0))
 
 
 def keep_top(index: torch.Tensor, value: torch.Tensor, most: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `most` largest magnitudes of a list, in their order; ties go to the first."""
+    """The `most` largest magnitudes of a list, in order; ties go to the first."""
     if value.numel() <= most:
         return index, value
     order = torch.sort(value.abs(), descending=True, stable=True).indices
@@ -176,22 +176,22 @@ def keep_top(index: torch.Tensor, value: torch.Tensor, most: float) -> tuple[tor
     return index[chosen], value[chosen]
 
 
-_EMPTY = -(2**63)  # a slot to which nothing was written
+_EMPTY = -(2**63)  # an empty slot
 
 
 def hash_table(slots: int, like: torch.Tensor) -> torch.Tensor:
-    """Empty slots."""
+    """A table of empty slots."""
     return torch.full((slots,), _EMPTY, dtype=torch.int64, device=like.device)
 
 
 def hash_numbers(keys: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-    """The numbers of a hash that is drawn from the private key, as int64[2]."""
+    """The numbers of the hash function drawn from the private key, int64[2]."""
     words = np.array(hashing.hash_numbers(_key(keys, False)), np.uint64)
     return torch.from_numpy(words.view(np.int64)).to(like.device)
 
 
 def hashed_list(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The positions and values in a table, in the order of positions: waits for the device, for how many there are."""
+    """The positions and values in a table, in the order of positions. Synchronizes with the device."""
     entries = torch.sort(table).values
     entries = entries[entries >= _EMPTY + 2**32]
     index = ((entries >> 32) + (2**31 - 1)).to(torch.int32)
@@ -199,14 +199,14 @@ def hashed_list(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def sort_floats(values: torch.Tensor, descending: bool) -> torch.Tensor:
-    """In order; a negative zero comes before a positive one."""
+    """Sort; -0 comes before +0."""
     bits = values.view(torch.int32)
     keys = torch.sort(bits ^ ((bits >> 31) & 0x7FFFFFFF), descending=descending).values
     return (keys ^ ((keys >> 31) & 0x7FFFFFFF)).view(torch.float32)
 
 
 def item(values: torch.Tensor, position: Number) -> torch.Tensor:
-    """The item at a position that is cut to the list; 0 of an empty one."""
+    """The item at a position, which is clamped to the list; 0 if the list is empty."""
     if values.numel() == 0:
         return as_scalar(0.0, values)
     last = values.numel() - 1
@@ -225,12 +225,12 @@ def as_bytes(values: torch.Tensor) -> torch.Tensor:
 
 
 def scalar_bytes(*values: torch.Tensor) -> torch.Tensor:
-    """Scalars as they travel."""
+    """The bytes of scalars, as float32."""
     return torch.stack(values).to(torch.float32).view(torch.uint8)
 
 
 def pack_rest(tail: torch.Tensor, out: torch.Tensor, count: int, per: int, chunk: int) -> None:
-    """Pack the last chunk of `count` elements, unless it is full."""
+    """Pack the partial chunk at the end of `count` elements, if there is one."""
     length = count % chunk
     if length:
         is_trit = chunk > 1024
@@ -241,7 +241,7 @@ def pack_rest(tail: torch.Tensor, out: torch.Tensor, count: int, per: int, chunk
 
 
 def stacked(bodies: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Bodies of one length as rows that arrays of any type can be read from: uint8[W, bytes]."""
+    """Bodies of equal length as rows, uint8[W, bytes], aligned so that any dtype can be read."""
     if len(bodies) == 1 and bodies[0].storage_offset() % 8 == 0 and bodies[0].is_contiguous():
         return bodies[0].unsqueeze(0)
     rows = empty((len(bodies), ceil_div(bodies[0].numel(), 8) * 8), torch.uint8, bodies[0])
@@ -260,29 +260,29 @@ def read_field(bodies: torch.Tensor, at: int, num_bytes: int, dtype: torch.dtype
 
 
 def read_scalar(bodies: torch.Tensor, at: int, bad: torch.Tensor) -> torch.Tensor:
-    """A scalar of each body, float64[W]; the flag `bad` is set where one is not finite."""
+    """A scalar of each body, float64[W]. Sets the flag `bad` if one is not finite."""
     values = read_field(bodies, at, 4, torch.float32)[:, 0].to(torch.float64)
     bad |= (~torch.isfinite(values)).any().to(torch.int32)
     return torch.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def shorten_runs(body: torch.Tensor, at: int) -> torch.Tensor:
-    """The body with its bytes from `at` on zero-run encoded: waits for the device, for how many that are."""
+    """The body with the bytes from `at` on zero-run encoded. Synchronizes with the device."""
     packed = body[at:]
     others = torch.nonzero(packed != ZERO_BYTE).flatten()
-    # A run, of no zeros perhaps, precedes each other byte and the end.
+    # A run, possibly of no zeros, precedes each nonzero byte and the end.
     ends = torch.cat([others.new_full((1,), -1), others, others.new_full((1,), packed.numel())])
     runs = torch.diff(ends) - 1
-    places = torch.cumsum((runs + MAX_RUN - 1) // MAX_RUN + 1, dim=0)  # of these bytes, behind one that is dropped
+    places = torch.cumsum((runs + MAX_RUN - 1) // MAX_RUN + 1, dim=0)  # of these bytes, after one that is dropped
     out = packed.new_full((int(places[-1]),), NUM_QUARTIC - 2 + MAX_RUN)
-    last = (runs - 1) % MAX_RUN + 1  # zeros in the last piece of a run, once it is cut into longest ones
+    last = (runs - 1) % MAX_RUN + 1  # zeros in the last piece of a run, after the maximal ones
     out[places - 1] = torch.where(last == 1, ZERO_BYTE, NUM_QUARTIC - 2 + last).to(torch.uint8)
-    out[places[:-1]] = packed[others]  # also over what was written for runs of no zeros
+    out[places[:-1]] = packed[others]  # also overwrites the bytes of runs of no zeros
     return torch.cat([body[:at], out[1:]])
 
 
 def expand_runs(body: torch.Tensor, at: int, num_bytes: int) -> torch.Tensor | None:
-    """Undo `shorten_runs`; None unless that makes these bytes of so many: waits for the device, which finds out."""
+    """Undo `shorten_runs`; None if the bytes are no encoding of `num_bytes` bytes. Synchronizes with the device."""
     coded = body[at:]
     if body.numel() < at or coded.numel() > num_bytes:
         return None

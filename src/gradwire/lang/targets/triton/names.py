@@ -1,4 +1,4 @@
-"""Names in generated Triton code that fields of payloads cannot have: known without Triton being there."""
+"""Names in generated Triton code, which fields of payloads cannot use. Known without importing Triton."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What generated Triton code calls: device functions of `device` and `packing`, torch functions of `host`."""
+"""Functions called by generated Triton code: device functions of `kernels.gpu`, torch functions of `host`."""
 
 from __future__ import annotations
 

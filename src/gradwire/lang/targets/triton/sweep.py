@@ -1,7 +1,7 @@
-"""One sweep of an encoder as a Triton kernel: over the gradient, by blocks where there are any, or over a list.
+"""One sweep of an encoder as a Triton kernel: over the gradient, block by block if it has blocks, or over a list.
 
-A filter needs a second kernel over the same elements, once it is known how many each chunk has; and blocks are reduced
-by a kernel of their own, since a program for each keeps more of a GPU busy than a program for several would.
+A filter needs a second kernel over the same elements, after the number of items in each chunk is known. Blocks are
+reduced by a separate kernel: one program per block keeps more of a GPU busy than one for several blocks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MOST_LANES, _LEAST_LANES = 1024, 64
 
 
 class _Sweep:
-    """What sweeps over elements and over lists have in common."""
+    """Shared by sweeps over elements and over lists."""
 
     count = "n"
 
@@ -42,7 +42,7 @@ class _Sweep:
         return operator.triton(node, name, value, chosen)
 
     def _sinks(self, kernel: Kernel, nodes: list[Node], shape: str) -> list[DeviceEmission]:
-        """Let a kernel feed sinks, each of which gets memory for one value a chunk."""
+        """Let a kernel feed sinks. Each gets memory for one value per chunk."""
         found = []
         for node in nodes:
             emission = self._sink(kernel, node)
@@ -58,7 +58,7 @@ class _Sweep:
         return found
 
     def _most(self, node: Node) -> None:
-        """How many items a list has at most, or how many slots its table has."""
+        """Set the maximum length of a list, or the number of slots of its table."""
         self.lines.say(node.where)
         most = self.f.scalar(node.inputs[2]) if len(node.inputs) > 2 else "n"
         value = f"max(int({most}), 0)" if node.op == "hash" else most
@@ -67,7 +67,7 @@ class _Sweep:
     # -- packing ---------------------------------------------------------------------------------------------
 
     def _open(self, kernel: Kernel, fields: list[Field]) -> None:
-        """Memory for packed arrays."""
+        """Allocate packed arrays."""
         for each in fields:
             self.f.place(each)
             kernel.take(f"{each.variable}_out")
@@ -96,7 +96,7 @@ class _Sweep:
         return [each.variable for each in self.step.packs if each.dtype.packing == "digits"]
 
     def _begin_planes(self, kernel: Kernel) -> None:
-        """With trits, a program has five times 1024 elements."""
+        """With trits, a program has five times 1,024 elements."""
         if self.chunk == CHUNK:
             return
         lines = kernel.lines
@@ -136,9 +136,8 @@ class TritonElementSweep(_Sweep):
         self.lines.forget()
         self.lines.add("", f"# Sweep over the gradient: {title}.")
         if step.residual:
-            f.replaced = {each.name: each.node for each in self.program.fields}
-            f.decode_scalars()
-            f.replaced = {}
+            with f.as_receiver():
+                f.decode_scalars()
         kernel = f.kernel(f"Sweep over the gradient: {title}.")
         self._open(kernel, packs)
         self._begin_planes(kernel)
@@ -157,7 +156,7 @@ class TritonElementSweep(_Sweep):
             self._finish(node, emission)
 
     def _read(self, kernel: Kernel, stores: bool) -> None:
-        """The elements; the first to read them keeps them, and looks for what is not finite."""
+        """Read the elements. The first sweep stores them and checks that they are finite."""
         self.f.read(kernel)
         if self.is_first:
             kernel.take("watch")
@@ -168,19 +167,17 @@ class TritonElementSweep(_Sweep):
 
     def _residual(self, kernel: Kernel) -> None:
         f, lines, output = self.f, kernel.lines, self.program.output
-        f.replaced = {each.name: each.node for each in self.program.fields}
         kernel.take("residual_out")
         before = dict(kernel.known)
-        with lines.block("if residual_out is not None:"):
+        with f.as_receiver(), lines.block("if residual_out is not None:"):
             lines.forget()
             lines.say(output.where)
             kernel.shared([output])
             lines.add(f"decoded = {kernel.decoded(output)}", "tl.store(residual_out + i, x - decoded, mask=inside)")
         kernel.known = before
-        f.replaced = {}
 
     def _finish(self, node: Node, emission: DeviceEmission) -> None:
-        """The end of a sink on the host; for lists, a second kernel over the same elements."""
+        """Finish a sink on the host; for lists, with a second kernel over the same elements."""
         name = self.f.names[id(node)]
         self.lines.say(node.where)
         self.lines.add(*emission.after)
@@ -196,7 +193,7 @@ class TritonElementSweep(_Sweep):
     # -- blocks ----------------------------------------------------------------------------------------------
 
     def _reduce_blocks(self) -> None:
-        """One value a block: a program a block, or a chunk of a large one."""
+        """Compute block values, with one program per block, or per chunk of a large block."""
         f, step, lines = self.f, self.step, self.lines
         block = step.block_nodes[0].space.block
         lines.forget()
@@ -269,7 +266,7 @@ class TritonItemSweep(_Sweep):
 
 
 def _named(lines: Lines, name: str, value: str) -> str:
-    """A variable with a value, which may be one already."""
+    """A variable that holds a value; the value itself if it is a variable."""
     if value.isidentifier():
         return value
     lines.add(f"{name} = {value}")
@@ -277,7 +274,7 @@ def _named(lines: Lines, name: str, value: str) -> str:
 
 
 def _stored(value: str, dtype: str) -> str:
-    """A value as its array holds it."""
+    """A value converted to the type of its array."""
     if dtype == "bfloat16":
         return f"bfloat16_bits({value})"
     if dtype == "float32":
