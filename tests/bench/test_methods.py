@@ -35,7 +35,7 @@ def test_an_option_out_of_range_is_refused_before_anything_starts():
 
 
 def test_the_same_method_twice_is_refused():
-    with pytest.raises(OptionError, match="leave the second out"):
+    with pytest.raises(OptionError, match="Give each method once"):
         methods.check(["none", "none"])
 
 

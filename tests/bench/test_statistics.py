@@ -10,7 +10,6 @@ from gradwire.bench.statistics import (
     Spread,
     across_ranks,
     ideal_step,
-    interval,
     percentile,
     relative_difference,
     ring_bytes,
@@ -35,15 +34,6 @@ def test_a_spread_encloses_its_median(values):
 
 def test_a_spread_of_nothing_is_not_a_number():
     assert math.isnan(Spread.of([]).median)
-
-
-def test_an_interval_of_three_values_is_that_of_a_table_of_students_t():
-    mean, half = interval([1.0, 2.0, 3.0])
-    assert mean == 2 and half == pytest.approx(2.484, abs=1e-3)
-
-
-def test_one_value_has_no_interval():
-    assert interval([0.25])[0] == 0.25 and math.isnan(interval([0.25])[1])
 
 
 def test_ideal_step_is_the_larger_of_compute_and_wire():

@@ -66,7 +66,7 @@ def test_syntax_errors_show_their_line(folder: Path) -> None:
 
 @pytest.mark.parametrize("place", ["", ".", "no_such_module", "gradwire.no_such_module", "a b", "..x"])
 def test_a_module_that_there_is_not_is_no_error_of_the_users_code(folder: Path, place: str) -> None:
-    with pytest.raises(GradwireError, match=r"There is no module .* name its file") as caught:
+    with pytest.raises(GradwireError, match=r"There is no module .* give its file") as caught:
         load_module(place)
     assert not isinstance(caught.value, UserCodeError)
 

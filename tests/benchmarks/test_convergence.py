@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 from benchmarks.papers.gcomp import lab as gcomp_lab
-from benchmarks.papers.hipress import convergence
+from benchmarks.papers.hipress import convergence, words
 
-from gradwire.bench import methods, words
+from gradwire.bench import methods
 from gradwire.bench.records import read_figures, write_figures
 from gradwire.bench.workloads import make_workload
 from gradwire.core.errors import OptionError
@@ -39,7 +39,7 @@ def test_words_that_are_rare_or_unknown_share_a_class():
 
 
 def test_targets_are_the_words_that_follow(folder):
-    workload = make_workload(f"lstm:{folder}")
+    workload = make_workload(f"{convergence.WORDS}={folder}")
     samples = workload.batch(0, 0, 1, 4)
     assert samples.inputs.shape == samples.targets.shape == (workload.batch_size, words.WINDOW)
     assert torch.equal(samples.inputs[:, 1:], samples.targets[:, :-1])
@@ -51,8 +51,8 @@ def test_lines_end_in_a_mark_and_empty_ones_are_left_out(folder):
 
 def test_a_missing_file_says_where_to_get_it(folder):
     (folder / words.HELD_OUT).unlink()
-    with pytest.raises(OptionError, match=r"no test\.txt .* Do: download WikiText-2"):
-        make_workload(f"lstm:{folder}")
+    with pytest.raises(OptionError, match=r"no test\.txt .* Download WikiText-2"):
+        make_workload(f"{convergence.WORDS}={folder}")
 
 
 def test_the_methods_exist():

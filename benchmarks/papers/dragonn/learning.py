@@ -17,10 +17,10 @@ from typing import Annotated, Any
 
 import typer
 
+from benchmarks.intervals import interval
 from benchmarks.options import Seconds, Seeds, choose
 from benchmarks.plotting import bar_places, figure
 from gradwire.bench.results import StepTime, TrainingResult
-from gradwire.bench.statistics import interval
 from gradwire.bench.training import TrainingOptions, run
 
 RANKS = 4

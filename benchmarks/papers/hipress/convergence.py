@@ -1,15 +1,14 @@
 """An LSTM language model with DGC on a ring and minmax on co-located servers, in the lab: HiPress's figure 13.
 
 `--data` is a folder with the files `valid.txt` and `test.txt` of WikiText-2 (wiki.valid.tokens and wiki.test.tokens in
-some archives; raw or not), which the authors of "Pointer sentinel mixture models" (Merity et al. 2016) made public:
-download it from where you get your data sets. Four ranks train on the smaller file's words and hold out the other.
-Perplexity is that of the batches, smoothed; seconds are measured, with all links at 100 Mb/s from the first step to
-the last, on a machine whose cores compute for all ranks.
+some archives; raw or not), which the authors of "Pointer sentinel mixture models" (Merity et al. 2016) published. Four
+ranks train on the words of the smaller file and hold out the other. Perplexity is that of the batches, smoothed. Times
+are measured, with all links at 100 Mb/s from the first step to the last, on a machine whose cores compute for all
+ranks.
 
 Source: HiPress (SOSP 2021), figure 13, left. Differences: a small model for some hundred steps, not to convergence;
-minmax of 2 bits is what the paper calls TernGrad. DGC's warm-up takes a third of the steps; its momentum correction is
-not there, nor needed here, for the optimizer is plain SGD; gradients are clipped after they are averaged, as without
-DGC, and not before on each rank.
+minmax with 2 bits is what the paper calls TernGrad. DGC's warm-up takes a third of the steps. It uses no momentum
+correction, since the optimizer is plain SGD, and gradients are clipped after they are averaged instead of on each rank.
 """
 
 from __future__ import annotations
@@ -33,12 +32,13 @@ from gradwire.bench.training import TrainingOptions
 NAME = "convergence-wikitext2"
 Row = dict[str, Any]
 RATE = "100mbit"
-EVERY = 5  # steps between the points of a curve that are written down
-CLOSE = 1.02  # of DDP's last perplexity: what a method is to reach
+WORDS = "benchmarks.papers.hipress.words.WordText"
+EVERY = 5  # steps between the recorded points of a curve
+CLOSE = 1.02  # goal of a method, relative to DDP's last perplexity
 
 
 def compared(steps: int) -> tuple[str, ...]:
-    """The methods, for a training of so many steps."""
+    """The methods for a training of `steps` steps."""
     return (methods.DDP_FP32, f"dgc:ratio=0.001:warmup={steps // 3}@ring", "minmax:bits=2@scatter_reduce")
 
 
@@ -50,7 +50,7 @@ def curve(entry: MethodResult) -> list[tuple[int, float, float]]:
 
 
 def reached(entry: MethodResult, perplexity: float) -> tuple[int, float] | None:
-    """The first step, and its seconds, from which on the perplexity stays at or below this; None for never."""
+    """The first step from which the perplexity stays at or below this, and its seconds; None for never."""
     found = None
     for step, seconds, value in reversed(curve(entry)):
         if value > perplexity:
@@ -60,7 +60,7 @@ def reached(entry: MethodResult, perplexity: float) -> tuple[int, float] | None:
 
 
 def figures(result: TrainingResult, benchmark: str = NAME, rate: str = RATE) -> Iterator[dict[str, Any]]:
-    """What `gradwire bench training` writes, and the curves at the rate that it has trained at."""
+    """The figures of `gradwire bench training`, and the curves at the rate of the training."""
     goal = CLOSE * curve(result.results[0])[-1][2]
     fixed = {"dtype": "float32", "size": result.num_parameters, "ranks": result.ranks, "rate": rate}
     yield from ({**row, "benchmark": benchmark} for row in records.rows(result))
@@ -86,12 +86,12 @@ def value(rows: Sequence[Row], method: str, metric: str, name: str = "value") ->
 
 
 def short(method: str) -> str:
-    """The label of a method where it is plain that what is not DDP is gradwire."""
+    """Display name of a method without the word gradwire."""
     return methods.label(method).removeprefix("gradwire ")
 
 
 def table(rows: Sequence[Row]) -> str:
-    """What each has reached, and when."""
+    """Perplexities of each method, and when it reached the goal."""
     trained = [row["method"] for row in rows if row["metric"] == "training_time"]
     goal = f"reaches {CLOSE * (value(rows, trained[0], 'training_perplexity') or math.nan):.0f}"
     lines = [f"{'':34}{'held out':>10}{'training':>10}{'all steps, s':>14}{goal:>16}{'seconds':>9}"]
@@ -106,7 +106,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def plot(rows: Sequence[Row], folder: Path) -> None:
-    """Perplexity against steps, and against time."""
+    """Plot perplexity by step and by time."""
     points = [row for row in rows if row["metric"] == "training_perplexity"]
     with figure(folder / "convergence.svg", columns=2, size=(11, 4.2), sharey=True) as axes:
         left, right = axes[0]
@@ -128,7 +128,7 @@ def run(
     from gradwire.cli.bench import run_with_bars, show
 
     options = TrainingOptions(
-        workload=f"lstm:{data.resolve()}", methods=compared(steps), rates=(RATE,), steps=steps, train_rate=RATE,
+        workload=f"{WORDS}={data.resolve()}", methods=compared(steps), rates=(RATE,), steps=steps, train_rate=RATE,
         timed_seconds=seconds, buckets_mb=(4.0, 25.0), deadline_seconds=3600.0,
     )  # fmt: skip
     result = run_with_bars(options)

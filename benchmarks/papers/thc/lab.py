@@ -32,7 +32,7 @@ from benchmarks import ranks as processes
 from benchmarks.options import Rates, Seconds, choose, listed
 from benchmarks.papers.thc.lab_ends import BUCKET_MB, PORT
 from gradwire.bench.job import BenchmarkJob, Message, Progress, Segment
-from gradwire.bench.launch import Beside, launch
+from gradwire.bench.launch import ServerProcess, launch
 from gradwire.bench.methods import DDP_FP32, label
 from gradwire.bench.training import TrainingOptions
 from gradwire.bench.training import run as train
@@ -61,12 +61,12 @@ class Asked:
     loopback: bool
 
 
-def beside(folder: str, sessions: int) -> Beside:
+def server_process(folder: str, sessions: int) -> ServerProcess:
     """The aggregator, for so many methods one after another."""
     report = str(Path(folder) / "server")
     command = processes.command("benchmarks.papers.thc.lab_ends", "serve", sessions, "{host}", RANKS, report)
     key = secrets.token_hex(32)  # of this run alone
-    return Beside(command, {"GRADWIRE_AGGREGATOR": f"{{host}}:{PORT}", "GRADWIRE_JOB_KEY": key})
+    return ServerProcess(command, {"GRADWIRE_AGGREGATOR": f"{{host}}:{PORT}", "GRADWIRE_JOB_KEY": key})
 
 
 def served(methods: Sequence[str]) -> int:
@@ -92,9 +92,9 @@ def measure_rounds(asked: Asked) -> Iterator[Row]:
 
     with tempfile.TemporaryDirectory() as folder:
         needed = served([segment.method for segment in segments])
-        server = beside(folder, needed)
+        server = server_process(folder, needed)
         job = BenchmarkJob(asked.workload, segments, folder="", deadline_seconds=asked.deadline, replay=True)
-        launch(job, RANKS, hear, lab=not asked.loopback, module="benchmarks.papers.thc.lab_ends", beside=server)
+        launch(job, RANKS, hear, lab=not asked.loopback, module="benchmarks.papers.thc.lab_ends", server=server)
         report = Path(folder) / "server"
         spent = [float(line) for line in report.read_text().split()] if needed else []
     numel = sum(parameter.numel() for parameter in make_workload(asked.workload).model().parameters())
@@ -140,7 +140,7 @@ def measure_steps(asked: Asked) -> Iterator[Row]:
         deadline_seconds=asked.deadline, replay=True,
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        result = train(options, beside=beside(folder, served(asked.methods)))
+        result = train(options, server=server_process(folder, served(asked.methods)))
     for entry in result.results:
         for time in entry.times:
             here = {"part": "steps", "method": entry.method, "rate": time.rate, "size": result.num_parameters}
@@ -158,7 +158,7 @@ def measure_learning(asked: Asked) -> Iterator[Row]:
         deadline_seconds=asked.deadline,
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        result = train(options, beside=beside(folder, served(asked.methods)))
+        result = train(options, server=server_process(folder, served(asked.methods)))
     for entry in result.results:
         here = {"part": "learn", "method": entry.method, "rate": "none", "size": result.num_parameters}
         for step, loss, accuracy in entry.validations:

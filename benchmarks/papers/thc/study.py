@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from benchmarks.intervals import interval
 from benchmarks.keys import Row, key_of
 from benchmarks.papers.thc.simulated_training import EpochSync, Task, train
 from benchmarks.papers.thc.simulated_workers import Aggregator, Dense
-from gradwire.bench.statistics import interval
 
 KEY = ("task", "method", "ranks", "seed")
 Rows = Sequence[Row]

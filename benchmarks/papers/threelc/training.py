@@ -27,10 +27,10 @@ import typer
 
 from benchmarks import ranks
 from benchmarks.data.cifar import ResNet, load
+from benchmarks.intervals import interval
 from benchmarks.keys import key_of
 from benchmarks.options import Cifar10, Seeds, choose
 from benchmarks.plotting import figure
-from gradwire.bench.statistics import interval
 from gradwire.bench.table import rate_text
 from gradwire.lab import Lab
 from gradwire.lab.units import parse_rate

@@ -1,1 +1,1 @@
-"""Benchmarks that share one runner."""
+"""Benchmarks of kernels, compressors and training, behind `gradwire bench` and `gradwire demo`."""

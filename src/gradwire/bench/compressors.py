@@ -1,10 +1,9 @@
-"""Compressor-level benchmark: encoding and decoding with every compressor, against a copy and against plain torch.
+"""Benchmark of compressors: encode and decode with every compressor, compared with a copy and with plain torch.
 
-Each compressor encodes without feedback and with it (compensation and new residual included), decodes, and decodes
-the payloads of four ranks into their sum. The bytes that must move follow from the passes over the gradient that its
-algorithm needs: one where a scale is a block's own or given, two where something must be known of all elements first.
-How a figure is made: `gradwire.bench.measure`. The time is that of the whole public call, checks and allocation of
-the payload included.
+Each compressor encodes without error feedback and with it (including compensation and the new residual), decodes, and
+decodes the payloads of four ranks into their sum. The bytes that must move follow from the number of passes over the
+gradient: one if a scale belongs to a block or is given, two if all elements must be read first. The time is that of the
+whole public call, with checks and allocation of the payload. `gradwire.bench.measure` explains the figures.
 """
 # Shapes: N = elements of the gradient, W = ranks
 
@@ -31,14 +30,14 @@ from gradwire.lang.passes import Sweep, schedule
 _BLOCK = 1024
 _RANKS = 4
 _RIVAL_NAME = "torch operations"
-# Passes over the gradient of the compressors that are not written in the language.
+# Passes over the gradient of compressors that are not written in the language.
 _PASSES = {"none": 1, "fp16": 1, "bf16": 1, "int8shared": 1, "topk": 2, "threelc": 2, "powersgd": 2}
 _PASSES |= {"thc": 2, "uthc": 2}
 _PASSES |= {"lossless": 1, "gcomp": 1}
 
 
 class _Data:
-    """A gradient, memory for residuals and results, and contexts."""
+    """A gradient, memory for residuals and results, and a context."""
 
     def __init__(self, size_mb: int) -> None:
         self.length = size_mb * 1_000_000 // 4 // _BLOCK * _BLOCK
@@ -51,7 +50,7 @@ class _Data:
 def _cases(codec: Compressor, data: _Data) -> Iterator[Case]:
     payload = codec.encode(data.grad, data.ctx)
     if payload.nonfinite:
-        raise ValueError(f"Expected a payload, got a mark (in the benchmark of {codec!r}).")
+        raise ValueError(f"{codec!r} found the benchmark's gradient not finite.")
     bits = payload.body.nbytes / data.length
     passes = num_passes(codec)
     rival = RIVALS.get(codec.name)
@@ -61,13 +60,13 @@ def _cases(codec: Compressor, data: _Data) -> Iterator[Case]:
         return rival(data.grad)
 
     def torch_encode_with_feedback() -> object:
-        """The same and the residual update, without its decoding: a bound in the rival's favor."""
+        """The same with a residual update but without its decoding: a bound in favor of the rival."""
         assert rival is not None
         data.out.add_(data.grad)
         return rival(data.out)
 
     def encode_with_feedback() -> object:
-        # A residual of zeros, so that it does not grow from run to run.
+        # The old residual is zero, so that it does not grow from run to run.
         return codec.encode(data.grad, data.ctx, scale=0.25, residual_out=data.work)
 
     yield Case(
@@ -76,7 +75,7 @@ def _cases(codec: Compressor, data: _Data) -> Iterator[Case]:
         _RIVAL_NAME if rival else "", torch_encode if rival else None,
     )  # fmt: skip
     if codec.default_feedback == "error":
-        # Without an old residual to read: gradient in, compensated out and in again, residual out.
+        # Without an old residual: gradient read, compensated gradient written and read, residual written.
         yield Case(
             f"{codec.name} encode with feedback", "float32", 8 * passes + bits, "update", encode_with_feedback,
             _RIVAL_NAME if rival else "", torch_encode_with_feedback if rival else None,
@@ -92,7 +91,7 @@ def _cases(codec: Compressor, data: _Data) -> Iterator[Case]:
 
 
 def num_passes(codec: Compressor) -> int:
-    """How often an encoder must go over the gradient; what happens while a block is in the cache is one."""
+    """Number of passes over the gradient in an encoder. All work on a block in the cache counts as one."""
     if not isinstance(codec, TracedCompressor):
         return _PASSES[codec.name]
     steps = [step for step in schedule(codec.program) if isinstance(step, Sweep) and step.space == ELEMENTS]
@@ -100,10 +99,10 @@ def num_passes(codec: Compressor) -> int:
 
 
 def matching(only: str | None) -> list[str]:
-    """Compressors whose names have this in them; all for None.
+    """Names of compressors that contain `only`, or all names for None.
 
     Raises:
-        UnknownNameError: there is none.
+        UnknownNameError: There is none.
     """
     found = [name for name in names() if only is None or only in name]
     if not found:
@@ -127,7 +126,7 @@ def run(size_mb: int = 256, repeats: int = 7, only: str | None = None) -> list[K
 
 
 def first_use(name: str) -> float:
-    """Seconds that the first encode and decode of a small gradient take in this process."""
+    """Seconds of the first encodes and decodes of a small gradient in this process."""
     codec, grad = make(name), torch.randn(1000)
     ctx = Context("layer.weight", spec=TensorSpec((1000,)))
     start = time.perf_counter()

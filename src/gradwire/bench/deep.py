@@ -1,10 +1,11 @@
-"""The workload of many small tensors: a deep and narrow character model on the same text as the main one.
+"""The workload with many small tensors: a deep and narrow character model on the same text as the main workload.
 
-Hundreds of tensors of a few thousand elements each are what latency, frames and launches are paid for. Model: the
-context's characters as a sequence, through residual blocks that mix places and then channels.
-Source: Tolstikhin et al. 2021, "MLP-Mixer". Differences: one-dimensional, and characters in place of patches.
+Hundreds of tensors of a few thousand elements show the cost of latency, frames and launches. In the model, the
+characters of the context pass through residual blocks that mix positions, then channels.
+
+Source: Tolstikhin et al. 2021, "MLP-Mixer". Differences: one-dimensional, with characters instead of patches.
 """
-# Shapes: B = samples of a batch, C = characters of context, D = channels, V = vocabulary
+# Shapes: B = samples per batch, C = characters of context, D = channels, V = vocabulary
 
 from __future__ import annotations
 
@@ -20,23 +21,23 @@ BLOCKS = 32
 
 
 class DeepText(SourceText):
-    """The main workload's text, by a model of hundreds of tensors."""
+    """The text of the main workload with a model of hundreds of tensors."""
 
     name: ClassVar[str] = "deep"
     summary: ClassVar[str] = "deep and narrow character model, 2.3 million parameters in 390 tensors"
     batch_size: ClassVar[int] = 16
 
     def model(self) -> nn.Module:
-        """2.3 million parameters."""
+        """A model with 2.3 million parameters."""
         return DeepModel()
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Plain SGD, as the main workload's."""
+        """Plain SGD, as in the main workload."""
         return torch.optim.SGD(model.parameters(), lr=0.05)
 
 
 class DeepModel(nn.Module):
-    """Next-character logits from the C characters before."""
+    """Logits of the next character from the C characters before it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +53,7 @@ class DeepModel(nn.Module):
 
 
 class Mixer(nn.Module):
-    """Mixes places, then channels; each added to its input."""
+    """Mixes positions, then channels, each with a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +63,7 @@ class Mixer(nn.Module):
         self.channels = nn.Sequential(nn.Linear(CHANNELS, 2 * CHANNELS), nn.GELU(), nn.Linear(2 * CHANNELS, CHANNELS))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Shape (B, C, D) to the same."""
+        """Shape (B, C, D) to the same shape."""
         x = x + self.places(self.place_norm(x).transpose(1, 2)).transpose(1, 2)
         out: torch.Tensor = x + self.channels(self.channel_norm(x))
         return out

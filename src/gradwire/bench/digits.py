@@ -1,4 +1,4 @@
-"""The small workload: scikit-learn's images of handwritten digits and a perceptron. For tests and quick looks."""
+"""The small workload: scikit-learn's handwritten digits and a perceptron. For tests and quick runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gradwire.bench.extras import need
 from gradwire.bench.workload import Samples, Workload, batch_generator
 
 WIDTH = 256
-_HELD_OUT = 5  # every so many samples one is for validation
+_HELD_OUT = 5  # every fifth sample is for validation
 
 
 class Digits(Workload):
@@ -33,7 +33,7 @@ class Digits(Workload):
         self._validation = Samples(inputs[held_out], targets[held_out])
 
     def model(self) -> nn.Module:
-        """Three linear layers with a LayerNorm between."""
+        """Three linear layers with a LayerNorm."""
         return nn.Sequential(
             nn.Linear(64, WIDTH),
             nn.ReLU(),

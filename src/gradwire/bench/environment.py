@@ -1,4 +1,4 @@
-"""Versions, machine and commit of a run, so that its figures can be reproduced."""
+"""Versions, machine and commit of a run, which records store with every figure."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
-"""Folder of the checkout that the package is run from, if it is one."""
+"""Root of the checkout, if the package runs from one."""
 RECORDS = Path("benchmarks/results")
-"""Folder of the records in a checkout. Changes there are no changes of the code that is measured."""
+"""Folder of the records in a checkout. Changes there do not count as changes of the measured code."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Checkout:
     """A git checkout.
 
     Attributes:
-        root: Its folder.
-        commit: Short hash of the commit that was checked out when this process first asked.
+        root: Folder of the checkout.
+        commit: Short hash of the commit that was checked out when this process asked first.
     """
 
     root: Path
@@ -45,7 +45,7 @@ class Checkout:
 
 
 def environment() -> dict[str, str]:
-    """Versions and machine, for the record. A commit with changes on top ends in ``-dirty``."""
+    """Versions, machine, commit and date of this run. A commit with changes on top ends in ``-dirty``."""
     import numba
     import torch
 
@@ -74,7 +74,7 @@ def _processor() -> str:
 
 
 def _git(root: Path, *arguments: str) -> list[str]:
-    """Lines that a git command prints; none if git is missing or refuses."""
+    """Lines printed by a git command; none if git is missing or fails."""
     try:
         found = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, timeout=30, check=False)
     except OSError:

@@ -1,4 +1,4 @@
-"""Packages that only the tools need: where one is missing, a message that names the extra to install."""
+"""Packages needed only by the tools. A missing one raises an error that names the extra to install."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from gradwire.core.errors import GradwireError
 
 
 class MissingPackageError(GradwireError, ImportError):
-    """A package of an extra is not installed; the message has the command that installs it."""
+    """A package of an extra is not installed. The message has the command to install it."""
 
 
 def need(*packages: str, extra: str, purpose: str) -> None:
     """Check that packages can be imported, without importing them.
 
     Args:
-        packages: import names.
-        extra: the extra, or extras, of gradwire that bring them.
-        purpose: what wants them, as the end of a sentence.
+        packages: Import names.
+        extra: Extra of gradwire that installs them, or several, separated by commas.
+        purpose: What needs them, as the object of a sentence.
 
     Raises:
-        MissingPackageError: one is not installed.
+        MissingPackageError: A package is not installed.
     """
     for package in packages:
         if importlib.util.find_spec(package) is None:
             raise MissingPackageError(
-                f"Expected the package {package!r} for {purpose}, got none. Do `pip install 'gradwire[{extra}]'`."
+                f"The package {package!r} is not installed; {purpose} needs it. Run `pip install 'gradwire[{extra}]'`."
             )

@@ -1,6 +1,6 @@
-"""What the first use of a compressor costs: in new processes, with an empty cache and with a filled one.
+"""Cost of the first use of a compressor in a new process, with an empty and with a warm cache.
 
-The time is that of the first encode, encode with feedback, decode and sum over ranks, imports not counted.
+The time covers the first encode, encode with feedback, decode, and sum over ranks, without imports.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _CODE = "import sys; from gradwire.bench.compressors import first_use; print(fir
 
 
 def run(only: str | None = None) -> Iterator[tuple[str, float, float]]:
-    """Name, seconds with an empty cache, and seconds with a filled one, of each compressor."""
+    """For each compressor: name, seconds with an empty cache, seconds with a warm cache."""
     from gradwire.bench.compressors import matching
 
     for name in matching(only):

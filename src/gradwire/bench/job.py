@@ -1,7 +1,7 @@
-"""What ranks are told to do, and what they say: the job file and the lines on standard output.
+"""The protocol between a benchmark and its ranks: the job file, and messages on standard output.
 
-The parent writes one JSON file; each rank reads it, and prints one JSON object a line. Ranks run all segments one
-after another inside one job, which spares a start-up for each method.
+The parent writes one JSON file, which each rank reads. Ranks print one JSON object per line. One job runs all segments
+one after another, so that the ranks start only once.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Segment:
-    """One method, trained from the same seed as all others, in a job.
+    """One method in a job. All methods train from the same seed.
 
     Attributes:
-        method: name, as `methods.parse` takes it.
+        method: Name of the method, see `gradwire.bench.methods`.
         bucket_mb: DDP's `bucket_cap_mb`.
-        train_steps: steps for the loss curve, followed by a validation where there are any.
-        train_rate: of the links in these; None for links as they are.
-        validate_every: validate after every so many of these steps, too; 0 for only after the last.
-        timed_seconds: about how long the timed steps of each rate shall take.
-        min_timed: fewest timed steps; 0 for none at all.
-        max_timed: most timed steps.
-        rates: rates of the links for the timed steps, one after another; None for links as they are.
+        train_steps: Steps of the loss curve. If there are any, a validation follows.
+        train_rate: Rate of the links during these steps; None for links as they are.
+        validate_every: Interval of further validations, in steps; 0 for none.
+        timed_seconds: Approximate duration of the timed steps at each rate.
+        min_timed: Minimum number of timed steps; 0 for no timed steps at all.
+        max_timed: Maximum number of timed steps.
+        rates: Rates of the links for the timed steps, one after another; None for links as they are.
     """
 
     method: str
@@ -42,17 +42,17 @@ class Segment:
 
 @dataclass(frozen=True)
 class BenchmarkJob:
-    """What one set of ranks does.
+    """The task of one set of ranks.
 
     Attributes:
-        workload: name of the workload.
-        segments: what to run, in order.
-        seed: seed of model and data.
-        folder: shared by parent and ranks; where the parent answers.
-        shaped: whether the ranks ask the parent for rates. Otherwise rates only say what is to be predicted.
-        deadline_seconds: a rank ends itself after so long, whatever happens.
-        init_method: as `torch.distributed.init_process_group` takes it.
-        replay: segments replay a recorded backward, and do not train.
+        workload: Name of the workload.
+        segments: Segments to run, in order.
+        folder: Folder shared by parent and ranks, where the parent answers.
+        seed: Seed of model and data.
+        shaped: Whether the ranks ask the parent to shape links. If not, rates are only predicted for.
+        deadline_seconds: Time after which a rank ends itself.
+        init_method: Argument of `torch.distributed.init_process_group`.
+        replay: Whether to replay a recorded backward pass instead of training.
     """
 
     workload: str
@@ -65,14 +65,14 @@ class BenchmarkJob:
     replay: bool = False
 
     def save(self) -> Path:
-        """Write the job to its folder; returns the file."""
+        """Write the job to its folder; return the file."""
         path = Path(self.folder) / "job.json"
         path.write_text(json.dumps(asdict(self)))
         return path
 
     @classmethod
     def load(cls, path: Path) -> BenchmarkJob:
-        """Read what `save` wrote."""
+        """Read a file written by `save`."""
         fields = json.loads(path.read_text())
         segments = tuple(Segment(**{**segment, "rates": tuple(segment["rates"])}) for segment in fields.pop("segments"))
         return cls(**fields, segments=segments)
@@ -80,18 +80,18 @@ class BenchmarkJob:
 
 @dataclass(frozen=True)
 class TimedSteps:
-    """The timed steps of one rank at one rate. Byte counts are those of all timed steps together.
+    """The timed steps of one rank at one rate. All figures except `seconds` are totals.
 
     Attributes:
-        rate: of the links.
-        seconds: of each step.
-        sent_bytes: counted by gradwire, or computed for DDP's own all-reduce.
-        dense_bytes: what a ring all-reduce of fp32 gradients would have sent.
-        encode_seconds: encodes and merges, together.
-        decode_seconds: decodes, together.
-        interface_bytes: bytes sent as the interface counted them, or None where nothing counts.
-        interface_packets: packets sent, or None.
-        processor_seconds: of all threads of the rank, all timed steps together.
+        rate: Rate of the links.
+        seconds: Duration of each step.
+        sent_bytes: Bytes sent, counted by gradwire or computed for DDP's own all-reduce.
+        dense_bytes: Bytes that a ring all-reduce of fp32 gradients would have sent.
+        encode_seconds: Time in encodes and merges.
+        decode_seconds: Time in decodes.
+        interface_bytes: Bytes sent according to the network interface, or None outside of the lab.
+        interface_packets: Packets sent according to the network interface, or None.
+        processor_seconds: Processor time of all threads.
     """
 
     rate: str | None
@@ -107,18 +107,18 @@ class TimedSteps:
 
 @dataclass(frozen=True)
 class SegmentOutcome:
-    """What one rank has to say of one segment.
+    """Result of one segment on one rank.
 
     Attributes:
-        segment: its index in the job.
-        rank: who says it.
-        losses: training loss of each step, on this rank's batches.
-        train_seconds: of each of these steps.
-        validation_loss: mean over the validation set, all ranks together; None without a loss curve.
-        validation_accuracy: fraction of right predictions.
-        identical: whether all ranks ended the segment with the same bits.
-        timed: one entry a rate.
-        validations: step, validation loss and accuracy, as often as asked for.
+        segment: Index of the segment.
+        rank: This rank.
+        losses: Training loss of each step, on this rank's batches.
+        train_seconds: Duration of each of these steps.
+        validation_loss: Mean over the validation set of all ranks; None without a loss curve.
+        validation_accuracy: Fraction of correct predictions.
+        identical: Whether all ranks ended the segment with the same bits.
+        timed: Timed steps at each rate.
+        validations: Step, validation loss and accuracy of each further validation.
     """
 
     segment: int
@@ -133,7 +133,7 @@ class SegmentOutcome:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> SegmentOutcome:
-        """From the plain data of `asdict`."""
+        """Undo `asdict`."""
         timed = [TimedSteps(**timed) for timed in fields["timed"]]
         validations = [(step, loss, accuracy) for step, loss, accuracy in fields["validations"]]
         return cls(**{**fields, "timed": timed, "validations": validations})
@@ -141,15 +141,15 @@ class SegmentOutcome:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where rank 0 is.
+    """Progress of rank 0.
 
     Attributes:
-        segment: index of the segment.
+        segment: Index of the segment.
         phase: ``"train"`` or ``"timed"``.
-        step: steps done of the phase.
-        steps: steps of the phase in all.
-        rate: rate of the links in a timed phase.
-        loss: of the latest step.
+        step: Steps done in this phase.
+        steps: Steps of this phase.
+        rate: Rate of the links in a timed phase.
+        loss: Loss of the last step.
     """
 
     segment: int
@@ -162,7 +162,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class RateRequest:
-    """All ranks wait until the links have this rate: until the parent has made the file `rate-TICKET`."""
+    """Request to set the rate of the links. Ranks wait until the parent has created the file `rate-TICKET`."""
 
     ticket: int
     rate: str | None
@@ -178,12 +178,12 @@ _NAMES = {SegmentOutcome: "outcome", Progress: "progress", RateRequest: "rate"}
 
 
 def to_line(message: Message) -> str:
-    """One line of JSON, without its end."""
+    """A message as one line of JSON, without a newline."""
     return json.dumps({"gradwire": _NAMES[type(message)], **asdict(message)})
 
 
 def from_line(line: str) -> Message | None:
-    """What a rank said, or None for a line of anything else."""
+    """The message in a line, or None if the line is anything else."""
     if not line.startswith('{"gradwire"'):
         return None
     try:

@@ -1,6 +1,6 @@
-"""Function-level benchmark: every CPU kernel, alternating with copies of the same memory, on one thread.
+"""Benchmark of kernels: every CPU kernel on one thread, alternating with copies of the same memory.
 
-Where torch has an obvious way of doing the same, that is the rival. How a figure is made: `gradwire.bench.measure`.
+If torch has an obvious equivalent, that is the rival. `gradwire.bench.measure` explains the figures.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _KEPT = (0.001, 0.01, 0.1)
 
 
 class _Buffers:
-    """The memory of all cases, made when it is first asked for."""
+    """Memory shared by all cases, allocated at first use."""
 
     def __init__(self, size: int) -> None:
         self.length = size // 4 // _BLOCK * _BLOCK
@@ -45,7 +45,7 @@ class _Buffers:
         return out / np.float32(127)
 
     def bytes(self, length: int, dtype: type = np.uint8) -> np.ndarray:
-        return np.ones(length, dtype)  # not zeros: those are one page, mapped again and again
+        return np.ones(length, dtype)  # not zeros: untouched zeros are one page, mapped many times
 
 
 def _sweeps(b: _Buffers) -> Iterator[Case]:
@@ -109,7 +109,7 @@ def _ternary(b: _Buffers) -> Iterator[Case]:
 
 
 def _zero_runs(b: _Buffers) -> Iterator[Case]:
-    """Rates of zero runs are those of the float32 gradient that the bytes stand for."""
+    """Rates refer to the float32 gradient that the bytes represent."""
     packed = b.bytes(-(-b.length // 5))
     encoded, decoded = packed.copy(), packed.copy()
     for M in (3.0, 4.0, 6.0):
@@ -131,7 +131,7 @@ def _zero_runs(b: _Buffers) -> Iterator[Case]:
 
 
 def _int8(b: _Buffers) -> Iterator[Case]:
-    q, lanes = b.bytes(b.length, np.int8), b.bytes(b.length, np.int16)
+    q, accumulator = b.bytes(b.length, np.int8), b.bytes(b.length, np.int16)
     peers = [q.copy() for _ in range(_RANKS)]
     scales, x, y = b.scales, b.x, b.y
     steps = torch.from_numpy(scales)[:, None]
@@ -169,12 +169,12 @@ def _int8(b: _Buffers) -> Iterator[Case]:
         f"dequantize_int8_sum of {_RANKS}", "float32", 4 + _RANKS, "copy",
         lambda: kernels.dequantize_int8_sum(peers, [scales] * _RANKS, _BLOCK, y),
     )  # fmt: skip
-    yield Case("add_int8", "int8", 5, "add", lambda: kernels.add_int8(q, lanes))
-    yield Case("finalize_int8", "int16", 6, "copy", lambda: kernels.finalize_int8(lanes, scales, _BLOCK, 0.25, y))
+    yield Case("add_int8", "int8", 5, "add", lambda: kernels.add_int8(q, accumulator))
+    yield Case("finalize_int8", "int16", 6, "copy", lambda: kernels.finalize_int8(accumulator, scales, _BLOCK, 0.25, y))
 
 
 def _blocks(b: _Buffers) -> Iterator[Case]:
-    """THC's: 4 bits and granularity 30. Rates are those of the float32 gradient where nothing else is said."""
+    """Kernels of THC with 4 bits and granularity 30. Unless stated otherwise, rates refer to the float32 gradient."""
     for block in (_BLOCK, 4 * _BLOCK, 1 << 20):
         whole = b.y[: b.length // block * block]
         count = 8 * whole.size / b.length
@@ -188,7 +188,7 @@ def _blocks(b: _Buffers) -> Iterator[Case]:
     table = np.array(optimal(4, 30, 1 / 32).values, np.uint32)
     one = np.ones(b.length // _BLOCK, np.float32)
     units, lows, rates = one / 32, -2 * one, 7 * one
-    packed, lanes = b.bytes(b.length // 2), b.bytes(b.length)
+    packed, accumulator = b.bytes(b.length // 2), b.bytes(b.length)
 
     def encode(x: np.ndarray, residual: np.ndarray | None = None) -> None:
         kernels.encode_indices(
@@ -197,12 +197,12 @@ def _blocks(b: _Buffers) -> Iterator[Case]:
 
     yield Case("thc encode_indices 4", "float32", 4.5, "read", lambda: encode(b.x))
     yield Case("thc encode_indices 4 in place", "float32", 8.5, "update", lambda: encode(b.y, b.y))
-    lift = functools.partial(kernels.lookup_indices, packed, 4, table, lanes)
-    yield Case("thc lookup_indices 4", "uint8", 1.5, "write", lift)
-    yield Case("thc lookup_indices 4 accumulate", "uint8", 2.5, "update", lambda: lift(accumulate=True))
+    lookup = functools.partial(kernels.lookup_indices, packed, 4, table, accumulator)
+    yield Case("thc lookup_indices 4", "uint8", 1.5, "write", lookup)
+    yield Case("thc lookup_indices 4 accumulate", "uint8", 2.5, "update", lambda: lookup(accumulate=True))
     yield Case(
         "thc finalize_blocks", "uint8", 5, "write",
-        lambda: kernels.finalize_blocks(lanes, blocks, one, one, 0 * one, work, b.y),
+        lambda: kernels.finalize_blocks(accumulator, blocks, one, one, 0 * one, work, b.y),
     )  # fmt: skip
 
 
@@ -232,7 +232,7 @@ def _selection(b: _Buffers) -> Iterator[Case]:
         def torch_scatter(where: torch.Tensor = torch_indices, what: torch.Tensor = torch_values) -> object:
             return b.target.zero_().index_add_(0, where, what)
 
-        # The bound is that of an exact selection in two passes.
+        # The bound assumes an exact selection in two passes.
         yield Case(f"top_k {kept:.1%}", "float32", 8 + 8 * kept, "read", top_k, "abs, topk", torch_top_k)
         yield Case(f"take {kept:.1%}", "float32", 72 * kept, "read", take)
         yield Case(
@@ -259,13 +259,13 @@ def run(size_mb: int = 256, repeats: int = 7, only: str | None = None) -> list[K
     """Measure the kernels of `gradwire.kernels.active` on one thread.
 
     Args:
-        size_mb: size of the float32 gradient in MB (10^6 bytes). Below about ten times the last-level cache the
-            figures are those of the cache.
-        repeats: timed runs of each kernel, and of the copies between them.
-        only: measure the kernels whose name has this in it.
+        size_mb: Size of the float32 gradient in MB (10^6 bytes). Below about ten times the size of the last-level
+            cache, the figures are those of the cache.
+        repeats: Timed runs of each kernel, and of the copies between them.
+        only: Measure only kernels whose name contains this.
 
     Raises:
-        UnknownNameError: there is no such kernel.
+        UnknownNameError: There is no such kernel.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

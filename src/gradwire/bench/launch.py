@@ -1,4 +1,4 @@
-"""Starts the ranks of a job, in the lab or on loopback, and sees to it that none outlives it."""
+"""Start the ranks of a job, in the lab or on loopback. No process outlives the job."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from gradwire.lab import Lab
 from gradwire.lab.runner import Runner, signal_group
 
 _GRACE_SECONDS = 5.0
-_LAST_WORDS = 15
+_TAIL_LINES = 15
 
 OnMessage = Callable[[Message], None]
 
 
 @dataclass(frozen=True)
-class Beside:
-    """A process beside the ranks, such as a server, in the lab on a host of its own. It ends when the ranks do.
+class ServerProcess:
+    """A further process, such as a server, which ends when the ranks end. In the lab it gets its own host.
 
     Attributes:
-        command: command line; ``{host}`` in it stands for the address of that host.
-        variables: of the environment of all, likewise.
+        command: Command line. ``{host}`` is replaced by the address of its host.
+        variables: Environment variables of all processes, with the same replacement.
     """
 
     command: Sequence[str]
     variables: Mapping[str, str] = field(default_factory=dict)
 
-    def at(self, host: str) -> Beside:
-        """With an address filled in."""
+    def at(self, host: str) -> ServerProcess:
+        """The same process with the address filled in."""
         command = [word.replace("{host}", host) for word in self.command]
-        return Beside(command, {name: value.replace("{host}", host) for name, value in self.variables.items()})
+        return ServerProcess(command, {name: value.replace("{host}", host) for name, value in self.variables.items()})
 
 
 class RanksError(GradwireError, RuntimeError):
-    """The ranks of a benchmark did not all end well; the message has the last lines of the first that failed."""
+    """A rank of a benchmark failed. The message has the last lines of the first one that failed."""
 
 
 def launch(
@@ -50,24 +50,25 @@ def launch(
     *,
     lab: bool = False,
     module: str = "gradwire.bench.worker",
-    beside: Beside | None = None,
+    server: ServerProcess | None = None,
 ) -> list[SegmentOutcome]:
     """Run a job to its end.
 
     Args:
-        job: what to run; `folder` and `init_method` are filled in here.
-        world_size: how many ranks.
-        on_message: called with what the ranks say, as they say it.
-        lab: one host a rank in a network lab of its own, with rates as the job asks for them.
-        module: what each rank runs; one of your own calls `gradwire.bench.worker.main` with how it runs segments.
-        beside: what runs beside the ranks.
+        job: Job to run. `folder`, `init_method` and `shaped` are filled in here.
+        world_size: Number of ranks.
+        on_message: Called with each message of a rank.
+        lab: Whether to run in a network lab, with one host per rank and the rates that the job asks for.
+        module: Module that each rank runs. A module of your own calls `gradwire.bench.worker.main` with a function that
+            runs segments.
+        server: Further process to run.
 
     Returns:
-        What each rank said of each segment, in any order.
+        The outcomes of all segments on all ranks, in any order.
 
     Raises:
-        RanksError: a rank failed, or the deadline was reached.
-        RightsError: the lab cannot run here.
+        RanksError: A rank failed, or the deadline passed.
+        RightsError: The lab cannot run here.
     """
     with tempfile.TemporaryDirectory(prefix="gradwire-bench-") as folder:
         init_method = "env://" if lab else f"file://{folder}/rendezvous"
@@ -75,17 +76,17 @@ def launch(
         command = [sys.executable, "-m", module, str(job.save())]
         listener = _Listener(Path(folder), on_message)
         if lab:
-            _run_in_lab(command, world_size, job, listener, beside)
+            _run_in_lab(command, world_size, job, listener, server)
         else:
-            _run_on_loopback(command, world_size, job, listener, beside and beside.at("127.0.0.1"))
+            _run_on_loopback(command, world_size, job, listener, server and server.at("127.0.0.1"))
     expected = world_size * len(job.segments)
     if len(listener.outcomes) != expected:
-        raise RanksError(f"Expected {expected} results of the ranks, got {len(listener.outcomes)}. Do: run it again.")
+        raise RanksError(f"The ranks reported {len(listener.outcomes)} of {expected} results. Run the benchmark again.")
     return listener.outcomes
 
 
 class _Listener:
-    """Takes the ranks' lines: answers requests for a rate, keeps outcomes, hands everything on."""
+    """Handles the lines of ranks: sets rates on request, keeps outcomes, and passes on all messages."""
 
     def __init__(self, folder: Path, on_message: OnMessage) -> None:
         self.outcomes: list[SegmentOutcome] = []
@@ -98,7 +99,7 @@ class _Listener:
         if message is None:
             return
         if isinstance(message, RateRequest):
-            assert self.lab is not None, "ranks ask for rates in a lab alone"
+            assert self.lab is not None, "ranks ask for rates only in a lab"
             self.lab.set_rate(message.rate)
             (self._folder / f"rate-{message.ticket}").touch()
         if isinstance(message, SegmentOutcome):
@@ -107,11 +108,11 @@ class _Listener:
 
 
 def _run_in_lab(
-    command: list[str], world_size: int, job: BenchmarkJob, listener: _Listener, beside: Beside | None
+    command: list[str], world_size: int, job: BenchmarkJob, listener: _Listener, server: ServerProcess | None
 ) -> None:
-    with Lab(world_size + (beside is not None)) as lab:
+    with Lab(world_size + (server is not None)) as lab:
         listener.lab = lab
-        placed = Beside([]) if beside is None else beside.at(lab.addresses[world_size])
+        placed = ServerProcess([]) if server is None else server.at(lab.addresses[world_size])
         result = lab.run(
             lambda host: command if host < world_size else placed.command,
             env={**_environment(), **placed.variables, "WORLD_SIZE": str(world_size)},
@@ -122,16 +123,16 @@ def _run_in_lab(
         )
     if not result.ok:
         stderr = result.hosts[result.first_failed or 0].stderr
-        raise RanksError(f"Expected all ranks to end well. {result.message}\n{_tail(stderr)}".rstrip())
+        raise RanksError(f"A rank failed. {result.message}\n{_tail(stderr)}".rstrip())
 
 
 def _run_on_loopback(
-    command: list[str], world_size: int, job: BenchmarkJob, listener: _Listener, beside: Beside | None
+    command: list[str], world_size: int, job: BenchmarkJob, listener: _Listener, server: ServerProcess | None
 ) -> None:
     processes: list[subprocess.Popen[bytes]] = []
-    commands, more = [command] * world_size, {} if beside is None else beside.variables
+    commands, more = [command] * world_size, {} if server is None else server.variables
     try:
-        for rank, line in enumerate(commands if beside is None else [*commands, list(beside.command)]):
+        for rank, line in enumerate(commands if server is None else [*commands, list(server.command)]):
             variables = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
             processes.append(
                 subprocess.Popen(
@@ -163,18 +164,18 @@ def _check_ended(runner: Runner) -> None:
         return
     failed = runner.jobs[runner.first_failed or 0]
     what = "The time limit was reached." if runner.timed_out else f"Rank {failed.host} failed first."
-    raise RanksError(f"Expected all ranks to end well. {what}\n{_tail(failed.output('stderr'))}".rstrip())
+    raise RanksError(f"{what}\n{_tail(failed.output('stderr'))}".rstrip())
 
 
 def _environment() -> dict[str, str]:
-    """The environment of this process, with one thread a rank: more of them would fight over the same cores."""
+    """The environment of this process with one thread per rank, since ranks share the cores."""
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
 def _loopback_interface() -> dict[str, str]:
-    # Without it Gloo looks the host's name up, which fails on machines that do not know their own.
+    # Otherwise Gloo resolves the host name, which fails on machines that do not know their own.
     return {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
 
 
 def _tail(text: str) -> str:
-    return "\n".join(text.splitlines()[-_LAST_WORDS:])
+    return "\n".join(text.splitlines()[-_TAIL_LINES:])

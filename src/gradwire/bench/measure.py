@@ -1,8 +1,8 @@
-"""Timing of one call at a time, alternating with copies of the same memory, on one thread.
+"""Timing of single calls on one thread, alternating with copies of the same memory.
 
-A figure is the bytes that must move for the work (inputs read once, outputs written once) over the median time.
-It is set against two measurements that alternate with it: a plain copy, and a sweep with the call's own mix of
-reads and writes (a copy also fetches the lines that it overwrites, which no kernel that only reads does).
+A rate is the number of bytes that must move (inputs read once, outputs written once) divided by the median time. It is
+compared with two measurements that alternate with it: a plain copy, and a sweep with the same mix of reads and writes
+as the call. (A copy also fetches the lines that it overwrites, which a kernel that only reads does not.)
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ class KernelTiming:
     """One measured kernel.
 
     Attributes:
-        kernel: its name, and the variant.
-        dtype: element type of the gradient.
-        size: bytes of the float32 gradient.
-        unit: of the three rates.
-        median: median rate; p20 and p80 are the percentiles of the rate.
-        fraction_of_copy: median rate over that of a copy.
-        fraction_of_mix: median rate over that of a sweep with the same mix of reads and writes.
-        rival: the torch operations that do the same, or "".
-        speedup: time of the rival over time of the kernel; 0 without a rival.
+        kernel: Name and variant.
+        dtype: Element type of the gradient.
+        size: Bytes of the float32 gradient.
+        unit: Unit of the rates.
+        median: Median rate.
+        p20: 20th percentile of the rate.
+        p80: 80th percentile of the rate.
+        fraction_of_copy: Median rate divided by that of a copy.
+        fraction_of_mix: Median rate divided by that of a sweep with the same mix of reads and writes.
+        rival: Torch operations that do the same, or "".
+        speedup: Time of the rival divided by time of the kernel; 0 without a rival.
     """
 
     kernel: str
@@ -46,7 +48,7 @@ class KernelTiming:
 
 @dataclass(frozen=True)
 class Case:
-    """What to time: `call`, which must move `bytes_per_element`, and `rival_call`, which does the same."""
+    """A call to time, which must move `bytes_per_element`, and optionally a rival that does the same."""
 
     kernel: str
     dtype: str
@@ -58,17 +60,17 @@ class Case:
 
 
 def _seconds(call: Callable[[], object]) -> float:
-    # Time of this thread on a core, so that it does not count when another process has the core.
+    # Processor time of this thread, so that time of other processes does not count.
     start = time.thread_time()
     call()
     return time.thread_time() - start
 
 
 class Mixes:
-    """Sweeps of known memory traffic to compare with, by name, with their bytes an element."""
+    """Sweeps with known memory traffic, for comparison: bytes per element and call, by name."""
 
     def __init__(self, x: np.ndarray) -> None:
-        # Memory of their own: kernels must not find their input warm, nor a copy write it.
+        # Separate memory, so that kernels do not find their input in the cache and copies do not overwrite it.
         source, target = x, np.zeros(x.size, np.float32)
         read = torch.from_numpy(source)
         self.calls: dict[str, tuple[float, Callable[[], object]]] = {
@@ -81,7 +83,7 @@ class Mixes:
 
 
 def measure(case: Case, mixes: Mixes, x: np.ndarray, repeats: int) -> KernelTiming:
-    """Time a case over the gradient x."""
+    """Time a case on the gradient x."""
     copy_bytes, copy = mixes.calls["copy"]
     mix_bytes, mix = mixes.calls[case.mix]
     for warm in (case.call, copy, mix):
@@ -89,7 +91,7 @@ def measure(case: Case, mixes: Mixes, x: np.ndarray, repeats: int) -> KernelTimi
     times = np.array([[_seconds(copy), _seconds(mix), _seconds(case.call)] for _ in range(repeats)])
     rates = case.bytes_per_element * x.size / times[:, 2] / 1e9
     median = float(np.median(rates))
-    # Ratios of neighbors in time, so that whatever else the machine does touches both.
+    # Ratios of neighboring measurements: other load on the machine affects both.
     to_copy, to_mix = (
         float(np.median(rates * times[:, column] * 1e9 / (count * x.size)))
         for column, count in ((0, copy_bytes), (1, mix_bytes))

@@ -1,4 +1,4 @@
-"""The methods that are compared: DDP's own, and each compressor of gradwire, behind one small interface."""
+"""The methods to compare: those of DDP itself and gradwire's compressors, behind one interface."""
 # Shapes: W = ranks
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 DDP_FP32 = "ddp-fp32"
 DDP_FP16 = "ddp-fp16"
 SILENT = "no-communication"
-"""Computes and sends nothing: what the ideal step is measured with. Ranks drift apart."""
+"""Sends nothing, to measure the step without communication. Replicas diverge."""
 
 TRAMPOLINE = "ddp-trampoline"
-"""DDP's all-reduce through the hook that gradwire leaves in place: what attaching costs when it does nothing."""
+"""DDP's all-reduce through the hook that gradwire leaves after detaching, to measure its cost."""
 
 AUTO = "auto"
-"""`attach(ddp, "auto")`; ``auto:fidelity=near-lossless`` for other levels than balanced."""
+"""`attach(ddp, "auto")`. ``auto:fidelity=LEVEL`` selects a level other than balanced."""
 
 DEFAULT_METHODS = (DDP_FP32, DDP_FP16, "none", "int8", "onebit", "topk", "threelc", "threelc:sparsity=1.75")
 
@@ -44,7 +44,7 @@ _LABELS = {
 
 @dataclass(frozen=True)
 class MethodCosts:
-    """Running totals of one rank."""
+    """Totals of one rank."""
 
     sent_bytes: int = 0
     dense_bytes: int = 0
@@ -64,50 +64,50 @@ class ConnectedMethod(Protocol):
     """A DDP module whose gradients are synchronized by one method, until it is closed."""
 
     def costs(self, steps: int) -> MethodCosts:
-        """Totals after so many steps."""
+        """Totals after `steps` steps."""
         ...
 
     def settle(self, step: Callable[[], object]) -> None:
-        """Take steps at a new rate until the method has adapted to it; all ranks call it."""
+        """Take steps at a new rate until the method has adapted to it. All ranks call it."""
         ...
 
     def close(self) -> None:
-        """End what the method started."""
+        """Stop the method."""
         ...
 
 
 def is_native(method: str) -> bool:
-    """Whether it is one of DDP's own."""
+    """Whether a method is one of DDP's own."""
     return method in _LABELS
 
 
 def tries_buckets(method: str) -> bool:
-    """Whether it is run with every bucket size, of which the best counts: DDP's own methods, and auto, which may be."""
+    """Whether a method is run with every bucket size and the best one counts: DDP's own methods, and auto."""
     return is_native(method) or is_auto(method)
 
 
 def is_auto(method: str) -> bool:
-    """Whether it is `AUTO`, at any fidelity."""
+    """Whether a method is `AUTO`, at any fidelity."""
     return method.split(":")[0] == AUTO
 
 
 def label(method: str) -> str:
-    """How a reader sees it."""
+    """Display name of a method."""
     if is_native(method):
         return _LABELS[method]
     method, _, policy = method.partition("/")
-    spec, _, way = method.partition("@")
+    spec, _, strategy = method.partition("@")
     name, _, options = spec.partition(":")
     label = f"gradwire {name}" + (f" {options.replace('=', ' ').replace(':', ', ')}" if options else "")
-    return ", ".join(part for part in (label, way, policy.partition(":")[0]) if part)
+    return ", ".join(part for part in (label, strategy, policy.partition(":")[0]) if part)
 
 
 def check(methods: list[str]) -> None:
-    """Refuse what is unknown before anything starts.
+    """Check methods before anything starts.
 
     Raises:
-        UnknownNameError: a method that there is none of.
-        OptionError: an option that does not parse or fit, or the same method twice.
+        UnknownNameError: A method is unknown.
+        OptionError: An option is invalid, or a method is given twice.
     """
     for method in methods:
         if is_auto(method):
@@ -117,11 +117,11 @@ def check(methods: list[str]) -> None:
             strategy(method)
             feedback(method)
     if len(set(methods)) < len(methods):
-        raise OptionError(f"Expected each method once, got {', '.join(methods)}. Do: leave the second out.")
+        raise OptionError(f"A method is given twice: {', '.join(methods)}. Give each method once.")
 
 
 def compressor(method: str) -> Compressor:
-    """The compressor of ``NAME`` or ``NAME:option=value:option=value``, whatever ``@STRATEGY/FEEDBACK`` follows."""
+    """The compressor of ``NAME:option=value:option=value@STRATEGY/FEEDBACK``, where all but NAME is optional."""
     from gradwire.compressors.base.registry import make, names
 
     spec = re.split("[@/]", method)[0]
@@ -132,18 +132,18 @@ def compressor(method: str) -> Compressor:
 
 
 def strategy(method: str) -> str | None:
-    """The strategy of ``NAME@STRATEGY``; None where the plan decides."""
+    """The strategy of ``NAME@STRATEGY``, or None if the plan decides."""
     import gradwire.aggregator.strategy  # noqa: F401  # registers itself
     from gradwire.sync.strategies import STRATEGIES
 
-    _, at, way = method.partition("/")[0].partition("@")
-    if at and way not in STRATEGIES:
-        raise UnknownNameError("strategy", way, STRATEGIES)
-    return way or None
+    _, at, name = method.partition("/")[0].partition("@")
+    if at and name not in STRATEGIES:
+        raise UnknownNameError("strategy", name, STRATEGIES)
+    return name or None
 
 
 def feedback(method: str) -> Policy | None:
-    """The policy of residuals of ``NAME@STRATEGY/FEEDBACK``; None where the compressor's own counts."""
+    """The residual policy of ``NAME@STRATEGY/FEEDBACK``, or None for the compressor's default."""
     from gradwire.residuals import policies
 
     _, slash, policy = method.partition("/")
@@ -151,18 +151,18 @@ def feedback(method: str) -> Policy | None:
 
 
 def fidelity(method: str) -> str:
-    """The level of ``auto`` or ``auto:fidelity=LEVEL``."""
+    """The fidelity of ``auto`` or ``auto:fidelity=LEVEL``."""
     from gradwire.planner.fidelity import LEVELS
 
     option = method.partition(":")[2] or "fidelity=balanced"
     key, _, level = option.partition("=")
     if key != "fidelity" or level not in LEVELS:
-        raise OptionError(f"Expected auto:fidelity={'|'.join(LEVELS)}, got {method!r}. Do: write one of these levels.")
+        raise OptionError(f"Cannot read {method!r}. Write auto:fidelity=LEVEL, with one of {', '.join(LEVELS)}.")
     return level
 
 
 def connect(method: str, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, seed: int) -> ConnectedMethod:
-    """Let `method` synchronize the gradients of a fresh DDP module."""
+    """Let `method` synchronize the gradients of a new DDP module."""
     if is_native(method):
         return _Native(method, ddp)
     if is_auto(method):
@@ -171,7 +171,7 @@ def connect(method: str, ddp: DistributedDataParallel, optimizer: torch.optim.Op
 
 
 class _Native:
-    """DDP's own all-reduce. Gloo sums in a ring, whose bytes are computed: nothing counts them in the process."""
+    """DDP's own all-reduce. Its bytes are those of Gloo's ring, computed because the process cannot count them."""
 
     def __init__(self, method: str, ddp: DistributedDataParallel) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -188,7 +188,7 @@ class _Native:
             attach(ddp, "none").detach()
         elif method == SILENT:
             self._sent = 0
-            # Unannotated: torch compares annotations as objects, and here they are strings.
+            # A lambda, because torch compares annotations as objects, and here they are strings.
             ddp.register_comm_hook(None, lambda state, bucket: _done(bucket.buffer()))
 
     def costs(self, steps: int) -> MethodCosts:
@@ -196,15 +196,15 @@ class _Native:
         return MethodCosts(self._sent * steps, self._dense * steps)
 
     def settle(self, step: Callable[[], object]) -> None:
-        """One step fills the links' queues as all others do."""
+        """Take one step, which fills the queues of the links."""
         step()
 
     def close(self) -> None:
-        """Nothing to end: the hook goes with its module."""
+        """Do nothing: the hook belongs to the module."""
 
 
 class Attached:
-    """`gradwire.attach`, with the accounts of its `handle`. Momentum correction takes the optimizer's momentum."""
+    """`gradwire.attach`, with costs from its report. Momentum correction uses the optimizer's momentum."""
 
     def __init__(self, method: str, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, seed: int) -> None:
         from gradwire.ddp.attach import attach
@@ -233,7 +233,7 @@ class Attached:
 
 
 class Automatic:
-    """`gradwire.attach(ddp, "auto")`, with its report's accounts, which have DDP's own all-reduce as `_Native` does."""
+    """`gradwire.attach(ddp, "auto")`, with costs from its report, which counts DDP's all-reduce as `_Native` does."""
 
     def __init__(self, method: str, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, seed: int) -> None:
         from gradwire.ddp.attach import attach
@@ -250,7 +250,7 @@ class Automatic:
         return MethodCosts(total.sent_bytes, total.dense_bytes, total.encode_seconds, total.decode_seconds)
 
     def settle(self, step: Callable[[], object]) -> None:
-        """Begin anew, as a job that starts at this rate would, and go on until it has decided."""
+        """Restart, like a job that starts at this rate, and take steps until a decision is made."""
         self.autopilot.restart()
         step()
         while not self.autopilot.settled:

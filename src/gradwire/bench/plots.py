@@ -1,4 +1,4 @@
-"""The report's plots, as SVG to be put into a page: no links, no fonts of their own."""
+"""Plots of the report as inline SVG, without links or fonts."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from gradwire.bench.results import MethodResult, TrainingResult
 
 INK, FAINT, GRID = "#1f2933", "#7b8794", "#e4e7eb"
-# DDP in greys; gradwire's methods in colors that can be told apart without red and green.
+# DDP in gray, gradwire's methods in colors that can be distinguished without red and green.
 _NATIVE = {methods.DDP_FP32: "#3e4c59", methods.DDP_FP16: "#9aa5b1"}
 _COLORS = ("#2f6db5", "#8e5ea2", "#d9822b", "#17a08a", "#c2406b", "#6b7f1c", "#5b4bc4", "#8a5a2b")
 SPLIT = {"compute": "#cbd2d9", "encode": "#d9822b", "wire": "#2f6db5", "decode": "#17a08a"}
-_SMOOTHING = 0.8  # of the loss curves, which are those of single batches
+_SMOOTHING = 0.8  # of loss curves, which are losses of single batches
 
 _STYLE: dict[str, Any] = {
     "svg.fonttype": "none",
@@ -44,13 +44,13 @@ _STYLE: dict[str, Any] = {
 
 
 def colors(result: TrainingResult) -> dict[str, str]:
-    """A color a method, the same in all plots."""
+    """The color of each method in all plots."""
     ours = [entry.method for entry in result.results if entry.method not in _NATIVE]
     return _NATIVE | {method: _COLORS[index % len(_COLORS)] for index, method in enumerate(ours)}
 
 
 def loss_by_step(result: TrainingResult) -> str:
-    """Training loss against steps: what a step is worth."""
+    """Training loss by step."""
 
     def draw(axes: Axes) -> None:
         for entry, color in _curves(result):
@@ -63,7 +63,7 @@ def loss_by_step(result: TrainingResult) -> str:
 
 
 def loss_by_time(result: TrainingResult, index: int) -> str:
-    """Training loss against time: steps times the median step time."""
+    """Training loss by time: steps times the median step time."""
 
     def draw(axes: Axes) -> None:
         for entry, color in _curves(result):
@@ -79,7 +79,7 @@ def loss_by_time(result: TrainingResult, index: int) -> str:
 
 
 def bytes_by_method(result: TrainingResult, index: int) -> str:
-    """Bytes that each rank sends a step."""
+    """Bytes that each rank sends per step."""
 
     def draw(axes: Axes) -> None:
         values = [entry.times[index].bytes / 1e6 for entry in result.results]
@@ -92,14 +92,14 @@ def bytes_by_method(result: TrainingResult, index: int) -> str:
         axes.set_xscale("log")
         axes.set_xlim(min(values) / 2, max(values) * 6)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.set_xlabel("MB sent by a rank in a step (logarithmic)")
+        axes.set_xlabel("MB sent per rank and step (logarithmic)")
         _rows(axes)
 
     return _figure("bytes", draw, height=_height(result))
 
 
 def step_against_ideal(result: TrainingResult, index: int) -> str:
-    """Step time with its spread, and the ideal step as a mark."""
+    """Step times with percentiles, and the ideal step as a mark."""
 
     def draw(axes: Axes) -> None:
         known, steps = colors(result), [entry.times[index] for entry in result.results]
@@ -134,14 +134,14 @@ def step_against_ideal(result: TrainingResult, index: int) -> str:
         axes.set_xscale("log")
         axes.set_xlim(0.5 * 1e3 * min(time.ideal for time in steps), 8 * max(values))
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.set_xlabel("ms a step (logarithmic); black: the ideal step")
+        axes.set_xlabel("ms per step (logarithmic); black: the ideal step")
         _rows(axes)
 
     return _figure("step and ideal", draw, height=_height(result))
 
 
 def time_split(result: TrainingResult, index: int) -> str:
-    """Where a step's time goes, as shares of the step."""
+    """Shares of a step's time."""
 
     def draw(axes: Axes) -> None:
         left = [0.0] * len(result.results)
@@ -161,7 +161,7 @@ def time_split(result: TrainingResult, index: int) -> str:
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Exponential moving average, without the pull of its start toward zero."""
+    """Exponential moving average, corrected for its start."""
     average, weight, smoothed = 0.0, 0.0, []
     for value in values:
         average = _SMOOTHING * average + (1 - _SMOOTHING) * value
@@ -171,11 +171,11 @@ def smooth(values: Sequence[float]) -> list[float]:
 
 
 def to_inline(svg: str) -> str:
-    """An SVG document as an element for an HTML page: no prologue, no metadata, no namespaces."""
+    """An SVG document as an HTML element, without prologue, metadata and namespaces."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'\s+xmlns(:\w+)?="[^"]*"', "", svg)
-    # The page's width decides, not the drawing's.
+    # The page determines the width, not the drawing.
     return re.sub(
         r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1), count=1
     )
@@ -200,7 +200,7 @@ def _styled(name: str) -> Iterator[Any]:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    # Ids are hashed with the salt: the plots of one page must not share them.
+    # The salt keeps ids different between the plots of a page.
     with pyplot.rc_context(cast(Any, _STYLE) | {"svg.hashsalt": name}):
         yield pyplot
 
@@ -214,7 +214,7 @@ def _label_losses(axes: Axes, result: TrainingResult) -> None:
     axes.set_ylabel("training loss (nats, smoothed)")
     curves = [smooth(entry.losses) for entry in result.results if entry.losses]
     if curves:
-        # A method that diverges leaves the frame, and the others stay legible.
+        # A method that diverges leaves the frame, so that the others stay legible.
         lowest, first = min(min(curve) for curve in curves), max(curve[0] for curve in curves)
         axes.set_ylim(0.97 * lowest, 1.05 * first)
 

@@ -1,4 +1,4 @@
-"""Progress bars of a benchmark: all of it, and the method that runs now."""
+"""Progress bars of a benchmark: the whole run, and the current method."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from gradwire.bench.table import rate_text
 
 
 class Bars:
-    """Shows how far a run is; a context manager.
+    """Context manager that shows the progress of a run.
 
     Args:
-        num_segments: how many there will be.
-        console: where to; standard error is right where standard output is for machines.
+        num_segments: Number of segments.
+        console: Console for the bars; for standard error if standard output is read by machines.
     """
 
     def __init__(self, num_segments: int, console: Console) -> None:
@@ -44,7 +44,7 @@ class Bars:
         self._bars.stop()
 
     def __call__(self, segment: Segment, progress: job.Progress) -> None:
-        """Show what rank 0 says."""
+        """Show the progress of rank 0."""
         self._bars.update(self._all, completed=progress.segment, note="")
         doing = "training" if progress.phase == "train" else f"timed at {rate_text(progress.rate)}"
         self._bars.update(

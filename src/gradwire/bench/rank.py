@@ -1,4 +1,4 @@
-"""One process's part in a benchmark: how it talks to the process that started it, and agrees with the other ranks."""
+"""One rank of a benchmark: communication with the parent process, and agreement with the other ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _POLL_SECONDS = 0.005
 
 
 class Rank:
-    """One process's part in a job: what its segments share."""
+    """One rank of a job, shared by its segments."""
 
     def __init__(self, job: BenchmarkJob) -> None:
         self.job = job
@@ -31,23 +31,23 @@ class Rank:
         self._next_progress = 0.0
 
     def say(self, message: Message) -> None:
-        """One line to the parent."""
-        # One write a line, so that lines of several threads cannot mix.
+        """Send a message to the parent."""
+        # A single write, so that lines of several threads cannot mix.
         sys.stdout.write(to_line(message) + "\n")
         sys.stdout.flush()
 
     def progress(self, progress: Progress) -> None:
-        """Tell the parent how far it is, from rank 0 and not too often."""
+        """Report progress to the parent, from rank 0 only and not too often."""
         now = time.monotonic()
         if self.rank == 0 and (now >= self._next_progress or progress.step == progress.steps):
             self._next_progress = now + _PROGRESS_SECONDS
             self.say(progress)
 
     def set_rate(self, rate: str | None) -> None:
-        """Have the parent set the rate of all links; returns on all ranks once it has."""
+        """Let the parent set the rate of all links, and wait until it has. All ranks call it."""
         if not self.job.shaped or rate == self._rate:
             return
-        dist.barrier()  # nobody still sends at the old rate
+        dist.barrier()  # no rank still sends at the old rate
         self._ticket, self._rate = self._ticket + 1, rate
         if self.rank == 0:
             self.say(RateRequest(self._ticket, rate))
@@ -63,4 +63,4 @@ class Rank:
 
 
 RunSegment = Callable[[int], SegmentOutcome]
-"""Runs the segment of an index."""
+"""Runs the segment with this index."""

@@ -1,7 +1,7 @@
-"""Records a backward: which gradients a rank has ready when, with the processor to itself.
+"""Record a backward pass: when each gradient is ready on a rank that has the processor to itself.
 
-The ranks take turns, so that none disturbs another. Each keeps gradients of its own data; the times are those of
-rank 0, for all.
+The ranks take turns, so that they do not disturb each other. Each keeps the gradients of its own data. All use the
+times of rank 0.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from gradwire.bench.workload import Samples
 _TRAINED_STEPS = 10
 _TIMED_STEPS = 7
 _KEPT_STEPS = 3
-"""So many steps' gradients are kept, to be replayed in turn: 25 MB each, for 25 MB of parameters."""
+"""Number of steps whose gradients are kept and replayed in turn. Each takes as much memory as the parameters."""
 
 
 @dataclass(frozen=True)
 class RecordedBucket:
-    """One bucket as DDP hands it to a hook.
+    """One bucket as DDP passes it to a hook.
 
     Attributes:
-        names: of its parameters.
-        shapes: of its parameters.
-        ready_seconds: after the beginning of the step.
-        gradients: one flat tensor a kept step.
+        names: Names of its parameters.
+        shapes: Shapes of its parameters.
+        ready_seconds: Time from the start of the step until the bucket is ready.
+        gradients: One flat tensor for each step kept.
     """
 
     names: list[str]
@@ -43,7 +43,7 @@ class RecordedBucket:
     gradients: list[torch.Tensor]
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """A bucket's buffer as its gradients."""
+        """The gradients as views of a bucket's buffer."""
         sizes = [shape.numel() for shape in self.shapes]
         ends = itertools.accumulate(sizes)
         return [buffer[end - size : end].view(shape) for end, size, shape in zip(ends, sizes, self.shapes, strict=True)]
@@ -51,12 +51,12 @@ class RecordedBucket:
 
 @dataclass(frozen=True)
 class Recording:
-    """A step of one rank alone.
+    """A step of a rank that runs alone.
 
     Attributes:
-        buckets: in the order in which they get ready.
-        backward_seconds: when the backward ends, after the beginning of the step.
-        step_seconds: when the optimizer ends.
+        buckets: Buckets in the order in which they become ready.
+        backward_seconds: Time from the start of the step to the end of the backward pass.
+        step_seconds: Time from the start of the step to the end of the optimizer step.
     """
 
     buckets: list[RecordedBucket]
@@ -66,7 +66,7 @@ class Recording:
 
 @dataclass
 class _Tape:
-    """What one step leaves."""
+    """Data of one step."""
 
     started: float
     ready: list[float]
@@ -89,14 +89,14 @@ class _Tape:
 
 
 def record(rank: Rank, bucket_mb: float) -> Recording:
-    """Every rank's recording, one rank at a time. All ranks call it."""
+    """Record a step on every rank, one rank at a time. All ranks call it."""
     groups = [dist.new_group([member]) for member in range(rank.world_size)]
     recording = None
     for member in range(rank.world_size):
         if member == rank.rank:
             recording = _record_alone(rank, bucket_mb, groups[member])
         dist.barrier()
-    assert recording is not None, "every rank has had its turn"
+    assert recording is not None, "every rank takes a turn"
     return _with_times_of_rank_0(recording)
 
 

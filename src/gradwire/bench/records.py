@@ -1,7 +1,7 @@
-"""Records of benchmarks: CSV with a row for each figure, and where it comes from.
+"""Records of benchmarks: CSV files with one row for each figure.
 
-Every row carries the commit and the date of its run. A record in `benchmarks/results` is written only if the checkout
-has no changes. Other files may be written at any time; their commit then ends in ``-dirty``.
+Every row has the commit and the date of its run. A record in `benchmarks/results` is written only if the checkout has
+no changes. Other files can be written at any time; their commit then ends in ``-dirty``.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ COLUMNS = (
     "source", "device", "cores", "versions", "commit", "date",
 )  # fmt: skip
 WHERE = ("benchmark", "device", "cores", "versions", "commit", "date")
-# A commit such as 12e4567 is no number.
+# Columns that are never numbers. A commit may look like one: 12e4567.
 TEXT = {"benchmark", "method", "metric", "unit", "dtype", "rate", "source", "device", "versions", "commit", "date"}
 
 
 class RecordError(GradwireError):
-    """A record may not be written: the checkout has changes."""
+    """A record cannot be written, because the checkout has changes."""
 
 
 def check_record(path: Path) -> None:
@@ -53,7 +53,7 @@ def check_record(path: Path) -> None:
 
 
 def write_csv(result: TrainingResult, path: Path) -> None:
-    """Write all figures of a run, with where they come from."""
+    """Write all figures of a training run."""
     _write(rows(result), path)
 
 
@@ -73,10 +73,9 @@ def write_kernels_csv(rows: Sequence[KernelTiming], environment: dict[str, str],
 
 
 def write_figures(benchmark: str, figures: Iterable[dict[str, Any]], path: Path) -> None:
-    """Write figures of a benchmark that may have columns of its own, with where they come from.
+    """Write the figures of a benchmark, which may have columns of its own.
 
-    Rows that were read from a record keep their own commit and date. Rows without a metric are written as they are,
-    followed by where they come from.
+    Rows read from a record keep their commit and date. Rows without a metric are written with their own columns first.
     """
     found = list(figures)
     where = _where(benchmark, environment())
@@ -84,7 +83,7 @@ def write_figures(benchmark: str, figures: Iterable[dict[str, Any]], path: Path)
 
 
 def read_figures(path: Path) -> list[dict[str, Any]]:
-    """Rows of a file that this module wrote. Numbers are numbers, and empty cells None."""
+    """Rows of a file written by this module. Numbers are parsed, and empty cells are None."""
     with path.open(newline="") as file:
         return [
             {name: text if name in TEXT and text else _number(text) for name, text in row.items()}
@@ -108,7 +107,7 @@ def _write(figures: Iterable[dict[str, Any]], path: Path) -> None:
     columns = [*leading, *(name for name in known if name not in (*leading, *last)), *last]
     try:
         check_record(path)
-    except RecordError as error:  # too late: what was measured must not be lost
+    except RecordError as error:  # do not lose what was measured
         path = Path(tempfile.mkdtemp(prefix="gradwire-")) / path.name
         _write(found, path)
         raise RecordError(f"{error} The figures are in {path}.") from None
@@ -126,12 +125,12 @@ def _where(benchmark: str, environment: dict[str, str]) -> dict[str, Any]:
 
 
 def rows(result: TrainingResult) -> Iterator[dict[str, Any]]:
-    """One row a figure. `size` is the number of parameters; `source` is measured, predicted or computed."""
+    """One row for each figure. `size` is the number of parameters, `source` is measured, predicted or computed."""
     where = _where("replay" if result.replayed else "training", result.environment)
     fixed = {**where, "dtype": "float32", "size": result.num_parameters, "ranks": result.ranks}
     for entry in result.results:
         for row in [*_learning(result, entry), *_steps(result, entry)]:
-            # A method without loss curve has no loss: no row rather than an empty one.
+            # A method without a loss curve has no rows for losses.
             if row["value"] is not None:
                 yield {**fixed, "method": entry.method, **row}
 

@@ -1,7 +1,7 @@
-"""Replays a recorded backward as waits: forward and backward sleep; gradients, DDP, codecs and network are real.
+"""Replay a recorded backward pass: computation is replaced by waiting; gradients, DDP, codecs and network are real.
 
-Two cores cannot compute for four ranks without disturbing the clock; here each rank finds the processor as free as
-on a machine of its own. Codecs do so too: a real backward leaves them less of it.
+Two cores cannot compute for four ranks without distorting times. During a replay the processor is as free as if each
+rank had a machine of its own. It is also freer for codecs than in a real backward pass.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from gradwire.bench.timing import time_steps
 
 
 class RecordedModel(nn.Module):
-    """Parameters whose gradients, in backward, are the recorded ones at the recorded times.
+    """Parameters whose backward pass yields the recorded gradients at the recorded times.
 
     Args:
-        recording: of the step.
+        recording: Recorded step.
     """
 
     def __init__(self, recording: Recording) -> None:
@@ -36,13 +36,13 @@ class RecordedModel(nn.Module):
         self.recording = recording
         self.started = 0.0
         self.steps = 0
-        # DDP lays out its first buckets by the reverse order of the parameters.
+        # DDP builds its first buckets in the reverse order of the parameters.
         shapes = [pair for bucket in recording.buckets for pair in zip(bucket.names, bucket.shapes, strict=True)]
         for name, shape in reversed(shapes):
             self.register_parameter(name.replace(".", "/"), nn.Parameter(torch.zeros(shape)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Starts the clock; scalar to scalar."""
+        """Start the clock. Takes and returns a scalar."""
         self.started = time.perf_counter()
         self.steps += 1
         x = _until(x, self, self.recording.backward_seconds, None)
@@ -53,7 +53,7 @@ class RecordedModel(nn.Module):
 
 
 class _Until(torch.autograd.Function):
-    """The identity. Backward waits for a moment of the step, then hands out a bucket's gradients."""
+    """The identity. Backward waits for a moment of the step, then returns the gradients of a bucket."""
 
     @staticmethod
     def forward(
@@ -75,7 +75,7 @@ _until: Callable[..., torch.Tensor] = _Until.apply
 
 @dataclass
 class Replay:
-    """Steps that wait where the recorded rank computed."""
+    """Steps that wait while the recorded rank computed."""
 
     rank: Rank
     segment: Segment
@@ -86,7 +86,7 @@ class Replay:
 
     @classmethod
     def begin(cls, rank: Rank, segment: Segment, recording: Recording) -> Replay:
-        """A fresh module, with its method attached."""
+        """A new module with the method attached."""
         ddp = DistributedDataParallel(
             RecordedModel(recording), bucket_cap_mb=segment.bucket_mb, gradient_as_bucket_view=True
         )
@@ -94,7 +94,7 @@ class Replay:
         return cls(rank, segment, ddp, optimizer, methods.connect(segment.method, ddp, optimizer, rank.job.seed))
 
     def step(self) -> tuple[float, float]:
-        """One step; returns no loss, and its seconds."""
+        """Take one step; return NaN for its loss, and its duration in seconds."""
         start = time.perf_counter()
         recording = self.ddp.module.recording
         loss = self.ddp(torch.zeros((), requires_grad=True))
@@ -107,7 +107,7 @@ class Replay:
 
 
 def run_replay(rank: Rank, index: int, recordings: Mapping[float, Recording]) -> SegmentOutcome:
-    """One segment: a method at each rate."""
+    """Run one segment: a method at each rate."""
     segment = rank.job.segments[index]
     rank.set_rate(None)
     replay = Replay.begin(rank, segment, recordings[segment.bucket_mb])
@@ -121,7 +121,7 @@ def run_replay(rank: Rank, index: int, recordings: Mapping[float, Recording]) ->
 
 
 def sleep_until(moment: float) -> None:
-    """Return at a moment of `time.perf_counter`, or at once where it has passed."""
+    """Sleep until a moment of `time.perf_counter`."""
     left = moment - time.perf_counter()
     if left > 0:
         time.sleep(left)

@@ -1,4 +1,4 @@
-"""The report: one HTML file with everything in it, which needs no network to be read."""
+"""The report: one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _NAME = "index.html"
 
 
 def write_report(result: TrainingResult, folder: Path) -> Path:
-    """Write the page, and beside it the figures as JSON and CSV; returns the page's path.
+    """Write the page, and the figures as JSON and CSV; return the path of the page.
 
     Args:
-        result: of a run.
-        folder: made where missing; files of an earlier report are replaced.
+        result: Result of a run.
+        folder: Folder for the files. It is created if missing, and files of an earlier report are overwritten.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "results.json").write_text(json.dumps(result.as_dict(), indent=2) + "\n")
@@ -45,7 +45,7 @@ def write_report(result: TrainingResult, folder: Path) -> Path:
 
 
 def render(result: TrainingResult) -> str:
-    """The page."""
+    """The HTML of the page."""
     import jinja2
 
     files = resources.files("gradwire.bench")
@@ -75,7 +75,7 @@ def _section(result: TrainingResult, index: int) -> dict[str, Any]:
         "rows": [_row(result, entry, index) for entry in result.results],
         "plots": [
             ("Step time against its ideal", plots.step_against_ideal(result, index)),
-            ("Bytes a step", plots.bytes_by_method(result, index)),
+            ("Bytes per step", plots.bytes_by_method(result, index)),
             ("Where a step's time goes", plots.time_split(result, index)),
             *([("Loss against time", plots.loss_by_time(result, index))] if curves else []),
         ],
@@ -108,16 +108,16 @@ def _row(result: TrainingResult, entry: MethodResult, index: int) -> dict[str, A
 
 
 def _cards(result: TrainingResult) -> list[tuple[str, str, str]]:
-    """Key figures of the headline's method: figure, what it is, and against what."""
+    """Key figures of the headline's method: figure, meaning, comparison."""
     best = headline_method(result)
     if best is None:
         return []
     time = best.times[0]
     rate = rate_text(result.rates[0])
     cards = [
-        (times(result.speedup(best)), "faster a step", f"than DDP fp32 at {rate}"),
+        (times(result.speedup(best)), "faster per step", f"than DDP fp32 at {rate}"),
         (f"{time.over_ideal:.2f} ×", "the ideal step", f"{milliseconds(time.ideal)} ms at {rate}"),
-        (times(time.ratio), "fewer bytes", f"{megabytes(time.bytes)} MB sent by a rank in a step"),
+        (times(time.ratio), "fewer bytes", f"{megabytes(time.bytes)} MB sent per rank and step"),
     ]
     difference = result.loss_difference(best)
     if difference is not None:
@@ -125,12 +125,12 @@ def _cards(result: TrainingResult) -> list[tuple[str, str, str]]:
     fp16 = result.of(methods.DDP_FP16)
     if fp16 is not None:
         factor = fp16.times[0].step.median / time.step.median
-        cards.insert(1, (times(factor), "faster a step", "than DDP with its fp16 hook"))
+        cards.insert(1, (times(factor), "faster per step", "than DDP with its fp16 hook"))
     return cards
 
 
 def _verdicts(result: TrainingResult) -> list[str]:
-    """What went against gradwire's methods, in words."""
+    """Sentences on what gradwire's methods did worse than DDP fp32."""
     found = []
     for entry in result.results:
         if methods.is_native(entry.method):

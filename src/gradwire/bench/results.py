@@ -1,4 +1,4 @@
-"""The results of a training benchmark: figures by method, made from what the ranks said, and their plain data."""
+"""Results of a training benchmark: figures by method, computed from the outcomes of the ranks."""
 # Shapes: S = steps, W = ranks
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from gradwire.lab.units import parse_rate
 
 @dataclass(frozen=True)
 class StepTime:
-    """One method at one rate. Times in seconds, bytes of one rank's step (mean over ranks).
+    """One method at one rate. Times are in seconds. Bytes are those of one rank and step, averaged over ranks.
 
     Attributes:
-        rate: of each link, as tc writes it; None for links as they are.
-        measured: whether the step was timed on links of this rate; otherwise it is predicted as the larger of the
-            step on this machine's loopback and bytes over rate.
-        step: time of a step; without spread where it is predicted.
-        compute: the step without communication.
-        bytes: counted by gradwire, or computed for DDP's own all-reduce.
-        dense_bytes: of a ring all-reduce of fp32 gradients.
-        interface_bytes: counted by the interface, headers included; None outside of a lab.
-        interface_payload: the same without Ethernet, IP and TCP headers.
-        ideal: the larger of compute and bytes over rate.
-        split: where the step's time goes.
-        bucket_mb: DDP's bucket size, at this rate the best one of those tried.
-        processor: seconds of processor time that a rank takes in it, all its threads together.
+        rate: Rate of each link in tc's notation; None for links as they are.
+        measured: Whether the step was timed on links of this rate. If not, it is predicted as the larger of the step on
+            loopback and bytes over rate.
+        step: Step time; without spread if predicted.
+        compute: Step time without communication.
+        bytes: Bytes sent, counted by gradwire or computed for DDP's own all-reduce.
+        dense_bytes: Bytes of a ring all-reduce of fp32 gradients.
+        interface_bytes: Bytes sent according to the network interface, with headers; None outside of the lab.
+        interface_payload: The same without Ethernet, IP and TCP headers.
+        ideal: The larger of `compute` and bytes over rate.
+        split: Shares of the step time.
+        bucket_mb: DDP's bucket size; the best of those tried at this rate.
+        processor: Processor time of all threads of a rank.
     """
 
     rate: str | None
@@ -62,28 +62,28 @@ class StepTime:
 
     @property
     def over_ideal(self) -> float:
-        """Step over ideal step; 1 is the best there is."""
+        """Step time over ideal step; 1 is optimal."""
         return self.step.median / self.ideal
 
     @property
     def interface_difference(self) -> float | None:
-        """How far the interface's count of payload is from our own, as a fraction."""
+        """Relative difference of the interface's payload count from our own."""
         return None if self.interface_payload is None else relative_difference(self.interface_payload, self.bytes)
 
 
 @dataclass(frozen=True)
 class MethodResult:
-    """One method.
+    """Results of one method.
 
     Attributes:
-        method: its name.
-        losses: training loss of each step, mean over ranks.
-        validation_loss: after these steps.
-        validation_accuracy: after these steps.
-        identical: whether all ranks held the same bits at the end.
-        times: one entry a rate.
-        train_seconds: of each step of the loss curve, mean over ranks.
-        validations: step, validation loss and accuracy along the loss curve.
+        method: Name of the method.
+        losses: Training loss of each step, averaged over ranks.
+        validation_loss: Validation loss after these steps.
+        validation_accuracy: Validation accuracy after these steps.
+        identical: Whether all ranks held the same bits at the end.
+        times: Step times at each rate.
+        train_seconds: Duration of each step of the loss curve, averaged over ranks.
+        validations: Step, validation loss and accuracy of validations along the loss curve.
     """
 
     method: str
@@ -97,27 +97,27 @@ class MethodResult:
 
     @property
     def label(self) -> str:
-        """How a reader sees it."""
+        """Display name of the method."""
         return methods.label(self.method)
 
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """Everything that a run found.
+    """Results of a run.
 
     Attributes:
-        workload: its summary.
-        num_parameters: of the model.
+        workload: Summary of the workload.
+        num_parameters: Number of parameters of the model.
         ranks: W.
-        batch_size: of each rank.
-        train_steps: S of the loss curves.
-        rates: of the step times.
-        shaped: whether links were shaped; otherwise step times are predicted.
-        replayed: whether a recorded backward was replayed in place of computing.
-        seconds: that the whole run took.
-        environment: versions and machine.
-        note: what a reader must know, for example why nothing was shaped.
-        results: one entry a method.
+        batch_size: Batch size of each rank.
+        train_steps: S, steps of the loss curves.
+        rates: Rates of the step times.
+        shaped: Whether links were shaped. If not, step times are predicted.
+        replayed: Whether a recorded backward pass was replayed instead of computed.
+        seconds: Duration of the whole run.
+        environment: Versions and machine.
+        note: Remark for the reader, such as why links were not shaped.
+        results: Results of each method.
     """
 
     workload: str
@@ -134,25 +134,25 @@ class TrainingResult:
     results: list[MethodResult] = field(default_factory=list)
 
     def of(self, method: str) -> MethodResult | None:
-        """The result of one method, or None where it did not run."""
+        """The result of a method, or None if it did not run."""
         return next((result for result in self.results if result.method == method), None)
 
     def speedup(self, result: MethodResult, index: int = 0) -> float | None:
-        """How many times faster a step is than DDP fp32's, at one rate; None without that baseline."""
+        """Step time of DDP fp32 over that of a method at one rate; None without that baseline."""
         baseline = self.of(methods.DDP_FP32)
         if baseline is None or len(baseline.times) <= index or len(result.times) <= index:
             return None
         return baseline.times[index].step.median / result.times[index].step.median
 
     def loss_difference(self, result: MethodResult) -> float | None:
-        """Validation loss against DDP fp32's after the same steps, as a fraction; None where there is none."""
+        """Relative difference from the validation loss of DDP fp32, or None without losses."""
         baseline = self.of(methods.DDP_FP32)
         if baseline is None or baseline.validation_loss is None or result.validation_loss is None:
             return None
         return relative_difference(result.validation_loss, baseline.validation_loss)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data, with what is derived from it."""
+        """Plain data, including derived figures."""
         data = asdict(self)
         for plain, result in zip(data["results"], self.results, strict=True):
             plain["label"] = result.label
@@ -168,7 +168,7 @@ class TrainingResult:
 
 
 def combine_times(timed: Sequence[TimedSteps], compute: float, measured: bool, bucket_mb: float = 25.0) -> StepTime:
-    """One method at one rate, from all ranks' timed steps."""
+    """Combine the timed steps of all ranks."""
     steps = across_ranks([rank.seconds for rank in timed])
     per_step = 1 / (len(steps) * len(timed))
     rate = timed[0].rate
@@ -201,7 +201,7 @@ def combine_times(timed: Sequence[TimedSteps], compute: float, measured: bool, b
 
 
 def combine_losses(outcomes: Sequence[SegmentOutcome]) -> list[float]:
-    """Training loss of each step: the mean over ranks, which is the loss of the whole batch."""
+    """Training loss of each step, averaged over ranks: the loss of the whole batch."""
     return across_ranks([outcome.losses for outcome in outcomes])
 
 

@@ -1,7 +1,7 @@
-"""The published algorithms as a user would write them in plain torch operations: what compressors are timed against.
+"""Published algorithms in plain torch operations, as a user would write them, for comparison with our compressors.
 
-Each takes a float32 gradient and returns what it would send, packed as tightly as gradwire's own payload, with torch
-operations alone. They are written for speed within that: no Python loops, in place where that helps.
+Each takes a float32 gradient and returns the tensors to send, packed as tightly as gradwire's payloads. They are
+written for speed: without Python loops, and in place where that helps.
 """
 # Shapes: N = elements of the gradient, a multiple of 1024
 
@@ -16,7 +16,7 @@ _POWERS = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8)
 
 
 def pack(levels: torch.Tensor, bits: int) -> torch.Tensor:
-    """Small integers, uint8[N], to bytes."""
+    """Pack small integers, uint8[N], into bytes."""
     per = 8 // bits
     planes = levels.view(per, -1)
     packed = planes[0].clone()

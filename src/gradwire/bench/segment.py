@@ -1,7 +1,7 @@
-"""One segment of a job on one rank: a method trains the workload, for its loss curve and for its step time.
+"""One segment of a job on one rank: train the workload with a method, for a loss curve and step times.
 
-The loss curve comes first, then the timed steps go on with the same model, so that bytes that depend on the
-gradients' values are those of a model in training.
+The loss curve comes first. The timed steps continue with the same model, so that bytes that depend on the values of
+gradients are those of a model in training.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gradwire.sync.replica import fingerprint
 
 @dataclass
 class Training:
-    """A model in training, and what its steps have cost so far."""
+    """A model in training."""
 
     rank: Rank
     segment: Segment
@@ -38,7 +38,7 @@ class Training:
 
     @classmethod
     def begin(cls, rank: Rank, segment: Segment) -> Training:
-        """From the job's seed, the same for every method."""
+        """Start from the job's seed, which is the same for every method."""
         torch.manual_seed(rank.job.seed)
         model = rank.workload.model()
         ddp = DistributedDataParallel(model, bucket_cap_mb=segment.bucket_mb, gradient_as_bucket_view=True)
@@ -48,7 +48,7 @@ class Training:
         return cls(rank, segment, ddp, optimizer, connection, batches)
 
     def step(self) -> tuple[float, float]:
-        """One step; returns its loss and its seconds."""
+        """Take one step; return its loss and its duration in seconds."""
         start = time.perf_counter()
         factor = self.rank.workload.schedule(self.steps, self.segment.train_steps)
         for group in self.optimizer.param_groups:
@@ -92,7 +92,7 @@ def _train(training: Training, index: int) -> tuple[list[float], list[float], li
 
 
 def _validate(training: Training) -> tuple[float, float]:
-    """Each rank takes a share of the validation set; their replicas are the same."""
+    """Validation loss and accuracy. Each rank evaluates a share of the validation set."""
     rank, samples = training.rank, training.rank.workload.validation()
     share = slice(rank.rank, None, rank.world_size)
     training.ddp.module.eval()

@@ -1,18 +1,14 @@
-"""What is computed from measured figures: percentiles, intervals, ideal steps, predictions, the split of a step."""
+"""Figures computed from measurements: percentiles, ideal steps, predictions, the split of a step."""
 # Shapes: S = timed steps, W = ranks
 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 HEADER_BYTES = 66
-"""What a full TCP segment carries besides payload: Ethernet 14, IPv4 20, TCP with timestamps 32."""
-
-# Student's t for a 95 % interval, by values.
-_T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
+"""Header bytes of a full TCP segment: Ethernet 14, IPv4 20, TCP with timestamps 32."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +22,12 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Of a sample; NaN where it is empty."""
+        """The spread of a sample; NaN if it is empty."""
         return cls(percentile(values, 0.5), percentile(values, 0.2), percentile(values, 0.8), len(values))
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value that a share of the sample lies below, interpolated linearly; NaN of an empty sample."""
+    """Percentile of a sample with linear interpolation, for a share from 0 to 1; NaN if the sample is empty."""
     if not values:
         return math.nan
     ordered = sorted(values)
@@ -42,46 +38,39 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def mean(values: Sequence[float]) -> float:
-    """Arithmetic mean; NaN of an empty sample."""
+    """Arithmetic mean; NaN if the sample is empty."""
     return sum(values) / len(values) if values else math.nan
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Mean, and half of its 95 % interval by Student's t; NaN where there are too few values for one."""
-    if len(values) < 2:
-        return mean(values), math.nan
-    return mean(values), _T_95[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
-
-
 def across_ranks(by_rank: Sequence[Sequence[float]]) -> list[float]:
-    """Mean over ranks, step by step (W rows of S values to S)."""
+    """Mean over ranks for each step (W rows of S values to S values)."""
     return [mean(step) for step in zip(*by_rank, strict=True)]
 
 
 def wire_seconds(num_bytes: float, rate_bits: int | None) -> float:
-    """How long a link takes for so many bytes; 0 where it has no rate."""
+    """Time of a link for these bytes; 0 if it has no rate."""
     return 0.0 if rate_bits is None else 8 * num_bytes / rate_bits
 
 
 def ideal_step(compute_seconds: float, num_bytes: float, rate_bits: int | None) -> float:
-    """The larger of the step without communication and the bytes of one rank over the link's rate."""
+    """The larger of the step without communication and the bytes of one rank over the rate of its link."""
     return max(compute_seconds, wire_seconds(num_bytes, rate_bits))
 
 
 def ring_bytes(num_bytes: int, world_size: int) -> int:
-    """What each rank sends in a ring all-reduce of so many bytes."""
+    """Bytes that each rank sends in a ring all-reduce of `num_bytes` bytes."""
     return 2 * (world_size - 1) * num_bytes // world_size
 
 
 @dataclass(frozen=True)
 class Split:
-    """A step's time by cause, in seconds. The parts add up to the step.
+    """Shares of a step time, in seconds. They add up to the step.
 
     Attributes:
-        compute: the step without communication, measured in the same job.
-        encode: encodes and merges that the step waited for.
-        decode: the same of decodes.
-        wire: the rest, in which the step waited for the network.
+        compute: Step without communication, measured in the same job.
+        encode: Encodes and merges that the step waited for.
+        wire: Remaining time, in which the step waited for the network.
+        decode: Decodes that the step waited for.
     """
 
     compute: float
@@ -91,10 +80,10 @@ class Split:
 
     @classmethod
     def of(cls, step: float, compute: float, encode: float, decode: float) -> Split:
-        """From measured times.
+        """Split a measured step.
 
-        Codecs may run beside the backward. What of them does not fit between compute and the step is hidden, so
-        that it is taken from encode and decode in proportion.
+        Codecs may run during the backward pass. Codec time that exceeds the difference between the step and compute was
+        hidden; it is subtracted from encode and decode in proportion.
         """
         compute = min(compute, step)
         codec, rest = encode + decode, step - compute
@@ -103,5 +92,5 @@ class Split:
 
 
 def relative_difference(measured: float, reference: float) -> float:
-    """(measured - reference) / reference; NaN where there is no reference."""
+    """(measured - reference) / reference; NaN if the reference is 0."""
     return (measured - reference) / reference if reference else math.nan

@@ -1,4 +1,4 @@
-"""The results as a table on the terminal, and the numbers as people write them."""
+"""Results as tables for the terminal, and formatting of numbers for readers."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from gradwire.bench.measure import KernelTiming
 
 LOSS_TOLERANCE = 0.03
-"""Up to this much above DDP fp32's validation loss a method counts as having learned the same."""
+"""A validation loss up to this fraction above that of DDP fp32 counts as equal."""
 
 _UNITS = {"gbit": "Gb/s", "mbit": "Mb/s", "kbit": "kb/s", "bit": "b/s"}
 
 
 def rate_text(rate: str | None) -> str:
-    """A rate as readers write it: `100 Mb/s`."""
+    """A rate for readers: `100 Mb/s`."""
     text = format_rate(parse_rate(rate))
     for unit, written in _UNITS.items():
         if text.endswith(unit):
@@ -32,13 +32,13 @@ def rate_text(rate: str | None) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """With about three digits."""
+    """Milliseconds with about three digits."""
     value = 1e3 * seconds
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
 def megabytes(num_bytes: float | None) -> str:
-    """In millions of bytes, with about three digits."""
+    """Megabytes (10^6 bytes) with about three digits."""
     if num_bytes is None:
         return "–"
     value = num_bytes / 1e6
@@ -61,21 +61,21 @@ def percent(fraction: float | None, digits: int = 1) -> str:
 
 
 def number(value: float | None, digits: int) -> str:
-    """A plain number, or a dash."""
+    """A number, or a dash for None."""
     return "–" if value is None else f"{value:.{digits}f}"
 
 
 def tables(result: TrainingResult, index: int = 0) -> list[Table]:
-    """The rich tables of one rate: what it gives, and where the time of a step goes."""
+    """The rich tables of one rate: results, and shares of the step time."""
     made = [_new_table(f"{_conditions(result)} at {rate_text(result.rates[index])}", _OUTCOME)]
-    made.append(_new_table(f"a step at {rate_text(result.rates[index])}, in ms", _TIMES))
+    made.append(_new_table(f"step at {rate_text(result.rates[index])}, in ms", _TIMES))
     for entry in result.results:
         style = "bold" if entry is headline_method(result, index) else ""
         made[0].add_row(short_label(entry), *_outcome_cells(result, entry, index), style=style)
         made[1].add_row(short_label(entry), *_time_cells(entry.times[index]), style=style)
     made[1].caption = (
         "compute: the step without communication; ideal: the larger of that and bytes over rate\n"
-        "encode, decode: what did not fit beside compute; wire: the rest"
+        "encode, decode: codec time not hidden by compute; wire: the rest"
     )
     return made
 
@@ -130,7 +130,7 @@ def _time_cells(time: StepTime) -> list[str]:
 
 
 def short_label(entry: MethodResult) -> str:
-    """A label for where it is plain that what is not DDP is gradwire."""
+    """A display name without the word gradwire."""
     return entry.label.removeprefix("gradwire ")
 
 
@@ -170,7 +170,7 @@ def kernel_table(rows: Sequence[KernelTiming]) -> Table:
 
 
 def headline_method(result: TrainingResult, index: int = 0) -> MethodResult | None:
-    """The fastest of gradwire's methods, among those that learned as much as DDP fp32; None where there is none."""
+    """The fastest of gradwire's methods that learned as much as DDP fp32, or None."""
     good = [
         entry
         for entry in result.results
@@ -181,7 +181,7 @@ def headline_method(result: TrainingResult, index: int = 0) -> MethodResult | No
 
 
 def headline(result: TrainingResult, index: int = 0) -> str:
-    """One sentence: what was gained, and under which conditions."""
+    """The result in one sentence, with its conditions."""
     where = f"With {result.ranks} ranks at {rate_text(result.rates[index])}"
     best, baseline = headline_method(result, index), result.of(methods.DDP_FP32)
     if best is None:
@@ -201,7 +201,7 @@ def headline(result: TrainingResult, index: int = 0) -> str:
 
 
 def agreement(result: TrainingResult) -> str:
-    """How far the interface's count is from our own, at most, as a sentence; empty outside of a lab."""
+    """A sentence on the largest difference between the interface's byte count and our own; "" outside of the lab."""
     counted = [time for entry in result.results for time in entry.times if time.interface_bytes is not None]
     if not counted:
         return ""
@@ -214,7 +214,7 @@ def agreement(result: TrainingResult) -> str:
 
 
 def comparison(speedup: float | None) -> str:
-    """`15.4 times faster than`, or how much slower."""
+    """`15.4 times faster than`, or slower."""
     if speedup is None or not math.isfinite(speedup):
         return "against"
     if speedup < 1:

@@ -1,14 +1,15 @@
-"""The main workload: predict the next character of the Python standard library's own sources.
+"""The main workload: predict the next character in the sources of Python's standard library.
 
-The text is on every machine that runs this. Files are taken in the order of their names; every tenth is held out
-for validation. Results compare between methods on one machine, and between machines with the same Python version.
+Every machine that runs this has the text. Files are read in the order of their names; every tenth is held out for
+validation. Results can be compared between methods on one machine, and between machines with the same Python version.
 
-Model: embeddings of the last characters, joined, through wide residual layers.
-Source: Bengio et al. 2003, "A neural probabilistic language model". Differences: characters in place of words, and
-residual layers with LayerNorm. Chosen since its bytes are many and its arithmetic little, so that the link matters
-even where two cores compute for four ranks.
+The model concatenates the embeddings of the last characters and feeds them to wide residual layers. It has many
+parameters and little arithmetic, so that the link matters even when two cores compute for four ranks.
+
+Source: Bengio et al. 2003, "A neural probabilistic language model". Differences: characters instead of words, and
+residual layers with LayerNorm.
 """
-# Shapes: B = samples of a batch, C = characters of context, D = embedding, H = hidden width, V = vocabulary
+# Shapes: B = samples per batch, C = characters of context, D = embedding, H = hidden width, V = vocabulary
 
 from __future__ import annotations
 
@@ -28,13 +29,13 @@ EMBEDDING = 32
 HIDDEN = 1312
 LAYERS = 3
 VOCABULARY = 97
-"""The 95 printable characters of ASCII, the end of a line, and one for all others."""
+"""95 printable ASCII characters, the end of a line, and one class for all others."""
 
 _VALIDATION_SAMPLES = 4096
 _LEARNING_RATE = 0.07
-_LAST_RATE = 0.02  # of the learning rate: the steps that are timed after the decay still train
+_LAST_RATE = 0.02  # lowest factor of the learning rate, so that the steps timed after the decay still train
 _MAX_BYTES = 5_000_000
-_HELD_OUT = 10  # every so many files one is for validation
+_HELD_OUT = 10  # every tenth file is for validation
 _NEWLINE, _OTHER = 95, 96
 
 
@@ -42,10 +43,10 @@ class SourceText(Workload):
     """Characters of the standard library's top-level modules.
 
     Args:
-        folder: where the modules are; None means the running Python's own.
+        folder: Folder of the modules. Default: that of the running Python.
 
     Raises:
-        OptionError: the folder holds too little source text.
+        OptionError: The folder holds too little source text.
     """
 
     name: ClassVar[str] = "text"
@@ -59,37 +60,37 @@ class SourceText(Workload):
         self._held_out = encode(files[::_HELD_OUT])
         if min(len(self._train), len(self._held_out)) <= CONTEXT:
             raise OptionError(
-                f"Expected Python sources for the text workload, got {len(files)} files (in {folder}). "
-                "Do: use a Python that has its standard library as .py files, or --workload digits."
+                f"The text workload found only {len(files)} Python sources in {folder}. Use a Python whose standard "
+                "library consists of .py files, or --workload digits."
             )
 
     def model(self) -> nn.Module:
-        """6.3 million parameters: matrices, and vectors of biases and norms."""
+        """A model with 6.3 million parameters."""
         return CharacterModel()
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Plain SGD.
 
-        With momentum 0.9 and a tenth of the rate, fp32 and 3LC learn about as much, but with error feedback alone
-        onebit diverges and topk falls behind: delayed gradients want momentum correction (DGC), another method.
+        With momentum 0.9 and a tenth of the learning rate, fp32 and 3LC learn about as much. With plain error feedback,
+        however, onebit diverges and topk falls behind, since delayed gradients need momentum correction (DGC).
         """
         return torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE)
 
     def schedule(self, step: int, steps: int) -> float:
-        """Linear warm-up over 20 steps, and linear decay over the second half."""
+        """Linear warm-up over 20 steps, linear decay over the second half."""
         return min(1.0, (step + 1) / 20, max(_LAST_RATE, 2 * (steps - step) / max(1, steps)))
 
     def batch(self, seed: int, step: int, rank: int, world_size: int) -> Samples:
-        """Windows at random places of the training text."""
+        """Windows at random positions of the training text."""
         return _windows(self._train, self.batch_size, batch_generator(seed, step, rank, world_size))
 
     def validation(self) -> Samples:
-        """Windows at fixed places of the files held out."""
+        """Windows at fixed positions of the held-out files."""
         return _windows(self._held_out, _VALIDATION_SAMPLES, torch.Generator().manual_seed(0))
 
 
 class CharacterModel(nn.Module):
-    """Next-character logits from the C characters before."""
+    """Logits of the next character from the C characters before it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +99,7 @@ class CharacterModel(nn.Module):
         self.layers = nn.Sequential(*(Residual(HIDDEN) for _ in range(LAYERS)))
         self.norm = nn.LayerNorm(HIDDEN)
         self.head = nn.Linear(HIDDEN, VOCABULARY)
-        # From zero, the first predictions are uniform: no large gradients of a random guess to get over.
+        # With zeros, the first predictions are uniform and cause no large gradients.
         nn.init.zeros_(self.head.weight)
 
     def forward(self, characters: torch.Tensor) -> torch.Tensor:
@@ -109,7 +110,7 @@ class CharacterModel(nn.Module):
 
 
 class Residual(nn.Module):
-    """A linear layer on normalized input, behind a GELU, added to its input."""
+    """LayerNorm, GELU and a linear layer, with a residual connection."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -119,13 +120,13 @@ class Residual(nn.Module):
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Shape (B, H) to the same."""
+        """Shape (B, H) to the same shape."""
         out: torch.Tensor = x + self.linear(nn.functional.gelu(self.norm(x)))
         return out
 
 
 def source_files(folder: Path) -> list[Path]:
-    """The modules of a folder in the order of their names, up to a few megabytes."""
+    """Modules in a folder in the order of their names, up to a total of 5 MB."""
     chosen, total = [], 0
     for path in sorted(folder.glob("*.py")):
         total += path.stat().st_size
@@ -136,13 +137,13 @@ def source_files(folder: Path) -> list[Path]:
 
 
 def encode(files: Iterable[Path]) -> torch.Tensor:
-    """The characters of files as classes: uint8, one after another."""
+    """The concatenated characters of files as classes, uint8."""
     raw = b"".join(path.read_bytes() for path in files)
     return _CLASSES[torch.frombuffer(bytearray(raw), dtype=torch.uint8).int()] if raw else torch.empty(0)
 
 
 def _classes() -> torch.Tensor:
-    """Class of each byte; beyond ASCII, each byte of a character counts as one of the others."""
+    """Class of each byte. Bytes of characters beyond ASCII belong to the class of others."""
     classes = torch.full((256,), _OTHER, dtype=torch.uint8)
     classes[32:127] = torch.arange(95, dtype=torch.uint8)
     classes[ord("\n")] = _NEWLINE

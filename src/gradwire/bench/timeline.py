@@ -1,7 +1,7 @@
-"""When in a step of a job each gradient is there, measured in this process alone: what `gradwire plan` counts with.
+"""Timeline of a step for `gradwire plan`: when each gradient is ready, measured in this process.
 
-The median over some steps of a copy of the model, on the device where the user's function has put it. On a GPU each
-gradient is waited for, which makes the backward a little longer than it is.
+Times are medians over some steps of a copy of the model, on the device chosen by the user's function. On a GPU the
+measurement synchronizes after each gradient, which makes the backward pass slightly longer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MIN_STEPS, MAX_STEPS = 3, 50
 _WARM_UP = 2
 
 Step = tuple[float, float, dict[str, float]]
-"""Seconds of forward and of backward, and by name from the start of backward to each gradient."""
+"""Seconds of forward, seconds of backward, and by name the seconds from the start of backward to each gradient."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Timeline:
     """One step.
 
     Attributes:
-        gradients: Gradients of the trained parameters, with the seconds from the start of backward until each is there.
+        gradients: Gradients of the trained parameters, with the seconds from the start of backward until each is ready.
         forward: Seconds from the start of the step to the start of backward.
         backward: Seconds from there to the end of backward.
     """
@@ -38,7 +38,7 @@ class Timeline:
     backward: float
 
     def lasting(self, seconds: float) -> Timeline:
-        """The same step, faster or slower, so that forward and backward take this many seconds together."""
+        """The same step, scaled so that forward and backward take `seconds` together."""
         factor = seconds / (self.forward + self.backward)
         gradients = tuple(
             PlannedTensor(each.name, each.shape, each.dtype, each.ready * factor) for each in self.gradients
@@ -50,12 +50,12 @@ def measure(job: ProbeJob, seconds: float = 2.0) -> Timeline:
     """Time steps of a job.
 
     Args:
-        job: see there.
-        seconds: about how long to measure.
+        job: Model and data.
+        seconds: Approximate duration of the measurement.
 
     Raises:
-        UserCodeError: the model raised.
-        GradwireError: it cannot be copied, or its output has no loss.
+        UserCodeError: The model raised an error.
+        GradwireError: The model cannot be copied, or its output has no loss.
     """
     model, ready = job.copy(), dict[str, float]()
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}

@@ -1,4 +1,4 @@
-"""Timed steps of one rank: how many, at which rate, and what they cost."""
+"""Timed steps of one rank, and their costs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from gradwire.lab.units import parse_rate
 
 
 class Steps(Protocol):
-    """What can be timed: a training, or the replay of one.
+    """Steps that can be timed: of a training, or of a replay.
 
     Attributes:
-        rank: this process.
-        segment: what it runs.
-        steps: taken so far.
+        rank: This rank.
+        segment: Segment to run.
+        steps: Number of steps taken.
     """
 
     rank: Rank
@@ -30,24 +30,24 @@ class Steps(Protocol):
 
     @property
     def connection(self) -> methods.ConnectedMethod:
-        """Has the running totals."""
+        """The method, which counts costs."""
         ...
 
     def step(self) -> tuple[float, float]:
-        """One step; returns its loss and its seconds."""
+        """Take one step; return its loss and its duration in seconds."""
         ...
 
 
 def time_steps(training: Steps, index: int, rate: str | None) -> TimedSteps:
-    """Time steps at a rate, as many as the segment wants.
+    """Time steps at a rate, as many as the segment asks for.
 
     Args:
-        training: what to take steps of.
-        index: of its segment.
-        rate: of the links.
+        training: Training or replay.
+        index: Index of its segment.
+        rate: Rate of the links.
     """
     rank, segment = training.rank, training.segment
-    # One step before the links are shaped: compiles kernels, lets DDP order its buckets, and tells the bytes.
+    # One step before the links are shaped compiles kernels, lets DDP order its buckets, and shows the bytes.
     before = training.connection.costs(training.steps)
     _, duration = training.step()
     sent = (training.connection.costs(training.steps) - before).sent_bytes
@@ -62,7 +62,7 @@ def time_steps(training: Steps, index: int, rate: str | None) -> TimedSteps:
         rank.progress(Progress(index, "timed", step, steps, rate=rate))
     processor = time.process_time() - processor
     spent = training.connection.costs(training.steps) - costs
-    dist.barrier()  # all that was sent has arrived
+    dist.barrier()  # everything sent has arrived
     return _timed(rate, seconds, spent, _traffic(rank, counters), processor)
 
 

@@ -1,9 +1,9 @@
-"""The training benchmark: methods trained one after another on the same data, and what their steps cost.
+"""The training benchmark: methods train one after another on the same data, and their steps are timed.
 
-All methods run inside one set of rank processes, each from the same seed. A loss curve is trained on links as they
-are; then the links are shaped and a few more steps of the same training are timed (3LC, section 5.2, does so). The
-step without communication, of which ideal steps are made, is timed in the same processes, before and after all else.
-Without rights for the lab the steps run on loopback, and step times at a rate are predicted and marked as such.
+All methods run in the same rank processes and from the same seed. The loss curve is trained on links as they are. Then
+the links are shaped, and more steps of the same training are timed, as in 3LC, section 5.2. The step without
+communication, from which ideal steps follow, is timed in the same processes at the beginning and at the end. Without
+the rights for the lab, steps run on loopback, and step times at a rate are predicted and marked as such.
 """
 # Shapes: S = steps of the loss curve, W = ranks
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from gradwire.bench import methods
 from gradwire.bench.environment import environment
 from gradwire.bench.job import BenchmarkJob, Message, Progress, Segment, SegmentOutcome
-from gradwire.bench.launch import Beside, launch
+from gradwire.bench.launch import ServerProcess, launch
 from gradwire.bench.results import MethodResult, TrainingResult, combine_losses, combine_times
 from gradwire.bench.statistics import Spread, across_ranks
 from gradwire.bench.workloads import make_workload
@@ -30,23 +30,22 @@ _TUNING_STEPS = 2
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """What to run.
+    """Options of the training benchmark.
 
     Attributes:
-        workload: name of the workload.
-        methods: names, as `methods.parse` takes them; DDP fp32 first makes it the baseline.
+        workload: Name of the workload.
+        methods: Names of the methods, see `gradwire.bench.methods`. DDP fp32 is the baseline.
         ranks: W.
-        rates: of the links, both ways, as tc writes them.
+        rates: Rates of the links in both directions, in tc's notation.
         steps: S.
-        train_rate: of the links while these S steps are taken; None for links as they are, which is sooner done.
-        validate_every: validate after every so many steps, too; 0 for only after the last.
-        timed_seconds: about how long to time each method at each rate.
-        buckets_mb: bucket sizes to try for DDP's own methods, the better one of which counts. The first is
-            everybody else's.
-        seed: of model and data.
-        lab: whether to shape links; None for where it can be done.
-        deadline_seconds: the whole run ends with an error after so long.
-        replay: replay a recorded backward in place of computing.
+        train_rate: Rate of the links during these S steps. Default: links as they are, which is faster.
+        validate_every: Interval of further validations, in steps; 0 for none.
+        timed_seconds: Approximate duration of the timed steps of each method at each rate.
+        buckets_mb: Bucket sizes to try for DDP's own methods, of which the best counts. Other methods use the first.
+        seed: Seed of model and data.
+        lab: Whether to shape links. Default: if it is possible.
+        deadline_seconds: Time limit of the whole run.
+        replay: Whether to replay a recorded backward pass instead of computing.
     """
 
     workload: str = "text"
@@ -64,15 +63,15 @@ class TrainingOptions:
     replay: bool = False
 
     def check(self) -> None:
-        """Refuse what cannot be run, before anything starts.
+        """Check the options before anything starts.
 
         Raises:
-            OptionError, UnknownNameError: with what to do.
+            OptionError, UnknownNameError: An option is invalid.
         """
         from gradwire.lab.units import parse_rate
 
         methods.check(list(self.methods))
-        make_workload(self.workload)  # a rank's traceback would hide what it says
+        make_workload(self.workload)  # an error on a rank would be buried in its traceback
         for rate in (*self.rates, self.train_rate):
             parse_rate(rate)
         limits = (
@@ -84,20 +83,20 @@ class TrainingOptions:
         )
         for name, number, least in limits:
             if number < least:
-                raise OptionError(f"Expected {name} of at least {least}, got {number}. Do: give at least {least}.")
+                raise OptionError(f"The number of {name} must be at least {least}, got {number}.")
         if min(self.buckets_mb) <= 0:
             raise OptionError(f"A bucket cannot have {min(self.buckets_mb):g} MB. Give sizes above 0.")
 
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """The segments of a job, and which of them are of which method."""
+    """The segments of a job."""
 
     segments: list[Segment] = field(default_factory=list)
 
     @classmethod
     def of(cls, options: TrainingOptions) -> TrainingPlan:
-        """A segment a method and bucket size; the step without communication at both ends."""
+        """One segment for each method and bucket size; the step without communication at both ends."""
         rates = tuple(options.rates)
         silent = Segment(methods.SILENT, options.buckets_mb[0], min_timed=_SILENT_STEPS, max_timed=_SILENT_STEPS)
         segments = [silent]
@@ -123,19 +122,19 @@ class TrainingPlan:
 def run(
     options: TrainingOptions,
     on_progress: OnProgress = lambda segment, progress: None,
-    beside: Beside | None = None,
+    server: ServerProcess | None = None,
 ) -> TrainingResult:
     """Run the benchmark.
 
     Args:
-        options: what to run.
-        on_progress: called with the segment and how far it is.
-        beside: what runs beside the ranks, such as a server that a method needs.
+        options: Options.
+        on_progress: Called with the current segment and its progress.
+        server: Server that a method needs.
 
     Raises:
-        OptionError, UnknownNameError: an option does not fit.
-        RightsError: `options.lab` is True and the lab cannot run here.
-        RanksError: a rank failed or the deadline was reached.
+        OptionError, UnknownNameError: An option is invalid.
+        RightsError: `options.lab` is True, and the lab cannot run here.
+        RanksError: A rank failed, or the deadline passed.
     """
     options.check()
     lab, note = _use_lab(options)
@@ -154,16 +153,16 @@ def run(
         deadline_seconds=options.deadline_seconds,
         replay=options.replay,
     )
-    outcomes = launch(job, options.ranks, on_message, lab=lab, beside=beside)
+    outcomes = launch(job, options.ranks, on_message, lab=lab, server=server)
     return _result(options, plan, outcomes, lab, note, time.monotonic() - started)
 
 
 def _use_lab(options: TrainingOptions) -> tuple[bool, str]:
-    """Whether to run in the lab, and what to tell the reader if not."""
+    """Whether to run in the lab, and a note for the reader if not."""
     from gradwire.lab import available
 
     if options.lab is False:
-        return False, "Links were not shaped, as asked for: step times at a rate are predicted."
+        return False, "Links were not shaped, as requested: step times at a rate are predicted."
     reason = available()
     if reason is None or options.lab:
         return True, ""
@@ -196,7 +195,7 @@ def _result(
 
 
 def _compute_seconds(plan: TrainingPlan, by_segment: list[list[SegmentOutcome]]) -> float:
-    """The median step without communication, of all ranks and both times it was run."""
+    """The median step without communication, over all ranks and both segments."""
     return Spread.of(
         [
             seconds
@@ -218,7 +217,7 @@ def _method(
             by_rate = zip(*(outcome.timed for outcome in outcomes), strict=True)
             outcomes_tried.append(outcomes)
             times_tried.append([combine_times(ranks, compute, measured, segment.bucket_mb) for ranks in by_rate])
-    # The loss curve is that of the first bucket size; buckets do not change what is learned.
+    # The loss curve is that of the first bucket size. Bucket sizes do not affect losses.
     first = outcomes_tried[0]
     return MethodResult(
         method=method,

@@ -1,4 +1,4 @@
-"""The user's own code that a tool runs: modules, files, functions. Its errors are shown as the user's own."""
+"""User code that a tool runs: modules, files, functions. Its errors are shown without gradwire's own frames."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _NOT_USERS = ("<frozen importlib", *(f"{Path(path).parent}/" for path in (import
 
 
 class UserCodeError(GradwireError):
-    """The user's code raised; the message has its traceback, from the user's first line on."""
+    """User code raised an error. The message has its traceback from the user's first line."""
 
 
 @contextmanager
 def users_code(what: str) -> Iterator[None]:
-    """Show an error from inside as one of the user's code. What gradwire raises on purpose passes.
+    """Turn errors in the ``with`` block into `UserCodeError`, except those of gradwire itself.
 
     Args:
-        what: what was tried, as the beginning of a sentence.
+        what: The action, as the subject of a sentence.
 
     Raises:
-        UserCodeError: the code inside raised something that is not of gradwire.
+        UserCodeError: The block raised an error.
     """
     try:
         yield
@@ -40,11 +40,11 @@ def users_code(what: str) -> Iterator[None]:
 
 
 def load_module(place: str) -> ModuleType:
-    """The module of a name, looked for in the working folder too, or of a path to a file that ends in ``.py``.
+    """Import a module by name, also from the working folder, or from a path that ends in ``.py``.
 
     Raises:
-        GradwireError: there is no such module or file.
-        UserCodeError: it cannot be imported.
+        GradwireError: There is no such module or file.
+        UserCodeError: The module raised an error.
     """
     if place.endswith(".py"):
         return _load_file(place)
@@ -52,11 +52,11 @@ def load_module(place: str) -> ModuleType:
     with users_code(f"Importing {place}"):
         try:
             return importlib.import_module(place)
-        except (ModuleNotFoundError, ValueError, TypeError) as error:  # the last two: no name that a module can have
+        except (ModuleNotFoundError, ValueError, TypeError) as error:  # the last two: not a valid module name
             missing = getattr(error, "name", None) or place
             if f"{place}.".startswith(f"{missing}.") and not _frames(error):
                 raise GradwireError(
-                    f"There is no module {place!r}. Run the command in the folder where it lies, or name its file: "
+                    f"There is no module {place!r}. Run the command in its folder, or give its file: "
                     "path/to/file.py:NAME."
                 ) from None
             raise
@@ -65,7 +65,7 @@ def load_module(place: str) -> ModuleType:
 def _load_file(place: str) -> ModuleType:
     path = Path(place).resolve()
     if not path.is_file():
-        raise GradwireError(f"There is no file {place!r}. Name one as path/to/file.py:NAME.")
+        raise GradwireError(f"There is no file {place!r}. Give a file as path/to/file.py:NAME.")
     sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
@@ -75,13 +75,13 @@ def _load_file(place: str) -> ModuleType:
         with users_code(f"Importing {place}"):
             spec.loader.exec_module(module)
     except GradwireError:
-        del sys.modules[path.stem]  # half a module: who imports it again shall meet the same error
+        del sys.modules[path.stem]  # a second import must raise the same error
         raise
     return module
 
 
 def _shown(error: BaseException) -> str:
-    """The traceback without the lines of gradwire and of the import system."""
+    """The traceback without frames of gradwire and of the import system."""
     found = traceback.TracebackException.from_exception(error)
     part: traceback.TracebackException | None = found
     while part is not None:

@@ -1,6 +1,6 @@
 """One rank of a training benchmark: `python -m gradwire.bench.worker JOB.json`, started by `launch`.
 
-Guarantees: it ends with its parent, and after the job's deadline in any case.
+The process ends when its parent ends, and at the job's deadline at the latest.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from gradwire.bench.rank import Rank, RunSegment
 
 
 def main(runner: Callable[[Rank], RunSegment] | None = None) -> None:
-    """Runs all segments of the job.
+    """Run all segments of the job.
 
     Args:
-        runner: gives what runs a segment; None for training or replay, as the job says.
+        runner: Returns the function that runs a segment. Default: training or replay, depending on the job.
     """
     job = BenchmarkJob.load(Path(sys.argv[1]))
     _limit_life(job.deadline_seconds)
@@ -56,7 +56,7 @@ def _runner(rank: Rank) -> RunSegment:
 
 
 def _limit_life(deadline_seconds: float) -> None:
-    """A deadline that nothing in this process can hold up, and on Linux the end of the parent too."""
+    """End the process at the deadline, whatever it does, and on Linux also when the parent ends."""
     signal.setitimer(signal.ITIMER_REAL, deadline_seconds)
     if sys.platform == "linux":
         import ctypes
@@ -64,7 +64,7 @@ def _limit_life(deadline_seconds: float) -> None:
         pr_set_pdeathsig = 1
         parent = os.getppid()
         ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
-        if os.getppid() != parent:  # it ended before the call
+        if os.getppid() != parent:  # the parent ended before the call
             sys.exit(1)
 
 

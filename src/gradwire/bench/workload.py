@@ -1,7 +1,7 @@
 """Workloads: a model, real data that every machine has, and the order in which ranks see it.
 
-Guarantees: model, batches and validation set depend on the seed, the step and the rank alone, so that every method
-of gradient synchronization trains on the same data in the same order. Nothing is downloaded.
+Model, batches and validation set depend only on the seed, the step and the rank, so that every method trains on the
+same data in the same order. Nothing is downloaded.
 """
 # Shapes: B = samples of one rank's batch
 
@@ -18,10 +18,10 @@ from torch import nn
 
 
 class Samples(NamedTuple):
-    """Inputs and the class of each, along the first dimension; or, of several classes each, their probabilities."""
+    """Inputs and targets along the first dimension. Targets are classes, or probabilities if there are several."""
 
     inputs: torch.Tensor
-    targets: torch.Tensor  # (B), or (B, T) where every place of a sample has one; float32 (B, V) of probabilities
+    targets: torch.Tensor  # (B), or (B, T) with one class per position; float32 (B, V) for probabilities
 
     @property
     def has_probabilities(self) -> bool:
@@ -30,7 +30,7 @@ class Samples(NamedTuple):
 
     @property
     def num_predictions(self) -> int:
-        """How many predictions there are to make."""
+        """Number of predictions to make."""
         return len(self.targets) if self.has_probabilities else self.targets.numel()
 
 
@@ -44,11 +44,11 @@ class Workload(ABC):
 
     @abstractmethod
     def model(self) -> nn.Module:
-        """A fresh model, initialized from torch's global random state."""
+        """A new model, initialized from torch's global random state."""
 
     @abstractmethod
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """The optimizer that this workload is tuned for, with fp32 gradients, for all methods alike."""
+        """The optimizer for all methods, tuned for fp32 gradients."""
 
     @abstractmethod
     def batch(self, seed: int, step: int, rank: int, world_size: int) -> Samples:
@@ -56,29 +56,29 @@ class Workload(ABC):
 
     @abstractmethod
     def validation(self) -> Samples:
-        """Samples that no batch holds."""
+        """Samples that are in no batch."""
 
     def schedule(self, step: int, steps: int) -> float:
-        """Factor of the learning rate in `step` of `steps`; also asked for steps beyond."""
+        """Factor of the learning rate in `step` of `steps`. Also called for later steps."""
         return 1.0
 
 
 def batch_generator(seed: int, step: int, rank: int, world_size: int) -> torch.Generator:
-    """A random stream of its own for each batch: no rank depends on how far another has come."""
-    # Hashed, since torch's CPU generator looks at 32 bits of its seed.
+    """A separate random stream for each batch, so that ranks are independent of each other's progress."""
+    # Hashed, because torch's CPU generator uses only 32 bits of its seed.
     place = f"{seed}/{step}/{rank}/{world_size}".encode()
     return torch.Generator().manual_seed(int.from_bytes(hashlib.blake2b(place, digest_size=4).digest(), "little"))
 
 
 def iterate(workload: Workload, seed: int, rank: int, world_size: int) -> Iterator[Samples]:
-    """The batches of one rank, from step 0 on, without end."""
+    """The batches of one rank from step 0 on, without end."""
     return (workload.batch(seed, step, rank, world_size) for step in itertools.count())
 
 
 def evaluate(model: nn.Module, samples: Samples, chunk: int = 1024) -> tuple[float, int]:
-    """Sum of the cross-entropy, and how many predictions are right, over `samples`.
+    """Sum of the cross-entropy and number of correct predictions over `samples`.
 
-    Where samples have several classes, a prediction of any of them is right (precision at 1).
+    If a sample has several classes, predicting any of them is correct (precision at 1).
     """
     loss, right = 0.0, 0
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The workloads by name. Each is imported when it is asked for, since some need data or packages of their own."""
+"""The workloads by name. Each is imported when it is used, since some need data or packages of their own."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from gradwire.core.errors import GradwireError, UnknownNameError
 
 
 def make_workload(name: str) -> Workload:
-    """The workload of a name.
+    """The workload with a name.
 
     Args:
-        name: one of `WORKLOADS`; ``lstm:FOLDER`` for words of a text of one's own; or ``MODULE.CLASS=PATH`` for a
-            workload of one's own, which is made of the path to its data.
+        name: One of `WORKLOADS`, or ``MODULE.CLASS=PATH`` for a workload of your own: a subclass of `Workload` whose
+            constructor takes the path to its data.
 
     Raises:
-        UnknownNameError: there is none of this name; the known ones are listed.
+        UnknownNameError: There is no workload with this name.
     """
     if "=" in name:
         place, _, data = name.partition("=")
@@ -29,10 +29,6 @@ def make_workload(name: str) -> Workload:
         with users_code(f"Making the workload {name}"):
             made: Workload = found(Path(data))
             return made
-    if name.startswith("lstm:"):
-        from gradwire.bench.words import WordText
-
-        return WordText(Path(name.partition(":")[2]))
     if name not in _WORKLOADS:
         raise UnknownNameError("workload", name, _WORKLOADS)
     return _WORKLOADS[name]()

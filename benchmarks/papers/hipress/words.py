@@ -1,13 +1,13 @@
-"""A workload for a text of the user's: an LSTM predicts the next word. `lstm:FOLDER` as the name of a workload.
+"""A word-level language model: an LSTM predicts the next word of WikiText-2.
 
-The folder holds the two smaller files of WikiText-2 under these names, `valid.txt` and `test.txt`: the first is trained
-on, the second is held out. Any other text in words, apart by spaces, does as well.
+The folder of the data holds the two smaller files, `valid.txt` for training and `test.txt` for validation. Any other
+text with words separated by spaces works, too.
 
 Source: Zaremba et al. 2014, "Recurrent neural network regularization", plain SGD with clipped gradients. Differences:
-one layer, no dropout, for a few hundred steps; the vocabulary is cut to the most frequent words; windows start
-anywhere and with an empty state, so that batches depend on seed, step and rank alone.
+one layer and no dropout, for a few hundred steps; the vocabulary is limited to the most frequent words; windows start
+anywhere with an empty state, so that batches depend only on seed, step and rank.
 """
-# Shapes: B = windows of a batch, T = words of a window, D = embedding, H = hidden width, V = vocabulary
+# Shapes: B = windows per batch, T = words per window, D = embedding, H = hidden width, V = vocabulary
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ UNKNOWN, END = "<unk>", "<eos>"
 
 _VALIDATION_WINDOWS = 512
 _LEARNING_RATE = 10.0
-_CLIP = 0.25  # of the norm of the mean gradient
+_CLIP = 0.25  # largest norm of the mean gradient
 
 
 class WordText(Workload):
     """Words of a text.
 
     Args:
-        folder: holds the two files.
+        folder: Folder of the two files.
 
     Raises:
-        OptionError: a file is missing or too short.
+        OptionError: A file is missing or too short.
     """
 
     name: ClassVar[str] = "lstm"
@@ -53,11 +53,11 @@ class WordText(Workload):
         self._train, self._held_out = (encode(words, known) for words in texts)
 
     def model(self) -> nn.Module:
-        """2.1 million parameters, most of them in two matrices of the vocabulary."""
+        """A model with 2.1 million parameters, most of them in two matrices of the vocabulary."""
         return WordModel()
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Plain SGD; it clips the gradient that all ranks have agreed on, as is usual for LSTMs."""
+        """Plain SGD. Clips the mean gradient of all ranks, as is usual for LSTMs."""
         optimizer = torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE)
         parameters = list(model.parameters())
         optimizer.register_step_pre_hook(lambda *_: _clip(parameters))
@@ -68,20 +68,20 @@ class WordText(Workload):
         return min(1.0, max(0.1, 3 * (steps - step) / max(1, steps)))
 
     def batch(self, seed: int, step: int, rank: int, world_size: int) -> Samples:
-        """Windows at random places of the training text."""
+        """Windows at random positions of the training text."""
         generator = batch_generator(seed, step, rank, world_size)
         return _windows(
             self._train, torch.randint(len(self._train) - WINDOW, (self.batch_size, 1), generator=generator)
         )
 
     def validation(self) -> Samples:
-        """Windows at even distances of the text held out."""
+        """Equidistant windows of the held-out text."""
         places = torch.linspace(0, len(self._held_out) - WINDOW - 1, _VALIDATION_WINDOWS).long()
         return _windows(self._held_out, places.unsqueeze(1))
 
 
 class WordModel(nn.Module):
-    """Next-word logits at every place of a window."""
+    """Logits of the next word at every position of a window."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,33 +93,31 @@ class WordModel(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
-        """Words of shape (B, T), int64, to logits of shape (B, V, T), classes where the loss expects them."""
+        """Words of shape (B, T), int64, to logits of shape (B, V, T), as the loss expects them."""
         states, _ = self.lstm(self.embed(words))
         logits: torch.Tensor = self.head(states)
         return logits.transpose(1, 2)
 
 
 def read_words(path: Path) -> list[str]:
-    """The words of a file, and a mark for the end of each line.
+    """The words of a file, with a mark at the end of each line.
 
     Raises:
-        OptionError: there is no such file, or it holds fewer words than a window.
+        OptionError: The file is missing, or holds fewer words than a window.
     """
     if not path.is_file():
         raise OptionError(
-            f"Expected {TRAIN} and {HELD_OUT} of WikiText-2, got no {path.name} (in {path.parent}). "
-            "Do: download WikiText-2 and give the folder of its files, named so."
+            f"There is no {path.name} in {path.parent}. Download WikiText-2, and give a folder with its files {TRAIN} "
+            f"and {HELD_OUT}."
         )
     words = [word for line in path.read_text().splitlines() if line.strip() for word in (*line.split(), END)]
     if len(words) <= WINDOW + 1:
-        raise OptionError(
-            f"Expected more than {WINDOW + 1} words, got {len(words)} (in {path}). Do: give a whole text."
-        )
+        raise OptionError(f"{path} has only {len(words)} words. Give a text with more than {WINDOW + 1}.")
     return words
 
 
 def vocabulary(words: Sequence[str]) -> dict[str, int]:
-    """Class of each of the most frequent words; 0 is for all others."""
+    """Class of each of the most frequent words; 0 stands for all others."""
     counts = Counter(words)
     del counts[UNKNOWN]
     frequent = sorted(counts, key=lambda word: (-counts[word], word))[: VOCABULARY - 1]
@@ -127,7 +125,7 @@ def vocabulary(words: Sequence[str]) -> dict[str, int]:
 
 
 def encode(words: Sequence[str], known: dict[str, int]) -> torch.Tensor:
-    """Words as classes: int64."""
+    """Words as classes, int64."""
     return torch.tensor([known.get(word, 0) for word in words])
 
 
