@@ -1,1 +1,1 @@
-"""Benchmarks and studies: `python -m benchmarks list` names them, `python -m benchmarks run NAME` runs one."""
+"""Benchmarks and studies. `python -m benchmarks list` lists them, `python -m benchmarks run NAME` runs one."""

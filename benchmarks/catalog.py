@@ -1,4 +1,4 @@
-"""All benchmarks: the question of each, the command that answers it, and the record of the answer."""
+"""All benchmarks, each with its question, its command, and its record."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Benchmark:
     """One benchmark.
 
     Attributes:
-        name: What it is called by, and the stem of its record.
-        question: What it answers, as part of a table.
-        module: Its module in `benchmarks`; empty if it is a command of gradwire.
-        arguments: Options that it needs.
-        stands_for: The command of gradwire that it runs; empty if it has a module.
-        presets: Options that the module has by default under this name.
+        name: Name of the benchmark, and stem of its record.
+        question: Question that it answers, for the index.
+        module: Module in `benchmarks`; empty if it is a command of gradwire.
+        arguments: Required options.
+        stands_for: Command of gradwire that it runs; empty if it has a module.
+        presets: Defaults of the module's options under this name.
         recorded: Whether its figures are kept in the repository.
     """
 
@@ -206,7 +206,7 @@ BENCHMARKS = {each.name: each for section in SECTIONS.values() for each in secti
 
 
 def index() -> str:
-    """The table of all benchmarks, in Markdown."""
+    """The table of all benchmarks in Markdown."""
     lines = ["| question | command | record |", "|---|---|---|"]
     for title, section in SECTIONS.items():
         lines.append(f"| **{title}** | | |")

@@ -1,4 +1,4 @@
-"""Parts of a record: rows that are measured together, named by a few of their columns."""
+"""Parts of a record: rows that are measured together, identified by some of their columns."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ Row = dict[str, Any]
 
 
 def key_of(row: Row, key: Sequence[str]) -> tuple[str, ...]:
-    """What part a row is of. 1.0 from a file and 1 from a run are the same."""
+    """Key of the part that a row belongs to. 1.0 from a file and 1 from a run are equal."""
     values = (row.get(name) for name in key)
     return tuple("" if value is None else f"{value:g}" if isinstance(value, float) else str(value) for value in values)
 
 
 def merged(old: Sequence[Row], new: Sequence[Row], key: Sequence[str]) -> list[Row]:
-    """New rows in the place of the old ones of the same part, or at the end."""
+    """Old rows, with parts replaced by new rows; new parts come last."""
     parts: dict[tuple[str, ...], list[Row]] = {}
     for rows in (old, new):
         fresh = {key_of(row, key): [] for row in rows}

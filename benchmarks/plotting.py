@@ -1,4 +1,4 @@
-"""Figures of benchmarks: one style, one way to open and save them."""
+"""Figures of benchmarks: style, opening and saving."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["COLORS", "DENSE", "STYLE", "bar_places", "figure", "legend_below", "
 def figure(
     path: Path, rows: int = 1, columns: int = 1, size: tuple[float, float] = (8, 4.2), **options: Any
 ) -> Iterator[Any]:
-    """Axes in an array of rows and columns, whose figure is written to `path` at the end of the block.
+    """Context manager for the axes of a figure, as an array of rows and columns. Saves the figure at the end.
 
     Args:
-        path: The picture. Its ending says the format.
+        path: File of the figure. Its suffix determines the format.
         rows: Rows of axes.
         columns: Columns of axes.
         size: Width and height in inches.
-        **options: More of `matplotlib.pyplot.subplots`, such as `sharey`.
+        **options: Further arguments of `matplotlib.pyplot.subplots`, such as `sharey`.
     """
     import matplotlib as mpl
 
@@ -41,12 +41,12 @@ def figure(
 
 
 def bar_places(index: int, count: int, groups: int) -> list[float]:
-    """Where the bars of one of `count` series stand, one for each group, if each is 0.8 / count wide."""
+    """Positions of the bars of one of `count` series, one for each group, if each is 0.8 / count wide."""
     return [group + (index - (count - 1) / 2) * 0.8 / count for group in range(groups)]
 
 
 def plain_numbers(axis: Any, minor: bool = False) -> None:
-    """Write numbers along a logarithmic axis as they are, and not as powers of ten."""
+    """Write the numbers of a logarithmic axis as they are instead of as powers of ten."""
     axis.set_major_formatter(lambda value, _: f"{value:g}")
     if minor:
         axis.set_minor_formatter(lambda value, _: f"{value:g}")

@@ -1,4 +1,4 @@
-"""Processes of a benchmark on the hosts of a lab: each calls one function.
+"""Processes of a benchmark on the hosts of a lab. Each calls one function.
 
 python -m benchmarks.ranks MODULE FUNCTION ARGUMENTS     # a JSON list
 """
@@ -14,18 +14,18 @@ from gradwire.lab.results import LabResult
 
 
 def command(module: str, function: str, *arguments: Any) -> list[str]:
-    """The command that calls a function in a process of its own.
+    """The command that calls a function in a new process.
 
     Args:
-        module: Its module, for example `__spec__.name`.
-        function: Its name.
-        *arguments: What to call it with: plain data.
+        module: Module of the function, for example `__spec__.name`.
+        function: Name of the function.
+        *arguments: Arguments, plain data.
     """
     return [sys.executable, "-m", "benchmarks.ranks", module, function, json.dumps(arguments)]
 
 
 def said(result: LabResult) -> list[dict[str, Any]]:
-    """What host 0 printed as lines of JSON."""
+    """The lines of JSON printed by host 0."""
     return [json.loads(line) for line in result.hosts[0].stdout.splitlines() if line.startswith("{")]
 
 

@@ -1,16 +1,16 @@
-"""Runs a benchmark of the catalog: its options, its record, its table, its plots.
+"""Run a benchmark of the catalog: options, record, table and plots.
 
 The module of a benchmark has:
 
-- `run(**options)`: measures, and gives rows of figures. Its parameters are the options of the command line. With a
-  parameter `done` it receives the keys of the rows that the record has already, and leaves those out.
-- `table(rows)`: what to print.
-- `plot(rows, folder)`, where there is something to draw.
-- `KEY` and `CHOICES`, where a part can be run by itself: the columns that name a part, and the options that choose it.
-  Rows of a part are written as soon as all of them are there. They take the place of that part's earlier rows.
+- `run(**options)`, which measures and returns rows of figures. Its parameters are the options of the command line. A
+  parameter `done` receives the keys of rows that the record already has, which `run` then omits.
+- `table(rows)`, the text to print.
+- `plot(rows, folder)`, if there is something to draw.
+- `KEY` and `CHOICES`, if parts can be run separately: the columns that identify a part, and the options that choose
+  parts. The rows of a part are written as soon as all of them are there, and replace the part's earlier rows.
 
-A record is written if only options that choose a part, or name a folder of data, are given. Any other run is a trial:
-it writes to the file of `--csv`, or nowhere.
+A record is written only if the given options choose parts or name a folder of data. Any other run is a trial: it writes
+to the file of `--csv`, or nothing.
 """
 
 from __future__ import annotations

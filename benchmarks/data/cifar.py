@@ -1,8 +1,8 @@
-"""CIFAR-10 from JPEGs, and a small ResNet of the family that the papers train on it.
+"""CIFAR-10 from JPEG files, and a small ResNet of the family that the papers train on it.
 
-The data is a folder with `train` and `test`, each with a folder of images a class, or a tar of that; images are decoded
-once and kept as arrays in a folder of their own. Source of the data: Krizhevsky, "Learning multiple layers of features
-from tiny images", 2009.
+The data is a folder, or a tar of it, with `train` and `test`, each of which has one folder of images per class. Images
+are decoded once, and the arrays are kept in another folder. Source of the data: Krizhevsky, "Learning multiple layers
+of features from tiny images", 2009.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def load(data: Path, split: str, kept: Path | None = None) -> Split:
     """One split.
 
     Args:
-        data: the folder, or the tar file.
+        data: Folder or tar file.
         split: ``"train"`` or ``"test"``.
-        kept: folder for the decoded arrays; default: one among the temporary files.
+        kept: Folder for the decoded arrays. Default: one in the folder for temporary files.
     """
     kept = kept or Path(tempfile.gettempdir()) / "gradwire-cifar10"
     images, labels = kept / f"{split}-images.npy", kept / f"{split}-labels.npy"
@@ -72,7 +72,7 @@ def _files(data: Path) -> Iterator[tuple[Path, bytes]]:
 
 
 def batch(split: Split, index: torch.Tensor, *, generator: torch.Generator | None = None) -> Split:
-    """Normalized images, float32, and labels; with a generator cropped and flipped at random."""
+    """Normalized images, float32, and labels. With a generator, images are cropped and flipped at random."""
     images, labels = split[0][index].float().div_(255), split[1][index]
     images = (images - torch.tensor(MEAN).view(3, 1, 1)) / torch.tensor(DEVIATION).view(3, 1, 1)
     if generator is None:
@@ -87,7 +87,7 @@ def batch(split: Split, index: torch.Tensor, *, generator: torch.Generator | Non
 
 
 class Block(nn.Module):
-    """Two convolutions and a way around them."""
+    """Two convolutions with a residual connection."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -104,12 +104,12 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """He et al. 2015, section 4.2, with `blocks` blocks a stage: 6 blocks + 2 layers.
+    """He et al. 2015, section 4.2: 6 · `blocks` + 2 layers.
 
     Args:
-        blocks: a stage, of three.
-        width: channels of the first stage.
-        stride: of the first convolution; 2 makes a step four times cheaper, for slow machines.
+        blocks: Blocks in each of the three stages.
+        width: Channels of the first stage.
+        stride: Stride of the first convolution. 2 makes a step four times cheaper, for slow machines.
     """
 
     def __init__(self, blocks: int = 1, width: int = 32, stride: int = 2) -> None:

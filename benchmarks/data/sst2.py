@@ -1,7 +1,7 @@
-"""SST-2: sentences of film reviews, good or bad.
+"""SST-2: sentences of film reviews, positive or negative.
 
-The data is a folder with `train.tsv`, `dev.tsv` and `test.tsv`: a sentence in lower case, a tab, and 0 or 1 on each
-line. Source: Socher et al. 2013, "Recursive deep models for semantic compositionality over a sentiment treebank".
+The data is a folder with `train.tsv`, `dev.tsv` and `test.tsv`. Each line has a lower-case sentence, a tab, and 0 or 1.
+Source: Socher et al. 2013, "Recursive deep models for semantic compositionality over a sentiment treebank".
 """
 # Shapes: B sentences, L words
 
@@ -25,12 +25,12 @@ def read(folder: Path, split: str) -> list[Line]:
 
 
 def numbered(words: Sequence[str]) -> dict[str, int]:
-    """A number for each word of a vocabulary, above `OTHER`."""
+    """A number above `OTHER` for each word of a vocabulary."""
     return {word: number for number, word in enumerate(words, start=OTHER + 1)}
 
 
 def tokens(lines: Sequence[Line], numbers: Mapping[str, int], length: int) -> torch.Tensor:
-    """The first words of each sentence as numbers: int64[B, L]."""
+    """The first words of each sentence as numbers, int64[B, L]."""
     found = torch.full((len(lines), length), NOTHING)
     for row, (sentence, _) in zip(found, lines):
         known = [numbers.get(word, OTHER) for word in sentence.split()[:length]] or [OTHER]

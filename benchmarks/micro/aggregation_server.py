@@ -1,8 +1,8 @@
-"""Speed of an aggregation server on one core, over loopback: bytes that come in a second, and what each costs it.
+"""Speed of an aggregation server on one core over loopback: bytes received per second, and their cost.
 
-A server process on one core, and four workers in a process on another, which send 4-bit indices of one tensor round
-after round and get lanes of 8 bits back. "rate" is what came in over the time of all rounds, which the workers may
-limit; "capacity" is what came in over the processor time of the server. A link of 1 Gb/s brings 125 MB/s.
+A server process runs on one core. Four workers in a process on another core send 4-bit indices of one tensor, round
+after round, and receive sums of 8 bits. "rate" is the bytes received over the duration of all rounds, which the workers
+may limit; "capacity" is the bytes received over the processor time of the server. A link of 1 Gb/s carries 125 MB/s.
 """
 # Shapes: N = elements of the tensor, W = workers
 
@@ -34,7 +34,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Figure:
-    """One case: bytes a second by the clock, by the server's processor, and its time for a packet that comes in."""
+    """One case: bytes per second of wall time and of processor time, and processor time per packet received."""
 
     transport: str
     packet_elements: int

@@ -1,13 +1,13 @@
-"""`lossless` and `gcomp` against zstd, zlib and ZipNN, on gradients of the text workload, on one thread.
+"""`lossless` and `gcomp` compared with zstd, zlib and ZipNN, on gradients of the text workload, on one thread.
 
-The rivals come with `pip install 'gradwire[bench]'`.
+The rivals are installed with `pip install 'gradwire[bench]'`.
 
-Gradients are those of a training of its own, by one rank: the matrices at steps 1, 8 and 32, each packed by itself, as
-float32 and as a model of 16 bits has them: rounded, and in float16 times the largest loss scale that all of them bear,
-up to 65,536. `gcomp` has the parameters and the state of the optimizer that is named, at that step, rounded likewise,
-and the guard for four ranks. A rate is bytes of gradient over wall time, whichever way; rivals get bytes and give
-bytes, ours take a tensor and write into one, once more with threads for their chunks. Every decoded tensor is compared
-with what was packed.
+One rank trains the text workload. The gradients are those of its matrices at steps 1, 8 and 32, each packed separately,
+as float32 and as in a 16-bit model: rounded, and in float16 multiplied by the largest loss scale that all of them
+allow, up to 65,536. `gcomp` uses the parameters and optimizer state of that step, rounded in the same way, and the
+guard for four ranks. A rate is bytes of gradient over wall time, in both directions. Rivals read and write bytes; ours
+read and write tensors, and are also timed with threads for their chunks. Every decoded tensor is compared with the
+original.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 
 @dataclass(frozen=True)
 class Tensor:
-    """A gradient, and what gcomp gets of the optimizer."""
+    """A gradient, and the optimizer state for gcomp."""
 
     grad: torch.Tensor
     aux: dict[str, torch.Tensor]
@@ -54,7 +54,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Method:
-    """How one tensor is packed and unpacked; `prepare` is not timed."""
+    """How a tensor is packed and unpacked. `prepare` is not timed."""
 
     name: str
     prepare: Callable[[Tensor], Any]
@@ -67,7 +67,7 @@ class Method:
 
 @dataclass(frozen=True)
 class Figure:
-    """A method over the tensors of a step."""
+    """One method on the tensors of one step."""
 
     optimizer: str
     step: int
@@ -102,7 +102,7 @@ def recorded(optimizer: str, steps: tuple[int, ...] = STEPS) -> Iterator[tuple[i
 
 
 def cast(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """The same as a model of `dtype` has them."""
+    """The same tensors in a model of type `dtype`."""
     largest = max(float(tensor.grad.abs().max()) for tensor in tensors)
     scale = 2.0 ** min(16, math.floor(math.log2(2**15 / largest))) if dtype == torch.float16 else 1.0
     found = []
@@ -193,7 +193,7 @@ def methods() -> list[Method]:
 
 
 def measured(method: Method, tensors: list[Tensor], repeats: int) -> tuple[float, list[float], list[float]]:
-    """Packed over plain bytes, and the seconds of each pass over all tensors, both ways."""
+    """Packed over plain bytes, and the seconds of each pass over all tensors in both directions."""
     with nullcontext() if method.threads else one_thread():
         return _measured(method, tensors, repeats)
 
@@ -215,7 +215,7 @@ def _measured(method: Method, tensors: list[Tensor], repeats: int) -> tuple[floa
 
 
 def measured_all(repeats: int = 5, steps: tuple[int, ...] = STEPS) -> list[Figure]:
-    """All methods, on one thread; the first pass of each warms it up."""
+    """Measure all methods on one thread. The first pass warms up."""
     kernels_ready = make("lossless").encode(torch.ones(10), Context("w"))  # compiled before anything is timed
     assert kernels_ready.body.nbytes > 0
     found = []
@@ -255,7 +255,7 @@ def run(repeats: Annotated[int, typer.Option(help="Timed passes over all tensors
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Ratio and rates of each method, a line a step and element type."""
+    """Ratio and rates of each method, one line for each step and element type."""
     lines = [
         f"{'optimizer':10}{'step':>5}  {'elements':9}{'method':18}{'ratio':>8}{'encode GB/s':>13}{'decode GB/s':>13}"
     ]

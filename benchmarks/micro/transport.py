@@ -1,7 +1,7 @@
-"""Speed of frames over TCP on this machine's loopback, against bare sockets that carry the same bytes.
+"""Speed of frames over TCP on loopback, compared with plain sockets that carry the same bytes.
 
-Two processes on one machine share its cores. With two cores, sender and receiver have one each, and other work on the
-machine shows. The bare sockets do what any program must (copy into the kernel and out of it) and nothing else.
+Two processes share the cores of one machine. With two cores, sender and receiver have one each, and other load on the
+machine shows. The plain sockets do only what any program must: copy into the kernel and out of it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Row = dict[str, Any]
 
 
 class Frames:
-    """One end of a TCP transport. Rank 1 answers: the header's tensor says how."""
+    """One end of a TCP transport. Rank 1 answers as the tensor id of the header asks."""
 
     of = "gradwire"
 
@@ -77,7 +77,7 @@ class Frames:
 
 
 class Bare:
-    """One end of a bare blocking socket that carries as many bytes."""
+    """One end of a plain blocking socket that carries the same number of bytes."""
 
     of = "bare socket"
 
@@ -111,7 +111,7 @@ class Bare:
 
 
 def peer(pipe: Connection) -> None:
-    """The other process: rank 1 of the transport, then the server of the bare socket."""
+    """The other process: rank 1 of the transport, then the server of the plain socket."""
     frames = Frames(1, pipe.recv())
     pipe.recv()
     frames.transport.close()

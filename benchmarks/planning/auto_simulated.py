@@ -1,13 +1,13 @@
-"""`auto` at 10 Gb/s and above, simulated: its plan beside DDP's own all-reduce in fp32 and fp16.
+"""`auto` at 10 Gb/s and above, simulated, compared with DDP's own all-reduce in fp32 and fp16.
 
-The lab ends at about 1 Gb/s, where its processors are the link. Here the planner plans, the synchronizer's graphs run
-in virtual time, and `auto` decides as it does in a job: simulated steps stand for its trials. DDP's own all-reduce is a
-ring in buckets of 25 MB that costs nothing but its bytes, latency and additions at memory speed, in fp16 not even
-the casts: faster than a real one. Two machines: this one's cores with all that the fidelity "balanced" allows, and the
-described GPU (`benchmarks.planning.described`) with fp16 and onebit.
+The lab reaches about 1 Gb/s, where its processors become the bottleneck. Here the planner plans, the synchronizer's
+graphs run in virtual time, and `auto` decides as in a job, with simulated steps for its trials. DDP's own all-reduce is
+a ring with buckets of 25 MB that costs nothing but its bytes, latency and additions at memory speed, in fp16 not even
+the casts, and is therefore faster than a real one. There are two machines: this one's cores with everything that the
+fidelity "balanced" allows, and the described GPU (`benchmarks.planning.described`) with fp16 and onebit.
 
-It ends with a verdict: in how many cells the better of the two dense steps over `auto`'s is below 0.98. Beside it
-stands the same of the plan alone, as a job runs it that pins the plan and tries nothing.
+The verdict at the end says in how many cells the step of `auto` is slower than 1 / 0.98 times the better dense step. It
+also judges the plan alone, as in a job that pins the plan and tries nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Cell:
-    """One model on one cluster. Seconds of a step; `gain` and `plan_gain` are the better dense one over the other."""
+    """One model on one cluster. Seconds per step; `gain` and `plan_gain` are the better dense step over the other."""
 
     machine: str
     model: str
@@ -59,7 +59,7 @@ class Cell:
 
 
 def costs_of(machine: str) -> tuple[Costs, list[RankedCompressor]]:
-    """Costs of a machine, and what may be chosen there."""
+    """Costs of a machine, and the compressors to choose from."""
     if machine == "gpu":
         return gpu_costs(*(method.spec for method in GPU_METHODS)), GPU_METHODS
     allowed = methods("balanced")
@@ -67,7 +67,7 @@ def costs_of(machine: str) -> tuple[Costs, list[RankedCompressor]]:
 
 
 def buckets_of(gradients: Sequence[SimulatedGradient]) -> list[list[SimulatedGradient]]:
-    """As DDP fills them."""
+    """Buckets as DDP fills them."""
     found: list[list[SimulatedGradient]] = [[]]
     for grad in gradients:
         if found[-1] and sum(each.spec.nbytes for each in found[-1]) + grad.spec.nbytes > BUCKET_BYTES:
@@ -77,7 +77,7 @@ def buckets_of(gradients: Sequence[SimulatedGradient]) -> list[list[SimulatedGra
 
 
 def native_step(gradients: Sequence[SimulatedGradient], cluster: Cluster, dtype: torch.dtype) -> float:
-    """DDP's own all-reduce: a ring a bucket."""
+    """Step with DDP's own all-reduce, one ring per bucket."""
     free = CodecCosts(FREE, FREE, FREE, LinearCost(0.0, 4.0))
     add = LinearCost(0.0, 3 * dtype.itemsize / MEMORY_BYTES_A_SECOND)
     costs = Costs(1, (LinkCosts(0.0, 0.0),), {"none": free}, add=add)
@@ -105,7 +105,7 @@ def plan_of(
 
 
 def decide(predicted: dict[Candidate, float], simulated: dict[Candidate, float]) -> Candidate:
-    """What `auto` would choose: it tries what is predicted to be faster than what it knows (`Autopilot`)."""
+    """The choice of `auto`, which tries what is predicted to be faster than what it knows (`Autopilot`)."""
     tried = {NATIVE: simulated[NATIVE]}
     for way in sorted(predicted, key=lambda way: (predicted[way], way.name)):
         if way not in tried and predicted[way] < min(tried.values()):

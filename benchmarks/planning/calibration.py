@@ -1,17 +1,17 @@
-"""What the lab costs beside what is measured on one idle core: a short calibration by steps of its own.
+"""Extra costs of the lab compared with one idle core: a short calibration with its own steps.
 
-Ranks that share cores wake each other up, find caches cold, and let the kernel cut, shape and bridge their packets one
-by one. Two kinds of dense steps are run for it:
+Ranks that share cores wake each other up, find caches cold, and let the kernel split, shape and bridge packets one by
+one. The calibration runs two kinds of dense steps:
 
-- *chain*, one small tensor round a ring: what a thread costs that has slept (*wake*), and *latency*;
-- *large*, one tensor by ring and by all-gather: seconds a *byte* at each end of a frame, and how many times as long
-  bytes take in a ring as at the links' rate (*pace*).
+- *chain*, one small tensor on a ring: the cost of waking a thread (*wake*), and *latency*.
+- *large*, one tensor by ring and by all-gather: seconds per *byte* at each end of a frame, and how much longer bytes
+  take in a ring than at the rate of the links (*pace*).
 
-What congestion costs where ranks send to several at once is not found: packets are lost at random, and each loss may
-cost a time-out, so that a short calibration gave anything from 1.0 to 2.5 for it.
+The cost of congestion, when ranks send to several others at once, is not calibrated: packets are lost at random, each
+loss may cost a time-out, and a short calibration gave values from 1.0 to 2.5.
 
-Guarantees: each figure is the one with which the simulator reproduces the calibration's processor time, or its steps'
-time; none looks at another step.
+Each figure is the one with which the simulator reproduces the processor time or the step time of the calibration. No
+other step is used.
 """
 
 # Shapes: W = ranks.
@@ -44,14 +44,14 @@ SLACK = 1.05  # as exact as such steps can be timed
 
 @dataclass(frozen=True)
 class Measured:
-    """Steps of one kind. Seconds.
+    """Steps of one kind. Times are in seconds.
 
     Attributes:
-        strategy: by which a dense tensor traveled.
-        elements: of it.
-        seconds: of a step on the slowest rank, the median.
-        processes: of the processor in all ranks' processes, a step.
-        busy: of the machine's cores, a step; with the kernel's work for nobody in particular.
+        strategy: Strategy of a dense tensor.
+        elements: Number of elements of the tensor.
+        seconds: Median step time of the slowest rank.
+        processes: Processor time of all ranks' processes per step.
+        busy: Busy time of the machine's cores per step, including the kernel's work for no process in particular.
     """
 
     strategy: str
@@ -143,19 +143,19 @@ def _measure(strategy: str, elements: int, steps: int, gap_seconds: float) -> Me
 
 
 def common_moment() -> float:
-    """A moment of the machine's clock that all ranks know, a little later than the last of them asked."""
+    """A moment of the machine's clock, known to all ranks, shortly after the last of them asks."""
     moment = torch.tensor([time.perf_counter()], dtype=torch.float64)
     dist.all_reduce(moment, dist.ReduceOp.MAX)
     return float(moment) + 0.01
 
 
 def sleep_until(moment: float) -> None:
-    """Return at a moment of `time.perf_counter`, or at once where it has passed."""
+    """Sleep until a moment of `time.perf_counter`."""
     time.sleep(max(0.0, moment - time.perf_counter()))
 
 
 def busy_seconds() -> float:
-    """For how long the machine's cores have not been idle, all together, since some moment."""
+    """Total time that the machine's cores have not been idle since some moment."""
     idle = [float(ticks) for ticks in Path("/proc/stat").read_text().split("\n", 1)[0].split()[4:6]]
     cores = os.cpu_count() or 1
     return cores * time.perf_counter() - sum(idle) / os.sysconf("SC_CLK_TCK")
@@ -165,14 +165,14 @@ def busy_seconds() -> float:
 
 
 def calibrate(measured: list[Measured], known: Costs, ranks: int, rate_bits: float, cores: int) -> Calibration:
-    """Find the figures with which the simulator takes as long as the lab did.
+    """Find the figures with which the simulator takes as long as the lab.
 
     Args:
-        measured: by `measure`.
-        known: costs of one idle core.
-        ranks: of the lab.
-        rate_bits: of its links.
-        cores: that its ranks share.
+        measured: Result of `measure`.
+        known: Costs of one idle core.
+        ranks: Number of ranks in the lab.
+        rate_bits: Rate of its links.
+        cores: Cores that the ranks share.
     """
     chain, ring, allgather = measured
     found = Calibration(0.0, known.frame(1.0) - known.frame(0.0), 0.0, 1.0)
@@ -202,7 +202,7 @@ def calibrate(measured: list[Measured], known: Costs, ranks: int, rate_bits: flo
 
 
 def solve(rising: Callable[[float], float], target: float, low: float, high: float) -> float:
-    """Where a rising function reaches a target, closely enough; the nearer end of the range where it does not."""
+    """Where an increasing function reaches a target, approximately; the nearer end of the range if it does not."""
     if rising(low) >= target:
         return low
     while high - low > 2e-3 * high and high > 1e-12:

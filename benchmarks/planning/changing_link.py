@@ -1,8 +1,8 @@
-"""How soon `auto` notices that the links have changed: a job in the lab, 1 Gb/s, then 50 Mb/s, then 1 Gb/s again.
+"""How soon `auto` notices changed links: a job in the lab at 1 Gb/s, then 50 Mb/s, then 1 Gb/s again.
 
-Four ranks replay the recorded backward of the main workload through DDP with ``attach(ddp, "auto")``. Once it has
-decided and some steps have passed, all links are changed under the running job, and back. Recorded are the steps from
-each change to the decision that follows, the time of a step before the change, right after it, and after the decision,
+Four ranks replay the recorded backward pass of the main workload with ``attach(ddp, "auto")``. After a decision and
+some further steps, all links are changed under the running job, and later changed back. The record has the number of
+steps from each change to the next decision, the step times before the change, right after it, and after the decision,
 and whether all ranks end with the same bits.
 """
 
@@ -37,13 +37,13 @@ LIMIT_SECONDS = 600
 
 @dataclass
 class Watch:
-    """What rank 0 says, and what the parent does about it.
+    """Messages of rank 0, and the parent's reactions.
 
     Attributes:
-        seconds: of each step.
-        decisions: the step of each, and its text.
-        changes: the step after which links were changed, from the second rate on.
-        identical: whether all ranks ended with the same bits.
+        seconds: Duration of each step.
+        decisions: Step and text of each decision.
+        changes: Steps after which links were changed, from the second rate on.
+        identical: Whether all ranks ended with the same bits.
     """
 
     lab: Lab
@@ -109,7 +109,7 @@ def _figures(watch: Watch, workload: str) -> Iterator[dict[str, Any]]:
 
 
 def work(workload: str, folder: str, num_rates: int) -> None:
-    """Step until each rate has had a decision, followed by quiet steps."""
+    """Take steps until each rate has had a decision and then some quiet steps."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = Rank(BenchmarkJob(workload, (), folder=folder))

@@ -1,8 +1,8 @@
-"""Costs that are described, not measured: a data-center GPU that encodes, and a network card that moves frames.
+"""Costs that are described instead of measured: a data-center GPU that encodes, and a network card that moves frames.
 
-For figures beside papers whose hardware is not at hand. Rounded, from what such a machine must do at least: bytes that
-a codec moves over 700 GB/s of memory (a V100 reaches about that of its 900), 10 us for each kernel that is launched,
-2 us of the engine for each task and each frame, no copies by the processor. Real kernels are slower than their bytes.
+They stand for the hardware of papers that is not at hand. They are rounded lower bounds: bytes moved by a codec over
+700 GB/s of memory (a V100 reaches about that of its 900), 10 us for each kernel launch, 2 us of the engine for each
+task and frame, no copies by the processor. Real kernels are slower than their bytes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def gpu_costs(*specs: str) -> Costs:
 
 
 def link() -> SimulatedLink:
-    """Without the headers of TCP; the rate is set by a sweep."""
+    """A link without TCP headers. A sweep sets the rate."""
     return SimulatedLink(None, LATENCY_SECONDS, header_bytes=0)
 
 
@@ -46,7 +46,7 @@ def _codec(spec: str) -> CodecCosts:
 
 
 def _payload(spec: str) -> LinearCost:
-    """Bytes by elements: the kept fraction in 8 bytes each, or what the format takes."""
+    """Payload bytes by elements: the kept fraction at 8 bytes each, or the bytes of the format."""
     compressor = compressor_of(spec)
     if "ratio" in compressor.options:
         return LinearCost(0.0, 8 * float(compressor.options["ratio"]))

@@ -1,10 +1,10 @@
-"""How far the simulator is from the lab: the same steps in both, at every number of ranks, rate and strategy.
+"""Error of the simulator: the same steps in simulation and in the lab, for numbers of ranks, rates and strategies.
 
-Four matrices get ready one after another while ranks wait, as in a replayed backward. Synchronization and network are
-real. The simulated cluster has this machine's cores, shared by all ranks, its measured costs, and links of the lab's
-rate. What ranks on shared cores cost in addition is calibrated by other steps, just before and in the same lab
-(`benchmarks.planning.calibration`); nothing is fitted to the steps that are compared. A measured step lasts from a
-moment that all ranks know to the end of the slowest; medians.
+Four matrices become ready one after another while ranks wait, as in a replayed backward pass. Synchronization and
+network are real. The simulated cluster has this machine's cores, shared by all ranks, its measured costs, and links of
+the lab's rate. The additional costs of ranks on shared cores are calibrated with other steps, just before and in the
+same lab (`benchmarks.planning.calibration`). Nothing is fitted to the steps that are compared. A measured step lasts
+from a moment that all ranks know until the slowest rank ends; figures are medians.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ KEY, CHOICES = ("ranks", "rate", "strategy", "method"), ("num_ranks", "rates", "
 
 @dataclass(frozen=True)
 class Comparison:
-    """One kind of step in both. Seconds; p20 and p80 of the measured ones; the calibration it was simulated with."""
+    """One kind of step in lab and simulation, in seconds, with percentiles and the calibration used."""
 
     ranks: int
     rate: str
@@ -70,7 +70,7 @@ class Comparison:
 
 
 def worker(methods: list[str], rate: str) -> None:
-    """One rank: prints what its calibration measured, then the seconds of its steps, a line a method and strategy."""
+    """One rank: print the calibration, then the seconds of steps, one line for each method and strategy."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     say(calibration=[asdict(each) for each in measure_calibration(rate_bits(rate))])
@@ -128,7 +128,7 @@ def simulate(ranks: int, rate: str, method: str, strategy: str, found: Calibrati
 
 
 def compare(ranks: int, rate: str, methods: list[str]) -> list[Comparison]:
-    """All methods and strategies of one cluster."""
+    """Compare all methods and strategies on one cluster."""
     known = machine_costs([*METHODS])  # before the lab: measured where they are not kept
     calibration, *rows = measure(ranks, rate, methods)
     steps = [Measured(**each) for each in calibration["calibration"]]

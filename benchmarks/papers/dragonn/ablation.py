@@ -1,17 +1,17 @@
-"""What each of DRAGONN's means gains, switched on one after the other: its figure 6 in this machine's lab.
+"""Gain of each part of DRAGONN, added one after another: its figure 6 in this machine's lab.
 
-Four ranks replay the recorded backward of a workload, at a ratio of 0.001 by all-gather:
+Four ranks replay the recorded backward pass of a workload, with a ratio of 0.001 and all-gather:
 
     dense            DDP's own all-reduce in fp32, with the better of two bucket sizes
-    dgc              every tensor by DGC, payloads decoded one by one
-    hashing          every tensor by DRAGONN, decoded in the same way
-    selection        the tensors for which the planner expects a gain; or DDP's all-reduce
-    sparse decoding  the same with the payloads of all ranks decoded in one sweep
+    dgc              every tensor with DGC, payloads decoded one by one
+    hashing          every tensor with DRAGONN, decoded in the same way
+    selection        only tensors for which the planner expects a gain; or DDP's all-reduce
+    sparse decoding  the same, with the payloads of all ranks decoded in one sweep
 
-Synchronization is the step less the step without communication.
+Synchronization time is the step time minus the step without communication.
 
-Source: DRAGONN (Wang et al. 2022), section 5.2, figure 6. Differences: DGC is our own, on CPUs, where choosing elements
-needs no prefix sums, so that hashing has less to gain; 4 ranks.
+Source: DRAGONN (Wang et al. 2022), section 5.2, figure 6. Differences: DGC is our own, on CPUs, where selection needs
+no prefix sums, so that hashing has less to gain; 4 ranks.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""Encoding time over what is kept, and decoding time over ranks: DRAGONN's figures 5a and 5b on one core.
+"""Encoding time by ratio, and decoding time by number of ranks: DRAGONN's figures 5a and 5b on one core.
 
-Figure 5a: a gradient of 256 MB, larger than the cache, is encoded by sparsifiers and by torch's own top-k, at ratios
-from 0.0001 to 0.01, with and without a residual. Each time is compared with that of a sweep that moves the same bytes
-of memory in the same run: a read of the gradient, or with a residual a read and a write of it. Figure 5b: the payloads
-of 2 to 64 ranks of a 64 MB tensor at ratio 0.001, decoded one by one and added (dense decoding), and in one call
-(sparse decoding).
+Figure 5a: sparsifiers and torch's own top-k encode a gradient of 256 MB, larger than the cache, at ratios from 0.0001
+to 0.01, with and without a residual. Each time is compared with that of a sweep that moves the same bytes in the same
+run: a read of the gradient, or, with a residual, a read and a write of it. Figure 5b: the payloads of 2 to 64 ranks of
+a 64 MB tensor at ratio 0.001 are decoded one by one and added (dense decoding), or in one call (sparse decoding).
 
-Source: DRAGONN (Wang et al. 2022), section 5.2, figure 5. Differences: one CPU core in place of a V100; sizes are fixed
-and ratios vary, where figure 5a has it the other way round and says the rest in words.
+Source: DRAGONN (Wang et al. 2022), section 5.2, figure 5. Differences: one CPU core instead of a V100; sizes are fixed
+and ratios vary, while figure 5a varies sizes and the text states the rest.
 """
 # Shapes: N = elements of the gradient, W = ranks
 
@@ -41,7 +40,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Figure:
-    """One call: its milliseconds, and as a fraction of what memory allows."""
+    """One call: milliseconds, and the fraction of the speed that memory allows."""
 
     method: str
     metric: str
@@ -62,7 +61,7 @@ class Figure:
 def encode_calls(
     method: str, ratio: float, grad: torch.Tensor, work: np.ndarray
 ) -> Iterator[tuple[str, str, Callable[[], object]]]:
-    """The calls to time: what it is, the mix of reads and writes that it needs, and the call."""
+    """The calls to time: label, mix of reads and writes, and the call."""
     if method == "torch.topk":
         yield "encode", "read", lambda: grad.abs().topk(int(ratio * grad.numel()), sorted=False)
         return

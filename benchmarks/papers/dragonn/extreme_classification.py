@@ -1,14 +1,15 @@
-"""Extreme classification with sparsifiers, in the lab: DRAGONN's figure 7 and its row of table 2.
+"""Extreme classification with sparsifiers in the lab: DRAGONN's figure 7 and a row of its table 2.
 
-The folder holds `delicious-train.arff` and `delicious-test.arff` as the authors of the data set publish them: 12,920
-and 3,185 pages, 500 words each there or not, 983 tags. 983 are few for "extreme": so that the layer is a large tensor
-all the same, a fixed random layer maps words to `WIDTH` features first, and the trained one has as many inputs.
-Four ranks train it; precision at 1 is on the test pages.
+The folder holds `delicious-train.arff` and `delicious-test.arff` as published by the authors of the data set: 12,920
+and 3,185 pages with 500 binary words and 983 tags. Since 983 is few for "extreme", a fixed random layer first maps
+words to `WIDTH` features, which makes the trained layer a large tensor. Four ranks train it; precision at 1 refers to
+the test pages.
 
-Source: DRAGONN (Wang et al. 2022), sections 5.1 and 5.3, XML, which embeds features likewise and trains a last layer of
-4,096 by 30,938 without bias. Data: Tsoumakas et al. 2008. Differences: `WIDTH` by 983, 8.1 million parameters and not
-127; 4 ranks on CPUs, not 16 GPUs; the loss is the cross-entropy to equal shares for all tags of a page; momentum SGD,
-whose momentum is corrected for all sparsifiers. Random is with memory, as without it does not learn here.
+Source: DRAGONN (Wang et al. 2022), sections 5.1 and 5.3, XML, which also embeds features and trains a last layer of
+4,096 by 30,938 without bias. Data: Tsoumakas et al. 2008. Differences: `WIDTH` by 983, 8.1 million parameters instead
+of 127 million; 4 ranks on CPUs instead of 16 GPUs; the loss is the cross-entropy to equal shares for all tags of a
+page; SGD with momentum, with momentum correction for all sparsifiers. Random keeps a residual, because without one it
+does not learn here.
 """
 # Shapes: B = pages of a batch, F = words, D = features, L = tags
 
@@ -35,11 +36,11 @@ class Delicious(Workload):
     """Tags of bookmarked pages.
 
     Args:
-        folder: of the two files.
-        width: features, that is, rows of the trained layer.
+        folder: Folder of the two files.
+        width: Number of features, the rows of the trained layer.
 
     Raises:
-        OptionError: a file is missing.
+        OptionError: A file is missing.
     """
 
     name: ClassVar[str] = "delicious"
@@ -88,10 +89,10 @@ class Delicious(Workload):
 
 
 def read(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """Words and tags of each page that has a tag, as bool[N, F] and bool[N, L].
+    """Words and tags of each page that has a tag, bool[N, F] and bool[N, L].
 
     Raises:
-        OptionError: there is no such file, or it holds no sparse rows of these attributes.
+        OptionError: The file is missing, or has no sparse rows of these attributes.
     """
     if not path.is_file():
         raise OptionError(

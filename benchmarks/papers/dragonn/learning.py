@@ -1,8 +1,8 @@
-"""What the trainings of sparsifiers share: `extreme_classification` and `vision`.
+"""Shared by the trainings of sparsifiers, `extreme_classification` and `vision`.
 
-Accuracy by step is measured in whole trainings, one for each seed, on links as they are: a rate does not change what is
-learned. Step times are measured in short trainings of the same model in the lab, at each rate. Both together are
-accuracy by time. Each training is a part of the record. What the record has is not run again.
+Accuracy by step is measured in whole trainings, one for each seed, on links as they are, since the rate does not affect
+what is learned. Step times are measured in short trainings of the same model in the lab, at each rate. Both together
+yield accuracy by time. Each training is a part of the record; parts that the record has are not run again.
 """
 # Shapes: W = ranks
 
@@ -39,34 +39,34 @@ class Design:
     """One way to synchronize gradients.
 
     Attributes:
-        label: for readers.
-        method: as `gradwire.bench.methods` takes it; ``{warmup}`` is where the option of that name stands.
+        label: Display name.
+        method: Name of the method, see `gradwire.bench.methods`. ``{warmup}`` is replaced by the steps of a warm-up.
     """
 
     label: str
     method: str
 
     def learned(self, steps: int) -> str:
-        """The method in a training of so many steps, of which a quarter warm up."""
+        """The method for a training of `steps` steps, a quarter of which are warm-up."""
         return self.method.format(warmup=f":warmup={steps // 4}")
 
     @property
     def timed(self) -> str:
-        """The method once it is warm."""
+        """The method after its warm-up."""
         return self.method.format(warmup="")
 
 
 @dataclass(frozen=True)
 class Study:
-    """One workload and what is compared on it.
+    """One workload and the methods compared on it.
 
     Attributes:
-        name: of the benchmark and its file.
-        workload: its class, as `gradwire.bench.workloads.make_workload` takes it.
-        measure: what accuracy is.
-        designs: the first is the one all others are compared with.
-        steps: of a whole training.
-        validate_every: steps between the points of an accuracy curve.
+        name: Name of the benchmark and its record.
+        workload: Class of the workload, see `gradwire.bench.workloads.make_workload`.
+        measure: Meaning of accuracy.
+        designs: Methods. The others are compared with the first.
+        steps: Steps of a whole training.
+        validate_every: Steps between the points of an accuracy curve.
     """
 
     name: str
@@ -135,7 +135,7 @@ class Study:
 def learning_figures(
     design: Design, seed: int, parameters: int, losses: list[float], validations: list[tuple[int, float, float]]
 ) -> Iterator[Row]:
-    """What one training learned: a figure a line."""
+    """Rows of one whole training."""
     fixed = {**_fixed(design, parameters), "seed": seed}
     for step, loss, accuracy in validations:
         yield {**fixed, "metric": "accuracy", "value": accuracy, "unit": "share", "step": step}
@@ -146,7 +146,7 @@ def learning_figures(
 
 
 def step_figures(design: Design, parameters: int, times: Sequence[StepTime]) -> Iterator[Row]:
-    """What its steps take at each rate."""
+    """Rows of step times at each rate."""
     for time in times:
         here, step = {**_fixed(design, parameters), "rate": time.rate}, time.step
         spread = {"value": step.median, "p20": step.p20, "p80": step.p80, "samples": step.size}
@@ -167,14 +167,14 @@ def _fixed(design: Design, parameters: int) -> Row:
 
 @dataclass(frozen=True)
 class Found:
-    """One design, as read back.
+    """One method as read from a record.
 
     Attributes:
-        seeds: accuracy at the end, of each seed.
-        accuracy: by step, the mean of all seeds.
-        steps: seconds of a step by rate.
-        ideal: seconds of the ideal step by rate.
-        megabytes: that a rank sends a step, at the first rate.
+        seeds: Final accuracy of each seed.
+        accuracy: Mean accuracy of all seeds, by step.
+        steps: Seconds per step, by rate.
+        ideal: Seconds of the ideal step, by rate.
+        megabytes: Megabytes sent per rank and step, at the first rate.
     """
 
     label: str

@@ -1,10 +1,10 @@
-"""Speed-up over the compression ratio, of sparsifiers and QSGD: DRAGONN's figure 8 in this machine's lab.
+"""Speed-up by compression ratio of sparsifiers and QSGD: DRAGONN's figure 8 in this machine's lab.
 
-Four ranks replay the recorded backward of a workload with dragonn and dgc at four ratios and qsgd at three widths, at
-two rates. The ratio of the plot is that of bytes, positions and headers included.
+Four ranks replay the recorded backward pass of a workload with dragonn and dgc at four ratios and with qsgd at three
+widths, at two rates. The ratio in the plot is that of bytes, with positions and headers.
 
-Source: DRAGONN (Wang et al. 2022), section 5.3, figure 8. Differences: the main workload, wide residual layers, in
-place of ViT and MLP-Mixer; 4 ranks on slower links.
+Source: DRAGONN (Wang et al. 2022), section 5.3, figure 8. Differences: the main workload, wide residual layers, instead
+of ViT and MLP-Mixer; 4 ranks on slower links.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Point:
     """One method at one rate.
 
     Attributes:
-        fraction: of the dense bytes.
-        speedup: over DDP fp32.
-        over_ideal: step over ideal step.
+        fraction: Fraction of the dense bytes.
+        speedup: Speed-up over DDP fp32.
+        over_ideal: Step over ideal step.
     """
 
     fraction: float

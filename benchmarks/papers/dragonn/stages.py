@@ -1,7 +1,7 @@
-"""The ranks of `benchmarks.papers.dragonn.ablation`: each stage has one more of DRAGONN's means than the one before.
+"""The ranks of `benchmarks.papers.dragonn.ablation`. Each stage adds one part of DRAGONN.
 
-Stages are those of `benchmarks.papers.hipress.stages`. Dense decoding is that of other systems: each rank's payload
-becomes a tensor of its own, and tensors are added.
+The stages are built like those of `benchmarks.papers.hipress.stages`. Dense decoding works as in other systems: the
+payload of each rank becomes a tensor, and the tensors are added.
 """
 # Shapes: N = elements of the tensor or range, W = ranks
 

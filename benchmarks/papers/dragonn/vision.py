@@ -1,11 +1,11 @@
-"""A vision model with sparsifiers, in the lab: DRAGONN's figures 3 and 4 and table 2 in small.
+"""A vision model with sparsifiers in the lab: DRAGONN's figures 3 and 4 and table 2 on a small scale.
 
-The folder is what `benchmarks.data.cifar.load` takes; four ranks train its ResNet. With 64 channels in its first stage
-it has 1.2 million parameters, which take longer on a link of 100 Mb/s than a batch of 16 images takes to compute.
+The folder is that of `benchmarks.data.cifar.load`. Four ranks train its ResNet. With 64 channels in the first stage it
+has 1.2 million parameters, which take longer on a link of 100 Mb/s than the computation of a batch of 16 images.
 
 Source: DRAGONN (Wang et al. 2022), section 5.1, ResNet50 on ImageNet. Differences: 8 layers, small images, some hundred
-steps; momentum SGD, whose momentum is corrected for all sparsifiers; their ratio falls to 0.001 over the first quarter
-of the steps.
+steps; SGD with momentum, with momentum correction for all sparsifiers; their ratio falls to 0.001 over the first
+quarter of the steps.
 """
 # Shapes: B = images of a batch
 

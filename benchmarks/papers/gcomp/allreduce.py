@@ -1,11 +1,13 @@
-"""Time of one all-reduce of a model's gradients in the lab, against Gloo's own: figure 10 of GCOMP's paper.
+"""Time of one all-reduce of a model's gradients in the lab, compared with Gloo's: figure 10 of GCOMP's paper.
 
-Four hosts of the lab, a rank each. The gradients are those of the text workload's matrices (6.3 million elements) after
-nine steps, each rank's of its own batch, with the optimizer's state at that step. All are handed over at once, and it
-is over when the last rank holds all means: no backward to hide behind. Times are the slowest rank's; load is the time
-of all its threads over the wall's. `K blocks` cuts a rank's share into as many, so that hops overlap with encoding.
+Four hosts of the lab have one rank each. The gradients are those of the text workload's matrices (6.3 million elements)
+after nine steps, each rank's from its own batch, with the optimizer state of that step. All are submitted at once, and
+the all-reduce ends when the last rank has all means: no backward pass hides it. Times are those of the slowest rank;
+load is the time of all its threads over wall time. `K blocks` divides a rank's share into K blocks, so that hops
+overlap with encoding.
 
-All ranks share the machine's cores: with two of them codecs of four ranks wait for one another, as on no cluster.
+All ranks share the cores of the machine. With two cores, the codecs of four ranks wait for each other, unlike on a
+cluster.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ Row = dict[str, Any]
 
 
 class Gradients:
-    """What a rank has to average."""
+    """Gradients of a rank."""
 
     def __init__(self, rank: int) -> None:
         torch.manual_seed(0)
@@ -66,7 +68,7 @@ class Gradients:
 
 
 def timed(prepare: Callable[[], Call]) -> dict[str, list[float]]:
-    """Seconds and load of each repeat, of the slowest and the busiest rank."""
+    """Seconds of the slowest rank and load of the busiest rank for each repeat."""
     found: dict[str, list[float]] = {"seconds": [], "load": []}
     for repeat in range(REPEATS + 2):
         call = prepare()
@@ -83,7 +85,7 @@ def timed(prepare: Callable[[], Call]) -> dict[str, list[float]]:
 
 
 def work() -> None:
-    """What each host runs; rank 0 says what was measured."""
+    """Task of each host. Rank 0 prints the measurements."""
     rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -122,7 +124,7 @@ def work() -> None:
 
 
 def figures(rate: str, size: int, found: dict[str, dict[str, Any]]) -> Iterator[Row]:
-    """What one rate comes to."""
+    """Figures of one rate."""
     dense = statistics.median(found["Gloo"]["seconds"])
     for method, measured in found.items():
         fixed = {"method": method, "rate": rate, "dtype": "float32", "ranks": RANKS, "size": size,

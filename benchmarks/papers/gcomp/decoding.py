@@ -1,7 +1,7 @@
-"""Three ways to decode exponents: through the code's tree, by a lookup a symbol, and as gradwire does.
+"""Three ways to decode exponents: with the tree of the code, with one lookup per symbol, and as gradwire does.
 
-The first two are what the paper compares (figure 13b), written here as plain loops over one stream; all run on one core
-and on the same gradient.
+The paper compares the first two (figure 13b). They are plain loops over one stream. All run on one core and on the same
+gradient.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ REPEATS = 7
 
 @kernel
 def _write(symbols, words, out):
-    """One stream of all words; returns its bits."""
+    """Write one stream of all words; return its bits."""
     bit = 0
     for i in range(symbols.size):
         word, length = words[symbols[i]] & 0xFFFFFF, words[symbols[i]] >> 24
@@ -38,7 +38,7 @@ def _write(symbols, words, out):
 
 @kernel
 def _by_tree(body, children, out):
-    """Follow a branch a bit. A node's children are further nodes, or −1 − symbol."""
+    """Follow a branch for each bit. The children of a node are further nodes, or −1 − symbol."""
     bit = 0
     for i in range(out.size):
         node = 0
@@ -56,7 +56,7 @@ def _by_tree(body, children, out):
 
 @kernel
 def _by_lookup(body, table, out):
-    """Look each symbol up by the next 11 bits. An entry is the symbol, and the bits of its word above nine."""
+    """Look up each symbol by the next 11 bits. An entry is the symbol, with the bits of its word above bit nine."""
     bit = np.uint64(0)
     for i in range(out.size):
         window = peek(body, bit >> np.uint64(3)) >> (bit & np.uint64(7))
@@ -71,7 +71,7 @@ def _by_lookup(body, table, out):
 
 @kernel
 def _pack_chunks(x, form, words, symbols, room, lengths, counts, out, ends):
-    """Eight streams a chunk, one chunk after another."""
+    """Write eight streams for each chunk."""
     at = 0
     for start in range(0, x.size, CHUNK):
         chunk = x[start : start + CHUNK]

@@ -1,9 +1,9 @@
-"""How far trainings with gcomp drift from those with exact sums, by optimizer: what the moments remember of a cut.
+"""Drift of trainings with gcomp from those with exact sums, by optimizer: how moments keep errors.
 
-Four ranks in one process train the digits model. Their gradients are summed exactly as `none` would by scatter-reduce;
-the same with every encode cut by gcomp; and exactly again, but in another order of ranks, which changes nothing but
-roundings. The difference is that of the parameters, relative to each, after so many steps: the median and the 99th of
-a hundred, and the difference of the validation loss.
+Four ranks in one process train the digits model. Their gradients are summed exactly, as `none` would with
+scatter-reduce; with every encode cut by gcomp; and exactly but in another order of ranks, which changes only roundings.
+Figures are relative differences of parameters after some numbers of steps, median and 99th percentile, and the
+difference of the validation loss.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 class Copy:
-    """One training; `order` is that in which ranks are added, `cut` whether gcomp encodes."""
+    """One training. `order` is the order in which ranks are added, `cut` whether gcomp encodes."""
 
     def __init__(self, optimizer: str, order: Sequence[int], cut: bool) -> None:
         torch.manual_seed(0)
@@ -109,7 +109,7 @@ def run() -> Iterator[Row]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A line an optimizer, a number of steps and a method."""
+    """One line for each optimizer, number of steps and method."""
     lines = [f"{'optimizer':15}{'steps':>6}  {'':15}{'median':>10}{'p99':>10}{'loss':>11}{'bytes':>8}"]
     values: dict[tuple[str, int, str], dict[str, float]] = {}
     for row in rows:

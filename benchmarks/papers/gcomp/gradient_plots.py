@@ -1,4 +1,4 @@
-"""Plots of what `gradients` found, in the shapes of figures 9, 12, 13 and 14 of GCOMP's paper."""
+"""Plots of the figures of `gradients`, like figures 9, 12, 13 and 14 of GCOMP's paper."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _names(found: Iterable[Figure], key: str) -> list[Any]:
 
 
 def plot(found: Sequence[Figure], folder: Path) -> None:
-    """A file a figure."""
+    """Write one file for each figure."""
     pairs = list(dict.fromkeys((figure["workload"], figure["optimizer"]) for figure in _of(found, metric="rate")))
     _lines(found, pairs, "rate", "bytes over float32's", folder / "rates.png")
     _lines(found, pairs, "exponents", "bits an exponent", folder / "tables.png")

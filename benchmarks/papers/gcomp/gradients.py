@@ -1,18 +1,18 @@
-"""What `gcomp` makes of gradients of real trainings, part by part: figures 9, 12, 13 and 14 of its paper.
+"""Effect of each part of `gcomp` on gradients of real trainings: figures 9, 12, 13 and 14 of its paper.
 
-A ResNet-8 on CIFAR-10 and a transformer encoder of two layers on SST-2, both from scratch
-(`benchmarks.papers.gcomp.models`), each with SGD with momentum and with AdamW. At every tenth step all gradients of
-matrices and convolutions, of a rank's batch of 32, are encoded as that rank would among four.
+A ResNet-8 on CIFAR-10 and a transformer encoder with two layers on SST-2 are trained from scratch
+(`benchmarks.papers.gcomp.models`), with SGD with momentum and with AdamW. At every tenth step, the gradients of all
+matrices and convolutions, for a rank's batch of 32, are encoded as by one of four ranks.
 
-- *Rates* (figure 9): bytes of a payload over those of float32, and of them the exponents' and the rest's.
+- *Rates* (figure 9): payload bytes over those of float32, in total, of exponents, and of the rest.
 - *Levels* (figure 14): bytes of signs, mantissas and levels over those of float32, with one level (18 bits or none) and
-  with four, zeros pruned or not.
-- *Tables* (figure 13a): bits an exponent, as the paper codes them (the exponent itself) and as gradwire does (its
-  distance from the chunk's mean), with a table of before the training (the paper's: of the first recorded step; ours:
-  the default) and with one found again every 50 steps.
-- *Escape* (figure 12): bits an exponent of four gradients, each by codes made of each, with Huffman's own code and with
-  the one of at most 11 bits and an escape. Each symbol counts once more, so that Huffman's own has a word for all.
-- *Decoding* (figure 13b): symbols a second, bit by bit through the tree, by a lookup a symbol, and as gradwire does.
+  with four, with and without pruning of zeros.
+- *Tables* (figure 13a): bits per exponent, coded as in the paper (the exponent itself) and as in gradwire (its distance
+  from the chunk's mean), with a table from before the training (in the paper of the first recorded step, here the
+  default) and with a new table every 50 steps.
+- *Escape* (figure 12): bits per exponent of four gradients, each with codes made for each, with Huffman's code and with
+  one of at most 11 bits and an escape. Each symbol counts once more, so that Huffman's code has a word for all.
+- *Decoding* (figure 13b): symbols per second, bit by bit with the tree, with one lookup per symbol, and as in gradwire.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Figure = dict[str, Any]
 
 
 class Recorded(NamedTuple):
-    """A gradient, and the optimizer's state as `gcomp` sees it."""
+    """A gradient, and the optimizer state for `gcomp`."""
 
     name: str
     grad: torch.Tensor
@@ -56,7 +56,7 @@ class Recorded(NamedTuple):
 
 
 def recorded(training: Training, optimizer: str, steps: int) -> Iterator[tuple[int, float, list[Recorded]]]:
-    """Step, loss and the gradients of what has more than one dimension."""
+    """Step, loss, and the gradients with more than one dimension."""
     torch.manual_seed(0)
     model = training.model()
     made = OPTIMIZERS[optimizer](model)
@@ -91,12 +91,12 @@ def counts_of(grad: torch.Tensor) -> np.ndarray:
 
 
 def exponents_of(grad: torch.Tensor) -> np.ndarray:
-    """Exponents as they are; what is subnormal counts as 0, as in the paper."""
+    """Plain exponents. Subnormal numbers count as 0, as in the paper."""
     return np.bincount((grad.numpy().view(np.uint32) >> 23) & 0xFF, minlength=NUM_SYMBOLS)
 
 
 def coded_bits(code: PrefixCode, counts: np.ndarray) -> float:
-    """Bits of so many symbols."""
+    """Bits of the symbols with these counts."""
     lengths = code.lengths.astype(np.float64)
     escaped = lengths[ESCAPE] + RAW_BITS
     lengths[(lengths == 0) | (np.arange(NUM_SYMBOLS) == ESCAPE)] = escaped
@@ -104,7 +104,7 @@ def coded_bits(code: PrefixCode, counts: np.ndarray) -> float:
 
 
 def native_bits(source: np.ndarray, counts: np.ndarray) -> float:
-    """Bits by Huffman's own code of `source`, each symbol counted once more so that each has a word."""
+    """Bits with Huffman's code of `source`. Each symbol counts once more, so that all have a word."""
     heap = [(int(weight) + 1, index, [index]) for index, weight in enumerate(source[:256])]
     heapq.heapify(heap)
     lengths = np.zeros(NUM_SYMBOLS)
@@ -116,7 +116,7 @@ def native_bits(source: np.ndarray, counts: np.ndarray) -> float:
 
 
 class Levels(NamedTuple):
-    """How many elements are +0, and how many of the others have each level."""
+    """Number of +0 elements, and number of other elements of each level."""
 
     zeros: int
     of: list[int]
@@ -145,7 +145,7 @@ def mantissa_bytes(found: Levels, several: bool, pruned: bool) -> float:
 
 
 def step_figures(step: int, loss: float, found: list[Recorded], codes: Codes) -> Iterator[Figure]:
-    """All that has a line over the steps."""
+    """All figures that are recorded by step."""
     plain, size = sum(each.grad.nbytes for each in found), sum(each.grad.numel() for each in found)
     packed = dict.fromkeys(("lossless", "gcomp", "gcomp, default table"), 0)
     exponents = dict.fromkeys(("paper, static", "paper, dynamic", "gradwire, static", "gradwire, dynamic"), 0.0)
@@ -187,7 +187,7 @@ def step_figures(step: int, loss: float, found: list[Recorded], codes: Codes) ->
 
 
 class Codes:
-    """The tables in use: of the paper's exponents one for all tensors, of ours one a tensor."""
+    """The tables in use: one for all tensors for the paper's exponents, one for each tensor for ours."""
 
     def __init__(self, found: list[Recorded]) -> None:
         self.first = self.now = self._of_all(found)
@@ -253,7 +253,7 @@ def run(
 
 
 def table(found: Sequence[Figure]) -> str:
-    """Means over the last half of the steps, and what has no steps."""
+    """Means over the last half of the steps, and figures without steps."""
     last = max(figure.get("step") or 0 for figure in found)
     groups: dict[tuple[str, ...], list[float]] = {}
     for figure in found:

@@ -1,10 +1,11 @@
-"""What encoding at every hop does to an update of the parameters, from 2 to 128 ranks.
+"""Effect of encoding at every hop on an update of the parameters, from 2 to 128 ranks.
 
-A ResNet-8 has trained for 60 steps on CIFAR-10. At the next, each of so many ranks has a gradient of its own batch of 8
-images. They are averaged by a ring (each hop decodes, adds and encodes again, W encodes on the path of an element) and
-by scatter-reduce (W − 1 encodes of gradients, one of the mean), and the optimizer steps. The same in float64 without
-cuts is what is right. Off is how far a parameter is from that, in units of 2^-23 of itself, which is the last bit of
-its mantissa: in float64 by what was cut alone, and in float32 with all roundings. Exact sums have roundings, too.
+A ResNet-8 has trained for 60 steps on CIFAR-10. At the next step, each rank has a gradient of its own batch of 8
+images. The gradients are averaged on a ring (each hop decodes, adds and encodes again, W encodes on the path of an
+element) and with scatter-reduce (W − 1 encodes of gradients, one of the mean), and the optimizer steps. The reference
+is the same in float64 without cuts. The error of a parameter is its distance from the reference in units of 2^-23 of
+itself, the last bit of its mantissa: in float64 due to cuts alone, and in float32 with all roundings. Exact sums have
+roundings, too.
 
 Without the guard δ > W · 2ⁿ, each rank cuts as if it were alone.
 """
@@ -36,7 +37,7 @@ Send = Callable[[int, torch.Tensor], torch.Tensor]
 def updated(
     model: nn.Module, optimizer: torch.optim.Optimizer, grads: Sequence[torch.Tensor], dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    """The parameters after a step of a copy with these gradients, in an arithmetic of this precision."""
+    """The parameters of a copy after a step with these gradients, with this precision."""
     model, optimizer = copy.deepcopy((model, optimizer))
     model.to(dtype)
     for group in optimizer.param_groups:
@@ -74,7 +75,7 @@ class State:
         return [parameter.grad.clone() for parameter in self.model.parameters() if parameter.grad is not None]
 
     def sent(self, index: int, values: torch.Tensor, encodes: int) -> torch.Tensor:
-        """What arrives of an encode on the path of one parameter's gradient, with a guard for so many of them."""
+        """What arrives of an encode of one parameter's gradient, with a guard for `num_ranks` ranks."""
         aux = self.slices(self.named[index][0], ElementRange(0, values.numel()))
         ctx = Context("w", world_size=encodes, spec=TensorSpec((values.numel(),)), aux=aux)
         payload = self.codec.encode(values.reshape(-1), ctx)
@@ -82,7 +83,7 @@ class State:
         return self.codec.decode(payload, ctx).view(values.shape)
 
     def mean(self, path: str, ranks: int, send: Send) -> list[torch.Tensor]:
-        """The mean of so many ranks' gradients as it arrives."""
+        """The mean of the gradients of all ranks as it arrives."""
         found = []
         for index in range(len(self.named)):
             own = [self.grads[rank][index] * (1 / ranks) for rank in range(ranks)]
@@ -99,12 +100,12 @@ class State:
         return found
 
     def updated(self, grads: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """All parameters after a step with these gradients, in an arithmetic of this precision."""
+        """All parameters after a step with these gradients, with this precision."""
         return torch.cat([each.reshape(-1) for each in updated(self.model, self.optimizer, grads, dtype)]).double()
 
 
 def cut_alone(state: State, path: str, ranks: int, send: Send) -> list[torch.Tensor]:
-    """The exact mean in float64, less all that was cut on the way."""
+    """The exact mean in float64 minus everything cut on the way."""
     lost = [torch.zeros(parameter.shape, dtype=torch.float64) for _, parameter in state.named]
 
     def counting(index: int, values: torch.Tensor) -> torch.Tensor:

@@ -1,18 +1,18 @@
 """Trainings with `lossless` and `gcomp` in the lab: figures 11, 15, 16 and 20 of GCOMP's paper.
 
-Two ranks, then four, train the text workload, a transformer of 6.3 million parameters, each on a host of its own:
+Two ranks, then four, train the text workload, a model with 6.3 million parameters, each on a host of its own:
 
-    step       seconds of an iteration at three rates, and how many sentences a second that is (figures 15 and 16)
-    processor  seconds of processor time a rank and iteration, all threads together (figure 11)
-    goal       four ranks, with links of 250 Mb/s from the first step on: when the smoothed training loss is, for good,
-               within 1.02 times the perplexity that DDP has last (figure 20)
+    step       seconds per iteration at three rates, and sentences per second (figures 15 and 16)
+    processor  seconds of processor time per rank and iteration, of all threads (figure 11)
+    goal       four ranks, with links of 250 Mb/s from the first step on: when the smoothed training perplexity stays
+               within 1.02 times the last one of DDP (figure 20)
 
-A quantizer (int8) and a sparsifier (topk) are compared as well, as in the paper. Iterations are timed at
-the end of the training, at a fiftieth of its learning rate, where `gcomp` cuts most; the seconds to the goal are those
-of a training from its beginning.
+As in the paper, a quantizer (int8) and a sparsifier (topk) are compared as well. Iterations are timed at the end of the
+training, at a fiftieth of its learning rate, where `gcomp` cuts most. The time to the goal is that of a training from
+its start.
 
-Source: GCOMP (SoCC 2024), sections 7.2, 7.4 and 7.6. Differences: a small transformer on two cores for all ranks in
-place of ResNet-50 and BERT on a GPU and 12 cores a rank; slower links, which take as large a share of a step.
+Source: GCOMP (SoCC 2024), sections 7.2, 7.4 and 7.6. Differences: a small model on two cores for all ranks instead of
+ResNet-50 and BERT on a GPU and 12 cores per rank; slower links, which take a similar share of a step.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ METHODS = (
 
 
 def options(ranks: int, steps: int, seconds: float) -> TrainingOptions:
-    """With fewer ranks than the most, iterations are timed and nothing is learned."""
+    """Options for a number of ranks. Only the largest number trains; the others only time iterations."""
     learns = ranks == RANKS[-1]
     return TrainingOptions(
         methods=METHODS,

@@ -1,13 +1,13 @@
-"""How far losses with `gcomp` are from those without compression: figures 18 and 19 of its paper.
+"""Distance of losses with `gcomp` from those without compression: figures 18 and 19 of its paper.
 
-Four ranks in one process train the models of `benchmarks.papers.gcomp.models` from scratch, in batches of 8 a rank,
-with SGD and with AdamW, on three seeds. Gradients are averaged exactly; by `gcomp`; with 18 of 23 bits cut off every
-mantissa, whatever the optimizer; or exactly, but only in every eighth step: in the seven between, ranks go by gradients
-of their own, and at the eighth take the mean of their parameters, too, or they would stay apart. Exact sums in another
-order of ranks, which changes nothing but roundings, say what training makes of any difference.
+Four ranks in one process train the models of `benchmarks.papers.gcomp.models` from scratch, with batches of 8 per rank,
+with SGD and with AdamW, on three seeds. Gradients are averaged exactly; with `gcomp`; with 18 of 23 bits cut from every
+mantissa regardless of the optimizer; or exactly, but only in every eighth step. In the seven steps between, ranks use
+their own gradients, and in the eighth they also average their parameters, since otherwise they would stay apart. Exact
+sums in another order of ranks, which changes only roundings, show how training amplifies any difference.
 
-By scatter-reduce: every rank's gradient is encoded, but for the owner's, and the mean once more. What is compared is
-the training loss of all ranks at each step with the one of exact sums at the same step.
+With scatter-reduce, every rank's gradient is encoded, except the owner's, and the mean once more. The figures compare
+the training loss of all ranks at each step with that of exact sums at the same step.
 
 Source: GCOMP (SoCC 2024), section 7.6. Differences: small models for some hundred steps; the paper does not say what
 ranks do between all-reduces.
@@ -43,11 +43,11 @@ Row = dict[str, Any]
 
 
 class Job:
-    """One training by all ranks, whose replicas are one as long as they are the same.
+    """One training of all ranks, which share one replica while replicas are equal.
 
     Attributes:
         bytes_sent: Bytes of all payloads of gcomp.
-        bytes_plain: Bytes of their contents in float32.
+        bytes_plain: Bytes of the same tensors in float32.
     """
 
     def __init__(self, training: Training, optimizer: str, method: str, seed: int) -> None:
@@ -135,7 +135,7 @@ Key = tuple[str, str, str]
 
 
 def deviations(found: Sequence[Row]) -> dict[Key, np.ndarray]:
-    """Loss minus that of exact sums, of all steps and seeds, by workload, optimizer and method."""
+    """Loss minus that of exact sums for all steps and seeds, by workload, optimizer and method."""
     curves: dict[tuple[str, str, str, int], list[float]] = {}
     for row in found:
         if row["metric"] != "loss":
@@ -150,7 +150,7 @@ def deviations(found: Sequence[Row]) -> dict[Key, np.ndarray]:
 
 
 def summary(found: Sequence[Row]) -> Iterator[Row]:
-    """Mean and spread of the deviations, of all steps and of the last quarter."""
+    """Mean and spread of the deviations, for all steps and for the last quarter."""
     for (workload, optimizer, method), off in deviations(found).items():
         size = np.abs(off)
         fixed = {"workload": workload, "optimizer": optimizer, "method": method, "unit": "nat", "samples": size.size}

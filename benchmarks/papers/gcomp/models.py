@@ -1,7 +1,7 @@
 """The two trainings of the GCOMP studies: a small ResNet on CIFAR-10, and a small transformer encoder on SST-2.
 
-Both from scratch: there are no pretrained weights here, so gradients are larger relative to parameters, and for longer,
-than in the fine-tuning of BERT that the paper measures. See `benchmarks.data` for the data.
+Both start from scratch, since there are no pretrained weights here. Gradients are therefore larger relative to
+parameters, and for longer, than in the fine-tuning of BERT in the paper. `benchmarks.data` describes the data.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Training:
 
 
 def resnet(data: Path, batch_size: int, blocks: int = 1) -> Training:
-    """ResNet-(6 · blocks + 2) of width 32; batches are cropped and flipped at random."""
+    """ResNet-(6 · blocks + 2) of width 32. Batches are cropped and flipped at random."""
     split = cifar.load(data, "train")
 
     def batch(seed: int, step: int, rank: int) -> Batch:
@@ -50,7 +50,7 @@ LENGTH = 32
 
 
 class Encoder(nn.Module):
-    """Two layers of a transformer encoder, and a head over the mean of what they give."""
+    """A transformer encoder with two layers, and a head over its mean output."""
 
     def __init__(self, width: int = 128, layers: int = 2) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Encoder(nn.Module):
 
 
 def transformer(data: Path, batch_size: int) -> Training:
-    """A sentence is its first 32 words; the 5,998 most frequent words have a number of their own."""
+    """A sentence is its first 32 words. The 5,998 most frequent words have numbers of their own."""
     lines = sst2.read(data, "train")
     counts = Counter(word for sentence, _ in lines for word in sentence.split())
     numbers = sst2.numbered([word for word, _ in counts.most_common(WORDS - 2)])

@@ -1,25 +1,25 @@
-"""GCOMP's metric with the moments in it: the study that section 8 of its paper leaves to the future.
+"""GCOMP's metric with moments: the study that section 8 of its paper leaves to future work.
 
-`gcomp` cuts what an update of the parameter does not notice. But a gradient goes into moments first, and of each the
-same can be asked: how many times the gradient's share in the new value is the old value's.
+`gcomp` cuts bits that an update of the parameter does not notice. But a gradient first enters moments, and the same can
+be asked of each: how many times the gradient's share in the new value is the old value's.
 
     of the parameter:       δ_θ, that of `gradwire.compressors.support.gcomp_metric`
     of the momentum:        δ_m = β₁ |m| / ((1 − β₁) |g|), where m' = β₁ m + (1 − β₁) g
     of the second moment:   δ_v = β₂ v / (2 (1 − β₂) g²), where v' = β₂ v + (1 − β₂) g², whose slope is 2 (1 − β₂) |g|
 
-From these three metrics of the whole are made, each with the guard for all ranks:
+These yield three metrics, each with the guard for all ranks:
 
-- *any*: the larger of δ_θ and δ_m. What the momentum's rounding drops cannot reach the parameter. Cuts more.
-- *momentum*: the less of δ_m and δ_v. No moment moves by its last bit.
-- *all*: the least of the three. No value that the step writes moves by its last bit, so nothing is remembered.
-- *nothing*: 0. What `lossless` sends.
+- *any*: the larger of δ_θ and δ_m. Bits lost in the rounding of the momentum cannot reach the parameter. Cuts more.
+- *momentum*: the smaller of δ_m and δ_v. No moment changes by its last bit.
+- *all*: the smallest of the three. No value written by the step changes by its last bit, so no error is kept.
+- *nothing*: 0, like `lossless`.
 
 Four ranks in one process train the models of `benchmarks.papers.gcomp.models` as `benchmarks.papers.gcomp.loss` does.
-Compared with exact sums: bytes; how far parameters and momentum are, relative to each element, after so many steps (the
-second is the first with moments, so the first that is cut); and losses. Another order of ranks changes nothing but
+Compared with exact sums are bytes; relative distances of parameters and momentum after some numbers of steps (the
+second step is the first with moments, and thus the first that is cut); and losses. Another order of ranks changes only
 roundings.
 
-Differences: δ_v takes the value that is sent for the mean, which is not known before.
+Differences: δ_v uses the value to send instead of the mean, which is not known before.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ AS_GIVEN = torch.tensor(Numbers(direct=1.0))
 
 
 def limits_of(metric: str, grad: np.ndarray, aux: Mapping[str, torch.Tensor], group: Mapping[str, Any]) -> np.ndarray:
-    """How large an element may be that a cut of all its bits is noticed as a whole: δ · |grad|, float32[N].
+    """Size of an element below which a cut of all its bits is not noticed: δ · |grad|, float32[N].
 
     Args:
-        metric: one of `METRICS`.
-        grad: what is sent, float32[N].
-        aux: what `gcomp` gets of the optimizer; with moments.
-        group: the parameter's group.
+        metric: One of `METRICS`.
+        grad: Values to send, float32[N].
+        aux: Optimizer state for `gcomp`, with moments.
+        group: Group of the parameter.
     """
     m, v = (aux[name].numpy() if name in aux else None for name in ("first", "second"))
     assert m is not None
@@ -74,7 +74,7 @@ def limits_of(metric: str, grad: np.ndarray, aux: Mapping[str, torch.Tensor], gr
 
 
 class Measured(Job):
-    """A training with exact sums, in one order or another, or with gradients cut by one of the metrics."""
+    """A training with exact sums, in some order, or with gradients cut by one of the metrics."""
 
     def __init__(self, training: Training, optimizer: str, method: str, seed: int = 0) -> None:
         super().__init__(training, optimizer, "gcomp" if method in METRICS else method, seed)
@@ -120,7 +120,7 @@ def figures_of(training: Training, optimizer: str, steps: int) -> Iterator[dict[
 
 
 def drift(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> Iterator[dict[str, Any]]:
-    """How far elements are, relative to each: the median and the 99th of a hundred."""
+    """Relative distances of elements: median and 99th percentile."""
     for name, values in found.items():
         off = ((values - exact[name]).abs() / exact[name].abs()).nan_to_num(0.0).numpy()
         for percentile in (50, 99):
@@ -128,7 +128,7 @@ def drift(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> Ite
 
 
 def table(found: Sequence[dict[str, Any]]) -> str:
-    """Markdown: a line a training and method."""
+    """Markdown with one line for each training and method."""
     last = max(row.get("step") or 0 for row in found)
     values = {
         (row["workload"], row["optimizer"], row["method"], row["metric"], row.get("step")): row["value"]

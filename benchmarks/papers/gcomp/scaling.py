@@ -1,9 +1,10 @@
 """ResNet-50 and BERT with `lossless` and `gcomp` on up to 128 nodes, simulated: figures 15 to 17 of GCOMP's paper.
 
-gradwire's own graphs in virtual time (`gradwire simulate`), a rank a node, with what codecs, tasks and frames cost on
-one core of this machine. Codecs are measured on a gradient of the text workload after nine steps, `gcomp` with its
-optimizer's state and the guard of each number of ranks; so compression is that of a young training. A step computes for
-150 ms (the paper's A100 is not here), two thirds of that backward. Dense is gradwire's own ring, without a codec.
+gradwire's own task graphs run in virtual time (`gradwire simulate`), with one rank per node and the costs of codecs,
+tasks and frames on one core of this machine. Codecs are measured on a gradient of the text workload after nine steps,
+`gcomp` with its optimizer state and the guard for each number of ranks; the compression is therefore that of a young
+training. A step computes for 150 ms (there is no A100 as in the paper), two thirds of them in the backward pass. Dense
+is gradwire's own ring without a codec.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def recorded() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 
 
 def costs_of(ranks: int, known: Costs, grad: torch.Tensor, aux: dict[str, torch.Tensor]) -> Costs:
-    """This machine's costs, with the codecs of that gradient among so many ranks."""
+    """This machine's costs, with the codecs of that gradient for `ranks` ranks."""
     measured = {
         "lossless": measure_codec(make("lossless"), SIZES, 1.0, world_size=ranks, gradient=grad),
         "gcomp": measure_codec(make("gcomp"), SIZES, 1.0, world_size=ranks, gradient=grad, aux=aux),

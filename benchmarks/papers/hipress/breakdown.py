@@ -1,22 +1,21 @@
-"""What each of HiPress's means gains, one added to the next: its figure 11 as a table, in this machine's lab.
+"""Gain of each part of HiPress, added one after another: its figure 11 as a table, in this machine's lab.
 
-Four ranks replay the recorded backward of a workload of a few large tensors (text) and of one of hundreds of small
-ones (deep), with onebit through co-located servers:
+Four ranks replay the recorded backward pass of a workload with a few large tensors (text) and of one with hundreds of
+small tensors (deep), with onebit and co-located servers:
 
     dense      DDP's own all-reduce in fp32, with the better of two bucket sizes
-    torch      every tensor compressed by plain torch operations, one tensor after another
-    generated  the same by the code that gradwire generates
-    pipelined  all tensors at once: one is encoded while another travels
+    torch      every tensor compressed with plain torch operations, one tensor after another
+    generated  the same with the code that gradwire generates
+    pipelined  all tensors at once: one is encoded while another is sent
     bulk       vectors and tensors below 16,384 elements in one message
-    planned    the planner decides for each tensor whether to compress, strategy and partitions; or for DDP's all-reduce
+    planned    the planner decides for each tensor whether to compress, strategy and partitions, or uses DDP's ring
 
-Synchronization is the step less the step without communication. Backward goes on while gradients travel, in all
-stages, as it does in HiPress's baselines.
+Synchronization time is the step time minus the step without communication. In all stages, the backward pass continues
+while gradients are sent, as in HiPress's baselines.
 
 Source: HiPress (SOSP 2021), figure 11. Differences: all codecs run on CPUs, so that its on-CPU stage is one of torch
-operations here; small tensors in a batch are dense, so that a part of what it counts as selective compression comes
-with bulk; the bulk coordinator is not there (benchmarks/papers/hipress/coordinator.py says why); ring is left to the
-planner.
+operations here; small tensors in a bulk message are dense, so that part of what the paper attributes to selective
+compression appears in bulk; there is no bulk coordinator (`coordinator.py` explains why); only the planner uses a ring.
 """
 
 from __future__ import annotations
@@ -48,9 +47,9 @@ class Stage:
     """One stage at one rate.
 
     Attributes:
-        name: of the stage.
-        time: of its step.
-        before: seconds of synchronization in the stage before; None for the first.
+        name: Name of the stage.
+        time: Step time.
+        before: Synchronization time of the previous stage; None for the first.
     """
 
     name: str
@@ -70,7 +69,7 @@ class Stage:
 
 @dataclass
 class Plans:
-    """Hears what the planner decided at each rate: plans travel as the phase of a progress."""
+    """Collects the planner's decisions at each rate, which are sent as the phase of a progress message."""
 
     found: dict[str | None, PlanTable] = field(default_factory=dict)
 
@@ -80,7 +79,7 @@ class Plans:
 
 
 def segments(rates: Sequence[str], seconds: float, stages: Sequence[str] = STAGES) -> list[Segment]:
-    """What the ranks do: each stage at all rates, the step without communication before and after."""
+    """Segments of the ranks: each stage at all rates, and the step without communication before and after."""
     silent = Segment(SILENT, BUCKET_MB, min_timed=15, max_timed=15)
     timed = {"timed_seconds": seconds, "min_timed": 5, "rates": tuple(rates)}
     dense = [Segment(DDP_FP32, size, **timed) for size in (BUCKET_MB, OTHER_BUCKET_MB)]
@@ -106,7 +105,7 @@ def stages(run: Sequence[Segment], outcomes: Sequence[SegmentOutcome], rates: Se
 
 
 def chain(times: dict[str, StepTime]) -> list[Stage]:
-    """Each stage beside the one before."""
+    """Each stage together with the previous one."""
     found: list[Stage] = []
     for name, time in times.items():
         found.append(Stage(name, time, found[-1].synchronization if found else None))

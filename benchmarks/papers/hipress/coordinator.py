@@ -1,10 +1,11 @@
-"""What HiPress's bulk coordinator would gain, simulated: clusters, rates and models with and without it.
+"""Gain of HiPress's bulk coordinator, simulated: clusters, rates and models with and without it.
 
-Many small tensors (ResNet50, Bert-base) and few large ones (VGG19), with onebit through co-located servers, the
-strategy whose senders compete for receivers. Three ways to send: each message when it is ready; batches that each rank
-makes by itself; batches of the coordinator, of which the best of some thresholds and time-outs counts. Batches cost
-less than they would (`gradwire.simulate.bulk`). Two machines: this one's cores, measured, and the described GPU; with
-frames whose bytes the network card copies. 64 ranks, which take minutes, are simulated for the GPU and one threshold.
+Models with many small tensors (ResNet50, BERT-base) and with few large ones (VGG19), with onebit and co-located
+servers, the strategy whose senders compete for receivers. There are three ways to send: each message when it is ready;
+batches made by each rank itself; batches of the coordinator, with the best of some thresholds and time-outs. Batches
+cost less than in reality (`gradwire.simulate.bulk`). There are two machines, this one's cores as measured and the
+described GPU, with frames whose bytes the network card copies. 64 ranks, which take minutes, are simulated only for the
+GPU and one threshold.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Cell:
-    """One simulated step. Gain is over the same without batches; threshold and time-out are those of the batches."""
+    """One simulated step. The gain is relative to the same step without batches."""
 
     machine: str
     model: str

@@ -1,12 +1,12 @@
-"""HiPress's cost model as it is printed: equations 1 and 2 with the parameters of table 3 and of section 6.1.
+"""HiPress's cost model as printed: equations 1 and 2 with the parameters of table 3 and section 6.1.
 
-The planner is compared with it. `gradwire.planner.closed_forms` has the same equations with the counts of gradwire's
-own strategies. Where both describe the same work they agree, and tests check that.
+The study of table 7 compares the planner with it. `gradwire.planner.closed_forms` has the same equations for gradwire's
+own strategies. Where both describe the same work they agree, which tests check.
 
 Source: HiPress (SOSP 2021), section 3.3, table 3; section 6.1 for co-located servers. Differences: more partitions than
-nodes. The paper groups K partitions into ⌈K/N⌉ batches and says no more. Here the coding of one batch overlaps
-with the transmission of another, as CaSync's two queues have it: the first batch takes its whole time, and each further
-one as long as the busier of link and codec.
+nodes. The paper groups K partitions into ⌈K/N⌉ batches and does not say more. Here, coding of one batch overlaps with
+transmission of another, as with CaSync's two queues: the first batch takes its whole time, and each further one as long
+as the busier of link and codec.
 """
 
 # Shapes: K = partitions of the gradient, N = nodes, m = bytes of the gradient.
@@ -23,7 +23,7 @@ Seconds = Callable[[float], float]
 
 
 class Counts(NamedTuple):
-    """What stands one after another on the path: sends (α), encodes (β) and decodes (γ)."""
+    """Number of sends (α), encodes (β) and decodes (γ) one after another on the path."""
 
     alpha: int
     beta: int
@@ -40,13 +40,13 @@ PARAMETERS: dict[Topology, Callable[[int, int], Counts]] = {
 
 @dataclass(frozen=True)
 class Hardware:
-    """The paper's notation, table 2.
+    """The notation of table 2.
 
     Attributes:
         send: T_send, by bytes on the wire.
         encode: T_enc, by bytes of gradient.
         decode: T_dec, by bytes of payload.
-        rate: r, bytes of payload for a byte of gradient.
+        rate: r, bytes of payload per byte of gradient.
     """
 
     send: Seconds
@@ -56,7 +56,7 @@ class Hardware:
 
 
 class Choice(NamedTuple):
-    """An entry of table 7, and the times behind it."""
+    """An entry of table 7, with its times."""
 
     compress: bool
     partitions: int
@@ -82,7 +82,7 @@ def compressed_seconds(hardware: Hardware, topology: Topology, m: float, K: int,
 def choose(
     hardware: Hardware, topology: Topology, m: float, N: int, max_batches: int = 4, slack: float = 0.0
 ) -> Choice:
-    """Whether to compress, and the least number of partitions that is within `slack` of the best."""
+    """Whether to compress, and the smallest number of partitions within `slack` of the best."""
     counts = range(1, max_batches * N + 1)
     dense = [(original_seconds(hardware, topology, m, K, N), K) for K in counts]
     compressed = [(compressed_seconds(hardware, topology, m, K, N), K) for K in counts]
@@ -92,7 +92,7 @@ def choose(
 
 
 def fewest(found: Sequence[tuple[float, int]], slack: float) -> tuple[float, int]:
-    """Of (seconds, partitions), partitions rising, the first that is within `slack` of the best."""
+    """The first of (seconds, partitions), by increasing partitions, that is within `slack` of the best."""
     limit = min(found)[0] * (1 + slack)
     return next(pair for pair in found if pair[0] <= limit)
 

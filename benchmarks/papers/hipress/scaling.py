@@ -1,13 +1,13 @@
-"""How HiPress's models scale from 16 to 4,096 nodes, simulated, and what the paper measured with 16.
+"""Scaling of HiPress's models from 16 to 4,096 nodes, simulated, compared with the paper's measurements on 16.
 
-A rank is a node whose GPUs have added their gradients up (HiPress, section 5). Codecs, tasks and frames cost what
-`benchmarks.planning.described` says. The baseline is a dense ring as collective libraries have it: buckets of 25 MB,
-and no cost but the wire, its latency and additions at the speed of memory.
+A rank is a node whose GPUs have already added up their gradients (HiPress, section 5). The costs of codecs, tasks and
+frames are those of `benchmarks.planning.described`. The baseline is a dense ring like that of collective libraries,
+with buckets of 25 MB and no cost except the wire, its latency, and additions at the speed of memory.
 
-The paper does not print step times, so a model's compute is what makes that ring on 16 nodes as efficient as the
-paper's: 0.47 for the Transformer as printed, and for the others what HiPress's 0.95 (0.90 on the local cluster, as
-printed) and its gain over Ring imply. That takes the simulated ring, which uses its link perfectly, for the paper's,
-which did not: compute comes out shorter than it was, and codecs weigh more than they did.
+The paper does not print step times. The computation of a model is therefore chosen so that this ring on 16 nodes is as
+efficient as the paper's: 0.47 for the Transformer as printed; for the others as implied by HiPress's 0.95 (0.90 on the
+local cluster, as printed) and its gain over Ring. The simulated ring uses its link perfectly and the paper's did not,
+so the computation comes out too short, and codecs weigh too much.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Claim:
-    """What the paper says of a model on 16 nodes.
+    """Measurements of the paper for a model on 16 nodes.
 
     Attributes:
-        method, strategy: of HiPress's figure.
-        ring_efficiency: of the dense ring.
-        gain: of HiPress over the dense ring.
-        rate_bits: of its links.
+        method, strategy: Method and strategy in HiPress's figure.
+        ring_efficiency: Efficiency of the dense ring.
+        gain: Speed-up of HiPress over the dense ring.
+        rate_bits: Rate of the links.
     """
 
     method: str
@@ -65,7 +65,7 @@ COLLECTIVE = replace(
 
 @dataclass(frozen=True)
 class Figure:
-    """One simulated step. Gain is over the dense ring; claimed is the paper's, where it has this cell."""
+    """One simulated step. The gain is relative to the dense ring; `claimed` is the paper's, if it has this cell."""
 
     model: str
     nodes: int
@@ -110,7 +110,7 @@ def compressed(name: str, seconds: float, nodes: int, rate: float, method: str, 
 
 
 def compute_seconds(name: str) -> float:
-    """Forward and backward with which the dense ring is as efficient as the paper's: found by bisection."""
+    """Computation for which the dense ring is as efficient as in the paper, found by bisection."""
     claim, low, high = CLAIMS[name], 1e-3, 10.0
     while high / low > 1.01:
         middle = (low * high) ** 0.5

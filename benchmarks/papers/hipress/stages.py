@@ -1,8 +1,7 @@
-"""The ranks of the breakdown: each stage synchronizes with one more of the means of HiPress than the one before.
+"""The ranks of the breakdown. Each stage adds one part of HiPress.
 
-Every stage goes through `gradwire.Synchronizer`, as `attach` does, from a DDP hook of its own that hands tensors over
-in its own way. The switches are those that the synchronizer has: which tensors a plan compresses, what is submitted
-together, and when it is waited for.
+Every stage uses `gradwire.Synchronizer`, as `attach` does, with its own DDP hook. Stages differ in which tensors the
+plan compresses, what is submitted together, and when the hook waits.
 """
 # Shapes: N = elements of the tensor or range
 
@@ -47,7 +46,7 @@ EVERY_TENSOR = "?*"  # a rule that is no blanket one holds for vectors and small
 
 
 class TorchOnebit(Compressor):
-    """`onebit` as a user would write it in plain torch operations: same values, another order of bits."""
+    """`onebit` in plain torch operations, as a user would write it: same values, another order of bits."""
 
     name = "torch_onebit"
 
@@ -102,11 +101,11 @@ class How:
     """How a stage synchronizes.
 
     Attributes:
-        plan: what it begins with.
-        buckets: hand buckets over as they are, and not tensor after tensor.
-        waits: with tensors, for each before the next one is encoded.
-        chosen: what the planner chooses from at each rate; nothing where the plan stays.
-        partitions: numbers of them that the planner tries.
+        plan: Initial plan.
+        buckets: Whether to submit whole buckets instead of tensor after tensor.
+        waits: Whether to wait for each tensor before the next one is encoded.
+        chosen: What the planner chooses from at each rate; empty if the plan is fixed.
+        partitions: Numbers of partitions that the planner tries.
     """
 
     plan: Plan
@@ -182,7 +181,7 @@ class Staged:
 
 
 def make_plan(staged: Staged, recording: Recording, rank: Rank) -> PlanTable:
-    """Rank 0's plan for the links as they are, with what the recorded backward is known to take."""
+    """Rank 0's plan for the current links, given the times of the recorded backward pass."""
     costs = staged.survey.costs([method.spec for method in staged.how.chosen])
     first, specs = recording.buckets[0].ready_seconds, staged.synchronizer.tensors
     ready = {name: bucket.ready_seconds - first for bucket in recording.buckets for name in _inner(bucket.names)}

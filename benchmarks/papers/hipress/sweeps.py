@@ -1,10 +1,10 @@
-"""Step time over rates, and over how much is kept: HiPress's figure 12 on this machine's lab.
+"""Step time by rate, and by how much is kept: HiPress's figure 12 in this machine's lab.
 
-Four ranks replay the recorded backward of the main workload, at five rates, with DDP in fp32 and with its fp16 hook,
-onebit, topk at three ratios and minmax at three widths. That is `gradwire bench training --replay` with these methods
-and rates; what this adds is the table of what more bytes cost, and the plot.
+Four ranks replay the recorded backward pass of the main workload at five rates, with DDP in fp32 and with its fp16
+hook, onebit, topk at three ratios and minmax at three widths. This is `gradwire bench training --replay` with these
+methods and rates, plus a table of the cost of more bytes, and a plot.
 
-Source: HiPress (SOSP 2021), figure 12. Differences: five rates in place of two networks; topk in place of DGC, whose
+Source: HiPress (SOSP 2021), figure 12. Differences: five rates instead of two networks; topk instead of DGC, whose
 sampled threshold makes bytes vary; minmax is what the paper calls TernGrad.
 """
 
@@ -46,7 +46,7 @@ def rates_of(steps: Steps) -> list[str]:
 
 
 def kept(steps: Steps, methods_: Sequence[str], rate: str) -> list[tuple[str, float, float]]:
-    """Of each method: its option, speed-up over DDP fp32, and how much of the first one's speed-up is lost."""
+    """For each method: its option, speed-up over DDP fp32, and how much of the first one's speed-up is lost."""
     speedups = [steps[method, rate]["speedup"] for method in methods_]
     names = [method.partition("=")[2] for method in methods_]
     return [(name, speedup, 1 - speedup / speedups[0]) for name, speedup in zip(names, speedups)]

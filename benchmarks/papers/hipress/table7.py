@@ -1,9 +1,9 @@
-"""HiPress's table 7: which gradients to compress, and in how many partitions, by its equations and by our planner.
+"""HiPress's table 7: which gradients to compress and in how many partitions, by its equations and by our planner.
 
-The paper states the link (100 Gb/s), the ratio of onebit (1/32) and the counts of section 6.1. It states no speed of
-onebit, only that CompLL encodes TBQ 12 times as fast as 38.2 ms for 256 MB and decodes as fast: 84 GB/s, taken here for
-both. It states no fixed times. Two are derived from table 7 itself, as those that give back most of its entries: a
-kernel takes no less than `KERNEL` whatever its size, a message no less than `MESSAGE`.
+The paper states the link (100 Gb/s), the ratio of onebit (1/32) and the counts of section 6.1. It gives no speed for
+onebit, only that CompLL encodes TBQ 12 times as fast as 38.2 ms for 256 MB and decodes as fast: 84 GB/s, used here for
+both. It gives no fixed times. Two are derived from table 7 itself, as those that reproduce most of its entries: a
+minimum of `KERNEL` for each kernel, and of `MESSAGE` for each message.
 
 Source: HiPress (SOSP 2021), table 7, section 6.1 and section 4.4.
 """
@@ -41,7 +41,7 @@ STRATEGY: dict[Topology, str] = {"ring": "ring", "ps_colocated": "scatter_reduce
 
 
 class Cell(NamedTuple):
-    """An entry of the table, by whom it is, and what the paper has."""
+    """An entry of the table, its origin, and the paper's entry."""
 
     by: str
     topology: Topology
@@ -61,7 +61,7 @@ def cells() -> list[Cell]:
 
 
 def hardware(kernel: float, message: float) -> Hardware:
-    """The paper's, with these least times of a kernel and a message."""
+    """The paper's hardware with these minimum times of a kernel and a message."""
     return Hardware(
         send=lambda nbytes: max(message, nbytes / RATE),
         encode=lambda nbytes: max(kernel, nbytes / CODEC_RATE),
@@ -89,7 +89,7 @@ def planned(topology: Topology, nbytes: int, nodes: int) -> Choice:
 
 
 def fits() -> list[tuple[int, int, float, float]]:
-    """How many decisions and how many partition counts of table 7 the equations give back, by kernel and message."""
+    """How many decisions and partition counts of table 7 the equations reproduce, by kernel and message time."""
     found = []
     for kernel, message in itertools.product(
         (5e-6, 1e-5, 2e-5, 3e-5, 4e-5, 5e-5, 1e-4), (1e-6, 5e-6, 1e-5, 2e-5, 5e-5)

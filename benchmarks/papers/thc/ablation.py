@@ -1,10 +1,10 @@
-"""What rotation, feedback and the table gain: uniform THC with and without them, and THC: appendix D.3 and figure 14.
+"""Gain of rotation, feedback and the table: uniform THC with and without them, and THC. Appendix D.3 and figure 14.
 
-The tasks of `scale` and `loss`, by 4 workers with 4 bits, all methods from the same seeds on the same batches. As in
-the paper `uthc` has one range of levels for the whole gradient, rotated whole or not at all. The library's own form has
-a range for each block of 1,024 elements.
+The tasks of `scale` and `loss`, with 4 workers and 4 bits, all methods from the same seeds on the same batches. As in
+the paper, `uthc` has one range of levels for the whole gradient, which is rotated as a whole or not at all. The
+library's own form has a range for each block of 1,024 elements.
 
-Source: THC (Li et al. 2024), appendix D.3: 4 workers, RoBERTa on SST-2. Differences: those of the tasks; for `thc` the
+Source: THC (Li et al. 2024), appendix D.3: 4 workers, RoBERTa on SST-2. Differences: those of the tasks; `thc` has the
 setting of figure 10, since that of figure 14 is not published.
 """
 

@@ -1,17 +1,17 @@
-"""THC in the lab: where a round's time goes, step times, and time to accuracy (its figures 2a and 5 to 8).
+"""THC in the lab: shares of a round's time, step times, and time to accuracy (its figures 2a and 5 to 8).
 
-Four ranks on a host each, and the aggregator on a fifth, all behind links of 100 Mb/s or 1 Gb/s both ways:
+Four ranks and the aggregator have a host each, with links of 100 Mb/s or 1 Gb/s in both directions:
 
     rounds   all gradients of a model at once, and nothing else: seconds in the worker's codec, in the server's, and the
-             rest, which is the wire and waiting; and the bytes of a rank's interface there and back
-    steps    a recorded backward replayed as waits, while gradients are synchronized
-    learn    a real training on links as they are, validated now and then. With the step times, time to accuracy
+             rest, which is the wire and waiting; and the bytes of a rank's interface in both directions
+    steps    a recorded backward pass replayed as waits, while gradients are synchronized
+    learn    a real training on links as they are, with validations. Together with step times: time to accuracy
 
-For methods without a stand-alone server, ranks are each other's, and the server's share is what they merge; that of the
-aggregator is its process's, on a processor that all hosts share.
+Without a stand-alone server, ranks serve each other, and the server's share is what they merge. With the aggregator it
+is that of its process, on a processor that all hosts share.
 
-Source: THC (Li et al. 2024), sections 2 and 8. Differences: a small transformer on two cores in place of GPUs, 4 ranks,
-no RDMA and no switch; ring all-reduce by Gloo in place of NCCL's.
+Source: THC (Li et al. 2024), sections 2 and 8. Differences: a small transformer on two cores instead of GPUs, 4 ranks,
+no RDMA and no switch; ring all-reduce of Gloo instead of NCCL.
 """
 # Shapes: W = ranks
 
@@ -49,7 +49,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Asked:
-    """What to run: see `run`."""
+    """Options, see `run`."""
 
     rates: list[str]
     methods: list[str]
@@ -62,7 +62,7 @@ class Asked:
 
 
 def server_process(folder: str, sessions: int) -> ServerProcess:
-    """The aggregator, for so many methods one after another."""
+    """The aggregator for `sessions` methods one after another."""
     report = str(Path(folder) / "server")
     command = processes.command("benchmarks.papers.thc.lab_ends", "serve", sessions, "{host}", RANKS, report)
     key = secrets.token_hex(32)  # of this run alone
@@ -70,7 +70,7 @@ def server_process(folder: str, sessions: int) -> ServerProcess:
 
 
 def served(methods: Sequence[str]) -> int:
-    """How many of them need the aggregator."""
+    """Number of methods that need the aggregator."""
     return sum(method.endswith("@server") for method in methods)
 
 
@@ -108,9 +108,9 @@ def round_figures(ranks: Sequence[Row], server_seconds: float | None, numel: int
     """One method at one rate.
 
     Args:
-        ranks: what each rank said.
-        server_seconds: of the aggregator in all rounds, where there is one.
-        numel: elements of the model.
+        ranks: Messages of the ranks.
+        server_seconds: Time of the aggregator in all rounds, if there is one.
+        numel: Elements of the model.
     """
     count = len(ranks[0]["seconds"])
     longest = [max(times) for times in zip(*(rank["seconds"] for rank in ranks), strict=True)]
@@ -176,7 +176,7 @@ def find(rows: Sequence[Row], metric: str, method: str, rate: str = "none") -> l
 
 
 def steps_to(rows: Sequence[Row], method: str, goal: float) -> int | None:
-    """The first validated step with this accuracy; None where there is none."""
+    """The first validated step with this accuracy, or None."""
     reached = (int(row["step"]) for row in find(rows, "validation_accuracy", method) if row["value"] >= goal)
     return min(reached, default=None)
 

@@ -1,7 +1,7 @@
-"""The ends of `benchmarks.papers.thc.lab`: ranks that synchronize gradients in rounds, and the aggregator.
+"""The processes of `benchmarks.papers.thc.lab`: ranks that synchronize gradients in rounds, and the aggregator.
 
-A round is a replayed step that takes no time to compute: all gradients are there at once, nothing hides behind a
-backward, and what it takes is what synchronization takes. This module runs as a rank.
+A round is a replayed step without computation: all gradients are ready at once, and the duration is that of
+synchronization. This module runs as a rank.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ BUCKET_MB = 25.0
 
 
 def rounds(rank: Rank) -> RunSegment:
-    """Runs segments as rounds."""
+    """Run segments as rounds."""
     recording = at_once(record(rank, BUCKET_MB))
     return lambda index: run(rank, index, recording)
 
 
 def at_once(recording: Recording) -> Recording:
-    """A recorded step that takes no time."""
+    """A recorded step without computation."""
     buckets = [replace(bucket, ready_seconds=0.0) for bucket in recording.buckets]
     return replace(recording, buckets=buckets, backward_seconds=0.0, step_seconds=0.0)
 
 
 def run(rank: Rank, index: int, recording: Recording) -> SegmentOutcome:
-    """Rounds of one method at one rate; what they took is said as the phase of a progress."""
+    """Rounds of one method at one rate. Times are sent as the phase of a progress message."""
     segment = rank.job.segments[index]
     (rate,) = segment.rates
     replay = Replay.begin(rank, segment, recording)
@@ -72,7 +72,7 @@ def run(rank: Rank, index: int, recording: Recording) -> SegmentOutcome:
 
 @contextmanager
 def listening(replay: Replay) -> Iterator[dict[str, float]]:
-    """Adds up what codecs take meanwhile: at the worker, and where this rank merges for all, as their server."""
+    """Sum up codec times: of the worker, and of merges if this rank acts as a server."""
     spent = {"worker": 0.0, "server": 0.0}
 
     def note(event: Event) -> None:
@@ -89,7 +89,7 @@ def listening(replay: Replay) -> Iterator[dict[str, float]]:
 
 
 def serve(sessions: int, host: str, workers: int, report: str) -> None:
-    """Aggregate for one method after another; the processor's seconds of each are a line of the report."""
+    """Aggregate for one method after another. The report has one line of processor seconds for each."""
     from gradwire.aggregator.process import AggregationOptions, AggregationServer
 
     for lanes in (np.zeros(1024, np.uint8), np.zeros(1024, np.uint16)):  # compiled before anybody waits

@@ -1,16 +1,15 @@
-"""Accuracy of THC under packet loss and with stragglers: THC's figures 11 and 16.
+"""Accuracy of THC with packet loss and with stragglers: THC's figures 11 and 16.
 
 `--data` is CIFAR-10 as images, see `benchmarks.data.cifar`. Ten workers in one process train a small net, all methods
-from the same seeds on the same batches. What is lost, and what
-becomes of it, is in `benchmarks.papers.thc.simulated_workers`; there is no retransmission. Accuracy is the mean over
-the workers' own models where packets are lost.
+from the same seeds on the same batches. `benchmarks.papers.thc.simulated_workers` describes what is lost, and the
+consequences; there is no retransmission. With packet loss, accuracy is the mean over the workers' own models.
 
 Stragglers: "dropped" is the paper's policy. "kept" leaves a straggler's gradient in its residual and divides by the
 gradients that were counted, "kept, over all" by the number of workers.
 
-Source: THC (Li et al. 2024), figures 11 and 16: 10 workers, bits 4, granularity 20, p = 1/512. Differences: a net of 66
-thousand parameters (66 packets) on 4,000 images of CIFAR-10 in place of ResNet50 on CIFAR-100, 8 images a worker in
-place of 128, and a training of 250 steps.
+Source: THC (Li et al. 2024), figures 11 and 16: 10 workers, bits 4, granularity 20, p = 1/512. Differences: a net with
+66 thousand parameters (66 packets) on 4,000 images of CIFAR-10 instead of ResNet50 on CIFAR-100, 8 images per worker
+instead of 128, and a training of 250 steps.
 """
 
 from __future__ import annotations

@@ -1,19 +1,18 @@
-"""The error of THC against granularity, bits and other methods: THC's figures 15 and 2b.
+"""The error of THC by granularity and bits, and of other methods: THC's figures 15 and 2b.
 
-Figure 15: a gradient of log-normal elements, copied to 10 ranks, p = 1/1024, 2, 3 and 4 bits against the granularity;
-the normalized mean squared error of the mean, averaged over 100 gradients. The closed forms predict: the
-table's cost over the number of ranks, and what clamping takes, which is the same on all ranks. Figure 2b: four ranks
-with copies; the error of the mean at the aggregator, and of what ranks have after the way back, for which the mean is
-encoded again, but for THC, whose integers are passed on.
+Figure 15: a gradient of log-normal elements, copied to 10 ranks, p = 1/1024, 2, 3 and 4 bits; the normalized mean
+squared error of the mean by granularity, averaged over 100 gradients. Closed forms predict it: the table's cost over
+the number of ranks, plus the loss by clamping, which is the same on all ranks. Figure 2b: four ranks with copies; the
+error of the mean at the aggregator, and of the mean that ranks receive. For the way back the mean is encoded again,
+except with THC, whose integers are passed on.
 
-What agrees with the paper: errors are those of the closed forms to within 3 %. They fall with the granularity, by less
-and less and not evenly, and by a factor of 4 to 6 for each further bit ("almost an order of magnitude" there).
-TernGrad's error on the way there is near the published one, 7.3 against 6.95, which suggests that the way back is not
-in that; with its clipping, as it was proposed, it is 0.35. Top-k's error depends on nothing but the gradient, and ours
-has more in its largest tenth: 0.24 against 0.46. THC's is 0.0097, of which 0.0073 is what clamping takes, and feedback
-sends later.
+Agreement with the paper: errors are within 3 % of the closed forms. They fall with the granularity, less and less and
+not evenly, and by a factor of 4 to 6 for each further bit ("almost an order of magnitude" in the paper). TernGrad's
+error before the way back is near the published one, 7.3 against 6.95, which suggests that the latter does not include
+the way back. With clipping, as proposed, it is 0.35. Top-k's error depends only on the gradient, and ours has more in
+its largest tenth: 0.24 against 0.46. THC's is 0.0097, of which 0.0073 is due to clamping, which feedback sends later.
 
-Source: THC (Li et al. 2024), figures 15 and 2b, appendix D.4. Differences: random signs, for a gradient has both. Its
+Source: THC (Li et al. 2024), figures 15 and 2b, appendix D.4. Differences: random signs, since gradients have both. The
 length and shape, and for figure 2b the gradient itself, are not published: ours is log-normal with a standard deviation
 of 1 of the logarithm, 16,384 elements for figure 15 and 2^20 (a partition of 4 MB) for figure 2b.
 """

@@ -1,17 +1,18 @@
-"""Accuracy as workers are added, of THC, top-k and QSGD at one compression ratio: THC's figure 10.
+"""Accuracy by number of workers, of THC, top-k and QSGD at the same compression ratio: THC's figure 10.
 
 `--data` is a folder of SST-2, see `benchmarks.data.sst2`. 4 to 64 workers in one process train bags of words from
-scratch, all methods from the same seeds on the same batches; once with word vectors that are learned, whose gradients
-are mostly zeros, and once with vectors that stay as they were drawn, so that all gradients are dense.
+scratch, all methods from the same seeds on the same batches: once with trained word vectors, whose gradients are mostly
+zeros, and once with fixed random vectors, so that all gradients are dense.
 
-Ratios: each worker sends 4 bits an element, of norms a little more. The sum comes back in lanes that hold 36 n, of 8
-bits for 4 workers and of 16 for more. Top-k keeps as many elements as fit the same bytes, on both ways. QSGD has 4 bits
-there, and 8 back, the most that it takes. The mean that both encode again has a residual where gradients have one.
-Errors of means are looked at along a dense training, of the same gradients for all methods, without residuals.
+Ratios: each worker sends 4 bits per element, and slightly more for norms. The sum comes back in integers that hold 36
+n, with 8 bits for 4 workers and 16 for more. Top-k keeps as many elements as fit in the same bytes, in both directions.
+QSGD has 4 bits to the aggregator and 8 bits back, its maximum. The mean that both encode again has a residual if
+gradients have one. Errors of means are measured along a dense training, on the same gradients for all methods, without
+residuals.
 
-Source: THC (Li et al. 2024), figure 10: bits 4, granularity 36, p = 1/32, 8 sentences a worker. Differences: models of
-50 thousand parameters without pretraining in place of BERT and RoBERTa, so 4 epochs in place of 2; beside the paper's
-setting `thc` as the library chooses its table for the number of ranks.
+Source: THC (Li et al. 2024), figure 10: bits 4, granularity 36, p = 1/32, 8 sentences per worker. Differences: models
+with 50 thousand parameters without pretraining instead of BERT and RoBERTa, so 4 epochs instead of 2; in addition to
+the paper's setting, `thc` with the table that the library chooses for the number of ranks.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def homomorphic(**options: object) -> Homomorphic:
 
 @functools.cache
 def ratio_for(size: int, bits: float) -> float:
-    """The largest ratio of top-k, in thousandths, whose payload takes no more than so many bits an element."""
+    """The largest ratio of top-k, in thousandths, whose payload takes at most `bits` bits per element."""
     spec = TensorSpec((size,))
     fits = [
         each for each in range(1, 1001) if 8 * make("topk", ratio=each / 1000).max_encoded_bytes(spec) <= bits * size
@@ -77,11 +78,11 @@ def aggregator(cell: study.Cell, size: int) -> Aggregator:
 
 
 class Errors(Dense):
-    """Trains densely, and looks at what every few means would be by the methods, without feedback.
+    """Trains densely, and measures the error of every few means with all methods, without feedback.
 
     Attributes:
-        nmse: by method, of each mean that was looked at.
-        agreement: n ‖mean‖² over the mean of ‖gradient‖²: n for copies, 1 for gradients that are orthogonal.
+        nmse: Errors by method.
+        agreement: n ‖mean‖² over the mean of ‖gradient‖²: n for copies, 1 for orthogonal gradients.
     """
 
     def __init__(self, cell: study.Cell) -> None:

@@ -1,11 +1,10 @@
-"""Trainings of simulated workers: each computes a gradient of its own batch, and applies the mean that reaches it.
+"""Trainings of simulated workers: each computes the gradient of its batch and applies the mean that it receives.
 
-Where all receive the same mean there is one model. Where packets are lost each worker has its own, with its optimizer,
-and `EpochSync` is what the paper does about that. See `benchmarks.papers.thc.simulated_workers` for how means are
-formed.
+If all workers receive the same mean, there is one model. With packet loss, each worker has a model and an optimizer,
+and `EpochSync` is the paper's remedy. `benchmarks.papers.thc.simulated_workers` forms the means.
 
-Source: THC (Li et al. 2024), section 6 and section 8.4, "simulation environment". Differences: which losses are severe
-enough to copy the parameters of another is not published: here all are. Copies are never lost.
+Source: THC (Li et al. 2024), section 6 and section 8.4, "simulation environment". Differences: the paper does not say
+which losses are severe enough to copy the parameters of another worker; here all are. Copies are never lost.
 """
 # Shapes: N elements of the flat gradient, n workers
 
@@ -23,11 +22,11 @@ from benchmarks.papers.thc.simulated_workers import Aggregator
 
 
 class Replica:
-    """A model with its optimizer's state.
+    """A model with the state of its optimizer.
 
     Args:
-        model: classifies.
-        optimizer: of those of its parameters that learn.
+        model: Classifier.
+        optimizer: Optimizer of its trained parameters.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -62,10 +61,10 @@ class Replica:
 
 
 class EpochSync:
-    """After every epoch, workers that lost packets of sums copy the parameters of the one that lost least."""
+    """After every epoch, workers that lost packets of sums copy the parameters of the worker that lost least."""
 
     def __call__(self, replicas: Sequence[Replica], lost: np.ndarray) -> None:
-        """Copy parameters, and count anew."""
+        """Copy parameters, and reset the counts."""
         best = int(lost.argmin())
         for replica, packets in zip(replicas, lost):
             if packets and replica is not replicas[best]:
@@ -74,13 +73,13 @@ class EpochSync:
 
 
 class Task(ABC):
-    """What is learned.
+    """A task to learn.
 
     Attributes:
-        name: of the task.
-        num_epochs: passes over the training data.
-        num_samples: of the training data.
-        batch_size: of one worker.
+        name: Name of the task.
+        num_epochs: Passes over the training data.
+        num_samples: Number of training samples.
+        batch_size: Batch size of one worker.
     """
 
     name: str
@@ -111,12 +110,12 @@ class Task(ABC):
 
 
 class Outcome(NamedTuple):
-    """What a training came to.
+    """Result of a training.
 
     Attributes:
-        accuracy: by split, the mean over replicas, each of which classifies its part of the samples.
-        losses: training loss of each step, the mean over workers.
-        apart: how far replicas are from their mean, relative to its length; root mean square.
+        accuracy: Mean over replicas by split. Each replica classifies a part of the samples.
+        losses: Training loss of each step, averaged over workers.
+        apart: Root mean square distance of replicas from their mean, relative to its norm.
     """
 
     accuracy: dict[str, float]
@@ -125,7 +124,7 @@ class Outcome(NamedTuple):
 
 
 def train(task: Task, aggregator: Aggregator, seed: int, sync: EpochSync | None = None) -> Outcome:
-    """One training. Initial model and order of samples depend on the seed alone."""
+    """One training. The initial model and the order of samples depend only on the seed."""
     num_workers = aggregator.num_workers
     replicas = []
     for _ in range(num_workers if aggregator.diverges else 1):

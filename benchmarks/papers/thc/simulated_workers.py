@@ -1,13 +1,14 @@
 """n workers and their aggregator in one process: how a mean of gradients is formed, and what is lost on the way.
 
-Codecs, residuals and integer sums are the package's own. There is no network and no clock: what is found is accuracy.
-A gradient is one flat tensor, as a partition is in THC. With blocks of 1,024 elements a block is a packet, and packets
-are what is lost. What the paper does about that (section 6) is here a class each:
+Codecs, residuals and integer sums are those of the package. There is no network and no clock; the result is accuracy. A
+gradient is one flat tensor, like a partition in THC. With blocks of 1,024 elements, a block is a packet, and packets
+are lost. Each of the paper's measures (section 6) is a class:
 
-- `PacketLoss`: packets are lost on both ways. One that does not reach the aggregator is not in the sum, which is
-  divided by the number that did (partial aggregation). Where the sum does not reach a worker it goes on with zeros.
-- `Stragglers`: the aggregator does not wait for the last few, another few in each step.
-- `LeftOut`: what becomes of gradients that are not in the sum. The paper drops them; they can be kept as residuals.
+- `PacketLoss`: packets are lost in both directions. A packet that does not reach the aggregator is not in the sum,
+  which is divided by the number of those that do (partial aggregation). A worker that does not receive a sum uses
+  zeros.
+- `Stragglers`: the aggregator does not wait for the last few workers, who differ in each step.
+- `LeftOut`: gradients that are not in the sum. The paper drops them; they can also be kept as residuals.
 
 `benchmarks.papers.thc.simulated_training` has the workers, and what they synchronize after an epoch.
 
@@ -44,7 +45,7 @@ _REDUCE: dict[Reduction, np.ufunc] = {"max": np.maximum, "min": np.minimum, "sum
 
 
 class Delivery(NamedTuple):
-    """Which packets arrive: bool[n, G], of each worker's gradient, and of the sum at each worker."""
+    """Packets that arrive, bool[n, G]: of each worker's gradient, and of the sum at each worker."""
 
     there: np.ndarray
     back: np.ndarray
@@ -64,11 +65,11 @@ class Reliable:
 
 @dataclass(frozen=True)
 class PacketLoss:
-    """Each packet is lost by itself, on both ways: replicas diverge.
+    """Packets are lost independently, in both directions. Replicas diverge.
 
     Args:
-        rate: the fraction that is lost.
-        seed: of what is lost.
+        rate: Fraction of lost packets.
+        seed: Seed of the losses.
     """
 
     rate: float
@@ -83,11 +84,11 @@ class PacketLoss:
 
 @dataclass(frozen=True)
 class Stragglers:
-    """The aggregator replies without a few workers, others in each step, to whom the sum gets like to all.
+    """The aggregator replies without a few workers, others in each step. They receive the sum like all others.
 
     Args:
-        count: how many.
-        seed: of who it is.
+        count: Number of stragglers.
+        seed: Seed of their choice.
     """
 
     count: int
@@ -106,12 +107,12 @@ Faults = Reliable | PacketLoss | Stragglers
 
 @dataclass(frozen=True)
 class LeftOut:
-    """What becomes of gradients that are not in the sum.
+    """What happens to gradients that are not in the sum.
 
     Args:
-        keep: their workers keep them in their residuals; else, as in the paper, they are lost.
-        divisor: "counted" divides a sum by the number of gradients in it; "all" by that of all workers. What is kept
-            is in some sum later, so that with "counted" all gradients together weigh more than they would in means.
+        keep: Whether workers keep them in their residuals. If not, they are lost, as in the paper.
+        divisor: "counted" divides a sum by the number of gradients in it, "all" by the number of workers. Kept
+            gradients are in a later sum, so with "counted" all gradients together weigh more than they would in means.
     """
 
     keep: bool = False
@@ -122,16 +123,16 @@ class LeftOut:
 
 
 class Encoder:
-    """A worker that encodes its gradient, or an aggregator that encodes a mean anew; with its residual.
+    """A worker that encodes its gradient, or an aggregator that encodes a mean, with its residual.
 
     Args:
-        codec: what encodes.
+        codec: Compressor.
         size: N.
-        rank: of the worker.
+        rank: Rank of the worker.
         num_workers: n.
-        seed: of rotations and roundings.
-        feedback: residual policy; None for the codec's own.
-        role: "aggregate" for a mean that is encoded anew, as it is; gradients are divided by n.
+        seed: Seed of rotations and roundings.
+        feedback: Residual policy. Default: that of the codec.
+        role: "aggregate" for a mean, which is encoded as it is; gradients are divided by n.
     """
 
     def __init__(
@@ -175,10 +176,10 @@ class Aggregator(ABC):
     """Forms the mean of n gradients.
 
     Attributes:
-        diverges: whether workers may receive different means.
-        lost: int[n], packets of means that have not reached each worker since they were last looked at.
-        bits_there: of an element from each worker to the aggregator, at most.
-        bits_back: of an element to each worker, at most.
+        diverges: Whether workers may receive different means.
+        lost: int[n], packets of means that did not reach each worker since the last check.
+        bits_there: Maximum bits per element from each worker to the aggregator.
+        bits_back: Maximum bits per element to each worker.
     """
 
     diverges = False
@@ -202,14 +203,14 @@ class Dense(Aggregator):
 
 
 class Reencoded(Aggregator):
-    """Payloads are decoded and added, and the mean is encoded anew for the way back: all that is not homomorphic.
+    """Payloads are decoded and added, and the mean is encoded again for the way back: for all other methods.
 
     Args:
-        there: the codec of gradients.
-        back: the codec of the mean.
+        there: Codec of gradients.
+        back: Codec of the mean.
         num_workers: n.
         size: N.
-        seed: of roundings.
+        seed: Seed of roundings.
     """
 
     def __init__(self, there: Compressor, back: Compressor, num_workers: int, size: int, seed: int) -> None:
@@ -230,16 +231,16 @@ class Reencoded(Aggregator):
 
 
 class IntegerSums(Aggregator):
-    """Payloads are looked up and added as integers, which all workers decode: `thc` and `uthc`.
+    """Table values are added as integers, and all workers decode the sum: `thc` and `uthc`.
 
     Args:
-        codec: `thc` or `uthc`; with a block of 1,024 for faults that lose packets.
+        codec: `thc` or `uthc`, with a block of 1,024 for faults that lose packets.
         num_workers: n.
         size: N.
-        seed: of rotations and roundings.
-        feedback: residual policy; None for the codec's own.
-        faults: what happens on the way.
-        left_out: what becomes of gradients that are not in the sum.
+        seed: Seed of rotations and roundings.
+        feedback: Residual policy. Default: that of the codec.
+        faults: What happens on the way.
+        left_out: What happens to gradients that are not in the sum.
     """
 
     def __init__(

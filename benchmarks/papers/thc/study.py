@@ -1,4 +1,4 @@
-"""What the studies of THC with simulated workers share. A cell is one training, and a part of the record."""
+"""Shared by the studies of THC with simulated workers. A cell is one training, and a part of the record."""
 
 from __future__ import annotations
 

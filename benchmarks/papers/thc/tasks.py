@@ -1,7 +1,7 @@
-"""What simulated workers learn: SST-2 by bags of words, and part of CIFAR-10 by a small net. Nothing is pretrained.
+"""Tasks of simulated workers: SST-2 with bags of words, and part of CIFAR-10 with a small net. Nothing is pretrained.
 
-The net is so small that one core trains it in seconds: three convolutions, each with a stride of 2, and a linear layer.
-It has no normalization, whose statistics each worker would keep for itself, and images are not augmented.
+The net is so small that one core trains it in seconds: three convolutions with a stride of 2 and a linear layer. It has
+no normalization, whose statistics each worker would keep for itself, and images are not augmented.
 
 Source of the bags of words: Iyyer et al. 2015, "Deep unordered composition rivals syntactic methods for text
 classification".
@@ -25,11 +25,11 @@ _CHECKED = 4000  # training images of which the accuracy is taken
 
 
 class Classifier(nn.Module):
-    """The mean of the word vectors of a sentence, through two hidden layers.
+    """The mean of the word vectors of a sentence, followed by two hidden layers.
 
     Args:
-        learns_words: vectors of 16 numbers that are learned, of which a batch has a few; else of 256 that are drawn and
-            stay, so that all gradients are dense.
+        learns_words: Whether to train vectors of 16 numbers, of which a batch uses a few. If not, vectors of 256 random
+            numbers are fixed, so that all gradients are dense.
     """
 
     def __init__(self, learns_words: bool = True) -> None:
@@ -47,12 +47,12 @@ class Classifier(nn.Module):
 
 
 class SST2(Task):
-    """Sentiment by AdamW; 8 sentences a worker, as in THC's simulations.
+    """Sentiment with AdamW and 8 sentences per worker, as in THC's simulations.
 
     Args:
-        folder: of the data.
-        num_epochs: passes over the training data.
-        learns_words: see `Classifier`.
+        folder: Folder of the data.
+        num_epochs: Passes over the training data.
+        learns_words: See `Classifier`.
     """
 
     batch_size = 8
@@ -104,12 +104,12 @@ class Net(nn.Sequential):
 
 
 class CIFAR10(Task):
-    """Images by SGD with momentum.
+    """Images with SGD with momentum.
 
     Args:
-        data: see `benchmarks.data.cifar.load`.
-        num_epochs: passes over the training data.
-        num_samples: training images, drawn once for all trainings.
+        data: See `benchmarks.data.cifar.load`.
+        num_epochs: Passes over the training data.
+        num_samples: Number of training images, chosen once for all trainings.
     """
 
     name = "cifar10"
