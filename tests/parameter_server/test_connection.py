@@ -26,6 +26,7 @@ WAIT = 20.0
 FIRST: Groups = ({"lr": 0.5},)
 NEXT: Groups = ({"lr": 0.25},)
 CONFIG = make_config(workers=1)
+JOIN = TrainingJoin(CONFIG, FIRST, 1)
 
 
 class Server:
@@ -80,7 +81,7 @@ VALUES = {parameter.name: torch.zeros(parameter.shape) for parameter in CONFIG.t
 
 def call(server: Server, stall_seconds: float = WAIT, values: dict[str, torch.Tensor] = VALUES) -> ServerConnection:
     options = ConnectionOptions(timeout=timedelta(seconds=WAIT), stall_timeout=timedelta(seconds=stall_seconds))
-    made = ServerConnection(server.address, CONFIG, 0, "gradwire", 1, options, groups=FIRST, values=values)
+    made = ServerConnection(server.address, JOIN, 0, "gradwire", options, values)
     made.start()
     return made
 
@@ -132,7 +133,7 @@ def test_a_server_that_is_not_there_is_told_of_at_once_with_the_command_that_sta
         port = free.getsockname()[1]
     command = f"gradwire serve --parameters --workers 1 --host 127.0.0.1 --port {port} --job mine"
     options = ConnectionOptions(timeout=timedelta(seconds=1))
-    connection = ServerConnection(("127.0.0.1", port), CONFIG, 0, "mine", 1, options, groups=FIRST, values=VALUES)
+    connection = ServerConnection(("127.0.0.1", port), JOIN, 0, "mine", options, VALUES)
     connection.start()
     try:
         with pytest.raises(

@@ -37,7 +37,7 @@ from gradwire.parameter_server.connection import ServerConnection
 from gradwire.parameter_server.encoder_thread import EncoderThread
 from gradwire.parameter_server.forward_pulls import ForwardPulls
 from gradwire.parameter_server.options import ConnectionOptions, JobOptions, Methods, TransferOptions, server_addresses
-from gradwire.parameter_server.session import TrainingConfig
+from gradwire.parameter_server.session import TrainingConfig, TrainingJoin
 from gradwire.parameter_server.slot import ParameterSlot
 
 _Placed = tuple[ParameterChunk, ServerConnection, ParameterSlot]
@@ -112,9 +112,8 @@ class ParameterClient:
             )
             config = TrainingConfig(self.workers, job.backups, job.seed, optimizer_name, tensors)
             values = {chunk.name: chunk.of(self._parameters[chunk.parameter].data) for chunk in chunks}
-            server = ServerConnection(
-                address, config, self.worker, job.name, incarnation, connection, groups=self._groups, values=values
-            )
+            join = TrainingJoin(config, self._groups, incarnation)
+            server = ServerConnection(address, join, self.worker, job.name, connection, values)
             self._connections.append(server)
             for chunk, slot in zip(chunks, server.slots):
                 self._placed[chunk.parameter].append((chunk, server, slot))

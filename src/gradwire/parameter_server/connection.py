@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -16,14 +17,7 @@ from gradwire.net.handshake import GroupMember
 from gradwire.net.keys import job_epoch, job_key
 from gradwire.net.reconnecting import ReconnectingEndpoint
 from gradwire.parameter_server.options import ConnectionOptions
-from gradwire.parameter_server.session import (
-    MAX_JOIN_BYTES,
-    Groups,
-    TrainingConfig,
-    TrainingJoin,
-    TrainingWelcome,
-    encode_groups,
-)
+from gradwire.parameter_server.session import MAX_JOIN_BYTES, Groups, TrainingJoin, TrainingWelcome, encode_groups
 from gradwire.parameter_server.slot import ParameterSlot
 from gradwire.wire.frame import HEADER_BYTES, FrameKind, Header, describe
 
@@ -39,12 +33,10 @@ class ServerConnection:
 
     Args:
         address: Host and port of the server.
-        config: What this worker expects of the job.
+        join: First message to the server.
         worker: Id of this worker.
         job: Name of the job.
-        incarnation: Number that grows with each start of this worker's process.
         options: Key and timeouts.
-        groups: Hyperparameters at the start.
         values: Values of the parameters by name, for a server that has none.
 
     Attributes:
@@ -56,29 +48,25 @@ class ServerConnection:
     def __init__(
         self,
         address: tuple[str, int],
-        config: TrainingConfig,
+        join: TrainingJoin,
         worker: int,
         job: str,
-        incarnation: int,
         options: ConnectionOptions,
-        *,
-        groups: Groups,
         values: Mapping[str, torch.Tensor],
     ) -> None:
+        config = join.config
         self.address = f"{address[0]}:{address[1]}"
         self.received_bytes = 0
         self.finished = False
-        self._config = config
         self._epoch = job_epoch(job)
         self.slots = [ParameterSlot(tensor, config, worker, self._epoch) for tensor in range(len(config.tensors))]
         self._locks = [threading.Lock() for _ in self.slots]
         self._worker = worker
         self._server = config.workers
-        self._incarnation = incarnation
         self._options = options
         self._values = values
-        self._groups = groups
-        self._groups_lock = threading.Lock()
+        self._join = join
+        self._join_lock = threading.Lock()
         self._welcome: TrainingWelcome | None = None
         self._error: SyncError | None = None
         self._lost_at: float | None = time.monotonic()
@@ -124,8 +112,8 @@ class ServerConnection:
 
     def send_groups(self, groups: Groups) -> None:
         """Send the hyperparameters of the pushes that follow."""
-        with self._groups_lock:
-            self._groups = groups
+        with self._join_lock:
+            self._join = replace(self._join, groups=groups)
             if self._welcome is not None:
                 self._send_groups()
 
@@ -155,7 +143,7 @@ class ServerConnection:
             self._welcome = None
             self._lost_at = None
             versions = tuple(slot.newest for slot in self.slots)
-        join = TrainingJoin(self._config, self._groups, self._incarnation, None if -1 in versions else versions)
+        join = replace(self._join, versions=None if -1 in versions else versions)
         self._send(FrameKind.JOIN, join.to_bytes())
 
     def deliver(self, peer: int, header: Header, body: np.ndarray) -> None:
@@ -204,7 +192,7 @@ class ServerConnection:
             for slot, lock in zip(self.slots, self._locks):
                 with lock:
                     self._endpoint.send(self._server, *slot.first_values(self._values[slot.config.name]))
-        with self._groups_lock:
+        with self._join_lock:
             self._send_groups()
             self._welcome = welcome  # from here on, other threads send too
         for tensor, slot in enumerate(self.slots):
@@ -215,7 +203,7 @@ class ServerConnection:
                 self._endpoint.send(self._server, *frame)
 
     def _send_groups(self) -> None:
-        self._send(FrameKind.GROUPS, encode_groups(self._groups))
+        self._send(FrameKind.GROUPS, encode_groups(self._join.groups))
 
     def _send(self, kind: FrameKind, body: bytes) -> None:
         header = Header(kind, sender=self._worker, epoch=self._epoch)
