@@ -52,7 +52,7 @@ class Figure:
         yield {**where, "metric": f"{self.transport}_cpu_per_packet", "value": self.packet_seconds, "unit": "s"}
 
 
-def terms(elements: int, packet_elements: int) -> SessionConfig:
+def config(elements: int, packet_elements: int) -> SessionConfig:
     """The paper's table, and one tensor."""
     codec = make("thc", granularity=30)
     assert isinstance(codec, THC)
@@ -88,7 +88,7 @@ def measure(transport: str, packet_elements: int, elements: int) -> Figure:
     line, theirs = context.Pipe()
     process = context.Process(target=serve, args=(theirs, transport == "udp", 0), daemon=True)
     process.start()
-    agreed = terms(elements, packet_elements)
+    agreed = config(elements, packet_elements)
     payloads = [
         np.random.default_rng(rank).integers(0, 256, agreed.payload_bytes(0, elements), np.uint8)
         for rank in range(WORKERS)

@@ -92,8 +92,8 @@ def serve(sessions: int, host: str, workers: int, report: str) -> None:
     """Aggregate for one method after another. The report has one line of processor seconds for each."""
     from gradwire.aggregator.process import AggregationOptions, AggregationServer
 
-    for lanes in (np.zeros(1024, np.uint8), np.zeros(1024, np.uint16)):  # compiled before anybody waits
-        kernels.lookup_indices(np.zeros(512, np.uint8), 4, np.arange(16, dtype=np.uint32), lanes, True)
+    for accumulator in (np.zeros(1024, np.uint8), np.zeros(1024, np.uint16)):  # compiled before anybody waits
+        kernels.lookup_indices(np.zeros(512, np.uint8), 4, np.arange(16, dtype=np.uint32), accumulator, True)
     for _ in range(sessions):
         began = time.process_time()
         AggregationServer(AggregationOptions(workers, host, PORT)).run(lambda said: None)

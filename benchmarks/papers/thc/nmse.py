@@ -75,10 +75,10 @@ def there_and_back(codec: Compressor, grads: Sequence[torch.Tensor], step: int) 
     payloads = [codec.encode(grad, ctx, reduced, scale=scale) for grad, ctx in zip(grads, ctxs)]
     mean = torch.empty(spec.shape)
     if isinstance(codec, SummableCompressor):
-        lanes = np.zeros(codec.accumulator_size(spec), codec.accumulator_dtype(num_ranks))
+        accumulator = np.zeros(codec.accumulator_size(spec), codec.accumulator_dtype(num_ranks))
         for payload, ctx in zip(payloads, ctxs):
-            codec.accumulate(payload, ctx, lanes)
-        codec.finalize(lanes, num_ranks, ctxs[0], reduced, mean)
+            codec.accumulate(payload, ctx, accumulator)
+        codec.finalize(accumulator, num_ranks, ctxs[0], reduced, mean)
         return mean, mean
     codec.decode_sum(payloads, ctxs, mean, stats=reduced)
     again = Context("fc.weight", step=step, world_size=num_ranks, seed=SEED, stage=1, spec=spec)

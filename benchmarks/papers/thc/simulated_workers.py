@@ -283,17 +283,17 @@ class IntegerSums(Aggregator):
     def _sum(self, payloads: Sequence[Payload], there: np.ndarray, step: int) -> np.ndarray:
         """Of the packets that arrived."""
         ctx = self.workers[0].context(step)
-        lanes = np.zeros(
+        accumulator = np.zeros(
             self.codec.accumulator_size(self.workers[0].spec), self.codec.accumulator_dtype(self.num_workers)
         )
-        values = np.empty_like(lanes)
+        values = np.empty_like(accumulator)
         for payload, arrived in zip(payloads, there):
             values.fill(0)
             self.codec.accumulate(payload, ctx, values)
             for packet in np.flatnonzero(~arrived):
                 values[:-1][self._elements(packet)] = 0
-            lanes += values
-        return lanes[:-1]
+            accumulator += values
+        return accumulator[:-1]
 
     def _divide(self, mean: np.ndarray, counts: np.ndarray) -> None:
         """What was decoded is a sum of gradients over n."""
@@ -312,7 +312,7 @@ class IntegerSums(Aggregator):
                 worker.take_back(values)
 
     def _received(self, mean: torch.Tensor, arrived: np.ndarray) -> torch.Tensor:
-        """With zeros for what is lost: gradients of zero, which a lane of zero is not."""
+        """With zeros for what is lost: gradients of zero, which an integer of zero is not."""
         if arrived.all():
             return mean
         mean = mean.clone()
