@@ -63,7 +63,7 @@ def test_all_on_one_node_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "gradwire"):
         assert found() == found() == ((0, 1, 2),)
     (record,) = caplog.records
-    assert "Pass nodes= if there are slow links" in record.getMessage()
+    assert "Pass SyncOptions(nodes=...) if there are slow links" in record.getMessage()
 
 
 def test_ranks_that_name_other_nodes_all_learn_of_it() -> None:

@@ -88,7 +88,8 @@ def attach(
     automatic = plan.is_auto
     if automatic:  # until it has measured, gradients travel dense
         plan = Plan(DENSE_NAME, min_elements=plan.min_elements)
-    if options.server is not None and SERVER not in plan.strategies:
+    strategies = {plan.strategy, *(entry.strategy for entry in (plan.entries or {}).values())}
+    if options.server is not None and SERVER not in strategies:
         raise OptionError(
             "The options name a server, but the plan does not use it. "
             'Pass gradwire.Plan(..., strategy="server"), or leave the server out.'

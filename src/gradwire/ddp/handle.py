@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -61,8 +61,7 @@ class Handle:
         self._active_ranks = synchronizer.world_size
         self._called = False
         self._names = torch_private.parameter_names(ddp)  # frozen parameters too, which may be trained later
-        on_step, warns = _weakly(self._after_step), synchronizer.rank == 0
-        optimizers.listen(on_step, expects_scaler=scaler is not None, warns=warns)
+        optimizers.listen(self._after_step, expects_scaler=scaler is not None, warns=synchronizer.rank == 0)
         # A module that is dropped without `detach` takes threads and connections with it.
         self._abandoned = weakref.finalize(ddp, _close_in_background, synchronizer)
         self._abandoned.atexit = False
@@ -281,18 +280,6 @@ def _used(grad: torch.Tensor, may_skip: bool) -> bool:
     unused: its residual waits for the next gradient.
     """
     return not may_skip or bool(grad.any())
-
-
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """A hook for an optimizer that does not keep the handle alive. The optimizer may outlive the module."""
-    reference = weakref.WeakMethod(method)
-
-    def hook(*args: Any) -> None:
-        alive = reference()
-        if alive is not None:
-            alive(*args)
-
-    return hook
 
 
 def _close_in_background(synchronizer: Synchronizer) -> None:

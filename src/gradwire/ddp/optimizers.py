@@ -11,6 +11,7 @@ step, or if a GradScaler steps that `attach` was not given.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -75,7 +76,7 @@ class Optimizers:
         owners = [Owner(each, _names(each, names)) for each in optimizers]
         self._owners = [owner for owner in owners if owner.names]
         self._owner_of = {name: owner for owner in self._owners for name in owner.names}
-        self._on_step: Callable[[frozenset[str] | None], None] = lambda names: None
+        self._on_step: weakref.WeakMethod[Callable[[frozenset[str] | None], None]] | None = None
         self._hooks: list[RemovableHandle] = []
         self._warns = self._expects_scaler = False
         lacking = [name for name, _ in parameters if name not in self._owner_of]
@@ -94,11 +95,11 @@ class Optimizers:
         """Call `on_step` after each step of an optimizer, with the names of its parameters, or None for all.
 
         Args:
-            on_step: The callback. Optimizers hold it until `close`.
+            on_step: A method, which is held weakly: an optimizer may outlive the module.
             expects_scaler: If true, do not warn about a GradScaler.
             warns: If true, log warnings. One rank is enough.
         """
-        self._on_step, self._expects_scaler, self._warns = on_step, expects_scaler, warns
+        self._on_step, self._expects_scaler, self._warns = weakref.WeakMethod(on_step), expects_scaler, warns
         for owner in self._owners:
             self._hooks.append(owner.optimizer.register_step_pre_hook(partial(self._before_step, owner)))
             self._hooks.append(owner.optimizer.register_step_post_hook(partial(self._after_step, owner)))
@@ -134,7 +135,9 @@ class Optimizers:
 
     def _after_step(self, owner: Owner, *_: Any) -> None:
         owner.backwards = 0
-        self._on_step(owner.names if len(self._owners) > 1 else None)
+        on_step = self._on_step() if self._on_step is not None else None
+        if on_step is not None:
+            on_step(owner.names if len(self._owners) > 1 else None)
 
     def _warn(self, text: str) -> None:
         if self._warns:

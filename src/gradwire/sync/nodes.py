@@ -49,7 +49,7 @@ class NodeMap:
             if len(self._nodes) == 1 and self._world_size > 1:
                 logger.warning(
                     "strategy='hierarchical' compresses between nodes, but all %d ranks are on %s, so gradients travel "
-                    "dense. Pass nodes= if there are slow links between these ranks.",
+                    "dense. Pass SyncOptions(nodes=...) if there are slow links between these ranks.",
                     self._world_size,
                     names[0],
                 )

@@ -136,13 +136,6 @@ class Plan:
             return spec_of(self.rules["*"])
         return ", ".join(f"{pattern}: {spec_of(compressor)}" for pattern, compressor in self.rules.items())
 
-    @property
-    def strategies(self) -> set[str]:
-        """The strategies that the plan names."""
-        if self.entries is not None:
-            return {entry.strategy for entry in self.entries.values()}
-        return set() if self.strategy is None else {self.strategy}
-
     def entry(self, name: str, spec: TensorSpec) -> PlanEntry:
         """The plan entry of one tensor.
 
