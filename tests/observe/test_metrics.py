@@ -1,4 +1,4 @@
-"""Metrics: every kind of event lands in the right column, and the report is a table and JSON."""
+"""Metrics: each kind of event goes to its column, and the report is a table and JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gradwire.observe.metrics import Metrics, TensorMetrics
 
 
 def play(events: EventStream) -> None:
-    """Two steps of one tensor, one of another, and things that are nobody's."""
+    """Emit two steps of one tensor, one of another, and events without a known tensor."""
     for step in range(2):
         events.emit(Event("submit", 0.0, 0.0, "w", step, 4000, detail={"method": "threelc() ring", "elements": 1000}))
         events.emit(Event("encode", 0.0, 0.25, "w"))
@@ -42,7 +42,7 @@ def test_every_event_lands_in_its_column() -> None:
     assert report.total.ratio == 8040 / 512
 
 
-def test_the_report_prints_as_a_table_with_figures_a_step() -> None:
+def test_the_report_prints_as_a_table_with_figures_per_step() -> None:
     events = EventStream()
     metrics = Metrics(events)
     play(events)
@@ -56,7 +56,7 @@ def test_the_report_prints_as_a_table_with_figures_a_step() -> None:
 
 
 def test_rows_that_were_not_part_of_every_step_add_up_to_the_total() -> None:
-    """Under `auto`, and where a state was loaded, most rows are younger than the job."""
+    """With `auto`, or after loading a state, most rows are younger than the job."""
     events = EventStream()
     metrics = Metrics(events)
     for step in range(20):
@@ -77,7 +77,7 @@ def test_rows_that_were_not_part_of_every_step_add_up_to_the_total() -> None:
     assert [float(line[slice(*column)]) for line in lines[2:]] == [0, 10, 0, 10]
 
 
-def test_residuals_of_tensors_that_travel_together_are_in_the_row_they_were_part_of_last() -> None:
+def test_residuals_of_fused_tensors_are_in_the_last_row_that_they_were_part_of() -> None:
     events = EventStream()
     metrics = Metrics(events)
     for members in (["a", "b"], ["a", "b", "c"]):  # DDP has rebuilt its buckets
@@ -88,7 +88,7 @@ def test_residuals_of_tensors_that_travel_together_are_in_the_row_they_were_part
     assert report.total.residual_norm == 13
 
 
-def test_notes_stand_below_the_table() -> None:
+def test_notes_follow_the_table() -> None:
     report = Metrics(EventStream()).report(0, 2, 0, {})
     report.notes = ["Nothing is compressed."]
     assert str(report).splitlines()[-1] == "Nothing is compressed."
@@ -115,7 +115,7 @@ def test_the_report_as_a_dict_is_json_and_loses_nothing() -> None:
     assert found["total"]["sent_bytes"] == 512
 
 
-def test_a_report_does_not_change_afterwards() -> None:
+def test_a_report_does_not_change_afterward() -> None:
     events = EventStream()
     metrics = Metrics(events)
     play(events)

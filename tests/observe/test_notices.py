@@ -1,4 +1,4 @@
-"""Notices: seen where nobody has configured logging, and nowhere else but in the log."""
+"""Notices are printed if logging is not configured, and otherwise only logged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOLD = "gradwire: auto: 100 % decided\n"
 
 
 def printed(before: str, **env: str) -> str:
-    """What a process without pytest's own handlers prints on standard error."""
+    """Return what a process without pytest's handlers prints to standard error."""
     code = f"import logging, sys; {before}; from gradwire.observe.notices import tell; tell('auto: 100 % decided')"
     done = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | env, capture_output=True, text=True, check=True
@@ -30,7 +30,7 @@ def test_without_configuration_a_notice_goes_to_standard_error() -> None:
 
 
 @pytest.mark.parametrize("level", ["INFO", "WARNING"])
-def test_where_logging_is_configured_the_log_alone_gets_it(level: str) -> None:
+def test_notices_are_only_logged_if_logging_is_configured(level: str) -> None:
     logged = "INFO:gradwire:auto: 100 % decided\n" if level == "INFO" else ""
     assert printed(f"logging.basicConfig(level='{level}')") == logged
     own = f"own = logging.getLogger('gradwire'); own.setLevel('{level}'); own.addHandler(logging.StreamHandler())"
@@ -53,7 +53,7 @@ def test_the_environment_silences_it() -> None:
     assert printed("0", GRADWIRE_QUIET="1") == ""
 
 
-def test_signs_of_life_come_seldom(monkeypatch) -> None:
+def test_progress_messages_are_limited(monkeypatch) -> None:
     times = iter((100.0, 100.5, 101.9, 102.0, 102.0, 103.9, 104.1, 104.1))
     monkeypatch.setattr(notices.time, "monotonic", lambda: next(times))
     said: list[str] = []

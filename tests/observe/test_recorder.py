@@ -1,4 +1,4 @@
-"""The flight recorder's file: complete, JSON whatever was in the events, and never over another."""
+"""The flight recorder's file is complete, always JSON, and never overwrites another one."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def dump(directory: Path | None, **state: object) -> tuple[PeerLostError, Path]:
     return error, path
 
 
-def test_the_file_tells_what_happened(tmp_path: Path) -> None:
-    error, path = dump(tmp_path / "made" / "anew", sent_bytes=[0, 72])
+def test_the_file_describes_the_failure(tmp_path: Path) -> None:
+    error, path = dump(tmp_path / "new" / "folder", sent_bytes=[0, 72])
     found = json.loads(path.read_text())
     assert error.dump == str(path)
     assert (found["version"], found["rank"], found["world_size"]) == (1, 1, 4)
@@ -38,7 +38,7 @@ def test_the_file_tells_what_happened(tmp_path: Path) -> None:
     assert found["monotonic_now"] > 0
 
 
-def test_what_is_no_json_is_written_as_text(tmp_path: Path) -> None:
+def test_values_that_json_lacks_are_written_as_text(tmp_path: Path) -> None:
     _, path = dump(tmp_path, odd=Path("somewhere"))
     assert json.loads(path.read_text())["state"] == {"odd": "somewhere"}
 
@@ -63,7 +63,7 @@ def test_the_folder_is_the_environments_or_a_private_one(monkeypatch: pytest.Mon
 def test_links_in_the_way_do_not_lead_to_other_files(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whoever can write to the folder, and guesses the name, overwrites nothing, and does not cost the dump."""
+    """A user who can write to the folder and guesses the name can neither redirect nor prevent the dump."""
     victim, chosen = tmp_path / "victim", tmp_path / "chosen"
     victim.write_text("precious")
     chosen.mkdir()
@@ -81,12 +81,12 @@ def test_links_in_the_way_do_not_lead_to_other_files(
 
 
 @pytest.mark.parametrize("theirs", ["another user's", "open to all", "a link", "a file"])
-def test_a_folder_that_is_not_ours_does_not_cost_the_dump(
+def test_a_folder_that_is_not_private_does_not_prevent_the_dump(
     theirs: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv("GRADWIRE_DUMP_DIR", raising=False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    uid = os.getuid() + (theirs == "another user's")  # then the folder is, as the process sees it
+    uid = os.getuid() + (theirs == "another user's")  # then the folder belongs to another user, as the process sees it
     monkeypatch.setattr(os, "getuid", lambda: uid)
     (tmp_path / "elsewhere").mkdir()
     for name in ("gradwire", f"gradwire-{uid}"):

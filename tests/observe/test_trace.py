@@ -1,4 +1,4 @@
-"""Traces: valid JSON in one file a rank, rows without overlaps, the report's bytes, and a bound on memory."""
+"""Traces: valid JSON in one file per rank, rows without overlaps, the bytes of the report, and bounded memory."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_run_is_written_as_it_was(tmp_path: Path, strategy: str) -> None:
         for row in rows.values():
             spans = sorted((each["ts"], each["ts"] + each["dur"]) for each in row if each["ph"] == "X")
             assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
-    assert abs(time.time() * 1e6 - starts[0]) < 120e6, "clock on the wall, so that ranks lie beside each other"
+    assert abs(time.time() * 1e6 - starts[0]) < 120e6, "wall-clock time, so that ranks line up"
 
 
 def test_every_byte_received_was_sent(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_every_byte_received_was_sent(tmp_path: Path) -> None:
     assert totals["send"] == totals["recv"] > 0
 
 
-def test_what_overlaps_goes_to_another_row_or_is_cut(tmp_path: Path) -> None:
+def test_overlapping_events_go_to_another_row_or_are_cut(tmp_path: Path) -> None:
     stream = EventStream()
     with Trace(stream, tmp_path / "t.json", 0, 2) as trace:
         stream.emit(Event("recv", 1.0, 2.0, "w", 0, 10, 1, {"phase": "recv ring"}))
@@ -104,8 +104,8 @@ def test_what_overlaps_goes_to_another_row_or_is_cut(tmp_path: Path) -> None:
     assert [each["args"].get("round") for each in rows["tensor w (2)"]] == [1]
 
 
-def test_a_trace_of_a_rank_that_was_killed_can_be_read(tmp_path: Path) -> None:
-    """Viewers take an array without its end; a failure brings out all that came before it."""
+def test_a_trace_of_a_killed_rank_can_be_read(tmp_path: Path) -> None:
+    """Viewers accept an array without its end. A failure flushes everything before it."""
     stream = EventStream()
     trace = Trace(stream, tmp_path / "t.json", 0, 2)
     stream.emit(Event("encode", 1.0, 0.5, "w", 0, 10, detail={"phase": "encode ring"}))
@@ -128,7 +128,7 @@ def test_memory_does_not_grow_with_the_trace(tmp_path: Path) -> None:
     assert len(load(trace.path)) > 5000
 
 
-def test_one_file_a_rank() -> None:
+def test_one_file_per_rank() -> None:
     assert path_of("a/t.json", 3) == Path("a/t.rank3.json")
     assert path_of("t", 3) == Path("t.rank3.json")
     assert path_of("r{rank}/t.json", 3) == Path("r3/t.json")

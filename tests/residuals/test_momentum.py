@@ -1,4 +1,4 @@
-"""Momentum correction: SGD's momentum where all is sent; nothing is lost; its state is the residuals'."""
+"""Momentum correction: it equals momentum SGD if everything is sent, loses nothing, and is saved with the residuals."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ each_sparsifier = pytest.mark.parametrize("codec", SPARSIFIERS, ids=repr)
 
 
 def step(policy, codec, grad, residuals, at=0, scale=1.0, world_size=1) -> np.ndarray:
-    """What one rank sends in a step."""
+    """Take a step on one rank, and return the decoded payload."""
     ctx = context(grad, step=at, world_size=world_size)
     own = policy.contribution(EncodeInput(codec, grad, ctx, residuals, KEY, scale))
     return codec.decode(policy.encode(own), ctx).numpy()
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_where_all_is_sent_it_is_momentum_sgd(nesterov: bool) -> None:
+def test_it_is_momentum_sgd_if_everything_is_sent(nesterov: bool) -> None:
     weight = torch.nn.Parameter(torch.zeros(SIZE))
     sgd = torch.optim.SGD([weight], 1.0, momentum=0.8, nesterov=nesterov)
     policy, residuals, total = MomentumCorrection(0.8, nesterov=nesterov), Residuals(), np.zeros(SIZE)
@@ -43,13 +43,13 @@ def test_where_all_is_sent_it_is_momentum_sgd(nesterov: bool) -> None:
         total -= step(policy, compressors.make("none"), normal(SIZE, seed=at), residuals)
         residuals.commit()
     np.testing.assert_allclose(total, weight.detach().numpy(), atol=1e-5)
-    assert residuals.total() == {}  # what is exact keeps nothing back
+    assert residuals.total() == {}  # exact compressors keep nothing back
 
 
 @each_sparsifier
 @pytest.mark.parametrize("masking", [True, False])
 def test_velocities_are_sent_or_in_the_residual(codec, masking: bool) -> None:
-    """Over 30 steps, a fifth rolled back: the sum of velocities is what was sent and what is left."""
+    """30 steps, of which a fifth is rolled back: the sum of velocities is what was sent plus the residual."""
     policy, residuals = MomentumCorrection(0.9, masking=masking), Residuals()
     velocity, produced, applied = np.zeros(SIZE), np.zeros(SIZE), np.zeros(SIZE)
     for at in range(30):
@@ -91,7 +91,7 @@ def test_aggregates_have_no_velocity() -> None:
 
 @pytest.mark.parametrize(("clip", "factor"), [(0.0, 1.0), (1000.0, 1.0), (4.0, 4.0)])
 def test_gradients_are_clipped_by_their_share_of_the_norm(clip: float, factor: float) -> None:
-    """Of 4 ranks each may have half of the norm that all together may have."""
+    """Each of 4 ranks may use half of the norm."""
     grad = normal(SIZE)
     norm = float(grad.double().norm())
     found = step(MomentumCorrection(0.0, clip=clip), compressors.make("none"), grad, Residuals(), world_size=4)
@@ -101,7 +101,7 @@ def test_gradients_are_clipped_by_their_share_of_the_norm(clip: float, factor: f
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("clip", [0.0, 1.0])
-def test_what_is_not_finite_is_marked_and_leaves_no_trace(bad: float, clip: float) -> None:
+def test_nonfinite_gradients_are_marked_and_leave_no_trace(bad: float, clip: float) -> None:
     policy, residuals, codec = MomentumCorrection(clip=clip), Residuals(), SPARSIFIERS[0]
     step(policy, codec, normal(SIZE), residuals)
     residuals.commit()
@@ -137,7 +137,7 @@ def test_velocities_are_saved_restored_recut_and_scaled_with_residuals() -> None
     assert resumed.total()["fc.weight"].size == SIZE
 
 
-def test_velocities_are_no_part_of_what_is_still_to_be_applied() -> None:
+def test_velocities_are_not_part_of_what_must_still_be_applied() -> None:
     residuals = Residuals()
     residuals.add(VELOCITY, np.ones(SIZE, np.float32))
     assert residuals.total() == {}

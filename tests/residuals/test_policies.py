@@ -1,4 +1,4 @@
-"""The two policies: what is compensated, what is staged, and the preliminary round in between."""
+"""The policies `none` and `error`: compensation, staging, and the preliminary round in between."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.contracts.compressor_cases import context, normal
 KEY = ResidualKey("fc.weight", ElementRange(0, 50))
 
 
-def test_unknown_policies_list_the_known() -> None:
+def test_unknown_policies_list_the_known_ones() -> None:
     with pytest.raises(UnknownNameError, match=r"Unknown feedback policy 'errors'.*Known: error, momentum, none"):
         get("errors")
 
@@ -39,7 +39,7 @@ def test_error_adds_the_residual_and_stages_the_rest() -> None:
 
 
 def test_encodes_of_one_chain_build_on_each_other() -> None:
-    """Two backwards before a commit: the second compensates with what the first staged."""
+    """Two backward passes before a commit: the second compensates with what the first staged."""
     codec, policy, residuals = compressors.make("onebit"), get("error"), Residuals()
     grads, sent = [normal(50, seed=seed) for seed in (0, 1)], torch.zeros(50)
     for grad in grads:
@@ -50,7 +50,7 @@ def test_encodes_of_one_chain_build_on_each_other() -> None:
 
 @pytest.mark.parametrize("stochastic", [True, False])
 def test_shared_scales_are_those_of_what_is_encoded(stochastic) -> None:
-    """Three ranks add integers for 20 steps: what was produced is what was applied plus the residuals."""
+    """Three ranks add integers for 20 steps: produced = applied + residuals."""
     codec, world_size, rng = (
         compressors.make("int8shared", block=8, stochastic=stochastic),
         3,

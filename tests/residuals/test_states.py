@@ -56,7 +56,7 @@ def test_a_state_is_for_the_steps_after_the_one_that_staged_it() -> None:
     assert (held(residuals, "a", step=6), held(residuals, "a", step=7)) == (2, 4)
 
 
-def test_a_state_is_of_one_range_and_goes_when_another_overlaps_it() -> None:
+def test_a_state_belongs_to_one_range_and_is_dropped_when_another_overlaps_it() -> None:
     residuals = Residuals()
     left, right, middle = ElementRange(0, 2), ElementRange(2, 2), ElementRange(1, 2)
     for value, where in enumerate((left, right)):
@@ -68,7 +68,7 @@ def test_a_state_is_of_one_range_and_goes_when_another_overlaps_it() -> None:
     assert [held(residuals, "a", where=where) for where in (left, right, middle)] == [None, None, 2]
 
 
-def test_saved_are_the_committed_ones_where_there_are_any() -> None:
+def test_only_committed_states_are_saved() -> None:
     residuals = Residuals()
     stage(residuals, "a", 1)
     assert "states" not in residuals.state_dict()
@@ -92,7 +92,7 @@ def test_the_state_of_a_rank_that_has_left_fills_only_gaps() -> None:
     assert (held(residuals, "a"), held(residuals, "b")) == (1, 5)
 
 
-def test_common_states_are_those_that_all_ranks_have_alike() -> None:
+def test_common_states_are_those_that_are_equal_on_all_ranks() -> None:
     saved = [{"a": {"0:4": torch.ones(3)}, "b": {"0:4": torch.full((1,), float(rank))}} for rank in range(2)]
     assert list(common_states(saved)) == ["a"]
     assert common_states([saved[0], {}]) == {}

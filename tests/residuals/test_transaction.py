@@ -34,7 +34,7 @@ def held(residuals: Residuals, name: str) -> np.ndarray:
 
 
 def cuts(name: str) -> st.SearchStrategy[list[ElementRange]]:
-    """Partitions of a parameter into ranges."""
+    """Return a strategy for splits of a parameter into ranges."""
     points = st.lists(st.integers(1, SIZES[name] - 1), max_size=3, unique=True).map(sorted)
     return points.map(
         lambda inner: [ElementRange(a, b - a) for a, b in zip([0, *inner], [*inner, SIZES[name]], strict=True)]
@@ -51,7 +51,7 @@ class ResidualMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.residuals = Residuals()
-        # What each role holds, committed and in the open chain: exact, dense, by name.
+        # Residuals of each role by name, committed and in the open chain: exact and dense.
         self.committed = {(name, role): np.zeros(size) for name, size in SIZES.items() for role in ROLES}
         self.latest = {key: value.copy() for key, value in self.committed.items()}
         self.at_commit = self.bits()
@@ -124,7 +124,7 @@ TestResidualMachine = ResidualMachine.TestCase
 TestResidualMachine.settings = settings(max_examples=60, stateful_step_count=25)
 
 
-def test_the_role_that_is_asked_for_takes_over_from_the_other() -> None:
+def test_a_role_takes_over_from_the_other_when_it_is_asked_for() -> None:
     residuals = Residuals()
     stage(residuals, ResidualKey("a", ElementRange(0, 24)), np.arange(24))
     residuals.commit()

@@ -1,4 +1,4 @@
-"""Several ranks in one process: real engines and frames over the in-memory transport, a thread a rank."""
+"""Several ranks in one process: real engines and frames over the in-memory transport, one thread per rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _names = itertools.count()
 
 
 class Ranks:
-    """Synchronizers of one group, and `each` to run a function on all of them at once."""
+    """The synchronizers of one group. `each` runs a function on all of them at the same time."""
 
     def __init__(self, synchronizers: list[Synchronizer], pool: ThreadPoolExecutor, network: MemoryNetwork) -> None:
         self.synchronizers = synchronizers
@@ -29,11 +29,11 @@ class Ranks:
         self._pool = pool
 
     def each(self, function: Callable[[Synchronizer], Any]) -> list[Any]:
-        """Results by rank; the first exception is raised."""
+        """Return the results by rank, or raise the first exception."""
         return list(self._pool.map(function, self.synchronizers, timeout=60))
 
     def outcomes(self, function: Callable[[Synchronizer], Any]) -> list[Any]:
-        """Results or exceptions, by rank."""
+        """Return the results or exceptions by rank."""
 
         def guarded(synchronizer: Synchronizer) -> Any:
             try:

@@ -1,4 +1,4 @@
-"""The codec on its own: unused parameters, bad bytes and whom they are blamed on, the preliminary round."""
+"""The codec alone: unused parameters, which rank is blamed for bad bytes, and the preliminary round."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def gradient(rank: int) -> torch.Tensor:
 
 def codec(rank: int, compressor: object, feedback: str = "none", *, used: bool = True) -> LossyCodec:
     values = gradient(rank) if used else torch.zeros(NUMEL)
-    item = TensorJob("fc.weight", 0, values, PlanEntry(compressor, feedback=feedback), 0, 1, used=used)  # type: ignore[arg-type]
-    return make_codec(item, Residuals(), rank, WORLD_SIZE, seed=5)
+    job = TensorJob("fc.weight", 0, values, PlanEntry(compressor, feedback=feedback), 0, 1, used=used)  # type: ignore[arg-type]
+    return make_codec(job, Residuals(), rank, WORLD_SIZE, seed=5)
 
 
 def shared(used: tuple[bool, ...] = (True, True, True)) -> list[LossyCodec]:
@@ -56,7 +56,7 @@ def test_an_unused_gradient_is_an_empty_message_and_leaves_the_residual_alone(na
     assert one._residuals.nbytes == 0
 
 
-def test_where_no_rank_used_the_parameter_the_mean_is_zero() -> None:
+def test_the_mean_is_zero_if_no_rank_used_the_parameter() -> None:
     nobody = EncodedChunk(FrameKind.PAYLOAD, PRESENT, EMPTY, 1)
     for each in (codec(0, gw.make("none"), used=False), shared((False, False, False))[0]):
         merged = each.merge(CHUNK, [nobody], 1)
@@ -83,7 +83,7 @@ def test_an_unused_rank_counts_as_zero_in_the_mean() -> None:
 
 
 @pytest.mark.parametrize("name", ["none", "threelc", "topk"])
-def test_a_nan_of_one_rank_marks_the_item_of_all(name: str) -> None:
+def test_a_nan_of_one_rank_marks_the_jobs_of_all(name: str) -> None:
     ranks = [codec(rank, gw.make(name), "error" if name != "none" else "none") for rank in range(WORLD_SIZE)]
     ranks[2].job.values[17] = torch.nan
     merged = ranks[0].merge(CHUNK, [each.start(CHUNK) for each in ranks[1:]], 1)
@@ -109,7 +109,7 @@ def test_a_nan_shows_in_shared_scales_before_anything_is_encoded() -> None:
     assert codecs[2].job.values.isnan().all()
 
 
-# -- whom bad bytes are blamed on ----------------------------------------------------------------------------------
+# -- bad bytes -----------------------------------------------------------------------------------------------------
 
 
 def expect_blame(call: object, rank: int) -> str:
@@ -174,7 +174,7 @@ def test_every_rank_reduces_to_the_same_scales() -> None:
         np.testing.assert_allclose(scales, padded, rtol=1e-6)
 
 
-def test_reducing_leaves_what_arrived_as_it_was() -> None:
+def test_reducing_does_not_change_the_messages() -> None:
     """The same message is sent on to peers while it is reduced here."""
     codecs = [codec(rank, SHARED) for rank in range(WORLD_SIZE)]
     statistics = [each.stats(CHUNK) for each in codecs]
@@ -183,7 +183,7 @@ def test_reducing_leaves_what_arrived_as_it_was() -> None:
     assert [message.body.tobytes() for message in statistics] == before
 
 
-def test_ranks_that_did_not_use_the_parameter_have_no_say_in_the_scales() -> None:
+def test_ranks_that_did_not_use_the_parameter_do_not_affect_the_scales() -> None:
     codecs = shared((False, True, False))
     (scales,) = codecs[0]._stats[CHUNK.index]
     (alone,) = SHARED.stats(gradient(1), codecs[1]._context(CHUNK, 0), 1 / WORLD_SIZE)
@@ -193,7 +193,7 @@ def test_ranks_that_did_not_use_the_parameter_have_no_say_in_the_scales() -> Non
 
 
 def test_integer_sums_are_the_same_along_every_path() -> None:
-    """All at once, merged at an owner, or hop by hop: integers add alike."""
+    """All at once, merged at an owner, or hop by hop: integer sums are equal."""
     at_once, owner, hops = shared(), shared(), shared()
     at_once[0].decode_sum(CHUNK, [each.start(CHUNK) for each in at_once])
     owner[1].decode(CHUNK, owner[0].merge(CHUNK, [each.start(CHUNK) for each in owner[1:]], 1), 1)
@@ -228,7 +228,7 @@ def test_the_kind_of_frame_follows_the_algebra() -> None:
 
 
 def test_an_aggregate_of_shared_statistics_carries_its_own_from_hop_to_hop() -> None:
-    """As round a ring: the first payload was encoded with what all ranks share, those of the merges were not."""
+    """As on a ring: only the first payload was encoded with shared statistics."""
     codecs = [codec(rank, gw.make("terngrad", clip=0.0)) for rank in range(WORLD_SIZE)]
     statistics = [each.stats(CHUNK) for each in codecs]
     for each in codecs:

@@ -32,7 +32,7 @@ def gradients(rank: int, step: int, dtype: torch.dtype = torch.float32) -> dict[
 
 
 def exact(world_size: int, *steps: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """What the ranks' means over some steps add up to."""
+    """Return the sum of the ranks' means over some steps."""
     return sum(flat(gradients(rank, step, dtype)) / world_size for rank in range(world_size) for step in steps)
 
 
@@ -41,7 +41,7 @@ def flat(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def take_step(one: Synchronizer, grads: dict[str, torch.Tensor], commit: bool = True) -> torch.Tensor:
-    """One step, in two submissions; returns the means."""
+    """Take one step in two submissions, and return the means."""
     one.begin_step()
     slices = [GradientSlice(name, grad) for name, grad in reversed(grads.items())]
     one.submit(slices[:3], hold=True)
@@ -61,7 +61,7 @@ def assert_all_alike(found: Sequence[torch.Tensor]) -> None:
 
 @pytest.mark.parametrize(("compressor", "error"), [("bf16", 2**-8), ("fp16", 2**-11)])
 @pytest.mark.parametrize("strategy", ["scatter_reduce", "ring", "allgather", "hierarchical"])
-def test_cast_groups_give_the_mean_but_for_rounding_at_half_the_bytes(
+def test_cast_groups_give_the_mean_up_to_rounding_at_half_the_bytes(
     compressor: str, error: float, strategy: str
 ) -> None:
     def run(one: Synchronizer) -> tuple[torch.Tensor, int]:
@@ -102,7 +102,7 @@ def test_tensors_with_different_keys_are_not_fused() -> None:
 @pytest.mark.parametrize(("compressor", "value"), [("bf16", torch.nan), ("bf16", -torch.inf), ("fp16", 2e5)])
 @pytest.mark.parametrize("strategy", ["scatter_reduce", "allgather"])
 def test_a_value_that_does_not_fit_costs_every_rank_the_step(compressor: str, value: float, strategy: str) -> None:
-    """Also one that is finite: what all would make of it is an infinity. Residuals are as before the step."""
+    """Including a finite value that becomes infinite in fp16. Residuals are as before the step."""
     state = {"version": 2, "local": {"w2": {"100": torch.ones(900)}}, "aggregate": {}}
 
     def run(one: Synchronizer) -> list[torch.Tensor]:
@@ -186,7 +186,7 @@ def test_a_residual_that_was_loaded_is_added_to_the_group(plan: Plan, error: flo
     assert (applied + found[0] - produced).abs().max() < error
 
 
-def test_what_16_bits_cannot_hold_of_a_residual_is_left_again() -> None:
+def test_the_part_of_a_residual_that_16_bits_cannot_hold_stays() -> None:
     small, value, count = 0.125, 256.0, 9  # bfloat16 has 256 and 258, and nothing in between
 
     def run(one: Synchronizer) -> tuple[torch.Tensor, float]:
@@ -209,7 +209,7 @@ def test_what_16_bits_cannot_hold_of_a_residual_is_left_again() -> None:
     assert all(torch.equal(left, torch.full((10,), small, dtype=torch.float64)) for _, left in found)
 
 
-def test_a_tensor_that_was_not_used_keeps_what_is_left_of_it() -> None:
+def test_an_unused_tensor_keeps_its_residual() -> None:
     residuals = {"version": 2, "local": {"w": {"0": torch.ones(10)}}, "aggregate": {}}
 
     def run(one: Synchronizer) -> list[torch.Tensor]:
@@ -230,7 +230,7 @@ def test_a_tensor_that_was_not_used_keeps_what_is_left_of_it() -> None:
             assert torch.equal(given, torch.full((10,), 2.0))  # of both ranks
 
 
-# -- group_ids --------------------------------------------------------------------------------------------------------
+# -- group_ids -----------------------------------------------------------------------------------------------------
 
 
 def test_groups_fill_in_the_given_order_key_by_key() -> None:

@@ -27,7 +27,7 @@ def engine_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith("gradwire-")}
 
 
-# -- graphs ---------------------------------------------------------------------------------------------------------
+# -- graphs --------------------------------------------------------------------------------------------------------
 
 
 def test_tasks_run_in_order_with_the_values_of_those_before_and_done_comes_last() -> None:
@@ -62,7 +62,7 @@ def test_sends_go_first_then_the_lowest_priority_number() -> None:
     assert ran == ["send early", "send middle", "send late", "early", "middle", "late"]
 
 
-# -- frames ---------------------------------------------------------------------------------------------------------
+# -- frames --------------------------------------------------------------------------------------------------------
 
 
 def test_every_field_of_the_key_tells_frames_apart() -> None:
@@ -161,7 +161,7 @@ def test_a_frame_that_is_not_admitted_ends_both_ends() -> None:
         assert made.engine.error is not None and made.engine.error.rank == 1
 
 
-# -- the end --------------------------------------------------------------------------------------------------------
+# -- the end -------------------------------------------------------------------------------------------------------
 
 
 def test_no_thread_is_left_after_close() -> None:
@@ -226,7 +226,7 @@ def test_closing_ends_threads_that_wait_for_a_graph() -> None:
     assert [type(error) for error in found] == [SyncError]
 
 
-# -- events ---------------------------------------------------------------------------------------------------------
+# -- events --------------------------------------------------------------------------------------------------------
 
 
 def test_what_happened_is_in_the_events() -> None:

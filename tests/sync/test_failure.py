@@ -168,7 +168,7 @@ def test_the_recorder_sees_the_moment_and_may_fail_itself(caplog: pytest.LogCapt
     assert state["sent_bytes"] == [0, 0]
 
 
-# -- peers that leave or stall --------------------------------------------------------------------------------------
+# -- peers that leave or stall -------------------------------------------------------------------------------------
 
 
 def test_a_peer_that_closed_before_sending_its_frame_is_an_error_at_once() -> None:

@@ -1,4 +1,4 @@
-"""Small compressed tensors travel in one message, and nothing else about them changes."""
+"""Fusion of small compressed tensors changes only how they travel."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def gradient(rank: int, step: int, name: str) -> torch.Tensor:
 
 
 def train(one: Synchronizer, together: bool, steps: int = 3, unused: str = "") -> dict[str, Any]:
-    """Means of the last step, residuals, and messages of all steps; one submission, or one a tensor."""
+    """Return means of the last step, residuals, and messages of all steps, with one submission or one per tensor."""
     frames = []
     one.events.listen(lambda event: frames.append(event.nbytes) if event.kind == "send" else None)
     for step in range(steps):
@@ -96,7 +96,7 @@ def test_which_tensors_are_fused() -> None:
     onebit = PlanEntry(make("onebit"), "scatter_reduce", 1, "error")
     assert is_fused(onebit, MAX_FUSED_ELEMENTS)
     assert not is_fused(onebit, MAX_FUSED_ELEMENTS + 1)
-    for other in ("none", "int8shared", "signsgd", "powersgd"):  # exact, summable, preliminary rounds, whole
+    for other in ("none", "int8shared", "signsgd", "powersgd"):  # exact, summable, preliminary rounds, full tensors
         assert not is_fused(PlanEntry(make(other)), 100)
     assert not is_fused(PlanEntry(make("onebit"), "ring", 1, "error"), 100)
     assert not is_fused(PlanEntry(make("onebit"), "scatter_reduce", 2, "error"), 100)

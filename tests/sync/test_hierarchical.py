@@ -1,4 +1,4 @@
-"""Hierarchical: what passes between nodes and what within, nodes of any sizes, and what it comes to without any."""
+"""Hierarchical: bytes within and between nodes, nodes of any size, and the special cases of one node or one rank."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def take_step(one: Synchronizer, step: int, *, used: bool = True, numel: int = N
 
 def held(one: Synchronizer) -> torch.Tensor:
     total = torch.zeros(NUMEL, dtype=torch.float64)
-    kept = one.residuals.total().get("w", np.zeros(0))  # up to the last element held
+    kept = one.residuals.total().get("w", np.zeros(0))  # up to the last element with a residual
     total[: kept.size] = torch.from_numpy(kept)
     return total
 
@@ -84,7 +84,7 @@ def test_nodes_of_any_shape_give_the_mean_to_all(nodes: Any, method: str, partit
 @pytest.mark.parametrize("nodes", NODES, ids=str)
 @pytest.mark.parametrize(("method", "options"), [("onebit", {}), ("topk", {"ratio": 0.05}), ("powersgd", {})])
 def test_nothing_is_lost_on_nodes_of_any_shape(nodes: Any, method: str, options: Any) -> None:
-    """Also where whole nodes, or some of their ranks, have not used the parameter (R10)."""
+    """Including nodes of which all or some ranks did not use the parameter (R10)."""
     steps = 12
 
     def used(rank: int, step: int) -> bool:
@@ -114,7 +114,7 @@ def test_a_parameter_that_no_rank_used_keeps_its_residuals() -> None:
 
 
 def test_integers_between_nodes_are_added_and_never_encoded_again() -> None:
-    """The mean is a whole number of the steps that the largest sum of a node gives, beyond what one payload holds."""
+    """The mean is an integer multiple of the quantization step, larger than one payload can hold."""
     numel, world_size = 1024, 4
     with ranks(world_size, plan(gw.make("int8shared", block=1024)), nodes=2) as group:
         means = group.each(lambda one: take_step(one, 0, numel=numel))
@@ -125,7 +125,7 @@ def test_integers_between_nodes_are_added_and_never_encoded_again() -> None:
     assert (levels - sum(sums).double() / (max(float(each.abs().max()) for each in sums) / 127)).abs().max() <= 2.001
 
 
-def test_on_one_node_all_is_dense() -> None:
+def test_everything_is_dense_on_one_node() -> None:
     with ranks(3, plan("onebit"), nodes=3) as group:
         means = group.each(lambda one: take_step(one, 0))
         (row,) = (one.report().tensors["w"] for one in group.synchronizers[:1])
@@ -134,7 +134,7 @@ def test_on_one_node_all_is_dense() -> None:
 
 
 @pytest.mark.parametrize("method", ["threelc", "int8shared"])
-def test_with_a_rank_a_node_it_is_scatter_reduce(method: str) -> None:
+def test_with_one_rank_per_node_it_is_scatter_reduce(method: str) -> None:
     found = []
     for strategy in ("hierarchical", "scatter_reduce"):
         with ranks(3, plan(method, strategy, 2), nodes=1) as group:
@@ -143,8 +143,8 @@ def test_with_a_rank_a_node_it_is_scatter_reduce(method: str) -> None:
     assert found[0] == found[1]
 
 
-def test_tensors_that_come_later_and_batches_go_the_same_way() -> None:
-    """One that is not registered before, and small ones that travel together."""
+def test_tensors_that_come_later_and_fused_ones_travel_too() -> None:
+    """One that was not registered, and small ones that are fused."""
 
     def run(one: Synchronizer) -> list[torch.Tensor]:
         one.begin_step()
@@ -162,6 +162,6 @@ def test_tensors_that_come_later_and_batches_go_the_same_way() -> None:
 SHAPES = {"w": (200, 100), "bias": (100,), "scale": (7,), "late": (150, 150)}
 
 
-def test_owners_lie_on_every_node_and_share_the_ranges() -> None:
+def test_every_node_has_owners_and_they_share_the_chunks() -> None:
     nodes = ((0, 2, 4), (1, 3))
     assert [owners_of(nodes, merger) for merger in range(5)] == [[0, 1], [0, 1], [2, 3], [2, 3], [1, 4]]

@@ -32,7 +32,7 @@ def gradient(name: str, rank: int, step: int) -> torch.Tensor:
 
 
 def run(one: Synchronizer, steps: range) -> dict[str, torch.Tensor]:
-    """Averages summed over the steps, by name."""
+    """Return the means summed over the steps, by name."""
     total = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     for step in steps:
         one.begin_step()
@@ -63,7 +63,7 @@ def test_all_ranks_have_the_same_and_dense_tensors_have_the_momentum_of_sgd() ->
             assert all(name in each for each in kept)
 
 
-def test_without_masking_what_is_not_sent_is_in_the_residuals() -> None:
+def test_without_masking_velocities_are_sent_or_in_the_residuals() -> None:
     with ranks(2, plan(masking=False)) as job:
         totals = job.each(lambda one: run(one, range(5)))
         kept = sum(one.residuals.total()["embed"] for one in job.synchronizers)
@@ -99,7 +99,7 @@ def test_a_resumed_job_goes_on_bit_for_bit_and_a_smaller_one_loses_no_velocity()
         np.testing.assert_allclose(velocity(fewer, name), velocity(states, name), atol=1e-6)
 
 
-def test_another_policy_forgets_the_velocities() -> None:
+def test_another_policy_deletes_the_velocities() -> None:
     with ranks(2, plan()) as job:
         job.each(lambda one: run(one, range(2)))
         job.each(lambda one: one.replan(Plan("topk", min_elements=1000)))
@@ -107,7 +107,7 @@ def test_another_policy_forgets_the_velocities() -> None:
         assert all("velocity" not in one.residuals.state_dict() for one in job.synchronizers)
 
 
-def test_what_is_compressed_travels_by_all_gather_and_small_dense_tensors_by_their_names() -> None:
+def test_compressed_tensors_travel_by_all_gather_and_small_dense_tensors_are_not_fused() -> None:
     entries = {name: plan().entry(name, TensorSpec(shape)) for name, shape in SHAPES.items()}
     assert {name: (each.strategy, each.batched) for name, each in entries.items()} == {
         "embed": ("allgather", False), "large": ("ring", False), "bias": ("scatter_reduce", False)

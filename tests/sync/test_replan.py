@@ -1,4 +1,4 @@
-"""Another plan while training: replicas stay identical, and nothing that residuals hold is lost."""
+"""Re-planning during training: replicas stay identical, and no residual is lost."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ def test_nothing_is_lost_from_plan_to_plan(world_size: int) -> None:
     produced = sum(
         gradient(rank, step).double() / world_size for rank in range(world_size) for step in range(4 * len(PLANS))
     )
-    # The last plan is dense: it has given out all that the others kept back.
+    # The last plan is dense: it has sent all residuals of the others.
     assert held == [False] * world_size
     assert torch.allclose(found[0][0], produced, rtol=0, atol=1e-4 * produced.abs().max().item())
 
 
-def test_a_dense_step_gives_out_what_was_kept_back_and_the_next_needs_no_residual() -> None:
+def test_a_dense_step_sends_the_residual_and_the_next_needs_none() -> None:
     def run(one: Synchronizer) -> list[bool]:
         take_step(one, 0)
         found = [one.residuals.holds("w")]
@@ -86,7 +86,7 @@ def test_a_dense_step_gives_out_what_was_kept_back_and_the_next_needs_no_residua
         assert group.each(run) == [[True, False, False, False]] * 2
 
 
-def test_ranks_that_go_on_with_different_plans_all_learn_of_it() -> None:
+def test_different_plans_raise_on_every_rank() -> None:
     def run(one: Synchronizer) -> None:
         take_step(one, 0)
         one.replan(plan("onebit" if one.rank else "topk", "ring"))
@@ -96,7 +96,7 @@ def test_ranks_that_go_on_with_different_plans_all_learn_of_it() -> None:
     assert all(isinstance(error, DisagreementError) for error in found)
 
 
-def test_not_in_the_middle_of_a_step() -> None:
+def test_replanning_in_the_middle_of_a_step_is_refused() -> None:
     def run(one: Synchronizer) -> None:
         one.begin_step()
         one.submit([GradientSlice("w", gradient(one.rank, 0))])
@@ -117,7 +117,7 @@ def test_a_plan_that_needs_what_there_is_not_is_refused() -> None:
         group.each(run)
 
 
-def test_small_tensors_may_leave_their_batch_and_come_back() -> None:
+def test_small_tensors_may_leave_their_fusion_group_and_come_back() -> None:
     small = ["a", "b", "c"]
 
     def run(one: Synchronizer) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Another number of ranks: what residuals of both roles hold is the same before and after."""
+"""Resuming with another number of ranks: the sum of residuals of both roles stays the same."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def jobs(draw: st.DrawFn) -> list[dict[str, Any]]:
 
 
 def total(states: list[dict[str, Any]]) -> dict[str, np.ndarray]:
-    """By parameter, the sum over ranks and roles."""
+    """Return the sum over ranks and roles by parameter."""
     sums = {name: np.zeros(size) for name, size in SIZES.items()}
     for state in states:
         residuals = Residuals()
@@ -71,7 +71,7 @@ def test_the_sum_over_ranks_and_roles_is_kept(states: list[dict[str, Any]], worl
 
 @settings(max_examples=20)
 @given(states=jobs())
-def test_as_many_ranks_keep_every_bit(states: list[dict[str, Any]]) -> None:
+def test_the_same_number_of_ranks_keeps_every_bit(states: list[dict[str, Any]]) -> None:
     for state, found in zip(states, resize_state(states, len(states)), strict=True):
         for role in ROLES:
             for name, pieces in state["residuals"][role].items():
@@ -103,7 +103,7 @@ def test_the_rule() -> None:
     assert before[0]["residuals"]["local"]["a"]["0"].tolist() == [1.0] * 12, "the input is not touched"
 
 
-def test_new_ranks_begin_with_no_residual_and_all_else_is_theirs() -> None:
+def test_new_ranks_begin_without_residuals_and_with_everything_else() -> None:
     states = job(3, loss_scale=8.0)
     for state in states:
         state["residuals"]["states"] = {"a": {"0:12": torch.ones(4)}}  # of powersgd: the same on all ranks
@@ -113,7 +113,7 @@ def test_new_ranks_begin_with_no_residual_and_all_else_is_theirs() -> None:
     assert new["loss_scale"] == 8.0
 
 
-def test_the_order_says_who_stays() -> None:
+def test_the_order_decides_which_ranks_stay() -> None:
     states = job(3)
     (state,) = resize_state([states[2], states[0], states[1]], 1)
     assert state["rank"] == 0
@@ -153,8 +153,8 @@ def gradient(phase: int, rank: int, step: int) -> torch.Tensor:
     ("method", "strategy", "partitions"),
     [("onebit", "scatter_reduce", 1), ("threelc", "scatter_reduce", 2), ("topk", "ring", 1), ("topk", "allgather", 1)],
 )
-def test_applied_and_kept_back_are_what_was_produced(method: str, strategy: str, partitions: int) -> None:
-    """4 → 3 → 4 ranks, each gradient divided by the ranks of its own time; then a dense step gives the rest out."""
+def test_produced_is_applied_plus_residuals(method: str, strategy: str, partitions: int) -> None:
+    """4 → 3 → 4 ranks, each gradient divided by the world size of its time; then a dense step sends all residuals."""
     applied, produced = torch.zeros(NUMEL, dtype=torch.float64), torch.zeros(NUMEL, dtype=torch.float64)
     states: list[dict[str, Any]] = []
 

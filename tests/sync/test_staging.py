@@ -1,4 +1,4 @@
-"""Staging on the CPU: in place where it can be, copied there and back where it cannot."""
+"""Staging: contiguous CPU tensors are used in place, others are copied to a flat buffer and back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gradwire.sync.staging import Staging
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 
 
-def test_a_contiguous_tensor_is_used_where_it_stands() -> None:
+def test_a_contiguous_tensor_is_used_in_place() -> None:
     tensor = torch.zeros(3, 4)
     staging = Staging([tensor])
     flat = staging.flat(0)
@@ -19,7 +19,7 @@ def test_a_contiguous_tensor_is_used_where_it_stands() -> None:
     assert tensor[1, 1] == 7, "before finish"
     tensor[0, 0] = 9
     staging.finish(staging.future(), None)
-    assert tensor[0, 0] == 9, "finish copies nothing over it"
+    assert tensor[0, 0] == 9, "finish does not overwrite it"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -33,7 +33,7 @@ def test_a_contiguous_tensor_is_used_where_it_stands() -> None:
         lambda base: base.permute(1, 0)[2:],
     ],
 )
-def test_a_strided_tensor_is_copied_there_and_back(strided: object, dtype: torch.dtype) -> None:
+def test_a_strided_tensor_is_copied_and_copied_back(strided: object, dtype: torch.dtype) -> None:
     base = torch.arange(30.0).view(5, 6).to(dtype)
     untouched = base.clone()
     tensor = strided(base)  # type: ignore[operator]
@@ -45,7 +45,7 @@ def test_a_strided_tensor_is_copied_there_and_back(strided: object, dtype: torch
     staging.finish(staging.future(), None)
     assert torch.equal(tensor, strided(untouched) + 50)  # type: ignore[operator]
     around = base - strided_mask(strided, base, 50)
-    assert torch.equal(around, untouched), "what lies between the strides is left alone"
+    assert torch.equal(around, untouched), "elements between the strides are not touched"
 
 
 def strided_mask(strided: object, base: torch.Tensor, value: float) -> torch.Tensor:

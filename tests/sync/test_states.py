@@ -1,4 +1,4 @@
-"""States that follow from the mean: the tables of lossless, at one step for all ranks, and saved."""
+"""States computed from the mean: the tables of lossless, which change in the same step on all ranks and are saved."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REFRESH = 3
 
 
 def gradients(rank: int, step: int) -> dict[str, torch.Tensor]:
-    """Nine in ten rows of an embedding are zeros."""
+    """Return gradients in which nine of ten rows of the embedding are zeros."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     embedding = torch.randn(SHAPES["embedding"], generator=generator)
     embedding *= torch.rand(400, 1, generator=generator) < 0.1
@@ -26,7 +26,7 @@ def gradients(rank: int, step: int) -> dict[str, torch.Tensor]:
 
 
 def train(one: Synchronizer, steps: range) -> list[dict[str, Any]]:
-    """Of each step the means, and the bytes that this rank has sent."""
+    """Return the means of each step, and the bytes that this rank sent."""
     sent: list[int] = []
     one.events.listen(lambda event: sent.append(event.nbytes) if event.kind == "send" else None)
     found = []
@@ -41,7 +41,7 @@ def train(one: Synchronizer, steps: range) -> list[dict[str, Any]]:
 
 
 def tables_of(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The table of each tensor, all of which travel whole."""
+    """Return the table of each tensor. All of them travel unsplit."""
     return {name: table for name, ranges in state["residuals"].get("states", {}).items() for table in ranges.values()}
 
 
@@ -104,7 +104,7 @@ def test_a_rank_with_another_table_gets_a_typed_error() -> None:
     assert all(isinstance(outcome, Exception) for outcome in outcomes)
 
 
-def test_a_step_that_is_not_finite_leaves_no_table() -> None:
+def test_a_nonfinite_step_leaves_no_table() -> None:
     def poisoned(one: Synchronizer) -> list[str]:
         grads = gradients(one.rank, 0)
         grads["embedding"][0, 0] = torch.inf
@@ -117,7 +117,7 @@ def test_a_step_that_is_not_finite_leaves_no_table() -> None:
         assert group.each(poisoned) == [[], []]
 
 
-def test_a_mean_that_is_all_but_zero_says_nothing_of_what_comes() -> None:
+def test_a_mean_of_mostly_zeros_gives_no_table() -> None:
     def begun(one: Synchronizer) -> list[str]:
         grads = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
         grads["embedding"][0] = gradients(one.rank, 0)["layer"].reshape(-1)[:100]
@@ -130,7 +130,7 @@ def test_a_mean_that_is_all_but_zero_says_nothing_of_what_comes() -> None:
         assert group.each(begun) == [[], []]
 
 
-def test_what_is_submitted_once_more_in_a_step_is_not_counted_again() -> None:
+def test_a_second_submission_in_a_step_is_not_counted() -> None:
     def tables(one: Synchronizer, times: int) -> dict[str, torch.Tensor]:
         one.begin_step()
         for again in range(times):

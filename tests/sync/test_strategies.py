@@ -1,4 +1,4 @@
-"""One suite over every strategy: real engines and real frames, a thread a rank."""
+"""One suite for all strategies: real engines and frames, one thread per rank."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def gradient(rank: int, step: int, numel: int, dtype: torch.dtype = torch.float3
 
 
 def run_steps(synchronizer: Synchronizer, steps: int, numel: int, dtype: torch.dtype = torch.float32) -> list[Any]:
-    """Average `steps` gradients; the means of all steps, and this rank's residual total."""
+    """Average `steps` gradients, and return the means."""
     means = []
     for step in range(steps):
         synchronizer.begin_step()
@@ -70,7 +70,7 @@ def run_2d(synchronizer: Synchronizer, steps: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("method", ["onebit", "threelc", "signsgd"])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_nothing_is_lost_in_300_steps(strategy: str, method: str, seed: int) -> None:
-    """Conservation: produced = applied + residuals of both roles, steps with a NaN and skipped steps included."""
+    """Conservation: produced = applied + residuals of both roles, including skipped steps and steps with a NaN."""
     world_size, numel, steps = 3, 5000, 300
     chosen = np.random.default_rng(seed)
     fate = chosen.choice(["take", "skip", "nan"], size=steps, p=[0.9, 0.06, 0.04])
@@ -113,7 +113,7 @@ def test_nothing_is_lost_in_300_steps(strategy: str, method: str, seed: int) -> 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_signs_are_those_of_the_majority(world_size: int) -> None:
-    """Every rank has one vote, whoever counts them and however large its gradient is; even votes are positive."""
+    """Each rank has one vote, independent of its gradient's size and of who counts. A tie is positive."""
     numel = 5000
     plan = Plan({"w": "signsgd"}, strategy="scatter_reduce", feedback="none")
     grads = [gradient(rank, 0, numel) * 10**rank for rank in range(world_size)]
@@ -133,7 +133,7 @@ def test_signs_are_those_of_the_majority(world_size: int) -> None:
 
 
 def test_without_the_aggregate_residual_most_of_the_gradient_is_lost() -> None:
-    """The test above can fail: with feedback switched off, far more than its tolerance is missing."""
+    """The test above can fail: without feedback, far more than its tolerance is missing."""
     world_size, numel, steps = 3, 5000, 100
 
     def run(one: Synchronizer) -> tuple[torch.Tensor, torch.Tensor]:
@@ -169,7 +169,7 @@ def test_every_element_type_travels(strategy: str, dtype: torch.dtype, method: s
 
 @pytest.mark.parametrize("numel", [1, 5, 1023, 1024, 1025, 3000])
 @pytest.mark.parametrize("strategy", NAMES)
-def test_tensors_smaller_than_the_ranks_need(strategy: str, numel: int) -> None:
+def test_tensors_with_fewer_elements_than_ranks(strategy: str, numel: int) -> None:
     with ranks(5, Plan({"w": "none"}, strategy=strategy)) as group:
         by_rank = group.each(lambda one: run_steps(one, 2, numel))
     exact = sum(gradient(rank, 1, numel) for rank in range(5)) / 5

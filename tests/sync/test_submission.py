@@ -1,4 +1,4 @@
-"""How submissions travel: small dense tensors of several in one message, and what goes first."""
+"""Submissions: small dense tensors of several share a message, and the order of priorities."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def gradient(rank: int, name: str) -> torch.Tensor:
 
 
 def run(one: Synchronizer, hold: bool) -> tuple[dict[str, torch.Tensor], list[bool], int]:
-    """Submit tensor by tensor; the means, which futures were open before the last submission, and messages sent."""
+    """Submit tensor by tensor. Return means, which futures were pending before the last one, and messages sent."""
     sent = []
     one.events.listen(lambda event: sent.append(event) if event.kind == "send" else None)
     grads = {name: gradient(one.rank, name) for name in SHAPES}
@@ -44,7 +44,7 @@ def test_held_tensors_travel_with_the_next_submission_that_does_not_hold() -> No
             mean = (gradient(0, name) + gradient(1, name)) / 2
             assert torch.allclose(grad, mean, atol=1e-6), name
     assert all(waiting == [True, False, True] for _, waiting, _ in found[True])
-    # Two ranks: a frame there and a frame back for the large tensor, and one message for all small ones, not three.
+    # Two ranks: the small tensors share one message in each direction instead of three.
     assert sum(messages for _, _, messages in found[True]) == sum(messages for _, _, messages in found[False]) - 2 * 2
 
 
@@ -65,7 +65,7 @@ def test_wait_sends_what_is_held() -> None:
 
 
 @pytest.mark.parametrize(("order", "earlier", "later"), [("backward", "w8", "w0"), ("forward", "w0", "w8")])
-def test_what_goes_first_where_much_is_ready(order: str, earlier: str, later: str) -> None:
+def test_which_tensor_is_encoded_first(order: str, earlier: str, later: str) -> None:
     names = [f"w{index}" for index in range(10)]
 
     def run(one: Synchronizer) -> list[str]:

@@ -1,4 +1,4 @@
-"""THC through the real strategies: integers all the way, and the same mean as if they had been added in one place."""
+"""THC with the real strategies: only integers are added, and the mean is that of a sum in one place."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def gradient(rank: int, step: int = 0, numel: int = NUMEL) -> torch.Tensor:
 
 
 def exact_mean(codec: gw.Compressor, world_size: int, num_chunks: int, grads: list[torch.Tensor]) -> torch.Tensor:
-    """The mean of one step, in 64-bit accumulators in one place, with the chunks of the strategy."""
+    """Return the mean of one step, computed in 64-bit accumulators in one place, with the chunks of the strategy."""
     mean = torch.empty(NUMEL)
     for chunk in split(NUMEL, num_chunks):
         spec, pieces = TensorSpec((chunk.count,)), [grad[chunk.slice] for grad in grads]
@@ -122,8 +122,8 @@ def test_accumulators_widen_from_hop_to_hop_of_a_ring(codec: gw.Compressor, accu
     assert sent == (world_size * (world_size - 1)) * stats + indices + accumulators + frames
 
 
-def test_ranks_with_other_tables_find_out_before_anything_is_sent() -> None:
-    """Equal options are not enough: tables are found, and a large one may come from a disk."""
+def test_different_tables_are_found_before_anything_is_sent() -> None:
+    """Equal options are not enough: tables are the result of a search, and a large one may come from disk."""
 
     class Other(THC):
         def table(self, world_size: int) -> Table:
@@ -144,8 +144,8 @@ def test_ranks_that_did_not_use_a_parameter_are_not_counted() -> None:
     codecs = []
     for rank, flag in enumerate(used):
         values = gradient(rank) if flag else torch.zeros(NUMEL)
-        item = TensorJob("w", 0, values, PlanEntry(codec, feedback="none"), 0, 1, used=flag)
-        codecs.append(make_codec(item, Residuals(), rank, 3, seed=SEED))
+        job = TensorJob("w", 0, values, PlanEntry(codec, feedback="none"), 0, 1, used=flag)
+        codecs.append(make_codec(job, Residuals(), rank, 3, seed=SEED))
     statistics = [each.stats(chunk) for each in codecs]
     for each in codecs:
         each.reduce_stats(chunk, statistics)
@@ -156,7 +156,7 @@ def test_ranks_that_did_not_use_a_parameter_are_not_counted() -> None:
 
 @pytest.mark.parametrize("strategy", ["scatter_reduce", "ring", "hierarchical"])
 def test_nothing_is_lost_in_a_hundred_steps(strategy: str) -> None:
-    """Produced = applied + what residuals hold, with a rank that leaves the parameter out now and then."""
+    """Produced = applied + residuals, with ranks that do not use the parameter in some steps."""
     world_size, numel = 4, 3000
 
     def run(one: Synchronizer) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -185,7 +185,7 @@ def test_nothing_is_lost_in_a_hundred_steps(strategy: str) -> None:
 
 
 def test_eight_bits_travel_back_at_eight_ranks() -> None:
-    """Half a byte an element to whoever adds, a byte back: the paper's 8 times and 4 times less."""
+    """Half a byte per element to the owner, one byte back: 8 times and 4 times less, as in the paper."""
     codec, spec = gw.make("thc"), TensorSpec((1 << 20,))
     there = codec.max_encoded_bytes(spec) - 4 * (1 << 10)  # norms travel in the preliminary round
     back = codec.accumulator_size(spec) * codec.accumulator_dtype(8).itemsize - 1

@@ -1,4 +1,4 @@
-"""The warm-up: after it, no step of a plan compiles (or loads from the cache) any kernel."""
+"""Warm-up: after it, no step of a plan compiles a kernel or loads one from the cache."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHAPE = (50, 100)
 
 
 def aux(dtype: torch.dtype) -> Any:
-    """What compressors that look at the optimizer get: all ones."""
+    """Return a function for `aux` whose tensors are all ones."""
 
     def slices(name: str, elements: ElementRange) -> dict[str, torch.Tensor]:
         ones = torch.ones(elements.count, dtype=dtype)
@@ -40,7 +40,7 @@ def aux(dtype: torch.dtype) -> Any:
 
 
 def kernels() -> dict[str, Dispatcher]:
-    """Every function that Numba compiles when it is first called with new types, by name."""
+    """Return all functions that Numba compiles on the first call with new types, by name."""
     modules = [import_module(f"{cpu.__name__}.{found.name}") for found in pkgutil.iter_modules(cpu.__path__)]
     return {
         f"{value.__module__}.{value.__name__}": value
@@ -56,7 +56,7 @@ def compiled() -> set[tuple[str, Any]]:
 
 @pytest.fixture
 def fresh() -> None:
-    """As in a new process: kernels forget what other tests had compiled, and find it again in the cache on disk."""
+    """Unload all compiled kernels, as in a new process. They are loaded again from the cache on disk."""
     for kernel in kernels().values():
         kernel._reset_overloads()
     assert not compiled()
@@ -90,7 +90,7 @@ def test_after_the_warm_up_a_step_compiles_nothing(method: str, options: Any, dt
 @pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_latecomers_and_16_bit_accumulators_compile_nothing_either(dtype: torch.dtype) -> None:
-    """What only some steps need, at a width that only some groups need."""
+    """Kernels that only some steps need, at a width that only some groups need."""
 
     def step(one: Synchronizer) -> None:
         one.register({"w": TensorSpec(SHAPE, dtype)})
