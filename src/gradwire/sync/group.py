@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from gradwire.core.errors import AttachError
+from gradwire.core.torch_private import group_store
 
 _numbers: Counter[tuple[str, int]] = Counter()
 
@@ -45,8 +46,7 @@ class GroupInfo:
             )
         group = group or dist.group.WORLD
         assert group is not None
-        store = dist.distributed_c10d._get_process_group_store(group)  # no public way to a group's store
-        return cls(dist.get_rank(group), dist.get_world_size(group), store, group.group_name)
+        return cls(dist.get_rank(group), dist.get_world_size(group), group_store(group), group.group_name)
 
     def next_number(self) -> int:
         """Return the next number of a synchronizer in the group. All ranks make the same ones, so it is the same."""
