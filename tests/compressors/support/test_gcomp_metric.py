@@ -6,7 +6,7 @@ Exact and truncated gradients go to two copies of the optimizer; what they make 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from benchmarks.papers.gcomp.hops import updated
 from torch import nn
 
 import gradwire.compressors as compressors
-from gradwire.compressors.support.gcomp_metric import RULES, delta, guard
+from gradwire.compressors.support.gcomp_metric import RULES, guard
 from gradwire.core.context import Context
 from gradwire.core.spec import ElementRange, TensorSpec
 from gradwire.ddp.optimizer_state import OptimizerState
@@ -37,6 +37,44 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 STATELESS = ("sgd", "sgd, decay")
 each_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
+
+
+def delta(
+    name: str,
+    grad: np.ndarray,
+    parameter: np.ndarray,
+    state: Mapping[str, np.ndarray],
+    group: Mapping[str, Any],
+    steps: int = 0,
+) -> np.ndarray:
+    """Compute the metric in float64. `kernels.update_limits` computes δ · |grad| in float32.
+
+    Args:
+        name: Class name of the optimizer, one of `RULES`.
+        grad: N elements of the mean over ranks, without a loss scale.
+        parameter: N elements.
+        state: State of the parameter in the optimizer.
+        group: Parameter group with its hyperparameters.
+        steps: Number of steps that the optimizer has taken.
+
+    Returns:
+        δ ≥ 0 for each element; infinite if the gradient is 0 or has no effect, 0 if nothing is known.
+    """
+    rule = RULES[name]
+    numbers, names = rule.numbers(group, steps), (rule.first(group), rule.second(group))
+    if numbers is None or any(each and each not in state for each in names):
+        return np.zeros(grad.size)
+    keep, decay, pull, pull_over, direct, through, spread, eps = numbers
+    theta = parameter.astype(np.float64)
+    m = state[names[0]].astype(np.float64) if names[0] else np.zeros(theta.size)
+    with np.errstate(all="ignore"):
+        D = np.sqrt(state[names[1]].astype(np.float64) * spread) + eps if names[1] else np.ones(theta.size)
+        kept = np.fmax(keep - decay / D, 0)
+        pulled = np.fmax(np.sign(theta) * m * (pull + pull_over / D), 0)
+        base = np.fmax(np.abs(theta) * kept - pulled, 0)
+        gain = direct / D + through * np.abs(m) / D**2
+        found: np.ndarray = base / (gain * np.abs(grad.astype(np.float64)))
+    return np.where(np.isnan(found), 0.0, found)
 
 
 class Job:

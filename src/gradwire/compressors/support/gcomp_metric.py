@@ -26,8 +26,6 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
-
 SLACK = 17 / 16
 """Factor of W · 2ⁿ that covers rounding in float32 arithmetic between a gradient and its parameter."""
 
@@ -157,41 +155,3 @@ RULES: dict[str, Rule] = {
 def guard(num_encodes: int) -> float:
     """Lower limit of δ in units of 2ⁿ, if `num_encodes` encodes on the path of an element truncate."""
     return num_encodes * SLACK
-
-
-def delta(
-    name: str,
-    grad: np.ndarray,
-    parameter: np.ndarray,
-    state: Mapping[str, np.ndarray],
-    group: Mapping[str, Any],
-    steps: int = 0,
-) -> np.ndarray:
-    """Compute the metric in float64. `kernels.update_limits` computes δ · |grad| in float32.
-
-    Args:
-        name: Class name of the optimizer, one of `RULES`.
-        grad: N elements of the mean over ranks, without a loss scale.
-        parameter: N elements.
-        state: State of the parameter in the optimizer.
-        group: Parameter group with its hyperparameters.
-        steps: Number of steps that the optimizer has taken.
-
-    Returns:
-        δ ≥ 0 for each element; infinite if the gradient is 0 or has no effect, 0 if nothing is known.
-    """
-    rule = RULES[name]
-    numbers, names = rule.numbers(group, steps), (rule.first(group), rule.second(group))
-    if numbers is None or any(each and each not in state for each in names):
-        return np.zeros(grad.size)
-    keep, decay, pull, pull_over, direct, through, spread, eps = numbers
-    theta = parameter.astype(np.float64)
-    m = state[names[0]].astype(np.float64) if names[0] else np.zeros(theta.size)
-    with np.errstate(all="ignore"):
-        D = np.sqrt(state[names[1]].astype(np.float64) * spread) + eps if names[1] else np.ones(theta.size)
-        kept = np.fmax(keep - decay / D, 0)
-        pulled = np.fmax(np.sign(theta) * m * (pull + pull_over / D), 0)
-        base = np.fmax(np.abs(theta) * kept - pulled, 0)
-        gain = direct / D + through * np.abs(m) / D**2
-        found: np.ndarray = base / (gain * np.abs(grad.astype(np.float64)))
-    return np.where(np.isnan(found), 0.0, found)
