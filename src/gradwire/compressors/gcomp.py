@@ -18,7 +18,6 @@ Source: GCOMP (SoCC 2024). Differences: those of `support.gcomp_metric` and `sup
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -69,19 +68,13 @@ class GComp(FloatPacking):
         """None: subnormal numbers may be cut to zero."""
         return None
 
-    def decode(
-        self,
-        payload: Payload,
-        ctx: Context,
-        out: torch.Tensor | None = None,
-        accumulate: bool = False,
-        stats: Sequence[np.ndarray] = (),
-    ) -> torch.Tensor:
-        """Unpack the elements, or add them."""
+    def _elements(
+        self, payload: Payload, ctx: Context, dtype: torch.dtype, target: np.ndarray, fits: bool = False
+    ) -> np.ndarray:
         if not payload.nonfinite:
-            return super().decode(payload, ctx, out, accumulate)
+            return super()._elements(payload, ctx, dtype, target, fits)
         self._expect_bytes(payload, 0)
-        return self._output(ctx, out).fill_(torch.nan)
+        return as_array(torch.full((target.size,), torch.nan, dtype=dtype))
 
     def _pack(self, x: np.ndarray, dtype: torch.dtype, scale: float, ctx: Context) -> tuple[Payload, np.ndarray]:
         clipped = self.clipped or bool(ctx.aux.get("clipped", False))

@@ -79,27 +79,31 @@ class NoCompression(Compressor):
     ) -> torch.Tensor:
         """Copy the elements, or add them; to add, `out` may also be float64."""
         out = self._output(ctx, out)
-        elements = self._elements(payload, ctx, out)
+        dtype, target = out.dtype if ctx.spec is None else ctx.spec.dtype, as_array(out)
+        elements = self._elements(payload, ctx, dtype, target, fits=out.dtype == dtype and not accumulate)
         if accumulate:
-            add(elements, as_array(out))
-        else:
-            convert(elements, as_array(out), 1.0)
+            add(elements, target)
+        elif elements is not target:
+            convert(elements, target, 1.0)
         return out
 
     def decode_sum(
         self, payloads: Sequence[Payload], ctxs: Sequence[Context], out: torch.Tensor, stats: Sequence[np.ndarray] = ()
     ) -> torch.Tensor:
         """Add the elements of all ranks; `out` may also be float64."""
-        ranks = [
-            self._elements(payload, ctx, self._output(ctx, out)) for payload, ctx in zip(payloads, ctxs, strict=True)
-        ]
+        ranks = []
+        for payload, ctx in zip(payloads, ctxs, strict=True):
+            dtype, target = out.dtype if ctx.spec is None else ctx.spec.dtype, as_array(self._output(ctx, out))
+            ranks.append(self._elements(payload, ctx, dtype, target))
         write_sum(ranks, as_array(out))
         return out
 
-    def _elements(self, payload: Payload, ctx: Context, out: torch.Tensor) -> np.ndarray:
-        dtype = out.dtype if ctx.spec is None else ctx.spec.dtype
-        body = self._expect_bytes(payload, out.numel() * dtype.itemsize)
-        return Reader(body).array(ARRAY_DTYPES[dtype], out.numel())
+    def _elements(
+        self, payload: Payload, ctx: Context, dtype: torch.dtype, target: np.ndarray, fits: bool = False
+    ) -> np.ndarray:
+        """Elements of a payload of untrusted bytes, as many as `target` has; may be `target` itself if it `fits`."""
+        body = self._expect_bytes(payload, target.size * dtype.itemsize)
+        return Reader(body).array(ARRAY_DTYPES[dtype], target.size)
 
     def _pack(self, x: np.ndarray, dtype: torch.dtype, scale: float, ctx: Context) -> tuple[Payload, np.ndarray]:
         """Payload of scale · x, and the elements that it decodes to."""

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import struct
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -26,11 +25,11 @@ import torch
 from gradwire.compressors.base import Compressor, FeedbackName, StatefulCompressor, StateSource
 from gradwire.compressors.base.array import expect, scratch
 from gradwire.compressors.base.options import integer
-from gradwire.compressors.none import ARRAY_DTYPES, NoCompression, add, convert
+from gradwire.compressors.none import ARRAY_DTYPES, NoCompression, convert
 from gradwire.compressors.support import exponent_prior
 from gradwire.core.context import Context
 from gradwire.core.errors import OptionError, PayloadError
-from gradwire.core.spec import ELEMENT_TYPES, TensorSpec, as_array
+from gradwire.core.spec import ELEMENT_TYPES, TensorSpec
 from gradwire.kernels import active as kernels
 from gradwire.kernels.float_format import FORMATS
 from gradwire.kernels.prefix_code import ESCAPE, NUM_SYMBOLS, RAW_BITS, SERIAL_BYTES, PrefixCode, code_of_bytes
@@ -114,30 +113,14 @@ class FloatPacking(NoCompression, StatefulCompressor):
 
     # -- unpacking -------------------------------------------------------------------------------------------
 
-    def decode(
-        self,
-        payload: Payload,
-        ctx: Context,
-        out: torch.Tensor | None = None,
-        accumulate: bool = False,
-        stats: Sequence[np.ndarray] = (),
-    ) -> torch.Tensor:
-        """Unpack the elements, or add them; to add, `out` may also be float64."""
-        out = self._output(ctx, out)
-        dtype = out.dtype if ctx.spec is None else ctx.spec.dtype
-        target = as_array(out)
-        if out.dtype == dtype and not accumulate:
-            self._unpack(payload, dtype, target, ctx)
-            return out
-        elements = scratch(out.numel() * dtype.itemsize).view(ARRAY_DTYPES[dtype])
-        self._unpack(payload, dtype, elements, ctx)
-        if accumulate:
-            add(elements, target)
-        else:
-            convert(elements, target, 1.0)
-        return out
-
     decode_sum = Compressor.decode_sum
+
+    def _elements(
+        self, payload: Payload, ctx: Context, dtype: torch.dtype, target: np.ndarray, fits: bool = False
+    ) -> np.ndarray:
+        elements = target if fits else scratch(target.size * dtype.itemsize).view(ARRAY_DTYPES[dtype])
+        self._unpack(payload, dtype, elements, ctx)
+        return elements
 
     def _unpack(self, payload: Payload, dtype: torch.dtype, elements: np.ndarray, ctx: Context) -> None:
         """Decode a body of untrusted bytes into `elements`."""
