@@ -15,8 +15,8 @@ import pytest
 from gradwire.aggregator.packet import SERVER, PacketKind, unpack
 from gradwire.aggregator.session import Operation, SessionConfig, Stream
 from gradwire.core.errors import SyncError
-from gradwire.simulate.datagrams import Faults
 from tests.schedules import campaign, jobs
+from tests.schedules.datagrams import Faults
 
 ROUNDS = (3, 4, 7)
 HARSH = Faults(loss=0.1, duplicate=0.1, truncate=0.05, corrupt=0.05, spread=0.01)

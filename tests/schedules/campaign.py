@@ -18,8 +18,8 @@ from typing import Annotated
 
 import typer
 
-from gradwire.simulate.datagrams import Faults
 from tests.schedules import jobs
+from tests.schedules.datagrams import Faults
 
 LOSSES = (0.0, 0.001, 0.01, 0.05, 0.2, 0.5)
 LIMIT_SECONDS = 10_000.0  # of virtual time

@@ -7,7 +7,7 @@ import numpy as np
 
 from gradwire.aggregator.session import IndexTable, Operation, SessionConfig, Stream
 from gradwire.kernels import reference
-from gradwire.simulate.aggregation import AggregationSimulation
+from tests.schedules.simulation import AggregationSimulation
 
 WIDE = IndexTable(4, tuple(2 * value for value in range(16)), 16)
 NARROW = IndexTable(2, (0, 3, 8, 15), 8)

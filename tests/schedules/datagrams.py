@@ -1,7 +1,7 @@
-"""A network of datagrams in virtual time that loses, repeats, reorders, cuts and damages them, by a seed.
+"""A seeded datagram network in virtual time that loses, duplicates, reorders, truncates and corrupts datagrams.
 
-Guarantees: the same seed and the same calls give the same schedule; what was done to datagrams is counted, so that
-what the ends count can be held against it. No threads, no sockets, no clock.
+The same seed and the same calls give the same schedule. Faults are counted, so that tests can compare them with the
+counters of both ends. No threads, no sockets, no clock.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class Faults:
-    """What happens to datagrams: a probability each, independent.
+    """Independent probabilities of faults, and the speed of the network.
 
     Attributes:
-        loss: never arrives.
-        duplicate: arrives twice.
-        truncate: arrives without its end.
-        corrupt: arrives with a bit flipped.
-        delay: seconds that each takes.
-        spread: seconds that it may take in addition, each of its own: so they overtake each other.
-        rate: bytes a second that a receiver takes; None for any number.
-        buffer_bytes: that may wait for a receiver; what comes on top of them is lost.
+        loss: Probability that a datagram never arrives.
+        duplicate: Probability that it arrives twice.
+        truncate: Probability that it arrives without its end.
+        corrupt: Probability that it arrives with a flipped bit.
+        delay: Seconds that every datagram takes.
+        spread: Most additional seconds, drawn per datagram, so that datagrams overtake each other.
+        rate: Bytes per second that a receiver takes; None for no limit.
+        buffer_bytes: Bytes that may wait for a receiver. Further datagrams are lost.
     """
 
     loss: float = 0.0
@@ -49,17 +49,17 @@ class DatagramArrival(NamedTuple):
 
 
 class DatagramNetwork:
-    """Datagrams under way.
+    """Datagrams in flight.
 
     Args:
-        faults: may be replaced at any time.
-        seed: of all that is random.
+        faults: Faults of the network; may be replaced at any time.
+        seed: Seed of everything random.
 
     Attributes:
-        now: virtual time, in seconds.
-        done: what was done: "sent", "lost", "overflowed", "duplicated", "truncated", "corrupted".
-        delivered: what has arrived, by receiver.
-        damaged: of that, truncated or corrupted, by receiver.
+        now: Virtual time in seconds.
+        done: Counts of "sent", "lost", "overflowed", "duplicated", "truncated" and "corrupted".
+        delivered: Number of datagrams that arrived, by receiver.
+        damaged: Number of those that were truncated or corrupted, by receiver.
     """
 
     def __init__(self, faults: Faults, seed: int) -> None:
@@ -69,12 +69,12 @@ class DatagramNetwork:
         self.delivered: Counter[int] = Counter()
         self.damaged: Counter[int] = Counter()
         self._rng = random.Random(seed)
-        self._under_way: list[DatagramArrival] = []
+        self._in_flight: list[DatagramArrival] = []
         self._free_at: dict[int, float] = {}
         self._order = 0
 
     def send(self, receiver: int, datagram: bytes) -> None:
-        """Put a datagram on its way."""
+        """Send a datagram."""
         self.done["sent"] += 1
         if self._rng.random() < self.faults.loss:
             self.done["lost"] += 1
@@ -85,12 +85,12 @@ class DatagramNetwork:
             self._put(receiver, bytes(datagram))
 
     def next_arrival(self) -> float | None:
-        """When the next datagram arrives."""
-        return self._under_way[0].time if self._under_way else None
+        """Time of the next arrival; None if nothing is in flight."""
+        return self._in_flight[0].time if self._in_flight else None
 
     def receive(self) -> DatagramArrival:
-        """Take the next datagram; time goes on to its arrival."""
-        arrival = heapq.heappop(self._under_way)
+        """Receive the next datagram and advance the time to its arrival."""
+        arrival = heapq.heappop(self._in_flight)
         self.now = max(self.now, arrival.time)
         self.delivered[arrival.receiver] += 1
         self.damaged[arrival.receiver] += arrival.damaged
@@ -117,4 +117,4 @@ class DatagramNetwork:
             time = self._free_at[receiver] = begins + len(datagram) / self.faults.rate
         data = self._damage(datagram)
         self._order += 1
-        heapq.heappush(self._under_way, DatagramArrival(time, self._order, receiver, data, data is not datagram))
+        heapq.heappush(self._in_flight, DatagramArrival(time, self._order, receiver, data, data is not datagram))

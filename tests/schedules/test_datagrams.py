@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradwire.simulate.datagrams import DatagramArrival, DatagramNetwork, Faults
+from tests.schedules.datagrams import DatagramArrival, DatagramNetwork, Faults
 
 FAULTS = Faults(loss=0.2, duplicate=0.2, truncate=0.1, corrupt=0.1, spread=0.01)
 

@@ -1,8 +1,8 @@
-"""Aggregation rounds of many workers in virtual time: the product's own state machines over a `DatagramNetwork`.
+"""Aggregation rounds of many workers in virtual time: the real state machines over a `DatagramNetwork`.
 
-Guarantees: nothing of the protocol is modeled. What runs are `AggregatorStateMachine` and `WorkerStateMachine`, with
-packed bytes between them. Every worker takes part in all rounds, one after another, all streams of a round together. A
-restart of the server loses all that it had, and tells every worker its new epoch at once, as a connection does.
+Nothing of the protocol is modeled: `AggregatorStateMachine` and `WorkerStateMachine` exchange packed bytes. Every worker
+takes part in all rounds, one after another, with all streams of a round at once. A restart of the server loses its
+state, and every worker learns the new epoch at once, as it does from a connection.
 """
 # Shapes: W = workers, P = elements of a stream
 
@@ -23,23 +23,23 @@ from gradwire.aggregator.server import EVERYONE, AggregatorStateMachine, PacketT
 from gradwire.aggregator.session import SessionConfig
 from gradwire.aggregator.worker import WorkerStateMachine
 from gradwire.core.errors import FrameError, SyncError
-from gradwire.simulate.datagrams import DatagramNetwork, Faults
 from gradwire.wire.frame import FrameFlags
+from tests.schedules.datagrams import DatagramNetwork, Faults
 
 Payloads = Callable[[int, int, int], np.ndarray | None]
-"""What a worker contributes: from its number, the round and the stream."""
+"""Payload of a worker, by worker, round and stream."""
 
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """What one worker has got of one stream in one round."""
+    """Result of one worker for one stream of one round."""
 
     lanes: np.ndarray
     reply: Reply
 
 
 class _Worker:
-    """A worker and where it stands."""
+    """A worker and its progress."""
 
     def __init__(self, terms: SessionConfig, worker: int, window: int, seed: int) -> None:
         self.end = WorkerStateMachine(terms, worker, Window(window, random.Random(seed)))
@@ -53,20 +53,20 @@ class AggregationSimulation:
     """One run.
 
     Args:
-        terms: of the job.
-        payloads: what is contributed.
-        rounds: their numbers, going up.
-        faults: of the network.
-        seed: of all that is random.
-        window: packets under way for each worker.
-        pace: seconds that a worker computes before a round, from its number and the round's place.
-        timeout: seconds of virtual time for each submission.
+        terms: Session config of the job.
+        payloads: Contributions of the workers.
+        rounds: Numbers of the rounds, ascending.
+        faults: Faults of the network.
+        seed: Seed of everything random.
+        window: Packets in flight per worker.
+        pace: Seconds that a worker computes before a round, by worker and index of the round.
+        timeout: Seconds of virtual time per submission.
 
     Attributes:
-        results: what each worker got, by (worker, round, stream).
-        aggregator: the server in its present life.
-        network: the network.
-        server_counters: of all lives of the server.
+        results: Results by (worker, round, stream).
+        aggregator: Current incarnation of the server.
+        network: The network.
+        server_counters: Packet counters of each incarnation of the server.
     """
 
     def __init__(
@@ -86,14 +86,14 @@ class AggregationSimulation:
 
     @property
     def worker_counters(self) -> list[PacketCounters]:
-        """Of each worker."""
+        """Packet counters of each worker."""
         return [worker.end.counters for worker in self._workers]
 
     def run(self, until: float = math.inf) -> bool:
-        """Go on until all workers have all results, or to a time; whether all have.
+        """Run until all workers have all results, or until a time. Returns whether all have.
 
         Raises:
-            SyncError: a worker has given up.
+            SyncError: A worker gave up, or nothing is left to happen.
         """
         while not all(worker.round == len(self._rounds) for worker in self._workers):
             due = min(self._due(worker) for worker in self._workers)
@@ -103,7 +103,7 @@ class AggregationSimulation:
                 self.network.now = until
                 return False
             if time == math.inf:
-                raise SyncError("Expected something to happen, got a network at rest: the protocol is stuck.")
+                raise SyncError("No packet is in flight and no deadline is set: the protocol is stuck.")
             if arrival is not None and arrival <= due:
                 self._deliver()
             else:
@@ -114,7 +114,7 @@ class AggregationSimulation:
         return True
 
     def restart(self) -> None:
-        """Kill the server, and start another in its place."""
+        """Kill the server and start a new incarnation."""
         self.aggregator = AggregatorStateMachine(self.terms, self.aggregator.epoch + 1)
         self.aggregator.resumed = True
         self.server_counters.append(self.aggregator.counters)
