@@ -7,10 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from gradwire.simulate.plots import _COLORS as COLORS
-from gradwire.simulate.plots import _STYLE as STYLE
+from gradwire.simulate.plots import COLORS, DENSE, STYLE
 
-DENSE = "#3e4c59"
 __all__ = ["COLORS", "DENSE", "STYLE", "bar_places", "figure", "legend_below", "plain_numbers"]
 
 

@@ -26,8 +26,9 @@ from gradwire import planner
 from gradwire.planner import PlanTable
 from gradwire.planner.costs import FREE, CodecCosts, Costs, LinearCost, LinkCosts
 from gradwire.planner.fidelity import EVERYWHERE, FEW_ENCODES, RankedCompressor, methods
-from gradwire.simulate import Cluster, Compute, SimulatedGradient, gradients_of, models, step
+from gradwire.simulate import Cluster, Compute, SimulatedGradient, SimulatedModel, models, step
 from gradwire.simulate.machine import machine_costs
+from gradwire.sync.plan import Plan
 from gradwire.tuning.auto import MIN_GAIN, MIN_PLAN_GAIN
 from gradwire.tuning.candidates import NATIVE, NATIVE_FP16, Candidate
 
@@ -87,7 +88,7 @@ def native_step(gradients: Sequence[SimulatedGradient], cluster: Cluster, dtype:
         )
         for index, bucket in enumerate(buckets_of(gradients))
     ]
-    return step(whole, "none", cluster, costs, COMPUTE, strategy="ring").seconds
+    return step(SimulatedModel(whole, COMPUTE), Plan("none", strategy="ring"), cluster, costs).seconds
 
 
 def plan_of(
@@ -118,7 +119,8 @@ def decide(predicted: dict[Candidate, float], simulated: dict[Candidate, float])
 def cell(machine: str, costs: Costs, allowed: Sequence[RankedCompressor], name: str, ranks: int, rate: float) -> Cell:
     """All ways of one model on one cluster."""
     cluster = Cluster(ranks, replace(link(), rate_bits=rate))
-    gradients = gradients_of(models.get(name), COMPUTE.backward_seconds)
+    model = SimulatedModel.of(models.get(name), COMPUTE, BUCKET_BYTES)
+    gradients = model.gradients
     simulated = {
         NATIVE: native_step(gradients, cluster, torch.float32),
         NATIVE_FP16: native_step(gradients, cluster, torch.float16),
@@ -132,8 +134,7 @@ def cell(machine: str, costs: Costs, allowed: Sequence[RankedCompressor], name: 
     if not table.native:
         planned = Candidate.of(table)
         predicted[planned] = table.step
-        found = step(gradients, table.plan(), cluster, costs, COMPUTE, bucket_bytes=BUCKET_BYTES)
-        simulated[planned] = found.seconds
+        simulated[planned] = step(model, table.plan(), cluster, costs).seconds
     way = decide(predicted, simulated)
     dense = min(simulated[NATIVE], simulated[NATIVE_FP16])
     return Cell(

@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from gradwire.core.spec import TensorSpec
 from gradwire.planner.costs import Costs, LinearCost
-from gradwire.simulate import Cluster, Compute, SimulatedGradient, SimulatedLink, StepResult, step
+from gradwire.simulate import Cluster, SimulatedGradient, SimulatedLink, SimulatedModel, StepResult, step
 from gradwire.sync.job import RANGE_ALIGNMENT
 from gradwire.sync.plan import Plan
 from gradwire.sync.synchronizer import GradientSlice, Synchronizer
@@ -180,7 +180,7 @@ def calibrate(measured: list[Measured], known: Costs, ranks: int, rate_bits: flo
     def simulated(steps: Measured, **values: float) -> StepResult:
         trial = found._replace(**values)
         cluster = trial.cluster(ranks, rate_bits, cores)
-        return step([steps.gradient], steps.plan, cluster, trial.costs(known), Compute())
+        return step(SimulatedModel([steps.gradient]), steps.plan, cluster, trial.costs(known))
 
     def time_of(steps: Measured, name: str, value: float) -> float:
         return simulated(steps, **{name: value}).seconds

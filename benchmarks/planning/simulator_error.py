@@ -28,7 +28,7 @@ from benchmarks.ranks import say
 from gradwire.core.spec import TensorSpec
 from gradwire.lab import Lab
 from gradwire.lab.units import parse_rate
-from gradwire.simulate import Compute, SimulatedGradient, step
+from gradwire.simulate import Compute, SimulatedGradient, SimulatedModel, step
 from gradwire.simulate.machine import machine_costs
 from gradwire.sync.plan import Plan
 from gradwire.sync.synchronizer import GradientSlice, Synchronizer
@@ -124,7 +124,8 @@ def simulate(ranks: int, rate: str, method: str, strategy: str, found: Calibrati
     """Seconds of the same step."""
     cluster = found.cluster(ranks, rate_bits(rate), os.cpu_count() or 1)
     costs = found.costs(machine_costs([*METHODS]))
-    return step(GRADIENTS, method, cluster, costs, Compute(0.0, BACKWARD_SECONDS), strategy=strategy).seconds
+    model = SimulatedModel(GRADIENTS, Compute(backward_seconds=BACKWARD_SECONDS))
+    return step(model, Plan(method, strategy=strategy), cluster, costs).seconds
 
 
 def compare(ranks: int, rate: str, methods: list[str]) -> list[Comparison]:

@@ -9,7 +9,7 @@ from benchmarks.planning.calibration import Calibration, Measured
 from benchmarks import runner
 from gradwire.bench.records import read_figures
 from gradwire.planner.costs import LinearCost
-from gradwire.simulate import Compute, step
+from gradwire.simulate import SimulatedModel, step
 from tests.simulate.costs import costs
 
 RANKS, RATE, CORES = 4, 1e8, 2
@@ -22,7 +22,7 @@ def lab(known: Calibration) -> list[Measured]:
     for kind in (("ring", 4096), ("ring", 1 << 19), ("allgather", 1 << 19)):
         steps = Measured(*kind, 0.0, 0.0, 0.0)
         cluster = known.cluster(RANKS, RATE, CORES)
-        result = step([steps.gradient], steps.plan, cluster, known.costs(KNOWN), Compute())
+        result = step(SimulatedModel([steps.gradient]), steps.plan, cluster, known.costs(KNOWN))
         found.append(
             replace(steps, seconds=result.seconds, processes=result.processor_seconds, busy=result.processor_seconds)
         )

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from gradwire.core.errors import UnknownNameError
 from gradwire.planner.closed_forms import FORMS, Leg, native_seconds, route
 from gradwire.planner.costs import FREE, CodecCosts, Costs, LinearCost, LinkCosts
-from gradwire.simulate.cluster import Cluster, SimulatedLink
-from gradwire.simulate.step import SimulatedGradient, step
+from gradwire.simulate import Cluster, SimulatedGradient, SimulatedLink, SimulatedModel, step
 from gradwire.sync.plan import Plan
 from tests.planner.machines import SPECS, any_costs, costs
 
@@ -135,7 +134,7 @@ def test_forms_agree_with_the_graphs_in_virtual_time(spec, strategy, world_size)
         numel = 1 << 21
         tensor = SimulatedGradient("w", (numel // 64, 64), 0.0)
         cluster = Cluster(world_size, SimulatedLink(rate, 1e-4, header_bytes=0))
-        found = step([tensor], Plan({"w": spec}, strategy=strategy), cluster, job).seconds
+        found = step(SimulatedModel([tensor]), Plan({"w": spec}, strategy=strategy), cluster, job).seconds
         assert route(spec, strategy, 1, numel, job).seconds == pytest.approx(found, rel=0.08)
 
 

@@ -8,9 +8,7 @@ from hypothesis import strategies as st
 
 from gradwire.planner.closed_forms import FORMS, Route, route
 from gradwire.planner.schedule import MANY, ScheduledTensor, run
-from gradwire.simulate import models
-from gradwire.simulate.cluster import Cluster, SimulatedLink
-from gradwire.simulate.step import Compute, SimulatedGradient, step
+from gradwire.simulate import Cluster, Compute, SimulatedGradient, SimulatedLink, SimulatedModel, models, step
 from gradwire.sync.plan import Plan
 from tests.planner.machines import SPECS, any_costs, costs
 
@@ -68,8 +66,7 @@ def test_whole_models_agree_with_the_simulator(name, spec, strategy):
         assert len(large) <= MANY
         given = [SimulatedGradient(tensor.name, tensor.shape, share * backward) for tensor, share in large]
         cluster = Cluster(4, SimulatedLink(rate, 1e-4, header_bytes=0))
-        compute = Compute(backward_seconds=backward)
         plan = Plan({"*.weight*": spec, "*": "none"}, strategy=strategy)
-        found = step(given, plan, cluster, job, compute).seconds
+        found = step(SimulatedModel(given, Compute(backward_seconds=backward)), plan, cluster, job).seconds
         jobs = [ScheduledTensor(grad.ready_seconds, route(spec, strategy, 1, grad.spec.numel, job)) for grad in given]
         assert max(backward, run(jobs).finish) == pytest.approx(found, rel=0.1)

@@ -1,8 +1,8 @@
 """Aggregation rounds of many workers in virtual time: the real state machines over a `DatagramNetwork`.
 
-Nothing of the protocol is modeled: `AggregatorStateMachine` and `WorkerStateMachine` exchange packed bytes. Every worker
-takes part in all rounds, one after another, with all streams of a round at once. A restart of the server loses its
-state, and every worker learns the new epoch at once, as it does from a connection.
+Nothing of the protocol is modeled: `AggregatorStateMachine` and `WorkerStateMachine` exchange packed bytes. Every
+worker takes part in all rounds, one after another, with all streams of a round at once. A restart of the server loses
+its state, and every worker learns the new epoch at once, as it does from a connection.
 """
 # Shapes: W = workers, P = elements of a stream
 

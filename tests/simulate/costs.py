@@ -1,9 +1,11 @@
-"""Costs that make oracles simple: nothing takes time but what a test names."""
+"""Costs and models that make oracles simple: only what a test names takes time."""
+
+from typing import Any
 
 from gradwire.compressors.base.registry import make
 from gradwire.core.spec import TensorSpec
 from gradwire.planner.costs import FREE, CodecCosts, Costs, LinearCost, LinkCosts
-from gradwire.simulate import SimulatedGradient
+from gradwire.simulate import SimulatedGradient, SimulatedModel
 
 DENSE = CodecCosts(FREE, FREE, FREE, LinearCost(0.0, 4.0))
 
@@ -15,7 +17,7 @@ def costs(task: float = 0.0, add: LinearCost = FREE, frame: LinearCost = FREE, *
 
 
 def onebit(encode: float = 0.0, decode: float = 0.0) -> CodecCosts:
-    """Seconds an element, and the sizes of the real one."""
+    """Costs in seconds per element, with the payload sizes of the real onebit."""
     sizes = (1024, 1 << 20)
     nbytes = [make("onebit").max_encoded_bytes(TensorSpec((size,))) for size in sizes]
     slope = (nbytes[1] - nbytes[0]) / (sizes[1] - sizes[0])
@@ -24,7 +26,12 @@ def onebit(encode: float = 0.0, decode: float = 0.0) -> CodecCosts:
 
 
 def gradients(*numels: int, ready: float = 0.0) -> list[SimulatedGradient]:
-    """Matrices of so many elements, all ready at once."""
+    """Gradients of matrices of these numbers of elements, all ready at once."""
     return [
         SimulatedGradient(f"layer{index}.weight", (numel // 1024, 1024), ready) for index, numel in enumerate(numels)
     ]
+
+
+def model(*numels: int, ready: float = 0.0, **options: Any) -> SimulatedModel:
+    """A model of such matrices."""
+    return SimulatedModel(gradients(*numels, ready=ready), **options)

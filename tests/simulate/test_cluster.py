@@ -4,7 +4,8 @@ import pytest
 
 from gradwire.planner.costs import LinearCost
 from gradwire.simulate import Cluster, SimulatedLink, step
-from tests.simulate.costs import costs, gradients, onebit
+from gradwire.sync.plan import Plan
+from tests.simulate.costs import costs, model, onebit
 
 RATE = 1e9
 ELEMENTS = 1 << 20
@@ -13,7 +14,7 @@ SEGMENT, HEADERS = 1448, 66
 
 
 def seconds(ranks, strategy, link, known=None, cores=None):
-    return step(gradients(ELEMENTS), "none", Cluster(ranks, link, cores=cores), known or costs(), strategy=strategy)
+    return step(model(ELEMENTS), Plan("none", strategy=strategy), Cluster(ranks, link, cores=cores), known or costs())
 
 
 def test_packets_carry_headers_and_are_acknowledged():
@@ -26,8 +27,8 @@ def test_packets_carry_headers_and_are_acknowledged():
 def test_acknowledgements_alone_delay_nobody():
     # A small tensor goes to its owner, and the mean back: one direction at a time.
     link = SimulatedLink(RATE)
-    result = step(gradients(1024), "none", Cluster(2, link), costs(), strategy="scatter_reduce")
-    message = 4096 * link.seconds_a_byte + link.header_seconds
+    result = step(model(1024), Plan("none", strategy="scatter_reduce"), Cluster(2, link), costs())
+    message = 4096 * link.seconds_per_byte + link.header_seconds
     assert result.seconds == pytest.approx(2 * message, rel=0.01)
 
 
@@ -50,7 +51,7 @@ def test_processors_of_all_ranks_count_tasks_and_frames():
 def test_a_thread_that_has_waited_takes_a_moment_to_wake():
     wake, latency = 1e-4, 1e-3
     cluster = Cluster(2, SimulatedLink(None, latency), wake_seconds=wake)
-    result = step(gradients(ELEMENTS), "none", cluster, costs(), strategy="allgather")
+    result = step(model(ELEMENTS), Plan("none", strategy="allgather"), cluster, costs())
     # To encode, and again to decode what has arrived; the send follows the encode at once.
     assert result.seconds == pytest.approx(latency + 2 * wake)
     assert result.processor_seconds == pytest.approx(2 * 2 * wake)
@@ -61,6 +62,6 @@ def test_a_thread_with_more_to_do_keeps_its_core():
     wake, encode = 1e-3, 1e-4
     known = costs(onebit=onebit(encode=encode / ELEMENTS))
     cluster = Cluster(8, SimulatedLink(None, 1.0), cores=1, wake_seconds=wake)
-    result = step(gradients(*[ELEMENTS] * 4), "onebit", cluster, known, strategy="allgather")
+    result = step(model(*[ELEMENTS] * 4), Plan("onebit", strategy="allgather"), cluster, known)
     encoded = 8 * (wake + 4 * encode)
     assert result.seconds == pytest.approx(1.0 + encoded + 8 * wake, abs=2 * wake)

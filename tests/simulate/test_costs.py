@@ -20,13 +20,13 @@ SIZES = (1 << 10, 1 << 14)
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     path = tmp_path_factory.mktemp("costs") / "costs.json"
-    machine_costs(["fp16"], path, sizes=SIZES, seconds_a_codec=0.05)
+    machine_costs(["fp16"], path, sizes=SIZES, seconds_per_codec=0.05)
     return path
 
 
 def again(path, *specs):
     asked = []
-    found = machine_costs(specs, path, sizes=SIZES, seconds_a_codec=0.05, on_measure=asked.append)
+    found = machine_costs(specs, path, sizes=SIZES, seconds_per_codec=0.05, on_measure=asked.append)
     return found, asked
 
 

@@ -4,15 +4,16 @@ import pytest
 
 from gradwire.core.errors import OptionError
 from gradwire.planner.costs import LinearCost
-from gradwire.simulate import Cluster, Compute, SimulatedLink, Straggler, gradients_of, models, step
-from tests.simulate.costs import costs, gradients, onebit
+from gradwire.simulate import Cluster, Compute, SimulatedLink, SimulatedModel, Straggler, models, step
+from gradwire.sync.plan import Plan
+from tests.simulate.costs import costs, model, onebit
 
 LINK = SimulatedLink(1e9, 20e-6)
 KNOWN = costs(20e-6, add=LinearCost(1e-6, 2e-10), onebit=onebit(3e-10, 3e-10))
 
 
-def both(tensors, method, cluster, compute=None, **options):
-    return [step(tensors, method, cluster, KNOWN, compute, fold=fold, **options) for fold in (True, False)]
+def both(tensors, plan, cluster):
+    return [step(tensors, plan, cluster, KNOWN, fold=fold) for fold in (True, False)]
 
 
 @pytest.mark.parametrize("method", ["none", "onebit"])
@@ -20,8 +21,9 @@ def both(tensors, method, cluster, compute=None, **options):
 @pytest.mark.parametrize("partitions", [1, 3])
 def test_equal_parts_fold_to_the_same_step(strategy, method, partitions):
     # 3 · 8 parts of whole blocks.
-    tensors = gradients(24 * 8192, 24 * 1024, 24 * 2048)
-    one, all_ranks = both(tensors, method, Cluster(8, LINK), strategy=strategy, partitions=partitions)
+    tensors = model(24 * 8192, 24 * 1024, 24 * 2048)
+    plan = Plan(method, strategy=strategy, partitions=partitions)
+    one, all_ranks = both(tensors, plan, Cluster(8, LINK))
     assert one.folded
     assert not all_ranks.folded
     # Which of the ready parts goes first may differ.
@@ -32,8 +34,8 @@ def test_equal_parts_fold_to_the_same_step(strategy, method, partitions):
 
 @pytest.mark.parametrize("method", ["none", "onebit"])
 def test_a_real_model_folds_to_nearly_the_same_step(method):
-    tensors = gradients_of(models.get("resnet50"), 0.05)
-    one, all_ranks = both(tensors, method, Cluster(4, LINK), Compute(0.02, 0.05))
+    resnet = SimulatedModel.of(models.get("resnet50"), Compute(0.02, 0.05))
+    one, all_ranks = both(resnet, method, Cluster(4, LINK))
     assert one.seconds == pytest.approx(all_ranks.seconds, rel=0.05)
     assert one.sent_bytes == pytest.approx(all_ranks.sent_bytes, rel=0.01)
 
@@ -41,7 +43,9 @@ def test_a_real_model_folds_to_nearly_the_same_step(method):
 @pytest.mark.parametrize("straggler", [Straggler(slowdown=3), Straggler(delay_seconds=0.02), Straggler(rate_bits=1e8)])
 def test_stragglers_stand_beside_the_one_for_all_others(straggler):
     cluster = Cluster(8, LINK, stragglers={3: straggler})
-    one, all_ranks = both(gradients(8 * 65536), "onebit", cluster, Compute(0.0, 0.01), strategy="scatter_reduce")
+    one, all_ranks = both(
+        model(8 * 65536, compute=Compute(0.0, 0.01)), Plan("onebit", strategy="scatter_reduce"), cluster
+    )
     assert len(one.ranks) == 2
     assert sorted(use.stands_for for use in one.ranks) == [1, 7]
     assert one.seconds == pytest.approx(all_ranks.seconds, rel=0.05)
@@ -50,19 +54,18 @@ def test_stragglers_stand_beside_the_one_for_all_others(straggler):
 def test_a_ring_with_stragglers_cannot_be_folded():
     cluster = Cluster(8, LINK, stragglers={3: Straggler(slowdown=2)})
     with pytest.raises(OptionError, match="fold=False"):
-        step(gradients(8 * 65536), "none", cluster, KNOWN, strategy="ring", fold=True)
+        step(model(8 * 65536), Plan("none", strategy="ring"), cluster, KNOWN, fold=True)
 
 
 def test_shared_cores_cannot_be_folded():
     with pytest.raises(OptionError, match="fold=False"):
-        step(gradients(8 * 65536), "none", Cluster(8, LINK, cores=2), KNOWN, fold=True)
+        step(model(8 * 65536), "none", Cluster(8, LINK, cores=2), KNOWN, fold=True)
 
 
 @pytest.mark.parametrize(("name", "many"), [("resnet50", 1024), ("vgg19", 4096)])
 def test_thousands_of_ranks_of_a_model(name, many):
-    compute = Compute(0.03, 0.07)
-    tensors = gradients_of(models.get(name), compute.backward_seconds)
-    few, more = (step(tensors, "onebit", Cluster(ranks, LINK), KNOWN, compute) for ranks in (64, many))
+    tensors = SimulatedModel.of(models.get(name), Compute(0.03, 0.07))
+    few, more = (step(tensors, "onebit", Cluster(ranks, LINK), KNOWN) for ranks in (64, many))
     assert more.folded
     assert more.seconds > few.seconds
     # No rank sends more than twice its payload, however many there are, headers of ever shorter parts aside.

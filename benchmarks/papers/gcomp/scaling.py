@@ -23,8 +23,9 @@ from gradwire.compressors import make
 from gradwire.core.spec import ElementRange
 from gradwire.ddp.optimizer_state import OptimizerState
 from gradwire.planner.costs import Costs
-from gradwire.simulate import Cluster, Compute, SimulatedLink, gradients_of, models, step
+from gradwire.simulate import Cluster, Compute, SimulatedLink, SimulatedModel, models, step
 from gradwire.simulate.machine import machine_costs
+from gradwire.sync.plan import Plan
 from gradwire.tuning.measure_codec import measure_codec
 
 MODELS = ("resnet50", "bert-base")
@@ -71,12 +72,12 @@ def run() -> Iterator[dict[str, Any]]:
         costs = costs_of(ranks, known, grad, aux)
         packed = {spec: codec.payload_bytes(SIZES[-1]) / SIZES[-1] / 4 for spec, codec in costs.codecs.items()}
         for name in MODELS:
-            gradients = gradients_of(models.get(name), COMPUTE.backward_seconds)
+            model = SimulatedModel.of(models.get(name), COMPUTE)
             for rate in RATES:
                 cluster = Cluster(ranks, SimulatedLink(rate, 20e-6))
                 dense = 0.0
                 for method, strategy in WAYS:
-                    found = step(gradients, method, cluster, costs, COMPUTE, strategy=strategy, fold=True)
+                    found = step(model, Plan(method, strategy=strategy), cluster, costs, fold=True)
                     dense = dense or found.seconds
                     fixed = {"model": name, "ranks": ranks, "rate": f"{rate / 1e9:g}gbit", "method": method,
                              "strategy": strategy, "dtype": "float32", "source": "simulated"}  # fmt: skip

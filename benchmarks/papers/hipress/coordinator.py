@@ -20,9 +20,9 @@ import typer
 from benchmarks.options import choose
 from benchmarks.planning.described import gpu_costs, link
 from gradwire.planner.costs import Costs, LinearCost
-from gradwire.simulate import Bulk, Compute, StepResult, models
+from gradwire.simulate import Bulk, Cluster, Compute, SimulatedModel, models, step
 from gradwire.simulate.machine import machine_costs
-from gradwire.simulate.sweep import Scenario, SweepMethod
+from gradwire.simulate.sweep import SweepMethod
 
 RANKS, RATES, MODELS = (4, 8, 16, 64), (1e9, 10e9, 100e9), ("resnet50", "bert-base", "vgg19")
 METHOD = SweepMethod("onebit", "scatter_reduce")
@@ -59,10 +59,11 @@ def machines() -> dict[str, Costs]:
 
 def cells(machine: str, costs: Costs, name: str, ranks: int, rate: float) -> Iterator[Cell]:
     """All ways of one cluster."""
-    scenario = Scenario(models.get(name), COMPUTE, costs, link(), fold=False)
+    model = SimulatedModel.of(models.get(name), COMPUTE)
+    cluster = Cluster(ranks, replace(link(), rate_bits=rate))
 
     def cell(way: str, bulk: Bulk | None, before: float | None) -> Cell:
-        result: StepResult = replace(scenario, bulk=bulk).run(METHOD, ranks, rate)
+        result = step(model, METHOD.plan(), cluster, costs, fold=False, bulk=bulk)
         gain = 0.0 if before is None else before / result.seconds - 1
         batch = (bulk.threshold_bytes, bulk.timeout_seconds) if bulk else (0.0, 0.0)
         return Cell(machine, name, ranks, rate, way, *batch, result.seconds, result.compute_seconds, gain)

@@ -22,7 +22,8 @@ import typer
 from benchmarks.options import choose
 from benchmarks.planning.described import MEMORY_BYTES_A_SECOND, gpu_costs, link
 from gradwire.planner.costs import FREE, CodecCosts, LinearCost
-from gradwire.simulate import Cluster, Compute, SimulatedGradient, StepResult, gradients_of, models, step
+from gradwire.simulate import Cluster, Compute, SimulatedGradient, SimulatedModel, StepResult, models, step
+from gradwire.sync.plan import Plan
 
 RATES, NODES = (10e9, 25e9, 56e9, 100e9), (16, 64, 256, 1024, 4096)
 BUCKET_BYTES = 25e6
@@ -85,13 +86,13 @@ def compute_of(seconds: float) -> Compute:
 
 def dense_ring(name: str, seconds: float, nodes: int, rate: float) -> StepResult:
     """The baseline."""
-    compute = compute_of(seconds)
-    buckets = list(_buckets(gradients_of(models.get(name), compute.backward_seconds)))
+    model = SimulatedModel.of(models.get(name), compute_of(seconds))
+    buckets = replace(model, gradients=list(_buckets(model.gradients)))
     cluster = Cluster(nodes, replace(link(), rate_bits=rate))
-    return step(buckets, "none", cluster, COLLECTIVE, compute, strategy="ring", fold=True)
+    return step(buckets, Plan("none", strategy="ring"), cluster, COLLECTIVE, fold=True)
 
 
-def _buckets(gradients: list[SimulatedGradient]) -> Iterator[SimulatedGradient]:
+def _buckets(gradients: Sequence[SimulatedGradient]) -> Iterator[SimulatedGradient]:
     held: list[SimulatedGradient] = []
     for index, grad in enumerate(gradients, 1):
         held.append(grad)
@@ -103,10 +104,9 @@ def _buckets(gradients: list[SimulatedGradient]) -> Iterator[SimulatedGradient]:
 
 def compressed(name: str, seconds: float, nodes: int, rate: float, method: str, strategy: str) -> StepResult:
     """gradwire's step."""
-    compute = compute_of(seconds)
-    gradients = gradients_of(models.get(name), compute.backward_seconds)
+    model = SimulatedModel.of(models.get(name), compute_of(seconds))
     cluster = Cluster(nodes, replace(link(), rate_bits=rate))
-    return step(gradients, method, cluster, COSTS, compute, strategy=strategy, fold=True)
+    return step(model, Plan(method, strategy=strategy), cluster, COSTS, fold=True)
 
 
 def compute_seconds(name: str) -> float:

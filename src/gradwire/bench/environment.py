@@ -50,6 +50,7 @@ def environment() -> dict[str, str]:
     import torch
 
     from gradwire import __version__
+    from gradwire.simulate.machine import processor_name
 
     checkout = Checkout.of(ROOT)
     return {
@@ -58,19 +59,10 @@ def environment() -> dict[str, str]:
         "torch": torch.__version__,
         "numba": numba.__version__,
         "python": platform.python_version(),
-        "device": _processor(),
+        "device": processor_name(),
         "cores": str(os.cpu_count()),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def _git(root: Path, *arguments: str) -> list[str]:

@@ -10,43 +10,25 @@ from typing import TYPE_CHECKING, Any, cast
 
 from gradwire.bench import methods
 from gradwire.bench.table import megabytes, rate_text, short_label, times
+from gradwire.simulate.plots import COLORS, DENSE, FAINT, INK, STYLE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from gradwire.bench.results import MethodResult, TrainingResult
 
-INK, FAINT, GRID = "#1f2933", "#7b8794", "#e4e7eb"
 # DDP in gray, gradwire's methods in colors that can be distinguished without red and green.
-_NATIVE = {methods.DDP_FP32: "#3e4c59", methods.DDP_FP16: "#9aa5b1"}
-_COLORS = ("#2f6db5", "#8e5ea2", "#d9822b", "#17a08a", "#c2406b", "#6b7f1c", "#5b4bc4", "#8a5a2b")
+_NATIVE = {methods.DDP_FP32: DENSE, methods.DDP_FP16: "#9aa5b1"}
 SPLIT = {"compute": "#cbd2d9", "encode": "#d9822b", "wire": "#2f6db5", "decode": "#17a08a"}
 _SMOOTHING = 0.8  # of loss curves, which are losses of single batches
 
-_STYLE: dict[str, Any] = {
-    "svg.fonttype": "none",
-    "font.family": "sans-serif",
-    "font.size": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": FAINT,
-    "axes.labelcolor": INK,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": GRID,
-    "text.color": INK,
-    "xtick.color": FAINT,
-    "ytick.color": FAINT,
-    "xtick.labelcolor": INK,
-    "ytick.labelcolor": INK,
-    "legend.frameon": False,
-}
+_STYLE: dict[str, Any] = {**STYLE, "svg.fonttype": "none"}
 
 
 def colors(result: TrainingResult) -> dict[str, str]:
     """The color of each method in all plots."""
     ours = [entry.method for entry in result.results if entry.method not in _NATIVE]
-    return _NATIVE | {method: _COLORS[index % len(_COLORS)] for index, method in enumerate(ours)}
+    return _NATIVE | {method: COLORS[index % len(COLORS)] for index, method in enumerate(ours)}
 
 
 def loss_by_step(result: TrainingResult) -> str:

@@ -53,7 +53,7 @@ def costs_of(path: Path | None, specs: Iterable[str], anew: bool = False) -> Cos
             if not console.is_terminal:
                 console.print(f"Measuring {spec}…")
 
-        return machine_costs(wanted, path, anew=anew, on_measure=show)
+        return machine_costs(wanted, path, remeasure=anew, on_measure=show)
 
 
 def progress(console: Console) -> Progress:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,138 +12,193 @@ import typer
 
 from gradwire.cli.costs import costs_of, progress
 from gradwire.cli.files import out_file
+from gradwire.cli.options import grouped, seconds, split
+from gradwire.cli.plan import MODELS
 from gradwire.core.errors import OptionError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from gradwire.planner.costs import Costs
-    from gradwire.simulate import Straggler
-    from gradwire.simulate.sweep import Scenario, SweepMethod, SweepRow
-
-MODELS = "vgg19, resnet50, ugatit, ugatit-light, bert-base, bert-large, lstm, transformer"
+    from gradwire.simulate import Cluster, SimulatedLink, SimulatedModel, Straggler
+    from gradwire.simulate.sweep import SweepMethod, SweepRow
 
 
 def register(app: typer.Typer) -> None:
-    """Adds the command to the command line."""
-    app.command("simulate")(simulate)
+    """Add the command to the command line."""
+    app.command("simulate")(grouped(simulate))
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Model."""
+
+    model: Annotated[str, typer.Option(help=f"One of {MODELS}.")] = "resnet50"
+    compute: Annotated[
+        str, typer.Option(help="Time of a rank's forward and backward pass. A third of it is forward.")
+    ] = "100ms"
+    optimizer: Annotated[str, typer.Option(help="Time of the optimizer's step.")] = "none"
+    bucket: Annotated[
+        float | None, typer.Option(min=0.001, help="Size of DDP's buckets in MB. Default: one tensor at a time.")
+    ] = None
+
+    def simulated(self) -> SimulatedModel:
+        """The model with its compute times."""
+        from gradwire.simulate import Compute, SimulatedModel, models
+
+        both = seconds(self.compute)
+        compute = Compute(both / 3, both * 2 / 3, seconds(self.optimizer))
+        bucket_bytes = None if self.bucket is None else self.bucket * (1 << 20)
+        return SimulatedModel.of(models.get(self.model.lower()), compute, bucket_bytes)
+
+
+@dataclass(frozen=True)
+class MethodOptions:
+    """Methods."""
+
+    method: Annotated[
+        str, typer.Option(help="Compressor, such as topk:ratio=0.01. Append @STRATEGY for a strategy of its own.")
+    ] = "onebit"
+    compare: Annotated[str, typer.Option(help="Methods to compare with, separated by commas.")] = "none"
+    strategy: Annotated[
+        str | None,
+        typer.Option(help="Strategy: scatter_reduce, ring, allgather or hierarchical. Default: the plan's choice."),
+    ] = None
+    partitions: Annotated[int, typer.Option(help="Ranges that a rank's share of a tensor is cut into.")] = 1
+
+    def parsed(self) -> list[SweepMethod]:
+        """`method`, then the methods to compare with."""
+        from gradwire.simulate.sweep import SweepMethod
+
+        texts = [self.method, *split(self.compare)]
+        methods = [SweepMethod.parse(text, self.strategy, self.partitions) for text in texts]
+        for method in methods:
+            method.plan()  # refuses what cannot run
+        return methods
+
+
+@dataclass(frozen=True)
+class ClusterOptions:
+    """Cluster."""
+
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks.")] = "4,16,64"
+    rate: Annotated[
+        str | None, typer.Option(help="Rates of each link, such as 10gbit,25gbit. Default: --costs', or 10gbit.")
+    ] = None
+    latency: Annotated[str, typer.Option(help="One-way latency of each link.")] = "20us"
+    per_node: Annotated[int, typer.Option(help="Ranks of a node, which share its link.")] = 1
+    inner_rate: Annotated[str, typer.Option(help="Rate between the ranks of a node.")] = "100gbit"
+    inner_latency: Annotated[str, typer.Option(help="One-way latency between the ranks of a node.")] = "5us"
+    straggler: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="RANK:KEY=VALUE,…",
+            help="A rank that differs, such as 3:slowdown=2,delay=10ms,rate=1gbit. May be repeated.",
+        ),
+    ] = None
+    cores: Annotated[int | None, typer.Option(help="Cores that all ranks share, as in the lab.")] = None
+
+    def clusters(self, link: SimulatedLink | None = None) -> list[Cluster]:
+        """The clusters of all numbers of ranks and rates, or with a measured link if no rate is given."""
+        from gradwire.lab.units import parse_rate
+        from gradwire.simulate import Cluster, SimulatedLink
+
+        latency = seconds(self.latency)
+        links = [SimulatedLink(parse_rate(text), latency) for text in split(self.rate or "10gbit")]
+        if link is not None and self.rate is None:
+            links = [link]
+        inner = SimulatedLink(parse_rate(self.inner_rate), seconds(self.inner_latency))
+        stragglers = dict(_straggler(text) for text in self.straggler or [])
+        return [
+            Cluster(count, each, self.per_node, inner, stragglers, self.cores)
+            for count, each in itertools.product(sorted(_whole_numbers(self.ranks)), links)
+        ]
+
+
+@dataclass(frozen=True)
+class SimulationOptions:
+    """Costs and precision."""
+
+    costs: Annotated[
+        Path | None, typer.Option(help="File of measured costs. Default: this machine's, kept in the cache.")
+    ] = None
+    measure: Annotated[bool, typer.Option("--measure", help="Measure this machine's codecs again.")] = False
+    fold: Annotated[
+        bool | None,
+        typer.Option("--fold/--full", help="Let one rank stand for all that are like it. Default: above 16 ranks."),
+    ] = None
+
+
+@dataclass(frozen=True)
+class SimulationOutput:
+    """Output."""
+
+    csv: Annotated[Path | None, out_file(help="Write the figures to this file.")] = None
+    plot: Annotated[Path | None, out_file(help="Plot step time and efficiency: .png, .svg or .pdf.")] = None
+    trace: Annotated[
+        Path | None, out_file(help="Write a Chrome trace of --method with the fewest ranks at the first rate.")
+    ] = None
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON instead of a table.")] = False
 
 
 def simulate(
-    model: Annotated[str, typer.Option(help=f"One of {MODELS}.")] = "resnet50",
-    method: Annotated[
-        str, typer.Option(help="NAME or NAME:option=value; with @STRATEGY for one of its own.")
-    ] = "onebit",
-    compare: Annotated[str, typer.Option(help="More methods, separated by commas.")] = "none",
-    strategy: Annotated[
-        str | None, typer.Option(help="scatter_reduce, ring, allgather or hierarchical; default: the plan's.")
-    ] = None,
-    partitions: Annotated[int, typer.Option(help="Ranges that a rank's share of a tensor is cut into.")] = 1,
-    bucket: Annotated[
-        float | None,
-        typer.Option(min=0.001, help="Hand gradients over in buckets of so many MB, as DDP. Default: one by one."),
-    ] = None,
-    ranks: Annotated[str, typer.Option(help="Numbers of ranks: 4,16,64.")] = "4,16,64",
-    rate: Annotated[
-        str | None, typer.Option(help="Of each link: 10gbit,25gbit. Default: that of --costs, or 10gbit.")
-    ] = None,
-    latency: Annotated[str, typer.Option(help="One way: 20us.")] = "20us",
-    compute: Annotated[str, typer.Option(help="Forward and backward of a rank: 100ms. A third is forward.")] = "100ms",
-    optimizer: Annotated[str, typer.Option(help="The optimizer's step: 5ms.")] = "none",
-    per_node: Annotated[int, typer.Option(help="Ranks of a node, which share its link.")] = 1,
-    inner_rate: Annotated[str, typer.Option(help="Of a rank to the others of its node.")] = "100gbit",
-    inner_latency: Annotated[str, typer.Option(help="The same, one way.")] = "5us",
-    straggler: Annotated[
-        list[str] | None, typer.Option(metavar="RANK:KEY=VALUE,…", help="3:slowdown=2,delay=10ms,rate=1gbit.")
-    ] = None,
-    cores: Annotated[int | None, typer.Option(help="Cores that all ranks share, as in the lab.")] = None,
-    fold: Annotated[
-        bool | None, typer.Option("--fold/--full", help="One rank for all that are like it; default above 16.")
-    ] = None,
-    costs: Annotated[
-        Path | None, typer.Option(help="Measured costs; default: this machine's, kept in the cache.")
-    ] = None,
-    measure: Annotated[bool, typer.Option("--measure", help="Measure this machine's codecs anew.")] = False,
-    csv: Annotated[Path | None, out_file(help="Write the figures to this file.")] = None,
-    plot: Annotated[Path | None, out_file(help="Draw step time and efficiency: .png, .svg, .pdf.")] = None,
-    trace: Annotated[Path | None, out_file(help="Chrome trace of --method, fewest ranks, first rate.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON, and no table.")] = False,
+    model: ModelOptions,
+    methods: MethodOptions,
+    cluster: ClusterOptions,
+    simulation: SimulationOptions,
+    output: SimulationOutput,
 ) -> None:
     """Predict the step time of a cluster: the real task graphs in virtual time, with measured costs.
 
-    Codecs are measured on one core of this machine the first time they are asked for. Efficiency is the step without
-    communication over the step.
+    The first use of a codec measures it on one core of this machine. Efficiency is the time of a step without
+    communication over the time of the step.
 
     Example: gradwire simulate --model vgg19 --method onebit --ranks 4,16,64,256 --rate 10gbit,100gbit --plot out.png
     """
-    from gradwire.lab.units import parse_rate
-    from gradwire.simulate import Cluster, Compute, SimulatedLink, models
-    from gradwire.simulate.sweep import Scenario, SweepMethod, write_csv
+    from gradwire.simulate import SimulatedLink, step
+    from gradwire.simulate.sweep import write_csv
 
-    if plot is not None:
+    if output.plot is not None:
         from gradwire.bench.extras import need
         from gradwire.simulate.plots import check_format
 
         need("matplotlib", extra="report", purpose="the plot")
-        check_format(plot)
-    chosen, counts = models.get(model.lower()), sorted(_whole_numbers(ranks))
-    main = SweepMethod.parse(method, strategy)
-    methods = list(dict.fromkeys([*(SweepMethod.parse(text, strategy) for text in _split(compare)), main]))
-    stragglers = dict(_straggler(text) for text in straggler or [])
-    for each in methods:
-        each.plan(partitions)  # what cannot run is refused before anything is measured
-    for count in counts:
-        Cluster(count, SimulatedLink(None), per_node, SimulatedLink(None), stragglers, cores)
-    rates: list[float | None] = [parse_rate(text) for text in _split(rate or "10gbit")]
-    computing = Compute(_seconds(compute) / 3, _seconds(compute) * 2 / 3, _seconds(optimizer))
-    described = SimulatedLink(None, _seconds(latency))
-    inner = SimulatedLink(parse_rate(inner_rate), _seconds(inner_latency))
-    known = costs_of(costs, [each.canonical for each in methods], measure)
-    measured = SimulatedLink.measured(known.slowest) if rate is None and known.slowest.seconds_per_byte else None
-    scenario = Scenario(
-        chosen,
-        computing,
-        known,
-        measured or described,
-        per_node,
-        inner,
-        stragglers,
-        cores,
-        partitions,
-        fold,
-        bucket_bytes=None if bucket is None else bucket * (1 << 20),
-    )
-    if measured is not None:
-        rates = [measured.rate_bits]
-    rows = _run(scenario, methods, counts, rates)
-    if csv is not None:
-        write_csv(rows, csv)
-    if plot is not None:
+        check_format(output.plot)
+    # All options are checked before anything is measured.
+    chosen, clusters = model.simulated(), cluster.clusters()
+    main, *others = methods.parsed()
+    parsed = list(dict.fromkeys([*others, main]))
+    costs = costs_of(simulation.costs, [each.canonical for each in parsed], simulation.measure)
+    if costs.slowest.seconds_per_byte:
+        clusters = cluster.clusters(SimulatedLink.measured(costs.slowest))
+    rows = _run(chosen, parsed, clusters, costs, simulation.fold)
+    if output.csv is not None:
+        write_csv(rows, output.csv)
+    if output.plot is not None:
         from gradwire.simulate.plots import write_plot
 
-        write_plot(rows, plot, f"{chosen.name}: simulated steps with {compute} of forward and backward")
-    if trace is not None:
-        scenario.run(main, counts[0], rates[0], trace=True).write_trace(trace)
-    _print(rows, known, as_json)
+        title = f"{chosen.name}: simulated steps with {model.compute} of forward and backward"
+        write_plot(rows, output.plot, title)
+    if output.trace is not None:
+        step(chosen, main.plan(), clusters[0], costs, fold=simulation.fold).write_trace(output.trace)
+    _print(rows, costs, output.as_json)
 
 
 def _run(
-    scenario: Scenario, methods: list[SweepMethod], counts: list[int], rates: list[float | None]
+    model: SimulatedModel, methods: list[SweepMethod], clusters: list[Cluster], costs: Costs, fold: bool | None
 ) -> list[SweepRow]:
     from rich.console import Console
 
     from gradwire.simulate.sweep import sweep
 
     with progress(Console(stderr=True)) as bar:
-        task = bar.add_task("simulating", total=len(methods) * len(counts) * len(rates))
-        return sweep(scenario, methods, counts, rates, lambda row: bar.advance(task))
+        task = bar.add_task("simulating", total=len(methods) * len(clusters))
+        return sweep(model, methods, clusters, costs, fold=fold, on_row=lambda row: bar.advance(task))
 
 
 def _print(rows: list[SweepRow], costs: Costs, as_json: bool) -> None:
-    from gradwire.simulate.sweep import plain
-
     if as_json:
-        typer.echo(json.dumps({"costs": costs.made_by, "rows": [plain(row) for row in rows]}, indent=2))
+        typer.echo(json.dumps({"costs": costs.made_by, "rows": [row.flat() for row in rows]}, indent=2))
         return
     from rich.console import Console
 
@@ -149,8 +206,8 @@ def _print(rows: list[SweepRow], costs: Costs, as_json: bool) -> None:
     console.width = max(console.width, 118)  # fewer columns would cut the numbers off, and a pipe has no width
     console.print(_table(rows))
     console.print(
-        "Waits, in ms: what the longest chain of what waited for what spent on messages (wire), and on encodes,\n"
-        "merges, decodes and the turn for them on the processor (codecs).\n"
+        "Waits, in ms, on the longest chain of dependencies: for messages (wire); for encodes, merges, decodes and a\n"
+        "free processor (codecs).\n"
         f"Costs: {costs.made_by or 'from a file'}.",
         highlight=False,
     )
@@ -188,45 +245,34 @@ def _table(rows: list[SweepRow]) -> Table:
     return table
 
 
-# -- what users write --------------------------------------------------------------------------------------------
-
-
-def _split(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
+# -- parsing -----------------------------------------------------------------------------------------------------
 
 
 def _whole_numbers(text: str) -> list[int]:
     try:
-        found = [int(part) for part in _split(text)]
+        found = [int(item) for item in split(text)]
     except ValueError:
         found = []
     if not found or min(found) < 1:
-        raise OptionError(f"Expected numbers of ranks such as 4,16,64, got {text!r}. Do: pass whole numbers above 0.")
+        raise OptionError(f"{text!r} is not a list of numbers of ranks. Pass whole numbers above 0, such as 4,16,64.")
     return found
 
 
-def _seconds(text: str) -> float:
-    from gradwire.lab.units import parse_delay
-
-    delay = parse_delay(text)
-    return delay.total_seconds() if delay else 0.0
-
-
 def _straggler(text: str) -> tuple[int, Straggler]:
-    """A rank and how it differs, from ``3:slowdown=2,delay=10ms,rate=1gbit``."""
+    """Parse ``3:slowdown=2,delay=10ms,rate=1gbit``: a rank and how it differs."""
     from gradwire.lab.units import parse_rate
     from gradwire.simulate import Straggler
 
     rank, _, rest = text.partition(":")
-    pairs = dict(part.partition("=")[::2] for part in _split(rest))
+    pairs = dict(item.partition("=")[::2] for item in split(rest))
     try:
-        place, slowdown = int(rank), float(pairs.pop("slowdown", "1"))
-        delay, rate = _seconds(pairs.pop("delay", "none")), parse_rate(pairs.pop("rate", None))
+        index, slowdown = int(rank), float(pairs.pop("slowdown", "1"))
+        delay, rate = seconds(pairs.pop("delay", "none")), parse_rate(pairs.pop("rate", None))
     except ValueError:
         pairs["?"] = text
     if pairs:
         raise OptionError(
-            f"Expected a straggler as RANK:KEY=VALUE with slowdown, delay or rate, got {text!r}. Do: "
+            f"{text!r} does not describe a straggler. Write RANK:KEY=VALUE with slowdown, delay or rate, such as "
             "--straggler 3:slowdown=2,delay=10ms,rate=1gbit."
         )
-    return place, Straggler(slowdown, delay, rate)
+    return index, Straggler(slowdown, delay, rate)

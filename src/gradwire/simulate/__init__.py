@@ -1,10 +1,10 @@
 """The cluster simulator: the synchronizer's own task graphs in virtual time, with measured costs in place of data."""
 
 from gradwire.simulate.bulk import Bulk
-from gradwire.simulate.cluster import Cluster, Compute, SimulatedLink, Straggler
-from gradwire.simulate.items import SimulatedGradient
+from gradwire.simulate.cluster import Cluster, SimulatedLink, Straggler
 from gradwire.simulate.result import StepResult
-from gradwire.simulate.step import gradients_of, step
+from gradwire.simulate.step import step
+from gradwire.simulate.workload import Compute, SimulatedGradient, SimulatedModel
 
 __all__ = [
     "Bulk",
@@ -12,8 +12,8 @@ __all__ = [
     "Compute",
     "SimulatedGradient",
     "SimulatedLink",
+    "SimulatedModel",
     "StepResult",
     "Straggler",
-    "gradients_of",
     "step",
 ]

@@ -1,24 +1,24 @@
-"""The bulk coordinator: which queued messages travel when, decided by one node that is told of them.
+"""The bulk coordinator of HiPress: one node decides which queued messages travel when.
 
-1. A rank tells the coordinator, which runs beside rank 0, the name, size and destination of each message that is
-   ready. It gathers for a moment what else gets ready.
-2. The coordinator keeps a queue a link (a pair of a sender and a receiver). A link is due when its queue holds
+1. A rank reports the name, size and destination of each ready message to the coordinator, which runs on rank 0. It
+   collects reports for a short time before it sends them.
+2. The coordinator keeps one queue per link (a pair of a sender and a receiver). A link is due when its queue holds
    `threshold_bytes`, or its oldest message has waited for `timeout_seconds`.
-3. Whenever a sender and a receiver are about to be idle, it gives them a batch: of the due links that conflict with
-   none in use, the one that has waited longest; as many messages as the threshold takes, one at least. No two batches
-   on their way have a sender or a receiver in common, so every message has both links for itself.
-4. It tells sender and receiver, and the sender sends the batch as one message.
+3. Whenever a sender and a receiver are about to be idle, it grants them a batch: of the due links that conflict with
+   none in use, the one that has waited longest; as many messages as the threshold takes, but at least one. No two
+   batches in flight share a sender or a receiver, so every message has both links to itself.
+4. It notifies sender and receiver, and the sender sends the batch as one message.
 
-Metadata takes its time: on the wire (beside the queues of other connections), on its way, and on the coordinator's
-processor, one message after another. It decides for the next batch while the last is on the wire, by a lead of about
-its own round, so that its cost can hide.
+Metadata takes time: on the wire (past the queues of other connections), in latency, and on the coordinator's processor,
+one message after another. The coordinator decides on the next batch while the last one is on the wire, so that its cost
+can be hidden.
 
-A batch is charged generously, so that a coordinator that gains nothing here gains nothing: after its first message
-none takes a frame's time of the receiver's processor, or a message's time of the wire. A sender has made the frame of
-each before it knows of any batch.
+Batches are charged too little on purpose: a coordinator that gains nothing here gains nothing. After its first message,
+a batch takes no frame's time of the receiver's processor and no message's time of the wire. A sender has made each
+frame before it learns of a batch.
 
-Source: HiPress (SOSP 2021), section 3.2. Differences: slots are not the same for all nodes: a link begins its next
-batch when it is idle. The paper does not give threshold and time-out.
+Source: HiPress (SOSP 2021), section 3.2. Differences: nodes have no common time slots: a link begins its next batch
+when it is idle. The paper does not give threshold and timeout.
 """
 
 # Shapes: N = tasks, W = ranks.
@@ -37,7 +37,7 @@ from gradwire.simulate.tasks import Tasks
 from gradwire.wire.frame import HEADER_BYTES
 
 ENTRY_BYTES = 24
-"""Of the metadata of one message: tensor, part, kind, size and destination."""
+"""Bytes of the metadata of one message: tensor, chunk, kind, size and destination."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,11 @@ class Bulk:
     """How messages are batched.
 
     Attributes:
-        threshold_bytes: most bytes of a batch of several messages, and a link is due that has as many waiting.
-        timeout_seconds: a message that has waited so long is due.
-        coordinated: False for batches that each rank makes by itself, of what waits for one peer, and no metadata.
-        report_seconds: for how long a rank gathers metadata.
-        deciding_seconds: of the coordinator's processor, for each message to or from it.
+        threshold_bytes: Most bytes of a batch of several messages. A link with that many bytes queued is due.
+        timeout_seconds: Waiting time after which a message is due.
+        coordinated: If false, each rank batches what waits for one peer by itself, without metadata.
+        report_seconds: Seconds for which a rank collects metadata.
+        deciding_seconds: Seconds of the coordinator's processor for each message to or from it.
     """
 
     threshold_bytes: float = 1 << 20
@@ -62,20 +62,20 @@ class Bulk:
         times = (self.timeout_seconds, self.report_seconds, self.deciding_seconds)
         if self.threshold_bytes <= 0 or min(times) < 0:
             raise OptionError(
-                f"Expected a threshold above 0 and times of at least 0, got {self}. Do: pass bytes and seconds."
+                f"{self} cannot be simulated. Pass a threshold above 0 bytes and times of at least 0 seconds."
             )
 
 
 class Rules(NamedTuple):
-    """How the loop batches: `Bulk` in its terms.
+    """`Bulk` as the event loop reads it.
 
     Attributes:
         mode: UNBATCHED, ALONE or COORDINATED.
-        num_ranks: W.
-        threshold, timeout, report_after, deciding: as in `Bulk`.
-        lead: how long before a link is idle its next batch is decided.
-        latency: of a control message.
-        saved_seconds: what a message that is not the first of its batch spares the receiver's processor.
+        num_ranks: Number of ranks (W).
+        threshold, timeout, report_after, deciding: As in `Bulk`.
+        lead: Seconds by which the next batch of a link is decided before the link is idle.
+        latency: Latency of a control message.
+        saved_seconds: Seconds of the receiver's processor saved by each message of a batch but the first.
     """
 
     mode: int
@@ -90,14 +90,14 @@ class Rules(NamedTuple):
 
 
 class Messages(NamedTuple):
-    """Of each task (N).
+    """Messages, by task (N).
 
     Attributes:
-        source, destination: ranks of a send.
-        nbytes: of its frame.
-        saved_wire: what it spares its channel where it is not the first of its batch.
-        next_of: the message behind it in a queue, report or batch; -1 for none.
-        known_at, turn: when it came into its queue, and in which order.
+        source, destination: Ranks of a send.
+        nbytes: Bytes of its frame.
+        saved_wire: Seconds of its channel saved if it is not the first of its batch.
+        next_of: Next message in its queue, report or batch; -1 for none.
+        known_at, turn: When it entered its queue, and its number in that order.
     """
 
     source: np.ndarray
@@ -110,15 +110,15 @@ class Messages(NamedTuple):
 
 
 class Queues(NamedTuple):
-    """What changes.
+    """What changes during a run.
 
     Attributes:
-        first, last, queued: of the queue of each link: its ends, and its bytes (W · W).
-        report_first, report_last, report_size: what a rank has to report (W).
-        egress_until, ingress_until: when a rank's link will be idle, as far as is planned (W).
-        control_seconds, entry_seconds: of a control message and of each of its entries, on a rank's link (W).
-        free_at: when the coordinator's processor is free (1).
-        counts: control messages, and batches (2).
+        first, last, queued: First and last message of each link's queue, and its bytes (W · W).
+        report_first, report_last, report_size: First and last message of each rank's report, and its length (W).
+        egress_until, ingress_until: When each rank's link will be idle, as far as is decided (W).
+        control_seconds, entry_seconds: Seconds of a control message, and of each of its entries, on a rank's link (W).
+        free_at: When the coordinator's processor is free (1).
+        counts: Numbers of control messages and of batches (2).
     """
 
     first: np.ndarray
@@ -136,7 +136,7 @@ class Queues(NamedTuple):
 
 
 class Coordination(NamedTuple):
-    """What the loop needs."""
+    """Everything that the event loop needs for batching."""
 
     rules: Rules
     messages: Messages
@@ -144,20 +144,20 @@ class Coordination(NamedTuple):
 
 
 def unbatched() -> Coordination:
-    """Every message goes when it is ready."""
+    """No batches: every message is sent when it is ready."""
     nothing = np.empty(0)
     return Coordination(Rules(UNBATCHED), _messages(nothing, nothing, nothing, nothing), _queues(nothing, nothing))
 
 
 def coordination(bulk: Bulk, tasks: Tasks, nbytes: np.ndarray, cluster: Cluster, frame_seconds: float) -> Coordination:
-    """The coordination of all messages of a step.
+    """Batching of all messages of a step.
 
     Args:
-        bulk: how.
-        tasks: The tasks of the step.
-        nbytes: Bytes of the frame that a task sends or receives, by task.
-        cluster: the machines, a rank each.
-        frame_seconds: that a frame takes of a processor, whatever its size.
+        bulk: Options.
+        tasks: Tasks of the step.
+        nbytes: Bytes of the frame that each task sends or receives (N).
+        cluster: Machines, one rank each.
+        frame_seconds: Processor seconds of a frame, whatever its size.
     """
     ranks = cluster.ranks
     is_send = tasks.kind == SEND
@@ -167,8 +167,8 @@ def coordination(bulk: Bulk, tasks: Tasks, nbytes: np.ndarray, cluster: Cluster,
     links = [cluster.outer_link(rank) for rank in range(ranks)]
     header = np.array([link.header_seconds for link in links])
     message = np.array([link.message_seconds for link in links])
-    pace = np.array([link.seconds_a_byte for link in links])
-    control, latency = HEADER_BYTES * pace + header + message, cluster.link.latency_seconds
+    per_byte = np.array([link.seconds_per_byte for link in links])
+    control, latency = HEADER_BYTES * per_byte + header + message, cluster.link.latency_seconds
     lead = 2 * bulk.deciding_seconds + latency + float(control.max())
     rules = Rules(
         COORDINATED if bulk.coordinated else ALONE,
@@ -177,7 +177,7 @@ def coordination(bulk: Bulk, tasks: Tasks, nbytes: np.ndarray, cluster: Cluster,
     )
     saved_wire = header[source] + message[source] * is_send
     messages = _messages(source, destination, nbytes, saved_wire)
-    return Coordination(rules, messages, _queues(control, ENTRY_BYTES * pace))
+    return Coordination(rules, messages, _queues(control, ENTRY_BYTES * per_byte))
 
 
 def _messages(source: np.ndarray, destination: np.ndarray, nbytes: np.ndarray, saved_wire: np.ndarray) -> Messages:
@@ -187,9 +187,9 @@ def _messages(source: np.ndarray, destination: np.ndarray, nbytes: np.ndarray, s
 
 def _queues(control_seconds: np.ndarray, entry_seconds: np.ndarray) -> Queues:
     ranks = control_seconds.size
-    nobody, nothing = np.full(ranks * ranks, -1, np.int64), np.zeros(ranks)
+    none, nothing = np.full(ranks * ranks, -1, np.int64), np.zeros(ranks)
     return Queues(
-        *(nobody, nobody.copy(), np.zeros(ranks * ranks)),
-        *(nobody[:ranks].copy(), nobody[:ranks].copy(), np.zeros(ranks, np.int64)),
+        *(none, none.copy(), np.zeros(ranks * ranks)),
+        *(none[:ranks].copy(), none[:ranks].copy(), np.zeros(ranks, np.int64)),
         *(nothing, nothing.copy(), control_seconds, entry_seconds, np.zeros(1), np.zeros(2, np.int64)),
     )

@@ -1,4 +1,4 @@
-"""What is simulated: ranks, their links, nodes, and ranks that are slower than others."""
+"""The machines of a simulated step: ranks, links, nodes and stragglers."""
 
 # Shapes: W = ranks, M = ranks of a node.
 
@@ -16,15 +16,15 @@ _SEGMENT_HEADER_BYTES = 66
 
 @dataclass(frozen=True)
 class SimulatedLink:
-    """A full-duplex link: each direction has the whole rate for itself.
+    """A full-duplex link. Each direction has the whole rate.
 
     Attributes:
-        rate_bits: bits a second; None for one that takes no time.
-        latency_seconds: from one end to the other.
-        message_seconds: for which a message of no bytes keeps the sending end busy.
-        header_bytes: what the network adds to each 1,448 bytes, and once to each message: Ethernet 14, IPv4 20, TCP
-            with timestamps 32. Every second packet is acknowledged, by one of headers alone in the other direction.
-            Use 0 where the rate is a measured goodput.
+        rate_bits: Bits per second; None for a link that takes no time.
+        latency_seconds: One-way latency.
+        message_seconds: Seconds that a message without bytes occupies the sending end.
+        header_bytes: Bytes of headers for each 1,448 bytes, and once for each message: Ethernet 14, IPv4 20, TCP with
+            timestamps 32. Every second packet is acknowledged by a packet of headers. Use 0 if the rate is a measured
+            goodput.
     """
 
     rate_bits: float | None
@@ -34,42 +34,42 @@ class SimulatedLink:
 
     def __post_init__(self) -> None:
         if self.rate_bits is not None and self.rate_bits <= 0:
-            raise OptionError(f"Expected a rate above 0, got {self.rate_bits}. Do: pass bits a second, or None.")
+            raise OptionError(f"The rate of a link is {self.rate_bits}. Pass bits per second above 0, or None.")
         if self.latency_seconds < 0:
-            raise OptionError(f"Expected a latency of at least 0, got {self.latency_seconds}. Do: pass seconds.")
+            raise OptionError(f"The latency of a link is {self.latency_seconds}. Pass seconds of at least 0.")
 
     @classmethod
     def measured(cls, link: LinkCosts) -> SimulatedLink:
-        """The link that a probe has measured from end to end."""
+        """A link whose goodput was measured from end to end."""
         rate = 8 / link.seconds_per_byte if link.seconds_per_byte else None
         return cls(rate, link.latency, link.per_message, header_bytes=0)
 
     @property
-    def seconds_a_byte(self) -> float:
-        """Of frames."""
+    def seconds_per_byte(self) -> float:
+        """Seconds per byte of a frame, headers of full packets included."""
         if self.rate_bits is None:
             return 0.0
         return 8 / self.rate_bits * (1 + self.header_bytes / _SEGMENT_BYTES)
 
     @property
-    def ack_seconds_a_byte(self) -> float:
-        """Of frames, in the other direction."""
+    def ack_seconds_per_byte(self) -> float:
+        """Seconds that acknowledgements occupy the other direction, per byte of a frame."""
         return 8 / self.rate_bits * self.header_bytes / (2 * _SEGMENT_BYTES) if self.rate_bits else 0.0
 
     @property
     def header_seconds(self) -> float:
-        """For the headers of a message's last segment, which is not full."""
+        """Seconds of the headers of a message's last packet, which is not full."""
         return 8 * self.header_bytes / self.rate_bits if self.rate_bits else 0.0
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """How a rank differs from the others.
+    """How one rank differs from the others.
 
     Attributes:
-        slowdown: by which factor its processor takes longer, for the model and for codecs.
-        delay_seconds: how much later it begins the step.
-        rate_bits: of its link (its node's, where there are nodes), or None for that of all.
+        slowdown: Factor on the time of its processor, for the model and for codecs.
+        delay_seconds: How much later it begins the step.
+        rate_bits: Rate of its link, or of its node's link; None for the rate of all links.
     """
 
     slowdown: float = 1.0
@@ -79,8 +79,8 @@ class Straggler:
     def __post_init__(self) -> None:
         if self.slowdown <= 0 or self.delay_seconds < 0 or (self.rate_bits is not None and self.rate_bits <= 0):
             raise OptionError(
-                f"Expected a slowdown and a rate above 0 and a delay of at least 0, got {self}. Do: for a rank of half "
-                "the speed, slowdown=2."
+                f"{self} cannot be simulated. Pass a slowdown and a rate above 0 and a delay of at least 0: a rank of "
+                "half the speed has slowdown=2."
             )
 
 
@@ -89,18 +89,20 @@ _TYPICAL = Straggler()
 
 @dataclass(frozen=True)
 class Cluster:
-    """The machines.
+    """Ranks and their links.
 
     Attributes:
-        ranks: how many (W).
-        link: of each rank; of each node, which its ranks share, where there are nodes.
-        ranks_per_node: ranks on one machine (M), which must divide W.
-        inner: of each rank to the others of its node.
-        stragglers: ranks that differ, by rank.
-        cores: how many tasks of all ranks together may run at once, where ranks share one machine (as in the lab);
-            None for a processor a rank.
-        wake_seconds: that codecs' or the transport's thread of a rank keeps a core busy before it goes on after a wait:
-            switches of context, cold caches.
+        ranks: Number of ranks (W).
+        link: Link of each rank; or of each node, shared by its ranks.
+        ranks_per_node: Ranks on one machine (M), a divisor of W.
+        inner: Link of each rank to the other ranks of its node.
+        stragglers: Ranks that differ, by rank.
+        cores: Number of cores that all ranks share, if they run on one machine as in the lab; None for a processor per
+            rank.
+        wake_seconds: Seconds of a core for waking a thread that has waited: context switches, cold caches.
+
+    Raises:
+        OptionError: A number is out of range, or `ranks_per_node` does not divide `ranks`.
     """
 
     ranks: int
@@ -114,46 +116,29 @@ class Cluster:
     def __post_init__(self) -> None:
         if self.ranks < 1 or self.ranks_per_node < 1 or self.ranks % self.ranks_per_node:
             raise OptionError(
-                f"Expected ranks in whole nodes, got {self.ranks} ranks, {self.ranks_per_node} a node. Do: pass a "
-                "number of ranks that is a multiple."
+                f"{self.ranks} ranks do not fill nodes of {self.ranks_per_node}. Pass a number of ranks that is a "
+                "multiple."
             )
         if self.cores is not None and self.cores < 1:
-            raise OptionError(f"Expected at least 1 core, got {self.cores}. Do: pass None for a processor a rank.")
+            raise OptionError(f"The cluster has {self.cores} cores. Pass at least 1, or None for a processor per rank.")
         for rank in self.stragglers:
             if not 0 <= rank < self.ranks:
-                raise OptionError(f"Expected stragglers below rank {self.ranks}, got {rank}. Do: count from 0.")
+                raise OptionError(f"There is no rank {rank} to be a straggler. Ranks are 0 to {self.ranks - 1}.")
 
     def straggler(self, rank: int) -> Straggler:
-        """How a rank differs."""
+        """How a rank differs from the others."""
         return self.stragglers.get(rank, _TYPICAL)
 
     def node(self, rank: int) -> int:
-        """The node that a rank is on."""
+        """Index of a rank's node."""
         return rank // self.ranks_per_node
 
     def members(self, node: int) -> range:
-        """The ranks of a node."""
+        """Ranks of a node."""
         return range(node * self.ranks_per_node, (node + 1) * self.ranks_per_node)
 
     def outer_link(self, node: int) -> SimulatedLink:
-        """The link of a node: the slowest that one of its ranks is said to have."""
+        """Link of a node, at the lowest rate of its ranks."""
         rates = [self.straggler(rank).rate_bits for rank in self.members(node)]
         slow = [rate for rate in rates if rate is not None]
         return replace(self.link, rate_bits=min(slow)) if slow else self.link
-
-
-@dataclass(frozen=True)
-class Compute:
-    """What a typical rank computes in a step, in seconds, without any communication."""
-
-    forward_seconds: float = 0.0
-    backward_seconds: float = 0.0
-    optimizer_seconds: float = 0.0
-
-    def __post_init__(self) -> None:
-        if min(self.forward_seconds, self.backward_seconds, self.optimizer_seconds) < 0:
-            raise OptionError(f"Expected times of at least 0, got {self}. Do: pass seconds.")
-
-    @property
-    def total_seconds(self) -> float:
-        return self.forward_seconds + self.backward_seconds + self.optimizer_seconds

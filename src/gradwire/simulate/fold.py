@@ -1,20 +1,22 @@
 """Which ranks are simulated, and where their messages come from.
 
-In full, every rank is. Folded, one node stands for all that are like it (one rank, where nodes have one): strategies
-treat all ranks alike but for their numbers, so what a rank receives from the one d places before it leaves there when
-its own message for the rank d places behind it does. That makes a step of W ranks cost what one rank's graphs cost.
+A full simulation runs every rank. A folded one runs one node for all nodes that are like it (one rank, if nodes have
+one): strategies treat all ranks the same but for their numbers. What a rank receives from the rank d places ahead of it
+leaves there when its own message for the rank d places behind it leaves. A step of W ranks then costs what the graphs
+of one rank cost.
 
 Folding assumes that
- - a graph of rank r + M is that of rank r with all ranks, and perhaps all parts, counted M further; this is checked;
- - all parts of an item are equal. Real parts are cut at multiples of 1,024 elements, so some are larger than others
-   and, with more ranks than blocks, most are empty. A simulated part takes as long as the largest real one, and keeps
-   the processor and the network from others for the mean over all parts, empty ones included. So the time that one
-   part needs and the load of a rank are right; which rank has more of it at which moment is not looked at;
- - each kind of node hears directly from each other kind. In a ring what a straggler does reaches others only hop by
-   hop, so a ring with stragglers is simulated in full, or not at all.
+ - the graph of rank r + M is the graph of rank r with all rank numbers, and perhaps all chunk numbers, M higher. This
+   is checked;
+ - all chunks of a job are equal. Real chunks are cut at multiples of 1,024 elements, so some are larger than others
+   and, with more ranks than blocks, most are empty. A simulated chunk takes as long as the largest real one, and
+   occupies processor and network for the mean over all chunks, empty ones included. So the time of one chunk and the
+   load of a rank are right, but not which rank is busier at which moment;
+ - each kind of node hears directly from each other kind. In a ring, the effect of a straggler travels hop by hop, so a
+   ring with stragglers cannot be folded.
 """
 
-# Shapes: W = ranks, M = ranks of a node, P = parts of an item.
+# Shapes: W = ranks, M = ranks of a node.
 
 from __future__ import annotations
 
@@ -28,12 +30,12 @@ from gradwire.simulate.cluster import Cluster
 from gradwire.simulate.loop import RECV, SEND
 from gradwire.simulate.recording import RecordedGraph
 
-PartShift = Callable[[int, int, int], int]
-"""Which part a shift by so many ranks takes a part to, among P."""
+ChunkShift = Callable[[int, int, int], int]
+"""Index of a chunk after a shift of the ranks, from its index, the shift and the number of chunks."""
 
-_PART_SHIFTS: tuple[PartShift, ...] = (
-    lambda part, shift, num_parts: part,  # every rank begins with the same part
-    lambda part, shift, num_parts: (part + shift) % num_parts,  # each with a part of its own
+_CHUNK_SHIFTS: tuple[ChunkShift, ...] = (
+    lambda chunk, shift, num_chunks: chunk,  # every rank begins with the same chunk
+    lambda chunk, shift, num_chunks: (chunk + shift) % num_chunks,  # each rank begins with a chunk of its own
 )
 
 
@@ -41,16 +43,16 @@ class Fold(NamedTuple):
     """The ranks that are simulated.
 
     Attributes:
-        ranks: their numbers.
-        stands_for: how many ranks each stands for, itself included.
-        place_of: for every rank of the cluster, the place in `ranks` of the one that stands for it (W).
-        folded: whether one stands for many.
-        ranks_per_node: ranks that are simulated together (M).
+        ranks: Numbers of the simulated ranks.
+        stands_for: Number of ranks that each stands for, itself included.
+        index_of: For every rank of the cluster, the index in `ranks` of the rank that stands for it (W).
+        folded: Whether one rank stands for many.
+        ranks_per_node: Ranks that are simulated together (M).
     """
 
     ranks: list[int]
     stands_for: list[int]
-    place_of: np.ndarray
+    index_of: np.ndarray
     folded: bool
     ranks_per_node: int
 
@@ -66,18 +68,17 @@ def folded(cluster: Cluster) -> Fold:
     """The ranks of one node of each kind.
 
     Raises:
-        OptionError: ranks share cores, so that none can stand for others.
+        OptionError: Ranks share cores, so that none can stand for others.
     """
     if cluster.cores is not None:
         raise OptionError(
-            f"Expected a processor a rank in a folded simulation, got {cluster.cores} cores for all ranks. Do: pass "
-            "fold=False, or cores=None."
+            f"A cluster whose ranks share {cluster.cores} cores cannot be folded. Pass fold=False, or cores=None."
         )
     size = cluster.ranks_per_node
-    nodes: dict[tuple[object, ...], int] = {}  # the first node of each kind, with its place
+    nodes: dict[tuple[object, ...], int] = {}  # by kind of node: the index of its first rank
     ranks: list[int] = []
     stands_for: list[int] = []
-    place_of = np.empty(cluster.ranks, np.int64)
+    index_of = np.empty(cluster.ranks, np.int64)
     for node in range(cluster.ranks // size):
         members = cluster.members(node)
         kind = tuple(cluster.straggler(rank) for rank in members)
@@ -86,20 +87,20 @@ def folded(cluster: Cluster) -> Fold:
             ranks.extend(members)
             stands_for.extend([0] * size)
         first = nodes[kind]
-        place_of[members.start : members.stop] = range(first, first + size)
-        for place in range(first, first + size):
-            stands_for[place] += 1
-    return Fold(ranks, stands_for, place_of, True, size)
+        index_of[members.start : members.stop] = range(first, first + size)
+        for index in range(first, first + size):
+            stands_for[index] += 1
+    return Fold(ranks, stands_for, index_of, True, size)
 
 
-def part_shift(graph: RecordedGraph, following: RecordedGraph, shift: int, world_size: int) -> PartShift:
-    """How parts move when all ranks are counted `shift` further, found from the graphs of two ranks.
+def chunk_shift(graph: RecordedGraph, following: RecordedGraph, shift: int, world_size: int) -> ChunkShift:
+    """How chunks move if all rank numbers grow by `shift`, found from the graphs of two ranks.
 
     Raises:
-        GradwireError: the second graph is not that of the first rank with ranks and parts moved.
+        GradwireError: The second graph is not the first with rank and chunk numbers shifted.
     """
-    # Parts of equal size, so the highest index says how many there are; one rank may have nothing to do with it.
-    num_parts = 1 + max(int(graph.part.max()), int(following.part.max()))
+    # Chunks have equal sizes, so the highest index tells their number; one rank may have nothing to do with it.
+    num_chunks = 1 + max(int(graph.chunk.max()), int(following.chunk.max()))
     peers = np.where(graph.peer < 0, -1, (graph.peer + shift) % world_size)
     same = graph.kind.size == following.kind.size and all(
         np.array_equal(left, right)
@@ -113,57 +114,58 @@ def part_shift(graph: RecordedGraph, following: RecordedGraph, shift: int, world
         )
     )
     if same and graph.works == following.works:
-        for moved in _PART_SHIFTS:
-            if np.array_equal(following.part, [moved(part, shift, num_parts) for part in graph.part.tolist()]):
+        for moved in _CHUNK_SHIFTS:
+            if np.array_equal(following.chunk, [moved(chunk, shift, num_chunks) for chunk in graph.chunk.tolist()]):
                 return moved
     raise GradwireError(
-        "Expected a strategy whose graphs are alike on all ranks but for their numbers, got one that differs. Do: "
-        "simulate in full, with fewer ranks."
+        "This strategy cannot be folded: its graphs differ between ranks by more than rank and chunk numbers. Pass "
+        "fold=False, with fewer ranks."
     )
 
 
-def deliveries(graphs: list[RecordedGraph], fold: Fold, world_size: int, moved: PartShift) -> list[tuple[int, int]]:
-    """Which send ends which recv, as numbers of tasks with the graphs one behind another.
+def deliveries(graphs: list[RecordedGraph], fold: Fold, world_size: int, moved: ChunkShift) -> list[tuple[int, int]]:
+    """Which send ends which recv, as task numbers over all graphs, one after another.
 
     Args:
-        graphs: of one item, one a simulated rank.
-        fold: the simulated ranks.
-        world_size: ranks of the cluster.
-        moved: how parts move with ranks.
+        graphs: Graphs of one job, one per simulated rank.
+        fold: Simulated ranks.
+        world_size: Ranks of the cluster.
+        moved: How chunks move with ranks.
 
     Raises:
-        OptionError: a kind of node does not hear directly from another kind.
+        OptionError: A kind of node does not hear directly from another kind.
     """
     starts = np.cumsum([0, *(graph.kind.size for graph in graphs)]).tolist()
-    num_parts = 1 + max(int(graph.part.max(initial=0)) for graph in graphs)
-    sends = {key: starts[place] + task for place, graph in enumerate(graphs) for key, task in _keys(graph, SEND, place)}
+    num_chunks = 1 + max(int(graph.chunk.max(initial=0)) for graph in graphs)
+    sends = {key: starts[index] + task for index, graph in enumerate(graphs) for key, task in _keys(graph, SEND, index)}
     pairs, heard = [], set()
-    for place, graph in enumerate(graphs):
-        for (_, peer, frame, stage, part), task in _keys(graph, RECV, place):
-            source = int(fold.place_of[peer])
+    for index, graph in enumerate(graphs):
+        for (_, peer, frame, stage, chunk), task in _keys(graph, RECV, index):
+            source = int(fold.index_of[peer])
             shift = fold.ranks[source] - peer
-            to = (fold.ranks[place] + shift) % world_size
-            pairs.append((sends[source, to, frame, stage, moved(part, shift, num_parts)], starts[place] + task))
-            heard.add((place, source))
+            to = (fold.ranks[index] + shift) % world_size
+            pairs.append((sends[source, to, frame, stage, moved(chunk, shift, num_chunks)], starts[index] + task))
+            heard.add((index, source))
     _check_heard(fold, heard)
     return pairs
 
 
-def _keys(graph: RecordedGraph, kind: int, place: int) -> list[tuple[tuple[int, int, int | None, int, int], int]]:
+def _keys(graph: RecordedGraph, kind: int, index: int) -> list[tuple[tuple[int, int, int | None, int, int], int]]:
+    """The sends or recvs of a rank: (index of the rank, peer, frame kind, stage, chunk), and the task's number."""
     found = np.flatnonzero(graph.kind == kind)
-    columns = (graph.peer[found], graph.work[found], graph.stage[found], graph.part[found], found)
+    columns = (graph.peer[found], graph.work[found], graph.stage[found], graph.chunk[found], found)
     return [
-        ((place, peer, graph.works[work].frame, stage, part), task)
-        for peer, work, stage, part, task in zip(*(column.tolist() for column in columns), strict=True)
+        ((index, peer, graph.works[work].frame, stage, chunk), task)
+        for peer, work, stage, chunk, task in zip(*(column.tolist() for column in columns), strict=True)
     ]
 
 
 def _check_heard(fold: Fold, heard: set[tuple[int, int]]) -> None:
     size = fold.ranks_per_node
-    direct = {(place // size, source // size) for place, source in heard}
+    direct = {(index // size, source // size) for index, source in heard}
     kinds = range(len(fold.ranks) // size)
     if fold.folded and any(here != there and (here, there) not in direct for here in kinds for there in kinds):
         raise OptionError(
-            "Expected a strategy in which all ranks hear from stragglers directly, as scatter_reduce and allgather, "
-            "got one in which they do not. Do: pass fold=False with fewer ranks, or take the stragglers out."
+            "A step with stragglers can be folded only if all ranks hear from stragglers directly, as in "
+            "scatter_reduce and allgather. Pass fold=False with fewer ranks, or leave the stragglers out."
         )

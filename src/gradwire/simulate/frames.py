@@ -1,7 +1,7 @@
-"""What a frame costs the processor: measured between two ends of the job's own transport, in this process.
+"""Processor time of a frame, measured between two ends of the real transport in this process.
 
-The processor's time of the whole process counts, half of it for each end: checksums, copies into the kernel and out of
-it, and wake-ups, with nothing else going on. Where network cards do the work of a loopback, frames cost less.
+Half of the process's CPU time counts for each end: checksums, copies into and out of the kernel, and wake-ups, on an
+otherwise idle machine. Frames cost less where a network card does what the loopback device does here.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from gradwire.planner.costs import LinearCost
 from gradwire.wire.frame import HEADER_BYTES, FrameKind, Header
 
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 23)
-"""Bytes of the bodies that are sent."""
-_WINDOW = 8  # frames on their way at once
+"""Bytes of the measured frame bodies."""
+_WINDOW = 8  # frames in flight
 _TIMEOUT = timedelta(seconds=30)
 
 
 def measure_frame(sizes: Sequence[int] = SIZES, seconds_budget: float = 1.0) -> LinearCost:
-    """Seconds of the processor at each end of a frame, by its bytes.
+    """Measure the processor seconds of a frame at each end, by its bytes.
 
     Args:
-        sizes: bytes of the bodies, two at least.
-        seconds_budget: about how long this may take.
+        sizes: Bytes of the measured bodies, at least two.
+        seconds_budget: Approximate time that this may take.
     """
     with ExitStack() as stack:
         near, far = _pair()
@@ -47,12 +47,12 @@ def measure_frame(sizes: Sequence[int] = SIZES, seconds_budget: float = 1.0) -> 
 
 
 def _pair() -> tuple[TcpTransport, TcpTransport]:
-    """Two ranks that meet on loopback."""
+    """Connect two ranks over loopback."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     stores = (store, dist.TCPStore("127.0.0.1", store.port, is_master=False))  # type: ignore[attr-defined]
     with ThreadPoolExecutor(2) as pool:
         ends = [
-            pool.submit(TcpTransport.connect, stores[rank], rank, 2, timeout=_TIMEOUT, name="profile")
+            pool.submit(TcpTransport.connect, stores[rank], rank, 2, timeout=_TIMEOUT, name="calibration")
             for rank in range(2)
         ]
         near, far = (end.result() for end in ends)
@@ -60,9 +60,9 @@ def _pair() -> tuple[TcpTransport, TcpTransport]:
 
 
 def _seconds(near: Transport, arrived: threading.Semaphore, size: int, seconds_budget: float) -> float:
-    """Of one end, for each frame."""
+    """Processor seconds of one frame at one end."""
     body = np.zeros(size, np.uint8)
-    _burst(near, arrived, body)  # connections warm up
+    _burst(near, arrived, body)  # warms the connection up
     began, spent, bursts = time.perf_counter(), time.process_time(), 0
     while bursts == 0 or time.perf_counter() - began < seconds_budget:
         _burst(near, arrived, body)
@@ -79,7 +79,7 @@ def _burst(near: Transport, arrived: threading.Semaphore, body: np.ndarray) -> N
 
 
 def _admit(peer: int, header: Header) -> None:
-    """Everything is expected here."""
+    """Accept every frame."""
 
 
 def _fail(error: SyncError) -> None:

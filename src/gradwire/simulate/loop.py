@@ -1,6 +1,6 @@
-"""The loop of the discrete-event engine, and what events do: compiled, all in one module, so that one cache holds it.
+"""The event loop, compiled. All of it stands in one module, so that one cache entry holds it.
 
-`gradwire.simulate.events` says what is simulated and how.
+`gradwire.simulate.events` describes the model.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ UNBATCHED, ALONE, COORDINATED = range(3)
 _START, _FREE, _DONE, _DONE_AND_FREE, _FIRST_BYTE, _ARRIVED, _REPORT, _KNOWN, _DECIDE, _GRANT = range(10)
 _NUM_CODES = 16
 _ORDER_BITS = 40
-_MOMENT = 1e-12  # as good as now
+_EPSILON = 1e-12  # seconds that count as no time
 
 
 @kernel
 def run(tasks: Any, state: Any, trail: Any, bulk: Any) -> None:
-    events = [(0.0, 0, 0)]  # time, order, what
+    events = [(0.0, 0, 0)]  # time, order, index and code
     heappop(events)
     for graph in range(tasks.graph_ready.size):
         _schedule(events, state, tasks.graph_ready[graph], _START, graph)
     while len(events) > 0:
-        now, _, what = heappop(events)
-        index, code = what // _NUM_CODES, what % _NUM_CODES
+        now, _, event = heappop(events)
+        index, code = event // _NUM_CODES, event % _NUM_CODES
         if code == _START:
             _begin(tasks, state, trail, now, index)
         elif code == _FIRST_BYTE:
@@ -60,7 +60,7 @@ def _schedule(events: Any, state: Any, time: float, code: int, index: int) -> No
 
 @kernel
 def _begin(tasks: Any, state: Any, trail: Any, now: float, graph: int) -> None:
-    """Start a graph. A recv waits for this and for its message."""
+    """Start a graph. A recv waits for the start and for its message."""
     for task in range(tasks.graph_at[graph], tasks.graph_at[graph + 1]):
         if tasks.kind[task] == RECV or tasks.pending[task] == 0:
             _release(tasks, state, trail, now, task, -1)
@@ -68,7 +68,7 @@ def _begin(tasks: Any, state: Any, trail: Any, now: float, graph: int) -> None:
 
 @kernel
 def _release(tasks: Any, state: Any, trail: Any, now: float, task: int, cause: int) -> None:
-    """One thing less to wait for; after the last, the task is ready."""
+    """Count one dependency as done. After the last, the task is ready."""
     state.pending[task] -= 1
     if state.pending[task] > 0:
         return
@@ -89,7 +89,7 @@ def _end(tasks: Any, state: Any, trail: Any, now: float, task: int) -> None:
 
 @kernel
 def _end_recv(tasks: Any, state: Any, trail: Any, now: float, task: int) -> None:
-    """As `_end`. A recv comes after no other task, so its successors have work for the processor: no recursion."""
+    """Like `_end`, without recursion: a recv has no predecessors, so its successors are never recvs."""
     trail.ended[task] = now
     for at in range(tasks.successors_at[task], tasks.successors_at[task + 1]):
         successor = tasks.successors[at]
@@ -104,7 +104,7 @@ def _end_recv(tasks: Any, state: Any, trail: Any, now: float, task: int) -> None
 
 @kernel
 def _queue(state: Any, processor: int) -> None:
-    """Let a processor wait for a core: at the end of the queue, once."""
+    """Append a processor to the queue for cores, unless it waits already."""
     if not state.is_waiting[processor] and state.idle[processor] > 0 and state.heap_size[processor] > 0:
         state.is_waiting[processor] = True
         state.waiting[state.waiting_ends[1]] = processor
@@ -113,7 +113,7 @@ def _queue(state: Any, processor: int) -> None:
 
 @kernel
 def _free(state: Any, processor: int) -> None:
-    """A thread that has more to do goes on: it keeps its core, as a system's scheduler would let it for a while."""
+    """Free a processor. A thread with more to do keeps its core, as an operating system would let it for a while."""
     state.idle[processor] += 1
     state.cores[0] += 1
     if not state.is_waiting[processor] and state.heap_size[processor] > 0:
@@ -124,7 +124,7 @@ def _free(state: Any, processor: int) -> None:
 
 @kernel
 def _dispatch(tasks: Any, state: Any, trail: Any, events: Any, now: float) -> None:
-    """Give idle processors their next tasks, as far as there are cores, in the order in which they woke up."""
+    """Start the next tasks of idle processors while there are cores, in the order in which processors woke up."""
     while state.cores[0] > 0 and state.waiting_ends[0] != state.waiting_ends[1]:
         processor = state.waiting[state.waiting_ends[0]]
         state.waiting_ends[0] = (state.waiting_ends[0] + 1) % state.waiting.size
@@ -147,7 +147,7 @@ def _dispatch(tasks: Any, state: Any, trail: Any, events: Any, now: float) -> No
 @kernel
 def _push(tasks: Any, state: Any, task: int) -> None:
     processor = tasks.processor[task]
-    urgent = tasks.kind[task] != COMPUTE  # as the real engine: the link should never wait for the processor
+    urgent = tasks.kind[task] != COMPUTE  # as in the real engine: the link should never wait for the processor
     state.order[0] += 1
     key = ((0 if urgent else 1 << 20) + tasks.priority[task]) * (1 << _ORDER_BITS) + state.order[0]
     base, at = state.heap_at[processor], state.heap_size[processor]
@@ -192,7 +192,7 @@ def _pop(state: Any, processor: int) -> Any:
 
 @kernel
 def _occupy(tasks: Any, state: Any, trail: Any, now: float, task: int) -> Any:
-    """The next turn of a message at its channel. Its acknowledgements take the other direction of the link."""
+    """Queue a message at its channel, and its acknowledgements at the opposite one. Returns when the message begins."""
     channel, group = tasks.channel[task], tasks.group[task]
     other = channel ^ 1
     state.channel_free[other] = max(now, state.channel_free[other]) + tasks.ack_seconds[task]
@@ -223,12 +223,12 @@ def _enter(tasks: Any, state: Any, trail: Any, events: Any, now: float, task: in
     _schedule(events, state, max(begin + tasks.wire_seconds[task], state.last_byte[task]), _ARRIVED, task)
 
 
-# -- batches of messages: `gradwire.simulate.bulk` --------------------------------------------------------------
+# -- batches of messages, see `gradwire.simulate.bulk` ----------------------------------------------------------
 
 
 @kernel
 def _offer(tasks: Any, state: Any, trail: Any, bulk: Any, events: Any, now: float, task: int) -> None:
-    """A message is ready: it is sent, or waits for its batch."""
+    """Send a ready message, or let it wait for its batch."""
     rules, queues = bulk.rules, bulk.queues
     source = bulk.messages.source[task] if rules.mode != UNBATCHED else 0
     if rules.mode == UNBATCHED:
@@ -248,7 +248,7 @@ def _offer(tasks: Any, state: Any, trail: Any, bulk: Any, events: Any, now: floa
 
 @kernel
 def _report(tasks: Any, state: Any, trail: Any, bulk: Any, events: Any, now: float, rank: int) -> None:
-    """A rank tells the coordinator what it has."""
+    """A rank reports its ready messages to the coordinator."""
     queues, rules = bulk.queues, bulk.rules
     arrived = _control(state, trail, bulk, now, rank, 0, queues.report_size[rank])
     known = max(arrived, queues.free_at[0]) + rules.deciding
@@ -265,7 +265,7 @@ def _report(tasks: Any, state: Any, trail: Any, bulk: Any, events: Any, now: flo
 
 @kernel
 def _control(state: Any, trail: Any, bulk: Any, now: float, sender: int, receiver: int, entries: int) -> Any:
-    """When a control message arrives. It passes beside the queues of other connections, and takes its share of both."""
+    """Send a control message past the queues of other connections. Returns when it arrives."""
     if sender == receiver:
         return now
     queues, longest = bulk.queues, 0.0
@@ -280,7 +280,7 @@ def _control(state: Any, trail: Any, bulk: Any, now: float, sender: int, receive
 
 @kernel
 def _learn(state: Any, bulk: Any, events: Any, now: float, task: int) -> None:
-    """A message comes into the queue of its link."""
+    """Add a message to the queue of its link."""
     messages, queues, rules = bulk.messages, bulk.queues, bulk.rules
     source = messages.source[task]
     link = source * rules.num_ranks + messages.destination[task]
@@ -298,19 +298,19 @@ def _learn(state: Any, bulk: Any, events: Any, now: float, task: int) -> None:
 
 @kernel
 def _is_due(bulk: Any, now: float, link: int) -> Any:
-    """Whether a link has a batch to send, and both ends are about to be idle."""
-    rules, queues, soon = bulk.rules, bulk.queues, now + bulk.rules.lead + _MOMENT
+    """Whether a link has a batch to send and both its ends are about to be idle."""
+    rules, queues, soon = bulk.rules, bulk.queues, now + bulk.rules.lead + _EPSILON
     if queues.first[link] < 0 or queues.egress_until[link // rules.num_ranks] > soon:
         return False
     if rules.mode == COORDINATED and queues.ingress_until[link % rules.num_ranks] > soon:
         return False
     waited = now - bulk.messages.known_at[queues.first[link]]
-    return queues.queued[link] >= rules.threshold or waited + _MOMENT >= rules.timeout
+    return queues.queued[link] >= rules.threshold or waited + _EPSILON >= rules.timeout
 
 
 @kernel
 def _decide(tasks: Any, state: Any, trail: Any, bulk: Any, events: Any, now: float, link: int) -> None:
-    """Give a sender its next batch, and a receiver its next: the one that has waited longest, of those that are due."""
+    """Grant the sender and the receiver of a link their next batch: of the due links, the one that waited longest."""
     ranks = bulk.rules.num_ranks
     source, destination = link // ranks, link % ranks
     for row in range(1 if source == destination else 2):
@@ -334,7 +334,7 @@ def _turn(bulk: Any, link: int) -> Any:
 
 @kernel
 def _grant(tasks: Any, state: Any, trail: Any, bulk: Any, events: Any, now: float, link: int) -> None:
-    """Take a batch from a queue, and let its sender know."""
+    """Take a batch from a queue and notify its sender."""
     messages, queues, rules = bulk.messages, bulk.queues, bulk.rules
     source, destination = link // rules.num_ranks, link % rules.num_ranks
     first = task = queues.first[link]
@@ -366,7 +366,7 @@ def _grant(tasks: Any, state: Any, trail: Any, bulk: Any, events: Any, now: floa
 
 @kernel
 def _join(tasks: Any, bulk: Any, send: int, recv: int) -> None:
-    """A message that follows another in its batch takes no frame's time."""
+    """Let a message that follows another in its batch take no time of a frame."""
     for task in (send, recv):
         tasks.wire_seconds[task] -= bulk.messages.saved_wire[task]
         tasks.wire_occupancy[task] -= bulk.messages.saved_wire[task]

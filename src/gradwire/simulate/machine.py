@@ -1,4 +1,4 @@
-"""Codec costs of this machine, measured once and kept in a file of the user's cache."""
+"""Costs of codecs, tasks and frames on this machine, measured once and kept in the user's cache."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from gradwire.planner.costs import Costs, LinkCosts
 from gradwire.simulate.frames import measure_frame
 from gradwire.tuning.measure_codec import SIZES, measure_add, measure_codec, measure_task
 
-SECONDS_A_CODEC = 1.5
+SECONDS_PER_CODEC = 1.5
 
 
 def default_path() -> Path:
-    """``costs.json`` in ``$GRADWIRE_CACHE_DIR``, else in the user's cache folder."""
+    """``costs.json`` in ``$GRADWIRE_CACHE_DIR``, or in the user's cache folder."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(os.environ.get("GRADWIRE_CACHE_DIR") or Path(cache) / "gradwire") / "costs.json"
 
@@ -30,33 +30,33 @@ def machine_costs(
     specs: Iterable[str],
     path: Path | None = None,
     *,
-    anew: bool = False,
+    remeasure: bool = False,
     sizes: tuple[int, ...] = SIZES,
-    seconds_a_codec: float = SECONDS_A_CODEC,
+    seconds_per_codec: float = SECONDS_PER_CODEC,
     on_measure: Callable[[str], None] = lambda spec: None,
 ) -> Costs:
-    """Costs of these compressors on this machine, from the file as far as it has them.
+    """Costs of these compressors on this machine. What the file lacks is measured and added to it.
 
     Args:
-        specs: compressors, as ``"none"`` or ``"threelc:sparsity=1.5"``; ``"none"`` is always measured.
-        path: the file; None for `default_path`.
-        anew: measure even what is in the file.
-        sizes: elements of the measured tensors.
-        seconds_a_codec: about how long to measure each.
-        on_measure: called with each spec before it is measured.
+        specs: Compressors, such as ``"none"`` or ``"threelc:sparsity=1.5"``; ``"none"`` is always included.
+        path: File of costs; None for `default_path`.
+        remeasure: Whether to measure even what the file has.
+        sizes: Numbers of elements of the measured tensors.
+        seconds_per_codec: Approximate time to measure each compressor.
+        on_measure: Called with each compressor before it is measured.
 
     Returns:
-        Costs without a link: the cluster's is what counts.
+        Costs without a link: simulations take the links of their cluster.
     """
     path, stamp = path or default_path(), _stamp()
-    known = None if anew else _read(path, stamp)
+    known = None if remeasure else _read(path, stamp)
     missing = [spec for spec in dict.fromkeys(["none", *specs]) if known is None or spec not in known.codecs]
     if known is not None and not missing:
         return known
     measured = {}
     for spec in missing:
         on_measure(spec)
-        measured[spec] = measure_codec(compressor_of(spec), sizes, seconds_a_codec)
+        measured[spec] = measure_codec(compressor_of(spec), sizes, seconds_per_codec)
     if known is None:
         links = (LinkCosts(0.0, 0.0),)
         costs = Costs(
@@ -64,14 +64,14 @@ def machine_costs(
         )
     else:
         costs = replace(known, codecs={**known.codecs, **measured})
-    with contextlib.suppress(OSError):  # where nothing can be written, the next call measures again
+    with contextlib.suppress(OSError):  # if nothing can be written, the next call measures again
         path.parent.mkdir(parents=True, exist_ok=True)
         _write(path, costs.to_json())
     return costs
 
 
 def _read(path: Path, stamp: str) -> Costs | None:
-    """What the file has, if it is of this machine and these kernels."""
+    """Costs in the file, if they were measured on this machine with these kernels."""
     try:
         known = Costs.from_json(path.read_text())
     except (OSError, OptionError):
@@ -80,17 +80,18 @@ def _read(path: Path, stamp: str) -> Costs | None:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write as a whole: another process sees no half of it."""
+    """Replace the file at once, so that no other process reads half of it."""
     temporary = path.with_suffix(f".{os.getpid()}.part")
     temporary.write_text(text)
     temporary.replace(path)
 
 
 def _stamp() -> str:
-    return f"{_processor()}, one thread; gradwire {version('gradwire')}, kernels {fingerprint()}"
+    return f"{processor_name()}, one thread; gradwire {version('gradwire')}, kernels {fingerprint()}"
 
 
-def _processor() -> str:
+def processor_name() -> str:
+    """Name of this machine's processor."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

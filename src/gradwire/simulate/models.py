@@ -1,13 +1,13 @@
-"""The tensor sizes of the models that HiPress measures: VGG19, ResNet50, UGATIT, Bert, LSTM, Transformer.
+"""Tensor sizes of the models that HiPress measures: VGG19, ResNet50, UGATIT, Bert, LSTM, Transformer.
 
-Every model is derived layer by layer from its published architecture; number of tensors, total and largest size are
-those of the paper's table (a test compares them). Beside its elements a tensor carries the multiply-adds of its layer
-for one sample, from which `ModelShape.backward` says when in a backward its gradient is there.
+Every model is derived layer by layer from its published architecture. The number of tensors, total size and largest
+size match the paper's table (a test compares them). A tensor also has the multiply-adds of its layer for one sample,
+from which `ModelShape.backward` estimates when its gradient is ready.
 
-Source: HiPress (SOSP 2021), table 6, whose MB are 2^20 bytes. The variants that meet it: ResNet50 with pre-activation
+Source: HiPress (SOSP 2021), table 6, whose MB are 2^20 bytes. Variants that match it: ResNet50 with pre-activation
 (version 2), Bert with both pre-training heads, the LSTM of PyTorch's word language model (1,500 wide, tied, a
 vocabulary of 33,278), TensorFlow's Transformer base (vocabulary of 33,708, no biases in attention), UGATIT at 256 x
-256. Differences: the table has one gradient more for each Bert; a tied decoder counted by name would explain it.
+256. Differences: the table has one more gradient for each Bert, perhaps because it counts the tied decoder by name.
 """
 
 # Shapes: C = channels, L = tokens of a sample.
@@ -27,9 +27,9 @@ class ModelTensor:
     """One parameter.
 
     Attributes:
-        name: as in a state dict.
-        shape: of the parameter and its gradient.
-        work: multiply-adds of the forward pass for one sample.
+        name: Name in a state dict.
+        shape: Shape of the parameter and its gradient.
+        work: Multiply-adds of the forward pass for one sample.
     """
 
     name: str
@@ -43,7 +43,7 @@ class ModelTensor:
 
 @dataclass(frozen=True)
 class Published:
-    """What table 6 says of a model: MB of 2^20 bytes at four bytes an element."""
+    """Figures of a model in table 6, in MB of 2^20 bytes with four bytes per element."""
 
     total_mb: float
     largest_mb: float
@@ -55,9 +55,9 @@ class ModelShape:
     """A model as its synchronization sees it.
 
     Attributes:
-        name: name in `MODELS`.
-        tensors: in the order of the forward pass.
-        published: the paper's figures, to compare with.
+        name: Name in `MODELS`.
+        tensors: Parameters in the order of the forward pass.
+        published: Figures of the paper, to compare with.
     """
 
     name: str
@@ -69,10 +69,10 @@ class ModelShape:
         return sum(tensor.numel for tensor in self.tensors)
 
     def backward(self) -> list[tuple[ModelTensor, float]]:
-        """The tensors in the order in which backward makes their gradients, each with the share of backward by then.
+        """Tensors in the order of the backward pass, each with the share of it after which its gradient is ready.
 
-        A layer's share of the time is its share of the multiply-adds: right for layers that keep the device equally
-        busy, and a measured timeline is better where there is one.
+        A layer's share of the time is its share of the multiply-adds, which is right if all layers keep the device
+        equally busy. A measured timeline is better.
         """
         order = self.tensors[::-1]
         total = sum(tensor.work for tensor in order)
@@ -84,10 +84,10 @@ Tensors = Iterator[ModelTensor]
 
 
 def get(name: str) -> ModelShape:
-    """A model of `MODELS`.
+    """Return a model of `MODELS`.
 
     Raises:
-        UnknownNameError: no such model.
+        UnknownNameError: There is no such model.
     """
     if name not in MODELS:
         raise UnknownNameError("model", name, MODELS)
@@ -154,7 +154,7 @@ def _resnet50() -> Tensors:
 
 
 def _generator(name: str, light: bool) -> Tensors:
-    """UGATIT's generator: down, attention by class activation, AdaLIN blocks, up."""
+    """UGATIT's generator: downsampling, class activation attention, AdaLIN blocks, upsampling."""
     sides = ((3, 64, 7, 256), (64, 128, 3, 128), (128, 256, 3, 64))
     for index, (inputs, outputs, kernel, side) in enumerate(sides):
         yield from _conv(f"{name}.down{index}", inputs, outputs, kernel, side, bias=False)
@@ -207,7 +207,7 @@ def _ugatit_light() -> Tensors:
 
 
 def _bert(width: int, num_layers: int, length: int = 128) -> Tensors:
-    """Bert for pre-training; the vocabulary's matrix serves the decoder too."""
+    """Bert for pre-training, whose decoder shares the matrix of the vocabulary."""
     vocabulary = 30_522
     for name, rows in (("word", vocabulary), ("position", 512), ("token_type", 2)):
         yield ModelTensor(f"embeddings.{name}.weight", (rows, width))
@@ -263,7 +263,7 @@ def _transformer() -> Tensors:
             yield from _norm(f"{name}.feed_forward.norm", width, length)
             yield from _linear(f"{name}.feed_forward.inner", width, 4 * width, length)
             yield from _linear(f"{name}.feed_forward.outer", 4 * width, width, length)
-        logits = vocabulary * width * length if stack == "decoder" else 0.0  # the tied matrix works behind this norm
+        logits = vocabulary * width * length if stack == "decoder" else 0.0  # the tied matrix follows this norm
         yield ModelTensor(f"{stack}.norm.weight", (width,), logits)
         yield ModelTensor(f"{stack}.norm.bias", (width,))
 
@@ -278,4 +278,4 @@ MODELS: dict[str, tuple[Callable[[], Tensors], Published]] = {
     "lstm": (_lstm, Published(327.97, 190.42, 10)),
     "transformer": (_transformer, Published(234.08, 65.84, 185)),
 }
-"""Builders and table 6, by name."""
+"""Builders and figures of table 6, by name."""

@@ -1,4 +1,4 @@
-"""Step time and scaling efficiency against ranks and against bandwidth, as a picture."""
+"""Plots of step time and scaling efficiency against ranks and bandwidth; the style of all plots."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from gradwire.simulate.sweep import SweepRow
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_INK, _FAINT, _GRID = "#1f2933", "#7b8794", "#e4e7eb"
-# The dense method in gray; the others in colors that can be told apart without red and green.
-_DENSE = "#3e4c59"
-_COLORS = ("#2f6db5", "#d9822b", "#8e5ea2", "#17a08a", "#c2406b", "#6b7f1c", "#5b4bc4", "#8a5a2b")
+INK, FAINT, GRID = "#1f2933", "#7b8794", "#e4e7eb"
+# The dense method is gray; the others have colors that can be told apart without red and green.
+DENSE = "#3e4c59"
+COLORS = ("#2f6db5", "#d9822b", "#8e5ea2", "#17a08a", "#c2406b", "#6b7f1c", "#5b4bc4", "#8a5a2b")
 _DASHES = (("-", "solid"), ("--", "dashed"))
-_STYLE: dict[str, Any] = {
+STYLE: dict[str, Any] = {
     "font.family": "sans-serif",
     "font.size": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "axes.edgecolor": _FAINT,
-    "axes.labelcolor": _INK,
-    "axes.titlecolor": _INK,
+    "axes.edgecolor": FAINT,
+    "axes.labelcolor": INK,
+    "axes.titlecolor": INK,
     "axes.grid": True,
     "axes.axisbelow": True,
-    "grid.color": _GRID,
-    "text.color": _INK,
-    "xtick.color": _FAINT,
-    "ytick.color": _FAINT,
-    "xtick.labelcolor": _INK,
-    "ytick.labelcolor": _INK,
+    "grid.color": GRID,
+    "text.color": INK,
+    "xtick.color": FAINT,
+    "ytick.color": FAINT,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
     "legend.frameon": False,
 }
 
@@ -40,25 +40,25 @@ Axis = tuple[str, Callable[[SweepRow], float], Callable[[float], str]]
 
 
 def check_format(path: Path) -> None:
-    """Refuse a picture of a format that cannot be written.
+    """Refuse a plot in an unknown format.
 
     Raises:
-        OptionError: its ending is not that of a known format.
+        OptionError: The suffix of the file is not that of a known format.
     """
     from matplotlib.backend_bases import FigureCanvasBase
 
     known = FigureCanvasBase.get_supported_filetypes()
     if path.suffix.lower().removeprefix(".") not in known:
-        raise OptionError(f"{path} has no ending of a picture. End it in .{', .'.join(sorted(known))}.")
+        raise OptionError(f"{path} has no suffix of a known image format. End it in .{', .'.join(sorted(known))}.")
 
 
 def write_plot(rows: Sequence[SweepRow], path: str | Path, title: str = "") -> None:
-    """Draw rows of a sweep: a column against ranks and one against bandwidth, as far as each varies.
+    """Plot the rows of a sweep: one column against ranks and one against bandwidth, if each varies.
 
     Args:
-        rows: of one model.
-        path: the picture; its ending says the format.
-        title: above it.
+        rows: Rows of one model.
+        path: Image file. Its suffix names the format.
+        title: Title of the figure.
     """
     import matplotlib as mpl
 
@@ -66,7 +66,7 @@ def write_plot(rows: Sequence[SweepRow], path: str | Path, title: str = "") -> N
     import matplotlib.pyplot as plt
 
     columns = _columns(rows)
-    with mpl.rc_context(cast(Any, _STYLE)):
+    with mpl.rc_context(cast(Any, STYLE)):
         size = (max(6.4, 5.4 * len(columns)), 7.4)
         figure, grid = plt.subplots(2, len(columns), figsize=size, squeeze=False, layout="constrained", sharex="col")
         for (upper, lower), (along, others) in zip(grid.T, columns, strict=True):
@@ -85,7 +85,7 @@ def write_plot(rows: Sequence[SweepRow], path: str | Path, title: str = "") -> N
 
 
 def _columns(rows: Sequence[SweepRow]) -> list[tuple[Axis, Axis]]:
-    """What the columns show: the axis, and what sets lines of one color apart."""
+    """Axis of each column, and what distinguishes lines of one color."""
     ranks: Axis = ("ranks (logarithmic)", lambda row: row.ranks, lambda value: f"{value:g} ranks")
     rates: Axis = ("link, Gbit/s (logarithmic)", _gigabits, lambda value: f"{value:g} Gbit/s")
     found = []
@@ -113,24 +113,24 @@ def _draw(axes: Axes, rows: Sequence[SweepRow], along: Axis, others: Axis, value
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
     drawn = ", ".join(f"{name} {others[2](other)}" for (_, name), other in zip(_DASHES, apart))
-    axes.set_title(drawn if len(apart) > 1 else others[2](apart[0]), fontsize=9.5, color=_FAINT)
+    axes.set_title(drawn if len(apart) > 1 else others[2](apart[0]), fontsize=9.5, color=FAINT)
 
 
 def _colors(rows: Sequence[SweepRow]) -> dict[str, str]:
-    """A color a method, the same in all plots."""
+    """One color per method, the same in all plots."""
     dense = next((row.label for row in rows if row.method == "none"), None)
     others = [label for label in dict.fromkeys(row.label for row in rows) if label != dense]
-    found = {label: _COLORS[index % len(_COLORS)] for index, label in enumerate(others)}
-    return found if dense is None else {dense: _DENSE, **found}
+    found = {label: COLORS[index % len(COLORS)] for index, label in enumerate(others)}
+    return found if dense is None else {dense: DENSE, **found}
 
 
 def _ends(values: list[float]) -> list[float]:
-    """The first and the last: more lines of a color cannot be told apart."""
+    """The first and the last value: more lines of one color cannot be told apart."""
     return values if len(values) <= len(_DASHES) else [values[0], values[-1]]
 
 
 def _scale(axes: Axes, rows: Sequence[SweepRow]) -> None:
-    """A logarithmic axis with figures a reader knows, and the step without communication as a line."""
+    """Use a logarithmic axis with plain numbers, and draw the step without communication as a line."""
     steps = [1e3 * row.step_seconds for row in rows]
     axes.set_yscale("log")
     axes.set_ylim(0.8e3 * rows[0].compute_seconds, 1.25 * max(steps))
@@ -139,7 +139,7 @@ def _scale(axes: Axes, rows: Sequence[SweepRow]) -> None:
     axes.yaxis.set_minor_formatter(lambda value, _: "")
     dots = (0, (1, 2))
     axes.axhline(
-        1e3 * rows[0].compute_seconds, color=_FAINT, linewidth=1.2, linestyle=dots, label="without communication"
+        1e3 * rows[0].compute_seconds, color=FAINT, linewidth=1.2, linestyle=dots, label="without communication"
     )
 
 

@@ -1,4 +1,4 @@
-"""What the work of a task graph costs, from measured costs and a compressor's own sizes."""
+"""Costs of the tasks and frames of a job, from measured costs and the compressor's sizes."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from gradwire.planner.costs import CodecCosts, Costs, Curve
 from gradwire.simulate.recording import Work
 from gradwire.wire.frame import FrameKind
 
-_MARK_BYTES = 4  # of each tensor in a bundle's message: see `gradwire.sync.fusion`
+_LENGTH_BYTES = 4  # per tensor in the message of a fusion group: see `gradwire.sync.fusion`
 _PROBES = (1 << 12, 1 << 16, 1 << 20)
 
 
 class PriceList:
-    """Prices of one method. A part has the sizes of its tensors: one, but in a bundle.
+    """Costs of one job. A chunk has the sizes of its tensors: one, except in a fusion group.
 
     Args:
-        compressor: of the method.
-        costs: measured.
-        dtype: of the gradients.
-        bundled: whether tensors travel in bundles.
+        compressor: Compressor of the job.
+        costs: Measured costs.
+        dtype: Element type of the gradients.
+        fused: Whether the job is a compressed fusion group.
 
     Raises:
-        UnknownNameError: the method was not measured.
+        UnknownNameError: The compressor was not measured.
     """
 
-    def __init__(self, compressor: Compressor, costs: Costs, dtype: torch.dtype, *, bundled: bool = False) -> None:
+    def __init__(self, compressor: Compressor, costs: Costs, dtype: torch.dtype, *, fused: bool = False) -> None:
         self._compressor = compressor
         self._codec = costs.codec(spec_of(compressor))
         self._costs = costs
         self._dtype = dtype
-        self._mark_bytes = _MARK_BYTES if bundled else 0
+        self._length_bytes = _LENGTH_BYTES if fused else 0
         self._is_fixed = _is_fixed(compressor, self._codec)
 
     def seconds(self, work: Work, sizes: Sequence[int]) -> float:
-        """Of the processor, which takes a moment for every task, whatever that does."""
+        """Seconds of the processor for a task, the engine's own cost per task included."""
         if work.call == "hand":
             return self._costs.task
         if work.call in ("send", "recv"):
@@ -49,17 +49,17 @@ class PriceList:
 
     @property
     def carries(self) -> bool:
-        """Whether frames cost the processor time by their size."""
+        """Whether frames cost processor time by their size."""
         return self._costs.frame(1 << 20) > 1.01 * self._costs.frame(0)
 
     def _carry(self, work: Work, sizes: Sequence[int]) -> float:
-        """A piece of a frame, and the engine's moment for one that came in: one that goes out had it at hand-over."""
-        whole = self._costs.frame(self.frame_bytes(work._replace(share=1.0), sizes))
-        return work.share * (whole + (self._costs.task if work.call == "recv" else 0.0))
+        """A fragment of a frame. The engine's cost per task belongs to recvs; sends paid it at hand-over."""
+        seconds = self._costs.frame(self.frame_bytes(work._replace(share=1.0), sizes))
+        return work.share * (seconds + (self._costs.task if work.call == "recv" else 0.0))
 
     def frame_bytes(self, work: Work, sizes: Sequence[int]) -> float:
-        """Of a frame, header included, or of a piece of one."""
-        bodies = sum(self._mark_bytes + self._body_bytes(work, count) for count in sizes)
+        """Bytes of a frame with its header, or of a fragment of a frame."""
+        bodies = sum(self._length_bytes + self._body_bytes(work, count) for count in sizes)
         return work.share * (self._costs.frame_bytes + bodies)
 
     def _body_bytes(self, work: Work, count: int) -> float:
@@ -97,20 +97,20 @@ class PriceList:
         return self._sum_accumulators(work, count) + _cost(self._codec.finalize, count)
 
     def _sum_accumulators(self, work: Work, count: int) -> float:
-        """Payloads are accumulated; accumulators that arrive are added as they are."""
+        """Seconds to accumulate payloads, or to add accumulators that arrived."""
         one = self._costs.add(count) if work.taken is FrameKind.AGGREGATE else _cost(self._codec.accumulate, count)
         return work.num_messages * one
 
-    def _dense(self, work: Work, count: int) -> float:
+    def _encode_dense(self, work: Work, count: int) -> float:
         return self._costs.codec(DENSE_NAME).encode(count)
 
-    def _add_up(self, work: Work, count: int) -> float:
+    def _merge_dense(self, work: Work, count: int) -> float:
         return self._costs.add(count) + work.num_messages * self._costs.codec(DENSE_NAME).merge(count)
 
-    def _spread(self, work: Work, count: int) -> float:
+    def _encode_mean(self, work: Work, count: int) -> float:
         return self._costs.codec(DENSE_NAME).encode(count)
 
-    def _place(self, work: Work, count: int) -> float:
+    def _decode_dense(self, work: Work, count: int) -> float:
         return self._costs.codec(DENSE_NAME).decode(count)
 
     def _stats(self, work: Work, count: int) -> float:
@@ -121,12 +121,12 @@ class PriceList:
 
 
 def _cost(cost: object, count: int) -> float:
-    assert callable(cost), "the codec was measured without what it has"
+    assert callable(cost), "the codec was measured without one of its operations"
     return float(cost(count))
 
 
 def _is_fixed(compressor: Compressor, codec: CodecCosts) -> bool:
-    """Whether payloads were measured to have the size that the compressor declares as its largest."""
+    """Whether measured payloads have the largest size that the compressor declares."""
     measured = codec.payload_bytes
     points = measured.points if isinstance(measured, Curve) else [(x, measured(x)) for x in _PROBES]
     return all(abs(compressor.max_encoded_bytes(TensorSpec((int(x),))) - nbytes) < 0.5 for x, nbytes in points)

@@ -1,42 +1,48 @@
-"""What a simulated step says: its time, what it waited for, how busy everything was, and a trace of it."""
+"""The result of a simulated step: its time, what it waited for, how busy everything was, and a trace."""
 
-# Shapes: N = tasks, G = graphs.
+# Shapes: N = tasks, G = graphs, J = jobs, R = simulated ranks.
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from gradwire.simulate.assemble import Assembled
+from gradwire.simulate.assemble import Assembled, SimulatedJob
+from gradwire.simulate.cluster import Cluster, Straggler
 from gradwire.simulate.events import Trail
+from gradwire.simulate.fold import Fold
 from gradwire.simulate.loop import COMPUTE, RECV, SEND
 from gradwire.simulate.recording import Work
+from gradwire.simulate.workload import Compute
 
 CAUSES = ("compute", "encode", "merge", "decode", "wire", "processor")
 _CALLS = {
-    **dict.fromkeys(("start", "stats", "dense", "spread"), "encode"),
-    **dict.fromkeys(("reduce_stats", "add_up"), "merge"),
-    **dict.fromkeys(("decode_sum", "place"), "decode"),
+    **dict.fromkeys(("start", "stats", "encode_dense", "encode_mean"), "encode"),
+    **dict.fromkeys(("reduce_stats", "merge_dense"), "merge"),
+    **dict.fromkeys(("decode_sum", "decode_dense"), "decode"),
 }
+
+_Span = tuple[str, float, float]  # name, beginning and end in seconds
 
 
 @dataclass(frozen=True)
 class RankUse:
-    """A simulated rank.
+    """How busy a simulated rank was.
 
     Attributes:
-        rank: its number.
-        stands_for: ranks that it stands for, itself included.
-        seconds: its step.
-        compute: share of the step in which it computes the model.
-        processor: the same for encodes, merges, decodes and the engine's own work.
-        egress, ingress: the same for its link (its node's, where there are nodes).
-        sent_bytes: frames that it sends, the mean over the ranks that it stands for.
+        rank: Number of the rank.
+        stands_for: Number of ranks that it stands for, itself included.
+        seconds: Time of its step.
+        compute: Share of the step in which it computes the model.
+        processor: Share of the step in which its processor encodes, merges, decodes or runs the engine.
+        egress, ingress: Shares of the step in which its link (or its node's) sends and receives.
+        sent_bytes: Bytes of frames that it sends: the mean over the ranks that it stands for.
     """
 
     rank: int
@@ -50,8 +56,8 @@ class RankUse:
 
 
 @dataclass(frozen=True)
-class ItemTime:
-    """A tensor or a batch: when its gradient was ready, and when the last rank held the mean."""
+class JobTime:
+    """When the gradient of a tensor or fusion group was ready, and when the last rank held the mean."""
 
     name: str
     ready_seconds: float
@@ -60,27 +66,27 @@ class ItemTime:
 
 @dataclass(frozen=True)
 class StepResult:
-    """A simulated step.
+    """One simulated step.
 
     Attributes:
-        seconds: from its beginning until the slowest rank has ended it.
-        compute_seconds: the same without any communication.
-        split: the longest chain of what waited for what, by cause, in seconds; adds up to `seconds`: the model
-            (``compute``), ``encode``, ``merge``, ``decode``, messages on their way or in a queue of the network
-            (``wire``), and tasks that were ready but waited for the processor (``processor``).
-        ranks: the simulated ranks.
-        items: in the order in which they were ready.
-        world_size: ranks of the cluster.
-        folded: whether simulated ranks stand for others.
-        num_messages: frames of all ranks.
-        processor_seconds: that codecs, engine and frames take of all ranks' processors.
+        seconds: Time of the step, from the earliest beginning to the end of the slowest rank.
+        compute_seconds: Time of the same step without communication.
+        split: The longest chain of waiting by cause, in seconds, which adds up to `seconds`: the model (``compute``),
+            ``encode``, ``merge``, ``decode``, messages that travel or queue (``wire``), and ready tasks that waited for
+            a processor (``processor``).
+        ranks: Use of the simulated ranks.
+        jobs: Times of the jobs, in the order of submission.
+        world_size: Ranks of the cluster.
+        folded: Whether simulated ranks stand for others.
+        num_messages: Frames sent by all ranks.
+        processor_seconds: Seconds of all ranks' processors for codecs, engine and frames.
     """
 
     seconds: float
     compute_seconds: float
     split: dict[str, float]
     ranks: list[RankUse]
-    items: list[ItemTime]
+    jobs: list[JobTime]
     world_size: int
     folded: bool
     num_messages: float
@@ -89,16 +95,16 @@ class StepResult:
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes of frames that a rank sends, the mean over all."""
+        """Bytes of frames that a rank sends, the mean over all ranks."""
         return sum(use.sent_bytes * use.stands_for for use in self.ranks) / self.world_size
 
     @property
     def efficiency(self) -> float:
-        """The step without communication over this one: the share of a rank's speed that is left."""
+        """Time of the step without communication over `seconds`."""
         return self.compute_seconds / self.seconds if self.seconds else 1.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Plain data, for JSON."""
         return {
             "seconds": self.seconds,
             "compute_seconds": self.compute_seconds,
@@ -110,95 +116,159 @@ class StepResult:
             "num_messages": self.num_messages,
             "processor_seconds": self.processor_seconds,
             "ranks": [asdict(use) for use in self.ranks],
-            "items": [asdict(item) for item in self.items],
+            "jobs": [asdict(job) for job in self.jobs],
         }
 
     def write_trace(self, path: str | Path) -> None:
         """Write the step as Chrome trace JSON, for chrome://tracing or ui.perfetto.dev."""
-        assert self._trace is not None, "a result without a trace"
-        events = list(self._trace.events())
+        events = [] if self._trace is None else list(self._trace.events())
         Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
 @dataclass(frozen=True)
 class SimulatedTrace:
-    """All tasks with their times, and what is needed to name them.
+    """All tasks with their times and names.
 
     Attributes:
-        assembled: the tasks.
-        trail: their times.
-        names: of the items.
-        ranks: numbers of the simulated ranks.
-        compute: what each simulated rank computes besides: name, beginning and end in seconds.
+        assembled: Tasks.
+        trail: Times of the tasks.
+        names: Names of the jobs (J).
+        ranks: Numbers of the simulated ranks (R).
+        spans: Forward pass, backward pass and optimizer of each simulated rank (R).
     """
 
     assembled: Assembled
     trail: Trail
     names: list[str]
     ranks: list[int]
-    compute: list[list[tuple[str, float, float]]]
-
-    def cause(self, task: int) -> str:
-        """What the time of a task counts as."""
-        kind = self.assembled.tasks.kind[task]
-        if kind != COMPUTE:
-            return "wire"
-        call = self._work(task).call
-        return _CALLS.get(call, call)
+    spans: list[list[_Span]]
 
     def split(self, task: int) -> dict[str, float]:
-        """The chain that ends with a task, by cause, back to the beginning of the step."""
+        """Seconds by cause of the chain of waiting that ends with a task, back to the beginning of the step."""
         trail, tasks = self.trail, self.assembled.tasks
         found = dict.fromkeys(CAUSES, 0.0)
         at, now = task, float(trail.ended[task])
         while at >= 0:
             kind, started, cause = tasks.kind[at], float(trail.started[at]), int(trail.cause[at])
-            before = float(trail.ended[cause]) if cause >= 0 else self._graph_ready(at)
+            before = float(trail.ended[cause]) if cause >= 0 else float(tasks.graph_ready[self._graph(at)])
             if kind == RECV:
                 arrived = max(before, float(trail.wire_ended[at]))
                 found["wire"] += arrived - before
                 found["processor"] += now - arrived
             else:
-                found[self.cause(at)] += now - started
+                call = self._work(at, self._graph(at)).call
+                found[_CALLS.get(call, call) if kind == COMPUTE else "wire"] += now - started
                 found["processor"] += started - before
             at, now = cause, before
         found["compute"] += now
         return found
 
-    def _graph_ready(self, task: int) -> float:
-        return float(self.assembled.tasks.graph_ready[self._graph(task)])
-
     def _graph(self, task: int) -> int:
         return int(np.searchsorted(self.assembled.tasks.graph_at, task, side="right")) - 1
 
-    def _work(self, task: int) -> Work:
-        item = int(self.assembled.graph_item[self._graph(task)])
-        return self.assembled.works[item][int(self.assembled.work[task])]
+    def _work(self, task: int, graph: int) -> Work:
+        return self.assembled.works[int(self.assembled.graph_job[graph])][int(self.assembled.work[task])]
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """The events of a Chrome trace: a process a rank, with a row each for model, processor and link."""
-        for place, rank in enumerate(self.ranks):
+        """Events of a Chrome trace: one process per rank, with rows for model, engine, link and transport."""
+        for rank, spans in zip(self.ranks, self.spans, strict=True):
             yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
             for row, name in enumerate(("model", "engine", "egress", "ingress", "transport")):
                 yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": row, "args": {"name": name}}
-            for name, start, end in self.compute[place]:
-                yield _span(name, rank, 0, start, end, {})
-        tasks, trail, graph_at = self.assembled.tasks, self.trail, self.assembled.tasks.graph_at
-        for graph in range(graph_at.size - 1):
-            rank = self.ranks[int(self.assembled.graph_place[graph])]
-            item = int(self.assembled.graph_item[graph])
-            for task in range(int(graph_at[graph]), int(graph_at[graph + 1])):
-                work = self.assembled.works[item][int(self.assembled.work[task])]
-                args = {"part": int(self.assembled.part[task]), "elements": sum(work.sizes)}
-                name = f"{work.phase} {self.names[item]}"
+            for name, start, end in spans:
+                yield _event(name, rank, 0, start, end, {})
+        tasks, trail = self.assembled.tasks, self.trail
+        for graph, (first, end_) in enumerate(itertools.pairwise(tasks.graph_at.tolist())):
+            rank = self.ranks[int(self.assembled.graph_rank[graph])]
+            for task in range(first, end_):
+                work = self._work(task, graph)
+                args = {"chunk": int(self.assembled.chunk[task]), "elements": sum(work.sizes)}
+                name = f"{work.phase} {self.names[int(self.assembled.graph_job[graph])]}"
                 if trail.ended[task] > trail.started[task]:
                     row = 1 if tasks.processor[task] < len(self.ranks) else 4
-                    yield _span(name, rank, row, trail.started[task], trail.ended[task], args)
+                    yield _event(name, rank, row, trail.started[task], trail.ended[task], args)
                 if tasks.kind[task] in (SEND, RECV):
                     row = 2 if tasks.kind[task] == SEND else 3
-                    yield _span(name, rank, row, trail.wire_started[task], trail.wire_ended[task], args)
+                    yield _event(name, rank, row, trail.wire_started[task], trail.wire_ended[task], args)
 
 
-def _span(name: str, rank: int, row: int, start: float, end: float, args: dict[str, Any]) -> dict[str, Any]:
-    span = {"ph": "X", "name": name, "pid": rank, "tid": row, "ts": 1e6 * start, "dur": 1e6 * (end - start)}
-    return span | {"args": args}
+def _event(name: str, rank: int, row: int, start: float, end: float, args: dict[str, Any]) -> dict[str, Any]:
+    event = {"ph": "X", "name": name, "pid": rank, "tid": row, "ts": 1e6 * start, "dur": 1e6 * (end - start)}
+    return event | {"args": args}
+
+
+def result_of(
+    jobs: Sequence[SimulatedJob], cluster: Cluster, fold: Fold, compute: Compute, assembled: Assembled, trail: Trail
+) -> StepResult:
+    """Read the result of a step from the times of its tasks."""
+    last = {
+        graph: first + int(trail.ended[first:end].argmax())
+        for graph, (first, end) in enumerate(itertools.pairwise(assembled.tasks.graph_at.tolist()))
+        if end > first
+    }
+    done = np.zeros((len(jobs), len(fold.ranks)))  # when each simulated rank holds the mean of each job (J, R)
+    for graph, task in last.items():
+        done[assembled.graph_job[graph], assembled.graph_rank[graph]] = trail.ended[task]
+    spans = [
+        _spans(cluster.straggler(rank), compute, float(done[:, index].max())) for index, rank in enumerate(fold.ranks)
+    ]
+    trace = SimulatedTrace(assembled, trail, [job.name for job in jobs], fold.ranks, spans)
+    slowest = max(range(len(spans)), key=lambda index: spans[index][-1][2])
+    _, (_, _, backward_end), (_, synchronized, end) = spans[slowest]
+    if synchronized <= backward_end:
+        split = dict.fromkeys(CAUSES, 0.0) | {"compute": end}
+    else:
+        tasks = [task for graph, task in last.items() if assembled.graph_rank[graph] == slowest]
+        split = trace.split(max(tasks, key=lambda task: float(trail.ended[task])))
+        split["compute"] += end - synchronized
+    return StepResult(
+        end,
+        result_without_jobs(cluster, fold, compute).seconds,
+        split,
+        [_use(index, cluster, fold, assembled, trail, spans[index]) for index in range(len(fold.ranks))],
+        [JobTime(job.name, job.ready_seconds, float(done[index].max())) for index, job in enumerate(jobs)],
+        cluster.ranks,
+        fold.folded,
+        assembled.num_messages,
+        float(trail.processor_busy.reshape(2, -1).sum(0) @ np.array(fold.stands_for)),
+        trace,
+    )
+
+
+def result_without_jobs(cluster: Cluster, fold: Fold, compute: Compute) -> StepResult:
+    """The result of a step in which nothing is sent."""
+    uses = []
+    for rank, stands_for in zip(fold.ranks, fold.stands_for, strict=True):
+        straggler = cluster.straggler(rank)
+        busy = straggler.slowdown * compute.total_seconds
+        seconds = straggler.delay_seconds + busy
+        uses.append(RankUse(rank, stands_for, seconds, busy / seconds if seconds else 0.0, 0.0, 0.0, 0.0, 0.0))
+    slowest = max(use.seconds for use in uses)
+    split = dict.fromkeys(CAUSES, 0.0) | {"compute": slowest}
+    return StepResult(slowest, slowest, split, uses, [], cluster.ranks, fold.folded, 0.0)
+
+
+def _spans(straggler: Straggler, compute: Compute, synchronized: float) -> list[_Span]:
+    """Forward pass, backward pass and optimizer of a rank. The optimizer begins when all gradients hold the mean."""
+    begin = straggler.delay_seconds
+    middle = begin + straggler.slowdown * compute.forward_seconds
+    end = middle + straggler.slowdown * compute.backward_seconds
+    optimizer = max(end, synchronized)
+    last = optimizer + straggler.slowdown * compute.optimizer_seconds
+    return [("forward", begin, middle), ("backward", middle, end), ("optimizer", optimizer, last)]
+
+
+def _use(index: int, cluster: Cluster, fold: Fold, assembled: Assembled, trail: Trail, spans: list[_Span]) -> RankUse:
+    seconds = spans[-1][2]
+    per_second = 1 / seconds if seconds else 0.0
+    link = 2 * (index // cluster.ranks_per_node)
+    return RankUse(
+        fold.ranks[index],
+        fold.stands_for[index],
+        seconds,
+        compute=sum(end - start for _, start, end in spans) * per_second,
+        processor=float(trail.processor_busy[index]) * per_second,
+        egress=float(trail.channel_busy[link]) * per_second,
+        ingress=float(trail.channel_busy[link + 1]) * per_second,
+        sent_bytes=float(assembled.sent_bytes[index]),
+    )

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from gradwire.compressors.base.registry import compressor_of, spec_of
 from gradwire.core.errors import UnknownNameError
 from gradwire.planner.costs import Costs
-from gradwire.simulate.bulk import Bulk
-from gradwire.simulate.cluster import Cluster, Compute, SimulatedLink, Straggler
-from gradwire.simulate.models import ModelShape
-from gradwire.simulate.result import StepResult
-from gradwire.simulate.step import gradients_of, step
+from gradwire.simulate.cluster import Cluster
+from gradwire.simulate.step import step
+from gradwire.simulate.workload import SimulatedModel
 from gradwire.sync.plan import Plan
 from gradwire.sync.strategies import peer_strategies
 
@@ -24,80 +22,41 @@ class SweepMethod(NamedTuple):
     """A compressor, and how it travels.
 
     Attributes:
-        spec: as ``"threelc:sparsity=1.5"``.
-        strategy: None for the one that `Plan` takes.
+        spec: Name and options, such as ``"threelc:sparsity=1.5"``.
+        strategy: Strategy; None for the one that `Plan` takes.
+        partitions: Ranges that a rank's share of a tensor is cut into.
     """
 
     spec: str
     strategy: str | None = None
+    partitions: int = 1
 
     @classmethod
-    def parse(cls, text: str, strategy: str | None = None) -> SweepMethod:
-        """From ``SPEC`` or ``SPEC@STRATEGY``; `strategy` where the text names none.
+    def parse(cls, text: str, strategy: str | None = None, partitions: int = 1) -> SweepMethod:
+        """Parse ``SPEC`` or ``SPEC@STRATEGY``. `strategy` applies if the text names none.
 
         Raises:
-            UnknownNameError: a strategy that there is not between ranks, which alone are simulated.
+            UnknownNameError: The strategy does not exist, or needs a server, which is not simulated.
         """
         spec, _, named = text.partition("@")
         found = named or strategy
         if found is not None and found not in peer_strategies():
-            raise UnknownNameError("strategy between ranks", found, peer_strategies())
-        return cls(spec, found)
+            raise UnknownNameError("strategy that can be simulated", found, peer_strategies())
+        return cls(spec, found, partitions)
 
     @property
     def canonical(self) -> str:
-        """The compressor as costs are named."""
+        """The compressor's name in measured costs."""
         return spec_of(compressor_of(self.spec))
 
-    def plan(self, partitions: int = 1) -> Plan:
-        """All tensors by this method."""
-        return Plan(compressor_of(self.spec), strategy=self.strategy, partitions=partitions)
+    def plan(self) -> Plan:
+        """A plan that sends all tensors by this method."""
+        return Plan(compressor_of(self.spec), strategy=self.strategy, partitions=self.partitions)
 
     @property
     def label(self) -> str:
-        """How a reader sees it."""
+        """Compressor and strategy, as shown to readers."""
         return self.spec if self.strategy is None else f"{self.spec} {self.strategy}"
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """What is simulated, but for what changes from row to row.
-
-    Attributes:
-        model: its gradients.
-        compute: times of a rank.
-        costs: measured costs.
-        link: of each rank or node; its rate is what the sweep sets.
-        ranks_per_node, inner, stragglers, cores: as in `Cluster`.
-        partitions: as in `Plan`.
-        fold, bulk, bucket_bytes: as in `step`.
-    """
-
-    model: ModelShape
-    compute: Compute
-    costs: Costs
-    link: SimulatedLink
-    ranks_per_node: int = 1
-    inner: SimulatedLink = field(default_factory=lambda: SimulatedLink(None))
-    stragglers: Mapping[int, Straggler] = field(default_factory=dict)
-    cores: int | None = None
-    partitions: int = 1
-    fold: bool | None = None
-    bulk: Bulk | None = None
-    bucket_bytes: float | None = None
-
-    def cluster(self, ranks: int, rate_bits: float | None) -> Cluster:
-        """The machines of one row."""
-        link = replace(self.link, rate_bits=rate_bits)
-        return Cluster(ranks, link, self.ranks_per_node, self.inner, self.stragglers, self.cores)
-
-    def run(self, method: SweepMethod, ranks: int, rate_bits: float | None, *, trace: bool = False) -> StepResult:
-        """One step."""
-        gradients = gradients_of(self.model, self.compute.backward_seconds)
-        how: dict[str, Any] = {"fold": self.fold, "bulk": self.bulk, "trace": trace, "bucket_bytes": self.bucket_bytes}
-        return step(
-            gradients, method.plan(self.partitions), self.cluster(ranks, rate_bits), self.costs, self.compute, **how
-        )
 
 
 @dataclass(frozen=True)
@@ -105,16 +64,19 @@ class SweepRow:
     """One simulated step.
 
     Attributes:
-        model, method, strategy, ranks: what was simulated; strategy is "" for the plan's own choice.
-        rate_bits: of the link; None where it takes no time.
-        step_seconds: the step.
-        compute_seconds: the same without communication.
-        ideal_seconds: the larger of that and the time that the busiest link needs for its bytes.
-        efficiency: compute over step.
-        sent_bytes: frames that a rank sends.
-        split: the longest chain by cause, as `StepResult.split`.
-        processor: share of the step in which the busiest rank's processor encodes, merges and decodes.
-        folded: whether one rank stood for many.
+        model: Name of the model.
+        method: Compressor with its options.
+        strategy: Strategy; "" for the plan's own choice.
+        ranks: Number of ranks.
+        rate_bits: Rate of the link in bits per second; None for a link that takes no time.
+        step_seconds: Time of the step.
+        compute_seconds: Time of the step without communication.
+        ideal_seconds: The larger of `compute_seconds` and the time that the busiest link needs for its bytes.
+        efficiency: `compute_seconds` over `step_seconds`.
+        sent_bytes: Bytes of frames that a rank sends.
+        split: The longest chain of waiting by cause, as in `StepResult.split`.
+        processor: Share of the step in which the busiest rank encodes, merges and decodes.
+        folded: Whether one rank stood for many.
     """
 
     model: str
@@ -133,36 +95,51 @@ class SweepRow:
 
     @property
     def label(self) -> str:
-        """Method and strategy."""
+        """Compressor and strategy, as shown to readers."""
         return SweepMethod(self.method, self.strategy or None).label
+
+    def flat(self) -> dict[str, Any]:
+        """The row as one level of plain values."""
+        values = asdict(self)
+        return values | {f"{cause}_seconds_waited": seconds for cause, seconds in values.pop("split").items()}
 
 
 def sweep(
-    scenario: Scenario,
+    model: SimulatedModel,
     methods: Sequence[SweepMethod],
-    ranks: Iterable[int],
-    rates_bits: Iterable[float | None],
+    clusters: Iterable[Cluster],
+    costs: Costs,
+    *,
+    fold: bool | None = None,
     on_row: Callable[[SweepRow], None] = lambda row: None,
 ) -> list[SweepRow]:
-    """Simulate every method at every rate with every number of ranks."""
-    rates, rows = list(rates_bits), []
-    for count in ranks:
-        for rate in rates:
-            for method in methods:
-                rows.append(_row(scenario, method, count, rate))
-                on_row(rows[-1])
+    """Simulate a step of the model by every method on every cluster.
+
+    Args:
+        model: Gradients and compute times.
+        methods: Methods, in the order of the rows of one cluster.
+        clusters: Clusters, in the order of the rows.
+        costs: Measured costs.
+        fold: As in `step`.
+        on_row: Called after each step.
+    """
+    rows = []
+    for cluster in clusters:
+        for method in methods:
+            rows.append(_row(model, method, cluster, costs, fold))
+            on_row(rows[-1])
     return rows
 
 
-def _row(scenario: Scenario, method: SweepMethod, ranks: int, rate_bits: float | None) -> SweepRow:
-    result = scenario.run(method, ranks, rate_bits)
+def _row(model: SimulatedModel, method: SweepMethod, cluster: Cluster, costs: Costs, fold: bool | None) -> SweepRow:
+    result = step(model, method.plan(), cluster, costs, fold=fold)
     busiest = max((max(use.egress, use.ingress) * use.seconds for use in result.ranks), default=0.0)
     return SweepRow(
-        scenario.model.name,
+        model.name,
         method.spec,
         method.strategy or "",
-        ranks,
-        rate_bits,
+        cluster.ranks,
+        cluster.link.rate_bits,
         result.seconds,
         result.compute_seconds,
         max(result.compute_seconds, busiest),
@@ -174,15 +151,9 @@ def _row(scenario: Scenario, method: SweepMethod, ranks: int, rate_bits: float |
     )
 
 
-def plain(row: SweepRow) -> dict[str, Any]:
-    """A row as one level of plain values."""
-    values = asdict(row)
-    return values | {f"{cause}_seconds_waited": seconds for cause, seconds in values.pop("split").items()}
-
-
 def write_csv(rows: Sequence[SweepRow], path: str | Path) -> None:
-    """Write the rows, a column a value."""
-    records = [plain(row) for row in rows]
+    """Write the rows to a CSV file, one column per value."""
+    records = [row.flat() for row in rows]
     with Path(path).open("w", newline="") as file:
         writer = csv.DictWriter(file, records[0].keys())
         writer.writeheader()

@@ -1,22 +1,22 @@
-"""What travels together: bundles, batches and buckets, against closed forms and the synchronizer itself."""
+"""Tensor fusion and buckets against closed forms and the synchronizer itself."""
 
 import pytest
 import torch
 
 from gradwire.compressors.base.registry import make
 from gradwire.core.spec import TensorSpec
-from gradwire.simulate import Cluster, SimulatedGradient, SimulatedLink, step
-from gradwire.simulate.items import items_of
+from gradwire.simulate import Cluster, Compute, SimulatedGradient, SimulatedLink, SimulatedModel, step
+from gradwire.simulate.jobs import jobs_of
 from gradwire.sync.dense_fusion import DENSE_FUSION_BYTES
 from gradwire.sync.plan import Plan
 from gradwire.sync.synchronizer import GradientSlice
 from gradwire.wire.frame import HEADER_BYTES
-from tests.simulate.costs import costs, gradients, onebit
+from tests.simulate.costs import costs, model, onebit
 from tests.sync.harness import ranks
 
 RATE = 1e9
 KNOWN = costs(onebit=onebit())
-MARK = 4  # bytes of a tensor in a bundle's message, beside its payload
+LENGTH = 4  # bytes per tensor in the message of a fusion group, besides its payload
 
 
 def cluster(world_size, **options):
@@ -32,40 +32,43 @@ def vectors(*counts, ready=0.0):
 
 
 def names(tensors, plan, bucket_bytes=None):
-    return [(item.name, item.ready_seconds) for item in items_of(tensors, plan, cluster(4), KNOWN, 1.0, bucket_bytes)]
+    submitted = SimulatedModel(tensors, Compute(forward_seconds=1.0), bucket_bytes)
+    return [(job.name, job.ready_seconds) for job in jobs_of(submitted, plan, cluster(4), KNOWN)]
 
 
 def test_small_tensors_of_a_bucket_travel_as_one():
-    tensors = gradients(*[16384] * 8)
-    one = step(tensors, "onebit", cluster(4), KNOWN, bucket_bytes=1 << 30, strategy="allgather")
-    assert [item.name for item in one.items] == ["layer0.weight and 7 more"]
+    tensors = model(*[16384] * 8, bucket_bytes=1 << 30)
+    one = step(tensors, Plan("onebit", strategy="allgather"), cluster(4), KNOWN)
+    assert [job.name for job in one.jobs] == ["layer0.weight and 7 more"]
     assert one.num_messages == 4 * 3
-    assert one.sent_bytes == 3 * 8 * (payload(16384) + MARK)
+    assert one.sent_bytes == 3 * 8 * (payload(16384) + LENGTH)
     assert one.seconds == pytest.approx(one.sent_bytes * 8 / RATE)
 
 
 def test_the_owner_of_a_small_tensor_takes_it_whole():
     # All others send to it, one after another, and it sends the mean to all: a share of a large tensor takes a W-th.
-    alone = step(gradients(16384), "onebit", cluster(8), KNOWN, strategy="scatter_reduce")
-    assert alone.seconds == pytest.approx(2 * 7 * (payload(16384) + MARK) * 8 / RATE)
+    alone = step(model(16384), Plan("onebit", strategy="scatter_reduce"), cluster(8), KNOWN)
+    assert alone.seconds == pytest.approx(2 * 7 * (payload(16384) + LENGTH) * 8 / RATE)
     # Eight tensors of a bucket have an owner each, so that all links are in use.
-    eight = step(gradients(*[16384] * 8), "onebit", cluster(8), KNOWN, bucket_bytes=1 << 30, strategy="scatter_reduce")
+    eight = step(
+        model(*[16384] * 8, bucket_bytes=1 << 30), Plan("onebit", strategy="scatter_reduce"), cluster(8), KNOWN
+    )
     assert eight.seconds == pytest.approx(alone.seconds)
     assert eight.num_messages == 8 * alone.num_messages
 
 
-def test_a_bundle_takes_one_task_and_each_of_its_codecs():
+def test_a_fusion_group_takes_one_task_and_each_of_its_codecs():
     known = costs(1e-3, onebit=onebit(encode=1e-7, decode=1e-7))
-    tensors = gradients(*[16384] * 8)
-    one = step(tensors, "onebit", Cluster(2, SimulatedLink(None)), known, bucket_bytes=1 << 30, strategy="allgather")
+    tensors = model(*[16384] * 8, bucket_bytes=1 << 30)
+    one = step(tensors, Plan("onebit", strategy="allgather"), Cluster(2, SimulatedLink(None)), known)
     # Encode, send, recv and decode; a payload of each of two ranks is decoded.
     assert one.seconds == pytest.approx(4e-3 + 8 * 16384 * 3e-7, rel=0.02)
 
 
 def test_large_tensors_of_a_bucket_are_cut_as_ever():
-    tensors = gradients(1 << 18, 1 << 18)
-    result = step(tensors, "onebit", cluster(4), KNOWN, bucket_bytes=1 << 30, strategy="scatter_reduce")
-    assert len(result.items) == 2
+    tensors = model(1 << 18, 1 << 18, bucket_bytes=1 << 30)
+    result = step(tensors, Plan("onebit", strategy="scatter_reduce"), cluster(4), KNOWN)
+    assert len(result.jobs) == 2
     assert result.sent_bytes == pytest.approx(2 * 2 * 3 * payload(1 << 16), rel=0.01)
 
 
@@ -79,7 +82,7 @@ def test_a_bucket_is_handed_over_with_its_last_gradient():
     ]
 
 
-def test_small_dense_tensors_leave_when_a_batch_is_full():
+def test_small_dense_tensors_leave_when_a_group_is_full():
     count = DENSE_FUSION_BYTES // 4 // 2
     tensors = vectors(*[count] * 5, ready=1.0)
     assert names(tensors, Plan("onebit")) == [
@@ -91,11 +94,11 @@ def test_small_dense_tensors_leave_when_a_batch_is_full():
 
 @pytest.mark.parametrize("strategy", ["scatter_reduce", "allgather"])
 def test_the_synchronizer_sends_the_same_bytes(strategy):
-    # Bundled, cut, and batched in two messages: matrices in the order of backward, each with its vector.
+    # Compressed and fused, cut, and dense in two messages: matrices in the order of backward, each with its vector.
     shapes = [(128, 512), (9000,), (64, 256), (9000,), (1024, 256), (100,)]
     tensors = [SimulatedGradient(f"tensor{index}", shape) for index, shape in enumerate(shapes)]
     plan = Plan("onebit", strategy=strategy)
-    simulated = step(tensors, plan, cluster(4), KNOWN, bucket_bytes=1 << 30)
+    simulated = step(SimulatedModel(tensors, bucket_bytes=1 << 30), plan, cluster(4), KNOWN)
     registered = {each.name: each.spec for each in reversed(tensors)}
     with ranks(4, plan, tensors=registered) as group:
 
@@ -111,10 +114,9 @@ def test_the_synchronizer_sends_the_same_bytes(strategy):
 
 
 @pytest.mark.parametrize("strategy", ["scatter_reduce", "allgather"])
-def test_one_rank_stands_for_all_in_a_bundle_too(strategy):
-    tensors = gradients(*[16384] * 16)
-    how = {"bucket_bytes": 1 << 30, "strategy": strategy}
-    one, all_ranks = (step(tensors, "onebit", cluster(8), KNOWN, fold=fold, **how) for fold in (True, False))
+def test_one_rank_stands_for_all_in_a_fusion_group_too(strategy):
+    tensors, plan = model(*[16384] * 16, bucket_bytes=1 << 30), Plan("onebit", strategy=strategy)
+    one, all_ranks = (step(tensors, plan, cluster(8), KNOWN, fold=fold) for fold in (True, False))
     assert one.seconds == pytest.approx(all_ranks.seconds, rel=0.05)
     assert one.sent_bytes == pytest.approx(all_ranks.sent_bytes)
     assert one.num_messages == pytest.approx(all_ranks.num_messages)
