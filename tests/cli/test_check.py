@@ -65,7 +65,7 @@ def test_a_failure_says_what_and_how_to_run_it_again(folder: Path) -> None:
     assert "FAILED" in result.output
     assert "unbiased is declared, but the mean of 400 draws is" in result.output
     again = "gradwire check bad_compressors:bad_of_test --option levels=60 --only unbiased-over-the-private-stream"
-    assert f"Again: {again}\n" in result.output
+    assert f"To repeat: {again}\n" in result.output
     once_more = run(*again.split()[1:])
     assert once_more.exit_code == 1
     assert "0 passed, 1 failed, 0 do not apply" in once_more.output
@@ -130,4 +130,4 @@ def test_show_prints_the_code_with_lines_of_the_algorithm(folder: Path) -> None:
 
 def test_show_of_what_is_written_by_hand_says_where_to_read_it() -> None:
     error = run("show", "threelc").exception
-    assert "written by hand, not in the language. Read gradwire.compressors.threelc" in str(error)
+    assert "has no generated code. Read gradwire.compressors.threelc" in str(error)

@@ -101,7 +101,7 @@ def test_batches_are_the_same_again():
 def test_what_cannot_be_coordinated_is_refused():
     with pytest.raises(OptionError, match="ranks_per_node=1"):
         run(model(16384), Cluster(4, link(), ranks_per_node=2), bulk=COORDINATED)
-    with pytest.raises(OptionError, match=r"Line\(seconds, 0\)"):
+    with pytest.raises(OptionError, match=r"LinearCost\(seconds, 0\)"):
         run(model(16384), Cluster(4, link()), costs(frame=LinearCost(1e-6, 1e-9)), COORDINATED)
     with pytest.raises(OptionError, match="threshold above 0"):
         Bulk(threshold_bytes=0)

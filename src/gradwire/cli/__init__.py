@@ -1,7 +1,7 @@
 """The command line: `gradwire COMMAND`, or `python -m gradwire.cli`.
 
-Each command is a module of this package with a function `register(app)`, listed in `gradwire.cli.app`.
-Modules import what is heavy (torch, numba) inside their commands, so that `gradwire --help` answers at once.
+Each command is a module of this package with a function `register(app)`, listed in `gradwire.cli.app`. Modules import
+torch and numba inside their commands, so that `gradwire --help` answers at once.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import sys
 
 
 def main() -> None:
-    """Runs the command line and exits. What gradwire raises on purpose is printed without a traceback."""
+    """Run the command line and exit. Errors of gradwire are printed without a traceback."""
     try:
         import rich  # noqa: F401
         import typer  # noqa: F401
     except ModuleNotFoundError as error:
         print(
-            f"Expected the command line's packages, got no {error.name!r}. Do `pip install 'gradwire[cli]'`.",
+            f"The command line needs the package {error.name!r}. Install it with `pip install 'gradwire[cli]'`.",
             file=sys.stderr,
         )
         sys.exit(2)

@@ -1,4 +1,4 @@
-"""The one place where commands are registered."""
+"""All commands of the command line."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import gradwire
 from gradwire.cli import bench, check, compressors, demo, graph, lab, plan, probe, serve, show, simulate, tables
 
 COMMANDS = (demo, lab, probe, bench, compressors, check, show, tables, graph, plan, simulate, serve)
-"""Modules of commands, in the order of the help page. Each has `register(app: typer.Typer) -> None`."""
+"""Modules of the commands, in the order of the help page."""
 
 
 def build_app() -> typer.Typer:
-    """The whole command line."""
+    """Build the command line."""
     app = typer.Typer(
         name="gradwire",
-        help="Train in data parallel over a slow link, never slower than without compression.",
+        help="Data-parallel training over slow networks by compressing gradients.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
@@ -39,5 +39,4 @@ def _root(
         bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    # A callback keeps `gradwire lab` a subcommand even while it is the only one.
-    pass
+    """Holds the options of `gradwire` itself."""

@@ -1,14 +1,16 @@
-"""`gradwire bench kernels`, `gradwire bench compressors` and `gradwire bench training`."""
+"""`gradwire bench`: time kernels, compressors and training steps."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from gradwire.cli.files import out_file, out_folder
+from gradwire.cli.options import grouped, numbers, split
 
 if TYPE_CHECKING:
     from gradwire.bench.measure import KernelTiming
@@ -19,70 +21,89 @@ RESULTS = Path("benchmarks/results")
 
 
 def register(app: typer.Typer) -> None:
-    """Adds the commands to the command line."""
-    group = typer.Typer(help="The benchmarks.", no_args_is_help=True)
+    """Add the commands to the command line."""
+    group = typer.Typer(help="Run benchmarks of kernels, compressors and training.", no_args_is_help=True)
     group.command("kernels")(kernels)
     group.command("compressors")(compressors)
-    group.command("training")(training)
+    group.command("training")(grouped(training))
     app.add_typer(group, name="bench")
 
 
-def training(
-    rates: Annotated[str, typer.Option(help="Of each link, one after another: 100mbit,1gbit,none.")] = "100mbit",
-    methods: Annotated[str | None, typer.Option(help="Which ones, such as ddp-fp32,threelc,topk:ratio=0.01.")] = None,
-    steps: Annotated[int, typer.Option(help="Training steps of each method, for the loss curve.")] = 150,
-    ranks: Annotated[int, typer.Option(help="How many ranks.")] = 4,
-    workload: Annotated[str, typer.Option(help="text (large tensors), deep (small ones), digits (tiny).")] = "text",
-    seconds: Annotated[float, typer.Option(min=0, help="How long to time each method at each rate.")] = 8.0,
-    buckets: Annotated[
-        str, typer.Option(help="Bucket sizes in MB: the first for all, the others for DDP to choose from.")
-    ] = "4,25,1",
-    replay: Annotated[bool, typer.Option("--replay", help="Replay a recorded backward as waits.")] = False,
-    loopback: Annotated[
-        bool, typer.Option("--loopback", help="Do not shape links, even where it can be done.")
-    ] = False,
-    timeout: Annotated[float, typer.Option(min=1, help="End with an error after so many seconds.")] = 1800.0,
-    seed: Annotated[int, typer.Option(help="Of model and data.")] = 0,
-    csv: Annotated[Path | None, out_file(help="File for the figures; default in benchmarks/results.")] = None,
-    out: Annotated[Path | None, out_folder(help="Folder for a report with plots.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON, and no table.")] = False,
-) -> None:
-    """Time training steps and learn loss curves, method by method, rate by rate.
+@dataclass(frozen=True)
+class TrainingJob:
+    """Training job."""
 
-    Two cores cannot compute for four ranks without disturbing the clock. With --replay the backward of one rank
-    alone is recorded, and then replayed as waits with its real gradients; codecs and network are real.
+    workload: Annotated[
+        str, typer.Option(help="Model and data: text (large tensors), deep (small ones) or digits (tiny).")
+    ] = "text"
+    methods: Annotated[
+        str | None, typer.Option(help="Methods, such as ddp-fp32,threelc,topk:ratio=0.01. Default: all.")
+    ] = None
+    ranks: Annotated[int, typer.Option(help="Number of ranks.")] = 4
+    rates: Annotated[str, typer.Option(help="Rates of each link, such as 100mbit,1gbit,none.")] = "100mbit"
+    buckets: Annotated[
+        str, typer.Option(help="Bucket sizes in MB: the first for all methods, the others for DDP to choose from.")
+    ] = "4,25,1"
+    seed: Annotated[int, typer.Option(help="Seed of model and data.")] = 0
+
+
+@dataclass(frozen=True)
+class TrainingTiming:
+    """Measurement."""
+
+    steps: Annotated[int, typer.Option(help="Training steps per method, for the loss curve.")] = 150
+    seconds: Annotated[float, typer.Option(min=0, help="Seconds to time each method at each rate.")] = 8.0
+    replay: Annotated[bool, typer.Option("--replay", help="Replay a recorded backward pass as waits.")] = False
+    loopback: Annotated[bool, typer.Option("--loopback", help="Do not shape links, even if it is possible.")] = False
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds after which the run ends with an error.")] = 1800.0
+
+
+@dataclass(frozen=True)
+class TrainingOutput:
+    """Output."""
+
+    csv: Annotated[Path | None, out_file(help="File of the figures. Default: in benchmarks/results.")] = None
+    out: Annotated[Path | None, out_folder(help="Folder for a report with plots.")] = None
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON instead of a table.")] = False
+
+
+def training(job: TrainingJob, timing: TrainingTiming, output: TrainingOutput) -> None:
+    """Time training steps and record loss curves for each method at each rate.
+
+    Two cores cannot compute for four ranks without disturbing the clock. With --replay, the backward pass of a single
+    rank is recorded and then replayed as waits with its real gradients. Codecs and network are real.
 
     Example: gradwire bench training --rates 100mbit,1gbit --methods ddp-fp32,ddp-fp16,threelc --replay
     """
     from gradwire.bench.records import check_record, write_csv
     from gradwire.bench.training import TrainingOptions
 
-    path = csv or RESULTS / f"{'replay' if replay else 'training'}-{workload}.csv"
+    path = output.csv or RESULTS / f"{'replay' if timing.replay else 'training'}-{job.workload}.csv"
     check_record(path)
-    if out is not None:
+    if output.out is not None:
         from gradwire.bench.extras import need
 
         need("matplotlib", "jinja2", extra="cli,report", purpose="the report")
     options = TrainingOptions(
-        workload=workload,
-        methods=split_methods(methods),
-        ranks=ranks,
-        rates=tuple(_split(rates)),
-        steps=0 if replay else steps,
-        timed_seconds=seconds,
-        buckets_mb=tuple(_numbers(buckets)),
-        seed=seed,
-        lab=False if loopback else None,
-        deadline_seconds=timeout,
-        replay=replay,
+        workload=job.workload,
+        methods=split_methods(job.methods),
+        ranks=job.ranks,
+        rates=tuple(split(job.rates)),
+        steps=0 if timing.replay else timing.steps,
+        timed_seconds=timing.seconds,
+        buckets_mb=tuple(numbers(job.buckets)),
+        seed=job.seed,
+        lab=False if timing.loopback else None,
+        deadline_seconds=timing.timeout,
+        replay=timing.replay,
     )
     result = run_with_bars(options)
     write_csv(result, path)
-    if out is not None:
+    if output.out is not None:
         from gradwire.bench.report import write_report
 
-        write_report(result, out)
-    if as_json:
+        write_report(result, output.out)
+    if output.as_json:
         typer.echo(json.dumps(result.as_dict(), indent=2))
     else:
         show(result)
@@ -90,13 +111,13 @@ def training(
 
 
 def kernels(
-    size: Annotated[int, typer.Option(min=1, help="Of the gradient, in MB; below 256 it may fit the cache.")] = 256,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each kernel.")] = 7,
-    only: Annotated[str | None, typer.Option(help="Kernels whose names contain this.")] = None,
-    csv: Annotated[Path, out_file(help="File for the figures.")] = RESULTS / "kernels.csv",
-    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON, and no table.")] = False,
+    size: Annotated[int, typer.Option(min=1, help="Size of the gradient in MB. Below 256 it may fit the cache.")] = 256,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs per kernel.")] = 7,
+    only: Annotated[str | None, typer.Option(help="Time only kernels whose names contain this.")] = None,
+    csv: Annotated[Path, out_file(help="File of the figures.")] = RESULTS / "kernels.csv",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON instead of a table.")] = False,
 ) -> None:
-    """Time every CPU kernel on one thread, against a copy of the same memory.
+    """Time every CPU kernel on one thread, next to a copy of the same memory.
 
     Example: gradwire bench kernels --only ternary
     """
@@ -108,14 +129,14 @@ def kernels(
 
 
 def compressors(
-    size: Annotated[int, typer.Option(min=1, help="Of the gradient, in MB; below 256 it may fit the cache.")] = 256,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each call.")] = 7,
-    only: Annotated[str | None, typer.Option(help="Compressors whose names contain this.")] = None,
+    size: Annotated[int, typer.Option(min=1, help="Size of the gradient in MB. Below 256 it may fit the cache.")] = 256,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs per call.")] = 7,
+    only: Annotated[str | None, typer.Option(help="Time only compressors whose names contain this.")] = None,
     first_use: Annotated[bool, typer.Option("--first-use", help="Time first calls in new processes instead.")] = False,
-    csv: Annotated[Path | None, out_file(help="File for the figures; default in benchmarks/results.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON, and no table.")] = False,
+    csv: Annotated[Path | None, out_file(help="File of the figures. Default: in benchmarks/results.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON instead of a table.")] = False,
 ) -> None:
-    """Time encoding and decoding with every compressor on one thread, against a copy and against plain torch.
+    """Time encoding and decoding with every compressor on one thread, next to a copy and to plain torch.
 
     Example: gradwire bench compressors --only dgc
     """
@@ -134,7 +155,7 @@ def compressors(
 
 
 def _report(rows: list[KernelTiming], csv: Path, as_json: bool) -> None:
-    """Write rows to a file, and show them."""
+    """Write rows to a file and print them."""
     from dataclasses import asdict
 
     from gradwire.bench.environment import environment
@@ -154,7 +175,7 @@ def _report(rows: list[KernelTiming], csv: Path, as_json: bool) -> None:
 
 
 def run_with_bars(options: TrainingOptions) -> TrainingResult:
-    """Run a training benchmark with progress on standard error."""
+    """Run a training benchmark with progress bars on standard error."""
     from rich.console import Console
 
     from gradwire.bench.progress import Bars
@@ -172,7 +193,7 @@ def show(result: TrainingResult) -> None:
     from gradwire.bench.table import agreement, headline, tables
 
     console = Console()
-    # Fewer columns would cut the numbers off, and a pipe has no width at all.
+    # Fewer columns would cut the numbers off, and a pipe has no width.
     console.width = max(console.width, 104)
     for index in range(len(result.rates)):
         for table in tables(result, index):
@@ -187,18 +208,7 @@ def show(result: TrainingResult) -> None:
 
 
 def split_methods(text: str | None) -> tuple[str, ...]:
-    """Method names of a comma-separated list; None means all of the default ones."""
+    """Method names of a comma-separated list; None means the default methods."""
     from gradwire.bench.methods import DEFAULT_METHODS
 
-    return DEFAULT_METHODS if text is None else tuple(_split(text))
-
-
-def _split(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def _numbers(text: str) -> list[float]:
-    try:
-        return [float(part) for part in _split(text)]
-    except ValueError:
-        raise typer.BadParameter(f"Expected numbers such as 25,4, got {text!r}.") from None
+    return DEFAULT_METHODS if text is None else tuple(split(text))

@@ -13,19 +13,19 @@ if TYPE_CHECKING:
     from gradwire.compressors.base import Compressor
     from gradwire.testing import Check
 
-Only = Annotated[list[str] | None, typer.Option("--only", metavar="NAME", help="Run this check only; may be repeated.")]
+Only = Annotated[list[str] | None, typer.Option("--only", metavar="NAME", help="Run only this check. May be repeated.")]
 
 
 def register(app: typer.Typer) -> None:
-    """Adds the command to the command line."""
+    """Add the command to the command line."""
     app.command("check")(check)
 
 
 def check(target: Target, option: Options = None, only: Only = None) -> None:
     """Check a compressor against the contract that the synchronizer relies on.
 
-    One line a check: whether it passed, how long it took, its name. Of a file all compressors are checked. Exit code 1
-    where a check failed.
+    Prints one line per check: whether it passed, its time and its name. For a file, all its compressors are checked.
+    The exit code is 1 if a check failed.
 
     Example: gradwire check my_compressors.py:mine --option bits=4
     """
@@ -38,7 +38,7 @@ def check(target: Target, option: Options = None, only: Only = None) -> None:
 
 
 def _passes(codec: Compressor, chosen: list[Check], again: str) -> bool:
-    """Run the checks of one compressor and print their lines."""
+    """Run the checks of one compressor and print the results."""
     from gradwire.testing import run
 
     outcomes = []
@@ -49,7 +49,7 @@ def _passes(codec: Compressor, chosen: list[Check], again: str) -> bool:
         if outcome.error:
             kind = "" if isinstance(outcome.error, AssertionError) else f"{type(outcome.error).__name__}: "
             typer.echo(f"       {outcome.check.summary}\n       {kind}{outcome.error}")
-            typer.echo(f"       Again: {again} --only {outcome.check.name}")
+            typer.echo(f"       To repeat: {again} --only {outcome.check.name}")
     failed = sum(outcome.error is not None for outcome in outcomes)
     seconds = sum(outcome.seconds for outcome in outcomes)
     typer.echo(

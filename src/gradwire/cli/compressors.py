@@ -1,4 +1,4 @@
-"""`gradwire compressors`: what there is."""
+"""`gradwire compressors`: list the compressors."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import typer
 if TYPE_CHECKING:
     from rich.table import Table
 
-SIZE = 1 << 20  # elements, of a square matrix, for the figures of the table
+SIZE = 1 << 20  # elements of the square matrix that the figures are for
 
 
 def register(app: typer.Typer) -> None:
-    """Adds the command to the command line."""
+    """Add the command to the command line."""
     app.command("compressors")(compressors)
 
 
 def compressors(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and no table.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """List the compressors: their options, bias, bytes and residuals, and what they take to write.
+    """List the compressors with their options, bias, size and residuals.
 
-    Bits an element are the most that a tensor of a million float32 elements can take. Lines are those of encoder and
-    decoder in the language, with their signatures; functions are those that they define.
+    Bits per element are the most that a tensor of a million float32 elements can take. Lines and functions are those of
+    the encoder and decoder, for compressors written in the language.
 
     Example: gradwire compressors --json
     """
@@ -77,11 +77,11 @@ def _options(row: dict[str, Any]) -> str:
 
 
 def _lines(row: dict[str, Any]) -> list[str]:
-    """A compressor as plain lines."""
+    """A compressor as plain text."""
     feedback = "error feedback" if row["default_feedback"] == "error" else "no residuals"
     summable = ", summable" if row["summable"] else ""
     found = [
-        f"{row['name']:9} at most {row['max_bits']:>5.2f} bits an element, {_bias(row)}, {feedback}{summable}",
+        f"{row['name']:9} at most {row['max_bits']:>5.2f} bits per element, {_bias(row)}, {feedback}{summable}",
         f"{'':9} {row['summary']}",
     ]
     if row["options"]:
@@ -93,11 +93,11 @@ def _lines(row: dict[str, Any]) -> list[str]:
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
-    """All of them as a table."""
+    """All compressors as a table."""
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, caption="Bits an element: the most, for a million. Lines: in the language.")
+    table = Table(box=box.SIMPLE_HEAD, caption="bits: most bits per element of a million. lines: in the language.")
     for title in ("name", "bits", "bias", "residuals", "options", "lines", "functions", "operators"):
         right = title in ("bits", "lines", "functions")
         table.add_column(title, justify="right" if right else "left", no_wrap=title == "name")

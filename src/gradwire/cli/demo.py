@@ -1,4 +1,4 @@
-"""`gradwire demo`: a real model on a slow network, dense against compressed."""
+"""`gradwire demo`: train a real model on a slow network, with and without compression."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from gradwire.cli.files import out_folder
 
 
 def register(app: typer.Typer) -> None:
-    """Adds the command to the command line."""
+    """Add the command to the command line."""
     app.command("demo")(demo)
 
 
 def demo(
-    hosts: Annotated[int, typer.Option(help="How many ranks, each on a host of its own.")] = 4,
-    rate: Annotated[str, typer.Option(help="Of each link, both ways: 10mbit, 1gbit, none.")] = "100mbit",
-    steps: Annotated[int, typer.Option(help="Training steps of each method.")] = 32,
-    methods: Annotated[str | None, typer.Option(help="Which ones, such as ddp-fp32,threelc,topk:ratio=0.01.")] = None,
+    hosts: Annotated[int, typer.Option(help="Number of ranks, one per host.")] = 4,
+    rate: Annotated[
+        str, typer.Option(help="Rate of each link in both directions, such as 10mbit, 1gbit or none.")
+    ] = "100mbit",
+    steps: Annotated[int, typer.Option(help="Training steps per method.")] = 32,
+    methods: Annotated[str | None, typer.Option(help="Methods, such as ddp-fp32,threelc,topk:ratio=0.01.")] = None,
     out: Annotated[Path, out_folder(help="Folder of the report.")] = Path("gradwire-report"),
-    workload: Annotated[str, typer.Option(help="text, or digits (tiny).")] = "text",
-    loopback: Annotated[
-        bool, typer.Option("--loopback", help="Do not shape links, even where it can be done.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON, and no table.")] = False,
+    workload: Annotated[str, typer.Option(help="Model and data: text, or digits (tiny).")] = "text",
+    loopback: Annotated[bool, typer.Option("--loopback", help="Do not shape links, even if it is possible.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON instead of a table.")] = False,
 ) -> None:
     """Train a real model with several ranks over a slow network, and see what compression saves.
 
-    Each method trains the same model on the same data, in the same order. Prints a table and writes a report
-    with plots. Needs root or unprivileged user namespaces to shape links; without, step times are predicted.
-    About four minutes on two cores.
+    Each method trains the same model on the same data in the same order. Prints a table and writes a report with plots.
+    Shaping links needs root or unprivileged user namespaces; without them, step times are predicted. Takes about four
+    minutes on two cores.
 
     Example: gradwire demo --rate 1gbit --methods ddp-fp32,ddp-fp16,threelc
     """

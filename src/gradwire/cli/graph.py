@@ -1,4 +1,4 @@
-"""`gradwire graph`: the task graph of a strategy."""
+"""`gradwire graph`: print the task graph of a strategy."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ from typing import Annotated
 import typer
 
 Strategy = Annotated[str, typer.Argument(metavar="STRATEGY", help="allgather, hierarchical, ring or scatter_reduce.")]
-Ranks = Annotated[int, typer.Option("--ranks", help="Ranks of the group.")]
-Rank = Annotated[int, typer.Option("--rank", help="Whose graph.")]
-Partitions = Annotated[int, typer.Option("--partitions", help="Ranges that a rank's share is cut into.")]
-Name = Annotated[str, typer.Option("--compressor", help="As in `gradwire compressors`; summable ones differ.")]
-PerNode = Annotated[int, typer.Option("--ranks-per-node", help="For hierarchical.")]
-Elements = Annotated[int, typer.Option("--elements", help="Of the tensor; 0: enough for every range.")]
-Dot = Annotated[bool, typer.Option("--dot", help="Print it for Graphviz.")]
+Ranks = Annotated[int, typer.Option("--ranks", help="Number of ranks.")]
+Rank = Annotated[int, typer.Option("--rank", help="Rank whose graph is printed.")]
+Partitions = Annotated[int, typer.Option("--partitions", help="Ranges that a rank's share of the tensor is cut into.")]
+Name = Annotated[
+    str, typer.Option("--compressor", help="Name of a compressor. Summable compressors have other graphs.")
+]
+PerNode = Annotated[int, typer.Option("--ranks-per-node", help="Ranks of a node, for hierarchical.")]
+Elements = Annotated[int, typer.Option("--elements", help="Elements of the tensor. 0 makes every range non-empty.")]
+Dot = Annotated[bool, typer.Option("--dot", help="Print the graph for Graphviz.")]
 
 
 def register(app: typer.Typer) -> None:
-    """Adds the command to the command line."""
+    """Add the command to the command line."""
     app.command("graph")(graph)
 
 
@@ -31,7 +33,7 @@ def graph(
     elements: Elements = 0,
     dot: Dot = False,
 ) -> None:
-    """Print what one rank does for one tensor under a strategy: primitives, peers and the order between them.
+    """Print the tasks of one rank for one tensor: primitives, peers and dependencies.
 
     Example: gradwire graph ring --ranks 4 --rank 1 --dot | dot -Tsvg > ring.svg
     """
@@ -45,8 +47,8 @@ def graph(
         typer.echo(drawing.dot(found))
         return
     where = f" on nodes of {ranks_per_node}" if strategy == "hierarchical" else ""
-    many = f"{partitions} partition{'s' * (partitions > 1)}"
+    count = f"{partitions} partition{'s' * (partitions > 1)}"
     title = (
-        f"{found.name}, {entry.compressor!r}, {ranks} ranks{where}, {many}: rank {rank} runs {len(found.tasks)} tasks"
+        f"{found.name}, {entry.compressor!r}, {ranks} ranks{where}, {count}: rank {rank} runs {len(found.tasks)} tasks"
     )
     typer.echo(f"{title}\n{drawing.table(found)}")

@@ -1,10 +1,11 @@
-"""`gradwire lab`: run a command once a host on a laptop-sized network."""
+"""`gradwire lab`: run a command on every host of a network on this machine."""
 
 from __future__ import annotations
 
 import json
 import signal
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
@@ -15,33 +16,57 @@ from rich.console import Console
 from rich.table import Table
 
 from gradwire.cli.files import out_file
+from gradwire.cli.options import grouped
 
 if TYPE_CHECKING:
     from gradwire.lab import LabResult
 
 
 def register(app: typer.Typer) -> None:
-    """Adds the command to the command line."""
-    app.command("lab", context_settings={"allow_interspersed_args": False})(lab)
+    """Add the command to the command line."""
+    app.command("lab", context_settings={"allow_interspersed_args": False})(grouped(lab))
+
+
+@dataclass(frozen=True)
+class LabNetwork:
+    """Network."""
+
+    hosts: Annotated[int, typer.Option(help="Number of hosts.")] = 4
+    rate: Annotated[str, typer.Option(help="Rate of each link in both directions: 10mbit, 1gbit or none.")] = "100mbit"
+    loss: Annotated[str, typer.Option(help="Fraction of packets dropped on arrival: 0.1% or 0.001.")] = "0"
+    delay: Annotated[str, typer.Option(help="One-way delay: 5ms or none. Needs the kernel's netem.")] = "none"
+
+
+@dataclass(frozen=True)
+class LabLimits:
+    """Time limits."""
+
+    timeout: Annotated[float | None, typer.Option(min=0, help="Seconds after which the commands are ended.")] = None
+    grace: Annotated[
+        float, typer.Option(min=0, help="Seconds that the other hosts may continue after one has failed.")
+    ] = 10.0
+
+
+@dataclass(frozen=True)
+class LabOutput:
+    """Output."""
+
+    json_file: Annotated[Path | None, out_file("--json", help="Write the summary to this file.")] = None
+    quiet: Annotated[bool, typer.Option("--quiet", help="Do not relay the hosts' output.")] = False
+    only: Annotated[int | None, typer.Option(help="Relay the output of this host only.")] = None
 
 
 def lab(
     command: Annotated[list[str], typer.Argument(metavar="-- CMD…", help="Command that every host runs.")],
-    hosts: Annotated[int, typer.Option(help="How many hosts.")] = 4,
-    rate: Annotated[str, typer.Option(help="Of each link, both ways: 10mbit, 1gbit, none.")] = "100mbit",
-    loss: Annotated[str, typer.Option(help="Share of packets dropped on arrival: 0.1%, 0.001.")] = "0",
-    delay: Annotated[str, typer.Option(help="One-way delay: 5ms, none. Needs the kernel's netem.")] = "none",
-    timeout: Annotated[float | None, typer.Option(min=0, help="End the commands after so many seconds.")] = None,
-    grace: Annotated[float, typer.Option(min=0, help="Seconds the others may go on once a host has failed.")] = 10.0,
-    json_file: Annotated[Path | None, out_file("--json", help="Write the summary to this file.")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Do not relay the hosts' output.")] = False,
-    only: Annotated[int | None, typer.Option(help="Relay the output of this host only.")] = None,
+    network: LabNetwork,
+    limits: LabLimits,
+    output: LabOutput,
 ) -> None:
-    """Run CMD once a host, on hosts with a network of their own: a namespace each, every link shaped.
+    """Run CMD on every host of a network on this machine. Each host has its own namespace and a shaped link.
 
-    Each command finds torch's rendezvous in its environment (RANK, WORLD_SIZE, MASTER_ADDR, …) and the lab's
-    facts in GRADWIRE_LAB_HOST, _HOSTS, _RATE and _INTERFACE. Needs root or unprivileged user namespaces. The
-    exit code is that of the host that failed first, or 124 for the time limit.
+    The environment of each command has torch's rendezvous (RANK, WORLD_SIZE, MASTER_ADDR, …) and GRADWIRE_LAB_HOST,
+    _HOSTS, _RATE and _INTERFACE. Needs root or unprivileged user namespaces. The exit code is that of the host that
+    failed first, or 124 if the time limit was reached.
 
     Example: gradwire lab --hosts 4 --rate 100mbit -- python train.py
     """
@@ -49,21 +74,21 @@ def lab(
 
     signal.signal(signal.SIGTERM, _on_terminate)
     try:
-        with Lab(hosts, rate, loss=loss, delay=delay) as net:
-            relay = None if quiet else _Relay(only)
-            result = net.run(command, timeout=timeout, grace=grace, capture=False, on_line=relay)
+        with Lab(network.hosts, network.rate, loss=network.loss, delay=network.delay) as net:
+            relay = None if output.quiet else _Relay(output.only)
+            result = net.run(command, timeout=limits.timeout, grace=limits.grace, capture=False, on_line=relay)
     except KeyboardInterrupt:
         print("gradwire lab: interrupted; the lab is gone.", file=sys.stderr)
         raise typer.Exit(128 + signal.SIGINT) from None
-    if json_file is not None:
-        summary = {"rate": rate, "loss": loss, "delay": delay, "command": command, **result.to_dict()}
-        json_file.write_text(json.dumps(summary, indent=2) + "\n")
-    _print_summary(result, quiet=quiet)
+    if output.json_file is not None:
+        summary = {"rate": network.rate, "loss": network.loss, "delay": network.delay, "command": command}
+        output.json_file.write_text(json.dumps(summary | result.to_dict(), indent=2) + "\n")
+    _print_summary(result, quiet=output.quiet)
     raise typer.Exit(result.exit_code)
 
 
 class _Relay:
-    """Prints the hosts' lines as they come, each with its host, on the stream it was written to."""
+    """Prints the hosts' lines as they arrive, each with its host, on the stream that it was written to."""
 
     def __init__(self, only: int | None) -> None:
         self._only = only
@@ -75,7 +100,7 @@ class _Relay:
 
 
 def _on_terminate(number: int, frame: FrameType | None) -> None:
-    # An exception and not an exit on the spot: the commands get their chance to end in order.
+    # An exception instead of an immediate exit, so that the commands can end in order.
     raise SystemExit(128 + number)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import MISSING, fields
-from inspect import Parameter, Signature
+from dataclasses import MISSING, fields, is_dataclass
+from inspect import Parameter, Signature, signature
 from typing import Any, get_args, get_type_hints
 
 from typer.models import OptionInfo
@@ -14,30 +14,37 @@ from gradwire.core.errors import OptionError
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """Let typer run a command whose parameters are dataclasses of options.
+    """Let typer run a command with parameters that are dataclasses of options.
 
     Each field of a dataclass is one option, annotated for typer: ``Annotated[int, typer.Option(help="…")]``. The first
     line of the dataclass's docstring is the title of its options on the help page.
     """
-    groups = {name: kind for name, kind in get_type_hints(command).items() if name != "return"}
-    parameters = []
-    for kind in groups.values():
+    hints = get_type_hints(command, include_extras=True)
+    groups = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    parameters: list[Parameter] = []
+
+    def add(name: str, default: Any, hint: Any) -> None:
+        parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=hint))
+
+    for name, parameter in signature(command).parameters.items():
+        kind = groups.get(name)
+        if kind is None:
+            add(name, parameter.default, hints[name])
+            continue
         title = (kind.__doc__ or "").partition("\n")[0].rstrip(".")
-        hints = get_type_hints(kind, include_extras=True)
+        options = get_type_hints(kind, include_extras=True)
         for field in fields(kind):
-            for info in get_args(hints[field.name]):
+            for info in get_args(options[field.name]):
                 if isinstance(info, OptionInfo):
                     info.rich_help_panel = title
-            default = Parameter.empty if field.default is MISSING else field.default
-            parameters.append(
-                Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=hints[field.name])
-            )
+            add(field.name, Parameter.empty if field.default is MISSING else field.default, options[field.name])
 
     @functools.wraps(command)
     def run(**given: Any) -> None:
-        command(
-            **{name: kind(**{field.name: given[field.name] for field in fields(kind)}) for name, kind in groups.items()}
-        )
+        made = {
+            name: kind(**{field.name: given.pop(field.name) for field in fields(kind)}) for name, kind in groups.items()
+        }
+        command(**made, **given)
 
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]

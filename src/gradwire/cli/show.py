@@ -1,4 +1,4 @@
-"""`gradwire show`: the code that a compressor of the language becomes."""
+"""`gradwire show`: print the generated code of a compressor."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
     from gradwire.compressors.base import Compressor
     from gradwire.lang.ir import Program
 
-Backend = Annotated[str, typer.Option("--backend", help="cpu for Numba, triton for GPUs.")]
+Backend = Annotated[str, typer.Option("--backend", help="cpu (Numba) or triton (GPUs).")]
 
 
 def register(app: typer.Typer) -> None:
-    """Adds the command to the command line."""
+    """Add the command to the command line."""
     app.command("show")(show)
 
 
 def show(target: Target, option: Options = None, backend: Backend = "cpu") -> None:
     """Print the generated code of a compressor written in the language.
 
-    Comments say which line of the algorithm each part comes from.
+    Comments name the line of the algorithm that each statement comes from.
 
     Example: gradwire show int8 --option block=256 --backend triton
     """
@@ -40,14 +40,14 @@ def show(target: Target, option: Options = None, backend: Backend = "cpu") -> No
 
 
 def _source(codec: Compressor, emit: Callable[[Program], str]) -> str:
-    """The code, below a comment that says what it is made of."""
+    """The code, under a comment with the compressor's operators and payload."""
     from gradwire.compressors.base.traced import TracedCompressor
     from gradwire.lang.operators.base import used_operators
 
     if not isinstance(codec, TracedCompressor):
         raise GradwireError(
-            f"{codec!r} is written by hand, not in the language. Read {type(codec).__module__}, or show one of the "
-            f"language: {', '.join(_of_the_language())}."
+            f"{codec!r} is not written in the language, so it has no generated code. Read {type(codec).__module__}, or "
+            f"show one of these: {', '.join(_of_the_language())}."
         )
     program = codec.program
     title = [
@@ -66,7 +66,7 @@ def _of_the_language() -> list[str]:
 
 
 def _print(source: str) -> None:
-    """In colors, where someone looks; as it is, where it goes into a file or a pipe."""
+    """Print with colors on a terminal, and without into a file or a pipe."""
     if not sys.stdout.isatty():
         typer.echo(source, nl=False)
         return

@@ -1,4 +1,4 @@
-"""`gradwire tables`: the lookup tables of `thc`."""
+"""`gradwire tables`: print lookup tables of `thc`."""
 
 from __future__ import annotations
 
@@ -12,21 +12,25 @@ if TYPE_CHECKING:
 
 
 def register(app: typer.Typer) -> None:
-    """Adds the command to the command line."""
+    """Add the command to the command line."""
     app.command("tables")(tables)
 
 
 def tables(
-    bits: Annotated[int, typer.Option(help="Of an index.")] = 4,
-    granularity: Annotated[int | None, typer.Option(help="The largest value; chosen for --ranks if left out.")] = None,
-    p: Annotated[float, typer.Option(help="The fraction of coordinates that are cut.")] = 1 / 32,
-    ranks: Annotated[int, typer.Option(min=1, help="For how many ranks to choose the granularity.")] = 8,
-    as_json: Annotated[bool, typer.Option("--json", help='Print {"table": [...], "cost": ...}, and no table.')] = False,
+    bits: Annotated[int, typer.Option(help="Bits of an index.")] = 4,
+    granularity: Annotated[
+        int | None, typer.Option(help="Largest value of the table. Default: chosen for --ranks.")
+    ] = None,
+    p: Annotated[float, typer.Option(help="Fraction of coordinates that are clipped.")] = 1 / 32,
+    ranks: Annotated[int, typer.Option(min=1, help="Number of ranks to choose the granularity for.")] = 8,
+    as_json: Annotated[
+        bool, typer.Option("--json", help='Print {"table": [...], "cost": ...} instead of a table.')
+    ] = False,
 ) -> None:
-    """Print the optimal table of a granularity, or the one that `thc` takes for a number of ranks.
+    """Print the optimal table of a granularity, or the table that `thc` uses for a number of ranks.
 
-    The cost is the expected squared error of a normal coordinate of variance 1 that is not cut, times the share of
-    those. Tables are kept on disk.
+    The cost is the expected squared error of a standard normal coordinate that is not clipped, times the fraction of
+    such coordinates. Tables are cached on disk.
 
     Example: gradwire tables --bits 4 --granularity 30 --p 0.03125 --json
     """
@@ -41,7 +45,7 @@ def tables(
         typer.echo(json.dumps({"table": list(found.values), "cost": found.cost}))
         return
     _show(found, ranks)
-    typer.echo(f"Kept: {thc_tables.cached(bits, granularity, p)}")
+    typer.echo(f"Cached in {thc_tables.cached(bits, granularity, p)}")
 
 
 def _show(found: Table, ranks: int) -> None:
@@ -54,7 +58,7 @@ def _show(found: Table, ranks: int) -> None:
     even = [round(z * found.granularity / (len(found.values) - 1)) for z in range(len(found.values))]
     shown = RichTable(
         box=box.SIMPLE_HEAD,
-        title=f"{found.bits} bits, granularity {found.granularity}, p = {found.p:.4g}, cut at ±{found.threshold:.4f}",
+        title=f"{found.bits} bits, granularity {found.granularity}, p = {found.p:.4g}, clip at ±{found.threshold:.4f}",
     )
     for title in ("index", "value", "step", "at", "evenly"):
         shown.add_column(title, justify="right")

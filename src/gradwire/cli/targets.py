@@ -1,4 +1,4 @@
-"""What commands are pointed at: a compressor by name, or something in a module or a file of the user's."""
+"""Targets of commands: a compressor by name, or an object in a module or file of the user."""
 
 from __future__ import annotations
 
@@ -17,23 +17,25 @@ if TYPE_CHECKING:
 Target = Annotated[
     str,
     typer.Argument(
-        metavar="TARGET", help="A name (topk, or topk:ratio=0.01), MODULE:NAME, or path/to/file.py, all in it or :NAME."
+        metavar="TARGET",
+        help="Compressor (topk, topk:ratio=0.01), MODULE:NAME, path/to/file.py:NAME, or path/to/file.py for all in it.",
     ),
 ]
 Options = Annotated[
-    list[str] | None, typer.Option("--option", "-o", metavar="KEY=VALUE", help="An option of the compressor.")
+    list[str] | None,
+    typer.Option("--option", "-o", metavar="KEY=VALUE", help="Option of the compressor. May be repeated."),
 ]
 
 
 def codecs_of(target: str, options: list[str] | None) -> dict[str, Compressor]:
-    """The compressors that a target names, with these options: one, or all that a file defines.
+    """Make the compressors of a target with these options: one, or all that a file defines.
 
     Returns:
-        The compressors by the target that names each alone.
+        The compressors, each by a target that names it alone.
 
     Raises:
-        GradwireError: there is no such file, module or compressor, or an option does not fit.
-        UserCodeError: the user's code raised.
+        GradwireError: There is no such file, module or compressor, or an option does not fit.
+        UserCodeError: The user's code raised.
     """
     from gradwire.compressors.base.registry import parse_option
 
@@ -50,11 +52,11 @@ def codecs_of(target: str, options: list[str] | None) -> dict[str, Compressor]:
 
 
 def object_of(target: str) -> Any:
-    """What MODULE:NAME or path/to/file.py:NAME names.
+    """Return the object named by MODULE:NAME or path/to/file.py:NAME.
 
     Raises:
-        GradwireError: there is no such file, module or name.
-        UserCodeError: the user's code raised.
+        GradwireError: There is no such file, module or name.
+        UserCodeError: The user's code raised.
     """
     place, _, name = target.rpartition(":")
     module = load_module(place)
@@ -82,13 +84,13 @@ def _codec_of(target: str, given: dict[str, Any]) -> Compressor:
 
 
 def _made(target: str, found: Any, given: dict[str, Any]) -> Compressor:
-    """A compressor of an algorithm, a class or a compressor."""
+    """Make a compressor from an algorithm, a class or a compressor."""
     from gradwire.compressors.base import Compressor
 
     if isinstance(found, Compressor):
         if given:
             raise OptionError(
-                f"{target} is {found!r}, with its options. Leave --option out, or name what it is made of."
+                f"{target} is {found!r}, with its options set. Leave --option out, or name its class or algorithm."
             )
         return found
     with users_code(f"Making {target}"):
@@ -97,7 +99,7 @@ def _made(target: str, found: Any, given: dict[str, Any]) -> Compressor:
 
 
 def _compressors(module: ModuleType) -> dict[str, Any]:
-    """The algorithms, classes and compressors of a module that it has not imported."""
+    """Algorithms, classes and compressors that a module defines itself."""
     return {
         key: value
         for key, value in vars(module).items()
@@ -115,5 +117,5 @@ def _makes_compressors(value: object) -> bool:
 
 
 def _is_own(value: object, module: ModuleType) -> bool:
-    """Whether a module defines a function, a class or an algorithm itself."""
+    """Whether a module defines a function, class or algorithm itself, and does not import it."""
     return callable(value) and getattr(value, "__module__", "") == module.__name__

@@ -23,9 +23,9 @@ from gradwire.sync.plan_entry import PlanEntry
 
 
 class _Entry(NamedTuple):
-    """A gradient with its plan entry, and its index in the order of the backward pass."""
+    """A gradient with its plan entry, and its number in the order of the backward pass."""
 
-    index: int
+    number: int
     gradient: SimulatedGradient
     entry: PlanEntry
 
@@ -46,7 +46,7 @@ def jobs_of(model: SimulatedModel, plan: Plan, cluster: Cluster, costs: Costs) -
         for index, grad in enumerate(model.gradients)
         if grad.spec.numel
     ]
-    place_of = {each.index: place for place, each in enumerate(each for each in entries if each.is_fused)}
+    fusion_index = {each.number: index for index, each in enumerate(each for each in entries if each.is_fused)}
     last_of_group = _dense_groups(entries)
     pending: dict[object, list[_Entry]] = {}
     jobs: list[SimulatedJob] = []
@@ -57,7 +57,7 @@ def jobs_of(model: SimulatedModel, plan: Plan, cluster: Cluster, costs: Costs) -
         first, numel = group[0], sum(each.numel for each in group)
         name = first.gradient.name + (f" and {len(group) - 1} more" if len(group) > 1 else "")
         prices = PriceList(entry.compressor, costs, first.gradient.dtype, fused=bool(members))
-        jobs.append(SimulatedJob(name, numel, entry, ready, first.index | flag, prices, members))
+        jobs.append(SimulatedJob(name, numel, entry, ready, first.number | flag, prices, members))
 
     for bucket in _buckets(entries, model.bucket_bytes):
         ready = model.compute.forward_seconds + bucket[-1].gradient.ready_seconds
@@ -66,7 +66,7 @@ def jobs_of(model: SimulatedModel, plan: Plan, cluster: Cluster, costs: Costs) -
         for each in bucket:
             entry = each.entry
             if entry.batched:
-                group, is_last = last_of_group[each.index]
+                group, is_last = last_of_group[each.number]
                 pending.setdefault(group, []).append(each)
                 complete += [pending[group]] if is_last else []
             elif each.is_fused:
@@ -75,7 +75,7 @@ def jobs_of(model: SimulatedModel, plan: Plan, cluster: Cluster, costs: Costs) -
             else:
                 add([each], entry, ready)
         for group_ in fused.values():
-            members = tuple(FusionMember(each.numel, fusion_index[each.index]) for each in group_)
+            members = tuple(FusionMember(each.numel, fusion_index[each.number]) for each in group_)
             add(group_, group_[0].entry, ready, members=members)
         for group_ in complete:
             add(group_, dense_fusion_entry(group_[0].entry), ready, DENSE_FUSION_FLAG)
@@ -105,6 +105,6 @@ def _buckets(entries: Iterable[_Entry], bucket_bytes: float | None) -> Iterator[
 
 def _dense_groups(entries: Iterable[_Entry]) -> dict[int, tuple[object, bool]]:
     """For each small dense tensor: its fusion group, and whether it completes the group."""
-    found = group_ids((str(each.index), each.entry, each.gradient.spec) for each in entries)
+    found = group_ids((str(each.number), each.entry, each.gradient.spec) for each in entries)
     last = {group: name for name, group in found.items()}
     return {int(name): (group, last[group] == name) for name, group in found.items()}

@@ -123,7 +123,7 @@ def record(
         UnknownNameError: The strategy needs a server.
     """
     if entry.strategy not in peer_strategies():
-        raise UnknownNameError("strategy that can be simulated", entry.strategy, peer_strategies())
+        raise UnknownNameError("strategy between ranks", entry.strategy, peer_strategies())
     graph = TaskGraph("job", 0, 0, lambda: None)
     job = _job(entry, numel, tensor, members)
     recorder = _Recorder(job, rank, world_size)

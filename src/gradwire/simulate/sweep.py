@@ -41,7 +41,7 @@ class SweepMethod(NamedTuple):
         spec, _, named = text.partition("@")
         found = named or strategy
         if found is not None and found not in peer_strategies():
-            raise UnknownNameError("strategy that can be simulated", found, peer_strategies())
+            raise UnknownNameError("strategy between ranks", found, peer_strategies())
         return cls(spec, found, partitions)
 
     @property
