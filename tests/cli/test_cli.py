@@ -106,5 +106,5 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(option, t
 def test_an_error_of_ours_has_no_traceback():
     done = run("lab", "--rate", "100mbps", "--", "true")
     assert done.returncode == 2
-    assert done.stderr.startswith("gradwire: Expected a rate in bits a second")
+    assert done.stderr.startswith("gradwire: tc reads the rate")
     assert "Traceback" not in done.stderr

@@ -74,6 +74,6 @@ def test_an_exception_inside_the_lab():
 def test_a_lab_that_cannot_be_finished_leaves_nothing(monkeypatch):
     before = set(children(os.getpid()))
     monkeypatch.setattr("gradwire.lab.network.INTERFACE", "a-name-too-long-for-linux")
-    with pytest.raises(RuntimeError, match="Expected `ip` to do"):
+    with pytest.raises(RuntimeError, match="`ip` could not do"):
         Lab(2)
     assert set(children(os.getpid())) <= before

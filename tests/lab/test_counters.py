@@ -29,7 +29,7 @@ def test_an_interface_of_this_machine():
 
 
 def test_an_unknown_interface_lists_the_known_ones():
-    with pytest.raises(OptionError, match=r"got 'wire7'.*lo"):
+    with pytest.raises(OptionError, match=r"no interface 'wire7'.*lo"):
         interface_counters("wire7")
 
 

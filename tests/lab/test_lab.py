@@ -15,11 +15,11 @@ SHOW = "import json, os; print(json.dumps(dict(os.environ)))"
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"hosts": 0}, "Expected 1 to 250 hosts"),
-        ({"hosts": 251}, "Expected 1 to 250 hosts"),
-        ({"rate": "quick"}, "Expected a rate"),
-        ({"loss": 2}, "Expected a loss"),
-        ({"delay": "long"}, "Expected a delay"),
+        ({"hosts": 0}, "Pass 1 to 250"),
+        ({"hosts": 251}, "Pass 1 to 250"),
+        ({"rate": "quick"}, "is not a rate"),
+        ({"loss": 2}, "is not a loss"),
+        ({"delay": "long"}, "is not a delay"),
     ],
 )
 def test_options_are_checked_before_anything_is_built(options, message):
@@ -112,7 +112,7 @@ def test_a_started_process_is_the_command_itself_and_can_be_killed():
         process.send_signal(signal.SIGKILL)
         assert process.wait(timeout=20) == -signal.SIGKILL
         assert other.poll() is None
-        with pytest.raises(OptionError, match="Expected a host from 0 to 1"):
+        with pytest.raises(OptionError, match="Hosts are 0 to 1"):
             lab.popen(["true"], host=2)
     assert other.returncode == -signal.SIGKILL
 

@@ -1,4 +1,4 @@
-"""A laptop-sized network: a namespace a host, each link shaped, bytes counted at the interface."""
+"""A network on one machine: a namespace per host, shaped links, bytes counted at the interface."""
 
 from gradwire.lab.counters import Drops, InterfaceCounters, interface_counters
 from gradwire.lab.errors import LabError

@@ -1,9 +1,8 @@
-"""Bytes and packets of an interface, read where the kernel counts them.
+"""Bytes and packets of an interface, as the kernel counts them.
 
-A command inside the lab calls `interface_counters` on its own interface. It reads `/proc/net/dev`, which
-shows the network namespace of the reader; `/sys/class/net` does not, since a sysfs mount belongs to the
-namespace that mounted it. Bytes count Ethernet headers, as the shaping does; one packet is one frame on the
-wire (segmentation in the kernel is off in a lab).
+A command inside the lab calls `interface_counters` on its own interface. The counters come from `/proc/net/dev`, which
+shows the reader's network namespace; `/sys/class/net` belongs to the namespace that mounted it. Bytes include Ethernet
+headers, like the shaping. One packet is one frame on the wire, because segmentation in the kernel is off in a lab.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from gradwire.core.errors import OptionError
 
 @dataclass(frozen=True)
 class InterfaceCounters:
-    """What an interface has carried, in bytes and in packets, headers included."""
+    """Bytes and packets that an interface has carried, headers included."""
 
     bytes_sent: int
     bytes_received: int
@@ -25,7 +24,7 @@ class InterfaceCounters:
     packets_received: int
 
     def __sub__(self, earlier: InterfaceCounters) -> InterfaceCounters:
-        """What was carried since `earlier`."""
+        """Traffic since `earlier`."""
         return InterfaceCounters(
             self.bytes_sent - earlier.bytes_sent,
             self.bytes_received - earlier.bytes_received,
@@ -34,7 +33,7 @@ class InterfaceCounters:
         )
 
     def mirrored(self) -> InterfaceCounters:
-        """The same traffic as the other end of the cable counts it."""
+        """The same traffic, as counted at the other end of the cable."""
         return InterfaceCounters(self.bytes_received, self.bytes_sent, self.packets_received, self.packets_sent)
 
 
@@ -43,9 +42,9 @@ class Drops:
     """Packets that a host lost, by cause.
 
     Attributes:
-        uplink: dropped because the queue from the host to the bridge was full.
-        downlink: dropped because the queue from the bridge to the host was full.
-        loss: dropped on arrival by the lab's `loss` option.
+        uplink: Packets dropped because the queue from the host to the bridge was full.
+        downlink: Packets dropped because the queue from the bridge to the host was full.
+        loss: Packets dropped on arrival by the lab's `loss` option.
     """
 
     uplink: int
@@ -53,35 +52,35 @@ class Drops:
     loss: int
 
     def __sub__(self, earlier: Drops) -> Drops:
-        """What was dropped since `earlier`."""
+        """Drops since `earlier`."""
         return Drops(self.uplink - earlier.uplink, self.downlink - earlier.downlink, max(0, self.loss - earlier.loss))
 
 
 def parse_net_dev(text: str) -> dict[str, InterfaceCounters]:
-    """Counters by interface name, from the text of `/proc/net/dev`."""
+    """Parse `/proc/net/dev` into counters by interface name."""
     table = {}
     for line in text.splitlines()[2:]:
         name, _, fields = line.partition(":")
         received_bytes, received, *rest = (int(field) for field in fields.split())
-        # The transmit side starts at the ninth column: seven columns after the received packets.
+        # Transmit counters start in the ninth column, seven columns after the received packets.
         sent_bytes, sent = rest[6], rest[7]
         table[name.strip()] = InterfaceCounters(sent_bytes, received_bytes, sent, received)
     return table
 
 
 def interface_counters(name: str | None = None) -> InterfaceCounters:
-    """Counters of one interface of the calling process's own network namespace.
+    """Counters of an interface in the calling process's network namespace.
 
     Args:
-        name: interface; None means the lab's, from the environment variable `GRADWIRE_LAB_INTERFACE`.
+        name: Interface; None means the lab's, from the environment variable `GRADWIRE_LAB_INTERFACE`.
 
     Raises:
-        OptionError: there is no such interface, or none was given outside a lab.
+        OptionError: There is no such interface, or no name was given outside a lab.
     """
     name = name or os.environ.get("GRADWIRE_LAB_INTERFACE")
     if name is None:
-        raise OptionError("Expected an interface name outside a lab, got None. Pass one, or run under `gradwire lab`.")
+        raise OptionError("No interface was named outside a lab. Pass a name, or run under `gradwire lab`.")
     table = parse_net_dev(Path("/proc/net/dev").read_text())
     if name not in table:
-        raise OptionError(f"Expected an interface of this host, got {name!r}. There are: {', '.join(table)}.")
+        raise OptionError(f"This host has no interface {name!r}. Known: {', '.join(table)}.")
     return table[name]

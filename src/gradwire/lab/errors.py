@@ -1,4 +1,4 @@
-"""The error of a lab that was permitted but did not work; missing rights are `RightsError`."""
+"""The error of a lab that failed although it was permitted. Missing rights raise `RightsError`."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from gradwire.core.errors import GradwireError
 
 
 class LabError(GradwireError, RuntimeError):
-    """The lab could not be built, or a command in it failed; the message says which host and how."""
+    """The lab could not be built, or a command in it failed. The message names the host and the failure."""

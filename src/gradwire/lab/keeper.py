@@ -1,15 +1,14 @@
-"""The process that holds a lab's network namespaces, and ends what runs in them.
+"""The process that holds a lab's network namespaces and kills what runs in them at the end.
 
-Run as a script (`python -I -S keeper.py LAB_PIDFD NUM_HOSTS`); it imports nothing outside the standard
-library, so that it starts in milliseconds. It makes one namespace a host and holds each by a file descriptor,
-and one for the bridge, in which it stays. Nothing is left on disk: the kernel destroys the namespaces, with
-bridge and cables, once no process holds them.
+Run as a script (`python -I -S keeper.py LAB_PIDFD NUM_HOSTS`). It imports only the standard library, so that it starts
+in milliseconds. It creates one namespace per host, each held by a file descriptor, and one for the bridge, in which it
+stays. Nothing is left on disk: the kernel destroys the namespaces, with bridge and cables, once no process holds them.
 
-Guarantees: however the lab's process ends, SIGKILL included, every process inside the namespaces is killed
-and the keeper exits. Does not guarantee that if the keeper is killed together with the lab.
+Guarantees: however the lab's process ends, even by SIGKILL, every process in the namespaces is killed and the keeper
+exits. This does not hold if the keeper is killed together with the lab.
 
-It watches the lab by a pidfd and not by PR_SET_PDEATHSIG, because the latter fires when the *thread* that
-started the keeper ends. It kills by namespace and not by process group or parent, because commands daemonize.
+It watches the lab by a pidfd instead of PR_SET_PDEATHSIG, which fires when the *thread* that started the keeper ends.
+It kills by namespace instead of process group or parent, because commands daemonize.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def _unshare(flags: int, step: str) -> None:
 
 
 def _become_root_of_own() -> None:
-    """Enters a new user namespace in which the present user is root."""
+    """Enter a new user namespace in which the current user is root."""
     uid, gid = os.geteuid(), os.getegid()
     _unshare(_CLONE_NEWUSER, "making a user namespace")
     try:
@@ -55,7 +54,7 @@ def _become_root_of_own() -> None:
 
 
 def _make_namespaces(num_hosts: int) -> tuple[bool, list[int]]:
-    """Makes the hosts' namespaces, then the bridge's: (whether that took a user namespace, hosts' fds)."""
+    """Create the namespaces. Returns whether that took a user namespace, and the file descriptors of the hosts."""
     own_user = False
     try:
         _unshare(_CLONE_NEWNET, "making a network namespace")
@@ -75,14 +74,14 @@ def _make_namespaces(num_hosts: int) -> tuple[bool, list[int]]:
 
 
 def _forbid_ipv6() -> None:
-    """Keeps IPv6 off the interfaces to come (not off the loopback), whose chatter would be counted."""
-    # Where /proc/sys is read-only, as in some containers, a few hundred bytes of it are counted.
+    """Disable IPv6 on new interfaces (except loopback), because its traffic would be counted."""
+    # If /proc/sys is read-only, as in some containers, a few hundred bytes of IPv6 are counted.
     with contextlib.suppress(OSError), open("/proc/sys/net/ipv6/conf/default/disable_ipv6", "w") as file:
         file.write("1")
 
 
 def _members(namespaces: set[str]) -> list[int]:
-    """Processes in any of the namespaces, without this one. Zombies have no namespace and are not counted."""
+    """Other processes in the namespaces. Zombies have no namespace and are not counted."""
     found = []
     for entry in os.listdir("/proc"):
         if not entry.isdigit() or int(entry) == os.getpid():
@@ -96,7 +95,7 @@ def _members(namespaces: set[str]) -> list[int]:
 
 
 def _end_members(namespaces: set[str]) -> None:
-    # Several empty scans in a row: a process may fork, or be on its way in, while one scan goes on.
+    # Several empty scans in a row: a process may fork or enter during a scan.
     empty = 0
     while empty < _EMPTY_SCANS:
         members = _members(namespaces)
@@ -108,7 +107,7 @@ def _end_members(namespaces: set[str]) -> None:
 
 
 def _wait_for_the_end(lab_fd: int) -> None:
-    """Returns when the lab writes or closes standard input, or when its process has ended."""
+    """Wait until the lab writes to or closes standard input, or its process ends."""
     poller = select.poll()
     poller.register(0, select.POLLIN)
     if lab_fd >= 0:
@@ -117,7 +116,7 @@ def _wait_for_the_end(lab_fd: int) -> None:
 
 
 def main(lab_fd: int, num_hosts: int) -> None:
-    """Makes the namespaces, reports them as one line of JSON, and holds them until the lab ends."""
+    """Create the namespaces, report them as one line of JSON, and hold them until the lab ends."""
     for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_IGN)
     try:

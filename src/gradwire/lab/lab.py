@@ -1,12 +1,10 @@
-"""The lab: hosts on one machine with a network of their own, of a chosen rate, loss and delay.
+"""The lab: hosts on one machine with their own network of a chosen rate, loss and delay.
 
-Guarantees: nothing of the machine's own network is touched or visible from a host; two labs never collide;
-when the lab is closed or its process ends in any way, every process of its hosts is killed and the network is
-gone.
+Guarantees: hosts neither see nor touch the machine's own network. Labs never collide. When the lab is closed or its
+process ends in any way, every process of its hosts is killed and the network is gone.
 
-Does not isolate anything but the network: hosts share file system, processors, memory and process ids.
-Without root the commands run as the root of a user namespace, which has the rights of the user who started
-the lab.
+Only the network is isolated: hosts share file system, processors, memory and process ids. Without root, commands run as
+root of a user namespace, with the rights of the user who started the lab.
 """
 
 from __future__ import annotations
@@ -32,25 +30,25 @@ from gradwire.lab.units import format_rate, parse_delay, parse_loss, parse_rate,
 
 MAX_HOSTS = 250
 MASTER_PORT = 29500
-"""Port of torch's rendezvous. The same in every lab: each has its own network."""
+"""Port of torch's rendezvous. Every lab has its own network, so all use the same port."""
 
 Command = Sequence[str] | Callable[[int], Sequence[str]]
 """A command line for every host, or a function from host to command line."""
 
 
 class Lab:
-    """A network of hosts on this machine, to be used as a context manager.
+    """A network of hosts on this machine. Use it as a context manager.
 
     Args:
-        hosts: how many, 1 to 250.
-        rate: of each host's uplink and of its downlink, as tc writes it (``"100mbit"``); None for no shaping.
-        loss: fraction of packets that each host drops on arrival, as ``"0.1%"`` or 0.001.
-        delay: one-way delay of each uplink, such as ``"5ms"``; needs a kernel with netem.
+        hosts: Number of hosts, 1 to 250.
+        rate: Rate of each host's uplink and downlink, in tc's notation (``"100mbit"``); None for no shaping.
+        loss: Fraction of packets that each host drops on arrival, such as ``"0.1%"`` or 0.001.
+        delay: One-way delay of each uplink, such as ``"5ms"``. Needs a kernel with netem.
 
     Raises:
-        OptionError: an argument is out of range.
-        RightsError: neither root nor user namespaces, or a tool is missing; the message says how to get it.
-        LabError: the kernel lacks a feature.
+        OptionError: An argument is out of range.
+        RightsError: There is neither root nor user namespaces, or a tool is missing. The message says what to install.
+        LabError: The kernel lacks a feature.
 
     Example:
         >>> with Lab(hosts=4, rate="100mbit") as lab:
@@ -67,7 +65,7 @@ class Lab:
         delay: str | timedelta | None = None,
     ) -> None:
         if not 1 <= hosts <= MAX_HOSTS:
-            raise OptionError(f"Expected 1 to {MAX_HOSTS} hosts, got {hosts}. Give a number in that range.")
+            raise OptionError(f"A lab cannot have {hosts} hosts. Pass 1 to {MAX_HOSTS}.")
         rate_bits, loss_fraction, one_way = parse_rate(rate), parse_loss(loss), parse_delay(delay)
         for tool in ("ip", "tc", "bridge"):
             find_tool(tool)
@@ -96,7 +94,7 @@ class Lab:
 
     @property
     def rates(self) -> tuple[int | None, ...]:
-        """Rate of each host's links in bits a second; None where not shaped."""
+        """Rate of each host's links in bits per second; None if not shaped."""
         return self._network.rates
 
     def run(
@@ -110,23 +108,23 @@ class Lab:
         on_line: OnLine | None = None,
         cwd: str | os.PathLike[str] | None = None,
     ) -> LabResult:
-        """Runs a command on every host at once and waits for all of them.
+        """Run a command on every host at once and wait for all of them.
 
         Args:
-            command: command line, or a function from host to command line.
-            env: variables to set beside this process's own and those of `environment`.
-            timeout: time limit in seconds, after which the commands are ended.
-            grace: seconds for which the others may go on once one has failed.
-            capture: keep the output in the result; otherwise only the last lines of standard error.
-            on_line: called with (host, ``"stdout"`` or ``"stderr"``, line) as lines arrive.
-            cwd: working directory.
+            command: Command line, or a function from host to command line.
+            env: Variables to add to those of `environment`.
+            timeout: Seconds after which the commands are ended; None for no limit.
+            grace: Seconds that the other hosts may continue after one has failed.
+            capture: Whether the result keeps all output, instead of the last lines of standard error.
+            on_line: Called with host, ``"stdout"`` or ``"stderr"``, and each line as it arrives.
+            cwd: Working directory.
 
         Returns:
-            A result that may be a failure: `LabResult.check` raises if so.
+            The result, which may be a failure: `LabResult.check` raises in that case.
 
         Raises:
-            LabError: the lab is closed, or its keeper was killed.
-            FileNotFoundError: there is no such command.
+            LabError: The lab is closed, or its keeper was killed.
+            FileNotFoundError: There is no such command.
         """
         processes: list[subprocess.Popen[bytes]] = []
         counters, drops = self.counters(), self.drops()
@@ -152,20 +150,19 @@ class Lab:
     def popen(
         self, command: Sequence[str], host: int = 0, *, env: Mapping[str, str] | None = None, **options: Any
     ) -> subprocess.Popen[bytes]:
-        """Starts a command on one host and returns at once.
+        """Start a command on one host and return at once.
 
-        The process is the command itself, not a wrapper: its `pid` can be killed. It leads its own session
-        and process group. The lab kills it when it closes.
+        The process is the command itself without a wrapper, so its `pid` can be killed. It leads its own session and
+        process group. The lab kills it at the end.
 
         Args:
-            command: command line.
-            host: where.
-            env: variables to set beside this process's own and those of `environment`.
-            **options: passed on to `subprocess.Popen`.
+            command: Command line.
+            host: Index of the host.
+            env: Variables to add to those of `environment`.
+            **options: Options of `subprocess.Popen`.
         """
         self._check_open()
-        if not 0 <= host < self.num_hosts:
-            raise OptionError(f"Expected a host from 0 to {self.num_hosts - 1}, got {host}.")
+        self._check_host(host)
         process: subprocess.Popen[bytes] = subprocess.Popen(
             self._namespaces.entered(host, list(command)),
             env={**self.environment(host), **(env or {})},
@@ -177,12 +174,12 @@ class Lab:
         return process
 
     def environment(self, host: int) -> dict[str, str]:
-        """Environment of a host's command: this process's own, torch's rendezvous, and the lab's facts."""
+        """Environment of a host's commands: this process's own, torch's rendezvous, and the facts of the lab."""
         # Unlike a cluster, the hosts share this machine's processors.
         threads = str(max(1, (os.cpu_count() or 1) // self.num_hosts))
         return {
             "OMP_NUM_THREADS": threads,
-            # Lines appear when they are printed, and are not lost with a process that is killed.
+            # Lines appear when they are printed, and survive a process that is killed.
             "PYTHONUNBUFFERED": "1",
             **os.environ,
             "GRADWIRE_LAB_HOST": str(host),
@@ -200,39 +197,40 @@ class Lab:
         }
 
     def counters(self) -> tuple[InterfaceCounters, ...]:
-        """Bytes and packets of each host's interface since the lab was built. Cheap: one read of a file."""
+        """Bytes and packets of each host's interface since the lab was built. Cheap: reads one file."""
         self._check_open()
         return self._network.counters()
 
     def drops(self) -> tuple[Drops, ...]:
-        """Packets that each host has lost since the lab was built, by cause. Runs tools for each host."""
+        """Packets that each host has lost since the lab was built, by cause. Runs tools on each host."""
         self._check_open()
         return self._network.drops()
 
     def set_rate(self, rate: str | float | None, host: int | None = None) -> None:
-        """Changes the links while commands run.
+        """Change the rate of links while commands run.
 
         Args:
-            rate: the new rate, as in the constructor.
-            host: whose links; None for all.
+            rate: New rate, as in the constructor.
+            host: Host whose links change; None for all hosts.
         """
         self._check_open()
-        if host is not None and not 0 <= host < self.num_hosts:
-            raise OptionError(f"Expected a host from 0 to {self.num_hosts - 1}, got {host}.")
+        if host is not None:
+            self._check_host(host)
         hosts = range(self.num_hosts) if host is None else range(host, host + 1)
         self._network.set_rate(parse_rate(rate), hosts)
 
     def close(self) -> None:
-        """Kills everything that runs on the hosts and takes the network down. May be called again."""
+        """Kill everything that runs on the hosts and take the network down. May be called again."""
         self._end(self._processes)
         self._namespaces.close()
 
     def _check_open(self) -> None:
         if not self._namespaces.is_held:
-            raise LabError(
-                "Expected a lab that is open, got one that is closed or whose keeper process was killed. "
-                "Make a new one."
-            )
+            raise LabError("This lab is closed, or its keeper process was killed. Make a new one.")
+
+    def _check_host(self, host: int) -> None:
+        if not 0 <= host < self.num_hosts:
+            raise OptionError(f"There is no host {host}. Hosts are 0 to {self.num_hosts - 1}.")
 
     def _end(self, processes: list[subprocess.Popen[bytes]]) -> None:
         for process in processes:
@@ -260,11 +258,11 @@ class Lab:
 
 @functools.cache
 def available(*, loss: bool = False, delay: bool = False) -> str | None:
-    """Why a lab cannot run here, or None if it can. Found out by building a small one.
+    """Return why a lab cannot run here, or None if it can. Builds a small lab to find out.
 
     Args:
-        loss: whether packet loss is wanted too, which needs one more tool.
-        delay: whether a delay is wanted too, which needs one more kernel module.
+        loss: Whether packet loss is needed, which takes another tool.
+        delay: Whether a delay is needed, which takes another kernel module.
     """
     try:
         if loss:

@@ -1,4 +1,4 @@
-"""The lab's side of the keeper: start it, enter its namespaces, close it."""
+"""The lab's end of the keeper process: start it, enter its namespaces, close it."""
 
 from __future__ import annotations
 
@@ -18,20 +18,19 @@ _CLOSE_TIMEOUT_S = 20.0
 
 
 class Namespaces:
-    """One network namespace a host and one for the bridge, held by a keeper process.
+    """One network namespace per host and one for the bridge, held by a keeper process.
 
     Args:
-        num_hosts: namespaces to make, beside the bridge's.
+        num_hosts: Number of hosts.
 
     Raises:
-        RightsError: the system does not permit namespaces, or `nsenter` is missing.
+        RightsError: The system does not permit namespaces, or `nsenter` is missing.
     """
 
     def __init__(self, num_hosts: int) -> None:
         if not sys.platform.startswith("linux"):
             raise RightsError(
-                f"Expected Linux, whose network namespaces a lab is made of, got {sys.platform}. "
-                "Run it in a Linux virtual machine."
+                f"A lab needs the network namespaces of Linux, not {sys.platform}. Run it in a Linux virtual machine."
             )
         self._nsenter = find_tool("nsenter")
         self._keeper = _start_keeper(num_hosts)
@@ -40,16 +39,16 @@ class Namespaces:
         if report is None or "step" in report:
             self.close()
             if report is None:
-                raise LabError(f"Expected the keeper to report its namespaces, got {line!r}. Please report this.")
+                raise LabError(f"The keeper process did not report its namespaces, but {line!r}. Please report this.")
             raise refusal(report["step"], report["reason"])
         self.links: list[str] = report["namespaces"]
-        """Names of the namespaces as the kernel writes them, such as ``net:[4026532201]``."""
+        """Kernel names of the namespaces, such as ``net:[4026532201]``."""
         self._own_user: bool = report["own_user"]
         self._fds: list[int] = report["fds"]
 
     @property
     def keeper_pid(self) -> int:
-        """Process that holds the namespaces."""
+        """Process id of the keeper."""
         return self._keeper.pid
 
     @property
@@ -58,25 +57,25 @@ class Namespaces:
         return self._keeper.poll() is None
 
     def path(self, host: int | None) -> str:
-        """File that stands for a host's namespace, or for the bridge's where host is None."""
+        """File of a host's namespace, or of the bridge's if host is None."""
         name = "ns/net" if host is None else f"fd/{self._fds[host]}"
         return f"/proc/{self.keeper_pid}/{name}"
 
     def entered(self, host: int | None, command: list[str]) -> list[str]:
-        """The command, prefixed to run in a namespace. It keeps the process id: nsenter does not fork."""
+        """Prefix a command to run in a namespace. It keeps its process id, because nsenter does not fork."""
         user = [f"--user=/proc/{self.keeper_pid}/ns/user", "--preserve-credentials"] if self._own_user else []
         return [self._nsenter, *user, f"--net={self.path(host)}", "--", *command]
 
     def tool(self, host: int | None, command: list[str], script: str | None = None) -> str:
-        """Runs a system tool in a namespace and returns what it prints.
+        """Run a system tool in a namespace and return its output.
 
         Args:
-            host: where; None means at the bridge.
-            command: tool and arguments; the tool is looked up on the system's path.
-            script: standard input, for tools that read a batch.
+            host: Index of the host; None for the bridge.
+            command: Tool and arguments. The tool is looked up on the system's path.
+            script: Standard input, for tools that read a batch.
 
         Raises:
-            LabError: the tool failed.
+            LabError: The tool failed.
         """
         command = [find_tool(command[0]) if "/" not in command[0] else command[0], *command[1:]]
         done = subprocess.run(self.entered(host, command), input=script, capture_output=True, text=True, check=False)
@@ -89,9 +88,9 @@ class Namespaces:
         return Path(f"/proc/{self.keeper_pid}/net/dev").read_text()
 
     def close(self) -> None:
-        """Kills what runs in the namespaces and lets the kernel destroy them. May be called again."""
+        """Kill what runs in the namespaces and let the kernel destroy them. May be called again."""
         if self._keeper.stdin and not self._keeper.stdin.closed:
-            # A byte and not only the end of file, which a forked child of this process would hold back.
+            # A byte in addition to the end of file, which a forked child of this process would hold back.
             with contextlib.suppress(BrokenPipeError), self._keeper.stdin as pipe:
                 pipe.write(b".")
         try:

@@ -1,20 +1,19 @@
-"""The lab's network: a bridge, a cable to each host, shaping on both ends of each cable, and packet loss.
+"""The lab's network: a bridge, a cable to each host, shaping at both ends of each cable, and packet loss.
 
-Host k has the interface `eth0` with the address 10.77.0.(k+1)/24; the other end of its cable is `port<k>` at
-the bridge. The uplink is shaped where the host sends (egress of `eth0`), the downlink where the bridge sends
-(egress of `port<k>`), each by a token bucket.
+Host k has the interface `eth0` with the address 10.77.0.(k+1)/24. The other end of its cable is `port<k>` at the
+bridge. A token bucket shapes the uplink where the host sends (egress of `eth0`), and another the downlink where the
+bridge sends (egress of `port<k>`).
 
-The network is silent: addresses of the link layer are written into every host and into the bridge, IPv6
-addresses are not made, so that interface counters hold the hosts' own traffic and nothing else. Segmentation
-is done before the interface (`gso_max_segs 1`), so that a counted packet is a frame of at most 1514 bytes,
-loss falls on frames, and headers are counted in full.
+The network is silent: link-layer addresses are written into every host and into the bridge, and there is no IPv6, so
+that interface counters hold only the hosts' own traffic. Segmentation happens before the interface (`gso_max_segs 1`),
+so that a counted packet is a frame of at most 1514 bytes, loss falls on frames, and headers are counted in full.
 
-Measured on two cores, one flow or three into one host, one second each: 10.00, 100.0 and 1000 Mbit/s at the
-interface for 10, 100 and 1000 asked for; with three processes busy beside them 9.9, 99 and 970 at the worst
-of a few runs. Not shaped, one flow reaches about 5 Gbit/s, which bounds what rates make sense.
+Measured on two cores, one flow or three into one host, one second each: 10.00, 100.0 and 1000 Mbit/s at the interface
+for rates of 10, 100 and 1000; with three other busy processes 9.9, 99 and 970 in the worst of a few runs. Without
+shaping, one flow reaches about 5 Gbit/s, which bounds the useful rates.
 
-Packet loss is drawn on arrival at a host, before its sockets: once per path, independently per packet. The
-interface has counted the packet by then.
+Packets are lost on arrival at a host, before its sockets: once per path, independently per packet. The interface has
+counted the packet by then.
 """
 
 from __future__ import annotations
@@ -46,19 +45,19 @@ def address(host: int) -> str:
 
 
 def burst_bytes(rate_bits: int) -> int:
-    """Size of the token bucket: what may pass at line speed after a silence.
+    """Size of the token bucket: bytes that may pass at line speed after a silence.
 
-    One millisecond of the rate, so that a transfer of more than that is shaped, and at least three frames.
-    Smaller buckets lose rate whenever the kernel wakes the queue late.
+    One millisecond of the rate, but at least three frames. Larger transfers are shaped; smaller buckets lose rate
+    whenever the kernel wakes the queue late.
     """
     return max(_MIN_BURST_BYTES, int(rate_bits / 8 * _BURST_SECONDS))
 
 
 def queue_bytes(rate_bits: int) -> int:
-    """Bytes that may wait for tokens before packets are dropped: 50 ms of the rate, at least 256 KiB.
+    """Bytes that may wait for tokens before packets are dropped: 50 ms of the rate, but at least 256 KiB.
 
-    Linux lets one flow fill a queue of its own host: with 128 KiB its packets were dropped there at 10 Mbit/s, and
-    the retransmission timeouts cost up to a fifth of the rate on a busy machine.
+    Linux lets one flow fill the queue of its host. With 128 KiB, packets were dropped there at 10 Mbit/s, and the
+    retransmission timeouts cost up to a fifth of the rate on a busy machine.
     """
     return burst_bytes(rate_bits) + max(_MIN_QUEUE_BYTES, int(rate_bits / 8 * _QUEUE_SECONDS))
 
@@ -67,14 +66,14 @@ class Network:
     """Cables, shaping and loss inside a set of namespaces.
 
     Args:
-        namespaces: where; the bridge's namespace and each host's.
-        num_hosts: how many hosts.
-        delay: one-way delay of each uplink, or None.
-        loss: fraction of packets that each host drops on arrival.
+        namespaces: Namespaces of the hosts and the bridge.
+        num_hosts: Number of hosts.
+        delay: One-way delay of each uplink, or None.
+        loss: Fraction of packets that each host drops on arrival.
 
     Raises:
-        LabError: the kernel lacks something; the message says what.
-        RightsError: a tool is missing.
+        LabError: The kernel lacks a feature, which the message names.
+        RightsError: A tool is missing.
     """
 
     def __init__(self, namespaces: Namespaces, num_hosts: int, *, delay: timedelta | None, loss: float) -> None:
@@ -93,11 +92,11 @@ class Network:
 
     @property
     def rates(self) -> tuple[int | None, ...]:
-        """Rate of each host's links in bits a second; None where not shaped."""
+        """Rate of each host's links in bits per second; None if not shaped."""
         return tuple(self._rates)
 
     def set_rate(self, rate_bits: int | None, hosts: range) -> None:
-        """Shapes the links of these hosts anew, in both directions. Packets in the queues stay there."""
+        """Change the rate of these hosts' links in both directions. Packets in the queues stay there."""
         batch = []
         for host in hosts:
             if self._rates[host] == rate_bits:
@@ -110,12 +109,12 @@ class Network:
             self._namespaces.tool(None, ["tc", "-batch", "-"], "\n".join(batch))
 
     def counters(self) -> tuple[InterfaceCounters, ...]:
-        """What each host's interface has carried, read at the bridge's ends of the cables in one go."""
+        """Traffic of each host's interface, read at the bridge's ends of the cables in one go."""
         table = parse_net_dev(self._namespaces.net_dev())
         return tuple(table[f"port{host}"].mirrored() for host in range(self._num_hosts))
 
     def drops(self) -> tuple[Drops, ...]:
-        """Packets that each host has lost so far. Switching the shaping on or off resets the queues' part."""
+        """Packets that each host has lost so far. Switching the shaping on or off resets the counts of the queues."""
         ports = _queue_drops(self._namespaces.tool(None, ["tc", "-s", "-j", "qdisc", "show"]))
         return tuple(
             Drops(
@@ -159,7 +158,7 @@ class Network:
         rate_bits = self._rates[host]
         batch = [_qdisc(INTERFACE, rate_bits, was_shaped=was_shaped)] if rate_bits or was_shaped else []
         if self._delay is not None and (rate_bits is None or not was_shaped):
-            # Under the token bucket where there is one, so that a packet is first delayed and then paced.
+            # Below the token bucket, if there is one, so that a packet is first delayed and then paced.
             place = "parent 1:1 handle 10:" if rate_bits else "root handle 10:"
             micros = round(self._delay.total_seconds() * 1e6)
             batch.append(f"qdisc replace dev {INTERFACE} {place} netem delay {micros}us limit 100000")

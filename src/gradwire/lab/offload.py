@@ -1,9 +1,9 @@
-"""Turns segmentation by the interface off, so that what an interface counts are frames.
+"""Turn segmentation by the interface off, so that interfaces count frames.
 
-Run as a script (`python -I -S offload.py INTERFACE…`) in the interfaces' namespace. It does what `ethtool -K
-INTERFACE tso off` does, without needing ethtool: TCP still hands down large packets, which the kernel cuts
-into frames before the interface. Limiting TCP itself (`gso_max_segs 1`) also gives frames, but one flow then
-stays below 500 Mbit/s on a small machine, against several Gbit/s.
+Run as a script (`python -I -S offload.py INTERFACE…`) in the interfaces' namespace. It does what `ethtool -K INTERFACE
+tso off` does, without ethtool: TCP still hands down large packets, which the kernel cuts into frames before the
+interface. Limiting TCP itself (`gso_max_segs 1`) also gives frames, but keeps one flow below 500 Mbit/s on a small
+machine, compared to several Gbit/s.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ETHTOOL_STSO = 0x1F
 
 
 def segment_in_software(interface: str) -> None:
-    """Switches TCP segmentation offload of an interface off."""
+    """Switch TCP segmentation offload of an interface off."""
     value = array.array("B", struct.pack("=II", _ETHTOOL_STSO, 0))
     address, _ = value.buffer_info()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:

@@ -1,4 +1,4 @@
-"""What a run in the lab gave: exit codes, output, traffic, and which host failed first."""
+"""Results of a run in the lab: exit codes, output, traffic, and the host that failed first."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from gradwire.lab.errors import LabError
 
 @dataclass(frozen=True)
 class HostResult:
-    """One host's command.
+    """Result of one host's command.
 
     Attributes:
-        host: index of the host.
-        returncode: exit code; minus the signal's number where a signal ended it.
-        seconds: how long it ran.
-        stdout: what it printed, or nothing if output was not captured.
-        stderr: the same of standard error; without capture, its last lines.
-        counters: traffic of the host's interface while the lab ran the commands.
-        drops: packets the host lost in that time.
-        ended_by_lab: whether the lab ended it, since another host failed or the time was up.
+        host: Index of the host.
+        returncode: Exit code; minus the signal's number if a signal ended the command.
+        seconds: Time that the command ran.
+        stdout: Standard output; empty if output was not captured.
+        stderr: Standard error; its last lines if output was not captured.
+        counters: Traffic of the host's interface during the run.
+        drops: Packets that the host lost during the run.
+        ended_by_lab: Whether the lab ended the command because another host failed or the time was up.
     """
 
     host: int
@@ -44,13 +44,13 @@ class HostResult:
 
 @dataclass(frozen=True)
 class LabResult:
-    """One command on every host.
+    """Result of a run on all hosts.
 
     Attributes:
-        hosts: a result a host, in order.
-        seconds: from the first start to the last end.
-        first_failed: the host that failed first of its own accord, or None.
-        timed_out: whether the time limit ended the run.
+        hosts: Result of each host, in order.
+        seconds: Time from the first start to the last end.
+        first_failed: First host that failed by itself, or None.
+        timed_out: Whether the time limit ended the run.
     """
 
     hosts: tuple[HostResult, ...]
@@ -65,7 +65,7 @@ class LabResult:
 
     @property
     def exit_code(self) -> int:
-        """As a shell counts: the first failed host's code, 128 plus its signal, or 124 for the time limit."""
+        """Exit code for a shell: that of the first failed host, 128 plus its signal, or 124 for the time limit."""
         if self.ok:
             return 0
         if self.first_failed is None:
@@ -90,19 +90,19 @@ class LabResult:
         return " ".join(parts)
 
     def check(self) -> LabResult:
-        """Returns itself if every command succeeded.
+        """Return the result if every command succeeded.
 
         Raises:
-            LabError: one did not; the message has the last lines of what the first failed host wrote.
+            LabError: A command failed. The message ends with the last output of the first failed host.
         """
         if self.ok:
             return self
         failed = self.hosts[self.first_failed or 0]
         tail = "\n".join((failed.stderr or failed.stdout).splitlines()[-20:])
-        raise LabError(f"Expected exit code 0 on every host. {self.message}\n{tail}".rstrip())
+        raise LabError(f"A command in the lab failed. {self.message}\n{tail}".rstrip())
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers and strings, for JSON; without the output."""
+        """Plain data for JSON, without the output."""
         hosts = []
         for host in self.hosts:
             row = asdict(host)

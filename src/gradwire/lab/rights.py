@@ -1,7 +1,6 @@
-"""What a lab needs from the system: tools, rights, kernel features; and the advice where one is missing.
+"""What a lab needs from the system: tools, rights and kernel features, with advice if one is missing.
 
-A lab needs root, or unprivileged user namespaces. Which of the two is there is found out by trying (the
-keeper does); this module only words the answer.
+A lab needs root or unprivileged user namespaces. The keeper finds out by trying; this module words the answer.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _PACKAGES = {
     "nsenter": "util-linux (`apt-get install util-linux`, `dnf install util-linux-core`)",
 }
 _SWITCHES = (
-    # Path below /proc/sys, the value that forbids, the command that permits.
+    # Path below /proc/sys, the value that forbids namespaces, the command that permits them.
     (
         "kernel/apparmor_restrict_unprivileged_userns",
         "1",
@@ -32,7 +31,7 @@ _SWITCHES = (
     ("user/max_net_namespaces", "0", "sysctl -w user.max_net_namespaces=10000"),
 )
 _KERNEL = (
-    # Word in a tool's complaint or command, what it means.
+    # Word in a tool's error message or command, and what it means.
     ("netem", "This kernel has no netem: load it (`modprobe sch_netem`) or leave the delay at 'none'."),
     ("tbf", "This kernel has no tbf: load it (`modprobe sch_tbf`) or leave the rate at 'none'."),
     ("bridge", "The kernel may lack bridges: load the module (`modprobe bridge`)."),
@@ -49,11 +48,11 @@ def find_tool(name: str) -> str:
     """Absolute path of a system tool.
 
     Raises:
-        RightsError: it is not installed; the message names the package.
+        RightsError: It is not installed. The message names the package.
     """
     found = shutil.which(name, path=search_path())
     if found is None:
-        raise RightsError(f"Expected the tool `{name}`, got none on PATH. Install {_PACKAGES[name]}.")
+        raise RightsError(f"The tool `{name}` is not on PATH. Install {_PACKAGES[name]}.")
     return found
 
 
@@ -61,13 +60,13 @@ def find_loss_tool() -> str:
     """Absolute path of `nft` or, failing that, `iptables`.
 
     Raises:
-        RightsError: neither is installed.
+        RightsError: Neither is installed.
     """
     for name in ("nft", "iptables"):
         if found := shutil.which(name, path=search_path()):
             return found
     raise RightsError(
-        "Expected `nft` or `iptables` to drop packets with, got neither on PATH. "
+        "Packet loss needs `nft` or `iptables`, and neither is on PATH. "
         "Install nftables (`apt-get install nftables`, `dnf install nftables`), or leave the loss at 0."
     )
 
@@ -76,10 +75,10 @@ def refusal(step: str, reason: str, *, sysctl: Path = Path("/proc/sys"), is_root
     """The error for a system that does not let the lab make its namespaces.
 
     Args:
-        step: what was refused.
-        reason: the system's word for why.
-        sysctl: where the kernel's settings are.
-        is_root: whether the user is root already; None means ask the system.
+        step: Step that was refused.
+        reason: Reason that the system gave.
+        sysctl: Folder of the kernel's settings.
+        is_root: Whether the user is root; None asks the system.
     """
     is_root = os.geteuid() == 0 if is_root is None else is_root
     forbidding = [command for name, value, command in _SWITCHES if _reads(sysctl / name, value)]
@@ -91,7 +90,7 @@ def refusal(step: str, reason: str, *, sysctl: Path = Path("/proc/sys"), is_root
     if not is_root and not forbidding:
         ways.append("ask for user namespaces, which a container's seccomp profile may forbid")
     return RightsError(
-        f"Expected the right to make network namespaces, got {reason} (in {step}). To get it: {'; or '.join(ways)}."
+        f"Network namespaces are not permitted: {reason} (in {step}). To permit them: {'; or '.join(ways)}."
     )
 
 
@@ -99,9 +98,9 @@ def tool_failure(command: list[str], output: str, script: str | None = None) -> 
     """The error for a system tool that failed, with advice where the kernel lacks a feature.
 
     Args:
-        command: tool and arguments.
-        output: its complaint.
-        script: its standard input; of a batch, the line that the complaint names is shown.
+        command: Tool and arguments.
+        output: Error message of the tool.
+        script: Standard input of the tool. For a batch, the line named in the error message is shown.
     """
     tool = os.path.basename(command[0])
     at = re.search(r"Command failed -:(\d+)", output)
@@ -109,7 +108,7 @@ def tool_failure(command: list[str], output: str, script: str | None = None) -> 
     unknown = any(word in output for word in ("unknown", "Unknown", "not supported", "No such file"))
     advice = [text for word, text in _KERNEL if unknown and word in f"{failed} {output}"]
     hint = advice[0] if advice else "This may be a bug of the lab: please report it."
-    return LabError(f"Expected `{tool}` to do `{failed}`, got: {output.strip()}. {hint}")
+    return LabError(f"`{tool}` could not do `{failed}`: {output.strip()}. {hint}")
 
 
 def _reads(path: Path, value: str) -> bool:

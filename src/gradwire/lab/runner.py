@@ -1,7 +1,6 @@
-"""Runs a set of processes to their end: reads their output, keeps the time, ends the rest when one fails.
+"""Runs processes to their end: reads their output, keeps the time, and ends the others when one fails.
 
-One thread and one selector over pipes and pidfds, so that an interrupt arrives between two events and nowhere
-else.
+One thread waits on one selector over pipes and pidfds, so that an interrupt arrives only between two events.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from dataclasses import dataclass, field
 from typing import IO
 
 OnLine = Callable[[int, str, str], None]
-"""Called with host, ``"stdout"`` or ``"stderr"``, and a line without its end."""
+"""Called with host, ``"stdout"`` or ``"stderr"``, and a line without its newline."""
 
 KILL_AFTER_S = 3.0
-"""Between the polite signal and the one that cannot be refused."""
+"""Seconds between SIGTERM and SIGKILL."""
 _TAIL_LINES = 20
 _CHUNK_BYTES = 1 << 16
 
 
 def signal_group(process: subprocess.Popen[bytes], number: int) -> None:
-    """Sends a signal to a process that leads a group, and to the group."""
+    """Send a signal to the process group that a process leads."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
@@ -35,7 +34,7 @@ def signal_group(process: subprocess.Popen[bytes], number: int) -> None:
 
 @dataclass
 class _Stream:
-    """One pipe: bytes to lines, kept whole or as a tail."""
+    """The lines of one pipe, all of them or the last ones."""
 
     host: int
     name: str
@@ -45,7 +44,7 @@ class _Stream:
     rest: bytes = b""
 
     def read(self) -> bool:
-        """Takes what is there; returns False at the end of the stream."""
+        """Read what is available. Returns False at the end of the stream."""
         try:
             chunk = os.read(self.pipe.fileno(), _CHUNK_BYTES)
         except BlockingIOError:
@@ -58,7 +57,7 @@ class _Stream:
         return bool(chunk)
 
     def drain(self) -> None:
-        """Takes what an ended process left in the pipe; its children may still hold the other end."""
+        """Read what an ended process left in the pipe. Its children may still hold the other end."""
         with contextlib.suppress(BlockingIOError):
             while chunk := os.read(self.pipe.fileno(), _CHUNK_BYTES):
                 self.rest += chunk
@@ -75,7 +74,7 @@ class _Stream:
 
 @dataclass
 class LabCommand:
-    """One host's process and what is known of it."""
+    """One host's process with its output and times."""
 
     host: int
     process: subprocess.Popen[bytes]
@@ -85,19 +84,19 @@ class LabCommand:
     ended_by_lab: bool = False
 
     def output(self, name: str) -> str:
-        """What was kept of a stream."""
+        """Text kept of a stream."""
         return "".join(f"{line}\n" for line in self.streams[name].lines)
 
 
 class Runner:
-    """Waits for processes with piped output, one a host.
+    """Waits for processes with piped output, one per host.
 
     Args:
-        processes: one a host, each the leader of its own process group, with pipes for output.
-        timeout_s: time limit for all of them, or None.
-        grace_s: how long the others may go on once one has failed.
-        capture: keep all of the output, and not only a tail of standard error.
-        on_line: called for each line of output.
+        processes: Process of each host. Each leads its own process group and has pipes for output.
+        timeout_s: Time limit for all processes, or None.
+        grace_s: Seconds that the others may continue after one has failed.
+        capture: Whether to keep all output, instead of the last lines of standard error.
+        on_line: Called for each line of output.
     """
 
     def __init__(
@@ -123,7 +122,7 @@ class Runner:
             self._watch(job, capture=capture, on_line=on_line)
 
     def run(self) -> None:
-        """Returns once every process has ended. Interrupted, it ends them and raises what interrupted it."""
+        """Run until every process has ended. An interrupt ends the processes and is raised again."""
         try:
             self._loop()
         except BaseException:
@@ -135,7 +134,7 @@ class Runner:
 
     @property
     def seconds(self) -> float:
-        """From the start to the last end."""
+        """Time from the start to the last end."""
         return max(job.seconds for job in self.jobs)
 
     def _watch(self, job: LabCommand, *, capture: bool, on_line: OnLine | None) -> None:
@@ -151,7 +150,7 @@ class Runner:
         while self._running:
             due = self._kill_at if self._kill_at is not None else self._term_at
             wait = None if due is None else max(0.0, due - time.monotonic())
-            # Streams before ends: an end takes the rest of its streams and closes them to the selector.
+            # Streams before ends: an end reads the rest of its streams and unregisters them.
             events = sorted(self._selector.select(wait), key=lambda event: isinstance(event[0].data, LabCommand))
             for key, _ in events:
                 if isinstance(key.data, LabCommand):

@@ -1,8 +1,7 @@
-"""Rates, losses and delays as a user writes them.
+"""Rates, losses and delays as users write them.
 
-Rates have the units of tc (`kbit`, `mbit`, `gbit`, powers of 1000; `kibit`, `mibit`, powers of 1024) and mean
-bits a second. tc's `bps` units mean *bytes* a second, which readers take for bits, so they are refused with a
-hint.
+Rates are bits per second in tc's units (`kbit`, `mbit`, `gbit`: powers of 1000; `kibit`, `mibit`: powers of 1024). tc's
+`bps` means *bytes* per second, which readers take for bits, so it is refused with a hint.
 """
 
 from __future__ import annotations
@@ -26,21 +25,21 @@ _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _QUANTITY = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)")
 
 MIN_RATE_BITS = 8_000
-"""Below this a single packet takes longer than most timeouts."""
+"""Lowest rate. At lower rates a single packet takes longer than most timeouts."""
 MAX_RATE_BITS = 100_000_000_000
 
 
 def parse_rate(rate: str | float | None) -> int | None:
-    """Bits a second of a rate.
+    """Parse a rate.
 
     Args:
-        rate: text such as ``"100mbit"`` or ``"1.5gbit"``, a number of bits a second, or None or ``"none"``.
+        rate: Text such as ``"100mbit"`` or ``"1.5gbit"``, bits per second, ``"none"`` or None.
 
     Returns:
-        The rate in bits a second, or None for a link that is not shaped.
+        Bits per second, or None for a link that is not shaped.
 
     Raises:
-        OptionError: it is not a rate, is in bytes a second, or is outside 8 kbit to 100 gbit.
+        OptionError: It is not a rate, is in bytes per second, or is outside 8 kbit to 100 gbit.
     """
     text = str("none" if rate is None else rate).strip().lower()
     if text == "none":
@@ -49,22 +48,22 @@ def parse_rate(rate: str | float | None) -> int | None:
     if found and found[2].endswith("bps"):
         prefix = found[2].removesuffix("bps")
         raise OptionError(
-            f"Expected a rate in bits a second such as '100mbit', got {rate!r}, which tc reads as bytes. "
-            f"Write '{found[1]}{prefix}bit', or eight times that if you did mean bytes."
+            f"tc reads the rate {rate!r} as bytes per second. Write '{found[1]}{prefix}bit' for bits, or eight times "
+            "that if you mean bytes."
         )
     if not found or found[2] not in _BITS:
         raise OptionError(
-            f"Expected a rate such as '500kbit', '100mbit', '1gbit' or 'none', got {rate!r}. "
+            f"{rate!r} is not a rate. Write it like '500kbit', '100mbit', '1gbit' or 'none'. "
             f"Known units: {', '.join(unit for unit in _BITS if unit)}."
         )
     bits = round(float(found[1]) * _BITS[found[2]])
     if not MIN_RATE_BITS <= bits <= MAX_RATE_BITS:
-        raise OptionError(f"Expected a rate from 8kbit to 100gbit, got {rate!r}. Write 'none' for no shaping.")
+        raise OptionError(f"The rate {rate!r} is out of range. Pass 8kbit to 100gbit, or 'none' for no shaping.")
     return bits
 
 
 def format_rate(rate_bits: int | None) -> str:
-    """The shortest text that `parse_rate` reads back to the same rate."""
+    """The shortest text that `parse_rate` reads as this rate."""
     if rate_bits is None:
         return "none"
     for unit in ("gbit", "mbit", "kbit"):
@@ -74,10 +73,10 @@ def format_rate(rate_bits: int | None) -> str:
 
 
 def parse_loss(loss: str | float | None) -> float:
-    """Fraction of packets to drop, from ``"0.1%"``, ``"0.001"``, 0.001 or None.
+    """Parse a fraction of packets to drop: ``"0.1%"``, ``"0.001"``, 0.001 or None.
 
     Raises:
-        OptionError: it is not a fraction from 0 up to, but without, 1.
+        OptionError: It is not a fraction of at least 0 and below 1.
     """
     text = str(0.0 if loss is None else loss).strip()
     number, scale = (text[:-1], 0.01) if text.endswith("%") else (text, 1.0)
@@ -86,17 +85,15 @@ def parse_loss(loss: str | float | None) -> float:
     except ValueError:
         fraction = -1.0
     if not 0.0 <= fraction < 1.0:
-        raise OptionError(
-            f"Expected a loss from 0 up to 1, such as '0.1%' or 0.001, got {loss!r}. Write '1%' for one in a hundred."
-        )
+        raise OptionError(f"{loss!r} is not a loss. Pass a fraction from 0 to below 1, such as '0.1%' or 0.001.")
     return fraction
 
 
 def parse_delay(delay: str | timedelta | None) -> timedelta | None:
-    """One-way delay, from ``"5ms"``, a timedelta, ``"none"`` or None.
+    """Parse a one-way delay: ``"5ms"``, a timedelta, ``"none"`` or None.
 
     Raises:
-        OptionError: it is not a time from 0 to 10 s.
+        OptionError: It is not a time from 0 to 10 s.
     """
     if delay is None or delay == "none":
         return None
@@ -104,14 +101,14 @@ def parse_delay(delay: str | timedelta | None) -> timedelta | None:
         found = _QUANTITY.fullmatch(delay.strip().lower())
         if not found or found[2] not in _SECONDS:
             raise OptionError(
-                f"Expected a delay such as '500us', '5ms' or 'none', got {delay!r}. Known units: {', '.join(_SECONDS)}."
+                f"{delay!r} is not a delay. Write it like '500us', '5ms' or 'none'. Known units: {', '.join(_SECONDS)}."
             )
         delay = timedelta(seconds=float(found[1]) * _SECONDS[found[2]])
     if not timedelta(0) <= delay <= timedelta(seconds=10):
-        raise OptionError(f"Expected a delay from 0 to 10 s, got {delay}. Write 'none' for no delay.")
+        raise OptionError(f"The delay {delay} is out of range. Pass 0 to 10 s, or 'none' for no delay.")
     return delay or None
 
 
 def seconds(duration: float | timedelta | None) -> float | None:
-    """A duration in seconds, from seconds, a timedelta or None (no limit)."""
+    """Convert a duration to seconds; None means no limit."""
     return duration.total_seconds() if isinstance(duration, timedelta) else duration
