@@ -101,3 +101,39 @@ def statics(program: Program) -> list[Node]:
 def chunk_of(fields: Iterable[Field]) -> int:
     """Elements per chunk in a sweep over these fields."""
     return TRIT_CHUNK if any(each.dtype.packing == "digits" for each in fields) else CHUNK
+
+
+class GeneratedFunction:
+    """A function being emitted.
+
+    Attributes:
+        program: Program.
+        names: Variables of nodes, by id.
+        static: Source of the numbers known from length and step, by id of their node.
+        lines: Source.
+        replaced: The encoder's own nodes for fields of the payload, see `as_receiver`.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.names = name_nodes(program)
+        self.static = {id(node): f"static[{k}]" for k, node in enumerate(statics(program))}
+        self.lines = Lines()
+        self.replaced: dict[str, Node] = {}
+
+    @contextlib.contextmanager
+    def as_receiver(self) -> Iterator[None]:
+        """Evaluate the decoder within the encoder: fields of the payload are replaced by the encoder's own nodes."""
+        self.replaced = {each.name: each.node for each in self.program.fields}
+        yield
+        self.replaced = {}
+
+    def resolved(self, node: Node) -> Node:
+        """The encoder's own node for a field of the payload, within `as_receiver`; else the node itself."""
+        return self.replaced.get(node.attrs["field"], node) if node.op == "extract" else node
+
+    def list_name(self, node: Node) -> str:
+        """The variable of a list, or of its values or positions."""
+        if node.op in ("value", "index"):
+            return f"{self.names[id(node.inputs[0])]}_{node.op}"
+        return self.names[id(node)]

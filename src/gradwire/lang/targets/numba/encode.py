@@ -112,7 +112,7 @@ class NumbaEncoder(NumbaEncodeFunction):
         """Subtract the decoded values of a list from the gradient."""
         output, lines = self.program.output, self.lines
         with self.as_receiver():
-            values, index = (self._resolved(each) for each in output.inputs)
+            values, index = (self.resolved(each) for each in output.inputs)
             self.decode_scalars()
             with lines.block("if residual_out is not None:"):
                 lines.say(output.where)

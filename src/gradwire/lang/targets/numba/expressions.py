@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from gradwire.lang.bounds import overflow_condition
-from gradwire.lang.emit import Lines, name_nodes, shared_subexpressions, statics
+from gradwire.lang.emit import GeneratedFunction, shared_subexpressions
 from gradwire.lang.interpret import is_stat
 from gradwire.lang.ir import BOOL, Field, Node, Program, closure
 from gradwire.lang.operators.arithmetic import Arithmetic, Text
@@ -16,33 +15,22 @@ from gradwire.lang.types import ElementType, uint1
 STORAGE = {"int8": "i8", "int32": "i32", "uint32": "u32", "float32": "f32", "float16": "i16", "bfloat16": "u16"}
 
 
-class NumbaFunction:
+class NumbaFunction(GeneratedFunction):
     """A generated function: its expressions and scalar steps."""
 
     def __init__(self, program: Program) -> None:
-        self.program = program
-        self.names = name_nodes(program)
-        self.static = {id(node): f"static[{k}]" for k, node in enumerate(statics(program))}
-        self.lines = Lines()
+        super().__init__(program)
         self.known: dict[int, str] = {}  # variables of nodes in this step
         self.masks: set[int] = set()  # fields of uint1 that also have a mask
-        self.replaced: dict[str, Node] = {}  # the encoder's own nodes for fields, see `as_receiver`
-
-    @contextlib.contextmanager
-    def as_receiver(self) -> Iterator[None]:
-        """Evaluate the decoder within the encoder: fields of the payload are replaced by the encoder's own nodes."""
-        self.replaced = {each.name: each.node for each in self.program.fields}
-        yield
-        self.replaced = {}
 
     # -- expressions -----------------------------------------------------------------------------------------
 
     def vector(self, node: Node) -> Text:
         """The expression of a node in a sweep."""
+        if id(node) not in self.known:
+            node = self.resolved(node)
         if id(node) in self.known:
             return Text(self.known[id(node)], True)
-        if node.op == "extract" and node.attrs["field"] in self.replaced:
-            return self.vector(self.replaced[node.attrs["field"]])
         if node.space.kind in ("static", "scalar", "blocks"):
             return Text(self.scalar32(node), False)
         if node.op == "random":
@@ -60,7 +48,7 @@ class NumbaFunction:
 
     def _bit(self, node: Node) -> str | None:
         """An existing mask for a comparison of a uint1 with 1, or None."""
-        bit, one = self._resolved(node.inputs[0]), node.inputs[1]
+        bit, one = self.resolved(node.inputs[0]), node.inputs[1]
         if one.op != "constant" or one.attrs["value"] != 1 or bit.dtype != uint1:
             return None
         if id(bit) in self.masks:
@@ -69,7 +57,7 @@ class NumbaFunction:
 
     def overflows(self, output: Node) -> str | None:
         """Set a variable to the condition that a decoded element could overflow; None if none ever can."""
-        condition = overflow_condition(self._resolved(output), self._largest)
+        condition = overflow_condition(self.resolved(output), self._largest)
         if condition in (None, "True"):
             return condition
         self.lines.add(f"may_overflow = {condition}")
@@ -77,7 +65,7 @@ class NumbaFunction:
 
     def _largest(self, node: Node) -> str | None:
         """The largest magnitude of a scalar, or of block values if known."""
-        node = self._resolved(node)
+        node = self.resolved(node)
         if node.space.kind == "static":
             return f"abs({self.static[id(node)]})"
         if node.space.kind == "blocks":
@@ -120,29 +108,27 @@ class NumbaFunction:
 
     def scalar32(self, node: Node) -> str:
         """A scalar as float32, for arithmetic with elements."""
+        node = self.resolved(node)
         if node.op == "constant":
             return f"np.float32({float(node.attrs['value'])!r})"
         if node.space.kind == "static":
             return f"np.float32({self.static[id(node)]})"
-        if node.op == "extract" and node.attrs["field"] in self.replaced:
-            return self.scalar32(self.replaced[node.attrs["field"]])
         return self.names[id(node)]
 
     def scalar64(self, node: Node) -> str:
         """A scalar as float64, for arithmetic with scalars."""
+        node = self.resolved(node)
         if node.op == "constant":
             return repr(float(node.attrs["value"]))
         if node.space.kind == "static":
             return self.static[id(node)]
-        if node.op == "extract" and node.attrs["field"] in self.replaced:
-            return self.scalar64(self.replaced[node.attrs["field"]])
         if node.op in ("narrow", "extract"):
             return f"np.float64({self.names[id(node)]})"
         return self.names[id(node)]
 
     def shared(self, roots: Sequence[Node]) -> None:
         """Set variables for the nodes that the roots use more than once."""
-        roots = [self._resolved(root) for root in roots]
+        roots = [self.resolved(root) for root in roots]
         for node in shared_subexpressions(roots):
             if id(node) in self.known or node.op == "extract":
                 continue
@@ -151,11 +137,6 @@ class NumbaFunction:
             if text.is_vector:
                 self.lines.add(f"{self.names[id(node)]} = {text.source}")
                 self.known[id(node)] = self.names[id(node)]
-
-    def _resolved(self, node: Node) -> Node:
-        if node.op == "extract" and node.attrs["field"] in self.replaced:
-            return self.replaced[node.attrs["field"]]
-        return node
 
     def assign(self, node: Node) -> None:
         """Compute a scalar or a list between sweeps."""
@@ -183,12 +164,6 @@ class NumbaFunction:
         if node.op in ("value", "index"):
             self.lines.add(f"{name}_count = {self.names[id(node.inputs[0])]}_count")
         return name
-
-    def list_name(self, node: Node) -> str:
-        """The variable of a list, or of its values or positions."""
-        if node.op in ("value", "index"):
-            return f"{self.names[id(node.inputs[0])]}_{node.op}"
-        return self.names[id(node)]
 
     def decode_scalars(self) -> None:
         """Compute the scalars of the decoder."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from gradwire.lang.bounds import overflow_condition
-from gradwire.lang.emit import INDENT, Lines, name_nodes, shared_subexpressions, statics
+from gradwire.lang.emit import INDENT, GeneratedFunction, Lines, shared_subexpressions
 from gradwire.lang.ir import BOOL, Field, Node, Program
 from gradwire.lang.operators.arithmetic import Arithmetic, Text
 from gradwire.lang.operators.base import Statement, lookup
@@ -20,24 +19,14 @@ _WIDTH = 116
 _LONG, _SHORT = 56, 24
 
 
-class TritonFunction:
+class TritonFunction(GeneratedFunction):
     """A generated host function with its kernels: names of values, scalars in torch."""
 
     def __init__(self, program: Program, prefix: str) -> None:
-        self.program, self.prefix = program, prefix
-        self.names = name_nodes(program)
-        self.static = {id(node): f"static[{k}]" for k, node in enumerate(statics(program))}
-        self.lines = Lines()
+        super().__init__(program)
+        self.prefix = prefix
         self.kernels: list[Kernel] = []
         self.stored_blocks: set[int] = set()  # nodes whose block values are in memory
-        self.replaced: dict[str, Node] = {}  # the encoder's own nodes for fields, see `as_receiver`
-
-    @contextlib.contextmanager
-    def as_receiver(self) -> Iterator[None]:
-        """Evaluate the decoder within the encoder: fields of the payload are replaced by the encoder's own nodes."""
-        self.replaced = {each.name: each.node for each in self.program.fields}
-        yield
-        self.replaced = {}
 
     def kernel(self, title: str, at: str = "i", count: str = "n") -> Kernel:
         """A new kernel. Each program handles the 1,024 elements or items from `start` on.
@@ -59,12 +48,6 @@ class TritonFunction:
         return "\n\n\n".join([*(kernel.source() for kernel in self.kernels), host])
 
     # -- scalars in torch ------------------------------------------------------------------------------------
-
-    def resolved(self, node: Node) -> Node:
-        """The encoder's own node for a field of the payload, within `as_receiver`."""
-        if node.op == "extract" and node.attrs["field"] in self.replaced:
-            return self.replaced[node.attrs["field"]]
-        return node
 
     def scalar(self, node: Node) -> str:
         """A scalar as float64: a tensor, or a Python number if it is static."""
@@ -92,12 +75,6 @@ class TritonFunction:
     def argument(self, node: Node) -> str:
         """The source of an input of a statement."""
         return self.list_name(node) if node.space.kind == "items" else self.scalar(node)
-
-    def list_name(self, node: Node) -> str:
-        """The variable of a list, or of its values or positions."""
-        if node.op in ("value", "index"):
-            return f"{self.names[id(node.inputs[0])]}_{node.op}"
-        return self.names[id(node)]
 
     def count(self, node: Node) -> str:
         """The variable with the length of a list."""

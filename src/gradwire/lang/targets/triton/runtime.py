@@ -2,86 +2,14 @@
 
 from __future__ import annotations
 
-from gradwire.kernels.gpu.device import (
-    bfloat16_bits,
-    ceil,
-    chunk_count,
-    chunk_max,
-    chunk_min,
-    chunk_sum,
-    chunk_sum_squares,
-    clamp,
-    compensated,
-    compensated_again,
-    exponent,
-    finite,
-    floor,
-    number,
-    power,
-    round_even,
-    rounded_bfloat16,
-    rounded_float16,
-    sample_position,
-    spread,
-    uniform,
-    watch_for_nonfinite,
-)
-from gradwire.kernels.gpu.packing import (
-    add_at,
-    load_bits,
-    load_digits,
-    load_finite,
-    load_planes,
-    store_bits,
-    store_chosen,
-    store_digits,
-    store_hashed,
-    store_planes,
-    store_tail,
-)
-from gradwire.kernels.gpu.positions import (
-    length_bytes,
-    pack_positions,
-    positions_bytes,
-    read_length,
-    unpack_positions,
-)
-from gradwire.kernels.layout import ceil_div
-from gradwire.lang.targets.triton.host import (
-    as_bytes,
-    as_elements,
-    as_scalar,
-    choose,
-    chunks,
-    divide,
-    empty,
-    expand_runs,
-    finish_count,
-    finish_max,
-    finish_mean,
-    finish_min,
-    finish_norm,
-    finish_sum,
-    flag,
-    hash_numbers,
-    hash_table,
-    hashed_list,
-    item,
-    keep_top,
-    key_words,
-    launch,
-    narrow,
-    narrowed,
-    pack_rest,
-    places,
-    read_field,
-    read_scalar,
-    sample_words,
-    scalar_bytes,
-    shorten_runs,
-    sort_floats,
-    stacked,
-)
+from gradwire.kernels import layout
+from gradwire.kernels.gpu import device, packing, positions
+from gradwire.lang.targets.triton import host
 from gradwire.lang.targets.triton.names import RUNTIME
 
 __all__ = sorted(RUNTIME)
+
+for _name in RUNTIME:
+    globals()[_name] = next(
+        vars(module)[_name] for module in (device, packing, positions, host, layout) if _name in vars(module)
+    )
