@@ -222,4 +222,5 @@ def test_wrong_arguments_are_refused(kernels):
 
 
 def test_backends_have_the_same_functions():
-    assert cpu.__all__ == reference.__all__
+    for name in reference.__all__:
+        assert getattr(cpu, name).__module__ == getattr(reference, name).__module__.replace("reference", "cpu")
