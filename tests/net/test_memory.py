@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from gradwire.core.errors import FrameError, PeerFailedError, PeerLostError, PeerTimeoutError, SyncError
-from gradwire.net.memory import MemoryNetwork
 from gradwire.wire.frame import HEADER_BYTES, FrameKind
 
+from .memory import MemoryNetwork
 from .recorder import body, header, start, until
 
 SHORT = timedelta(seconds=0.4)

@@ -13,10 +13,10 @@ import pytest
 
 from gradwire.core.errors import SyncError
 from gradwire.core.events import EventStream
-from gradwire.net.memory import MemoryNetwork
 from gradwire.sync.engine import Engine
 from gradwire.sync.graph import FrameKey, TaskGraph
 from gradwire.wire.frame import FrameKind
+from tests.net.memory import MemoryNetwork
 from tests.net.recorder import Recorder, body, header, start
 
 PATIENCE = 30.0  # seconds; far longer than anything here takes

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from gradwire.net.memory import MemoryNetwork
 from gradwire.sync.group import GroupInfo
 from gradwire.sync.options import SyncOptions
 from gradwire.sync.synchronizer import Synchronizer
+from tests.net.memory import MemoryNetwork
 
 _names = itertools.count()
 

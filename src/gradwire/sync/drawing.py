@@ -4,11 +4,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import cast
+
 import torch
 
 from gradwire.core.errors import OptionError, UnknownNameError
 from gradwire.core.events import EventStream
-from gradwire.net.memory import MemoryNetwork
+from gradwire.net.transport import Transport
 from gradwire.residuals.transaction import Residuals
 from gradwire.sync.graph import Task, TaskGraph
 from gradwire.sync.job import RANGE_ALIGNMENT, TensorJob
@@ -45,10 +48,10 @@ def graph_of(entry: PlanEntry, world_size: int, rank: int, ranks_per_node: int =
     numel = elements or world_size * entry.partitions * RANGE_ALIGNMENT
     nodes = grouped([str(each // ranks_per_node) for each in range(world_size)])
     graph = TaskGraph(f"{entry.strategy} of {numel:,} elements", 0, 0, lambda: None)
-    with MemoryNetwork(world_size) as network:
-        runtime = Runtime(network.transports[rank], Residuals(), EventStream(), 0, lambda: nodes)
-        job = TensorJob("tensor", 0, torch.empty(numel), entry, 0, 0)
-        STRATEGIES[entry.strategy].build(Builder(job, graph, runtime))
+    transport = cast(Transport, SimpleNamespace(rank=rank, world_size=world_size))  # nothing is sent
+    runtime = Runtime(transport, Residuals(), EventStream(), 0, lambda: nodes)
+    job = TensorJob("tensor", 0, torch.empty(numel), entry, 0, 0)
+    STRATEGIES[entry.strategy].build(Builder(job, graph, runtime))
     return graph
 
 
