@@ -1,4 +1,4 @@
-"""A process whose hub is connected, and which forks a child that outlives it."""
+"""A process whose endpoint is connected, and which forks a child that outlives it."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ class Owner:
 def main(line: Connection, member: GroupMember, server: int, port: int) -> None:
     """Connect and fork. The child says over `line` how a send ends there, and lives until the line ends."""
     owner = Owner()
-    hub = ReconnectingEndpoint(
+    endpoint = ReconnectingEndpoint(
         member, JobKey(bytes(32)), owner, timeout=timedelta(seconds=20), call=(server, ("127.0.0.1", port))
     )
-    hub.start()
+    endpoint.start()
     owner.connected.wait()
     if os.fork():
         signal.pause()
     said = ""
     try:
-        hub.send(server, Header(FrameKind.PAYLOAD, sender=member.rank, epoch=member.epoch), np.empty(0, np.uint8))
+        endpoint.send(server, Header(FrameKind.PAYLOAD, sender=member.rank, epoch=member.epoch), np.empty(0, np.uint8))
     except SyncError as error:
         said = str(error)
-    hub.close()
+    endpoint.close()
     line.send(said)
     try:
         line.recv()

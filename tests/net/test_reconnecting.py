@@ -1,4 +1,4 @@
-"""Hubs: peers that come, go, and come again; strangers; keys."""
+"""Endpoints: peers that come, go, and come again; unauthenticated peers; keys."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Owner:
 
 
 @pytest.fixture
-def hubs():
+def endpoints():
     made = []
 
     def make(rank: int, port: int | None = None, key: JobKey = KEY, timeout: float = 10.0):
@@ -75,29 +75,29 @@ def hubs():
         if rank == SERVER:
             listener = socket.create_server(("127.0.0.1", port or 0))
             found = listener.getsockname()[1]
-            hub = ReconnectingEndpoint(
+            endpoint = ReconnectingEndpoint(
                 member, key, owner, timeout=limit, listener=listener, callers=frozenset(range(SERVER))
             )
-            made.append(hub)
-            hub.start()
-            return hub, owner, found
-        hub = ReconnectingEndpoint(member, key, owner, timeout=limit, call=(SERVER, ("127.0.0.1", port)))
-        made.append(hub)
-        hub.start()
-        return hub, owner
+            made.append(endpoint)
+            endpoint.start()
+            return endpoint, owner, found
+        endpoint = ReconnectingEndpoint(member, key, owner, timeout=limit, call=(SERVER, ("127.0.0.1", port)))
+        made.append(endpoint)
+        endpoint.start()
+        return endpoint, owner
 
     yield make
-    for hub in made:
-        hub.close()
+    for endpoint in made:
+        endpoint.close()
 
 
 def frame(sender: int, round_: int = 0) -> Header:
     return Header(FrameKind.PAYLOAD, sender=sender, epoch=EPOCH, round=round_)
 
 
-def test_frames_go_both_ways(hubs):
-    server, there, port = hubs(SERVER)
-    worker, here = hubs(1, port)
+def test_frames_go_both_ways(endpoints):
+    server, there, port = endpoints(SERVER)
+    worker, here = endpoints(1, port)
     here.hear("joined")
     assert there.hear("joined") == ("joined", 1)
     big = np.arange(3_000_000, dtype=np.uint32).view(np.uint8)
@@ -110,9 +110,9 @@ def test_frames_go_both_ways(hubs):
     assert not server.send(2, frame(SERVER), big)  # who is not there
 
 
-def test_an_exception_on_its_thread_is_told_to_the_owner_and_to_all_peers(hubs):
-    server, there, port = hubs(SERVER)
-    worker, here = hubs(1, port)
+def test_an_exception_on_its_thread_is_told_to_the_owner_and_to_all_peers(endpoints):
+    server, there, port = endpoints(SERVER)
+    worker, here = endpoints(1, port)
     here.hear("joined")
     there.deliver = None  # which cannot be called
     worker.send(SERVER, frame(1, 1), EMPTY)
@@ -125,9 +125,9 @@ def test_an_exception_on_its_thread_is_told_to_the_owner_and_to_all_peers(hubs):
     assert not server.send(1, frame(SERVER, 1), EMPTY)
 
 
-def test_a_goodbye_is_no_error(hubs):
-    _, there, port = hubs(SERVER)
-    worker, here = hubs(0, port)
+def test_a_goodbye_is_no_error(endpoints):
+    _, there, port = endpoints(SERVER)
+    worker, here = endpoints(0, port)
     here.hear("joined")
     worker.send(SERVER, frame(0, 7), np.zeros(1_000_000, np.uint8))
     worker.close()
@@ -135,9 +135,9 @@ def test_a_goodbye_is_no_error(hubs):
     assert there.hear("left") == ("left", 0, None)
 
 
-def test_a_reason_arrives(hubs):
-    server, there, port = hubs(SERVER)
-    _, here = hubs(0, port)
+def test_a_reason_arrives(endpoints):
+    server, there, port = endpoints(SERVER)
+    _, here = endpoints(0, port)
     there.hear("joined")
     server.dismiss(0, "another model")
     error = here.hear("left")[2]
@@ -145,9 +145,9 @@ def test_a_reason_arrives(hubs):
     assert "another model" in str(error)
 
 
-def test_a_connection_begins_with_what_its_owner_says_when_it_joins(hubs):
-    server, there, port = hubs(SERVER)
-    worker, here = hubs(1, port)
+def test_a_connection_begins_with_what_its_owner_says_when_it_joins(endpoints):
+    server, there, port = endpoints(SERVER)
+    worker, here = endpoints(1, port)
     here.hear("joined")
     sent = []
 
@@ -166,12 +166,12 @@ def test_a_connection_begins_with_what_its_owner_says_when_it_joins(hubs):
     assert sent == [False, True]
 
 
-def test_what_is_meant_for_one_connection_does_not_reach_the_next(hubs):
-    server, there, port = hubs(SERVER)
-    hubs(1, port)
+def test_what_is_meant_for_one_connection_does_not_reach_the_next(endpoints):
+    server, there, port = endpoints(SERVER)
+    endpoints(1, port)
     there.hear("joined")
     before = server.connection(1)
-    _, second = hubs(1, port)
+    _, second = endpoints(1, port)
     there.hear("joined")
     second.hear("joined")
     server.dismiss(1, "an older process", before)
@@ -181,9 +181,9 @@ def test_what_is_meant_for_one_connection_does_not_reach_the_next(hubs):
     assert second.events.empty()
 
 
-def test_a_peer_that_is_paused_is_not_read_and_not_given_up(hubs):
-    server, there, port = hubs(SERVER, timeout=1.0)
-    worker, here = hubs(1, port)
+def test_a_peer_that_is_paused_is_not_read_and_not_given_up(endpoints):
+    server, there, port = endpoints(SERVER, timeout=1.0)
+    worker, here = endpoints(1, port)
     there.hear("joined")
     here.hear("joined")
     server.pause(1, True)
@@ -195,8 +195,8 @@ def test_a_peer_that_is_paused_is_not_read_and_not_given_up(hubs):
     assert [there.hear("frame")[2] for _ in range(3)] == [0, 1, 2]
 
 
-def test_a_worker_without_a_descriptor_for_a_connection_calls_again(hubs):
-    _, _, port = hubs(SERVER)
+def test_a_worker_without_a_descriptor_for_a_connection_calls_again(endpoints):
+    _, _, port = endpoints(SERVER)
     owner, member = Owner(), GroupMember("job", 2, SERVER + 1, EPOCH)
     worker = ReconnectingEndpoint(member, KEY, owner, timeout=timedelta(seconds=10), call=(SERVER, ("127.0.0.1", port)))
     free = os.dup(0)
@@ -217,9 +217,9 @@ def test_a_worker_without_a_descriptor_for_a_connection_calls_again(hubs):
         worker.close()
 
 
-def test_a_server_that_comes_back_is_called_again(hubs):
-    first, there, port = hubs(SERVER)
-    _, here = hubs(2, port)
+def test_a_server_that_comes_back_is_called_again(endpoints):
+    first, there, port = endpoints(SERVER)
+    _, here = endpoints(2, port)
     here.hear("joined")
     there.hear("joined")
     with first._lock:  # as a kill: connections end without a word
@@ -229,21 +229,21 @@ def test_a_server_that_comes_back_is_called_again(hubs):
     here.hear("joined")
 
 
-def test_a_second_connection_of_a_peer_takes_the_place_of_the_first(hubs):
-    _, there, port = hubs(SERVER)
-    _, first = hubs(1, port)
+def test_a_second_connection_of_a_peer_takes_the_place_of_the_first(endpoints):
+    _, there, port = endpoints(SERVER)
+    _, first = endpoints(1, port)
     first.hear("joined")
     there.hear("joined")
-    _, second = hubs(1, port)
+    _, second = endpoints(1, port)
     second.hear("joined")
     assert "connected again" in str(there.hear("left")[2])
     there.hear("joined")
 
 
-def test_a_refused_frame_costs_its_sender_alone(hubs):
-    _, there, port = hubs(SERVER)
-    bad, bad_owner = hubs(1, port)
-    good, good_owner = hubs(0, port)
+def test_a_refused_frame_costs_its_sender_alone(endpoints):
+    _, there, port = endpoints(SERVER)
+    bad, bad_owner = endpoints(1, port)
+    good, good_owner = endpoints(0, port)
     for owner in (there, there, bad_owner, good_owner):
         owner.hear("joined")
     there.refuse = True
@@ -255,11 +255,11 @@ def test_a_refused_frame_costs_its_sender_alone(hubs):
     assert there.hear("frame")[2] == 4
 
 
-def test_a_frame_that_its_owner_cannot_read_costs_its_sender_alone(hubs):
-    _, there, port = hubs(SERVER)
+def test_a_frame_that_its_owner_cannot_read_costs_its_sender_alone(endpoints):
+    _, there, port = endpoints(SERVER)
     there.refuse_body = b"nonsense"
-    bad, bad_owner = hubs(1, port)
-    good, good_owner = hubs(0, port)
+    bad, bad_owner = endpoints(1, port)
+    good, good_owner = endpoints(0, port)
     for owner in (there, there, bad_owner, good_owner):
         owner.hear("joined")
     bad.send(SERVER, frame(1), np.frombuffer(there.refuse_body, np.uint8))
@@ -269,17 +269,17 @@ def test_a_frame_that_its_owner_cannot_read_costs_its_sender_alone(hubs):
     assert there.hear("frame")[2] == 4
 
 
-def test_silence_is_an_error(hubs):
-    _, there, port = hubs(SERVER, timeout=1.0)
-    worker, here = hubs(1, port)
+def test_silence_is_an_error(endpoints):
+    _, there, port = endpoints(SERVER, timeout=1.0)
+    worker, here = endpoints(1, port)
     here.hear("joined")
     there.hear("joined")
     with worker._lock:  # its thread can say nothing
         assert isinstance(there.hear("left")[2], PeerTimeoutError)
 
 
-def test_a_forked_child_is_refused_and_does_not_hide_the_death_of_its_parent(hubs):
-    _, there, port = hubs(SERVER, timeout=4.0)
+def test_a_forked_child_is_refused_and_does_not_hide_the_death_of_its_parent(endpoints):
+    _, there, port = endpoints(SERVER, timeout=4.0)
     line, theirs = processes.Pipe()
     member = GroupMember("job", 1, SERVER + 1, EPOCH)
     worker = processes.Process(target=forking.main, args=(theirs, member, SERVER, port))
@@ -295,28 +295,28 @@ def test_a_forked_child_is_refused_and_does_not_hide_the_death_of_its_parent(hub
     worker.close()
 
 
-def test_strangers_do_not_get_in(hubs):
-    _, there, port = hubs(SERVER)
-    stranger, out = hubs(1, port, key=JobKey(bytes([1]) * 32))
+def test_unauthenticated_peers_do_not_get_in(endpoints):
+    _, there, port = endpoints(SERVER)
+    wrong_key, out = endpoints(1, port, key=JobKey(bytes([1]) * 32))
     with socket.create_connection(("127.0.0.1", port)) as raw:
         raw.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
         raw.settimeout(WAIT)
         with contextlib.suppress(ConnectionResetError):
             assert raw.recv(4096) == b""
-    _, here = hubs(0, port)
+    _, here = endpoints(0, port)
     here.hear("joined")
     assert there.hear("joined") == ("joined", 0)
     assert out.events.empty()
     assert there.events.empty()
     until = time.monotonic() + WAIT
-    while not stranger.problem and time.monotonic() < until:
+    while not wrong_key.problem and time.monotonic() < until:
         time.sleep(0.01)
-    assert stranger.problem
+    assert wrong_key.problem
 
 
-def test_a_short_timeout_is_refused(hubs):
+def test_a_short_timeout_is_refused(endpoints):
     with pytest.raises(OptionError, match="at least 1 s"):
-        hubs(0, 1, timeout=0.5)
+        endpoints(0, 1, timeout=0.5)
 
 
 def test_keys(tmp_path, monkeypatch):
