@@ -22,6 +22,7 @@ import torch
 from gradwire.core.errors import SyncError
 from gradwire.core.spec import ElementRange, TensorSpec
 from gradwire.residuals.transaction import ResidualKey, Residuals
+from gradwire.sync.job import group_name
 from gradwire.sync.plan_entry import PlanEntry
 from gradwire.sync.staging import Staging
 from gradwire.sync.submission import GradientSlice, Submission
@@ -88,8 +89,7 @@ class DenseFusionGroup:
     def __init__(self, members: list[PendingSlice], residuals: Residuals, world_size: int) -> None:
         gradients = [member.gradient for member in members]
         self.tensor = members[0].tensor | DENSE_FUSION_FLAG
-        first = gradients[0].name
-        self.name = first if len(members) == 1 else f"{first} and {len(members) - 1} more"
+        self.name = group_name([gradient.name for gradient in gradients])
         self.staging = Staging([gradient.tensor for gradient in gradients])
         self.values = self.staging.concatenate(range(len(members)))
         self._members = members

@@ -169,15 +169,8 @@ class Engine:
                 return
             self.error = error = located(error, [*self._waiting.values(), *self._awaited])
             reason = str(error)
-            self._events.emit(
-                Event(
-                    "failure",
-                    time.monotonic(),
-                    tensor=error.tensor or "",
-                    peer=error.rank,
-                    detail={"message": str(error)},
-                )
-            )
+            tensor, detail = error.tensor or "", {"message": reason}
+            self._events.emit(Event("failure", time.monotonic(), tensor=tensor, peer=error.rank, detail=detail))
             try:
                 self._on_failure(error, self._state())
             except Exception:
@@ -261,21 +254,12 @@ class Engine:
         return True
 
     def _record_recv(self, task: Task) -> None:
-        now = time.monotonic()
         nbytes = HEADER_BYTES + task.value.header.length if isinstance(task.value, ReceivedFrame) else 0
-        graph = task.graph
-        self._events.emit(
-            Event(
-                "recv",
-                task.started,
-                now - task.started,
-                graph.name,
-                graph.round,
-                nbytes,
-                task.peer,
-                {"phase": task.phase},
-            )
-        )
+        self._record(task, "recv", task.started, nbytes)
+
+    def _record(self, task: Task, kind: str, start: float, nbytes: int) -> None:
+        graph, duration, detail = task.graph, time.monotonic() - start, {"phase": task.phase}
+        self._events.emit(Event(kind, start, duration, graph.name, graph.round, nbytes, task.peer, detail))
 
     # -- the computation queue, on the engine's thread -------------------------------------------------------
 
@@ -324,17 +308,7 @@ class Engine:
                 self._condition.notify_all()
             return
         if task.kind != "send":
-            self._events.emit(
-                Event(
-                    task.kind,
-                    start,
-                    time.monotonic() - start,
-                    graph.name,
-                    graph.round,
-                    task.value.body.nbytes if isinstance(task.value, EncodedChunk) else 0,
-                    detail={"phase": task.phase},
-                )
-            )
+            self._record(task, task.kind, start, task.value.body.nbytes if isinstance(task.value, EncodedChunk) else 0)
         with self._condition:
             if self.error is None:
                 self._end(task)

@@ -25,7 +25,7 @@ from gradwire.core.errors import PayloadError
 from gradwire.residuals import policies
 from gradwire.residuals.transaction import Residuals
 from gradwire.sync.codec import EMPTY, LossyCodec, blame, make_codec
-from gradwire.sync.job import Chunk, EncodedChunk, TensorJob
+from gradwire.sync.job import Chunk, EncodedChunk, TensorJob, group_name
 from gradwire.sync.plan_entry import PlanEntry
 from gradwire.wire.frame import FrameFlags, FrameKind
 
@@ -65,7 +65,7 @@ class FusionGroup:
         first = members[0]
         self.members = members
         self.round = round
-        self.name = first.name if len(members) == 1 else f"{first.name} and {len(members) - 1} more"
+        self.name = group_name([member.name for member in members])
         self.tensor = first.tensor | FUSION_FLAG
         self.entry = first.entry
         self.dtype = first.values.dtype

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -117,6 +117,11 @@ class EncodedChunk(NamedTuple):
     @property
     def nonfinite(self) -> bool:
         return bool(self.flags & FrameFlags.NONFINITE)
+
+
+def group_name(names: Sequence[str]) -> str:
+    """Return the name of a fusion group, for messages and metrics."""
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
 def split(count: int, num_chunks: int, alignment: int = RANGE_ALIGNMENT) -> list[Chunk]:
