@@ -105,7 +105,7 @@ _THREELC = (
         "papers.threelc.training", "--data FOLDER",
     ),
     Benchmark(
-        "threelc-entropy", "What would a prefix code gain in place of zero runs? (section 3.3)",
+        "threelc-entropy", "What would a prefix code gain instead of zero runs? (section 3.3)",
         "papers.threelc.entropy", "--data FOLDER",
     ),
 )  # fmt: skip

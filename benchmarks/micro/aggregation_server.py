@@ -123,7 +123,7 @@ def run(elements: Annotated[int, typer.Option(help="Elements of the tensor.")] =
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """One case a line."""
+    """One line for each case."""
     lines = []
     for rate, capacity, packet in zip(rows[::3], rows[1::3], rows[2::3], strict=True):
         lines.append(

@@ -168,7 +168,7 @@ def run() -> list[Row]:
 
 
 def table(rows: list[Row]) -> str:
-    """One figure a line."""
+    """One line for each figure."""
     return "\n".join(
         f"{row['metric']:28} {row['method']:12} {row['value']:9.2f} {row['unit']:10} (worst {row['worst']:.2f})"
         for row in rows

@@ -178,6 +178,6 @@ def run(
 
 
 def table(rows: Sequence[Row]) -> str:
-    """One cell a line, and the verdict."""
+    """One line for each cell, and the verdict."""
     cells = [Cell(*(row[each.name] for each in fields(Cell))) for row in rows]
     return "\n".join([*map(describe, cells), verdict(cells)])

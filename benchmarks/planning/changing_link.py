@@ -86,7 +86,7 @@ def run(
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """One figure a line."""
+    """One line for each figure."""
     return "\n".join(f"{row['rate'] or '':8}{row['metric']:60}{row['value']:8.3g} {row['unit']}" for row in rows)
 
 

@@ -178,6 +178,6 @@ def run(num_ranks: Ranks = "", rates: Rates = "", chosen_methods: Methods = "") 
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """One kind of step a line, and how many of them are close."""
+    """One line for each kind of step, and how many of them are close."""
     found = [Comparison(*(row[each.name] for each in fields(Comparison))) for row in rows]
     return "\n".join([*map(describe, found), summary(found)])

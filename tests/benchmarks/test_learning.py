@@ -66,7 +66,7 @@ def test_pages_have_words_and_equal_shares_for_their_tags(folder):
 
 def test_a_missing_file_says_where_to_get_it(folder):
     (folder / extreme.TEST).unlink()
-    with pytest.raises(OptionError, match="Do: download the Delicious data set"):
+    with pytest.raises(OptionError, match="Download the Delicious data set"):
         extreme.Delicious(folder)
 
 

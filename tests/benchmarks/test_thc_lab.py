@@ -8,7 +8,7 @@ import pytest
 from benchmarks.keys import merged
 from benchmarks.papers.thc import lab as thc_lab
 
-from gradwire.bench.launch import Beside
+from gradwire.bench.launch import ServerProcess
 
 SAID = [
     {"rank": 0, "seconds": [0.5, 0.4, 0.6], "rounds": 6, "worker": 0.3, "server": 0.03, "sent": 3000, "received": 6000},
@@ -67,8 +67,8 @@ def test_what_is_measured_again_takes_the_place_of_the_earlier() -> None:
 
 
 def test_one_aggregator_serves_one_method_after_another_at_the_address_of_its_host(tmp_path) -> None:
-    beside = thc_lab.beside(str(tmp_path), thc_lab.served(thc_lab.METHODS)).at("10.0.0.5")
-    assert beside.command[4] == "serve"
-    assert json.loads(beside.command[5])[:2] == [1, "10.0.0.5"]
-    assert beside.variables["GRADWIRE_AGGREGATOR"] == f"10.0.0.5:{thc_lab.PORT}"
-    assert Beside(["run"]).at("there") == Beside(["run"])
+    server = thc_lab.server_process(str(tmp_path), thc_lab.served(thc_lab.METHODS)).at("10.0.0.5")
+    assert server.command[4] == "serve"
+    assert json.loads(server.command[5])[:2] == [1, "10.0.0.5"]
+    assert server.variables["GRADWIRE_AGGREGATOR"] == f"10.0.0.5:{thc_lab.PORT}"
+    assert ServerProcess(["run"]).at("there") == ServerProcess(["run"])

@@ -96,8 +96,8 @@ def read(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
     """
     if not path.is_file():
         raise OptionError(
-            f"Expected {TRAIN} and {TEST}, got no {path.name} (in {path.parent}). Do: download the Delicious data set "
-            "of the Mulan repository and give its folder."
+            f"There is no {path.name} in {path.parent}. Download the Delicious data set of the Mulan repository, "
+            f"and give the folder of {TRAIN} and {TEST}."
         )
     rows = [line for line in path.read_text().splitlines() if line.startswith("{")]
     found = torch.zeros(len(rows), WORDS + TAGS, dtype=torch.bool)

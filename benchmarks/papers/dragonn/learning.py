@@ -108,7 +108,7 @@ class Study:
         yield from learning_figures(design, seed, result.num_parameters, entry.losses, entry.validations)
 
     def time(self, design: Design, data: Path, seconds: float) -> Iterator[Row]:
-        """A short training at each rate: what a step takes."""
+        """A short training at each rate, for step times."""
         result = self._train(
             design.timed, data, steps=3, rates=RATES, timed_seconds=seconds, buckets_mb=(4.0, 25.0), lab=True
         )
@@ -225,7 +225,7 @@ def table(study: Study, found: Sequence[Found]) -> str:
     goal = GOAL * dense.last
     rates = " | ".join(f"{rate}: step, × dense, ÷ ideal, × dense to {goal:.1%}" for rate in RATES)
     lines = [
-        f"| | {study.measure} | points above {dense.label} | steps to {goal:.1%} | MB a step | {rates} |",
+        f"| | {study.measure} | points above {dense.label} | steps to {goal:.1%} | MB per step | {rates} |",
         "|---|---|---|---|---|" + "---|" * len(RATES),
     ]
     for each in found:

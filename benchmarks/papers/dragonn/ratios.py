@@ -62,7 +62,7 @@ def points_of(rows: Sequence[Row]) -> Points:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Speed-ups in Markdown: a line a method."""
+    """Speed-ups in Markdown, one line for each method."""
     points = points_of(rows)
     rates = list(dict.fromkeys(rate for _, rate in points))
     lines = [f"| | of the dense bytes | {' | '.join(f'{rate}: ×, ÷ ideal' for rate in rates)} |"]

@@ -148,7 +148,7 @@ def run(rates: Rates = "") -> Iterator[Row]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """One figure a line."""
+    """One line for each figure."""
     return "\n".join(
         f"{row['rate']:8}{row['method']:30}{row['metric']:12}{row['value']:14.4g} {row['unit']}" for row in rows
     )

@@ -148,7 +148,7 @@ def run(cifar10: Cifar10) -> Iterator[dict[str, Any]]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """One figure a line."""
+    """One line for each figure."""
     return "\n".join(
         f"{row['optimizer']:7}{row['ranks']:>4} {row['strategy']:15}{row['method']:18}{row['metric']:30}"
         f"{row['value']:9.3f}"

@@ -69,7 +69,7 @@ def table(rows: Sequence[Row]) -> str:
     values = {(row["ranks"], row["method"], row.get("rate"), row["metric"]): row["value"] for row in rows}
     lines = []
     for ranks in dict.fromkeys(key[0] for key in values):
-        lines.append(f"{ranks} ranks: ms a step, sentences a second, processor ms of a rank and step")
+        lines.append(f"{ranks} ranks: ms per step, sentences per second, processor ms per rank and step")
         lines.append(f"{'':34}" + "".join(f"{rate_text(rate):>24}" for rate in RATES))
         for method in dict.fromkeys(key[1] for key in values):
             cells = ""

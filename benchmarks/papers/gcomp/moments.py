@@ -42,7 +42,7 @@ METRICS = ("parameter", "any", "momentum", "all", "nothing")
 METHODS = ("another order", *METRICS)
 LOOKED_AT = (2, 10, 50, 200)
 AS_GIVEN = torch.tensor(Numbers(direct=1.0))
-"""Numbers by which the codec takes what stands in place of parameters for the limits themselves."""
+"""Numbers with which the codec uses the values given as parameters as the limits themselves."""
 
 
 def limits_of(metric: str, grad: np.ndarray, aux: Mapping[str, torch.Tensor], group: Mapping[str, Any]) -> np.ndarray:

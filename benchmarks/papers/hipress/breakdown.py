@@ -118,7 +118,7 @@ def figures(
     plans: dict[str | None, PlanTable],
     planned: Sequence[str] = ("planned",),
 ) -> Iterator[dict[str, Any]]:
-    """One figure a line. `workload` is a column of its own."""
+    """One line for each figure. `workload` is a column of its own."""
     for rate, found in table.items():
         for stage in found:
             here = {"workload": workload, "method": stage.name, "rate": rate, "ranks": RANKS, "source": "measured",
@@ -167,7 +167,7 @@ def run(
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The figure as a table: one stage a line."""
+    """The figure as a table, with one line for each stage."""
     steps: dict[tuple[str, str, str], dict[str, Row]] = {}
     for row in rows:
         if row["source"] == "measured":

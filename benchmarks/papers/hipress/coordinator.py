@@ -103,7 +103,7 @@ def run(
 
 
 def table(rows: Sequence[Row]) -> str:
-    """One cluster a line."""
+    """One line for each cluster."""
     found = [Cell(*(row[each.name] for each in fields(Cell))) for row in rows]
     of = lambda cell: (cell.machine, cell.model, cell.ranks, cell.rate_bits)  # noqa: E731
     return "\n".join(describe(list(cluster)) for _, cluster in itertools.groupby(found, of))

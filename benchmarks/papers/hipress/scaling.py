@@ -155,5 +155,5 @@ def run(
 
 
 def table(rows: Sequence[Row]) -> str:
-    """One step a line."""
+    """One line for each step."""
     return "\n".join(describe(Figure(*(row[each.name] for each in fields(Figure)))) for row in rows)

@@ -51,7 +51,7 @@ class TorchOnebit(Compressor):
     name = "torch_onebit"
 
     def max_encoded_bytes(self, spec: TensorSpec) -> int:
-        """Two means and a bit an element."""
+        """Two means and one bit per element."""
         return 8 + -(-spec.numel // 8)
 
     def encode(

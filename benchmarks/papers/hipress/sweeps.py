@@ -96,7 +96,7 @@ def plot(rows: Sequence[Row], folder: Path) -> None:
             left.plot(range(len(rates)), times, color=COLORS[method], marker="o", label=methods.label(method))
         ideal = [1e3 * steps[known[0], rate]["step_without_communication"] for rate in rates]
         left.plot(range(len(rates)), ideal, color="#1f2933", linestyle=":", label="without communication")
-        left.set(yscale="log", ylabel="ms a step (logarithmic)", xlabel="rate of each link", title="Bandwidth")
+        left.set(yscale="log", ylabel="ms per step (logarithmic)", xlabel="rate of each link", title="Bandwidth")
         bars = [method for method in known if method in (*RATIOS, *WIDTHS)]
         for index, method in enumerate(bars):
             places, heights = bar_places(index, len(bars), len(rates)), [steps[method, r]["speedup"] for r in rates]

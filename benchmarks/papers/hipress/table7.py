@@ -106,7 +106,7 @@ def fits() -> list[tuple[int, int, float, float]]:
 
 
 def figures(found: list[Cell]) -> Iterator[dict[str, Any]]:
-    """One figure a line, and what the paper has."""
+    """One line for each figure, with the paper's."""
     for cell in found:
         compress, partitions = PUBLISHED[cell[1:4]]
         fixed = {

@@ -63,7 +63,7 @@ def nmse(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def there_and_back(codec: Compressor, grads: Sequence[torch.Tensor], step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mean that an aggregator has, and the one that all ranks have of it, without feedback."""
+    """The mean at the aggregator, and the mean that all ranks receive, without feedback."""
     num_ranks, spec = len(grads), TensorSpec.of(grads[0])
     ctxs = [
         Context("fc.weight", step=step, rank=rank, world_size=num_ranks, seed=SEED, spec=spec)

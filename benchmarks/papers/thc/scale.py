@@ -42,7 +42,7 @@ RANKS = (4, 8, 16, 32, 64)
 EPOCHS, SEEDS = 4, 8
 THC, CHOSEN, TOPK, QSGD = "thc", "thc, chosen", "topk", "qsgd"
 METHODS = (THC, CHOSEN, TOPK, QSGD)
-ERRORS, LOOKED_AT = "errors", 8  # every so many steps
+ERRORS, LOOKED_AT = "errors", 8  # interval in steps
 TASKS = ("sst2", "sst2, fixed words")
 METRICS = {"train_accuracy": "training accuracy", "test_accuracy": "held-out accuracy"}
 

@@ -146,7 +146,7 @@ class Encoder:
         self.residuals, self.key = Residuals(), ResidualKey(NAME, ElementRange(0, size), role)
 
     def context(self, step: int) -> Context:
-        """The context of its encode in a step."""
+        """The context of the encode in a step."""
         return Context(
             NAME, step, self.rank, self.num_workers, self.seed, stage=self.stage, spec=self.spec
         )  # fmt: skip

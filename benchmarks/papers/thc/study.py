@@ -29,7 +29,7 @@ class Cell:
 
 
 AggregatorOf = Callable[[Cell, int], Aggregator]
-"""The aggregator of a cell, for a gradient of so many elements."""
+"""The aggregator of a cell, for a gradient with this number of elements."""
 
 
 def dense(cell: Cell, size: int) -> Aggregator:
@@ -90,7 +90,7 @@ def mean_of(rows: Rows, task: str, method: str, ranks: int, metric: str) -> floa
 def plot_differences(
     axis: Any, found: Mapping[str, tuple[float, float]], names: bool, shift: float = 0.0, **style: Any
 ) -> None:
-    """Points above dense and their intervals, a line a method."""
+    """Plot points above dense and their intervals, one line for each method."""
     means, halves = zip(*found.values())
     places = [place + shift for place in range(len(found))]
     axis.errorbar(means, places, xerr=halves, fmt="o", markersize=5, capsize=3, **style)

@@ -1,11 +1,11 @@
-"""What an entropy stage in place of zero runs would give 3LC: a prefix code over the 243 byte values of quartic bytes.
+"""Gain of an entropy stage instead of zero runs in 3LC: a prefix code over the 243 values of quartic bytes.
 
-A ResNet learns CIFAR-10 with plain SGD in one process; each of its gradients goes through 3LC without zero runs, with
-error feedback. The bytes are counted as they are (1.6 bits an element), with zero runs, in the prefix code of this
-very step's bytes (the best there is, its table not counted), and in that of the step before (which both ends could
-know). Then one core codes bytes of the last step both ways, in the cache.
+A ResNet learns CIFAR-10 with plain SGD in one process. Each gradient is encoded with 3LC without zero runs, with error
+feedback. The bytes are counted unchanged (1.6 bits per element), with zero runs, with the prefix code of the same
+step's bytes (the best possible, without its table), and with that of the previous step (which both ends could know).
+Then one core codes the bytes of the last step in both ways, in the cache.
 
-Source: 3LC (Lim, Andersen, Kaminsky 2019), section 3.3, which takes zero runs because they are cheap.
+Source: 3LC (Lim, Andersen, Kaminsky 2019), section 3.3, which uses zero runs because they are cheap.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def quartic_bytes(sparsity: float, steps: int, data: Path) -> Iterator[tuple[np.
 
 
 def bits_a_step(sparsity: float, steps: int, data: Path) -> tuple[dict[str, list[float]], np.ndarray]:
-    """Bits an element by each stage and step, and the last step's bytes."""
+    """Bits per element by stage and step, and the bytes of the last step."""
     found: dict[str, list[float]] = {"quartic": [], "zero runs": [], "prefix code": [], "last step's prefix code": []}
     before: PrefixCode | None = None
     quartic = np.empty(0, np.uint8)
@@ -140,5 +140,5 @@ def run(data: Cifar10, steps: Annotated[int, typer.Option(help="Training steps."
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """One figure a line."""
+    """One line for each figure."""
     return "\n".join(f"{row['method']:42} {row['value']:7.3f} {row['unit']}" for row in rows)

@@ -1,14 +1,14 @@
-"""3LC and its rivals through a parameter server, on CIFAR-10: tables 1 and 2 and figures 4 to 9 of the 3LC paper.
+"""3LC and its rivals with a parameter server, on CIFAR-10: tables 1 and 2 and figures 4 to 9 of the 3LC paper.
 
 `--data` is a folder of CIFAR-10 as images, see `benchmarks.data.cifar`. Four workers and a server train a ResNet in the
-lab, each on a host of its own. As in the paper, accuracy is measured in whole trainings at one rate, and step times at
-each rate in others, which are short but for 3LC's. A rate does not change what is learned. Trainings that the record
-has are not run again if they have the same model and number of steps.
+lab, each on a host of its own. As in the paper, accuracy is measured in whole trainings at one rate, since the rate
+does not affect what is learned, and step times at each rate in others, which are short except for 3LC. Trainings that
+the record has are not run again if they have the same model and number of steps.
 
-Source: 3LC (Lim, Andersen, Kaminsky 2019), section 5. Differences: 4 workers in place of 10; a ResNet of 8 layers and
-308 thousand parameters whose first convolution has a stride of 2; some hundred steps in place of 25,600; a learning
-rate of 0.025 a worker in place of 0.1, with which 3LC of s = 1.75 diverges in so few steps, and which rises over the
-first twentieth; the processors compute for all workers and the server.
+Source: 3LC (Lim, Andersen, Kaminsky 2019), section 5. Differences: 4 workers instead of 10; a ResNet with 8 layers and
+308 thousand parameters, whose first convolution has a stride of 2; some hundred steps instead of 25,600; a learning
+rate of 0.025 per worker instead of 0.1, at which 3LC with s = 1.75 diverges in this number of steps, with a warm-up
+over the first twentieth; the processors compute for all workers and the server.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Run:
 
     @property
     def step(self) -> float:
-        """Median seconds of a step; of the mean of as many as go together."""
+        """Median seconds per step, or of means over steps that go together."""
         together = range(FIRST, len(self.workers[0]["seconds"]) - self.local_steps + 1, self.local_steps)
         return statistics.median(
             statistics.fmean(worker["seconds"][at : at + self.local_steps])
@@ -190,7 +190,7 @@ def run(
             lab.set_rate(rate)
             found = train(lab, design, data, size, steps=count, seed=seed, test=bool(share))
             learned = f", {found.workers[0]['accuracy']:.2%} after {count} steps, seed {seed}" if share else ""
-            print(f"{design.label:20} {rate:8} {1e3 * found.step:7.1f} ms a step{learned}", flush=True)
+            print(f"{design.label:20} {rate:8} {1e3 * found.step:7.1f} ms per step{learned}", flush=True)
             yield from figures(design, found, rate, seed, share)
 
 
