@@ -29,8 +29,9 @@ from gradwire.planner.fidelity import EVERYWHERE, FEW_ENCODES, RankedCompressor,
 from gradwire.simulate import Cluster, Compute, SimulatedGradient, SimulatedModel, models, step
 from gradwire.simulate.machine import machine_costs
 from gradwire.sync.plan import Plan
-from gradwire.tuning.auto import MIN_GAIN, MIN_PLAN_GAIN
-from gradwire.tuning.candidates import NATIVE, NATIVE_FP16, Candidate
+from gradwire.tuning import choice
+from gradwire.tuning.auto import NATIVE, NATIVE_FP16, margin
+from gradwire.tuning.candidates import Candidate
 
 MODELS, RANKS, RATES = ("resnet50", "bert-base", "vgg19", "lstm", "transformer"), (4, 16), (10e9, 25e9, 100e9)
 MACHINES = ("core", "gpu")
@@ -108,12 +109,10 @@ def plan_of(
 def decide(predicted: dict[Candidate, float], simulated: dict[Candidate, float]) -> Candidate:
     """The choice of `auto`, which tries what is predicted to be faster than what it knows (`Autopilot`)."""
     tried = {NATIVE: simulated[NATIVE]}
-    for way in sorted(predicted, key=lambda way: (predicted[way], way.name)):
-        if way not in tried and predicted[way] < min(tried.values()):
-            tried[way] = simulated[way]
-    best = min(tried, key=lambda way: tried[way])
-    limit = (1 + (MIN_PLAN_GAIN if best.gradwire else MIN_GAIN)) * tried[best]
-    return max((way for way in tried if tried[way] <= limit), key=lambda way: way.faithfulness)
+    for candidate in sorted(predicted, key=lambda each: (predicted[each], each.name)):
+        if candidate not in tried and predicted[candidate] < min(tried.values()):
+            tried[candidate] = simulated[candidate]
+    return choice.choose(tried, margin)
 
 
 def cell(machine: str, costs: Costs, allowed: Sequence[RankedCompressor], name: str, ranks: int, rate: float) -> Cell:
@@ -135,11 +134,11 @@ def cell(machine: str, costs: Costs, allowed: Sequence[RankedCompressor], name: 
         planned = Candidate.of(table)
         predicted[planned] = table.step
         simulated[planned] = step(model, table.plan(), cluster, costs).seconds
-    way = decide(predicted, simulated)
+    chosen = decide(predicted, simulated)
     dense = min(simulated[NATIVE], simulated[NATIVE_FP16])
     return Cell(
-        *(machine, name, ranks, rate, simulated[NATIVE], simulated[NATIVE_FP16], simulated[planned], simulated[way]),
-        *(way.name, dense / simulated[planned], dense / simulated[way]),
+        *(machine, name, ranks, rate, simulated[NATIVE], simulated[NATIVE_FP16], simulated[planned], simulated[chosen]),
+        *(chosen.name, dense / simulated[planned], dense / simulated[chosen]),
     )
 
 

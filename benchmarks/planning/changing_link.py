@@ -123,7 +123,7 @@ def work(workload: str, folder: str, num_rates: int) -> None:
         seen = len(pilot.decisions)
         quiet = 0 if changed else quiet + pilot.settled
         if rank.rank == 0:
-            say(seconds=seconds, way=pilot.way.name)
+            say(seconds=seconds, way=pilot.current.name)
             if changed:
                 say(text=str(pilot.decisions[-1]))
             elif quiet == QUIET_STEPS and seen < num_rates:

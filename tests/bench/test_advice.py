@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from gradwire.bench.advice import FP32, GRADWIRE, HALF, Measurement, ProbeFindings, limit_of
+from gradwire.bench.advice import Measurement, ProbeFindings, limit_of
+from gradwire.tuning.candidates import FP32, GRADWIRE, HALF
 
 
 def row(kind: str, step: float, *, name: str = "", limit: str = "link", allowed: bool = True) -> Measurement:

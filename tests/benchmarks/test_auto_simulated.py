@@ -5,9 +5,10 @@ from dataclasses import replace
 from benchmarks.planning import auto_simulated
 from benchmarks.planning.auto_simulated import NATIVE, NATIVE_FP16
 
+from gradwire.sync.plan import Plan
 from gradwire.tuning.candidates import Candidate
 
-PLAN = Candidate("gradwire, onebit", gradwire=True)
+PLAN = Candidate("gradwire, onebit", plan=Plan("onebit"))
 
 
 def test_what_is_predicted_slower_is_not_tried() -> None:

@@ -18,7 +18,7 @@ def test_nothing_is_lost_on_the_way_there_and_back() -> None:
     assert len({rank["hash"] for rank in ranks}) == 1
     ways = ranks[0]["ways"]
     assert ways[0] == ways[-1] == "DDP's all-reduce"
-    assert "gradwire, onebit" in ways and "gradwire, giving out residuals" in ways
+    assert "gradwire, onebit" in ways and "gradwire, flushing residuals" in ways
     for rank in ranks:
         assert rank["ways"] == ways  # all switch at the same steps
         assert rank["held"][1:] == [True, False]

@@ -1,4 +1,4 @@
-"""What `auto` makes of figures; it flies on several ranks in tests/integration."""
+"""What `auto` makes of figures; tests/integration runs it on several ranks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,19 @@ import gradwire as gw
 from gradwire.core.errors import OptionError, UnknownNameError
 from gradwire.planner import PlannedTensor, PlanTable, fidelity, plan
 from gradwire.planner.costs import CodecCosts, Costs, LinearCost, LinkCosts
-from gradwire.tuning.auto import NATIVE_DOUBT, SYNC_BOUND, _change, _predict, _worth_a_trial
-from gradwire.tuning.candidates import NATIVE, NATIVE_FP16, Candidate, Timing
+from gradwire.tuning.auto import (
+    NATIVE,
+    NATIVE_DOUBT,
+    NATIVE_FP16,
+    SYNC_BOUND,
+    _change,
+    _predict,
+    _worth_a_trial,
+    margin,
+)
+from gradwire.tuning.candidates import Candidate
+from gradwire.tuning.choice import choose, fidelity_of
+from gradwire.tuning.step_clock import BucketTiming, Timing
 
 LINK = LinkCosts(1e-4, 1e-7)
 QUICK = LinearCost(0, 1e-10)
@@ -26,20 +37,32 @@ COSTS = Costs(
         "fp16": CodecCosts(QUICK, QUICK, QUICK, payload_bytes=LinearCost(0, 2)),
     },
 )
-TIMING = Timing(1.0, 0.1, 0.8, 0.8, 0.4, ((("w",), 0.0),), 4_000_000)
+TIMING = Timing(1.0, 0.1, 0.8, 0.8, 0.4, 0.0, 0.0, (BucketTiming(("w",), 4_000_000, 0.0),), 8)
 
 
 def table(spec: str) -> PlanTable:
     return plan([PlannedTensor("w", (1000, 1000))], COSTS, [fidelity.RankedCompressor(spec, ("ring",))], rest=0.1)
 
 
-def test_dense_ways_are_the_most_faithful_and_ddps_own_the_first_of_them() -> None:
+def test_dense_candidates_have_the_highest_fidelity_and_ddps_own_wins_among_them() -> None:
     compressed = Candidate.of(table("fp16"))
     assert compressed.table is not None and compressed.table.compresses
-    assert NATIVE.faithfulness > NATIVE_FP16.faithfulness > compressed.faithfulness
+    assert fidelity_of(NATIVE) > fidelity_of(NATIVE_FP16) > fidelity_of(compressed)
+    dense = Candidate.of(table("none"))
+    assert choose({NATIVE: 1.0, dense: 0.96}, margin) == NATIVE
+    assert choose({NATIVE: 1.0, dense: 0.95}, margin) == dense
 
 
-def test_plans_that_choose_the_same_are_the_same_way() -> None:
+def test_the_margin_is_that_of_the_fastest() -> None:
+    compressed = Candidate.of(table("fp16"))
+    assert choose({NATIVE: 1.0, NATIVE_FP16: 0.97}, margin) == NATIVE_FP16
+    assert choose({NATIVE: 1.0, NATIVE_FP16: 0.99}, margin) == NATIVE
+    assert choose({NATIVE: 1.0, compressed: 0.97}, margin) == NATIVE
+    assert choose({NATIVE: 1.0, NATIVE_FP16: 0.9, compressed: 0.8}, margin) == compressed
+    assert choose({NATIVE: 1.0, compressed: 0.9}, margin, least=0.99) == NATIVE  # none is shorter than the computation
+
+
+def test_plans_that_choose_the_same_are_the_same_candidate() -> None:
     one = table("fp16")
     other = replace(one, step=2 * one.step, rows=tuple(replace(row, encode=1.0) for row in one.rows))
     assert Candidate.of(one) == Candidate.of(other)
@@ -88,7 +111,7 @@ def test_a_job_of_one_rank_has_nothing_to_decide() -> None:
     for _ in range(20):
         ddp(torch.ones(1, 4)).sum().backward()
     assert handle.autopilot is not None
-    assert handle.autopilot.way == NATIVE
+    assert handle.autopilot.current == NATIVE
     assert handle.autopilot.decisions == []
     assert handle.autopilot.settled
     handle.detach()
@@ -115,3 +138,8 @@ def test_gcomp_is_measured_with_the_users_own_optimizer_where_it_is_known(made, 
     if own is not None:
         assert own.numel() == aux["parameter"].numel() == aux["second"].numel() == 1200
         assert not torch.equal(aux["parameter"], ddp.module.weight.detach().reshape(-1))  # a copy, of step 2
+
+
+def test_auto_is_the_whole_method() -> None:
+    with pytest.raises(OptionError, match=r"cannot stand in a mapping yet\. Pass \"auto\" as the method"):
+        gw.attach(DistributedDataParallel(nn.Linear(4, 4)), {"*.bias": "none", "*": "auto"})

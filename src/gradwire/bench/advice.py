@@ -1,8 +1,8 @@
 """What `gradwire probe` found, as plain data, and the sentence that it comes to.
 
-A way must make the step shorter by `MIN_GAIN` than a more faithful one to be advised: DDP's fp32 all-reduce first, then
-its 16-bit hooks, then gradwire. Nothing is advised from steps that cannot be: no step is shorter than one without
-communication, but for `NOISE`.
+A candidate is advised only if it makes the step shorter by `MIN_GAIN` than those of higher fidelity: DDP's fp32
+all-reduce, then its 16-bit hooks, then gradwire. No step is shorter than one without communication. Where one was, by
+more than `NOISE`, the timings are too noisy for advice.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from gradwire.planner.table import seconds
+from gradwire.tuning.candidates import FP32, GRADWIRE, HALF
+from gradwire.tuning.choice import choose
 
-MIN_GAIN = 0.05  # of a step: the medians of a few steps are no better than this
-NOISE = 0.05  # of a step without communication, for the same reason: what is shorter by more cannot be
-FP32, HALF, GRADWIRE = "fp32", "half", "gradwire"
+MIN_GAIN = 0.05  # share of a step: medians of a few steps are no more accurate than this
+NOISE = 0.05  # share of a step without communication, for the same reason
 _LIMITS = {
     "backward": "the computation of forward and backward",
     "link": "the link",
@@ -89,22 +90,17 @@ class ProbeFindings:
 
     @property
     def too_noisy(self) -> bool:
-        """Whether a step was shorter than one without communication, so that no figure is worth an advice."""
+        """Whether a step was shorter than one without communication, so that no figure supports advice."""
         return any(row.step < (1 - NOISE) * self.compute for row in self.rows)
 
     @property
     def advised(self) -> Measurement | None:
-        """The most faithful of the fastest; None on one rank, and where it is too noisy to say."""
-        allowed = [row for row in self.rows if row.allowed]
+        """The fastest row, or one of higher fidelity that is about as fast; None on one rank or if it is too noisy."""
+        # DDP's own all-reduce first, then gradwire's by speed: of one kind, the first wins.
+        allowed = sorted((row for row in self.rows if row.allowed), key=_gradwires_by_speed)
         if not allowed or self.too_noisy:
             return None
-        # No step is shorter than one without communication, whatever the clock says.
-        least = max(self.compute, min(row.step for row in allowed))
-        for kind in (FP32, HALF):
-            for row in allowed:  # DDP's own first
-                if row.kind == kind and row.step * (1 - MIN_GAIN) <= least:
-                    return row
-        return min(allowed, key=_step)
+        return choose({row: row.step for row in allowed}, lambda row: MIN_GAIN, least=self.compute)
 
     @property
     def sentence(self) -> str:
@@ -202,6 +198,10 @@ def limit_of(step: float, compute: float, wire: float, codec: float) -> str:
 
 def _step(row: Measurement) -> float:
     return row.step
+
+
+def _gradwires_by_speed(row: Measurement) -> float:
+    return row.step if row.kind == GRADWIRE else 0.0
 
 
 def _times(slow: Measurement, fast: Measurement) -> str:

@@ -1,284 +1,197 @@
-"""The probe: what compression would do for a model, on the ranks, links and cores that it will train on.
+"""`gradwire probe`: what compression would gain for a model, on the ranks, links and cores that it will train on.
 
-1. *No communication.* Forward and backward with a hook that sends nothing: the bound, and the backward's timeline.
+1. *No communication.* Forward and backward with a hook that sends nothing: the bound, and the timeline of backward.
 2. *Dense.* DDP's own all-reduce, and its 16-bit hooks.
-3. *Survey and plan.* Links, codecs and engine are measured by all ranks; rank 0 plans, and predicts each method alone.
-4. *Candidates.* The plan, the methods that are best alone and what the user names are attached and timed.
-5. *Again*, since what else runs on these cores only adds time and the lesser figure counts: no communication, which is
-   the bound; everything, where a step was shorter than that bound; and where all this comes to compressing, DDP's fp32
-   and what would take its place.
+3. *Calibration and plan.* All ranks measure links, codecs and the engine. Rank 0 plans, and predicts each compressor
+   alone.
+4. *Trials.* The plan, the compressors that are best alone, and those that the user names.
+5. *Repetition.* Other work on these cores only adds time, so the shorter of two trials counts. The bound is always
+   timed again; everything is, if a step was shorter than the bound; and if compression looks best, so are DDP's fp32
+   all-reduce and what would take its place.
 
-A step is forward and backward, without an optimizer. DDP's own bytes are those of a ring; nothing counts them.
+A step is forward and backward, without an optimizer. DDP's own bytes are those of a ring, and are not counted.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from operator import attrgetter
-from typing import NamedTuple
 
 import torch.distributed as dist
 
-from gradwire.bench.advice import FP32, GRADWIRE, HALF, Measurement, ProbeFindings, limit_of
+from gradwire.bench.advice import Measurement, ProbeFindings, limit_of
 from gradwire.bench.probe_job import ProbeJob
-from gradwire.bench.probe_timing import Stopwatch, TimedBackward
+from gradwire.bench.probe_steps import SILENT, ReplayedSteps
 from gradwire.bench.statistics import ring_bytes
 from gradwire.compressors.base.registry import compressor_of
 from gradwire.core.spec import TensorSpec
 from gradwire.observe.notices import seldom
-from gradwire.planner import PlannedTensor, PlanTable, plan, uniform
+from gradwire.planner import PlanTable
 from gradwire.planner import fidelity as levels
-from gradwire.planner.closed_forms import native_seconds
-from gradwire.planner.costs import Costs, LinkCosts
+from gradwire.planner.costs import Costs
 from gradwire.sync.plan import Plan
 from gradwire.sync.synchronizer import Synchronizer
 from gradwire.tuning.calibration import Calibration
+from gradwire.tuning.candidates import HALF, Candidate, native_step, plan_tables
+from gradwire.tuning.trials import Trials, run_steps
 
 DEFAULT_SECONDS = 3.0
-SILENT, DDP_FP32 = "no communication", "DDP fp32"
-_LABELS = {
-    SILENT: "steps without communication",
-    DDP_FP32: "DDP's all-reduce in fp32",
-    "DDP fp16 hook": "DDP's fp16 hook",
-    "DDP bf16 hook": "DDP's bf16 hook",
-}
-SINGLE_METHODS = 2  # of the level's, beside its plan
-
-Say = Callable[[str], None]
-
-
-class ProbeCandidate(NamedTuple):
-    """What gradwire may do: a name for people, the plan that is attached, the line that chooses it, and the planner's
-    table, which only compressors that no closed form describes lack.
-    """
-
-    name: str
-    plan: Plan
-    use: str
-    table: PlanTable | None = None
+MAX_STEPS = 50
+SINGLE_METHODS = 2  # compressors of the level that are tried alone, in addition to its plan
+DDP_FP32 = Candidate("DDP fp32")
+_LABELS = {SILENT.name: "steps without communication", DDP_FP32.name: "DDP's all-reduce in fp32"}
+_LABELS |= {f"DDP {hook} hook": f"DDP's {hook} hook" for hook in ("fp16", "bf16")}
 
 
 @dataclass
 class Prober:
-    """Measures one job on this rank. All ranks make one alike and call `run`.
+    """Measures one job on this rank. All ranks make the same one and call `run`.
 
     Attributes:
-        job: model and batch, on the device where they run.
-        fidelity: see `gradwire.planner.fidelity`.
-        extra: specs of further candidates.
-        seconds: of a measurement, about.
-        say: is told what comes next.
-        tables: by name of the candidate, once it has run.
+        job: Model and batch, on the device where they run.
+        fidelity: Level of fidelity; see `gradwire.planner.fidelity`.
+        extra: Specs of more compressors to try.
+        seconds: About how long to time each candidate.
+        say: Called with what comes next.
+        tables: The planner's tables by name of the candidate, once it has run.
     """
 
     job: ProbeJob
     fidelity: str = "balanced"
     extra: Sequence[str] = ()
     seconds: float = DEFAULT_SECONDS
-    say: Say = lambda text: None
+    say: Callable[[str], None] = lambda text: None
     tables: dict[str, PlanTable] = field(default_factory=dict)
 
     def run(self) -> ProbeFindings:
         """Measure everything.
 
         Raises:
-            GradwireError: a name is unknown, the model cannot be copied, or ranks differ or fail.
+            GradwireError: A name is unknown, the model cannot be copied, or ranks differ or fail.
         """
         self._methods = levels.methods(self.fidelity)
         level = {method.spec for method in self._methods}
         self._extra = [levels.RankedCompressor(spec, levels.strategies(spec)) for spec in dict.fromkeys(self.extra)
                        if spec not in level]  # fmt: skip
         for method in self._extra:
-            compressor_of(method.spec)  # names and options are looked at before anything is measured
-        self._specs = {name: TensorSpec.of(parameter) for name, parameter in self.job.parameters.items()}
-        synchronizer = Synchronizer(None, "none", tensors=self._specs)
+            compressor_of(method.spec)  # refuses unknown names and options before anything is measured
+        specs = {name: TensorSpec.of(parameter) for name, parameter in self.job.parameters.items()}
+        synchronizer = Synchronizer(None, "none", tensors=specs)
         try:
-            return self._run(synchronizer)
+            calibration = Calibration(synchronizer, max(spec.numel for spec in specs.values()))
+            self._steps = ReplayedSteps(self.job, calibration.largest)
+            self._trials = Trials(self._steps, calibration.largest, MAX_STEPS, self.seconds)
+            try:
+                return self._run(synchronizer, calibration)
+            finally:
+                self._steps.close()
         finally:
             synchronizer.close()
 
-    def _run(self, synchronizer: Synchronizer) -> ProbeFindings:
-        survey = Calibration(synchronizer, max(spec.numel for spec in self._specs.values()))
-        watch = Stopwatch(self.job, survey, self.seconds)
-        self._runs: dict[str, Callable[[], TimedBackward]] = {SILENT: watch.without_communication}
-        self._timed: dict[str, TimedBackward] = {}
+    def _run(self, synchronizer: Synchronizer, calibration: Calibration) -> ProbeFindings:
         self._time(SILENT)
-        silent = self._timed[SILENT]
+        timings = self._trials.timings
+        silent, numels = timings[SILENT], [spec.numel for spec in synchronizer.tensors.values()]
         result = ProbeFindings(
-            self.job.name, synchronizer.world_size, dist.get_backend(),
-            sum(spec.numel for spec in self._specs.values()), len(self._specs), self.fidelity,
-            compute=silent.step, backward=silent.buckets[-1].ready,
+            self.job.name, synchronizer.world_size, dist.get_backend(), sum(numels), len(numels), self.fidelity,
+            compute=silent.step, backward=silent.backward,
         )  # fmt: skip
         if synchronizer.world_size == 1:
             return result
         # Not every Gloo adds bfloat16, and its bytes are those of fp16.
-        halves = {f"DDP {name} hook": name for name in (("fp16", "bf16") if result.backend == "nccl" else ("fp16",))}
-        for name, hook in {DDP_FP32: "fp32", **halves}.items():
-            self._runs[name] = partial(watch.with_hook, hook)
-            self._time(name)
+        hooks = ("fp16", "bf16") if result.backend == "nccl" else ("fp16",)
+        halves = [Candidate(f"DDP {hook} hook", hook) for hook in hooks]
+        for candidate in (DDP_FP32, *halves):
+            self._time(candidate)
         priced = [
             method for method in (*self._methods, *self._extra) if not compressor_of(method.spec).requires_full_tensor
         ]
-        self.say(f"measuring links and {len({'none', *(method.spec for method in priced)})} codecs")
-        costs = survey.costs([method.spec for method in priced], say=seldom(self.say))
-        own = replace(costs, native=_native_hop(self._timed[DDP_FP32], costs))
+        specs = [method.spec for method in priced]
+        self.say(f"measuring links and {len({'none', *specs})} codecs")
+        costs = calibration.costs(specs, say=seldom(self.say), native=timings[DDP_FP32])
         self.say("planning")
-        candidates, untried = self._candidates(synchronizer, silent, own)
-        for candidate in candidates:
-            self._runs[candidate.name] = partial(watch.with_plan, candidate.plan)
-            self._time(candidate.name)
-        half = _all_reduced(silent, own, 2)
-        ways = [
-            _Way(DDP_FP32, FP32, _all_reduced(silent, costs, 1), "nothing to add to DDP"),
-            *(_Way(name, HALF, half, f"ddp.register_comm_hook(None, default_hooks.{hook}_compress_hook)",
-                   self.fidelity != "exact") for name, hook in halves.items()),
-            *map(_Way.of, candidates),
-        ]  # fmt: skip
+        alone = [method for method in priced if method.spec != levels.DENSE.spec]
+        level, *singles = plan_tables(synchronizer, silent, costs, fidelity=self.fidelity, alone=alone)
+        uses, untried = self._candidates(level, singles)
+        self.tables = {candidate.name: candidate.table for candidate in uses if candidate.table is not None}
+        for candidate in uses:
+            self._time(candidate)
+        predicted = {DDP_FP32: native_step(silent, replace(costs, native=None))}
+        predicted |= {half: native_step(silent, costs, half.hook) for half in halves}
+        predicted |= {candidate: candidate.table.step for candidate in uses if candidate.table is not None}
+        hook = "ddp.register_comm_hook(None, default_hooks.{}_compress_hook)"
+        uses = {DDP_FP32: "nothing to add to DDP"} | {half: hook.format(half.hook) for half in halves} | uses
         result = replace(result, latency=costs.slowest.latency, untried=untried)
         self._time(SILENT)
-        found = self._found(result, ways, costs)
+        found = self._found(result, costs, uses, predicted)
         if found.too_noisy:
             self.say("a step was shorter than one without communication: timing all of them again")
-            self._time(*self._runs, quiet=True)
-            found = self._found(result, ways, costs)
-        if found.advised is not None and found.advised.name in {candidate.name for candidate in candidates}:
-            self._time(DDP_FP32, found.advised.name)
-            found = self._found(result, ways, costs)
+            self._time(*timings, quiet=True)
+            found = self._found(result, costs, uses, predicted)
+        advised = [candidate for candidate in uses if found.advised and candidate.name == found.advised.name]
+        if advised and advised[0].gradwire:
+            self._time(DDP_FP32, advised[0])
+            found = self._found(result, costs, uses, predicted)
         return found
 
-    def _time(self, *names: str, quiet: bool = False) -> None:
-        """Time these ways. What was timed before keeps the lesser figure: what else runs only adds time."""
+    def _time(self, *candidates: Candidate, quiet: bool = False) -> None:
         if not quiet:
-            again = " again" if names[0] in self._timed else ""
-            self.say(f"timing {' and '.join(_LABELS.get(name, name) for name in names)}{again}")
-        for name in names:
-            found = self._runs[name]()
-            self._timed[name] = min(self._timed.get(name, found), found, key=attrgetter("step"))
-
-    def _found(self, result: ProbeFindings, ways: Sequence[_Way], costs: Costs) -> ProbeFindings:
-        """The result with what has been timed so far."""
-        compute = self._timed[SILENT].step
-        # A step that is shorter than its bytes at the measured rate shows that the link carries more.
-        shown = [self._timed[way.name].step / max(1.0, _sent_bytes(way, self._timed[way.name])) for way in ways]
-        seconds_per_byte = min(costs.slowest.seconds_per_byte, *shown)
-        scale = _Scale(compute, seconds_per_byte)
-        rows = tuple(scale.row(way, self._timed[way.name]) for way in ways)
-        return replace(result, compute=compute, bytes_per_second=1 / seconds_per_byte, rows=rows)
-
-    # -- candidates ------------------------------------------------------------------------------------------
+            again = " again" if candidates[0] in self._trials.timings else ""
+            names = [_LABELS.get(candidate.name, candidate.name) for candidate in candidates]
+            self.say(f"timing {' and '.join(names)}{again}")
+        for candidate in candidates:
+            run_steps(self._trials.run(candidate), self._steps.step)
 
     def _candidates(
-        self, synchronizer: Synchronizer, silent: TimedBackward, costs: Costs
-    ) -> tuple[list[ProbeCandidate], dict[str, float]]:
-        """What to try, and the predicted steps of what is not worth it."""
-        texts = [table.to_json() for table in self._plan(silent, costs)] if synchronizer.rank == 0 else []
-        level, *singles = map(PlanTable.from_json, json.loads(synchronizer.share(json.dumps(texts))))
-        found = []
+        self, level: PlanTable, singles: Sequence[PlanTable]
+    ) -> tuple[dict[Candidate, str], dict[str, float]]:
+        """Return gradwire's candidates to try, with the line of code for each, and predicted steps of the others."""
+        uses: dict[Candidate, str] = {}
         if not level.native:
             specs = " and ".join(sorted({row.spec for row in level.rows} - {"none"}))
             use = f'gw.attach(ddp, "auto", fidelity="{self.fidelity}", optimizer=optimizer)'
-            found.append(ProbeCandidate(f"gradwire's plan ({specs or 'dense'})", level.plan(), use, level))
-        singles = [table for table in singles if _choices(table) != _choices(level)]
-        tried = [table for table in singles if table.fidelity in self.extra]
-        tried += [table for table in singles if table.fidelity not in self.extra][:SINGLE_METHODS]
-        found += [ProbeCandidate(f"gradwire {table.fidelity}", table.plan(), _use(table), table) for table in tried]
+            uses[Candidate.of(level, f"gradwire's plan ({specs or 'dense'})")] = use
+        tables = {Candidate.of(table, f"gradwire {table.fidelity}"): table for table in singles}
+        tables = {each: table for each, table in tables.items() if each.choices != Candidate.of(level).choices}
+        named = [each for each, table in tables.items() if table.fidelity in self.extra]
+        others = [each for each, table in tables.items() if table.fidelity not in self.extra]
+        uses |= {each: _use(tables[each]) for each in named + others[:SINGLE_METHODS]}
+        untried = {tables[each].fidelity: tables[each].step for each in others[SINGLE_METHODS:]}
         for method in self._extra:
             compressor = compressor_of(method.spec)
-            if compressor.requires_full_tensor:
-                found.append(ProbeCandidate(f"gradwire {method.spec}", Plan(compressor), _attach(f'"{method.spec}"')))
-        self.tables = {candidate.name: candidate.table for candidate in found if candidate.table is not None}
-        return found, {table.fidelity: table.step for table in singles if table not in tried}
+            if compressor.requires_full_tensor:  # no closed form predicts it
+                uses[Candidate(f"gradwire {method.spec}", plan=Plan(compressor))] = _attach(f'"{method.spec}"')
+        return uses, untried
 
-    def _plan(self, silent: TimedBackward, costs: Costs) -> list[PlanTable]:
-        """The level's plan, and then each method alone, the fastest first."""
-        buckets, rest = silent.buckets, _rest(silent)
-        ready = {name: bucket.ready for bucket in buckets for name in bucket.names}
-        tensors = [
-            PlannedTensor(name, spec.shape, spec.dtype, ready.get(name, buckets[-1].ready))
-            for name, spec in self._specs.items()
-        ]
-        nbytes = max(1, sum(bucket.nbytes for bucket in buckets) // len(buckets))
-        level = plan(tensors, costs, fidelity=self.fidelity, rest=rest, bucket_bytes=nbytes)
-        singles = [
-            uniform(tensors, costs, method, rest=rest, bucket_bytes=nbytes)
-            for method in (*self._methods, *self._extra)
-            if method.spec in costs.codecs and method.spec != levels.DENSE.spec
-        ]
-        return [level, *sorted(singles, key=lambda table: table.step)]
+    def _found(
+        self, result: ProbeFindings, costs: Costs, uses: dict[Candidate, str], predicted: dict[Candidate, float]
+    ) -> ProbeFindings:
+        """Add what has been timed so far to the result."""
+        timings, compute = self._trials.timings, self._trials.timings[SILENT].step
+        nbytes = {each: self._sent_bytes(each, result.world_size) for each in uses}
+        # A step that is shorter than its bytes at the measured rate shows that the link carries more.
+        shown = [timings[each].step / max(1.0, nbytes[each]) for each in uses]
+        seconds_per_byte = min(costs.slowest.seconds_per_byte, *shown)
+        rows = []
+        for each, use in uses.items():
+            timing, wire = timings[each], nbytes[each] * seconds_per_byte
+            rows.append(Measurement(
+                each.name, each.kind, predicted.get(each), timing.step, timing.num_steps, nbytes[each], timing.codec,
+                ideal=max(compute, wire), limit=limit_of(timing.step, compute, wire, timing.codec),
+                allowed=each.kind != HALF or self.fidelity != "exact", use=use,
+            ))  # fmt: skip
+        return replace(result, compute=compute, bytes_per_second=1 / seconds_per_byte, rows=tuple(rows))
 
-
-class _Way(NamedTuple):
-    """One way of the gradients, before it is timed. See `Measurement`."""
-
-    name: str
-    kind: str
-    predicted: float | None
-    use: str
-    allowed: bool = True
-
-    @classmethod
-    def of(cls, candidate: ProbeCandidate) -> _Way:
-        table = candidate.table
-        kind = GRADWIRE if table is None or table.compresses else FP32
-        return cls(candidate.name, kind, None if table is None else table.step, candidate.use)
-
-
-@dataclass(frozen=True)
-class _Scale:
-    """What steps are compared with: the step without communication, and the link."""
-
-    compute: float
-    seconds_per_byte: float
-
-    def row(self, way: _Way, timed: TimedBackward) -> Measurement:
-        nbytes = _sent_bytes(way, timed)
-        wire = nbytes * self.seconds_per_byte
-        return Measurement(
-            way.name, way.kind, way.predicted, timed.step, timed.steps, nbytes, timed.codec,
-            ideal=max(self.compute, wire), limit=limit_of(timed.step, self.compute, wire, timed.codec),
-            allowed=way.allowed, use=way.use,
-        )  # fmt: skip
-
-
-def _sent_bytes(way: _Way, timed: TimedBackward) -> float:
-    """Bytes that a rank sends in a step."""
-    if not timed.buckets:
-        return timed.sent_bytes
-    whole = ring_bytes(sum(bucket.nbytes for bucket in timed.buckets), dist.get_world_size())  # DDP's own all-reduce
-    return whole / (2 if way.kind == HALF else 1)
-
-
-def _all_reduced(silent: TimedBackward, costs: Costs, divisor: int) -> float:
-    """Seconds of a step by DDP's own all-reduce, a bucket after another, of so many times fewer bytes."""
-    finish = 0.0
-    for bucket in silent.buckets:
-        finish = max(finish, bucket.ready) + native_seconds(bucket.nbytes / divisor, costs)
-    return _rest(silent) + max(silent.buckets[-1].ready, finish)
-
-
-def _rest(silent: TimedBackward) -> float:
-    """Seconds of a step before the first bucket and after the last gradient."""
-    return max(0.0, silent.step - silent.buckets[-1].ready)
-
-
-def _native_hop(dense: TimedBackward, costs: Costs) -> LinkCosts:
-    """A hop of DDP's own all-reduce, as it was seen: what it takes beside latency counts by bytes."""
-    link, hops = costs.slowest, 2 * (costs.world_size - 1)
-    waiting = min(hops * link.latency * len(dense.buckets), dense.busy / 2)
-    nbytes = max(1, sum(bucket.nbytes for bucket in dense.buckets))
-    own = (dense.busy - waiting) * costs.world_size / (hops * nbytes)
-    return LinkCosts(link.latency, max(own, link.seconds_per_byte))
-
-
-def _choices(table: PlanTable) -> list[tuple[str, str, int]]:
-    return [(row.spec, row.strategy, row.partitions) for row in table.rows]
+    def _sent_bytes(self, candidate: Candidate, world_size: int) -> float:
+        """Bytes that a rank sends in a step."""
+        timing = self._trials.timings[candidate]
+        if candidate.gradwire:
+            return timing.sent_bytes
+        return ring_bytes(timing.nbytes, world_size) / (2 if candidate.kind == HALF else 1)
 
 
 def _use(table: PlanTable) -> str:
-    """The line of code that is nearest to a plan of one method."""
+    """The line of code that comes closest to a plan of one compressor."""
     large = [row for row in table.rows if row.spec != "none"]
     if not large:
         return _attach(f'"{table.fidelity}"')

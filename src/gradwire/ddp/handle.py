@@ -68,7 +68,7 @@ class Handle:
 
     def __repr__(self) -> str:
         one, ddp = self.synchronizer, self._ddp()
-        method = one.plan if self.autopilot is None else f"auto, now by {self.autopilot.way.name}"
+        method = one.plan if self.autopilot is None else f"auto, now by {self.autopilot.current.name}"
         attached = "attached" if ddp is not None and slot_of(ddp).handle is self else "detached"
         return f"<gradwire.Handle: {method}; rank {one.rank} of {one.world_size}; step {one.step}; {attached}>"
 

@@ -87,6 +87,11 @@ class Plan:
                     f"and {feedback!r}. Leave them out, or name a compressor."
                 )
             named = {}
+        if AUTO in named.values():
+            raise OptionError(
+                '"auto" decides for the whole model and cannot stand in a mapping yet. Pass "auto" as the method, or '
+                "name a compressor in its place."
+            )
         self.rules = {pattern: compressor_of(method) for pattern, method in named.items()}
         for pattern, compressor in self.rules.items():
             if strategy is not None and not compressor.exact:  # exact ones travel by a strategy that carries them

@@ -1,16 +1,16 @@
-"""The survey: what links, codecs and engine cost this job, measured by all ranks at once and the same on each.
+"""Calibration: what links, codecs and the engine cost this job, measured by all ranks at once.
 
-Ranks measure together, on the clock on the wall, so that what they share (cores, memory, a switch) counts as it does in
-a step. Of each figure the slowest rank's stands, for it is that rank that the others wait for.
+Ranks measure together and in wall-clock time, so that what they share (cores, memory, a switch) counts as it does in a
+step. Of each figure the slowest rank's counts, because the others wait for it. All ranks get the same figures.
 """
 
-# Shapes: W = ranks.
+# Shapes: K = numbers
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -20,25 +20,26 @@ import torch
 from gradwire.compressors.base import Compressor
 from gradwire.compressors.base.registry import DENSE_NAME, compressor_of
 from gradwire.lang.turns import in_turns
-from gradwire.planner.costs import CodecCosts, Cost, Costs, Curve, LinearCost
+from gradwire.planner.costs import CodecCosts, Cost, Costs, Curve, LinearCost, LinkCosts
 from gradwire.sync.exchange import MAX_NUMBERS
 from gradwire.sync.synchronizer import Synchronizer
 from gradwire.tuning.measure_codec import measure_add, measure_codec, measure_task
 from gradwire.tuning.measure_link import measure_links
+from gradwire.tuning.step_clock import Timing
 
 SIZES = (1 << 12, 1 << 16, 1 << 19, 1 << 22)
-"""Elements of the tensors that are measured, as far as the model has such large ones."""
-_SECONDS_A_CODEC = 0.3
+"""Elements of the measured tensors, up to about the size of the model's largest."""
+_SECONDS_PER_CODEC = 0.3
 _TASKS = 60
 
 
 class CalibrationSample(NamedTuple):
-    """Gradients that codecs are measured with, all float32.
+    """Gradients to measure codecs with, all float32.
 
     Attributes:
-        grad: of any tensors.
-        own: of one tensor.
-        aux: what belongs to `own` of its parameter and optimizer; see `compressors.gcomp`.
+        grad: Gradients of any tensors.
+        own: Gradient of one tensor.
+        aux: Values of its parameter and optimizer that belong to `own`; see `compressors.gcomp`.
     """
 
     grad: torch.Tensor
@@ -46,7 +47,7 @@ class CalibrationSample(NamedTuple):
     aux: Mapping[str, torch.Tensor] = MappingProxyType({})
 
     def of(self, compressor: Compressor) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-        """What a compressor is measured with."""
+        """Return the gradient and `aux` for a compressor."""
         if compressor.needs_optimizer and self.own is not None:
             return self.own, self.aux
         return self.grad, {}
@@ -55,49 +56,52 @@ class CalibrationSample(NamedTuple):
 class Calibration:
     """Measures through a synchronizer, between its steps. All ranks make the same calls in the same order.
 
-    Codecs and engine are measured once, links each time.
+    Codecs and the engine are measured once, links at each call.
+
+    Args:
+        synchronizer: Synchronizer of the job.
+        largest: Elements of the largest tensor.
     """
 
     def __init__(self, synchronizer: Synchronizer, largest: int) -> None:
-        """
-        Args:
-            synchronizer: of the job.
-            largest: elements of the largest tensor.
-        """
         self._synchronizer = synchronizer
-        self._sizes = tuple(size for size in SIZES if size <= 2 * largest) or SIZES[:2]
-        self._sizes = self._sizes if len(self._sizes) > 1 else SIZES[:2]
+        sizes = tuple(size for size in SIZES if size <= 2 * largest)
+        self._sizes = sizes if len(sizes) > 1 else SIZES[:2]
         self._codecs: dict[str, CodecCosts] = {}
         self._add: Curve | None = None
         self._task = 0.0
+        self._native: tuple[float, float] | None = None  # seconds per byte of DDP's own all-reduce, and of the link
 
     def costs(
         self,
         specs: Iterable[str],
         sample: CalibrationSample | None = None,
         say: Callable[[str], None] = lambda text: None,
+        native: Timing | None = None,
     ) -> Costs:
-        """Everything the planner needs, but for the framework's own all-reduce.
+        """Measure everything that the planner needs.
 
         Args:
-            specs: compressors beside ``"none"``.
-            sample: of this rank, for codecs whose work or bytes depend on values; None for random numbers.
-            say: is told what this rank begins with.
+            specs: Compressors in addition to ``"none"``.
+            sample: This rank's gradients, for codecs whose work or bytes depend on values; None for random numbers.
+            say: Called with what this rank measures next.
+            native: Steps by DDP's own all-reduce in fp32, if any were timed. Its costs are kept for later calls.
         """
         links = measure_links(self._synchronizer)
         missing = [spec for spec in dict.fromkeys([DENSE_NAME, *specs]) if spec not in self._codecs]
-        # Ranks of a machine compile side by side, each something else, before any of them looks at a clock.
+        # The ranks of a machine compile at the same time, each another codec, before any of them measures.
         for number, spec in enumerate(in_turns(missing), start=1):
             say(f"compiling codecs, {number} of {len(missing)}: {spec}")
             self._measure(spec, sample, self._sizes[:2], 0.0)
         self.largest(np.zeros(1))
         for number, spec in enumerate(missing, start=1):
             say(f"measuring codecs, {number} of {len(missing)}: {spec}")
-            self._codecs[spec] = self._slowest(self._measure(spec, sample, self._sizes, _SECONDS_A_CODEC))
+            self._codecs[spec] = self._slowest(self._measure(spec, sample, self._sizes, _SECONDS_PER_CODEC))
         if self._add is None:
             self._add = _curve(self._sizes, self.largest(_values(measure_add(self._sizes, 0.1))))
             self._task = float(self.largest(np.array([measure_task(_TASKS)]))[0])
-        return Costs(self._synchronizer.world_size, links, dict(self._codecs), add=self._add, task=self._task)
+        costs = Costs(self._synchronizer.world_size, links, dict(self._codecs), add=self._add, task=self._task)
+        return replace(costs, native=self._native_hop(costs, native))
 
     def _measure(self, spec: str, sample: CalibrationSample | None, sizes: Sequence[int], seconds: float) -> CodecCosts:
         compressor = compressor_of(spec)
@@ -107,12 +111,27 @@ class Calibration:
             clock=time.perf_counter,
         )  # fmt: skip
 
+    def _native_hop(self, costs: Costs, timing: Timing | None) -> LinkCosts | None:
+        """Costs of a hop of DDP's own all-reduce on the links as they are now."""
+        link = costs.slowest
+        if timing is not None:  # all that it takes in addition to latency counts per byte
+            hops = 2 * (costs.world_size - 1)
+            waiting = min(hops * link.latency * len(timing.buckets), timing.busy / 2)
+            seconds_per_byte = (timing.busy - waiting) * costs.world_size / (hops * max(1, timing.nbytes))
+            self._native = seconds_per_byte, link.seconds_per_byte
+        if self._native is None:
+            return None
+        seconds_per_byte, link_then = self._native
+        # What it lost to other things than the link (processor, small messages) stays when the link changes.
+        now = max(link.seconds_per_byte, seconds_per_byte + link.seconds_per_byte - link_then)
+        return LinkCosts(link.latency, now)
+
     def largest(self, mine: np.ndarray) -> np.ndarray:
-        """The largest of all ranks' numbers, place by place: float64[K] to float64[K]."""
+        """Return the largest of all ranks' numbers, position by position: float64[K] to float64[K]."""
         return self.post(mine)()
 
     def post(self, mine: np.ndarray) -> Callable[[], np.ndarray]:
-        """Send this rank's numbers; what is returned waits for those of the others, and gives what `largest` gives."""
+        """Send this rank's numbers. The returned function waits for the others and returns what `largest` does."""
         parts = [mine[start : start + MAX_NUMBERS] for start in range(0, mine.size, MAX_NUMBERS)]
         futures = [self._synchronizer.exchange(part) for part in parts]
         return lambda: np.concatenate([future.wait().max(axis=0) for future in futures])

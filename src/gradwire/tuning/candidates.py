@@ -1,104 +1,120 @@
-"""What `auto` chooses among, what it times, and what it writes down of each decision."""
+"""Candidates: the ways to average gradients that `auto` and `gradwire probe` choose from, and their predicted steps."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from gradwire.planner import PlanTable
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+from gradwire.core import torch_private
+from gradwire.planner import PlannedTensor, PlanTable, plan, uniform
+from gradwire.planner.closed_forms import native_seconds
 from gradwire.planner.costs import Costs
-from gradwire.planner.table import seconds
+from gradwire.planner.fidelity import RankedCompressor
+from gradwire.sync.plan import Plan
+from gradwire.sync.synchronizer import Synchronizer
+from gradwire.tuning.step_clock import Timing
+
+FP32, HALF, GRADWIRE = KINDS = ("fp32", "half", "gradwire")
+"""What happens to gradients, the least first: nothing is rounded, DDP rounds them to 16 bits, gradwire compresses."""
+
+Future = torch.futures.Future[torch.Tensor]
+HOOKS: dict[str, Callable[[dist.ProcessGroup, torch_private.GradBucket], Future]] = {
+    "fp32": default_hooks.allreduce_hook,
+    "fp16": default_hooks.fp16_compress_hook,
+    "bf16": default_hooks.bf16_compress_hook,
+}
+"""DDP's own all-reduce."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """How gradients travel.
+    """A way to average gradients: a plan of gradwire's, or DDP's own all-reduce.
 
     Attributes:
-        name: for people.
-        gradwire: by gradwire; else by DDP's own all-reduce.
-        half: DDP's own all-reduce of values rounded to fp16.
-        choices: of a plan, by tensor: compressor, strategy, partitions.
-        table: the plan.
+        name: Name for people.
+        hook: One of `HOOKS`, where there is no plan.
+        choices: Compressor, strategy and partitions of each tensor. Plans that choose the same are equal.
+        plan: The plan of gradwire's.
+        table: The planner's table of it, if it made the plan.
     """
 
     name: str
-    gradwire: bool = False
-    half: bool = False
+    hook: str = "fp32"
     choices: tuple[tuple[str, str, int], ...] = ()
+    plan: Plan | None = field(default=None, compare=False)
     table: PlanTable | None = field(default=None, compare=False)
 
     @classmethod
-    def of(cls, table: PlanTable) -> Candidate:
-        """The way of a plan."""
+    def of(cls, table: PlanTable, name: str = "") -> Candidate:
+        """The candidate of a planner's table."""
         specs = sorted({row.spec for row in table.rows if row.spec != "none"})
         choices = tuple((row.spec, row.strategy, row.partitions) for row in table.rows)
-        return cls(f"gradwire, {' and '.join(specs) or 'dense'}", gradwire=True, choices=choices, table=table)
+        name = name or f"gradwire, {' and '.join(specs) or 'dense'}"
+        return cls(name, choices=choices, plan=table.plan(), table=table)
 
     @property
-    def faithfulness(self) -> int:
-        """The lower, the less is rounded or held back."""
-        return -1 * self.half if not self.gradwire else -2 * (self.table is not None and self.table.compresses)
-
-
-NATIVE = Candidate("DDP's all-reduce")
-NATIVE_FP16 = Candidate("DDP's all-reduce in fp16", half=True)
-GIVE_OUT = Candidate("gradwire, giving out residuals", gradwire=True)
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Figures of some steps, the same on all ranks: of each rank the median, of all ranks the largest.
-
-    Attributes:
-        step: seconds of a step.
-        rest: of it, when neither backward nor synchronization runs.
-        busy: in which buckets were under way.
-        synchronizing: in which each bucket was under way, added up.
-        link: in which gradwire's frames were under way, added up over peers; 0 by DDP's own all-reduce.
-        buckets: names of the parameters of each bucket, and when it was ready.
-        nbytes: of all buckets.
-    """
-
-    step: float
-    rest: float
-    busy: float
-    synchronizing: float
-    link: float
-    buckets: tuple[tuple[tuple[str, ...], float], ...]
-    nbytes: int
+    def gradwire(self) -> bool:
+        """Whether gradwire averages, rather than DDP's own all-reduce."""
+        return self.plan is not None
 
     @property
-    def backward(self) -> float:
-        return max((ready for _, ready in self.buckets), default=0.0)
+    def kind(self) -> str:
+        """One of `KINDS`."""
+        if self.plan is None:
+            return FP32 if self.hook == "fp32" else HALF
+        return FP32 if self.table is not None and not self.table.compresses else GRADWIRE
 
 
-@dataclass(frozen=True)
-class Decision:
-    """What was decided, and by which figures.
+def native_step(timing: Timing, costs: Costs, hook: str = "fp32") -> float:
+    """Predict seconds of a step by DDP's own all-reduce, one bucket after another."""
+    finish = 0.0
+    for bucket in timing.buckets:
+        nbytes = bucket.nbytes / (1 if hook == "fp32" else 2)
+        finish = max(finish, bucket.ready) + native_seconds(nbytes, costs)
+    return timing.rest + max(timing.backward, finish)
 
-    Attributes:
-        step: the synchronizer's step from which on it holds.
-        reason: why it was time to decide.
-        way: what was chosen.
-        predicted: seconds of a step by each way that was considered.
-        measured: seconds of a step by each way that was tried.
-        table: the planner's proposal.
-        costs: what it was planned with.
+
+def plan_tables(
+    synchronizer: Synchronizer,
+    timing: Timing,
+    costs: Costs,
+    *,
+    fidelity: str,
+    min_elements: int = 16_384,
+    alone: Sequence[RankedCompressor] = (),
+) -> list[PlanTable]:
+    """Plan on rank 0, and share the plans with all ranks.
+
+    Args:
+        synchronizer: Synchronizer of the job.
+        timing: Steps with the timeline of the backward pass.
+        costs: Costs of this job.
+        fidelity: Level of fidelity; see `gradwire.planner.fidelity`.
+        min_elements: See `gradwire.planner.plan`.
+        alone: Compressors to plan with one at a time.
+
+    Returns:
+        The level's plan, then one plan per compressor of `alone`, the fastest first.
     """
-
-    step: int
-    reason: str
-    way: Candidate
-    predicted: dict[Candidate, float]
-    measured: dict[Candidate, float]
-    table: PlanTable
-    costs: Costs
-
-    def __str__(self) -> str:
-        tried = "; ".join(f"{way.name} {seconds(value)}" for way, value in self.measured.items())
-        guessed = "; ".join(f"{way.name} {seconds(value)}" for way, value in self.predicted.items())
-        link = self.costs.slowest
-        return (
-            f"Step {self.step}, {self.reason}: {self.way.name}. A step measured: {tried}; predicted: {guessed}. "
-            f"Slowest link: {8e-9 / link.seconds_per_byte:.3g} Gb/s, {seconds(link.latency)}."
+    texts: list[str] = []
+    if synchronizer.rank == 0:
+        ready = {name: bucket.ready for bucket in timing.buckets for name in bucket.names}
+        tensors = [
+            PlannedTensor(name, spec.shape, spec.dtype, ready.get(name, timing.backward))
+            for name, spec in synchronizer.tensors.items()
+        ]
+        bucket_bytes = max(1, timing.nbytes // max(1, len(timing.buckets)))
+        level = plan(
+            tensors, costs, fidelity=fidelity, min_elements=min_elements, rest=timing.rest, bucket_bytes=bucket_bytes
         )
+        singles = [
+            uniform(tensors, costs, method, min_elements=min_elements, rest=timing.rest, bucket_bytes=bucket_bytes)
+            for method in alone
+        ]
+        texts = [table.to_json() for table in (level, *sorted(singles, key=lambda table: table.step))]
+    return [PlanTable.from_json(text) for text in json.loads(synchronizer.share(json.dumps(texts)))]

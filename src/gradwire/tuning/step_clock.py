@@ -1,11 +1,14 @@
-"""The step clock: when backward hands over its buckets, when their means are there, and how long steps take.
+"""Step timing: when backward hands over its buckets, when their means arrive, and how long steps take.
 
-Seconds from the first bucket of a backward. A step lasts from there to the first bucket of the next one, so that it
-holds what the user's script does between backwards, too; work of the clock's owner at that point can be left out.
+Times are in seconds from the first bucket of a backward pass. A step lasts until the first bucket of the next backward
+pass, so it includes what the training script does in between. Work that the owner of the clock does at that point can
+be left out.
 
-Differences: on an accelerator a future is done when its work is queued. `StepTiming.finish` is then too early, and
-what is left of the step counts as rest.
+Differences: on an accelerator a future completes when its work is queued. `StepTiming.finish` is then too early, and
+the remainder of the step counts as rest.
 """
+
+# Shapes: B = buckets
 
 from __future__ import annotations
 
@@ -14,16 +17,18 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 
 @dataclass
 class BucketTiming:
-    """One bucket of a backward.
+    """One bucket of a backward pass.
 
     Attributes:
-        names: its parameters.
-        nbytes: of its gradients.
-        ready: when it was handed over.
-        done: when its mean was there; None if that is not known yet.
+        names: Names of its parameters.
+        nbytes: Bytes of its gradients.
+        ready: When it was handed over.
+        done: When its mean arrived; None while that is not known.
     """
 
     names: tuple[str, ...]
@@ -34,17 +39,21 @@ class BucketTiming:
 
 @dataclass
 class StepTiming:
-    """From one backward's first bucket to the next one's.
+    """One step of this rank, from the first bucket of a backward pass to that of the next.
 
     Attributes:
-        buckets: in the order in which they were handed over.
-        seconds: of the whole step.
-        link: in which frames were under way, added up over peers.
+        buckets: Buckets in the order in which they were handed over.
+        seconds: Length of the whole step.
+        link: Seconds in which gradwire's frames were under way, summed over peers.
+        sent_bytes: Bytes that gradwire sent, where whoever runs the steps counts them.
+        codec: Seconds in which gradwire encoded and decoded, likewise.
     """
 
     buckets: list[BucketTiming] = field(default_factory=list)
     seconds: float = 0.0
     link: float = 0.0
+    sent_bytes: float = 0.0
+    codec: float = 0.0
 
     @property
     def backward(self) -> float:
@@ -53,12 +62,12 @@ class StepTiming:
 
     @property
     def finish(self) -> float:
-        """When the last mean was there."""
+        """When the last mean arrived."""
         return max((bucket.ready if bucket.done is None else bucket.done for bucket in self.buckets), default=0.0)
 
     @property
     def rest(self) -> float:
-        """Seconds of the step after the last gradient's mean and before the next first gradient."""
+        """Seconds in which neither backward nor synchronization runs."""
         return max(0.0, self.seconds - max(self.backward, self.finish))
 
     @property
@@ -73,15 +82,70 @@ class StepTiming:
 
     @property
     def synchronizing(self) -> float:
-        """Seconds that buckets were under way, added up over buckets."""
+        """Seconds from each bucket to its mean, summed over buckets."""
         return sum(0.0 if bucket.done is None else bucket.done - bucket.ready for bucket in self.buckets)
 
 
+@dataclass(frozen=True)
+class Timing:
+    """Several steps, the same on all ranks: the median of each rank, and the largest of all ranks.
+
+    The fields up to `codec` are those of `StepTiming`.
+
+    Attributes:
+        step: Length of a step.
+        buckets: Buckets, with the time at which each was handed over.
+        num_steps: Number of steps that were timed.
+    """
+
+    step: float
+    rest: float
+    busy: float
+    synchronizing: float
+    link: float
+    sent_bytes: float
+    codec: float
+    buckets: tuple[BucketTiming, ...]
+    num_steps: int
+
+    @classmethod
+    def of(cls, steps: Sequence[StepTiming], medians: np.ndarray) -> Timing:
+        """Combine this rank's buckets with the largest `medians` of all ranks."""
+        figures, ready = medians[:7].tolist(), medians[7:].tolist()
+        buckets = [BucketTiming(each.names, each.nbytes, at) for each, at in zip(steps[-1].buckets, ready, strict=True)]
+        return cls(*figures, buckets=tuple(buckets), num_steps=len(steps))
+
+    @property
+    def backward(self) -> float:
+        """Seconds from the first bucket to the last."""
+        return max((bucket.ready for bucket in self.buckets), default=0.0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buckets."""
+        return sum(bucket.nbytes for bucket in self.buckets)
+
+
+def medians(steps: Sequence[StepTiming]) -> np.ndarray:
+    """Return the medians of this rank's steps: float64[7 + B], the fields of `Timing` and the times of the buckets.
+
+    DDP rebuilds its buckets after the first step. Steps with another number of buckets than the last are left out.
+    """
+    rows = [
+        [step.seconds, step.rest, step.busy, step.synchronizing, step.link, step.sent_bytes, step.codec]
+        + [bucket.ready for bucket in step.buckets]
+        for step in steps
+        if len(step.buckets) == len(steps[-1].buckets)
+    ]
+    found: np.ndarray = np.median(np.array(rows), axis=0)
+    return found
+
+
 class StepClock:
-    """Records steps. Thread-safe: means arrive on any thread.
+    """Records steps. Thread-safe, because means arrive on any thread.
 
     Args:
-        link_busy: tells the seconds so far in which frames were under way.
+        link_busy: Returns the seconds so far in which frames were under way.
     """
 
     def __init__(self, link_busy: Callable[[], float] = lambda: 0.0) -> None:
@@ -90,27 +154,26 @@ class StepClock:
         self.last: StepTiming | None = None
         self._step = StepTiming()
         self._origin: float | None = None
-        self._begun = 0.0
         self._lock = threading.Lock()
 
     def begin(self) -> None:
-        """The first bucket of a backward is here: the step before it has ended."""
+        """Note the first bucket of a backward pass, which ends the step before it."""
         now = time.monotonic()
         with self._lock:
             if self._origin is not None:
-                self._step.seconds = now - self._begun
+                self._step.seconds = now - self._origin
                 self._step.link = self._link_busy() - self._busy_before
                 self.last = self._step
-            self._step, self._origin, self._begun, self._busy_before = StepTiming(), now, now, self._link_busy()
+            self._step, self._origin, self._busy_before = StepTiming(), now, self._link_busy()
 
     def resume(self) -> None:
-        """Leave out what has passed since `begin`."""
+        """Leave out the time since `begin`."""
         with self._lock:
-            self._origin = self._begun = time.monotonic()
+            self._origin = time.monotonic()
             self._busy_before = self._link_busy()
 
     def ready(self, names: Sequence[str], nbytes: int) -> BucketTiming:
-        """A bucket is handed over."""
+        """Note a bucket that is handed over."""
         with self._lock:
             assert self._origin is not None, "begin comes first"
             bucket = BucketTiming(tuple(names), nbytes, time.monotonic() - self._origin)
@@ -118,7 +181,7 @@ class StepClock:
             return bucket
 
     def done(self, bucket: BucketTiming) -> None:
-        """The bucket's mean is there."""
+        """Note that the mean of a bucket has arrived."""
         with self._lock:
             assert self._origin is not None, "begin comes first"
             bucket.done = time.monotonic() - self._origin

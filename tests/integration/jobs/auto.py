@@ -16,8 +16,9 @@ import gradwire as gw
 from gradwire.planner import PlannedTensor, PlanTable, plan
 from gradwire.planner.costs import CodecCosts, Costs, LinearCost, LinkCosts
 from gradwire.planner.fidelity import RankedCompressor
-from gradwire.tuning.auto import TIMED_STEPS, Script
-from gradwire.tuning.candidates import NATIVE, Candidate
+from gradwire.tuning.auto import NATIVE, TIMED_STEPS
+from gradwire.tuning.candidates import Candidate
+from gradwire.tuning.trials import Script
 from tests.integration.jobs.training import fingerprint
 
 SLOW = LinkCosts(1e-3, 1e-6)
@@ -44,12 +45,12 @@ def there_and_back(rank: int, world_size: int, steps: int) -> dict[str, Any]:
     held, links = [], []
 
     def script() -> Script[None]:
-        for way in (NATIVE, Candidate.of(table), NATIVE):
-            yield from pilot._switch(way)
+        for candidate in (NATIVE, Candidate.of(table), NATIVE):
+            yield from pilot.switch(candidate)
             for _ in range(steps):
                 yield
             held.append(handle.synchronizer.residuals.holds("weight"))
-            timing = yield from pilot._timed(warm_up=0)
+            timing = yield from pilot._trials.time(warm_up=0)
             links.append(timing.link)
         yield from itertools.repeat(None)
 
@@ -63,7 +64,7 @@ def there_and_back(rank: int, world_size: int, steps: int) -> dict[str, Any]:
         optimizer.zero_grad()
         (ddp(torch.eye(128)) * grads[rank].T).sum().backward()
         optimizer.step()
-        ways.append(pilot.way.name)
+        ways.append(pilot.current.name)
     error = (model.weight.double() - expected).norm() / (expected - begun).norm()
     found = {"hash": fingerprint(model.parameters()), "error": float(error), "held": held, "links": links, "ways": ways}
     found |= {"report": handle.report().as_dict(), "table": str(handle.report())}
@@ -72,14 +73,14 @@ def there_and_back(rank: int, world_size: int, steps: int) -> dict[str, Any]:
 
 
 def agrees_on_costs(rank: int, world_size: int) -> list[Any]:
-    """A survey's document, and the largest of the ranks' numbers, of which there are more than one exchange holds."""
+    """Costs as a document, and the largest of the ranks' numbers, which are more than one exchange holds."""
     from gradwire.sync.synchronizer import Synchronizer
     from gradwire.tuning.calibration import Calibration
 
     one = Synchronizer(None, "none")
-    survey = Calibration(one, 1 << 17)
-    costs = survey.costs(["fp16"])
-    largest = survey.largest(torch.arange(150.0, dtype=torch.float64).numpy() * (-1) ** rank)
+    calibration = Calibration(one, 1 << 17)
+    costs = calibration.costs(["fp16"])
+    largest = calibration.largest(torch.arange(150.0, dtype=torch.float64).numpy() * (-1) ** rank)
     told = one.share("words" if rank == 0 else None)
     dist.barrier()  # rank 0 has the store
     one.close()

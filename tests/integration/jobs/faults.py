@@ -19,8 +19,9 @@ from gradwire.core.events import Event
 from gradwire.planner import PlannedTensor, plan
 from gradwire.planner.costs import CodecCosts, Costs, LinearCost, LinkCosts
 from gradwire.planner.fidelity import RankedCompressor
-from gradwire.tuning.auto import Autopilot, Script
+from gradwire.tuning.auto import Autopilot
 from gradwire.tuning.candidates import Candidate
+from gradwire.tuning.trials import Script
 from tests.integration.jobs.training import batches, loss_of, model, wrap
 
 TIMEOUT = 2.0  # seconds
@@ -90,7 +91,7 @@ def lose_a_rank_under_auto(rank: int, world_size: int, during: str, clock: str) 
             loss_of(ddp, batch).backward()
     except gw.errors.SyncError as error:
         seconds = time.time() - float(Path(clock).read_text())
-        return {"rank": error.rank, "seconds": seconds, "message": str(error), "way": pilot.way.name}
+        return {"rank": error.rank, "seconds": seconds, "message": str(error), "way": pilot.current.name}
     return None
 
 
@@ -99,10 +100,10 @@ def _trial(pilot: Autopilot) -> Script[None]:
     cheap = CodecCosts(LinearCost(0, 0), LinearCost(0, 0), LinearCost(0, 0), payload_bytes=LinearCost(0, 0.1))
     costs = Costs(2, (LinkCosts(1e-3, 1e-6),), {"none": cheap, "onebit": cheap})
     gradients = [PlannedTensor(name, spec.shape) for name, spec in pilot._tensors.items()]
-    yield from pilot._switch(
+    yield from pilot.switch(
         Candidate.of(plan(gradients, costs, [RankedCompressor("onebit", ("scatter_reduce",))], min_elements=0))
     )
-    yield from pilot._timed(warm_up=2)
+    yield from pilot._trials.time()
     raise AssertionError("a rank should be dead by now")
 
 

@@ -1,0 +1,80 @@
+"""Trials: the steps of a candidate, timed in the same way within a training (`auto`) and outside (`gradwire probe`).
+
+A trial is a script: a generator that lets one step pass at each `yield`. `auto` resumes it at the beginning of each
+backward pass of the user's, `run_steps` between steps that it runs itself. All ranks run the same script.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+import numpy as np
+
+from gradwire.tuning.candidates import Candidate
+from gradwire.tuning.step_clock import StepTiming, Timing, medians
+
+WARM_UP = 2  # steps after a switch: DDP rebuilds its buckets after the first
+
+T = TypeVar("T")
+Script = Generator[None, None, T]
+
+
+class StepRunner(Protocol):
+    """How steps are run: by the user's training, or by replaying a batch."""
+
+    @property
+    def last(self) -> StepTiming:
+        """The step that has passed."""
+
+    def switch(self, candidate: Candidate) -> Script[None]:
+        """Average gradients by another candidate from the next step on."""
+
+
+@dataclass
+class Trials:
+    """Times candidates. All ranks get the same figures.
+
+    Attributes:
+        runner: How steps are run.
+        largest: Returns the largest of all ranks' numbers, position by position.
+        max_steps: Most steps that are timed of a candidate.
+        max_seconds: Seconds after which no more steps are timed. Slow steps are timed once.
+        timings: What was timed so far.
+    """
+
+    runner: StepRunner
+    largest: Callable[[np.ndarray], np.ndarray]
+    max_steps: int
+    max_seconds: float
+    timings: dict[Candidate, Timing] = field(default_factory=dict)
+
+    def run(self, candidate: Candidate) -> Script[None]:
+        """Switch to a candidate and time it. Of two trials the shorter step counts: other work only adds time."""
+        yield from self.runner.switch(candidate)
+        timing = yield from self.time()
+        self.timings[candidate] = min(self.timings.get(candidate, timing), timing, key=lambda each: each.step)
+
+    def time(self, warm_up: int = WARM_UP) -> Script[Timing]:
+        """Time steps of the current candidate, after some that are not timed."""
+        for _ in range(warm_up):
+            yield
+        steps: list[StepTiming] = []
+        spent = 0.0
+        while not steps or (len(steps) < self.max_steps and spent < self.max_seconds):
+            yield
+            steps.append(self.runner.last)
+            spent += float(self.largest(np.array([steps[-1].seconds]))[0])
+        return Timing.of(steps, self.largest(medians(steps)))
+
+
+def run_steps(script: Script[T], step: Callable[[], object]) -> T:
+    """Run a script to its end, with a step at each `yield`."""
+    while True:
+        try:
+            next(script)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        step()
