@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from gradwire.bench.advice import Measurement, ProbeFindings, limit_of
+from gradwire.bench.advice import MIN_GAIN, Measurement, ProbeFindings
+from gradwire.planner.table import limit_of
 from gradwire.tuning.candidates import FP32, GRADWIRE, HALF
 
 
@@ -74,8 +75,8 @@ def test_steps_that_cannot_be_are_no_ground_for_advice(kind):
     [
         ("codec", "the codec costs what the link saves (20 ms a step). A step takes 150 ms by DDP fp32"),
         ("latency", "latency costs what the link saves. A step takes"),
-        ("link", "it sends too little less for this link. A step takes"),
-        ("backward", "there is too little to gain beside the computation. A step takes"),
+        ("link", "it does not save enough bytes for this link. A step takes"),
+        ("backward", "computation takes most of the step, so there is too little to gain. A step takes"),
     ],
 )
 def test_what_speaks_against_it_is_named(limit, reason):
@@ -88,12 +89,12 @@ def test_a_level_that_allows_nothing_says_so():
     found = probe(row(FP32, 0.4), row(HALF, 0.2, allowed=False), fidelity="exact")
     assert found.advised.kind == FP32
     assert "fidelity exact allows nothing else" in found.sentence
-    assert "What limits it: the link. Do: --fidelity near-lossless" in found.sentence
+    assert "What limits it: the link. Try --fidelity near-lossless" in found.sentence
 
 
 def test_one_rank_is_told_how_to_start_more():
     assert probe().advised is None
-    assert "Do: start as many ranks as the job will have" in probe().sentence
+    assert "Start as many ranks as the job will have" in probe().sentence
 
 
 @pytest.mark.parametrize(
@@ -101,12 +102,14 @@ def test_one_rank_is_told_how_to_start_more():
     [(0.104, 0.2, 0.0, "backward"), (0.3, 0.2, 0.1, "link"), (0.3, 0.1, 0.2, "codec"), (0.5, 0.1, 0.1, "latency")],
 )
 def test_limits(step, wire, codec, limit):
-    assert limit_of(step, 0.1, wire, codec) == limit
+    assert limit_of(step, 0.1, wire, codec, MIN_GAIN) == limit
 
 
 def test_gradwire_without_compression_is_no_compression():
     dense = row(FP32, 0.3, name="gradwire's plan (dense)")
     found = probe(row(FP32, 0.4), dense, row(GRADWIRE, 0.35))
     assert found.advised == dense
-    assert found.sentence.startswith("Do not compress: it sends too little less for this link. A step takes 300 ms by")
+    assert found.sentence.startswith(
+        "Do not compress: it does not save enough bytes for this link. A step takes 300 ms by"
+    )
     assert probe(row(FP32, 0.31), dense).advised.name == "DDP fp32"  # not worth a line of code

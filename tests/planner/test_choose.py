@@ -100,7 +100,7 @@ def test_only_what_the_backward_does_not_hide_is_compressed():
     assert [row.spec == "none" for row in table.rows] == [True, False]
 
 
-def test_between_equals_the_more_faithful_wins():
+def test_between_equals_the_higher_fidelity_wins():
     tensors = gradients((1000, 0.0), (1, 0.15))  # the second travels dense, whatever becomes of the first
     hidden_by_half = plan(tensors, costs(rate=2.5e8), METHODS)
     assert [row.spec for row in hidden_by_half.rows] == ["half", "none"]
@@ -168,7 +168,7 @@ def test_batches_stay_as_they_are_where_casting_gains_nothing():
         assert not table.compresses
 
 
-def test_batches_of_16_bits_stay_as_they_are_beside_others():
+def test_batches_of_16_bits_stay_as_they_are_while_others_are_cast():
     table = plan([*small_ones(), PlannedTensor("half", (4000,), torch.float16)], casting(rate=1e8), CAST)
     assert {row.spec for row in table.rows if row.name != "half"} == {"bf16"}
     assert next(row.spec for row in table.rows if row.name == "half") == "none"
@@ -242,8 +242,14 @@ def test_gcomp_is_considered_where_it_was_measured():
         assert plan(gradients((1000, 0.0)), known, fidelity="near-lossless").rows[0].spec == expected
 
 
-@pytest.mark.parametrize(("tensors", "more"), [([], {}), (None, {"partitions": (0,)}), (None, {"min_gain": 1.0})])
-def test_nonsense_is_refused(tensors, more):
-    given = gradients((1, 0.0)) if tensors is None else tensors
-    with pytest.raises(OptionError, match=r"Do: plan\(tensors, costs\)"):
-        plan(given, costs(), METHODS, **more)
+@pytest.mark.parametrize(
+    ("num_tensors", "more", "advice"),
+    [
+        (0, {}, "Pass the gradients of a model"),
+        (1, {"partitions": (0,)}, r"not \[0\]\. Pass for example \(1, 2, 4\)"),
+        (1, {"min_gain": 1.0}, r"not 1\.0\. Pass for example 0\.02"),
+    ],
+)
+def test_nonsense_is_refused(num_tensors, more, advice):
+    with pytest.raises(OptionError, match=advice):
+        plan(gradients((1, 0.0))[:num_tensors], costs(), METHODS, **more)

@@ -139,18 +139,18 @@ def test_forms_agree_with_the_graphs_in_virtual_time(spec, strategy, world_size)
 
 
 @pytest.mark.parametrize("strategy", ["allgather", "scatter_reduce"])
-def test_of_a_bundle_each_tensor_pays_its_share_of_tasks(strategy):
-    def codec_seconds(task, bundle=1):
-        way = route("bit", strategy, 1, 4096, costs(task=task, frame_bytes=0.0), bundle=bundle)
+def test_each_fused_tensor_pays_its_share_of_tasks(strategy):
+    def codec_seconds(task, fused=1):
+        way = route("bit", strategy, 1, 4096, costs(task=task, frame_bytes=0.0), fused=fused)
         return way.encode + way.decode
 
-    alone, together = (codec_seconds(1e-3, bundle) - codec_seconds(0.0, bundle) for bundle in (1, 16))
+    alone, together = (codec_seconds(1e-3, fused) - codec_seconds(0.0, fused) for fused in (1, 16))
     assert together == pytest.approx(alone / 16)
 
 
 @pytest.mark.parametrize("strategy", ["allgather", "scatter_reduce"])
-def test_a_bundle_has_the_bytes_of_its_tensors(strategy):
+def test_fused_tensors_have_their_own_bytes(strategy):
     job = costs(frame_bytes=0.0)
     whole = job.world_size - 1 if strategy == "allgather" else 2 * (job.world_size - 1) / job.world_size
     nbytes = whole * job.codec("bit").payload_bytes(4096)
-    assert route("bit", strategy, 1, 4096, job, bundle=16).wire == pytest.approx(nbytes * 8 / 1e9)
+    assert route("bit", strategy, 1, 4096, job, fused=16).wire == pytest.approx(nbytes * 8 / 1e9)

@@ -26,21 +26,21 @@ _LIMITS = {
 
 @dataclass(frozen=True)
 class Measurement:
-    """One way of the gradients. Seconds and bytes of a step; of all ranks the largest.
+    """A candidate that was timed. Times are seconds of a step; of all ranks the largest.
 
     Attributes:
-        name: for people.
+        name: Name for people.
         kind: ``"fp32"`` (nothing is rounded), ``"half"`` (16-bit hooks of DDP) or ``"gradwire"`` (it compresses).
-        predicted: from links, codecs and the timeline of the backward; None where there is no model of it.
-        step: measured, the median.
-        steps: how many were timed.
-        nbytes: that a rank sends.
-        codec: in which a rank encodes and decodes.
-        ideal: the larger of the step without communication and the bytes over the link's rate, which is at least what
-            a step has shown.
-        limit: what the step waits for: ``"backward"``, ``"link"``, ``"codec"`` or ``"latency"``.
-        allowed: whether the fidelity allows it.
-        use: the line of code that chooses it.
+        predicted: Prediction from links, codecs and the timeline of backward; None if no model covers it.
+        step: Median of the measured steps.
+        steps: Number of steps that were timed.
+        nbytes: Bytes that a rank sends in a step.
+        codec: Time in which a rank encodes and decodes.
+        ideal: The larger of the step without communication and the bytes over the link's rate. The rate is at least
+            what a step has shown.
+        limit: What the step waits for: ``"backward"``, ``"link"``, ``"codec"`` or ``"latency"``.
+        allowed: Whether the level of fidelity allows it.
+        use: Line of code that chooses it.
     """
 
     name: str
@@ -58,21 +58,21 @@ class Measurement:
 
 @dataclass(frozen=True)
 class ProbeFindings:
-    """The figures of one model on one job. Seconds.
+    """The figures of one job. Times are in seconds.
 
     Attributes:
-        name: of what was measured.
-        world_size: ranks.
+        name: Name of the model.
+        world_size: Number of ranks.
         backend: ``"gloo"`` or ``"nccl"``.
-        num_parameters: that are trained.
-        num_tensors: of them.
-        fidelity: what the user allows.
-        compute: a step without communication.
-        backward: of it, from the first bucket to the last.
-        bytes_per_second: of the slowest link; 0 where there is none.
-        latency: of the slowest link.
-        rows: what was measured, DDP's own all-reduce first. Empty on one rank.
-        untried: predicted seconds of what was not measured.
+        num_parameters: Number of trained parameters.
+        num_tensors: Number of trained tensors.
+        fidelity: Level of fidelity that the user allows.
+        compute: Step without communication.
+        backward: Time from the first bucket to the last in such a step.
+        bytes_per_second: Rate of the slowest link; 0 if there is none.
+        latency: Latency of the slowest link.
+        rows: Candidates that were timed, DDP's own all-reduce first. Empty on one rank.
+        untried: Predicted steps of those that were not timed.
     """
 
     name: str
@@ -104,7 +104,7 @@ class ProbeFindings:
 
     @property
     def sentence(self) -> str:
-        """Whether to compress, with what, how much faster that is, and what limits it."""
+        """The advice: whether to compress, with what, how much faster that is, and what limits it."""
         if self.too_noisy:
             least = min(self.rows, key=_step)
             return (
@@ -115,8 +115,8 @@ class ProbeFindings:
         chosen = self.advised
         if chosen is None:
             return (
-                "Nothing to compress: one rank exchanges no gradients. Do: start as many ranks as the job will have, "
-                "over its own network, for example torchrun --nproc-per-node 4 -m gradwire.cli probe …"
+                "Nothing to compress: one rank exchanges no gradients. Start as many ranks as the job will have, on "
+                "its own network, for example with torchrun --nproc-per-node 4 -m gradwire.cli probe …"
             )
         if chosen.kind == FP32:
             return self._dense(chosen)
@@ -136,13 +136,13 @@ class ProbeFindings:
         if best is None:
             return (
                 f"Do not compress: fidelity {self.fidelity} allows nothing else. {took}. What limits it: "
-                f"{_LIMITS[dense.limit]}. Do: --fidelity near-lossless or balanced, to see what that would gain."
+                f"{_LIMITS[dense.limit]}. Try --fidelity near-lossless or balanced to see what that would gain."
             )
         reasons = {
             "codec": f"the codec costs what the link saves ({seconds(best.codec)} a step)",
             "latency": "latency costs what the link saves",
-            "link": "it sends too little less for this link",
-            "backward": "there is too little to gain beside the computation",
+            "link": "it does not save enough bytes for this link",
+            "backward": "computation takes most of the step, so there is too little to gain",
         }
         return (
             f"Do not compress: {reasons[best.limit]}. {took}; {best.name}, the fastest that was tried, takes "
@@ -159,11 +159,11 @@ class ProbeFindings:
 
     def _compress(self, chosen: Measurement, dense: Measurement) -> str:
         half = self._best(HALF)
-        beside = "" if half is None else f" and {_times(half, chosen)} faster than {half.name}"
+        than_half = "" if half is None else f" and {_times(half, chosen)} faster than {half.name}"
         return (
             f"Compress, with {chosen.name}: a step of {seconds(chosen.step)} in place of {seconds(dense.step)}, "
-            f"{_times(dense, chosen)} faster than {dense.name}{beside}. What limits it now: {_LIMITS[chosen.limit]}; "
-            f"{self._floor(chosen)}."
+            f"{_times(dense, chosen)} faster than {dense.name}{than_half}. What limits it now: "
+            f"{_LIMITS[chosen.limit]}; {self._floor(chosen)}."
         )
 
     def _best(self, kind: str) -> Measurement | None:
@@ -173,27 +173,10 @@ class ProbeFindings:
         return f"ideal is {seconds(row.ideal)}, the step without communication {seconds(self.compute)}"
 
     def as_dict(self) -> dict[str, Any]:
-        """For machines."""
+        """Return the figures for machines."""
         chosen = self.advised
         said = {"too_noisy": self.too_noisy, "sentence": self.sentence}
         return asdict(self) | {"advised": chosen and chosen.name} | said
-
-
-def limit_of(step: float, compute: float, wire: float, codec: float) -> str:
-    """What a step of so many seconds waits for.
-
-    Args:
-        step: measured.
-        compute: without communication.
-        wire: of its bytes on the link.
-        codec: of encodes and decodes.
-    """
-    tail = step - compute
-    if tail <= MIN_GAIN * step:
-        return "backward"
-    if max(wire, codec) < tail / 2:
-        return "latency"
-    return "link" if wire >= codec else "codec"
 
 
 def _step(row: Measurement) -> float:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
 
-from gradwire.bench.advice import Measurement, ProbeFindings, limit_of
+from gradwire.bench.advice import MIN_GAIN, Measurement, ProbeFindings
 from gradwire.bench.probe_job import ProbeJob
 from gradwire.bench.probe_steps import SILENT, ReplayedSteps
 from gradwire.bench.statistics import ring_bytes
@@ -29,6 +29,7 @@ from gradwire.observe.notices import seldom
 from gradwire.planner import PlanTable
 from gradwire.planner import fidelity as levels
 from gradwire.planner.costs import Costs
+from gradwire.planner.table import limit_of
 from gradwire.sync.plan import Plan
 from gradwire.sync.synchronizer import Synchronizer
 from gradwire.tuning.calibration import Calibration
@@ -177,7 +178,7 @@ class Prober:
             timing, wire = timings[each], nbytes[each] * seconds_per_byte
             rows.append(Measurement(
                 each.name, each.kind, predicted.get(each), timing.step, timing.num_steps, nbytes[each], timing.codec,
-                ideal=max(compute, wire), limit=limit_of(timing.step, compute, wire, timing.codec),
+                ideal=max(compute, wire), limit=limit_of(timing.step, compute, wire, timing.codec, MIN_GAIN),
                 allowed=each.kind != HALF or self.fidelity != "exact", use=use,
             ))  # fmt: skip
         return replace(result, compute=compute, bytes_per_second=1 / seconds_per_byte, rows=tuple(rows))

@@ -1,4 +1,4 @@
-"""The planner: what each tensor should travel by, from measured costs. Nothing is measured or sent here."""
+"""The planner: chooses compressor, strategy and partitions for each tensor from measured costs. It measures nothing."""
 
 from gradwire.planner.choose import plan, uniform
 from gradwire.planner.options import PlannedTensor, is_small

@@ -1,16 +1,18 @@
-"""The planner: for each tensor the compressor, strategy and number of partitions, so that the step becomes shortest.
+"""The search: chooses compressor, strategy and partitions of each tensor for the shortest step.
 
-1. Each tensor by itself, as in HiPress: the least of the closed forms over all that is allowed.
-2. All of them beside the backward (`schedule`). Where the backward hides a dense all-reduce, compressing gains nothing,
-   and where the codec is the bottleneck a plan of single winners is not the best. The search starts from the dense
-   plan, the single winners and every method for all tensors, changes the best of them tensor by tensor while that
-   helps, and at last gives back to dense what does not help.
+1. Each tensor alone, as in HiPress: the option with the least time by the closed forms.
+2. All tensors during backward (`schedule`). Where backward hides a dense all-reduce, compression gains nothing, and
+   where the codec is the bottleneck, the best options of single tensors do not make the best plan. The search starts
+   from the dense plan, from the best options of single tensors, and from each compressor for all tensors. It changes
+   the best of these tensor by tensor while that helps, and finally makes tensors dense again where compression does
+   not help.
 
-Guarantees: the plan's predicted step is never above the dense one's, by gradwire or by the framework's own all-reduce.
-Between plans that predict the same, the more faithful method wins. The result depends on the arguments alone.
+Guarantees: the plan's predicted step is never longer than the dense one, by gradwire or by the framework's own
+all-reduce. Of plans with the same prediction, the method of higher fidelity wins. The result depends only on the
+arguments.
 
 Source: HiPress (SOSP 2021), section 3.3, selective compression and partitioning; DRAGONN (ICML 2022), section 4.2.
-Differences: HiPress decides each tensor by itself.
+Differences: HiPress decides about each tensor separately.
 """
 
 from __future__ import annotations
@@ -28,14 +30,14 @@ from gradwire.planner.costs import Costs
 from gradwire.planner.fidelity import DENSE, RankedCompressor
 from gradwire.planner.options import Option, PlannedTensor, best_alone, is_small, options, unbeaten
 from gradwire.planner.schedule import Schedule, ScheduledTensor
-from gradwire.planner.table import PlanRow, PlanTable
+from gradwire.planner.table import PlanRow, PlanTable, limit_of
 from gradwire.sync.dense_fusion import DENSE_FUSION_BYTES
 from gradwire.sync.fusion import MAX_FUSED_ELEMENTS
 
 PARTITIONS = (1, 2, 3, 4, 6, 8, 12, 16)
-MIN_GAIN = 0.02  # predictions are no better than this, and values that were not rounded are worth something
-_STEP = 0.002  # what counts as better or worse in the search
-_TENSOR_RUNS = 10_000  # tensors scheduled in all, about two seconds on one core
+MIN_GAIN = 0.02  # predictions are no more accurate than this
+_STEP = 0.002  # relative difference that counts in the search
+_TENSOR_RUNS = 10_000  # most tensors scheduled in total, about two seconds on one core
 
 
 def plan(
@@ -54,30 +56,30 @@ def plan(
     """Plan a model.
 
     Args:
-        tensors: its gradients.
-        costs: measured on this job.
-        methods: what may be chosen beside dense, the most faithful first; None takes what `fidelity` allows, gcomp only
-            where it was measured, since that takes an optimizer.
-        fidelity: see `gradwire.planner.fidelity`.
-        partitions: numbers to try.
-        min_elements: smaller tensors, and vectors, travel in batches, dense or cast to 16 bits where that is allowed.
-        backward: seconds of the backward; None takes the last gradient's.
-        rest: seconds of a step before and after backward.
-        min_gain: compress only where the step becomes shorter by this share of the dense one.
-        bucket_bytes: of the framework's own all-reduce.
+        tensors: Gradients of the model.
+        costs: Costs of this job.
+        methods: Compressors to choose from in addition to dense, the highest fidelity first. None takes those that
+            `fidelity` allows, with gcomp only if it was measured, since it needs an optimizer.
+        fidelity: Level of fidelity; see `gradwire.planner.fidelity`.
+        partitions: Numbers of partitions to try.
+        min_elements: Vectors, and tensors of fewer elements, travel in batches: dense, or cast to 16 bits if allowed.
+        backward: Seconds of the backward pass. None ends it with the last gradient.
+        rest: Seconds of a step before and after backward.
+        min_gain: Share of the dense step that compression must save.
+        bucket_bytes: Bytes of a bucket of the framework's own all-reduce.
 
     Raises:
-        OptionError: no tensors, or numbers out of range.
-        UnknownNameError: a method without costs, or a fidelity that does not exist.
+        OptionError: There are no tensors, or a number is out of range.
+        UnknownNameError: A method has no costs, or the level of fidelity does not exist.
     """
-    if not tensors or not partitions or min(partitions) < 1 or not 0 <= min_gain < 1:
-        raise OptionError(
-            f"Expected tensors, partitions of at least 1 and a min_gain from 0 up to 1, got {len(tensors)} tensors, "
-            f"{list(partitions)} and {min_gain}. Do: plan(tensors, costs)."
-        )
+    if not tensors:
+        raise OptionError("There are no tensors to plan for. Pass the gradients of a model.")
+    if not partitions or min(partitions) < 1:
+        raise OptionError(f"partitions are numbers of at least 1, not {list(partitions)}. Pass for example (1, 2, 4).")
+    if not 0 <= min_gain < 1:
+        raise OptionError(f"min_gain is a share from 0 up to 1, not {min_gain}. Pass for example 0.02.")
     allowed = _allowed(fidelity, costs) if methods is None else list(methods)
-    ordered = sorted(tensors, key=lambda tensor: tensor.ready)
-    search = _Search(ordered, costs, allowed, partitions, min_elements, levels.batch_cast(allowed))
+    search = _Search(_ordered(tensors), costs, allowed, partitions, min_elements, levels.batch_cast(allowed))
     end = max(tensor.ready for tensor in tensors)
     backward = end if backward is None else max(backward, end)
     dense, best = search.dense(), search.best(backward)
@@ -88,19 +90,8 @@ def plan(
     native_finish = max(backward, native.finish)
     if rest + best_finish > (1 - min_gain) * (rest + min(dense_finish, native_finish)):
         best = dense
-    use_native = best == dense and native_finish <= dense_finish
-    outcome = native if use_native else search.run(best)
-    return PlanTable(
-        rows=tuple(search.rows(best)),
-        world_size=costs.world_size,
-        fidelity=fidelity if methods is None else ", ".join(method.spec for method in allowed),
-        native=use_native,
-        step=rest + max(backward, outcome.finish),
-        dense_step=rest + dense_finish,
-        native_step=rest + native_finish,
-        ideal_step=max(rest + backward, outcome.link),
-        limit=_limit(outcome, backward),
-    )
+    name = fidelity if methods is None else ", ".join(method.spec for method in allowed)
+    return _table(search, best, dense, native, backward, rest, name, best == dense and native_finish <= dense_finish)
 
 
 def uniform(
@@ -112,38 +103,48 @@ def uniform(
     rest: float = 0.0,
     bucket_bytes: int = 25 << 20,
 ) -> PlanTable:
-    """One method for all large tensors, by its best strategy, whether it pays or not; small ones travel dense.
+    """Plan one method for all large tensors, with its best strategy, even if it does not pay. Small ones stay dense.
 
-    Arguments as for `plan`.
+    The arguments are those of `plan`.
     """
-    ordered = sorted(tensors, key=lambda tensor: tensor.ready)
-    search = _Search(ordered, costs, [method], PARTITIONS, min_elements)
-    backward = max(tensor.ready for tensor in tensors)
+    search = _Search(_ordered(tensors), costs, [method], PARTITIONS, min_elements)
     picks = min((search.uniform(method.spec, strategy) for strategy in method.strategies),
                 key=lambda picks: search.run(picks).finish)  # fmt: skip
-    outcome = search.run(picks)
+    native, backward = _native(search.tensors, costs, bucket_bytes), max(tensor.ready for tensor in tensors)
+    return _table(search, picks, search.dense(), native, backward, rest, method.spec, False)
+
+
+def _ordered(tensors: Sequence[PlannedTensor]) -> list[PlannedTensor]:
+    return sorted(tensors, key=lambda tensor: tensor.ready)
+
+
+def _table(
+    search: _Search, picks: list[int], dense: list[int], native: Schedule, backward: float, rest: float, fidelity: str,
+    use_native: bool,
+) -> PlanTable:  # fmt: skip
+    outcome = native if use_native else search.run(picks)
     return PlanTable(
         rows=tuple(search.rows(picks)),
-        world_size=costs.world_size,
-        fidelity=method.spec,
-        native=False,
+        world_size=search.costs.world_size,
+        fidelity=fidelity,
+        native=use_native,
         step=rest + max(backward, outcome.finish),
-        dense_step=rest + max(backward, search.run(search.dense()).finish),
-        native_step=rest + max(backward, _native(ordered, costs, bucket_bytes).finish),
+        dense_step=rest + max(backward, search.run(dense).finish),
+        native_step=rest + max(backward, native.finish),
         ideal_step=max(rest + backward, outcome.link),
-        limit=_limit(outcome, backward),
+        limit=limit_of(outcome.finish, backward, outcome.link, outcome.codec, margin=0.02),
     )
 
 
 def _allowed(fidelity: str, costs: Costs) -> list[RankedCompressor]:
-    """Methods of a level. Those that need an optimizer are allowed if one was there when costs were measured."""
+    """Return the methods of a level, those that need an optimizer only if they were measured."""
     without = levels.methods(fidelity)
     return [each for each in levels.methods(fidelity, optimizer=True) if each in without or each.spec in costs.codecs]
 
 
 @dataclass
 class _Search:
-    """The discrete search: what is picked for each large tensor, and, at the end, for the batches of all small ones."""
+    """The search: a pick is the index of an option, for each large tensor and, last, for all batches of small ones."""
 
     tensors: list[PlannedTensor]
     costs: Costs
@@ -169,7 +170,7 @@ class _Search:
         specs = [DENSE.spec]
         if self.cast is not None and any(_may_be_cast(tensor) for tensor in small):
             specs.append(self.cast)
-        self._batches = [self._held(small, spec) for spec in specs]
+        self._batches = [self._batch_jobs(small, spec) for spec in specs]
         self._keys.append((self._batch_numel,))
         self._choices.append(
             [
@@ -185,8 +186,8 @@ class _Search:
     def _batch(self, spec: str, numel: int, nbytes: int) -> Route:
         return route(spec, "scatter_reduce", 1, numel, self.costs, -(-nbytes // max(1, numel)))
 
-    def _held(self, small: Sequence[PlannedTensor], spec: str) -> list[ScheduledTensor]:
-        """The batches of small tensors: each when `DENSE_FUSION_BYTES` are there, the last with the last bucket."""
+    def _batch_jobs(self, small: Sequence[PlannedTensor], spec: str) -> list[ScheduledTensor]:
+        """Return the batches of small tensors: each starts with `DENSE_FUSION_BYTES`, the last with the last bucket."""
         jobs, numel, nbytes = [], 0, 0
         last = max((tensor.ready for tensor in self.tensors), default=0.0)
         for index, tensor in enumerate(small):
@@ -198,7 +199,7 @@ class _Search:
         return jobs
 
     def run(self, picks: Sequence[int]) -> Schedule:
-        """The schedule of one choice for each large tensor, and one for all batches."""
+        """Return the schedule of these picks."""
         key = tuple(picks)
         if key not in self._known:
             self._left -= 1
@@ -211,7 +212,7 @@ class _Search:
     # -- starts ----------------------------------------------------------------------------------------------
 
     def dense(self) -> list[int]:
-        """The best dense plan: one strategy for all, or for each tensor the one that is best for it alone."""
+        """Return the best dense picks: one strategy for all tensors, or the best of each tensor alone."""
         plans = [self.uniform(DENSE.spec, strategy) for strategy in (None, *DENSE.strategies)]
         return min(plans, key=lambda picks: self.run(picks).finish)
 
@@ -219,7 +220,7 @@ class _Search:
         return any(choices[pick].spec != DENSE.spec for choices, pick in zip(self._choices, picks))
 
     def uniform(self, spec: str, strategy: str | None) -> list[int]:
-        """One method for all, each with its best partitions; batches are dense where they cannot travel so."""
+        """Pick one method for all tensors, with the best partitions of each. Batches stay dense if they must."""
         picks = []
         for choices in self._choices:
             fitting = [index for index, option in enumerate(choices)
@@ -237,7 +238,7 @@ class _Search:
     # -- search ----------------------------------------------------------------------------------------------
 
     def best(self, backward: float) -> list[int]:
-        """The picks with the shortest step found."""
+        """Search for the picks with the shortest step."""
 
         def end(picks: Sequence[int]) -> float:
             return max(backward, self.run(picks).finish)
@@ -247,10 +248,10 @@ class _Search:
             if end(start) < least * (1 - _STEP):
                 best, least = start, end(start)
         best = self._improve(best, backward)
-        return self._give_back(best, backward)
+        return self._make_dense(best, backward)
 
     def _improve(self, picks: list[int], backward: float) -> list[int]:
-        """Change one tensor at a time, the slowest first, while the step becomes shorter and there is time."""
+        """Change one tensor at a time, the slowest first, while the step becomes shorter and time is left."""
         order = sorted(range(len(picks)), key=lambda index: -self._choices[index][picks[index]].route.seconds)
         least, improved = self.run(picks).finish, True
         while improved and least > backward and self._left > 0:
@@ -266,14 +267,13 @@ class _Search:
         return picks
 
     def _worth_trying(self, index: int) -> list[int]:
-        """The options of a tensor that no other beats in codec, link and time alike."""
-        size = self._keys[index]
-        if size not in self._worth:
-            self._worth[size] = unbeaten(self._choices[index])
-        return self._worth[size]
+        key = self._keys[index]
+        if key not in self._worth:
+            self._worth[key] = unbeaten(self._choices[index])
+        return self._worth[key]
 
-    def _give_back(self, picks: list[int], backward: float) -> list[int]:
-        """Make dense again as many compressed tensors as cost the step nothing, those that gain least first."""
+    def _make_dense(self, picks: list[int], backward: float) -> list[int]:
+        """Make tensors dense again, those that gain least first, as long as the step stays as short."""
         dense, limit = self.dense(), max(backward, self.run(picks).finish) * (1 + _STEP)
 
         def gain(index: int) -> float:
@@ -295,39 +295,39 @@ class _Search:
     # -- result ----------------------------------------------------------------------------------------------
 
     def rows(self, picks: Sequence[int]) -> list[PlanRow]:
-        """The table's rows, in the order of backward."""
+        """Return the rows of the table, in the order of backward."""
         dense = self.dense()
         chosen = {}
         for tensor, choices, pick, none in zip(self.large, self._choices, picks, dense):
             native = native_seconds(tensor.nbytes, self.costs)
             chosen[tensor.name] = (choices[pick], 1.0, min(native, choices[none].route.seconds))
-        as_they_are, batch = self._choices[-1][0], self._choices[-1][picks[-1]]
-        together = min(native_seconds(self._batch_bytes, self.costs), as_they_are.route.seconds)
+        uncast, batch = self._choices[-1][0], self._choices[-1][picks[-1]]
+        together = min(native_seconds(self._batch_bytes, self.costs), uncast.route.seconds)
         found = []
         for tensor in self.tensors:
             share = tensor.numel / max(1, self._batch_numel)
-            small = batch if _may_be_cast(tensor) else as_they_are
+            small = batch if _may_be_cast(tensor) else uncast
             option, share, least = chosen.get(tensor.name, (small, share, share * together))
             found.append(_row(tensor, option, share, least, tensor.name not in chosen))
         return found
 
 
 def _may_be_cast(tensor: PlannedTensor) -> bool:
-    """Of 16 bits a cast makes nothing smaller."""
+    """Whether a cast to 16 bits makes a tensor smaller."""
     return tensor.dtype.itemsize > 2
 
 
 def _row(tensor: PlannedTensor, option: Option, share: float, dense: float, batched: bool) -> PlanRow:
-    way = option.route
+    times = option.route
     dtype = str(tensor.dtype).removeprefix("torch.")
     return PlanRow(
         tensor.name, tensor.numel, dtype, tensor.ready, option.spec, option.strategy, option.partitions, batched,
-        share * way.encode, share * way.wire, share * way.decode, share * way.seconds, dense,
+        share * times.encode, share * times.wire, share * times.decode, share * times.seconds, dense,
     )  # fmt: skip
 
 
 def _native(tensors: Sequence[PlannedTensor], costs: Costs, bucket_bytes: int) -> Schedule:
-    """The framework's own all-reduce: a bucket after another, each when its last gradient is there."""
+    """Schedule the framework's own all-reduce: one bucket after another, each once its last gradient is ready."""
     finish, busy, nbytes = 0.0, 0.0, 0
     waiting = 2 * (costs.world_size - 1) * (costs.native or costs.slowest).latency
     for index, tensor in enumerate(tensors):
@@ -336,13 +336,3 @@ def _native(tensors: Sequence[PlannedTensor], costs: Costs, bucket_bytes: int) -
             seconds = native_seconds(nbytes, costs)
             finish, busy, nbytes = max(finish, tensor.ready) + seconds, busy + max(0.0, seconds - waiting), 0
     return Schedule(finish, 0.0, busy)
-
-
-def _limit(outcome: Schedule, backward: float) -> str:
-    """What a step waits for."""
-    tail = outcome.finish - backward
-    if tail <= 0.02 * outcome.finish:
-        return "backward"
-    if max(outcome.codec, outcome.link) < tail / 2:
-        return "latency"
-    return "link" if outcome.link >= outcome.codec else "codec"

@@ -1,18 +1,18 @@
-"""Closed forms: how long one tensor takes by one compressor, one strategy and one number of partitions.
+"""Closed forms: how long one tensor takes with a given compressor, strategy and number of partitions.
 
-A strategy is described once, as the *legs* of the way of one batch; a batch is one range of every rank's share, or
-under all-gather one range. A leg is a number of like messages with what is encoded before and decoded after each. From
-the legs come the seconds of a batch alone, what it occupies of a rank's link and codec, and (in `schedule`) how it fits
-among other tensors and the backward. Further batches (partitions) pass in a pipeline.
+Each strategy is described once, by the *legs* of a batch: one range of every rank's share, or, in an all-gather, one
+range. A leg is a number of equal messages, with what is encoded before and decoded after each. The legs give the
+seconds of a batch alone, the time it occupies a rank's link and codec, and (in `schedule`) how it overlaps with other
+tensors and the backward pass. The batches of several partitions form a pipeline.
 
-Guarantees: no time falls where a tensor grows, a link slows down or a codec does (tests).
+Guarantees: no time falls when a tensor grows, or when a link or a codec slows down (tests).
 
 Source: HiPress (SOSP 2021), section 3.3, equations 1 and 2; DRAGONN (ICML 2022), section 4.2. Differences: counts are
-those of our graphs. In scatter-reduce a rank sends its W − 1 payloads through one link while it encodes the next, so
-that encodes hide behind sends, or sends behind encodes; HiPress counts all K encodes. Our ring has HiPress's counts:
-2 (W − 1) sends, W encodes, W decodes. A message has a latency, which passes beside others, and a time on the link,
-which does not; with the latency in `LinkCosts.per_message` the forms are HiPress's and DRAGONN's. Preliminary rounds
-and accumulators are counted, engine tasks and frame headers too.
+those of our task graphs. In scatter-reduce a rank encodes a payload while it sends the one before, so the longer of the
+two counts; HiPress counts all K encodes. Our ring has HiPress's counts: 2 (W − 1) sends, W encodes, W decodes. The
+latency of a message overlaps with other messages, its time on the link does not. With the latency in
+`LinkCosts.per_message`, the forms are those of HiPress and DRAGONN. Preliminary rounds, accumulators, engine tasks and
+frame headers are counted, too.
 """
 
 # Shapes: N = elements of a range, W = ranks, K = partitions of a rank's share.
@@ -33,18 +33,18 @@ Kind = Literal["work", "fan", "relay", "chain"]
 
 @dataclass(frozen=True)
 class Leg:
-    """Like messages on a batch's way, as one rank sees them. Seconds; all but `messages` are of one message.
+    """Equal messages of a batch, as one rank sees them. Times are in seconds per message.
 
     Attributes:
-        kind: ``"work"`` has no message, and waits for all before it. In a ``"fan"`` messages are independent: the next
-            is encoded while one is sent. In a ``"relay"`` each is the one that arrived, passed on; decodes are beside
-            it. In a ``"chain"`` each waits for the one before to be decoded and encoded again.
-        encode: before it is sent.
-        wire: on the link.
-        decode: after it has arrived.
-        latency: between the two.
-        messages: how many.
-        aside: decoding that waits for no message of this leg, all of it together.
+        kind: ``"work"`` has no message, and waits for everything before it. In a ``"fan"``, messages are independent:
+            one is encoded while another is sent. In a ``"relay"``, each rank passes on what has arrived, and decodes
+            meanwhile. In a ``"chain"``, each message waits until the one before is decoded and encoded again.
+        encode: Time of the codec before a message is sent.
+        wire: Time on the link.
+        decode: Time of the codec after a message has arrived.
+        latency: Time between leaving the link and arriving.
+        messages: Number of messages.
+        aside: Total decoding time that waits for no message of this leg.
     """
 
     kind: Kind
@@ -57,17 +57,17 @@ class Leg:
 
     @property
     def coding(self) -> float:
-        """Seconds of the codec."""
+        """Total seconds of the codec."""
         return self.messages * (self.encode + self.decode) + self.aside
 
     @property
     def busy(self) -> float:
-        """Seconds of the link."""
+        """Total seconds of the link."""
         return self.messages * self.wire
 
     @property
     def waiting(self) -> float:
-        """Seconds of latency, one after another."""
+        """Seconds of latency that do not overlap."""
         return self.latency if self.kind == "fan" else self.messages * self.latency
 
     @property
@@ -81,17 +81,17 @@ class Leg:
             step = max(self.wire, self.encode + self.decode)
         else:
             step = max(self.encode + self.wire + self.latency, self.decode)
-        beside = max(0.0, self.aside - self.wire - self.latency)
-        return self.encode + self.wire + self.latency + self.decode + (self.messages - 1) * step + beside
+        exposed = max(0.0, self.aside - self.wire - self.latency)
+        return self.encode + self.wire + self.latency + self.decode + (self.messages - 1) * step + exposed
 
 
 @dataclass(frozen=True)
 class Route:
-    """A tensor's way by one method.
+    """A tensor's way through codec and link, with one compressor and strategy.
 
     Attributes:
-        legs: of one batch.
-        batches: how many follow each other.
+        legs: Legs of one batch.
+        batches: Number of batches that follow each other.
     """
 
     legs: tuple[Leg, ...]
@@ -114,10 +114,10 @@ class Route:
 
     @property
     def seconds(self) -> float:
-        """From the gradient to its mean, with link and codec free.
+        """From the gradient to its mean, with link and codec otherwise idle.
 
-        Of several batches one is on the link while another is with the codec. What does not fit beside each other is
-        the beginning of the first and the end of the last: of a way with n turns from codec to link an n-th.
+        While one batch is on the link, another uses the codec. Only the beginning of the first batch and the end of
+        the last do not overlap: with n turns from codec to link, 1/n of a batch.
         """
         busier = max(sum(leg.coding for leg in self.legs), sum(leg.busy for leg in self.legs))
         alone = max(sum(leg.seconds for leg in self.legs), busier)
@@ -127,15 +127,15 @@ class Route:
 
 @dataclass(frozen=True)
 class _Range:
-    """The costs of one range of N elements."""
+    """Costs of one range of N elements."""
 
     count: float
     itemsize: int
     spec: str
     codec: CodecCosts
     costs: Costs
-    share: float = 1.0  # of the range: what a tensor has in the messages of a bundle
-    bundle: int = 1  # tensors that share tasks and frames
+    share: float = 1.0  # share of the range that a tensor has in the messages of its fusion group
+    fused: int = 1  # number of tensors that share tasks and frames
 
     def of(self, cost: Cost | None) -> float:
         assert cost is not None, "summable compressors and those with statistics say what these cost"
@@ -143,7 +143,7 @@ class _Range:
 
     @property
     def task(self) -> float:
-        return self.costs.task / self.bundle
+        return self.costs.task / self.fused
 
     @property
     def encode(self) -> float:
@@ -155,23 +155,23 @@ class _Range:
 
     @property
     def payload(self) -> float:
-        # Dense payloads are the values as they are; the measured curve is that of float32.
+        # A dense payload holds the values themselves; the measured curve is that of float32.
         return self.share * self.count * self.itemsize if self.spec == DENSE_NAME else self.of(self.codec.payload_bytes)
 
     def message(self, kind: Kind, nbytes: float, messages: int, encode: float = 0.0, decode: float = 0.0,
                 aside: float = 0.0) -> Leg:  # fmt: skip
-        """A leg of messages with a body of so many bytes. Tasks of send and recv count as encoding and decoding."""
-        link, nbytes = self.costs.slowest, self.costs.frame_bytes + self.bundle * nbytes
+        """Return a leg of messages with `nbytes` of body. Send and recv tasks count as encoding and decoding."""
+        link, nbytes = self.costs.slowest, self.costs.frame_bytes + self.fused * nbytes
         # The transport sends one frame and receives another while the link carries them both ways.
-        wire = max(link.busy(nbytes), 2 * self.costs.frame(nbytes)) / self.bundle
+        wire = max(link.busy(nbytes), 2 * self.costs.frame(nbytes)) / self.fused
         return Leg(kind, encode + self.task, wire, decode + self.task, link.latency, messages, aside)
 
     def merge(self, payloads: int) -> float:
-        """Decode so many payloads and add this rank's own gradient."""
+        """Seconds to decode payloads and add this rank's own gradient."""
         return payloads * self.of(self.codec.merge) + self.of(self.costs.add) + self.task
 
     def accumulate(self, payloads: int, aggregates: int = 0) -> float:
-        """Add payloads, and accumulators as they arrive, to an accumulator."""
+        """Seconds to add payloads and other accumulators to an accumulator."""
         return payloads * self.of(self.codec.accumulate) + aggregates * self.of(self.costs.add) + self.task
 
     @property
@@ -179,50 +179,50 @@ class _Range:
         return self.of(self.costs.add) + self.of(self.codec.finalize) + self.task
 
     def stats(self, ranges: int) -> list[Leg]:
-        """The preliminary round of so many ranges: each rank tells every other."""
+        """Return the preliminary round of several ranges, in which each rank sends to every other."""
         if not self.codec.needs_stats:
             return []
         peers = self.costs.world_size - 1
         each = self.message("fan", self.of(self.codec.stats_bytes), peers)
-        told = peers * (each.encode + each.decode) + self.task
-        return [Leg("fan", self.of(self.codec.stats) + told, each.busy, self.task, each.latency, ranges)]
+        sending = peers * (each.encode + each.decode) + self.task
+        return [Leg("fan", self.of(self.codec.stats) + sending, each.busy, self.task, each.latency, ranges)]
 
 
-def _scatter_reduce(at: _Range, W: int) -> list[Leg]:
-    """To each owner its range, and the mean back from it. The owner's own range is not encoded to be merged."""
-    if at.codec.summable:
-        total = at.of(at.codec.accumulator_bytes)
-        owner = Leg("work", encode=at.encode, decode=at.accumulate(W))
-        gather = at.message("fan", total, W - 1, decode=at.finalize, aside=at.finalize)
+def _scatter_reduce(cost: _Range, W: int) -> list[Leg]:
+    """Send each owner its range, and the mean back. The owner does not encode its own range to merge it."""
+    if cost.codec.summable:
+        total = cost.of(cost.codec.accumulator_bytes)
+        owner = Leg("work", encode=cost.encode, decode=cost.accumulate(W))
+        gather = cost.message("fan", total, W - 1, decode=cost.finalize, aside=cost.finalize)
     else:
-        owner = Leg("work", encode=at.encode, decode=at.merge(W - 1))
-        gather = at.message("fan", at.payload, W - 1, decode=at.decode, aside=at.decode)
-    return [*at.stats(W), at.message("fan", at.payload, W - 1, encode=at.encode), owner, gather]
+        owner = Leg("work", encode=cost.encode, decode=cost.merge(W - 1))
+        gather = cost.message("fan", cost.payload, W - 1, decode=cost.decode, aside=cost.decode)
+    return [*cost.stats(W), cost.message("fan", cost.payload, W - 1, encode=cost.encode), owner, gather]
 
 
-def _ring(at: _Range, W: int) -> list[Leg]:
-    """W − 1 hops of decode, merge and encode, then W − 1 hops of the mean."""
-    if at.codec.summable:
-        total = at.of(at.codec.accumulator_bytes)
+def _ring(cost: _Range, W: int) -> list[Leg]:
+    """Send over W − 1 hops of decode, merge and encode, then over W − 1 hops of the mean."""
+    if cost.codec.summable:
+        total = cost.of(cost.codec.accumulator_bytes)
         round_one = [
-            at.message("chain", at.payload, 1, at.encode, at.accumulate(2)),
-            at.message("chain", total, W - 2, at.encode, at.accumulate(1, 1)),
+            cost.message("chain", cost.payload, 1, cost.encode, cost.accumulate(2)),
+            cost.message("chain", total, W - 2, cost.encode, cost.accumulate(1, 1)),
         ]
-        round_two = at.message("relay", total, W - 1, decode=at.finalize, aside=at.finalize)
+        round_two = cost.message("relay", total, W - 1, decode=cost.finalize, aside=cost.finalize)
     else:
-        round_one = [at.message("chain", at.payload, W - 1, at.encode, at.merge(1))]
-        round_two = at.message("relay", at.payload, W - 1, decode=at.decode, aside=at.decode)
-    return [*at.stats(W), *round_one, Leg("work", encode=at.encode), round_two]
+        round_one = [cost.message("chain", cost.payload, W - 1, cost.encode, cost.merge(1))]
+        round_two = cost.message("relay", cost.payload, W - 1, decode=cost.decode, aside=cost.decode)
+    return [*cost.stats(W), *round_one, Leg("work", encode=cost.encode), round_two]
 
 
-def _allgather(at: _Range, W: int) -> list[Leg]:
-    """One encode, a payload to every other rank, and the sum of all."""
-    if at.codec.summable:
-        total = at.accumulate(W) + at.of(at.codec.finalize)
+def _allgather(cost: _Range, W: int) -> list[Leg]:
+    """Encode once, send the payload to every other rank, and add up all payloads."""
+    if cost.codec.summable:
+        total = cost.accumulate(W) + cost.of(cost.codec.finalize)
     else:
-        total = W * at.of(at.codec.merge) + at.task
-    fan = at.message("fan", at.payload, W - 1)
-    return [*at.stats(1), Leg("work", encode=at.encode), fan, Leg("work", decode=total)]
+        total = W * cost.of(cost.codec.merge) + cost.task
+    fan = cost.message("fan", cost.payload, W - 1)
+    return [*cost.stats(1), Leg("work", encode=cost.encode), fan, Leg("work", decode=total)]
 
 
 FORMS: dict[str, Callable[[_Range, int], list[Leg]]] = {
@@ -230,26 +230,26 @@ FORMS: dict[str, Callable[[_Range, int], list[Leg]]] = {
     "ring": _ring,
     "scatter_reduce": _scatter_reduce,
 }
-"""By strategy; a range's costs and the number of ranks."""
+"""By strategy: a function of a range's costs and the number of ranks."""
 
 
 def route(
-    spec: str, strategy: str, partitions: int, numel: int, costs: Costs, itemsize: int = 4, bundle: int = 1
+    spec: str, strategy: str, partitions: int, numel: int, costs: Costs, itemsize: int = 4, fused: int = 1
 ) -> Route:
-    """A tensor's way.
+    """Return the route of a tensor.
 
     Args:
-        spec: a compressor of `costs`.
-        strategy: one of `FORMS`.
-        partitions: ranges a rank's share is cut into.
-        numel: elements of the tensor.
-        costs: of this job.
-        itemsize: bytes an element of the tensor.
-        bundle: of how many like tensors, itself included, that travel in bundles (`gradwire.sync.fusion`): the way is
-            then its share of theirs, but for latencies, which they all wait for.
+        spec: A compressor of `costs`.
+        strategy: One of `FORMS`.
+        partitions: Number of ranges that a rank's share is cut into.
+        numel: Elements of the tensor.
+        costs: Costs of this job.
+        itemsize: Bytes per element of the tensor.
+        fused: Number of equal tensors, including this one, that share messages (`gradwire.sync.fusion`). The route is
+            then the tensor's share, except for latencies.
 
     Raises:
-        UnknownNameError: a strategy without a closed form, or a compressor that was not measured.
+        UnknownNameError: The strategy has no closed form, or the compressor was not measured.
     """
     if strategy not in FORMS:
         raise UnknownNameError("strategy", strategy, FORMS)
@@ -257,9 +257,9 @@ def route(
     if W == 1 or numel == 0:
         return Route(())
     shares = 1 if strategy == "allgather" else W
-    if bundle > 1:  # whole tensors, dealt out to the owners
-        return Route(tuple(FORMS[strategy](_Range(numel, itemsize, spec, codec, costs, 1 / shares, bundle), W)))
-    blocks = -(-numel // RANGE_ALIGNMENT)  # as `item.split` cuts: the longest range counts, and none is empty
+    if fused > 1:  # each owner gets whole tensors
+        return Route(tuple(FORMS[strategy](_Range(numel, itemsize, spec, codec, costs, 1 / shares, fused), W)))
+    blocks = -(-numel // RANGE_ALIGNMENT)  # as a job is split: the longest range counts, and none is empty
     batches = min(partitions, -(-blocks // shares))
     count = min(numel, -(-blocks // (shares * batches)) * RANGE_ALIGNMENT)
     legs = FORMS[strategy](_Range(count, itemsize, spec, codec, costs), W)
@@ -267,6 +267,6 @@ def route(
 
 
 def native_seconds(nbytes: float, costs: Costs) -> float:
-    """The framework's own ring all-reduce of so many bytes, DRAGONN's 2 (W − 1) (α + m / (W B))."""
+    """Seconds of the framework's own ring all-reduce: DRAGONN's 2 (W − 1) (α + m / (W B))."""
     link = costs.native or costs.slowest
     return 2 * (costs.world_size - 1) * link(nbytes / costs.world_size)

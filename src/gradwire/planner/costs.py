@@ -1,13 +1,13 @@
-"""What synchronization costs on one machine and network: measured constants, as plain data.
+"""Costs of synchronization on one machine and network: measured constants, as plain data.
 
-Seconds, bytes and elements throughout. Nothing is measured here: a profiler fills these classes in, the planner and
-the simulator read them, and `Costs.to_json` keeps them in a file that a person can read and correct.
+Units are seconds, bytes and elements. Calibration fills these classes in, the planner and the simulator read them, and
+`Costs.to_json` keeps them in a file that a person can read and correct.
 
-A codec is described by a `Curve`, a link by a straight line. Links are straight: a latency and a rate. Codecs are
-not: measured on one core, an element of `onebit` takes 0.26 ns to encode in a tensor of a million and 0.69 ns in one
-of sixteen million, which no longer fits the caches; a line that fits both is wrong by a factor of two.
+A link is a straight line, of latency and rate. A codec is a `Curve`: on one core, `onebit` encodes an element in
+0.26 ns in a tensor of a million, and in 0.69 ns in one of sixteen million, which no longer fits the caches. A line
+through both is wrong by a factor of two.
 
-Source: HiPress (SOSP 2021), section 3.3, which fits such curves too. Differences: links may differ from rank to rank.
+Source: HiPress (SOSP 2021), section 3.3, which fits such curves too. Differences: ranks may have different links.
 """
 
 # Shapes: W = ranks.
@@ -29,12 +29,13 @@ from gradwire.core.errors import OptionError, UnknownNameError
 from gradwire.wire.frame import HEADER_BYTES
 
 FORMAT, VERSION = "gradwire costs", 2
+_CORRECT = "Correct the file, or make it again."
 
 
 def _expect_numbers(what: str, values: Iterable[float]) -> None:
     for value in values:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-            raise OptionError(f"Expected {what} of finite numbers of at least 0, got {value!r}. Do: measure it anew.")
+            raise OptionError(f"{what} must be finite numbers of at least 0, not {value!r}. Measure them again.")
 
 
 def _pairs(xs: Sequence[float], ys: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
@@ -42,31 +43,31 @@ def _pairs(xs: Sequence[float], ys: Sequence[float]) -> tuple[np.ndarray, np.nda
     sound = x.shape == y.shape and x.ndim == 1 and len(np.unique(x)) >= 2
     if not (sound and np.isfinite([x, y]).all() and (x > 0).all() and (y > 0).all()):
         raise OptionError(
-            f"Expected positive measurements at two or more different sizes, got {list(xs)} and {list(ys)}. "
-            "Do: measure at least a small and a large size."
+            f"A fit needs positive figures at two or more different sizes, not {list(ys)} at {list(xs)}. "
+            "Measure at least a small and a large size."
         )
     return x, y
 
 
 @dataclass(frozen=True)
 class LinearCost:
-    """fixed + slope · x."""
+    """A straight line: fixed + slope · x."""
 
     fixed: float
     slope: float
 
     def __post_init__(self) -> None:
-        _expect_numbers("a line", asdict(self).values())
+        _expect_numbers("Parts of a line", asdict(self).values())
 
     def __call__(self, x: float) -> float:
         return self.fixed + self.slope * x
 
     @classmethod
     def fit(cls, xs: Sequence[float], ys: Sequence[float]) -> LinearCost:
-        """The line of non-negative parts with the least squares of *relative* errors, so that small sizes count too.
+        """Fit the non-negative line of least squared *relative* errors, so that small sizes count too.
 
         Raises:
-            OptionError: fewer than two different sizes, or a figure that is not positive and finite.
+            OptionError: There are fewer than two different sizes, or a figure is not positive and finite.
         """
         x, y = _pairs(xs, ys)
         weighted = np.stack([1 / y, x / y], axis=1)
@@ -81,21 +82,21 @@ class LinearCost:
 
 @dataclass(frozen=True)
 class Curve:
-    """Straight pieces through measured points, the outer pieces prolonged; never falling and never below zero.
+    """Piecewise-linear interpolation of measured points, with linear extrapolation. Never falls, never below zero.
 
     Attributes:
-        points: (x, y), x rising, y not falling.
+        points: Pairs (x, y), x rising, y not falling.
     """
 
     points: tuple[tuple[float, float], ...]
 
     def __post_init__(self) -> None:
-        _expect_numbers("a curve", itertools.chain.from_iterable(self.points))
+        _expect_numbers("Points of a curve", itertools.chain.from_iterable(self.points))
         xs, ys = [x for x, _ in self.points], [y for _, y in self.points]
         if len(xs) < 2 or any(a >= b for a, b in itertools.pairwise(xs)) or ys != sorted(ys):
             raise OptionError(
-                f"Expected two or more points, x rising and y not falling, got {self.points}. "
-                "Do: Curve.through(xs, ys)."
+                f"A curve needs two or more points, with x rising and y not falling, not {self.points}. "
+                "Call Curve.through(xs, ys)."
             )
 
     def __call__(self, x: float) -> float:
@@ -105,12 +106,12 @@ class Curve:
 
     @classmethod
     def through(cls, xs: Sequence[float], ys: Sequence[float]) -> Curve:
-        """The curve through measurements: the least at each size, and nowhere more than at a larger size.
+        """Return the curve through measurements: the least at each size, and nowhere more than at a larger size.
 
-        Noise only adds time, so where two points fall it is the earlier one that is wrong.
+        Noise only adds time. Of two points that fall, the earlier one is wrong.
 
         Raises:
-            OptionError: fewer than two different sizes, or a figure that is not positive and finite.
+            OptionError: There are fewer than two different sizes, or a figure is not positive and finite.
         """
         x, y = _pairs(xs, ys)
         least: dict[float, float] = {}
@@ -130,9 +131,9 @@ class LinkCosts:
     """One direction of a rank's link.
 
     Attributes:
-        latency: seconds from the last byte's departure to its arrival; passes beside other messages.
-        seconds_per_byte: of the link, one divided by its rate.
-        per_message: seconds that the sending end is busy with a message of no bytes.
+        latency: Seconds from the last byte's departure to its arrival. Overlaps with other messages.
+        seconds_per_byte: Inverse of the link's rate.
+        per_message: Seconds that the sending end is busy with an empty message.
     """
 
     latency: float
@@ -140,10 +141,10 @@ class LinkCosts:
     per_message: float = 0.0
 
     def __post_init__(self) -> None:
-        _expect_numbers("link costs", asdict(self).values())
+        _expect_numbers("Costs of a link", asdict(self).values())
 
     def busy(self, nbytes: float, messages: float = 1) -> float:
-        """Seconds that messages of so many bytes in all occupy the link."""
+        """Seconds that messages of `nbytes` in total occupy the link."""
         return self.per_message * messages + self.seconds_per_byte * nbytes
 
     def __call__(self, nbytes: float) -> float:
@@ -153,18 +154,18 @@ class LinkCosts:
 
 @dataclass(frozen=True)
 class CodecCosts:
-    """One compressor on one device. All are functions of the number of elements.
+    """One compressor on one device. All costs are functions of the number of elements.
 
     Attributes:
-        encode: compensate, encode and stage the residual.
-        decode: write what one payload holds.
-        merge: decode one of several payloads and add it to a sum.
-        payload_bytes: body of a payload, without the frame's header.
-        stats: compute what the preliminary round reduces; None where there is none.
-        stats_bytes: what a rank sends for it.
-        accumulate: add one payload to an accumulator; None for payloads that cannot be summed.
-        finalize: decode the sum.
-        accumulator_bytes: accumulator of the sum over all ranks.
+        encode: Seconds to compensate, encode and stage the residual.
+        decode: Seconds to decode a payload.
+        merge: Seconds to decode one of several payloads and add it to a sum.
+        payload_bytes: Bytes of a payload, without the frame's header.
+        stats: Seconds to compute what the preliminary round reduces; None if there is none.
+        stats_bytes: Bytes that a rank sends for it.
+        accumulate: Seconds to add a payload to an accumulator; None if payloads cannot be summed.
+        finalize: Seconds to decode the sum.
+        accumulator_bytes: Bytes of the accumulator of the sum over all ranks.
     """
 
     encode: Cost
@@ -180,7 +181,7 @@ class CodecCosts:
     def __post_init__(self) -> None:
         for group in (("stats", "stats_bytes"), ("accumulate", "finalize", "accumulator_bytes")):
             if len({getattr(self, name) is None for name in group}) > 1:
-                raise OptionError(f"Expected {' and '.join(group)} all given or all left out. Do: give the others too.")
+                raise OptionError(f"Only some of {', '.join(group)} are given. Pass all of them, or none.")
 
     @property
     def summable(self) -> bool:
@@ -193,19 +194,18 @@ class CodecCosts:
 
 @dataclass(frozen=True)
 class Costs:
-    """Everything that the planner and the simulator know of a job's machines.
+    """Everything that the planner and the simulator know about a job's machines.
 
     Attributes:
-        world_size: ranks.
-        links: one for all ranks, or one a rank.
-        codecs: by spec, ``"none"`` or ``"threelc:sparsity=1.5"``; ``"none"`` is always among them.
-        native: a hop of the framework's own ring all-reduce; None where it was not measured: then it is taken to use
-            the link as well as can be.
-        add: adding a rank's own gradient to a sum, by elements.
-        task: the engine's own seconds for each task.
-        frame: seconds of the processor (transport and kernel) at each end of a frame, by its bytes.
-        frame_bytes: header of a frame.
-        made_by: where and how this was measured, for the reader.
+        world_size: Number of ranks.
+        links: One link for all ranks, or one per rank.
+        codecs: Costs by spec, such as ``"none"`` or ``"threelc:sparsity=1.5"``. ``"none"`` must be among them.
+        native: One hop of the framework's own ring all-reduce. None means that it uses the link fully.
+        add: Seconds to add a rank's own gradient to a sum, by elements.
+        task: Seconds of the engine itself per task.
+        frame: Processor seconds (transport and kernel) at each end of a frame, by its bytes.
+        frame_bytes: Bytes of a frame's header.
+        made_by: Where and how this was measured, for the reader.
     """
 
     world_size: int
@@ -219,22 +219,22 @@ class Costs:
     made_by: str = ""
 
     def __post_init__(self) -> None:
-        _expect_numbers("costs", (self.world_size, self.task, self.frame_bytes))
+        _expect_numbers("Costs", (self.world_size, self.task, self.frame_bytes))
         if self.world_size < 1 or len(self.links) not in (1, self.world_size):
             raise OptionError(
-                f"Expected one link or one for each of {self.world_size} ranks, got {len(self.links)}. "
-                "Do: pass links=(link,) where all are alike."
+                f"{self.world_size} ranks have one link for all, or one each, not {len(self.links)}. "
+                "Pass links=(link,) if all are the same."
             )
         if DENSE_NAME not in self.codecs:
-            raise OptionError('Expected the costs of "none", which all else is compared with. Do: measure it too.')
+            raise OptionError('The costs of "none" are missing, which all others are compared with. Measure it too.')
 
     def link(self, rank: int) -> LinkCosts:
-        """The link of one rank."""
+        """Return the link of one rank."""
         return self.links[rank % len(self.links)]
 
     @property
     def slowest(self) -> LinkCosts:
-        """What closed forms reckon with: every step of a synchronization waits for the slowest link."""
+        """The worst of all links, which every step of a synchronization waits for."""
         return LinkCosts(
             max(link.latency for link in self.links),
             max(link.seconds_per_byte for link in self.links),
@@ -242,10 +242,10 @@ class Costs:
         )
 
     def codec(self, spec: str) -> CodecCosts:
-        """The costs of one compressor.
+        """Return the costs of one compressor.
 
         Raises:
-            UnknownNameError: it was not measured.
+            UnknownNameError: It was not measured.
         """
         if spec not in self.codecs:
             raise UnknownNameError("measured compressor", spec, self.codecs)
@@ -254,7 +254,7 @@ class Costs:
     # -- as a file -------------------------------------------------------------------------------------------
 
     def to_json(self) -> str:
-        """A readable document that `from_json` takes back."""
+        """Return a readable document for `from_json`."""
         document: dict[str, Any] = {"format": FORMAT, "version": VERSION}
         for field in fields(self):
             document[field.name] = _plain(getattr(self, field.name))
@@ -265,34 +265,60 @@ class Costs:
         """Read what `to_json` wrote.
 
         Raises:
-            OptionError: it is no such document, of another version, or has unknown or missing entries.
+            OptionError: It is another document or version, or has unknown or missing entries.
         """
-        try:
-            document = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise OptionError(f"Expected costs as JSON, got something else ({error}). Do: measure them anew.") from None
-        document = expect_document(document, FORMAT, VERSION)
-        return _read_costs(document)
+        found = expect_fields(read_document(text, FORMAT, VERSION), cls, "costs")
+        found["links"] = tuple(LinkCosts(**expect_fields(link, LinkCosts, "links")) for link in found["links"])
+        if found.get("native") is not None:
+            found["native"] = LinkCosts(**expect_fields(found["native"], LinkCosts, "native"))
+        for name in ("add", "frame"):
+            if name in found:
+                found[name] = _read_cost(found[name], name)
+        if not isinstance(found["codecs"], dict):
+            raise OptionError(f"codecs must be an object with a codec per name, not {found['codecs']!r}. {_CORRECT}")
+        found["codecs"] = {spec: _read_codec(codec, spec) for spec, codec in found["codecs"].items()}
+        return cls(**found)
 
 
-def expect_document(document: Any, format: str, version: int) -> dict[str, Any]:
-    """The content of a JSON document of ours, after a look at what it says it is.
+def read_document(text: str, format: str, version: int) -> dict[str, Any]:
+    """Read a JSON object that names its format and version, and return its other entries.
 
     Raises:
-        OptionError: it is something else, or of another version.
+        OptionError: It is not JSON, or has another format or version.
     """
+    try:
+        document = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise OptionError(f"A {format} file is JSON, and this is not: {error}. {_CORRECT}") from None
     if not isinstance(document, dict) or document.get("format") != format:
-        raise OptionError(f"Expected a document of format {format!r}, got another. Do: check which file this is.")
+        raise OptionError(f"This is not a {format} file. Check the path.")
     if document.get("version") != version:
         raise OptionError(
-            f"Expected {format} of version {version}, got {document.get('version')!r}. Do: make the file anew with "
-            "this release of gradwire."
+            f"This {format} file has version {document.get('version')!r}, and this release of gradwire reads version "
+            f"{version}. Make the file again."
         )
     return {key: value for key, value in document.items() if key not in ("format", "version")}
 
 
+def expect_fields(document: Any, cls: type, where: str) -> dict[str, Any]:
+    """Return the entries of a JSON object for a dataclass.
+
+    Raises:
+        OptionError: It is not an object, or entries are unknown or missing.
+    """
+    if not isinstance(document, dict):
+        raise OptionError(f"{where} must be an object, not {document!r}. {_CORRECT}")
+    known = {field.name for field in fields(cls)}
+    missing = {field.name for field in fields(cls) if field.default is MISSING} - document.keys()
+    if missing or document.keys() - known:
+        wrong = {"lacks": missing, "has unknown": document.keys() - known}
+        said = " and ".join(f"{verb} {', '.join(sorted(names))}" for verb, names in wrong.items() if names)
+        raise OptionError(f"The file {said} (in {where}). {_CORRECT}")
+    return dict(document)
+
+
 def _plain(value: Any) -> Any:
-    """Dataclasses as objects and lines of numbers as lists, two levels down."""
+    """Turn dataclasses into objects and tuples into lists."""
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, tuple):
@@ -303,41 +329,13 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _read_costs(document: dict[str, Any]) -> Costs:
-    found = _expect_fields(document, Costs, "costs")
-    found["links"] = tuple(LinkCosts(**_expect_fields(link, LinkCosts, "links")) for link in found["links"])
-    if found.get("native") is not None:
-        found["native"] = LinkCosts(**_expect_fields(found["native"], LinkCosts, "native"))
-    for name in ("add", "frame"):
-        if name in found:
-            found[name] = _read_cost(found[name], name)
-    if not isinstance(found["codecs"], dict):
-        raise OptionError(f"Expected codecs by name, got {found['codecs']!r}. Do: measure the costs anew.")
-    found["codecs"] = {spec: _read_codec(codec, spec) for spec, codec in found["codecs"].items()}
-    return Costs(**found)
-
-
 def _read_codec(document: Any, spec: str) -> CodecCosts:
-    found = _expect_fields(document, CodecCosts, spec)
+    found = expect_fields(document, CodecCosts, spec)
     return CodecCosts(**{name: _read_cost(cost, f"{spec}, {name}") for name, cost in found.items()})
 
 
 def _read_cost(document: Any, where: str) -> Cost:
     if isinstance(document, dict) and "points" in document:
-        points = _expect_fields(document, Curve, where)["points"]
+        points = expect_fields(document, Curve, where)["points"]
         return Curve(tuple((float(x), float(y)) for x, y in points))
-    return LinearCost(**_expect_fields(document, LinearCost, where))
-
-
-def _expect_fields(document: Any, cls: type, where: str) -> dict[str, Any]:
-    """The entries of a JSON object, none unknown and none missing."""
-    known = {field.name for field in fields(cls)}
-    needed = {field.name for field in fields(cls) if field.default is MISSING}
-    entries = set(document) if isinstance(document, dict) else set()
-    if not isinstance(document, dict) or entries - known or needed - entries:
-        others = ", ".join(sorted(known - needed)) or "no more"
-        raise OptionError(
-            f"Expected {', '.join(sorted(needed))} (in {where}) and perhaps {others}, "
-            f"got {', '.join(sorted(entries)) or document!r}. Do: correct the file, or measure the costs anew."
-        )
-    return dict(document)
+    return LinearCost(**expect_fields(document, LinearCost, where))

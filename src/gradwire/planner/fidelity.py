@@ -1,7 +1,7 @@
-"""What a user allows `auto` to do to gradients: four levels, and the methods that each adds to the one before.
+"""Levels of fidelity: how much `auto` may change gradients, and the methods that each level adds to the one before.
 
-The figures are those of the training benchmark (README, *Results*; validation loss after 32 steps against DDP's), the
-algebra is the compressor's own. Ratios and sparsities beyond these are for people who have tried them on their model.
+Figures are from the training benchmark (README, *Results*): validation loss after 32 steps, relative to DDP. Stronger
+ratios and sparsities than these are for users who have tried them on their model.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from gradwire.compressors.base.registry import DENSE_NAME, compressor_of
 from gradwire.core.errors import UnknownNameError
 
 EVERYWHERE = ("scatter_reduce", "ring", "allgather")
-# A ring encodes an aggregate anew at each of its W − 1 hops, so that biases and variances add up: not for these.
+# A ring encodes an aggregate again at each of its W − 1 hops. For most methods bias and variance add up.
 FEW_ENCODES = ("scatter_reduce", "allgather")
 
-# What batches of small tensors may be cast to, where a level allows it, the one to prefer first. bf16 reaches as far as
-# float32: in fp16 one value above 65504, or a loss scale that makes it so, costs all ranks the step, and what is below
-# 2^-25 is lost without a residual. Most such tensors are biases and normalization, whose gradients vary most in scale.
+# Casts for batches of small tensors, the preferred one first. bf16 has the range of float32. In fp16, one value above
+# 65504, or a loss scale that makes one, costs all ranks the step, and values below 2^-25 are lost without a residual.
+# Most small tensors are biases and normalization, whose gradients vary most in scale.
 CASTS = ("bf16", "fp16")
 
 
 class RankedCompressor(NamedTuple):
-    """A compressor that may be chosen.
+    """A compressor to choose from.
 
     Attributes:
-        spec: as `gradwire.compressors.base.registry.compressor_of` reads it.
-        strategies: by which it may travel, the one to prefer among equals first.
+        spec: Argument of `gradwire.compressors.base.registry.compressor_of`.
+        strategies: Strategies that suit it, the preferred one first.
     """
 
     spec: str
@@ -36,21 +36,21 @@ class RankedCompressor(NamedTuple):
 
 DENSE = RankedCompressor(DENSE_NAME, ("ring", "scatter_reduce", "allgather"))
 
-# Each level from the most to the least faithful, which is also the order of preference among equally fast methods.
+# From the highest to the lowest fidelity, which is also the order of preference among equally fast methods.
 LEVELS: dict[str, tuple[RankedCompressor, ...]] = {
-    # The bits of the sum, but for the order of additions.
+    # The bits of the sum, except for the order of additions.
     "exact": (DENSE, RankedCompressor("lossless", EVERYWHERE)),
-    # What a step does to parameters stays as it is to the last bit or two (gcomp, where the optimizer is known). Then
-    # rounding of a value to 16 bits: +0.0 % by DDP's fp16 hook. fp16 keeps 11 bits and bf16 8, with float32's range;
-    # both re-encode without harm on a ring, because rounding what is rounded loses little more.
+    # gcomp, if the optimizer is known: a step changes parameters by the same amount, to the last bit or two. Then
+    # rounding to 16 bits: +0.0 % by DDP's fp16 hook. fp16 keeps 11 bits, bf16 8 with the range of float32. Both can be
+    # encoded again on a ring, because rounding a rounded value loses little.
     "near-lossless": (
         RankedCompressor("gcomp", EVERYWHERE),
         RankedCompressor("fp16", EVERYWHERE),
         RankedCompressor("bf16", EVERYWHERE),
     ),
-    # Unbiased with small variance (int8: +0.0 %), or biased with a residual that sends later what is left out, at a
-    # contraction that does not grow with the tensor: threelc with s = 1 (+0.4 %), onebit (+0.3 %); thc keeps back
-    # only what it cuts, 1/32 of coordinates (+0.0 % after 120 steps, benchmarks/results/thc-lab.csv).
+    # Unbiased with small variance (int8: +0.0 %), or biased with a residual and a contraction that does not depend on
+    # the tensor's size: threelc with s = 1 (+0.4 %), onebit (+0.3 %). thc holds back only what it clips, 1/32 of the
+    # coordinates (+0.0 % after 120 steps, benchmarks/results/thc-lab.csv).
     "balanced": (
         RankedCompressor("int8", FEW_ENCODES),
         RankedCompressor("int8shared", EVERYWHERE),  # integers: a ring only adds them
@@ -58,9 +58,9 @@ LEVELS: dict[str, tuple[RankedCompressor, ...]] = {
         RankedCompressor("threelc", FEW_ENCODES),
         RankedCompressor("onebit", FEW_ENCODES),
     ),
-    # Most of a gradient waits in the residual for many steps: topk at 1 % (+1.7 %), threelc with s = 1.75 (+15.6 %
-    # after 32 steps), dgc at 0.1 % (less still each step; its accuracy needs the published warm-up), dragonn at 63 % of
-    # that, for less work where choosing elements needs prefix sums.
+    # Most of a gradient stays in the residual for many steps: topk at 1 % (+1.7 %), threelc with s = 1.75 (+15.6 %
+    # after 32 steps), dgc at 0.1 % (its accuracy needs the published warm-up), dragonn at 63 % of that, with less work
+    # where selecting elements needs prefix sums.
     "aggressive": (
         RankedCompressor("topk", FEW_ENCODES),
         RankedCompressor("threelc:sparsity=1.75", FEW_ENCODES),
@@ -71,14 +71,14 @@ LEVELS: dict[str, tuple[RankedCompressor, ...]] = {
 
 
 def methods(fidelity: str, optimizer: bool = False) -> list[RankedCompressor]:
-    """What a level allows, the most faithful first.
+    """Return the methods of a level, the highest fidelity first.
 
     Args:
-        fidelity: the level.
-        optimizer: whether the gradients' optimizer is known, which some methods need.
+        fidelity: Level of fidelity.
+        optimizer: Whether the optimizer is known, which some methods need.
 
     Raises:
-        UnknownNameError: no such level.
+        UnknownNameError: The level does not exist.
     """
     if fidelity not in LEVELS:
         raise UnknownNameError("fidelity", fidelity, LEVELS)
@@ -88,12 +88,12 @@ def methods(fidelity: str, optimizer: bool = False) -> list[RankedCompressor]:
 
 
 def batch_cast(allowed: Iterable[RankedCompressor]) -> str | None:
-    """What batches of small tensors may be cast to under these methods; None where they stay as they are."""
+    """Return the cast for batches of small tensors; None if these methods have none."""
     specs = {method.spec for method in allowed}
     return next((spec for spec in CASTS if spec in specs), None)
 
 
 def strategies(spec: str) -> tuple[str, ...]:
-    """By which strategies a compressor may travel, whether a level names it or not."""
+    """Return the strategies that suit a compressor, whether a level names it or not."""
     known: Sequence[RankedCompressor] = [method for level in LEVELS.values() for method in level]
     return next((method.strategies for method in known if method.spec == spec), FEW_ENCODES)

@@ -1,4 +1,4 @@
-"""The options of a tensor: every way there is for it, with what that takes by the closed forms."""
+"""The options of a tensor: every compressor, strategy and number of partitions, with times by the closed forms."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class PlannedTensor:
     """A tensor to plan for.
 
     Attributes:
-        name: parameter name.
-        shape: of the parameter.
-        dtype: of its gradient.
-        ready: seconds from the start of backward until it is handed over, with its bucket.
+        name: Name of the parameter.
+        shape: Shape of the parameter.
+        dtype: Element type of its gradient.
+        ready: Seconds from the start of backward until its bucket is handed over.
     """
 
     name: str
@@ -34,25 +34,27 @@ class PlannedTensor:
 
     @property
     def numel(self) -> int:
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the gradient."""
         return TensorSpec(self.shape, self.dtype).nbytes
 
     @property
     def size(self) -> tuple[int, int]:
-        """All that a tensor's options depend on."""
+        """Everything that the options of a tensor depend on."""
         return self.numel, self.dtype.itemsize
 
 
 def is_small(shape: Sequence[int], min_elements: int) -> bool:
-    """Whether a tensor of this shape travels in a batch, with other small ones and uncompressed."""
+    """Whether a tensor of this shape travels in a batch with other small ones, uncompressed or cast."""
     return len(shape) <= 1 or math.prod(shape) < min_elements
 
 
 class Option(NamedTuple):
-    """One way for one tensor."""
+    """One option of a tensor."""
 
     spec: str
     strategy: str
@@ -67,41 +69,37 @@ def options(
     partitions: Sequence[int],
     neighbors: int = 1,
 ) -> list[Option]:
-    """Every way there is for a tensor, dense ones included, the most faithful first.
+    """Return all options of a tensor, dense ones first, in the order of `methods`.
 
     Args:
-        tensor: the tensor.
-        costs: measured on this job.
-        methods: what may be chosen.
-        partitions: numbers to try.
-        neighbors: how many tensors, itself included, it could share a bundle with.
+        tensor: The tensor.
+        costs: Costs of this job.
+        methods: Compressors to choose from, the highest fidelity first.
+        partitions: Numbers of partitions to try.
+        neighbors: Number of tensors, including this one, that it could be fused with.
     """
     found, itemsize = [], tensor.dtype.itemsize
     for method in (DENSE, *(method for method in methods if method.spec != DENSE.spec)):
         for strategy in method.strategies:
             codec = costs.codec(method.spec)
-            bundle = neighbors if _travels_in_bundles(method.spec, strategy, codec, tensor.numel) else 1
-            for count in [1] if bundle > 1 else _partitions(partitions, strategy, codec):
-                way = route(method.spec, strategy, count, tensor.numel, costs, itemsize, bundle)
+            fused = neighbors if _is_fused(method.spec, strategy, codec, tensor.numel) else 1
+            # After a preliminary round all ranks send to one owner at a time: more ranges make a scatter-reduce
+            # slower (8 to 25 % in the simulator).
+            whole = fused > 1 or (strategy == "scatter_reduce" and codec.needs_stats)
+            for count in [1] if whole else sorted(partitions):
+                way = route(method.spec, strategy, count, tensor.numel, costs, itemsize, fused)
                 found.append(Option(method.spec, strategy, count, way))
     return found
 
 
-def _travels_in_bundles(spec: str, strategy: str, codec: CodecCosts, numel: int) -> bool:
-    """As `gradwire.sync.fusion.is_fused`, by what the costs tell of a compressor."""
+def _is_fused(spec: str, strategy: str, codec: CodecCosts, numel: int) -> bool:
+    """Whether `gradwire.sync.fusion` fuses such a tensor, as far as costs tell."""
     plain = not (spec == DENSE.spec or codec.needs_stats or codec.summable)
     return plain and strategy in FUSION_STRATEGIES and numel <= MAX_FUSED_ELEMENTS
 
 
-def _partitions(partitions: Sequence[int], strategy: str, codec: CodecCosts) -> list[int]:
-    """Numbers to try. Ranks whose encodes wait for a preliminary round all send to one owner at a time, so that more
-    ranges make a scatter-reduce slower (8 to 25 % in the simulator).
-    """
-    return [1] if strategy == "scatter_reduce" and codec.needs_stats else sorted(partitions)
-
-
 def unbeaten(found: Sequence[Option]) -> list[int]:
-    """Those that are the best in some of codec, link and time; of equals the first."""
+    """Return the options that no other one beats in codec, link and time together; of equals the first."""
     loads = [(option.route.encode + option.route.decode, option.route.wire, option.route.seconds) for option in found]
     return [
         pick
@@ -112,5 +110,5 @@ def unbeaten(found: Sequence[Option]) -> list[int]:
 
 
 def best_alone(found: Sequence[Option]) -> Option:
-    """The least time for one tensor by itself; the first, most faithful one among equals."""
+    """Return the option of the least time for one tensor alone; among equals the first."""
     return min(found, key=lambda option: option.route.seconds)

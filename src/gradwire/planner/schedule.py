@@ -1,13 +1,13 @@
-"""The step: many tensors' routes beside a backward, on one rank's two resources, link and codec.
+"""List schedule of a step: the routes of many tensors during backward, on one rank's link and codec.
 
-A list schedule, as the engine works: tensors start when backward has made them, the codec takes the ready task of the
-tensor that was submitted first, the link sends in the order in which messages are ready. All ranks are alike, so that
-what a rank waits for arrives when it sends the same itself.
+It follows the engine. Tensors start when backward has computed them. The codec takes the ready task of the tensor that
+was submitted first, and the link sends messages in the order in which they are ready. All ranks are equal: what a rank
+waits for arrives when the rank sends the same itself.
 
-Messages of one leg are taken together in a few pieces, which keeps thousands of ranks as cheap as four; the simulator
+The messages of a leg are grouped into a few tasks, so that thousands of ranks cost no more than four. The simulator
 runs the graphs themselves, message by message.
 
-Source: HiPress (SOSP 2021), sections 3.1 and 3.3. Differences: the paper plans each tensor by itself.
+Source: HiPress (SOSP 2021), sections 3.1 and 3.3. Differences: the paper plans each tensor separately.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import NamedTuple
 from gradwire.planner.closed_forms import Leg, Route
 
 CODEC, LINK = 0, 1
-# Among many tensors half of these do, for there other tensors fill the gaps.
-PIECES = 4  # of a leg
-MAX_BATCHES = 8  # of one tensor; more are taken together
+# Half of these suffice for more than MANY tensors, where other tensors fill the gaps.
+MAX_LEG_TASKS = 4  # tasks of one kind per leg; more messages are grouped
+MAX_BATCHES = 8  # batches per tensor; more are grouped
 MANY = 32
 
 
 class ScheduledTensor(NamedTuple):
-    """One tensor (or batch of small ones): when its gradient is there, and its way."""
+    """One tensor (or batch of small ones): when its gradient is ready, and its route."""
 
     ready: float
     route: Route
@@ -35,12 +35,12 @@ class ScheduledTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """What a schedule gives. Seconds from the start of backward.
+    """Result of a schedule, in seconds.
 
     Attributes:
-        finish: when the last mean is there.
-        codec: how long the codec works in all.
-        link: how long the link is busy in all.
+        finish: Time from the start of backward to the last mean.
+        codec: Total time of the codec.
+        link: Total time of the link.
     """
 
     finish: float
@@ -49,24 +49,24 @@ class Schedule:
 
 
 class _Task:
-    __slots__ = ("behind", "lag", "pending", "priority", "resource", "seconds")
+    __slots__ = ("dependents", "lag", "pending", "priority", "resource", "seconds")
 
     def __init__(self, resource: int, seconds: float, after: Sequence[_Task], lag: float = 0.0) -> None:
         self.resource = resource
         self.seconds = seconds
-        self.lag = lag  # from its end to what comes behind it
-        self.behind: list[_Task] = []
+        self.lag = lag  # from its end to the tasks that wait for it
+        self.dependents: list[_Task] = []
         self.pending = len(after)
         self.priority = 0
         for task in after:
-            task.behind.append(self)
+            task.dependents.append(self)
 
 
 def run(jobs: Iterable[ScheduledTensor]) -> Schedule:
-    """Schedule jobs, which are given in the order of their submission."""
+    """Schedule jobs in the order of their submission."""
     jobs = list(jobs)
     few = len(jobs) <= MANY
-    most, most_batches = (PIECES, MAX_BATCHES) if few else (PIECES // 2, MAX_BATCHES // 2)
+    most, most_batches = (MAX_LEG_TASKS, MAX_BATCHES) if few else (MAX_LEG_TASKS // 2, MAX_BATCHES // 2)
     loop = _Loop()
     for job in jobs:
         route = job.route
@@ -77,7 +77,7 @@ def run(jobs: Iterable[ScheduledTensor]) -> Schedule:
 
 
 def _tasks(legs: Sequence[Leg], scale: float, most: int) -> list[_Task]:
-    """One batch as tasks; each leg waits for the whole leg before it."""
+    """Return the tasks of one batch. Each leg waits for the whole leg before it."""
     found: list[_Task] = []
     last: list[_Task] = []
     for leg in legs:
@@ -87,17 +87,17 @@ def _tasks(legs: Sequence[Leg], scale: float, most: int) -> list[_Task]:
 
 
 def _leg_tasks(leg: Leg, scale: float, most: int, after: list[_Task]) -> tuple[list[_Task], list[_Task]]:
-    """Tasks of a leg, and those of them that its end waits for."""
+    """Return the tasks of a leg, and those that the next leg waits for."""
     if leg.kind == "work":
         work = _Task(CODEC, leg.coding * scale, after)
         return [work], [work]
     found: list[_Task] = []
     ends: list[_Task] = []
-    pieces = min(leg.messages, most if leg.kind == "fan" else most // 2)
-    share = scale * leg.messages / pieces
-    lag = leg.latency * (1 if leg.kind == "fan" else leg.messages / pieces)
+    count = min(leg.messages, most if leg.kind == "fan" else most // 2)
+    share = scale * leg.messages / count
+    lag = leg.latency * (1 if leg.kind == "fan" else leg.messages / count)
     before = after
-    for piece in range(pieces):
+    for index in range(count):
         encode = _Task(CODEC, leg.encode * share, before)
         send = _Task(LINK, leg.wire * share, [encode], lag)
         decode = _Task(CODEC, leg.decode * share, [send])
@@ -109,17 +109,17 @@ def _leg_tasks(leg: Leg, scale: float, most: int, after: list[_Task]) -> tuple[l
             before = ends = [decode]
         else:
             ends.append(decode)
-        if piece == 0 and leg.aside:  # not before the first message is on its way
+        if index == 0 and leg.aside:  # not before the first message is on its way
             found.append(_Task(CODEC, leg.aside * scale, after))
             ends = [*ends, found[-1]]
     return found, ends
 
 
 class _Loop:
-    """Events in time, and a queue of ready tasks a resource."""
+    """Events in time, and a queue of ready tasks per resource."""
 
     def __init__(self) -> None:
-        self._events: list[tuple[float, int, bool, _Task]] = []  # time, number, whether it ends, task
+        self._events: list[tuple[float, int, bool, _Task]] = []  # time, number, whether the task ends, task
         self._queues: tuple[list[tuple[int, int, _Task]], ...] = ([], [])
         self._idle = [True, True]
         self._busy = [0.0, 0.0]
@@ -141,7 +141,7 @@ class _Loop:
             if ends:
                 self._end(now, task)
             else:
-                # The link sends first what is ready first, the codec takes first what was submitted first.
+                # The link goes by when a message is ready, the codec by when a tensor was submitted.
                 rank = task.priority if task.resource == CODEC else 0
                 self._number += 1
                 heapq.heappush(self._queues[task.resource], (rank, self._number, task))
@@ -150,7 +150,7 @@ class _Loop:
         return Schedule(now, self._busy[CODEC], self._busy[LINK])
 
     def _start(self, now: float) -> None:
-        """Give each idle resource the first of its queue."""
+        """Give each idle resource the first task of its queue."""
         for resource, queue in enumerate(self._queues):
             if queue and self._idle[resource]:
                 task = heapq.heappop(queue)[2]
@@ -160,7 +160,7 @@ class _Loop:
 
     def _end(self, now: float, task: _Task) -> None:
         self._idle[task.resource] = True
-        for following in task.behind:
+        for following in task.dependents:
             following.pending -= 1
             if following.pending == 0:
                 self._at(now + task.lag, False, following)

@@ -1,20 +1,20 @@
-"""The plan table: what the planner decided for each tensor, with the times that it predicts.
+"""The plan table: the planner's decision for each tensor, with predicted times.
 
-For people and for files: `str(table)` explains it, `save` and `load` keep it in a JSON file with a line a tensor,
-`plan` is what `attach` takes. A pinned table is not to be replaced by later measurements.
+`str(table)` explains it, `save` and `load` keep it in a JSON file with a line per tensor, and `plan` returns what
+`attach` takes. A pinned table must not be replaced because of later measurements.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from gradwire.compressors.base.registry import DENSE_NAME, compressor_of
 from gradwire.core.errors import OptionError
-from gradwire.planner.costs import expect_document
+from gradwire.planner.costs import expect_fields, read_document
 from gradwire.sync.plan import Plan
 from gradwire.sync.plan_entry import PlanEntry
 
@@ -23,22 +23,22 @@ FORMAT, VERSION = "gradwire plan", 1
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One tensor. Seconds are those it would take with link and codec free.
+    """One tensor. Times are in seconds, with link and codec otherwise idle.
 
     Attributes:
-        name: parameter name.
-        numel: elements.
-        dtype: element type, as ``"float32"``.
-        ready: when backward has made its gradient.
-        spec: the compressor, as ``"threelc:sparsity=1.5"``.
-        strategy: how it travels.
-        partitions: ranges a rank's share is cut into.
-        batched: travels in one message with other small tensors; seconds are then its share of theirs.
-        encode: in which a rank's codec encodes.
-        wire: in which a rank's link is busy.
-        decode: in which a rank's codec decodes and merges.
-        total: from gradient to mean, where these overlap.
-        dense: the total without compression, by the best strategy or the framework's own all-reduce.
+        name: Name of the parameter.
+        numel: Number of elements.
+        dtype: Element type, such as ``"float32"``.
+        ready: When backward has computed the gradient.
+        spec: Compressor, such as ``"threelc:sparsity=1.5"``.
+        strategy: Name of the strategy.
+        partitions: Number of ranges that a rank's share is cut into.
+        batched: Whether it travels in one message with other small tensors. Times are then its share of theirs.
+        encode: Time in which a rank encodes.
+        wire: Time in which a rank's link is busy.
+        decode: Time in which a rank decodes and merges.
+        total: Time from gradient to mean, in which these overlap.
+        dense: Total without compression, by the best strategy or the framework's own all-reduce.
     """
 
     name: str
@@ -58,19 +58,19 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class PlanTable:
-    """The plan of a model and what it predicts. Seconds of a whole step.
+    """The plan of a model, with predictions. Times are seconds of a whole step.
 
     Attributes:
-        rows: in the order in which backward makes the gradients.
-        world_size: ranks it was made for.
-        fidelity: what the user allowed, or the methods there were to choose from.
-        native: the framework's own all-reduce is faster than any of this: leave the gradients to it.
-        step: of this plan.
-        dense_step: without compression, by gradwire.
-        native_step: by the framework's own all-reduce.
-        ideal_step: the larger of the step without communication and the time of this plan's bytes on the link.
-        limit: what this plan's step waits for: ``"backward"``, ``"link"``, ``"codec"`` or ``"latency"``.
-        pinned: the user wants this plan and no other.
+        rows: Tensors in the order in which backward computes the gradients.
+        world_size: Number of ranks that it was made for.
+        fidelity: Level of fidelity that the user allowed, or the methods to choose from.
+        native: Whether the framework's own all-reduce is faster than any plan.
+        step: Step by this plan.
+        dense_step: Step without compression, by gradwire.
+        native_step: Step by the framework's own all-reduce.
+        ideal_step: The larger of the step without communication and the time of this plan's bytes on the link.
+        limit: What this plan's step waits for: ``"backward"``, ``"link"``, ``"codec"`` or ``"latency"``.
+        pinned: Whether the user wants this plan and no other.
     """
 
     rows: tuple[PlanRow, ...]
@@ -85,28 +85,30 @@ class PlanTable:
     pinned: bool = False
 
     def entries(self) -> dict[str, PlanEntry]:
-        """What `Plan.of_entries` takes.
+        """Return the argument of `Plan.of_entries`.
 
         Raises:
-            UnknownNameError, OptionError: a row names a compressor or options that do not exist.
+            UnknownNameError, OptionError: A row names a compressor or options that do not exist.
         """
         return {row.name: _entry(row) for row in self.rows}
 
     def plan(self) -> Plan:
-        """What `attach` and `Synchronizer` take, on every rank the same. It sends dense tensors by gradwire, too: where
-        `native` is set, not attaching at all is faster.
+        """Return the plan for `attach` and `Synchronizer`, the same on every rank.
+
+        gradwire sends dense tensors, too. If `native` is set, not attaching at all is faster.
 
         Raises:
-            UnknownNameError, OptionError: as `entries` and `Plan.of_entries`.
+            UnknownNameError, OptionError: See `entries` and `Plan.of_entries`.
         """
         return Plan.of_entries(self.entries())
 
     @property
     def compresses(self) -> bool:
+        """Whether any tensor is compressed."""
         return any(row.spec != DENSE_NAME for row in self.rows)
 
     def verdict(self) -> str:
-        """The decision in a sentence or two."""
+        """Return the decision in a sentence or two."""
         dense = min(self.dense_step, self.native_step)
         by = "the framework's own all-reduce" if self.native_step <= self.dense_step else "gradwire"
         if not self.compresses:
@@ -130,11 +132,11 @@ class PlanTable:
     # -- as a file -------------------------------------------------------------------------------------------
 
     def pin(self) -> PlanTable:
-        """The same plan, not to be replaced."""
+        """Return the same plan, pinned."""
         return replace(self, pinned=True)
 
     def to_json(self) -> str:
-        """A document with a line a tensor."""
+        """Return a document with a line per tensor."""
         head: dict[str, Any] = {"format": FORMAT, "version": VERSION}
         head |= {field.name: getattr(self, field.name) for field in fields(self) if field.name != "rows"}
         text = json.dumps(head, indent=1).removesuffix("\n}")
@@ -146,19 +148,15 @@ class PlanTable:
         """Read what `to_json` wrote, or a person changed.
 
         Raises:
-            OptionError: it is no such document, of another version, or has unknown, missing or ill-typed entries.
+            OptionError: It is another document or version, or has unknown, missing or ill-typed entries.
         """
-        try:
-            document = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise OptionError(f"Expected a plan as JSON, got something else ({error}). Do: make it anew.") from None
-        document = expect_document(document, FORMAT, VERSION)
+        document = read_document(text, FORMAT, VERSION)
         rows = document.pop("rows", None)
         if not isinstance(rows, list):
-            raise OptionError(f"Expected rows, a list, got {rows!r}. Do: make the plan anew.")
+            raise OptionError(f"rows must be a list, not {rows!r}. Make the plan again.")
         document["rows"] = tuple(PlanRow(**_checked(row, PlanRow, f"row {index}")) for index, row in enumerate(rows))
         table = cls(**_checked(document, cls, "the plan"))
-        table.entries()  # names and options of compressors, too
+        table.entries()  # refuses unknown names and options of compressors
         return table
 
     def save(self, path: str | Path) -> None:
@@ -167,7 +165,7 @@ class PlanTable:
 
     @classmethod
     def load(cls, path: str | Path) -> PlanTable:
-        """Read a file. Raises as `from_json` does."""
+        """Read a file. Raises what `from_json` raises."""
         return cls.from_json(Path(path).read_text())
 
 
@@ -178,16 +176,14 @@ def _entry(row: PlanRow) -> PlanEntry:
 
 
 def _checked(document: Any, cls: type, where: str) -> dict[str, Any]:
-    """The entries of a JSON object, none unknown, none missing, each of its field's type."""
+    """Return the entries of a JSON object for a dataclass, each of its field's type."""
+    found = expect_fields(document, cls, where)
     kinds: dict[str, type | tuple[type, ...]] = {"str": str, "int": int, "float": (int, float), "bool": bool}
     known = {field.name: kinds.get(str(field.type), tuple) for field in fields(cls)}
-    needed = {field.name for field in fields(cls) if field.default is MISSING}
-    if not isinstance(document, dict) or not needed <= set(document) <= set(known):
-        raise OptionError(f"Expected {', '.join(known)} (in {where}), got {document!r}. Do: make the plan anew.")
-    for name, value in document.items():
+    for name, value in found.items():
         if not isinstance(value, known[name]) or (isinstance(value, bool) and known[name] is not bool):
-            raise OptionError(f"Expected {name} of another type, got {value!r} (in {where}). Do: make the plan anew.")
-    return document
+            raise OptionError(f"{name} must not be {value!r} (in {where}). Correct the file, or make the plan again.")
+    return found
 
 
 # -- for people --------------------------------------------------------------------------------------------------
@@ -198,7 +194,7 @@ _LEFT = (0, 3, 4)  # columns of text
 
 
 def _grouped(rows: Iterable[PlanRow]) -> list[PlanRow]:
-    """The rows, with those that travel in one message as one."""
+    """Combine the rows that travel in one message."""
     rows = list(rows)
     small: dict[str, list[PlanRow]] = {}
     for row in rows:
@@ -208,7 +204,6 @@ def _grouped(rows: Iterable[PlanRow]) -> list[PlanRow]:
 
 
 def _together(rows: list[PlanRow]) -> PlanRow:
-    """Small tensors as one row."""
     if len(rows) == 1:
         return rows[0]
     sums = {name: sum(getattr(row, name) for row in rows)
@@ -227,8 +222,26 @@ def _align(cell: str, width: int, index: int) -> str:
     return cell.ljust(width) if index in _LEFT else cell.rjust(width)
 
 
+def limit_of(step: float, compute: float, wire: float, codec: float, margin: float) -> str:
+    """Return what a step waits for: ``"backward"``, ``"link"``, ``"codec"`` or ``"latency"``.
+
+    Args:
+        step: Seconds of the step.
+        compute: Seconds without communication.
+        wire: Seconds in which the link is busy.
+        codec: Seconds in which the codec is busy.
+        margin: Share of the step, below which what exceeds `compute` does not count.
+    """
+    tail = step - compute
+    if tail <= margin * step:
+        return "backward"
+    if max(wire, codec) < tail / 2:
+        return "latency"
+    return "link" if wire >= codec else "codec"
+
+
 def seconds(value: float) -> str:
-    """A time with three digits and a unit."""
+    """Format a time with three digits and a unit."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3)):
         if value >= scale:
             return f"{value / scale:.3g} {unit}" if value < 1000 * scale else f"{value / scale:,.0f} {unit}"
