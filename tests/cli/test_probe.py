@@ -33,7 +33,7 @@ def invoke(app: typer.Typer, *arguments: str) -> str:
 def test_without_a_launcher_the_command_to_run_is_given(app, monkeypatch):
     monkeypatch.delenv("RANK")
     with pytest.raises(
-        GradwireError, match=r"got no RANK .* Do: torchrun --nproc-per-node 4 -m gradwire\.cli probe text"
+        GradwireError, match=r"RANK is not set. Start it with torchrun --nproc-per-node 4 -m gradwire\.cli probe text"
     ):
         invoke(app, "text")
 

@@ -1,4 +1,4 @@
-"""The costs that `plan` and `simulate` count with: from a file, or this machine's, measured with signs of life."""
+"""The costs for `plan` and `simulate`: from a file, or measured on this machine while progress is shown."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ if TYPE_CHECKING:
     from gradwire.planner.costs import Costs
 
 
-def costs_of(path: Path | None, specs: Iterable[str], anew: bool = False) -> Costs:
-    """Costs of these compressors from a file, or of this machine; what is missing there is measured.
+def costs_of(path: Path | None, specs: Iterable[str], measure: bool = False) -> Costs:
+    """Return the costs of compressors.
 
     Args:
-        path: the file; None for the one in this machine's cache, which is filled as far as need be.
-        specs: compressors.
-        anew: measure all of them, and write them to the file.
+        path: File of costs. None takes the file in this machine's cache, and measures what is missing there.
+        specs: Compressors.
+        measure: Measure all of them, and write the file.
 
     Raises:
-        OptionError: there is no such file, or something else in it.
+        OptionError: The file does not exist, or is not a file of costs.
     """
     from rich.console import Console
 
     from gradwire.planner.costs import Costs
     from gradwire.simulate.machine import default_path, machine_costs
 
-    if path is not None and not anew:
+    if path is not None and not measure:
         if not path.is_file():
             raise OptionError(
-                f"There is no file of costs {str(path)!r}. Leave --costs out to take this machine's, or write the file "
+                f"There is no file of costs {str(path)!r}. Leave --costs out to use this machine's, or write the file "
                 f"with gradwire simulate --costs {path} --measure."
             )
         return Costs.from_json(path.read_text())
@@ -53,11 +53,11 @@ def costs_of(path: Path | None, specs: Iterable[str], anew: bool = False) -> Cos
             if not console.is_terminal:
                 console.print(f"Measuring {spec}…")
 
-        return machine_costs(wanted, path, remeasure=anew, on_measure=show)
+        return machine_costs(wanted, path, remeasure=measure, on_measure=show)
 
 
 def progress(console: Console) -> Progress:
-    """A bar with a count and the time, on a terminal alone."""
+    """Return a progress bar with a count and the time, shown only on a terminal."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

@@ -1,4 +1,4 @@
-"""`gradwire plan`: by what each tensor of a model should travel, from measured codecs and a described network."""
+"""`gradwire plan`: plans a model for a described network, from codecs measured on this machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MODELS = "vgg19, resnet50, ugatit, ugatit-light, bert-base, bert-large, lstm, tr
 
 
 def register(app: typer.Typer) -> None:
-    """Adds the command to the command line."""
+    """Add the command to the command line."""
     app.command("plan")(plan)
 
 
@@ -31,27 +31,27 @@ def plan(
         str, typer.Option(help=f"{MODELS}; or MODULE:FUNCTION or path/to/file.py:FUNCTION, which returns model, batch.")
     ] = "resnet50",
     fidelity: Annotated[
-        str, typer.Option(help="What may be done to gradients: exact, near-lossless, balanced or aggressive.")
+        str, typer.Option(help="How much gradients may change: exact, near-lossless, balanced or aggressive.")
     ] = "balanced",
-    ranks: Annotated[int | None, typer.Option(min=1, help="Number of ranks. Default: that of --costs, or 4.")] = None,
-    rate: Annotated[str | None, typer.Option(help="Of each link: 10gbit. Default: that of --costs, or 1gbit.")] = None,
-    latency: Annotated[str, typer.Option(help="One way, where --rate is given: 20us.")] = "20us",
+    ranks: Annotated[int | None, typer.Option(min=1, help="Number of ranks. Default: from --costs, or 4.")] = None,
+    rate: Annotated[
+        str | None, typer.Option(help="Rate of links, such as 10gbit. Default: from --costs, or 1gbit.")
+    ] = None,
+    latency: Annotated[str, typer.Option(help="One-way latency of each link, used with --rate.")] = "20us",
     compute: Annotated[
         str | None,
-        typer.Option(help="Forward and backward of a rank. Default: measured here of a FUNCTION, else 100ms."),
+        typer.Option(help="Time of forward and backward. Default: measured for a FUNCTION, else 100ms."),
     ] = None,
     costs: Annotated[
-        Path | None, typer.Option(help="Measured costs; default: this machine's, kept in the cache.")
+        Path | None, typer.Option(help="File of measured costs. Default: this machine's, kept in the cache.")
     ] = None,
-    save: Annotated[
-        Path | None, out_file(help="Write the plan to this file, pinned, as PlanTable.load reads it.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON, and no table.")] = False,
+    save: Annotated[Path | None, out_file(help="Write the plan to this file, for PlanTable.load.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON instead of a table.")] = False,
 ) -> None:
-    """Plan a model: for each tensor compressor, strategy and partitions, with the times that are predicted.
+    """Choose compressor, strategy and partitions for each tensor of a model, with predicted times.
 
-    Codecs are measured on one core of this machine the first time they are asked for. A model of your own comes from a
-    function as `gradwire probe` takes it; its steps are timed in this process.
+    Codecs are measured on one core of this machine when they are first needed. For a model of your own, name a function
+    as for `gradwire probe`. Its steps are timed in this process.
 
     Example: gradwire plan --model vgg19 --rate 1gbit --ranks 4 --save plan.json
 
@@ -61,7 +61,7 @@ def plan(
     from gradwire.planner.fidelity import methods
 
     allowed = methods(fidelity)
-    _bits(rate), _seconds(latency)  # refused before anything is measured
+    _bits(rate), _seconds(latency)  # mistakes are refused before anything is measured
     step = _timeline(model, None if compute is None else _seconds(compute))
     known = _network(costs_of(costs, [method.spec for method in allowed]), ranks, rate, latency)
     table = planner.plan(step.gradients, known, fidelity=fidelity, backward=step.backward, rest=step.forward)
@@ -71,7 +71,7 @@ def plan(
 
 
 def _timeline(model: str, seconds: float | None) -> Timeline:
-    """When gradients are there: of a model by its name as its layers' work says, of the user's own as measured."""
+    """Return when gradients are ready: as measured for a user's model, else from the work of each layer."""
     from gradwire.bench.probe_job import from_user
     from gradwire.bench.timeline import Timeline, measure
     from gradwire.planner import PlannedTensor
@@ -87,7 +87,7 @@ def _timeline(model: str, seconds: float | None) -> Timeline:
 
 
 def _network(costs: Costs, ranks: int | None, rate: str | None, latency: str) -> Costs:
-    """The costs with the network that was asked for; where none was, with the one that was measured."""
+    """Return the costs with the described network, or without one with the measured network."""
     from gradwire.planner.costs import LinkCosts
 
     measured = costs.slowest.seconds_per_byte > 0
@@ -95,13 +95,13 @@ def _network(costs: Costs, ranks: int | None, rate: str | None, latency: str) ->
         world_size = ranks or costs.world_size
         links = costs.links if world_size == costs.world_size else (costs.slowest,)
         return replace(costs, world_size=world_size, links=links)
-    # The framework's all-reduce was measured on another link: it is taken to use this one as well as can be.
+    # The framework's all-reduce was measured on another link. It is assumed to use this one fully.
     world_size = ranks or (costs.world_size if measured else DEFAULT_RANKS)
     return replace(costs, world_size=world_size, links=(LinkCosts(_seconds(latency), 8 / _bits(rate)),), native=None)
 
 
 def _bits(rate: str | None) -> float:
-    """Bits a second of a link."""
+    """Parse bits per second of a link."""
     from gradwire.lab.units import parse_rate
 
     bits = parse_rate(rate or DEFAULT_RATE)

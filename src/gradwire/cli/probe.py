@@ -1,4 +1,4 @@
-"""`gradwire probe`: under torchrun, whether compression will pay for a model, by how much and with what."""
+"""`gradwire probe`: measures on a job's ranks whether compression pays for a model, by how much and with what."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def register(app: typer.Typer) -> None:
-    """Adds the command to the command line."""
+    """Add the command to the command line."""
     app.command("probe")(probe)
 
 
@@ -37,29 +37,29 @@ def probe(
         ),
     ],
     fidelity: Annotated[
-        str, typer.Option(help="What may be done to gradients: exact, near-lossless, balanced or aggressive.")
+        str, typer.Option(help="How much gradients may change: exact, near-lossless, balanced or aggressive.")
     ] = "balanced",
     compressors: Annotated[
-        str | None, typer.Option(help="Further candidates, such as topk:ratio=0.01,powersgd.")
+        str | None, typer.Option(help="More compressors to try, such as topk:ratio=0.01,powersgd.")
     ] = None,
-    seconds: Annotated[float, typer.Option(min=0.01, help="Of each measurement; slow steps take longer.")] = 3.0,
+    seconds: Annotated[float, typer.Option(min=0.01, help="Length of each measurement. Slow steps take longer.")] = 3.0,
     json_file: Annotated[Path | None, out_file("--json", help="Write the figures to this file.")] = None,
     save_plan: Annotated[
         Path | None, out_file(help="Write gradwire's fastest plan to this file, as PlanTable.load reads it.")
     ] = None,
 ) -> None:
-    """Time a model's steps on the ranks, links and cores it will train on, and say whether compression pays.
+    """Time a model's steps on the ranks, links and cores that it will train on, and say whether compression pays.
 
-    The function returns model, batch: a tensor, a tuple for model(*batch) or a dict for model(**batch). The model's
-    output is its loss, or has it as .loss or ["loss"]; of any other tensor the mean square is taken. Model and job are
-    left as they are.
+    The function returns model, batch. The batch is a tensor, a tuple for model(*batch) or a dict for model(**batch).
+    The model's output is its loss, or has it as .loss or ["loss"]. Of any other tensor the mean square is taken. The
+    model itself does not change.
 
     Example: torchrun --nproc-per-node 4 -m gradwire.cli probe my_module:job
     """
     missing = [name for name in _NEEDED if name not in os.environ]
     if missing:
         raise GradwireError(
-            f"Expected to be started once a rank, got no {', '.join(missing)} in the environment. Do: {_LAUNCH} "
+            f"gradwire probe runs on every rank of a job, but {', '.join(missing)} is not set. Start it with {_LAUNCH} "
             f"{target}, or on a laptop: gradwire lab --hosts 4 --rate 100mbit -- python -m gradwire.cli probe {target}"
         )
     import torch.distributed as dist
@@ -82,7 +82,7 @@ def probe(
 
 
 def _join() -> torch.device:
-    """The process group: NCCL where each rank of this machine has a GPU, else Gloo; and the rank's device."""
+    """Start the process group, NCCL if each rank of this machine has a GPU, else Gloo, and return the rank's device."""
     import torch
     import torch.distributed as dist
 
@@ -113,19 +113,19 @@ def _job(target: str) -> ProbeJob:
 
 
 def _show(prober: Prober, json_file: Path | None, save_plan: Path | None) -> None:
-    """Run it on rank 0, with progress, and print what it comes to."""
+    """Run on rank 0 with progress, and print the result."""
     from rich.console import Console
 
     console, progress = Console(), Console(stderr=True)
     prober.say = lambda text: progress.print(f"probe: {text}", highlight=False, markup=False, soft_wrap=True)
     found = prober.run()
-    # Fewer columns would cut the numbers off, and a pipe has no width at all.
+    # The table needs this width, and a pipe has none.
     console.width = max(console.width, 120)
     console.print(_heading(found), highlight=False, markup=False, soft_wrap=True)
     if found.rows:
         console.print(_table(found))
     if prober.job.means_squares:
-        console.print(f"{found.name} gives no loss: the mean square of its output was taken.", markup=False)
+        console.print(f"{found.name} returns no loss: the mean square of its output was taken.", markup=False)
     console.print(found.sentence, highlight=False, markup=False, soft_wrap=True)
     if found.advised is not None:
         console.print(f"To do it: {found.advised.use}", highlight=False, markup=False, soft_wrap=True)
@@ -136,14 +136,14 @@ def _show(prober: Prober, json_file: Path | None, save_plan: Path | None) -> Non
 
 
 def _save(prober: Prober, found: ProbeFindings, path: Path) -> str:
-    """Write the fastest plan; returns what to tell."""
+    """Write the fastest plan, and return what to print."""
     plans = [row for row in found.rows if row.name in prober.tables]
     best = min(plans, key=lambda row: row.step, default=None)
     if best is None:
-        return f"{path} was not written: there is no plan that was worth a try."
+        return f"{path} was not written: no plan was worth a trial."
     prober.tables[best.name].pin().save(path)
     how = f'gw.attach(ddp, gw.PlanTable.load("{path}").plan(), optimizer=optimizer)'
-    return f"{path} holds {best.name}{'' if best == found.advised else ', which is not advised'}: {how}"
+    return f"{path} contains {best.name}{'' if best == found.advised else ', which is not advised'}: {how}"
 
 
 def _heading(found: ProbeFindings) -> str:
@@ -167,7 +167,7 @@ def _table(found: ProbeFindings) -> Table:
     from gradwire.planner.table import seconds
 
     table = Table(box=box.SIMPLE)
-    table.add_column("way")  # a plan's name may be long: it alone is wrapped
+    table.add_column("way")  # only this column is wrapped: a plan's name may be long
     for name in ("predicted", "step", "faster", "÷ ideal", "MB a step", "codec", "waits for", "steps"):
         table.add_column(name, justify="left" if name == "waits for" else "right", no_wrap=True)
     dense = found.rows[0].step

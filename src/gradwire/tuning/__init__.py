@@ -1,1 +1,1 @@
-"""`auto`: calibration of links and codecs, the step clock, candidates, and the choice among them."""
+"""Calibration, candidates, trials and choice: what `auto` and `gradwire probe` share, and `auto` itself."""

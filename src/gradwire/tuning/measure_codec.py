@@ -1,9 +1,8 @@
-"""The profiler: measures what compressors and the engine cost on this machine.
+"""Measures what compressors and the engine cost on this machine.
 
-One thread, medians of repeated calls after warm-up, time of the thread on its core (so what else runs on the machine
-counts only by what it takes from caches and memory). Gradients are normal random numbers and residuals what several
-encodes of them left behind, so that codecs whose payload depends on the content see a plausible one; a job that wants
-its own figures hands in its own gradients.
+Figures are medians of repeated calls on one thread, after warm-up, in processor time of that thread. Other work on the
+machine counts only as far as it takes caches and memory. Gradients are normal random numbers, unless the caller passes
+its own, and residuals are those of several encodes, because the payloads of some codecs depend on the values.
 """
 
 # Shapes: N = elements.
@@ -15,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,9 +41,9 @@ from gradwire.sync.strategies import Builder, Runtime, allgather
 from gradwire.wire.frame import Header, seal, unpack
 
 SIZES = (1 << 10, 1 << 13, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
-"""Elements of the tensors that are measured: from one block to 64 MB, which no cache holds."""
+"""Elements of the measured tensors: from one block to 64 MB, which no cache holds."""
 Clock = Callable[[], float]
-_NUM_MERGED = 4  # payloads that are merged; figures are for each of them
+_NUM_MERGED = 4  # payloads per merge; figures are per payload
 _WARM_UPS = 3
 _MIN_REPEATS = 3
 _MAX_REPEATS = 101
@@ -62,29 +62,29 @@ def measure_codec(
     aux: Mapping[str, torch.Tensor] | None = None,
     clock: Clock = time.thread_time,
 ) -> CodecCosts:
-    """Measure encode, decode and merge of a compressor, and what else it has.
+    """Measure encode, decode and merge of a compressor, and its preliminary round and accumulator if it has them.
 
     Args:
-        compressor: with its options.
-        sizes: elements of the tensors to measure, two at least.
-        seconds_budget: about how long this may take, without compilation at first use.
+        compressor: The compressor, with its options.
+        sizes: Elements of the tensors to measure, at least two numbers.
+        seconds_budget: About how long this may take, without compilation at first use.
         world_size: Number of ranks, on which the width of accumulators depends, and for some compressors the bits.
-        gradient: float32, from which tensors are cut (repeated where it is too short); None for random numbers.
-        aux: what contexts have in `aux`, cut and repeated as `gradient` is, but for what is of less than its length.
-        clock: ``time.perf_counter`` where ranks share cores, measure at once and shall see what that costs them.
+        gradient: Gradient, float32, that tensors are cut from; repeated if it is too short. None for random numbers.
+        aux: Values for `Context.aux`. Those as long as `gradient` are cut and repeated with it.
+        clock: Clock of the calls. ``time.perf_counter`` includes the time that other ranks take from this core.
 
     Raises:
-        OptionError: fewer than two different sizes, or a compressor whose costs depend on shapes, too.
+        OptionError: There are fewer than two different sizes, or the compressor's costs also depend on shapes.
     """
     if compressor.requires_full_tensor:
         raise OptionError(
-            f"Expected a compressor that takes ranges of tensors, got {compressor!r}, whose costs depend on shapes. "
-            'Do: name it in a plan of your own, for example {"*": "powersgd"}.'
+            f"The costs of {compressor!r} depend on shapes, and it is not measured. "
+            'Name it in a plan of your own, for example {"*": "powersgd"}.'
         )
     if len(set(sizes)) < 2 or min(sizes) < 1:
-        raise OptionError(f"Expected two or more sizes above 0, got {tuple(sizes)}. Do: pass a small and a large one.")
+        raise OptionError(f"Costs are measured at two or more sizes above 0, not {tuple(sizes)}. Pass a small and a "
+                          "large one.")  # fmt: skip
     ordered = sorted(set(sizes))
-    # Half of the time for the largest: its calls take the longest and vary the least.
     with _one_thread():
         seconds_each = seconds_budget / len(ordered)
         rows = [
@@ -100,7 +100,7 @@ def measure_codec(
 
 
 class _Row(NamedTuple):
-    """What one size takes."""
+    """Seconds and bytes at one size."""
 
     seconds: dict[str, float]
     nbytes: dict[str, float]
@@ -133,7 +133,7 @@ def _measure_size(
         accumulator = np.zeros(compressor.accumulator_size(spec), compressor.accumulator_dtype(world_size))
 
         def accumulate() -> None:
-            accumulator.fill(0)  # it is as wide as the sum of a few payloads needs
+            accumulator.fill(0)  # it holds the sum of only a few payloads
             compressor.accumulate(payload, context, accumulator)
 
         calls["accumulate"] = (accumulate, 1)
@@ -147,7 +147,7 @@ def _measure_size(
 def _encoder(
     compressor: Compressor, grad: torch.Tensor, context: Context
 ) -> tuple[Callable[[], Any], Callable[[], object], list[np.ndarray]]:
-    """Encodes as the synchronizer does, with a residual where it keeps one; its preliminary round; what that gave."""
+    """Return calls that encode and compute the preliminary round as the synchronizer does, and that round's result."""
     scale = 1 / context.world_size
     feedback = compressor.default_feedback == "error" and not compressor.exact
     after = np.zeros(grad.numel(), np.float32) if feedback else None
@@ -173,9 +173,9 @@ def _encoder(
 
 
 def _cut(aux: Mapping[str, torch.Tensor], gradient: torch.Tensor | None, size: int) -> dict[str, torch.Tensor]:
-    """What belongs to a gradient, for one of another size."""
-    whole = 0 if gradient is None else gradient.numel()
-    return {name: _gradient(size, each) if each.numel() == whole else each for name, each in aux.items()}
+    """Cut `aux` as `_gradient` cuts the gradient."""
+    numel = 0 if gradient is None else gradient.numel()
+    return {name: _gradient(size, each) if each.numel() == numel else each for name, each in aux.items()}
 
 
 def _gradient(size: int, given: torch.Tensor | None) -> torch.Tensor:
@@ -186,7 +186,7 @@ def _gradient(size: int, given: torch.Tensor | None) -> torch.Tensor:
 
 
 def _exact_curve(sizes: Sequence[int], nbytes: Sequence[float]) -> Curve:
-    # Payloads of random content need not grow from size to size; a curve does.
+    # Payloads of random values need not grow with the size. A curve must not fall.
     rising = np.maximum.accumulate(np.asarray(nbytes, dtype=float))
     return Curve(tuple(zip(map(float, sizes), rising.tolist(), strict=True)))
 
@@ -195,30 +195,26 @@ def _exact_curve(sizes: Sequence[int], nbytes: Sequence[float]) -> Curve:
 
 
 def measure_add(sizes: Sequence[int] = SIZES, seconds_budget: float = 0.3) -> Curve:
-    """Seconds to add a rank's own gradient to a sum, by elements."""
+    """Measure seconds to add a rank's own gradient to a sum, by elements."""
     ordered = sorted(set(sizes))
     found = []
     for size in ordered:
         grad, total = _gradient(size, None).numpy(), np.zeros(size, np.float32)
-        call = _adder(grad, total)
+        call = partial(kernels.compensate, grad, 1 / _NUM_MERGED, total, total)
         found.append(median_seconds(call, seconds_budget / len(ordered)))
     return Curve.through(ordered, found)
 
 
-def _adder(grad: np.ndarray, total: np.ndarray) -> Callable[[], object]:
-    return lambda: kernels.compensate(grad, 1 / _NUM_MERGED, total, total)
+def measure_task(num_jobs: int = 300) -> float:
+    """Measure seconds of the engine itself per task: queues, frames, events, and the construction of graphs.
 
-
-def measure_task(num_items: int = 300) -> float:
-    """The engine's own seconds for each task, beside its work: queues, frames, events, and what a graph takes to build.
-
-    Measured on tiny dense items between two ranks, of which one is an echo.
+    Tiny dense tensors travel between two ranks, of which one is an echo.
     """
-    runs = [_run_echo(num_items) for _ in range(_MIN_REPEATS)]
+    runs = [_run_echo(num_jobs) for _ in range(_MIN_REPEATS)]
     return float(np.median(runs))
 
 
-def _run_echo(num_items: int) -> float:
+def _run_echo(num_jobs: int) -> float:
     echo, events = _Echo(), EventStream()
     metrics = Metrics(events)
     work: list[float] = []
@@ -230,15 +226,15 @@ def _run_echo(num_items: int) -> float:
         stall_timeout=timedelta(seconds=60),
         on_failure=lambda error, state: None,
     )
-    around = Runtime(echo, Residuals(), events, seed=0)
+    runtime = Runtime(echo, Residuals(), events, seed=0)
     entry = PlanEntry(make(DENSE_NAME), "allgather")
-    items = [TensorJob("profile", 0, torch.zeros(1 << 10), entry, index, 0) for index in range(num_items)]
+    jobs = [TensorJob("profile", 0, torch.zeros(1 << 10), entry, index, 0) for index in range(num_jobs)]
     num_tasks = 0
     try:
         start = time.perf_counter()
-        for item in items:
-            graph = TaskGraph(item.name, item.round, item.round, lambda: None)
-            allgather.build(Builder(item, graph, around))
+        for job in jobs:
+            graph = TaskGraph(job.name, job.round, job.round, lambda: None)
+            allgather.build(Builder(job, graph, runtime))
             num_tasks += len(graph.tasks)
             engine.run(graph)
         engine.wait_idle()
@@ -249,7 +245,7 @@ def _run_echo(num_items: int) -> float:
 
 
 class _Echo(Transport):
-    """Gives back every frame as if the other of two ranks had sent its like."""
+    """Returns every frame as if the other of two ranks had sent the same."""
 
     def __init__(self) -> None:
         self.rank, self.world_size, self.epoch = 0, 2, 0
@@ -266,17 +262,17 @@ class _Echo(Transport):
         return None
 
     def abort(self, reason: str, blame: int | None = None) -> None:
-        """Nobody to tell."""
+        """Nobody is there to tell."""
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Nothing is open."""
 
 
 # -- timing ------------------------------------------------------------------------------------------------------
 
 
 def median_seconds(call: Callable[[], object], seconds_budget: float, clock: Clock = time.thread_time) -> float:
-    """Median time of a call, after warm-up, within about a budget."""
+    """Return the median time of a call after warm-up, in about `seconds_budget`."""
     call()
     first = max(_seconds(call, clock), 1e-9)
     repeats = min(_MAX_REPEATS, max(_MIN_REPEATS, int(seconds_budget / first)))

@@ -1,14 +1,14 @@
-"""The link probe: latency and rate of every rank's link, measured between steps with the job's own transport.
+"""Measures latency and rate of every rank's link, between steps and with the job's own transport.
 
-Ranks form a ring, and all measure at once, so that every link is busy both ways as it is in a synchronization. Latency
-is half of a round trip of small frames, engine and transport included. For the rate each rank sends a train of frames
-and its receiver looks at the second half of it alone: the first half may have passed on the tokens that a shaped link
-or a switch has saved up. A first, short train says how long the second can be.
+Ranks form a ring and measure at the same time, so that every link is busy in both directions, as in a synchronization.
+Latency is half of a round trip of small frames, engine and transport included. For the rate, each rank sends a train
+of frames, and the receiver times only the second half: the first half may have used up the burst that a shaped link or
+a switch allows. A short train first tells how long the second one can be.
 
 On failure: as any synchronization, within the deadlines of the job.
 """
 
-# Shapes: W = ranks.
+# Shapes: W = ranks, K = numbers
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ _TARGET_SECONDS = 0.1
 
 
 def measure_links(synchronizer: Synchronizer) -> tuple[LinkCosts, ...]:
-    """Measure the link of each rank, from its own end; the same figures on all ranks.
+    """Measure the link of each rank. Call it on all ranks, between steps; all get the same figures.
 
-    All ranks call it, between steps. It sends at most 17 MB and takes about 0.2 seconds on links of 20 Mb/s and above.
+    It sends at most 17 MB per rank and takes about 0.2 seconds on links of 20 Mb/s and above.
 
     Raises:
         SyncError: The synchronizer failed.
     """
-    return (LinkCosts(0.0, 0.0),) if synchronizer.world_size == 1 else _LinkProbe(synchronizer).links()
+    return (LinkCosts(0.0, 0.0),) if synchronizer.world_size == 1 else _LinkMeasurement(synchronizer).links()
 
 
-class _LinkProbe:
-    """Measures one rank's link."""
+class _LinkMeasurement:
+    """Measures the link of this rank."""
 
     def __init__(self, synchronizer: Synchronizer) -> None:
         self._synchronizer = synchronizer
@@ -53,18 +53,18 @@ class _LinkProbe:
     def links(self) -> tuple[LinkCosts, ...]:
         latency = median(self._round_trip() for _ in range(_ROUND_TRIPS)) / 2
         short = self._rate(_SHORT_TRAIN)
-        # The slowest link sets the length for all, as it would set the time of a step.
-        chunks = float(np.nanmin(self._gather(np.array([short])))) * _TARGET_SECONDS / PROBE_BYTES
-        rate = self._rate(int(np.clip(chunks, _SHORT_TRAIN, _LONG_TRAIN)))
+        # The slowest link decides the length for all ranks.
+        num_frames = float(np.nanmin(self._gather(np.array([short])))) * _TARGET_SECONDS / PROBE_BYTES
+        rate = self._rate(int(np.clip(num_frames, _SHORT_TRAIN, _LONG_TRAIN)))
         return tuple(LinkCosts(float(row[0]), 1 / float(row[1])) for row in self._gather(np.array([latency, rate])))
 
     def _gather(self, mine: np.ndarray) -> np.ndarray:
-        """Bring float64[K] of each rank to all: float64[W, K]."""
+        """Gather the numbers of all ranks: float64[K] to float64[W, K]."""
         rows: np.ndarray = self._synchronizer.exchange(mine).wait()
         return rows
 
     def _round_trip(self) -> float:
-        """Seconds from this rank to the next one and back."""
+        """Measure seconds from this rank to the next one and back."""
         times: list[float] = []
 
         def build(graph: TaskGraph, transport: Transport) -> None:
@@ -78,22 +78,22 @@ class _LinkProbe:
         self._synchronizer.run_alone(build, "probe")
         return times[1] - times[0]
 
-    def _rate(self, chunks: int) -> float:
-        """Bytes a second that this rank received in the second half of a train from the rank before."""
-        times = [0.0] * chunks
+    def _rate(self, num_frames: int) -> float:
+        """Measure bytes per second in the second half of a train from the previous rank."""
+        times = [0.0] * num_frames
 
         def build(graph: TaskGraph, transport: Transport) -> None:
-            # Who has heard that its receiver waits may send: then nothing comes before it is expected.
+            # A rank sends once its receiver waits, so that no frame arrives before it is expected.
             self._send(graph, transport, self._previous, 0, 0)
             ready = self._recv(graph, self._next, 0)
-            for index in range(chunks):
+            for index in range(num_frames):
                 self._send(graph, transport, self._next, PROBE_BYTES, 1, index, after=ready)
                 arrived = self._recv(graph, self._previous, 1, index)
                 graph.add("merge", "note probe", partial(_note, times, index), [arrived])
 
         self._synchronizer.run_alone(build, "probe")
-        half = chunks // 2
-        return (chunks - half) * (PROBE_BYTES + HEADER_BYTES) / max(times[-1] - times[half - 1], 1e-9)
+        half = num_frames // 2
+        return (num_frames - half) * (PROBE_BYTES + HEADER_BYTES) / max(times[-1] - times[half - 1], 1e-9)
 
     # -- frames ----------------------------------------------------------------------------------------------
 

@@ -1,0 +1,71 @@
+"""Trials, with a runner whose steps have known times."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from gradwire.tuning.candidates import Candidate
+from gradwire.tuning.step_clock import BucketTiming, StepTiming, medians
+from gradwire.tuning.trials import WARM_UP, Script, Trials, run_steps
+
+ONE, OTHER = Candidate("one"), Candidate("other")
+
+
+class ScriptedSteps:
+    """Steps of given seconds; a switch takes one of them."""
+
+    def __init__(self, *seconds: float) -> None:
+        self.seconds = list(seconds)
+        self.switched: list[Candidate] = []
+        self.last = StepTiming()
+
+    def switch(self, candidate: Candidate) -> Script[None]:
+        self.switched.append(candidate)
+        yield
+
+    def step(self) -> None:
+        self.last = StepTiming([BucketTiming(("w",), 8, 0.25, 0.75)], self.seconds.pop(0))
+
+
+def trials(runner: ScriptedSteps, max_steps: int = 3, max_seconds: float = 10.0) -> Trials:
+    return Trials(runner, lambda mine: mine, max_steps, max_seconds)
+
+
+def test_neither_the_switch_nor_warm_up_is_timed() -> None:
+    runner = ScriptedSteps(*[100.0] * (1 + WARM_UP), 1.0, 2.0, 6.0, 50.0)
+    found = trials(runner)
+    run_steps(found.run(ONE), runner.step)
+    timing = found.timings[ONE]
+    assert (timing.step, timing.num_steps, runner.seconds) == (2.0, 3, [50.0])
+    assert (timing.rest, timing.busy, timing.synchronizing) == (1.25, 0.5, 0.5)
+    assert (timing.buckets, timing.nbytes) == ((BucketTiming(("w",), 8, 0.25),), 8)
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(0.1, 1), (1.0, 1), (1.5, 2)])
+def test_slow_steps_are_timed_for_a_given_time_and_at_least_once(seconds: float, expected: int) -> None:
+    runner = ScriptedSteps(*[1.0] * 10)
+    timing = run_steps(trials(runner, max_seconds=seconds).time(), runner.step)
+    assert timing.num_steps == expected
+
+
+def test_the_slowest_rank_says_how_long_steps_take() -> None:
+    runner = ScriptedSteps(*[1.0] * 10)
+    timing = run_steps(Trials(runner, lambda mine: 4 * mine, 8, 10.0).time(warm_up=0), runner.step)
+    assert (timing.num_steps, timing.step) == (3, 4.0)
+
+
+def test_of_two_trials_the_shorter_step_counts() -> None:
+    runner = ScriptedSteps(*[2.0] * 6, *[9.0] * 6, *[1.0] * 6, *[3.0] * 6)
+    found = trials(runner)
+    for candidate in (ONE, OTHER, ONE, ONE):
+        run_steps(found.run(candidate), runner.step)
+    assert runner.switched == [ONE, OTHER, ONE, ONE]
+    assert {candidate: timing.step for candidate, timing in found.timings.items()} == {ONE: 1.0, OTHER: 9.0}
+
+
+def test_steps_with_other_buckets_than_the_last_do_not_count() -> None:
+    first = StepTiming([BucketTiming(("a",), 4, 0.0), BucketTiming(("b",), 4, 9.0)], 90.0)
+    last = StepTiming([BucketTiming(("a", "b"), 8, 2.0)], 10.0)
+    assert medians([first, last]).tolist() == medians([last]).tolist()
+    assert np.shape(medians([first, last])) == (8,)
