@@ -93,7 +93,7 @@ def test_no_time_falls_as_a_link_or_a_codec_slows_down(spec, strategy, count, nu
 @given(specs, strategies, partitions, numels, any_costs)
 def test_a_total_is_no_less_than_its_resources_and_no_more_than_all_in_a_row(spec, strategy, count, numel, job):
     way = route(spec, strategy, count, numel, job)
-    waiting = way.batches * sum(leg.waiting for leg in way.legs)
+    waiting = way.partitions * sum(leg.waiting for leg in way.legs)
     assert max(way.encode + way.decode, way.wire) * (1 - 1e-9) <= way.seconds
     assert way.seconds <= (way.encode + way.decode + way.wire + waiting) * (1 + 1e-9)
 

@@ -24,7 +24,7 @@ def test_a_schedule_is_never_shorter_than_its_work_nor_longer_than_all_in_a_row(
     assert found.codec == pytest.approx(sum(way.encode + way.decode for _, way in jobs))
     assert found.link == pytest.approx(sum(way.wire for _, way in jobs))
     latest = max((ready for ready, _ in jobs), default=0.0)
-    waiting = sum(way.batches * leg.waiting for _, way in jobs for leg in way.legs)
+    waiting = sum(way.partitions * leg.waiting for _, way in jobs for leg in way.legs)
     assert max(latest, found.codec, found.link) * (1 - 1e-9) <= found.finish
     assert found.finish <= (latest + found.codec + found.link + waiting) * (1 + 1e-9)
 

@@ -1,9 +1,9 @@
 """Closed forms: how long one tensor takes with a given compressor, strategy and number of partitions.
 
-Each strategy is described once, by the *legs* of a batch: one range of every rank's share, or, in an all-gather, one
-range. A leg is a number of equal messages, with what is encoded before and decoded after each. The legs give the
-seconds of a batch alone, the time it occupies a rank's link and codec, and (in `schedule`) how it overlaps with other
-tensors and the backward pass. The batches of several partitions form a pipeline.
+Each strategy is described once, by the *legs* of a partition: one range of every rank's share, or, in an all-gather,
+one range. A leg is a number of equal messages, with what is encoded before and decoded after each. The legs give the
+seconds of a partition alone, the time it occupies a rank's link and codec, and (in `schedule`) how it overlaps with
+other tensors and the backward pass. Several partitions form a pipeline.
 
 Guarantees: no time falls when a tensor grows, or when a link or a codec slows down (tests).
 
@@ -33,7 +33,7 @@ Kind = Literal["work", "fan", "relay", "chain"]
 
 @dataclass(frozen=True)
 class Leg:
-    """Equal messages of a batch, as one rank sees them. Times are in seconds per message.
+    """Equal messages of a partition, as one rank sees them. Times are in seconds per message.
 
     Attributes:
         kind: ``"work"`` has no message, and waits for everything before it. In a ``"fan"``, messages are independent:
@@ -90,39 +90,41 @@ class Route:
     """A tensor's way through codec and link, with one compressor and strategy.
 
     Attributes:
-        legs: Legs of one batch.
-        batches: Number of batches that follow each other.
+        legs: Legs of one partition.
+        partitions: Number of partitions that follow each other.
     """
 
     legs: tuple[Leg, ...]
-    batches: int = 1
+    partitions: int = 1
 
     @property
     def encode(self) -> float:
         """Seconds in which a rank encodes."""
-        return self.batches * sum(leg.messages * leg.encode for leg in self.legs)
+        return self.partitions * sum(leg.messages * leg.encode for leg in self.legs)
 
     @property
     def decode(self) -> float:
         """Seconds in which a rank decodes and merges."""
-        return self.batches * sum(leg.messages * leg.decode + leg.aside for leg in self.legs)
+        return self.partitions * sum(leg.messages * leg.decode + leg.aside for leg in self.legs)
 
     @property
     def wire(self) -> float:
         """Seconds in which a rank's link is busy."""
-        return self.batches * sum(leg.busy for leg in self.legs)
+        return self.partitions * sum(leg.busy for leg in self.legs)
 
     @property
     def seconds(self) -> float:
         """From the gradient to its mean, with link and codec otherwise idle.
 
-        While one batch is on the link, another uses the codec. Only the beginning of the first batch and the end of
-        the last do not overlap: with n turns from codec to link, 1/n of a batch.
+        While one partition is on the link, another uses the codec. Only the beginning of the first and the end of the
+        last do not overlap: with n turns from codec to link, 1/n of a partition.
         """
         busier = max(sum(leg.coding for leg in self.legs), sum(leg.busy for leg in self.legs))
         alone = max(sum(leg.seconds for leg in self.legs), busier)
         turns = sum(leg.messages if leg.kind == "chain" else leg.kind != "work" for leg in self.legs)
-        return alone if self.batches == 1 else max(alone, self.batches * busier + (alone - busier) / max(1, turns))
+        return (
+            alone if self.partitions == 1 else max(alone, self.partitions * busier + (alone - busier) / max(1, turns))
+        )
 
 
 @dataclass(frozen=True)
@@ -260,10 +262,10 @@ def route(
     if fused > 1:  # each owner gets whole tensors
         return Route(tuple(FORMS[strategy](_Range(numel, itemsize, spec, codec, costs, 1 / shares, fused), W)))
     blocks = -(-numel // RANGE_ALIGNMENT)  # as a job is split: the longest range counts, and none is empty
-    batches = min(partitions, -(-blocks // shares))
-    count = min(numel, -(-blocks // (shares * batches)) * RANGE_ALIGNMENT)
+    partitions = min(partitions, -(-blocks // shares))
+    count = min(numel, -(-blocks // (shares * partitions)) * RANGE_ALIGNMENT)
     legs = FORMS[strategy](_Range(count, itemsize, spec, codec, costs), W)
-    return Route(tuple(leg for leg in legs if leg.messages), batches)
+    return Route(tuple(leg for leg in legs if leg.messages), partitions)
 
 
 def native_seconds(nbytes: float, costs: Costs) -> float:

@@ -228,10 +228,6 @@ class Costs:
         if DENSE_NAME not in self.codecs:
             raise OptionError('The costs of "none" are missing, which all others are compared with. Measure it too.')
 
-    def link(self, rank: int) -> LinkCosts:
-        """Return the link of one rank."""
-        return self.links[rank % len(self.links)]
-
     @property
     def slowest(self) -> LinkCosts:
         """The worst of all links, which every step of a synchronization waits for."""

@@ -87,8 +87,8 @@ def options(
             # slower (8 to 25 % in the simulator).
             whole = fused > 1 or (strategy == "scatter_reduce" and codec.needs_stats)
             for count in [1] if whole else sorted(partitions):
-                way = route(method.spec, strategy, count, tensor.numel, costs, itemsize, fused)
-                found.append(Option(method.spec, strategy, count, way))
+                times = route(method.spec, strategy, count, tensor.numel, costs, itemsize, fused)
+                found.append(Option(method.spec, strategy, count, times))
     return found
 
 

@@ -22,7 +22,7 @@ from gradwire.planner.closed_forms import Leg, Route
 CODEC, LINK = 0, 1
 # Half of these suffice for more than MANY tensors, where other tensors fill the gaps.
 MAX_LEG_TASKS = 4  # tasks of one kind per leg; more messages are grouped
-MAX_BATCHES = 8  # batches per tensor; more are grouped
+MAX_PARTITIONS = 8  # per tensor; more are grouped
 MANY = 32
 
 
@@ -65,19 +65,18 @@ class _Task:
 def run(jobs: Iterable[ScheduledTensor]) -> Schedule:
     """Schedule jobs in the order of their submission."""
     jobs = list(jobs)
-    few = len(jobs) <= MANY
-    most, most_batches = (MAX_LEG_TASKS, MAX_BATCHES) if few else (MAX_LEG_TASKS // 2, MAX_BATCHES // 2)
+    divisor = 1 if len(jobs) <= MANY else 2
     loop = _Loop()
     for job in jobs:
         route = job.route
-        batches = min(route.batches, most_batches)
-        for _ in range(batches):
-            loop.submit(job.ready, _tasks(route.legs, route.batches / batches, most))
+        partitions = min(route.partitions, MAX_PARTITIONS // divisor)
+        for _ in range(partitions):
+            loop.submit(job.ready, _tasks(route.legs, route.partitions / partitions, MAX_LEG_TASKS // divisor))
     return loop.run()
 
 
 def _tasks(legs: Sequence[Leg], scale: float, most: int) -> list[_Task]:
-    """Return the tasks of one batch. Each leg waits for the whole leg before it."""
+    """Return the tasks of one partition. Each leg waits for the whole leg before it."""
     found: list[_Task] = []
     last: list[_Task] = []
     for leg in legs:
@@ -124,13 +123,13 @@ class _Loop:
         self._idle = [True, True]
         self._busy = [0.0, 0.0]
         self._number = 0
-        self._batches = 0
+        self._num_submitted = 0
 
     def submit(self, ready: float, tasks: list[_Task]) -> None:
-        """Add the tasks of one batch."""
-        self._batches += 1
+        """Add the tasks of one partition."""
+        self._num_submitted += 1
         for task in tasks:
-            task.priority = self._batches
+            task.priority = self._num_submitted
             if task.pending == 0:
                 self._at(ready, False, task)
 
