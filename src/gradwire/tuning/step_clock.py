@@ -111,9 +111,9 @@ class Timing:
     @classmethod
     def of(cls, steps: Sequence[StepTiming], medians: np.ndarray) -> Timing:
         """Combine this rank's buckets with the largest `medians` of all ranks."""
-        figures, ready = medians[:7].tolist(), medians[7:].tolist()
+        step, rest, busy, synchronizing, link, sent_bytes, codec, *ready = medians.tolist()
         buckets = [BucketTiming(each.names, each.nbytes, at) for each, at in zip(steps[-1].buckets, ready, strict=True)]
-        return cls(*figures, buckets=tuple(buckets), num_steps=len(steps))
+        return cls(step, rest, busy, synchronizing, link, sent_bytes, codec, tuple(buckets), len(steps))
 
     @property
     def backward(self) -> float:
