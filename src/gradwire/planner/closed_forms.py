@@ -122,9 +122,9 @@ class Route:
         busier = max(sum(leg.coding for leg in self.legs), sum(leg.busy for leg in self.legs))
         alone = max(sum(leg.seconds for leg in self.legs), busier)
         turns = sum(leg.messages if leg.kind == "chain" else leg.kind != "work" for leg in self.legs)
-        return (
-            alone if self.partitions == 1 else max(alone, self.partitions * busier + (alone - busier) / max(1, turns))
-        )
+        if self.partitions == 1:
+            return alone
+        return max(alone, self.partitions * busier + (alone - busier) / max(1, turns))
 
 
 @dataclass(frozen=True)
