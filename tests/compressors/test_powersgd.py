@@ -312,7 +312,7 @@ def test_a_range_of_a_tensor_is_refused_with_advice() -> None:
 
 
 def test_planner_and_simulator_have_no_figures_of_it() -> None:
-    """Theirs are by numbers of elements, which say nothing of factors."""
+    """Their costs follow the number of elements, which does not determine the factors."""
     with pytest.raises(OptionError, match=r"depend on shapes, .* Name it in a plan of your own"):
         measure_codec(gw.make("powersgd"))
 
