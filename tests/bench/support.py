@@ -1,4 +1,4 @@
-"""A training result made by hand, for what is computed from results and written about them."""
+"""A training result made by hand, for tests of tables, reports and records."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def method(name: str, seconds: float, num_bytes: float, loss: float | None, **op
 
 
 def result(*results: MethodResult, shaped: bool = True, note: str = "") -> TrainingResult:
-    """By default DDP against one method that wins, one that is slower and one that learns less."""
+    """By default DDP with one method that wins, one that is slower, and one that learns less."""
     return TrainingResult(
         workload="a workload",
         num_parameters=6_000_000,

@@ -23,7 +23,7 @@ def git(root: Path, *arguments: str) -> str:
 
 @pytest.fixture
 def root(tmp_path, monkeypatch):
-    """A checkout with one file of source, from which the package seems to run."""
+    """A checkout with one source file, from which the package seems to run."""
     root = tmp_path / "checkout"
     (root / "src").mkdir(parents=True)
     (root / "src" / "code.py").write_text("x = 1\n")

@@ -1,4 +1,4 @@
-"""Real processes that really train, on the tiny workload."""
+"""Real processes that train the small workload."""
 
 import json
 import math

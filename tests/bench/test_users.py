@@ -1,4 +1,4 @@
-"""Errors of the user's code: shown with their own lines, and with nobody else's."""
+"""Errors of user code are shown with the user's lines and no others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`auto` in the simulator: it decides as in a job, and the verdict counts what is too slow."""
+"""`auto` in the simulator decides as in a job, and the verdict counts cells that are too slow."""
 
 from dataclasses import replace
 

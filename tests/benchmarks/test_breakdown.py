@@ -1,4 +1,4 @@
-"""The breakdown's own reckoning, and its codec of torch operations beside the one it stands for."""
+"""Figures of the breakdown, and its codec of torch operations compared with `onebit`."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The language model's data, and what is made of its loss curves."""
+"""Data of the language model, and figures computed from its loss curves."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The studies of GCOMP, on a model and data of their own that take no time."""
+"""The studies of GCOMP with a tiny model and data."""
 
 from __future__ import annotations
 

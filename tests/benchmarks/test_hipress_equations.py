@@ -1,4 +1,4 @@
-"""The paper's equations: what they are, and what follows from them whatever the hardware is."""
+"""The paper's equations, and properties that hold with any hardware."""
 
 import pytest
 from benchmarks.papers.hipress.equations import (

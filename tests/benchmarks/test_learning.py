@@ -1,4 +1,4 @@
-"""The trainings of sparsifiers: their data, their designs, and what is made of what was measured."""
+"""The trainings of sparsifiers: data, methods, and figures computed from measurements."""
 
 from dataclasses import replace
 

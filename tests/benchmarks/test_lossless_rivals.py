@@ -1,4 +1,4 @@
-"""The benchmark beside zstd, zlib and ZipNN: what of it needs none of them."""
+"""The benchmark with zstd, zlib and ZipNN: the parts that need none of them."""
 
 from __future__ import annotations
 

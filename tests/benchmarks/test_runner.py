@@ -1,4 +1,4 @@
-"""The runner: options, records by part, and what is a trial."""
+"""The runner: options, records by part, and trials."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def plot(rows: list[dict[str, Any]], folder: Path) -> None:
 
 @pytest.fixture
 def command(tmp_path, monkeypatch):
-    """A benchmark whose record is in a folder of its own; returns its command line and the record."""
+    """A benchmark whose record is in a temporary folder; returns its command line and the record."""
     monkeypatch.chdir(tmp_path)
     module = ModuleType("made_up")
     module.__dict__.update(run=run, table=table, plot=plot, KEY=("method",), CHOICES=("methods",))

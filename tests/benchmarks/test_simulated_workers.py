@@ -1,4 +1,4 @@
-"""Simulated workers: what is lost is zero, what is kept is applied later, and sums are those of who was counted."""
+"""Simulated workers: lost packets are zeros, kept gradients are applied later, and sums are those that were counted."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PACKETS = 5  # the last one of 44 elements
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Operations here are so small that threads would only wait for each other."""
+    """One thread, since these operations are too small for several."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -37,7 +37,7 @@ def one_thread() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Given:
-    """The deliveries that a test wants."""
+    """Deliveries chosen by a test."""
 
     there: np.ndarray
     back: np.ndarray

@@ -1,4 +1,4 @@
-"""The comparison of simulator and lab: calibration on steps whose constants are known, and the file it adds to."""
+"""The comparison of simulator and lab: calibration with known constants, and the record."""
 
 from dataclasses import asdict, replace
 
@@ -17,7 +17,7 @@ KNOWN = costs(20e-6, frame=LinearCost(8e-6, 2e-10))
 
 
 def lab(known: Calibration) -> list[Measured]:
-    """What `measure` would find where these constants hold."""
+    """Measurements of a lab with these constants."""
     found = []
     for kind in (("ring", 4096), ("ring", 1 << 19), ("allgather", 1 << 19)):
         steps = Measured(*kind, 0.0, 0.0, 0.0)

@@ -1,4 +1,4 @@
-"""The sparse benchmark on a small gradient: what it times, writes, reads back and draws."""
+"""The benchmark of sparsifiers with a small gradient: measure, write, read back and draw."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The ratio sweep and the ablation of sparsification: what is run, read back and drawn."""
+"""The sweep of ratios and the ablation: run, read back and draw."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The sweeps' own reckoning: what is read back, and what keeping more costs."""
+"""Figures of the sweeps: reading back, and the cost of keeping more."""
 
 import pytest
 from benchmarks.papers.hipress import sweeps

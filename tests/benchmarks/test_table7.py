@@ -1,4 +1,4 @@
-"""HiPress's table 7: the equations as printed, and what is written down."""
+"""HiPress's table 7: the printed equations, and the record."""
 
 import csv
 

@@ -1,4 +1,4 @@
-"""What `benchmarks.papers.thc.lab` makes of what ranks and the aggregator say."""
+"""Figures that `benchmarks.papers.thc.lab` computes from messages of ranks and the aggregator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark's own reckoning: what is measured is what the closed forms say, and THC is the most exact."""
+"""The benchmark of errors: measurements agree with the closed forms, and THC is the most accurate."""
 
 import pytest
 from benchmarks.papers.thc import nmse as thc_nmse

@@ -1,4 +1,4 @@
-"""The studies of THC with simulated workers: cells, intervals, ratios, and that every method can be made."""
+"""The studies of THC with simulated workers: cells, intervals, ratios, and all methods exist."""
 
 from __future__ import annotations
 

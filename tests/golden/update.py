@@ -1,4 +1,4 @@
-"""Write every golden file anew: `make golden`, after a change of formats or of generated code that was meant."""
+"""Rewrite all golden files: `make golden`, after a deliberate change of formats or generated code."""
 
 from __future__ import annotations
 

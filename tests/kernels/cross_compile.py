@@ -1,9 +1,8 @@
-"""Compile the CPU kernels for aarch64, by LLVM's cross target.
+"""Compile the CPU kernels for aarch64 with LLVM's cross target.
 
-`python -m tests.kernels.cross_compile FOLDER [NAME...]`, with an empty folder for the cache. It runs in a process of
-its own, in which gradwire finds no x86 processor: kernels take the path that they take on aarch64, and must give the
-golden bytes on it. The LLVM IR of all kernels that were compiled on the way, as Numba emits it, is then compiled for
-aarch64. That fails where an intrinsic of x86 is left in it.
+`python -m tests.kernels.cross_compile FOLDER [NAME...]`, with an empty folder for the cache. In this process gradwire
+finds no x86 processor, so kernels take the same path as on aarch64 and must produce the golden bytes. The LLVM IR of
+all kernels compiled on the way is then compiled for aarch64, which fails if it contains an x86 intrinsic.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def main(folder: str, *names: str) -> None:
 
 
 def retargeted(source: str) -> str:
-    """LLVM IR for aarch64 in place of the processor that it was written for."""
+    """LLVM IR for aarch64 instead of the processor it was written for."""
     source = re.sub(r"^target datalayout = .*$", f'target datalayout = "{DATA_LAYOUT}"', source, flags=re.M)
     return re.sub(r"^target triple = .*$", f'target triple = "{TRIPLE}"', source, flags=re.M)
 

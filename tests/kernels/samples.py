@@ -1,4 +1,4 @@
-"""Inputs that kernels are tried on, and what it means that two backends agree."""
+"""Inputs for kernel tests, and the comparison of backends."""
 
 from collections.abc import Callable, Iterator
 
@@ -18,7 +18,7 @@ SPECIAL = np.array(
 
 
 def random_normal(length: int, seed: int = 0) -> np.ndarray:
-    """Heavy-tailed float32 with exact zeros among them."""
+    """Heavy-tailed float32 with some exact zeros."""
     rng = np.random.default_rng([length, seed])
     values = rng.standard_normal(length) * np.exp(rng.standard_normal(length))
     values[rng.random(length) < 0.1] = 0
@@ -26,7 +26,7 @@ def random_normal(length: int, seed: int = 0) -> np.ndarray:
 
 
 def in_dtype(values: np.ndarray, dtype: str) -> np.ndarray:
-    """float32 values in an element type as kernels take it."""
+    """float32 values converted to an element type of kernels."""
     if dtype == "bfloat16":
         out = np.empty(values.size, np.uint16)
         reference.cast(values, out)
@@ -40,7 +40,7 @@ def empty(length: int, dtype: str) -> np.ndarray:
 
 
 def gradients(dtype: str, length: int) -> Iterator[np.ndarray]:
-    """Random values, the same with special ones strewn in, constants of both signs."""
+    """Random values, the same with special values inserted, and constants of both signs."""
     values = random_normal(length)
     yield in_dtype(values, dtype)
     strewn = values.copy()
@@ -51,7 +51,7 @@ def gradients(dtype: str, length: int) -> Iterator[np.ndarray]:
 
 
 def assert_same(actual: object, expected: object) -> None:
-    """Same type and bits, except that any NaN is any other."""
+    """Assert the same type and bits. All NaNs are equal."""
     got, want = np.asarray(actual), np.asarray(expected)
     assert got.dtype == want.dtype
     if got.dtype.kind == "f":
@@ -63,7 +63,7 @@ def assert_same(actual: object, expected: object) -> None:
 
 
 def assert_backends_agree(call: Callable[..., list[object]]) -> None:
-    """`call` takes a backend and returns results and buffers; they must be the same from every backend."""
+    """Assert that `call`, which takes a backend and returns results and buffers, gives the same for every backend."""
     got, want = call(cpu), call(reference)
     assert len(got) == len(want)
     for actual, expected in zip(got, want, strict=True):

@@ -1,4 +1,4 @@
-"""CPU kernels compile for aarch64, and the path that they take there gives the golden bytes."""
+"""CPU kernels compile for aarch64, and produce the golden bytes on the path that they take there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Hadamard transform, indices into tables, and integer lanes back to elements."""
+"""The Hadamard transform, indices into tables, and sums of table values back to elements."""
 
 import math
 
@@ -91,7 +91,7 @@ def test_norms_and_extremes_agree(dtype, size):
 
 
 def encoded(kernels, x, blocks, bits, first=0, residual=None):
-    """Packed indices with a scale and a center of each block's own."""
+    """Packed indices with a scale and a center for each block."""
     out = empty(index_bytes(blocks.padded, bits), "uint8")
     top = float(TABLES[bits][-1])
     kernels.encode_indices(
@@ -181,8 +181,8 @@ def tables(draw):
 
 
 @given(tables(), st.integers(1, 40), st.integers(1, 1500), st.integers(0, 2**32))
-def test_the_sum_of_payloads_is_lowered_to_the_sum_of_what_each_is_lowered_to(coded, num_ranks, size, seed):
-    """Exactly, for every table: centered lanes are integers or halves, and so are their transforms."""
+def test_the_sum_of_payloads_finalizes_to_the_sum_of_what_each_finalizes_to(coded, num_ranks, size, seed):
+    """Exactly, for every table: centered sums are integers or halves, and so are their transforms."""
     bits, table = coded
     rng, blocks, kernels = np.random.default_rng(seed), blocks_of(size, 256), BACKENDS[0]
     one, none = np.ones(blocks.num_blocks, np.float32), np.zeros(blocks.num_blocks, np.float32)
@@ -240,7 +240,7 @@ def test_quantizing_is_unbiased_between_the_ends(bits):
 
 
 def test_a_chunk_stands_by_itself():
-    """Any 1,024 indices of a payload are bytes of their own: what a packet carries."""
+    """Any 1,024 indices of a payload are separate bytes, which a packet can carry."""
     rng, bits = np.random.default_rng(0), 3
     payload = rng.integers(0, 256, index_bytes(5000, bits)).astype(np.uint8)
     whole, part = np.empty(5000, np.uint8), np.empty(1024, np.uint8)

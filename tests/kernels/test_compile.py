@@ -1,4 +1,4 @@
-"""The cache on disk: many processes at once, and sources that change."""
+"""The disk cache: several processes at once, and sources that change."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def in_dtype(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def samples(dtype: str, size: int) -> Iterator[np.ndarray]:
-    """Gaussian, with zeros, of short mantissas, any bits at all, zeros alone, what is special, and constants."""
+    """Gaussian, with zeros, with short mantissas, arbitrary bits, only zeros, special values, and constants."""
     rng = np.random.default_rng(size)
     normal = rng.standard_normal(size).astype(np.float32) * np.float32(0.01)
     sparse = np.where(rng.random(size) < 0.4, np.float32(0), normal)

@@ -1,4 +1,4 @@
-"""Hashing to slots: universal, fresh for each key, and the last of those that meet stays."""
+"""Hashing to slots: universal, different for each key, and the last of several elements in a slot is kept."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def key_of(step: int) -> int:
 
 
 def winners(index: np.ndarray, slots: int, key: int) -> np.ndarray:
-    """What is left in the slots, written out: later positions overwrite earlier ones."""
+    """Expected content of the slots: later positions overwrite earlier ones."""
     table: dict[int, int] = {}
     for slot, i in zip(hash_slots(index, *hash_numbers(key), slots).tolist(), index.tolist()):
         table[slot] = i
@@ -42,7 +42,7 @@ def test_coverage_is_that_of_balls_in_bins(places: str, slots: int, low: float, 
 
 @pytest.mark.parametrize("slots", [7, 64, 1000])
 def test_two_positions_share_a_slot_as_often_as_chance_has_it(slots: int) -> None:
-    """Universality over 4,000 keys, for pairs in several relations; five standard errors."""
+    """Universality over 4,000 keys, for pairs in several relations, within five standard errors."""
     pairs = np.array([[0, 1], [5, 5 + 2**16], [3, 3 * 2**20], [2**31, 2**32 - 1]])
     keys = [hash_numbers(key_of(step)) for step in range(4000)]
     for pair in pairs:

@@ -1,4 +1,4 @@
-"""Where there is no AVX-512, elements change places one by one: that code, as plain Python, beside the compiled one."""
+"""Without AVX-512, elements move one by one: that code, run as plain Python, is compared with the compiled code."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def chunk(size: int) -> np.ndarray:
 
 @pytest.fixture(params=[False, True], ids=["one by one", "as compiled"])
 def run(request, monkeypatch):
-    """Calls a kernel compiled, or as plain Python without vectors."""
+    """Call a kernel compiled, or as plain Python without vectors."""
     if request.param:
         return lambda kernel, *args: kernel(*args)
     monkeypatch.setattr(partition, "_BY_VECTORS", False)

@@ -1,4 +1,4 @@
-"""Positions in few bits: one encoding a list, chosen by size, and nothing else is taken."""
+"""Positions in few bits: each list has one encoding, chosen by size, and no other is accepted."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_backends_write_the_same_bytes_and_read_them_back(size: int) -> None:
 
 @each_backend
 def test_positions_beyond_32_bits(kernels) -> None:
-    """A list of few of very many has more than 32 low bits a position."""
+    """A short list in a very large tensor has more than 32 low bits per position."""
     size = 1 << 40
     index = np.array([0, 5, (1 << 33) + 1, (1 << 39) + 12345, size - 1], np.int64)
     assert low_bits(size, index.size) > 32

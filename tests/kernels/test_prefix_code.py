@@ -19,7 +19,7 @@ def counts_of(found: dict[int, int]) -> np.ndarray:
 
 
 def entries(code: PrefixCode) -> list[tuple[str, int]]:
-    """Each word as text, its first bit first, and its symbol."""
+    """Each word as text, first bit first, and its symbol."""
     found = []
     for symbol in np.flatnonzero(code.lengths):
         word = int(code.words[symbol]) & 0xFFFFFF

@@ -64,7 +64,7 @@ def test_bits_are_cut_by_levels_where_the_limit_allows(kernels):
 @each_dtype
 @each_backend
 def test_a_cut_changes_less_than_its_share_of_the_limit(kernels, dtype):
-    """|x − x'| · guard ≤ limit · 2^-mantissa: what the bound on an update rests on, for subnormal numbers as well."""
+    """|x − x'| · guard ≤ limit · 2^-mantissa, on which the bound of an update rests; also for subnormal numbers."""
     for x in gradients(dtype, 3000):
         limits = np.abs(random_normal(3000, seed=2)) * np.float32(2.0) ** np.random.default_rng(0).integers(
             -140, 20, 3000

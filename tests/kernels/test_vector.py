@@ -1,4 +1,4 @@
-"""The vector types themselves: bounds, index width, read-only memory, arithmetic that must not be relaxed."""
+"""The vector types: bounds, index width, read-only memory, and arithmetic that must not be relaxed."""
 
 import inspect
 

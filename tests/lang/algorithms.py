@@ -1,4 +1,4 @@
-"""Small algorithms that between them use every operator and every type: what the tests of the language run over."""
+"""Small algorithms for the tests of the language, which together use every operator and every type."""
 
 from __future__ import annotations
 

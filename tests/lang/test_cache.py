@@ -1,4 +1,4 @@
-"""Generated source on disk: found by content, whole whoever writes at once, not needed where none can be written."""
+"""Generated source on disk: found by content, written atomically, and optional."""
 
 from __future__ import annotations
 

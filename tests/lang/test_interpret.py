@@ -1,4 +1,4 @@
-"""The oracle against formulas of NumPy, written out by hand for the small algorithms."""
+"""The oracle compared with NumPy formulas, written out for the small algorithms."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ each_size = pytest.mark.parametrize("size", SIZES)
 
 
 def uniform(size: int, shared: bool = False) -> np.ndarray:
-    """What the first call of `random` gives."""
+    """Numbers drawn by the first call of `random`."""
     env, words = environment(size), np.empty(size, np.uint16)
     random16(env.shared_key if shared else env.private_key, OFFSET, words)
     return (words.astype(f32) + f32(0.5)) / f32(65536)
 
 
 def body_and_rest(name: str, x: np.ndarray) -> tuple[bytes, np.ndarray]:
-    """What the oracle encodes, after a check that the residual is what decoding leaves."""
+    """Body and residual of the oracle, after a check that the residual is what decoding leaves."""
     program = algorithms.program(name)
     body, rest = interpret.encode(program, x, environment(x.size))
     assert np.array_equal(rest, x - interpret.decode(program, body, environment(x.size)))

@@ -1,4 +1,4 @@
-"""Programs: the order of fields and nodes, and names that generated code cannot take as they are."""
+"""Programs: the order of fields and nodes, and names that generated code cannot use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fields as variables of generated code: neither they nor what is made of their names means something else there."""
+"""Fields as variables of generated code: neither they nor names derived from them collide with other names."""
 
 from __future__ import annotations
 

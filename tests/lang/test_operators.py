@@ -1,4 +1,4 @@
-"""Operators of one's own: registered from the user's module, used in an algorithm, the same bytes as the oracle."""
+"""User-defined operators: registered, used in an algorithm, with the same bytes as the oracle."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ register(
 
 
 class Median(Statement):
-    """The middle one of a list in order, the lower of two; 0 of none."""
+    """The middle item of a sorted list, the lower of two; 0 of an empty list."""
 
     name: ClassVar[str] = "median_of_test"
 

@@ -1,4 +1,4 @@
-"""Which steps the schedules of programs have: what is fused with what."""
+"""The steps of scheduled programs, and what is fused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.lang.test_trace import traced
 
 
 def described(step: Step) -> str:
-    """In a line: the operators and fields of a sweep, blocks in brackets; + where it adds the residual, - writes it."""
+    """A step in one line: operators and fields of a sweep, blocks in brackets; + adds the residual, - writes it."""
     if isinstance(step, Assign):
         return f"= {step.node.op}"
     if isinstance(step, SubtractItems):

@@ -1,4 +1,4 @@
-"""What cannot be traced: each gives a `TraceError` with the line of the algorithm and what to write instead."""
+"""What cannot be traced raises `TraceError` with the line of the algorithm and advice."""
 
 from __future__ import annotations
 

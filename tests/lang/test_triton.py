@@ -1,6 +1,6 @@
-"""Generated Triton code against the oracle: the same bytes, residuals and tensors, bit for bit.
+"""Generated Triton code compared with the oracle: the same bytes, residuals and tensors, bit for bit.
 
-Without a GPU the kernels are interpreted, which is slow and shows no races; with one they are compiled.
+Without a GPU the kernels are interpreted, which is slow and shows no races.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Generated:
         return None if x is None else torch.from_numpy(x.copy()).to(self.device)
 
     def encode(self, x, scale=1.0, residual=None, rest=None, stats=None, first=OFFSET) -> np.ndarray | None:
-        """Encode; `rest` is written to. A gradient may be a torch tensor."""
+        """Encode, and write the residual to `rest`. A gradient may be a torch tensor."""
         grad = x.to(self.device) if isinstance(x, torch.Tensor) else self.tensor(x)
         kept = self.tensor(rest)
         residual = kept if residual is rest else self.tensor(residual)

@@ -1,7 +1,7 @@
-"""Generated kernels compiled for a GPU that need not be there: they compile, and their arithmetic rounds once.
+"""Kernels compiled for a GPU that need not be present: they compile, and their arithmetic rounds once.
 
-This runs in a process of its own, in which Triton does not interpret. Kernels are compiled in place of being started,
-each for the types with which the host functions would start it.
+This runs in a separate process, in which Triton does not interpret. Kernels are compiled instead of launched, for the
+types with which the host functions would launch them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Work that processes share: nobody does what another is at, and everybody gets everything."""
+"""Shared work of processes: each name is done by one process at a time, and every process gets all names."""
 
 from __future__ import annotations
 

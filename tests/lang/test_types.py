@@ -1,4 +1,4 @@
-"""Element types: ranges, sizes, and how arrays of them lie in bytes."""
+"""Element types: ranges, sizes, and the layout of arrays."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def planes(x: np.ndarray, bits: int) -> np.ndarray:
 
 
 def digits(x: np.ndarray) -> np.ndarray:
-    """Five trits a byte, the first plane the most significant digit; digits of value 0 at the end."""
+    """Five trits per byte, the first plane the most significant digit; padding digits have the value 0."""
     parts = [np.empty(0, np.uint8)]
     for start in range(0, x.size, 5120):
         chunk = x[start : start + 5120].astype(int) + 1

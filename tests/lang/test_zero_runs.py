@@ -1,4 +1,4 @@
-"""Zero runs: what travels is what 3LC writes, on every backend, and nothing else is taken for it."""
+"""Zero runs: the bytes are those of 3LC on every backend, and no others are accepted."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def signs() -> Program:
 
 
 def spike(size: int = 700) -> np.ndarray:
-    """A gradient of one element that is not 0, the first."""
+    """A gradient whose first element only is not 0."""
     x = np.zeros(size, np.float32)
     x[0] = 1
     return x

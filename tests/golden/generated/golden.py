@@ -1,6 +1,6 @@
-"""Golden source: what the emitters make of a few algorithms, so that no change of generated code goes unseen.
+"""Golden source: the generated code of a few algorithms, so that every change of it is seen.
 
-Update it, after reading the difference, by
+Update it, after reading the difference, with
 
     python -m tests.golden.generated.golden
 """

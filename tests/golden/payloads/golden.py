@@ -1,10 +1,10 @@
-"""Golden payloads: the exact bytes of every compressor, so that a change of a format cannot go unseen.
+"""Golden payloads: the exact bytes of every compressor, so that every change of a format is seen.
 
-Update them, after a deliberate change and with an entry in CHANGELOG.md, by
+Update them, after a deliberate change and with an entry in CHANGELOG.md, with
 
     python -m tests.golden.payloads.golden
 
-A file a compressor: for each option set the body of one seeded gradient, in hexadecimal.
+There is one file per compressor. It has the body of one seeded gradient for each option set, in hexadecimal.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CONTEXT = Context("golden.weight", step=5, rank=2, world_size=4, seed=11, offset
 
 
 def gradient(codec: Compressor) -> torch.Tensor:
-    """103 elements, from integers alone, so that no generator's next version can change them; or a matrix of them."""
+    """103 elements, or a matrix, computed from integers so that they do not depend on a generator's version."""
     index = np.arange(103, dtype=np.int64)
     steps = (index * index * 2654435761 >> 7) % 2001 - 1000
     values = steps.astype(np.float32) / np.float32(1024)

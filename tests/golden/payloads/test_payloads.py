@@ -1,4 +1,4 @@
-"""The bytes of every compressor are those on file; `golden.py` says how to update them."""
+"""The bytes of every compressor equal the golden files. `golden.py` explains how to update them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Generated Numba code against the oracle: the same bytes, residuals and tensors, bit for bit."""
+"""Generated Numba code compared with the oracle: the same bytes, residuals and tensors, bit for bit."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ OTHER_TYPES = (np.float64, np.float16, np.uint16)
 
 
 def of_other_types() -> list:
-    """Each algorithm with one of the types; with the others, which compile it anew, in the long tests."""
+    """Each algorithm with one of the element types; the long tests use the others, for which it is compiled again."""
     return [
         pytest.param(name, dtype, marks=() if number % len(OTHER_TYPES) == place else pytest.mark.slow)
         for number, name in enumerate(algorithms.names())
