@@ -232,7 +232,7 @@ class Attached:
         self.handle.detach()
 
 
-class Automatic:
+class Automatic(Attached):
     """`gradwire.attach(ddp, "auto")`, with costs from its report, which counts DDP's all-reduce as `_Native` does."""
 
     def __init__(self, method: str, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, seed: int) -> None:
@@ -240,14 +240,9 @@ class Automatic:
         from gradwire.sync.options import SyncOptions
 
         options = SyncOptions(seed=seed)
-        self._handle = attach(ddp, "auto", optimizer=optimizer, fidelity=fidelity(method), options=options)
-        assert self._handle.autopilot is not None, "auto has one"
-        self.autopilot = self._handle.autopilot
-
-    def costs(self, steps: int) -> MethodCosts:
-        """See `ConnectedMethod`."""
-        total = self._handle.report().total
-        return MethodCosts(total.sent_bytes, total.dense_bytes, total.encode_seconds, total.decode_seconds)
+        self.handle = attach(ddp, "auto", optimizer=optimizer, fidelity=fidelity(method), options=options)
+        assert self.handle.autopilot is not None, "auto has one"
+        self.autopilot = self.handle.autopilot
 
     def settle(self, step: Callable[[], object]) -> None:
         """Restart, like a job that starts at this rate, and take steps until a decision is made."""
@@ -260,7 +255,7 @@ class Automatic:
         """Detach."""
         for decision in self.autopilot.decisions:
             print(f"auto on rank {dist.get_rank()}: {decision}", file=sys.stderr)
-        self._handle.detach()
+        super().close()
 
 
 def _done(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from typing import Protocol
 
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from gradwire.bench import methods
 from gradwire.bench.job import Progress, Segment, TimedSteps
 from gradwire.bench.rank import Rank
 from gradwire.bench.statistics import wire_seconds
-from gradwire.lab.counters import InterfaceCounters, interface_counters
+from gradwire.lab.counters import interface_counters
 from gradwire.lab.units import parse_rate
 
 
@@ -55,7 +56,8 @@ def time_steps(training: Steps, index: int, rate: str | None) -> TimedSteps:
     rank.set_rate(rate)
     training.connection.settle(training.step)
     dist.barrier()
-    counters, costs, seconds = _interface(rank), training.connection.costs(training.steps), []
+    counters = interface_counters() if rank.job.shaped else None
+    costs, seconds = training.connection.costs(training.steps), []
     processor = time.process_time()
     for step in range(1, steps + 1):
         seconds.append(training.step()[1])
@@ -63,37 +65,17 @@ def time_steps(training: Steps, index: int, rate: str | None) -> TimedSteps:
     processor = time.process_time() - processor
     spent = training.connection.costs(training.steps) - costs
     dist.barrier()  # everything sent has arrived
-    return _timed(rate, seconds, spent, _traffic(rank, counters), processor)
-
-
-def _timed(
-    rate: str | None,
-    seconds: list[float],
-    spent: methods.MethodCosts,
-    traffic: InterfaceCounters | None,
-    processor: float,
-) -> TimedSteps:
+    traffic = interface_counters() - counters if counters else None
     return TimedSteps(
         rate,
         seconds,
-        spent.sent_bytes,
-        spent.dense_bytes,
-        spent.encode_seconds,
-        spent.decode_seconds,
-        traffic.bytes_sent if traffic else None,
-        traffic.packets_sent if traffic else None,
-        processor,
+        **asdict(spent),
+        interface_bytes=traffic.bytes_sent if traffic else None,
+        interface_packets=traffic.packets_sent if traffic else None,
+        processor_seconds=processor,
     )
 
 
 def _num_timed(segment: Segment, unshaped_seconds: float, sent_bytes: int, rate: str | None) -> int:
     expected = max(unshaped_seconds, wire_seconds(sent_bytes, parse_rate(rate)))
     return max(segment.min_timed, min(segment.max_timed, round(segment.timed_seconds / expected)))
-
-
-def _interface(rank: Rank) -> InterfaceCounters | None:
-    return interface_counters() if rank.job.shaped else None
-
-
-def _traffic(rank: Rank, earlier: InterfaceCounters | None) -> InterfaceCounters | None:
-    return interface_counters() - earlier if earlier else None

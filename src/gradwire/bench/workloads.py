@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 from gradwire.bench.users import load_module, users_code
@@ -29,29 +29,12 @@ def make_workload(name: str) -> Workload:
         with users_code(f"Making the workload {name}"):
             made: Workload = found(Path(data))
             return made
-    if name not in _WORKLOADS:
-        raise UnknownNameError("workload", name, _WORKLOADS)
-    return _WORKLOADS[name]()
+    if name not in _CLASSES:
+        raise UnknownNameError("workload", name, _CLASSES)
+    own: Workload = getattr(import_module(f"gradwire.bench.{name}"), _CLASSES[name])()
+    return own
 
 
-def _text() -> Workload:
-    from gradwire.bench.text import SourceText
-
-    return SourceText()
-
-
-def _digits() -> Workload:
-    from gradwire.bench.digits import Digits
-
-    return Digits()
-
-
-def _deep() -> Workload:
-    from gradwire.bench.deep import DeepText
-
-    return DeepText()
-
-
-_WORKLOADS: dict[str, Callable[[], Workload]] = {"text": _text, "deep": _deep, "digits": _digits}
-WORKLOADS = tuple(_WORKLOADS)
-"""Names for `make_workload`."""
+_CLASSES = {"text": "SourceText", "deep": "DeepText", "digits": "Digits"}
+WORKLOADS = tuple(_CLASSES)
+"""Names for `make_workload`, which are also those of their modules."""
