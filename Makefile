@@ -44,7 +44,7 @@ bench: $(STAMP) ## kernels and training, with CSV under benchmarks/results
 	$(BIN)/gradwire bench kernels
 	$(BIN)/gradwire bench training
 
-golden: $(STAMP) ## write the golden files anew, after a change of the wire format that was meant
+golden: $(STAMP) ## rewrite the golden files, after a deliberate change of a format or of generated code
 	$(BIN)/python -m tests.golden.update
 
 clean: ## remove the environment and what was built

@@ -7,9 +7,10 @@ import pytest
 
 from gradwire.kernels.reference.positions import pack_positions, positions_bytes
 from gradwire.kernels.reference.random import random16
-from gradwire.lang import interpret
+from gradwire.lang import concat, count, interpret
 from tests.lang import algorithms
 from tests.lang.targets.test_numba import OFFSET, environment, gradient
+from tests.lang.test_trace import traced
 from tests.lang.test_types import digits, planes
 
 SIZES = (1, 5, 64, 1000, 1025, 6000)
@@ -91,6 +92,16 @@ def test_a_shared_dither_that_is_subtracted_leaves_half_a_step_at_most(size: int
     level = np.floor(x / step + uniform(size, shared=True))
     assert body == step.tobytes() + level.astype(np.int8).tobytes()
     assert np.abs(rest).max() <= 0.5001 * step
+
+
+def test_count_of_a_condition_is_how_often_it_holds() -> None:
+    x = gradient(200)
+    program = traced(
+        lambda g: concat(n=(g > 0).reduce(count), b=(g > 0).blocks(100).reduce(count), q=g), lambda p: p.q
+    )  # fmt: skip
+    body, _ = interpret.encode(program, x, environment(200))
+    held = x > 0
+    assert body[:12].view(f32).tolist() == [held.sum(), held[:100].sum(), held[100:].sum()]
 
 
 def test_scale_and_residual_come_before_everything() -> None:
