@@ -145,14 +145,11 @@ class Server(EndpointOwner):
             undo.enter_context(listener)
             self.address = (options.host, int(listener.getsockname()[1]))
             prepare()
+            member = GroupMember(options.job, options.workers, options.workers + 1, self._epoch)
             self._endpoint = ReconnectingEndpoint(
-                GroupMember(options.job, options.workers, options.workers + 1, self._epoch),
-                self._key,
-                self,
-                timeout=options.timeout,
-                listener=listener,
+                member, self._key, self, timeout=options.timeout, listener=listener,
                 callers=frozenset(range(options.workers)),
-            )
+            )  # fmt: skip
             undo.pop_all()
 
 

@@ -46,14 +46,9 @@ class ServerConnection:
     """
 
     def __init__(
-        self,
-        address: tuple[str, int],
-        join: TrainingJoin,
-        worker: int,
-        job: str,
-        options: ConnectionOptions,
+        self, address: tuple[str, int], join: TrainingJoin, worker: int, job: str, options: ConnectionOptions,
         values: Mapping[str, torch.Tensor],
-    ) -> None:
+    ) -> None:  # fmt: skip
         config = join.config
         self.address = f"{address[0]}:{address[1]}"
         self.received_bytes = 0
@@ -74,14 +69,11 @@ class ServerConnection:
         self._noticed = False
         self._changed = threading.Condition()
         self._start_with = serve_command("--parameters", config.workers, address, job)
+        key = job_key(address[0], job, file=options.key_file, insecure=options.insecure)
         self._endpoint = ReconnectingEndpoint(
-            GroupMember(job, worker, config.workers + 1, self._epoch),
-            job_key(address[0], job, file=options.key_file, insecure=options.insecure),
-            self,
-            timeout=options.timeout,
-            call=(self._server, address),
-            start_with=self._start_with,
-        )
+            GroupMember(job, worker, config.workers + 1, self._epoch), key, self, timeout=options.timeout,
+            call=(self._server, address), start_with=self._start_with,
+        )  # fmt: skip
 
     @property
     def sent_bytes(self) -> int:

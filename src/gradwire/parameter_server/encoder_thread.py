@@ -12,7 +12,7 @@ class EncoderThread:
     """Runs tasks in order on one thread. After an error it runs no more of them."""
 
     def __init__(self) -> None:
-        self._tasks: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[Callable[[], Any] | threading.Event | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="gradwire-encoder", daemon=True)
         self._thread.start()
@@ -28,7 +28,7 @@ class EncoderThread:
             BaseException: The error of the first task that failed.
         """
         done = threading.Event()
-        self._tasks.put(done.set)
+        self._tasks.put(done)
         while not done.wait(1.0) and self._thread.is_alive():
             pass
         self.check()
@@ -45,7 +45,9 @@ class EncoderThread:
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
-            if self._error is None or getattr(task, "__self__", None).__class__ is threading.Event:
+            if isinstance(task, threading.Event):
+                task.set()
+            elif self._error is None:
                 try:
                     task()
                 except BaseException as error:
