@@ -36,7 +36,7 @@ from gradwire.kernels.float_format import LEVELS
 from gradwire.wire.payload import Payload
 
 # Elements that stay in a core's cache while they are scaled and cut.
-_PIECE = 1 << 15
+_CHUNK = 1 << 15
 
 
 @register
@@ -88,17 +88,17 @@ class GComp(FloatPacking):
 
 def _truncated(x: np.ndarray, dtype: torch.dtype, scale: float, ctx: Context, levels: int) -> tuple[np.ndarray, bool]:
     """Scale · x without the bits that the update does not notice, in scratch memory, and whether it is finite."""
-    memory = scratch(4 * _PIECE + dtype.itemsize * x.size)
-    limits, elements = memory[: 4 * _PIECE].view(np.float32), memory[4 * _PIECE :].view(ARRAY_DTYPES[dtype])
+    memory = scratch(4 * _CHUNK + dtype.itemsize * x.size)
+    limits, elements = memory[: 4 * _CHUNK].view(np.float32), memory[4 * _CHUNK :].view(ARRAY_DTYPES[dtype])
     parameter, numbers = as_array(ctx.aux["parameter"]), as_array(ctx.aux["numbers"])
     moments = [as_array(ctx.aux[name]) if name in ctx.aux else None for name in ("first", "second")]
     least = guard(ctx.world_size) / float(ctx.aux["loss_scale"])
-    for start in range(0, x.size, _PIECE):
-        piece = slice(start, start + _PIECE)
-        part = elements[piece]
-        if not convert(x[piece], part, scale):
+    for start in range(0, x.size, _CHUNK):
+        chunk = slice(start, start + _CHUNK)
+        values = elements[chunk]
+        if not convert(x[chunk], values, scale):
             return elements, False
-        first, second = (None if moment is None else moment[piece] for moment in moments)
-        kernels.update_limits(parameter[piece], first, second, numbers, limits[: part.size])
-        kernels.truncate_floats(part, limits[: part.size], least, part, levels)
+        first, second = (None if moment is None else moment[chunk] for moment in moments)
+        kernels.update_limits(parameter[chunk], first, second, numbers, limits[: values.size])
+        kernels.truncate_floats(values, limits[: values.size], least, values, levels)
     return elements, True

@@ -129,8 +129,8 @@ class ThreeLC(ArrayCompressor):
         self, bodies: Sequence[np.ndarray], ctxs: Sequence[Context], stats: Sequence[np.ndarray], out: np.ndarray
     ) -> None:
         size = _packed_bytes(out.size)
-        rooms = scratch(len(bodies) * size).reshape(len(bodies), size)
-        parsed = [self._parse(body, out.size, room) for body, room in zip(bodies, rooms, strict=True)]
+        buffers = scratch(len(bodies) * size).reshape(len(bodies), size)
+        parsed = [self._parse(body, out.size, buffer) for body, buffer in zip(bodies, buffers, strict=True)]
         scales = np.array([M for M, _ in parsed], np.float32)
 
         def decode(block: _Block) -> bool:
@@ -139,20 +139,20 @@ class ThreeLC(ArrayCompressor):
 
         expect(all(_each(decode, self._blocks(out.size))), *_CANONICAL, self.name)
 
-    def _parse(self, body: np.ndarray, size: int, room: np.ndarray) -> tuple[float, np.ndarray]:
-        """M and the bytes of quartic encoding, not yet checked one by one. Expands them into `room` if needed."""
+    def _parse(self, body: np.ndarray, size: int, buffer: np.ndarray) -> tuple[float, np.ndarray]:
+        """M and the bytes of quartic encoding, not yet checked one by one. Expands them into `buffer` if needed."""
         reader = Reader(body)
         M = reader.f32(finite=True)
         if self.zero_run:
-            quartic = room
+            quartic = buffer
             blocks = self._blocks(size)
             tabled = self._table_bytes(size) > 0
             lengths = reader.array(np.uint32, len(blocks)).tolist() if tabled else [reader.remaining] * len(blocks)
             runs = [reader.take(length) for length in lengths]
             reader.end()
 
-            def decode(part: tuple[_Block, np.ndarray]) -> bool:
-                block, run = part
+            def decode(source: tuple[_Block, np.ndarray]) -> bool:
+                block, run = source
                 return kernels.zero_run_decode(run, quartic[block.bytes_]) == block.num_bytes
 
             whole = all(_each(decode, list(zip(blocks, runs))))
@@ -199,13 +199,13 @@ class _Block:
         return slice(self.start // 5, self.start // 5 + self.num_bytes)
 
 
-def _each(task: Callable[[T], R], parts: list[T]) -> list[R]:
-    """Run a task for each part, on as many threads as torch may use."""
-    threads = min(len(parts), torch.get_num_threads())
+def _each(task: Callable[[T], R], items: list[T]) -> list[R]:
+    """Run a task for each item, on as many threads as torch may use."""
+    threads = min(len(items), torch.get_num_threads())
     if threads < 2:
-        return [task(part) for part in parts]
+        return [task(item) for item in items]
     with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(task, parts))
+        return list(pool.map(task, items))
 
 
 _CANONICAL = ("bytes below 243 and padding of zeros", "others")

@@ -21,7 +21,7 @@ import numpy as np
 
 from gradwire.compressors.base import options
 from gradwire.compressors.base.array import (
-    PIECE,
+    SCAN_ELEMENTS,
     SMALLEST,
     ArrayCompressor,
     EncodeArguments,
@@ -102,17 +102,17 @@ class TopK(ArrayCompressor):
         self, bodies: Sequence[np.ndarray], ctxs: Sequence[Context], stats: Sequence[np.ndarray], out: np.ndarray
     ) -> None:
         width = _index_dtype(out.size).itemsize
-        room = scratch(width * sum(self.num_kept(out.size, ctx.step) for ctx in ctxs))
+        buffer = scratch(width * sum(self.num_kept(out.size, ctx.step) for ctx in ctxs))
         parsed = []
         for body, ctx in zip(bodies, ctxs, strict=True):
             k = self.num_kept(out.size, ctx.step)
-            parsed.append(self._parse(body, k, out.size, room[: width * k]))
-            room = room[width * k :]
+            parsed.append(self._parse(body, k, out.size, buffer[: width * k]))
+            buffer = buffer[width * k :]
         kernels.scatter_sum([indices for indices, _ in parsed], [values for _, values in parsed], out)
 
-    def _parse(self, body: np.ndarray, k: int, size: int, room: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Positions, in `room`, and values."""
-        reader, indices = Reader(body), room.view(_index_dtype(size))
+    def _parse(self, body: np.ndarray, k: int, size: int, buffer: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Positions, in `buffer`, and values."""
+        reader, indices = Reader(body), buffer.view(_index_dtype(size))
         values, positions = reader.array(np.float32, k), reader.array(np.uint8, kernels.positions_bytes(size, k))
         reader.end()
         is_valid = kernels.unpack_positions(positions, size, indices)
@@ -135,8 +135,8 @@ def _zeros_first(indices: np.ndarray, values: np.ndarray) -> bool:
 
     That is so if all elements up to the last kept zero are kept, that is, if its index is its position.
     """
-    for end in range(values.size, 0, -PIECE):
-        start = max(0, end - PIECE)
+    for end in range(values.size, 0, -SCAN_ELEMENTS):
+        start = max(0, end - SCAN_ELEMENTS)
         zeros = np.flatnonzero(values[start:end] == 0)
         if zeros.size:
             last = start + int(zeros[-1])

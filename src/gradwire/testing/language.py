@@ -53,13 +53,13 @@ def _like_the_oracle(codec: TracedCompressor, grad: torch.Tensor) -> None:
     own = as_array(normal(size, seed=1))
     for before, stats in [(None, []), (own, [])] + [(own, reduced(codec, [grad]))] * codec.needs_stats:
         wanted = interpret.encode(codec.program, x, environment(), 0.5, before, stats)
-        rest = np.empty(size, np.float32)
-        payload = codec.encode(grad, ctx, stats, scale=0.5, residual_in=before, residual_out=rest)
+        residual = np.empty(size, np.float32)
+        payload = codec.encode(grad, ctx, stats, scale=0.5, residual_in=before, residual_out=residual)
         expect((wanted is None) == payload.nonfinite, "the mark of a gradient that is not finite differs")
         if wanted is None:
             continue
         expect(bytes(payload.body) == wanted[0].tobytes(), _difference("payload", payload.body, wanted[0]))
-        expect(rest.tobytes() == wanted[1].tobytes(), _difference("residual", rest, wanted[1]))
+        expect(residual.tobytes() == wanted[1].tobytes(), _difference("residual", residual, wanted[1]))
         decoded = interpret.decode(codec.program, wanted[0], environment(), stats)
         found = as_array(codec.decode(payload, ctx, stats=stats))
         expect(found.tobytes() == decoded.tobytes(), _difference("decoded tensor", found, decoded))
@@ -96,10 +96,10 @@ def _triton_like_the_oracle(
     assert wanted is not None
     static = static_values(statics(codec.program), size, ctx.step)
     words = key_words(ctx)
-    rest, out = torch.empty(size, device=device), torch.empty(size, device=device)
-    body = module.encode(grad.to(device), 1.0, None, rest, None, words, ctx.offset, static)
+    residual, out = torch.empty(size, device=device), torch.empty(size, device=device)
+    body = module.encode(grad.to(device), 1.0, None, residual, None, words, ctx.offset, static)
     expect(body is not None, "a finite gradient was marked as not finite")
-    sent, left = body.cpu().numpy(), as_array(rest.cpu())
+    sent, left = body.cpu().numpy(), as_array(residual.cpu())
     expect(sent.tobytes() == wanted[0].tobytes(), _difference("payload", sent, wanted[0]))
     expect(left.tobytes() == wanted[1].tobytes(), _difference("residual", left, wanted[1]))
     expect(module.decode(body, out, None, None, words, ctx.offset, static), "decode refuses what encode wrote")

@@ -71,13 +71,13 @@ def compensated_encode_is_compensate_then_encode(codec: Compressor) -> None:
 def _compensated(codec: Compressor, grad: torch.Tensor) -> None:
     before, ctx = as_array(normal(900, seed=1)), float32_context(grad)
     total = torch.from_numpy(np.float32(0.25) * as_array(grad.float()) + before)
-    rest = np.empty(900, np.float32)
-    expected = codec.encode(total, ctx, residual_out=rest)
+    residual = np.empty(900, np.float32)
+    expected = codec.encode(total, ctx, residual_out=residual)
     own = before.copy()
     for work, source in ((np.empty(900, np.float32), before), (own, own)):
         payload = codec.encode(grad, ctx, scale=0.25, residual_in=source, residual_out=work)
         expect(bytes(payload.body) == bytes(expected.body), "other bytes than encode of the compensated gradient")
-        expect(work.tobytes() == rest.tobytes(), "another residual than encode of the compensated gradient")
+        expect(work.tobytes() == residual.tobytes(), "another residual than encode of the compensated gradient")
 
 
 @check()

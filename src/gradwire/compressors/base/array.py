@@ -24,7 +24,7 @@ from gradwire.core.spec import TensorSpec, as_array
 from gradwire.kernels import active as kernels
 from gradwire.wire.payload import Payload
 
-PIECE = 4096
+SCAN_ELEMENTS = 4096  # read at a time, by scans that may stop early
 SMALLEST = np.finfo(np.float32).smallest_subnormal
 _NOTHING = np.empty(0, np.uint8)
 _threads = threading.local()
@@ -188,8 +188,10 @@ def clear(out: np.ndarray) -> None:
 
 
 def any_other(array: np.ndarray, value: int) -> bool:
-    """Whether any element differs from `value`. Looks piece by piece, and stops at the first that does."""
-    return any(bool((array[start : start + PIECE] != value).any()) for start in range(0, array.size, PIECE))
+    """Whether any element differs from `value`. Stops early if one does."""
+    return any(
+        bool((array[start : start + SCAN_ELEMENTS] != value).any()) for start in range(0, array.size, SCAN_ELEMENTS)
+    )
 
 
 def expect_bytes(body: np.ndarray, num_bytes: int, compressor: str) -> None:

@@ -154,7 +154,7 @@ class TracedCompressor(OnDevice):
         self._expect_size(body, out.size, stats)
         valid = self.module.decode(
             as_writable(body), out, True if accumulate else None, self._given(stats), _keys(ctx), ctx.offset,
-            self._static(out.size, ctx.step), scratch(self._room_bytes([body], out.size)),
+            self._static(out.size, ctx.step), scratch(self._expanded_bytes([body], out.size)),
         )  # fmt: skip
         expect(valid, "finite values, indices in range, whole runs", "others", self.name)
 
@@ -166,7 +166,7 @@ class TracedCompressor(OnDevice):
         ctx = ctxs[0] if ctxs else Context("")
         valid = self.module.decode_sum(
             addresses(bodies, np.uint8), _sizes(bodies), out, self._given(stats), _keys(ctx), ctx.offset,
-            self._static(out.size, ctx.step), scratch(self._room_bytes(bodies, out.size)),
+            self._static(out.size, ctx.step), scratch(self._expanded_bytes(bodies, out.size)),
         )  # fmt: skip
         expect(valid, "finite values, indices in range, whole runs", "others", self.name)
 
@@ -206,7 +206,7 @@ class TracedCompressor(OnDevice):
         last = self.program.fields[-1]
         return 0 if last.coding is None else last.dtype.num_bytes(size)
 
-    def _room_bytes(self, bodies: Sequence[np.ndarray], size: int) -> int:
+    def _expanded_bytes(self, bodies: Sequence[np.ndarray], size: int) -> int:
         """Bytes that decoders expand fields to: packed bytes, or positions and values of all items of a body."""
         lists = [each for each in self.program.fields if each.node.space == self.program.items]
         if not lists:

@@ -242,11 +242,11 @@ class Homomorphic(ArrayCompressor, LookupCompressor):
         blocks = BlockLayout(size, self._block(size), rotated, _NO_SIGNS, ctx.offset % SIGNS_A_WORD)
         num_words = num_sign_words(blocks.padded) if rotated else 0
         sizes = [4 * num_words, 4 * blocks.work_size, value_bytes * blocks.padded]
-        memory, pieces = scratch(sum(map(_aligned, sizes))), []
+        memory, buffers = scratch(sum(map(_aligned, sizes))), []
         for num_bytes in sizes:
-            pieces.append(memory[:num_bytes])
+            buffers.append(memory[:num_bytes])
             memory = memory[_aligned(num_bytes) :]
-        signs, buffer, values = pieces
+        signs, buffer, values = buffers
         if rotated:
             blocks = blocks._replace(signs=signs.view(np.uint32))
             kernels.random32(ctx.shared_key, ctx.offset // SIGNS_A_WORD, blocks.signs)
