@@ -230,5 +230,5 @@ def test_rounds_without_contributions():
     run._payloads = lambda worker, round_, stream: None
     assert run.run(until=10)
     assert run.results[0, 0, 0].reply.counts.tolist() == [0, 0, 0]
-    assert not run.results[0, 0, 0].lanes.any()
-    assert (run.results[1, 0, 1].lanes == -np.inf).all()
+    assert not run.results[0, 0, 0].values.any()
+    assert (run.results[1, 0, 1].values == -np.inf).all()

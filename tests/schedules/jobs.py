@@ -38,12 +38,12 @@ def payload(job: SessionConfig, worker: int, round_: int, stream: int) -> np.nda
 
 def expected(job: SessionConfig, round_: int, stream: int, place: slice, workers: list[int]) -> np.ndarray:
     """Return the aggregate of these workers' contributions for some elements: a model without packets."""
-    found, lanes = job.streams[stream], job.result_dtype(stream)
+    found, dtype = job.streams[stream], job.result_dtype(stream)
     made = [payload(job, worker, round_, stream) for worker in workers]
     given = [each for each in made if each is not None]
     if found.operation is Operation.MAXIMUM:
         return np.max([np.full(found.size, -np.inf, np.float32), *given], axis=0)[place]
-    total, table = np.zeros(found.size, lanes), job.tables[found.table]
+    total, table = np.zeros(found.size, dtype), job.tables[found.table]
     for each in given:
         reference.lookup_indices(each, table.bits, table.array, total, accumulate=True)
     return total[place]
@@ -57,13 +57,13 @@ def simulation(job: SessionConfig, rounds, faults, seed: int, **options) -> Aggr
 
 def check(run: AggregationSimulation, rounds) -> None:
     """Check that all workers have all results, identical, and equal to the sums of the counted workers."""
-    job = run.terms
+    job = run.config
     for round_ in rounds:
         for stream in range(len(job.streams)):
             first = run.results[0, round_, stream]
             for worker in range(1, job.world_size):
                 other = run.results[worker, round_, stream]
-                assert other.lanes.tobytes() == first.lanes.tobytes()
+                assert other.values.tobytes() == first.values.tobytes()
                 assert (other.reply.counted == first.reply.counted).all()
                 assert (other.reply.counts == first.reply.counts).all()
                 assert other.reply.flags == first.reply.flags
@@ -71,7 +71,7 @@ def check(run: AggregationSimulation, rounds) -> None:
                 counted = np.flatnonzero(first.reply.counted[packet]).tolist()
                 place = slice(packet * job.packet_elements, (packet + 1) * job.packet_elements)
                 assert first.reply.counts[packet] == len(counted)
-                assert first.lanes[place].tobytes() == expected(job, round_, stream, place, counted).tobytes()
+                assert first.values[place].tobytes() == expected(job, round_, stream, place, counted).tobytes()
                 if job.needed == job.world_size:
                     gave = [w for w in range(job.world_size) if payload(job, w, round_, stream) is not None]
                     assert counted == gave

@@ -34,15 +34,15 @@ Payloads = Callable[[int, int, int], np.ndarray | None]
 class Result:
     """Result of one worker for one stream of one round."""
 
-    lanes: np.ndarray
+    values: np.ndarray
     reply: Reply
 
 
 class _Worker:
     """A worker and its progress."""
 
-    def __init__(self, terms: SessionConfig, worker: int, window: int, seed: int) -> None:
-        self.end = WorkerStateMachine(terms, worker, Window(window, random.Random(seed)))
+    def __init__(self, config: SessionConfig, worker: int, window: int, seed: int) -> None:
+        self.end = WorkerStateMachine(config, worker, Window(window, random.Random(seed)))
         self.round = 0
         self.waits_for = 0
         self.starts_at = 0.0
@@ -53,7 +53,7 @@ class AggregationSimulation:
     """One run.
 
     Args:
-        terms: Session config of the job.
+        config: Session config of the job.
         payloads: Contributions of the workers.
         rounds: Numbers of the rounds, ascending.
         faults: Faults of the network.
@@ -70,17 +70,17 @@ class AggregationSimulation:
     """
 
     def __init__(
-        self, terms: SessionConfig, payloads: Payloads, rounds: Sequence[int], faults: Faults, seed: int, *,
+        self, config: SessionConfig, payloads: Payloads, rounds: Sequence[int], faults: Faults, seed: int, *,
         window: int = 64,
         pace: Callable[[int, int], float] = lambda worker, place: 0.0, timeout: float = math.inf,
     ) -> None:  # fmt: skip
-        self.terms = terms
+        self.config = config
         self.results: dict[tuple[int, int, int], Result] = {}
         self.network = DatagramNetwork(faults, seed)
-        self.aggregator = AggregatorStateMachine(terms, epoch=1)
+        self.aggregator = AggregatorStateMachine(config, epoch=1)
         self.server_counters = [self.aggregator.counters]
         self._payloads, self._rounds, self._pace, self._timeout = payloads, rounds, pace, timeout
-        self._workers = [_Worker(terms, worker, window, seed + worker) for worker in range(terms.world_size)]
+        self._workers = [_Worker(config, worker, window, seed + worker) for worker in range(config.world_size)]
         for worker in self._workers:
             self._join(worker)
 
@@ -115,7 +115,7 @@ class AggregationSimulation:
 
     def restart(self) -> None:
         """Kill the server and start a new incarnation."""
-        self.aggregator = AggregatorStateMachine(self.terms, self.aggregator.epoch + 1)
+        self.aggregator = AggregatorStateMachine(self.config, self.aggregator.epoch + 1)
         self.aggregator.resumed = True
         self.server_counters.append(self.aggregator.counters)
         for worker in self._workers:
@@ -142,8 +142,8 @@ class AggregationSimulation:
 
     def _next_round(self, worker: _Worker) -> None:
         round_, end = self._rounds[worker.round], worker.end
-        for stream, found in enumerate(self.terms.streams):
-            out = worker.outs[stream] = np.empty(found.size, self.terms.result_dtype(stream))
+        for stream, found in enumerate(self.config.streams):
+            out = worker.outs[stream] = np.empty(found.size, self.config.result_dtype(stream))
             payload = self._payloads(end.worker, round_, stream)
             end.submit(round_, stream, payload, out, FrameFlags.NONE, self.network.now + self._timeout)
             worker.waits_for += 1
@@ -170,6 +170,6 @@ class AggregationSimulation:
 
     def _send(self, messages: list[PacketToSend]) -> None:
         for message in messages:
-            everyone = range(self.terms.world_size) if message.worker == EVERYONE else [message.worker]
+            everyone = range(self.config.world_size) if message.worker == EVERYONE else [message.worker]
             for worker in everyone:
                 self.network.send(worker, bytes(message.packet))
