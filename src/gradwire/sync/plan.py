@@ -73,20 +73,18 @@ class Plan:
             raise OptionError(f"min_elements must not be negative, but it is {min_elements}. Pass 0 to compress all.")
         if isinstance(rules, Mapping) and not rules:
             raise OptionError('The plan has no rules. Pass for example {"*": "threelc"}.')
-        named = rules if isinstance(rules, Mapping) else {"*": rules}
+        self.is_auto = rules == AUTO
+        if self.is_auto and (strategy is not None or partitions != 1 or feedback is not None):
+            raise OptionError(
+                f'"auto" chooses strategy, partitions and feedback itself, but they are {strategy!r}, {partitions} '
+                f"and {feedback!r}. Leave them out, or name a compressor."
+            )
+        named = rules if isinstance(rules, Mapping) else {} if self.is_auto else {"*": rules}
         for pattern in named:
             if not isinstance(pattern, str):
                 raise OptionTypeError(
                     f'The key of a rule is a pattern of parameter names like "*.bias", not {pattern!r}.'
                 )
-        self.is_auto = rules == AUTO
-        if self.is_auto:
-            if strategy is not None or partitions != 1 or feedback is not None:
-                raise OptionError(
-                    f'"auto" chooses strategy, partitions and feedback itself, but they are {strategy!r}, {partitions} '
-                    f"and {feedback!r}. Leave them out, or name a compressor."
-                )
-            named = {}
         if AUTO in named.values():
             raise OptionError(
                 '"auto" decides for the whole model and cannot stand in a mapping yet. Pass "auto" as the method, or '
