@@ -108,7 +108,7 @@ def test_nothing_is_lost_in_300_steps(strategy: str, method: str, seed: int) -> 
     held = sum(each[2] for each in found)
     assert held.norm() > 0
     # float32 arithmetic over 300 steps on sums of this size
-    assert torch.allclose(applied + held, produced, rtol=0, atol=1e-3 * produced.abs().max().job())
+    assert torch.allclose(applied + held, produced, rtol=0, atol=1e-3 * produced.abs().max().item())
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
