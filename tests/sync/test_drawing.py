@@ -1,4 +1,4 @@
-"""Graphs as people read them: every task once, every dependency, chunks apart."""
+"""Graphs as people read them: every task once, every dependency, chunk by chunk."""
 
 from __future__ import annotations
 
