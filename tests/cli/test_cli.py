@@ -78,7 +78,7 @@ def test_an_error_of_the_users_code_is_shown_as_theirs(tmp_path, monkeypatch, ar
         (["lab", "--timeout", "-1", "--", "true"], "greater than or equal to 0"),
         (["serve", "--workers", "1", "--parameters", "--port", "70000"], "less than or equal to 65535"),
         (["serve", "--workers", "1", "--parameters", "--optimizer", "Mine"], "such as my_module.MyOptimizer"),
-        (["serve", "--workers", "1", "--parameters", "--optimizer", "torch.optim.None"], "optimizer of torch.optim"),
+        (["serve", "--workers", "1", "--parameters", "--optimizer", "torch.optim.None"], "Use one of torch.optim"),
         (["simulate", "--plot", "plot.xyz"], "End it in"),
         (["simulate", "--method", "onebit@star"], "Unknown strategy between ranks 'star'"),
         (["simulate", "--latency", "5"], "Known units: us, ms, s"),
