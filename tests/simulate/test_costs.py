@@ -1,4 +1,4 @@
-"""Costs of this machine: measured once, kept, and measured anew for another machine; prices of tasks and frames."""
+"""Costs of this machine: measured once, kept, and measured again for another machine; prices of tasks and frames."""
 
 import json
 
@@ -48,7 +48,7 @@ def test_what_is_missing_is_added(measured, tmp_path):
     assert set(Costs.from_json(path.read_text()).codecs) == {"none", "fp16", "bf16"} == set(found.codecs)
 
 
-def test_a_file_of_another_machine_is_measured_anew(measured, tmp_path):
+def test_a_file_of_another_machine_is_measured_again(measured, tmp_path):
     path = tmp_path / "costs.json"
     path.write_text(json.dumps(json.loads(measured.read_text()) | {"made_by": "another"}))
     _, asked = again(path, "fp16")

@@ -41,7 +41,7 @@ def test_a_real_model_folds_to_nearly_the_same_step(method):
 
 
 @pytest.mark.parametrize("straggler", [Straggler(slowdown=3), Straggler(delay_seconds=0.02), Straggler(rate_bits=1e8)])
-def test_stragglers_stand_beside_the_one_for_all_others(straggler):
+def test_stragglers_are_simulated_next_to_the_one_for_all_others(straggler):
     cluster = Cluster(8, LINK, stragglers={3: straggler})
     one, all_ranks = both(
         model(8 * 65536, compute=Compute(0.0, 0.01)), Plan("onebit", strategy="scatter_reduce"), cluster

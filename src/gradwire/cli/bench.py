@@ -36,9 +36,7 @@ class TrainingJob:
     workload: Annotated[
         str, typer.Option(help="Model and data: text (large tensors), deep (small ones) or digits (tiny).")
     ] = "text"
-    methods: Annotated[
-        str | None, typer.Option(help="Methods, such as ddp-fp32,threelc,topk:ratio=0.01. Default: all.")
-    ] = None
+    methods: Annotated[str | None, typer.Option(help="Methods, such as ddp-fp32,threelc,topk:ratio=0.01.")] = None
     ranks: Annotated[int, typer.Option(help="Number of ranks.")] = 4
     rates: Annotated[str, typer.Option(help="Rates of each link, such as 100mbit,1gbit,none.")] = "100mbit"
     buckets: Annotated[

@@ -20,7 +20,7 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     line of the dataclass's docstring is the title of its options on the help page.
     """
     hints = get_type_hints(command, include_extras=True)
-    groups = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
     parameters: list[Parameter] = []
 
     def add(name: str, default: Any, hint: Any) -> None:

@@ -93,5 +93,5 @@ def _edges(
 
 def offsets(counts: np.ndarray) -> np.ndarray:
     """0 to count - 1 for each count, one after another."""
-    starts: np.ndarray = np.repeat(np.cumsum(counts) - counts, counts)
-    return np.arange(starts.size) - starts
+    found: np.ndarray = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    return found
