@@ -94,7 +94,7 @@ def test_coordinated_messages_find_both_links_free(tmp_path):
 def test_batches_are_the_same_again():
     known = costs(1e-5, onebit=onebit(1e-10, 1e-10))
     sizes, cluster = [16384 * (1 + index % 5) for index in range(20)], Cluster(4, link(latency_seconds=20e-6))
-    runs = [step(model(*sizes), "onebit", cluster, known, bulk=COORDINATED).as_dict() for _ in range(2)]
+    runs = [step(model(*sizes), "onebit", cluster, known, bulk=COORDINATED) for _ in range(2)]
     assert runs[0] == runs[1]
 
 

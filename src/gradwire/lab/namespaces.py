@@ -41,8 +41,6 @@ class Namespaces:
             if report is None:
                 raise LabError(f"The keeper process did not report its namespaces, but {line!r}. Please report this.")
             raise refusal(report["step"], report["reason"])
-        self.links: list[str] = report["namespaces"]
-        """Kernel names of the namespaces, such as ``net:[4026532201]``."""
         self._own_user: bool = report["own_user"]
         self._fds: list[int] = report["fds"]
 

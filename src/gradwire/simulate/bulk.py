@@ -118,7 +118,6 @@ class Queues(NamedTuple):
         egress_until, ingress_until: When each rank's link will be idle, as far as is decided (W).
         control_seconds, entry_seconds: Seconds of a control message, and of each of its entries, on a rank's link (W).
         free_at: When the coordinator's processor is free (1).
-        counts: Numbers of control messages and of batches (2).
     """
 
     first: np.ndarray
@@ -132,7 +131,6 @@ class Queues(NamedTuple):
     control_seconds: np.ndarray
     entry_seconds: np.ndarray
     free_at: np.ndarray
-    counts: np.ndarray
 
 
 class Coordination(NamedTuple):
@@ -191,5 +189,5 @@ def _queues(control_seconds: np.ndarray, entry_seconds: np.ndarray) -> Queues:
     return Queues(
         *(none, none.copy(), np.zeros(ranks * ranks)),
         *(none[:ranks].copy(), none[:ranks].copy(), np.zeros(ranks, np.int64)),
-        *(nothing, nothing.copy(), control_seconds, entry_seconds, np.zeros(1), np.zeros(2, np.int64)),
+        *(nothing, nothing.copy(), control_seconds, entry_seconds, np.zeros(1)),
     )

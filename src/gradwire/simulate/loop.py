@@ -269,7 +269,6 @@ def _control(state: Any, trail: Any, bulk: Any, now: float, sender: int, receive
     if sender == receiver:
         return now
     queues, longest = bulk.queues, 0.0
-    queues.counts[0] += 1
     for rank, channel in ((sender, 2 * sender), (receiver, 2 * receiver + 1)):
         seconds = queues.control_seconds[rank] + entries * queues.entry_seconds[rank]
         state.channel_free[channel] = max(state.channel_free[channel], now) + seconds
@@ -349,7 +348,6 @@ def _grant(tasks: Any, state: Any, trail: Any, bulk: Any, events: Any, now: floa
     messages.next_of[last] = -1
     queues.first[link] = task
     queues.queued[link] -= nbytes
-    queues.counts[1] += 1
     at = now
     if rules.mode == COORDINATED:
         decided = max(now, queues.free_at[0]) + 2 * rules.deciding

@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -102,22 +102,6 @@ class StepResult:
     def efficiency(self) -> float:
         """Time of the step without communication over `seconds`."""
         return self.compute_seconds / self.seconds if self.seconds else 1.0
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
-        return {
-            "seconds": self.seconds,
-            "compute_seconds": self.compute_seconds,
-            "efficiency": self.efficiency,
-            "sent_bytes": self.sent_bytes,
-            "split": self.split,
-            "world_size": self.world_size,
-            "folded": self.folded,
-            "num_messages": self.num_messages,
-            "processor_seconds": self.processor_seconds,
-            "ranks": [asdict(use) for use in self.ranks],
-            "jobs": [asdict(job) for job in self.jobs],
-        }
 
     def write_trace(self, path: str | Path) -> None:
         """Write the step as Chrome trace JSON, for chrome://tracing or ui.perfetto.dev."""
