@@ -14,12 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket as GradBucket
+from torch._C._distributed_c10d import Store
 from torch.nn.parallel import DistributedDataParallel
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 
 
-def group_store(group: dist.ProcessGroup) -> dist.Store:
+def group_store(group: dist.ProcessGroup) -> Store:
     """Return the store of a process group."""
     return dist.distributed_c10d._get_process_group_store(group)
 

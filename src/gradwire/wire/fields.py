@@ -44,7 +44,7 @@ class Reader:
 
     def f32(self, *, finite: bool = False) -> float:
         """Read one float32. With `finite`, a NaN or an infinity is a `PayloadError`."""
-        value: float = _F32.unpack(self.take(_F32.size))[0]
+        value: float = _F32.unpack(self.take(_F32.size).data)[0]
         if finite and not math.isfinite(value):
             raise PayloadError(f"Expected a finite number in the payload, got {value}.")
         return value
