@@ -99,8 +99,8 @@ def test_show_prints_every_compressor_of_a_file(folder: Path) -> None:
     [
         (["good_compressors.py:goood_of_test"], UnknownNameError, "Did you mean 'good_of_test'"),
         (["threelcc"], UnknownNameError, "Did you mean 'threelc'"),
-        (["missing.py:name"], GradwireError, "Name one as path/to/file.py:NAME"),
-        (["missing_module:name"], GradwireError, "Run the command in the folder where it lies, or name its file"),
+        (["missing.py:name"], GradwireError, "Give a file as path/to/file.py:NAME"),
+        (["missing_module:name"], GradwireError, "Run the command in its folder, or give its file"),
         (["empty.py"], GradwireError, "empty.py defines no compressor. Decorate an encoder with @gradwire.compressor"),
         (["good_compressors.py:ready", "-o", "levels=3"], OptionError, "is good_of_test(levels=50), with its options"),
         (["int8", "--option", "block"], OptionError, "as in threelc:sparsity=1.75"),
