@@ -1,4 +1,4 @@
-"""`gradwire simulate`: tables, files and pictures of described clusters, with costs from a file."""
+"""`gradwire simulate`: tables, files and plots of described clusters, with costs from a file."""
 
 from __future__ import annotations
 

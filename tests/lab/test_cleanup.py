@@ -1,4 +1,4 @@
-"""However a lab ends, nothing of it is left: no process, no namespace, no interface."""
+"""However a lab ends, it leaves no process, no namespace and no interface."""
 
 import os
 import signal

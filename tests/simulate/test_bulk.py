@@ -25,7 +25,7 @@ def link(**options):
 
 @pytest.mark.parametrize(("bulk", "worse"), [pytest.param(ALONE, 1.001, marks=pytest.mark.ci), (COORDINATED, 1.1)])
 def test_large_messages_gain_nothing(bulk, worse):
-    # The strategies rotate, so equal parts meet at no receiver. Greedy matching may leave a link idle at times.
+    # The strategies rotate, so equal chunks meet at no receiver. Greedy matching may leave a link idle at times.
     tensors, cluster = model(*[1 << 22] * 4), Cluster(4, link(latency_seconds=20e-6))
     plain = run(tensors, cluster, strategy="scatter_reduce")
     batched = run(tensors, cluster, bulk=bulk, strategy="scatter_reduce")
@@ -73,7 +73,7 @@ def test_a_message_waits_for_the_threshold_or_the_time_out():
 
 
 def test_coordinated_messages_find_both_links_free(tmp_path):
-    # A rank that is late by half a part meets others at every receiver.
+    # A rank that is late by half a chunk meets others at every receiver.
     late = {1: Straggler(delay_seconds=4e-3)}
     tensors, cluster = model(*[1 << 20] * 3), Cluster(4, link(latency_seconds=20e-6), stragglers=late)
 

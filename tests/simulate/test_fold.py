@@ -20,13 +20,13 @@ def both(tensors, plan, cluster):
 @pytest.mark.parametrize("strategy", ["ring", "scatter_reduce", "allgather"])
 @pytest.mark.parametrize("partitions", [1, 3])
 def test_equal_parts_fold_to_the_same_step(strategy, method, partitions):
-    # 3 · 8 parts of whole blocks.
+    # 3 · 8 chunks of whole blocks.
     tensors = model(24 * 8192, 24 * 1024, 24 * 2048)
     plan = Plan(method, strategy=strategy, partitions=partitions)
     one, all_ranks = both(tensors, plan, Cluster(8, LINK))
     assert one.folded
     assert not all_ranks.folded
-    # Which of the ready parts goes first may differ.
+    # Which of the ready chunks goes first may differ.
     assert one.seconds == pytest.approx(all_ranks.seconds, rel=0.05)
     assert one.sent_bytes == pytest.approx(all_ranks.sent_bytes)
     assert one.num_messages == pytest.approx(all_ranks.num_messages)
@@ -68,6 +68,6 @@ def test_thousands_of_ranks_of_a_model(name, many):
     few, more = (step(tensors, "onebit", Cluster(ranks, LINK), KNOWN) for ranks in (64, many))
     assert more.folded
     assert more.seconds > few.seconds
-    # No rank sends more than twice its payload, however many there are, headers of ever shorter parts aside.
+    # No rank sends more than twice its payload, however many there are, apart from headers of ever shorter chunks.
     assert more.sent_bytes < 2 * few.sent_bytes
     assert more.num_messages > many / 64 * few.num_messages

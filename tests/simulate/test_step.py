@@ -61,7 +61,7 @@ def test_the_slowest_link_sets_the_pace(strategy):
     even = step(model(ELEMENTS), Plan("none", strategy=strategy), cluster(4), costs()).seconds
     slow = cluster(4, stragglers={2: Straggler(rate_bits=RATE / 4)})
     seconds = step(model(ELEMENTS), Plan("none", strategy=strategy), slow, costs()).seconds
-    # Its bytes take four times as long; what others wait for at the ends of the path adds less than one part.
+    # Its bytes take four times as long; what others wait for at the ends of the path adds less than one chunk.
     assert 4 * even * 0.999 <= seconds <= 4 * even * 1.5
     fast = cluster(4, stragglers={2: Straggler(rate_bits=RATE * 4)})
     assert step(model(ELEMENTS), Plan("none", strategy=strategy), fast, costs()).seconds > 0.95 * even
@@ -73,7 +73,7 @@ def test_a_late_rank_delays_the_step_of_all():
     even = step(tensors, "none", cluster(4), costs())
     late = step(tensors, "none", cluster(4, stragglers={1: Straggler(delay_seconds=0.05)}), costs())
     assert even.seconds == pytest.approx(compute.total_seconds + closed_form("ring", 4, alpha=0), rel=0.02)
-    # In a ring every part passes through the late rank, whose gradients are the last.
+    # In a ring every chunk passes through the late rank, whose gradients are the last.
     assert late.seconds == pytest.approx(even.seconds + 0.05)
 
 
@@ -106,7 +106,7 @@ def test_encodes_overlap_with_the_wire():
 
 
 def test_frames_that_cost_the_processor_time_are_pipelined_with_the_wire():
-    # A copy at each end, each as fast as the wire: pieces of a large frame pass through all three at once.
+    # A copy at each end, each as fast as the wire: fragments of a large frame pass through all three at once.
     carried = costs(frame=LinearCost(0.0, SECONDS_A_BYTE))
     result = step(model(4 * ELEMENTS), Plan("none", strategy="allgather"), cluster(2), carried)
     free = step(model(4 * ELEMENTS), Plan("none", strategy="allgather"), cluster(2), costs())
@@ -155,8 +155,8 @@ def test_a_trace_has_every_rank_and_what_it_did(tmp_path):
 def test_hierarchical_sends_compressed_between_nodes_and_dense_within(per_node):
     nodes = cluster(8, ranks_per_node=per_node, inner=SimulatedLink(10 * RATE, header_bytes=0))
     result = step(model(ELEMENTS), Plan("none", strategy="hierarchical"), nodes, costs())
-    # Of each of 8 parts a rank sends its gradient to the owner on its node, or as the owner the mean to the others;
-    # the owners, one a node, scatter and gather.
+    # Of each of 8 chunks a rank sends its gradient to the owner on its node, or as the owner the mean to the others;
+    # the owners, one per node, scatter and gather.
     part, num_nodes = NBYTES / 8, 8 // per_node
     within = 2 * (per_node - 1) * part * num_nodes
     between = 2 * (num_nodes - 1) * part
