@@ -212,8 +212,7 @@ def test_a_position_outside_the_gradient_makes_a_payload_invalid(device: str) ->
 def test_names_of_the_runtime_cannot_be_fields() -> None:
     from gradwire.lang.targets.triton import names, runtime
 
-    found = {name for name in vars(runtime) if not name.startswith("_")} - {"annotations", "RUNTIME"}
-    assert found == names.RUNTIME
+    assert all(callable(getattr(runtime, name)) for name in names.RUNTIME)
     p = trace("p", lambda g: concat(start=g.reduce(min), chunk=g), lambda p: p.chunk * p.start, {})
     assert [each.variable for each in p.fields] == ["start_", "chunk_"]
 
