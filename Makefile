@@ -16,12 +16,14 @@ help: ## list the targets
 demo: $(STAMP) ## train with 4 ranks over a 100 Mb/s network, dense against compressed, and write a report
 	$(BIN)/gradwire demo
 
-test: $(STAMP) ## all tests: ten minutes on two cores, and some more where kernels are compiled first
+test: $(STAMP) ## the suite, which compiles all kernels when it first runs
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal $(COMPILING)
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile $(COMPILING:%=--ignore=%)
+	$(BIN)/python -m pytest -q -n 3 --dist loadfile $(COMPILING:%=--ignore=%)
 
-ci: test ## what a change must pass: all tests, then the longer ones
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m ci
+ci: test ## what a change must pass: the suite, the longer tests, and campaigns in a short form
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m ci
+	$(BIN)/python -m tests.fuzz --cases 2000
+	$(BIN)/python -m tests.schedules --schedules 500
 
 test-long: $(STAMP) ## the long campaigns: a million fuzz cases a decoder, 100,000 schedules of faults, 200 runs of the README's example, properties on new examples, and the tests marked slow
 	$(BIN)/python -m tests.fuzz --cases 1000000

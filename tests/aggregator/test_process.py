@@ -281,7 +281,7 @@ def serve_process(pipe: Any, port: int, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-@pytest.mark.parametrize("udp", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("udp", [False, pytest.param(True, marks=pytest.mark.ci)])
 def test_restarting_a_killed_or_stopped_server_changes_no_result(job, udp, number):
     options = {"workers": 2, "udp": udp}
     first = Process(serve_process, 0, options)

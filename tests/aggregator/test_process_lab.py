@@ -16,9 +16,7 @@ ROUNDS = 5
 
 @pytest.mark.root
 @pytest.mark.loss
-@pytest.mark.parametrize(
-    "how", [(), pytest.param(("multicast",), marks=pytest.mark.slow)], ids=["unicast", "multicast"]
-)
+@pytest.mark.parametrize("how", [(), pytest.param(("multicast",), marks=pytest.mark.ci)], ids=["unicast", "multicast"])
 def test_loss_changes_no_bit(how: tuple[str, ...]) -> None:
     command = [sys.executable, "-m", "tests.aggregator.aggregation_host", str(ROUNDS), *how]
     with Lab(4, "100mbit", loss="1%") as lab:

@@ -103,7 +103,7 @@ CASES = every_case()
 def marks(codec: Compressor) -> list[pytest.MarkDecorator]:
     """Mark cases that compile code for each option set; `tests/compressors/test_published.py` runs all of them."""
     default = codec.options == compressors.describe(codec.name).options if codec.name in compressors.names() else True
-    return [] if default or not isinstance(codec, TracedCompressor) else [pytest.mark.slow]
+    return [] if default or not isinstance(codec, TracedCompressor) else [pytest.mark.ci]
 
 
 each_case = pytest.mark.parametrize(

@@ -42,7 +42,8 @@ def wait_for(path: Path, job: Future[list[Outcome]]) -> None:
     assert path.exists(), job.result()
 
 
-@pytest.mark.parametrize("options", [(), pytest.param(("--udp",), marks=pytest.mark.slow)], ids=["tcp", "udp"])
+@pytest.mark.ci
+@pytest.mark.parametrize("options", [(), ("--udp",)], ids=["tcp", "udp"])
 def test_four_ranks_train_to_the_same_bits_as_between_themselves_over_a_restart(
     tmp_path: Path, options: tuple[str, ...]
 ) -> None:

@@ -106,6 +106,7 @@ def test_onebit_residuals_grow_slower_than_the_root_of_the_steps(strategy: str) 
         assert norms[1] < 4 * norms[0], norms
 
 
+@pytest.mark.ci
 def test_bfloat16_works_on_gloo() -> None:
     """R7: as element type of the gradients, and as compressor."""
     ranks = results(launch("ddp.bfloat16", 2, methods=["none", "bf16", "threelc"]))

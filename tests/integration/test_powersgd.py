@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.integration.launch import launch
 
 
+@pytest.mark.ci
 def test_it_learns_like_torchs_hook_of_the_same_rank() -> None:
     found = [outcome.result for outcome in launch("powersgd.losses", 2, steps=150, low=2)]
     for method, (_, parameters) in found[0].items():

@@ -11,7 +11,7 @@ from tests.integration.readme_example import Ending, run
     "ending",
     [
         Ending(ranks=2, detach=False, destroy=True, apart=False, evaluate=True),
-        Ending(ranks=2, detach=False, destroy=False, apart=True, evaluate=False),
+        pytest.param(Ending(ranks=2, detach=False, destroy=False, apart=True, evaluate=False), marks=pytest.mark.ci),
     ],
     ids=str,
 )

@@ -117,9 +117,9 @@ OTHER_TYPES = (np.float64, np.float16, np.uint16)
 
 
 def of_other_types() -> list:
-    """Each algorithm with one of the element types; the long tests use the others, for which it is compiled again."""
+    """Each algorithm with one of the element types; `make ci` takes the others, for which it is compiled again."""
     return [
-        pytest.param(name, dtype, marks=() if number % len(OTHER_TYPES) == place else pytest.mark.slow)
+        pytest.param(name, dtype, marks=() if number % len(OTHER_TYPES) == place else pytest.mark.ci)
         for number, name in enumerate(algorithms.names())
         for place, dtype in enumerate(OTHER_TYPES)
     ]
