@@ -72,6 +72,28 @@ def test_a_plan_by_auto_says_below_which_size_tensors_stay_dense() -> None:
     handle.detach()
 
 
+def test_fidelity_is_for_auto_alone() -> None:
+    for method in ("topk", gw.Plan("topk")):
+        with pytest.raises(OptionError, match=r'but the method is "topk"\. Pass "auto", or leave fidelity out\.'):
+            gw.attach(wrapped(), method, fidelity="exact")
+    handle = gw.attach(wrapped(), "auto")
+    assert handle.autopilot is not None and handle.autopilot._fidelity == "balanced"
+    handle.detach()
+
+
+@pytest.mark.parametrize("method", ["auto", "threelc"])
+def test_an_attach_that_fails_leaves_no_hooks_on_optimizers(method: str) -> None:
+    def broken(*arguments: object) -> None:
+        raise RuntimeError("no slot")
+
+    ddp = wrapped()
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    ddp.register_comm_hook = broken  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="no slot"):
+        gw.attach(ddp, method, optimizer=optimizer)
+    assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
+
+
 def commits(handle: gw.Handle) -> int:
     return sum(event.kind == "commit" for event in handle.synchronizer.events.latest())
 

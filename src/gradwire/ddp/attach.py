@@ -40,7 +40,7 @@ def attach(
     *,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     scaler: torch.amp.GradScaler | None = None,
-    fidelity: str = "balanced",
+    fidelity: str | None = None,
     register: bool = True,
     check_every: int = 100,
     options: SyncOptions = SyncOptions(),
@@ -62,7 +62,7 @@ def attach(
         scaler: GradScaler of these gradients. If given, residuals follow each change of its scale. If not, residuals
             from before a change count by the wrong scale once.
         fidelity: What ``"auto"`` may choose from: ``"exact"``, ``"near-lossless"``, ``"balanced"`` or ``"aggressive"``
-            (see `gradwire.planner.fidelity`).
+            (see `gradwire.planner.fidelity`). None means ``"balanced"``. For ``"auto"`` only.
         register: If true, take the module's communication hook. If false, register a hook of your own that returns
             ``handle.hook(state, bucket)``.
         check_every: Number of backward passes after which all ranks compare a hash of their parameters. 0 means never.
@@ -82,10 +82,16 @@ def attach(
     """
     ddp = torch_private.uncompiled(ddp)  # type: ignore[assignment]
     check_attachable(ddp, register)
-    if fidelity not in LEVELS:
+    if fidelity is not None and fidelity not in LEVELS:
         raise UnknownNameError("fidelity", fidelity, LEVELS)
     plan = method if isinstance(method, Plan) else Plan(method)
     automatic = plan.is_auto
+    if fidelity is not None and not automatic:
+        raise OptionError(
+            f'fidelity="{fidelity}" limits what "auto" may choose, but the method is "{plan}". Pass "auto", or leave '
+            "fidelity out."
+        )
+    fidelity = fidelity or "balanced"
     if automatic:  # until it has measured, gradients travel dense
         plan = Plan(DENSE_NAME, min_elements=plan.min_elements)
     strategies = {plan.strategy, *(entry.strategy for entry in (plan.entries or {}).values())}
@@ -110,6 +116,7 @@ def attach(
         if register:
             slot.register(ddp)
     except BaseException:
+        optimizers.close()
         synchronizer.close()
         raise
     slot.handle = handle
