@@ -10,7 +10,7 @@ import gradwire as gw
 from gradwire.core.errors import SyncError
 from gradwire.core.spec import ELEMENT_TYPES
 from gradwire.residuals.transaction import Residuals
-from gradwire.sync.codec import EMPTY, AccumulatorCodec, LossyCodec, make_codec
+from gradwire.sync.codec import EMPTY, AccumulatorCodec, PayloadCodec, make_codec
 from gradwire.sync.job import Chunk, EncodedChunk, TensorJob
 from gradwire.sync.plan_entry import PlanEntry
 from gradwire.wire.frame import FrameFlags, FrameKind
@@ -26,13 +26,13 @@ def gradient(rank: int) -> torch.Tensor:
     return torch.randn(NUMEL, generator=torch.Generator().manual_seed(rank))
 
 
-def codec(rank: int, compressor: object, feedback: str = "none", *, used: bool = True) -> LossyCodec:
+def codec(rank: int, compressor: object, feedback: str = "none", *, used: bool = True) -> PayloadCodec:
     values = gradient(rank) if used else torch.zeros(NUMEL)
     job = TensorJob("fc.weight", 0, values, PlanEntry(compressor, feedback=feedback), 0, 1, used=used)  # type: ignore[arg-type]
     return make_codec(job, Residuals(), rank, WORLD_SIZE, seed=5)
 
 
-def shared(used: tuple[bool, ...] = (True, True, True)) -> list[LossyCodec]:
+def shared(used: tuple[bool, ...] = (True, True, True)) -> list[PayloadCodec]:
     """One accumulator codec per rank, after the preliminary round."""
     codecs = [codec(rank, SHARED, used=flag) for rank, flag in enumerate(used)]
     statistics = [each.stats(CHUNK) for each in codecs]
@@ -222,7 +222,7 @@ def test_the_mean_is_written_in_every_element_type(compressor: object, dtype: to
 
 def test_the_kind_of_frame_follows_the_algebra() -> None:
     lossy, summed = codec(0, gw.make("threelc")), codec(0, SHARED)
-    assert (type(lossy), type(summed)) == (LossyCodec, AccumulatorCodec)
+    assert (type(lossy), type(summed)) == (PayloadCodec, AccumulatorCodec)
     assert [lossy.kind(stage) for stage in (0, 1)] == [FrameKind.PAYLOAD] * 2
     assert [summed.kind(stage) for stage in (0, 1)] == [FrameKind.PAYLOAD, FrameKind.AGGREGATE]
 

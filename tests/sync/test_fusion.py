@@ -17,8 +17,8 @@ from gradwire.sync.fusion import MAX_FUSED_ELEMENTS, FusionGroup, is_fused
 from gradwire.sync.job import EncodedChunk, TensorJob
 from gradwire.sync.plan import Plan
 from gradwire.sync.plan_entry import PlanEntry
-from gradwire.sync.registry import TensorRegistry
 from gradwire.sync.synchronizer import GradientSlice, Synchronizer
+from gradwire.sync.tensor_registry import TensorRegistry
 from gradwire.wire.frame import FrameFlags, FrameKind, Header
 from tests.sync.harness import ranks
 

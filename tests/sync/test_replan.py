@@ -61,7 +61,7 @@ def test_nothing_is_lost_from_plan_to_plan(world_size: int) -> None:
 
     with ranks(world_size, plan("onebit", "ring")) as group:
         found = group.each(run)
-        held = [one.residuals.holds("w") for one in group.synchronizers]
+        held = [one.residuals.holds_after_pruning("w") for one in group.synchronizers]
     for _, means in found[1:]:
         assert torch.equal(means, found[0][1])
     produced = sum(
@@ -75,11 +75,11 @@ def test_nothing_is_lost_from_plan_to_plan(world_size: int) -> None:
 def test_a_dense_step_sends_the_residual_and_the_next_needs_none() -> None:
     def run(one: Synchronizer) -> list[bool]:
         take_step(one, 0)
-        found = [one.residuals.holds("w")]
+        found = [one.residuals.holds_after_pruning("w")]
         one.replan(plan("none", "ring"))
         for step in (1, 2):
             take_step(one, step)
-            found.append(one.residuals.holds("w"))
+            found.append(one.residuals.holds_after_pruning("w"))
         return [*found, one.residuals.nbytes > 0]
 
     with ranks(2, plan("topk", "scatter_reduce")) as group:

@@ -26,7 +26,7 @@ from gradwire.compressors.base import Compressor, LookupCompressor
 from gradwire.core.errors import OptionError
 from gradwire.core.spec import TensorSpec
 from gradwire.sync.job import Chunk, TensorJob, split
-from gradwire.sync.registry import TensorRegistry
+from gradwire.sync.tensor_registry import TensorRegistry
 from gradwire.wire.frame import HEADER_BYTES, FrameFlags, FrameKind
 
 logger = logging.getLogger("gradwire")

@@ -18,7 +18,7 @@ from gradwire.aggregator.request import Reply
 from gradwire.aggregator.service import ADDRESS_VARIABLE, Aggregator, AggregatorConnection
 from gradwire.compressors.base import LookupCompressor
 from gradwire.core.events import Event
-from gradwire.sync.codec import LossyCodec
+from gradwire.sync.codec import PayloadCodec
 from gradwire.sync.graph import Task
 from gradwire.sync.job import Chunk, TensorJob
 from gradwire.sync.strategies import Builder, Runtime, Strategy, register
@@ -31,7 +31,7 @@ NAME = "server"
 class ServedBuilder(Builder):
     """A builder whose chunks travel through the aggregator."""
 
-    def _make_codec(self, runtime: Runtime) -> LossyCodec:
+    def _make_codec(self, runtime: Runtime) -> PayloadCodec:
         service = runtime.services[NAME]
         assert isinstance(self.job, TensorJob) and isinstance(service, AggregatorConnection)
         self._service = service

@@ -126,8 +126,11 @@ class Residuals:
                 )
             self._add(key, values)
 
-    def holds(self, name: str) -> bool:
-        """Whether a parameter has a residual that is not zero. Deletes zero residuals, so that later calls are fast."""
+    def holds_after_pruning(self, name: str) -> bool:
+        """Delete a parameter's residuals that are zero, and return whether any other is left.
+
+        Deleted residuals are not scanned again, so that later calls are fast.
+        """
         with self._lock:
             for role in ROLES:
                 slices = self._slices.get((name, role), {})

@@ -4,7 +4,7 @@ Each encode owns a residual if the plan asks for feedback: it compensates, encod
 payloads are in units of the mean: gradients are scaled by 1/W as they are encoded. Therefore payloads only need to be
 added, and a residual means the same under every strategy and world size.
 
-`LossyCodec` decodes payloads, adds in float32, and encodes the sum with a residual of role ``aggregate``.
+`PayloadCodec` decodes payloads, adds in float32, and encodes the sum with a residual of role ``aggregate``.
 `AccumulatorCodec`, for summable compressors, adds accumulators and decodes only their sum.
 """
 
@@ -36,7 +36,7 @@ DENSE = make(DENSE_NAME)  # within a node
 _REDUCE = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
 
-class LossyCodec:
+class PayloadCodec:
     """Codec that decodes payloads in order to add them.
 
     Attributes:
@@ -285,7 +285,7 @@ class LossyCodec:
             self._stage_state(as_array(self.job.values), self._context(full, self.first_stage), self.job.full_range)
 
 
-class AccumulatorCodec(LossyCodec):
+class AccumulatorCodec(PayloadCodec):
     """Codec that adds accumulators: nothing is decoded before the sum is complete, and nothing is encoded twice."""
 
     def __init__(self, job: TensorJob, residuals: Residuals, rank: int, world_size: int, seed: int) -> None:
@@ -349,9 +349,9 @@ class AccumulatorCodec(LossyCodec):
                 self._stage_state(total, context, self.job.range(chunk))
 
 
-def make_codec(job: TensorJob, residuals: Residuals, rank: int, world_size: int, seed: int) -> LossyCodec:
+def make_codec(job: TensorJob, residuals: Residuals, rank: int, world_size: int, seed: int) -> PayloadCodec:
     """Return the codec for the job's compressor."""
-    kind = AccumulatorCodec if isinstance(job.entry.compressor, SummableCompressor) else LossyCodec
+    kind = AccumulatorCodec if isinstance(job.entry.compressor, SummableCompressor) else PayloadCodec
     return kind(job, residuals, rank, world_size, seed)
 
 
@@ -368,7 +368,7 @@ def _payload(message: EncodedChunk) -> Payload:
 class blame:  # noqa: N801  # reads as a verb
     """Turn a decoder's `PayloadError` into an error that names the rank that sent the bytes."""
 
-    def __init__(self, codec: LossyCodec, message: EncodedChunk) -> None:
+    def __init__(self, codec: PayloadCodec, message: EncodedChunk) -> None:
         self._codec, self._message = codec, message
 
     def __enter__(self) -> None:

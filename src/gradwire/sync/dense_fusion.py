@@ -95,7 +95,7 @@ class DenseFusionGroup:
         self._members = members
         pieces = torch.split(self.values, [gradient.tensor.numel() for gradient in gradients])
         for gradient, piece in zip(gradients, pieces):
-            if gradient.used and residuals.holds(gradient.name):
+            if gradient.used and residuals.holds_after_pruning(gradient.name):
                 self.staging.wait_loaded()
                 _flush_residual(gradient, piece, residuals, world_size)
 

@@ -28,7 +28,7 @@ import numpy as np
 from gradwire.core.errors import FrameError, SyncError
 from gradwire.core.events import Event, EventStream
 from gradwire.net.transport import Callbacks, Transport
-from gradwire.sync.failure import closed, located, raised, stalled
+from gradwire.sync.engine_errors import closed, located, raised, stalled
 from gradwire.sync.graph import FrameKey, Task, TaskGraph
 from gradwire.sync.job import EncodedChunk
 from gradwire.wire.frame import HEADER_BYTES, Header

@@ -24,7 +24,7 @@ from gradwire.compressors.base import SummableCompressor
 from gradwire.core.errors import PayloadError
 from gradwire.residuals import policies
 from gradwire.residuals.transaction import Residuals
-from gradwire.sync.codec import EMPTY, LossyCodec, blame, make_codec
+from gradwire.sync.codec import EMPTY, PayloadCodec, blame, make_codec
 from gradwire.sync.job import Chunk, EncodedChunk, TensorJob, group_name
 from gradwire.sync.plan_entry import PlanEntry
 from gradwire.wire.frame import FrameFlags, FrameKind
@@ -100,7 +100,7 @@ class FusionGroup:
 
 
 class FusionCodec:
-    """Encodes, merges and decodes the members one by one. It has the interface of `LossyCodec`."""
+    """Encodes, merges and decodes the members one by one. It has the interface of `PayloadCodec`."""
 
     first_stage = 0
 
@@ -137,7 +137,7 @@ class FusionCodec:
 
     # -- one message for many tensors ------------------------------------------------------------------------
 
-    def _members(self, chunk: Chunk) -> list[tuple[LossyCodec, Chunk]]:
+    def _members(self, chunk: Chunk) -> list[tuple[PayloadCodec, Chunk]]:
         return [(self._codecs[index], self._full_chunks[index]) for index in self.group.members_of(chunk)]
 
     def _join(self, messages: Iterable[EncodedChunk]) -> EncodedChunk:

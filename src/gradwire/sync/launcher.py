@@ -27,9 +27,9 @@ from gradwire.sync.fusion import FUSION_FLAG, FusionGroup, fuse, is_fused
 from gradwire.sync.graph import TaskGraph
 from gradwire.sync.job import TensorJob
 from gradwire.sync.plan_entry import PlanEntry
-from gradwire.sync.registry import TensorRegistry
 from gradwire.sync.strategies import STRATEGIES, Runtime
 from gradwire.sync.submission import GradientSlice, Submission
+from gradwire.sync.tensor_registry import TensorRegistry
 
 OptimizerSlices = Callable[[str, ElementRange], Mapping[str, torch.Tensor]]
 """Slices of parameter and optimizer state, by parameter name and element range."""
@@ -123,7 +123,7 @@ class Launcher:
     def _entry(self, name: str) -> PlanEntry:
         """The tensor's entry, with feedback if another plan has left a residual that must still be sent."""
         entry = self._tensors.entries[name]
-        if entry.feedback == "none" and self._runtime.residuals.holds(name):
+        if entry.feedback == "none" and self._runtime.residuals.holds_after_pruning(name):
             return replace(entry, feedback="error")
         return entry
 

@@ -38,9 +38,9 @@ from gradwire.sync.graph import TaskGraph
 from gradwire.sync.group import GroupInfo
 from gradwire.sync.nodes import NodeMap, current_node
 from gradwire.sync.options import SyncOptions
-from gradwire.sync.registry import TensorRegistry
 from gradwire.sync.strategies import Runtime
 from gradwire.sync.strategies.register import Service, ServiceAddress
+from gradwire.sync.tensor_registry import TensorRegistry
 
 logger = logging.getLogger("gradwire")
 _open: weakref.WeakSet[Peers] = weakref.WeakSet()

@@ -33,11 +33,11 @@ from gradwire.sync.launcher import Launcher, OptimizerSlices
 from gradwire.sync.options import SyncOptions
 from gradwire.sync.peers import Peers
 from gradwire.sync.plan import Plan
-from gradwire.sync.registry import TensorRegistry
 from gradwire.sync.resize import resize_state
 from gradwire.sync.staging import Staging
 from gradwire.sync.strategies import STRATEGIES
 from gradwire.sync.submission import GradientSlice, Submission
+from gradwire.sync.tensor_registry import TensorRegistry
 from gradwire.sync.warmup import warm_up
 
 logger = logging.getLogger("gradwire")

@@ -264,7 +264,7 @@ class Autopilot:
 
     @property
     def _holds_residuals(self) -> bool:
-        return any(self._synchronizer.residuals.holds(name) for name in self._tensors)
+        return any(self._synchronizer.residuals.holds_after_pruning(name) for name in self._tensors)
 
     def _any_rank(self, mine: bool) -> bool:
         return bool(self._calibration.largest(np.array([float(mine)]))[0])

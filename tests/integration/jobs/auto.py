@@ -49,7 +49,7 @@ def there_and_back(rank: int, world_size: int, steps: int) -> dict[str, Any]:
             yield from pilot.switch(candidate)
             for _ in range(steps):
                 yield
-            held.append(handle.synchronizer.residuals.holds("weight"))
+            held.append(handle.synchronizer.residuals.holds_after_pruning("weight"))
             timing = yield from pilot._trials.time(warm_up=0)
             links.append(timing.link)
         yield from itertools.repeat(None)

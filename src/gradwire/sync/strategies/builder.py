@@ -18,7 +18,7 @@ from gradwire.core.events import Event, EventStream
 from gradwire.core.spec import ELEMENT_TYPES
 from gradwire.net.transport import Transport
 from gradwire.residuals.transaction import Residuals
-from gradwire.sync.codec import DENSE, LossyCodec, make_codec
+from gradwire.sync.codec import DENSE, PayloadCodec, make_codec
 from gradwire.sync.engine import ReceivedFrame
 from gradwire.sync.fusion import FusionCodec, FusionGroup
 from gradwire.sync.graph import FrameKey, Primitive, Task, TaskGraph
@@ -68,10 +68,10 @@ class Builder:
         self._find_nodes = runtime.nodes
         self._node_sums: dict[int, tuple[Task, list[int]]] = {}  # by chunk: task of the sum, and ranks that have one
 
-    def _make_codec(self, runtime: Runtime) -> LossyCodec:
+    def _make_codec(self, runtime: Runtime) -> PayloadCodec:
         constants = runtime.residuals, self.rank, self.world_size, runtime.seed
         if isinstance(self.job, FusionGroup):
-            return cast(LossyCodec, FusionCodec(self.job, *constants))
+            return cast(PayloadCodec, FusionCodec(self.job, *constants))
         return make_codec(self.job, *constants)
 
     @property

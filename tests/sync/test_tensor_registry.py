@@ -19,7 +19,7 @@ from gradwire.sync.exchange import EXCHANGE_TENSOR, PROBE_BYTES, PROBE_TENSOR
 from gradwire.sync.nodes import Nodes
 from gradwire.sync.plan import Plan
 from gradwire.sync.plan_entry import PlanEntry
-from gradwire.sync.registry import TensorRegistry
+from gradwire.sync.tensor_registry import TensorRegistry
 from gradwire.wire.frame import HEADER_BYTES, FrameFlags, FrameKind, Header
 
 SPECS = {
