@@ -141,6 +141,7 @@ def test_a_failure_between_steps_says_so() -> None:
         until(lambda: made.engine.error is not None)
         error = failure_of(made.engine)
         assert (error.rank, error.tensor, error.phase) == (1, "none", "between steps")
+        assert str(error).endswith("(between steps)")
 
 
 def test_the_recorder_sees_the_moment_and_may_fail_itself(caplog: pytest.LogCaptureFixture) -> None:

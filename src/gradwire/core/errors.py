@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+NO_TENSOR = "none"  # `SyncError.tensor` of errors between steps
 # For "3lc" and "1bit", which are threelc and onebit here.
 _SPELLING = str.maketrans({"1": "one", "2": "two", "3": "three"})
 
@@ -60,7 +61,7 @@ class SyncError(GradwireError, RuntimeError):
 
     Attributes:
         rank: Rank that caused the error, or None if unknown.
-        tensor: Name of the tensor or fusion group in flight.
+        tensor: Name of the tensor or fusion group in flight; ``"none"`` between steps.
         phase: Task that was waited for, for example ``"recv scatter"``.
         dump: Path of the flight recorder's file, once it is written.
     """

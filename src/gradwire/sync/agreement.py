@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
-from gradwire.core.errors import DisagreementError, PeerTimeoutError
+from gradwire.core.errors import NO_TENSOR, DisagreementError, PeerTimeoutError
 from gradwire.net.store import num_received, receive
 
 _POLL_SECONDS = 0.005
@@ -86,7 +86,7 @@ def agree(
             "running, and pass a larger timeout if it is slow to start. If it trains without gradwire, it waits in "
             "DDP's own all-reduce until this process ends.",
             rank=verdict["missing"][0],
-            tensor="none",
+            tensor=NO_TENSOR,
             phase="agreement",
         )
     if verdict["difference"] is not None:
@@ -120,7 +120,7 @@ def share(store: Store, rank: int, world_size: int, topic: str, text: str | None
             f"Rank 0 did not publish {topic} within {timeout.total_seconds():g} s. Check that it is still running, or "
             "pass a larger timeout.",
             rank=0,
-            tensor="none",
+            tensor=NO_TENSOR,
             phase="agreement",
         )
     receive(store, topic, world_size - 1, [topic])

@@ -28,7 +28,7 @@ import numpy as np
 from gradwire.core.errors import FrameError, SyncError
 from gradwire.core.events import Event, EventStream
 from gradwire.net.transport import Callbacks, Transport
-from gradwire.sync.engine_errors import closed, located, raised, stalled
+from gradwire.sync.engine_errors import closed, located, raised, sent_twice, stalled
 from gradwire.sync.graph import FrameKey, Task, TaskGraph
 from gradwire.sync.job import EncodedChunk
 from gradwire.wire.frame import HEADER_BYTES, Header
@@ -38,7 +38,6 @@ logger = logging.getLogger("gradwire")
 _FRAME_GRACE_SECONDS = 1.0
 _FUTURE_GRACE_SECONDS = 10.0  # the code behind a future has its own deadline, and knows better which rank is late
 _ABORT_SECONDS = 2.0
-FINISH = "finish"  # phase of the last task of every graph, which the engine adds
 
 
 class ReceivedFrame(NamedTuple):
@@ -90,6 +89,7 @@ class Engine:
         self._early_frames: dict[FrameKey, ReceivedFrame] = {}
         self._awaited: set[Task] = set()  # tasks whose futures are not done
         self._lost_peers: list[int] = []  # peers that left without a closing message
+        self._check_at = 0.0  # when to look for stalls next, in seconds of the monotonic clock
         self._early_bytes = [0] * transport.world_size
         self._active: set[TaskGraph] = set()
         self._closing = False
@@ -116,7 +116,7 @@ class Engine:
         raise closed()
 
     def _start(self, graph: TaskGraph) -> None:
-        """Queue the tasks that can run. The lock is held."""
+        """Queue the tasks that can run. Holds the lock."""
         self._active.add(graph)
         now = time.monotonic()
         for task in graph.tasks:
@@ -223,7 +223,7 @@ class Engine:
             task = self._waiting.pop(key, None)
             if task is None:
                 if key in self._early_frames:
-                    self.fail(SyncError(f"Rank {peer} sent a frame twice: {key}.", rank=peer, phase="recv"))
+                    self.fail(sent_twice(key))
                     return
                 self._early_frames[key] = frame
                 self._early_bytes[peer] += HEADER_BYTES + body.nbytes  # an empty body costs memory too
@@ -242,7 +242,7 @@ class Engine:
             return any(key.peer == peer for key in self._waiting) or bool(self._lost_peers and self._awaited)
 
     def _claim(self, task: Task) -> bool:
-        """Return whether the frame of a new `recv` task is already here; if not, wait for it."""
+        """Return whether the frame of a new `recv` task is already here; if not, wait for it. Holds the lock."""
         assert task.key is not None
         frame = self._early_frames.pop(task.key, None)
         if frame is None:
@@ -264,12 +264,13 @@ class Engine:
     # -- the computation queue, on the engine's thread -------------------------------------------------------
 
     def _push(self, task: Task) -> None:
+        """Queue a task that can run. Holds the lock."""
         # Sends first: they are quick, and the link should never wait for the processor.
         urgency = 0 if task.kind == "send" else 1
         heapq.heappush(self._ready, (urgency, task.graph.priority, next(self._order), task))
 
     def _end(self, task: Task) -> None:
-        """Mark a task as ended, and queue the tasks that waited only for it. The lock is held."""
+        """Mark a task as ended, and queue the tasks that waited only for it. Holds the lock."""
         for successor in task.successors:
             successor.pending -= 1
             if successor.pending == 0:
@@ -277,7 +278,7 @@ class Engine:
         graph = task.graph
         graph.remaining -= 1
         if graph.remaining == 0:
-            self._push(Task("merge", graph, FINISH, graph.finish))
+            self._push(Task("merge", graph, "finish", graph.finish, is_last=True))
 
     def _loop(self) -> None:
         while True:
@@ -285,7 +286,7 @@ class Engine:
                 while not self._ready:
                     if self._closing:
                         return
-                    self._condition.wait(self._next_check())
+                    self._condition.wait(self._seconds_to_check())
                     self._check_stalls()
                 task = heapq.heappop(self._ready)[-1]
             self._execute(task)
@@ -302,7 +303,7 @@ class Engine:
         if isinstance(task.value, Future):
             self._await_future(task, task.value)
             return
-        if task.phase is FINISH:
+        if task.is_last:
             with self._condition:
                 self._active.discard(graph)
                 self._condition.notify_all()
@@ -341,10 +342,19 @@ class Engine:
 
     # -- deadlines and messages ------------------------------------------------------------------------------
 
-    def _next_check(self) -> float | None:
-        return min(1.0, self._stall_seconds / 4) if self._waiting or self._awaited else None
+    def _seconds_to_check(self) -> float | None:
+        """Seconds until the next check for stalls; None if nothing is waited for. Holds the lock."""
+        return max(0.0, self._check_at - time.monotonic()) if self._waiting or self._awaited else None
 
     def _check_stalls(self) -> None:
+        """Fail if a frame or a future is late. Nearly every frame calls it, so it checks at most once per interval.
+
+        Holds the lock.
+        """
+        now = time.monotonic()
+        if now < self._check_at:
+            return
+        self._check_at = now + min(1.0, self._stall_seconds / 4)
         if self._awaited:
             self._check_stall(min(self._awaited, key=lambda task: task.started), _FUTURE_GRACE_SECONDS)
         if not self._waiting:
@@ -360,7 +370,7 @@ class Engine:
             self.fail(stalled(task, waited, self._stall_seconds))
 
     def _state(self) -> dict[str, Any]:
-        """Return the state for the flight recorder."""
+        """Return the state for the flight recorder. Holds the lock."""
         now = time.monotonic()
         waiting = sorted([*self._waiting.values(), *self._awaited], key=lambda task: task.started)
         return {

@@ -1,9 +1,9 @@
-"""Errors that the engine raises itself."""
+"""Errors of the engine: those that it raises itself, and the tensor and phase that it adds to others."""
 
 from __future__ import annotations
 
-from gradwire.core.errors import PeerTimeoutError, SyncError
-from gradwire.sync.graph import Task
+from gradwire.core.errors import NO_TENSOR, PeerTimeoutError, SyncError
+from gradwire.sync.graph import FrameKey, Task
 
 
 def closed() -> SyncError:
@@ -11,7 +11,7 @@ def closed() -> SyncError:
     return SyncError(
         "This synchronizer is closed. Call wait() for everything submitted before close() or detach(), and make a new "
         "one to go on.",
-        tensor="none",
+        tensor=NO_TENSOR,
         phase="closed",
     )
 
@@ -40,6 +40,17 @@ def stalled(task: Task, waited: float, limit: float) -> PeerTimeoutError:
     )
 
 
+def sent_twice(key: FrameKey) -> SyncError:
+    """Return the error of a frame that has come twice."""
+    return SyncError(
+        f"Rank {key.peer} sent a frame twice: {key.kind.name} of tensor number {key.tensor}, partition "
+        f"{key.partition}, stage {key.stage}, round {key.round}. Run one gradwire version on all ranks; if you do, "
+        "report this.",
+        rank=key.peer,
+        phase="recv",
+    )
+
+
 def located(error: SyncError, waiting: list[Task]) -> SyncError:
     """Add the tensor and phase that were waited for to an error that lacks them.
 
@@ -52,8 +63,8 @@ def located(error: SyncError, waiting: list[Task]) -> SyncError:
         if tasks:
             _locate(error, min(tasks, key=lambda task: (task.graph.round, task.started)))
         else:
-            error.tensor, error.phase = "none", error.phase or "between steps"
-            error.args = (f"{error} (tensor none, {error.phase})",)
+            error.tensor, error.phase = NO_TENSOR, error.phase or "between steps"
+            error.args = (f"{error} ({error.phase})",)
     return error
 
 

@@ -48,6 +48,7 @@ class Task:
         peer: Other rank of a `send` or `recv`.
         pending: Number of tasks that this task still waits for.
         successors: Tasks that wait for this task.
+        is_last: Whether this is the task that the engine adds to end the graph.
         value: Result: an encoded chunk, a received frame, the result of a future, or None.
         started: When the task began to wait, in seconds of the monotonic clock.
     """
@@ -59,6 +60,7 @@ class Task:
     key: FrameKey | None = None
     peer: int | None = None
     pending: int = 0
+    is_last: bool = False
     successors: list[Task] = field(default_factory=list)
     value: Any = None
     started: float = 0.0
