@@ -77,13 +77,22 @@ def test_half_the_bytes_are_predicted_to_save_half_of_the_links_time() -> None:
     assert NATIVE_FP16 not in _predict(table("fp16"), TIMING, COSTS, fidelity.methods("exact"))
 
 
+@pytest.mark.parametrize(("kept", "now", "kind", "text"), [
+    (TIMING, replace(TIMING, step=1.4), "step", "steps take 1.4"),
+    (TIMING, replace(TIMING, step=0.7), "step", "steps take 700 ms"),
+    (TIMING, replace(TIMING, link=0.1), "link", "frames are under way for 100 ms"),
+    (TIMING, replace(TIMING, synchronizing=0.8 / SYNC_BOUND / 1.01), "synchronizing", "synchronizing takes"),
+])  # fmt: skip
+def test_a_change_has_a_kind_and_says_what_it_is(kept: Timing, now: Timing, kind: str, text: str) -> None:
+    found = _change(kept, now)
+    assert found is not None
+    assert found.kind == kind
+    assert text in found.text
+
+
 def test_small_changes_are_none() -> None:
-    assert _change(TIMING, replace(TIMING, step=1.2, synchronizing=1.2)) == ""
-    assert "steps take 1.4" in _change(TIMING, replace(TIMING, step=1.4))
-    assert "steps take 700 ms" in _change(TIMING, replace(TIMING, step=0.7))
-    assert "frames are under way for 100 ms" in _change(TIMING, replace(TIMING, link=0.1))
-    assert _change(replace(TIMING, link=0.01), replace(TIMING, link=0.03)) == ""
-    assert "synchronizing" in _change(TIMING, replace(TIMING, synchronizing=0.8 / SYNC_BOUND / 1.01))
+    assert _change(TIMING, replace(TIMING, step=1.2, synchronizing=1.2)) is None
+    assert _change(replace(TIMING, link=0.01), replace(TIMING, link=0.03)) is None
 
 
 def test_ddps_own_in_fp16_does_not_lose_against_a_plan_by_its_prediction() -> None:

@@ -110,8 +110,8 @@ def attach(
     try:
         handle = Handle(ddp, synchronizer, optimizers, check_every, scaler)
         if automatic:
-            settle, slices = handle._settle, optimizers.slices if optimizers.states else None
-            handle.autopilot = Autopilot(synchronizer, ddp.process_group, fidelity, plan.min_elements, settle, slices)
+            commit, slices = handle.commit_without_optimizer, optimizers.slices if optimizers.states else None
+            handle.autopilot = Autopilot(synchronizer, ddp.process_group, fidelity, plan.min_elements, commit, slices)
         slot = slot_of(ddp)
         if register:
             slot.register(ddp)

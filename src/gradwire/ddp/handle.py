@@ -20,7 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.core import torch_private
-from gradwire.core.errors import SyncError
+from gradwire.core.errors import NO_TENSOR, SyncError
 from gradwire.core.spec import TensorSpec
 from gradwire.ddp.hook_slot import slot_of
 from gradwire.ddp.optimizers import Optimizers
@@ -91,7 +91,7 @@ class Handle:
 
         Save one file per rank. It loads with ``torch.load(..., weights_only=True)``.
         """
-        self._settle()
+        self.commit_without_optimizer()
         state = self.synchronizer.state_dict() | {"loss_scale": self._loss_scale}
         states = self._optimizers.states
         return state | {"clipped": any(each.clipped for each in states)} if states else state
@@ -134,6 +134,14 @@ class Handle:
         """Average one bucket. Called by the hook slot during backward."""
         with _advising():
             return self._average(bucket)
+
+    def commit_without_optimizer(self) -> None:
+        """Commit the last step if no optimizer was given. With one, its step commits.
+
+        Called when the next step begins, when the state is saved, and by `auto` before it changes the plan.
+        """
+        if not self._optimizers:
+            self.synchronizer.commit()
 
     @property
     def _module(self) -> DistributedDataParallel:
@@ -185,14 +193,14 @@ class Handle:
             raise SyncError(
                 "The process group of this DDP module is no longer the one that gradwire was attached with "
                 "(_update_process_group). Call handle.detach() before the group is replaced and attach again after it.",
-                tensor="none",
+                tensor=NO_TENSOR,
                 phase="begin of backward",
             )
         if not joined:
             torch_private.after_backward(self._end_backward)
         if self.autopilot is not None:
             self.autopilot.boundary()
-        self._settle()
+        self.commit_without_optimizer()
         self.synchronizer.begin_step()
         self._follow_loss_scale()
         self._optimizers.begin_backward(joined)
@@ -213,7 +221,7 @@ class Handle:
             each.loss_scale = scale
 
     def _count_active_ranks(self, ddp: DistributedDataParallel, joined: bool) -> int:
-        """The divisor of the sum: all ranks, unless `join` was told to divide by the active ones (R9)."""
+        """The divisor of the sum: all ranks, unless `join` was told to divide by the active ones."""
         if not torch_private.divides_by_active_ranks(ddp):
             return self.synchronizer.world_size
         active = self.synchronizer.exchange(np.array([0.0 if joined else 1.0]))
@@ -224,11 +232,6 @@ class Handle:
         """Raise errors here. On a bucket's future they would surface as a cast error."""
         with _advising():
             self.synchronizer.wait()
-
-    def _settle(self) -> None:
-        """Without an optimizer, commit the last step when the next one begins or the state is saved."""
-        if not self._optimizers:
-            self.synchronizer.commit()
 
     def _after_step(self, names: frozenset[str] | None) -> None:
         ddp = self._ddp()
@@ -273,7 +276,7 @@ def _what_to_do(ddp: DistributedDataParallel) -> str:
 
 
 def _used(grad: torch.Tensor, may_skip: bool) -> bool:
-    """Whether this rank's backward pass used a parameter (R10). If no rank used it, DDP discards the mean.
+    """Whether this rank's backward pass used a parameter. If no rank used it, DDP discards the mean.
 
     The values in the bucket decide, because distributed autograd never fills .grad. An unused parameter's gradient is
     zero there, or what `zero_grad(set_to_none=False)` has left. A used parameter whose gradient is zero may count as

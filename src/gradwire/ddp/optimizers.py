@@ -171,12 +171,15 @@ class Optimizers:
         return [owner.state for owner in self._owners if owner.state is not None]
 
     def aux(self, name: str, elements: ElementRange) -> Mapping[str, torch.Tensor]:
-        """Slices for an encode of one range (see `OptimizerState`)."""
+        """Slices of one range for an encode.
+
+        Also notes for which hyperparameters gradients are cut, which the next step checks.
+        """
         state = self._state_of(name)
         return {} if state is None else state(name, elements)
 
     def slices(self, name: str, elements: ElementRange) -> Mapping[str, torch.Tensor]:
-        """Slices of one range (see `OptimizerState`)."""
+        """Slices of one range for calibration. Read only."""
         state = self._state_of(name)
         return {} if state is None else state.slices(name, elements)
 

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -33,6 +34,7 @@ from gradwire.planner import PlanTable, is_small
 from gradwire.planner import fidelity as levels
 from gradwire.planner.costs import Costs
 from gradwire.planner.table import seconds
+from gradwire.sync.launcher import OptimizerSlices
 from gradwire.sync.plan import Plan
 from gradwire.sync.synchronizer import Synchronizer
 from gradwire.tuning.calibration import SIZES, Calibration, CalibrationSample
@@ -56,19 +58,27 @@ SYNC_BOUND = 2.0  # ratio of the times between a bucket and its mean
 LINK_BOUND = 2.0  # ratio of the times with frames under way, which show the link even where steps do not wait for it
 NEW_LINK = 1.25  # ratio of rates from which on a link counts as another
 _LINK_SHARE = 0.05  # share of a step with frames under way, below which this time says nothing
-NO_GAIN = "steps take longer than those of a candidate of higher fidelity did"
 PATIENCE = 64  # most strikes, after decisions that have changed nothing
 
-Aux = Callable[[str, ElementRange], Mapping[str, torch.Tensor]]
+
+class Reason(NamedTuple):
+    """Why it is time to decide.
+
+    Attributes:
+        kind: What has changed since the last decision. ``"no gain"`` if a candidate of higher fidelity was faster.
+        text: The reason in words.
+    """
+
+    kind: Literal["start", "step", "synchronizing", "link", "no gain"]
+    text: str
+
+
+START = Reason("start", "at the start")
+NO_GAIN = Reason("no gain", "steps take longer than those of a candidate of higher fidelity did")
 
 
 class Autopilot:
     """Chooses how the gradients of an attached module are averaged. Each handle has its own.
-
-    Attributes:
-        current: The candidate that averages gradients now.
-        decisions: All decisions, the latest last.
-        settled: Whether it has decided, and watches.
 
     Args:
         synchronizer: Synchronizer of the module, whose plan is replaced.
@@ -77,6 +87,11 @@ class Autopilot:
         min_elements: See `attach`.
         settle: Commits or rolls back the last step, if that is decided.
         aux: Slices of the parameters' optimizer state by name and range, for gcomp; None where it is not known.
+
+    Attributes:
+        current: The candidate that averages gradients now.
+        decisions: All decisions, the latest last.
+        settled: Whether it has decided, and watches.
     """
 
     def __init__(
@@ -86,7 +101,7 @@ class Autopilot:
         fidelity: str,
         min_elements: int,
         settle: Callable[[], None],
-        aux: Aux | None = None,
+        aux: OptimizerSlices | None = None,
     ) -> None:
         self.current = NATIVE
         self.decisions: list[Decision] = []
@@ -107,7 +122,7 @@ class Autopilot:
         self._sample: CalibrationSample | None = None  # this rank's gradients
         self._num_steps = 0
         self._figures: np.ndarray | None = None  # to be sent with the next bucket
-        self._answers: Callable[[], np.ndarray] | None = None
+        self._answers: Callable[[], np.ndarray] | None = None  # of all ranks to `_figures`
         self._script = self._run()
 
     # -- what the handle calls -------------------------------------------------------------------------------
@@ -165,7 +180,8 @@ class Autopilot:
 
     def restart(self) -> None:
         """Start over, and flush residuals that were loaded."""
-        self._script, self.settled, self._figures = self._run(), False, None
+        self._script, self.settled = self._run(), False
+        self._figures = self._answers = None
 
     # -- the script: a step passes at each `yield` -----------------------------------------------------------
 
@@ -175,16 +191,16 @@ class Autopilot:
             yield
         yield from self.switch(NATIVE)
         timing = yield from self._trials.time(warm_up=1)
-        reason, strikes = "at the start", STRIKES
+        reason, strikes = START, STRIKES
         while True:
-            before, paid = (self.current, self._link), reason != NO_GAIN
+            before, paid = (self.current, self._link), reason.kind != "no gain"
             kept, rival = yield from self._decide(reason, timing)
             # A decision that has changed nothing makes the next one wait longer.
             changed = (self.current, self._link) != before and paid
             strikes = STRIKES if changed else min(2 * strikes, PATIENCE)
             reason, timing = yield from self._watch(kept, strikes, rival)
 
-    def _decide(self, reason: str, timing: Timing) -> Script[tuple[Timing, float]]:
+    def _decide(self, reason: Reason, timing: Timing) -> Script[tuple[Timing, float]]:
         """Try what is predicted to be faster, and keep the candidate of the highest fidelity among the fastest.
 
         Returns:
@@ -203,13 +219,13 @@ class Autopilot:
         measured = {candidate: each.step for candidate, each in timings.items()}
         chosen = choose(measured, margin)
         yield from self.switch(chosen)
-        decision = Decision(self._synchronizer.step + 1, reason, chosen, predicted, measured, table, costs)
+        decision = Decision(self._synchronizer.step + 1, reason.text, chosen, predicted, measured, table, costs)
         self.decisions.append(decision)
         self._tell(f"auto: {decision}")
         rivals = [step for candidate, step in measured.items() if fidelity_of(candidate) > fidelity_of(chosen)]
         return timings[chosen], min(rivals, default=math.inf)
 
-    def _watch(self, kept: Timing, strikes: int, rival: float) -> Script[tuple[str, Timing]]:
+    def _watch(self, kept: Timing, strikes: int, rival: float) -> Script[tuple[Reason, Timing]]:
         """Compare figures until they have changed several times in a row.
 
         Args:
@@ -228,11 +244,12 @@ class Autopilot:
                 steps.append(self.last)
             self._figures = medians(steps)
             yield  # they are sent, and the answers arrive, together with this step's gradients
-            assert self._answers is not None, "a step has passed"
-            timing = Timing.of(steps, self._answers())
-            reason = _change(kept, timing) or (NO_GAIN if timing.step > (1 + MIN_GAIN) * rival else "")
+            answers, self._answers = self._answers, None
+            assert answers is not None, "a step has passed"
+            timing = Timing.of(steps, answers())
+            reason = _change(kept, timing) or (NO_GAIN if timing.step > (1 + MIN_GAIN) * rival else None)
             changed = changed + 1 if reason else 0
-            if reason and changed >= strikes:
+            if reason is not None and changed >= strikes:
                 self.settled = False
                 return reason, timing
 
@@ -326,15 +343,15 @@ def _predict(
     return predicted
 
 
-def _change(kept: Timing, now: Timing) -> str:
-    """Say what has changed; empty if nothing has."""
-    for what, before, after, bound in (
-        ("steps take", kept.step, now.step, STEP_BOUND),
-        ("synchronizing takes", kept.synchronizing, now.synchronizing, SYNC_BOUND),
-        ("frames are under way for", kept.link, now.link, LINK_BOUND),
-    ):
-        if what.startswith("frames") and max(before, after) < _LINK_SHARE * now.step:
-            continue
+def _change(kept: Timing, now: Timing) -> Reason | None:
+    """Return what has changed; None if nothing has."""
+    compared: list[tuple[Reason, float, float, float]] = [
+        (Reason("step", "steps take"), kept.step, now.step, STEP_BOUND),
+        (Reason("synchronizing", "synchronizing takes"), kept.synchronizing, now.synchronizing, SYNC_BOUND),
+    ]
+    if max(kept.link, now.link) >= _LINK_SHARE * now.step:
+        compared.append((Reason("link", "frames are under way for"), kept.link, now.link, LINK_BOUND))
+    for reason, before, after, bound in compared:
         if not before / bound <= after <= before * bound:
-            return f"{what} {seconds(after)} after {seconds(before)}"
-    return ""
+            return Reason(reason.kind, f"{reason.text} {seconds(after)} after {seconds(before)}")
+    return None
