@@ -118,6 +118,7 @@ def expect_blame(call: object, rank: int) -> str:
     error = caught.value
     assert (error.rank, error.tensor, error.phase) == (rank, "fc.weight", "decode")
     assert str(error).startswith(f"Rank {rank} sent bytes that are not a payload of fc.weight: ")
+    assert str(error).endswith(". Run one gradwire version on all ranks, and check that rank's memory.")
     return str(error)
 
 

@@ -84,7 +84,7 @@ def test_nodes_of_any_shape_give_the_mean_to_all(nodes: Any, method: str, partit
 @pytest.mark.parametrize("nodes", NODES, ids=str)
 @pytest.mark.parametrize(("method", "options"), [("onebit", {}), ("topk", {"ratio": 0.05}), ("powersgd", {})])
 def test_nothing_is_lost_on_nodes_of_any_shape(nodes: Any, method: str, options: Any) -> None:
-    """Including nodes of which all or some ranks did not use the parameter (R10)."""
+    """Including nodes of which all or some ranks did not use the parameter."""
     steps = 12
 
     def used(rank: int, step: int) -> bool:

@@ -65,7 +65,10 @@ class ThreeLC(ArrayCompressor):
         self.zero_run = options.flag("zero_run", zero_run)
         self.block = options.integer("block", block, 0, 1 << 30)
         if self.block % _RUN_ELEMENTS:
-            raise OptionError(f"block must be a multiple of {_RUN_ELEMENTS} elements, not {block}.")
+            raise OptionError(
+                f"block must be a multiple of {_RUN_ELEMENTS} elements, not {block}. Pass 0 for one block, or for "
+                f"example {1000 * _RUN_ELEMENTS}."
+            )
 
     @property
     def options(self) -> dict[str, Any]:

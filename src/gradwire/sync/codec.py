@@ -12,7 +12,8 @@ added, and a residual means the same under every strategy and world size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -92,7 +93,7 @@ class PayloadCodec:
     def start(self, chunk: Chunk) -> EncodedChunk:
         """Encode this rank's gradient, or its node's sum."""
         own = self._own(chunk)
-        if own is None:  # the rank keeps its residual (R10)
+        if own is None:  # the rank keeps its residual
             return self._message(FrameKind.PAYLOAD, None)
         stats = self._stats.get(chunk.index, ())
         if not all(np.isfinite(values).all() for values in stats):
@@ -183,7 +184,10 @@ class PayloadCodec:
         return self._message(FrameKind.STATS, Payload(flat.view(np.uint8)))
 
     def _stats_of(self, chunk: Chunk, stage: int) -> Sequence[np.ndarray]:
-        """Return the reduced statistics of payloads from a stage. Aggregates carry their own."""
+        """Return the reduced statistics of payloads from a stage.
+
+        A sum that was encoded again was encoded with its own statistics, which are in the payload.
+        """
         return self._stats.get(chunk.index, ()) if stage == self.first_stage else ()
 
     def reduce_stats(self, chunk: Chunk, messages: Sequence[EncodedChunk]) -> None:
@@ -341,7 +345,7 @@ class AccumulatorCodec(PayloadCodec):
         else:
             total = self._sum(chunk, messages, dtype, dtype)
             mean = out if out.dtype == torch.float32 else torch.empty(chunk.count)
-            context, stats = self._context(chunk, self.first_stage), self._stats[chunk.index]
+            context, stats = self._context(chunk, self.first_stage), self._stats.get(chunk.index, ())
             self._summable.finalize(total, self.num_encoders, context, stats, mean)
             if mean is not out:
                 kernels.cast(mean.numpy(), as_array(out))
@@ -365,20 +369,16 @@ def _payload(message: EncodedChunk) -> Payload:
     return Payload(message.body, message.nonfinite)
 
 
-class blame:  # noqa: N801  # reads as a verb
+@contextmanager
+def blame(codec: PayloadCodec, message: EncodedChunk) -> Iterator[None]:
     """Turn a decoder's `PayloadError` into an error that names the rank that sent the bytes."""
-
-    def __init__(self, codec: PayloadCodec, message: EncodedChunk) -> None:
-        self._codec, self._message = codec, message
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, PayloadError):
-            raise SyncError(
-                f"Rank {self._message.sender} sent bytes that are not a payload of {self._codec.job.name}: {error}",
-                rank=self._message.sender,
-                tensor=self._codec.job.name,
-                phase="decode",
-            ) from error
+    try:
+        yield
+    except PayloadError as error:
+        raise SyncError(
+            f"Rank {message.sender} sent bytes that are not a payload of {codec.job.name}: {error} Run one gradwire "
+            "version on all ranks, and check that rank's memory.",
+            rank=message.sender,
+            tensor=codec.job.name,
+            phase="decode",
+        ) from error

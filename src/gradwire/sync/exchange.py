@@ -69,7 +69,11 @@ def build(
         for peer, task in arrivals.items():
             theirs = task.value.body.view("<f8")
             if theirs.size != mine.size:
-                raise SyncError(f"Rank {peer} sent {theirs.size} numbers instead of {mine.size}.", rank=peer)
+                raise SyncError(
+                    f"Rank {peer} sent {theirs.size} numbers instead of {mine.size}. Make the same gradwire calls on "
+                    "every rank.",
+                    rank=peer,
+                )
             rows[peer] = theirs
         use(rows)
 

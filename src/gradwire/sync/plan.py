@@ -68,7 +68,7 @@ class Plan:
         if self.has_velocity and strategy not in (None, "allgather"):
             raise _needs_allgather(strategy)
         if partitions < 1:
-            raise OptionError(f"partitions must be at least 1, but it is {partitions}.")
+            raise OptionError(f"partitions must be at least 1, but it is {partitions}. Pass 1 to leave ranges whole.")
         if min_elements < 0:
             raise OptionError(f"min_elements must not be negative, but it is {min_elements}. Pass 0 to compress all.")
         if isinstance(rules, Mapping) and not rules:

@@ -71,6 +71,7 @@ class Builder:
     def _make_codec(self, runtime: Runtime) -> PayloadCodec:
         constants = runtime.residuals, self.rank, self.world_size, runtime.seed
         if isinstance(self.job, FusionGroup):
+            # The strategies of fusion groups call only what this codec has.
             return cast(PayloadCodec, FusionCodec(self.job, *constants))
         return make_codec(self.job, *constants)
 
