@@ -62,7 +62,7 @@ def test_several_modules_in_one_backward(of_two: list[dict[str, Any]]) -> None:
 
 
 def test_a_hook_of_the_users_own_may_call_gradwire(of_two: list[dict[str, Any]]) -> None:
-    """R8: the slot stays the user's."""
+    """The slot stays the user's."""
     for found in (rank["own_hook"] for rank in of_two):
         with_gradwire, detached = found["deviations"][:2], found["deviations"][2]
         assert all(0 < deviation < 0.01 for deviation in with_gradwire), "fp16 rounds"
@@ -85,7 +85,7 @@ CASES = [
 @pytest.mark.ci
 @pytest.mark.timeout(240)
 def test_uneven_inputs() -> None:
-    """R9: the divisor keeps its meaning, who has left emits no residual, and nothing is lost."""
+    """The divisor keeps its meaning, who has left emits no residual, and nothing is lost."""
     ranks = results(launch("composition.join", 3, timeout=220, cases=CASES))
     for rank, found in enumerate(ranks):
         steps = range(1 + 2 * rank)
@@ -115,7 +115,7 @@ def test_a_lost_rank_is_named_where_torch_gives_no_end_of_backward() -> None:
 
 
 def test_unused_parameters_keep_their_residual_however_gradients_are_cleared(of_two: list[dict[str, Any]]) -> None:
-    """R10: where `zero_grad` leaves zeros, or gradients are views of the bucket."""
+    """Where `zero_grad` leaves zeros, or gradients are views of the bucket."""
     keys = ("True True", "True False", "False True", "False False")
     other, owner = (rank["unused"] for rank in of_two)
     assert owner == {key: [None] * 6 for key in keys}  # of the one compressed tensor of the branch

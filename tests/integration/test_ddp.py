@@ -1,4 +1,4 @@
-"""`attach` on real DDP jobs: what every rank must end with, and the defects of torch's own hooks (R1 to R10)."""
+"""`attach` on real DDP jobs: what every rank must end with, and defects of torch's own hooks that it does not have."""
 
 from __future__ import annotations
 
@@ -48,7 +48,6 @@ def test_replicas_are_identical_after_many_steps(world_size: int, steps: int, ra
 
 @pytest.mark.ci
 def test_many_small_buckets_on_gloo_do_not_deadlock() -> None:
-    """R1."""
     for deviations in results(launch("ddp.many_buckets", 2, methods=["none", "threelc", "onebit"])):
         assert deviations["none"] < 1e-6
         assert all(0 < deviations[method] < 0.1 for method in ("threelc", "onebit"))
@@ -64,7 +63,7 @@ def test_many_small_buckets_on_gloo_do_not_deadlock() -> None:
     ],
 )
 def test_an_infinite_step_leaves_no_trace(method: str, strategy: str, with_optimizer: bool) -> None:
-    """R2: the step after is finite, residuals are bit for bit as before, all ranks decide the same."""
+    """The step after is finite, residuals are bit for bit as before, all ranks decide the same."""
     ranks = results(launch("ddp.nonfinite", 3, method=method, strategy=strategy, with_optimizer=with_optimizer))
     for rank in ranks:
         assert rank["finite"] == [step != 5 for step in range(10)]
@@ -79,7 +78,7 @@ def test_an_infinite_step_leaves_no_trace(method: str, strategy: str, with_optim
     [("threelc", "scatter_reduce"), pytest.param("onebit", "ring", marks=pytest.mark.ci)],
 )
 def test_state_resumes_bit_for_bit_under_another_bucket_layout(tmp_path: Path, method: str, strategy: str) -> None:
-    """R3, R4: saved under small buckets, loaded with weights_only=True in new processes under one large bucket."""
+    """Saved under small buckets, loaded with weights_only=True in new processes under one large bucket."""
     common = {"method": method, "strategy": strategy, "steps": 20, "save_at": 10, "folder": str(tmp_path)}
     unbroken = results(launch("ddp.train_and_save", 2, **common))
     for bucket_cap_mb in (25.0, 0.001):
@@ -93,7 +92,7 @@ def test_state_resumes_bit_for_bit_under_another_bucket_layout(tmp_path: Path, m
 )
 @pytest.mark.ci
 def test_residuals_stay_bounded_on_non_iid_ranks(method: str, strategy: str) -> None:
-    """R5: PowerSGD's grows as the steps do, fourfold from step 100 to 400: 110, 221, 441."""
+    """Those of torch's PowerSGD hook grow with the steps, fourfold from step 100 to 400: 110, 221, 441."""
     for norms in results(launch("ddp.non_iid", 2, method=method, strategy=strategy, steps=[25, 100, 400])):
         assert norms[2] < 1.5 * norms[1], norms
 
@@ -101,14 +100,14 @@ def test_residuals_stay_bounded_on_non_iid_ranks(method: str, strategy: str) -> 
 @pytest.mark.ci
 @pytest.mark.parametrize("strategy", [pytest.param("ring", marks=pytest.mark.ci), "scatter_reduce"])
 def test_onebit_residuals_grow_slower_than_the_root_of_the_steps(strategy: str) -> None:
-    """R5 for onebit shows no more than this: 3.2, 4.9, 7.6 and 9.3 gradient norms at steps 100, 400, 1600 and 3200."""
+    """For onebit, no more than this is known: 3.2, 4.9, 7.6 and 9.3 gradient norms at steps 100, 400, 1600 and 3200."""
     for norms in results(launch("ddp.non_iid", 2, method="onebit", strategy=strategy, steps=[100, 1600])):
         assert norms[1] < 4 * norms[0], norms
 
 
 @pytest.mark.ci
 def test_bfloat16_works_on_gloo() -> None:
-    """R7: as element type of the gradients, and as compressor."""
+    """As element type of the gradients, and as compressor."""
     ranks = results(launch("ddp.bfloat16", 2, methods=["none", "bf16", "threelc"]))
     for case, (first, last, fingerprint) in ranks[0].items():
         assert last < first, case
@@ -119,7 +118,6 @@ def test_bfloat16_works_on_gloo() -> None:
     "strategy", [*(pytest.param(name, marks=pytest.mark.ci) for name in ("allgather", "ring")), "scatter_reduce"]
 )
 def test_unused_parameters_keep_their_residual(strategy: str) -> None:
-    """R10."""
     ranks = results(launch("ddp.unused", 3, strategy=strategy))
     assert len({rank["hash"] for rank in ranks}) == 1
     # Of a small tensor under scatter-reduce one rank is the owner, which only merges it.

@@ -210,7 +210,7 @@ def _once_attached() -> DistributedDataParallel:
 
 
 def join(rank: int, world_size: int, cases: list[Any]) -> dict[str, Any]:
-    """R9: rank r has 4 + 3r inputs."""
+    """Rank r has 4 + 3r inputs."""
     found: dict[str, Any] = {"divisor": {}, "training": {}}
     for attached, by_initial in itertools.product((False, True, None), (True, False)):
         found["divisor"][f"{attached} {by_initial}"] = _ones(rank, attached, by_initial)
@@ -354,7 +354,7 @@ class Branches(nn.Module):
 
 
 def unused(rank: int, world_size: int) -> dict[str, Any]:
-    """R10 with gradients that stay allocated: a branch that no rank uses in odd steps keeps its residual."""
+    """With gradients that stay allocated, a branch that no rank uses in odd steps keeps its residual."""
     found = {}
     for set_to_none, as_view in itertools.product((True, False), (True, False)):
         ddp = wrap(Branches(), find_unused_parameters=True, gradient_as_bucket_view=as_view)

@@ -42,7 +42,7 @@ def identical(rank: int, world_size: int, methods: list[Any], strategies: list[s
 
 
 def many_buckets(rank: int, world_size: int, methods: list[str]) -> dict[str, float]:
-    """R1: forty buckets in flight on Gloo. Returns the largest deviation from the native all-reduce."""
+    """Forty buckets in flight on Gloo. Returns the largest deviation from the native all-reduce."""
     torch.manual_seed(1)
     layers = [torch.nn.Linear(48, 48) for _ in range(40)]
     deviations = {}
@@ -65,7 +65,7 @@ def many_buckets(rank: int, world_size: int, methods: list[str]) -> dict[str, fl
 
 
 def nonfinite(rank: int, world_size: int, method: str, strategy: str, with_optimizer: bool) -> dict[str, Any]:
-    """R2: rank 1's loss is infinite in step 5. Returns what the steps around it left behind."""
+    """Rank 1's loss is infinite in step 5. Returns what the steps around it left behind."""
     ddp = wrap(model())
     optimizer = torch.optim.SGD(ddp.parameters(), 0.05)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -100,7 +100,7 @@ def _residual_hash(handle: gw.Handle) -> str:
 def train_and_save(
     rank: int, world_size: int, method: str, strategy: str, steps: int, save_at: int, folder: str
 ) -> dict[str, Any]:
-    """R3, R4: an unbroken run that leaves a checkpoint of every rank on the way."""
+    """An unbroken run that leaves a checkpoint of every rank on the way."""
     ddp, optimizer, handle = _resumable(method, strategy, bucket_cap_mb=0.02)
     for step, batch in enumerate(itertools.islice(batches(rank, world_size), steps)):
         if step == save_at:
@@ -113,7 +113,7 @@ def train_and_save(
 def resume(
     rank: int, world_size: int, method: str, strategy: str, steps: int, save_at: int, folder: str, bucket_cap_mb: float
 ) -> dict[str, Any]:
-    """R3, R4: go on from the checkpoint in a new process, under another bucket layout."""
+    """Go on from the checkpoint in a new process, under another bucket layout."""
     ddp, optimizer, handle = _resumable(method, strategy, bucket_cap_mb=bucket_cap_mb)
     state = torch.load(f"{folder}/{rank}.pt", weights_only=True)
     ddp.module.load_state_dict(state["model"])
@@ -138,7 +138,7 @@ def _one_step(ddp: Any, optimizer: torch.optim.Optimizer, batch: Any) -> None:
 
 
 def non_iid(rank: int, world_size: int, method: str, strategy: str, steps: list[int]) -> list[float]:
-    """R5: every rank its own constant gradient, learning rate 0. Returns residual norms over gradient norm."""
+    """Every rank has its own constant gradient, learning rate 0. Returns residual norms over gradient norm."""
     ddp = wrap(model())
     handle = gw.attach(ddp, gw.Plan(method, strategy=strategy, min_elements=0))
     batch = next(batches(rank, world_size, seed=rank))
@@ -154,7 +154,7 @@ def non_iid(rank: int, world_size: int, method: str, strategy: str, steps: list[
 
 
 def bfloat16(rank: int, world_size: int, methods: list[str]) -> dict[str, Any]:
-    """R7: bfloat16 gradients, and bfloat16 on the wire, on Gloo."""
+    """Gradients of bfloat16, and bfloat16 on the wire, on Gloo."""
     found = {}
     for method, dtype in itertools.product(methods, (torch.bfloat16, torch.float32)):
         ddp = wrap(model(dtype=dtype))
@@ -184,7 +184,7 @@ class _Branches(torch.nn.Module):
 
 
 def unused(rank: int, world_size: int, strategy: str) -> dict[str, Any]:
-    """R10: `never` is used by no rank, `sometimes` by rank 0 alone in odd steps and by all in even ones."""
+    """`never` is used by no rank, `sometimes` by rank 0 alone in odd steps and by all in even ones."""
     ddp = wrap(_Branches(), find_unused_parameters=True)
     optimizer = torch.optim.SGD(ddp.parameters(), 0.01)
     handle = gw.attach(ddp, gw.Plan("threelc", strategy=strategy, min_elements=0), optimizer=optimizer)
