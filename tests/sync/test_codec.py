@@ -7,13 +7,15 @@ import pytest
 import torch
 
 import gradwire as gw
+from gradwire.compressors.base import SummableCompressor
 from gradwire.core.errors import SyncError
-from gradwire.core.spec import ELEMENT_TYPES
+from gradwire.core.spec import ELEMENT_TYPES, TensorSpec
 from gradwire.residuals.transaction import Residuals
 from gradwire.sync.codec import EMPTY, AccumulatorCodec, PayloadCodec, make_codec
 from gradwire.sync.job import Chunk, EncodedChunk, TensorJob
 from gradwire.sync.plan_entry import PlanEntry
 from gradwire.wire.frame import FrameFlags, FrameKind
+from gradwire.wire.payload import Payload
 
 NUMEL, WORLD_SIZE = 3000, 3
 CHUNK = Chunk(0, 0, NUMEL)
@@ -39,6 +41,34 @@ def shared(used: tuple[bool, ...] = (True, True, True)) -> list[PayloadCodec]:
     for each in codecs:
         each.reduce_stats(CHUNK, statistics)
     return codecs
+
+
+class FixedPoint(SummableCompressor):
+    """Multiples of 2^-5 in 16 bits: it can be summed, and needs no preliminary round."""
+
+    name = "fixedpoint"
+
+    def max_encoded_bytes(self, spec: TensorSpec) -> int:
+        return 2 * spec.numel
+
+    def encode(self, grad, ctx, stats=(), *, scale=1.0, **_):
+        return Payload((32 * scale * grad).round().to(torch.int16).numpy().view(np.uint8))
+
+    def decode(self, payload, ctx, out=None, *, accumulate=False, stats=()):
+        raise NotImplementedError
+
+    def accumulator_dtype(self, world_size: int, num_payloads: int | None = None) -> np.dtype:
+        return np.dtype(np.int32)
+
+    def accumulator_size(self, spec: TensorSpec) -> int:
+        return spec.numel
+
+    def accumulate(self, payload, ctx, accumulator) -> None:
+        accumulator += payload.body.view(np.int16)
+
+    def finalize(self, accumulator, count, ctx, stats, out):
+        assert not stats
+        return out.copy_(torch.from_numpy(accumulator) / 32)
 
 
 def broken(message: EncodedChunk, body: np.ndarray) -> EncodedChunk:
@@ -107,6 +137,14 @@ def test_a_nan_shows_in_shared_scales_before_anything_is_encoded() -> None:
     codecs[2].decode(CHUNK, merged, 1)
     assert codecs[2].job.nonfinite
     assert codecs[2].job.values.isnan().all()
+
+
+def test_payloads_add_up_without_a_preliminary_round() -> None:
+    codecs = [codec(rank, FixedPoint()) for rank in range(WORLD_SIZE)]
+    assert all(type(each) is AccumulatorCodec and not each.compressor.needs_stats for each in codecs)
+    codecs[0].decode_sum(CHUNK, [each.start(CHUNK) for each in codecs])
+    exact = sum(gradient(rank) for rank in range(WORLD_SIZE)) / WORLD_SIZE
+    assert torch.allclose(codecs[0].job.values, exact, atol=WORLD_SIZE / 64 + 1e-6)
 
 
 # -- bad bytes -----------------------------------------------------------------------------------------------------

@@ -694,6 +694,13 @@ def test_a_rank_that_stays_away_is_blamed_on_all_ranks(tmp_path: Path) -> None:
         assert "stall_timeout" in str(error)
 
 
+def test_exchanges_that_differ_between_ranks_say_what_to_do(tmp_path: Path) -> None:
+    with ranks(2, Plan("none"), dump_dir=tmp_path) as group:
+        for error in group.outcomes(lambda one: one.exchange(np.ones(2 + one.rank)).wait()):
+            assert isinstance(error, SyncError)
+            assert "Make the same gradwire calls on every rank." in str(error)
+
+
 def test_no_future_stays_open_after_a_failure(tmp_path: Path) -> None:
     waited_for = threading.Barrier(2)
 

@@ -16,7 +16,7 @@ import gradwire as gw
 from gradwire.planner import PlannedTensor, PlanTable, plan
 from gradwire.planner.costs import CodecCosts, Costs, LinearCost, LinkCosts
 from gradwire.planner.fidelity import RankedCompressor
-from gradwire.tuning.auto import NATIVE, TIMED_STEPS
+from gradwire.tuning.auto import NATIVE, TIMED_STEPS, WINDOW
 from gradwire.tuning.candidates import Candidate
 from gradwire.tuning.trials import Script
 from tests.integration.jobs.training import fingerprint
@@ -95,6 +95,9 @@ def small_tensors(rank: int, world_size: int) -> list[str]:
     assert pilot is not None
     while not pilot.settled:
         ddp(torch.ones(2, 40)).sum().backward()
+    for _ in range(WINDOW + 2):  # until the answers of the first window have been read
+        ddp(torch.ones(2, 40)).sum().backward()
+    assert pilot.settled and pilot._answers is None
     measured = list(pilot.decisions[0].costs.codecs)
     dist.barrier()  # rank 0 has the store
     handle.detach()
