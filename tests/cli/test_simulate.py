@@ -77,6 +77,10 @@ def test_a_link_that_was_measured_is_the_default(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     path.write_text(json.dumps(document))
     assert {row["rate_bits"] for row in rows("--costs", str(path), "--ranks", "2")} == {1e8}
+    result = run("--costs", str(path), "--ranks", "2", "--latency", "1ms")
+    assert isinstance(result.exception, OptionError)
+    assert "Pass --rate to describe the links, or leave --latency out" in str(result.exception)
+    assert {row["rate_bits"] for row in rows("--costs", str(path), "--latency", "1ms", "--rate", "1gbit")} == {1e9}
 
 
 @pytest.mark.parametrize(

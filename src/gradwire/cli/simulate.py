@@ -85,7 +85,9 @@ class ClusterOptions:
     rate: Annotated[
         str | None, typer.Option(help="Rates of each link, such as 10gbit,25gbit. Default: --costs', or 10gbit.")
     ] = None
-    latency: Annotated[str, typer.Option(help="One-way latency of each link.")] = "20us"
+    latency: Annotated[str | None, typer.Option(help="One-way latency of each link. Default: --costs', or 20us.")] = (
+        None
+    )
     per_node: Annotated[int, typer.Option(help="Ranks of a node, which share its link.")] = 1
     inner_rate: Annotated[str, typer.Option(help="Rate between the ranks of a node.")] = "100gbit"
     inner_latency: Annotated[str, typer.Option(help="One-way latency between the ranks of a node.")] = "5us"
@@ -99,13 +101,22 @@ class ClusterOptions:
     cores: Annotated[int | None, typer.Option(help="Cores that all ranks share, as in the lab.")] = None
 
     def clusters(self, link: SimulatedLink | None = None) -> list[Cluster]:
-        """The clusters of all numbers of ranks and rates, or with a measured link if no rate is given."""
+        """The clusters of all numbers of ranks and rates, or with a measured link if no rate is given.
+
+        Raises:
+            OptionError: A value does not fit, or a latency was given for a measured link.
+        """
         from gradwire.lab.units import parse_rate
         from gradwire.simulate import Cluster, SimulatedLink
 
-        latency = seconds(self.latency)
+        latency = seconds("20us" if self.latency is None else self.latency)
         links = [SimulatedLink(parse_rate(text), latency) for text in split(self.rate or "10gbit")]
         if link is not None and self.rate is None:
+            if self.latency is not None:
+                raise OptionError(
+                    f"The costs have measured links with a latency of their own, so --latency {self.latency} cannot "
+                    "apply. Pass --rate to describe the links, or leave --latency out."
+                )
             links = [link]
         inner = SimulatedLink(parse_rate(self.inner_rate), seconds(self.inner_latency))
         stragglers = dict(_straggler(text) for text in self.straggler or [])
