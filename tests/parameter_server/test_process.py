@@ -20,7 +20,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import gradwire as gw
-from gradwire.core.errors import PeerTimeoutError, StateError, SyncError
+from gradwire.core.errors import OptionError, PeerTimeoutError, StateError, SyncError
 from gradwire.net.handshake import GroupMember
 from gradwire.net.keys import job_epoch, job_key
 from gradwire.net.reconnecting import ReconnectingEndpoint
@@ -252,6 +252,32 @@ def train_until_it_ends(server: str) -> None:
         while True:
             loss(model, client.steps).backward()
             client.step()
+
+
+@pytest.mark.timeout(120)
+def test_residuals_are_loaded_as_they_were_saved() -> None:
+    """Also right after a step, while the encoder thread still pushes and the update of the step is on its way."""
+    server = ParameterServer(ParameterServerOptions(1))
+    serving = Thread(target=server.run)
+    serving.start()
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    transfer = gw.TransferOptions(min_elements=64, chunk_elements=100)  # several chunks
+    address = f"127.0.0.1:{server.address[1]}"
+    with gw.ParameterClient(model, optimizer, address, job=ALONE, transfer=transfer) as client:
+        saved: dict[str, torch.Tensor] = {}
+        for step in range(5):
+            loss(model, step).backward()
+            client.step()
+            saved = saved or client.state_dict()
+        assert saved["weight"].count_nonzero() > 100
+        client.load_state_dict({name: residual.double() for name, residual in saved.items()})
+        loaded = client.state_dict()
+        with pytest.raises(OptionError, match="Load the state of the same model"):
+            client.load_state_dict({"weight": torch.zeros(3)})
+    serving.join()
+    assert loaded.keys() == saved.keys()
+    assert torch.equal(loaded["weight"], saved["weight"])
 
 
 class Stranger:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
 
 from gradwire.compressors.base.registry import spec_of
-from gradwire.core.errors import AttachError, FrameError, OptionError
+from gradwire.core.errors import AttachError, FrameError, OptionError, OptionTypeError
 from gradwire.core.optimizers import optimizers_of
 from gradwire.core.spec import TensorSpec
 from gradwire.parameter_server.chunks import ParameterChunk
@@ -33,6 +34,20 @@ def one_optimizer(given: object) -> torch.optim.Optimizer:
             'parameters for each: torch.optim.SGD([{"params": first, "lr": 0.1}, {"params": second, "lr": 0.01}]).'
         )
     return optimizers[0]
+
+
+def check_options(name: str, given: object, kind: type[Any]) -> None:
+    """Check that the argument `name` is an instance of its options dataclass.
+
+    Raises:
+        OptionTypeError: It is something else.
+    """
+    if not isinstance(given, kind):
+        values = given if isinstance(given, dict) else {fields(kind)[0].name: given}
+        passed = ", ".join(f"{key}={value!r}" for key, value in values.items())
+        raise OptionTypeError(
+            f"{name} takes a {kind.__name__}, not {given!r}. Pass {name}=gradwire.{kind.__name__}({passed})."
+        )
 
 
 def class_name(optimizer: torch.optim.Optimizer) -> str:

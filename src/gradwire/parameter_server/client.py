@@ -14,8 +14,6 @@ Source: 3LC (Lim, Andersen, Kaminsky 2019), sections 2.1, 3 and 4. Differences: 
 normalization. Here all workers train its affine parameters, and buffers (running statistics) stay local.
 """
 
-# Shapes: n = workers, S = servers.
-
 from __future__ import annotations
 
 import contextlib
@@ -28,10 +26,17 @@ from typing import Any
 import torch
 
 from gradwire.compressors.base.arguments import names_unknown_arguments
-from gradwire.core.errors import AttachError, OptionError, OptionTypeError
+from gradwire.core.errors import AttachError, OptionError
 from gradwire.core.spec import TensorSpec
 from gradwire.core.torch_private import note_step
-from gradwire.parameter_server.arguments import class_name, hyperparameters, log_notes, one_optimizer, parameter_config
+from gradwire.parameter_server.arguments import (
+    check_options,
+    class_name,
+    hyperparameters,
+    log_notes,
+    one_optimizer,
+    parameter_config,
+)
 from gradwire.parameter_server.chunks import ELEMENT_WISE, ParameterChunk, assign, split
 from gradwire.parameter_server.connection import ServerConnection
 from gradwire.parameter_server.encoder_thread import EncoderThread
@@ -80,8 +85,9 @@ class ParameterClient:
         transfer: TransferOptions = TransferOptions(),
         connection: ConnectionOptions = ConnectionOptions(),
     ) -> None:
-        if not isinstance(job, JobOptions):
-            raise OptionTypeError(f"job takes a JobOptions, not {job!r}. Pass job=gradwire.JobOptions(name={job!r}).")
+        check_options("job", job, JobOptions)
+        check_options("transfer", transfer, TransferOptions)
+        check_options("connection", connection, ConnectionOptions)
         self.model = model
         self.optimizer = one_optimizer(optimizer)
         self.worker, self.workers = job.resolve()
@@ -196,8 +202,12 @@ class ParameterClient:
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Load the residuals that an earlier process of this worker has saved.
 
+        Args:
+            state: Residuals by parameter name, on any device. Parameters without one keep theirs.
+
         Raises:
-            OptionError: The model has no parameter of this name and shape.
+            OptionError: The model has no parameter of this name and shape. Nothing has changed.
+            SyncError: A server has been lost for longer than the timeout, or has given up.
         """
         for name, residual in state.items():
             if name not in self._placed or residual.shape != self._parameters[name].shape:
@@ -205,9 +215,10 @@ class ParameterClient:
                     f"The state has a residual of {name!r} with shape {tuple(residual.shape)}, which is no parameter "
                     "of this model. Load the state of the same model."
                 )
+        self.wait()  # the encoder thread uses the residuals until then
         for name, residual in state.items():
             for chunk, _, slot in self._placed[name]:
-                slot.residual = chunk.of(residual).to(torch.float32).reshape(-1).numpy().copy()
+                slot.residual = chunk.of(residual).detach().cpu().to(torch.float32).reshape(-1).numpy().copy()
 
     @property
     def finished(self) -> bool:

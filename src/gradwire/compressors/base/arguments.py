@@ -14,6 +14,9 @@ from gradwire.core.errors import OptionTypeError, nearest
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_RENAMED = {"piece_elements": "chunk_elements"}
+"""Arguments of earlier versions, and their names now."""
+
 
 def names_unknown_arguments(function: Callable[P, T]) -> Callable[P, T]:
     """Decorator: an unknown argument raises an `OptionTypeError` that says where it belongs.
@@ -27,12 +30,23 @@ def names_unknown_arguments(function: Callable[P, T]) -> Callable[P, T]:
         for argument, value in kwargs.items():
             if argument not in known:
                 given = (*args, *kwargs.values(), *(parameter.default for parameter in known.values()))
-                advice = _home(function, argument, value) or _advice(argument, value, given, list(known))
+                advice = (
+                    _renamed(function, argument, value)
+                    or _home(function, argument, value)
+                    or _advice(argument, value, given, list(known))
+                )
                 name = function.__qualname__.removesuffix(".__init__")
                 raise OptionTypeError(f"{name} has no argument {argument!r}. {advice}")
         return function(*args, **kwargs)
 
     return call
+
+
+def _renamed(function: Callable[..., object], argument: str, value: object) -> str | None:
+    """Advice if the argument has another name now."""
+    new = _RENAMED.get(argument)
+    advice = None if new is None else _home(function, new, value)
+    return None if advice is None else f"It is now {new}: {advice[0].lower()}{advice[1:]}"
 
 
 def _home(function: Callable[..., object], argument: str, value: object) -> str | None:
