@@ -40,18 +40,18 @@ def test_no_flipped_bit_of_a_recorded_exchange_passes():
 
 def test_a_contribution_that_does_not_fit_the_configuration_changes_nothing():
     end = AggregatorStateMachine(config(), EPOCH)
-    wrong = [
-        pack(PacketKind.DATA, PacketKey(3, 2, 0), 0, EPOCH, b""),
-        pack(PacketKind.DATA, PacketKey(3, 0, 2), 0, EPOCH, b""),
-        pack(PacketKind.DATA, PacketKey(3, 0, 0), 2, EPOCH, payload(0)[:256]),
-        pack(PacketKind.DATA, PacketKey(3, 0, 1), 0, EPOCH, payload(0)[:256]),
-        pack(PacketKind.DATA, PacketKey(3, 0, 0), 0, EPOCH, payload(0)[:255]),
-        pack(PacketKind.DATA, PacketKey((1 << 64) - 1, 0, 0), 0, EPOCH, payload(0)[:256]),
-        pack(PacketKind.ASK, PacketKey(3, 0, 0), 0, EPOCH, b"x"),
-        pack(PacketKind.RESULT, PacketKey(3, 0, 0), 0, EPOCH),
-    ]
-    for packet in wrong:
-        with pytest.raises(FrameError):
+    wrong = {
+        "a stream below 2, got 2": pack(PacketKind.DATA, PacketKey(3, 2, 0), 0, EPOCH, b""),
+        "a packet below 2, got 2": pack(PacketKind.DATA, PacketKey(3, 0, 2), 0, EPOCH, b""),
+        "a worker below 2, got 2": pack(PacketKind.DATA, PacketKey(3, 0, 0), 2, EPOCH, payload(0)[:256]),
+        r"a body of 0 or \d+ bytes, got 256": pack(PacketKind.DATA, PacketKey(3, 0, 1), 0, EPOCH, payload(0)[:256]),
+        "a body of 0 or 256 bytes, got 255": pack(PacketKind.DATA, PacketKey(3, 0, 0), 0, EPOCH, payload(0)[:255]),
+        "a round of at most": pack(PacketKind.DATA, PacketKey((1 << 64) - 1, 0, 0), 0, EPOCH, payload(0)[:256]),
+        "a body of 0 bytes, got 1": pack(PacketKind.ASK, PacketKey(3, 0, 0), 0, EPOCH, b"x"),
+        "DATA or ASK, got RESULT": pack(PacketKind.RESULT, PacketKey(3, 0, 0), 0, EPOCH),
+    }
+    for misfit, packet in wrong.items():
+        with pytest.raises(FrameError, match=f"Expected {misfit}.* Start all workers with one model and configuration"):
             end.receive(packet, 0.0)
     assert end.receive(pack(PacketKind.DATA, PacketKey(3, 0, 0), 0, EPOCH + 1, payload(0)[:256]), 0.0) == []
     with pytest.raises(FrameError):  # worker 1 over the connection of worker 0

@@ -2,8 +2,9 @@
 
 Guarantees: each contribution is added exactly once, whatever is lost, repeated, reordered or damaged on the way. All
 workers get the same result, which names the workers in it. A result is kept until every worker has been heard in a
-later round. A packet of another round, or for another incarnation of the server, changes nothing. A packet that does
-not fit the session configuration is refused before anything is allocated.
+later round. A packet of an earlier round changes no sum, and its sender gets the stored result. A packet for another
+incarnation of the server changes nothing. A packet that does not fit the session configuration is refused before
+anything is allocated.
 
 A restarted server has lost everything. Workers resend what has not been answered. If one of them lacks a result that
 the others already have, the server asks the others for their contributions (WANTED), so a slot starts with the lowest
@@ -254,26 +255,42 @@ class AggregatorStateMachine:
         except FrameError:
             self.counters.corrupt += 1
             raise
-        if not self._fits(packet) or sender not in (None, packet.worker):
+        misfit = self._misfit(packet, sender)
+        if misfit is not None:
             self.counters.refused += 1
-            raise FrameError(f"{packet.kind.name} of {packet.key} does not fit the session configuration.")
+            raise FrameError(
+                f"Expected {misfit[0]}, got {misfit[1]} (in {packet.kind.name} of {packet.key}). Start all workers "
+                "with one model and configuration."
+            )
         return packet
 
-    def _fits(self, packet: Packet) -> bool:
+    def _misfit(self, packet: Packet, sender: int | None) -> tuple[str, object] | None:
+        """What a packet should have, and what it has; None if it fits sender and session configuration."""
         round_, stream, index = packet.key
-        if (
-            packet.worker >= self.config.world_size
-            or stream >= len(self._sizes)
-            or round_ > MAX_ROUND
-            or packet.num_added
-        ):
-            return False
+        if packet.worker >= self.config.world_size:
+            return f"a worker below {self.config.world_size}", packet.worker
+        if sender not in (None, packet.worker):
+            return f"worker {sender}, whose connection it is", packet.worker
+        if stream >= len(self._sizes):
+            return f"a stream below {len(self._sizes)}", stream
+        if round_ > MAX_ROUND:
+            return f"a round of at most {MAX_ROUND}", round_
         num_packets, body, last_body = self._sizes[stream]
         if index >= num_packets:
-            return False
-        if packet.kind is PacketKind.DATA:
-            return packet.body.nbytes in (0, last_body if index == num_packets - 1 else body)
-        return packet.kind is PacketKind.ASK and not packet.body.nbytes and not packet.flags
+            return f"a packet below {num_packets}", index
+        if packet.kind not in (PacketKind.DATA, PacketKind.ASK):
+            return "DATA or ASK", packet.kind.name
+        return self._misfit_of_content(packet, last_body if index == num_packets - 1 else body)
+
+    def _misfit_of_content(self, packet: Packet, body_bytes: int) -> tuple[str, object] | None:
+        if packet.num_added:
+            return "0 contributions", packet.num_added
+        if packet.kind is PacketKind.ASK and packet.flags:
+            return "no flags", packet.flags
+        allowed = (0, body_bytes) if packet.kind is PacketKind.DATA else (0,)
+        if packet.body.nbytes not in allowed:
+            return f"a body of {' or '.join(map(str, allowed))} bytes", packet.body.nbytes
+        return None
 
     def _packet_sizes(self, stream: int) -> tuple[int, int, int]:
         """Number of packets of a stream, and the bytes of the body of each and of the last."""
