@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -61,15 +59,6 @@ class EventStream:
                 listener(event)
             except Exception:
                 logger.exception("A listener of the event stream failed on %s.", event)
-
-    @contextmanager
-    def span(self, kind: str, **fields: Any) -> Iterator[None]:
-        """Emit one event with the duration of the `with` block."""
-        start = time.monotonic()
-        try:
-            yield
-        finally:
-            self.emit(Event(kind, start, time.monotonic() - start, **fields))
 
     def listen(self, listener: Callable[[Event], None]) -> Callable[[], None]:
         """Call `listener` with every event from now on, until the returned function is called."""

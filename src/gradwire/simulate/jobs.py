@@ -18,6 +18,7 @@ from gradwire.simulate.recording import FusionMember
 from gradwire.simulate.workload import SimulatedGradient, SimulatedModel
 from gradwire.sync.dense_fusion import DENSE_FUSION_FLAG, dense_fusion_entry, group_ids
 from gradwire.sync.fusion import is_fused
+from gradwire.sync.job import group_name
 from gradwire.sync.plan import Plan
 from gradwire.sync.plan_entry import PlanEntry
 
@@ -55,7 +56,7 @@ def jobs_of(model: SimulatedModel, plan: Plan, cluster: Cluster, costs: Costs) -
         group: Sequence[_Entry], entry: PlanEntry, ready: float, flag: int = 0, members: tuple[FusionMember, ...] = ()
     ) -> None:
         first, numel = group[0], sum(each.numel for each in group)
-        name = first.gradient.name + (f" and {len(group) - 1} more" if len(group) > 1 else "")
+        name = group_name([each.gradient.name for each in group])
         prices = PriceList(entry.compressor, costs, first.gradient.dtype, fused=bool(members))
         jobs.append(SimulatedJob(name, numel, entry, ready, first.number | flag, prices, members))
 
