@@ -1,14 +1,14 @@
 """1-bit SGD with two means: one bit per element for its sign, and the mean of the elements of each sign.
 
-Biased; a contraction with δ ≥ 1/N, so it needs error feedback: each side keeps at least 1/N of its energy, because
-(Σ|g|)² / n ≥ Σg² / n.
+Biased; a contraction with δ ≥ 1/N, so it needs error feedback: the n elements g of each sign keep at least 1/n of their
+energy, because (Σ|g|)² / n ≥ Σg² / n, and n ≤ N.
 
 Body: the mean of the negative and of the other elements as float32, then one bit per element.
 
 Source: Seide et al. 2014, section 3; the variant of HiPress, which sends the means of the negative and of the other
 elements. Differences: none in the algorithm.
 """
-# Shapes: N = elements of the tensor or range
+# Shapes: N = elements of the tensor or range, n = elements of one sign
 
 from __future__ import annotations
 

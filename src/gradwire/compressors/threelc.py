@@ -21,7 +21,7 @@ zero. The last byte is filled up with zeros instead of -1, so that it can be par
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
@@ -121,17 +121,17 @@ class ThreeLC(ArrayCompressor):
     def _decode(
         self, body: np.ndarray, ctx: Context, stats: Sequence[np.ndarray], out: np.ndarray, accumulate: bool
     ) -> None:
-        M, quartic = self._parse(body, out.size, scratch(_packed_bytes(out.size)))
+        M, quartic = self._parse(body, out.size, scratch(self._expanded_bytes(out.size)))
 
         def decode(block: _Block) -> bool:
             return kernels.unpack_ternary(quartic[block.bytes_], M, out[block.elements], accumulate)
 
-        expect(all(_each(decode, self._blocks(out.size))), *_CANONICAL, self.name)
+        _expect_canonical(_each(decode, self._blocks(out.size)))
 
     def _decode_sum(
         self, bodies: Sequence[np.ndarray], ctxs: Sequence[Context], stats: Sequence[np.ndarray], out: np.ndarray
     ) -> None:
-        size = _packed_bytes(out.size)
+        size = self._expanded_bytes(out.size)
         buffers = scratch(len(bodies) * size).reshape(len(bodies), size)
         parsed = [self._parse(body, out.size, buffer) for body, buffer in zip(bodies, buffers, strict=True)]
         scales = np.array([M for M, _ in parsed], np.float32)
@@ -140,7 +140,7 @@ class ThreeLC(ArrayCompressor):
             packed = [quartic[block.bytes_] for _, quartic in parsed]
             return kernels.unpack_ternary_sum(packed, scales, out[block.elements])
 
-        expect(all(_each(decode, self._blocks(out.size))), *_CANONICAL, self.name)
+        _expect_canonical(_each(decode, self._blocks(out.size)))
 
     def _parse(self, body: np.ndarray, size: int, buffer: np.ndarray) -> tuple[float, np.ndarray]:
         """M and the bytes of quartic encoding, not yet checked one by one. Expands them into `buffer` if needed."""
@@ -177,6 +177,10 @@ class ThreeLC(ArrayCompressor):
         block = self.block or max(1, size)
         return [_Block(start, min(block, size - start)) for start in range(0, max(1, size), block)]
 
+    def _expanded_bytes(self, size: int) -> int:
+        """Bytes of the buffer that zero-run decoding needs."""
+        return _packed_bytes(size) if self.zero_run else 0
+
     def _table_bytes(self, size: int) -> int:
         blocks = len(self._blocks(size)) if self.block else 1
         return 4 * blocks if self.zero_run and blocks > 1 else 0
@@ -211,7 +215,9 @@ def _each(task: Callable[[T], R], items: list[T]) -> list[R]:
         return list(pool.map(task, items))
 
 
-_CANONICAL = ("bytes below 243 and padding of zeros", "others")
+def _expect_canonical(bytes_are: Iterable[bool]) -> None:
+    """Raise `PayloadError` unless the bytes of each block are those that the encoder writes."""
+    expect(all(bytes_are), "bytes below 243 and padding of zeros", "others", ThreeLC.name)
 
 
 def _packed_bytes(size: int) -> int:
