@@ -193,7 +193,7 @@ class ConnectionLoop(ProcessBound):
             self._read(link, link.receive(time.monotonic()))
 
     def _establish(self, pending: PendingConnection) -> Link:
-        """Make a link of a proven connection. It takes no frames before `_begin`."""
+        """Make a link of a proven connection. It takes no data frames before `Conversation.begin`."""
         pending.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         assert pending.handshake.peer is not None, "it is proven"
         ids = PeerIds(self._member.rank, pending.handshake.peer, self._member.epoch)

@@ -136,7 +136,7 @@ class TcpTransport(PeerTransport, ConnectionLoop):
         return sum(link.busy_seconds() for link in self._links.values())
 
     def abort(self, reason: str, blame: int | None = None) -> None:
-        """Tell every peer why this rank gives up, for at most a second, then close."""
+        """Tell every peer why this rank gives up, then close. Returns within `ABORT_SECONDS`, whatever callbacks do."""
         # A callback that blocks must not keep an aborting process from its end.
         self._end(ClosingMessage(FrameKind.ABORT, reason, blame), ABORT_SECONDS)
 

@@ -11,6 +11,9 @@ Encodes *stage* the next residual. `commit` makes all staged residuals the state
 state of the last commit, bit for bit. Stages chain: until the commit, each encode compensates with what the one before
 staged. This takes two buffers per element range, the second from its first stage on.
 
+`Synchronizer.commit` is the caller. `ddp.optimizers` triggers it after the user's optimizer.step(). Without an
+optimizer, the next backward pass does, or saving the state.
+
 Guarantees: asking for other ranges than the stored ones re-slices them without loss, also in an open chain. Threads may
 stage different keys at the same time. No guarantees for threads that use the same key at the same time, or ask for
 another range of a parameter while one of its buffers is written: `commit`, `rollback`, re-slicing and all that reads or

@@ -1,6 +1,6 @@
 """The ranks of a group and the engine between them: agreement, control messages, traces, and the end of the job.
 
-`Peers` is the base class of `Synchronizer`, and knows nothing of gradients and plans.
+`Peers` is the base class of `Synchronizer`. It encodes and submits nothing.
 """
 
 # Shapes: W = ranks, K = numbers.

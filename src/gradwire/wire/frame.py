@@ -1,9 +1,11 @@
 """The frame: a header of 72 bytes, then a body. Every message of every transport is one frame.
 
-Guarantees: arbitrary bytes lead to a `Header` or to `FrameError`, never to another exception. Nothing is allocated by a
-declared length. A flipped bit anywhere in header or body fails `unpack` or `verify`. Whether the frame is the expected
-one is decided by the receiver's `admit`. The checksum guards against faults, not against an attacker; peers
+Guarantees: arbitrary bytes lead to a `Header` or to `FrameError`, never to another exception. A flipped bit anywhere in
+header or body fails `unpack` or `verify`. The checksum guards against faults, not against an attacker; peers
 authenticate in `gradwire.net.handshake`.
+
+This module allocates nothing by a declared length. `net.stream.FrameReader` calls `unpack`, then its `admit` (which
+decides whether this frame is expected), then allocates the body, and calls `verify` before it delivers.
 
 Layout, little-endian:
 
@@ -65,11 +67,17 @@ class FrameKind(IntEnum):
     STATS = 3
     """Values of a preliminary round."""
     HELLO = 4
+    """Opens the handshake: protocol version and nonce of the connecting end. See `net.handshake`."""
     ABORT = 5
+    """The sender has failed, with a reason. `count` is the rank at fault + 1, or 0 if that is the sender."""
     HEARTBEAT = 6
+    """Sign of life of an idle connection."""
     BYE = 7
+    """The sender is done, and sends nothing more."""
     CHALLENGE = 8
+    """Nonce of the accepting end, its answer to HELLO."""
     PROOF = 9
+    """The sender's proof that it holds the job key. The connecting end proves itself first."""
     JOIN = 10
     """State and expectations of a parameter server's worker, as JSON."""
     WELCOME = 11
