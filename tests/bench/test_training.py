@@ -24,6 +24,7 @@ def small(**options):
     return TrainingOptions(**(fixed | options))
 
 
+@pytest.mark.ci
 def test_methods_train_alike_on_loopback():
     seen = []
     result = run(small(), lambda segment, progress: seen.append((segment.method, progress.phase)))

@@ -21,7 +21,10 @@ from tests.integration.launch import ROOT, free_port
     [
         ("exception", STEPS + 1, "PeerLostError", "Rank 1 has left the group"),
         pytest.param("kill", STEPS + 1, "PeerLostError", "has ended without a goodbye", marks=pytest.mark.ci),
-        ("middle", STEPS, "PeerFailedError", "Rank 1 gave up: its interpreter exits in the middle of a step"),
+        pytest.param(
+            *("middle", STEPS, "PeerFailedError", "Rank 1 gave up: its interpreter exits in the middle of a step"),
+            marks=pytest.mark.ci,
+        ),
     ],
 )
 def test_a_step_outlives_who_has_left_after_it_and_the_next_one_names_it(
