@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from gradwire.core.errors import NO_TENSOR
 from tests.integration.jobs.faults import PATIENCE, TIMEOUT
 from tests.integration.launch import launch, results
 
@@ -30,7 +31,7 @@ def test_a_lost_rank_ends_the_step_everywhere(how: str, strategy: str) -> None:
             ["PeerLostError", "PeerFailedError"] if how == "kill" else ["PeerTimeoutError", "PeerFailedError"]
         )
         assert found["rank"] == 2, "the error names the rank"
-        assert found["tensor"] in found["message"], "and the tensor"
+        assert found["tensor"] == NO_TENSOR or found["tensor"] in found["message"], "and the tensor, if it was one"
         assert found["phase"] in found["message"], "and the phase"
         assert "Create the DDP module again" in found["message"], "and says what to do"
         assert found["seconds"] < 2 * TIMEOUT

@@ -92,10 +92,11 @@ def divide(a: Number, b: Number) -> torch.Tensor:
     return torch.div(a, b)
 
 
-def choose(condition: torch.Tensor, a: Number, b: Number) -> torch.Tensor:
-    """`a` where the condition holds, else `b`; float64."""
-    like = torch.zeros((), dtype=torch.float64, device=condition.device)
-    return torch.where(condition, like + a, like + b)
+def choose(condition: Number, a: Number, b: Number) -> torch.Tensor:
+    """`a` where the condition holds, else `b`; float64. At least one of the three is a tensor."""
+    device = next(each.device for each in (condition, a, b) if isinstance(each, torch.Tensor))
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    return torch.where(torch.as_tensor(condition, device=device) != 0, zero + a, zero + b)
 
 
 def _tensors(a: Number, b: Number) -> tuple[torch.Tensor, torch.Tensor]:
