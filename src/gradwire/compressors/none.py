@@ -91,11 +91,12 @@ class NoCompression(Compressor):
         self, payloads: Sequence[Payload], ctxs: Sequence[Context], out: torch.Tensor, stats: Sequence[np.ndarray] = ()
     ) -> torch.Tensor:
         """Add the elements of all ranks; `out` may also be float64."""
-        ranks = []
+        target, ranks = as_array(out), []
         for payload, ctx in zip(payloads, ctxs, strict=True):
-            dtype, target = out.dtype if ctx.spec is None else ctx.spec.dtype, as_array(self._output(ctx, out))
+            self._output(ctx, out)  # checks it
+            dtype = out.dtype if ctx.spec is None else ctx.spec.dtype
             ranks.append(self._elements(payload, ctx, dtype, target))
-        write_sum(ranks, as_array(out))
+        write_sum(ranks, target)
         return out
 
     def _elements(
