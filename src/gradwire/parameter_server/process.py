@@ -203,7 +203,7 @@ class ParameterServer(Server):
         return {worker for round_ in self.machine.rounds for worker in round_.pushes} - self.machine.finished
 
     def _enough_finished(self) -> bool:
-        """Whether, with backups, so many workers have finished that the others cannot close a step."""
+        """Whether, with backups, too few workers are left to close another step."""
         config = self.machine.config
         return config is not None and config.backups > 0 and len(self.machine.finished) >= config.needed
 
