@@ -89,6 +89,9 @@ _MICRO = (
         "micro.aggregation_server",
     ),
     Benchmark(
+        "auto-at-rest", "What does `auto` cost while DDP's own all-reduce is the fastest?", "micro.auto_at_rest",
+    ),
+    Benchmark(
         "lossless-rivals", "How do `lossless` and `gcomp` compare with zstd, zlib, and ZipNN?", "micro.lossless_rivals"
     ),
 )  # fmt: skip

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from gradwire.lab import Lab
+from gradwire.tuning.auto import REST_STEPS
 from tests.integration.launch import ROOT, launch, results
 
 
@@ -41,6 +42,16 @@ def _adds_up(report: dict[str, Any], table: str, num_native: int) -> None:
     place = columns[0].index("kB/step")
     rows = [float(row[place]) for row in columns[1:-1]]
     assert float(columns[-1][place - 1]) == pytest.approx(sum(rows), abs=0.1 * len(rows)), table  # it has no method
+
+
+def test_at_rest_nothing_but_ddps_all_reduce_runs_and_every_step_counts() -> None:
+    first, second = results(launch("auto.at_rest", 2))
+    assert first["hash"] == second["hash"] and first["rested"] == second["rested"]
+    for number, (step, syncs, sent_bytes) in enumerate(first["reported"], start=1):
+        assert (step, syncs, sent_bytes) == (number, number, number * 4 * (16 * 16 + 16))
+    # Replicas are compared every 20 steps, whether it rests or not.
+    assert not any(first["rested"][step] for step in range(19, len(first["rested"]), 20))
+    assert first["rested"].count(True) >= 1.5 * REST_STEPS
 
 
 def test_ranks_agree_on_costs() -> None:

@@ -141,7 +141,7 @@ ENCODERS: dict[str, tuple[Callable[..., Any], str, str]] = {
                         "concat(q=q.zero_runs())"),
     "two fields with zero runs": (lambda g: concat(q=trits(g).zero_runs(), r=trits(-g).zero_runs()),
                                   "Cannot send q and r with zero_runs", "use zero_runs for one of them"),
-    "zero runs together with a list": (lambda g: concat(q=trits(g).zero_runs(), v=positive(g).value), "together with lists",
+    "zero runs and a list": (lambda g: concat(q=trits(g).zero_runs(), v=positive(g).value), "together with lists",
                                 "send either trits of all elements or the lists"),
     "empty concat": (lambda g: concat(), "names for the values it sends, got none", "concat(scale=scale, q=q)"),
     "concat without names": (lambda g: concat(g), "it sends, got values", "concat(scale=scale, q=q)"),

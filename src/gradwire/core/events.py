@@ -8,15 +8,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 logger = logging.getLogger("gradwire")
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """A record of one event.
 
     Attributes:
@@ -38,10 +37,10 @@ class Event:
     round: int = -1
     nbytes: int = 0
     peer: int | None = None
-    detail: dict[str, Any] = field(default_factory=dict)
+    detail: Mapping[str, Any] = MappingProxyType({})
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return self._asdict() | {"detail": dict(self.detail)}
 
 
 class EventStream:

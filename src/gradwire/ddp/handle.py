@@ -60,6 +60,7 @@ class Handle:
         self._loss_scale: float | None = None  # of the residuals, if known
         self._active_ranks = synchronizer.world_size
         self._called = False
+        self._rests = False  # whether this step is DDP's own all-reduce and nothing else
         self._names = torch_private.parameter_names(ddp)  # frozen parameters too, which may be trained later
         optimizers.listen(self._after_step, expects_scaler=scaler is not None, warns=synchronizer.rank == 0)
         # A module that is dropped without `detach` takes threads and connections with it.
@@ -76,6 +77,8 @@ class Handle:
 
     def report(self) -> Report:
         """Bytes, ratios, times and residual norms of this rank, per tensor and in total. Prints as a table."""
+        if self.autopilot is not None:
+            self.autopilot.count_rested()
         return self.synchronizer.report()
 
     def trace(self, path: str | Path) -> Trace:
@@ -132,6 +135,13 @@ class Handle:
 
     def on_bucket(self, bucket: torch_private.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Average one bucket. Called by the hook slot during backward."""
+        if bucket.index() == 0 and self.autopilot is not None:
+            self._rests = self._may_rest() and self.autopilot.rests()
+            if self._rests:
+                self.synchronizer.count_step()
+        if self._rests:
+            assert self.autopilot is not None
+            return self.autopilot.native(bucket)
         with _advising():
             return self._average(bucket)
 
@@ -187,6 +197,13 @@ class Handle:
 
         future = submit() if self.autopilot is None else self.autopilot.average(bucket, names, submit)
         return future if joined else self._optimizers.watch(future, bucket, names)
+
+    def _may_rest(self) -> bool:
+        """Whether nothing but averaging is due in the step that begins."""
+        check_due = self._check_every and (self.synchronizer.step + 1) % self._check_every == 0
+        ddp = self._module
+        same_group = ddp.process_group is self._group
+        return same_group and not check_due and not torch_private.divides_by_active_ranks(ddp)
 
     def _begin_backward(self, ddp: DistributedDataParallel, joined: bool) -> None:
         if ddp.process_group is not self._group:

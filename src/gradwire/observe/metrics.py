@@ -139,7 +139,7 @@ class Metrics:
             elif event.kind == "late":
                 known.late_elements += event.detail["elements"]
             elif event.kind == "done":
-                known.syncs += 1
+                known.syncs += event.detail.get("syncs", 1)
                 known.latency_seconds += event.duration
 
 

@@ -280,6 +280,10 @@ class Synchronizer(Peers):
         self.wait()
         if self._nonfinite:
             self.rollback()
+        self.count_step()
+
+    def count_step(self) -> None:
+        """Count a step. `begin_step` does; call this instead for a step whose gradients others average."""
         self.step += 1
         self._num_steps += 1
 

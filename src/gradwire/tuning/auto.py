@@ -6,7 +6,8 @@
 3. *Trials.* Candidates that are predicted to be faster run some steps. Of the fastest, the one with the highest
    fidelity stays.
 4. *Watch.* Every few steps all ranks compare figures. When steps or synchronization have become slower or faster for
-   good, `auto` goes back to 2.
+   good, `auto` goes back to 2. While DDP's own all-reduce is in use, `auto` rests between these windows: nothing is
+   timed, and a bucket costs one Python call.
 
 Guarantees: all ranks switch at the same step, since they decide from the same numbers; residuals are flushed before
 gradients go back to DDP's own all-reduce; each decision is reported once, with its numbers (see
@@ -52,6 +53,7 @@ NATIVE_DOUBT = 1.5  # predictions for DDP's own all-reduce were seen to be a thi
 TIMED_STEPS = 8
 TIMED_SECONDS = 3.0
 WINDOW = 4  # steps that are compared at a time
+REST_STEPS = 27  # steps by DDP's own all-reduce between two windows that are compared
 STRIKES = 2  # windows out of bounds in a row before links are measured again
 STEP_BOUND = 1.3  # ratio of steps, slower or faster
 SYNC_BOUND = 2.0  # ratio of the times between a bucket and its mean
@@ -121,6 +123,9 @@ class Autopilot:
         self._link = 0.0  # seconds per byte of the slowest link, when it was last found to be another
         self._sample: CalibrationSample | None = None  # this rank's gradients
         self._num_steps = 0
+        self._rest_steps = 0  # still to come
+        self._rested = 0  # steps that are not in the report yet
+        self._native_events: dict[str, tuple[Event, Event]] = {}  # of the last native step: submit and done, by bucket
         self._figures: np.ndarray | None = None  # to be sent with the next bucket
         self._answers: Callable[[], np.ndarray] | None = None  # of all ranks to `_figures`
         self._script = self._run()
@@ -129,11 +134,33 @@ class Autopilot:
 
     def boundary(self) -> None:
         """Decide what is due, when the first bucket of a backward pass is ready and before it is sent."""
+        self.count_rested()
         self._clock.begin()
         self._num_steps += 1
         self._synchronizer.wait()
         next(self._script)
         self._clock.resume()
+
+    def rests(self) -> bool:
+        """Whether this step is DDP's own all-reduce and nothing else. Called at its first bucket."""
+        if self._rest_steps == 0:
+            return False
+        self._rest_steps -= 1
+        self._rested += 1
+        return True
+
+    def native(self, bucket: torch_private.GradBucket) -> Future:
+        """Average a bucket of a step that rests."""
+        is_half = self.current.kind != FP32 and not torch_private.is_sparse(bucket)
+        return HOOKS[self.current.hook if is_half else "fp32"](self._group, bucket)
+
+    def count_rested(self) -> None:
+        """Emit the events of the steps that rested, so that the report includes them."""
+        times, self._rested = self._rested, 0
+        for submit, done in self._native_events.values() if times else ():
+            detail = {**submit.detail, "sent_bytes": times * submit.detail["sent_bytes"]}
+            self._synchronizer.events.emit(submit._replace(nbytes=times * submit.nbytes, detail=detail))
+            self._synchronizer.events.emit(done._replace(duration=times * done.duration, detail={"syncs": times}))
 
     def average(self, bucket: torch_private.GradBucket, names: Iterable[str], submit: Callable[[], Future]) -> Future:
         """Average a bucket by the current candidate. `submit` averages it by gradwire."""
@@ -160,11 +187,14 @@ class Autopilot:
             "method": self.current.name, "elements": buffer.numel(),
             "sent_bytes": ring_bytes // world_size // (1 if self.current.kind == FP32 else 2),
         }  # fmt: skip
-        events.emit(Event("submit", begun, tensor=row, nbytes=ring_bytes // world_size, detail=detail))
+        submit = Event("submit", begun, tensor=row, nbytes=ring_bytes // world_size, detail=detail)
+        events.emit(submit)
 
-        def arrived(done: Future) -> torch.Tensor:
-            events.emit(Event("done", begun, time.monotonic() - begun, row))
-            return done.value()
+        def arrived(mean: Future) -> torch.Tensor:
+            done = Event("done", begun, time.monotonic() - begun, row)
+            self._native_events[row] = submit, done
+            events.emit(done)
+            return mean.value()
 
         return HOOKS[self.current.hook](self._group, bucket).then(arrived)
 
@@ -181,6 +211,7 @@ class Autopilot:
     def restart(self) -> None:
         """Start over, and flush residuals that were loaded."""
         self._script, self.settled = self._run(), False
+        self._rest_steps = 0
         self._figures = self._answers = None
 
     # -- the script: a step passes at each `yield` -----------------------------------------------------------
@@ -238,6 +269,9 @@ class Autopilot:
         """
         changed, self.settled = 0, True
         while True:
+            if not self.current.gradwire and not changed:
+                self._rest_steps = REST_STEPS
+                yield  # of the step after these
             steps: list[StepTiming] = []
             for _ in range(WINDOW):
                 yield

@@ -16,7 +16,7 @@ import gradwire as gw
 from gradwire.planner import PlannedTensor, PlanTable, plan
 from gradwire.planner.costs import CodecCosts, Costs, LinearCost, LinkCosts
 from gradwire.planner.fidelity import RankedCompressor
-from gradwire.tuning.auto import NATIVE, TIMED_STEPS, WINDOW
+from gradwire.tuning.auto import NATIVE, REST_STEPS, TIMED_STEPS, WINDOW
 from gradwire.tuning.candidates import Candidate
 from gradwire.tuning.trials import Script
 from tests.integration.jobs.training import fingerprint
@@ -68,6 +68,37 @@ def there_and_back(rank: int, world_size: int, steps: int) -> dict[str, Any]:
     error = (model.weight.double() - expected).norm() / (expected - begun).norm()
     found = {"hash": fingerprint(model.parameters()), "error": float(error), "held": held, "links": links, "ways": ways}
     found |= {"report": handle.report().as_dict(), "table": str(handle.report())}
+    handle.detach()
+    return found
+
+
+def at_rest(rank: int, world_size: int) -> dict[str, Any]:
+    """Settled on DDP's own all-reduce, over two rests with a window between them."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Linear(16, 16))
+    optimizer = torch.optim.SGD(ddp.parameters(), 1.0)
+    handle = gw.attach(ddp, "auto", optimizer=optimizer, check_every=20)
+    pilot, one = handle.autopilot, handle.synchronizer
+    assert pilot is not None
+
+    def script() -> Script[None]:
+        yield from pilot.switch(NATIVE)
+        timing = yield from pilot._trials.time(warm_up=1)
+        yield from pilot._watch(timing, strikes=1 << 30, rival=float("inf"))
+
+    pilot._script = script()
+    kinds: list[str] = []
+    one.events.listen(lambda event: kinds.append(event.kind))
+    rested, reported = [], []
+    for _ in range(2 * (REST_STEPS + WINDOW) + TIMED_STEPS):
+        kinds.clear()
+        optimizer.zero_grad()
+        ddp(torch.full((1, 16), float(rank))).sum().backward()
+        rested.append("submit" not in kinds)
+        optimizer.step()
+        row = handle.report().as_dict()["tensors"]["bucket 0"]
+        reported.append((one.step, row["syncs"], row["sent_bytes"]))
+    found = {"rested": rested, "reported": reported, "hash": fingerprint(ddp.parameters())}
     handle.detach()
     return found
 

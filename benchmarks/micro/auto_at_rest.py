@@ -1,0 +1,116 @@
+"""What `auto` costs while it leaves gradients to DDP's own all-reduce: steps with it and without it, in turns.
+
+Ranks on the loopback train three replicas of one model in turns: plain DDP, DDP under `auto`, which has settled on
+DDP's own all-reduce, and plain DDP once more. The second plain one shows how far DDP differs from itself.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from multiprocessing.connection import Connection
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import typer
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire as gw
+from gradwire.bench.workload import iterate
+from gradwire.bench.workloads import make_workload
+from gradwire.tuning.auto import NATIVE, Autopilot
+from gradwire.tuning.trials import Script
+
+METHODS = ("ddp", "auto", "ddp again")
+RUNS = 6
+WARM_UP_STEPS = 12
+
+
+def settle(pilot: Autopilot) -> None:
+    """Skip calibration and trials: settle on DDP's own all-reduce, and watch as after any decision."""
+
+    def script() -> Script[None]:
+        yield from pilot.switch(NATIVE)
+        timing = yield from pilot._trials.time(warm_up=1)
+        while True:
+            yield from pilot._watch(timing, strikes=1 << 30, rival=float("inf"))
+
+    pilot._script = script()
+
+
+def rank_main(rank: int, ranks: int, workload: str, steps: int, folder: str, line: Connection) -> None:
+    """One rank: sends the median seconds of a step, for each run of each method."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=ranks)
+    task = make_workload(workload)
+    replicas = {}
+    for method in METHODS:
+        torch.manual_seed(0)
+        ddp = DistributedDataParallel(task.model())
+        optimizer = task.optimizer(ddp.module)
+        if method == "auto":
+            handle = gw.attach(ddp, "auto", optimizer=optimizer)
+            assert handle.autopilot is not None
+            settle(handle.autopilot)
+        replicas[method] = ddp, optimizer
+    batches = list(islice(iterate(task, 0, rank, ranks), 16))
+    found: dict[str, list[float]] = {method: [] for method in METHODS}
+    for run_index in range(-1, RUNS):
+        for method in METHODS:
+            ddp, optimizer = replicas[method]
+            times = []
+            for step in range(WARM_UP_STEPS if run_index < 0 else steps):
+                inputs, targets = batches[step % len(batches)]
+                begun = time.perf_counter()
+                optimizer.zero_grad()
+                torch.nn.functional.cross_entropy(ddp(inputs), targets).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                times.append(time.perf_counter() - begun)
+            if run_index >= 0:
+                found[method].append(statistics.median(times))
+    line.send(found)
+    handle.detach()
+    dist.destroy_process_group()
+
+
+def run(
+    workload: Annotated[str, typer.Option(help="Workload of the benchmarks.")] = "blocks",
+    ranks: Annotated[int, typer.Option(help="Ranks on the loopback.")] = 4,
+    steps: Annotated[int, typer.Option(help="Steps of a run.")] = 64,
+) -> Iterator[dict[str, Any]]:
+    """All runs of all methods."""
+    os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    context = multiprocessing.get_context("forkserver")
+    lines, processes = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        for rank in range(ranks):
+            line, theirs = context.Pipe()
+            arguments = (rank, ranks, workload, steps, folder, theirs)
+            processes.append(context.Process(target=rank_main, args=arguments, daemon=True))
+            processes[-1].start()
+            lines.append(line)
+        found = [line.recv() for line in lines]
+        for process in processes:
+            process.join(60)
+    for method in METHODS:
+        for index in range(RUNS):
+            slowest = max(each[method][index] for each in found)
+            where = {"method": method, "workload": workload, "ranks": ranks, "rate": "none", "source": "measured"}
+            yield {**where, "run": index, "metric": "step", "value": slowest, "unit": "s"}
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Medians, and each method's speed against plain DDP."""
+    steps = {method: [row["value"] for row in rows if row["method"] == method] for method in METHODS}
+    lines = [
+        f"{method:10} {1000 * statistics.median(times):7.2f} ms a step ({1000 * min(times):.2f} to "
+        f"{1000 * max(times):.2f}), {statistics.median(steps['ddp']) / statistics.median(times):.3f} of DDP's speed"
+        for method, times in steps.items()
+    ]
+    return "\n".join(lines)
