@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from gradwire.core.spec import TensorSpec as TensorSpec
     from gradwire.ddp.attach import attach as attach
     from gradwire.ddp.handle import Handle as Handle
+    from gradwire.net.client import ConnectionOptions as ConnectionOptions
     from gradwire.parameter_server.client import ParameterClient as ParameterClient
-    from gradwire.parameter_server.options import ConnectionOptions as ConnectionOptions
     from gradwire.parameter_server.options import JobOptions as JobOptions
     from gradwire.parameter_server.options import TransferOptions as TransferOptions
     from gradwire.planner.table import PlanTable as PlanTable
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Aggregator": "gradwire.aggregator.service",
     "Compressor": "gradwire.compressors.base",
-    "ConnectionOptions": "gradwire.parameter_server.options",
+    "ConnectionOptions": "gradwire.net.client",
     "Context": "gradwire.core.context",
     "GradientSlice": "gradwire.sync.submission",
     "Handle": "gradwire.ddp.handle",

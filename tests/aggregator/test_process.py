@@ -19,6 +19,7 @@ from gradwire.aggregator.client import AggregationClient
 from gradwire.aggregator.process import AggregationOptions, AggregationServer
 from gradwire.aggregator.session import Operation, SessionConfig, Stream
 from gradwire.core.errors import DisagreementError, OptionError, PeerLostError, PeerTimeoutError, SyncError
+from gradwire.net.client import ConnectionOptions
 from gradwire.net.datagrams import DatagramSocket
 from gradwire.net.handshake import JobKey
 from tests.aggregator.aggregation_job import SHORT, WAIT, Job, aggregation_job, check_round, submit_all
@@ -157,7 +158,9 @@ def test_a_worker_that_finishes_early_ends_the_job_on_all_workers(job):
 
 @pytest.mark.parametrize("udp", [False, True])
 def test_a_worker_that_holds_up_a_result_is_named(job, udp):
-    clients = job.join(job.serve(udp=udp), jobs.config(), stall_timeout=timedelta(seconds=0.3))
+    clients = job.join(
+        job.serve(udp=udp), jobs.config(), connection=ConnectionOptions(stall_timeout=timedelta(seconds=0.3))
+    )
     waiting = [submit_all(client, 0) for client in clients[:2]]
     for results in waiting:
         with pytest.raises(
@@ -174,7 +177,7 @@ def test_an_unreachable_server(job):
     job.join(address, jobs.config(1))[0].close()
     job.end()
     with pytest.raises(PeerTimeoutError, match=r"no connection for 1 s .* Start it with: gradwire serve --aggregate"):
-        AggregationClient(address, jobs.config(1), 0, timeout=SHORT)
+        AggregationClient(address, jobs.config(1), 0, connection=ConnectionOptions(timeout=SHORT))
 
 
 def test_an_older_session_is_refused(job):

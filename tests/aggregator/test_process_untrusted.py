@@ -19,6 +19,7 @@ import pytest
 from gradwire.aggregator.client import AggregationClient
 from gradwire.aggregator.session import NO_EPOCH, AggregatorJoin
 from gradwire.core.errors import PeerTimeoutError, SyncError
+from gradwire.net.client import ConnectionOptions
 from gradwire.net.datagrams import DatagramSocket
 from gradwire.net.handshake import GroupMember
 from gradwire.net.keys import job_epoch, job_key
@@ -26,6 +27,8 @@ from gradwire.net.reconnecting import ReconnectingEndpoint
 from gradwire.wire.frame import FrameKind, Header
 from tests.aggregator.aggregation_job import SHORT, WAIT, Job, aggregation_job, check_round
 from tests.schedules import jobs
+
+PATIENT = ConnectionOptions(timeout=timedelta(seconds=600))
 
 
 @pytest.fixture
@@ -41,7 +44,7 @@ def test_a_multicast_group_that_a_worker_cannot_join_is_reported_at_once(job):
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as taken:
         taken.bind(group)
         with pytest.raises(SyncError, match=r"multicast group 239\.71\.87\.3:26455: .* without --multicast"):
-            AggregationClient(address, jobs.config(1), 0, timeout=timedelta(seconds=600))
+            AggregationClient(address, jobs.config(1), 0, connection=PATIENT)
     assert "multicast group" in str(job.end())
 
 
@@ -63,14 +66,14 @@ def answering(words: bytes | None) -> Iterator[tuple[str, int]]:
 @pytest.mark.timeout(30)
 def test_a_silent_server():
     with answering(None) as address, pytest.raises(PeerTimeoutError, match="no answer for 1 s"):
-        AggregationClient(address, jobs.config(1), 0, timeout=SHORT)
+        AggregationClient(address, jobs.config(1), 0, connection=ConnectionOptions(timeout=SHORT))
 
 
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("words", [b"", b"{}", b'{"epoch": 0, "port": null, "group": null}'])
 def test_a_malformed_welcome(words):
-    with answering(words) as address, pytest.raises(SyncError, match=r"cannot read the answer .*: Not "):
-        AggregationClient(address, jobs.config(1), 0, timeout=timedelta(seconds=600))
+    with answering(words) as address, pytest.raises(SyncError, match=r"an answer that this worker cannot read: Not "):
+        AggregationClient(address, jobs.config(1), 0, connection=PATIENT)
 
 
 class Mute:
@@ -115,7 +118,7 @@ def test_an_exception_on_a_servers_thread_reaches_all_workers(job):
 @pytest.mark.timeout(30)
 def test_an_invalid_port_is_reported_at_once():
     with pytest.raises(SyncError, match="port must be 0-65535"):
-        AggregationClient(("127.0.0.1", 99_999), jobs.config(1), 0, timeout=timedelta(seconds=600))
+        AggregationClient(("127.0.0.1", 99_999), jobs.config(1), 0, connection=PATIENT)
 
 
 class Stranger(Mute):

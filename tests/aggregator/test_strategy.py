@@ -404,10 +404,10 @@ def test_a_dump_that_cannot_be_written_does_not_keep_the_failure_from_the_server
 class OutOfReach(LocalOptions):
     """A server that rank 1 cannot reach."""
 
-    def client(self, config: SessionConfig, rank: int, *limits: Any) -> Any:
+    def client(self, config: SessionConfig, rank: int, *how: Any) -> Any:
         if rank == 1:
             raise PeerTimeoutError("The aggregation server gave no connection.")
-        return super().client(config, rank, *limits)
+        return super().client(config, rank, *how)
 
 
 def test_a_rank_that_does_not_reach_the_server_tells_the_others() -> None:

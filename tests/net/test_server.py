@@ -30,7 +30,7 @@ def waiting_for_an_aggregator(fraction: float) -> Iterator[tuple[Server, Wait]]:
     server = AggregationServer(AggregationOptions(3))
     with running(server):
         terms = SessionConfig(3, (), (Stream(Operation.MAXIMUM, 50),), fraction=fraction)
-        client = AggregationClient(server.address, terms, 0, timeout=SHORT)
+        client = AggregationClient(server.address, terms, 0, connection=gw.ConnectionOptions(timeout=SHORT))
         yield server, client.submit(0, 0, np.ones(50, np.float32), np.empty(50, np.float32)).result
         client.close()
 

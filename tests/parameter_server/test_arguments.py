@@ -7,8 +7,9 @@ from torch import nn
 import gradwire as gw
 from gradwire.core.errors import OptionError, OptionTypeError, UnknownNameError
 from gradwire.core.spec import TensorSpec
+from gradwire.net.client import ConnectionOptions
 from gradwire.parameter_server.arguments import log_notes, one_optimizer
-from gradwire.parameter_server.options import ConnectionOptions, JobOptions, TransferOptions, server_addresses
+from gradwire.parameter_server.options import JobOptions, TransferOptions, server_addresses
 from gradwire.sync.plan import Plan
 from tests.core.test_optimizers import Subclass, sgd
 

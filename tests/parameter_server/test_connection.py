@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from gradwire.core.errors import PeerTimeoutError, SyncError
+from gradwire.net.client import ConnectionOptions
 from gradwire.net.handshake import GroupMember
 from gradwire.net.keys import job_epoch, job_key
 from gradwire.net.reconnecting import ReconnectingEndpoint
 from gradwire.parameter_server.connection import ServerConnection
-from gradwire.parameter_server.options import ConnectionOptions
 from gradwire.parameter_server.session import Groups, TrainingJoin, TrainingWelcome, decode_groups
 from gradwire.wire.frame import FrameKind, Header
 from tests.parameter_server.harness import make_config
@@ -137,7 +137,8 @@ def test_a_server_that_is_not_there_is_told_of_at_once_with_the_command_that_sta
     connection.start()
     try:
         with pytest.raises(
-            PeerTimeoutError, match=rf"answered at 127.0.0.1:{port} for 1 s \(.*\)\. .* with: {command}"
+            PeerTimeoutError,
+            match=rf"at 127.0.0.1:{port} gave rank 0 no connection for 1 s \(.*\)\. Start it with: {command}",
         ):
             connection.wait_for_values()
     finally:

@@ -184,7 +184,7 @@ def test_a_server_that_stays_away_is_one_error(job: Job) -> None:
     server.signal(signal.SIGKILL)
     error = worker.hear("error")
     assert error.startswith("PeerTimeoutError")
-    assert "had no connection for 1 s" in error
+    assert "gave rank 0 no connection for 1 s" in error
 
 
 @pytest.mark.ci

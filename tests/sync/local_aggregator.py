@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from gradwire.aggregator.service import Aggregator
 from gradwire.aggregator.session import Operation, SessionConfig
 from gradwire.core.errors import SyncError
 from gradwire.kernels import reference
+from gradwire.net.client import ConnectionOptions
 from gradwire.wire.frame import FrameFlags
 
 Late = Callable[[int, int, int, int], bool]
@@ -131,9 +131,7 @@ class LocalOptions(Aggregator):
 
     aggregator: LocalAggregator = field(default_factory=LocalAggregator)
 
-    def client(
-        self, config: SessionConfig, rank: int, session: int, timeout: timedelta, stall_timeout: timedelta
-    ) -> Any:
+    def client(self, config: SessionConfig, rank: int, session: int, connection: ConnectionOptions) -> Any:
         return _LocalClient(self.aggregator, config, rank)
 
 

@@ -21,8 +21,6 @@ import threading
 import time
 from concurrent.futures import Future
 from dataclasses import replace
-from datetime import timedelta
-from pathlib import Path
 
 import numpy as np
 
@@ -31,12 +29,10 @@ from gradwire.aggregator.request import AggregationRequest, Reply
 from gradwire.aggregator.retransmission import MIN_WIDTH, Window
 from gradwire.aggregator.session import MAX_WELCOME_BYTES, NO_EPOCH, AggregatorJoin, AggregatorWelcome, SessionConfig
 from gradwire.aggregator.worker import WorkerStateMachine
-from gradwire.core.errors import FrameError, PeerFailedError, PeerTimeoutError, SyncError
-from gradwire.net.address import address_toward, parse_address, resolve, serve_command
+from gradwire.core.errors import FrameError, PeerFailedError, SyncError
+from gradwire.net.address import address_toward, parse_address, resolve
+from gradwire.net.client import Client, ConnectionOptions
 from gradwire.net.datagrams import DatagramSocket
-from gradwire.net.handshake import GroupMember
-from gradwire.net.keys import job_epoch, job_key
-from gradwire.net.reconnecting import ReconnectingEndpoint
 from gradwire.wire.frame import FrameFlags, FrameKind, Header, describe
 
 logger = logging.getLogger("gradwire")
@@ -49,7 +45,7 @@ _TURN_SECONDS = 0.25
 _GOODBYE_SECONDS = 2.0
 
 
-class AggregationClient:
+class AggregationClient(Client):
     """One rank's client.
 
     Args:
@@ -59,71 +55,58 @@ class AggregationClient:
         job: Name of the job.
         session: Number that grows with each start of the job, the same on all ranks; for example, `time.time_ns()` of
             rank 0. A server drops an older session for a newer one, and rejects workers of an older one.
-        timeout: How long the server may be silent or unreachable.
-        stall_timeout: How long a result may wait for other ranks.
-        key_file: See `job_key`.
-        insecure: See `job_key`.
+        connection: Key and timeouts.
 
     Attributes:
         config: The same.
-        rank: The same.
 
     Raises:
         OptionError: The job key is missing, or the configuration is too long.
         SyncError: The server is unreachable or rejects this rank.
     """
 
+    kind = "aggregation server"
+    serve_option = "--aggregate"
+
     def __init__(
         self, address: str | tuple[str, int], config: SessionConfig, rank: int, *,
-        job: str = "gradwire", session: int = 0,
-        timeout: timedelta = timedelta(seconds=30), stall_timeout: timedelta = timedelta(seconds=300),
-        key_file: str | Path | None = None, insecure: bool = False,
+        job: str = "gradwire", session: int = 0, connection: ConnectionOptions = ConnectionOptions(),
     ) -> None:  # fmt: skip
         config.check_size()
-        self._server = parse_address(address) if isinstance(address, str) else address
-        host = self._server[0]
-        self.config, self.rank = config, rank
-        self._start_with = serve_command("--aggregate", config.world_size, self._server, job)
-        self._timeout, self._stall = timeout.total_seconds(), stall_timeout.total_seconds()
+        host, port = parse_address(address) if isinstance(address, str) else address
+        self._server_ip = resolve(host)  # once, not for every packet
+        super().__init__((host, port), rank, config.world_size, job, connection)
+        self.config = config
+        self._stall = connection.stall_timeout.total_seconds()
         self._session, self._client_id = session, secrets.randbits(64)
         self._worker = WorkerStateMachine(config, rank)
         largest = max((config.result_bytes(stream, 0) for stream in range(len(config.streams))), default=1)
         self._max_packet_bytes = PACKET_HEADER_BYTES + largest
         self._max_window = max(MIN_WIDTH, WINDOW_BYTES // largest)
         self._futures: dict[AggregationRequest, Future[Reply]] = {}
-        self._error: SyncError | None = None
         self._goodbye = ""
-        self._connected = False
-        self._lost_at: float | None = time.monotonic()  # None while a server has welcomed this rank
-        self._lost_by: SyncError | None = None
         self._welcome: AggregatorWelcome | None = None
-        self._changed = threading.Condition(threading.RLock())
-        key = job_key(host, job, file=key_file, insecure=insecure)
-        self._server_ip = resolve(host)  # once, not for every packet
-        self._datagrams = DatagramSocket((address_toward(self._server_ip), 0), key)
-        self._group: DatagramSocket | None = None
-        self._key = key
+        self._datagrams = DatagramSocket((address_toward(self._server_ip), 0), self._key)
+        self._sources = [self._datagrams]  # and the multicast group, if the server has one
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake_in, selectors.EVENT_READ)
         self._selector.register(self._datagrams.socket, selectors.EVENT_READ)
-        self._epoch = job_epoch(job)
-        self._endpoint = ReconnectingEndpoint(
-            GroupMember(job, rank, config.world_size + 1, self._epoch), key, self, timeout=timeout,
-            call=(config.world_size, self._server), start_with=self._start_with,
-        )  # fmt: skip
         self._thread = threading.Thread(target=self._run, name=f"gradwire-aggregation-{rank}", daemon=True)
         self._endpoint.start()
         self._thread.start()
-        self._wait_for_welcome()
+        with self._changed:
+            self._changed.wait_for(lambda: self._welcome is not None or self._error is not None)
+        if self._error is not None:
+            self.close()
+            raise self._error
 
     @property
     def counters(self) -> PacketCounters:
         """Packet counts so far. They are also logged when the client is closed."""
-        sources = [self._datagrams, *([] if self._group is None else [self._group])]
-        return replace(self._worker.counters, forged=sum(source.forged for source in sources))
+        return replace(self._worker.counters, forged=sum(source.forged for source in self._sources))
 
     def submit(
         self, round_: int, stream: int, payload: np.ndarray | None, out: np.ndarray, flags: FrameFlags = FrameFlags.NONE
@@ -176,48 +159,25 @@ class AggregationClient:
     # -- on the endpoint's thread ----------------------------------------------------------------------------
 
     def admit(self, peer: int, header: Header) -> None:
-        """Accept a welcome message or a packet, by its header."""
         limit = MAX_WELCOME_BYTES if header.kind is FrameKind.WELCOME else self._max_packet_bytes
         if header.kind not in (FrameKind.WELCOME, FrameKind.PACKET) or header.length > limit:
             raise FrameError(f"Expected a packet of at most {limit} bytes, got {describe(header)}, {header.length}.")
 
     def joined(self, peer: int) -> None:
-        """Send the join message on a new connection."""
         self._connected = True
         join = AggregatorJoin(
             self.config, self._session, self._client_id, self._worker.epoch, self._stall, self._datagrams.address
         )
-        header = Header(FrameKind.JOIN, sender=self.rank, epoch=self._epoch)
-        self._endpoint.send(peer, header, np.frombuffer(join.to_bytes(), np.uint8))
+        self._send_frame(FrameKind.JOIN, join.to_bytes())
 
     def deliver(self, peer: int, header: Header, body: np.ndarray) -> None:
-        """Process a welcome message or a packet."""
         if header.kind is FrameKind.PACKET:
             self._take(body)
-            return
-        try:
-            welcome = AggregatorWelcome.from_bytes(body.tobytes())
-        except FrameError as error:  # another connection would be no better
-            message = f"Rank {self.rank} cannot read the answer of the aggregation server at {self._name}: {error}"
-            self._fail(SyncError(message))
-            return
-        self._enter(welcome)
+        elif welcome := self._read_welcome(AggregatorWelcome.from_bytes, body):
+            self._enter(welcome)
 
     def left(self, peer: int, error: SyncError | None) -> None:
-        """Handle the end of a connection: connect again, unless the server has ended."""
-        with self._changed:
-            self._connected = False
-            self._lost_at = self._lost_at or time.monotonic()
-        if error is None or isinstance(error, PeerFailedError):
-            self._fail(SyncError(f"The aggregation server at {self._name} has ended: {error or 'it said goodbye'}"))
-        elif self._error is None:
-            self._lost_by = error
-            limit = f"{self._timeout:g} s"
-            logger.warning("The aggregation server at %s is called again for %s. %s", self._name, limit, error)
-
-    def failed(self, error: SyncError) -> None:
-        """Fail with the endpoint."""
-        self._fail(error)
+        super().left(peer, error or PeerFailedError("it said goodbye"))
 
     def _enter(self, welcome: AggregatorWelcome) -> None:
         with self._changed:
@@ -227,7 +187,6 @@ class AggregationClient:
             if lossy != (self._worker.window is not None):
                 self._fail(SyncError("The aggregation server was restarted with another --udp. Restart it as before."))
                 return
-            self._datagrams.enter(welcome.epoch)
             try:
                 self._enter_group(welcome)
                 self._welcome = welcome
@@ -240,18 +199,19 @@ class AggregationClient:
         self._wake()
 
     def _enter_group(self, welcome: AggregatorWelcome) -> None:
-        if welcome.group is not None and self._group is None:
+        if welcome.group is not None and len(self._sources) == 1:
             try:
-                self._group = DatagramSocket(welcome.group, self._key, shared=True)
-                self._group.join(welcome.group[0], self._datagrams.address[0])
+                group = DatagramSocket(welcome.group, self._key, shared=True)
+                self._sources.append(group)
+                group.join(welcome.group[0], self._datagrams.address[0])
             except OSError as error:
                 raise SyncError(
                     f"Rank {self.rank} cannot take results from the multicast group {welcome.group[0]}:"
                     f"{welcome.group[1]}: {error}. Start the server with another group, or without --multicast."
                 ) from error
-            self._selector.register(self._group.socket, selectors.EVENT_READ)
-        if self._group is not None:
-            self._group.enter(welcome.epoch)
+            self._selector.register(group.socket, selectors.EVENT_READ)
+        for source in self._sources:
+            source.enter(welcome.epoch)
 
     # -- on the client's thread -------------------------------------------------------------------------------
 
@@ -259,17 +219,21 @@ class AggregationClient:
         try:
             while self._error is None:
                 self._turn()
-        except Exception as error:  # pending futures must not wait forever
-            self._break(error)
+        except SyncError as error:
+            self._fail(error)
+        except Exception as cause:  # pending futures must not wait forever
+            logger.exception("The thread of the aggregation client at rank %d failed.", self.rank)
+            failure = SyncError(f"The aggregation client at rank {self.rank} failed: {cause!r}. The log says where.")
+            failure.__cause__ = cause
+            self._fail(failure)
         with self._changed:
             waiting, self._futures = list(self._futures.values()), {}
         for future in waiting:
             future.set_exception(self._error)
         self._endpoint.close(self._goodbye)
         logger.info("Aggregation at rank %d: packets: %s", self.rank, self.counters)
-        for sock in (self._datagrams, self._group):
-            if sock is not None:
-                sock.close()
+        for source in self._sources:
+            source.close()
         self._selector.close()
         self._wake_in.close()
         self._wake_out.close()
@@ -281,29 +245,13 @@ class AggregationClient:
         self._selector.select(wait)
         with contextlib.suppress(BlockingIOError):
             self._wake_in.recv(4096)
-        self._read(self._datagrams)
-        if self._group is not None:
-            self._read(self._group)
+        for source in self._sources:
+            for datagram in source.receive(_BATCH):
+                with contextlib.suppress(FrameError):  # counted
+                    self._take(datagram)
         with self._changed:
             self._send_due()
-            self._check_connection()
-
-    def _read(self, source: DatagramSocket) -> None:
-        for datagram in source.receive(_BATCH):
-            with contextlib.suppress(FrameError):  # counted
-                self._take(datagram)
-
-    def _check_connection(self) -> None:
-        lost = 0.0 if self._lost_at is None else time.monotonic() - self._lost_at
-        if lost > self._timeout:
-            missing = "answer" if self._connected else "connection"
-            problems = [str(each) for each in (self._lost_by, self._endpoint.problem) if each]
-            why = "" if self._connected else f"{'; '.join(problems) or 'it was lost'}, "
-            was_there = self._connected or self._lost_by is not None
-            advice = "Look at its log." if was_there else f"Start it with: {self._start_with}"
-            message = f"The aggregation server at {self._name} gave no {missing} for {self._timeout:g} s"
-            error = PeerTimeoutError(f"{message} ({why}at rank {self.rank}). {advice}", phase="aggregation")
-            self._fail(error)
+            self._check_lost("aggregation")
 
     # -- packets ---------------------------------------------------------------------------------------------
 
@@ -335,37 +283,16 @@ class AggregationClient:
         if self._welcome.port is not None:
             self._datagrams.send(packet, [(self._server_ip, self._welcome.port)])
             return
-        header = Header(FrameKind.PACKET, sender=self.rank, epoch=self._epoch)
-        self._endpoint.send(self.config.world_size, header, packet)
+        self._send_frame(FrameKind.PACKET, packet)
 
     def _fail(self, error: SyncError, goodbye: str | None = None) -> None:
         """Record the first error; the client's thread then fails all futures and says goodbye."""
         with self._changed:
             if self._error is None:
-                self._error = error
                 self._goodbye = str(error) if goodbye is None else goodbye
-            self._changed.notify_all()
+            super()._fail(error)
         self._wake()
-
-    def _break(self, cause: Exception) -> None:
-        """Fail because of an unexpected exception."""
-        logger.error("A thread of the aggregation client at rank %d failed.", self.rank, exc_info=cause)
-        error = SyncError(f"The aggregation client at rank {self.rank} failed: {cause!r}. The log says where.")
-        error.__cause__ = cause
-        self._fail(error)
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):  # full, or closed
             self._wake_out.send(b"\0")
-
-    def _wait_for_welcome(self) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._welcome is not None or self._error is not None)
-            error = self._error
-        if error is not None:
-            self.close()
-            raise error
-
-    @property
-    def _name(self) -> str:
-        return f"{self._server[0]}:{self._server[1]}"

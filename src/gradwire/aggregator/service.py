@@ -25,6 +25,7 @@ from gradwire.aggregator.session import IndexTable, Operation, SessionConfig, St
 from gradwire.compressors.base import Compressor, LookupCompressor
 from gradwire.core.errors import OptionError
 from gradwire.core.spec import TensorSpec
+from gradwire.net.client import ConnectionOptions
 from gradwire.sync.job import Chunk, TensorJob, split
 from gradwire.sync.tensor_registry import TensorRegistry
 from gradwire.wire.frame import HEADER_BYTES, FrameFlags, FrameKind
@@ -86,18 +87,14 @@ class Aggregator:
                 self.fraction, world_size, advice,
             )  # fmt: skip
         config, streams = agree(self, tensors, world_size)
-        client = self.client(config, rank, session, timeout, stall_timeout)
-        return AggregatorConnection(self, client, streams)
+        connection = ConnectionOptions(self.key_file, self.insecure, timeout, stall_timeout)
+        return AggregatorConnection(self, self.client(config, rank, session, connection), streams)
 
     def client(
-        self, config: SessionConfig, rank: int, session: int, timeout: timedelta, stall_timeout: timedelta
+        self, config: SessionConfig, rank: int, session: int, connection: ConnectionOptions
     ) -> AggregationClient:
         """Connect to the server; see `AggregationClient`."""
-        return AggregationClient(
-            self.address, config, rank,
-            job=self.job, session=session, timeout=timeout, stall_timeout=stall_timeout, key_file=self.key_file,
-            insecure=self.insecure,
-        )  # fmt: skip
+        return AggregationClient(self.address, config, rank, job=self.job, session=session, connection=connection)
 
 
 class AggregatorConnection:

@@ -3,7 +3,8 @@
 - `loop`: the one thread that serves all connections of an end. `link`: one connection; `conversation`: the meaning of
   its frames; `stream`: its bytes; `liveness`: its timers; `closing`: its end.
 - `transport`, `tcp`: what `sync` uses, and the mesh of ranks, in which a lost peer ends the group.
-- `reconnecting`, `server`: ends whose peers may come back, and the base of the stand-alone servers.
+- `reconnecting`: ends whose peers may come back. `server`, `client`: the bases of stand-alone servers and of their
+  workers' ends.
 - `rendezvous`, `store`, `address`, `keys`: how ranks find each other, and the job key of jobs without a store.
 - `acceptor`, `pending`, `handshake`: new connections, until both ends have proven the job key.
 - `datagrams`, `forks`: UDP packets with a keyed tag; forked children close their copies of connections.

@@ -29,6 +29,7 @@ from gradwire.compressors.base.arguments import names_unknown_arguments
 from gradwire.core.errors import AttachError, OptionError
 from gradwire.core.spec import TensorSpec
 from gradwire.core.torch_private import note_step
+from gradwire.net.client import ConnectionOptions
 from gradwire.parameter_server.arguments import (
     check_options,
     class_name,
@@ -41,7 +42,7 @@ from gradwire.parameter_server.chunks import ELEMENT_WISE, ParameterChunk, assig
 from gradwire.parameter_server.connection import ServerConnection
 from gradwire.parameter_server.encoder_thread import EncoderThread
 from gradwire.parameter_server.forward_pulls import ForwardPulls
-from gradwire.parameter_server.options import ConnectionOptions, JobOptions, Methods, TransferOptions, server_addresses
+from gradwire.parameter_server.options import JobOptions, Methods, TransferOptions, server_addresses
 from gradwire.parameter_server.session import TrainingConfig, TrainingJoin
 from gradwire.parameter_server.slot import ParameterSlot
 

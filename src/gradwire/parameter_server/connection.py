@@ -7,16 +7,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
 
-from gradwire.core.errors import FrameError, PeerFailedError, PeerTimeoutError, SyncError
-from gradwire.net.address import serve_command
-from gradwire.net.handshake import GroupMember
-from gradwire.net.keys import job_epoch, job_key
-from gradwire.net.reconnecting import ReconnectingEndpoint
-from gradwire.parameter_server.options import ConnectionOptions
+from gradwire.core.errors import FrameError, PeerTimeoutError, SyncError
+from gradwire.net.client import Client, ConnectionOptions
 from gradwire.parameter_server.session import MAX_JOIN_BYTES, Groups, TrainingJoin, TrainingWelcome, encode_groups
 from gradwire.parameter_server.slot import ParameterSlot
 from gradwire.wire.frame import HEADER_BYTES, FrameKind, Header, describe
@@ -26,7 +23,7 @@ NOTICE_SECONDS = 10.0
 """A longer wait is logged, once."""
 
 
-class ServerConnection:
+class ServerConnection(Client):
     """The connection to one server, with a slot for each parameter there.
 
     Frames arrive on the endpoint's thread. The encoder thread pushes, and the training loop pulls.
@@ -45,35 +42,24 @@ class ServerConnection:
         finished: Whether the server has ended in good order. It accepts no more pushes.
     """
 
+    kind = "parameter server"
+    serve_option = "--parameters"
+
     def __init__(
         self, address: tuple[str, int], join: TrainingJoin, worker: int, job: str, options: ConnectionOptions,
         values: Mapping[str, torch.Tensor],
     ) -> None:  # fmt: skip
         config = join.config
-        self.address = f"{address[0]}:{address[1]}"
+        super().__init__(address, worker, config.workers, job, options)
         self.received_bytes = 0
         self.finished = False
-        self._epoch = job_epoch(job)
         self.slots = [ParameterSlot(tensor, config, worker, self._epoch) for tensor in range(len(config.tensors))]
         self._locks = [threading.Lock() for _ in self.slots]
-        self._worker = worker
-        self._server = config.workers
-        self._options = options
         self._values = values
         self._join = join
         self._join_lock = threading.Lock()
         self._welcome: TrainingWelcome | None = None
-        self._error: SyncError | None = None
-        self._lost_at: float | None = time.monotonic()
-        self._lost_by: SyncError | None = None
         self._noticed = False
-        self._changed = threading.Condition()
-        self._start_with = serve_command("--parameters", config.workers, address, job)
-        key = job_key(address[0], job, file=options.key_file, insecure=options.insecure)
-        self._endpoint = ReconnectingEndpoint(
-            GroupMember(job, worker, config.workers + 1, self._epoch), key, self, timeout=options.timeout,
-            call=(self._server, address), start_with=self._start_with,
-        )  # fmt: skip
 
     @property
     def sent_bytes(self) -> int:
@@ -89,8 +75,8 @@ class ServerConnection:
         self._wait(lambda: all(slot.newest >= 0 for slot in self.slots), "the model")
         if any(slot.newest < 0 for slot in self.slots):
             raise SyncError(
-                f"The job has finished: the parameter server at {self.address} said goodbye and sent no model. Start "
-                "the server again, with the same --state to train further."
+                f"The job has finished: the {self._server_name} said goodbye and sent no model. Start the server "
+                "again, with the same --state to train further."
             )
 
     def push(self, slot: ParameterSlot, grad: torch.Tensor | None, step: int) -> None:
@@ -132,16 +118,17 @@ class ServerConnection:
 
     def joined(self, peer: int) -> None:
         with self._changed:
+            self._connected = True
             self._welcome = None
             self._lost_at = None
             versions = tuple(slot.newest for slot in self.slots)
         join = replace(self._join, versions=None if -1 in versions else versions)
-        self._send(FrameKind.JOIN, join.to_bytes())
+        self._send_frame(FrameKind.JOIN, join.to_bytes())
 
     def deliver(self, peer: int, header: Header, body: np.ndarray) -> None:
         self.received_bytes += HEADER_BYTES + body.nbytes
         if header.kind is FrameKind.WELCOME:
-            self._be_welcome(self._read_welcome(body))
+            self._take_welcome(body)
         else:
             assert self._welcome is not None, "admitted"
             with self._locks[header.tensor]:
@@ -151,35 +138,16 @@ class ServerConnection:
 
     def left(self, peer: int, error: SyncError | None) -> None:
         with self._changed:
-            self._lost_at = time.monotonic()
             self._welcome = None
             self.finished = self.finished or error is None
-            if isinstance(error, PeerFailedError):
-                self._error = self._error or SyncError(f"The parameter server at {self.address} has ended: {error}")
-            elif error is not None:
-                self._lost_by = error
-                limit = f"{self._options.timeout.total_seconds():g} s"
-                logger.warning("The parameter server at %s is called again for %s. %s", self.address, limit, error)
-            self._changed.notify_all()
+            super().left(peer, error)
 
-    def failed(self, error: SyncError) -> None:
-        with self._changed:
-            self._error = self._error or error
-            self._changed.notify_all()
-
-    def _read_welcome(self, body: np.ndarray) -> TrainingWelcome:
-        """Parse the server's answer. After one that cannot be read, no later one would be better."""
-        try:
-            return TrainingWelcome.from_bytes(body.tobytes(), len(self.slots))
-        except FrameError as error:
-            self._error = self._error or SyncError(
-                f"The parameter server at {self.address} gave an answer that this worker cannot read: {error}"
-            )
-            self._endpoint.close(str(error))
-            raise
-
-    def _be_welcome(self, welcome: TrainingWelcome) -> None:
+    def _take_welcome(self, body: np.ndarray) -> None:
         """Send what the server lacks: initial values, then hyperparameters, then the pushes of their step."""
+        welcome = self._read_welcome(partial(TrainingWelcome.from_bytes, num_tensors=len(self.slots)), body)
+        if welcome is None:
+            self._endpoint.close(str(self._error))
+            return
         if welcome.initialize:
             for slot, lock in zip(self.slots, self._locks):
                 with lock:
@@ -195,11 +163,7 @@ class ServerConnection:
                 self._endpoint.send(self._server, *frame)
 
     def _send_groups(self) -> None:
-        self._send(FrameKind.GROUPS, encode_groups(self._join.groups))
-
-    def _send(self, kind: FrameKind, body: bytes) -> None:
-        header = Header(kind, sender=self._worker, epoch=self._epoch)
-        self._endpoint.send(self._server, header, np.frombuffer(body, np.uint8))
+        self._send_frame(FrameKind.GROUPS, encode_groups(self._join.groups))
 
     # -- waiting ---------------------------------------------------------------------------------------------
 
@@ -212,41 +176,22 @@ class ServerConnection:
             while not ready() and not self.finished:
                 if self._error is not None:
                     raise self._error
-                now = time.monotonic()
-                if self._lost_at is not None:
-                    self._check_lost(now - self._lost_at, what)
-                self._check_stalled(now - began, what)
+                self._check_lost(what)
+                self._check_stalled(time.monotonic() - began, what)
                 self._changed.wait(0.25)
-
-    def _check_lost(self, seconds: float, what: str) -> None:
-        limit = self._options.timeout.total_seconds()
-        if seconds <= limit:
-            return
-        if self._lost_by is None:
-            raise PeerTimeoutError(
-                f"No parameter server has answered at {self.address} for {limit:g} s ({self._endpoint.problem}). Start "
-                f"it with: {self._start_with}",
-                phase=what,
-            )
-        causes = "; ".join(str(each) for each in (self._lost_by, self._endpoint.problem) if each)
-        raise PeerTimeoutError(
-            f"The parameter server at {self.address} is lost: this worker waits for {what} and had no connection for "
-            f"{limit:g} s ({causes}). Look at the server's log.",
-            phase=what,
-        )
 
     def _check_stalled(self, seconds: float, what: str) -> None:
         limit = self._options.stall_timeout.total_seconds()
         if seconds > limit:
             raise PeerTimeoutError(
-                f"The parameter server at {self.address} did not send {what} within {limit:g} s, though it is there. "
-                "Look at its log and at those of the other workers. If steps may take this long, pass a longer "
-                "stall_timeout in ConnectionOptions.",
+                f"The {self._server_name} did not send {what} within {limit:g} s, though it is there. Look at its log "
+                "and at those of the other workers. If steps may take this long, pass a longer stall_timeout in "
+                "ConnectionOptions.",
                 phase=what,
             )
         if self._lost_at is None and seconds > NOTICE_SECONDS and not self._noticed:
             self._noticed = True
             logger.warning(
-                "Waiting for %s. The parameter server at %s is there: it waits for other workers, or for one that has "
-                "not started.", what, self.address,
+                "Waiting for %s. The %s is there: it waits for other workers, or for one that has not started.", what,
+                self._server_name,
             )  # fmt: skip

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from pathlib import Path
 
 from gradwire.compressors.base import Compressor
 from gradwire.core.errors import OptionError
@@ -84,24 +82,6 @@ class TransferOptions:
         """
         policy = {None: None, True: "error", False: "none"}[self.feedback]
         return Plan(methods, min_elements=self.min_elements, feedback=policy)
-
-
-@dataclass(frozen=True)
-class ConnectionOptions:
-    """Key and timeouts of the connections to the servers.
-
-    Attributes:
-        key_file: File with the job key. See `gradwire.net.keys.job_key`.
-        insecure: Whether to connect beyond loopback without a secret key.
-        timeout: Longest time without a sign of life from a server. A server that is not there is called for as long.
-        stall_timeout: Longest wait for an update from a server that is connected. Keep it longer than the servers'
-            patience, so that their error can name the worker that holds up the step.
-    """
-
-    key_file: str | Path | None = None
-    insecure: bool = False
-    timeout: timedelta = timedelta(seconds=120)
-    stall_timeout: timedelta = timedelta(seconds=1800)
 
 
 def server_addresses(servers: str | Sequence[str] | None) -> list[tuple[str, int]]:
