@@ -35,7 +35,7 @@ from gradwire.aggregator.session import (
 )
 from gradwire.core.errors import DisagreementError, FrameError, GradwireError, OptionError, PeerFailedError, SyncError
 from gradwire.kernels.blocks import INDEX_CHUNK
-from gradwire.net.datagrams import BUFFER_BYTES, MAX_PACKET_BYTES, DatagramSocket
+from gradwire.net.datagrams import MAX_PACKET_BYTES, DatagramSocket
 from gradwire.net.server import Server, ServerOptions, away, finished_early, stalled
 from gradwire.wire.frame import FrameKind, Header, describe
 
@@ -52,7 +52,6 @@ class AggregationOptions(ServerOptions):
         udp: Whether packets travel as datagrams, to the same port.
         multicast: Group and port to which each result is sent once; None sends each worker its own copy.
         drop: Fraction of the received datagrams to drop, to try the effect of losses.
-        buffer_bytes: Size of the operating system's buffer for received datagrams.
     """
 
     timeout: timedelta = timedelta(seconds=30)
@@ -60,7 +59,6 @@ class AggregationOptions(ServerOptions):
     udp: bool = False
     multicast: Address | None = None
     drop: float = 0.0
-    buffer_bytes: int = BUFFER_BYTES
 
 
 @dataclass
@@ -114,7 +112,7 @@ class AggregationServer(Server):
 
     def _open_datagrams(self) -> None:
         if self.options.udp:
-            self._datagrams = DatagramSocket(self.address, self._key, buffer_bytes=self.options.buffer_bytes)
+            self._datagrams = DatagramSocket(self.address, self._key)
             if self.options.multicast is not None:
                 self._datagrams.multicast_from(self._datagrams.address[0])
 

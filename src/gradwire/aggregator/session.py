@@ -11,7 +11,6 @@ length are agreed per job and checked.
 from __future__ import annotations
 
 import ipaddress
-import json
 import math
 from dataclasses import dataclass
 from enum import Enum
@@ -24,6 +23,7 @@ from gradwire.aggregator.packet import bitmap_bytes
 from gradwire.core.errors import FrameError, OptionError
 from gradwire.kernels.blocks import INDEX_CHUNK, MAX_INDEX_BITS, index_bytes
 from gradwire.kernels.layout import ceil_div
+from gradwire.wire.json_message import dump, load
 
 VERSION = 1
 NO_EPOCH = 0
@@ -182,7 +182,7 @@ class SessionConfig:
 
     def check_size(self) -> None:
         """Raise `OptionError` if the configuration is too long for a join message."""
-        size = len(_dump(self.to_json()))
+        size = len(dump(self.to_json()))
         if size > MAX_CONFIG_BYTES:
             raise OptionError(
                 f"The description of {len(self.streams)} streams takes {size} bytes, and a server accepts at most "
@@ -245,12 +245,12 @@ class AggregatorJoin:
 
     def to_bytes(self) -> bytes:
         """Return the message as JSON."""
-        return _dump({**vars(self), "config": self.config.to_json()})
+        return dump({**vars(self), "config": self.config.to_json()})
 
     @classmethod
     def from_bytes(cls, body: bytes) -> AggregatorJoin:
         """Read untrusted bytes. Raises `FrameError` if they are not a join message."""
-        fields = _load(body)
+        fields = load(body)
         try:
             session, client, epoch = (_integer(fields.pop(name), 1 << 64) for name in ("session", "client", "epoch"))
             config, address = SessionConfig.from_json(fields.pop("config")), _address(fields.pop("address"))
@@ -280,12 +280,12 @@ class AggregatorWelcome:
 
     def to_bytes(self) -> bytes:
         """Return the message as JSON."""
-        return _dump(vars(self))
+        return dump(vars(self))
 
     @classmethod
     def from_bytes(cls, body: bytes) -> AggregatorWelcome:
         """Read untrusted bytes. Raises `FrameError` if they are not a welcome message."""
-        fields = _load(body)
+        fields = load(body)
         try:
             epoch, port, group = _integer(fields.pop("epoch"), 1 << 64), fields.pop("port"), fields.pop("group")
             if fields or epoch == NO_EPOCH:
@@ -332,14 +332,3 @@ def _address(value: Any) -> Address:
 def _check_range(what: str, value: int, low: int, high: int) -> None:
     if not low <= value <= high:
         raise OptionError(f"{what} must be from {low} to {high}, not {value}.")
-
-
-def _dump(fields: Any) -> bytes:
-    return json.dumps(fields, separators=(",", ":"), sort_keys=True).encode()
-
-
-def _load(body: bytes) -> Any:
-    try:
-        return json.loads(body.decode())
-    except (UnicodeDecodeError, ValueError, RecursionError) as error:
-        raise FrameError(f"Not JSON: {error}.") from error

@@ -8,7 +8,6 @@ compressor from any later frame.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -19,6 +18,7 @@ from gradwire.compressors.base import Compressor
 from gradwire.compressors.base.registry import compressor_of
 from gradwire.core.errors import FrameError, GradwireError
 from gradwire.core.spec import ELEMENT_TYPES, TensorSpec
+from gradwire.wire.json_message import dump, load
 
 VERSION = 1
 MAX_JOIN_BYTES = 16 << 20
@@ -27,7 +27,6 @@ MAX_GROUPS_BYTES = 1 << 20
 MAX_TEXT = 256
 """Maximum characters of a compressor's specification. Its options are Python literals, which may be nested."""
 MAX_DIMENSIONS = 16
-_MAX_DEPTH = 8
 _ONE_VERSION = "Run one gradwire version on all machines."
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in ELEMENT_TYPES}
 Groups = tuple[Mapping[str, Any], ...]
@@ -153,7 +152,7 @@ class TrainingJoin:
     versions: tuple[int, ...] | None = None
 
     def to_bytes(self) -> bytes:
-        return _dump(
+        return dump(
             {
                 "agreement": self.config.to_json(),
                 "incarnation": self.incarnation,
@@ -169,7 +168,7 @@ class TrainingJoin:
         Raises:
             FrameError: The bytes are something else.
         """
-        data = _load(body)
+        data = load(body)
         try:
             versions = None if data["versions"] is None else _numbers(data["versions"])
             config = TrainingConfig.from_json(data["agreement"])
@@ -202,7 +201,7 @@ class TrainingWelcome:
     counted: tuple[int, ...]
 
     def to_bytes(self) -> bytes:
-        return _dump(asdict(self))
+        return dump(asdict(self))
 
     @classmethod
     def from_bytes(cls, body: bytes, num_tensors: int) -> TrainingWelcome:
@@ -211,7 +210,7 @@ class TrainingWelcome:
         Raises:
             FrameError: The bytes are something else, or about another number of tensors.
         """
-        data = _load(body)
+        data = load(body)
         try:
             numbers = [_numbers(data[key]) for key in ("versions", "pushed", "counted")]
             if any(len(row) != num_tensors for row in numbers):
@@ -223,7 +222,7 @@ class TrainingWelcome:
 
 def encode_groups(groups: Sequence[Mapping[str, Any]]) -> bytes:
     """Hyperparameters as JSON."""
-    return _dump(list(map(dict, groups)))
+    return dump(list(map(dict, groups)))
 
 
 def decode_groups(body: bytes) -> Groups:
@@ -232,7 +231,7 @@ def decode_groups(body: bytes) -> Groups:
     Raises:
         FrameError: They are not plain values by name.
     """
-    return check_groups(_load(body))
+    return check_groups(load(body))
 
 
 def check_groups(data: Any) -> Groups:
@@ -285,23 +284,3 @@ def _expect(value: Any, kind: type) -> Any:
     if type(value) is not kind:
         raise TypeError(f"{value!r:.60}, which is no {kind.__name__}")
     return value
-
-
-def _dump(data: Any) -> bytes:
-    return json.dumps(data, separators=(",", ":"), sort_keys=True).encode()
-
-
-def _load(body: bytes) -> Any:
-    try:
-        data = json.loads(body.decode())
-    except (UnicodeDecodeError, ValueError, RecursionError) as error:
-        raise FrameError(f"Not JSON: {error}.") from error
-    level = [data]
-    for _ in range(_MAX_DEPTH):
-        containers = [
-            each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)
-        ]
-        level = [value for values in containers for value in values]
-    if level:
-        raise FrameError(f"JSON of more than {_MAX_DEPTH} levels is refused.")
-    return data

@@ -1,1 +1,1 @@
-"""Frames: fixed header, bounded reading, checksums."""
+"""Frames: fixed header, bounded reading, checksums; and messages as JSON."""
