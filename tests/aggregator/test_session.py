@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -25,7 +26,6 @@ from tests.schedules import jobs
 
 PAPER = IndexTable(2, (0, 3, 8, 30), 8)
 SUM, MAXIMUM = Operation.SUM, Operation.MAXIMUM
-JOIN = AggregatorJoin(jobs.config(), 5, 1 << 63, 0, 300.0, ("127.0.0.1", 5000))
 
 
 def test_a_configuration_survives_json() -> None:
@@ -98,14 +98,14 @@ def test_counts_by_block() -> None:
 
 
 def changed(**fields: object) -> bytes:
-    return json.dumps({**json.loads(JOIN.to_bytes()), **fields}).encode()
+    return json.dumps({**json.loads(jobs.JOIN.to_bytes()), **fields}).encode()
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "fd00::1"])
 def test_join_and_welcome_survive_json(host):
-    join = AggregatorJoin(jobs.config(), 5, 1 << 63, 0, 300.0, (host, 5000))
+    join = replace(jobs.JOIN, address=(host, 5000))
     assert AggregatorJoin.from_bytes(join.to_bytes()) == join
-    for welcome in (AggregatorWelcome(7), AggregatorWelcome(7, 5000), AggregatorWelcome(7, 5000, ("239.1.2.3", 6000))):
+    for welcome in jobs.WELCOMES:
         assert AggregatorWelcome.from_bytes(welcome.to_bytes()) == welcome
 
 
@@ -136,4 +136,4 @@ def test_a_configuration_that_is_too_long_is_refused_with_advice():
     with pytest.raises(OptionError, match="fewer, larger tensors"):
         many.check_size()
     jobs.config().check_size()
-    assert len(JOIN.to_bytes()) < MAX_JOIN_BYTES
+    assert len(jobs.JOIN.to_bytes()) < MAX_JOIN_BYTES

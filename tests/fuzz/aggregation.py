@@ -10,34 +10,22 @@ import numpy as np
 from gradwire.aggregator.packet import PACKET_HEADER_BYTES, SERVER, PacketKey, PacketKind, keys_to, pack, seal, unpack
 from gradwire.aggregator.retransmission import Window
 from gradwire.aggregator.server import AggregatorStateMachine
-from gradwire.aggregator.session import (
-    AggregatorJoin,
-    AggregatorWelcome,
-    IndexTable,
-    Operation,
-    SessionConfig,
-    Stream,
-)
+from gradwire.aggregator.session import AggregatorJoin, AggregatorWelcome
 from gradwire.aggregator.worker import WorkerStateMachine
 from gradwire.core.errors import FrameError, SyncError
 from gradwire.wire.frame import FrameFlags
 from tests.fuzz.target import BrokenPromiseError, Seed, Target, put_checksum
 from tests.fuzz.words import WordsTarget
+from tests.schedules import jobs
 
 EPOCH = 7
 KEY = PacketKey(3, 0, 1)
-
-
-@cache
-def config() -> SessionConfig:
-    """What two workers and a server agree on."""
-    streams = (Stream(Operation.SUM, 1100), Stream(Operation.MAXIMUM, 3))
-    return SessionConfig(2, (IndexTable(2, (0, 3, 8, 30), 8),), streams, packet_elements=1024)
+CONFIG = jobs.small_config(2)
 
 
 def payload(stream: int) -> np.ndarray:
     """A contribution."""
-    return np.arange(config().payload_bytes(stream, config().streams[stream].size), dtype=np.uint8) % 63
+    return np.arange(CONFIG.payload_bytes(stream, CONFIG.streams[stream].size), dtype=np.uint8) % 63
 
 
 def from_workers() -> list[bytes]:
@@ -55,7 +43,7 @@ def from_workers() -> list[bytes]:
 @cache
 def from_server() -> list[bytes]:
     """What the server sends."""
-    end = AggregatorStateMachine(config(), EPOCH)
+    end = AggregatorStateMachine(CONFIG, EPOCH)
     results = [message.packet for packet in from_workers() for message in end.receive(packet, 0.0)]
     said = [pack(kind, KEY, SERVER, EPOCH) for kind in (PacketKind.WANTED, PacketKind.OBSOLETE)]
     held = pack(PacketKind.HELD, PacketKey(0, 0, 0), SERVER, EPOCH, keys_to([KEY, PacketKey(3, 1, 0)]))
@@ -104,7 +92,7 @@ class AggregatorTarget(Target):
         return [Seed(packet) for packet in from_workers()]
 
     def check(self, data: bytes, seed: Seed, rng: random.Random) -> bool:
-        end, valid = AggregatorStateMachine(config(), EPOCH), from_workers()
+        end, valid = AggregatorStateMachine(CONFIG, EPOCH), from_workers()
         for packet in valid[: rng.randrange(len(valid))]:
             end.receive(packet, 0.0)
         try:
@@ -128,8 +116,8 @@ class ContributorTarget(Target):
         return [Seed(packet) for packet in from_server()]
 
     def check(self, data: bytes, seed: Seed, rng: random.Random) -> bool:
-        end = WorkerStateMachine(config(), 0, Window(64, rng))
-        outs = [np.zeros(stream.size, config().result_dtype(index)) for index, stream in enumerate(config().streams)]
+        end = WorkerStateMachine(CONFIG, 0, Window(64, rng))
+        outs = [np.zeros(stream.size, CONFIG.result_dtype(index)) for index, stream in enumerate(CONFIG.streams)]
         for stream, out in enumerate(outs):
             end.submit(3, stream, payload(stream), out, FrameFlags.NONE, 100.0)
         sent = len([*end.joined(EPOCH, 0.0), *end.poll(0.0)])
@@ -145,14 +133,9 @@ class ContributorTarget(Target):
 
 def aggregation_targets() -> list[Target]:
     """All of them."""
-    words = [
-        AggregatorJoin(config(), 5, 6, 0, 30.0, ("127.0.0.1", 80)),
-        AggregatorWelcome(5),
-        AggregatorWelcome(5, 80, ("239.0.0.1", 81)),
-    ]
     readers = [
         (AggregatorJoin.from_bytes, AggregatorJoin.to_bytes),
         (AggregatorWelcome.from_bytes, AggregatorWelcome.to_bytes),
     ]
-    said = WordsTarget("aggregation server's words", [each.to_bytes() for each in words], readers)
+    said = WordsTarget("aggregation server's words", [each.to_bytes() for each in (jobs.JOIN, *jobs.WELCOMES)], readers)
     return [PacketTarget(), AggregatorTarget(), ContributorTarget(), said]

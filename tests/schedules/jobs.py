@@ -1,11 +1,18 @@
-"""Jobs of an aggregation server: configurations, contributions of workers, and expected results."""
+"""Jobs of an aggregation server: configurations, messages, contributions of workers, and expected results."""
 # Shapes: W = workers, P = elements of a stream
 
 from __future__ import annotations
 
 import numpy as np
 
-from gradwire.aggregator.session import IndexTable, Operation, SessionConfig, Stream
+from gradwire.aggregator.session import (
+    AggregatorJoin,
+    AggregatorWelcome,
+    IndexTable,
+    Operation,
+    SessionConfig,
+    Stream,
+)
 from gradwire.kernels import reference
 from tests.schedules.simulation import AggregationSimulation
 
@@ -23,6 +30,10 @@ def small_config(world_size: int, **options: object) -> SessionConfig:
     """A sum in two packets and a maximum."""
     streams = (Stream(Operation.SUM, 1100, 0), Stream(Operation.MAXIMUM, 3))
     return SessionConfig(world_size, (NARROW if world_size <= 17 else WIDE,), streams, packet_elements=1024, **options)
+
+
+JOIN = AggregatorJoin(config(), 5, 1 << 63, 0, 300.0, ("127.0.0.1", 5000))
+WELCOMES = AggregatorWelcome(7), AggregatorWelcome(7, 5000), AggregatorWelcome(7, 5000, ("239.1.2.3", 6000))
 
 
 def payload(job: SessionConfig, worker: int, round_: int, stream: int) -> np.ndarray | None:
