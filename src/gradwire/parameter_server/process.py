@@ -40,10 +40,12 @@ class ParameterServerOptions(ServerOptions):
 
     Attributes:
         state: Folder of checkpoint and journal; None keeps no state.
+        checkpoint_bytes: Size of the journal at which a checkpoint replaces it.
         optimizers: Import paths of optimizers beyond `torch.optim`.
     """
 
     state: Path | None = None
+    checkpoint_bytes: int = 1 << 28
     optimizers: tuple[str, ...] = ()
 
 
@@ -66,7 +68,7 @@ class ParameterServer(Server):
         with contextlib.ExitStack() as undo:
             self._journal: Journal | None = None
             if options.state is not None:
-                self._journal = Journal(options.state, self.machine)
+                self._journal = Journal(options.state, self.machine, options.checkpoint_bytes)
                 undo.callback(self._journal.close, checkpoint=False)
             self._listen(lambda: None if self._journal is None else self._journal.restore())
             undo.pop_all()
