@@ -29,7 +29,6 @@ def test_what_the_owner_does_at_the_beginning_is_left_out() -> None:
     clock.begin()
     assert clock.last is None
     time.sleep(0.2)
-    clock.resume()
     bucket = clock.ready(("a",), 4)
     clock.done(bucket)
     clock.begin()

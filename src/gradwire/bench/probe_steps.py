@@ -14,6 +14,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.bench.probe_job import ProbeJob
@@ -41,8 +42,8 @@ class ReplayedSteps:
     def __init__(self, job: ProbeJob, largest: Callable[[np.ndarray], np.ndarray]) -> None:
         self.last = StepTiming()
         self._job = job
-        self._cuda = any(parameter.is_cuda for parameter in job.model.parameters())
-        self._ddp: DistributedDataParallel | None = None
+        self._on_gpu = any(parameter.is_cuda for parameter in job.model.parameters())
+        self._model: nn.Module | None = None
         self._handle: Handle | None = None
         self._clock = StepClock()
         self._sent_bytes = self._codec = 0.0  # so far
@@ -62,7 +63,7 @@ class ReplayedSteps:
         # Replicas need not agree: parameters do not change, and broadcasting them over a slow link takes long.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # newer torch has another name for broadcast_buffers
-            self._ddp = ddp = DistributedDataParallel(
+            self._model = ddp = DistributedDataParallel(
                 self._job.copy(),
                 init_sync=False,
                 find_unused_parameters=self._has_unused,
@@ -81,8 +82,6 @@ class ReplayedSteps:
         self._clock.begin()
 
         def timed_hook(state, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations as objects
-            if bucket.index() == 0:
-                self._clock.resume()
             parameters = torch_private.bucket_parameters(bucket)
             timing = self._clock.ready([names[id(parameter)] for parameter in parameters], bucket.buffer().nbytes)
             return average(bucket).then(lambda future: self._arrived(timing, future))
@@ -93,10 +92,10 @@ class ReplayedSteps:
 
     def step(self) -> None:
         """Run a step."""
-        assert self._ddp is not None, "switch comes first"
+        assert self._model is not None, "switch comes first"
         sent_bytes, codec, begun = self._sent_bytes, self._codec, time.perf_counter()
-        self._job.step(self._ddp)
-        if self._cuda:
+        self._job.step(self._model)
+        if self._on_gpu:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - begun
         self._clock.begin()
@@ -109,7 +108,7 @@ class ReplayedSteps:
         """Detach what was timed last."""
         if self._handle is not None:
             self._handle.detach()
-        self._handle = self._ddp = None
+        self._handle = self._model = None
 
     def _arrived(self, timing: BucketTiming, future: Future) -> torch.Tensor:
         self._clock.done(timing)

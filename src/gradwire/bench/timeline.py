@@ -6,21 +6,18 @@ measurement synchronizes after each gradient, which makes the backward pass slig
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass
-from statistics import median
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from gradwire.bench.probe_job import ProbeJob
-from gradwire.bench.users import users_code
+from gradwire.bench.probe_steps import SILENT, ReplayedSteps
 from gradwire.planner import PlannedTensor
+from gradwire.tuning.candidates import Candidate
+from gradwire.tuning.trials import Script, Trials, run_steps
 
-MIN_STEPS, MAX_STEPS = 3, 50
-_WARM_UP = 2
-
-Step = tuple[float, float, dict[str, float]]
-"""Seconds of forward, seconds of backward, and by name the seconds from the start of backward to each gradient."""
+MAX_STEPS = 50
 
 
 @dataclass(frozen=True)
@@ -29,21 +26,19 @@ class Timeline:
 
     Attributes:
         gradients: Gradients of the trained parameters, with the seconds from the start of backward until each is ready.
-        forward: Seconds from the start of the step to the start of backward.
-        backward: Seconds from there to the end of backward.
+        rest: Seconds of the step before and after backward.
+        backward: Seconds of the backward pass.
     """
 
     gradients: tuple[PlannedTensor, ...]
-    forward: float
+    rest: float
     backward: float
 
     def lasting(self, seconds: float) -> Timeline:
-        """The same step, scaled so that forward and backward take `seconds` together."""
-        factor = seconds / (self.forward + self.backward)
-        gradients = tuple(
-            PlannedTensor(each.name, each.shape, each.dtype, each.ready * factor) for each in self.gradients
-        )
-        return Timeline(gradients, self.forward * factor, self.backward * factor)
+        """The same step, scaled so that rest and backward take `seconds` together."""
+        factor = seconds / (self.rest + self.backward)
+        gradients = tuple(replace(each, ready=each.ready * factor) for each in self.gradients)
+        return Timeline(gradients, self.rest * factor, self.backward * factor)
 
 
 def measure(job: ProbeJob, seconds: float = 2.0) -> Timeline:
@@ -57,40 +52,29 @@ def measure(job: ProbeJob, seconds: float = 2.0) -> Timeline:
         UserCodeError: The model raised an error.
         GradwireError: The model cannot be copied, or its output has no loss.
     """
-    model, ready = job.copy(), dict[str, float]()
-    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    on_gpu = any(parameter.is_cuda for parameter in named.values())
-
-    def now() -> float:
-        if on_gpu:
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-    def note(name: str) -> None:
-        ready[name] = now()
-
-    for name, parameter in named.items():
-        parameter.register_post_accumulate_grad_hook(lambda _, name=name: note(name))  # type: ignore[no-untyped-call]
-
-    def step() -> Step:
-        ready.clear()
-        model.zero_grad(set_to_none=True)
-        begun = now()
-        loss = job.forward(model)
-        turned = now()
-        loss.backward()  # type: ignore[no-untyped-call]
-        backward = now() - turned
-        return turned - begun, backward, {name: ready.get(name, turned + backward) - turned for name in named}
-
-    with users_code(f"A step of {job.name}"):
-        for _ in range(_WARM_UP):
-            step()
-    steps: list[Step] = []
-    until = time.perf_counter() + seconds
-    while len(steps) < MIN_STEPS or (len(steps) < MAX_STEPS and time.perf_counter() < until):
-        steps.append(step())
+    steps = _GradientSteps(job, largest=lambda own: own)
+    trials = Trials(steps, lambda own: own, MAX_STEPS, seconds)
+    run_steps(trials.run(SILENT), steps.step)
+    timing = trials.timings[SILENT]
+    ready = {name: bucket.ready for bucket in timing.buckets for name in bucket.names}
     gradients = tuple(
-        PlannedTensor(name, tuple(parameter.shape), parameter.dtype, median(ready[name] for _, _, ready in steps))
-        for name, parameter in named.items()
+        PlannedTensor(name, tuple(parameter.shape), parameter.dtype, ready.get(name, timing.backward))
+        for name, parameter in job.parameters.items()
     )
-    return Timeline(gradients, median(found[0] for found in steps), median(found[1] for found in steps))
+    return Timeline(gradients, timing.rest, timing.backward)
+
+
+class _GradientSteps(ReplayedSteps):
+    """Steps of this rank alone. Each gradient is a bucket."""
+
+    def switch(self, candidate: Candidate) -> Script[None]:
+        self._model = self._job.copy()
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(partial(self._note, name))  # type: ignore[no-untyped-call]
+        yield from ()
+
+    def _note(self, name: str, parameter: torch.Tensor) -> None:
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        self._clock.ready([name], parameter.nbytes)

@@ -139,7 +139,6 @@ class Autopilot:
         self._num_steps += 1
         self._synchronizer.wait()
         next(self._script)
-        self._clock.resume()
 
     def rests(self) -> bool:
         """Whether this step is DDP's own all-reduce and nothing else. Called at its first bucket."""

@@ -1,8 +1,8 @@
 """Step timing: when backward hands over its buckets, when their means arrive, and how long steps take.
 
 Times are in seconds from the first bucket of a backward pass. A step lasts until the first bucket of the next backward
-pass, so it includes what the training script does in between. Work that the owner of the clock does at that point can
-be left out.
+pass, so it includes what the training script does in between. Work between `StepClock.begin` and the first bucket is
+left out.
 
 Differences: on an accelerator a future completes when its work is queued. `StepTiming.finish` is then too early, and
 the remainder of the step counts as rest.
@@ -153,29 +153,23 @@ class StepClock:
         self._busy_before = 0.0
         self.last: StepTiming | None = None
         self._step = StepTiming()
-        self._origin: float | None = None
+        self._origin = 0.0
         self._lock = threading.Lock()
 
     def begin(self) -> None:
-        """Note the first bucket of a backward pass, which ends the step before it."""
-        now = time.monotonic()
+        """Begin a step. It ends the one before."""
         with self._lock:
-            if self._origin is not None:
-                self._step.seconds = now - self._origin
+            if self._step.buckets:
+                self._step.seconds = time.monotonic() - self._origin
                 self._step.link = self._link_busy() - self._busy_before
                 self.last = self._step
-            self._step, self._origin, self._busy_before = StepTiming(), now, self._link_busy()
-
-    def resume(self) -> None:
-        """Leave out the time since `begin`."""
-        with self._lock:
-            self._origin = time.monotonic()
-            self._busy_before = self._link_busy()
+            self._step = StepTiming()
 
     def ready(self, names: Sequence[str], nbytes: int) -> BucketTiming:
         """Note a bucket that is handed over."""
         with self._lock:
-            assert self._origin is not None, "begin comes first"
+            if not self._step.buckets:
+                self._origin, self._busy_before = time.monotonic(), self._link_busy()
             bucket = BucketTiming(tuple(names), nbytes, time.monotonic() - self._origin)
             self._step.buckets.append(bucket)
             return bucket
@@ -183,5 +177,4 @@ class StepClock:
     def done(self, bucket: BucketTiming) -> None:
         """Note that the mean of a bucket has arrived."""
         with self._lock:
-            assert self._origin is not None, "begin comes first"
             bucket.done = time.monotonic() - self._origin
