@@ -10,6 +10,7 @@ import typer
 
 from gradwire.cli.costs import costs_of
 from gradwire.cli.files import out_file
+from gradwire.cli.options import seconds
 from gradwire.cli.targets import object_of
 from gradwire.core.errors import OptionError
 
@@ -61,16 +62,16 @@ def plan(
     from gradwire.planner.fidelity import methods
 
     allowed = methods(fidelity)
-    _bits(rate), _seconds(latency)  # mistakes are refused before anything is measured
-    step = _timeline(model, None if compute is None else _seconds(compute))
+    _bits(rate), seconds(latency)  # mistakes are refused before anything is measured
+    step = _timeline(model, None if compute is None else seconds(compute))
     known = _network(costs_of(costs, [method.spec for method in allowed]), ranks, rate, latency)
-    table = planner.plan(step.gradients, known, fidelity=fidelity, backward=step.backward, rest=step.forward)
+    table = planner.plan(step.gradients, known, fidelity=fidelity, backward=step.backward, rest=step.rest)
     if save is not None:
         table.pin().save(save)
     typer.echo(table.to_json() if as_json else f"{table}\n\nCosts: {known.made_by or 'from a file'}.")
 
 
-def _timeline(model: str, seconds: float | None) -> Timeline:
+def _timeline(model: str, duration: float | None) -> Timeline:
     """Return when gradients are ready: as measured for a user's model, else from the work of each layer."""
     from gradwire.bench.probe_job import from_user
     from gradwire.bench.timeline import Timeline, measure
@@ -80,10 +81,10 @@ def _timeline(model: str, seconds: float | None) -> Timeline:
     if ":" in model:
         typer.echo(f"Timing steps of {model}…", err=True)
         measured = measure(from_user(model, object_of(model)))
-        return measured if seconds is None else measured.lasting(seconds)
+        return measured if duration is None else measured.lasting(duration)
     chosen = models.get(model)
     gradients = tuple(PlannedTensor(tensor.name, tensor.shape, ready=share * 2) for tensor, share in chosen.backward())
-    return Timeline(gradients, forward=1.0, backward=2.0).lasting(DEFAULT_SECONDS if seconds is None else seconds)
+    return Timeline(gradients, rest=1.0, backward=2.0).lasting(DEFAULT_SECONDS if duration is None else duration)
 
 
 def _network(costs: Costs, ranks: int | None, rate: str | None, latency: str) -> Costs:
@@ -97,7 +98,7 @@ def _network(costs: Costs, ranks: int | None, rate: str | None, latency: str) ->
         return replace(costs, world_size=world_size, links=links)
     # The framework's all-reduce was measured on another link. It is assumed to use this one fully.
     world_size = ranks or (costs.world_size if measured else DEFAULT_RANKS)
-    return replace(costs, world_size=world_size, links=(LinkCosts(_seconds(latency), 8 / _bits(rate)),), native=None)
+    return replace(costs, world_size=world_size, links=(LinkCosts(seconds(latency), 8 / _bits(rate)),), native=None)
 
 
 def _bits(rate: str | None) -> float:
@@ -108,10 +109,3 @@ def _bits(rate: str | None) -> float:
     if bits is None:
         raise OptionError(f"A plan needs the rate of a link, not {rate!r}. Write it as --rate 1gbit.")
     return bits
-
-
-def _seconds(text: str) -> float:
-    from gradwire.lab.units import parse_delay
-
-    delay = parse_delay(text)
-    return delay.total_seconds() if delay else 0.0

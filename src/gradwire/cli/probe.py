@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gradwire.cli.files import out_file
+from gradwire.cli.options import split
 from gradwire.core.errors import GradwireError, UnknownNameError
 
 if TYPE_CHECKING:
@@ -71,8 +72,7 @@ def probe(
     device = _join()
     try:
         job = _job(target).to(device)
-        extra = [part.strip() for part in (compressors or "").split(",") if part.strip()]
-        prober = Prober(job, fidelity, extra, seconds)
+        prober = Prober(job, fidelity, split(compressors or ""), seconds)
         if dist.get_rank() == 0:
             _show(prober, json_file, save_plan)
         else:

@@ -37,7 +37,7 @@ Insecure = Annotated[bool, typer.Option("--insecure", help="Listen beyond loopba
 
 
 def register(app: typer.Typer) -> None:
-    """Adds the command to the command line."""
+    """Add the command to the command line."""
     app.command("serve")(serve)
 
 
