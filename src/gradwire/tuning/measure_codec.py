@@ -15,24 +15,25 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from gradwire.compressors.base import Compressor, SummableCompressor
-from gradwire.compressors.base.contract import compensate
 from gradwire.compressors.base.registry import DENSE_NAME, make
 from gradwire.core.context import Context
 from gradwire.core.errors import OptionError
 from gradwire.core.events import EventStream
-from gradwire.core.spec import TensorSpec
+from gradwire.core.spec import ElementRange, TensorSpec
 from gradwire.kernels import active as kernels
 from gradwire.kernels.cpu.parallel import one_thread
 from gradwire.net.transport import Callbacks, Transport
 from gradwire.observe.metrics import Metrics
 from gradwire.planner.costs import CodecCosts, Cost, Curve
-from gradwire.residuals.transaction import Residuals
+from gradwire.residuals import policies
+from gradwire.residuals.policies import EncodeInput
+from gradwire.residuals.transaction import ResidualKey, Residuals
 from gradwire.sync.engine import Engine
 from gradwire.sync.graph import TaskGraph
 from gradwire.sync.job import TensorJob
@@ -116,8 +117,18 @@ def _measure_size(
 ) -> _Row:
     spec = TensorSpec.of(grad)
     context = Context("profile", world_size=world_size, spec=spec, aux=aux)
-    encode, stats_call, shared = _encoder(compressor, grad, context)
-    payload = encode()
+    policy = policies.get("none" if compressor.exact else compressor.default_feedback)
+    residuals, key = Residuals(), ResidualKey(context.name, ElementRange(0, grad.numel()), "local")
+    source = EncodeInput(compressor, grad, context, residuals, key, 1 / world_size)
+    for _ in range(_WARM_UPS):
+        shared = [stat.values for stat in policy.stats(source)] if compressor.needs_stats else []
+        payload = policy.encode(source, shared)
+        residuals.commit()
+
+    def encode() -> None:
+        residuals.rollback()  # the same residual again
+        policy.encode(source, shared)
+
     out = torch.empty(grad.numel())
     payloads, contexts = [payload] * _NUM_MERGED, [context] * _NUM_MERGED
     calls: dict[str, tuple[Callable[[], object], int]] = {
@@ -127,7 +138,7 @@ def _measure_size(
     }
     nbytes: dict[str, float] = {"payload_bytes": payload.body.nbytes}
     if compressor.needs_stats:
-        calls["stats"] = (stats_call, 1)
+        calls["stats"] = (partial(policy.stats, source), 1)
         nbytes["stats_bytes"] = 4 * sum(length for length, _ in compressor.stats_spec(spec))
     if isinstance(compressor, SummableCompressor):
         accumulator = np.zeros(compressor.accumulator_size(spec), compressor.accumulator_dtype(world_size))
@@ -142,34 +153,6 @@ def _measure_size(
     share = seconds_budget / len(calls)
     seconds = {name: median_seconds(call, share, clock) / divisor for name, (call, divisor) in calls.items()}
     return _Row(seconds, nbytes)
-
-
-def _encoder(
-    compressor: Compressor, grad: torch.Tensor, context: Context
-) -> tuple[Callable[[], Any], Callable[[], object], list[np.ndarray]]:
-    """Return calls that encode and compute the preliminary round as the synchronizer does, and that round's result."""
-    scale = 1 / context.world_size
-    feedback = compressor.default_feedback == "error" and not compressor.exact
-    after = np.zeros(grad.numel(), np.float32) if feedback else None
-    before = None if after is None else np.zeros(grad.numel(), np.float32)
-
-    def statistics() -> list[np.ndarray]:
-        if after is None:
-            return [stat.values for stat in compressor.stats(grad, context, scale)]
-        return [stat.values for stat in compressor.stats(compensate(grad, scale, before, after), context)]
-
-    shared = statistics() if compressor.needs_stats else []
-
-    def encode() -> Any:
-        if shared and after is not None:
-            return compressor.encode(torch.from_numpy(after), context, shared, residual_out=after)
-        return compressor.encode(grad, context, shared, scale=scale, residual_in=before, residual_out=after)
-
-    for _ in range(_WARM_UPS):
-        encode()
-        if after is not None and before is not None:
-            before[:] = after
-    return encode, statistics, shared
 
 
 def _cut(aux: Mapping[str, torch.Tensor], gradient: torch.Tensor | None, size: int) -> dict[str, torch.Tensor]:
