@@ -1,0 +1,220 @@
+"""Ranks that are absent, late or not finite: who is counted, and that nothing is lost."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+import gradwire as gw
+from gradwire.aggregator.process import AggregationOptions, AggregationServer
+from gradwire.aggregator.request import Reply
+from gradwire.core.spec import TensorSpec
+from gradwire.sync.plan import Plan
+from gradwire.sync.synchronizer import Synchronizer
+from tests.aggregator.served_ranks import NUMEL, PACKET, SEED, Gradient, gradient, group_of, take_step
+from tests.sync.harness import ranks
+from tests.sync.local_aggregator import LocalAggregator
+
+
+def held(one: Synchronizer) -> torch.Tensor:
+    total = torch.zeros(NUMEL, dtype=torch.float64)
+    for start, values in one.residuals.state_dict()["local"].get("w", {}).items():
+        total[int(start) : int(start) + values.numel()] += values.double()
+    return total
+
+
+def sums(aggregator: LocalAggregator) -> list[Reply]:
+    """Replies about sums, in the order of steps."""
+    return [reply for _, stream, reply in aggregator.replies if stream == 1]
+
+
+def by_element(counts: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.repeat(counts, PACKET)[:NUMEL])
+
+
+def test_an_absent_rank_counts_as_a_gradient_of_zero_and_a_late_one_not_at_all() -> None:
+    """Of five ranks one is absent and one late: the sum of three, divided by four."""
+    codec, absent, late = gw.make("thc", granularity=30), 1, 3
+    aggregator = LocalAggregator(lambda step, stream, packet, rank: rank == late and stream == 1)
+    with group_of(5, codec, aggregator, fraction=0.8) as group:
+        means = group.each(lambda one: take_step(one, 0, used=one.rank != absent))
+        kept = group.each(held)
+        reports = [one.report().total for one in group.synchronizers]
+    exact = sum(gradient(rank, 0) for rank in (0, 2, 4)) / 4
+    assert all(torch.equal(mean, means[0]) for mean in means)
+    assert (means[0] - exact).norm() < 0.3 * exact.norm()
+    assert not kept[absent].any()
+    # In units of the mean of all five, its whole gradient; the others what coding took.
+    assert torch.allclose(kept[late], gradient(late, 0).double() / 5, rtol=1e-5, atol=1e-6)
+    assert kept[2].norm() < 0.5 * gradient(2, 0).norm() / 5
+    assert [report.late_elements for report in reports] == [0, 0, 0, NUMEL, 0]
+
+
+def test_an_unused_parameter_gets_a_mean_of_zero() -> None:
+    aggregator = LocalAggregator()
+    with group_of(3, "thc", aggregator) as group:
+        means = group.each(lambda one: take_step(one, 0, used=False))
+    assert not any(mean.any() for mean in means)
+    assert sums(aggregator) == []
+
+
+def test_the_sum_of_the_counted_ranks_is_that_of_a_group_of_them() -> None:
+    """The same bits as in a group where the others have nothing to add, except for the divisor."""
+    late = {0: (4,), 1: (), 2: (1, 4), 3: (2,), 4: (1,)}  # by packet
+    aggregator = LocalAggregator(lambda step, stream, packet, rank: stream == 1 and rank in late[packet])
+    codec = gw.make("thc", granularity=30)
+    # Norms of the others, which they have told in time, are below those of rank 0.
+    scaled: Gradient = lambda rank, step: gradient(0, 10 + rank) * (3.0 if rank == 0 else 0.5)  # noqa: E731
+    with group_of(5, codec, aggregator, fraction=0.6, feedback="none") as group:
+        found = group.each(lambda one: take_step(one, 0, scaled))[0]
+    for packet, missing in late.items():
+        where = slice(packet * PACKET, min(NUMEL, (packet + 1) * PACKET))
+        with group_of(5, codec, LocalAggregator(), feedback="none") as group:
+            used = [rank not in missing for rank in range(5)]
+            fewer = group.each(lambda one, used=used: take_step(one, 0, scaled, used[one.rank]))[0]
+        expected = fewer[where] * np.float32(5 / (5 - len(missing))) if missing else fewer[where]
+        assert torch.equal(found[where], expected), f"packet {packet}"
+
+
+@pytest.mark.parametrize(("method", "feedback"), [("thc", None), ("uthc", "error"), ("uthc", None)])
+def test_nothing_is_lost_in_sixty_steps_with_latecomers(method: str, feedback: str | None) -> None:
+    """Conservation: each gradient is counted once. A mean is the sum of those counted over their number; so, weighted
+    by the share of ranks that they are of, means and residuals add up to the mean of all gradients.
+    """
+    world_size, steps = 5, 60
+    drawn = np.random.default_rng(7).random((steps, 2, 8, world_size))
+    allowed = np.argsort(drawn, axis=-1) < 2  # two of five at most
+
+    def late(step: int, stream: int, packet: int, rank: int) -> bool:
+        return bool(allowed[step, stream, packet, rank]) and drawn[step, stream, packet, rank] < 0.4
+
+    aggregator = LocalAggregator(late)
+
+    def run(one: Synchronizer) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
+        produced, means = torch.zeros(NUMEL, dtype=torch.float64), []
+        for step in range(steps):
+            produced += gradient(one.rank, step).double() / world_size
+            means.append(take_step(one, step))
+        return produced, means, held(one)
+
+    with group_of(world_size, method, aggregator, fraction=0.6, feedback=feedback) as group:
+        found = group.each(run)
+    replies, means = sums(aggregator), found[0][1]
+    assert sum(int((reply.counts < world_size).sum()) for reply in replies) > steps, "many were late"
+    for _, other, _ in found:
+        assert all(torch.equal(left, right) for left, right in zip(means, other, strict=True))
+    shares = [by_element(reply.counts / world_size) for reply in replies]
+    applied = sum(share * mean.double() for share, mean in zip(shares, means, strict=True))
+    produced, left = sum(each[0] for each in found), sum(each[2] for each in found)
+    if (method, feedback) == ("uthc", None):  # without feedback until it was late once
+        assert (applied + left - produced).norm() < 0.2 * produced.norm()
+        return
+    assert left.norm() > 0
+    assert torch.allclose(applied + left, produced, rtol=0, atol=1e-4 * float(produced.abs().max()))
+
+
+@pytest.mark.parametrize("udp", [False, True])
+def test_a_real_server_goes_on_without_the_slowest_rank_and_nothing_is_lost(udp: bool) -> None:
+    """In each step, another rank submits after the others are done, and is left out of norms and sums."""
+    world_size, steps = 4, 8
+    options = AggregationOptions(world_size, udp=udp)
+    server = AggregationServer(options)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    done = [threading.Semaphore(0) for _ in range(steps)]
+
+    def run(one: Synchronizer) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
+        produced, means = torch.zeros(NUMEL, dtype=torch.float64), []
+        for step in range(steps):
+            is_late = step % world_size == one.rank
+            for _ in range(is_late * (world_size - 1)):
+                assert done[step].acquire(timeout=30)
+            produced += gradient(one.rank, step).double() / world_size
+            means.append(take_step(one, step))
+            if not is_late:
+                done[step].release()
+        return produced, means, held(one)
+
+    there = gw.Aggregator(f"127.0.0.1:{server.address[1]}", fraction=0.75, packet_elements=PACKET)
+    plan, specs = Plan({"w": "thc"}, strategy="server"), {"w": TensorSpec((NUMEL,))}
+    with ranks(world_size, plan, seed=SEED, server=there, tensors=specs) as group:
+        found = group.each(run)
+        late = [one.report().total.late_elements for one in group.synchronizers]
+    thread.join(30)
+    assert not thread.is_alive(), "all have said goodbye"
+    assert late == [NUMEL * steps // world_size] * world_size
+    for _, means, _ in found:
+        assert all(torch.equal(left, right) for left, right in zip(means, found[0][1], strict=True))
+    applied = (world_size - 1) / world_size * sum(mean.double() for mean in found[0][1])
+    produced, left = sum(each[0] for each in found), sum(each[2] for each in found)
+    assert torch.allclose(applied + left, produced, rtol=0, atol=1e-4 * float(produced.abs().max()))
+
+
+# -- gradients that are not finite ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("unheard", [(), (0,), (1,)], ids=["heard", "late statistics", "late sum"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_step_that_is_not_finite_is_rolled_back_on_all_ranks(unheard: tuple[int, ...], value: float) -> None:
+    """Whether they hear of it by the statistics or by the sum."""
+    aggregator = LocalAggregator(lambda step, stream, packet, rank: step == 1 and rank == 2 and stream in unheard)
+
+    def run(one: Synchronizer) -> None:
+        take_step(one, 0)
+        before = held(one)
+
+        def bad(rank: int, step: int) -> torch.Tensor:
+            grad = gradient(rank, step)
+            grad[NUMEL // 2] = value if rank == 2 else 0.0
+            return grad
+
+        assert not take_step(one, 1, bad).isfinite().all()
+        assert torch.equal(held(one), before)
+        assert take_step(one, 2).isfinite().all()
+
+    with group_of(5, "thc", aggregator, fraction=0.8) as group:
+        group.each(run)
+
+
+def test_an_unheard_gradient_that_is_not_finite_is_dropped_by_its_rank_only() -> None:
+    aggregator = LocalAggregator(lambda step, stream, packet, rank: step == 1 and rank == 2)
+
+    def run(one: Synchronizer) -> torch.Tensor:
+        take_step(one, 0)
+        before = held(one)
+        mean = take_step(one, 1, lambda rank, step: gradient(rank, step) / (0.0 if rank == 2 else 1.0))
+        assert torch.equal(held(one), before) == (one.rank == 2), "the others have coded theirs"
+        assert take_step(one, 2).isfinite().all()
+        return mean
+
+    with group_of(5, "thc", aggregator, fraction=0.8) as group:
+        means = group.each(run)
+    exact = sum(gradient(rank, 1) for rank in (0, 1, 3, 4)) / 4
+    assert all(torch.equal(mean, means[0]) for mean in means)
+    assert means[0].isfinite().all()
+    assert (means[0] - exact).norm() < 0.5 * exact.norm()
+
+
+def test_gradients_that_overflow_with_their_residual_are_clamped_to_float32() -> None:
+    """The gradient is finite, but not its sum with the residual, and no rank hears of it."""
+    huge, largest = 3e38, float(np.finfo(np.float32).max)
+    aggregator = LocalAggregator(
+        lambda step, stream, packet, rank: rank == 1 and (stream == 1 if step == 0 else step == 1)
+    )
+
+    def make(rank: int, step: int) -> torch.Tensor:
+        return torch.full((NUMEL,), huge if rank == 1 else 1.0)
+
+    def run(one: Synchronizer) -> torch.Tensor:
+        take_step(one, 0, make)
+        one.residuals.scale(2.0)
+        mean = take_step(one, 1, make)
+        assert held(one).abs().max() <= largest
+        return mean
+
+    with group_of(3, gw.make("thc", granularity=30), aggregator, fraction=0.6) as group:
+        means = group.each(run)
+    assert all(mean.isfinite().all() and torch.equal(mean, means[0]) for mean in means)

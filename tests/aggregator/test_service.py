@@ -1,0 +1,92 @@
+"""An aggregator's address, options and streams: what is refused, with advice."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import gradwire as gw
+from gradwire.core.errors import DisagreementError, OptionError
+from gradwire.core.spec import TensorSpec
+from gradwire.sync.plan import Plan
+from gradwire.sync.synchronizer import GradientSlice, Synchronizer
+from tests.aggregator.served_ranks import NUMEL, PACKET, group_of, take_step
+from tests.sync.harness import Ranks, ranks
+from tests.sync.local_aggregator import LocalAggregator, LocalOptions
+
+
+def outcomes(group: Ranks, function: Callable[[Synchronizer], Any]) -> list[str]:
+    return [str(error) for error in group.outcomes(function)]
+
+
+def test_a_missing_server_address_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GRADWIRE_AGGREGATOR", raising=False)
+    with ranks(2, Plan({"w": "thc"}, strategy="server")) as group:
+        for said in outcomes(group, lambda one: one.register({"w": TensorSpec((NUMEL,))})):
+            assert 'options=gradwire.SyncOptions(server="host:port") or set GRADWIRE_AGGREGATOR' in said
+    monkeypatch.setenv("GRADWIRE_AGGREGATOR", "there:7071")
+    assert gw.Aggregator.of(None) == gw.Aggregator("there:7071")
+
+
+def test_ranks_with_different_server_options_disagree_before_anything_is_sent() -> None:
+    plan, aggregator = Plan({"w": "thc"}, strategy="server"), LocalAggregator()
+    with (
+        pytest.raises(DisagreementError, match="fraction"),
+        ranks(2, plan, server=lambda rank: LocalOptions("local:1", fraction=(0.9, 1.0)[rank], aggregator=aggregator)),
+    ):
+        pass
+    assert aggregator.config is None
+
+
+def test_later_tensors_and_parts_of_tensors_are_refused() -> None:
+    with group_of(2, "thc", LocalAggregator()) as group:
+        for said in outcomes(group, lambda one: one.submit([GradientSlice("w", torch.zeros(1024))])):
+            assert "but 1024 were submitted. Submit full tensors" in said
+    with ranks(2, Plan({"*": "thc"}, strategy="server"), server=LocalOptions("local:1")) as group:
+        group.each(lambda one: one.register({"w": TensorSpec((300, 300))}))
+        for said in outcomes(group, lambda one: one.register({"v": TensorSpec((300, 300))})):
+            assert "Register all tensors that use it at once" in said
+        group.each(lambda one: one.register({"bias": TensorSpec((300,))}))  # travels between ranks
+
+
+def test_full_rotation_is_refused_if_ranks_may_be_late() -> None:
+    full = gw.make("thc", rotate="full")
+    with (
+        pytest.raises(OptionError, match='Pass rotate="block", or fraction=1'),
+        group_of(3, full, LocalAggregator(), 0.6),
+    ):
+        pass
+    aggregator = LocalAggregator()
+    with group_of(3, gw.make("thc", block=4096), aggregator, fraction=0.6):
+        assert aggregator.config is not None and aggregator.config.packet_elements == 4096
+
+
+@pytest.mark.parametrize("codec", [gw.make("thc", rotate="full"), gw.make("thc", block=4096)], ids=repr)
+def test_packets_need_not_be_whole_blocks_if_no_rank_is_left_out(codec: gw.Compressor) -> None:
+    means = []
+    for fraction in (0.9, 1.0):  # of 2 ranks, both are all
+        aggregator = LocalAggregator()
+        with group_of(2, codec, aggregator, fraction=fraction) as group:
+            assert aggregator.config is not None and aggregator.config.packet_elements == PACKET
+            means.append(group.each(lambda one: [take_step(one, step) for step in range(2)])[0])
+    for found, expected in zip(*means, strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "fraction", "advice"),
+    [(4, 0.9, "fraction=0.75, or 1"), (3, 0.7, "fraction=0.666, or 1"), (2, 0.6, r"Pass fraction=1\.")],
+)
+def test_a_fraction_that_leaves_no_rank_out_logs_one_that_does(
+    world_size: int, fraction: float, advice: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with group_of(world_size, "thc", LocalAggregator(), fraction=fraction):
+        assert re.search(advice, caplog.text)
+    for number in re.findall(r"fraction=(0\.\d+)", caplog.text)[:1]:
+        caplog.clear()
+        with group_of(world_size, "thc", LocalAggregator(), fraction=float(number)):
+            assert "leaves no rank out" not in caplog.text
