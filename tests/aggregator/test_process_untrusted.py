@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import queue
 import random
 import re
 import socket
@@ -26,6 +25,7 @@ from gradwire.net.keys import job_epoch, job_key
 from gradwire.net.reconnecting import ReconnectingEndpoint
 from gradwire.wire.frame import FrameKind, Header
 from tests.aggregator.aggregation_job import SHORT, WAIT, Job, aggregation_job, check_round
+from tests.net.stranger import Mute, Stranger
 from tests.schedules import jobs
 
 PATIENT = ConnectionOptions(timeout=timedelta(seconds=600))
@@ -76,22 +76,6 @@ def test_a_malformed_welcome(words):
         AggregationClient(address, jobs.config(1), 0, connection=PATIENT)
 
 
-class Mute:
-    """Accepts every connection and frame, and says nothing."""
-
-    def admit(self, peer: int, header: Header) -> None:
-        """Accept every frame."""
-
-    def joined(self, peer: int) -> None:
-        """Send nothing."""
-
-    def deliver(self, peer: int, header: Header, body: np.ndarray) -> None:
-        """Ignore it."""
-
-    def left(self, peer: int, error: SyncError | None) -> None:
-        """Ignore it."""
-
-
 @pytest.mark.timeout(30)
 def test_an_exception_on_a_clients_thread_fails_pending_futures(job):
     client = job.join(job.serve(workers=1, udp=True), jobs.config(1))[0]
@@ -121,26 +105,6 @@ def test_an_invalid_port_is_reported_at_once():
         AggregationClient(("127.0.0.1", 99_999), jobs.config(1), 0, connection=PATIENT)
 
 
-class Stranger(Mute):
-    """A peer with the job key that sends one message when it is connected."""
-
-    def __init__(self, address: tuple[str, int], rank: int, workers: int, words: bytes) -> None:
-        self.words = words
-        self.told: queue.SimpleQueue[SyncError | None] = queue.SimpleQueue()
-        self._member = GroupMember("gradwire", rank, workers + 1, job_epoch("gradwire"))
-        self.hub = ReconnectingEndpoint(
-            self._member, job_key(address[0], "gradwire"), self, timeout=SHORT, call=(workers, address)
-        )  # fmt: skip
-        self.hub.start()
-
-    def joined(self, peer: int) -> None:
-        header = Header(FrameKind.JOIN, sender=self._member.rank, epoch=self._member.epoch)
-        self.hub.send(peer, header, np.frombuffer(self.words, np.uint8))
-
-    def left(self, peer: int, error: SyncError | None) -> None:
-        self.told.put(error)
-
-
 @pytest.mark.parametrize("udp", [False, True])
 @pytest.mark.parametrize(
     "wrong", [{"stall_seconds": 10**400}, {"address": ["a\0", 5]}, {"address": ["a.example", 5]}, {"config": [[]]}]
@@ -149,11 +113,11 @@ def test_a_malformed_join_only_closes_its_senders_connection(job, wrong, udp):
     config = jobs.config(2)
     address = job.serve(workers=2, udp=udp)
     said = json.loads(AggregatorJoin(config, 0, 1, NO_EPOCH, 30.0, ("127.0.0.1", 5000)).to_bytes())
-    stranger = Stranger(address, 1, 2, json.dumps({**said, **wrong}).encode())
+    stranger = Stranger(address, 1, 2, (FrameKind.JOIN, json.dumps({**said, **wrong}).encode()))
     assert re.search(
         "Not a worker.s join message|session configuration is invalid", str(stranger.told.get(timeout=WAIT))
     )
-    stranger.hub.close()
+    stranger.endpoint.close()
     clients = job.join(address, config)
     for round_ in range(2):
         check_round(clients, round_)

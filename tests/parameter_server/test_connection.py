@@ -20,6 +20,7 @@ from gradwire.net.reconnecting import ReconnectingEndpoint
 from gradwire.parameter_server.connection import ServerConnection
 from gradwire.parameter_server.session import Groups, TrainingJoin, TrainingWelcome, decode_groups
 from gradwire.wire.frame import FrameKind, Header
+from tests.net.stranger import Mute
 from tests.parameter_server.harness import make_config
 
 WAIT = 20.0
@@ -29,7 +30,7 @@ CONFIG = make_config(workers=1)
 JOIN = TrainingJoin(CONFIG, FIRST, 1)
 
 
-class Server:
+class Server(Mute):
     """Listens, writes down what it hears, and says what it is told to."""
 
     def __init__(self) -> None:
@@ -43,17 +44,8 @@ class Server:
         )  # fmt: skip
         self.endpoint.start()
 
-    def admit(self, peer: int, header: Header) -> None:
-        """Whatever it is."""
-
-    def joined(self, peer: int) -> None:
-        """It says JOIN."""
-
     def deliver(self, peer: int, header: Header, body: np.ndarray) -> None:
         self.heard.put((header, body.tobytes()))
-
-    def left(self, peer: int, error: object) -> None:
-        """It comes again."""
 
     def hear(self, kind: FrameKind) -> bytes:
         header, body = self.heard.get(timeout=WAIT)
