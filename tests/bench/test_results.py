@@ -1,7 +1,7 @@
 import pytest
 
-from gradwire.bench.job import SegmentOutcome, TimedSteps
-from gradwire.bench.results import combine_losses, combine_times
+from gradwire.bench.job import TimedSteps
+from gradwire.bench.results import combine_times
 from gradwire.bench.statistics import HEADER_BYTES
 from tests.bench import support
 
@@ -44,10 +44,6 @@ def test_the_ideal_is_of_the_bytes_of_one_rank():
 def test_processor_time_is_that_of_a_rank_and_a_step():
     ranks = [timed([1.0, 1.0], 300, processor_seconds=seconds) for seconds in (0.6, 1.0)]
     assert combine_times(ranks, 0.5, measured=True).processor == pytest.approx(0.4)
-
-
-def test_losses_are_those_of_the_whole_batch():
-    assert combine_losses([SegmentOutcome(0, 0, [1.0, 2.0]), SegmentOutcome(0, 1, [3.0, 4.0])]) == [2.0, 3.0]
 
 
 def test_speedup_and_loss_are_against_ddp_fp32():

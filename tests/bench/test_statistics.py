@@ -1,6 +1,5 @@
 import math
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,18 +9,12 @@ from gradwire.bench.statistics import (
     Spread,
     across_ranks,
     ideal_step,
-    percentile,
     relative_difference,
     ring_bytes,
     wire_seconds,
 )
 
 seconds = st.floats(0, 1e3)
-
-
-@given(st.lists(seconds, min_size=1), st.floats(0, 1))
-def test_percentile_is_numpys(values, share):
-    assert percentile(values, share) == pytest.approx(np.quantile(values, share))
 
 
 @given(st.lists(seconds, min_size=1))

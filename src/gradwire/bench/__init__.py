@@ -1,6 +1,6 @@
 """Benchmarks of kernels, compressors and training, and `gradwire probe`.
 
-- `kernels`, `compressors`, `first_use`: without a network; `measure` times calls, `rivals` are plain torch versions.
+- `kernels`, `compressors`: without a network; `measure` times calls, `rivals` are plain torch versions.
 - `training`, `launch`, `job`, `worker`, `rank`: the training benchmark, its processes, and the protocol with them.
 - `segment`, `recording`, `replay`, `timing`: what a rank does: train, record and replay a backward pass, time steps.
 - `methods`: DDP's own methods and ours. `workload`, `workloads`, `text`, `deep`, `digits`: models and data.

@@ -9,6 +9,10 @@ whole public call, with checks and allocation of the payload. `gradwire.bench.me
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterator
 
@@ -23,9 +27,9 @@ from gradwire.compressors.base.traced import TracedCompressor
 from gradwire.core.context import Context
 from gradwire.core.errors import UnknownNameError
 from gradwire.core.spec import TensorSpec
-from gradwire.kernels.cpu.parallel import one_thread
 from gradwire.lang.ir import ELEMENTS
 from gradwire.lang.passes import Sweep, schedule
+from gradwire.tuning.measure_codec import single_thread
 
 _BLOCK = 1024
 _RANKS = 4
@@ -113,20 +117,26 @@ def matching(only: str | None) -> list[str]:
 def run(size_mb: int = 256, repeats: int = 7, only: str | None = None) -> list[KernelTiming]:
     """Measure every compressor on one thread; see `gradwire.bench.kernels.run`."""
     chosen = matching(only)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with single_thread():
         data = _Data(size_mb)
         mixes = Mixes(data.x)
         cases = [case for name in chosen for case in _cases(make(name), data)]
-        with one_thread():
-            return [measure(case, mixes, data.x, repeats) for case in cases]
-    finally:
-        torch.set_num_threads(threads)
+        return [measure(case, mixes, data.x, repeats) for case in cases]
+
+
+def first_uses(only: str | None = None) -> Iterator[tuple[str, float, float]]:
+    """For each compressor: name, seconds of its first use in a new process with empty caches, and with warm ones."""
+    code = f"import sys; from {__name__} import first_use; print(first_use(sys.argv[1]))"
+    for name in matching(only):
+        with tempfile.TemporaryDirectory() as folder:
+            env = os.environ | {"NUMBA_CACHE_DIR": f"{folder}/numba", "GRADWIRE_CACHE_DIR": folder}
+            command = [sys.executable, "-c", code, name]
+            cold, warm = (float(subprocess.check_output(command, env=env, text=True)) for _ in range(2))
+        yield name, cold, warm
 
 
 def first_use(name: str) -> float:
-    """Seconds of the first encodes and decodes of a small gradient in this process."""
+    """Seconds of the first encodes and decodes of a small gradient in this process, without imports."""
     codec, grad = make(name), torch.randn(1000)
     ctx = Context("layer.weight", spec=TensorSpec((1000,)))
     start = time.perf_counter()

@@ -16,6 +16,7 @@ from gradwire.compressors.support.thc_tables import optimal
 from gradwire.core.errors import UnknownNameError
 from gradwire.kernels import active as kernels
 from gradwire.kernels.blocks import BlockLayout, num_sign_words
+from gradwire.tuning.measure_codec import single_thread
 
 _BLOCK = 1024
 _RANKS = 4
@@ -267,11 +268,7 @@ def run(size_mb: int = 256, repeats: int = 7, only: str | None = None) -> list[K
     Raises:
         UnknownNameError: There is no such kernel.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with single_thread():
         buffers = _Buffers(size_mb * 1_000_000)
         mixes = Mixes(buffers.x)
         return [measure(case, mixes, buffers.x, repeats) for case in _cases(buffers, only)]
-    finally:
-        torch.set_num_threads(threads)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -52,12 +52,7 @@ class MethodCosts:
     decode_seconds: float = 0.0
 
     def __sub__(self, earlier: MethodCosts) -> MethodCosts:
-        return MethodCosts(
-            self.sent_bytes - earlier.sent_bytes,
-            self.dense_bytes - earlier.dense_bytes,
-            self.encode_seconds - earlier.encode_seconds,
-            self.decode_seconds - earlier.decode_seconds,
-        )
+        return MethodCosts(*(now - before for now, before in zip(astuple(self), astuple(earlier))))
 
 
 class ConnectedMethod(Protocol):
@@ -189,7 +184,7 @@ class _Native:
         elif method == SILENT:
             self._sent = 0
             # A lambda, because torch compares annotations as objects, and here they are strings.
-            ddp.register_comm_hook(None, lambda state, bucket: _done(bucket.buffer()))
+            ddp.register_comm_hook(None, lambda state, bucket: completed(bucket.buffer()))
 
     def costs(self, steps: int) -> MethodCosts:
         """See `ConnectedMethod`."""
@@ -258,7 +253,8 @@ class Automatic(Attached):
         super().close()
 
 
-def _done(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+def completed(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    """A future that holds a tensor."""
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(tensor)
     return future

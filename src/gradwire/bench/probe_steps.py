@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gradwire.bench.methods import completed
 from gradwire.bench.probe_job import ProbeJob
 from gradwire.bench.users import users_code
 from gradwire.core import torch_private
@@ -71,7 +72,7 @@ class ReplayedSteps:
             )
         average: Callable[[torch_private.GradBucket], Future]
         if candidate == SILENT:
-            average = _no_communication
+            average = lambda bucket: completed(bucket.buffer())  # noqa: E731
         elif candidate.plan is None:
             average = partial(HOOKS[candidate.hook], ddp.process_group)
         else:
@@ -119,9 +120,3 @@ class ReplayedSteps:
             self._sent_bytes += event.nbytes
         elif event.kind in ("encode", "merge", "decode"):
             self._codec += event.duration
-
-
-def _no_communication(bucket: torch_private.GradBucket) -> Future:
-    future: Future = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future

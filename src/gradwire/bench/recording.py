@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gradwire.bench.methods import completed
 from gradwire.bench.rank import Rank
 from gradwire.bench.workload import Samples
 
@@ -83,9 +84,7 @@ class _Tape:
         self.ready.append(time.perf_counter() - self.started)
         self.gradients.append(bucket.buffer().clone())
         self.parameters.append(list(bucket.parameters()))
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
+        return completed(bucket.buffer())
 
 
 def record(rank: Rank, bucket_mb: float) -> Recording:

@@ -5,17 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from statistics import fmean
 from typing import Any
 
 from gradwire.bench import methods
-from gradwire.bench.job import SegmentOutcome, TimedSteps
+from gradwire.bench.job import TimedSteps
 from gradwire.bench.statistics import (
     HEADER_BYTES,
     Split,
     Spread,
     across_ranks,
     ideal_step,
-    mean,
     relative_difference,
     wire_seconds,
 )
@@ -200,11 +200,6 @@ def combine_times(timed: Sequence[TimedSteps], compute: float, measured: bool, b
     )
 
 
-def combine_losses(outcomes: Sequence[SegmentOutcome]) -> list[float]:
-    """Training loss of each step, averaged over ranks: the loss of the whole batch."""
-    return across_ranks([outcome.losses for outcome in outcomes])
-
-
 def _mean_or_none(values: Sequence[int | None]) -> float | None:
     known = [float(value) for value in values if value is not None]
-    return mean(known) if len(known) == len(values) else None
+    return fmean(known) if len(known) == len(values) else None

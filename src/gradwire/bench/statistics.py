@@ -6,6 +6,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
+
+import numpy as np
 
 HEADER_BYTES = 66
 """Header bytes of a full TCP segment: Ethernet 14, IPv4 20, TCP with timestamps 32."""
@@ -23,28 +26,13 @@ class Spread:
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
         """The spread of a sample; NaN if it is empty."""
-        return cls(percentile(values, 0.5), percentile(values, 0.2), percentile(values, 0.8), len(values))
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """Percentile of a sample with linear interpolation, for a share from 0 to 1; NaN if the sample is empty."""
-    if not values:
-        return math.nan
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    low = math.floor(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
-
-
-def mean(values: Sequence[float]) -> float:
-    """Arithmetic mean; NaN if the sample is empty."""
-    return sum(values) / len(values) if values else math.nan
+        p20, median, p80 = np.percentile(values, (20, 50, 80)).tolist() if values else (math.nan,) * 3
+        return cls(median, p20, p80, len(values))
 
 
 def across_ranks(by_rank: Sequence[Sequence[float]]) -> list[float]:
     """Mean over ranks for each step (W rows of S values to S values)."""
-    return [mean(step) for step in zip(*by_rank, strict=True)]
+    return [fmean(step) for step in zip(*by_rank, strict=True)]
 
 
 def wire_seconds(num_bytes: float, rate_bits: int | None) -> float:

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from gradwire.bench import methods
 from gradwire.bench.environment import environment
 from gradwire.bench.job import BenchmarkJob, Message, Progress, Segment, SegmentOutcome
 from gradwire.bench.launch import ServerProcess, launch
-from gradwire.bench.results import MethodResult, TrainingResult, combine_losses, combine_times
+from gradwire.bench.results import MethodResult, TrainingResult, combine_times
 from gradwire.bench.statistics import Spread, across_ranks
 from gradwire.bench.workloads import make_workload
 from gradwire.core.errors import OptionError
@@ -88,35 +88,27 @@ class TrainingOptions:
             raise OptionError(f"A bucket cannot have {min(self.buckets_mb):g} MB. Give sizes above 0.")
 
 
-@dataclass(frozen=True)
-class TrainingPlan:
-    """The segments of a job."""
-
-    segments: list[Segment] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, options: TrainingOptions) -> TrainingPlan:
-        """One segment for each method and bucket size; the step without communication at both ends."""
-        rates = tuple(options.rates)
-        silent = Segment(methods.SILENT, options.buckets_mb[0], min_timed=_SILENT_STEPS, max_timed=_SILENT_STEPS)
-        segments = [silent]
-        for method in options.methods:
-            first = Segment(
-                method,
-                options.buckets_mb[0],
-                train_steps=options.steps,
-                train_rate=options.train_rate,
-                validate_every=options.validate_every,
-                timed_seconds=options.timed_seconds,
-                rates=rates,
-            )
-            segments.append(first)
-            if methods.tries_buckets(method):
-                segments += [
-                    replace(first, bucket_mb=size, train_steps=0, min_timed=_TUNING_STEPS)
-                    for size in options.buckets_mb[1:]
-                ]
-        return cls([*segments, silent])
+def segments_of(options: TrainingOptions) -> list[Segment]:
+    """One segment for each method and bucket size; the step without communication at both ends."""
+    silent = Segment(methods.SILENT, options.buckets_mb[0], min_timed=_SILENT_STEPS, max_timed=_SILENT_STEPS)
+    segments = [silent]
+    for method in options.methods:
+        first = Segment(
+            method,
+            options.buckets_mb[0],
+            train_steps=options.steps,
+            train_rate=options.train_rate,
+            validate_every=options.validate_every,
+            timed_seconds=options.timed_seconds,
+            rates=tuple(options.rates),
+        )
+        segments.append(first)
+        if methods.tries_buckets(method):
+            segments += [
+                replace(first, bucket_mb=size, train_steps=0, min_timed=_TUNING_STEPS)
+                for size in options.buckets_mb[1:]
+            ]
+    return [*segments, silent]
 
 
 def run(
@@ -139,22 +131,22 @@ def run(
     options.check()
     lab, note = _use_lab(options)
     started = time.monotonic()
-    plan = TrainingPlan.of(options)
+    segments = segments_of(options)
 
     def on_message(message: Message) -> None:
         if isinstance(message, Progress):
-            on_progress(plan.segments[message.segment], message)
+            on_progress(segments[message.segment], message)
 
     job = BenchmarkJob(
         options.workload,
-        tuple(plan.segments),
+        tuple(segments),
         folder="",
         seed=options.seed,
         deadline_seconds=options.deadline_seconds,
         replay=options.replay,
     )
     outcomes = launch(job, options.ranks, on_message, lab=lab, server=server)
-    return _result(options, plan, outcomes, lab, note, time.monotonic() - started)
+    return _result(options, segments, outcomes, lab, note, time.monotonic() - started)
 
 
 def _use_lab(options: TrainingOptions) -> tuple[bool, str]:
@@ -170,13 +162,18 @@ def _use_lab(options: TrainingOptions) -> tuple[bool, str]:
 
 
 def _result(
-    options: TrainingOptions, plan: TrainingPlan, outcomes: list[SegmentOutcome], lab: bool, note: str, seconds: float
+    options: TrainingOptions,
+    segments: list[Segment],
+    outcomes: list[SegmentOutcome],
+    lab: bool,
+    note: str,
+    seconds: float,
 ) -> TrainingResult:
     by_segment = [
         sorted((outcome for outcome in outcomes if outcome.segment == index), key=lambda outcome: outcome.rank)
-        for index in range(len(plan.segments))
+        for index in range(len(segments))
     ]
-    compute = _compute_seconds(plan, by_segment)
+    compute = _compute_seconds(segments, by_segment)
     workload = make_workload(options.workload)
     return TrainingResult(
         workload=workload.summary,
@@ -190,16 +187,16 @@ def _result(
         seconds=seconds,
         environment=environment(),
         note=note,
-        results=[_method(method, plan, by_segment, compute, lab) for method in options.methods],
+        results=[_method(method, segments, by_segment, compute, lab) for method in options.methods],
     )
 
 
-def _compute_seconds(plan: TrainingPlan, by_segment: list[list[SegmentOutcome]]) -> float:
+def _compute_seconds(segments: list[Segment], by_segment: list[list[SegmentOutcome]]) -> float:
     """The median step without communication, over all ranks and both segments."""
     return Spread.of(
         [
             seconds
-            for segment, outcomes in zip(plan.segments, by_segment, strict=True)
+            for segment, outcomes in zip(segments, by_segment, strict=True)
             if segment.method == methods.SILENT
             for outcome in outcomes
             for timed in outcome.timed
@@ -209,10 +206,10 @@ def _compute_seconds(plan: TrainingPlan, by_segment: list[list[SegmentOutcome]])
 
 
 def _method(
-    method: str, plan: TrainingPlan, by_segment: list[list[SegmentOutcome]], compute: float, measured: bool
+    method: str, segments: list[Segment], by_segment: list[list[SegmentOutcome]], compute: float, measured: bool
 ) -> MethodResult:
     outcomes_tried, times_tried = [], []
-    for segment, outcomes in zip(plan.segments, by_segment, strict=True):
+    for segment, outcomes in zip(segments, by_segment, strict=True):
         if segment.method == method:
             by_rate = zip(*(outcome.timed for outcome in outcomes), strict=True)
             outcomes_tried.append(outcomes)
@@ -221,7 +218,7 @@ def _method(
     first = outcomes_tried[0]
     return MethodResult(
         method=method,
-        losses=combine_losses(first),
+        losses=across_ranks([outcome.losses for outcome in first]),
         validation_loss=first[0].validation_loss,
         validation_accuracy=first[0].validation_accuracy,
         identical=all(outcome.identical is not False for outcome in first),

@@ -138,13 +138,12 @@ def compressors(
 
     Example: gradwire bench compressors --only dgc
     """
-    if first_use:
-        from gradwire.bench.first_use import run as run_first_use
+    from gradwire.bench.compressors import first_uses, run
 
-        for name, cold, warm in run_first_use(only):
+    if first_use:
+        for name, cold, warm in first_uses(only):
             typer.echo(f"{name:10} compiled {cold:5.2f} s, from the cache {warm:5.2f} s")
         return
-    from gradwire.bench.compressors import run
     from gradwire.bench.records import check_record
 
     path = csv or RESULTS / "compressors.csv"
@@ -177,10 +176,10 @@ def run_with_bars(options: TrainingOptions) -> TrainingResult:
     from rich.console import Console
 
     from gradwire.bench.progress import Bars
-    from gradwire.bench.training import TrainingPlan, run
+    from gradwire.bench.training import run, segments_of
 
     options.check()
-    with Bars(len(TrainingPlan.of(options).segments), Console(stderr=True)) as bars:
+    with Bars(len(segments_of(options)), Console(stderr=True)) as bars:
         return run(options, bars)
 
 

@@ -6,17 +6,6 @@ from typing import Annotated
 
 import typer
 
-Strategy = Annotated[str, typer.Argument(metavar="STRATEGY", help="allgather, hierarchical, ring or scatter_reduce.")]
-Ranks = Annotated[int, typer.Option("--ranks", help="Number of ranks.")]
-Rank = Annotated[int, typer.Option("--rank", help="Rank whose graph is printed.")]
-Partitions = Annotated[int, typer.Option("--partitions", help="Ranges that a rank's share of the tensor is cut into.")]
-Name = Annotated[
-    str, typer.Option("--compressor", help="Name of a compressor. Summable compressors have other graphs.")
-]
-PerNode = Annotated[int, typer.Option("--ranks-per-node", help="Ranks of a node, for hierarchical.")]
-Elements = Annotated[int, typer.Option("--elements", help="Elements of the tensor. 0 makes every range non-empty.")]
-Dot = Annotated[bool, typer.Option("--dot", help="Print the graph for Graphviz.")]
-
 
 def register(app: typer.Typer) -> None:
     """Add the command to the command line."""
@@ -24,14 +13,18 @@ def register(app: typer.Typer) -> None:
 
 
 def graph(
-    strategy: Strategy,
-    ranks: Ranks = 4,
-    rank: Rank = 0,
-    partitions: Partitions = 1,
-    compressor: Name = "onebit",
-    ranks_per_node: PerNode = 2,
-    elements: Elements = 0,
-    dot: Dot = False,
+    strategy: Annotated[
+        str, typer.Argument(metavar="STRATEGY", help="allgather, hierarchical, ring or scatter_reduce.")
+    ],
+    ranks: Annotated[int, typer.Option(help="Number of ranks.")] = 4,
+    rank: Annotated[int, typer.Option(help="Rank whose graph is printed.")] = 0,
+    partitions: Annotated[int, typer.Option(help="Ranges that a rank's share of the tensor is cut into.")] = 1,
+    compressor: Annotated[
+        str, typer.Option(help="Name of a compressor. Summable compressors have other graphs.")
+    ] = "onebit",
+    ranks_per_node: Annotated[int, typer.Option(help="Ranks of a node, for hierarchical.")] = 2,
+    elements: Annotated[int, typer.Option(help="Elements of the tensor. 0 makes every range non-empty.")] = 0,
+    dot: Annotated[bool, typer.Option("--dot", help="Print the graph for Graphviz.")] = False,
 ) -> None:
     """Print the tasks of one rank for one tensor: primitives, peers and dependencies.
 

@@ -8,33 +8,6 @@ from typing import Annotated, Any
 
 import typer
 
-Parameters = Annotated[
-    bool, typer.Option("--parameters", help="Serve parameters: workers push gradients and pull updates.")
-]
-Aggregate = Annotated[
-    bool, typer.Option("--aggregate", help="Add up what workers send: THC's table indices, and maxima.")
-]
-Workers = Annotated[int, typer.Option("--workers", min=1, help="Number of workers of the job.")]
-Host = Annotated[str, typer.Option("--host", help="Address to listen on. Beyond loopback, a job key is required.")]
-Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 for any free one.")]
-Job = Annotated[str, typer.Option("--job", help="Name of the job, the same as the workers'.")]
-State = Annotated[
-    Path | None, typer.Option("--state", help="Folder of checkpoint and journal, to survive a restart; --parameters.")
-]
-Timeout = Annotated[float, typer.Option("--timeout", help="Seconds without a sign of life before a worker is lost.")]
-Patience = Annotated[float, typer.Option("--patience", help="Seconds to wait for a lost worker.")]
-Optimizer = Annotated[
-    list[str], typer.Option("--optimizer", help="Import path of an optimizer beyond torch.optim; --parameters.")
-]
-Import = Annotated[list[str], typer.Option("--import", help="Module to import first, for example with a compressor.")]
-KeyFile = Annotated[
-    Path | None, typer.Option("--key-file", help="File with the job key. Default: GRADWIRE_JOB_KEY_FILE.")
-]
-Udp = Annotated[bool, typer.Option("--udp", help="Exchange packets as datagrams; --aggregate.")]
-Multicast = Annotated[str, typer.Option("--multicast", help="Send each result once, to this GROUP:PORT; --udp.")]
-Drop = Annotated[float, typer.Option("--drop", min=0, max=1, help="Drop this fraction of datagrams, as a test; --udp.")]
-Insecure = Annotated[bool, typer.Option("--insecure", help="Listen beyond loopback without a secret key.")]
-
 
 def register(app: typer.Typer) -> None:
     """Add the command to the command line."""
@@ -42,22 +15,36 @@ def register(app: typer.Typer) -> None:
 
 
 def serve(
-    workers: Workers,
-    parameters: Parameters = False,
-    aggregate: Aggregate = False,
-    host: Host = "127.0.0.1",
-    port: Port = 7070,
-    job: Job = "gradwire",
-    state: State = None,
-    timeout: Timeout = 60.0,
-    patience: Patience = 120.0,
-    optimizer: Optimizer = [],  # noqa: B006  typer reads it
-    modules: Import = [],  # noqa: B006
-    udp: Udp = False,
-    multicast: Multicast = "",
-    drop: Drop = 0.0,
-    key_file: KeyFile = None,
-    insecure: Insecure = False,
+    workers: Annotated[int, typer.Option(min=1, help="Number of workers of the job.")],
+    parameters: Annotated[
+        bool, typer.Option("--parameters", help="Serve parameters: workers push gradients and pull updates.")
+    ] = False,
+    aggregate: Annotated[
+        bool, typer.Option("--aggregate", help="Add up what workers send: THC's table indices, and maxima.")
+    ] = False,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. Beyond loopback, a job key is required.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free one.")] = 7070,
+    job: Annotated[str, typer.Option(help="Name of the job, the same as the workers'.")] = "gradwire",
+    state: Annotated[
+        Path | None, typer.Option(help="Folder of checkpoint and journal, to survive a restart; --parameters.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds without a sign of life before a worker is lost.")] = 60.0,
+    patience: Annotated[float, typer.Option(help="Seconds to wait for a lost worker.")] = 120.0,
+    optimizer: Annotated[
+        list[str], typer.Option(help="Import path of an optimizer beyond torch.optim; --parameters.")
+    ] = [],  # noqa: B006  typer reads it
+    modules: Annotated[
+        list[str], typer.Option("--import", help="Module to import first, for example with a compressor.")
+    ] = [],  # noqa: B006
+    udp: Annotated[bool, typer.Option("--udp", help="Exchange packets as datagrams; --aggregate.")] = False,
+    multicast: Annotated[str, typer.Option(help="Send each result once, to this GROUP:PORT; --udp.")] = "",
+    drop: Annotated[float, typer.Option(min=0, max=1, help="Drop this fraction of datagrams, as a test; --udp.")] = 0.0,
+    key_file: Annotated[
+        Path | None, typer.Option(help="File with the job key. Default: GRADWIRE_JOB_KEY_FILE.")
+    ] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Listen beyond loopback without a secret key.")] = False,
 ) -> None:
     """Run a parameter server or an aggregator until all workers have finished.
 

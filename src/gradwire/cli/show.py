@@ -15,15 +15,17 @@ if TYPE_CHECKING:
     from gradwire.compressors.base import Compressor
     from gradwire.lang.ir import Program
 
-Backend = Annotated[str, typer.Option("--backend", help="cpu (Numba) or triton (GPUs).")]
-
 
 def register(app: typer.Typer) -> None:
     """Add the command to the command line."""
     app.command("show")(show)
 
 
-def show(target: Target, option: Options = None, backend: Backend = "cpu") -> None:
+def show(
+    target: Target,
+    option: Options = None,
+    backend: Annotated[str, typer.Option(help="cpu (Numba) or triton (GPUs).")] = "cpu",
+) -> None:
     """Print the generated code of a compressor written in the language.
 
     Comments name the line of the algorithm that each statement comes from.

@@ -8,7 +8,7 @@ headers, like the shaping. One packet is one frame on the wire, because segmenta
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from gradwire.core.errors import OptionError
@@ -25,12 +25,7 @@ class InterfaceCounters:
 
     def __sub__(self, earlier: InterfaceCounters) -> InterfaceCounters:
         """Traffic since `earlier`."""
-        return InterfaceCounters(
-            self.bytes_sent - earlier.bytes_sent,
-            self.bytes_received - earlier.bytes_received,
-            self.packets_sent - earlier.packets_sent,
-            self.packets_received - earlier.packets_received,
-        )
+        return InterfaceCounters(*(now - before for now, before in zip(astuple(self), astuple(earlier))))
 
     def mirrored(self) -> InterfaceCounters:
         """The same traffic, as counted at the other end of the cable."""

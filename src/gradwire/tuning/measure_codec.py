@@ -86,7 +86,7 @@ def measure_codec(
         raise OptionError(f"Costs are measured at two or more sizes above 0, not {tuple(sizes)}. Pass a small and a "
                           "large one.")  # fmt: skip
     ordered = sorted(set(sizes))
-    with _one_thread():
+    with single_thread():
         seconds_each = seconds_budget / len(ordered)
         rows = [
             _measure_size(
@@ -120,15 +120,19 @@ def _measure_size(
     policy = policies.get("none" if compressor.exact else compressor.default_feedback)
     residuals, key = Residuals(), ResidualKey(context.name, ElementRange(0, grad.numel()), "local")
     source = EncodeInput(compressor, grad, context, residuals, key, 1 / world_size)
-    for _ in range(_WARM_UPS):
-        shared = [stat.values for stat in policy.stats(source)] if compressor.needs_stats else []
-        payload = policy.encode(source, shared)
-        residuals.commit()
+
+    def stats() -> list[np.ndarray]:
+        residuals.rollback()  # the same residual again
+        return [stat.values for stat in policy.stats(source)]
 
     def encode() -> None:
-        residuals.rollback()  # the same residual again
+        residuals.rollback()
         policy.encode(source, shared)
 
+    for _ in range(_WARM_UPS):
+        shared = stats() if compressor.needs_stats else []
+        payload = policy.encode(source, shared)
+        residuals.commit()
     out = torch.empty(grad.numel())
     payloads, contexts = [payload] * _NUM_MERGED, [context] * _NUM_MERGED
     calls: dict[str, tuple[Callable[[], object], int]] = {
@@ -138,7 +142,7 @@ def _measure_size(
     }
     nbytes: dict[str, float] = {"payload_bytes": payload.body.nbytes}
     if compressor.needs_stats:
-        calls["stats"] = (partial(policy.stats, source), 1)
+        calls["stats"] = (stats, 1)
         nbytes["stats_bytes"] = 4 * sum(length for length, _ in compressor.stats_spec(spec))
     if isinstance(compressor, SummableCompressor):
         accumulator = np.zeros(compressor.accumulator_size(spec), compressor.accumulator_dtype(world_size))
@@ -269,7 +273,8 @@ def _seconds(call: Callable[[], object], clock: Clock) -> float:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def single_thread() -> Iterator[None]:
+    """Context manager: torch and the kernels of gradwire use only this thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
