@@ -107,8 +107,9 @@ def test_ranks_do_not_outlive_a_parent_that_is_killed():
             assert select.select([end], [], [], 20.0)[0], "a rank lives on"
 
 
-def test_the_deadline_ends_the_run():
-    job = BenchmarkJob("digits", (Segment("ddp-fp32", train_steps=10_000_000),), folder="", deadline_seconds=6.0)
+@pytest.mark.parametrize("seconds", [1.0, pytest.param(6.0, marks=pytest.mark.ci)])
+def test_the_deadline_ends_the_run(seconds):
+    job = BenchmarkJob("digits", (Segment("ddp-fp32", train_steps=10_000_000),), folder="", deadline_seconds=seconds)
     with pytest.raises(RanksError, match=r"time limit|failed first"):
         launch(job, 2)
 

@@ -12,10 +12,10 @@ import gradwire as gw
 from tests.integration.jobs.training import batches, fingerprint, loss_of, model, wrap
 
 
-def identical(rank: int, world_size: int, methods: list[Any], strategies: list[str], steps: int) -> dict[str, Any]:
-    """Train with every method and strategy; return the hash of the parameters and the first and last loss."""
+def identical(rank: int, world_size: int, combinations: list[Any], steps: int) -> dict[str, Any]:
+    """Train with each (method, options, strategy); return the hash of the parameters and the first and last loss."""
     found = {}
-    for (name, options), strategy in itertools.product(methods, strategies):
+    for name, options, strategy in combinations:
         ddp = wrap(model())
         optimizer = torch.optim.SGD(ddp.parameters(), 0.05, momentum=0.9)
         handle = gw.attach(
