@@ -285,7 +285,7 @@ def serve_process(pipe: Any, port: int, options: dict[str, Any]) -> None:
     run(pipe, AggregationServer(AggregationOptions(port=port, **options)))
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGKILL, marks=pytest.mark.ci), signal.SIGTERM])
 @pytest.mark.parametrize("udp", [False, pytest.param(True, marks=pytest.mark.ci)])
 def test_restarting_a_killed_or_stopped_server_changes_no_result(job, udp, number):
     options = {"workers": 2, "udp": udp}

@@ -37,6 +37,7 @@ def test_it_wants_a_key_beyond_loopback(monkeypatch):
     assert "GRADWIRE_JOB_KEY_FILE" in result.output
 
 
+@pytest.mark.ci
 def test_a_worker_trains_with_it():
     command = [sys.executable, "-m", "gradwire.cli", "serve", "--parameters", "--workers", "1", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
@@ -69,7 +70,11 @@ def test_it_serves_one_thing_with_its_own_options():
 
 @pytest.mark.parametrize(
     ("kind", "number"),
-    [("--parameters", signal.SIGTERM), ("--aggregate", signal.SIGTERM), ("--aggregate", signal.SIGINT)],
+    [
+        ("--parameters", signal.SIGTERM),
+        pytest.param("--aggregate", signal.SIGTERM, marks=pytest.mark.ci),
+        ("--aggregate", signal.SIGINT),
+    ],
 )
 def test_a_signal_is_told_to_the_workers_at_once(kind, number):
     """Of servers that no other can take over from."""

@@ -40,7 +40,15 @@ def run(folder: Path, *command: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("command", [line for line in COMMANDS if line.startswith("gradwire ")])
+# `make test` runs the command with options, `make ci` all of them.
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(line, marks=() if "--option" in line else pytest.mark.ci)
+        for line in COMMANDS
+        if line.startswith("gradwire ")
+    ],
+)
 def test_commands(folder: Path, command: str) -> None:
     assert run(folder, *shlex.split(command))
 

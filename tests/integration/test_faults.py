@@ -40,9 +40,8 @@ def test_a_lost_rank_ends_the_step_everywhere(how: str, strategy: str) -> None:
         assert found["again"] is not None, "a second backward must not seem to work"
 
 
-@pytest.mark.parametrize(
-    "during", ["links", *(pytest.param(each, marks=pytest.mark.ci) for each in ("codecs", "trial"))]
-)
+@pytest.mark.ci
+@pytest.mark.parametrize("during", ["links", "codecs", "trial"])
 def test_a_rank_lost_under_auto_ends_the_others(tmp_path: Path, during: str) -> None:
     outcomes = launch(
         "faults.lose_a_rank_under_auto", 2, doomed=(1,), timeout=60, during=during, clock=str(tmp_path / "clock")
@@ -80,6 +79,7 @@ def test_a_live_rank_that_does_not_join_the_step_is_named() -> None:
         assert outcome["seconds"] < 12
 
 
+@pytest.mark.ci
 def test_a_strayed_replica_is_found_and_named() -> None:
     for outcome in results(launch("faults.strayed_replica", 3)):
         # A rank that hears of the failure before it has all hashes passes the message on.

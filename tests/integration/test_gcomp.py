@@ -9,7 +9,7 @@ from tests.integration.launch import launch
 METHODS = [["lossless", "ring"], ["lossless", "scatter_reduce"], ["gcomp", "ring"], ["gcomp", "scatter_reduce"]]
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("optimizer", ["sgd", pytest.param("adamw", marks=pytest.mark.ci)])
 def test_two_ranks_train_as_without_compression(optimizer) -> None:
     first, second = (
         outcome.result for outcome in launch("gcomp.train", 2, methods=METHODS, optimizer=optimizer, steps=8)

@@ -41,6 +41,7 @@ def module(tmp_path) -> Path:
     return path
 
 
+@pytest.mark.ci
 def test_torchrun_on_loopback(module):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
     command = ["-m", "gradwire.cli", "probe", "my_job:job", "--fidelity", "exact", "--seconds", "0.1"]

@@ -68,7 +68,7 @@ def run_2d(synchronizer: Synchronizer, steps: int) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("strategy", NAMES)
 @pytest.mark.parametrize("method", ["onebit", "threelc", "signsgd"])
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.ci)])
 def test_nothing_is_lost_in_300_steps(strategy: str, method: str, seed: int) -> None:
     """Conservation: produced = applied + residuals of both roles, including skipped steps and steps with a NaN."""
     world_size, numel, steps = 3, 5000, 300
