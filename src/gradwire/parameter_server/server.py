@@ -21,9 +21,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from gradwire.compressors.base.registry import code
 from gradwire.core.errors import DisagreementError, FrameError, PayloadError
-from gradwire.core.spec import ELEMENT_TYPES
 from gradwire.parameter_server.round import Push, Round
 from gradwire.parameter_server.session import (
     MAX_GROUPS_BYTES,
@@ -35,7 +33,7 @@ from gradwire.parameter_server.session import (
     decode_groups,
 )
 from gradwire.parameter_server.shard import ParameterShard
-from gradwire.parameter_server.update import PULL_STAGE, join_update
+from gradwire.parameter_server.update import frame_header, join_update
 from gradwire.wire.frame import FrameFlags, FrameKind, Header, describe, without_seal
 from gradwire.wire.payload import Payload
 
@@ -97,18 +95,17 @@ class ServerStateMachine:
         parameter = self.config.tensors[header.tensor]
         spec = parameter.spec
         if kind is FrameKind.MODEL:
-            count, compressor, most, fits = spec.numel, 0, spec.nbytes, header.length == spec.nbytes
+            count, most, fits = spec.numel, spec.nbytes, header.length == spec.nbytes
         elif kind is FrameKind.PAYLOAD:
-            count, compressor = header.count, code(parameter.push_compressor.name)
+            count = header.count
             most = parameter.push_compressor.max_encoded_bytes(spec)
             fits = header.length <= most if count == spec.numel else header.length == count == 0
             fits = fits and (header.length == 0 or FrameFlags.USED in header.flags)
         else:
             raise FrameError(f"Worker {worker} sent something other than a push: {describe(header)}.")
-        expected = Header(
-            kind, compressor, header.flags, worker, 0, ELEMENT_TYPES[spec.dtype], self._epoch, header.round,
-            header.tensor, count=count,
-        )  # fmt: skip
+        expected = frame_header(
+            self.config, header.tensor, self._epoch, kind, worker, header.round, header.flags, count
+        )
         if not fits or without_seal(header) != expected:
             raise FrameError(f"Expected {parameter.name!r} in at most {most} bytes, got {header}.")
 
@@ -273,9 +270,4 @@ class ServerStateMachine:
 
     def _header(self, kind: FrameKind, tensor: int, step: int, flags: FrameFlags = FrameFlags.NONE) -> Header:
         assert self.config is not None, "joined"
-        parameter = self.config.tensors[tensor]
-        compressor = code(parameter.pull_compressor.name) if kind is FrameKind.DELTA else 0
-        return Header(
-            kind, compressor, flags, self.workers, PULL_STAGE, ELEMENT_TYPES[parameter.spec.dtype], self._epoch, step,
-            tensor, count=parameter.spec.numel,
-        )  # fmt: skip
+        return frame_header(self.config, tensor, self._epoch, kind, self.workers, step, flags)

@@ -15,19 +15,19 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
-from gradwire.compressors.base.registry import code
 from gradwire.core.errors import FrameError
-from gradwire.core.spec import ELEMENT_TYPES, TensorSpec, as_array, as_tensor
+from gradwire.core.spec import TensorSpec, as_array, as_tensor
 from gradwire.parameter_server.session import TrainingConfig
 from gradwire.parameter_server.update import (
-    PULL_STAGE,
     add_change,
     change_spec,
     counted_bytes,
+    frame_header,
     pull_context,
     push_context,
     split_update,
@@ -82,11 +82,11 @@ class ParameterSlot:
         self.tensor = tensor
         self._training = training
         self._worker = worker
-        self._epoch = epoch
         self._push: _Push | None = None
         self._spare: np.ndarray | None = None  # memory of a residual, for the next one
         self._pushed_before = -1
         self._arrived: deque[tuple[Header, np.ndarray, int]] = deque()
+        self._header = partial(frame_header, training, tensor, epoch)
 
     # -- push ------------------------------------------------------------------------------------------------
 
@@ -110,11 +110,7 @@ class ParameterSlot:
         payload, residual = self._encode(grad, step)
         if payload is not None and payload.nonfinite:
             flags |= FrameFlags.NONFINITE
-        spec, compressor = self.config.spec, self.config.push_compressor
-        header = Header(
-            FrameKind.PAYLOAD, code(compressor.name), flags, self._worker, dtype=ELEMENT_TYPES[spec.dtype],
-            epoch=self._epoch, round=step, tensor=self.tensor, count=0 if payload is None else spec.numel,
-        )  # fmt: skip
+        header = self._header(FrameKind.PAYLOAD, self._worker, step, flags, 0 if payload is None else None)
         self._push = _Push(header, payload, residual)
         return self._push.frame
 
@@ -129,12 +125,7 @@ class ParameterSlot:
     def first_values(self, values: torch.Tensor) -> Frame:
         """The frame of the initial values, which worker 0 sends."""
         self.version = self.newest = 0
-        spec = self.config.spec
-        header = Header(
-            FrameKind.MODEL, sender=self._worker, dtype=ELEMENT_TYPES[spec.dtype], epoch=self._epoch,
-            tensor=self.tensor, count=spec.numel,
-        )  # fmt: skip
-        return header, body_of(values)
+        return self._header(FrameKind.MODEL, self._worker), body_of(values)
 
     def _encode(self, grad: torch.Tensor | None, step: int) -> tuple[Payload | None, np.ndarray | None]:
         if grad is None:  # the residual waits until the parameter is used: now, the optimizer may skip it
@@ -180,10 +171,7 @@ class ParameterSlot:
         """
         spec, compressor = self.config.spec, self.config.pull_compressor
         is_update = header.kind is FrameKind.DELTA
-        expected = Header(
-            header.kind, code(compressor.name) if is_update else 0, header.flags, header.sender, PULL_STAGE,
-            ELEMENT_TYPES[spec.dtype], self._epoch, header.round, self.tensor, count=spec.numel,
-        )  # fmt: skip
+        expected = self._header(header.kind, self._training.workers, header.round, header.flags)
         if header.kind not in (FrameKind.DELTA, FrameKind.MODEL) or without_seal(header) != expected:
             raise FrameError(f"Expected an update of {self.config.name!r}, got {header}.")
         if is_update:

@@ -1,4 +1,4 @@
-"""Updates on the wire: the workers that were counted, then the encoded change of the parameter.
+"""Pushes and updates on the wire. An update has the workers that were counted, then the encoded change.
 
 The update of a dropped step has no change, and names the workers whose gradients were dropped.
 
@@ -15,11 +15,12 @@ import numpy as np
 import torch
 
 from gradwire.compressors.base import Compressor
+from gradwire.compressors.base.registry import code
 from gradwire.core.context import Context
 from gradwire.core.errors import FrameError
-from gradwire.core.spec import TensorSpec
+from gradwire.core.spec import ELEMENT_TYPES, TensorSpec
 from gradwire.parameter_server.session import TrainingConfig
-from gradwire.wire.frame import FrameFlags, Header
+from gradwire.wire.frame import FrameFlags, FrameKind, Header
 from gradwire.wire.payload import Payload
 
 PULL_STAGE = 1
@@ -37,6 +38,20 @@ def pull_context(config: TrainingConfig, tensor: int, step: int) -> Context:
     return Context(
         parameter.name, step, config.workers, config.workers, config.seed,
         stage=PULL_STAGE, spec=change_spec(parameter.spec),
+    )  # fmt: skip
+
+
+def frame_header(
+    config: TrainingConfig, tensor: int, epoch: int, kind: FrameKind, sender: int, step: int = 0,
+    flags: FrameFlags = FrameFlags.NONE, count: int | None = None,
+) -> Header:  # fmt: skip
+    """The header of a frame about a parameter: a push, an update, or values. By default, of all its elements."""
+    parameter = config.tensors[tensor]
+    compressors = {FrameKind.PAYLOAD: parameter.push_compressor, FrameKind.DELTA: parameter.pull_compressor}
+    return Header(
+        kind, code(compressors[kind].name) if kind in compressors else 0, flags, sender,
+        PULL_STAGE if sender == config.workers else 0, ELEMENT_TYPES[parameter.spec.dtype], epoch, step, tensor,
+        count=parameter.spec.numel if count is None else count,
     )  # fmt: skip
 
 
