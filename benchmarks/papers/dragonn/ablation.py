@@ -56,7 +56,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def plot(rows: Sequence[Row], folder: Path) -> None:
-    """Bars of the stages, a group a workload and rate."""
+    """Bars of the stages, grouped by workload and rate."""
     times = times_of(rows)
     groups = list(dict.fromkeys(key[:2] for key in times))
     with figure(folder / "sparse-ablation.svg", size=(2.2 * len(groups) + 2, 4.4)) as axes:
@@ -77,7 +77,7 @@ def run(
     rates: Rates = "",
     seconds: Seconds = 4.0,
 ) -> Iterator[Row]:
-    """All stages."""
+    """Run all stages."""
     register_all()  # the plans that ranks send name them
     full = workload if data is None else f"{workload}={data.resolve()}"
     ranks = "benchmarks.papers.dragonn.stages"
@@ -86,6 +86,6 @@ def run(
 
 
 def short(workload: str) -> str:
-    """Name of a workload in tables: of a class, that of its module."""
+    """Name of a workload in tables. For a class, the name of its module."""
     name = workload.partition("=")[0]
     return name.split(".")[-2 if "." in name else -1].replace("_", "-")

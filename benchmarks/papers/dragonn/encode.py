@@ -40,7 +40,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Figure:
-    """One call: milliseconds, and the fraction of the speed that memory allows."""
+    """One timed call: milliseconds, and speed as a fraction of what memory allows."""
 
     method: str
     metric: str
@@ -51,7 +51,7 @@ class Figure:
     size: int
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Lines of the CSV."""
+        """Rows of the CSV."""
         where = {"method": self.method, "dtype": "float32", "size": self.size, "ranks": self.ranks, "rate": "none"}
         where |= {"source": "measured", "ratio": self.ratio}
         yield {**where, "metric": self.metric, "value": self.ms, "unit": "ms"}
@@ -61,7 +61,7 @@ class Figure:
 def encode_calls(
     method: str, ratio: float, grad: torch.Tensor, work: np.ndarray
 ) -> Iterator[tuple[str, str, Callable[[], object]]]:
-    """The calls to time: label, mix of reads and writes, and the call."""
+    """Yield the calls to time: label, mix of reads and writes, and the call."""
     if method == "torch.topk":
         yield "encode", "read", lambda: grad.abs().topk(int(ratio * grad.numel()), sorted=False)
         return
@@ -119,7 +119,7 @@ def decoding(repeats: int, ranks: Sequence[int]) -> Iterator[Figure]:
 
 
 def read(rows: Sequence[Row]) -> list[Figure]:
-    """The figures of rows."""
+    """Read the figures from rows of the CSV."""
     key = lambda row: (row["method"], row["metric"].removesuffix("_fraction"), row["ratio"], row["ranks"])  # noqa: E731
     fractions = {key(row): row["value"] for row in rows if row["metric"].endswith("_fraction")}
     return [
@@ -179,6 +179,6 @@ def run(
     repeats: Annotated[int, typer.Option(help="Timed runs of each call.")] = 7,
     methods: Annotated[str, typer.Option(help="Sparsifiers, such as dragonn,topk.")] = "",
 ) -> Iterator[Row]:
-    """Both figures."""
+    """Measure both figures."""
     for each in (*encoding(size_mb, repeats, RATIOS, choose(methods, METHODS)), *decoding(repeats, RANKS)):
         yield from each.rows()

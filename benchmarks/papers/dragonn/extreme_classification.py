@@ -56,13 +56,13 @@ class Delicious(Workload):
         self._held_out: Samples | None = None
 
     def model(self) -> nn.Module:
-        """The last layer alone; from zero, so that the first predictions are uniform."""
+        """The last layer alone. It starts at zero, so that the first predictions are uniform."""
         layer = nn.Linear(self.width, TAGS, bias=False)
         nn.init.zeros_(layer.weight)
         return layer
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Momentum SGD."""
+        """SGD with momentum."""
         return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
 
     def schedule(self, step: int, steps: int) -> float:

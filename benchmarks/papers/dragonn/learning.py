@@ -47,7 +47,7 @@ class Design:
     method: str
 
     def learned(self, steps: int) -> str:
-        """The method for a training of `steps` steps, a quarter of which are warm-up."""
+        """The method for a training of `steps` steps. A quarter of them are warm-up."""
         return self.method.format(warmup=f":warmup={steps // 4}")
 
     @property
@@ -87,7 +87,7 @@ class Study:
         *,
         done: Set[tuple[str, ...]],
     ) -> Iterator[Row]:
-        """All trainings that are not done."""
+        """Run all trainings that the record does not have."""
         chosen, kinds = choose(designs, [design.label for design in self.designs]), choose(parts, PARTS)
         numbers = [*(range(seeds) if "learn" in kinds else ()), *([None] if "time" in kinds else [])]
         for seed in numbers:
@@ -99,7 +99,7 @@ class Study:
                         yield from self.learn(design, data, steps or self.steps, seed)
 
     def learn(self, design: Design, data: Path, steps: int, seed: int) -> Iterator[Row]:
-        """A whole training: losses, and accuracy along it."""
+        """Run a whole training, for losses and the accuracy curve."""
         result = self._train(
             design.learned(steps), data, steps=steps, validate_every=self.validate_every, rates=(None,),
             timed_seconds=0.1, buckets_mb=(25.0,), lab=False, seed=seed,
@@ -108,7 +108,7 @@ class Study:
         yield from learning_figures(design, seed, result.num_parameters, entry.losses, entry.validations)
 
     def time(self, design: Design, data: Path, seconds: float) -> Iterator[Row]:
-        """A short training at each rate, for step times."""
+        """Run a short training at each rate, for step times."""
         result = self._train(
             design.timed, data, steps=3, rates=RATES, timed_seconds=seconds, buckets_mb=(4.0, 25.0), lab=True
         )
@@ -121,14 +121,14 @@ class Study:
         )
 
     def table(self, rows: Sequence[Row]) -> str:
-        """Accuracy with its difference from the first design's, seed by seed, and speed, in Markdown."""
+        """Markdown table: accuracy, its difference from the first design for each seed, and speed."""
         found = read(rows, self)
         if not found or found[0].label != self.designs[0].label:
             return f"There is no table before {self.designs[0].label!r} is learned and timed."
         return table(self, found)
 
     def plot(self, rows: Sequence[Row], folder: Path) -> None:
-        """Accuracy by step, steps a second at each rate, and accuracy by time at each rate."""
+        """Plot accuracy by step, and, at each rate, steps per second and accuracy by time."""
         plot(self, read(rows, self), folder / f"{self.name}.svg")
 
 
@@ -186,11 +186,11 @@ class Found:
 
     @property
     def last(self) -> float:
-        """Accuracy at the end, the mean of all seeds."""
+        """Final accuracy, averaged over seeds."""
         return statistics.fmean(self.seeds)
 
     def reaches(self, accuracy: float) -> int | None:
-        """The first step from which on the mean is at least so accurate; None for never."""
+        """First step from which the mean accuracy stays at or above this value. None if there is none."""
         found = None
         for step in sorted(self.accuracy, reverse=True):
             if self.accuracy[step] < accuracy:
@@ -200,7 +200,7 @@ class Found:
 
 
 def read(rows: Sequence[Row], study: Study) -> list[Found]:
-    """What the rows have of each design that was learned and timed."""
+    """Read the designs that were both trained and timed from the rows of a record."""
     found = []
     for design in study.designs:
         mine = [row for row in rows if row["method"] == design.label]
@@ -220,7 +220,7 @@ def read(rows: Sequence[Row], study: Study) -> list[Found]:
 
 
 def table(study: Study, found: Sequence[Found]) -> str:
-    """Accuracy with its difference from the first design's, seed by seed, and speed, in Markdown."""
+    """Markdown table: accuracy, its difference from the first design for each seed, and speed."""
     dense = found[0]
     goal = GOAL * dense.last
     rates = " | ".join(f"{rate}: step, × dense, ÷ ideal, × dense to {goal:.1%}" for rate in RATES)

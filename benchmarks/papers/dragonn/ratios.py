@@ -53,7 +53,7 @@ Row = dict[str, Any]
 
 
 def points_of(rows: Sequence[Row]) -> Points:
-    """What the plot has of each method and rate."""
+    """Points of the plot, for each method and rate."""
     return {
         key: Point(1 / metrics["compression_ratio"], metrics["speedup"], metrics["step_over_ideal"])
         for key, metrics in by_method(rows).items()
@@ -62,7 +62,7 @@ def points_of(rows: Sequence[Row]) -> Points:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Speed-ups in Markdown, one line for each method."""
+    """Markdown table of speed-ups, one row for each method."""
     points = points_of(rows)
     rates = list(dict.fromkeys(rate for _, rate in points))
     lines = [f"| | of the dense bytes | {' | '.join(f'{rate}: ×, ÷ ideal' for rate in rates)} |"]
@@ -74,7 +74,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def plot(rows: Sequence[Row], folder: Path) -> None:
-    """Speed-up against the fraction of bytes, a picture a rate."""
+    """Plot speed-up against the fraction of bytes, with one plot for each rate."""
     points = points_of(rows)
     rates = list(dict.fromkeys(rate for _, rate in points))
     with figure(folder / "sparse-ratios.svg", columns=len(rates), size=(5.5 * len(rates), 4.2)) as axes:
@@ -97,5 +97,5 @@ def run(
     rates: Rates = "",
     seconds: Seconds = 3.0,
 ) -> list[Row]:
-    """All methods at all rates."""
+    """Run all methods at all rates."""
     return replayed(workload, METHODS, listed(rates, RATES), seconds)

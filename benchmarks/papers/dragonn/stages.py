@@ -29,7 +29,7 @@ GATHERED = "allgather"  # as in the paper
 
 
 class Densely(Compressor):
-    """Mixin: decodes payloads one by one, each to a tensor of its own."""
+    """Mixin that decodes payloads one by one, each into its own tensor."""
 
     def decode_sum(
         self,
@@ -46,20 +46,20 @@ class Densely(Compressor):
 
 
 def densely(name: str) -> type[Compressor]:
-    """A compressor that is another one, but for how sums are decoded: ``NAME_dense``."""
+    """Derive the compressor ``NAME_dense``, which differs from NAME only in how it decodes sums."""
     there: Any = type(make(name))
     found: type[Compressor] = type(f"{name}_dense", (Densely, there), {"name": f"{name}_dense"})
     return found
 
 
 def register_all() -> None:
-    """Make those of the stages known."""
+    """Register the compressors of the stages."""
     for name in ("dgc", "dragonn"):
         register(densely(name))
 
 
 def how(stage: str) -> How:
-    """What a stage does."""
+    """How a stage synchronizes gradients."""
     codec = {"dgc": "dgc_dense", "sparse decoding": "dragonn"}.get(stage, "dragonn_dense")
     if stage in PLANNED:
         spec = f"{codec}:ratio={RATIO}"

@@ -31,7 +31,7 @@ class Cifar10(Workload):
     """Images of ten classes.
 
     Args:
-        data: folder or tar of the images.
+        data: Folder or tar file of the images.
     """
 
     name: ClassVar[str] = "cifar10"
@@ -46,7 +46,7 @@ class Cifar10(Workload):
         return ResNet(BLOCKS, WIDTH)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Momentum SGD."""
+        """SGD with momentum."""
         return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
 
     def schedule(self, step: int, steps: int) -> float:
@@ -60,7 +60,7 @@ class Cifar10(Workload):
         return Samples(*batch(self._train, index, generator=generator))
 
     def validation(self) -> Samples:
-        """Test images, every fifth: they lie in the order of classes."""
+        """Every fifth test image, because test images are sorted by class."""
         return Samples(*batch(self._test, torch.arange(0, len(self._test[1]), len(self._test[1]) // HELD_OUT)))
 
 

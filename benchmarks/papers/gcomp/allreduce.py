@@ -45,7 +45,7 @@ Row = dict[str, Any]
 
 
 class Gradients:
-    """Gradients of a rank."""
+    """Gradients and optimizer state of a rank."""
 
     def __init__(self, rank: int) -> None:
         torch.manual_seed(0)
@@ -85,7 +85,7 @@ def timed(prepare: Callable[[], Call]) -> dict[str, list[float]]:
 
 
 def work() -> None:
-    """Task of each host. Rank 0 prints the measurements."""
+    """What each host runs. Rank 0 prints the measurements."""
     rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -139,7 +139,7 @@ def figures(rate: str, size: int, found: dict[str, dict[str, Any]]) -> Iterator[
 
 
 def run(rates: Rates = "") -> Iterator[Row]:
-    """All rates."""
+    """Run at all rates."""
     for rate in listed(rates, RATES):
         with Lab(RANKS, rate) as lab:
             result = lab.run(processes.command(__name__, "work"), timeout=170).check()

@@ -26,7 +26,7 @@ REPEATS = 7
 
 @kernel
 def _write(symbols, words, out):
-    """Write one stream of all words; return its bits."""
+    """Write all words as one stream, and return its length in bits."""
     bit = 0
     for i in range(symbols.size):
         word, length = words[symbols[i]] & 0xFFFFFF, words[symbols[i]] >> 24
@@ -92,7 +92,7 @@ def _read_chunks(body, ends, size, lookup, lengths, symbols, specials):
 
 
 def decoding_rates(grad: np.ndarray) -> Iterator[dict[str, Any]]:
-    """Symbols a second of each way, of a gradient with the best code for it, and how many bits that takes a symbol."""
+    """Symbols per second of each decoder on a gradient with its best code, and bits per symbol of that code."""
     counts = np.zeros(NUM_SYMBOLS, np.int64)
     kernels.exponent_counts(grad, counts)
     code = PrefixCode.of(counts)

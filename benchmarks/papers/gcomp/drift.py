@@ -82,7 +82,7 @@ class Copy:
 
 
 def run() -> Iterator[Row]:
-    """All optimizers."""
+    """Run all optimizers."""
     for optimizer in OPTIMIZERS:
         order = range(RANKS)
         exact, cut, turned = (

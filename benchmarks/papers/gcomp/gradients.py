@@ -96,7 +96,7 @@ def exponents_of(grad: torch.Tensor) -> np.ndarray:
 
 
 def coded_bits(code: PrefixCode, counts: np.ndarray) -> float:
-    """Bits of the symbols with these counts."""
+    """Bits that symbols with these counts take."""
     lengths = code.lengths.astype(np.float64)
     escaped = lengths[ESCAPE] + RAW_BITS
     lengths[(lengths == 0) | (np.arange(NUM_SYMBOLS) == ESCAPE)] = escaped
@@ -209,7 +209,7 @@ class Codes:
 
 
 def escape_figures(samples: list[Recorded]) -> Iterator[Figure]:
-    """Codes of each sample on each sample, of exponents as they are."""
+    """Apply the code of each sample to each sample. Exponents are coded unchanged."""
     counts = [exponents_of(each.grad) for each in samples]
     for source, of in enumerate(counts, start=1):
         code = PrefixCode.of(of)
@@ -246,14 +246,14 @@ def figures_of(training: Training, steps: int) -> Iterator[Figure]:
 def run(
     cifar10: Cifar10, sst2: Sst2, steps: Annotated[int, typer.Option(help="Training steps.")] = 300
 ) -> Iterator[Figure]:
-    """Both trainings."""
+    """Run both trainings."""
     for training in trainings(cifar10, sst2, 32):
         for figure in figures_of(training, steps):
             yield {"dtype": "float32", "ranks": RANKS, "source": "measured", **figure}
 
 
 def table(found: Sequence[Figure]) -> str:
-    """Means over the last half of the steps, and figures without steps."""
+    """Table of means over the last half of the steps, and of figures that have no step."""
     last = max(figure.get("step") or 0 for figure in found)
     groups: dict[tuple[str, ...], list[float]] = {}
     for figure in found:

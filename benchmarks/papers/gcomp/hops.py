@@ -37,7 +37,7 @@ Send = Callable[[int, torch.Tensor], torch.Tensor]
 def updated(
     model: nn.Module, optimizer: torch.optim.Optimizer, grads: Sequence[torch.Tensor], dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    """The parameters of a copy after a step with these gradients, with this precision."""
+    """Parameters of a copy of the model after a step with these gradients, computed in this precision."""
     model, optimizer = copy.deepcopy((model, optimizer))
     model.to(dtype)
     for group in optimizer.param_groups:
@@ -75,7 +75,7 @@ class State:
         return [parameter.grad.clone() for parameter in self.model.parameters() if parameter.grad is not None]
 
     def sent(self, index: int, values: torch.Tensor, encodes: int) -> torch.Tensor:
-        """What arrives of an encode of one parameter's gradient, with a guard for `num_ranks` ranks."""
+        """Encode and decode the gradient of one parameter, with the guard for `encodes` encodes."""
         aux = self.slices(self.named[index][0], ElementRange(0, values.numel()))
         ctx = Context("w", world_size=encodes, spec=TensorSpec((values.numel(),)), aux=aux)
         payload = self.codec.encode(values.reshape(-1), ctx)
@@ -83,7 +83,7 @@ class State:
         return self.codec.decode(payload, ctx).view(values.shape)
 
     def mean(self, path: str, ranks: int, send: Send) -> list[torch.Tensor]:
-        """The mean of the gradients of all ranks as it arrives."""
+        """Mean of all ranks' gradients, as ranks receive it."""
         found = []
         for index in range(len(self.named)):
             own = [self.grads[rank][index] * (1 / ranks) for rank in range(ranks)]
@@ -100,7 +100,7 @@ class State:
         return found
 
     def updated(self, grads: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """All parameters after a step with these gradients, with this precision."""
+        """All parameters after a step with these gradients, computed in this precision."""
         return torch.cat([each.reshape(-1) for each in updated(self.model, self.optimizer, grads, dtype)]).double()
 
 
@@ -119,7 +119,7 @@ def cut_alone(state: State, path: str, ranks: int, send: Send) -> list[torch.Ten
 
 
 def run(cifar10: Cifar10) -> Iterator[dict[str, Any]]:
-    """All optimizers, ranks and paths."""
+    """Run all optimizers, numbers of ranks and paths."""
     for optimizer in CHOSEN:
         state = State(cifar10, optimizer)
         theta = torch.cat([parameter.detach().reshape(-1) for _, parameter in state.named]).double().abs()

@@ -43,7 +43,7 @@ METHODS = (
 
 
 def options(ranks: int, steps: int, seconds: float) -> TrainingOptions:
-    """Options for a number of ranks. Only the largest number trains; the others only time iterations."""
+    """Options for a number of ranks. Only the largest number of ranks trains; the others only time iterations."""
     learns = ranks == RANKS[-1]
     return TrainingOptions(
         methods=METHODS,
@@ -57,7 +57,7 @@ def options(ranks: int, steps: int, seconds: float) -> TrainingOptions:
 
 
 def figures(results: Sequence[TrainingResult]) -> Iterator[dict[str, Any]]:
-    """What `gradwire bench training` writes for each number of ranks, and the curves of the most."""
+    """Figures of `gradwire bench training` for each number of ranks, and loss curves for the largest."""
     *others, largest = results
     for result in others:
         yield from ({**row, "benchmark": NAME} for row in records.rows(result) if "rate" in row)
@@ -65,7 +65,7 @@ def figures(results: Sequence[TrainingResult]) -> Iterator[dict[str, Any]]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Milliseconds of an iteration at each rate, sentences a second, and processor time; then what was learned."""
+    """Table of milliseconds per iteration, sentences per second and processor time at each rate, then of losses."""
     values = {(row["ranks"], row["method"], row.get("rate"), row["metric"]): row["value"] for row in rows}
     lines = []
     for ranks in dict.fromkeys(key[0] for key in values):
@@ -87,7 +87,7 @@ def plot(rows: Sequence[Row], folder: Path) -> None:
 
 
 def run(steps: Annotated[int, typer.Option(help="Steps of the training.")] = 80, seconds: Seconds = 4.0) -> list[Row]:
-    """All numbers of ranks."""
+    """Run all numbers of ranks."""
     from gradwire.cli.bench import run_with_bars
 
     return list(figures([run_with_bars(options(ranks, steps, seconds)) for ranks in RANKS]))

@@ -89,7 +89,7 @@ class Job:
         return self._sent(name, total, 1.0)
 
     def _sent(self, name: str, grad: torch.Tensor, scale: float) -> torch.Tensor:
-        """What arrives of scale · grad."""
+        """Encode and decode scale · grad."""
         if self.method == "18 bits cut":
             out = (grad * scale).reshape(-1)
             kernels.truncate_floats(out.numpy(), np.full(out.numel(), np.inf, np.float32), 1.0, out.numpy())
@@ -102,7 +102,7 @@ class Job:
         return self.codec.decode(payload, ctx)
 
     def aux(self, name: str, grad: torch.Tensor, scale: float) -> dict[str, torch.Tensor]:
-        """What the codec gets of the optimizer to send scale · grad."""
+        """Optimizer state that the codec needs to send scale · grad."""
         return self.state(name, ElementRange(0, grad.numel()))
 
     def _step_sparsely(self, number: int, grads: tuple[list[torch.Tensor], ...]) -> None:
@@ -135,7 +135,7 @@ Key = tuple[str, str, str]
 
 
 def deviations(found: Sequence[Row]) -> dict[Key, np.ndarray]:
-    """Loss minus that of exact sums for all steps and seeds, by workload, optimizer and method."""
+    """Loss minus the loss with exact sums, for all steps and seeds, by workload, optimizer and method."""
     curves: dict[tuple[str, str, str, int], list[float]] = {}
     for row in found:
         if row["metric"] != "loss":
@@ -150,7 +150,7 @@ def deviations(found: Sequence[Row]) -> dict[Key, np.ndarray]:
 
 
 def summary(found: Sequence[Row]) -> Iterator[Row]:
-    """Mean and spread of the deviations, for all steps and for the last quarter."""
+    """Mean and spread of the deviations, over all steps and over the last quarter."""
     for (workload, optimizer, method), off in deviations(found).items():
         size = np.abs(off)
         fixed = {"workload": workload, "optimizer": optimizer, "method": method, "unit": "nat", "samples": size.size}
@@ -162,14 +162,14 @@ def summary(found: Sequence[Row]) -> Iterator[Row]:
 def run(
     cifar10: Cifar10, sst2: Sst2, steps: Annotated[int, typer.Option(help="Training steps.")] = 200
 ) -> Iterator[Row]:
-    """Deviations, and the loss of every fifth step."""
+    """Measure deviations, and record the loss of every fifth step."""
     found = [row for training in trainings(cifar10, sst2, BATCH) for row in losses_of(training, steps)]
     for row in (*summary(found), *(row for row in found if row["step"] % EVERY == 0)):
         yield {"dtype": "float32", "ranks": RANKS, "source": "measured", **row}
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Deviations of each method."""
+    """Table of the deviations of each method."""
     return "\n".join(
         f"{row['workload']:12}{row['optimizer']:8}{row['method']:16}{row['metric']:28}{row['value']:12.3e}"
         for row in rows
@@ -178,7 +178,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def plot(rows: Sequence[Row], folder: Path) -> None:
-    """Boxes of deviations above, curves of the first seed below, of the steps that are recorded."""
+    """Plot deviations as boxes (top), and the recorded losses of the first seed as curves (bottom)."""
     off = deviations(rows)
     pairs, methods = (list(dict.fromkeys(part)) for part in ([key[:2] for key in off], [key[2] for key in off]))
     with figure(folder / "losses.png", 2, len(pairs), (4.2 * len(pairs), 7)) as axes:

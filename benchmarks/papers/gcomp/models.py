@@ -26,7 +26,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Training:
-    """A model, and the batch of each (seed, step, rank)."""
+    """A model, and its batches by seed, step and rank."""
 
     name: str
     model: Callable[[], nn.Module]
@@ -69,7 +69,7 @@ class Encoder(nn.Module):
 
 
 def transformer(data: Path, batch_size: int) -> Training:
-    """A sentence is its first 32 words. The 5,998 most frequent words have numbers of their own."""
+    """Transformer on the first 32 words of each sentence. The 5,998 most frequent words have their own embeddings."""
     lines = sst2.read(data, "train")
     counts = Counter(word for sentence, _ in lines for word in sentence.split())
     numbers = sst2.numbered([word for word, _ in counts.most_common(WORDS - 2)])
@@ -84,5 +84,5 @@ def transformer(data: Path, batch_size: int) -> Training:
 
 
 def trainings(cifar10: Path, sst2: Path, batch_size: int) -> list[Training]:
-    """Both, for ranks with batches of this size."""
+    """Both models, for ranks with batches of this size."""
     return [resnet(cifar10, batch_size), transformer(sst2, batch_size)]

@@ -74,7 +74,7 @@ def limits_of(metric: str, grad: np.ndarray, aux: Mapping[str, torch.Tensor], gr
 
 
 class Measured(Job):
-    """A training with exact sums, in some order, or with gradients cut by one of the metrics."""
+    """A training with exact sums in a given order of ranks, or with gradients cut by one of the metrics."""
 
     def __init__(self, training: Training, optimizer: str, method: str, seed: int = 0) -> None:
         super().__init__(training, optimizer, "gcomp" if method in METRICS else method, seed)
@@ -100,7 +100,7 @@ class Measured(Job):
 
 
 def figures_of(training: Training, optimizer: str, steps: int) -> Iterator[dict[str, Any]]:
-    """All figures of one training, whose copies go step by step."""
+    """All figures of one training, whose copies take each step together."""
     exact = Measured(training, optimizer, "exact")
     jobs = {method: Measured(training, optimizer, method) for method in METHODS}
     apart: dict[str, list[float]] = {method: [] for method in METHODS}
@@ -151,7 +151,7 @@ def table(found: Sequence[dict[str, Any]]) -> str:
 def run(
     cifar10: Cifar10, sst2: Sst2, steps: Annotated[int, typer.Option(help="Training steps.")] = LOOKED_AT[-1]
 ) -> Iterator[dict[str, Any]]:
-    """Both trainings, with each optimizer."""
+    """Run both trainings with each optimizer."""
     for training in trainings(cifar10, sst2, BATCH):
         for optimizer in CHOSEN:
             for row in figures_of(training, optimizer, steps):

@@ -38,7 +38,7 @@ SIZES = (1 << 13, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
 
 
 def recorded() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """A matrix's gradient at the tenth step, and its optimizer's state."""
+    """Gradient of a matrix at the tenth step, and its optimizer state."""
     torch.manual_seed(0)
     workload = make_workload("text")
     model = workload.model()
@@ -66,7 +66,7 @@ def costs_of(ranks: int, known: Costs, grad: torch.Tensor, aux: dict[str, torch.
 
 
 def run() -> Iterator[dict[str, Any]]:
-    """All models, ranks, rates and ways."""
+    """Run all models, numbers of ranks, rates and methods."""
     known, (grad, aux) = machine_costs(["fp16"]), recorded()
     for ranks in RANKS:
         costs = costs_of(ranks, known, grad, aux)
@@ -88,7 +88,7 @@ def run() -> Iterator[dict[str, Any]]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """How many times as fast as dense each way is."""
+    """Table of speed-ups over dense."""
     return "\n".join(
         f"{row['model']:10}{row['rate']:8}{row['ranks']:>4} {row['method']:10}{row['strategy']:15}{row['value']:7.2f}"
         for row in rows
@@ -97,7 +97,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def plot(rows: Sequence[dict[str, Any]], folder: Path) -> None:
-    """Steps a second of all ranks together."""
+    """Plot steps per second of all ranks together."""
     speeds: dict[tuple[str, ...], dict[int, float]] = {}
     for row in rows:
         if row["metric"] == "step":

@@ -58,12 +58,12 @@ class Stage:
 
     @property
     def synchronization(self) -> float:
-        """Seconds of the step that are not computing's."""
+        """Seconds of the step in excess of computation."""
         return max(0.0, self.time.step.median - self.time.compute)
 
     @property
     def saved(self) -> float | None:
-        """Of the synchronization of the stage before."""
+        """Fraction of the previous stage's synchronization time that this stage saves."""
         return 1 - self.synchronization / self.before if self.before else None
 
 
@@ -79,7 +79,7 @@ class Plans:
 
 
 def segments(rates: Sequence[str], seconds: float, stages: Sequence[str] = STAGES) -> list[Segment]:
-    """Segments of the ranks: each stage at all rates, and the step without communication before and after."""
+    """Segments to run: each stage at all rates, and the step without communication before and after."""
     silent = Segment(SILENT, BUCKET_MB, min_timed=15, max_timed=15)
     timed = {"timed_seconds": seconds, "min_timed": 5, "rates": tuple(rates)}
     dense = [Segment(DDP_FP32, size, **timed) for size in (BUCKET_MB, OTHER_BUCKET_MB)]
@@ -87,7 +87,7 @@ def segments(rates: Sequence[str], seconds: float, stages: Sequence[str] = STAGE
 
 
 def stages(run: Sequence[Segment], outcomes: Sequence[SegmentOutcome], rates: Sequence[str]) -> dict[str, list[Stage]]:
-    """The stages of each rate, from what the ranks said."""
+    """Stages at each rate, computed from the outcomes of the ranks."""
     of = [sorted((o for o in outcomes if o.segment == index), key=lambda o: o.rank) for index in range(len(run))]
     silent = [outcomes for segment, outcomes in zip(run, of) if segment.method == SILENT]
     compute = Spread.of([s for ranks in silent for o in ranks for timed in o.timed for s in timed.seconds]).median
@@ -105,7 +105,7 @@ def stages(run: Sequence[Segment], outcomes: Sequence[SegmentOutcome], rates: Se
 
 
 def chain(times: dict[str, StepTime]) -> list[Stage]:
-    """Each stage together with the previous one."""
+    """Link each stage to the previous one."""
     found: list[Stage] = []
     for name, time in times.items():
         found.append(Stage(name, time, found[-1].synchronization if found else None))
@@ -159,7 +159,7 @@ def run(
     rates: Rates = "",
     seconds: Seconds = 8.0,
 ) -> Iterator[Row]:
-    """All workloads."""
+    """Run all workloads."""
     for workload in choose(workloads, WORKLOADS):
         yield from measure(
             workload, listed(rates, RATES), seconds, STAGES, ("planned",), "benchmarks.papers.hipress.stages"

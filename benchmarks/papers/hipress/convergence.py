@@ -60,7 +60,7 @@ def reached(entry: MethodResult, perplexity: float) -> tuple[int, float] | None:
 
 
 def figures(result: TrainingResult, benchmark: str = NAME, rate: str = RATE) -> Iterator[dict[str, Any]]:
-    """The figures of `gradwire bench training`, and the curves at the rate of the training."""
+    """Figures of `gradwire bench training`, and curves at the rate of the training."""
     goal = CLOSE * curve(result.results[0])[-1][2]
     fixed = {"dtype": "float32", "size": result.num_parameters, "ranks": result.ranks, "rate": rate}
     yield from ({**row, "benchmark": benchmark} for row in records.rows(result))
@@ -80,7 +80,7 @@ def figures(result: TrainingResult, benchmark: str = NAME, rate: str = RATE) -> 
 
 
 def value(rows: Sequence[Row], method: str, metric: str, name: str = "value") -> float | None:
-    """The last figure of a method."""
+    """The last value of a metric for a method."""
     found = [row[name] for row in rows if (row["method"], row["metric"]) == (method, metric)]
     return found[-1] if found else None
 
@@ -91,7 +91,7 @@ def short(method: str) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Perplexities of each method, and when it reached the goal."""
+    """Table of perplexities, and of the step and time at which each method reached the goal."""
     trained = [row["method"] for row in rows if row["metric"] == "training_time"]
     goal = f"reaches {CLOSE * (value(rows, trained[0], 'training_perplexity') or math.nan):.0f}"
     lines = [f"{'':34}{'held out':>10}{'training':>10}{'all steps, s':>14}{goal:>16}{'seconds':>9}"]

@@ -49,7 +49,7 @@ class Cell:
 
 
 def machines() -> dict[str, Costs]:
-    """Costs by name."""
+    """Costs of each machine by name."""
     core = machine_costs([METHOD.spec])
     return {
         "core": replace(core, frame=LinearCost(core.frame(0), 0.0)),
@@ -58,7 +58,7 @@ def machines() -> dict[str, Costs]:
 
 
 def cells(machine: str, costs: Costs, name: str, ranks: int, rate: float) -> Iterator[Cell]:
-    """All ways of one cluster."""
+    """All variants on one cluster."""
     model = SimulatedModel.of(models.get(name), COMPUTE)
     cluster = Cluster(ranks, replace(link(), rate_bits=rate))
 
@@ -76,7 +76,7 @@ def cells(machine: str, costs: Costs, name: str, ranks: int, rate: float) -> Ite
 
 
 def describe(found: list[Cell]) -> str:
-    """One cluster in a line."""
+    """Describe a cluster in one line."""
     best = {way: max((cell for cell in found if cell.way == way), key=lambda cell: cell.gain) for way in
             ("each message", "alone", "coordinated")}  # fmt: skip
     plain, alone, coordinated = best.values()
@@ -92,7 +92,7 @@ def run(
     rates: Annotated[str, typer.Option(help="Bits a second, such as 10e9.")] = "",
     chosen_models: Annotated[str, typer.Option("--models", help="Models, such as vgg19.")] = "",
 ) -> Iterator[Row]:
-    """All clusters."""
+    """Run all clusters."""
     for machine, costs in machines().items():
         clusters = itertools.product(choose(chosen_models, MODELS), choose(num_ranks, RANKS), choose(rates, RATES))
         for name, ranks, rate in clusters:

@@ -23,7 +23,7 @@ Seconds = Callable[[float], float]
 
 
 class Counts(NamedTuple):
-    """Number of sends (α), encodes (β) and decodes (γ) one after another on the path."""
+    """Number of consecutive sends (α), encodes (β) and decodes (γ) on the path."""
 
     alpha: int
     beta: int
@@ -92,12 +92,12 @@ def choose(
 
 
 def fewest(found: Sequence[tuple[float, int]], slack: float) -> tuple[float, int]:
-    """The first of (seconds, partitions), by increasing partitions, that is within `slack` of the best."""
+    """Pair (seconds, partitions) with the fewest partitions whose time is within `slack` of the best."""
     limit = min(found)[0] * (1 + slack)
     return next(pair for pair in found if pair[0] <= limit)
 
 
 def _batches(K: int, N: int) -> tuple[int, int]:
-    """How many batches, and partitions in each."""
+    """Number of batches, and number of partitions in each."""
     batches = -(-K // N)
     return batches, -(-K // batches)

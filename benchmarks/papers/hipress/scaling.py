@@ -66,7 +66,7 @@ COLLECTIVE = replace(
 
 @dataclass(frozen=True)
 class Figure:
-    """One simulated step. The gain is relative to the dense ring; `claimed` is the paper's, if it has this cell."""
+    """One simulated step. The gain is relative to the dense ring. `claimed` is the paper's gain, if it gives one."""
 
     model: str
     nodes: int
@@ -110,7 +110,7 @@ def compressed(name: str, seconds: float, nodes: int, rate: float, method: str, 
 
 
 def compute_seconds(name: str) -> float:
-    """Computation for which the dense ring is as efficient as in the paper, found by bisection."""
+    """Computation time at which the dense ring is as efficient as in the paper, found by bisection."""
     claim, low, high = CLAIMS[name], 1e-3, 10.0
     while high / low > 1.01:
         middle = (low * high) ** 0.5
@@ -147,7 +147,7 @@ def run(
     nodes: Annotated[str, typer.Option(help="Numbers of nodes, such as 16,64.")] = "",
     rates: Annotated[str, typer.Option(help="Bits a second, such as 10e9.")] = "",
 ) -> Iterator[Row]:
-    """All models."""
+    """Run all models."""
     for name in choose(chosen_models, list(CLAIMS)):
         for row in figures(name, choose(nodes, NODES), choose(rates, RATES)):
             print(describe(row), flush=True)

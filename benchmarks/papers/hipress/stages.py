@@ -116,7 +116,7 @@ class How:
 
 
 def how(stage: str) -> How:
-    """That of one of `STAGES`."""
+    """How one of `STAGES` synchronizes."""
     if stage in ("bulk", "planned"):
         # Small tensors and vectors travel in one message, dense.
         return How(Plan(CODEC), chosen=(RankedCompressor(CODEC, FEW_ENCODES),) if stage == "planned" else ())
@@ -125,7 +125,7 @@ def how(stage: str) -> How:
 
 
 class Staged:
-    """A DDP module's gradients, synchronized as a stage does: a `gradwire.bench.methods.Connection`."""
+    """Synchronizes the gradients of a DDP module as a stage does: a `gradwire.bench.methods.ConnectedMethod`."""
 
     def __init__(self, how: How, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, rank: Rank) -> None:
         self.how, self._ddp = how, ddp
@@ -161,14 +161,14 @@ class Staged:
         return torch.futures.collect_all(futures).then(lambda _: buffer)
 
     def costs(self, steps: int) -> MethodCosts:
-        """See `Connection`."""
+        """See `ConnectedMethod`."""
         total, native = self.synchronizer.report().total, self.native_bytes
         return MethodCosts(
             total.sent_bytes + native, total.dense_bytes + native, total.encode_seconds, total.decode_seconds
         )
 
     def settle(self, step: Callable[[], object]) -> None:
-        """Fill the links' queues; then plan for them, if this is the stage that plans."""
+        """Fill the queues of the links. Then plan for them, if the stage plans."""
         step()
         if self.how.chosen:
             self.replan()
@@ -181,7 +181,7 @@ class Staged:
 
 
 def make_plan(staged: Staged, recording: Recording, rank: Rank) -> PlanTable:
-    """Rank 0's plan for the current links, given the times of the recorded backward pass."""
+    """Plan on rank 0 for the current links, with the times of the recorded backward pass."""
     costs = staged.survey.costs([method.spec for method in staged.how.chosen])
     first, specs = recording.buckets[0].ready_seconds, staged.synchronizer.tensors
     ready = {name: bucket.ready_seconds - first for bucket in recording.buckets for name in _inner(bucket.names)}
@@ -202,7 +202,7 @@ def _inner(names: Sequence[str]) -> list[str]:
 
 
 def _run(rank: Rank, index: int, recording: Recording, how: How) -> SegmentOutcome:
-    """One stage at each rate."""
+    """Run one stage at each rate."""
     segment: Segment = rank.job.segments[index]
     rank.set_rate(None)
     ddp = DistributedDataParallel(
@@ -230,7 +230,7 @@ def _run(rank: Rank, index: int, recording: Recording, how: How) -> SegmentOutco
 
 
 def runner(rank: Rank, how_of: Callable[[str], How] = how) -> RunSegment:
-    """Runs segments whose methods are stages, of which `how_of` knows what they do, or DDP's own."""
+    """Return a function that runs segments. A method is a stage, which `how_of` looks up, or one of DDP's own."""
     recordings = {size: record(rank, size) for size in sorted({s.bucket_mb for s in rank.job.segments})}
 
     def run(index: int) -> SegmentOutcome:

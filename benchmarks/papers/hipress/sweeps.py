@@ -33,7 +33,7 @@ Steps = dict[tuple[str, str], dict[str, float]]
 
 
 def by_method(rows: Sequence[Row]) -> Steps:
-    """Metrics by method and rate."""
+    """Values of each metric by method and rate."""
     found: Steps = {}
     for row in rows:
         found.setdefault((row["method"], row["rate"]), {})[row["metric"]] = row["value"]
@@ -41,24 +41,24 @@ def by_method(rows: Sequence[Row]) -> Steps:
 
 
 def rates_of(steps: Steps) -> list[str]:
-    """All rates, the lowest first."""
+    """All rates in ascending order."""
     return sorted({rate for _, rate in steps}, key=lambda rate: parse_rate(rate) or 0)
 
 
 def kept(steps: Steps, methods_: Sequence[str], rate: str) -> list[tuple[str, float, float]]:
-    """For each method: its option, speed-up over DDP fp32, and how much of the first one's speed-up is lost."""
+    """For each method: option, speed-up over DDP fp32, and the loss of speed-up relative to the first method."""
     speedups = [steps[method, rate]["speedup"] for method in methods_]
     names = [method.partition("=")[2] for method in methods_]
     return [(name, speedup, 1 - speedup / speedups[0]) for name, speedup in zip(names, speedups)]
 
 
 def run(rates: Rates = "", seconds: Seconds = 5.0) -> list[Row]:
-    """All methods at all rates."""
+    """Run all methods at all rates."""
     return replayed("text", METHODS, listed(rates, RATES), seconds)
 
 
 def replayed(workload: str, compared: Sequence[str], rates: Sequence[str], seconds: float) -> list[Row]:
-    """Figures of a replayed backward."""
+    """Figures of a replayed backward pass."""
     from gradwire.cli.bench import run_with_bars, show
 
     result = run_with_bars(
@@ -72,7 +72,7 @@ def replayed(workload: str, compared: Sequence[str], rates: Sequence[str], secon
 
 
 def table(rows: Sequence[Row]) -> str:
-    """What keeping more costs, the question of figure 12b."""
+    """Table of the cost of keeping more elements, as in figure 12b."""
     lines, steps = [], by_method(rows)
     for rate in rates_of(steps):
         for group in (RATIOS, WIDTHS):

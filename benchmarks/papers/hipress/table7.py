@@ -51,7 +51,7 @@ class Cell(NamedTuple):
 
 
 def cells() -> list[Cell]:
-    """Every entry, by the printed equations and by our planner's closed forms."""
+    """Every entry, computed from the printed equations and from the planner's closed forms."""
     found = []
     for topology, nodes, megabytes in PUBLISHED:
         printed = choose(hardware(KERNEL, MESSAGE), topology, megabytes * MB, nodes, slack=SLACK)
@@ -71,7 +71,7 @@ def hardware(kernel: float, message: float) -> Hardware:
 
 
 def planned(topology: Topology, nbytes: int, nodes: int) -> Choice:
-    """The best of our closed forms for one strategy; partitions are ranges of the whole gradient, as the paper's."""
+    """Best choice by the closed forms for a strategy. As in the paper, partitions are ranges of the whole gradient."""
     even = KERNEL * CODEC_RATE / 4  # elements up to which a kernel takes its least time
     coding = Curve(((1.0, KERNEL), (even, KERNEL), (2 * even, 2 * KERNEL)))
     codecs = {
@@ -89,7 +89,7 @@ def planned(topology: Topology, nbytes: int, nodes: int) -> Choice:
 
 
 def fits() -> list[tuple[int, int, float, float]]:
-    """How many decisions and partition counts of table 7 the equations reproduce, by kernel and message time."""
+    """Number of decisions and partition counts of table 7 that the equations reproduce, by kernel and message time."""
     found = []
     for kernel, message in itertools.product(
         (5e-6, 1e-5, 2e-5, 3e-5, 4e-5, 5e-5, 1e-4), (1e-6, 5e-6, 1e-5, 2e-5, 5e-5)
@@ -106,7 +106,7 @@ def fits() -> list[tuple[int, int, float, float]]:
 
 
 def figures(found: list[Cell]) -> Iterator[dict[str, Any]]:
-    """One line for each figure, with the paper's."""
+    """One line for each figure, with the paper's value."""
     for cell in found:
         compress, partitions = PUBLISHED[cell[1:4]]
         fixed = {
@@ -123,7 +123,7 @@ def figures(found: list[Cell]) -> Iterator[dict[str, Any]]:
 def run(
     fit: Annotated[bool, typer.Option("--fit", help="Print how well each pair of fixed times fits the table.")] = False,
 ) -> list[dict[str, Any]]:
-    """The table, or the fits."""
+    """Compute the table, or the fits."""
     if not fit:
         return list(figures(cells()))
     for decisions, both, kernel, message in fits():
@@ -133,7 +133,7 @@ def run(
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The table as the paper prints it, and ours."""
+    """The paper's table and ours, in the paper's layout."""
     lines = [
         f"{'':8}{'strategy':16}{'nodes':>6}  {'published':12}{'equations':12}{'planner':12}{'ms':>8}{'dense ms':>10}"
     ]

@@ -75,7 +75,7 @@ class WordText(Workload):
         )
 
     def validation(self) -> Samples:
-        """Equidistant windows of the held-out text."""
+        """Evenly spaced windows of the held-out text."""
         places = torch.linspace(0, len(self._held_out) - WINDOW - 1, _VALIDATION_WINDOWS).long()
         return _windows(self._held_out, places.unsqueeze(1))
 

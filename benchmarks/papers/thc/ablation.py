@@ -43,7 +43,7 @@ for where, rotated, plain in (
 
 
 def aggregator(cell: study.Cell, size: int) -> Aggregator:
-    """The aggregator of a cell."""
+    """Aggregator of a cell."""
     if cell.method == study.DENSE:
         return study.dense(cell, size)
     name, options, feedback = OPTIONS[cell.method]
@@ -53,7 +53,7 @@ def aggregator(cell: study.Cell, size: int) -> Aggregator:
 
 
 def table(rows: study.Rows) -> str:
-    """Differences from dense in points, in Markdown."""
+    """Markdown table of differences from dense, in percentage points."""
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     columns = [(task, metric) for task in tasks for metric in METRICS]
     lines = ["| | " + " | ".join(f"{task}: {METRICS[metric]}" for task, metric in columns) + " |"]
@@ -67,7 +67,7 @@ def table(rows: study.Rows) -> str:
 
 
 def plot(rows: study.Rows, folder: Path) -> None:
-    """Differences from dense of both tasks."""
+    """Plot differences from dense for both tasks."""
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     with figure(folder / "thc-ablation.svg", columns=len(tasks), size=(6 * len(tasks), 4.4)) as axes:
         for axis, task in zip(axes[0], tasks):
@@ -87,7 +87,7 @@ def run(
     *,
     done: Set[tuple[str, ...]],
 ) -> Iterator[dict[str, Any]]:
-    """All cells that are not done."""
+    """Run all cells that the record does not have."""
     tasks = {"sst2": SST2(sst2, EPOCHS["sst2"]), "cifar10": CIFAR10(cifar10, EPOCHS["cifar10"], samples)}
     cells = [
         study.Cell(task, method, RANKS, seed)

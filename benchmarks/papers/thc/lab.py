@@ -49,7 +49,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Asked:
-    """Options, see `run`."""
+    """Options; see `run`."""
 
     rates: list[str]
     methods: list[str]
@@ -62,7 +62,7 @@ class Asked:
 
 
 def server_process(folder: str, sessions: int) -> ServerProcess:
-    """The aggregator for `sessions` methods one after another."""
+    """Aggregator process for `sessions` consecutive methods."""
     report = str(Path(folder) / "server")
     command = processes.command("benchmarks.papers.thc.lab_ends", "serve", sessions, "{host}", RANKS, report)
     key = secrets.token_hex(32)  # of this run alone
@@ -78,7 +78,7 @@ def served(methods: Sequence[str]) -> int:
 
 
 def measure_rounds(asked: Asked) -> Iterator[Row]:
-    """Round times and bytes of each method at each rate."""
+    """Measure round times and bytes of each method at each rate."""
     segments = tuple(
         Segment(method, BUCKET_MB, timed_seconds=asked.seconds, rates=(rate,))
         for method in asked.methods
@@ -133,7 +133,7 @@ def round_figures(ranks: Sequence[Row], server_seconds: float | None, numel: int
 
 
 def measure_steps(asked: Asked) -> Iterator[Row]:
-    """Step times of a replayed backward."""
+    """Measure step times with a replayed backward pass."""
     options = TrainingOptions(
         workload=asked.workload, methods=tuple(asked.methods), ranks=RANKS, rates=tuple(asked.rates), steps=0,
         timed_seconds=asked.seconds, buckets_mb=(BUCKET_MB,), lab=not asked.loopback,
@@ -151,7 +151,7 @@ def measure_steps(asked: Asked) -> Iterator[Row]:
 
 
 def measure_learning(asked: Asked) -> Iterator[Row]:
-    """Accuracy along a training."""
+    """Measure accuracy during a training."""
     options = TrainingOptions(
         workload=asked.workload, methods=tuple(asked.methods), ranks=RANKS, rates=(None,), steps=asked.steps,
         validate_every=asked.every, timed_seconds=0.1, buckets_mb=(BUCKET_MB,), lab=False,
@@ -176,13 +176,13 @@ def find(rows: Sequence[Row], metric: str, method: str, rate: str = "none") -> l
 
 
 def steps_to(rows: Sequence[Row], method: str, goal: float) -> int | None:
-    """The first validated step with this accuracy, or None."""
+    """First validated step with at least this accuracy, or None."""
     reached = (int(row["step"]) for row in find(rows, "validation_accuracy", method) if row["value"] >= goal)
     return min(reached, default=None)
 
 
 def table_of(rows: Sequence[Row], rate: str) -> str:
-    """One rate's figures, in Markdown."""
+    """Markdown table of the figures at one rate."""
     lines = [
         "| method | round, ms | worker | server | wire | there, B | back, B | step, ms | steps to goal | s to goal |",
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -211,7 +211,7 @@ def _place(method: str) -> int:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The figures of each rate."""
+    """Tables of the figures at each rate."""
     rates = sorted({row["rate"] for row in rows} - {"none"})
     return "\n\n".join(f"{rate}\n{table_of(rows, rate)}" for rate in rates)
 
@@ -227,7 +227,7 @@ def run(
     deadline: Annotated[float, typer.Option(help="Seconds after which a part fails.")] = 1200.0,
     loopback: Annotated[bool, typer.Option("--loopback", help="Without the lab: to see that it runs.")] = False,
 ) -> Iterator[Row]:
-    """All parts."""
+    """Run all parts."""
     asked = Asked(
         listed(rates, RATES), listed(methods, METHODS), workload, seconds, steps, every, deadline, loopback
     )  # fmt: skip

@@ -34,7 +34,7 @@ BUCKET_MB = 25.0
 
 
 def rounds(rank: Rank) -> RunSegment:
-    """Run segments as rounds."""
+    """Return a function that runs segments as rounds."""
     recording = at_once(record(rank, BUCKET_MB))
     return lambda index: run(rank, index, recording)
 
@@ -46,7 +46,7 @@ def at_once(recording: Recording) -> Recording:
 
 
 def run(rank: Rank, index: int, recording: Recording) -> SegmentOutcome:
-    """Rounds of one method at one rate. Times are sent as the phase of a progress message."""
+    """Run rounds of one method at one rate. Times are sent as the phase of a progress message."""
     segment = rank.job.segments[index]
     (rate,) = segment.rates
     replay = Replay.begin(rank, segment, recording)
@@ -72,7 +72,7 @@ def run(rank: Rank, index: int, recording: Recording) -> SegmentOutcome:
 
 @contextmanager
 def listening(replay: Replay) -> Iterator[dict[str, float]]:
-    """Sum up codec times: of the worker, and of merges if this rank acts as a server."""
+    """Add up codec times of the worker, and of merges if this rank acts as a server."""
     spent = {"worker": 0.0, "server": 0.0}
 
     def note(event: Event) -> None:
@@ -89,7 +89,7 @@ def listening(replay: Replay) -> Iterator[dict[str, float]]:
 
 
 def serve(sessions: int, host: str, workers: int, report: str) -> None:
-    """Aggregate for one method after another. The report has one line of processor seconds for each."""
+    """Aggregate for each method in turn. The report has one line of processor seconds for each method."""
     from gradwire.aggregator.process import AggregationOptions, AggregationServer
 
     for accumulator in (np.zeros(1024, np.uint8), np.zeros(1024, np.uint16)):  # compiled before anybody waits

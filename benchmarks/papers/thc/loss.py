@@ -57,7 +57,7 @@ def faults(cell: study.Cell) -> tuple[Faults, LeftOut]:
 
 
 def aggregator(cell: study.Cell, size: int) -> Aggregator:
-    """The aggregator of a cell."""
+    """Aggregator of a cell."""
     if cell.method == study.DENSE:
         return study.dense(cell, size)
     on_the_way, left_out = faults(cell)
@@ -71,7 +71,7 @@ def sync(cell: study.Cell) -> EpochSync | None:
 
 
 def table(rows: study.Rows) -> str:
-    """Accuracies, differences from dense in points, and how far replicas are apart, in Markdown."""
+    """Markdown table of accuracies, differences from dense in percentage points, and distances between replicas."""
     lines = ["| | training, % | difference | test, % | difference | replicas apart, % |", "|---|---|---|---|---|---|"]
     for method in (study.DENSE, *METHODS):
         cells = []
@@ -84,7 +84,7 @@ def table(rows: study.Rows) -> str:
 
 
 def plot(rows: study.Rows, folder: Path) -> None:
-    """Differences from dense: of THC, under packet loss, then with stragglers."""
+    """Plot differences from dense: THC alone, under packet loss, and with stragglers."""
     groups = (("#444444", (THC,)), ("#c1440e", LOSSY), ("#2f6db5", LATE))
     with figure(folder / "thc-loss.svg", columns=2, size=(12, 4.4)) as axes:
         for axis, (metric, title) in zip(axes[0], METRICS.items()):
@@ -106,7 +106,7 @@ def run(
     *,
     done: Set[tuple[str, ...]],
 ) -> Iterator[dict[str, Any]]:
-    """All cells that are not done."""
+    """Run all cells that the record does not have."""
     task = CIFAR10(data, epochs, samples)
     cells = [
         study.Cell(task.name, method, RANKS, seed) for seed in range(seeds) for method in (study.DENSE, *METHODS)

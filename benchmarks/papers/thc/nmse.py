@@ -86,7 +86,7 @@ def there_and_back(codec: Compressor, grads: Sequence[torch.Tensor], step: int) 
 
 
 def predicted(table: thc_tables.Table, num_ranks: int) -> float:
-    """The error of a mean of copies whose coordinates are normal."""
+    """Predicted error of the mean of identical gradients with normal coordinates."""
     t = table.threshold
     density = math.exp(-t * t / 2) / math.sqrt(2 * math.pi)
     clamped = (1 + t * t) * table.p - 2 * t * density
@@ -94,7 +94,7 @@ def predicted(table: thc_tables.Table, num_ranks: int) -> float:
 
 
 def granularity_figures(repeats: int) -> Iterator[Figure]:
-    """Figure 15."""
+    """Compute figure 15."""
     grads = [gradient(SIZE, repeat) for repeat in range(repeats)]
     for bits, granularities in GRANULARITIES.items():
         for granularity in granularities:
@@ -109,7 +109,7 @@ def granularity_figures(repeats: int) -> Iterator[Figure]:
 
 
 def compared_figures(repeats: int) -> Iterator[Figure]:
-    """Figure 2b."""
+    """Compute figure 2b."""
     grads = [gradient(COMPARED_SIZE, repeat) for repeat in range(repeats)]
     for spec in COMPARED:
         codec = compressor_of(spec)
@@ -137,7 +137,7 @@ def curves(figures: Sequence[Figure]) -> dict[tuple[int, str], list[tuple[int, f
 
 
 def table(rows: Sequence[Figure]) -> str:
-    """What was found, in a few lines."""
+    """Summary of the results in a few lines."""
     lines = ["NMSE of the mean of 10 copies, p = 1/1024, by granularity (predicted)"]
     known = curves(rows)
     for bits in GRANULARITIES:
@@ -151,7 +151,7 @@ def table(rows: Sequence[Figure]) -> str:
 
 
 def plot(rows: Sequence[Figure], folder: Path) -> None:
-    """Both figures, as in the paper."""
+    """Plot both figures as in the paper."""
     with figure(folder / "thc-nmse.svg", columns=2, size=(11, 4.2)) as axes:
         left, right = axes[0]
         for (bits, source), points in curves(rows).items():
@@ -170,6 +170,6 @@ def plot(rows: Sequence[Figure], folder: Path) -> None:
 
 
 def run(repeats: Annotated[int, typer.Option(help="Gradients of figure 15.")] = REPEATS) -> Iterator[Figure]:
-    """Both figures."""
+    """Compute both figures."""
     yield from granularity_figures(repeats)
     yield from compared_figures(min(repeats, COMPARED_REPEATS))

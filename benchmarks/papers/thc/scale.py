@@ -65,7 +65,7 @@ def ratio_for(size: int, bits: float) -> float:
 
 
 def aggregator(cell: study.Cell, size: int) -> Aggregator:
-    """The aggregator of a cell."""
+    """Aggregator of a cell."""
     paper = IntegerSums(homomorphic(granularity=36), cell.ranks, size, cell.seed)
     if cell.method == CHOSEN:
         return IntegerSums(homomorphic(), cell.ranks, size, cell.seed)
@@ -78,7 +78,7 @@ def aggregator(cell: study.Cell, size: int) -> Aggregator:
 
 
 class Errors(Dense):
-    """Trains densely, and measures the error of every few means with all methods, without feedback.
+    """Trains without compression, and measures the errors of all methods, without feedback, at regular steps.
 
     Attributes:
         nmse: Errors by method.
@@ -106,7 +106,7 @@ class Errors(Dense):
 
 
 def errors(cell: study.Cell, task: Task) -> Iterator[dict[str, Any]]:
-    """The errors of means along a dense training; a cell of its own."""
+    """Cell that measures the errors of means during a dense training."""
     watched = Errors(cell)
     steps = len(train(task, watched, cell.seed).losses)
     fixed = {**dataclasses.asdict(cell), "steps": steps, "size": task.size, "source": "measured", "unit": "ratio"}
@@ -116,7 +116,7 @@ def errors(cell: study.Cell, task: Task) -> Iterator[dict[str, Any]]:
 
 
 def table(rows: study.Rows) -> str:
-    """Differences from dense in points, and errors of means, of each task, in Markdown."""
+    """Markdown tables of differences from dense in percentage points and of errors of means, for each task."""
     return "\n\n".join(_table(rows, task) for task in TASKS)
 
 
@@ -138,7 +138,7 @@ def _table(rows: study.Rows, task: str) -> str:
 
 
 def plot(rows: study.Rows, folder: Path) -> None:
-    """Differences from dense against workers, a row of plots a task."""
+    """Plot differences from dense against the number of workers, with one row of plots for each task."""
     with figure(folder / "thc-scale.svg", len(TASKS), 2, (11, 4 * len(TASKS)), sharex=True) as axes:
         for line, task in zip(axes, TASKS):
             for axis, (metric, title) in zip(line, METRICS.items()):
@@ -162,7 +162,7 @@ def run(
     *,
     done: Set[tuple[str, ...]],
 ) -> Iterator[dict[str, Any]]:
-    """All cells that are not done."""
+    """Run all cells that the record does not have."""
     tasks = {task.name: task for task in (SST2(data, epochs, each) for each in (True, False))}
     cells = [
         study.Cell(task, method, ranks, seed)

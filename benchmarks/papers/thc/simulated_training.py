@@ -35,13 +35,13 @@ class Replica:
         self.size = sum(parameter.numel() for parameter in self.parameters)
 
     def gradient(self, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, float]:
-        """The flat gradient of a batch, and its loss."""
+        """Flat gradient of a batch, and its loss."""
         loss = nn.functional.cross_entropy(self.model(inputs), targets)
         grads = torch.autograd.grad(loss, self.parameters)
         return torch.cat([grad.reshape(-1) for grad in grads]), float(loss.detach())
 
     def apply(self, mean: torch.Tensor, rate: float) -> None:
-        """One step of the optimizer, at a learning rate."""
+        """Take one optimizer step with this learning rate."""
         pieces = mean.split([parameter.numel() for parameter in self.parameters])
         for parameter, piece in zip(self.parameters, pieces):
             parameter.grad = piece.view_as(parameter)
@@ -54,14 +54,14 @@ class Replica:
         return nn.utils.parameters_to_vector(self.parameters).detach()
 
     def copy(self, other: Replica) -> None:
-        """Take the parameters of another."""
+        """Copy the parameters of another replica."""
         with torch.no_grad():
             for own, theirs in zip(self.parameters, other.parameters):
                 own.copy_(theirs)
 
 
 class EpochSync:
-    """After every epoch, workers that lost packets of sums copy the parameters of the worker that lost least."""
+    """After every epoch, workers that lost packets of sums copy the parameters of the worker that lost the fewest."""
 
     def __call__(self, replicas: Sequence[Replica], lost: np.ndarray) -> None:
         """Copy parameters, and reset the counts."""
@@ -98,7 +98,7 @@ class Task(ABC):
 
     @abstractmethod
     def rate(self, progress: float, num_workers: int) -> float:
-        """The learning rate, after a fraction of the steps."""
+        """Learning rate after this fraction of the steps."""
 
     @abstractmethod
     def batch(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,7 +106,7 @@ class Task(ABC):
 
     @abstractmethod
     def right(self, model: nn.Module, split: str, part: int, num_parts: int) -> tuple[int, int]:
-        """How many samples of every `num_parts`-th of "train" or "test" are classified rightly, and of how many."""
+        """Numbers of correct and of all predictions for every `num_parts`-th sample of "train" or "test"."""
 
 
 class Outcome(NamedTuple):
@@ -124,7 +124,7 @@ class Outcome(NamedTuple):
 
 
 def train(task: Task, aggregator: Aggregator, seed: int, sync: EpochSync | None = None) -> Outcome:
-    """One training. The initial model and the order of samples depend only on the seed."""
+    """Train once. The initial model and the order of samples depend only on the seed."""
     num_workers = aggregator.num_workers
     replicas = []
     for _ in range(num_workers if aggregator.diverges else 1):

@@ -58,7 +58,7 @@ class Reliable:
     diverges = False
 
     def draw(self, step: int, num_workers: int, num_packets: int) -> Delivery:
-        """The packets of a step."""
+        """Draw the packets that arrive in a step."""
         everything = np.ones((num_workers, num_packets), bool)
         return Delivery(everything, everything)
 
@@ -77,14 +77,14 @@ class PacketLoss:
     diverges = True
 
     def draw(self, step: int, num_workers: int, num_packets: int) -> Delivery:
-        """The packets of a step."""
+        """Draw the packets that arrive in a step."""
         there, back = np.random.default_rng([self.seed, step]).random((2, num_workers, num_packets)) >= self.rate
         return Delivery(there, back)
 
 
 @dataclass(frozen=True)
 class Stragglers:
-    """The aggregator replies without a few workers, others in each step. They receive the sum like all others.
+    """The aggregator does not wait for a few workers, which change with each step. They still receive the sum.
 
     Args:
         count: Number of stragglers.
@@ -96,7 +96,7 @@ class Stragglers:
     diverges = False
 
     def draw(self, step: int, num_workers: int, num_packets: int) -> Delivery:
-        """The packets of a step."""
+        """Draw the packets that arrive in a step."""
         there = np.ones((num_workers, num_packets), bool)
         there[np.random.default_rng([self.seed, step]).permutation(num_workers)[: self.count]] = False
         return Delivery(there, np.ones_like(there))
@@ -146,13 +146,13 @@ class Encoder:
         self.residuals, self.key = Residuals(), ResidualKey(NAME, ElementRange(0, size), role)
 
     def context(self, step: int) -> Context:
-        """The context of the encode in a step."""
+        """Context of the encode in a step."""
         return Context(
             NAME, step, self.rank, self.num_workers, self.seed, stage=self.stage, spec=self.spec
         )  # fmt: skip
 
     def stats(self, grad: torch.Tensor, step: int) -> list[Stat]:
-        """What must be reduced over workers first; `encode` follows."""
+        """Statistics to reduce over workers. `encode` follows."""
         return self.policy.stats(self._input(grad, step))
 
     def encode(self, grad: torch.Tensor, step: int, stats: Sequence[np.ndarray] = ()) -> Payload:
@@ -165,7 +165,7 @@ class Encoder:
         return EncodeInput(self.codec, grad, self.context(step), self.residuals, self.key, self.scale)
 
     def take_back(self, values: np.ndarray) -> None:
-        """Keep values that a payload carried but no sum holds."""
+        """Keep values that were sent but are in no sum."""
         self.residuals.add(self.key, values)
 
 
@@ -191,7 +191,7 @@ class Aggregator(ABC):
 
     @abstractmethod
     def means(self, grads: Sequence[torch.Tensor], step: int) -> list[torch.Tensor]:
-        """What each worker receives; the same tensor for all where they receive the same."""
+        """Mean that each worker receives. Workers that receive the same mean share one tensor."""
 
 
 class Dense(Aggregator):
@@ -203,7 +203,7 @@ class Dense(Aggregator):
 
 
 class Reencoded(Aggregator):
-    """Payloads are decoded and added, and the mean is encoded again for the way back: for all other methods.
+    """Payloads are decoded and added, and the mean is encoded again for the way back. For methods without integer sums.
 
     Args:
         there: Codec of gradients.
@@ -281,7 +281,7 @@ class IntegerSums(Aggregator):
         return [_REDUCE[entry[0].reduction].reduce([stat.values for stat in entry]) for entry in each]
 
     def _sum(self, payloads: Sequence[Payload], there: np.ndarray, step: int) -> np.ndarray:
-        """Of the packets that arrived."""
+        """Sum of the packets that arrived."""
         ctx = self.workers[0].context(step)
         accumulator = np.zeros(
             self.codec.accumulator_size(self.workers[0].spec), self.codec.accumulator_dtype(self.num_workers)
@@ -296,7 +296,7 @@ class IntegerSums(Aggregator):
         return accumulator[:-1]
 
     def _divide(self, mean: np.ndarray, counts: np.ndarray) -> None:
-        """What was decoded is a sum of gradients over n."""
+        """Correct the divisor of a decoded sum, whose gradients are scaled by 1/n."""
         if self.left_out.divisor == "counted":
             for packet in np.flatnonzero((counts > 0) & (counts < self.num_workers)):
                 mean[self._elements(packet)] *= np.float32(self.num_workers / counts[packet])
@@ -312,7 +312,7 @@ class IntegerSums(Aggregator):
                 worker.take_back(values)
 
     def _received(self, mean: torch.Tensor, arrived: np.ndarray) -> torch.Tensor:
-        """With zeros for what is lost: gradients of zero, which an integer of zero is not."""
+        """Replace lost packets by gradients of zero. (An integer of zero does not stand for a gradient of zero.)"""
         if arrived.all():
             return mean
         mean = mean.clone()

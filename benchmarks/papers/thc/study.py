@@ -33,14 +33,14 @@ AggregatorOf = Callable[[Cell, int], Aggregator]
 
 
 def dense(cell: Cell, size: int) -> Aggregator:
-    """That of the baseline."""
+    """The cell of the baseline."""
     return Dense(cell.ranks)
 
 
 def measure(
     cell: Cell, task: Task, aggregator_of: AggregatorOf, sync: EpochSync | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Train one cell; its figures."""
+    """Train one cell and return its figures."""
     aggregator = aggregator_of(cell, task.size)
     found = train(task, aggregator, cell.seed, sync)
     last = found.losses[-len(found.losses) // task.num_epochs :]
@@ -56,7 +56,7 @@ def measure(
 def run(
     cells: Iterable[Cell], figures_of: Callable[[Cell], Iterable[Row]], done: Set[tuple[str, ...]]
 ) -> Iterator[Row]:
-    """Train the cells that are not done."""
+    """Train the cells that the record does not have."""
     for cell in cells:
         if key_of(asdict(cell), KEY) not in done:
             figures = list(figures_of(cell))
@@ -66,24 +66,24 @@ def run(
 
 
 def by_seed(rows: Rows, task: str, method: str, ranks: int, metric: str) -> dict[int, float]:
-    """A metric of one method, by seed."""
+    """Values of a metric for one method, by seed."""
     wanted = {"task": task, "method": method, "ranks": ranks, "metric": metric}
     return {row["seed"]: row["value"] for row in rows if all(row[key] == value for key, value in wanted.items())}
 
 
 def difference(rows: Rows, task: str, method: str, ranks: int, metric: str) -> tuple[float, float]:
-    """Points of accuracy above dense, of pairs with the same seed: mean and half of the interval."""
+    """Accuracy above dense in percentage points, over pairs with the same seed: mean and half of the interval."""
     own, base = (by_seed(rows, task, each, ranks, metric) for each in (method, DENSE))
     return interval([100 * (own[seed] - base[seed]) for seed in own if seed in base])
 
 
 def plus_minus(found: tuple[float, float]) -> str:
-    """A difference in a table."""
+    """Format a difference for a table."""
     return f"{found[0]:+.2f} ± {found[1]:.2f}"
 
 
 def mean_of(rows: Rows, task: str, method: str, ranks: int, metric: str) -> float:
-    """The mean of a metric over seeds."""
+    """Mean of a metric over seeds."""
     return interval(list(by_seed(rows, task, method, ranks, metric).values()))[0]
 
 
@@ -98,7 +98,7 @@ def plot_differences(
 
 
 def finish(axis: Any) -> None:
-    """What such axes have in common: dense at zero, and the first method on top."""
+    """Apply the common style of axes: a line for dense at zero, and the first method on top."""
     axis.axvline(0, color="black", linewidth=0.8)
     axis.invert_yaxis()
     axis.grid(axis="y", linewidth=0.3)

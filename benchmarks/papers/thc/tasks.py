@@ -75,7 +75,7 @@ class SST2(Task):
         return Replica(model, torch.optim.AdamW(each for each in model.parameters() if each.requires_grad))
 
     def rate(self, progress: float, num_workers: int) -> float:
-        """Rises over a tenth of the steps, then falls to zero; by the root of the workers, as is usual for Adam."""
+        """Warm-up over a tenth of the steps, then decay to zero. As usual for Adam, it scales with √num_workers."""
         return 1e-3 * (num_workers / 4) ** 0.5 * min(10 * progress, (1 - progress) / 0.9)
 
     def batch(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,7 +91,7 @@ class SST2(Task):
 
 
 class Net(nn.Sequential):
-    """66 thousand parameters."""
+    """Convolutional net with 66 thousand parameters."""
 
     def __init__(self) -> None:
         layers: list[nn.Module] = []
@@ -127,7 +127,7 @@ class CIFAR10(Task):
         return Replica(model, torch.optim.SGD(model.parameters(), momentum=0.9, weight_decay=5e-4))
 
     def rate(self, progress: float, num_workers: int) -> float:
-        """Rises over a tenth of the steps, then falls to zero."""
+        """Warm-up over a tenth of the steps, then decay to zero."""
         return 0.05 * min(10 * progress, (1 - progress) / 0.9)
 
     def batch(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -34,7 +34,7 @@ FIRST = 20  # residuals have grown by then
 
 
 def quartic_bytes(sparsity: float, steps: int, data: Path) -> Iterator[tuple[np.ndarray, int]]:
-    """The quartic bytes of each step's gradients, one tensor after another, and how many elements they are of."""
+    """Quartic bytes of the gradients of each step, concatenated, and the number of elements."""
     torch.manual_seed(0)
     train, generator = load(data, "train"), torch.Generator().manual_seed(0)
     model = ResNet()
@@ -59,7 +59,7 @@ def quartic_bytes(sparsity: float, steps: int, data: Path) -> Iterator[tuple[np.
 
 
 def bits_a_step(sparsity: float, steps: int, data: Path) -> tuple[dict[str, list[float]], np.ndarray]:
-    """Bits per element by stage and step, and the bytes of the last step."""
+    """Bits per element by stage and step, and the quartic bytes of the last step."""
     found: dict[str, list[float]] = {"quartic": [], "zero runs": [], "prefix code": [], "last step's prefix code": []}
     before: PrefixCode | None = None
     quartic = np.empty(0, np.uint8)
@@ -77,12 +77,12 @@ def bits_a_step(sparsity: float, steps: int, data: Path) -> tuple[dict[str, list
 
 
 def coded_bits(code: PrefixCode, counts: np.ndarray) -> float:
-    """What bytes that occur so often take in a code."""
+    """Bits that bytes with these counts take in a code."""
     return float((counts * (code.words[:256] >> np.uint32(24))).sum())
 
 
 def speeds(quartic: np.ndarray) -> dict[str, float]:
-    """Gigabytes a second of float32 that one core codes and decodes, by stage; a chunk at a time."""
+    """Gigabytes of float32 per second that one core encodes and decodes, by stage, one chunk at a time."""
     chunk = np.resize(quartic, CHUNK)
     code = PrefixCode.of(np.bincount(chunk, minlength=256))
     symbols, lengths = chunk.astype(np.uint16), np.empty(STREAMS, np.int64)
@@ -109,7 +109,7 @@ def speeds(quartic: np.ndarray) -> dict[str, float]:
 
 
 def rate(call: Callable[[], object]) -> float:
-    """Gigabytes a second of the float32 that a chunk of quartic bytes stands for; the best of some rounds."""
+    """Gigabytes of float32 per second for a chunk of quartic bytes. The best of several rounds."""
     best = float("inf")
     for _ in range(20):
         begun = time.perf_counter()
@@ -120,7 +120,7 @@ def rate(call: Callable[[], object]) -> float:
 
 
 def run(data: Cifar10, steps: Annotated[int, typer.Option(help="Training steps.")] = 120) -> Iterator[dict[str, Any]]:
-    """All figures."""
+    """Compute all figures."""
     for sparsity in (1.0, 1.5, 1.75, 1.9):
         found, quartic = bits_a_step(sparsity, steps, data)
         fixed = {"rate": "none", "ranks": 1, "dtype": "float32", "size": 5 * quartic.size}

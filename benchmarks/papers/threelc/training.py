@@ -50,12 +50,12 @@ class Design:
     """One way to exchange state changes.
 
     Attributes:
-        label: the paper's name.
-        compressor: of gradients and updates.
-        main: whether it is part of figures 4 to 6.
-        paper: speed-ups at 10 and 100 Mb/s and 1 Gb/s, and the difference in accuracy, in points, in table 1.
-        feedback: whether residuals are kept; None leaves it to the compressor.
-        local_steps: steps that are exchanged together.
+        label: Name in the paper.
+        compressor: Compressor of gradients and updates.
+        main: Whether it is part of figures 4 to 6.
+        paper: Speed-ups at 10 and 100 Mb/s and 1 Gb/s, and the difference in accuracy, in points, in table 1.
+        feedback: Whether residuals are kept. None leaves it to the compressor.
+        local_steps: Number of steps that are exchanged together.
     """
 
     label: str
@@ -84,12 +84,12 @@ DESIGNS = (
 
 @dataclass(frozen=True)
 class Run:
-    """What the workers of one training saw.
+    """Results of one training.
 
     Attributes:
-        workers: what each wrote down.
-        parameters: of the model.
-        local_steps: steps that are exchanged together.
+        workers: What each worker recorded.
+        parameters: Number of parameters of the model.
+        local_steps: Number of steps that are exchanged together.
     """
 
     workers: list[dict[str, Any]]
@@ -98,7 +98,7 @@ class Run:
 
     @property
     def step(self) -> float:
-        """Median seconds per step, or of means over steps that go together."""
+        """Median seconds per step. Steps that are exchanged together count by their mean."""
         together = range(FIRST, len(self.workers[0]["seconds"]) - self.local_steps + 1, self.local_steps)
         return statistics.median(
             statistics.fmean(worker["seconds"][at : at + self.local_steps])
@@ -107,12 +107,12 @@ class Run:
         )
 
     def bits(self, way: str) -> list[float]:
-        """Bits a parameter and step, pushed or pulled, on average over workers."""
+        """Bits per parameter and step, pushed or pulled, averaged over workers."""
         steps = zip(*(worker[way] for worker in self.workers))
         return [8 * statistics.fmean(sent) / self.parameters for sent in steps]
 
     def ideal(self, rate_bits: float) -> float:
-        """The larger of the step without communication and the bytes at the server over its link's rate."""
+        """Ideal step: the larger of the step without communication and the server's bytes over the rate of its link."""
         compute = statistics.median(worker["compute"] for worker in self.workers)
         ways = (statistics.fmean(self.bits(way)[FIRST:]) for way in ("pushed", "pulled"))
         return max(compute, *(WORKERS * bits * self.parameters / rate_bits for bits in ways))
@@ -120,14 +120,14 @@ class Run:
 
 @dataclass(frozen=True)
 class Size:
-    """The model: blocks of a stage, and channels of the first one."""
+    """Size of the model: blocks per stage, and channels of the first stage."""
 
     blocks: int = 1
     width: int = 32
 
     @property
     def parameters(self) -> int:
-        """Number of them."""
+        """Number of parameters."""
         return sum(parameter.numel() for parameter in ResNet(self.blocks, self.width).parameters())
 
 
@@ -136,7 +136,7 @@ Training = tuple[Design, str, int, float | str]
 
 
 def train(lab: Lab, design: Design, data: Path, size: Size, *, steps: int, seed: int, test: bool) -> Run:
-    """One training in the lab: host 0 serves, the others work."""
+    """Train once in the lab. Host 0 is the server, the others are workers."""
     with tempfile.TemporaryDirectory(prefix="gradwire-threelc-") as folder:
         server = lab.addresses[0]
         job = {
@@ -172,7 +172,7 @@ def run(
     *,
     done: Set[tuple[str, ...]],
 ) -> Iterator[Row]:
-    """All trainings that are not done, one after the other."""
+    """Run all trainings that the record does not have, one after another."""
     load(data, "train")  # decoded once, before all workers would
     labels = choose(designs, [design.label for design in DESIGNS])
     chosen, kinds = [design for design in DESIGNS if design.label in labels], choose(parts, ("learn", "hurry"))
@@ -195,7 +195,7 @@ def run(
 
 
 def learn(designs: Sequence[Design], seeds: int, shares: bool) -> Iterator[Training]:
-    """Whole trainings, then shorter ones of the first seed."""
+    """Run whole trainings, then shorter ones with the first seed."""
     for seed in range(seeds):
         yield from ((design, FULL_RATE, seed, 1.0) for design in designs)
     for share in (0.25, 0.5, 0.75) if shares else ():
@@ -203,18 +203,18 @@ def learn(designs: Sequence[Design], seeds: int, shares: bool) -> Iterator[Train
 
 
 def hurry(designs: Sequence[Design]) -> Iterator[Training]:
-    """Short trainings."""
+    """Run short trainings, for step times."""
     for rate in SHORT_STEPS:
         yield from ((design, rate, 0, "") for design in designs)
 
 
 def few(design: Design, rate: str, steps: int) -> int:
-    """Steps to time: of 3LC all, because zero runs shrink and grow as training goes on."""
+    """Number of steps to time. For 3LC all steps, because its zero runs change during the training."""
     return steps if "threelc" in design.compressor else SHORT_STEPS[rate]
 
 
 def figures(design: Design, run: Run, rate: str, seed: int, share: float | str) -> Iterator[dict[str, Any]]:
-    """What one training comes to."""
+    """Figures of one training."""
     fixed = {
         "method": design.label, "rate": rate, "ranks": WORKERS, "size": run.parameters, "dtype": "float32",
         "seed": seed, "source": "measured", "share": share, "steps": len(run.workers[0]["seconds"]),
@@ -240,13 +240,13 @@ def figures(design: Design, run: Run, rate: str, seed: int, share: float | str) 
 
 
 def values(rows: Sequence[Row], label: str, metric: str, rate: str, share: float | None = None) -> list[float]:
-    """A metric of a design, by seed: of its short runs, or of those with a share of the steps."""
+    """Values of a metric for a design, by seed: of short runs, or of runs with a share of the steps."""
     wanted = {"method": label, "metric": metric, "rate": rate, "share": share}
     return [row["value"] for row in rows if all(row[key] == value for key, value in wanted.items())]
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Tables 1 and 2 as one, in Markdown; the paper's speed-ups in brackets."""
+    """Markdown table that combines tables 1 and 2. The paper's speed-ups are in brackets."""
     rates = ("10mbit", "100mbit", FULL_RATE)
     lines = [
         "| design | × at 10 Mb/s | × at 100 Mb/s | × at 1 Gb/s | ÷ ideal | accuracy, % | difference | bits |",
@@ -278,7 +278,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def plot(rows: Sequence[Row], folder: Path) -> None:
-    """Accuracy against time at each rate, loss over steps, and bits over steps."""
+    """Plot accuracy by time at each rate, and loss and bits by step."""
     colors = [f"C{index}" for index in range(10)] + ["#1f2933", "#9aa5b1"]
     with figure(folder / "accuracy-and-time.svg", columns=3, size=(15, 4.4), sharey=True) as axes:
         for axis, rate in zip(axes[0], ("10mbit", "100mbit", FULL_RATE)):

@@ -1,4 +1,4 @@
-"""One worker of `benchmarks.papers.threelc.training`, on one host of the lab: trains, and writes down what it saw."""
+"""A worker of `benchmarks.papers.threelc.training` on a host of the lab: trains and records losses, times and bytes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ LR, MOMENTUM, DECAY = 0.025, 0.9, 1e-4
 
 
 def learning_rate(step: int, steps: int, workers: int) -> float:
-    """Cosine decay without restarts from 0.025 to 0.001 a worker, after a warm-up of a twentieth of the steps."""
+    """Cosine decay without restarts from 0.025 to 0.001 per worker, after a warm-up of a twentieth of the steps."""
     warm = min(1.0, (step + 1) / max(1, steps / 20))
     decayed = 0.001 + (LR - 0.001) * (1 + math.cos(math.pi * step / steps)) / 2
     return workers * decayed * warm
 
 
 def work(path: str, worker: int) -> None:
-    """Train as the JSON file of a job says."""
+    """Run the job that a JSON file describes."""
     job = json.loads(Path(path).read_text())
     workers, steps = job["workers"], job["steps"]
     torch.set_num_threads(1)
@@ -72,7 +72,7 @@ def work(path: str, worker: int) -> None:
 def _compute_seconds(
     model: torch.nn.Module, train: tuple[torch.Tensor, torch.Tensor], generator: torch.Generator
 ) -> float:
-    """The median step without communication, while the other workers do the same; leaves the model as it was."""
+    """Median step without communication, while the other workers do the same. Does not change the model."""
     found, buffers = [], {name: buffer.clone() for name, buffer in model.named_buffers()}
     for _ in range(12):
         begun = time.monotonic()
