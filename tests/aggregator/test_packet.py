@@ -10,7 +10,7 @@ from gradwire.aggregator.server import EVERYONE, AggregatorStateMachine
 from gradwire.aggregator.worker import WorkerStateMachine
 from gradwire.core.errors import FrameError
 from gradwire.wire.frame import FrameFlags
-from tests.fuzz.aggregation import EPOCH, config, from_server, from_workers, payload
+from tests.fuzz.aggregation import CONFIG, EPOCH, from_server, from_workers, payload
 
 
 def test_layout():
@@ -39,7 +39,7 @@ def test_no_flipped_bit_of_a_recorded_exchange_passes():
 
 
 def test_a_contribution_that_does_not_fit_the_configuration_changes_nothing():
-    end = AggregatorStateMachine(config(), EPOCH)
+    end = AggregatorStateMachine(CONFIG, EPOCH)
     wrong = {
         "a stream below 2, got 2": pack(PacketKind.DATA, PacketKey(3, 2, 0), 0, EPOCH, b""),
         "a packet below 2, got 2": pack(PacketKind.DATA, PacketKey(3, 0, 2), 0, EPOCH, b""),
@@ -60,7 +60,7 @@ def test_a_contribution_that_does_not_fit_the_configuration_changes_nothing():
 
 
 def test_a_lost_reply_is_answered_with_the_same_bytes():
-    end = AggregatorStateMachine(config(), EPOCH)
+    end = AggregatorStateMachine(CONFIG, EPOCH)
     packets = [pack(PacketKind.DATA, PacketKey(3, 1, 0), worker, EPOCH, payload(1)) for worker in range(2)]
     assert end.receive(packets[0], 0.0) == []
     ((to, result),) = end.receive(packets[1], 0.0)
@@ -73,7 +73,7 @@ def test_a_lost_reply_is_answered_with_the_same_bytes():
 
 
 def test_a_contribution_is_sent_again_with_the_same_bytes():
-    worker = WorkerStateMachine(config(), 1)
+    worker = WorkerStateMachine(CONFIG, 1)
     worker.submit(3, 1, payload(1), np.empty(3, np.float32), FrameFlags.USED, 100.0)
     assert list(worker.poll(0.0)) == []  # nobody has answered yet
     assert list(worker.joined(EPOCH, 0.0)) == []
@@ -83,7 +83,7 @@ def test_a_contribution_is_sent_again_with_the_same_bytes():
 
 
 def test_a_worker_that_is_far_behind_gets_obsolete():
-    end = AggregatorStateMachine(config(), EPOCH)
+    end = AggregatorStateMachine(CONFIG, EPOCH)
     for round_ in (3, 4):
         for worker in range(2):
             end.receive(pack(PacketKind.DATA, PacketKey(round_, 1, 0), worker, EPOCH, payload(1)), 0.0)
@@ -92,7 +92,7 @@ def test_a_worker_that_is_far_behind_gets_obsolete():
 
 
 def test_a_later_round_does_not_discard_the_current_one():
-    end = AggregatorStateMachine(config(), EPOCH)
+    end = AggregatorStateMachine(CONFIG, EPOCH)
     end.receive(pack(PacketKind.DATA, PacketKey(3, 1, 0), 0, EPOCH, payload(1)), 0.0)
     with pytest.raises(FrameError, match="while round 3 is not complete"):
         end.receive(pack(PacketKind.DATA, PacketKey(4, 1, 0), 1, EPOCH, payload(1)), 0.0)
