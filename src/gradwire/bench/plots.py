@@ -52,8 +52,7 @@ def loss_by_time(result: TrainingResult, index: int) -> str:
             step = entry.times[index].step.median
             seconds = [step * number for number in range(1, len(entry.losses) + 1)]
             axes.plot(seconds, smooth(entry.losses), color=color, label=entry.label)
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        _logarithmic(axes)
         axes.set_xlabel(f"seconds at {rate_text(result.rates[index])} (logarithmic)")
         _label_losses(axes, result)
 
@@ -65,15 +64,12 @@ def bytes_by_method(result: TrainingResult, index: int) -> str:
 
     def draw(axes: Axes) -> None:
         values = [entry.times[index].bytes / 1e6 for entry in result.results]
-        known = colors(result)
-        axes.barh(_labels(result), values, color=[known[entry.method] for entry in result.results], height=0.62)
+        _bars(axes, result, values)
         for place, entry in enumerate(result.results):
             time = entry.times[index]
             text = f" {megabytes(time.bytes)} MB" + (f"  ({times(time.ratio)})" if time.ratio > 1.01 else "")
             axes.text(time.bytes / 1e6, place, text, va="center", fontsize=9)
-        axes.set_xscale("log")
         axes.set_xlim(min(values) / 2, max(values) * 6)
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.set_xlabel("MB sent per rank and step (logarithmic)")
         _rows(axes)
 
@@ -84,18 +80,11 @@ def step_against_ideal(result: TrainingResult, index: int) -> str:
     """Step times with percentiles, and the ideal step as a mark."""
 
     def draw(axes: Axes) -> None:
-        known, steps = colors(result), [entry.times[index] for entry in result.results]
+        steps = [entry.times[index] for entry in result.results]
         values = [1e3 * time.step.median for time in steps]
         low = [1e3 * max(0.0, time.step.median - time.step.p20) for time in steps]
         high = [1e3 * max(0.0, time.step.p80 - time.step.median) for time in steps]
-        axes.barh(
-            _labels(result),
-            values,
-            xerr=[low, high],
-            color=[known[entry.method] for entry in result.results],
-            error_kw={"ecolor": FAINT, "elinewidth": 1.2},
-            height=0.62,
-        )
+        _bars(axes, result, values, xerr=[low, high], error_kw={"ecolor": FAINT, "elinewidth": 1.2})
         places = range(len(steps))
         axes.vlines(
             [1e3 * time.ideal for time in steps],
@@ -113,9 +102,7 @@ def step_against_ideal(result: TrainingResult, index: int) -> str:
                 va="center",
                 fontsize=9,
             )
-        axes.set_xscale("log")
         axes.set_xlim(0.5 * 1e3 * min(time.ideal for time in steps), 8 * max(values))
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.set_xlabel("ms per step (logarithmic); black: the ideal step")
         _rows(axes)
 
@@ -203,6 +190,19 @@ def _label_losses(axes: Axes, result: TrainingResult) -> None:
 
 def _labels(result: TrainingResult) -> list[str]:
     return [short_label(entry) for entry in result.results]
+
+
+def _bars(axes: Axes, result: TrainingResult, values: Sequence[float], **options: Any) -> None:
+    """Draw a bar for each method on a logarithmic scale."""
+    known = colors(result)
+    color = [known[entry.method] for entry in result.results]
+    axes.barh(_labels(result), values, color=color, height=0.62, **options)
+    _logarithmic(axes)
+
+
+def _logarithmic(axes: Axes) -> None:
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
 
 
 def _rows(axes: Axes) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
-
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -12,7 +10,7 @@ from gradwire.bench.job import Segment
 from gradwire.bench.table import rate_text
 
 
-class Bars:
+class Bars(Progress):
     """Context manager that shows the progress of a run.
 
     Args:
@@ -21,7 +19,7 @@ class Bars:
     """
 
     def __init__(self, num_segments: int, console: Console) -> None:
-        self._bars = Progress(
+        super().__init__(
             SpinnerColumn(),
             TextColumn("{task.description}"),
             BarColumn(),
@@ -31,23 +29,14 @@ class Bars:
             console=console,
             transient=True,
         )
-        self._all = self._bars.add_task("methods", total=num_segments, note="starting the ranks")
-        self._now = self._bars.add_task("", total=1, note="", visible=False)
-
-    def __enter__(self) -> Bars:
-        self._bars.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bars.stop()
+        self._all = self.add_task("methods", total=num_segments, note="starting the ranks")
+        self._now = self.add_task("", total=1, note="", visible=False)
 
     def __call__(self, segment: Segment, progress: job.Progress) -> None:
         """Show the progress of rank 0."""
-        self._bars.update(self._all, completed=progress.segment, note="")
+        self.update(self._all, completed=progress.segment, note="")
         doing = "training" if progress.phase == "train" else f"timed at {rate_text(progress.rate)}"
-        self._bars.update(
+        self.update(
             self._now,
             description=methods.label(segment.method),
             completed=progress.step,

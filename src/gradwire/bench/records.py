@@ -57,19 +57,18 @@ def write_csv(result: TrainingResult, path: Path) -> None:
     _write(rows(result), path)
 
 
-def write_kernels_csv(rows: Sequence[KernelTiming], environment: dict[str, str], path: Path) -> None:
+def write_kernels_csv(rows: Sequence[KernelTiming], path: Path) -> None:
     """Write the rates of the kernel benchmark. `size` is in bytes of the float32 gradient."""
-    fixed = _where("kernels", environment) | {"ranks": 1, "rate": "none", "source": "measured"}
-    figures = []
+    figures, fixed = [], {"ranks": 1, "rate": "none", "source": "measured"}
     for row in rows:
-        here = {**fixed, "method": row.kernel, "dtype": row.dtype, "size": row.size}
+        here = fixed | {"method": row.kernel, "dtype": row.dtype, "size": row.size}
         spread = {"value": row.median, "p20": row.p20, "p80": row.p80}
         figures.append({**here, **spread, "metric": "rate", "unit": row.unit})
         figures.append({**here, "metric": "fraction_of_copy", "unit": "ratio", "value": row.fraction_of_copy})
         figures.append({**here, "metric": "fraction_of_mix", "unit": "ratio", "value": row.fraction_of_mix})
         if row.rival:
             figures.append({**here, "metric": f"speedup over {row.rival}", "unit": "ratio", "value": row.speedup})
-    _write(figures, path)
+    write_figures("kernels", figures, path)
 
 
 def write_figures(benchmark: str, figures: Iterable[dict[str, Any]], path: Path) -> None:
@@ -77,9 +76,8 @@ def write_figures(benchmark: str, figures: Iterable[dict[str, Any]], path: Path)
 
     Rows read from a record keep their commit and date. Rows without a metric are written with their own columns first.
     """
-    found = list(figures)
     where = _where(benchmark, environment())
-    _write([{**where, **figure} for figure in found], path)
+    _write([{**where, **figure} for figure in figures], path)
 
 
 def read_figures(path: Path) -> list[dict[str, Any]]:

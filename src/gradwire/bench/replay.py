@@ -17,11 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.bench import methods
 from gradwire.bench.job import Segment, SegmentOutcome
-from gradwire.bench.methods import ConnectedMethod
 from gradwire.bench.rank import Rank
 from gradwire.bench.recording import RecordedBucket, Recording
 from gradwire.bench.segment import is_identical
-from gradwire.bench.timing import time_steps
+from gradwire.bench.timing import Steps, time_steps
 
 
 class RecordedModel(nn.Module):
@@ -74,15 +73,8 @@ _until: Callable[..., torch.Tensor] = _Until.apply
 
 
 @dataclass
-class Replay:
-    """Steps that wait while the recorded rank computed."""
-
-    rank: Rank
-    segment: Segment
-    ddp: DistributedDataParallel
-    optimizer: torch.optim.Optimizer
-    connection: ConnectedMethod
-    steps: int = 0
+class Replay(Steps):
+    """Steps that wait while the recorded rank computed. Their loss is NaN."""
 
     @classmethod
     def begin(cls, rank: Rank, segment: Segment, recording: Recording) -> Replay:
@@ -94,7 +86,6 @@ class Replay:
         return cls(rank, segment, ddp, optimizer, methods.connect(segment.method, ddp, optimizer, rank.job.seed))
 
     def step(self) -> tuple[float, float]:
-        """Take one step; return NaN for its loss, and its duration in seconds."""
         start = time.perf_counter()
         recording = self.ddp.module.recording
         loss = self.ddp(torch.zeros((), requires_grad=True))

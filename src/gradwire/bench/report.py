@@ -19,7 +19,7 @@ from gradwire.bench.table import (
     headline_method,
     megabytes,
     milliseconds,
-    number,
+    outcome,
     percent,
     rate_text,
     spread,
@@ -85,23 +85,14 @@ def _section(result: TrainingResult, index: int) -> dict[str, Any]:
 def _row(result: TrainingResult, entry: MethodResult, index: int) -> dict[str, Any]:
     time, difference = entry.times[index], result.loss_difference(entry)
     speedup = result.speedup(entry, index)
-    return {
+    return outcome(result, entry, index) | {
         "label": entry.label,
         "color": plots.colors(result)[entry.method],
         "best": entry is headline_method(result, index),
-        "step": milliseconds(time.step.median),
         "spread": spread(time),
-        "speedup": times(speedup),
         "slower": speedup is not None and speedup < 1,
-        "over_ideal": f"{time.over_ideal:.2f}",
-        "bytes": megabytes(time.bytes),
-        "interface": megabytes(time.interface_bytes),
         "interface_difference": percent(time.interface_difference, 2),
-        "ratio": times(time.ratio),
-        "loss": number(entry.validation_loss, 3),
-        "difference": percent(difference),
         "lost": difference is not None and not difference <= LOSS_TOLERANCE,
-        "accuracy": "–" if entry.validation_accuracy is None else f"{100 * entry.validation_accuracy:.1f} %",
         "identical": entry.identical,
         "bucket": f"{time.bucket_mb:g} MB" if methods.tries_buckets(entry.method) else "",
     }

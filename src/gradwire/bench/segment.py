@@ -17,24 +17,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.bench import methods
 from gradwire.bench.job import Progress, Segment, SegmentOutcome
-from gradwire.bench.methods import ConnectedMethod
 from gradwire.bench.rank import Rank
-from gradwire.bench.timing import time_steps
+from gradwire.bench.timing import Steps, time_steps
 from gradwire.bench.workload import Samples, evaluate, iterate
 from gradwire.sync.replica import fingerprint
 
 
 @dataclass
-class Training:
+class Training(Steps):
     """A model in training."""
 
-    rank: Rank
-    segment: Segment
-    ddp: DistributedDataParallel
-    optimizer: torch.optim.Optimizer
-    connection: ConnectedMethod
     batches: Iterator[Samples]
-    steps: int = 0
 
     @classmethod
     def begin(cls, rank: Rank, segment: Segment) -> Training:
@@ -48,7 +41,6 @@ class Training:
         return cls(rank, segment, ddp, optimizer, connection, batches)
 
     def step(self) -> tuple[float, float]:
-        """Take one step; return its loss and its duration in seconds."""
         start = time.perf_counter()
         factor = self.rank.workload.schedule(self.steps, self.segment.train_steps)
         for group in self.optimizer.param_groups:

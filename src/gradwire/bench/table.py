@@ -71,7 +71,8 @@ def tables(result: TrainingResult, index: int = 0) -> list[Table]:
     made.append(_new_table(f"step at {rate_text(result.rates[index])}, in ms", _TIMES))
     for entry in result.results:
         style = "bold" if entry is headline_method(result, index) else ""
-        made[0].add_row(short_label(entry), *_outcome_cells(result, entry, index), style=style)
+        cells = outcome(result, entry, index) | {"difference": _colored(result.loss_difference(entry))}
+        made[0].add_row(short_label(entry), *cells.values(), style=style)
         made[1].add_row(short_label(entry), *_time_cells(entry.times[index]), style=style)
     made[1].caption = (
         "compute: the step without communication; ideal: the larger of that and bytes over rate\n"
@@ -108,19 +109,20 @@ def _conditions(result: TrainingResult) -> str:
     return f"{result.ranks} ranks, step times {source}{steps},"
 
 
-def _outcome_cells(result: TrainingResult, entry: MethodResult, index: int) -> list[str]:
+def outcome(result: TrainingResult, entry: MethodResult, index: int) -> dict[str, str]:
+    """Results of a method at one rate, for readers."""
     time = entry.times[index]
-    return [
-        milliseconds(time.step.median),
-        times(result.speedup(entry, index)),
-        f"{time.over_ideal:.2f}",
-        megabytes(time.bytes),
-        megabytes(time.interface_bytes),
-        times(time.ratio),
-        number(entry.validation_loss, 3),
-        _colored(result.loss_difference(entry)),
-        "–" if entry.validation_accuracy is None else f"{100 * entry.validation_accuracy:.1f} %",
-    ]
+    return {
+        "step": milliseconds(time.step.median),
+        "speedup": times(result.speedup(entry, index)),
+        "over_ideal": f"{time.over_ideal:.2f}",
+        "bytes": megabytes(time.bytes),
+        "interface": megabytes(time.interface_bytes),
+        "ratio": times(time.ratio),
+        "loss": number(entry.validation_loss, 3),
+        "difference": percent(result.loss_difference(entry)),
+        "accuracy": "–" if entry.validation_accuracy is None else f"{100 * entry.validation_accuracy:.1f} %",
+    }
 
 
 def _time_cells(time: StepTime) -> list[str]:

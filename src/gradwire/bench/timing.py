@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
-from typing import Protocol
+from abc import ABC, abstractmethod
+from dataclasses import asdict, dataclass, field
 
+import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.bench import methods
 from gradwire.bench.job import Progress, Segment, TimedSteps
@@ -16,27 +18,29 @@ from gradwire.lab.counters import interface_counters
 from gradwire.lab.units import parse_rate
 
 
-class Steps(Protocol):
+@dataclass
+class Steps(ABC):
     """Steps that can be timed: of a training, or of a replay.
 
     Attributes:
         rank: This rank.
         segment: Segment to run.
+        ddp: Module with the method attached.
+        optimizer: Its optimizer.
+        connection: The method, which counts costs.
         steps: Number of steps taken.
     """
 
     rank: Rank
     segment: Segment
-    steps: int
+    ddp: DistributedDataParallel
+    optimizer: torch.optim.Optimizer
+    connection: methods.ConnectedMethod
+    steps: int = field(default=0, init=False)
 
-    @property
-    def connection(self) -> methods.ConnectedMethod:
-        """The method, which counts costs."""
-        ...
-
+    @abstractmethod
     def step(self) -> tuple[float, float]:
         """Take one step; return its loss and its duration in seconds."""
-        ...
 
 
 def time_steps(training: Steps, index: int, rate: str | None) -> TimedSteps:

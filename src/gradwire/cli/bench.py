@@ -158,7 +158,7 @@ def _report(rows: list[KernelTiming], csv: Path, as_json: bool) -> None:
     from gradwire.bench.environment import environment
     from gradwire.bench.records import write_kernels_csv
 
-    write_kernels_csv(rows, environment(), csv)
+    write_kernels_csv(rows, csv)
     if as_json:
         data = {"environment": environment(), "kernels": [asdict(row) for row in rows]}
         typer.echo(json.dumps(data, indent=2))
