@@ -1,4 +1,4 @@
-"""Options of `ParameterClient`, grouped by what they are about."""
+"""Options of `ParameterClient`, grouped by what they are about. `ConnectionOptions` is in `gradwire.net.client`."""
 
 from __future__ import annotations
 
