@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from gradwire.compressors.base.registry import code, make
-from gradwire.core.errors import FrameError, PayloadError
+from gradwire.core.errors import FrameError, PayloadError, SyncError
 from gradwire.core.spec import ELEMENT_TYPES, TensorSpec
+from gradwire.residuals.transaction import Residuals
 from gradwire.sync import fusion
-from gradwire.sync.fusion import MAX_FUSED_ELEMENTS, FusionGroup, is_fused
-from gradwire.sync.job import EncodedChunk, TensorJob
-from gradwire.sync.plan import Plan
+from gradwire.sync.batch import BatchCodec
+from gradwire.sync.fusion import MAX_FUSED_ELEMENTS, FusionCodec, FusionGroup, is_fused
+from gradwire.sync.job import Chunk, EncodedChunk, TensorJob
+from gradwire.sync.plan import Method, Plan
 from gradwire.sync.plan_entry import PlanEntry
 from gradwire.sync.synchronizer import GradientSlice, Synchronizer
 from gradwire.sync.tensor_registry import TensorRegistry
@@ -46,10 +48,17 @@ def train(one: Synchronizer, together: bool, steps: int = 3, unused: str = "") -
 
 
 @pytest.mark.parametrize("unused", ["", "b"])
-@pytest.mark.parametrize("method", ["onebit", "threelc", "topk"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "onebit", "threelc", "topk", make("threelc", zero_run=False, sparsity=1.5), make("topk", ratio=0.2, warmup=2),
+        "qsgd", "int8", make("randomk", ratio=0.1), "adacomp",
+    ],
+    ids=str,
+)  # fmt: skip
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_group_by_all_gather_gives_the_bits_of_its_tensors_one_by_one(
-    method: str, world_size: int, unused: str
+    method: Method, world_size: int, unused: str
 ) -> None:
     plan = Plan(method, min_elements=0, strategy="allgather")
     found = []
@@ -90,6 +99,67 @@ def test_by_scatter_reduce_replicas_agree_and_nothing_is_lost(method: str, world
         held = sum(total[name] for total in totals if name in total)
         total = found[0][name].flatten().numpy() + held
         np.testing.assert_allclose(total, true.flatten().numpy() / world_size, atol=1e-4)
+
+
+def codec_of(method: str, rank: int = 0, dtype: torch.dtype = torch.float32) -> tuple[BatchCodec, Chunk]:
+    """The codec of two tensors in one chunk."""
+    entry = PlanEntry(make(method), feedback=make(method).default_feedback)
+    members = [
+        TensorJob(name, 0, torch.randn(300, generator=torch.Generator().manual_seed(seed)).to(dtype), entry, 0, 0)
+        for seed, name in enumerate("ab")
+    ]
+    group = FusionGroup(members, 0)
+    compiled = BatchCodec.compiled_of(group)
+    assert compiled is not None
+    codec = BatchCodec(group, Residuals(), rank, 2, 0, compiled, {})
+    (chunk,) = group.chunks(1)
+    return codec, chunk
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("method", ["onebit", "threelc", "topk"])
+def test_other_element_types_are_rounded_once(method: str, dtype: torch.dtype) -> None:
+    codec, chunk = codec_of(method, dtype=dtype)
+    single = FusionCodec(codec.group, Residuals(), 0, 2, 0)
+    one, other = codec.start(chunk), single.start(chunk)
+    assert one.body.tobytes() == other.body.tobytes() and one.flags == other.flags
+    codec.decode_sum(chunk, [one, one])
+    found = [member.values.clone() for member in codec.group.members]
+    single.decode_sum(chunk, [one, one])
+    assert all(torch.equal(each, member.values) for each, member in zip(found, codec.group.members, strict=True))
+
+
+def test_a_gradient_that_is_not_finite_marks_its_tensor_and_the_mean() -> None:
+    codec, chunk = codec_of("onebit")
+    codec.group.members[1].values[7] = torch.inf
+    sent = codec.start(chunk)
+    assert sent.nonfinite and sent.used
+    mean = codec.merge(chunk, [sent], 1)
+    assert mean.nonfinite
+    codec.decode(chunk, mean, 1)
+    assert codec.group.nonfinite
+    assert codec.group.members[1].values.isnan().all() and codec.group.members[0].values.isfinite().all()
+
+
+@pytest.mark.parametrize("damage", ["cut", "longer", "length", "unused length", "values"])
+def test_a_damaged_message_is_blamed_on_its_sender(damage: str) -> None:
+    codec, chunk = codec_of("onebit")
+    good = codec.start(chunk)
+    body = good.body.copy()
+    if damage == "cut":
+        body = body[:5]
+    elif damage == "longer":
+        body = np.append(body, np.uint8(0))
+    elif damage == "length":
+        body[0] -= 1
+    elif damage == "unused length":
+        body[3] = 0
+    else:
+        body[8:12] = np.array([np.nan], "<f4").view(np.uint8)
+    bad = good._replace(body=body, sender=1)
+    for use in (lambda: codec.merge(chunk, [good, bad], 1), lambda: codec.decode_sum(chunk, [good, bad])):
+        with pytest.raises(SyncError, match="Rank 1 sent bytes that are not a payload"):
+            use()
 
 
 def test_which_tensors_are_fused() -> None:

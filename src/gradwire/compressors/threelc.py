@@ -31,11 +31,13 @@ import torch
 
 from gradwire.compressors.base import options
 from gradwire.compressors.base.array import ArrayCompressor, EncodeArguments, any_other, expect, scaled, scratch
+from gradwire.compressors.base.contract import Compiled
 from gradwire.compressors.base.registry import register
 from gradwire.core.context import Context
 from gradwire.core.errors import OptionError
 from gradwire.core.spec import TensorSpec
 from gradwire.kernels import active as kernels
+from gradwire.kernels.cpu.small import encode_ternary, sum_ternary
 from gradwire.kernels.layout import ZERO_BYTE, half_of
 from gradwire.wire.fields import Reader
 
@@ -82,6 +84,13 @@ class ThreeLC(ArrayCompressor):
     def max_encoded_bytes(self, spec: TensorSpec) -> int:
         """Size without any run."""
         return _SCALE_BYTES + self._table_bytes(spec.numel) + _packed_bytes(spec.numel)
+
+    def compiled(self) -> Compiled | None:
+        """Functions for one block."""
+        if self.block:
+            return None
+        static = np.array([self.sparsity, self.zero_run], np.float64)
+        return Compiled(encode_ternary, sum_ternary, lambda size, step: static, lambda size, n: n * _packed_bytes(size))
 
     def _encode(self, x: np.ndarray, ctx: Context, args: EncodeArguments) -> np.ndarray | None:
         # Step 1, the accumulation of the input into the buffer, is done: x is the compensated gradient.

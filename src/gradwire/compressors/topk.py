@@ -30,11 +30,13 @@ from gradwire.compressors.base.array import (
     scratch,
     start_residual,
 )
+from gradwire.compressors.base.contract import Compiled
 from gradwire.compressors.base.registry import register
 from gradwire.compressors.support.warmup import ratio_at
 from gradwire.core.context import Context
 from gradwire.core.spec import TensorSpec
 from gradwire.kernels import active as kernels
+from gradwire.kernels.cpu.small import encode_top_k, sum_top_k
 from gradwire.wire.fields import Reader
 
 
@@ -73,6 +75,14 @@ class TopK(ArrayCompressor):
         """Exact size of every payload; during the warm-up, of the first."""
         k = self.num_kept(spec.numel, 0)
         return 4 * k + kernels.positions_bytes(spec.numel, k)
+
+    def compiled(self) -> Compiled | None:
+        """Functions that count and select with one pass for each digit of the magnitudes."""
+        return Compiled(
+            *(encode_top_k, sum_top_k, lambda size, step: np.array([self.num_kept(size, step)], np.float64)),
+            scratch_bytes=lambda size, num_payloads: 12 * size,
+            uses_step=self.warmup > 0,
+        )
 
     def _encode(self, x: np.ndarray, ctx: Context, args: EncodeArguments) -> np.ndarray | None:
         k = self.num_kept(x.size, ctx.step)

@@ -17,6 +17,8 @@ import torch
 
 from gradwire.core.spec import TensorSpec
 
+_WORD = 0xFFFF_FFFF
+
 
 @dataclass(frozen=True)
 class Context:
@@ -55,6 +57,12 @@ class Context:
     def private_key(self) -> int:
         """64-bit key of the private stream."""
         return _key(self.name, self.seed, self.step, self.rank, self.stage)
+
+
+def key_words(ctx: Context) -> np.ndarray:
+    """Return the words of the shared and the private key, uint32[4]."""
+    shared, private = ctx.shared_key, ctx.private_key
+    return np.array([shared & _WORD, shared >> 32, private & _WORD, private >> 32], np.uint32)
 
 
 def _key(name: str, *numbers: int) -> int:

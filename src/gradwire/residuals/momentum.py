@@ -50,6 +50,7 @@ class MomentumCorrection(ErrorFeedback):
 
     name: ClassVar[str] = "momentum"
     has_velocity = True
+    is_compiled = False
 
     def __init__(
         self, momentum: float = 0.9, *, nesterov: bool = False, masking: bool = True, clip: float = 0.0

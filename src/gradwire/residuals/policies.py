@@ -56,6 +56,8 @@ class Policy(ABC):
 
     name: ClassVar[str]
     has_velocity: ClassVar[bool] = False
+    is_compiled: ClassVar[bool] = False
+    """Whether compiled encodes with and without residuals do all that this policy does."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -102,6 +104,7 @@ class NoFeedback(Policy):
     """Encodes the gradient alone: for compressors that are exact or unbiased."""
 
     name: ClassVar[str] = "none"
+    is_compiled: ClassVar[bool] = True
 
     def encode(self, source: EncodeInput, stats: Sequence[np.ndarray] = ()) -> Payload:
         return source.compressor.encode(source.grad, source.ctx, stats, scale=source.scale)
@@ -120,6 +123,7 @@ class ErrorFeedback(Policy):
     """Encodes the gradient plus its residual, in one sweep if the compressor can: for biased compressors."""
 
     name: ClassVar[str] = "error"
+    is_compiled: ClassVar[bool] = True
 
     def encode(self, source: EncodeInput, stats: Sequence[np.ndarray] = ()) -> Payload:
         compressor, grad, ctx, residuals, key, scale = source

@@ -24,7 +24,7 @@ moves state belong between steps.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -52,6 +52,33 @@ class ResidualKey:
     role: Role = "local"
 
 
+class ResidualSlots:
+    """The places of several residuals, found once and kept until the slices change. Made by `Residuals.slots`.
+
+    Args:
+        residuals: Residuals of this rank.
+        keys: Keys of M residuals.
+    """
+
+    def __init__(self, residuals: Residuals, keys: Sequence[ResidualKey]) -> None:
+        self.keys = keys
+        self.slices: list[ResidualSlice] = []
+        self.version = -1
+        self._residuals = residuals
+
+    def stage(self, used: Sequence[bool]) -> tuple[np.ndarray, np.ndarray]:
+        """Do `source` and `stage` for all keys.
+
+        Args:
+            used: Which keys to stage, M flags.
+
+        Returns:
+            Addresses of the residuals to compensate with, uint64[M], and of the buffers for the next ones; both 0 for
+            keys that are not staged.
+        """
+        return self._residuals._stage_slots(self, used)
+
+
 class Residuals:
     """All residuals of one rank, and the states of its compressors, which are committed and rolled back with them."""
 
@@ -60,6 +87,8 @@ class Residuals:
         self._slices: dict[tuple[str, Role], dict[ElementRange, ResidualSlice]] = {}
         self._open: list[ResidualSlice] = []
         self._lock = threading.Lock()
+        self._version = 0  # counts the changes of `_slices`
+        self._zeros = np.zeros(0, np.float32)
         self.states = States()
 
     # -- the step --------------------------------------------------------------------------------------------
@@ -78,12 +107,34 @@ class Residuals:
         If the key was staged before in this chain, this is the memory that `source` returns.
         """
         with self._lock:
-            found = self._slice(key)
-            if found.staged is None:
-                found.staged = np.empty(key.range.count, np.float32) if found.spare is None else found.spare
-                found.spare = None
-                self._open.append(found)
-            return found.staged
+            return self._staged(self._slice(key), key)
+
+    def slots(self, keys: Sequence[ResidualKey]) -> ResidualSlots:
+        """Return the places of several residuals, to stage them together in every step."""
+        return ResidualSlots(self, keys)
+
+    def _stage_slots(self, slots: ResidualSlots, used: Sequence[bool]) -> tuple[np.ndarray, np.ndarray]:
+        with self._lock:
+            if slots.version != self._version:
+                slots.slices = [self._slice(key) for key in slots.keys]
+                slots.version = self._version
+                most = max((key.range.count for key in slots.keys), default=0)
+                if self._zeros.size < most:
+                    self._zeros = np.zeros(most, np.float32)
+            before, after = np.zeros(len(used), np.uint64), np.zeros(len(used), np.uint64)
+            for index, (key, found, is_used) in enumerate(zip(slots.keys, slots.slices, used, strict=True)):
+                if is_used:
+                    latest = found.latest()
+                    before[index] = _address(self._zeros if latest is None else latest)
+                    after[index] = _address(self._staged(found, key))
+            return before, after
+
+    def _staged(self, found: ResidualSlice, key: ResidualKey) -> np.ndarray:
+        if found.staged is None:
+            found.staged = np.empty(key.range.count, np.float32) if found.spare is None else found.spare
+            found.spare = None
+            self._open.append(found)
+        return found.staged
 
     def commit(self, names: Collection[str] | None = None) -> None:
         """Make the staged residuals the state, for some parameters or for all. Only swaps pointers."""
@@ -141,6 +192,7 @@ class Residuals:
                     return True
                 for elements in [elements for elements, each in slices.items() if not any_of(each.committed)]:
                     del slices[elements]
+                    self._version += 1
                 if slices:
                     return True
             return False
@@ -163,6 +215,7 @@ class Residuals:
         with self._lock:
             self._expect_closed("drop_velocity()")
             self._slices.pop((name, "velocity"), None)
+            self._version += 1
 
     # -- state -----------------------------------------------------------------------------------------------
 
@@ -228,6 +281,7 @@ class Residuals:
                 raise UnknownNameError("parameter in the residual state", name, specs)
             mapping_of(name, ranges)
         with self._lock:
+            self._version += 1
             self.states.load(states, merge=merge)
             if not merge:
                 self._open.clear()
@@ -300,6 +354,7 @@ class Residuals:
         if found is None:
             assert key.range.offset >= 0 and key.range.count >= 0, f"not a range: {key.range}"
             found = slices[key.range] = self._reslice(slices, key.range)
+            self._version += 1
         self._take_over(key, found)
         return found
 
@@ -315,6 +370,7 @@ class Residuals:
         slices = self._slices.get((key.name, other), {})
         if not any(overlap(old, key.range) for old in slices):
             return
+        self._version += 1
         left = self._reslice(slices, key.range)
         self._open = [each for each in self._open if each is not left]
         if left.staged is not None or found.staged is not None:
@@ -344,6 +400,7 @@ class Residuals:
 
     def _add(self, key: ResidualKey, values: np.ndarray) -> None:
         """Add to existing slices; make new ones only for the gaps between them."""
+        self._version += 1
         slices = self._slices.setdefault((key.name, key.role), {})
         at = key.range.offset
         for old in sorted(old for old in slices if overlap(old, key.range)):
@@ -366,3 +423,8 @@ class Residuals:
                 f"{call} is not possible while {len(self._open)} residuals are staged. Call commit() or rollback() "
                 "first."
             )
+
+
+def _address(array: np.ndarray) -> int:
+    place: int = array.__array_interface__["data"][0]
+    return place

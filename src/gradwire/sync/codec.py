@@ -168,6 +168,13 @@ class PayloadCodec:
                     self.compressor.decode(_payload(message), context, torch.empty_like(out), stats=stats)
             raise
 
+    def check(self, chunk: Chunk, message: EncodedChunk) -> None:
+        """Raise the error that names the sender if a message is not what it should be."""
+        if message.used:
+            with blame(self, message):
+                context = self._context(chunk, 0, message.sender)
+                self.compressor.decode(_payload(message), context, torch.empty_like(self.job.values[chunk.slice]))
+
     # -- the preliminary round -------------------------------------------------------------------------------
 
     def stats(self, chunk: Chunk, encoded: bool = True) -> EncodedChunk:

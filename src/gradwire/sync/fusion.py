@@ -15,7 +15,7 @@ Source: HiPress (SOSP 2021), sections 3.2 and 3.4: batch compression and bulk co
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import reduce
+from functools import cached_property, reduce
 
 import numpy as np
 import torch
@@ -107,8 +107,15 @@ class FusionCodec:
     def __init__(self, group: FusionGroup, residuals: Residuals, rank: int, world_size: int, seed: int) -> None:
         self.group = group
         self.rank = rank
-        self._codecs = [make_codec(member, residuals, rank, world_size, seed) for member in group.members]
-        self._full_chunks = [Chunk(0, 0, member.values.numel()) for member in group.members]
+        self._constants = residuals, rank, world_size, seed
+
+    @cached_property
+    def _codecs(self) -> list[PayloadCodec]:
+        return [make_codec(member, *self._constants) for member in self.group.members]
+
+    @cached_property
+    def _full_chunks(self) -> list[Chunk]:
+        return [Chunk(0, 0, member.values.numel()) for member in self.group.members]
 
     def kind(self, stage: int) -> FrameKind:
         return FrameKind.PAYLOAD
@@ -176,6 +183,8 @@ def _split(message: EncodedChunk, max_bytes: Sequence[int]) -> list[EncodedChunk
             f"Expected payloads of {message.body.nbytes - table_bytes} bytes together and of at most {max(max_bytes)} "
             f"each, got lengths of {lengths.sum()} together and of at most {lengths.max()}."
         )
+    if ((marks != 0) & (marks & _USED == 0)).any():
+        raise PayloadError("Expected no bytes of unused tensors, got some.")
     found, start = [], table_bytes
     for mark, length in zip(marks.tolist(), lengths.tolist()):
         flags = FrameFlags.PRESENT

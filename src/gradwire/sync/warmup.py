@@ -20,6 +20,9 @@ from gradwire.kernels import active as kernels
 from gradwire.residuals import policies
 from gradwire.residuals.policies import EncodeInput
 from gradwire.residuals.transaction import ResidualKey, Residuals, Role
+from gradwire.sync.batch import BatchCodec
+from gradwire.sync.fusion import FusionGroup, is_fused
+from gradwire.sync.job import TensorJob
 from gradwire.sync.plan_entry import PlanEntry
 from gradwire.sync.strategies import STRATEGIES
 
@@ -39,6 +42,8 @@ def warm_up(tensors: Iterable[tuple[PlanEntry, torch.dtype]], world_size: int = 
         if key not in seen:
             seen.add(key)
             _warm_up_one(entry, dtype, world_size)
+            if is_fused(entry, NUM_ELEMENTS):
+                _warm_up_group(entry, dtype, world_size)
 
 
 def _aux(spec: TensorSpec) -> dict[str, torch.Tensor]:
@@ -84,3 +89,14 @@ def _warm_up_one(entry: PlanEntry, dtype: torch.dtype, world_size: int) -> None:
         aggregate = policy.encode(source(total, "aggregate", 1.0))
         residuals.commit()
     compressor.decode(aggregate, context, grad)
+
+
+def _warm_up_group(entry: PlanEntry, dtype: torch.dtype, world_size: int) -> None:
+    members = [TensorJob(name, 0, torch.linspace(-1, 1, NUM_ELEMENTS).to(dtype), entry, 0, 0) for name in "ab"]
+    group = FusionGroup(members, 0)
+    compiled = BatchCodec.compiled_of(group)
+    if compiled is not None:
+        codec = BatchCodec(group, Residuals(), 0, world_size, 0, compiled, {})
+        (chunk,) = group.chunks(1)
+        message = codec.start(chunk)
+        codec.decode(chunk, codec.merge(chunk, [message], 1), 1)

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from gradwire.compressors.base import Compressor
-from gradwire.compressors.base.on_device import key_words
 from gradwire.compressors.base.traced import TracedCompressor
+from gradwire.core.context import key_words
 from gradwire.core.spec import TensorSpec, as_array
 from gradwire.lang import cache, interpret
 from gradwire.lang.emit import statics

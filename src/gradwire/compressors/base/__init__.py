@@ -1,6 +1,7 @@
 """What compressors are made of: the contract, the registry, and the classes that algorithms derive from."""
 
 from gradwire.compressors.base.contract import (
+    Compiled,
     Compressor,
     FeedbackName,
     LookupCompressor,
@@ -13,6 +14,7 @@ from gradwire.compressors.base.contract import (
 )
 
 __all__ = [
+    "Compiled",
     "Compressor",
     "FeedbackName",
     "LookupCompressor",

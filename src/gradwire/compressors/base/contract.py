@@ -15,7 +15,7 @@ Two subclasses of `Compressor` add abilities:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -45,6 +45,26 @@ class Stat:
 
     values: np.ndarray
     reduction: Reduction
+
+
+class Compiled(NamedTuple):
+    """A compressor as compiled functions, with which many small tensors are encoded or decoded in one call.
+
+    Attributes:
+        encode: Kernel with the signature of generated code, see `gradwire.lang.targets.numba`.
+        decode_sum: Kernel likewise.
+        static: Returns the static values, float64[S], for a number of elements and a step.
+        scratch_bytes: Returns the bytes of scratch memory for a number of elements and of payloads.
+        uses_step: Whether static values change from step to step.
+        uses_keys: Whether the functions draw random numbers.
+    """
+
+    encode: Any
+    decode_sum: Any
+    static: Callable[[int, int], np.ndarray]
+    scratch_bytes: Callable[[int, int], int]
+    uses_step: bool = False
+    uses_keys: bool = False
 
 
 class Compressor(ABC):
@@ -185,6 +205,10 @@ class Compressor(ABC):
         for payload, ctx in zip(payloads, ctxs, strict=True):
             self.decode(payload, ctx, out=out, accumulate=True, stats=stats)
         return out
+
+    def compiled(self) -> Compiled | None:
+        """Return compiled functions for many small tensors at once; None if each must be encoded by itself."""
+        return None
 
     # -- helpers for implementations -------------------------------------------------------------------------
 

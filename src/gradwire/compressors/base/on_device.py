@@ -17,7 +17,7 @@ import torch
 
 from gradwire.compressors.base.array import NONFINITE, ArrayCompressor, expect
 from gradwire.compressors.base.contract import Stat
-from gradwire.core.context import Context
+from gradwire.core.context import Context, key_words
 from gradwire.kernels.cpu.elements import as_writable
 from gradwire.lang import cache
 from gradwire.lang.ir import Program
@@ -214,9 +214,3 @@ def previous_state(ctx: Context) -> float:
     """The value that the algorithm's `next_state` has left; 0 without one, or if the state is of something else."""
     state = ctx.state
     return float(state[0]) if state is not None and state.size == 1 and state.dtype == np.float32 else 0.0
-
-
-def key_words(ctx: Context) -> np.ndarray:
-    """Words of the shared and the private key, uint32[4]."""
-    shared, private = ctx.shared_key, ctx.private_key
-    return np.array([shared & _WORD, shared >> 32, private & _WORD, private >> 32], np.uint32)

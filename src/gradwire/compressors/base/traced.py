@@ -16,12 +16,12 @@ import torch
 
 from gradwire.compressors.base import options as checks
 from gradwire.compressors.base.array import NONFINITE, EncodeArguments, expect, scratch
-from gradwire.compressors.base.contract import Reduction, Stat, StatefulCompressor, StateSource
+from gradwire.compressors.base.contract import Compiled, Reduction, Stat, StatefulCompressor, StateSource
 from gradwire.compressors.base.definition import Definition
 from gradwire.compressors.base.on_device import OnDevice
-from gradwire.compressors.base.on_device import key_words as _keys
 from gradwire.compressors.base.on_device import previous_state as _previous_state
 from gradwire.core.context import Context
+from gradwire.core.context import key_words as _keys
 from gradwire.core.errors import UnknownNameError
 from gradwire.core.spec import TensorSpec, as_array
 from gradwire.kernels.cpu.elements import addresses, as_input, as_writable
@@ -34,6 +34,7 @@ from gradwire.lang.targets.numba.runtime import SLOTS
 from gradwire.wire.payload import Payload
 
 _ANY_SPEC = TensorSpec((1,))
+_DRAWING = ("random", "sample", "hash")  # operators that use the keys
 
 
 class TracedCompressor(OnDevice):
@@ -170,7 +171,20 @@ class TracedCompressor(OnDevice):
         )  # fmt: skip
         expect(valid, "finite values, indices in range, whole runs", "others", self.name)
 
+    def compiled(self) -> Compiled | None:
+        """The functions of the generated module."""
+        if self.program.stats or self._uses_state:
+            return None
+        draws = any(node.op in _DRAWING for node in (*self.program.encode_nodes(), *self._filters))
+        return Compiled(
+            *(self.module.encode, self.module.decode_sum, self._static, self._scratch_bytes, self._uses_step, draws)
+        )
+
     # -- helpers ---------------------------------------------------------------------------------------------
+
+    def _scratch_bytes(self, size: int, num_payloads: int) -> int:
+        most = np.empty(self.max_encoded_bytes(TensorSpec((size,))), np.uint8)
+        return max(self._lists_bytes(size), self._expanded_bytes([most] * num_payloads, size))
 
     @functools.cached_property
     def module(self) -> ModuleType:
@@ -192,8 +206,10 @@ class TracedCompressor(OnDevice):
 
     def _lists(self, size: int, body_bytes: int = 0) -> np.ndarray:
         """Memory for intermediate lists of an encode, and for a body after them."""
-        lists_bytes = sum(self._list_bytes(node, size) for node in self._filters)
-        return scratch(lists_bytes + _aligned(self._coded_bytes(size)) + _aligned(body_bytes))
+        return scratch(self._lists_bytes(size) + _aligned(body_bytes))
+
+    def _lists_bytes(self, size: int) -> int:
+        return sum(self._list_bytes(node, size) for node in self._filters) + _aligned(self._coded_bytes(size))
 
     def _list_bytes(self, node: Node, size: int) -> int:
         """Bytes of a list: all pairs that could be chosen, and for a hash the slot of each."""

@@ -266,7 +266,12 @@ def _array_at(context, builder, array, item, address, count):
 
 @intrinsic
 def array_at(typingctx, address, size, dtype):
-    """The array of `size` elements at an integer address, for lists of arrays that are passed as addresses."""
+    """The array of `size` elements at an integer address, for lists of arrays that are passed as addresses.
+
+    `dtype` is a number type, or an array of that type. For None, the result is None.
+    """
+    if isinstance(dtype, types.NoneType):
+        return types.none(types.uint64, size, dtype), lambda context, *_: context.get_dummy_value()
     array = types.Array(dtype.dtype, 1, "C")
 
     def codegen(context, builder, sig, args):

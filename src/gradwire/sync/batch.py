@@ -1,0 +1,231 @@
+"""Batch compression: all tensors of a fusion group are encoded, merged or decoded in one compiled call.
+
+What does not change from step to step (numbers of elements, limits, static values, places of residuals) is prepared
+once and kept. A step fills in addresses, and keys of random numbers if the compressor draws any.
+
+Source: HiPress (SOSP 2021), section 3.2, batch compression. Differences: on the CPU, and also for merging and decoding.
+"""
+# Shapes: M = tensors of a chunk, W = ranks
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from gradwire.compressors.base import Compiled
+from gradwire.compressors.base.array import scratch
+from gradwire.core.context import Context, key_words
+from gradwire.core.errors import SyncError
+from gradwire.core.spec import as_array
+from gradwire.kernels.cpu import groups
+from gradwire.kernels.cpu.elements import as_input
+from gradwire.residuals import policies
+from gradwire.residuals.transaction import ResidualKey, Residuals, ResidualSlots, Role
+from gradwire.sync.fusion import FusionCodec, FusionGroup
+from gradwire.sync.job import Chunk, EncodedChunk
+from gradwire.wire.frame import FrameFlags, FrameKind
+
+_FLOAT32 = np.empty(0, np.float32)
+_NO_KEYS = np.zeros((1, 4), np.uint32)
+
+
+@dataclass
+class ChunkLayout:
+    """What stays the same of a chunk's tensors.
+
+    Attributes:
+        members: Their indices in the group.
+        table: See `groups.encode_group`, int64[M, 3].
+        static: Static values, float64[M, S]; None if they change from step to step.
+        scratch_bytes: Scratch memory that the largest tensor needs.
+        message_bytes: Most bytes of a message.
+        slots: Residuals, by role.
+    """
+
+    members: list[int]
+    table: np.ndarray
+    static: np.ndarray | None
+    scratch_bytes: int
+    message_bytes: int
+    slots: dict[Role, ResidualSlots] = field(default_factory=dict)
+
+
+class BatchCodec(FusionCodec):
+    """Codec of a fusion group whose compressor has compiled functions. It has the interface of `PayloadCodec`.
+
+    Args:
+        layouts: Layouts of earlier groups, to which this adds.
+    """
+
+    def __init__(
+        self, group: FusionGroup, residuals: Residuals, rank: int, world_size: int, seed: int,
+        compiled: Compiled, layouts: dict[object, ChunkLayout],
+    ) -> None:  # fmt: skip
+        super().__init__(group, residuals, rank, world_size, seed)
+        self._compiled = compiled
+        self._layouts = layouts
+        self._residuals = residuals
+        self._world_size = world_size
+        self._seed = seed
+        self._feedback = group.entry.feedback != "none"
+        self._like = as_input(as_array(group.members[0].values[:0]))
+        self._decode_sum = groups.decoder(compiled.decode_sum)
+
+    @staticmethod
+    def compiled_of(group: FusionGroup) -> Compiled | None:
+        """Return what compiles the group's compressor; None if its tensors must be encoded one by one."""
+        entry = group.entry
+        return entry.compressor.compiled() if policies.get(entry.feedback).is_compiled else None
+
+    def encodes_own(self, stage: int) -> bool:
+        return self.group.entry.compressor.encode_own_before_merge and stage == self.first_stage + 1
+
+    def start(self, chunk: Chunk) -> EncodedChunk:
+        layout = self._layout(chunk)
+        own, message = self._own(layout), np.empty(layout.message_bytes, np.uint8)
+        size = groups.encode_group(
+            groups.encoder(self._compiled.encode, self._like.dtype, self._feedback), self._like,
+            self._residual, layout.table, own, np.float32(1 / self._world_size),
+            *self._stage(layout, "local", own != 0), self._keys(layout, 0), self._static(layout),
+            scratch(layout.scratch_bytes), message,
+        )  # fmt: skip
+        return self._message(layout, message[:size])
+
+    def merge(self, chunk: Chunk, messages: Sequence[EncodedChunk], stage: int) -> EncodedChunk:
+        layout = self._layout(chunk)
+        if self.encodes_own(stage):
+            messages = [self.start(chunk), *messages]
+            own = np.zeros(len(layout.members), np.uint64)
+        else:
+            own = self._own(layout)
+        used = (own != 0) | self._used(chunk, messages)
+        message = np.empty(layout.message_bytes, np.uint8)
+        size = groups.merge_group(
+            groups.encoder(self._compiled.encode, _FLOAT32.dtype, self._feedback), self._decode_sum, self._like,
+            self._residual, layout.table, own, np.float32(1 / self._world_size),
+            *self._stage(layout, "aggregate", used), self._keys(layout, stage), self._static(layout),
+            scratch(layout.scratch_bytes), self._total(layout), *_addresses(messages), message,
+        )  # fmt: skip
+        if size < 0:
+            raise self._damaged(chunk, messages)
+        return self._message(layout, message[:size])
+
+    def decode(self, chunk: Chunk, message: EncodedChunk, stage: int) -> None:
+        self.decode_sum(chunk, [message])
+
+    def decode_sum(self, chunk: Chunk, messages: Sequence[EncodedChunk]) -> None:
+        layout, members = self._layout(chunk), self.group.members
+        outs = np.array([members[index].values.data_ptr() for index in layout.members], np.uint64)
+        found = groups.decode_group(
+            self._decode_sum, self._like, layout.table, outs, self._keys(layout, 0), self._static(layout),
+            scratch(layout.scratch_bytes), _FLOAT32 if self._like.dtype == np.float32 else self._total(layout),
+            *_addresses(messages),
+        )  # fmt: skip
+        if found < 0:
+            raise self._damaged(chunk, messages)
+        if found:
+            members[layout.members[0]].nonfinite = True
+
+    def finish(self) -> None:
+        """There are no states."""
+
+    # -- arguments of the compiled calls ---------------------------------------------------------------------
+
+    def _layout(self, chunk: Chunk) -> ChunkLayout:
+        members = [self.group.members[index] for index in self.group.members_of(chunk)]
+        key = self.group.entry, self.group.dtype, tuple((each.name, each.full_range) for each in members)
+        if key not in self._layouts:
+            self._layouts[key] = self._make_layout(chunk)
+        return self._layouts[key]
+
+    def _make_layout(self, chunk: Chunk) -> ChunkLayout:
+        indices, compressor = self.group.members_of(chunk), self.group.entry.compressor
+        members = [self.group.members[index] for index in indices]
+        specs = [member.spec(self._full_chunks[index]) for index, member in zip(indices, members, strict=True)]
+        rows = [
+            (spec.numel, member.offset, compressor.max_encoded_bytes(spec))
+            for spec, member in zip(specs, members, strict=True)
+        ]
+        table = np.array(rows, np.int64).reshape(-1, 3)
+        needed = [self._compiled.scratch_bytes(spec.numel, self._world_size) for spec in specs]
+        message_bytes = int(table[:, 2].sum()) + groups.MARK_BYTES * len(members)
+        layout = ChunkLayout(indices, table, None, max(needed, default=0), message_bytes)
+        if not self._compiled.uses_step:
+            layout.static = self._static(layout)
+        roles: tuple[Role, ...] = ("local", "aggregate") if self._feedback else ()
+        for role in roles:
+            layout.slots[role] = self._residuals.slots(
+                [ResidualKey(member.name, member.full_range, role) for member in members]
+            )
+        return layout
+
+    @property
+    def _residual(self) -> np.ndarray | None:
+        return _FLOAT32 if self._feedback else None
+
+    def _own(self, layout: ChunkLayout) -> np.ndarray:
+        members = self.group.members
+        members[0].wait_loaded()
+        used = (members[index] for index in layout.members)
+        return np.array([each.values.data_ptr() if each.used else 0 for each in used], np.uint64)
+
+    def _stage(self, layout: ChunkLayout, role: Role, used: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the addresses of the residuals and of the next ones, for the tensors that are encoded."""
+        if self._feedback:
+            return layout.slots[role].stage(used.tolist())
+        nothing = np.zeros(len(layout.members), np.uint64)
+        return nothing, nothing
+
+    def _static(self, layout: ChunkLayout) -> np.ndarray:
+        if layout.static is not None:
+            return layout.static
+        step = self.group.members[0].step
+        return np.stack([self._compiled.static(count, step) for count in layout.table[:, 0].tolist()])
+
+    def _keys(self, layout: ChunkLayout, stage: int) -> np.ndarray:
+        if not self._compiled.uses_keys:
+            return np.broadcast_to(_NO_KEYS, (len(layout.members), 4)).copy()
+        members = [self.group.members[index] for index in layout.members]
+        contexts = [
+            Context(each.name, each.step, self.rank, self._world_size, self._seed, stage=stage) for each in members
+        ]
+        return np.stack([key_words(context) for context in contexts])
+
+    def _total(self, layout: ChunkLayout) -> np.ndarray:
+        return np.empty(int(layout.table[:, 0].max()), np.float32)
+
+    def _used(self, chunk: Chunk, messages: Sequence[EncodedChunk]) -> np.ndarray:
+        """Return which tensors any sender has used, bool[M]."""
+        table_bytes = groups.MARK_BYTES * len(self.group.members_of(chunk))
+        if any(message.body.nbytes < table_bytes for message in messages):
+            raise self._damaged(chunk, messages)
+        marks = [message.body[:table_bytes].view("<u4") for message in messages]
+        used: np.ndarray = (np.bitwise_or.reduce(marks) & groups.USED) != 0
+        return used
+
+    # -- messages --------------------------------------------------------------------------------------------
+
+    def _message(self, layout: ChunkLayout, body: np.ndarray) -> EncodedChunk:
+        marks = np.bitwise_or.reduce(body[: groups.MARK_BYTES * len(layout.members)].view("<u4"))
+        flags = FrameFlags.PRESENT
+        flags |= FrameFlags.USED if marks & groups.USED else flags
+        flags |= FrameFlags.NONFINITE if marks & groups.NONFINITE else flags
+        return EncodedChunk(FrameKind.PAYLOAD, flags, body, self.rank)
+
+    def _damaged(self, chunk: Chunk, messages: Sequence[EncodedChunk]) -> SyncError:
+        """Return the error that names the sender of a damaged message, which decoding one by one finds."""
+        try:
+            for message in messages:
+                for (codec, full), (payload,) in zip(self._members(chunk), self._split(chunk, [message]), strict=True):
+                    codec.check(full, payload)
+        except SyncError as error:
+            return error
+        return SyncError("A message of a fusion group is damaged, although all payloads in it are valid.")
+
+
+def _addresses(messages: Sequence[EncodedChunk]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the addresses of messages, uint64[W], and their bytes, int64[W]."""
+    places = [message.body.__array_interface__["data"][0] for message in messages]
+    return np.array(places, np.uint64), np.array([message.body.nbytes for message in messages], np.int64)
