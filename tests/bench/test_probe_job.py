@@ -32,7 +32,7 @@ def test_batches_are_handed_to_a_copy(batch, gradient):
     job.step(copy)
     assert copy.weight.grad.tolist() == [gradient] * 3
     assert model.weight.grad is None
-    assert list(job.parameters) == ["weight"]
+    assert list(job.specs) == ["weight"]
     assert not job.means_squares
 
 
@@ -65,8 +65,8 @@ def test_a_model_that_cannot_be_copied_says_so():
 def test_built_in_workloads_differ_by_rank_in_data_alone():
     first, second = (builtin("digits", rank, 2) for rank in range(2))
     assert not torch.equal(first.batch[0], second.batch[0])
-    for name, parameter in first.parameters.items():
-        assert torch.equal(parameter, second.parameters[name])
+    for name, parameter in first.model.named_parameters():
+        assert torch.equal(parameter, second.model.get_parameter(name))
     copy = first.copy()
     first.step(copy)
     assert all(parameter.grad is not None for parameter in copy.parameters())

@@ -33,7 +33,6 @@ from gradwire.tuning.measure_codec import single_thread
 
 _BLOCK = 1024
 _RANKS = 4
-_RIVAL_NAME = "torch operations"
 # Passes over the gradient of compressors that are not written in the language.
 _PASSES = {"none": 1, "fp16": 1, "bf16": 1, "int8shared": 1, "topk": 2, "threelc": 2, "powersgd": 2}
 _PASSES |= {"thc": 2, "uthc": 2}
@@ -58,16 +57,7 @@ def _cases(codec: Compressor, data: _Data) -> Iterator[Case]:
     bits = payload.body.nbytes / data.length
     passes = num_passes(codec)
     rival = RIVALS.get(codec.name)
-
-    def torch_encode() -> object:
-        assert rival is not None
-        return rival(data.grad)
-
-    def torch_encode_with_feedback() -> object:
-        """The same with a residual update but without its decoding: a bound in favor of the rival."""
-        assert rival is not None
-        data.out.add_(data.grad)
-        return rival(data.out)
+    name = "torch operations" if rival else ""
 
     def encode_with_feedback() -> object:
         # The old residual is zero, so that it does not grow from run to run.
@@ -75,14 +65,14 @@ def _cases(codec: Compressor, data: _Data) -> Iterator[Case]:
 
     yield Case(
         f"{codec.name} encode", "float32", 4 * passes + bits, "read",
-        lambda: codec.encode(data.grad, data.ctx),
-        _RIVAL_NAME if rival else "", torch_encode if rival else None,
+        lambda: codec.encode(data.grad, data.ctx), name, rival and (lambda: rival(data.grad)),
     )  # fmt: skip
     if codec.default_feedback == "error":
-        # Without an old residual: gradient read, compensated gradient written and read, residual written.
+        # Without an old residual: gradient read, compensated gradient written and read, residual written. The rival
+        # adds a residual, but does not compute the new one.
         yield Case(
             f"{codec.name} encode with feedback", "float32", 8 * passes + bits, "update", encode_with_feedback,
-            _RIVAL_NAME if rival else "", torch_encode_with_feedback if rival else None,
+            name, rival and (lambda: rival(data.out.add_(data.grad))),
         )  # fmt: skip
     touched = 4 + bits
     yield Case(

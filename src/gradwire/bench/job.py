@@ -10,7 +10,6 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -131,13 +130,6 @@ class SegmentOutcome:
     timed: list[TimedSteps] = field(default_factory=list)
     validations: list[tuple[int, float, float]] = field(default_factory=list)
 
-    @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> SegmentOutcome:
-        """Undo `asdict`."""
-        timed = [TimedSteps(**timed) for timed in fields["timed"]]
-        validations = [(step, loss, accuracy) for step, loss, accuracy in fields["validations"]]
-        return cls(**{**fields, "timed": timed, "validations": validations})
-
 
 @dataclass(frozen=True)
 class Progress:
@@ -170,7 +162,9 @@ class RateRequest:
 
 Message = SegmentOutcome | Progress | RateRequest
 _KINDS: dict[str, Callable[..., Message]] = {
-    "outcome": lambda **fields: SegmentOutcome.from_dict(fields),
+    "outcome": lambda timed, validations, **fields: SegmentOutcome(
+        **fields, timed=[TimedSteps(**each) for each in timed], validations=[tuple(each) for each in validations]
+    ),
     "progress": Progress,
     "rate": RateRequest,
 }

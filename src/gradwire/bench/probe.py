@@ -24,7 +24,6 @@ from gradwire.bench.probe_job import ProbeJob
 from gradwire.bench.probe_steps import SILENT, ReplayedSteps
 from gradwire.bench.statistics import ring_bytes
 from gradwire.compressors.base.registry import compressor_of
-from gradwire.core.spec import TensorSpec
 from gradwire.observe.notices import seldom
 from gradwire.planner import PlanTable
 from gradwire.planner import fidelity as levels
@@ -76,7 +75,7 @@ class Prober:
                        if spec not in level]  # fmt: skip
         for method in self._extra:
             compressor_of(method.spec)  # refuses unknown names and options before anything is measured
-        specs = {name: TensorSpec.of(parameter) for name, parameter in self.job.parameters.items()}
+        specs = self.job.specs
         synchronizer = Synchronizer(None, "none", tensors=specs)
         try:
             calibration = Calibration(synchronizer, max(spec.numel for spec in specs.values()))

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.bench.users import users_code
 from gradwire.bench.workloads import make_workload
 from gradwire.core.errors import GradwireError, OptionError
+from gradwire.core.spec import TensorSpec
 
 CONTRACT = "Return model, batch, with the batch a tensor, a tuple for model(*batch) or a dict for model(**batch)."
 
@@ -39,15 +40,12 @@ class ProbeJob:
     def step(self, model: nn.Module) -> None:
         """Run forward and backward of a copy, wrapped or not."""
         model.zero_grad(set_to_none=True)
-        self.forward(model).backward()  # type: ignore[no-untyped-call]
-
-    def forward(self, model: nn.Module) -> torch.Tensor:
-        """Return the loss of a copy, wrapped or not."""
         output = model(**self.batch) if isinstance(self.batch, dict) else model(*self.batch)
-        if self.loss is not None:
-            return self.loss(output)
-        loss, self.means_squares = loss_of(output)
-        return loss
+        if self.loss is None:
+            loss, self.means_squares = loss_of(output)
+        else:
+            loss = self.loss(output)
+        loss.backward()  # type: ignore[no-untyped-call]
 
     def copy(self) -> nn.Module:
         """Return a copy of the model.
@@ -64,9 +62,9 @@ class ProbeJob:
             ) from error
 
     @property
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """Trained parameters by name."""
-        return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+    def specs(self) -> dict[str, TensorSpec]:
+        """Specs of the trained parameters by name."""
+        return {name: TensorSpec.of(each) for name, each in self.model.named_parameters() if each.requires_grad}
 
     def to(self, device: torch.device) -> ProbeJob:
         """Return the job on another device. The user's own objects stay where they are."""

@@ -14,7 +14,7 @@ import torch
 from gradwire.bench.probe_job import ProbeJob
 from gradwire.bench.probe_steps import SILENT, ReplayedSteps
 from gradwire.planner import PlannedTensor
-from gradwire.tuning.candidates import Candidate
+from gradwire.tuning.candidates import Candidate, planned_tensors
 from gradwire.tuning.trials import Script, Trials, run_steps
 
 MAX_STEPS = 50
@@ -56,12 +56,7 @@ def measure(job: ProbeJob, seconds: float = 2.0) -> Timeline:
     trials = Trials(steps, lambda own: own, MAX_STEPS, seconds)
     run_steps(trials.run(SILENT), steps.step)
     timing = trials.timings[SILENT]
-    ready = {name: bucket.ready for bucket in timing.buckets for name in bucket.names}
-    gradients = tuple(
-        PlannedTensor(name, tuple(parameter.shape), parameter.dtype, ready.get(name, timing.backward))
-        for name, parameter in job.parameters.items()
-    )
-    return Timeline(gradients, timing.rest, timing.backward)
+    return Timeline(tuple(planned_tensors(job.specs, timing)), timing.rest, timing.backward)
 
 
 class _GradientSteps(ReplayedSteps):

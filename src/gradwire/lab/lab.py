@@ -24,7 +24,7 @@ from gradwire.lab.errors import LabError
 from gradwire.lab.namespaces import Namespaces
 from gradwire.lab.network import INTERFACE, Network, address
 from gradwire.lab.results import HostResult, LabResult
-from gradwire.lab.rights import find_loss_tool, find_tool
+from gradwire.lab.rights import find_tool
 from gradwire.lab.runner import OnLine, Runner, signal_group
 from gradwire.lab.units import format_rate, parse_delay, parse_loss, parse_rate, seconds
 
@@ -257,17 +257,14 @@ class Lab:
 
 
 @functools.cache
-def available(*, loss: bool = False, delay: bool = False) -> str | None:
+def available(*, delay: bool = False) -> str | None:
     """Return why a lab cannot run here, or None if it can. Builds a small lab to find out.
 
     Args:
-        loss: Whether packet loss is needed, which takes another tool.
         delay: Whether a delay is needed, which takes another kernel module.
     """
     try:
-        if loss:
-            find_loss_tool()
-        with Lab(hosts=1, rate="1gbit", loss=0.01 if loss else 0.0, delay="1ms" if delay else None):
+        with Lab(hosts=1, rate="1gbit", delay="1ms" if delay else None):
             return None
     except GradwireError as error:
         return str(error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from gradwire.core import torch_private
+from gradwire.core.spec import TensorSpec
 from gradwire.planner import PlannedTensor, PlanTable, plan, uniform
 from gradwire.planner.closed_forms import native_seconds
 from gradwire.planner.costs import Costs
@@ -79,6 +80,14 @@ def native_step(timing: Timing, costs: Costs, hook: str = "fp32") -> float:
     return timing.rest + max(timing.backward, finish)
 
 
+def planned_tensors(specs: Mapping[str, TensorSpec], timing: Timing) -> list[PlannedTensor]:
+    """Return the tensors of a model, with the times at which their gradients were ready."""
+    ready = {name: bucket.ready for bucket in timing.buckets for name in bucket.names}
+    return [
+        PlannedTensor(name, spec.shape, spec.dtype, ready.get(name, timing.backward)) for name, spec in specs.items()
+    ]
+
+
 def plan_tables(
     synchronizer: Synchronizer,
     timing: Timing,
@@ -103,11 +112,7 @@ def plan_tables(
     """
     texts: list[str] = []
     if synchronizer.rank == 0:
-        ready = {name: bucket.ready for bucket in timing.buckets for name in bucket.names}
-        tensors = [
-            PlannedTensor(name, spec.shape, spec.dtype, ready.get(name, timing.backward))
-            for name, spec in synchronizer.tensors.items()
-        ]
+        tensors = planned_tensors(synchronizer.tensors, timing)
         bucket_bytes = max(1, timing.nbytes // max(1, len(timing.buckets)))
         level = plan(
             tensors, costs, fidelity=fidelity, min_elements=min_elements, rest=timing.rest, bucket_bytes=bucket_bytes
