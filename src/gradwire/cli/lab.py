@@ -6,6 +6,7 @@ import json
 import signal
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
@@ -75,7 +76,7 @@ def lab(
     signal.signal(signal.SIGTERM, _on_terminate)
     try:
         with Lab(network.hosts, network.rate, loss=network.loss, delay=network.delay) as net:
-            relay = None if output.quiet else _Relay(output.only)
+            relay = None if output.quiet else partial(_relay, output.only)
             result = net.run(command, timeout=limits.timeout, grace=limits.grace, capture=False, on_line=relay)
     except KeyboardInterrupt:
         print("gradwire lab: interrupted; the lab is gone.", file=sys.stderr)
@@ -87,16 +88,10 @@ def lab(
     raise typer.Exit(result.exit_code)
 
 
-class _Relay:
-    """Prints the hosts' lines as they arrive, each with its host, on the stream that it was written to."""
-
-    def __init__(self, only: int | None) -> None:
-        self._only = only
-
-    def __call__(self, host: int, stream: str, line: str) -> None:
-        if self._only in (None, host):
-            file = sys.stdout if stream == "stdout" else sys.stderr
-            print(f"[host {host}] {line}", file=file, flush=True)
+def _relay(only: int | None, host: int, stream: str, line: str) -> None:
+    """Print a line of a host, with its host, on the stream that it was written to."""
+    if only in (None, host):
+        print(f"[host {host}] {line}", file=sys.stdout if stream == "stdout" else sys.stderr, flush=True)
 
 
 def _on_terminate(number: int, frame: FrameType | None) -> None:

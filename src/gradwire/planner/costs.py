@@ -251,10 +251,8 @@ class Costs:
 
     def to_json(self) -> str:
         """Return a readable document for `from_json`."""
-        document: dict[str, Any] = {"format": FORMAT, "version": VERSION}
-        for field in fields(self):
-            document[field.name] = _plain(getattr(self, field.name))
-        return json.dumps(document, indent=1) + "\n"
+        known = asdict(self, dict_factory=lambda pairs: {name: value for name, value in pairs if value is not None})
+        return json.dumps({"format": FORMAT, "version": VERSION, **known}, indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Costs:
@@ -311,18 +309,6 @@ def expect_fields(document: Any, cls: type, where: str) -> dict[str, Any]:
         said = " and ".join(f"{verb} {', '.join(sorted(names))}" for verb, names in wrong.items() if names)
         raise OptionError(f"The file {said} (in {where}). {_CORRECT}")
     return dict(document)
-
-
-def _plain(value: Any) -> Any:
-    """Turn dataclasses into objects and tuples into lists."""
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, (LinearCost, Curve, LinkCosts, CodecCosts)):
-        parts = {field.name: getattr(value, field.name) for field in fields(value)}
-        return {name: _plain(part) for name, part in parts.items() if part is not None}
-    return value
 
 
 def _read_codec(document: Any, spec: str) -> CodecCosts:

@@ -36,6 +36,11 @@ class BucketTiming:
     ready: float
     done: float | None = None
 
+    @property
+    def end(self) -> float:
+        """When its mean arrived, or when it was handed over if that is not known."""
+        return self.ready if self.done is None else self.done
+
 
 @dataclass
 class StepTiming:
@@ -63,7 +68,7 @@ class StepTiming:
     @property
     def finish(self) -> float:
         """When the last mean arrived."""
-        return max((bucket.ready if bucket.done is None else bucket.done for bucket in self.buckets), default=0.0)
+        return max((bucket.end for bucket in self.buckets), default=0.0)
 
     @property
     def rest(self) -> float:
@@ -75,15 +80,14 @@ class StepTiming:
         """Seconds in which at least one bucket was under way."""
         total, end = 0.0, 0.0
         for bucket in self.buckets:
-            done = bucket.ready if bucket.done is None else bucket.done
-            total += max(0.0, done - max(bucket.ready, end))
-            end = max(end, done)
+            total += max(0.0, bucket.end - max(bucket.ready, end))
+            end = max(end, bucket.end)
         return total
 
     @property
     def synchronizing(self) -> float:
         """Seconds from each bucket to its mean, summed over buckets."""
-        return sum(0.0 if bucket.done is None else bucket.done - bucket.ready for bucket in self.buckets)
+        return sum(bucket.end - bucket.ready for bucket in self.buckets)
 
 
 @dataclass(frozen=True)
