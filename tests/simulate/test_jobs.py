@@ -7,7 +7,6 @@ from gradwire.compressors.base.registry import make
 from gradwire.core.spec import TensorSpec
 from gradwire.simulate import Cluster, Compute, SimulatedGradient, SimulatedLink, SimulatedModel, step
 from gradwire.simulate.jobs import jobs_of
-from gradwire.sync.dense_fusion import DENSE_FUSION_BYTES
 from gradwire.sync.plan import Plan
 from gradwire.sync.synchronizer import GradientSlice
 from gradwire.wire.frame import HEADER_BYTES
@@ -75,17 +74,13 @@ def test_large_tensors_of_a_bucket_are_cut_as_ever():
 def test_a_bucket_is_handed_over_with_its_last_gradient():
     tensors = [SimulatedGradient(f"{index}.weight", (1024, 1024), float(index)) for index in range(4)]
     assert names(tensors, Plan("none"), 8 << 20) == [
-        ("0.weight", 2.0),
-        ("1.weight", 2.0),
-        ("2.weight", 4.0),
-        ("3.weight", 4.0),
+        ("0.weight and 1 more", 2.0),
+        ("2.weight and 1 more", 4.0),
     ]
 
 
-def test_small_dense_tensors_leave_when_a_group_is_full():
-    count = DENSE_FUSION_BYTES // 4 // 2
-    tensors = vectors(*[count] * 5, ready=1.0)
-    assert names(tensors, Plan("onebit")) == [
+def test_dense_tensors_of_a_bucket_travel_together():
+    assert names(vectors(*[1000] * 5, ready=1.0), Plan("onebit"), 8000) == [
         ("layer0.bias and 1 more", 2.0),
         ("layer2.bias and 1 more", 4.0),
         ("layer4.bias", 5.0),
@@ -94,7 +89,7 @@ def test_small_dense_tensors_leave_when_a_group_is_full():
 
 @pytest.mark.parametrize("strategy", ["scatter_reduce", "allgather"])
 def test_the_synchronizer_sends_the_same_bytes(strategy):
-    # Compressed and fused, cut, and dense in two messages: matrices in the order of backward, each with its vector.
+    # Compressed and fused, cut, and dense: matrices in the order of backward, each with its vector.
     shapes = [(128, 512), (9000,), (64, 256), (9000,), (1024, 256), (100,)]
     tensors = [SimulatedGradient(f"tensor{index}", shape) for index, shape in enumerate(shapes)]
     plan = Plan("onebit", strategy=strategy)

@@ -11,7 +11,7 @@ from gradwire.compressors.base import SummableCompressor
 from gradwire.core.errors import SyncError
 from gradwire.core.spec import ELEMENT_TYPES, TensorSpec
 from gradwire.residuals.transaction import Residuals
-from gradwire.sync.codec import EMPTY, AccumulatorCodec, PayloadCodec, make_codec
+from gradwire.sync.codec import EMPTY, AccumulatorCodec, DenseCodec, PayloadCodec, make_codec
 from gradwire.sync.job import Chunk, EncodedChunk, TensorJob
 from gradwire.sync.plan_entry import PlanEntry
 from gradwire.wire.frame import FrameFlags, FrameKind
@@ -28,9 +28,12 @@ def gradient(rank: int) -> torch.Tensor:
     return torch.randn(NUMEL, generator=torch.Generator().manual_seed(rank))
 
 
-def codec(rank: int, compressor: object, feedback: str = "none", *, used: bool = True) -> PayloadCodec:
+def codec(
+    rank: int, compressor: object, feedback: str = "none", *, used: bool = True, strategy: str = "allgather"
+) -> PayloadCodec:
     values = gradient(rank) if used else torch.zeros(NUMEL)
-    job = TensorJob("fc.weight", 0, values, PlanEntry(compressor, feedback=feedback), 0, 1, used=used)  # type: ignore[arg-type]
+    entry = PlanEntry(compressor, strategy, feedback=feedback)  # type: ignore[arg-type]
+    job = TensorJob("fc.weight", 0, values, entry, 0, 1, used=used)
     return make_codec(job, Residuals(), rank, WORLD_SIZE, seed=5)
 
 
@@ -257,6 +260,45 @@ def test_the_mean_is_written_in_every_element_type(compressor: object, dtype: to
     assert mean.dtype == dtype
     exact = sum(gradient(rank).double() for rank in range(WORLD_SIZE)) / WORLD_SIZE
     assert torch.allclose(mean.double(), exact, atol=0.05)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("used", [(True, True, True), (False, True, True), (True, False, False), (False,) * 3])
+def test_dense_ranks_are_added_in_their_order_whoever_adds(dtype: torch.dtype, used: tuple[bool, ...]) -> None:
+    means = []
+    for owner in range(WORLD_SIZE):
+        codecs = [
+            codec(rank, gw.make("none"), used=used[rank], strategy="scatter_reduce") for rank in range(WORLD_SIZE)
+        ]
+        assert all(type(each) is DenseCodec for each in codecs)
+        for each in codecs:
+            each.job.values = each.job.values.to(dtype)
+        others = [each.start(CHUNK) for rank, each in enumerate(codecs) if rank != owner]
+        mean = codecs[owner].merge(CHUNK, others, 1)
+        for each in codecs:
+            each.decode(CHUNK, mean, 1)
+            assert torch.equal(each.job.values, codecs[owner].job.values) and not each.job.nonfinite
+        means.append(codecs[owner].job.values)
+    assert all(torch.equal(means[0], mean) for mean in means)
+    exact = sum((gradient(rank).to(dtype).double() * used[rank] for rank in range(WORLD_SIZE)), torch.zeros(NUMEL))
+    assert torch.allclose(means[0].double(), exact / WORLD_SIZE, atol=0.02)
+
+
+def test_a_dense_mean_that_is_not_finite_is_marked() -> None:
+    codecs = [codec(rank, gw.make("none"), strategy="scatter_reduce") for rank in range(WORLD_SIZE)]
+    codecs[1].job.values[5] = torch.inf
+    mean = codecs[0].merge(CHUNK, [each.start(CHUNK) for each in codecs[1:]], 1)
+    for each in codecs:
+        each.decode(CHUNK, mean, 1)
+        assert each.job.nonfinite
+
+
+def test_dense_bytes_of_another_length_are_blamed_on_their_sender() -> None:
+    codecs = [codec(rank, gw.make("none"), strategy="scatter_reduce") for rank in range(WORLD_SIZE)]
+    sent = codecs[2].start(CHUNK)
+    for use in (lambda bad: codecs[0].merge(CHUNK, [bad], 1), lambda bad: codecs[0].decode(CHUNK, bad, 1)):
+        with pytest.raises(SyncError, match="Rank 2 sent bytes that are not a payload"):
+            use(broken(sent, sent.body[:-4]))
 
 
 def test_the_kind_of_frame_follows_the_algebra() -> None:

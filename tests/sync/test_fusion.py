@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -15,8 +16,8 @@ from gradwire.core.spec import ELEMENT_TYPES, TensorSpec
 from gradwire.residuals.transaction import Residuals
 from gradwire.sync import fusion
 from gradwire.sync.batch import BatchCodec
-from gradwire.sync.fusion import MAX_FUSED_ELEMENTS, FusionCodec, FusionGroup, is_fused
-from gradwire.sync.job import Chunk, EncodedChunk, TensorJob
+from gradwire.sync.fusion import MAX_FUSED_ELEMENTS, FusionCodec, FusionGroup, FusionLayout, Member, is_fused
+from gradwire.sync.job import Chunk, EncodedChunk
 from gradwire.sync.plan import Method, Plan
 from gradwire.sync.plan_entry import PlanEntry
 from gradwire.sync.synchronizer import GradientSlice, Synchronizer
@@ -101,17 +102,21 @@ def test_by_scatter_reduce_replicas_agree_and_nothing_is_lost(method: str, world
         np.testing.assert_allclose(total, true.flatten().numpy() / world_size, atol=1e-4)
 
 
+def group_of(sizes: Sequence[tuple[int, int]], entry: PlanEntry, dtype: torch.dtype = torch.float32) -> FusionGroup:
+    """A group of tensors with these fusion indices and numbers of elements."""
+    members = [
+        Member(place, f"t{index}", 3 * index, 0, count, None, index) for place, (index, count) in enumerate(sizes)
+    ]
+    values = [torch.randn(count, generator=torch.Generator().manual_seed(index)).to(dtype) for index, count in sizes]
+    return FusionGroup(FusionLayout(members, entry, dtype), values, [True] * len(members), 0, 0)
+
+
 def codec_of(method: str, rank: int = 0, dtype: torch.dtype = torch.float32) -> tuple[BatchCodec, Chunk]:
     """The codec of two tensors in one chunk."""
-    entry = PlanEntry(make(method), feedback=make(method).default_feedback)
-    members = [
-        TensorJob(name, 0, torch.randn(300, generator=torch.Generator().manual_seed(seed)).to(dtype), entry, 0, 0)
-        for seed, name in enumerate("ab")
-    ]
-    group = FusionGroup(members, 0)
+    group = group_of([(0, 300), (1, 300)], PlanEntry(make(method), feedback=make(method).default_feedback), dtype)
     compiled = BatchCodec.compiled_of(group)
     assert compiled is not None
-    codec = BatchCodec(group, Residuals(), rank, 2, 0, compiled, {})
+    codec = BatchCodec(group, Residuals(), rank, 2, 0, compiled)
     (chunk,) = group.chunks(1)
     return codec, chunk
 
@@ -124,21 +129,21 @@ def test_other_element_types_are_rounded_once(method: str, dtype: torch.dtype) -
     one, other = codec.start(chunk), single.start(chunk)
     assert one.body.tobytes() == other.body.tobytes() and one.flags == other.flags
     codec.decode_sum(chunk, [one, one])
-    found = [member.values.clone() for member in codec.group.members]
+    found = [each.clone() for each in codec.group.tensors]
     single.decode_sum(chunk, [one, one])
-    assert all(torch.equal(each, member.values) for each, member in zip(found, codec.group.members, strict=True))
+    assert all(map(torch.equal, found, codec.group.tensors))
 
 
 def test_a_gradient_that_is_not_finite_marks_its_tensor_and_the_mean() -> None:
     codec, chunk = codec_of("onebit")
-    codec.group.members[1].values[7] = torch.inf
+    codec.group.tensors[1][7] = torch.inf
     sent = codec.start(chunk)
     assert sent.nonfinite and sent.used
     mean = codec.merge(chunk, [sent], 1)
     assert mean.nonfinite
     codec.decode(chunk, mean, 1)
     assert codec.group.nonfinite
-    assert codec.group.members[1].values.isnan().all() and codec.group.members[0].values.isfinite().all()
+    assert codec.group.tensors[1].isnan().all() and codec.group.tensors[0].isfinite().all()
 
 
 @pytest.mark.parametrize("damage", ["cut", "longer", "length", "unused length", "values"])
@@ -175,21 +180,17 @@ def test_which_tensors_are_fused() -> None:
 @pytest.mark.parametrize("num_chunks", [1, 2, 4, 9])
 def test_chunks_hold_each_tensor_once_and_its_owner_is_the_same_in_every_group(num_chunks: int) -> None:
     entry = PlanEntry(make("onebit"))
-    sizes = [50, 400, 300, 200, 10, 90, 350]
-    members = [
-        TensorJob(str(size), 3 * index, torch.zeros(size), entry, 0, 0, fusion_index=index)
-        for index, size in enumerate(sizes)
-    ]
+    tensors = list(enumerate([50, 400, 300, 200, 10, 90, 350]))
     owners = []
-    for chosen in (members, members[2:5], members[:1]):
-        group = FusionGroup(chosen, 0)
+    for chosen in (tensors, tensors[2:5], tensors[:1]):
+        group = group_of(chosen, entry)
         chunks = group.chunks(num_chunks)
         assert sorted(index for chunk in chunks for index in group.members_of(chunk)) == list(range(len(chosen)))
         for chunk in chunks:
-            assert chunk.count == sum(chosen[index].num_elements for index in group.members_of(chunk))
+            assert chunk.count == sum(chosen[index][1] for index in group.members_of(chunk))
         owners.append(
             {
-                chosen[index].name: (chunk.index + group.tensor) % num_chunks
+                chosen[index][0]: (chunk.index + group.tensor) % num_chunks
                 for chunk in chunks
                 for index in group.members_of(chunk)
             }

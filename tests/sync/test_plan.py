@@ -79,11 +79,6 @@ def test_feedback_is_each_compressors_default_unless_said() -> None:
     assert Plan("none", feedback="error").entry("w", MATRIX).feedback == "none", "there is nothing to feed back"
 
 
-def test_a_large_dense_tensor_travels_alone() -> None:
-    entry = Plan("none").entry("w", MATRIX)
-    assert not entry.batched
-
-
 @pytest.mark.parametrize(
     ("make", "error", "advice"),
     [
@@ -113,11 +108,12 @@ def test_mistakes_get_advice(make: object, error: type[Exception], advice: str) 
     assert advice in str(caught.value)
 
 
-def test_large_dense_tensors_take_the_ring_unless_a_strategy_is_named() -> None:
-    assert Plan("none").entry("w", MATRIX).strategy == "ring"
-    assert Plan("none").entry("b", TensorSpec((10,))).strategy == "scatter_reduce"
-    assert Plan("threelc").entry("w", MATRIX).strategy == "scatter_reduce"
+def test_dense_tensors_of_any_size_travel_together_by_scatter_reduce_unless_a_strategy_is_named() -> None:
+    for spec in (MATRIX, TensorSpec((10,))):
+        entry = Plan("none").entry("w", spec)
+        assert entry.batched and entry.strategy == "scatter_reduce"
     assert Plan("none", strategy="allgather").entry("w", MATRIX).strategy == "allgather"
+    assert Plan("threelc").entry("w", MATRIX).strategy == "scatter_reduce"
 
 
 @pytest.mark.parametrize("name", ["none", "fp16", "bf16"])

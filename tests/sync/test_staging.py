@@ -54,10 +54,20 @@ def strided_mask(strided: object, base: torch.Tensor, value: float) -> torch.Ten
     return mask
 
 
+def test_neighbors_in_memory_are_joined_in_place() -> None:
+    memory = torch.arange(20.0)
+    tensors = [memory[2:8].view(2, 3), memory[8:9], memory[9:12], memory[13:15], torch.zeros(3)]
+    staging = Staging(tensors)
+    flat = staging.joined([0, 1, 2])
+    assert flat.data_ptr() == tensors[0].data_ptr() and flat.tolist() == list(range(2, 12))
+    for apart in ([0, 2], [2, 3], [1, 0], [0, 4]):
+        assert staging.joined(apart).data_ptr() != tensors[apart[0]].data_ptr()
+
+
 def test_several_tensors_are_concatenated_and_copied_back() -> None:
     tensors = [torch.full((2, 3), 1.0), torch.tensor(2.0), torch.empty(0), torch.arange(4.0)[::2], torch.zeros(9)]
     staging = Staging(tensors)
-    flat = staging.concatenate([3, 0, 1, 2])
+    flat = staging.joined([3, 0, 1, 2])
     assert flat.tolist() == [0, 2, 1, 1, 1, 1, 1, 1, 2]
     flat *= 10
     assert tensors[0][0, 0] == 1, "not before finish"
@@ -88,7 +98,7 @@ def test_the_future_ends_with_its_value_after_the_copies() -> None:
 def test_cuda_tensors_travel_through_pinned_memory_and_back() -> None:
     tensors = [torch.arange(6.0, device="cuda").view(2, 3), torch.arange(8.0, device="cuda")[::2]]
     staging = Staging(tensors)
-    flat, joined = staging.flat(0), staging.concatenate([1])
+    flat, joined = staging.flat(0), staging.joined([1])
     staging.wait_loaded()
     assert flat.is_pinned() and not flat.is_cuda
     assert flat.tolist() == [0, 1, 2, 3, 4, 5]

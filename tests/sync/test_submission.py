@@ -1,4 +1,4 @@
-"""Submissions: small dense tensors of several share a message, and the order of priorities."""
+"""Submissions: the order of priorities."""
 
 from __future__ import annotations
 
@@ -14,54 +14,6 @@ SHAPES = {"a.bias": (10,), "a.weight": (200, 100), "b.bias": (7,), "c.bias": (5,
 
 def gradient(rank: int, name: str) -> torch.Tensor:
     return torch.randn(SHAPES[name], generator=torch.Generator().manual_seed(31 * rank + len(name) + ord(name[0])))
-
-
-def run(one: Synchronizer, hold: bool) -> tuple[dict[str, torch.Tensor], list[bool], int]:
-    """Submit tensor by tensor. Return means, which futures were pending before the last one, and messages sent."""
-    sent = []
-    one.events.listen(lambda event: sent.append(event) if event.kind == "send" else None)
-    grads = {name: gradient(one.rank, name) for name in SHAPES}
-    names = list(SHAPES)
-    one.register({name: TensorSpec(shape) for name, shape in SHAPES.items()})
-    one.begin_step()
-    futures = [one.submit([GradientSlice(name, grads[name])], hold=hold) for name in names[:-1]]
-    futures[1].wait()  # the large one does not wait for the small ones
-    waiting = [not future.done() for future in futures]
-    futures.append(one.submit([GradientSlice(names[-1], grads[names[-1]])]))
-    for future in futures:
-        future.wait()
-    one.commit()
-    return grads, waiting, len(sent)
-
-
-def test_held_tensors_travel_with_the_next_submission_that_does_not_hold() -> None:
-    found = {}
-    for hold in (False, True):
-        with ranks(2, "none") as group:
-            found[hold] = group.each(lambda one, hold=hold: run(one, hold))
-    for grads, _, _ in found[True]:
-        for name, grad in grads.items():
-            mean = (gradient(0, name) + gradient(1, name)) / 2
-            assert torch.allclose(grad, mean, atol=1e-6), name
-    assert all(waiting == [True, False, True] for _, waiting, _ in found[True])
-    # Two ranks: the small tensors share one message in each direction instead of three.
-    assert sum(messages for _, _, messages in found[True]) == sum(messages for _, _, messages in found[False]) - 2 * 2
-
-
-def test_wait_sends_what_is_held() -> None:
-    def hold_and_wait(one: Synchronizer) -> torch.Tensor:
-        grad = gradient(one.rank, "a.bias")
-        one.begin_step()
-        future = one.submit([GradientSlice("a.bias", grad)], hold=True)
-        assert not future.done()
-        one.wait()
-        assert future.done()
-        return grad
-
-    with ranks(3, "none") as group:
-        means = group.each(hold_and_wait)
-    assert torch.allclose(means[0], sum(gradient(rank, "a.bias") for rank in range(3)) / 3, atol=1e-6)
-    assert all(torch.equal(means[0], mean) for mean in means)
 
 
 @pytest.mark.parametrize(("order", "earlier", "later"), [("backward", "w8", "w0"), ("forward", "w0", "w8")])

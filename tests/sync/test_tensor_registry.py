@@ -14,8 +14,8 @@ from gradwire.compressors.base import SummableCompressor
 from gradwire.compressors.base.registry import code
 from gradwire.core.errors import FrameError
 from gradwire.core.spec import TensorSpec
-from gradwire.sync.dense_fusion import DENSE_FUSION_FLAG
 from gradwire.sync.exchange import EXCHANGE_TENSOR, PROBE_BYTES, PROBE_TENSOR
+from gradwire.sync.fusion import FUSION_FLAG
 from gradwire.sync.nodes import Nodes
 from gradwire.sync.plan import Plan
 from gradwire.sync.plan_entry import PlanEntry
@@ -31,7 +31,7 @@ SPECS = {
 }
 PLAN = Plan({"ternary": "threelc", "shared": gw.make("int8shared"), "*": "none"}, min_elements=1000)
 BLOCK = PLAN.rules["shared"].options["block"]
-NUM_FUSED = 40  # elements of bias and scale
+NUM_FUSED = 64 * 64 + 40  # elements of dense, bias and scale
 NONE, TERNARY, INT8 = code("none"), code("threelc"), code("int8shared")
 
 
@@ -47,7 +47,7 @@ TERNARY_PAYLOAD = Header(FrameKind.PAYLOAD, compressor=TERNARY, dtype=1, tensor=
 STATS = Header(FrameKind.STATS, compressor=INT8, dtype=2, tensor=2, count=2048, length=4 * -(-2048 // BLOCK))
 AGGREGATE = Header(FrameKind.AGGREGATE, compressor=INT8, dtype=2, tensor=2, offset=1024, count=1000, length=2000)
 FUSED = Header(
-    FrameKind.PAYLOAD, compressor=NONE, dtype=1, tensor=3 | DENSE_FUSION_FLAG, count=NUM_FUSED, length=4 * NUM_FUSED
+    FrameKind.PAYLOAD, compressor=NONE, dtype=1, tensor=3 | FUSION_FLAG, count=NUM_FUSED, length=4 * NUM_FUSED
 )
 HASH = Header(FrameKind.STATS, tensor=EXCHANGE_TENSOR, count=1, length=8)
 PROBE = Header(FrameKind.STATS, tensor=PROBE_TENSOR, count=PROBE_BYTES, length=PROBE_BYTES)
@@ -71,8 +71,8 @@ def test_the_agreed_order_gives_the_numbers() -> None:
     ("header", "changed", "said"),
     [
         (DENSE, {"tensor": len(SPECS)}, "Expected one of 5 tensors"),
-        (DENSE, {"tensor": DENSE_FUSION_FLAG - 1}, "Expected one of 5 tensors"),
-        (FUSED, {"tensor": DENSE_FUSION_FLAG | 5}, "Expected one of 5 tensors"),
+        (DENSE, {"tensor": FUSION_FLAG - 1}, "Expected one of 5 tensors"),
+        (FUSED, {"tensor": FUSION_FLAG | 5}, "Expected one of 5 tensors"),
         (DENSE, {"compressor": TERNARY}, "Expected none of torch.float32"),
         (DENSE, {"compressor": 0}, "Expected none of torch.float32"),
         (DENSE, {"dtype": 2}, "Expected none of torch.float32"),
@@ -81,7 +81,7 @@ def test_the_agreed_order_gives_the_numbers() -> None:
         (DENSE, {"offset": 4096 - 1023}, "Expected a range within 4096 elements"),
         (DENSE, {"offset": 1 << 62}, "Expected a range within 4096 elements"),
         (TERNARY_PAYLOAD, {"count": 1 << 62}, "Expected a range within 4096 elements"),
-        (FUSED, {"count": NUM_FUSED + 1}, "Expected a range within 40 elements"),
+        (FUSED, {"count": NUM_FUSED + 1}, f"Expected a range within {NUM_FUSED} elements"),
         (DENSE, {"length": 4097}, "Expected at most 4096 bytes, got 4097"),
         (DENSE, {"count": 1023}, "Expected at most 4092 bytes, got 4096"),
         (TERNARY_PAYLOAD, {"length": 1 << 39}, "Expected at most"),
@@ -125,7 +125,7 @@ def numbers(bits: int, *likely: int) -> st.SearchStrategy[int]:
         stage=numbers(16, 0, 1),
         dtype=st.integers(0, 4),
         round=numbers(64, 0),
-        tensor=numbers(32, 0, 1, 2, 3, 4, 5, 3 | DENSE_FUSION_FLAG, EXCHANGE_TENSOR, PROBE_TENSOR),
+        tensor=numbers(32, 0, 1, 2, 3, 4, 5, 3 | FUSION_FLAG, EXCHANGE_TENSOR, PROBE_TENSOR),
         partition=numbers(32, 0),
         offset=numbers(62, 0, 1024, 4096),
         count=numbers(62, 0, 1, 1024, 4096),
@@ -138,7 +138,7 @@ def test_any_header_is_admitted_or_a_frame_error_and_bounds_what_is_allocated(he
     except FrameError:
         return
     assert header.length <= max(PROBE_BYTES, *(spec.nbytes * 2 for spec in SPECS.values()))
-    assert header.tensor in (EXCHANGE_TENSOR, PROBE_TENSOR) or (header.tensor & ~DENSE_FUSION_FLAG) < len(SPECS)
+    assert header.tensor in (EXCHANGE_TENSOR, PROBE_TENSOR) or (header.tensor & ~FUSION_FLAG) < len(SPECS)
 
 
 def test_accumulators_are_as_wide_as_the_world_size_needs() -> None:
@@ -157,7 +157,7 @@ def test_ranks_agree_on_everything_a_header_is_checked_against() -> None:
     assert rows[2]["compressor"] == "int8shared"
     assert rows[2]["options"]["stochastic"] == "True"
     assert {"strategy", "partitions", "feedback", "batched"} < set(rows[0])
-    assert [row["batched"] for row in rows] == [False, False, False, True, True]
+    assert [row["batched"] for row in rows] == [True, False, False, True, True]
 
 
 def test_a_peer_may_be_two_whole_steps_ahead_by_bytes_and_by_frames() -> None:
@@ -237,15 +237,15 @@ def test_fused_dense_frames_are_limited_by_the_elements_with_their_key() -> None
     plan = Plan.of_entries({"a": cast, "b": PlanEntry(gw.make("none"), batched=True), "c": cast})
     made = TensorRegistry(plan, 3)
     made.add({"a": TensorSpec((10,)), "b": TensorSpec((5,)), "c": TensorSpec((30,))})
-    fitting = dataclasses.replace(FUSED, compressor=code("bf16"), tensor=DENSE_FUSION_FLAG, count=40, length=80)
+    fitting = dataclasses.replace(FUSED, compressor=code("bf16"), tensor=FUSION_FLAG, count=40, length=80)
     made.admit(fitting)
-    made.admit(dataclasses.replace(FUSED, tensor=1 | DENSE_FUSION_FLAG, count=5, length=20))
+    made.admit(dataclasses.replace(FUSED, tensor=1 | FUSION_FLAG, count=5, length=20))
     for changed, said in [
         ({"length": 81}, "Expected at most 80 bytes, got 81"),
         ({"count": 41}, "Expected a range within 40 elements"),
         ({"compressor": NONE}, r"Expected bf16 of torch\.float32"),
         ({"kind": FrameKind.STATS}, "Expected no STATS frames of bf16"),
-        ({"tensor": 1 | DENSE_FUSION_FLAG}, r"Expected none of torch\.float32"),
+        ({"tensor": 1 | FUSION_FLAG}, r"Expected none of torch\.float32"),
     ]:
         with pytest.raises(FrameError, match=said):
             made.admit(dataclasses.replace(fitting, **changed))
@@ -254,5 +254,5 @@ def test_fused_dense_frames_are_limited_by_the_elements_with_their_key() -> None
 
 
 def test_a_group_does_not_begin_with_a_tensor_that_is_not_fused() -> None:
-    with pytest.raises(FrameError, match="Expected a range within 0 elements"):
-        REGISTRY.admit(dataclasses.replace(FUSED, tensor=0 | DENSE_FUSION_FLAG))
+    with pytest.raises(FrameError, match="Expected int8shared"):
+        REGISTRY.admit(dataclasses.replace(FUSED, tensor=2 | FUSION_FLAG))

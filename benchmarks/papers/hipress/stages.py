@@ -152,7 +152,7 @@ class Staged:
             for parameter, grad in zip(bucket.parameters(), bucket.gradients(), strict=True)
         ]
         if self.how.buckets:
-            return self.synchronizer.submit(shards, result=buffer, hold=not bucket.is_last())
+            return self.synchronizer.submit(shards, result=buffer)
         futures = []
         for shard in shards:
             futures.append(self.synchronizer.submit([shard]))

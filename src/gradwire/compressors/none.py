@@ -36,6 +36,7 @@ class NoCompression(Compressor):
     name: ClassVar[str] = "none"
     unbiased = True
     exact = True
+    dense = True
     elementwise = True
     unique_encoding = True
     default_feedback: FeedbackName = "none"

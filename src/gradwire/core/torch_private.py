@@ -149,6 +149,11 @@ def in_bucket_order(values: torch.Tensor, parameter: torch.Tensor) -> torch.Tens
     return (values.permute(order) if parameter.permute(order).is_contiguous() else values).reshape(-1)
 
 
+def copy_all(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+    """Copy tensors to others in one call. For small tensors, calls take longer than bytes."""
+    torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
+
+
 def note_step(optimizer: torch.optim.Optimizer) -> None:
     """Tell schedulers that `optimizer` has stepped, although another process did it. Otherwise they warn."""
     optimizer._opt_called = True  # type: ignore[attr-defined]

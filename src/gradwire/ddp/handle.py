@@ -192,8 +192,7 @@ class Handle:
                 GradientSlice(name, grad, used=not joined and _used(grad, may_skip))
                 for name, grad in zip(names, bucket.gradients(), strict=True)
             ]
-            # Small tensors of several buckets travel together, the last ones with the last bucket.
-            return self.synchronizer.submit(slices, result=bucket.buffer(), hold=not bucket.is_last())
+            return self.synchronizer.submit(slices, result=bucket.buffer())
 
         future = submit() if self.autopilot is None else self.autopilot.average(bucket, names, submit)
         return future if joined else self._optimizers.watch(future, bucket, names)

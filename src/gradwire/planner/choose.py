@@ -31,7 +31,6 @@ from gradwire.planner.fidelity import DENSE, RankedCompressor
 from gradwire.planner.options import Option, PlannedTensor, best_alone, is_small, options, unbeaten
 from gradwire.planner.schedule import Schedule, ScheduledTensor
 from gradwire.planner.table import PlanRow, PlanTable, limit_of
-from gradwire.sync.dense_fusion import DENSE_FUSION_BYTES
 from gradwire.sync.fusion import MAX_FUSED_ELEMENTS
 
 PARTITIONS = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -187,16 +186,12 @@ class _Search:
         return route(spec, "scatter_reduce", 1, numel, self.costs, -(-nbytes // max(1, numel)))
 
     def _batch_jobs(self, small: Sequence[PlannedTensor], spec: str) -> list[ScheduledTensor]:
-        """Return the batches of small tensors: each starts with `DENSE_FUSION_BYTES`, the last with the last bucket."""
-        jobs, numel, nbytes = [], 0, 0
-        last = max((tensor.ready for tensor in self.tensors), default=0.0)
-        for index, tensor in enumerate(small):
-            numel, nbytes = numel + tensor.numel, nbytes + tensor.nbytes
-            end = index == len(small) - 1
-            if end or (nbytes >= DENSE_FUSION_BYTES and small[index + 1].ready > tensor.ready):
-                jobs.append(ScheduledTensor(last if end else tensor.ready, self._batch(spec, numel, nbytes)))
-                numel, nbytes = 0, 0
-        return jobs
+        """Return the batches of small tensors, one for each bucket."""
+        numels, sizes = Counter[float](), Counter[float]()
+        for tensor in small:
+            numels[tensor.ready] += tensor.numel
+            sizes[tensor.ready] += tensor.nbytes
+        return [ScheduledTensor(ready, self._batch(spec, numels[ready], sizes[ready])) for ready in numels]
 
     def run(self, picks: Sequence[int]) -> Schedule:
         """Return the schedule of these picks."""

@@ -64,6 +64,7 @@ class ResidualSlots:
         self.keys = keys
         self.slices: list[ResidualSlice] = []
         self.version = -1
+        self.addresses: dict[int, tuple[int, np.ndarray]] = {}  # by id of the array, which is kept
         self._residuals = residuals
 
     def stage(self, used: Sequence[bool]) -> tuple[np.ndarray, np.ndarray]:
@@ -77,6 +78,13 @@ class ResidualSlots:
             keys that are not staged.
         """
         return self._residuals._stage_slots(self, used)
+
+    def address(self, array: np.ndarray) -> int:
+        """Return the address of a buffer. Asking NumPy in every step would take longer than encoding does."""
+        known = self.addresses.get(id(array))
+        if known is None:
+            known = self.addresses[id(array)] = array.__array_interface__["data"][0], array
+        return known[0]
 
 
 class Residuals:
@@ -118,6 +126,7 @@ class Residuals:
             if slots.version != self._version:
                 slots.slices = [self._slice(key) for key in slots.keys]
                 slots.version = self._version
+                slots.addresses.clear()
                 most = max((key.range.count for key in slots.keys), default=0)
                 if self._zeros.size < most:
                     self._zeros = np.zeros(most, np.float32)
@@ -125,8 +134,8 @@ class Residuals:
             for index, (key, found, is_used) in enumerate(zip(slots.keys, slots.slices, used, strict=True)):
                 if is_used:
                     latest = found.latest()
-                    before[index] = _address(self._zeros if latest is None else latest)
-                    after[index] = _address(self._staged(found, key))
+                    before[index] = slots.address(self._zeros if latest is None else latest)
+                    after[index] = slots.address(self._staged(found, key))
             return before, after
 
     def _staged(self, found: ResidualSlice, key: ResidualKey) -> np.ndarray:
@@ -185,6 +194,8 @@ class Residuals:
 
         Deleted residuals are not scanned again, so that later calls are fast.
         """
+        if not any(self._slices.get((name, role)) for role in ROLES):
+            return False
         with self._lock:
             for role in ROLES:
                 slices = self._slices.get((name, role), {})
@@ -423,8 +434,3 @@ class Residuals:
                 f"{call} is not possible while {len(self._open)} residuals are staged. Call commit() or rollback() "
                 "first."
             )
-
-
-def _address(array: np.ndarray) -> int:
-    place: int = array.__array_interface__["data"][0]
-    return place

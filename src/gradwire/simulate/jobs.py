@@ -16,8 +16,7 @@ from gradwire.simulate.cluster import Cluster
 from gradwire.simulate.prices import PriceList
 from gradwire.simulate.recording import FusionMember
 from gradwire.simulate.workload import SimulatedGradient, SimulatedModel
-from gradwire.sync.dense_fusion import DENSE_FUSION_FLAG, dense_fusion_entry, group_ids
-from gradwire.sync.fusion import is_fused
+from gradwire.sync.fusion import FUSION_FLAG, is_fused
 from gradwire.sync.job import group_name
 from gradwire.sync.plan import Plan
 from gradwire.sync.plan_entry import PlanEntry
@@ -48,38 +47,28 @@ def jobs_of(model: SimulatedModel, plan: Plan, cluster: Cluster, costs: Costs) -
         if grad.spec.numel
     ]
     fusion_index = {each.number: index for index, each in enumerate(each for each in entries if each.is_fused)}
-    last_of_group = _dense_groups(entries)
-    pending: dict[object, list[_Entry]] = {}
     jobs: list[SimulatedJob] = []
 
-    def add(
-        group: Sequence[_Entry], entry: PlanEntry, ready: float, flag: int = 0, members: tuple[FusionMember, ...] = ()
-    ) -> None:
-        first, numel = group[0], sum(each.numel for each in group)
+    def add(group: Sequence[_Entry], ready: float, flag: int = 0, members: tuple[FusionMember, ...] = ()) -> None:
+        first, entry, numel = group[0], group[0].entry, sum(each.numel for each in group)
         name = group_name([each.gradient.name for each in group])
         prices = PriceList(entry.compressor, costs, first.gradient.dtype, fused=bool(members))
         jobs.append(SimulatedJob(name, numel, entry, ready, first.number | flag, prices, members))
 
     for bucket in _buckets(entries, model.bucket_bytes):
         ready = model.compute.forward_seconds + bucket[-1].gradient.ready_seconds
-        fused: dict[object, list[_Entry]] = {}
-        complete: list[list[_Entry]] = []
+        groups: dict[object, list[_Entry]] = {}
         for each in bucket:
             entry = each.entry
-            if entry.batched:
-                group, is_last = last_of_group[each.number]
-                pending.setdefault(group, []).append(each)
-                complete += [pending[group]] if is_last else []
-            elif each.is_fused:
-                key = repr(entry.compressor), entry.strategy, entry.feedback, each.gradient.dtype
-                fused.setdefault(key, []).append(each)
+            if entry.batched or each.is_fused:
+                key = repr(entry.compressor), entry.strategy, entry.feedback, entry.partitions, each.gradient.dtype
+                groups.setdefault(key, []).append(each)
             else:
-                add([each], entry, ready)
-        for group_ in fused.values():
-            members = tuple(FusionMember(each.numel, fusion_index[each.number]) for each in group_)
-            add(group_, group_[0].entry, ready, members=members)
-        for group_ in complete:
-            add(group_, dense_fusion_entry(group_[0].entry), ready, DENSE_FUSION_FLAG)
+                add([each], ready)
+        for group in groups.values():
+            is_dense = group[0].entry.batched
+            members = () if is_dense else tuple(FusionMember(each.numel, fusion_index[each.number]) for each in group)
+            add(group, ready, FUSION_FLAG * is_dense, members)
     return jobs
 
 
@@ -102,10 +91,3 @@ def _buckets(entries: Iterable[_Entry], bucket_bytes: float | None) -> Iterator[
         nbytes += each.gradient.spec.nbytes
     if bucket:
         yield bucket
-
-
-def _dense_groups(entries: Iterable[_Entry]) -> dict[int, tuple[object, bool]]:
-    """For each small dense tensor: its fusion group, and whether it completes the group."""
-    found = group_ids((str(each.number), each.entry, each.gradient.spec) for each in entries)
-    last = {group: name for name, group in found.items()}
-    return {int(name): (group, last[group] == name) for name, group in found.items()}

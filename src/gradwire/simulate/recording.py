@@ -20,7 +20,7 @@ from gradwire.core.errors import UnknownNameError
 from gradwire.core.events import EventStream
 from gradwire.residuals.transaction import Residuals
 from gradwire.simulate.loop import COMPUTE, RECV, SEND
-from gradwire.sync.fusion import FusionGroup
+from gradwire.sync.fusion import FusionGroup, FusionLayout, Member
 from gradwire.sync.graph import Task, TaskGraph
 from gradwire.sync.job import Chunk, EncodedChunk, TensorJob
 from gradwire.sync.nodes import grouped
@@ -37,7 +37,7 @@ class FusionMember(NamedTuple):
 
     Attributes:
         numel: Number of elements.
-        fusion_index: Index among all tensors that are fused, as in `TensorJob.fusion_index`.
+        fusion_index: Index among all tensors that are fused, as in `fusion.Member`.
     """
 
     numel: int
@@ -154,10 +154,15 @@ def record(
 
 
 def _job(entry: PlanEntry, numel: int, tensor: int, members: Sequence[FusionMember]) -> TensorJob | FusionGroup:
-    def empty(count: int, fusion_index: int) -> TensorJob:
-        return TensorJob("job", tensor, torch.empty(count, device="meta"), entry, 0, 0, fusion_index=fusion_index)
-
-    return FusionGroup([empty(*member) for member in members], 0) if members else empty(numel, 0)
+    if not members:
+        return TensorJob("job", tensor, torch.empty(numel, device="meta"), entry, 0, 0)
+    layout = FusionLayout(
+        [Member(i, "job", tensor, 0, each.numel, None, each.fusion_index) for i, each in enumerate(members)],
+        entry,
+        torch.float32,
+    )
+    tensors = [torch.empty(member.numel, device="meta") for member in members]
+    return FusionGroup(layout, tensors, [True] * len(members), 0, 0)
 
 
 def _packed(
@@ -206,7 +211,7 @@ class _Recorder:
     def sizes(self, chunk: Chunk) -> tuple[int, ...]:
         """Elements of each tensor in a chunk."""
         if isinstance(self._job, FusionGroup):
-            return tuple(self._job.members[index].values.numel() for index in self._job.members_of(chunk))
+            return tuple(self._job.layout.members[index].count for index in self._job.members_of(chunk))
         return (chunk.count,)
 
 

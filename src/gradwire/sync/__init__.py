@@ -3,7 +3,7 @@
 - `synchronizer`, `peers`, `options`: the public class, its base that knows ranks and engine only, and its options.
 - `plan`, `plan_entry`: how each tensor travels. `agreement`, `tensor_registry`: what all ranks have agreed on.
 - `submission`, `staging`, `launcher`, `job`: one call of `submit`, its flat CPU tensors, and the jobs made of them.
-- `fusion`, `dense_fusion`: jobs of several small tensors, compressed or dense.
+- `fusion`, `batch`: jobs of several tensors, and compiled calls for all tensors of a group.
 - `strategies`, `graph`, `drawing`: turn a job into a graph of the five primitives, and print it.
 - `codec`, `engine`, `engine_errors`: what the tasks of a graph do, and what runs them.
 - `exchange`, `replica`, `nodes`, `group`: numbers of all ranks, the replica check, ranks of a node, the process group.

@@ -13,12 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
 from gradwire.compressors.base import Compiled
 from gradwire.compressors.base.array import scratch
 from gradwire.core.context import Context, key_words
 from gradwire.core.errors import SyncError
-from gradwire.core.spec import as_array
+from gradwire.core.spec import TensorSpec, as_array
 from gradwire.kernels.cpu import groups
 from gradwire.kernels.cpu.elements import as_input
 from gradwire.residuals import policies
@@ -28,7 +29,6 @@ from gradwire.sync.job import Chunk, EncodedChunk
 from gradwire.wire.frame import FrameFlags, FrameKind
 
 _FLOAT32 = np.empty(0, np.float32)
-_NO_KEYS = np.zeros((1, 4), np.uint32)
 
 
 @dataclass
@@ -56,22 +56,20 @@ class BatchCodec(FusionCodec):
     """Codec of a fusion group whose compressor has compiled functions. It has the interface of `PayloadCodec`.
 
     Args:
-        layouts: Layouts of earlier groups, to which this adds.
+        compiled: Result of `compiled_of`.
     """
 
     def __init__(
-        self, group: FusionGroup, residuals: Residuals, rank: int, world_size: int, seed: int,
-        compiled: Compiled, layouts: dict[object, ChunkLayout],
-    ) -> None:  # fmt: skip
+        self, group: FusionGroup, residuals: Residuals, rank: int, world_size: int, seed: int, compiled: Compiled
+    ) -> None:
         super().__init__(group, residuals, rank, world_size, seed)
         self._compiled = compiled
-        self._layouts = layouts
         self._residuals = residuals
         self._world_size = world_size
         self._seed = seed
         self._feedback = group.entry.feedback != "none"
-        self._like = as_input(as_array(group.members[0].values[:0]))
-        self._decode_sum = groups.decoder(compiled.decode_sum)
+        self._like = as_input(as_array(torch.empty(0, dtype=group.dtype)))
+        self._decode_sum = np.uint64(groups.decoder(compiled.decode_sum))
 
     @staticmethod
     def compiled_of(group: FusionGroup) -> Compiled | None:
@@ -79,14 +77,11 @@ class BatchCodec(FusionCodec):
         entry = group.entry
         return entry.compressor.compiled() if policies.get(entry.feedback).is_compiled else None
 
-    def encodes_own(self, stage: int) -> bool:
-        return self.group.entry.compressor.encode_own_before_merge and stage == self.first_stage + 1
-
     def start(self, chunk: Chunk) -> EncodedChunk:
         layout = self._layout(chunk)
         own, message = self._own(layout), np.empty(layout.message_bytes, np.uint8)
         size = groups.encode_group(
-            groups.encoder(self._compiled.encode, self._like.dtype, self._feedback), self._like,
+            self._encoder(self._like), self._like,
             self._residual, layout.table, own, np.float32(1 / self._world_size),
             *self._stage(layout, "local", own != 0), self._keys(layout, 0), self._static(layout),
             scratch(layout.scratch_bytes), message,
@@ -103,7 +98,7 @@ class BatchCodec(FusionCodec):
         used = (own != 0) | self._used(chunk, messages)
         message = np.empty(layout.message_bytes, np.uint8)
         size = groups.merge_group(
-            groups.encoder(self._compiled.encode, _FLOAT32.dtype, self._feedback), self._decode_sum, self._like,
+            self._encoder(_FLOAT32), self._decode_sum, self._like,
             self._residual, layout.table, own, np.float32(1 / self._world_size),
             *self._stage(layout, "aggregate", used), self._keys(layout, stage), self._static(layout),
             scratch(layout.scratch_bytes), self._total(layout), *_addresses(messages), message,
@@ -116,8 +111,8 @@ class BatchCodec(FusionCodec):
         self.decode_sum(chunk, [message])
 
     def decode_sum(self, chunk: Chunk, messages: Sequence[EncodedChunk]) -> None:
-        layout, members = self._layout(chunk), self.group.members
-        outs = np.array([members[index].values.data_ptr() for index in layout.members], np.uint64)
+        layout = self._layout(chunk)
+        outs = np.array([self.group.tensors[index].data_ptr() for index in layout.members], np.uint64)
         found = groups.decode_group(
             self._decode_sum, self._like, layout.table, outs, self._keys(layout, 0), self._static(layout),
             scratch(layout.scratch_bytes), _FLOAT32 if self._like.dtype == np.float32 else self._total(layout),
@@ -126,7 +121,7 @@ class BatchCodec(FusionCodec):
         if found < 0:
             raise self._damaged(chunk, messages)
         if found:
-            members[layout.members[0]].nonfinite = True
+            self.group.any_nonfinite = True
 
     def finish(self) -> None:
         """There are no states."""
@@ -134,42 +129,39 @@ class BatchCodec(FusionCodec):
     # -- arguments of the compiled calls ---------------------------------------------------------------------
 
     def _layout(self, chunk: Chunk) -> ChunkLayout:
-        members = [self.group.members[index] for index in self.group.members_of(chunk)]
-        key = self.group.entry, self.group.dtype, tuple((each.name, each.full_range) for each in members)
-        if key not in self._layouts:
-            self._layouts[key] = self._make_layout(chunk)
-        return self._layouts[key]
+        prepared: dict[int, ChunkLayout] = self.group.layout.prepared
+        if chunk.index not in prepared:
+            prepared[chunk.index] = self._prepare(chunk)
+        return prepared[chunk.index]
 
-    def _make_layout(self, chunk: Chunk) -> ChunkLayout:
+    def _prepare(self, chunk: Chunk) -> ChunkLayout:
         indices, compressor = self.group.members_of(chunk), self.group.entry.compressor
-        members = [self.group.members[index] for index in indices]
-        specs = [member.spec(self._full_chunks[index]) for index, member in zip(indices, members, strict=True)]
-        rows = [
-            (spec.numel, member.offset, compressor.max_encoded_bytes(spec))
-            for spec, member in zip(specs, members, strict=True)
-        ]
+        members = [self.group.layout.members[index] for index in indices]
+        most = [compressor.max_encoded_bytes(TensorSpec((member.count,), self.group.dtype)) for member in members]
+        rows = [(member.count, member.offset, size) for member, size in zip(members, most, strict=True)]
+        needed = [self._compiled.scratch_bytes(member.count, self._world_size) for member in members]
         table = np.array(rows, np.int64).reshape(-1, 3)
-        needed = [self._compiled.scratch_bytes(spec.numel, self._world_size) for spec in specs]
-        message_bytes = int(table[:, 2].sum()) + groups.MARK_BYTES * len(members)
-        layout = ChunkLayout(indices, table, None, max(needed, default=0), message_bytes)
+        layout = ChunkLayout(indices, table, None, max(needed), sum(most) + groups.MARK_BYTES * len(members))
         if not self._compiled.uses_step:
             layout.static = self._static(layout)
         roles: tuple[Role, ...] = ("local", "aggregate") if self._feedback else ()
         for role in roles:
             layout.slots[role] = self._residuals.slots(
-                [ResidualKey(member.name, member.full_range, role) for member in members]
+                [ResidualKey(member.name, member.range, role) for member in members]
             )
         return layout
+
+    def _encoder(self, like: np.ndarray) -> np.uint64:
+        return np.uint64(groups.encoder(self._compiled.encode, like.dtype, self._feedback))
 
     @property
     def _residual(self) -> np.ndarray | None:
         return _FLOAT32 if self._feedback else None
 
     def _own(self, layout: ChunkLayout) -> np.ndarray:
-        members = self.group.members
-        members[0].wait_loaded()
-        used = (members[index] for index in layout.members)
-        return np.array([each.values.data_ptr() if each.used else 0 for each in used], np.uint64)
+        self.group.wait_loaded()
+        tensors, used = self.group.tensors, self.group.used
+        return np.array([tensors[index].data_ptr() if used[index] else 0 for index in layout.members], np.uint64)
 
     def _stage(self, layout: ChunkLayout, role: Role, used: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the addresses of the residuals and of the next ones, for the tensors that are encoded."""
@@ -181,15 +173,15 @@ class BatchCodec(FusionCodec):
     def _static(self, layout: ChunkLayout) -> np.ndarray:
         if layout.static is not None:
             return layout.static
-        step = self.group.members[0].step
-        return np.stack([self._compiled.static(count, step) for count in layout.table[:, 0].tolist()])
+        counts, step = layout.table[:, 0].tolist(), self.group.step
+        return np.stack([self._compiled.static(count, step) for count in counts])
 
     def _keys(self, layout: ChunkLayout, stage: int) -> np.ndarray:
         if not self._compiled.uses_keys:
-            return np.broadcast_to(_NO_KEYS, (len(layout.members), 4)).copy()
-        members = [self.group.members[index] for index in layout.members]
+            return np.zeros((len(layout.members), 4), np.uint32)
+        names = [self.group.layout.names[index] for index in layout.members]
         contexts = [
-            Context(each.name, each.step, self.rank, self._world_size, self._seed, stage=stage) for each in members
+            Context(name, self.group.step, self.rank, self._world_size, self._seed, stage=stage) for name in names
         ]
         return np.stack([key_words(context) for context in contexts])
 

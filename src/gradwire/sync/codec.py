@@ -5,7 +5,8 @@ payloads are in units of the mean: gradients are scaled by 1/W as they are encod
 added, and a residual means the same under every strategy and world size.
 
 `PayloadCodec` decodes payloads, adds in float32, and encodes the sum with a residual of role ``aggregate``.
-`AccumulatorCodec`, for summable compressors, adds accumulators and decodes only their sum.
+`AccumulatorCodec`, for summable compressors, adds accumulators and decodes only their sum. `DenseCodec` sends dense
+gradients from where they are.
 """
 
 # Shapes: N = elements of the chunk, W = ranks.
@@ -29,6 +30,7 @@ from gradwire.residuals import policies
 from gradwire.residuals.policies import EncodeInput
 from gradwire.residuals.transaction import ResidualKey, Residuals, Role
 from gradwire.sync.job import Chunk, EncodedChunk, TensorJob
+from gradwire.sync.plan_entry import PlanEntry
 from gradwire.wire.frame import FrameFlags, FrameKind
 from gradwire.wire.payload import Payload
 
@@ -360,9 +362,57 @@ class AccumulatorCodec(PayloadCodec):
                 self._stage_state(total, context, self.job.range(chunk))
 
 
+class DenseCodec(PayloadCodec):
+    """Codec of dense gradients without residuals: nothing is encoded, and ranks are added in their order.
+
+    A rank sends its gradient from where it is. That is safe: the mean overwrites a chunk only after the chunk's owner
+    has received it. The mean is the same however a tensor is split, since each element is added by itself.
+    """
+
+    @staticmethod
+    def suits(entry: PlanEntry) -> bool:
+        """Whether a tensor can have this codec."""
+        return entry.compressor.dense and entry.feedback == "none" and entry.strategy == "scatter_reduce"
+
+    def start(self, chunk: Chunk) -> EncodedChunk:
+        self.job.wait_loaded()
+        return self._message(FrameKind.PAYLOAD, Payload(self._bytes(chunk)) if self.job.used else None)
+
+    def merge(self, chunk: Chunk, messages: Sequence[EncodedChunk], stage: int) -> EncodedChunk:
+        used = [message for message in (self.start(chunk), *messages) if message.used]
+        if not used:
+            return self._message(FrameKind.PAYLOAD, None)
+        out = as_array(self.job.values[chunk.slice])
+        for message in used:
+            with blame(self, message):
+                _expect_bytes(message, out.nbytes)
+        ranks = [message.body.view(out.dtype) for message in sorted(used, key=lambda message: message.sender)]
+        is_finite = kernels.mean(ranks, 1 / self.world_size, out)
+        # Copied, because the gradient may change before the transport has sent it to all.
+        return self._message(FrameKind.PAYLOAD, Payload(self._bytes(chunk).copy(), nonfinite=not is_finite))
+
+    def decode(self, chunk: Chunk, message: EncodedChunk, stage: int) -> None:
+        out = self.job.values[chunk.slice]
+        if not message.used:
+            out.zero_()
+            return
+        self.job.nonfinite |= message.nonfinite
+        if message.sender != self.rank:  # the owner's mean is there already
+            with blame(self, message):
+                _expect_bytes(message, out.nbytes)
+            self._bytes(chunk)[:] = message.body
+
+    def _bytes(self, chunk: Chunk) -> np.ndarray:
+        return as_array(self.job.values[chunk.slice]).view(np.uint8)
+
+
 def make_codec(job: TensorJob, residuals: Residuals, rank: int, world_size: int, seed: int) -> PayloadCodec:
     """Return the codec for the job's compressor."""
-    kind = AccumulatorCodec if isinstance(job.entry.compressor, SummableCompressor) else PayloadCodec
+    kind: type[PayloadCodec] = PayloadCodec
+    if isinstance(job.entry.compressor, SummableCompressor):
+        kind = AccumulatorCodec
+    elif DenseCodec.suits(job.entry):
+        kind = DenseCodec
     return kind(job, residuals, rank, world_size, seed)
 
 

@@ -35,7 +35,6 @@ class TensorJob:
         nonfinite: Whether the gradient of any rank, or the aggregate, was not finite. The same on all ranks.
         wait_loaded: Blocks until the gradient is in `values`, if it comes from a GPU.
         shape: Shape of the full tensor, for compressors with `requires_full_tensor`.
-        fusion_index: Index among the tensors that are fused. It decides who owns the tensor, whatever the buckets are.
         aux: Returns `Context.aux` for a range; None if the compressor needs no optimizer.
     """
 
@@ -50,7 +49,6 @@ class TensorJob:
     nonfinite: bool = False
     wait_loaded: Callable[[], None] = lambda: None
     shape: tuple[int, ...] | None = None
-    fusion_index: int = 0
     aux: Callable[[ElementRange], Mapping[str, torch.Tensor]] | None = None
 
     @property

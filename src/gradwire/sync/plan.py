@@ -36,8 +36,8 @@ class Plan:
             ``"topk:ratio=0.01"``), a mapping from name patterns to methods, or ``"auto"``.
         strategy: How tensors travel: ``"scatter_reduce"``, ``"ring"``, ``"allgather"``, ``"hierarchical"`` (dense
             within nodes, compressed between them) or ``"server"`` (an aggregator, for ``"thc"`` and ``"uthc"``). None
-            means the ring for large dense tensors, which fills each link and loses nothing at its hops, and
-            scatter-reduce for all others. Under ``"server"``, dense tensors travel as under None.
+            means the ring for large tensors that are packed without loss, and scatter-reduce for all others. Under
+            ``"server"``, dense tensors travel as under None.
         partitions: Number of ranges that a rank's share of a tensor is cut into, at least 1.
         min_elements: Size below which tensors stay dense under the blanket rule. Vectors always do.
         feedback: Residual policy of all compressors: ``"error"``, ``"none"``, ``"momentum"`` or a `MomentumCorrection`.
@@ -164,7 +164,7 @@ class Plan:
         if self.has_velocity:
             strategy = ("scatter_reduce" if small else "ring") if compressor.exact else "allgather"
             return PlanEntry(compressor, strategy, self.partitions, feedback)
-        batched = small and compressor.exact and compressor.elementwise
+        batched = compressor.dense or (small and compressor.exact and compressor.elementwise)
         given = self.strategy
         if given is not None and compressor.exact and not STRATEGIES[given].carries(compressor):
             given = None

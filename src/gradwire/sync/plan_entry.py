@@ -19,7 +19,7 @@ class PlanEntry:
         strategy: Name of the strategy.
         partitions: Number of ranges that a rank's share is cut into, so that they can overlap.
         feedback: Residual policy as text: ``"none"``, ``"error"`` or ``"momentum"``, the last with options.
-        batched: If true, the tensor is small, travels exactly or cast to 16 bits, and shares messages with others.
+        batched: If true, the tensor travels exactly or cast to 16 bits, in a dense group with others.
     """
 
     compressor: Compressor

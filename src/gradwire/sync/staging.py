@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from gradwire.core import torch_private
+
 
 class Staging:
     """The tensors of one submission.
@@ -31,13 +33,24 @@ class Staging:
 
     def flat(self, index: int) -> torch.Tensor:
         """Return one tensor as a flat CPU tensor."""
-        tensor = self._tensors[index]
-        if not tensor.is_cuda and tensor.is_contiguous():
-            return tensor.view(-1)
-        return self.concatenate([index])
+        return self.contiguous(index).view(-1)
 
-    def concatenate(self, indices: Sequence[int]) -> torch.Tensor:
-        """Return several tensors as one flat CPU tensor."""
+    def contiguous(self, index: int) -> torch.Tensor:
+        """Return one tensor as a contiguous CPU tensor."""
+        tensor = self._tensors[index]
+        return tensor if self._device is None and tensor.is_contiguous() else self._copied([index])
+
+    def joined(self, indices: Sequence[int]) -> torch.Tensor:
+        """Return several tensors as one flat CPU tensor: the same memory if they are neighbors there."""
+        if len(indices) == 1:
+            return self.flat(indices[0])
+        if self._device is None:
+            neighbors = _neighbors([self._tensors[index] for index in indices])
+            if neighbors is not None:
+                return neighbors
+        return self._copied(indices)
+
+    def _copied(self, indices: Sequence[int]) -> torch.Tensor:
         tensors = [self._tensors[index] for index in indices]
         sizes = [tensor.numel() for tensor in tensors]
         pieces: Sequence[torch.Tensor]
@@ -55,8 +68,7 @@ class Staging:
                     self._loaded.append(self._stream.record_event())
 
         def store() -> None:
-            for tensor, piece in zip(tensors, pieces):
-                tensor.copy_(piece, non_blocking=True)
+            torch_private.copy_all(pieces, tensors)
 
         self._stores.append(store)
         return flat
@@ -76,13 +88,21 @@ class Staging:
             for store in self._stores:
                 store()
 
-    def follow(self, other: Staging) -> None:
-        """Make the future also wait for the results that `other` copies back."""
-        if self._stream is not None and other._stream is not None:
-            self._stream.wait_stream(other._stream)
-
     def finish(self, future: torch.futures.Future[Any], value: Any) -> None:
         """Copy the results back, then complete the future."""
         self.store()
         with torch.cuda.stream(self._stream):
             future.set_result(value)
+
+
+def _neighbors(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return the memory of tensors that follow each other without gaps, as one flat tensor; None if they do not."""
+    first = tensors[0]
+    storage, end = first.untyped_storage().data_ptr(), first.data_ptr()
+    for tensor in tensors:
+        if tensor.data_ptr() != end or not tensor.is_contiguous():
+            return None
+        end += tensor.nbytes
+    if tensors[-1].untyped_storage().data_ptr() != storage:
+        return None
+    return first.as_strided(((end - first.data_ptr()) // first.itemsize,), (1,))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,8 +11,7 @@ from gradwire.core.errors import SyncError
 from gradwire.sync.staging import Staging
 
 
-@dataclass(frozen=True)
-class GradientSlice:
+class GradientSlice(NamedTuple):
     """A range of one parameter's gradient, to be averaged in place.
 
     Attributes:
@@ -51,14 +49,8 @@ class Submission:
         with self._lock:
             self._num_pending += 1
 
-    def arrived(self, elsewhere: Staging | None = None) -> None:
-        """Count one job as done; on the engine's thread or the caller's.
-
-        Args:
-            elsewhere: Staging of the job, if it is not that of the submission.
-        """
-        if elsewhere is not None:
-            self.staging.follow(elsewhere)
+    def arrived(self) -> None:
+        """Count one job as done; on the engine's thread or the caller's."""
         with self._lock:
             self._num_pending -= 1
             if self._num_pending or self._completed:

@@ -123,6 +123,7 @@ class Synchronizer(Peers):
                 aux=aux,
                 forward_first=order == "forward",
                 on_nonfinite=self._mark_nonfinite,
+                check=self._check,
             )
             self._connect_services(self._tensors)
         if self.rank == 0:
@@ -210,9 +211,7 @@ class Synchronizer(Peers):
 
     # -- averaging -------------------------------------------------------------------------------------------
 
-    def submit(
-        self, slices: Sequence[GradientSlice], result: torch.Tensor | None = None, *, hold: bool = False
-    ) -> torch.futures.Future[Any]:
+    def submit(self, slices: Sequence[GradientSlice], result: torch.Tensor | None = None) -> torch.futures.Future[Any]:
         """Average gradient slices over all ranks, in place. Returns at once.
 
         All ranks submit the same slices in the same order.
@@ -220,8 +219,6 @@ class Synchronizer(Peers):
         Args:
             slices: Gradient slices to average.
             result: Value of the future. None means the list of tensors.
-            hold: If true, small dense tensors wait for those of the next submissions and travel with them, until their
-                fusion group is complete, a submission does not hold, or `wait` is called.
 
         Returns:
             A future of `result`, or of the list of tensors.
@@ -235,25 +232,15 @@ class Synchronizer(Peers):
             Gradients of the step are undefined. Residuals are those of the last commit.
         """
         self.register({each.name: _full_spec(each) for each in slices if each.name not in self._tensors.ids})
-        for each in slices:
-            self._check(each)
         tensors = [each.tensor for each in slices]
         submission = Submission(Staging(tensors), tensors if result is None else result)
         if self._launcher is not None:
             self._launcher.submit(slices, submission, self.step)
-            self._launcher.flush(self.step, complete=hold)
+        else:
+            for each in slices:
+                self._check(each)
         submission.arrived()
         return submission.future
-
-    def wait(self) -> None:
-        """Block until everything that was submitted holds its mean.
-
-        Raises:
-            SyncError: The synchronizer failed. Raised within twice `timeout`.
-        """
-        if self._launcher is not None:
-            self._launcher.flush(self.step)
-        super().wait()
 
     def _check(self, each: GradientSlice) -> None:
         spec, count = self._tensors.specs[each.name], each.tensor.numel()

@@ -11,14 +11,16 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from gradwire.compressors.base import SummableCompressor
 from gradwire.compressors.base.registry import code
 from gradwire.core.errors import FrameError
 from gradwire.core.spec import ELEMENT_TYPES, TensorSpec
-from gradwire.sync import dense_fusion, fusion
+from gradwire.sync import fusion
 from gradwire.sync.codec import DENSE
-from gradwire.sync.dense_fusion import DENSE_FUSION_FLAG, DenseFusionKey, GroupId, dense_fusion_entry
 from gradwire.sync.exchange import EXCHANGE_TENSOR, MAX_NUMBERS, PROBE_BYTES, PROBE_TENSOR
+from gradwire.sync.fusion import FUSION_FLAG
 from gradwire.sync.nodes import Nodes
 from gradwire.sync.plan import Plan
 from gradwire.sync.plan_entry import PlanEntry
@@ -40,7 +42,7 @@ class TensorRegistry:
         specs: Specs of the full tensors.
         entries: Plan entries on these nodes.
         fusion_indices: Index of each tensor for which `is_fused` holds, among all of these.
-        group_ids: Group of each small dense tensor.
+        version: Counts the changes of tensors and entries.
     """
 
     def __init__(self, plan: Plan, world_size: int, nodes: Callable[[], Nodes] | None = None) -> None:
@@ -52,9 +54,9 @@ class TensorRegistry:
         self._world_size = world_size
         self._nodes = nodes
         self.fusion_indices: dict[str, int] = {}
-        self.group_ids: dict[str, GroupId] = {}
+        self.version = 0
         self._max_fused = 0, 0  # elements, and bytes of a message
-        self._dense_fused: Counter[DenseFusionKey] = Counter()  # elements
+        self._dense_fused: Counter[tuple[torch.dtype, str, str]] = Counter()  # elements
 
     def describe(self, specs: Mapping[str, TensorSpec]) -> list[dict[str, Any]]:
         """Return what ranks must agree on before `add`."""
@@ -106,12 +108,15 @@ class TensorRegistry:
         self.fusion_indices = {name: index for index, name in enumerate(fused)}
         max_bytes = (self.entries[name].compressor.max_encoded_bytes(self.specs[name]) for name in fused)
         self._max_fused = sum(self.specs[name].numel for name in fused), fusion.max_message_bytes(max_bytes)
-        self.group_ids = dense_fusion.group_ids(
-            (name, self.entries[name], self.specs[name]) for name in reversed(self.names)
-        )
         self._dense_fused = Counter()
-        for name, (key, _) in self.group_ids.items():
-            self._dense_fused[key] += self.specs[name].numel
+        for name in self.names:
+            if self.entries[name].batched:
+                self._dense_fused[self._dense_key(name)] += self.specs[name].numel
+        self.version += 1
+
+    def _dense_key(self, name: str) -> tuple[torch.dtype, str, str]:
+        """What the tensors of a dense group have in common."""
+        return self.specs[name].dtype, repr(self.entries[name].compressor), self.entries[name].strategy
 
     def early_bytes_limit(self) -> int:
         """Return the most bytes by which a peer can be ahead: it can finish this step and send all of the next one."""
@@ -140,7 +145,7 @@ class TensorRegistry:
             if header.kind is not FrameKind.STATS or header.length not in (0, PROBE_BYTES):
                 raise FrameError(f"Expected a probe of {PROBE_BYTES} bytes or none (in {describe(header)}).")
             return
-        if header.tensor & fusion.FUSION_FLAG and not header.tensor & DENSE_FUSION_FLAG:
+        if header.tensor & FUSION_FLAG and not self.entries[self._name(header)].batched:
             self._admit_fused(header)
             return
         entry, spec = self._expected(header)
@@ -162,7 +167,7 @@ class TensorRegistry:
     def _admit_fused(self, header: Header) -> None:
         """Check the header of a fused message against the limits of all groups. Its body is checked later."""
         max_elements, max_bytes = self._max_fused
-        name = self._name(header, fusion.FUSION_FLAG)
+        name = self._name(header)
         _expect_encoding(header, self.entries[name], self.specs[name])
         if header.kind is not FrameKind.PAYLOAD or header.offset or not 0 < header.count <= max_elements:
             raise FrameError(f"Expected payloads of {max_elements} elements at most (in {describe(header)}).")
@@ -170,17 +175,15 @@ class TensorRegistry:
             raise FrameError(f"Expected at most {max_bytes} bytes, got {header.length} (in {describe(header)}).")
 
     def _expected(self, header: Header) -> tuple[PlanEntry, TensorSpec]:
-        name = self._name(header, DENSE_FUSION_FLAG)
+        name = self._name(header)
         entry, spec = self.entries[name], self.specs[name]
-        if not header.tensor & DENSE_FUSION_FLAG:
-            return entry, spec
-        # All tensors with this key: registering further names moves tensors between groups.
-        group = self.group_ids.get(name)
-        return dense_fusion_entry(entry), TensorSpec((0 if group is None else self._dense_fused[group[0]],), spec.dtype)
+        if header.tensor & FUSION_FLAG:  # a dense group holds at most all tensors of its kind
+            spec = TensorSpec((self._dense_fused[self._dense_key(name)],), spec.dtype)
+        return entry, spec
 
-    def _name(self, header: Header, flag: int) -> str:
+    def _name(self, header: Header) -> str:
         """Return the name of the frame's (first) tensor."""
-        number = header.tensor & ~flag
+        number = header.tensor & ~FUSION_FLAG
         if number >= len(self.names):
             raise FrameError(f"Expected one of {len(self.names)} tensors, got another (in {describe(header)}).")
         return self.names[number]

@@ -21,8 +21,8 @@ from gradwire.residuals import policies
 from gradwire.residuals.policies import EncodeInput
 from gradwire.residuals.transaction import ResidualKey, Residuals, Role
 from gradwire.sync.batch import BatchCodec
-from gradwire.sync.fusion import FusionGroup, is_fused
-from gradwire.sync.job import TensorJob
+from gradwire.sync.codec import DenseCodec
+from gradwire.sync.fusion import FusionGroup, FusionLayout, Member, is_fused
 from gradwire.sync.plan_entry import PlanEntry
 from gradwire.sync.strategies import STRATEGIES
 
@@ -77,6 +77,8 @@ def _warm_up_one(entry: PlanEntry, dtype: torch.dtype, world_size: int) -> None:
     compressor.decode_sum([payload, payload], [context, context], total, stats)
     kernels.compensate(as_array(grad), 0.5, total.numpy(), total.numpy())
     kernels.cast(total.numpy(), as_array(grad))
+    if DenseCodec.suits(entry):
+        kernels.mean([as_array(grad), as_array(grad)], 0.5, as_array(grad))
     if isinstance(compressor, SummableCompressor):
         for dtype_of_sum in {entry.accumulator_dtype(stage, world_size) for stage in range(1, world_size)}:
             accumulator = np.zeros(compressor.accumulator_size(spec), dtype_of_sum)
@@ -92,11 +94,12 @@ def _warm_up_one(entry: PlanEntry, dtype: torch.dtype, world_size: int) -> None:
 
 
 def _warm_up_group(entry: PlanEntry, dtype: torch.dtype, world_size: int) -> None:
-    members = [TensorJob(name, 0, torch.linspace(-1, 1, NUM_ELEMENTS).to(dtype), entry, 0, 0) for name in "ab"]
-    group = FusionGroup(members, 0)
+    members = [Member(index, name, index, 0, NUM_ELEMENTS) for index, name in enumerate("ab")]
+    values = [torch.linspace(-1, 1, NUM_ELEMENTS).to(dtype) for _ in members]
+    group = FusionGroup(FusionLayout(members, entry, dtype), values, [True] * len(members), 0, 0)
     compiled = BatchCodec.compiled_of(group)
     if compiled is not None:
-        codec = BatchCodec(group, Residuals(), 0, world_size, 0, compiled, {})
+        codec = BatchCodec(group, Residuals(), 0, world_size, 0, compiled)
         (chunk,) = group.chunks(1)
         message = codec.start(chunk)
         codec.decode(chunk, codec.merge(chunk, [message], 1), 1)

@@ -74,6 +74,7 @@ class Compressor(ABC):
         name: Name in the registry.
         unbiased: If true, the expected value of decode(encode(g)) over the private random stream is g.
         exact: If true, decode(encode(g)) is g, bit for bit, in the tensor's own element type.
+        dense: If true, a payload is the memory of the tensor: nothing is encoded.
         elementwise: If true, each element is encoded by itself, so that several tensors can be encoded as one.
         unique_encoding: If true, different payloads never decode to the same tensor: the decoder rejects all bytes that
             the encoder would not write.
@@ -87,6 +88,7 @@ class Compressor(ABC):
     name: ClassVar[str]
     unbiased: bool = False
     exact: bool = False
+    dense: bool = False
     elementwise: bool = False
     unique_encoding: bool = False
     encode_own_before_merge: bool = False

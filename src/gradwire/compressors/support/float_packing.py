@@ -54,6 +54,7 @@ class FloatPacking(NoCompression, StatefulCompressor):
         refresh: Number of steps after which each tensor gets a new table; 0 for never.
     """
 
+    dense = False
     elementwise = False
     default_feedback: FeedbackName = "none"
     state_source: ClassVar[StateSource] = "mean"

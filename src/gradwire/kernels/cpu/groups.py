@@ -3,8 +3,8 @@
 A message holds, for each tensor, a mark (uint32: bytes of its payload, bit 31 if the sender used it, bit 30 if it was
 not finite), and then the payloads, without gaps. `gradwire.sync.fusion` prepares the arguments.
 
-The functions that encode and decode one tensor are arguments, as pointers to compiled code, so these loops are compiled
-once for all compressors. They have the signatures of generated code; see `gradwire.lang.targets.numba`.
+The functions that encode and decode one tensor are arguments, as addresses of compiled code, so these loops are
+compiled once for all compressors. They have the signatures of generated code; see `gradwire.lang.targets.numba`.
 
 Tables have one row for each tensor. Addresses are those of contiguous arrays. `like` is an empty array with the element
 type of the gradients.
@@ -14,20 +14,18 @@ type of the gradients.
 from __future__ import annotations
 
 import functools
-import warnings
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
 from numba import typeof, types
-from numba.core.errors import NumbaExperimentalFeatureWarning
+from numba.core import cgutils
+from numba.extending import intrinsic
 
 from gradwire.kernels.cpu.compile import kernel
 from gradwire.kernels.cpu.elements import LANES, load_f32, store_f32
 from gradwire.kernels.cpu.lanes import splat
 from gradwire.kernels.cpu.vector import array_at, f32, load, store, u8, u32
-
-# Pointers to functions have been experimental in Numba for years.
-warnings.filterwarnings("ignore", "First-class function type", NumbaExperimentalFeatureWarning)
 
 USED, NONFINITE, LENGTH = np.uint32(1 << 31), np.uint32(1 << 30), np.uint32((1 << 30) - 1)
 MARK_BYTES = 4
@@ -38,33 +36,48 @@ _BYTES, _FLOATS, _DOUBLES = types.Array(types.uint8, 1, "C"), types.Array(types.
 _KEYS, _ADDRESSES, _SIZES = types.uint32[::1], types.uint64[::1], types.int64[::1]
 
 
-class Pointer(types.WrapperAddressProtocol):
-    """Compiled code of a kernel for one signature, to pass to another kernel."""
-
-    def __init__(self, function: Any, arguments: tuple[Any, ...]) -> None:
-        function.compile(arguments)
-        self._compiled = function.overloads[arguments]
-
-    def __wrapper_address__(self) -> int:
-        descriptor = self._compiled.fndesc
-        return int(self._compiled.library.get_pointer_to_function(descriptor.llvm_cfunc_wrapper_name))
-
-    def signature(self) -> Any:
-        return self._compiled.signature
+@functools.cache
+def _compiled(function: Any, arguments: tuple[Any, ...]) -> tuple[int, Any]:
+    """Compile a kernel for these types; return its address, and the library that must live as long."""
+    function.compile(arguments)
+    compiled = function.overloads[arguments]
+    return compiled.library.get_pointer_to_function(compiled.fndesc.llvm_cfunc_wrapper_name), compiled.library
 
 
 @functools.cache
-def encoder(function: Any, dtype: np.dtype, feedback: bool) -> Pointer:
-    """Pointer to an `encode` of gradients with this element type (as `as_input` returns it), with residuals or not."""
+def encoder(function: Any, dtype: np.dtype, feedback: bool) -> int:
+    """Address of an `encode` of gradients with this element type (as `as_input` returns it), with residuals or not."""
     residual = _FLOATS if feedback else types.none
     more = types.none, _KEYS, types.int64, _DOUBLES, _BYTES
-    return Pointer(function, (typeof(np.empty(0, dtype)), types.float32, residual, residual, _BYTES, *more))
+    return _compiled(function, (typeof(np.empty(0, dtype)), types.float32, residual, residual, _BYTES, *more))[0]
 
 
 @functools.cache
-def decoder(function: Any) -> Pointer:
-    """Pointer to a `decode_sum`."""
-    return Pointer(function, (_ADDRESSES, _SIZES, _FLOATS, types.none, _KEYS, types.int64, _DOUBLES, _BYTES))
+def decoder(function: Any) -> int:
+    """Address of a `decode_sum`."""
+    return _compiled(function, (_ADDRESSES, _SIZES, _FLOATS, types.none, _KEYS, types.int64, _DOUBLES, _BYTES))[0]
+
+
+def _call(result: Any) -> Any:
+    """Return the code generator of a call of compiled code that returns `result`, by its address."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        address, packed = arguments
+        values = cgutils.unpack_tuple(builder, packed)
+        kind = ir.FunctionType(context.get_value_type(result), [value.type for value in values])
+        return builder.call(builder.inttoptr(address, kind.as_pointer()), values)
+
+    return codegen
+
+
+@intrinsic
+def _call_encode(typingctx, address, arguments):
+    return types.int64(types.uint64, arguments), _call(types.int64)
+
+
+@intrinsic
+def _call_decode(typingctx, address, arguments):
+    return types.boolean(types.uint64, arguments), _call(types.boolean)
 
 
 @kernel
@@ -72,7 +85,7 @@ def _encode_one(encode, residual, row, grad, scale, residual_in, residual_out, k
     """Encode one tensor to an address; return its mark."""
     body = array_at(place, row[2], u8)
     before, after = array_at(residual_in, row[0], residual), array_at(residual_out, row[0], residual)
-    length = encode(grad, scale, before, after, body, None, keys, row[1], static, scratch)
+    length = _call_encode(encode, (grad, scale, before, after, body, None, keys, row[1], static, scratch))
     return USED | NONFINITE if length < 0 else USED | np.uint32(length)
 
 
@@ -186,7 +199,8 @@ def merge_group(
             marks[i] = 0
             continue
         out = total[: table[i, 0]]
-        if not decode_sum(bodies[:count], lengths[:count], out, None, keys[i], table[i, 1], static[i], scratch):
+        arguments = bodies[:count], lengths[:count], out, None, keys[i], table[i, 1], static[i], scratch
+        if not _call_decode(decode_sum, arguments):
             return INVALID
         if grads[i] != 0:
             grad = array_at(grads[i], table[i, 0], like)
@@ -230,7 +244,8 @@ def decode_group(decode_sum, like, table, outs, keys, static, scratch, total, me
                 store_f32(out, start, fill)
             continue
         sums = array_at(outs[i] if total.size == 0 else np.uint64(total.ctypes.data), table[i, 0], f32)
-        if not decode_sum(bodies[:count], lengths[:count], sums, None, keys[i], table[i, 1], static[i], scratch):
+        arguments = bodies[:count], lengths[:count], sums, None, keys[i], table[i, 1], static[i], scratch
+        if not _call_decode(decode_sum, arguments):
             return INVALID
         if total.size > 0:
             for start in range(0, out.size, LANES):

@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from gradwire.kernels.cpu.compile import kernel
-from gradwire.kernels.cpu.elements import LANES, MAGNITUDE, as_input, load_f32, store_f32
+from gradwire.kernels.cpu.elements import INFINITY_BITS, LANES, MAGNITUDE, addresses, as_input, load_f32, store_f32
 from gradwire.kernels.cpu.lanes import bitcast, largest_lane, maximum, splat
 from gradwire.kernels.cpu.reduce import magnitude_of
-from gradwire.kernels.cpu.vector import i32, load, store
+from gradwire.kernels.cpu.vector import array_at, i32, load, store
 from gradwire.kernels.layout import expect_size
+from gradwire.kernels.reference import sweep as reference
 
 
 @kernel
@@ -73,3 +76,23 @@ def _accumulate(x, out):
 def accumulate(x: np.ndarray, out: np.ndarray) -> None:
     expect_size("accumulate", "out", out, x.size)
     _accumulate(as_input(x), out)
+
+
+@kernel
+def _mean(places, scale, out):
+    largest = splat(np.int32(0), LANES)
+    for i in range(0, out.size, LANES):
+        total = load_f32(array_at(places[0], out.size, out), i, LANES) * scale
+        for rank in range(1, places.size):
+            total = total + load_f32(array_at(places[rank], out.size, out), i, LANES) * scale
+        store_f32(out, i, total)
+        largest = maximum(largest, bitcast(load_f32(out, i, LANES), i32) & MAGNITUDE)  # rounding may overflow
+    return largest_lane(largest) < INFINITY_BITS
+
+
+def mean(ranks: Sequence[np.ndarray], scale: float, out: np.ndarray) -> bool:
+    for x in ranks:
+        expect_size("mean", "x", x, out.size)
+    if out.dtype == np.float64:  # kernels calculate in float32
+        return reference.mean(ranks, scale, out)
+    return bool(_mean(addresses(ranks, out.dtype.type), np.float32(scale), as_input(out)))

@@ -5,6 +5,8 @@ Source: error feedback as in Karimireddy et al. 2019, algorithm 2, step p = scal
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from gradwire.kernels.layout import expect_size
@@ -51,3 +53,22 @@ def accumulate(x: np.ndarray, out: np.ndarray) -> None:
     expect_size("accumulate", "out", out, x.size)
     with np.errstate(all="ignore"):
         out += as_float32(x)
+
+
+def mean(ranks: Sequence[np.ndarray], scale: float, out: np.ndarray) -> bool:
+    """Write the sum of scale * x over the gradients of all ranks, in their order; return whether it is finite.
+
+    Args:
+        ranks: Gradients with the element type of `out`, in which float64 is calculated, too.
+        scale: Multiplier, used as float32.
+        out: Array of N elements; may be one of `ranks`.
+    """
+    for x in ranks:
+        expect_size("mean", "x", x, out.size)
+    factor = np.float32(scale)
+    with np.errstate(all="ignore"):
+        if out.dtype == np.float64:
+            out[:] = sum((factor * x for x in ranks[1:]), start=factor * ranks[0])
+            return bool(np.isfinite(out).all())
+        from_float32(sum((factor * as_float32(x) for x in ranks[1:]), start=factor * as_float32(ranks[0])), out)
+    return bool(np.isfinite(as_float32(out)).all())

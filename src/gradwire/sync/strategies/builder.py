@@ -18,7 +18,7 @@ from gradwire.core.events import Event, EventStream
 from gradwire.core.spec import ELEMENT_TYPES
 from gradwire.net.transport import Transport
 from gradwire.residuals.transaction import Residuals
-from gradwire.sync.batch import BatchCodec, ChunkLayout
+from gradwire.sync.batch import BatchCodec
 from gradwire.sync.codec import DENSE, PayloadCodec, make_codec
 from gradwire.sync.engine import ReceivedFrame
 from gradwire.sync.fusion import FusionCodec, FusionGroup
@@ -39,7 +39,6 @@ class Runtime:
         seed: Seed of all random streams.
         nodes: Returns the ranks of each node; None if every rank is a node.
         services: Connections to the servers of strategies that need one, by the strategy's name.
-        layouts: What stays the same from step to step, of the chunks of fusion groups.
     """
 
     transport: Transport
@@ -48,7 +47,6 @@ class Runtime:
     seed: int
     nodes: Callable[[], Nodes] | None = None
     services: dict[str, Any] = field(default_factory=dict)
-    layouts: dict[object, ChunkLayout] = field(default_factory=dict)
 
 
 class Builder:
@@ -77,7 +75,7 @@ class Builder:
             # The strategies of fusion groups call only what this codec has.
             compiled = BatchCodec.compiled_of(self.job)
             if compiled is not None:
-                return cast(PayloadCodec, BatchCodec(self.job, *constants, compiled, runtime.layouts))
+                return cast(PayloadCodec, BatchCodec(self.job, *constants, compiled))
             return cast(PayloadCodec, FusionCodec(self.job, *constants))
         return make_codec(self.job, *constants)
 
