@@ -126,6 +126,15 @@ def bucket_parameters(bucket: GradBucket) -> list[torch.Tensor]:
     return list(bucket.parameters())
 
 
+def bucket_memory(ddp: DistributedDataParallel, bucket: GradBucket) -> tuple[int, int, bool]:
+    """Return what stays the same while a bucket has the same parameters in the same memory.
+
+    DDP rebuilds its buckets once, after the first backward passes.
+    """
+    buffer = bucket.buffer()
+    return buffer.data_ptr(), buffer.numel(), bool(ddp._has_rebuilt_buckets)
+
+
 def is_sparse(bucket: GradBucket) -> bool:
     """Whether a bucket is the sparse gradient of one parameter, without `gradients()`."""
     return bucket.buffer().is_sparse

@@ -60,6 +60,7 @@ class Handle:
         self._loss_scale: float | None = None  # of the residuals, if known
         self._active_ranks = synchronizer.world_size
         self._called = False
+        self._buckets: dict[int, tuple[tuple[int, int, bool], tuple[str, ...], list[GradientSlice]]] = {}  # by index
         self._rests = False  # whether this step is DDP's own all-reduce and nothing else
         self._names = torch_private.parameter_names(ddp)  # frozen parameters too, which may be trained later
         optimizers.listen(self._after_step, expects_scaler=scaler is not None, warns=synchronizer.rank == 0)
@@ -121,6 +122,7 @@ class Handle:
             slot_of(ddp).handle = None
         self._optimizers.close()
         self._abandoned.detach()
+        self._buckets.clear()
         self.synchronizer.close()
 
     def hook(self, state: Any, bucket: torch_private.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -180,19 +182,14 @@ class Handle:
     def _submit(
         self, ddp: DistributedDataParallel, bucket: torch_private.GradBucket, joined: bool
     ) -> torch.futures.Future[torch.Tensor]:
-        parameters = torch_private.bucket_parameters(bucket)
-        names = [self._names[id(parameter)] for parameter in parameters]
+        names, slices = self._slices_of(ddp, bucket)
         may_skip = torch_private.may_skip_parameters(ddp)
-        # Parameters that were frozen at attach. Registered here and not by `submit`, because auto plans for them.
-        new = [index for index, name in enumerate(names) if name not in self.synchronizer.tensors]
-        self.synchronizer.register({names[index]: TensorSpec.of(parameters[index]) for index in new})
 
         def submit() -> torch.futures.Future[torch.Tensor]:
-            slices = [
-                GradientSlice(name, grad, used=not joined and _used(grad, may_skip))
-                for name, grad in zip(names, bucket.gradients(), strict=True)
-            ]
-            return self.synchronizer.submit(slices, result=bucket.buffer())
+            given = slices
+            if joined or may_skip:
+                given = [each._replace(used=not joined and _used(each.tensor)) for each in slices]
+            return self.synchronizer.submit(given, result=bucket.buffer())
 
         future = submit() if self.autopilot is None else self.autopilot.average(bucket, names, submit)
         return future if joined else self._optimizers.watch(future, bucket, names)
@@ -203,6 +200,22 @@ class Handle:
         ddp = self._module
         same_group = ddp.process_group is self._group
         return same_group and not check_due and not torch_private.divides_by_active_ranks(ddp)
+
+    def _slices_of(
+        self, ddp: DistributedDataParallel, bucket: torch_private.GradBucket
+    ) -> tuple[tuple[str, ...], list[GradientSlice]]:
+        """Return the names of a bucket's parameters, and its gradients. Kept while DDP keeps the bucket."""
+        memory = torch_private.bucket_memory(ddp, bucket)
+        kept = self._buckets.get(bucket.index())
+        if kept is None or kept[0] != memory:
+            parameters = torch_private.bucket_parameters(bucket)
+            names = tuple(self._names[id(parameter)] for parameter in parameters)
+            slices = [GradientSlice(name, grad) for name, grad in zip(names, bucket.gradients(), strict=True)]
+            # Parameters that were frozen at attach. Registered here and not by `submit`, because auto plans for them.
+            new = [index for index, name in enumerate(names) if name not in self.synchronizer.tensors]
+            self.synchronizer.register({names[index]: TensorSpec.of(parameters[index]) for index in new})
+            kept = self._buckets[bucket.index()] = memory, names, slices
+        return kept[1], kept[2]
 
     def _begin_backward(self, ddp: DistributedDataParallel, joined: bool) -> None:
         if ddp.process_group is not self._group:
@@ -291,14 +304,14 @@ def _what_to_do(ddp: DistributedDataParallel) -> str:
     return " Or: ".join(advice)
 
 
-def _used(grad: torch.Tensor, may_skip: bool) -> bool:
-    """Whether this rank's backward pass used a parameter. If no rank used it, DDP discards the mean.
+def _used(grad: torch.Tensor) -> bool:
+    """Whether this rank's backward pass used a parameter that it may skip. If no rank used it, DDP discards the mean.
 
     The values in the bucket decide, because distributed autograd never fills .grad. An unused parameter's gradient is
     zero there, or what `zero_grad(set_to_none=False)` has left. A used parameter whose gradient is zero may count as
     unused: its residual waits for the next gradient.
     """
-    return not may_skip or bool(grad.any())
+    return bool(grad.any())
 
 
 def _close_in_background(synchronizer: Synchronizer) -> None:
