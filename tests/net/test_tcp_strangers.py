@@ -15,6 +15,7 @@ import torch.distributed as dist
 from gradwire.core.errors import PeerFailedError, PeerLostError, PeerTimeoutError, SyncError
 from gradwire.net import pending
 from gradwire.net.handshake import JobKey
+from gradwire.net.link import LOW_WATER_BYTES
 from gradwire.net.tcp import TcpTransport
 from gradwire.wire.frame import HEADER_BYTES, FrameKind
 
@@ -178,14 +179,20 @@ def test_a_silent_rank_times_out_although_its_connection_stands(pair):
     assert FrameKind.HEARTBEAT in kinds
 
 
-def test_a_drip_of_bytes_is_a_sign_of_life(pair):
+@pytest.mark.parametrize("size", [10, 4 * LOW_WATER_BYTES])
+def test_a_drip_of_bytes_is_a_sign_of_life(pair, size):
     made = pair(timeout=TIMEOUT)
     made.bare.shake_hands()
     recorder = made.connected()
-    frame = made.bare.frame(body(10).tobytes())
-    for at in range(0, len(frame), 16):
-        made.bare.socket.sendall(frame[at : at + 16])
+    frame = made.bare.frame(body(size).tobytes())
+    drips = min(len(frame), HEADER_BYTES + 10)  # of a long body, few bytes do not wake the reader
+    for at in range(0, drips, 16):
+        made.bare.socket.sendall(frame[at : min(at + 16, drips)])
         time.sleep(0.3 * TIMEOUT.total_seconds())  # the pace is what is tested
+    for at in range(drips, len(frame), len(frame) // 4):
+        made.bare.socket.sendall(frame[at : at + 64])
+        time.sleep(0.5 * TIMEOUT.total_seconds())
+        made.bare.socket.sendall(frame[at + 64 : at + len(frame) // 4])
     assert recorder.frame()[0] == 1
     assert recorder.failures.empty()
 

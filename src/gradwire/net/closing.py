@@ -77,6 +77,7 @@ class _Closing:
             link.drop_unsent()
         frame = link.conversation.control(message.kind, message.reason, message.blame)
         link.enqueue(frame, np.empty(0, dtype=np.uint8))
+        link.wait_for_much(False)
         self.deadline = self._gives_up = time.monotonic() + self._patience
         self._undelivered = 0
         selector.register(link.socket, selectors.EVENT_READ | selectors.EVENT_WRITE, self)

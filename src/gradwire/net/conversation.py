@@ -74,6 +74,11 @@ class Conversation:
         """Return the buffer for the next received bytes."""
         return self._reader.wanted()
 
+    @property
+    def missing_bytes(self) -> int:
+        """Number of bytes that the body in progress still lacks."""
+        return self._reader.missing_bytes
+
     def advance(self, num_bytes: int, now: float) -> Iterator[tuple[Header, np.ndarray]]:
         """Process received bytes and yield the data frames that are now complete.
 

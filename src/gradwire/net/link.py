@@ -25,6 +25,8 @@ BUFFERS_PER_CALL = 64
 # So that one busy peer does not starve the others of the thread.
 CALLS_PER_TURN = 16
 DISCARD_BYTES = 1 << 16
+# Of a long body, so many bytes must be there to wake the reader. On a slow link, each packet would wake it.
+LOW_WATER_BYTES = 1 << 15
 # tcpi_busy_time of Linux's struct tcp_info (since 4.10), in microseconds.
 _TCP_INFO = getattr(socket, "TCP_INFO", 11)
 _BUSY_TIME, _BUSY_TIME_END = 168, 176
@@ -56,6 +58,7 @@ class Link:
         self.blocked = False
         self.watched = 0
         self._busy_seconds = 0.0  # as last seen
+        self._low_water = 1
         self._queue: deque[tuple[bytes, np.ndarray]] = deque()
         # Buffers of frames taken from the queue, each with whether a frame starts there.
         self._outgoing: deque[tuple[memoryview, bool]] = deque()
@@ -133,6 +136,14 @@ class Link:
             yield from self.conversation.advance(count, now)
             if count < len(room) or self.conversation.departed or self.paused:
                 return
+
+    def wait_for_much(self, much: bool = True) -> None:
+        """Have selectors report the socket only when much of a long body has arrived. If not `much`, any byte."""
+        low_water = LOW_WATER_BYTES if much and self.conversation.missing_bytes >= LOW_WATER_BYTES else 1
+        if low_water != self._low_water and self.open:
+            self._low_water = low_water
+            with contextlib.suppress(OSError):  # then each packet wakes the reader
+                self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low_water)
 
     def leftover(self, now: float) -> Iterator[tuple[Header, np.ndarray]]:
         """Yield the data frames that came together with the handshake."""

@@ -220,6 +220,10 @@ class ConnectionLoop(ProcessBound):
         if link.paused:
             liveness.heard(looked_at)
         elif liveness.silent(looked_at):
+            self._read(link, link.receive(time.monotonic()))  # less than the selector waits for may be there
+        if not link.open:
+            return
+        if liveness.silent(looked_at):
             self._lose(link, link.conversation.silence())
             return
         now = time.monotonic()
@@ -230,6 +234,7 @@ class ConnectionLoop(ProcessBound):
         if link.pending and not link.blocked:
             with self._lock:
                 link.flush(now)
+        link.wait_for_much()
         self._watch(link, (not link.paused) * selectors.EVENT_READ | link.blocked * selectors.EVENT_WRITE)
 
     def _watch(self, link: Link, events: int) -> None:

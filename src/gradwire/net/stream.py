@@ -70,6 +70,11 @@ class FrameReader:
         return self._frames()
 
     @property
+    def missing_bytes(self) -> int:
+        """Number of bytes that the body in progress still lacks."""
+        return 0 if self._header is None else self._body.nbytes - self._filled
+
+    @property
     def in_frame(self) -> bool:
         """Whether a frame has begun and is not complete, so that the end of the stream would cut it off."""
         return self._header is not None or self._start != self._end

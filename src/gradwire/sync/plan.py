@@ -58,7 +58,7 @@ class Plan:
         *,
         strategy: str | None = None,
         partitions: int = 1,
-        min_elements: int = 16_384,
+        min_elements: int = 1_024,
         feedback: str | policies.Policy | None = None,
     ) -> None:
         if strategy is not None and strategy not in STRATEGIES:
