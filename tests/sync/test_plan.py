@@ -108,10 +108,16 @@ def test_mistakes_get_advice(make: object, error: type[Exception], advice: str) 
     assert advice in str(caught.value)
 
 
-def test_dense_tensors_of_any_size_travel_together_by_scatter_reduce_unless_a_strategy_is_named() -> None:
+def test_what_is_dense_by_choice_takes_the_ring_unless_a_strategy_is_named() -> None:
     for spec in (MATRIX, TensorSpec((10,))):
         entry = Plan("none").entry("w", spec)
-        assert entry.batched and entry.strategy == "scatter_reduce"
+        assert entry.batched and entry.strategy == "ring"
+    small = Plan("threelc").entry("b", TensorSpec((10,)))
+    assert small.batched and small.strategy == "scatter_reduce"
+    assert [Plan("lossless").entry("w", spec).strategy for spec in (MATRIX, TensorSpec((10,)))] == [
+        "ring",
+        "scatter_reduce",
+    ]
     assert Plan("none", strategy="allgather").entry("w", MATRIX).strategy == "allgather"
     assert Plan("threelc").entry("w", MATRIX).strategy == "scatter_reduce"
 

@@ -46,7 +46,7 @@ def plan(
     *,
     fidelity: str = "balanced",
     partitions: Sequence[int] = PARTITIONS,
-    min_elements: int = 16_384,
+    min_elements: int = 1_024,
     backward: float | None = None,
     rest: float = 0.0,
     min_gain: float = MIN_GAIN,
@@ -98,7 +98,7 @@ def uniform(
     costs: Costs,
     method: RankedCompressor,
     *,
-    min_elements: int = 16_384,
+    min_elements: int = 1_024,
     rest: float = 0.0,
     bucket_bytes: int = 25 << 20,
 ) -> PlanTable:

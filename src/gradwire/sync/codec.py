@@ -363,44 +363,46 @@ class AccumulatorCodec(PayloadCodec):
 
 
 class DenseCodec(PayloadCodec):
-    """Codec of dense gradients without residuals: nothing is encoded, and ranks are added in their order.
+    """Codec of dense gradients without residuals: nothing is encoded, and a sum is written in one sweep.
 
-    A rank sends its gradient from where it is. That is safe: the mean overwrites a chunk only after the chunk's owner
-    has received it. The mean is the same however a tensor is split, since each element is added by itself.
+    A rank sends its gradient from where it is. That is safe: the mean overwrites a chunk only after whoever adds this
+    rank's gradient has received it. Where one rank adds all gradients of a chunk, it does so in the order of ranks, so
+    that the mean does not depend on how a tensor is split.
     """
 
     @staticmethod
     def suits(entry: PlanEntry) -> bool:
         """Whether a tensor can have this codec."""
-        return entry.compressor.dense and entry.feedback == "none" and entry.strategy == "scatter_reduce"
+        return entry.compressor.dense and entry.feedback == "none" and entry.strategy in ("ring", "scatter_reduce")
 
     def start(self, chunk: Chunk) -> EncodedChunk:
         self.job.wait_loaded()
         return self._message(FrameKind.PAYLOAD, Payload(self._bytes(chunk)) if self.job.used else None)
 
     def merge(self, chunk: Chunk, messages: Sequence[EncodedChunk], stage: int) -> EncodedChunk:
-        used = [message for message in (self.start(chunk), *messages) if message.used]
+        own = self.start(chunk)
+        used = sorted((each for each in (own, *messages) if each.used), key=lambda each: each.sender)
         if not used:
             return self._message(FrameKind.PAYLOAD, None)
-        out = as_array(self.job.values[chunk.slice])
+        body = np.empty(self._bytes(chunk).nbytes, np.uint8)
         for message in used:
             with blame(self, message):
-                _expect_bytes(message, out.nbytes)
-        ranks = [message.body.view(out.dtype) for message in sorted(used, key=lambda message: message.sender)]
-        is_finite = kernels.mean(ranks, 1 / self.world_size, out)
-        # Copied, because the gradient may change before the transport has sent it to all.
-        return self._message(FrameKind.PAYLOAD, Payload(self._bytes(chunk).copy(), nonfinite=not is_finite))
+                _expect_bytes(message, body.nbytes)
+        out = body.view(as_array(self.job.values[:0]).dtype)
+        # What comes from a later stage than the first is a sum of scaled gradients already.
+        scales = [1.0 if stage > 1 and each is not own else 1 / self.world_size for each in used]
+        is_finite = kernels.weighted_sum([each.body.view(out.dtype) for each in used], scales, out)
+        return self._message(FrameKind.PAYLOAD, Payload(body, nonfinite=not is_finite))
 
     def decode(self, chunk: Chunk, message: EncodedChunk, stage: int) -> None:
-        out = self.job.values[chunk.slice]
         if not message.used:
-            out.zero_()
+            self.job.values[chunk.slice].zero_()
             return
         self.job.nonfinite |= message.nonfinite
-        if message.sender != self.rank:  # the owner's mean is there already
-            with blame(self, message):
-                _expect_bytes(message, out.nbytes)
-            self._bytes(chunk)[:] = message.body
+        values = self._bytes(chunk)
+        with blame(self, message):
+            _expect_bytes(message, values.nbytes)
+        values[:] = message.body
 
     def _bytes(self, chunk: Chunk) -> np.ndarray:
         return as_array(self.job.values[chunk.slice]).view(np.uint8)

@@ -36,8 +36,8 @@ class Plan:
             ``"topk:ratio=0.01"``), a mapping from name patterns to methods, or ``"auto"``.
         strategy: How tensors travel: ``"scatter_reduce"``, ``"ring"``, ``"allgather"``, ``"hierarchical"`` (dense
             within nodes, compressed between them) or ``"server"`` (an aggregator, for ``"thc"`` and ``"uthc"``). None
-            means the ring for large tensors that are packed without loss, and scatter-reduce for all others. Under
-            ``"server"``, dense tensors travel as under None.
+            means the ring, which fills each link, for tensors that travel without loss by choice, and scatter-reduce
+            for all others. Under ``"server"``, dense tensors travel as under None.
         partitions: Number of ranges that a rank's share of a tensor is cut into, at least 1.
         min_elements: Size below which tensors stay dense under the blanket rule. Vectors always do.
         feedback: Residual policy of all compressors: ``"error"``, ``"none"``, ``"momentum"`` or a `MomentumCorrection`.
@@ -158,6 +158,8 @@ class Plan:
             return self.entries[name]
         pattern, compressor = self._match(name)
         small = len(spec.shape) <= 1 or spec.numel < self.min_elements
+        # Dense by choice: the ring fills each link. Dense because they are small: latency counts.
+        usual = "ring" if compressor.dense or (compressor.exact and not small) else "scatter_reduce"
         if small and pattern == "*":
             compressor = make(DENSE_NAME)
         feedback = self.feedback or compressor.default_feedback
@@ -170,7 +172,7 @@ class Plan:
             given = None
         return PlanEntry(
             compressor,
-            given or ("ring" if compressor.exact and not batched else "scatter_reduce"),
+            given or usual,
             self.partitions,
             feedback="none" if compressor.exact else feedback,
             batched=batched,

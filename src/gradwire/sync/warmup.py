@@ -78,7 +78,7 @@ def _warm_up_one(entry: PlanEntry, dtype: torch.dtype, world_size: int) -> None:
     kernels.compensate(as_array(grad), 0.5, total.numpy(), total.numpy())
     kernels.cast(total.numpy(), as_array(grad))
     if DenseCodec.suits(entry):
-        kernels.mean([as_array(grad), as_array(grad)], 0.5, as_array(grad))
+        kernels.weighted_sum([as_array(grad), as_array(grad)], [0.5, 0.5], as_array(grad))
     if isinstance(compressor, SummableCompressor):
         for dtype_of_sum in {entry.accumulator_dtype(stage, world_size) for stage in range(1, world_size)}:
             accumulator = np.zeros(compressor.accumulator_size(spec), dtype_of_sum)

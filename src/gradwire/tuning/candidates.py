@@ -94,7 +94,7 @@ def plan_tables(
     costs: Costs,
     *,
     fidelity: str,
-    min_elements: int = 16_384,
+    min_elements: int = 1_024,
     alone: Sequence[RankedCompressor] = (),
 ) -> list[PlanTable]:
     """Plan on rank 0, and share the plans with all ranks.

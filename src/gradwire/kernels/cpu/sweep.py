@@ -79,20 +79,20 @@ def accumulate(x: np.ndarray, out: np.ndarray) -> None:
 
 
 @kernel
-def _mean(places, scale, out):
+def _weighted_sum(places, scales, out):
     largest = splat(np.int32(0), LANES)
     for i in range(0, out.size, LANES):
-        total = load_f32(array_at(places[0], out.size, out), i, LANES) * scale
-        for rank in range(1, places.size):
-            total = total + load_f32(array_at(places[rank], out.size, out), i, LANES) * scale
+        total = load_f32(array_at(places[0], out.size, out), i, LANES) * scales[0]
+        for j in range(1, places.size):
+            total = total + load_f32(array_at(places[j], out.size, out), i, LANES) * scales[j]
         store_f32(out, i, total)
         largest = maximum(largest, bitcast(load_f32(out, i, LANES), i32) & MAGNITUDE)  # rounding may overflow
     return largest_lane(largest) < INFINITY_BITS
 
 
-def mean(ranks: Sequence[np.ndarray], scale: float, out: np.ndarray) -> bool:
-    for x in ranks:
-        expect_size("mean", "x", x, out.size)
+def weighted_sum(arrays: Sequence[np.ndarray], scales: Sequence[float], out: np.ndarray) -> bool:
+    for x in arrays:
+        expect_size("weighted_sum", "x", x, out.size)
     if out.dtype == np.float64:  # kernels calculate in float32
-        return reference.mean(ranks, scale, out)
-    return bool(_mean(addresses(ranks, out.dtype.type), np.float32(scale), as_input(out)))
+        return reference.weighted_sum(arrays, scales, out)
+    return bool(_weighted_sum(addresses(arrays, out.dtype.type), np.array(scales, np.float32), as_input(out)))

@@ -22,7 +22,7 @@ from gradwire.kernels.reference.quantize import (
 from gradwire.kernels.reference.random import philox, random16, random32
 from gradwire.kernels.reference.reduce import abs_max, block_abs_max, count_nonfinite
 from gradwire.kernels.reference.select import check_indices, scatter, scatter_sum, take, top_k
-from gradwire.kernels.reference.sweep import accumulate, cast, compensate, mean
+from gradwire.kernels.reference.sweep import accumulate, cast, compensate, weighted_sum
 from gradwire.kernels.reference.ternary import pack_ternary, unpack_ternary, unpack_ternary_sum
 from gradwire.kernels.reference.truncate import truncate_floats, update_limits
 from gradwire.kernels.reference.zero_run import zero_run_decode, zero_run_encode
@@ -47,7 +47,6 @@ __all__ = [
     "finalize_int8",
     "hadamard",
     "lookup_indices",
-    "mean",
     "outer_sum",
     "pack_bits",
     "pack_floats",
@@ -71,6 +70,7 @@ __all__ = [
     "unpack_ternary",
     "unpack_ternary_sum",
     "update_limits",
+    "weighted_sum",
     "zero_run_decode",
     "zero_run_encode",
 ]

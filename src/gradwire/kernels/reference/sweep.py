@@ -55,20 +55,22 @@ def accumulate(x: np.ndarray, out: np.ndarray) -> None:
         out += as_float32(x)
 
 
-def mean(ranks: Sequence[np.ndarray], scale: float, out: np.ndarray) -> bool:
-    """Write the sum of scale * x over the gradients of all ranks, in their order; return whether it is finite.
+def weighted_sum(arrays: Sequence[np.ndarray], scales: Sequence[float], out: np.ndarray) -> bool:
+    """Write the sum of scale * x, in the order of the arrays; return whether it is finite.
 
     Args:
-        ranks: Gradients with the element type of `out`, in which float64 is calculated, too.
-        scale: Multiplier, used as float32.
-        out: Array of N elements; may be one of `ranks`.
+        arrays: At least one gradient, with the element type of `out`; float64 is calculated in float64.
+        scales: Multiplier of each, used as float32.
+        out: Array of N elements; may be one of `arrays`.
     """
-    for x in ranks:
-        expect_size("mean", "x", x, out.size)
-    factor = np.float32(scale)
+    for x in arrays:
+        expect_size("weighted_sum", "x", x, out.size)
+    wide = out.dtype == np.float64
     with np.errstate(all="ignore"):
-        if out.dtype == np.float64:
-            out[:] = sum((factor * x for x in ranks[1:]), start=factor * ranks[0])
-            return bool(np.isfinite(out).all())
-        from_float32(sum((factor * as_float32(x) for x in ranks[1:]), start=factor * as_float32(ranks[0])), out)
-    return bool(np.isfinite(as_float32(out)).all())
+        terms = [np.float32(scale) * (x if wide else as_float32(x)) for x, scale in zip(arrays, scales, strict=True)]
+        total = sum(terms[1:], start=terms[0])
+        if wide:
+            out[:] = total
+        else:
+            from_float32(total, out)
+    return bool(np.isfinite(out if wide else as_float32(out)).all())
