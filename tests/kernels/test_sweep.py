@@ -48,6 +48,25 @@ def test_accumulate_agrees(dtype, length):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", LENGTHS)
+def test_weighted_sum_agrees_and_tells_what_is_finite(dtype, length):
+    for x in gradients(dtype, length):
+
+        def call(kernels, x=x):
+            other, out = x[::-1].copy(), empty(length, dtype)
+            is_finite = kernels.weighted_sum([x, other, x], [0.25, 1.0, 0.5], out)
+            in_place = x.copy()
+            kernels.weighted_sum([in_place, other], [0.5, 0.5], in_place)
+            with np.errstate(over="ignore"):
+                as_floats = as_tensor(out, TensorSpec((length,), getattr(torch, dtype))).float()
+            if dtype != "float64":
+                assert is_finite == bool(as_floats.isfinite().all())
+            return [int(is_finite), out, in_place]
+
+        assert_backends_agree(call)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("target", DTYPES)
 @pytest.mark.parametrize("length", [0, 1, 17, 1025])
 def test_cast_agrees(dtype, target, length):
