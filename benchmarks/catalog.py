@@ -58,6 +58,7 @@ _CODECS = (
         arguments="--only NAME --csv FILE", stands_for="gradwire bench compressors",
     ),
 )  # fmt: skip
+_MANY = "ddp-fp32,ddp-fp16,none,threelc,onebit,topk,int8,qsgd,natural,tbq,randomk"
 _REPLAY = "training --replay --rates 100mbit,1gbit"
 _AUTO = "--buckets 4,25 --methods ddp-fp32,ddp-trampoline,ddp-fp16,auto"
 _TRAINING = (
@@ -69,6 +70,15 @@ _TRAINING = (
     _gradwire("auto-text", "Is `auto` ever slower than DDP, with a few large tensors?", f"{_REPLAY},none {_AUTO}"),
     _gradwire(
         "auto-deep", "... with hundreds of small tensors?", f"{_REPLAY},none {_AUTO} --workload deep"
+    ),
+    _gradwire(
+        "many-tensors-blocks", "What do methods gain with 454 tensors of at most 16 KiB?",
+        f"training --replay --rates none,100mbit --workload blocks --steps 0 --seconds 4 --methods {_MANY}",
+    ),
+    _gradwire(
+        "many-tensors-deep", "... with 389 tensors of 9 MB in all?",
+        "training --replay --rates none,100mbit --workload deep --steps 0 --seconds 4 "
+        "--methods ddp-fp32,none,threelc,onebit,topk",
     ),
     _gradwire("auto-text-10mbit", "... at 10 Mb/s?", f"training --replay --rates 10mbit {_AUTO}"),
     _gradwire(

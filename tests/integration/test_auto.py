@@ -54,6 +54,7 @@ def test_at_rest_nothing_but_ddps_all_reduce_runs_and_every_step_counts() -> Non
     assert first["rested"].count(True) >= 1.5 * REST_STEPS
 
 
+@pytest.mark.ci
 def test_ranks_agree_on_costs() -> None:
     first, *others = [outcome.result for outcome in launch("auto.agrees_on_costs", 2)]
     assert others == [first]

@@ -61,6 +61,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
         assert PATIENCE <= outcome["seconds"] < 5 * PATIENCE  # with what attach does before, on a busy machine
 
 
+@pytest.mark.ci
 def test_a_rank_that_attaches_alone_ends_with_advice_and_the_others_with_it() -> None:
     alone, *others = launch("faults.lonely_attach", 3)
     assert alone.exit_code == 1

@@ -92,6 +92,7 @@ def assert_in_use(state: Path, server: Process, port: int) -> None:
         assert str(state) in str(raised.value)
 
 
+@pytest.mark.ci
 @pytest.mark.timeout(180)
 def test_a_worker_that_is_killed_comes_back(job: Job) -> None:
     server = job.serve(3)
