@@ -277,7 +277,7 @@ def test_dense_ranks_are_added_in_their_order_whoever_adds(dtype: torch.dtype, u
         mean = codecs[owner].merge(CHUNK, others, 1)
         for each in codecs:
             each.decode(CHUNK, mean, 1)
-            assert torch.equal(each.job.values, codecs[owner].job.values) and not each.job.nonfinite
+        assert all(torch.equal(each.job.values, codecs[0].job.values) and not each.job.nonfinite for each in codecs)
         means.append(codecs[owner].job.values)
     assert all(torch.equal(means[0], mean) for mean in means)
     exact = sum((gradient(rank).to(dtype).double() * used[rank] for rank in range(WORLD_SIZE)), torch.zeros(NUMEL))

@@ -65,7 +65,7 @@ def test_a_catch_all_that_has_nothing_left_and_rules_that_match_are_not_noted() 
 def test_a_plan_that_compresses_nothing_notes_why_and_what_to_pass() -> None:
     small = {"0.weight": TensorSpec((8, 16)), "0.bias": TensorSpec((4096,))}
     (note,) = Plan("topk").notes(small)
-    assert "topk compresses nothing: all 2 tensors are vectors or smaller than min_elements=16,384" in note
+    assert "topk compresses nothing: all 2 tensors are vectors or smaller than min_elements=1,024" in note
     assert "The largest, '0.weight', has 128 elements" in note and "Pass min_elements=0" in note
     assert Plan("topk", min_elements=0).notes(small) == []
     assert Plan("none").notes(small) == [], "nothing was asked for"

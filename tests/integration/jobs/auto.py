@@ -120,13 +120,13 @@ def agrees_on_costs(rank: int, world_size: int) -> list[Any]:
 
 def small_tensors(rank: int, world_size: int) -> list[str]:
     """What is measured for a model without a tensor that is compressed."""
-    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 1)))
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(40, 20), nn.Linear(20, 1)))
     handle = gw.attach(ddp, "auto")
     pilot = handle.autopilot
     assert pilot is not None
     while not pilot.settled:
         ddp(torch.ones(2, 40)).sum().backward()
-    for _ in range(WINDOW + 2):  # until the answers of the first window have been read
+    for _ in range(REST_STEPS + WINDOW + 3):  # until the answers of the first window have been read
         ddp(torch.ones(2, 40)).sum().backward()
     assert pilot.settled and pilot._answers is None
     measured = list(pilot.decisions[0].costs.codecs)
