@@ -25,7 +25,7 @@ BUFFERS_PER_CALL = 64
 # So that one busy peer does not starve the others of the thread.
 CALLS_PER_TURN = 16
 DISCARD_BYTES = 1 << 16
-# Of a long body, so many bytes must be there to wake the reader. On a slow link, each packet would wake it.
+# The reader of a long body wakes up when this many bytes have arrived. On a slow link, every packet would wake it.
 LOW_WATER_BYTES = 1 << 15
 # tcpi_busy_time of Linux's struct tcp_info (since 4.10), in microseconds.
 _TCP_INFO = getattr(socket, "TCP_INFO", 11)
