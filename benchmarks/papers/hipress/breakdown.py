@@ -7,15 +7,16 @@ small tensors (deep), with onebit and co-located servers:
     torch      every tensor compressed with plain torch operations, one tensor after another
     generated  the same with the code that gradwire generates
     pipelined  all tensors at once: one is encoded while another is sent
-    bulk       vectors and tensors below 16,384 elements in one message
+    bulk       the tensors of a bucket at once: vectors and tensors below 16,384 elements in one dense message,
+               other tensors up to 131,072 elements in one message of payloads, which one call encodes
     planned    the planner decides for each tensor whether to compress, strategy and partitions, or uses DDP's ring
 
 Synchronization time is the step time minus the step without communication. In all stages, the backward pass continues
 while gradients are sent, as in HiPress's baselines.
 
 Source: HiPress (SOSP 2021), figure 11. Differences: all codecs run on CPUs, so that its on-CPU stage is one of torch
-operations here; small tensors in a bulk message are dense, so that part of what the paper attributes to selective
-compression appears in bulk; there is no bulk coordinator (`coordinator.py` explains why); only the planner uses a ring.
+operations here; the smallest tensors stay dense from bulk on, so that part of what the paper attributes to selective
+compression appears there; there is no bulk coordinator (`coordinator.py` explains why); only the planner uses a ring.
 """
 
 from __future__ import annotations

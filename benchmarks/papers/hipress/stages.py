@@ -42,6 +42,7 @@ from gradwire.wire.payload import Payload
 CODEC = "onebit"
 STAGES = ("torch", "generated", "pipelined", "bulk", "planned")
 _BITS = torch.arange(8, dtype=torch.uint8).unsqueeze(1)
+MIN_ELEMENTS = 16_384  # of the stages bulk and planned, as recorded; the default of plans is lower
 EVERY_TENSOR = "?*"  # a rule that is no blanket one holds for vectors and small tensors, too
 
 
@@ -118,8 +119,8 @@ class How:
 def how(stage: str) -> How:
     """How one of `STAGES` synchronizes."""
     if stage in ("bulk", "planned"):
-        # Small tensors and vectors travel in one message, dense.
-        return How(Plan(CODEC), chosen=(RankedCompressor(CODEC, FEW_ENCODES),) if stage == "planned" else ())
+        chosen = (RankedCompressor(CODEC, FEW_ENCODES),) if stage == "planned" else ()
+        return How(Plan(CODEC, min_elements=MIN_ELEMENTS), chosen=chosen)
     every = TorchOnebit() if stage == "torch" else CODEC
     return How(Plan({EVERY_TENSOR: every}), buckets=False, waits=stage != "pipelined")
 
@@ -192,7 +193,7 @@ def make_plan(staged: Staged, recording: Recording, rank: Rank) -> PlanTable:
         nbytes = sum(spec.nbytes for spec in specs.values()) // len(recording.buckets)
         text = plan(
             tensors, costs, staged.how.chosen, partitions=staged.how.partitions, backward=backward,
-            rest=recording.step_seconds - backward, bucket_bytes=nbytes,
+            rest=recording.step_seconds - backward, bucket_bytes=nbytes, min_elements=staged.how.plan.min_elements,
         ).to_json()  # fmt: skip
     return PlanTable.from_json(staged.synchronizer.share(text))
 
