@@ -33,7 +33,8 @@ def magnitude_of(bits: int) -> np.float32:
 
 
 @kernel
-def _largest_bits(x, start, end):
+def largest_bits(x, start, end):
+    """Bits of the largest magnitude of a range, of float32."""
     largest = splat(np.int32(0), LANES)
     for i in range(start, end, LANES):
         bits = bitcast(load_f32(x, i, LANES), i32) & MAGNITUDE
@@ -42,13 +43,13 @@ def _largest_bits(x, start, end):
 
 
 def abs_max(x: np.ndarray) -> np.float32:
-    return magnitude_of(_largest_bits(as_input(x), 0, x.size))
+    return magnitude_of(largest_bits(as_input(x), 0, x.size))
 
 
 @kernel
 def _block_abs_max(x, block, out):
     for b in range(out.size):
-        bits = _largest_bits(x, b * block, min(x.size, (b + 1) * block))
+        bits = largest_bits(x, b * block, min(x.size, (b + 1) * block))
         out[b] = np.nan if bits >= INFINITY_BITS else first_lane(bitcast(splat(bits, 1), f32))
 
 

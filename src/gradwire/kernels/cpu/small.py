@@ -13,9 +13,9 @@ from gradwire.kernels.cpu.compile import kernel
 from gradwire.kernels.cpu.elements import INFINITY_BITS, LANES, MAGNITUDE, load_f32
 from gradwire.kernels.cpu.lanes import bitcast, first_lane, splat
 from gradwire.kernels.cpu.positions import coded_bytes, read_positions, write_positions
-from gradwire.kernels.cpu.reduce import _largest_bits
-from gradwire.kernels.cpu.sweep import _compensate
-from gradwire.kernels.cpu.ternary import _pack, _pack_residual, _unpack_sum
+from gradwire.kernels.cpu.reduce import largest_bits
+from gradwire.kernels.cpu.sweep import compensate_bits
+from gradwire.kernels.cpu.ternary import pack_digits, pack_digits_residual, sum_digits
 from gradwire.kernels.cpu.vector import array_at, f32, store, u8, u32
 from gradwire.kernels.cpu.zero_run import expand_runs, shorten_runs
 from gradwire.kernels.layout import ZERO_BYTE
@@ -61,9 +61,9 @@ def _ternary_scale(largest, sparsity):
 def encode_ternary(grad, scale, residual_in, residual_out, body, stats, keys, first, static, scratch):
     """`ThreeLC.encode`. `static` holds the sparsity multiplier, and 1 if zero-run encoding follows."""
     if residual_out is None:
-        bits = _largest_bits(grad, 0, grad.size)
+        bits = largest_bits(grad, 0, grad.size)
     else:
-        bits = _compensate(grad, scale, residual_in, residual_out)
+        bits = compensate_bits(grad, scale, residual_in, residual_out)
     if bits >= INFINITY_BITS:
         return -1
     M = _ternary_scale(_magnitude(bits), static[0])
@@ -74,10 +74,10 @@ def encode_ternary(grad, scale, residual_in, residual_out, body, stats, keys, fi
         sent = _scaled(M, scale)
         if not np.isfinite(sent):
             return -1
-        _pack(grad, half, quartic)
+        pack_digits(grad, half, quartic)
     else:
         sent = M
-        _pack_residual(residual_out, half, M, quartic, residual_out)
+        pack_digits_residual(residual_out, half, M, quartic, residual_out)
     array_at(np.uint64(body.ctypes.data), 1, f32)[0] = sent
     return 4 + (shorten_runs(quartic, packed) if static[1] != 0 else packed.size)
 
@@ -114,7 +114,7 @@ def sum_ternary(bodies, sizes, out, stats, keys, first, static, scratch):
         if not _padding_is_zero(quartic, count):
             return False
         quartics[rank] = np.uint64(quartic.ctypes.data)
-    return _unpack_sum(quartics, scales, size, out)
+    return sum_digits(quartics, scales, size, out)
 
 
 # -- top-k ---------------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ def _kth_key(keys, k, candidates):
 
 @kernel
 def encode_top_k(grad, scale, residual_in, residual_out, body, stats, keys, first, static, scratch):
-    """`TopK.encode`. `static` holds K; `scratch` has space for three arrays of N and one of K numbers, 32 bits each."""
+    """`TopK.encode`. `static` holds K; `scratch` has space for two arrays of N and one of K numbers, 32 bits each."""
     size, k = grad.size, np.int64(static[0])
     place = np.uint64(scratch.ctypes.data)
     candidates = array_at(place, size, u32)
@@ -158,7 +158,7 @@ def encode_top_k(grad, scale, residual_in, residual_out, body, stats, keys, firs
             store(x, i, load_f32(grad, i, LANES))
     else:
         x = residual_out
-        _compensate(grad, scale, residual_in, residual_out)
+        compensate_bits(grad, scale, residual_in, residual_out)
     words = array_at(np.uint64(x.ctypes.data), size, u32)
     least, num_ties = _kth_key(words, k, candidates)
     values = array_at(np.uint64(body.ctypes.data), k, f32)

@@ -50,7 +50,8 @@ def _scale(x, scale, out):
 
 
 @kernel
-def _compensate(x, scale, residual, out):
+def compensate_bits(x, scale, residual, out):
+    """`compensate`, which returns the bits of the largest magnitude."""
     largest = splat(np.int32(0), LANES)
     for i in range(0, x.size, LANES):
         values = load_f32(x, i, LANES) * scale + load(residual, i, LANES)
@@ -64,7 +65,7 @@ def compensate(x: np.ndarray, scale: float, residual: np.ndarray | None, out: np
     if residual is None:
         return magnitude_of(_scale(as_input(x), np.float32(scale), out))
     expect_size("compensate", "residual", residual, x.size)
-    return magnitude_of(_compensate(as_input(x), np.float32(scale), residual, out))
+    return magnitude_of(compensate_bits(as_input(x), np.float32(scale), residual, out))
 
 
 @kernel

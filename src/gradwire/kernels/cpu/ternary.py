@@ -40,7 +40,8 @@ def _packed(packed, power, high, low):
 
 
 @kernel
-def _pack(x, half, out):
+def pack_digits(x, half, out):
+    """`pack_ternary` without a residual. `half` is the threshold."""
     size = out.size
     for i in range(0, size, LANES):
         packed, power = splat(np.uint8(ZERO_BYTE), LANES), 81
@@ -52,7 +53,8 @@ def _pack(x, half, out):
 
 
 @kernel
-def _pack_residual(x, half, M, out, residual):
+def pack_digits_residual(x, half, M, out, residual):
+    """`pack_ternary` with a residual."""
     size = out.size
     for i in range(0, size, LANES):
         packed, power = splat(np.uint8(ZERO_BYTE), LANES), 81
@@ -73,10 +75,10 @@ def pack_ternary(x: np.ndarray, M: float, out: np.ndarray, residual: np.ndarray 
     # No value exceeds infinity, so all digits are 0.
     half = half_of(float(scale)) if scale > 0 else np.float32(np.inf)
     if residual is None:
-        _pack(as_input(x), half, out)
+        pack_digits(as_input(x), half, out)
     else:
         expect_size("pack_ternary", "residual", residual, x.size)
-        _pack_residual(as_input(x), half, scale, out, residual)
+        pack_digits_residual(as_input(x), half, scale, out, residual)
 
 
 @kernel
@@ -121,7 +123,8 @@ def unpack_ternary(packed: np.ndarray, M: float, out: np.ndarray, accumulate: bo
 
 
 @kernel
-def _unpack_sum(packed, M, size, out):
+def sum_digits(packed, M, size, out):
+    """`unpack_ternary_sum` without the check of the padding. `packed` holds addresses, `size` is S."""
     largest = splat(np.uint8(0), LANES)
     for i in range(0, size, LANES):
         a = b = c = d = e = splat(np.float32(0), LANES)
@@ -147,5 +150,5 @@ def unpack_ternary_sum(packed: Sequence[np.ndarray], M: np.ndarray, out: np.ndar
     size = ceil_div(out.size, TERNARY_DIGITS)
     for digits in packed:
         expect_size("unpack_ternary_sum", "packed", digits, size)
-    valid = _unpack_sum(addresses(packed, np.uint8), as_writable(M), size, out)
+    valid = sum_digits(addresses(packed, np.uint8), as_writable(M), size, out)
     return bool(valid) and all(_padding_is_zero(digits, out.size) for digits in packed)
