@@ -102,6 +102,10 @@ _MICRO = (
         "auto-at-rest", "What does `auto` cost while DDP's own all-reduce is the fastest?", "micro.auto_at_rest",
     ),
     Benchmark(
+        "hundred-tensors", "How much processor time does it take to synchronize 100 tensors of 64 × 64, in memory?",
+        "micro.hundred_tensors", recorded=False,
+    ),
+    Benchmark(
         "lossless-rivals", "How do `lossless` and `gcomp` compare with zstd, zlib, and ZipNN?", "micro.lossless_rivals"
     ),
 )  # fmt: skip
