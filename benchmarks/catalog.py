@@ -132,6 +132,10 @@ _HIPRESS = (
         "breakdown", "What do generated code, pipelining, batches, and the planner gain? (figure 11)",
         "papers.hipress.breakdown",
     ),
+    Benchmark(
+        "step-ablation", "How much slower is a step without batch compression, or without tensor fusion?",
+        "papers.hipress.step_ablation", recorded=False,
+    ),
     Benchmark("sweeps", "How do step times depend on rate, ratio, and width? (figure 12)", "papers.hipress.sweeps"),
     Benchmark(
         "convergence-wikitext2", "How does an LSTM converge, by step and by time? (figure 13)",

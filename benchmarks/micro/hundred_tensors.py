@@ -29,7 +29,8 @@ from gradwire.core.errors import SyncError
 from gradwire.net.transport import Callbacks, Transport
 from gradwire.sync.group import GroupInfo
 from gradwire.sync.plan import Plan
-from gradwire.sync.synchronizer import GradientSlice, Synchronizer
+from gradwire.sync.submission import GradientSlice
+from gradwire.sync.synchronizer import Synchronizer
 from gradwire.wire.frame import Header, pack, parse
 
 METHODS = ("none", "onebit", "threelc", "topk", "int8")

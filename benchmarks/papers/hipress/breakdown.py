@@ -87,8 +87,10 @@ def segments(rates: Sequence[str], seconds: float, stages: Sequence[str] = STAGE
     return [silent, *dense, *(Segment(stage, BUCKET_MB, **timed) for stage in stages), silent]
 
 
-def stages(run: Sequence[Segment], outcomes: Sequence[SegmentOutcome], rates: Sequence[str]) -> dict[str, list[Stage]]:
-    """Stages at each rate, computed from the outcomes of the ranks."""
+def step_times(
+    run: Sequence[Segment], outcomes: Sequence[SegmentOutcome], rates: Sequence[str]
+) -> dict[str, dict[str, StepTime]]:
+    """Step times at each rate by name of the stage, computed from the outcomes of the ranks."""
     of = [sorted((o for o in outcomes if o.segment == index), key=lambda o: o.rank) for index in range(len(run))]
     silent = [outcomes for segment, outcomes in zip(run, of) if segment.method == SILENT]
     compute = Spread.of([s for ranks in silent for o in ranks for timed in o.timed for s in timed.seconds]).median
@@ -101,8 +103,13 @@ def stages(run: Sequence[Segment], outcomes: Sequence[SegmentOutcome], rates: Se
                 time = combine_times([outcome.timed[number] for outcome in ranks], compute, True)
                 if name not in times or time.step.median < times[name].step.median:
                     times[name] = time
-        table[rate] = chain(times)
+        table[rate] = times
     return table
+
+
+def stages(run: Sequence[Segment], outcomes: Sequence[SegmentOutcome], rates: Sequence[str]) -> dict[str, list[Stage]]:
+    """Stages at each rate."""
+    return {rate: chain(times) for rate, times in step_times(run, outcomes, rates).items()}
 
 
 def chain(times: dict[str, StepTime]) -> list[Stage]:
@@ -140,18 +147,26 @@ def figures(
                 yield {**here, "metric": "step", "unit": "s", "value": plan.step, "source": "predicted"}
 
 
+def run_segments(
+    workload: str, ordered: Sequence[Segment], module: str, plans: Plans | None = None
+) -> list[SegmentOutcome]:
+    """Run segments on one workload in the lab; `module` is what the ranks run."""
+    job = BenchmarkJob(workload, tuple(ordered), folder="", deadline_seconds=1800.0, replay=True)
+    outcomes = launch(job, RANKS, plans or Plans(), lab=True, module=module)
+    odd = sorted({ordered[outcome.segment].method for outcome in outcomes if outcome.identical is False})
+    if odd:
+        raise AssertionError(f"Ranks ended with different bits: {', '.join(odd)}.")
+    return outcomes
+
+
 def measure(
     workload: str, rates: Sequence[str], seconds: float, names: Sequence[str], planned: Sequence[str], module: str
 ) -> Iterator[Row]:
     """Run stages on one workload; `module` is what the ranks run."""
     ordered, plans = segments(rates, seconds, names), Plans()
-    job = BenchmarkJob(workload, tuple(ordered), folder="", deadline_seconds=1800.0, replay=True)
-    outcomes = launch(job, RANKS, plans, lab=True, module=module)
+    outcomes = run_segments(workload, ordered, module, plans)
     for rate, plan in plans.found.items():
         print(f"{rate}: {plan.verdict()}")
-    odd = sorted({ordered[outcome.segment].method for outcome in outcomes if outcome.identical is False})
-    if odd:
-        raise AssertionError(f"Ranks ended with different bits: {', '.join(odd)}.")
     yield from figures(workload, stages(ordered, outcomes, rates), plans.found, planned)
 
 
