@@ -33,7 +33,7 @@ import torch.distributed as dist
 from gradwire.core.spec import TensorSpec
 from gradwire.planner.costs import Costs, LinearCost
 from gradwire.simulate import Cluster, SimulatedGradient, SimulatedLink, SimulatedModel, StepResult, step
-from gradwire.sync.job import RANGE_ALIGNMENT
+from gradwire.sync.chunk import RANGE_ALIGNMENT
 from gradwire.sync.plan import Plan
 from gradwire.sync.synchronizer import GradientSlice, Synchronizer
 

@@ -16,7 +16,7 @@ from gradwire.aggregator.process import AggregationOptions, AggregationServer
 from gradwire.aggregator.session import SessionConfig
 from gradwire.core.errors import OptionError, PeerLostError, PeerTimeoutError, SyncError, UnknownNameError
 from gradwire.core.spec import TensorSpec
-from gradwire.simulate.recording import record
+from gradwire.simulate.graphs import graph_of
 from gradwire.sync.plan import Plan
 from gradwire.sync.plan_entry import PlanEntry
 from gradwire.sync.synchronizer import GradientSlice, Synchronizer
@@ -181,4 +181,4 @@ def test_what_a_server_cannot_add_is_refused_with_advice(rules: Any, strategy: s
 
 def test_the_simulator_takes_only_strategies_between_ranks() -> None:
     with pytest.raises(UnknownNameError, match="Known: allgather, hierarchical, ring, scatter_reduce"):
-        record(PlanEntry(gw.make("thc"), "server"), NUMEL, 0, 2)
+        graph_of(PlanEntry(gw.make("thc"), "server"), NUMEL, 0, 2)

@@ -8,9 +8,9 @@ import torch
 from gradwire.compressors.base.registry import make
 from gradwire.planner.costs import Costs, LinearCost
 from gradwire.simulate.frames import measure_frame
+from gradwire.simulate.graphs import Work
 from gradwire.simulate.machine import machine_costs
 from gradwire.simulate.prices import PriceList
-from gradwire.simulate.recording import Work
 from gradwire.wire.frame import FrameKind
 from tests.simulate.costs import costs, onebit
 
@@ -62,8 +62,8 @@ def test_a_frame_costs_by_its_bytes():
     assert frame.slope > 0
 
 
-def work(call, frame=None, taken=None, messages=0, share=1.0):
-    return Work(call, frame, taken, messages, (1 << 20,), False, "", share)
+def work(call, frame=None, taken=None, payloads=0, share=1.0):
+    return Work(call, frame, taken, payloads, (1 << 20,), "", share)
 
 
 def test_frames_have_the_compressors_own_sizes():

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,15 @@ import pytest
 
 from gradwire.core.errors import SyncError
 from gradwire.core.events import EventStream
+from gradwire.sync.chunk import Chunk
 from gradwire.sync.engine import Engine
-from gradwire.sync.graph import FrameKey, TaskGraph
+from gradwire.sync.operations import Draft, FrameKey, Op, Operations, Primitive
+from gradwire.sync.run import FrameFields, Run
 from gradwire.wire.frame import FrameKind
 from tests.net.memory import MemoryNetwork
 from tests.net.recorder import Recorder, body, header, start
 
+CHUNK = Chunk(0, 0, 0)
 PATIENCE = 30.0  # seconds; far longer than anything here takes
 
 
@@ -55,8 +59,7 @@ class EngineHarness:
     def flush(self, peer: int) -> None:
         """Return when everything that `peer` has sent so far has arrived. Frames of one peer arrive in order."""
         number = next(_marks)
-        graph, _ = receiving(key(peer, round=number), name="mark")
-        self.engine.run(graph)
+        self.engine.run(receiving(key(peer), name="mark", round=number)[0])
         self.send(peer, 0, round=number)
         self.engine.wait_idle()
 
@@ -77,36 +80,65 @@ def setup(
             made.engine.close()
 
 
-def key(
-    peer: int = 1,
-    kind: FrameKind = FrameKind.PAYLOAD,
-    round: int = 0,
-    tensor: int = 0,
-    stage: int = 0,
-    partition: int = 0,
-) -> FrameKey:
-    return FrameKey(peer, kind, round, tensor, stage, partition)
+class Script(Draft):
+    """Operations that call functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._functions = SimpleNamespace()
+
+    def does(
+        self,
+        function: Callable[..., Any],
+        kind: Primitive = "encode",
+        phase: str = "",
+        inputs: tuple[int, ...] = (),
+        after: tuple[int, ...] = (),
+        peer: int | None = None,
+    ) -> int:
+        """Call a function with the results of `inputs`."""
+        call = f"function_{len(self.ops)}"
+        setattr(self._functions, call, lambda chunk, results, stage: function(*results))
+        self.ops.append(Op(kind, phase or kind, CHUNK, call, inputs, after, peer=peer))
+        return len(self.ops) - 1
+
+    def receives(self, key: FrameKey) -> int:
+        chunk = Chunk(key.partition, 0, 0)
+        return self.recv_frame(key.peer, key.kind, chunk, key.stage, f"recv stage {key.stage}")
+
+    def run(
+        self,
+        name: str = "w",
+        round: int = 0,
+        priority: int = 0,
+        tensor: int = 0,
+        done: Callable[[], Any] = lambda: None,
+        failed: Callable[[SyncError], Any] = lambda error: None,
+    ) -> Run:
+        run = Run(Operations(self.ops), self._functions, name, round, FrameFields(tensor), priority)
+        run.on_done, run.on_failed = done, failed  # type: ignore[method-assign]
+        return run
 
 
-def receiving(*keys: FrameKey, name: str = "w", round: int = 0) -> tuple[TaskGraph, dict[FrameKey, bytes]]:
-    """Return a graph that waits for frames, and the bodies that its tasks received."""
+def key(peer: int = 1, kind: FrameKind = FrameKind.PAYLOAD, stage: int = 0, partition: int = 0) -> FrameKey:
+    return FrameKey(peer, kind, stage, partition)
+
+
+def receiving(*keys: FrameKey, name: str = "w", round: int = 0, tensor: int = 0) -> tuple[Run, dict[FrameKey, bytes]]:
+    """Return a run that waits for frames, and the bodies that its operations received."""
     got: dict[FrameKey, bytes] = {}
-    graph = TaskGraph(name, round, 0, lambda: None)
-
-    def expect(each: FrameKey) -> None:
-        task = graph.recv(f"recv stage {each.stage}", each)
-        graph.add("decode", "decode", lambda: got.__setitem__(each, task.value.body.tobytes()), [task])
-
+    script = Script()
     for each in keys:
-        expect(each)
-    return graph, got
+        take = lambda payload, each=each: got.__setitem__(each, payload.body.tobytes())  # noqa: E731
+        script.does(take, "decode", inputs=(script.receives(each),))
+    return script.run(name, round, tensor=tensor), got
 
 
-def computing(*runs: Callable[[], Any], name: str = "w", priority: int = 0, done: Any = None) -> TaskGraph:
-    graph = TaskGraph(name, 0, priority, done or (lambda: None))
-    for run in runs:
-        graph.add("encode", "encode", run)
-    return graph
+def computing(*functions: Callable[[], Any], priority: int = 0, done: Callable[[], Any] = lambda: None) -> Run:
+    script = Script()
+    for function in functions:
+        script.does(function)
+    return script.run(priority=priority, done=done)
 
 
 def failure_of(engine: Engine) -> SyncError:

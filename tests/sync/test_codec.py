@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,15 +13,16 @@ from gradwire.compressors.base import SummableCompressor
 from gradwire.core.errors import SyncError
 from gradwire.core.spec import ELEMENT_TYPES, TensorSpec
 from gradwire.residuals.transaction import Residuals
+from gradwire.sync.chunk import Chunk
 from gradwire.sync.codec import EMPTY, AccumulatorCodec, DenseCodec, PayloadCodec, make_codec
-from gradwire.sync.job import Chunk, EncodedChunk, TensorJob
+from gradwire.sync.job import TensorJob, TensorLayout
 from gradwire.sync.plan_entry import PlanEntry
-from gradwire.wire.frame import FrameFlags, FrameKind
+from gradwire.wire.frame import FrameFlags
 from gradwire.wire.payload import Payload
 
 NUMEL, WORLD_SIZE = 3000, 3
 CHUNK = Chunk(0, 0, NUMEL)
-PRESENT, USED = FrameFlags.PRESENT, FrameFlags.PRESENT | FrameFlags.USED
+PRESENT = FrameFlags.PRESENT
 SHARED = gw.make("int8shared", stochastic=False)
 MATRIX = [("none", "none"), ("threelc", "error"), ("onebit", "error"), ("topk", "error"), ("int8", "none")]
 
@@ -33,14 +36,14 @@ def codec(
 ) -> PayloadCodec:
     values = gradient(rank) if used else torch.zeros(NUMEL)
     entry = PlanEntry(compressor, strategy, feedback=feedback)  # type: ignore[arg-type]
-    job = TensorJob("fc.weight", 0, values, entry, 0, 1, used=used)
+    job = TensorJob(TensorLayout("fc.weight", 0, entry, torch.float32, NUMEL), values, 0, 1, used)
     return make_codec(job, Residuals(), rank, WORLD_SIZE, seed=5)
 
 
 def shared(used: tuple[bool, ...] = (True, True, True)) -> list[PayloadCodec]:
     """One accumulator codec per rank, after the preliminary round."""
     codecs = [codec(rank, SHARED, used=flag) for rank, flag in enumerate(used)]
-    statistics = [each.stats(CHUNK) for each in codecs]
+    statistics = [stats(each) for each in codecs]
     for each in codecs:
         each.reduce_stats(CHUNK, statistics)
     return codecs
@@ -74,8 +77,22 @@ class FixedPoint(SummableCompressor):
         return out.copy_(torch.from_numpy(accumulator) / 32)
 
 
-def broken(message: EncodedChunk, body: np.ndarray) -> EncodedChunk:
-    return message._replace(body=body)
+def broken(payload: Payload, body: np.ndarray) -> Payload:
+    return replace(payload, body=body)
+
+
+def start(one: PayloadCodec) -> Payload:
+    """What the others receive of a rank."""
+    return replace(one.start(CHUNK), sender=one.rank)
+
+
+def stats(one: PayloadCodec) -> Payload:
+    return replace(one.stats(CHUNK), sender=one.rank)
+
+
+def merge(one: PayloadCodec, payloads: list[Payload], stage: int) -> Payload:
+    call = one.encode_and_merge if isinstance(one, AccumulatorCodec) else one.merge
+    return replace(call(CHUNK, payloads, stage), sender=one.rank)
 
 
 # -- unused parameters ---------------------------------------------------------------------------------------------
@@ -84,18 +101,18 @@ def broken(message: EncodedChunk, body: np.ndarray) -> EncodedChunk:
 @pytest.mark.parametrize(("name", "feedback"), MATRIX)
 def test_an_unused_gradient_is_an_empty_message_and_leaves_the_residual_alone(name: str, feedback: str) -> None:
     one = codec(0, gw.make(name), feedback, used=False)
-    message = one.start(CHUNK)
+    message = start(one)
     assert (message.flags, message.body.size) == (PRESENT, 0)
     assert one._residuals.nbytes == 0
 
 
 def test_the_mean_is_zero_if_no_rank_used_the_parameter() -> None:
-    nobody = EncodedChunk(FrameKind.PAYLOAD, PRESENT, EMPTY, 1)
+    nobody = Payload.received(EMPTY, PRESENT, 1)
     for each in (codec(0, gw.make("none"), used=False), shared((False, False, False))[0]):
-        merged = each.merge(CHUNK, [nobody], 1)
+        merged = merge(each, [nobody], 1)
         assert not merged.used
         each.job.values.fill_(7)
-        each.decode(CHUNK, merged, 1)
+        each.decode(CHUNK, [merged], 1)
         assert not each.job.values.any()
         each.job.values.fill_(7)
         each.decode_sum(CHUNK, [nobody])
@@ -104,11 +121,11 @@ def test_the_mean_is_zero_if_no_rank_used_the_parameter() -> None:
 
 def test_an_unused_rank_counts_as_zero_in_the_mean() -> None:
     ranks = [codec(0, gw.make("none")), codec(1, gw.make("none"), used=False), codec(2, gw.make("none"))]
-    messages = [each.start(CHUNK) for each in ranks]
+    messages = [start(each) for each in ranks]
     ranks[1].decode_sum(CHUNK, messages)
     assert torch.allclose(ranks[1].job.values, (gradient(0) + gradient(2)) / WORLD_SIZE, atol=1e-6)
     summed = shared((True, False, True))
-    summed[1].decode_sum(CHUNK, [each.start(CHUNK) for each in summed])
+    summed[1].decode_sum(CHUNK, [start(each) for each in summed])
     assert torch.allclose(summed[1].job.values, (gradient(0) + gradient(2)) / WORLD_SIZE, atol=0.05)
 
 
@@ -119,10 +136,10 @@ def test_an_unused_rank_counts_as_zero_in_the_mean() -> None:
 def test_a_nan_of_one_rank_marks_the_jobs_of_all(name: str) -> None:
     ranks = [codec(rank, gw.make(name), "error" if name != "none" else "none") for rank in range(WORLD_SIZE)]
     ranks[2].job.values[17] = torch.nan
-    merged = ranks[0].merge(CHUNK, [each.start(CHUNK) for each in ranks[1:]], 1)
+    merged = merge(ranks[0], [start(each) for each in ranks[1:]], 1)
     assert merged.nonfinite
     for each in ranks:
-        each.decode(CHUNK, merged, 1)
+        each.decode(CHUNK, [merged], 1)
         assert each.job.nonfinite
         assert each.job.values.isnan().any()
 
@@ -130,14 +147,14 @@ def test_a_nan_of_one_rank_marks_the_jobs_of_all(name: str) -> None:
 def test_a_nan_shows_in_shared_scales_before_anything_is_encoded() -> None:
     codecs = [codec(rank, SHARED) for rank in range(WORLD_SIZE)]
     codecs[1].job.values[5] = torch.inf
-    statistics = [each.stats(CHUNK) for each in codecs]
+    statistics = [stats(each) for each in codecs]
     for each in codecs:
         each.reduce_stats(CHUNK, statistics)
-        message = each.start(CHUNK)
+        message = start(each)
         assert message.nonfinite and message.body.size == 0
-    merged = codecs[0].merge(CHUNK, [codecs[1].start(CHUNK)], 1)
-    assert merged.nonfinite and merged.kind is FrameKind.AGGREGATE
-    codecs[2].decode(CHUNK, merged, 1)
+    merged = merge(codecs[0], [start(codecs[1])], 1)
+    assert merged.nonfinite
+    codecs[2].decode(CHUNK, [merged], 1)
     assert codecs[2].job.nonfinite
     assert codecs[2].job.values.isnan().all()
 
@@ -145,7 +162,7 @@ def test_a_nan_shows_in_shared_scales_before_anything_is_encoded() -> None:
 def test_payloads_add_up_without_a_preliminary_round() -> None:
     codecs = [codec(rank, FixedPoint()) for rank in range(WORLD_SIZE)]
     assert all(type(each) is AccumulatorCodec and not each.compressor.needs_stats for each in codecs)
-    codecs[0].decode_sum(CHUNK, [each.start(CHUNK) for each in codecs])
+    codecs[0].decode_sum(CHUNK, [start(each) for each in codecs])
     exact = sum(gradient(rank) for rank in range(WORLD_SIZE)) / WORLD_SIZE
     assert torch.allclose(codecs[0].job.values, exact, atol=WORLD_SIZE / 64 + 1e-6)
 
@@ -166,39 +183,39 @@ def expect_blame(call: object, rank: int) -> str:
 @pytest.mark.parametrize(("name", "feedback"), MATRIX)
 def test_the_rank_that_sent_bad_bytes_is_named(name: str, feedback: str) -> None:
     ranks = [codec(rank, gw.make(name), feedback) for rank in range(WORLD_SIZE)]
-    messages = [each.start(CHUNK) for each in ranks]
+    messages = [start(each) for each in ranks]
     bad = broken(messages[1], messages[1].body[:-1])
     expect_blame(lambda: ranks[0].decode_sum(CHUNK, [messages[0], bad, messages[2]]), 1)
-    expect_blame(lambda: ranks[0].merge(CHUNK, [messages[2], bad], 1), 1)
-    expect_blame(lambda: ranks[2].decode(CHUNK, bad, 1), 1)
-    expect_blame(lambda: ranks[2].decode(CHUNK, broken(messages[0], EMPTY), 1), 0)
+    expect_blame(lambda: merge(ranks[0], [messages[2], bad], 1), 1)
+    expect_blame(lambda: ranks[2].decode(CHUNK, [bad], 1), 1)
+    expect_blame(lambda: ranks[2].decode(CHUNK, [broken(messages[0], EMPTY)], 1), 0)
 
 
 @pytest.mark.parametrize("length", [0, 1, NUMEL - 1])
 def test_accumulators_and_payloads_of_another_length_are_blamed_on_their_sender(length: int) -> None:
     codecs = shared()
-    messages = [each.start(CHUNK) for each in codecs]
+    messages = [start(each) for each in codecs]
     bad = broken(messages[2], messages[2].body[:length])
-    expect_blame(lambda: codecs[0].merge(CHUNK, [messages[1], bad], 1), 2)
+    expect_blame(lambda: merge(codecs[0], [messages[1], bad], 1), 2)
     expect_blame(lambda: codecs[0].decode_sum(CHUNK, [messages[1], bad]), 2)
-    summed = codecs[0].merge(CHUNK, messages[1:], 1)
+    summed = merge(codecs[0], messages[1:], 1)
     for cut in (0, 2, 2 * length, summed.body.size - 1):  # a single element would be added to all elements
-        said = expect_blame(lambda cut=cut: codecs[1].decode(CHUNK, broken(summed, summed.body[:cut]), 1), 0)
-        assert f"Expected AGGREGATE of {summed.body.size} bytes, got {cut}." in said
+        said = expect_blame(lambda cut=cut: codecs[1].decode(CHUNK, [broken(summed, summed.body[:cut])], 1), 0)
+        assert f"Expected {summed.body.size} bytes, got {cut}." in said
 
 
 @pytest.mark.parametrize("length", [0, 1, 4, 7])
 def test_statistics_of_another_length_are_blamed_on_their_sender(length: int) -> None:
     codecs = [codec(rank, SHARED) for rank in range(WORLD_SIZE)]
-    statistics = [each.stats(CHUNK) for each in codecs]
+    statistics = [stats(each) for each in codecs]
     statistics[1] = broken(statistics[1], statistics[1].body[:length])
     expect_blame(lambda: codecs[0].reduce_stats(CHUNK, statistics), 1)
 
 
 def test_statistics_of_a_rank_that_has_none_are_refused() -> None:
     codecs = [codec(rank, SHARED) for rank in range(WORLD_SIZE)]
-    statistics = [each.stats(CHUNK) for each in codecs]
-    statistics[2] = statistics[2]._replace(flags=PRESENT)
+    statistics = [stats(each) for each in codecs]
+    statistics[2] = replace(statistics[2], used=False)
     expect_blame(lambda: codecs[0].reduce_stats(CHUNK, statistics), 2)
 
 
@@ -219,7 +236,7 @@ def test_every_rank_reduces_to_the_same_scales() -> None:
 def test_reducing_does_not_change_the_messages() -> None:
     """The same message is sent on to peers while it is reduced here."""
     codecs = [codec(rank, SHARED) for rank in range(WORLD_SIZE)]
-    statistics = [each.stats(CHUNK) for each in codecs]
+    statistics = [stats(each) for each in codecs]
     before = [message.body.tobytes() for message in statistics]
     codecs[0].reduce_stats(CHUNK, statistics)
     assert [message.body.tobytes() for message in statistics] == before
@@ -237,10 +254,10 @@ def test_ranks_that_did_not_use_the_parameter_do_not_affect_the_scales() -> None
 def test_integer_sums_are_the_same_along_every_path() -> None:
     """All at once, merged at an owner, or hop by hop: integer sums are equal."""
     at_once, owner, hops = shared(), shared(), shared()
-    at_once[0].decode_sum(CHUNK, [each.start(CHUNK) for each in at_once])
-    owner[1].decode(CHUNK, owner[0].merge(CHUNK, [each.start(CHUNK) for each in owner[1:]], 1), 1)
-    partial = hops[1].merge(CHUNK, [hops[0].start(CHUNK)], 1)
-    hops[0].decode(CHUNK, hops[2].merge(CHUNK, [partial], 2), 2)
+    at_once[0].decode_sum(CHUNK, [start(each) for each in at_once])
+    owner[1].decode(CHUNK, [merge(owner[0], [start(each) for each in owner[1:]], 1)], 1)
+    partial = merge(hops[1], [start(hops[0])], 1)
+    hops[0].decode(CHUNK, [merge(hops[2], [partial], 2)], 2)
     assert torch.equal(at_once[0].job.values, owner[1].job.values)
     assert torch.equal(at_once[0].job.values, hops[0].job.values)
 
@@ -251,11 +268,12 @@ def test_the_mean_is_written_in_every_element_type(compressor: object, dtype: to
     codecs = [codec(rank, compressor) for rank in range(WORLD_SIZE)]
     for each in codecs:
         each.job.values = each.job.values.to(dtype)
+        each.layout.dtype = dtype
     if compressor is SHARED:
-        statistics = [each.stats(CHUNK) for each in codecs]
+        statistics = [stats(each) for each in codecs]
         for each in codecs:
             each.reduce_stats(CHUNK, statistics)
-    codecs[0].decode_sum(CHUNK, [each.start(CHUNK) for each in codecs])
+    codecs[0].decode_sum(CHUNK, [start(each) for each in codecs])
     mean = codecs[0].job.values
     assert mean.dtype == dtype
     exact = sum(gradient(rank).double() for rank in range(WORLD_SIZE)) / WORLD_SIZE
@@ -273,10 +291,11 @@ def test_dense_ranks_are_added_in_their_order_whoever_adds(dtype: torch.dtype, u
         assert all(type(each) is DenseCodec for each in codecs)
         for each in codecs:
             each.job.values = each.job.values.to(dtype)
-        others = [each.start(CHUNK) for rank, each in enumerate(codecs) if rank != owner]
-        mean = codecs[owner].merge(CHUNK, others, 1)
+            each.layout.dtype = dtype
+        others = [start(each) for rank, each in enumerate(codecs) if rank != owner]
+        mean = merge(codecs[owner], others, 1)
         for each in codecs:
-            each.decode(CHUNK, mean, 1)
+            each.decode(CHUNK, [mean], 1)
         assert all(torch.equal(each.job.values, codecs[0].job.values) and not each.job.nonfinite for each in codecs)
         means.append(codecs[owner].job.values)
     assert all(torch.equal(means[0], mean) for mean in means)
@@ -287,38 +306,31 @@ def test_dense_ranks_are_added_in_their_order_whoever_adds(dtype: torch.dtype, u
 def test_a_dense_mean_that_is_not_finite_is_marked() -> None:
     codecs = [codec(rank, gw.make("none"), strategy="scatter_reduce") for rank in range(WORLD_SIZE)]
     codecs[1].job.values[5] = torch.inf
-    mean = codecs[0].merge(CHUNK, [each.start(CHUNK) for each in codecs[1:]], 1)
+    mean = merge(codecs[0], [start(each) for each in codecs[1:]], 1)
     for each in codecs:
-        each.decode(CHUNK, mean, 1)
+        each.decode(CHUNK, [mean], 1)
         assert each.job.nonfinite
 
 
 def test_dense_bytes_of_another_length_are_blamed_on_their_sender() -> None:
     codecs = [codec(rank, gw.make("none"), strategy="scatter_reduce") for rank in range(WORLD_SIZE)]
-    sent = codecs[2].start(CHUNK)
-    for use in (lambda bad: codecs[0].merge(CHUNK, [bad], 1), lambda bad: codecs[0].decode(CHUNK, bad, 1)):
+    sent = start(codecs[2])
+    for use in (lambda bad: merge(codecs[0], [bad], 1), lambda bad: codecs[0].decode(CHUNK, [bad], 1)):
         with pytest.raises(SyncError, match="Rank 2 sent bytes that are not a payload"):
             use(broken(sent, sent.body[:-4]))
-
-
-def test_the_kind_of_frame_follows_the_algebra() -> None:
-    lossy, summed = codec(0, gw.make("threelc")), codec(0, SHARED)
-    assert (type(lossy), type(summed)) == (PayloadCodec, AccumulatorCodec)
-    assert [lossy.kind(stage) for stage in (0, 1)] == [FrameKind.PAYLOAD] * 2
-    assert [summed.kind(stage) for stage in (0, 1)] == [FrameKind.PAYLOAD, FrameKind.AGGREGATE]
 
 
 def test_an_aggregate_of_shared_statistics_carries_its_own_from_hop_to_hop() -> None:
     """As on a ring: only the first payload was encoded with shared statistics."""
     codecs = [codec(rank, gw.make("terngrad", clip=0.0)) for rank in range(WORLD_SIZE)]
-    statistics = [each.stats(CHUNK) for each in codecs]
+    statistics = [stats(each) for each in codecs]
     for each in codecs:
         each.reduce_stats(CHUNK, statistics)
-    message = codecs[0].start(CHUNK)
+    message = start(codecs[0])
     sizes = [message.body.size]
     for hop in (1, 2):
-        message = codecs[hop].merge(CHUNK, [message], hop)
+        message = merge(codecs[hop], [message], hop)
         sizes.append(message.body.size)
     assert sizes == [NUMEL // 5, NUMEL // 5 + 4, NUMEL // 5 + 4]
-    codecs[0].decode(CHUNK, message, 2)
+    codecs[0].decode(CHUNK, [message], 2)
     assert codecs[0].job.values.unique().numel() == 3

@@ -1,19 +1,21 @@
-"""The engine of one rank: order of tasks, frames before and after their `recv`, events, and the end."""
+"""The engine of one rank: order of operations, frames before and after their `recv`, events, and the end."""
 
 from __future__ import annotations
 
+import itertools
 import threading
+from concurrent.futures import Future
 
 import pytest
 
 from gradwire.core.errors import FrameError, PeerFailedError, SyncError
 from gradwire.core.events import Event
-from gradwire.sync.graph import TaskGraph
 from gradwire.wire.frame import HEADER_BYTES, FrameKind, Header
 from tests.net.recorder import until
 from tests.sync.engine_harness import (
     PATIENCE,
     EngineHarness,
+    Script,
     broken,
     computing,
     failure_of,
@@ -27,17 +29,17 @@ def engine_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith("gradwire-")}
 
 
-# -- graphs --------------------------------------------------------------------------------------------------------
+# -- runs --------------------------------------------------------------------------------------------------------
 
 
-def test_tasks_run_in_order_with_the_values_of_those_before_and_done_comes_last() -> None:
+def test_operations_run_in_order_with_the_results_of_those_before_and_done_comes_last() -> None:
     ran: list[str] = []
-    graph = TaskGraph("w", 0, 0, lambda: ran.append("done"))
-    first = graph.add("encode", "encode", lambda: ran.append("first") or "value")
-    second = graph.add("merge", "merge", lambda: ran.append(f"second, after {first.value}"), [first])
-    graph.add("decode", "decode", lambda: ran.append("third"), [first, second])
+    script = Script()
+    first = script.does(lambda: ran.append("first") or "value")
+    second = script.does(lambda value: ran.append(f"second, after {value}"), "merge", inputs=(first,))
+    script.does(lambda: ran.append("third"), "decode", after=(first, second))
     with setup() as made:
-        made.engine.run(graph)
+        made.engine.run(script.run(done=lambda: ran.append("done")))
         made.engine.wait_idle()
     assert ran == ["first", "second, after value", "third", "done"]
 
@@ -54,9 +56,10 @@ def test_sends_go_first_then_the_lowest_priority_number() -> None:
         made.engine.run(computing(block))
         assert held.wait(PATIENCE)
         for name, priority in (("late", 9), ("early", 1), ("middle", 5)):
-            graph = computing(lambda name=name: ran.append(name), priority=priority)  # type: ignore[misc]
-            graph.add("send", "send", lambda name=name: ran.append(f"send {name}"), peer=1)  # type: ignore[misc]
-            made.engine.run(graph)
+            script = Script()
+            script.does(lambda name=name: ran.append(name))
+            script.does(lambda name=name: ran.append(f"send {name}"), "send", peer=1)
+            made.engine.run(script.run(priority=priority))
         hold.set()
         made.engine.wait_idle()
     assert ran == ["send early", "send middle", "send late", "early", "middle", "late"]
@@ -65,38 +68,76 @@ def test_sends_go_first_then_the_lowest_priority_number() -> None:
 # -- frames --------------------------------------------------------------------------------------------------------
 
 
-def test_every_field_of_the_key_tells_frames_apart() -> None:
+def test_a_result_is_kept_until_its_last_user_has_ended() -> None:
+    """What is received or encoded is large, and a run may wait for other ranks long after it is decoded."""
+    script, seen = Script(), []
+    first = script.does(lambda: "value")
+    script.does(lambda value: seen.append(list(run.results)), "merge", inputs=(first,))
+    script.does(lambda value: seen.append(list(run.results)), "decode", inputs=(first,), after=(1,))
+    script.does(lambda: seen.append(list(run.results)), "decode", after=(2,))
+    run = script.run()
+    with setup() as made:
+        made.engine.run(run)
+        made.engine.wait_idle()
+    assert [results[0] for results in seen] == ["value", "value", None]
+
+
+def test_a_run_starts_when_its_gradients_are_there() -> None:
+    """Frames for it may come before, as for any run that has not begun."""
+    loading: Future[None] = Future()
+    run, got = receiving(key())
+    with setup() as made:
+        made.engine.run(run, loading)
+        content = made.send(1)
+        until(lambda: made.network.transports[0].received_bytes[1] > 0)
+        assert not got and not made.engine.idle
+        loading.set_result(None)
+        made.engine.wait_idle()
+    assert got == {key(): content.tobytes()}
+
+
+def test_a_copy_that_fails_ends_the_engine() -> None:
+    loading: Future[None] = Future()
+    with setup() as made:
+        made.engine.run(receiving(key(), name="fc.weight")[0], loading)
+        loading.set_exception(RuntimeError("the device is lost"))
+        assert "RuntimeError in load (tensor fc.weight, round 0): the device is lost" in str(failure_of(made.engine))
+
+
+def test_every_field_of_the_header_tells_frames_apart() -> None:
     """All frames come early and in another order than they are asked for."""
-    keys = [
-        key(), key(round=1), key(tensor=1), key(stage=1), key(partition=1), key(kind=FrameKind.STATS),
-        key(kind=FrameKind.AGGREGATE), key(2), key(2, round=1),
-    ]  # fmt: skip
+    keys = [key(), key(stage=1), key(partition=1), key(kind=FrameKind.STATS), key(kind=FrameKind.AGGREGATE), key(2)]
+    jobs = [(0, 0), (1, 0), (0, 1)]  # round and tensor
     with setup(3) as made:
         sent = {}
-        for index, each in enumerate(reversed(keys)):
+        for index, ((round, tensor), each) in enumerate(reversed(list(itertools.product(jobs, keys)))):
             fields = {name: value for name, value in each._asdict().items() if name != "peer"}
-            sent[each] = made.send(each.peer, 10 + index, **fields).tobytes()
-        graph, got = receiving(*keys)
-        made.engine.run(graph)
-        made.engine.wait_idle()
-    assert got == sent
+            content = made.send(each.peer, 10 + index, round=round, tensor=tensor, **fields)
+            sent[round, tensor, each] = content.tobytes()
+        found = {}
+        for round, tensor in jobs:
+            run, got = receiving(*keys, round=round, tensor=tensor)
+            made.engine.run(run)
+            made.engine.wait_idle()
+            found |= {(round, tensor, each): content for each, content in got.items()}
+    assert found == sent
 
 
-def test_a_graph_ends_when_the_last_of_many_frames_has_come() -> None:
+def test_a_run_ends_when_the_last_of_many_frames_has_come() -> None:
     keys = [key(peer, partition=chunk) for peer in range(1, 5) for chunk in range(20)]
     with setup(5) as made:
-        graph, got = receiving(*keys)
-        made.engine.run(graph)
+        run, got = receiving(*keys)
+        made.engine.run(run)
         for each in keys:
             made.send(each.peer, partition=each.partition)
         made.engine.wait_idle()
     assert len(got) == len(keys)
 
 
-def test_a_frame_that_comes_twice_is_an_error_that_names_its_sender() -> None:
+@pytest.mark.parametrize("early", [True, False])
+def test_a_frame_that_comes_twice_is_an_error_that_names_its_sender(early: bool) -> None:
     with setup(3) as made:
-        graph, _ = receiving(key(1))
-        made.engine.run(graph)
+        made.engine.run(receiving(key(1), key(2), round=0 if early else 7)[0])
         for _ in range(2):
             made.send(2, round=7)
         error = failure_of(made.engine)
@@ -125,8 +166,8 @@ def test_early_bytes_no_longer_count_once_their_recv_exists() -> None:
         for number in range(20):
             made.send(1, 300, round=number)
             made.flush(1)
-            graph, got = receiving(key(round=number))
-            made.engine.run(graph)
+            run, got = receiving(key(), round=number)
+            made.engine.run(run)
             made.engine.wait_idle()
             assert len(got) == 1
 
@@ -145,8 +186,8 @@ def test_the_limit_given_holds_for_what_waits_before_the_engine_starts() -> None
     with made.network:
         content = made.send(1, 3 << 20)
         made.begin()
-        graph, got = receiving(key())
-        made.engine.run(graph)
+        run, got = receiving(key())
+        made.engine.run(run)
         made.engine.wait_idle()
         made.engine.close()
     assert got == {key(): content.tobytes()}
@@ -196,7 +237,7 @@ def test_close_is_idempotent_and_graceful() -> None:
         assert made.peers[1].failures.empty()
 
 
-def test_a_closed_engine_takes_no_graph_and_says_what_to_do() -> None:
+def test_a_closed_engine_takes_no_run_and_says_what_to_do() -> None:
     with setup() as made:
         made.engine.close()
         with pytest.raises(SyncError, match="make a new one to go on"):
@@ -204,7 +245,7 @@ def test_a_closed_engine_takes_no_graph_and_says_what_to_do() -> None:
         made.engine.wait_idle()
 
 
-def test_closing_ends_threads_that_wait_for_a_graph() -> None:
+def test_closing_ends_threads_that_wait_for_a_run() -> None:
     """Otherwise, a thread in `wait_idle` would wait forever."""
     found: list[BaseException | None] = []
 
@@ -232,8 +273,8 @@ def test_closing_ends_threads_that_wait_for_a_graph() -> None:
 
 def test_what_happened_is_in_the_events() -> None:
     with setup() as made:
-        graph, _ = receiving(key(round=3), name="fc.weight", round=3)
-        made.engine.run(graph)
+        run, _ = receiving(key(), name="fc.weight", round=3)
+        made.engine.run(run)
         made.send(1, 100, round=3)
         made.engine.wait_idle()
         made.engine.fail(SyncError("over", rank=1))

@@ -13,17 +13,17 @@ import pytest
 
 from gradwire.core.errors import PeerFailedError, PeerLostError, PeerTimeoutError, SyncError
 from gradwire.sync import engine as engine_module
-from gradwire.sync.graph import TaskGraph
+from gradwire.sync.run import Run
 from gradwire.wire.frame import HEADER_BYTES
 from tests.net.recorder import until
-from tests.sync.engine_harness import PATIENCE, broken, computing, failure_of, key, receiving, setup
+from tests.sync.engine_harness import PATIENCE, Script, broken, computing, failure_of, key, receiving, setup
 
 
 def test_an_exception_in_a_task_is_one_typed_error_forever() -> None:
     with setup() as made:
-        graph = TaskGraph("fc.weight", 4, 0, lambda: None)
-        graph.add("send", "send scatter", broken, peer=1)
-        made.engine.run(graph)
+        script = Script()
+        script.does(broken, "send", "send scatter", peer=1)
+        made.engine.run(script.run("fc.weight", 4))
         error = failure_of(made.engine)
         assert str(error).startswith("ValueError in send scatter of rank 1 (tensor fc.weight, round 4): a bug in a")
         assert (type(error), error.rank, error.tensor, error.phase) == (SyncError, 1, "fc.weight", "send scatter")
@@ -70,11 +70,11 @@ def test_the_peers_know_why_before_the_error_is_raised() -> None:
 
 def test_nothing_runs_after_a_failure_and_done_is_never_called() -> None:
     ran: list[str] = []
-    graph = TaskGraph("w", 0, 0, lambda: ran.append("done"))
-    first = graph.add("encode", "encode", broken)
-    graph.add("merge", "merge", lambda: ran.append("merge"), [first])
+    script = Script()
+    first = script.does(broken)
+    script.does(lambda value: ran.append("merge"), "merge", inputs=(first,))
     with setup() as made:
-        made.engine.run(graph)
+        made.engine.run(script.run(done=lambda: ran.append("done")))
         failure_of(made.engine)
     assert ran == []
 
@@ -82,22 +82,22 @@ def test_nothing_runs_after_a_failure_and_done_is_never_called() -> None:
 @pytest.mark.parametrize("how", ["task", "done", "kill", "leave", "close"])
 def test_a_graph_that_does_not_end_well_fails_once(how: str) -> None:
     failed: queue.SimpleQueue[SyncError] = queue.SimpleQueue()
-    graph = TaskGraph("w", 0, 0, broken, failed.put)
+    script = Script()
     if how != "done":
-        graph.recv("recv", key())
-    graph.add("encode", "encode", broken if how == "task" else lambda: None)
+        script.receives(key())
+    script.does(broken if how == "task" else lambda: None)
     with setup() as made:
         if how == "leave":
             made.network.transports[1].close()
             until(lambda: made.network.transports[0].departed(1) is not None)
-        made.engine.run(graph)
+        made.engine.run(script.run(done=broken, failed=failed.put))
         if how == "kill":
             made.network.kill(1)
         if how == "close":
             made.engine.close()
         error = failed.get(timeout=PATIENCE)
         assert error is made.engine.error or how == "close"
-        assert error.phase == {"task": "encode", "done": "finish", "close": "closed"}.get(how, "recv")
+        assert error.phase == {"task": "encode", "done": "finish", "close": "closed"}.get(how, "recv stage 0")
     assert failed.empty()
 
 
@@ -106,10 +106,10 @@ def test_a_callback_that_raises_does_not_keep_others_from_hearing_of_a_failure(
 ) -> None:
     failed: queue.SimpleQueue[SyncError] = queue.SimpleQueue()
     with setup() as made:
-        for fail in (lambda error: broken(), failed.put, lambda error: broken()):
-            graph = TaskGraph("w", 0, 0, lambda: None, fail)
-            graph.recv("recv", key(partition=id(fail)))
-            made.engine.run(graph)
+        for round, fail in enumerate((lambda error: broken(), failed.put, lambda error: broken())):
+            script = Script()
+            script.receives(key())
+            made.engine.run(script.run(round=round, failed=fail))
         made.engine.fail(SyncError("something"))
         assert "something" in str(failed.get(timeout=PATIENCE))
     assert "failure callback of w raised" in caplog.text
@@ -127,7 +127,7 @@ def test_only_the_first_failure_counts() -> None:
 def test_a_failure_is_located_at_what_was_waited_for_of_that_rank() -> None:
     with setup(3) as made:
         for peer, name in ((1, "one"), (2, "two")):
-            made.engine.run(receiving(key(peer, tensor=peer, round=5), name=name, round=5)[0])
+            made.engine.run(receiving(key(peer), name=name, round=5, tensor=peer)[0])
         made.network.kill(2)
         error = failure_of(made.engine)
         assert isinstance(error, (PeerLostError, PeerFailedError))
@@ -174,8 +174,8 @@ def test_the_recorder_sees_the_moment_and_may_fail_itself(caplog: pytest.LogCapt
 
 def test_a_peer_that_closed_before_sending_its_frame_is_an_error_at_once() -> None:
     with setup(stall=600.0) as made:
-        graph, _ = receiving(key())
-        made.engine.run(graph)
+        run, _ = receiving(key())
+        made.engine.run(run)
         made.network.transports[1].close()
         start_time = time.monotonic()
         error = failure_of(made.engine)
@@ -191,23 +191,23 @@ def test_a_peer_that_left_after_sending_its_frame_is_missed_at_the_next_step(how
     with setup(stall=600.0) as made:
         content = made.send(1, 50)
         getattr(made.network.transports[1], how)()
-        graph, got = receiving(key())
-        made.engine.run(graph)
+        run, got = receiving(key())
+        made.engine.run(run)
         made.engine.wait_idle()
         until(lambda: made.network.transports[0].departed(1) is not None)
         made.engine.wait_idle()
         assert made.engine.error is None
-        made.engine.run(receiving(key(round=1), name="next")[0])
+        made.engine.run(receiving(key(), name="next", round=1)[0])
         error = failure_of(made.engine)
         assert isinstance(error, PeerLostError)
         assert (error.rank, error.tensor, error.phase) == (1, "next", "recv stage 0")
     assert got == {key(): content.tobytes()}
 
 
-def asking() -> TaskGraph:
-    graph = TaskGraph("w", 0, 0, lambda: None)
-    graph.add("send", "ask for the sum", Future)
-    return graph
+def asking(answer: Future[int] | None = None, name: str = "w", round: int = 0) -> Run:
+    script = Script()
+    script.does(lambda: answer or Future(), "send", "ask for the sum")
+    return script.run(name, round)
 
 
 @pytest.mark.parametrize("killed_first", [True, False])
@@ -227,10 +227,8 @@ def test_a_killed_rank_is_missed_if_a_future_may_depend_on_it(killed_first: bool
 
 def test_a_rank_that_closed_gracefully_is_not_missed_by_a_rank_that_waits_for_a_future() -> None:
     answer: Future[int] = Future()
-    graph = TaskGraph("w", 0, 0, lambda: None)
-    graph.add("send", "ask for the sum", lambda: answer)
     with setup(stall=600.0) as made:
-        made.engine.run(graph)
+        made.engine.run(asking(answer))
         made.network.transports[1].close()
         until(lambda: made.network.transports[0].departed(1) is not None)
         answer.set_result(5)
@@ -248,9 +246,9 @@ def test_what_is_left_to_compute_ends_after_a_peer_has_left(how: str) -> None:
 
     with setup(3, stall=600.0) as made:
         made.send(1, 50)
-        graph, got = receiving(key(1), key(2))
-        graph.add("decode", "decode", block)
-        made.engine.run(graph)
+        run, got = receiving(key(1), key(2))
+        made.engine.run(run)
+        made.engine.run(computing(block))
         assert held.wait(PATIENCE)
         getattr(made.network.transports[1], how)()
         until(lambda: made.network.transports[0].departed(1) is not None)
@@ -265,8 +263,8 @@ def test_a_live_rank_that_does_not_send_is_blamed_after_the_stall_timeout() -> N
     with setup(3, stall=0.6) as made:
         made.send(1)
         until(lambda: made.network.transports[0].received_bytes[1] > 0)
-        graph, _ = receiving(key(1), key(2), name="fc.weight")
-        made.engine.run(graph)
+        run, _ = receiving(key(1), key(2), name="fc.weight")
+        made.engine.run(run)
         error = failure_of(made.engine)
         assert type(error) is PeerTimeoutError
         assert (error.rank, error.tensor, error.phase) == (2, "fc.weight", "recv stage 0")
@@ -279,16 +277,14 @@ def test_a_rank_that_lacks_a_first_stage_is_blamed_before_a_rank_that_waits_for_
     """Rank 1 cannot send its aggregate while rank 2's frame is missing, so rank 2 is to blame."""
     with setup(3, stall=0.6) as made:
         made.engine.run(receiving(key(1, stage=1))[0])
-        made.engine.run(receiving(key(2, stage=0, tensor=1))[0])
+        made.engine.run(receiving(key(2, stage=0), tensor=1)[0])
         assert failure_of(made.engine).rank == 2
 
 
 def test_a_future_that_never_ends_is_an_error_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_module, "_FUTURE_GRACE_SECONDS", 0.2)
-    graph = TaskGraph("fc.weight", 3, 0, lambda: None)
-    graph.add("send", "ask for the sum", Future)
     with setup(stall=0.3) as made:
-        made.engine.run(graph)
+        made.engine.run(asking(name="fc.weight", round=3))
         error = failure_of(made.engine)
         assert type(error) is PeerTimeoutError
         assert (error.rank, error.tensor, error.phase) == (None, "fc.weight", "ask for the sum")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,13 +17,15 @@ from gradwire.core.spec import ELEMENT_TYPES, TensorSpec
 from gradwire.residuals.transaction import Residuals
 from gradwire.sync import fusion
 from gradwire.sync.batch import BatchCodec
-from gradwire.sync.fusion import MAX_FUSED_ELEMENTS, FusionCodec, FusionGroup, FusionLayout, Member, is_fused
-from gradwire.sync.job import Chunk, EncodedChunk
+from gradwire.sync.chunk import Chunk
+from gradwire.sync.fusion import MAX_FUSED_ELEMENTS, FusionCodec, FusionGroup, FusionLayout, is_fused
+from gradwire.sync.job import TensorLayout
 from gradwire.sync.plan import Method, Plan
 from gradwire.sync.plan_entry import PlanEntry
 from gradwire.sync.synchronizer import GradientSlice, Synchronizer
 from gradwire.sync.tensor_registry import TensorRegistry
-from gradwire.wire.frame import FrameFlags, FrameKind, Header
+from gradwire.wire.frame import FrameKind, Header
+from gradwire.wire.payload import Payload
 from tests.sync.harness import ranks
 
 SHAPES = {"a": (40, 30), "b": (70, 100), "c": (3, 5), "d": (128, 64), "e": (50, 50)}
@@ -104,11 +107,9 @@ def test_by_scatter_reduce_replicas_agree_and_nothing_is_lost(method: str, world
 
 def group_of(sizes: Sequence[tuple[int, int]], entry: PlanEntry, dtype: torch.dtype = torch.float32) -> FusionGroup:
     """A group of tensors with these fusion indices and numbers of elements."""
-    members = [
-        Member(place, f"t{index}", 3 * index, 0, count, None, index) for place, (index, count) in enumerate(sizes)
-    ]
+    members = [TensorLayout(f"t{index}", 3 * index, entry, dtype, count, fusion_index=index) for index, count in sizes]
     values = [torch.randn(count, generator=torch.Generator().manual_seed(index)).to(dtype) for index, count in sizes]
-    return FusionGroup(FusionLayout(members, entry, dtype), values, [True] * len(members), 0, 0)
+    return FusionGroup(FusionLayout(members), values, [True] * len(members), 0, 0)
 
 
 def codec_of(method: str, rank: int = 0, dtype: torch.dtype = torch.float32) -> tuple[BatchCodec, Chunk]:
@@ -117,7 +118,7 @@ def codec_of(method: str, rank: int = 0, dtype: torch.dtype = torch.float32) -> 
     compiled = BatchCodec.compiled_of(group)
     assert compiled is not None
     codec = BatchCodec(group, Residuals(), rank, 2, 0, compiled)
-    (chunk,) = group.chunks(1)
+    (chunk,) = group.layout.chunks(1)
     return codec, chunk
 
 
@@ -141,7 +142,7 @@ def test_a_gradient_that_is_not_finite_marks_its_tensor_and_the_mean() -> None:
     assert sent.nonfinite and sent.used
     mean = codec.merge(chunk, [sent], 1)
     assert mean.nonfinite
-    codec.decode(chunk, mean, 1)
+    codec.decode(chunk, [mean], 1)
     assert codec.group.nonfinite
     assert codec.group.tensors[1].isnan().all() and codec.group.tensors[0].isfinite().all()
 
@@ -161,7 +162,7 @@ def test_a_damaged_message_is_blamed_on_its_sender(damage: str) -> None:
         body[3] = 0
     else:
         body[8:12] = np.array([np.nan], "<f4").view(np.uint8)
-    bad = good._replace(body=body, sender=1)
+    bad = replace(good, body=body, sender=1)
     for use in (lambda: codec.merge(chunk, [good, bad], 1), lambda: codec.decode_sum(chunk, [good, bad])):
         with pytest.raises(SyncError, match="Rank 1 sent bytes that are not a payload"):
             use()
@@ -184,13 +185,13 @@ def test_chunks_hold_each_tensor_once_and_its_owner_is_the_same_in_every_group(n
     owners = []
     for chosen in (tensors, tensors[2:5], tensors[:1]):
         group = group_of(chosen, entry)
-        chunks = group.chunks(num_chunks)
+        chunks = group.layout.chunks(num_chunks)
         assert sorted(index for chunk in chunks for index in group.members_of(chunk)) == list(range(len(chosen)))
         for chunk in chunks:
             assert chunk.count == sum(chosen[index][1] for index in group.members_of(chunk))
         owners.append(
             {
-                chosen[index][0]: (chunk.index + group.tensor) % num_chunks
+                chosen[index][0]: (chunk.index + group.layout.tensor) % num_chunks
                 for chunk in chunks
                 for index in group.members_of(chunk)
             }
@@ -198,15 +199,15 @@ def test_chunks_hold_each_tensor_once_and_its_owner_is_the_same_in_every_group(n
     assert all(owners[0][name] == owner for some in owners[1:] for name, owner in some.items())
 
 
-def message(lengths: list[int], size: int) -> EncodedChunk:
+def payload(lengths: list[int], size: int) -> Payload:
     table = np.array(lengths, "<u4").view(np.uint8)
-    return EncodedChunk(FrameKind.PAYLOAD, FrameFlags.PRESENT, np.concatenate([table, np.zeros(size, np.uint8)]), 1)
+    return Payload(np.concatenate([table, np.zeros(size, np.uint8)]), sender=1)
 
 
 @pytest.mark.parametrize(("lengths", "size"), [([3, 4], 6), ([3, 4], 8), ([11, 0], 11), ([0xFFFFFFFF, 1], 0), ([3], 0)])
 def test_lengths_that_do_not_fit_are_refused(lengths: list[int], size: int) -> None:
     with pytest.raises(PayloadError, match="Expected"):
-        fusion._split(message(lengths, size), [10, 10])
+        fusion._split(payload(lengths, size), [10, 10])
 
 
 def test_headers_that_do_not_fit_are_refused() -> None:

@@ -24,7 +24,7 @@ def test_which_tensor_is_encoded_first(order: str, earlier: str, later: str) -> 
         one.register({name: TensorSpec((512, 512)) for name in names})
         one.begin_step()
         assert one._engine is not None
-        with one._engine._condition:  # its thread takes nothing before all are submitted, as backward makes them
+        with one._engine._work:  # its thread takes nothing before all are submitted, as backward makes them
             one.submit([GradientSlice(name, torch.ones(512, 512)) for name in reversed(names)])
         one.wait()
         return [event.tensor for event in one.events.latest() if event.kind == "encode"]

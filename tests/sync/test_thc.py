@@ -15,8 +15,9 @@ from gradwire.core.context import Context
 from gradwire.core.errors import DisagreementError
 from gradwire.core.spec import TensorSpec
 from gradwire.residuals.transaction import Residuals
+from gradwire.sync.chunk import Chunk, split
 from gradwire.sync.codec import make_codec
-from gradwire.sync.job import Chunk, TensorJob, split
+from gradwire.sync.job import TensorJob, TensorLayout
 from gradwire.sync.plan import Plan
 from gradwire.sync.plan_entry import PlanEntry
 from gradwire.sync.synchronizer import GradientSlice, Synchronizer
@@ -144,12 +145,14 @@ def test_ranks_that_did_not_use_a_parameter_are_not_counted() -> None:
     codecs = []
     for rank, flag in enumerate(used):
         values = gradient(rank) if flag else torch.zeros(NUMEL)
-        job = TensorJob("w", 0, values, PlanEntry(codec, feedback="none"), 0, 1, used=flag)
+        layout = TensorLayout("w", 0, PlanEntry(codec, feedback="none"), torch.float32, NUMEL)
+        job = TensorJob(layout, values, 0, 1, flag)
         codecs.append(make_codec(job, Residuals(), rank, 3, seed=SEED))
     statistics = [each.stats(chunk) for each in codecs]
     for each in codecs:
         each.reduce_stats(chunk, statistics)
-    codecs[0].decode(chunk, codecs[0].merge(chunk, [each.start(chunk) for each in codecs[1:]], 1), 1)
+    total = codecs[0].encode_and_merge(chunk, [each.start(chunk) for each in codecs[1:]], 1)
+    codecs[0].decode(chunk, [total], 1)
     exact = (gradient(0) + gradient(2)) / 3
     assert (codecs[0].job.values - exact).norm() < 0.2 * exact.norm()
 

@@ -1,6 +1,6 @@
 """ResNet-50 and BERT with `lossless` and `gcomp` on up to 128 nodes, simulated: figures 15 to 17 of GCOMP's paper.
 
-gradwire's own task graphs run in virtual time (`gradwire simulate`), with one rank per node and the costs of codecs,
+gradwire's own operations run in virtual time (`gradwire simulate`), with one rank per node and the costs of codecs,
 tasks and frames on one core of this machine. Codecs are measured on a gradient of the text workload after nine steps,
 `gcomp` with its optimizer state and the guard for each number of ranks; the compression is therefore that of a young
 training. A step computes for 150 ms (there is no A100 as in the paper), two thirds of them in the backward pass. Dense

@@ -16,6 +16,8 @@ Source: THC (Li et al. 2024), section 6: partial aggregation. Differences: in th
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 
 import numpy as np
@@ -24,11 +26,13 @@ import torch
 from gradwire.aggregator.request import Reply
 from gradwire.aggregator.service import AggregatorConnection, num_statistics
 from gradwire.compressors.base import LookupCompressor
+from gradwire.core.events import Event
 from gradwire.core.spec import as_array
 from gradwire.kernels import active as kernels
-from gradwire.residuals.transaction import Residuals
+from gradwire.sync.chunk import Chunk
 from gradwire.sync.codec import EMPTY, AccumulatorCodec
-from gradwire.sync.job import Chunk, EncodedChunk, TensorJob
+from gradwire.sync.job import TensorJob
+from gradwire.sync.runtime import Runtime
 from gradwire.wire.frame import FrameFlags, FrameKind
 from gradwire.wire.payload import Payload
 
@@ -39,13 +43,13 @@ class ServedCodec(AccumulatorCodec):
     The order of calls for each chunk is `stats`, `ask_stats`, `take_stats`, `start`, `ask_sum`, `take`.
     """
 
-    def __init__(
-        self, job: TensorJob, service: AggregatorConnection, residuals: Residuals, rank: int, world_size: int, seed: int
-    ) -> None:
-        super().__init__(job, residuals, rank, world_size, seed)
-        assert isinstance(job.entry.compressor, LookupCompressor), "a plan refuses others"
-        self._lookup: LookupCompressor = job.entry.compressor
+    def __init__(self, job: TensorJob, service: AggregatorConnection, runtime: Runtime) -> None:
+        transport = runtime.transport
+        super().__init__(job, runtime.residuals, transport.rank, transport.world_size, runtime.seed)
+        assert isinstance(self.compressor, LookupCompressor), "a plan refuses others"
+        self._lookup: LookupCompressor = self.compressor
         self._service = service
+        self._events = runtime.events
         # By index of the chunk:
         self._reduced: dict[int, np.ndarray] = {}  # statistics and marks of all ranks, reduced by the server
         self._num_absent: dict[int, int] = {}
@@ -55,9 +59,9 @@ class ServedCodec(AccumulatorCodec):
 
     # -- the preliminary round ---------------------------------------------------------------------------------
 
-    def stats(self, chunk: Chunk, encoded: bool = True) -> EncodedChunk:
+    def stats(self, chunk: Chunk, payloads: Sequence[Payload] = (), stage: int = 0) -> Payload:
         """Return this rank's statistics, as the server reduces them, and a mark per rank: 1 if it is absent."""
-        num_own = num_statistics(self._lookup, self.job.spec(chunk))
+        num_own = num_statistics(self._lookup, self.layout.spec(chunk))
         row = np.zeros(num_own + self.world_size, np.float32)
         own = self._own(chunk)
         if own is None:
@@ -70,65 +74,77 @@ class ServedCodec(AccumulatorCodec):
             row[:num_own] = self._negate_minima(chunk, super().stats(chunk).body.view(np.float32))
         if np.isposinf(row[:num_own]).any():
             self._nonfinite.add(chunk.index)
-        return self._message(FrameKind.STATS, Payload(row.view(np.uint8)))
+        return Payload(row.view(np.uint8))
 
-    def ask_stats(self, chunk: Chunk, message: EncodedChunk) -> Future[Reply]:
+    def ask_stats(self, chunk: Chunk, payloads: Sequence[Payload], stage: int) -> Future[Reply]:
         """Send the result of `stats`."""
-        row = message.body.view(np.float32)
+        row = payloads[0].body.view(np.float32)
         self._reduced[chunk.index] = out = np.empty_like(row)
-        return self._service.submit(self.job, chunk, FrameKind.STATS, row, out, FrameFlags.USED)
+        return self._ask(chunk, FrameKind.STATS, row, out, FrameFlags.USED)
 
-    def take_stats(self, chunk: Chunk) -> None:
+    def _ask(
+        self, chunk: Chunk, kind: FrameKind, body: np.ndarray | None, out: np.ndarray, flags: FrameFlags
+    ) -> Future[Reply]:
+        start, job = time.monotonic(), self.job
+        future = self._service.submit(job, chunk, kind, body, out, flags)
+        nbytes = self._service.sent_bytes(job, chunk, kind, 0 if body is None else body.nbytes)
+        self._events.emit(Event("send", start, time.monotonic() - start, self.layout.name, job.round, nbytes))
+        return future
+
+    def take_stats(self, chunk: Chunk, replies: Sequence[Reply], stage: int) -> None:
         """Read the reduced statistics once the server has answered."""
         row = self._reduced.pop(chunk.index)
         marks, values = row[-self.world_size :], row[: -self.world_size]
         values[np.isneginf(values)] = 0  # no rank that was heard used the parameter
         reduced = self._negate_minima(chunk, values)
-        lengths = [length for length, _ in self._lookup.stats_spec(self.job.spec(chunk))]
+        lengths = [length for length, _ in self._lookup.stats_spec(self.layout.spec(chunk))]
         self._stats[chunk.index] = np.split(reduced, np.cumsum(lengths)[:-1])
         self._num_absent[chunk.index] = int((marks == 1).sum())
 
     def _negate_minima(self, chunk: Chunk, values: np.ndarray) -> np.ndarray:
         """Change the signs of statistics that are reduced by minimum, since the server only takes maxima."""
         signs = [np.full(length, -1 if reduction == "min" else 1, np.float32)
-                 for length, reduction in self._lookup.stats_spec(self.job.spec(chunk))]  # fmt: skip
+                 for length, reduction in self._lookup.stats_spec(self.layout.spec(chunk))]  # fmt: skip
         return np.asarray(values * np.concatenate(signs))
 
     # -- the sum -----------------------------------------------------------------------------------------------
 
-    def start(self, chunk: Chunk) -> EncodedChunk:
+    def start(self, chunk: Chunk, payloads: Sequence[Payload] = (), stage: int = 0) -> Payload:
         if chunk.index in self._nonfinite:
-            return self._message(FrameKind.PAYLOAD, Payload(EMPTY, nonfinite=True))
+            return Payload(EMPTY, nonfinite=True)
         return super().start(chunk)
 
-    def ask_sum(self, chunk: Chunk, message: EncodedChunk) -> Future[Reply] | None:
+    def ask_sum(self, chunk: Chunk, payloads: Sequence[Payload], stage: int) -> Future[Reply] | None:
         """Send the result of `start`; None if all ranks know that there is nothing to add."""
         if self._num_absent[chunk.index] == self.world_size or not self._is_finite(chunk):
             return None
-        payload = None
-        if message.used and not message.nonfinite:
-            self._sent[chunk.index] = Payload(message.body)
-            payload = message.body
-        size = self._lookup.accumulator_size(self.job.spec(chunk)) - 1
+        (mine,), body = payloads, None
+        if mine.used and not mine.nonfinite:
+            self._sent[chunk.index] = mine
+            body = mine.body
+        size = self._lookup.accumulator_size(self.layout.spec(chunk)) - 1
         self._server_sums[chunk.index] = out = np.empty(size, self._lookup.accumulator_dtype(self.world_size))
-        return self._service.submit(self.job, chunk, FrameKind.PAYLOAD, payload, out, message.flags)
+        return self._ask(chunk, FrameKind.PAYLOAD, body, out, mine.flags)
 
-    def take(self, chunk: Chunk, reply: Reply | None) -> int:
-        """Write the mean over the gradient, and return how many elements this rank sent too late and keeps."""
+    def take(self, chunk: Chunk, replies: Sequence[Reply | None], stage: int) -> None:
+        """Write the mean over the gradient, and keep what this rank sent too late."""
+        (reply,) = replies
         out = self.job.values[chunk.slice]
         if self._num_absent[chunk.index] == self.world_size:
             out.zero_()
-            return 0
+            return
         if reply is None or reply.flags & FrameFlags.NONFINITE:
             self.job.nonfinite = True
             out.fill_(torch.nan)
-            return 0
+            return
         num_late = self._keep_late(chunk, reply)
         mean = out if out.dtype == torch.float32 else torch.empty(chunk.count)
         self._write(chunk, reply, mean)
         if mean is not out:
             kernels.cast(mean.numpy(), as_array(out))
-        return num_late
+        if num_late:
+            detail = {"elements": num_late}
+            self._events.emit(Event("late", time.monotonic(), 0.0, self.layout.name, self.job.round, detail=detail))
 
     def _write(self, chunk: Chunk, reply: Reply, mean: torch.Tensor) -> None:
         stats = self._stats[chunk.index]
@@ -149,7 +165,7 @@ class ServedCodec(AccumulatorCodec):
         if counted.all():
             return 0
         late, context = self._by_element(chunk, ~counted), self._context(chunk, self.first_stage)
-        size = self._lookup.accumulator_size(self.job.spec(chunk))
+        size = self._lookup.accumulator_size(self.layout.spec(chunk))
         own_sum = np.zeros(size, self._lookup.accumulator_dtype(self.world_size))
         self._lookup.accumulate(self._sent[chunk.index], context, own_sum)
         sent = self._lookup.finalize(own_sum, 1, context, stats, torch.empty(chunk.count)).numpy()

@@ -26,7 +26,8 @@ from gradwire.compressors.base import Compressor, LookupCompressor
 from gradwire.core.errors import OptionError
 from gradwire.core.spec import TensorSpec
 from gradwire.net.client import ConnectionOptions
-from gradwire.sync.job import Chunk, TensorJob, split
+from gradwire.sync.chunk import Chunk, split
+from gradwire.sync.job import TensorJob
 from gradwire.sync.tensor_registry import TensorRegistry
 from gradwire.wire.frame import HEADER_BYTES, FrameFlags, FrameKind
 
@@ -133,17 +134,17 @@ class AggregatorConnection:
         """Contribute to the statistics or the sum of a chunk; see `AggregationClient.submit`."""
         return self._client.submit(job.round, self._stream(job, chunk, kind), payload, out, flags)
 
-    def sent_bytes(self, job: TensorJob, chunk: Chunk, kind: FrameKind, payload: np.ndarray) -> int:
+    def sent_bytes(self, job: TensorJob, chunk: Chunk, kind: FrameKind, body_bytes: int) -> int:
         """Size of a contribution in bytes, with the headers of all packets, if nothing is lost."""
         num_packets = self._client.config.num_packets(self._stream(job, chunk, kind))
-        return num_packets * (HEADER_BYTES + PACKET_HEADER_BYTES) + payload.nbytes
+        return num_packets * (HEADER_BYTES + PACKET_HEADER_BYTES) + body_bytes
 
     def close(self, reason: str = "") -> None:
         """Say goodbye; or, with a reason, make the job fail with it."""
         self._client.close(reason)
 
     def _stream(self, job: TensorJob, chunk: Chunk, kind: FrameKind) -> int:
-        return self._streams[job.tensor, chunk.index] + (kind is not FrameKind.STATS)
+        return self._streams[job.layout.tensor, chunk.index] + (kind is not FrameKind.STATS)
 
 
 def agree(

@@ -1,4 +1,4 @@
-"""`gradwire graph`: print the task graph of a strategy."""
+"""`gradwire graph`: print the operations of a strategy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def graph(
     elements: Annotated[int, typer.Option(help="Elements of the tensor. 0 makes every range non-empty.")] = 0,
     dot: Annotated[bool, typer.Option("--dot", help="Print the graph for Graphviz.")] = False,
 ) -> None:
-    """Print the tasks of one rank for one tensor: primitives, peers and dependencies.
+    """Print the operations of one rank for one tensor: primitives, peers and dependencies.
 
     Example: gradwire graph ring --ranks 4 --rank 1 --dot | dot -Tsvg > ring.svg
     """
@@ -35,13 +35,13 @@ def graph(
     from gradwire.sync.plan_entry import PlanEntry
 
     entry = PlanEntry(make(compressor), strategy, partitions)
-    found = drawing.graph_of(entry, ranks, rank, ranks_per_node, elements)
+    found = drawing.operations_of_rank(entry, ranks, rank, ranks_per_node, elements)
+    numel = sum(chunk.count for chunk in {op.chunk for op in found.ops})
+    title = f"{strategy} of {numel:,} elements"
     if dot:
-        typer.echo(drawing.dot(found))
+        typer.echo(drawing.dot(found, title))
         return
     where = f" on nodes of {ranks_per_node}" if strategy == "hierarchical" else ""
     count = f"{partitions} partition{'s' * (partitions > 1)}"
-    title = (
-        f"{found.name}, {entry.compressor!r}, {ranks} ranks{where}, {count}: rank {rank} runs {len(found.tasks)} tasks"
-    )
-    typer.echo(f"{title}\n{drawing.table(found)}")
+    setting = f"{title}, {entry.compressor!r}, {ranks} ranks{where}, {count}"
+    typer.echo(f"{setting}: rank {rank} runs {len(found.ops)} operations\n{drawing.table(found)}")

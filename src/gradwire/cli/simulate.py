@@ -159,7 +159,7 @@ def simulate(
     simulation: SimulationOptions,
     output: SimulationOutput,
 ) -> None:
-    """Predict the step time of a cluster: the real task graphs in virtual time, with measured costs.
+    """Predict the step time of a cluster: the real operations in virtual time, with measured costs.
 
     The first use of a codec measures it on one core of this machine. Efficiency is the time of a step without
     communication over the time of the step.

@@ -8,7 +8,7 @@ other tensors and the backward pass. Several partitions form a pipeline.
 Guarantees: no time falls when a tensor grows, or when a link or a codec slows down (tests).
 
 Source: HiPress (SOSP 2021), section 3.3, equations 1 and 2; DRAGONN (ICML 2022), section 4.2. Differences: counts are
-those of our task graphs. In scatter-reduce a rank encodes a payload while it sends the one before, so the longer of the
+those of our operations. In scatter-reduce a rank encodes a payload while it sends the one before, so the longer of the
 two counts; HiPress counts all K encodes. Our ring has HiPress's counts: 2 (W − 1) sends, W encodes, W decodes. The
 latency of a message overlaps with other messages, its time on the link does not. With the latency in
 `LinkCosts.per_message`, the forms are those of HiPress and DRAGONN. Preliminary rounds, accumulators, engine tasks and
@@ -26,7 +26,7 @@ from typing import Literal
 from gradwire.compressors.base.registry import DENSE_NAME
 from gradwire.core.errors import UnknownNameError
 from gradwire.planner.costs import CodecCosts, Cost, Costs
-from gradwire.sync.job import RANGE_ALIGNMENT
+from gradwire.sync.chunk import RANGE_ALIGNMENT
 
 Kind = Literal["work", "fan", "relay", "chain"]
 

@@ -1,14 +1,14 @@
-"""The cluster simulator: the synchronizer's own task graphs in virtual time, with measured costs in place of data.
+"""The cluster simulator: the synchronizer's own operations in virtual time, with measured costs in place of data.
 
 - `step`, `sweep`: one step, and steps over methods, numbers of ranks and rates.
 - `workload`, `models`, `cluster`: gradients and compute times, the models of HiPress, ranks and links.
-- `jobs`, `recording`: the jobs of a backward pass, and their task graphs, built once by the real strategies.
+- `jobs`, `graphs`: the jobs of a backward pass, and their operations, made once by the real strategies.
 - `prices`, `machine`, `frames`: costs of tasks and frames, and their measurement on this machine.
 - `fold`, `fragments`, `assemble`, `tasks`: which ranks are simulated, large frames, and all tasks as arrays.
 - `events`, `loop`, `bulk`: the engine, its compiled loop, and HiPress's coordinator.
 - `result`, `plots`: times, waits and a trace; plots.
 
-The path: `step` → `jobs` → `assemble`, which records and prices → `events` → `result`.
+The path: `step` → `jobs` → `graphs` → `assemble`, which prices → `events` → `result`.
 """
 
 from gradwire.simulate.bulk import Bulk

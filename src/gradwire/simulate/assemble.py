@@ -16,11 +16,11 @@ from gradwire.core.errors import OptionError
 from gradwire.simulate.cluster import Cluster
 from gradwire.simulate.fold import ChunkShift, Fold, chunk_shift, deliveries
 from gradwire.simulate.fragments import in_fragments, num_fragments, offsets
+from gradwire.simulate.graphs import FusionMember, RankGraph, Work, graph_of
 from gradwire.simulate.loop import RECV, SEND
 from gradwire.simulate.prices import PriceList
-from gradwire.simulate.recording import FusionMember, RecordedGraph, Work, record
 from gradwire.simulate.tasks import Tasks
-from gradwire.sync.job import RANGE_ALIGNMENT, split
+from gradwire.sync.chunk import RANGE_ALIGNMENT, split
 from gradwire.sync.plan_entry import PlanEntry
 
 MAX_TASKS = 30_000_000
@@ -31,7 +31,7 @@ MAX_CACHED_TASKS = 2_500_000
 
 @dataclass(frozen=True)
 class SimulatedJob:
-    """One tensor, or one fusion group, with its own task graph.
+    """One tensor, or one fusion group, with operations of its own.
 
     Attributes:
         name: Name of the tensor, or of the first tensor of the group.
@@ -87,7 +87,7 @@ class Assembled(NamedTuple):
 class _JobGraphs(NamedTuple):
     """The graphs of a job on all simulated ranks, and which send ends which recv."""
 
-    graphs: list[RecordedGraph]
+    graphs: list[RankGraph]
     pairs: np.ndarray
 
     @property
@@ -129,19 +129,19 @@ def _graphs(job: SimulatedJob, cluster: Cluster, fold: Fold) -> _JobGraphs:
     entry, world_size, step = job.entry, cluster.ranks, cluster.ranks_per_node
     if not fold.folded:
         graphs = [
-            record(entry, job.numel, rank, world_size, tensor=job.tensor, ranks_per_node=step, members=job.members)
+            graph_of(entry, job.numel, rank, world_size, tensor=job.tensor, ranks_per_node=step, members=job.members)
             for rank in fold.ranks
         ]
         return _JobGraphs(graphs, _pairs(graphs, fold, world_size, lambda chunk, *_: chunk))
     # Enough blocks for equal chunks, whatever number of chunks a strategy cuts into.
     numel = world_size * entry.partitions * RANGE_ALIGNMENT
-    graphs = [record(entry, numel, rank, world_size, ranks_per_node=step) for rank in fold.ranks]
-    following = record(entry, numel, (fold.ranks[0] + step) % world_size, world_size, ranks_per_node=step)
+    graphs = [graph_of(entry, numel, rank, world_size, ranks_per_node=step) for rank in fold.ranks]
+    following = graph_of(entry, numel, (fold.ranks[0] + step) % world_size, world_size, ranks_per_node=step)
     moved = chunk_shift(graphs[0], following, step, world_size)
     return _JobGraphs(graphs, _pairs(graphs, fold, world_size, moved))
 
 
-def _pairs(graphs: list[RecordedGraph], fold: Fold, world_size: int, moved: ChunkShift) -> np.ndarray:
+def _pairs(graphs: list[RankGraph], fold: Fold, world_size: int, moved: ChunkShift) -> np.ndarray:
     return np.array(deliveries(graphs, fold, world_size, moved), np.int64).reshape(-1, 2)
 
 
@@ -189,7 +189,7 @@ class _Layout:
         pairs = np.repeat(first[made.pairs], fragments, axis=0) + offsets(fragments)[:, None]
         return _JobGraphs([graph for graph, _, _ in cut], pairs)
 
-    def _add_graph(self, job: SimulatedJob, graph: RecordedGraph, index: int, priority: int) -> None:
+    def _add_graph(self, job: SimulatedJob, graph: RankGraph, index: int, priority: int) -> None:
         rank, add = self._fold.ranks[index], self._append
         straggler, ones = self._cluster.straggler(rank), np.ones(graph.kind.size, np.int64)
         costs = np.array([self._costs(job, work) for work in graph.works])[graph.work]
@@ -209,7 +209,7 @@ class _Layout:
         self._graphs.append((priority, index, straggler.delay_seconds + straggler.slowdown * job.ready_seconds))
         self._lengths.append(self._lengths[-1] + graph.kind.size)
 
-    def _add_messages(self, graph: RecordedGraph, index: int, costs: np.ndarray) -> None:
+    def _add_messages(self, graph: RankGraph, index: int, costs: np.ndarray) -> None:
         """Channels and times of the messages of a graph."""
         cluster, add = self._cluster, self._append
         node = cluster.node(self._fold.ranks[index])

@@ -1,4 +1,4 @@
-"""The discrete-event engine: task graphs of many ranks in virtual time.
+"""The discrete-event engine: the operations of many ranks in virtual time.
 
 A processor has one queue, like `gradwire.sync.engine`: sends first, then lower priority numbers, then the order in
 which tasks became ready. A running task is not interrupted. A message waits for the sender's channel, travels for the

@@ -27,8 +27,8 @@ import numpy as np
 
 from gradwire.core.errors import GradwireError, OptionError
 from gradwire.simulate.cluster import Cluster
+from gradwire.simulate.graphs import RankGraph
 from gradwire.simulate.loop import RECV, SEND
-from gradwire.simulate.recording import RecordedGraph
 
 ChunkShift = Callable[[int, int, int], int]
 """Index of a chunk after a shift of the ranks, from its index, the shift and the number of chunks."""
@@ -93,7 +93,7 @@ def folded(cluster: Cluster) -> Fold:
     return Fold(ranks, stands_for, index_of, True, size)
 
 
-def chunk_shift(graph: RecordedGraph, following: RecordedGraph, shift: int, world_size: int) -> ChunkShift:
+def chunk_shift(graph: RankGraph, following: RankGraph, shift: int, world_size: int) -> ChunkShift:
     """How chunks move if all rank numbers grow by `shift`, found from the graphs of two ranks.
 
     Raises:
@@ -123,7 +123,7 @@ def chunk_shift(graph: RecordedGraph, following: RecordedGraph, shift: int, worl
     )
 
 
-def deliveries(graphs: list[RecordedGraph], fold: Fold, world_size: int, moved: ChunkShift) -> list[tuple[int, int]]:
+def deliveries(graphs: list[RankGraph], fold: Fold, world_size: int, moved: ChunkShift) -> list[tuple[int, int]]:
     """Which send ends which recv, as task numbers over all graphs, one after another.
 
     Args:
@@ -150,7 +150,7 @@ def deliveries(graphs: list[RecordedGraph], fold: Fold, world_size: int, moved: 
     return pairs
 
 
-def _keys(graph: RecordedGraph, kind: int, index: int) -> list[tuple[tuple[int, int, int | None, int, int], int]]:
+def _keys(graph: RankGraph, kind: int, index: int) -> list[tuple[tuple[int, int, int | None, int, int], int]]:
     """The sends or recvs of a rank: (index of the rank, peer, frame kind, stage, chunk), and the task's number."""
     found = np.flatnonzero(graph.kind == kind)
     columns = (graph.peer[found], graph.work[found], graph.stage[found], graph.chunk[found], found)

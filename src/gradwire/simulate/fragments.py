@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from gradwire.simulate.graphs import RankGraph, Work
 from gradwire.simulate.loop import HAND, RECV, SEND
-from gradwire.simulate.recording import RecordedGraph, Work
 
 FRAGMENT_BYTES = 256 * 1024
 MAX_FRAGMENTS = 64
@@ -24,9 +24,7 @@ def num_fragments(nbytes: float) -> int:
     return int(min(MAX_FRAGMENTS, max(1, -(-nbytes // FRAGMENT_BYTES))))
 
 
-def in_fragments(
-    graph: RecordedGraph, fragments_of: Callable[[Work], int]
-) -> tuple[RecordedGraph, np.ndarray, np.ndarray]:
+def in_fragments(graph: RankGraph, fragments_of: Callable[[Work], int]) -> tuple[RankGraph, np.ndarray, np.ndarray]:
     """Cut sends and recvs into fragments, and hand every send over first.
 
     Args:
@@ -47,7 +45,7 @@ def in_fragments(
 
     works, work = _works(graph, counts, origin, is_hand)
     successors_at, successors = _edges(graph, entry, counts, copies)
-    cut = RecordedGraph(
+    cut = RankGraph(
         works,
         work,
         kind=np.where(is_hand, HAND, graph.kind[origin]),
@@ -62,7 +60,7 @@ def in_fragments(
 
 
 def _works(
-    graph: RecordedGraph, counts: np.ndarray, origin: np.ndarray, is_hand: np.ndarray
+    graph: RankGraph, counts: np.ndarray, origin: np.ndarray, is_hand: np.ndarray
 ) -> tuple[list[Work], np.ndarray]:
     """Every work twice: once as the task itself or the hand-over, once as a fragment of its frame."""
     tasks = [work._replace(call="hand") if work.call == "send" else work for work in graph.works]
@@ -72,7 +70,7 @@ def _works(
 
 
 def _edges(
-    graph: RecordedGraph, entry: np.ndarray, counts: np.ndarray, copies: np.ndarray
+    graph: RankGraph, entry: np.ndarray, counts: np.ndarray, copies: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Successors of each copy: fragments follow a hand-over, and what waits for a recv follows each fragment of it."""
     is_send, is_recv = graph.kind == SEND, graph.kind == RECV

@@ -13,8 +13,8 @@ from gradwire.compressors.base.registry import make
 from gradwire.planner.costs import Costs
 from gradwire.simulate.assemble import SimulatedJob
 from gradwire.simulate.cluster import Cluster
+from gradwire.simulate.graphs import FusionMember
 from gradwire.simulate.prices import PriceList
-from gradwire.simulate.recording import FusionMember
 from gradwire.simulate.workload import SimulatedGradient, SimulatedModel
 from gradwire.sync.fusion import FUSION_FLAG, is_fused
 from gradwire.sync.job import group_name

@@ -10,7 +10,7 @@ from gradwire.compressors.base import Compressor, SummableCompressor
 from gradwire.compressors.base.registry import DENSE_NAME, spec_of
 from gradwire.core.spec import TensorSpec
 from gradwire.planner.costs import CodecCosts, Costs, Curve
-from gradwire.simulate.recording import Work
+from gradwire.simulate.graphs import Work
 from gradwire.wire.frame import FrameKind
 
 _LENGTH_BYTES = 4  # per tensor in the message of a fusion group: see `gradwire.sync.fusion`
@@ -79,12 +79,14 @@ class PriceList:
         return self._codec.encode(count)
 
     def _merge(self, work: Work, count: int) -> float:
+        taken = work.num_payloads * self._codec.merge(count)
+        return taken + self._costs.add(count) + self._codec.encode(count)
+
+    def _encode_and_merge(self, work: Work, count: int) -> float:
         own = self._codec.encode(count)
         if work.frame is FrameKind.AGGREGATE:
             return own + self._sum_accumulators(work, count) + _cost(self._codec.accumulate, count)
-        taken = work.num_messages * self._codec.merge(count)
-        added = own + self._codec.merge(count) if work.encodes_own else self._costs.add(count)
-        return taken + added + self._codec.encode(count)
+        return own + (1 + work.num_payloads) * self._codec.merge(count) + self._codec.encode(count)
 
     def _decode(self, work: Work, count: int) -> float:
         if not self._codec.summable:
@@ -93,19 +95,19 @@ class PriceList:
 
     def _decode_sum(self, work: Work, count: int) -> float:
         if not self._codec.summable:
-            return work.num_messages * self._codec.merge(count)
+            return work.num_payloads * self._codec.merge(count)
         return self._sum_accumulators(work, count) + _cost(self._codec.finalize, count)
 
     def _sum_accumulators(self, work: Work, count: int) -> float:
         """Seconds to accumulate payloads, or to add accumulators that arrived."""
         one = self._costs.add(count) if work.taken is FrameKind.AGGREGATE else _cost(self._codec.accumulate, count)
-        return work.num_messages * one
+        return work.num_payloads * one
 
     def _encode_dense(self, work: Work, count: int) -> float:
         return self._costs.codec(DENSE_NAME).encode(count)
 
     def _merge_dense(self, work: Work, count: int) -> float:
-        return self._costs.add(count) + work.num_messages * self._costs.codec(DENSE_NAME).merge(count)
+        return self._costs.add(count) + work.num_payloads * self._costs.codec(DENSE_NAME).merge(count)
 
     def _encode_mean(self, work: Work, count: int) -> float:
         return self._costs.codec(DENSE_NAME).encode(count)
@@ -115,6 +117,9 @@ class PriceList:
 
     def _stats(self, work: Work, count: int) -> float:
         return _cost(self._codec.stats, count)
+
+    def _stats_of_gradient(self, work: Work, count: int) -> float:
+        return self._stats(work, count)
 
     def _reduce_stats(self, work: Work, count: int) -> float:
         return 0.0

@@ -17,14 +17,14 @@ from gradwire.simulate.assemble import Assembled, SimulatedJob
 from gradwire.simulate.cluster import Cluster, Straggler
 from gradwire.simulate.events import Trail
 from gradwire.simulate.fold import Fold
+from gradwire.simulate.graphs import Work
 from gradwire.simulate.loop import COMPUTE, RECV, SEND
-from gradwire.simulate.recording import Work
 from gradwire.simulate.workload import Compute
 
 CAUSES = ("compute", "encode", "merge", "decode", "wire", "processor")
 _CALLS = {
-    **dict.fromkeys(("start", "stats", "encode_dense", "encode_mean"), "encode"),
-    **dict.fromkeys(("reduce_stats", "merge_dense"), "merge"),
+    **dict.fromkeys(("start", "stats", "stats_of_gradient", "encode_dense", "encode_mean"), "encode"),
+    **dict.fromkeys(("encode_and_merge", "reduce_stats", "merge_dense"), "merge"),
     **dict.fromkeys(("decode_sum", "decode_dense"), "decode"),
 }
 

@@ -1,4 +1,4 @@
-"""One simulated training step: the synchronizer's own task graphs, with costs in place of data."""
+"""One simulated training step: the synchronizer's own operations, with costs in place of data."""
 
 from __future__ import annotations
 

@@ -24,9 +24,12 @@ from gradwire.kernels.cpu import groups
 from gradwire.kernels.cpu.elements import as_input
 from gradwire.residuals import policies
 from gradwire.residuals.transaction import ResidualKey, Residuals, ResidualSlots, Role
+from gradwire.sync.chunk import Chunk
+from gradwire.sync.codec import PayloadCodec, make_codec
 from gradwire.sync.fusion import FusionCodec, FusionGroup
-from gradwire.sync.job import Chunk, EncodedChunk
-from gradwire.wire.frame import FrameFlags, FrameKind
+from gradwire.sync.job import TensorJob
+from gradwire.sync.runtime import Runtime
+from gradwire.wire.payload import Payload
 
 _FLOAT32 = np.empty(0, np.float32)
 
@@ -52,8 +55,8 @@ class ChunkLayout:
     slots: dict[Role, ResidualSlots] = field(default_factory=dict)
 
 
-class BatchCodec(FusionCodec):
-    """Codec of a fusion group whose compressor has compiled functions. It has the interface of `PayloadCodec`.
+class BatchCodec:
+    """Codec of a fusion group whose compressor has compiled functions. Operations take it for a `PayloadCodec`.
 
     Args:
         compiled: Result of `compiled_of`.
@@ -62,66 +65,69 @@ class BatchCodec(FusionCodec):
     def __init__(
         self, group: FusionGroup, residuals: Residuals, rank: int, world_size: int, seed: int, compiled: Compiled
     ) -> None:
-        super().__init__(group, residuals, rank, world_size, seed)
+        self.group = group
         self._compiled = compiled
         self._residuals = residuals
+        self._rank = rank
         self._world_size = world_size
         self._seed = seed
-        self._feedback = group.entry.feedback != "none"
-        self._like = as_input(as_array(torch.empty(0, dtype=group.dtype)))
+        self._feedback = group.layout.entry.feedback != "none"
+        self._like = as_input(as_array(torch.empty(0, dtype=group.layout.dtype)))
         self._decode_sum = np.uint64(groups.decoder(compiled.decode_sum))
 
     @staticmethod
     def compiled_of(group: FusionGroup) -> Compiled | None:
         """Return what compiles the group's compressor; None if its tensors must be encoded one by one."""
-        entry = group.entry
+        entry = group.layout.entry
         return entry.compressor.compiled() if policies.get(entry.feedback).is_compiled else None
 
-    def start(self, chunk: Chunk) -> EncodedChunk:
+    def start(self, chunk: Chunk, payloads: Sequence[Payload] = (), stage: int = 0) -> Payload:
         layout = self._layout(chunk)
-        own, message = self._own(layout), np.empty(layout.message_bytes, np.uint8)
+        own, body = self._own(layout), np.empty(layout.message_bytes, np.uint8)
         size = groups.encode_group(
             self._encoder(self._like), self._like,
             self._residual, layout.table, own, np.float32(1 / self._world_size),
             *self._stage(layout, "local", own != 0), self._keys(layout, 0), self._static(layout),
-            scratch(layout.scratch_bytes), message,
+            scratch(layout.scratch_bytes), body,
         )  # fmt: skip
-        return self._message(layout, message[:size])
+        return _payload(layout, body[:size])
 
-    def merge(self, chunk: Chunk, messages: Sequence[EncodedChunk], stage: int) -> EncodedChunk:
+    def merge(self, chunk: Chunk, payloads: Sequence[Payload], stage: int) -> Payload:
+        return self._merge(chunk, payloads, self._own(self._layout(chunk)), stage)
+
+    def encode_and_merge(self, chunk: Chunk, payloads: Sequence[Payload], stage: int) -> Payload:
+        own = np.zeros(len(self._layout(chunk).members), np.uint64)
+        return self._merge(chunk, [self.start(chunk), *payloads], own, stage)
+
+    def _merge(self, chunk: Chunk, payloads: Sequence[Payload], own: np.ndarray, stage: int) -> Payload:
         layout = self._layout(chunk)
-        if self.encodes_own(stage):
-            messages = [self.start(chunk), *messages]
-            own = np.zeros(len(layout.members), np.uint64)
-        else:
-            own = self._own(layout)
-        used = (own != 0) | self._used(chunk, messages)
-        message = np.empty(layout.message_bytes, np.uint8)
+        used = (own != 0) | self._used(chunk, payloads)
+        body = np.empty(layout.message_bytes, np.uint8)
         size = groups.merge_group(
             self._encoder(_FLOAT32), self._decode_sum, self._like,
             self._residual, layout.table, own, np.float32(1 / self._world_size),
             *self._stage(layout, "aggregate", used), self._keys(layout, stage), self._static(layout),
-            scratch(layout.scratch_bytes), self._total(layout), *_addresses(messages), message,
+            scratch(layout.scratch_bytes), self._total(layout), *_addresses(payloads), body,
         )  # fmt: skip
         if size < 0:
-            raise self._damaged(chunk, messages)
-        return self._message(layout, message[:size])
+            raise self._damaged(chunk, payloads)
+        return _payload(layout, body[:size])
 
-    def decode(self, chunk: Chunk, message: EncodedChunk, stage: int) -> None:
-        self.decode_sum(chunk, [message])
+    def decode(self, chunk: Chunk, payloads: Sequence[Payload], stage: int) -> None:
+        self.decode_sum(chunk, payloads)
 
-    def decode_sum(self, chunk: Chunk, messages: Sequence[EncodedChunk]) -> None:
+    def decode_sum(self, chunk: Chunk, payloads: Sequence[Payload], stage: int = 0) -> None:
         layout = self._layout(chunk)
         outs = np.array([self.group.tensors[index].data_ptr() for index in layout.members], np.uint64)
         found = groups.decode_group(
             self._decode_sum, self._like, layout.table, outs, self._keys(layout, 0), self._static(layout),
             scratch(layout.scratch_bytes), _FLOAT32 if self._like.dtype == np.float32 else self._total(layout),
-            *_addresses(messages),
+            *_addresses(payloads),
         )  # fmt: skip
         if found < 0:
-            raise self._damaged(chunk, messages)
+            raise self._damaged(chunk, payloads)
         if found:
-            self.group.any_nonfinite = True
+            self.group.nonfinite = True
 
     def finish(self) -> None:
         """There are no states."""
@@ -135,9 +141,9 @@ class BatchCodec(FusionCodec):
         return prepared[chunk.index]
 
     def _prepare(self, chunk: Chunk) -> ChunkLayout:
-        indices, compressor = self.group.members_of(chunk), self.group.entry.compressor
+        indices, compressor = self.group.members_of(chunk), self.group.layout.entry.compressor
         members = [self.group.layout.members[index] for index in indices]
-        most = [compressor.max_encoded_bytes(TensorSpec((member.count,), self.group.dtype)) for member in members]
+        most = [compressor.max_encoded_bytes(TensorSpec((member.count,), member.dtype)) for member in members]
         rows = [(member.count, member.offset, size) for member, size in zip(members, most, strict=True)]
         needed = [self._compiled.scratch_bytes(member.count, self._world_size) for member in members]
         table = np.array(rows, np.int64).reshape(-1, 3)
@@ -159,7 +165,6 @@ class BatchCodec(FusionCodec):
         return _FLOAT32 if self._feedback else None
 
     def _own(self, layout: ChunkLayout) -> np.ndarray:
-        self.group.wait_loaded()
         tensors, used = self.group.tensors, self.group.used
         return np.array([tensors[index].data_ptr() if used[index] else 0 for index in layout.members], np.uint64)
 
@@ -181,43 +186,46 @@ class BatchCodec(FusionCodec):
             return np.zeros((len(layout.members), 4), np.uint32)
         names = [self.group.layout.names[index] for index in layout.members]
         contexts = [
-            Context(name, self.group.step, self.rank, self._world_size, self._seed, stage=stage) for name in names
+            Context(name, self.group.step, self._rank, self._world_size, self._seed, stage=stage) for name in names
         ]
         return np.stack([key_words(context) for context in contexts])
 
     def _total(self, layout: ChunkLayout) -> np.ndarray:
         return np.empty(int(layout.table[:, 0].max()), np.float32)
 
-    def _used(self, chunk: Chunk, messages: Sequence[EncodedChunk]) -> np.ndarray:
+    def _used(self, chunk: Chunk, payloads: Sequence[Payload]) -> np.ndarray:
         """Return which tensors any sender has used, bool[M]."""
         table_bytes = groups.MARK_BYTES * len(self.group.members_of(chunk))
-        if any(message.body.nbytes < table_bytes for message in messages):
-            raise self._damaged(chunk, messages)
-        marks = [message.body[:table_bytes].view("<u4") for message in messages]
+        if any(payload.body.nbytes < table_bytes for payload in payloads):
+            raise self._damaged(chunk, payloads)
+        marks = [payload.body[:table_bytes].view("<u4") for payload in payloads]
         used: np.ndarray = (np.bitwise_or.reduce(marks) & groups.USED) != 0
         return used
 
-    # -- messages --------------------------------------------------------------------------------------------
-
-    def _message(self, layout: ChunkLayout, body: np.ndarray) -> EncodedChunk:
-        marks = np.bitwise_or.reduce(body[: groups.MARK_BYTES * len(layout.members)].view("<u4"))
-        flags = FrameFlags.PRESENT
-        flags |= FrameFlags.USED if marks & groups.USED else flags
-        flags |= FrameFlags.NONFINITE if marks & groups.NONFINITE else flags
-        return EncodedChunk(FrameKind.PAYLOAD, flags, body, self.rank)
-
-    def _damaged(self, chunk: Chunk, messages: Sequence[EncodedChunk]) -> SyncError:
-        """Return the error that names the sender of a damaged message, which decoding one by one finds."""
+    def _damaged(self, chunk: Chunk, payloads: Sequence[Payload]) -> SyncError:
+        """Return the error that names the sender of a damaged payload, which decoding one by one finds."""
         try:
-            for message in messages:
-                for (codec, full), (payload,) in zip(self._members(chunk), self._split(chunk, [message]), strict=True):
-                    codec.check(full, payload)
+            FusionCodec(self.group, self._residuals, self._rank, self._world_size, self._seed).check(chunk, payloads)
         except SyncError as error:
             return error
-        return SyncError("A message of a fusion group is damaged, although all payloads in it are valid.")
+        return SyncError("The payload of a fusion group is damaged, although all payloads in it are valid.")
 
 
-def _addresses(messages: Sequence[EncodedChunk]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the addresses of messages, uint64[W], and their bytes, int64[W]."""
-    places = [message.body.__array_interface__["data"][0] for message in messages]
-    return np.array(places, np.uint64), np.array([message.body.nbytes for message in messages], np.int64)
+def codec_of(job: TensorJob | FusionGroup, runtime: Runtime) -> PayloadCodec | FusionCodec | BatchCodec:
+    """Return the codec of a job that travels between ranks."""
+    constants = runtime.residuals, runtime.transport.rank, runtime.transport.world_size, runtime.seed
+    if isinstance(job, TensorJob):
+        return make_codec(job, *constants)
+    compiled = BatchCodec.compiled_of(job)
+    return FusionCodec(job, *constants) if compiled is None else BatchCodec(job, *constants, compiled)
+
+
+def _payload(layout: ChunkLayout, body: np.ndarray) -> Payload:
+    marks = np.bitwise_or.reduce(body[: groups.MARK_BYTES * len(layout.members)].view("<u4"))
+    return Payload(body, bool(marks & groups.NONFINITE), bool(marks & groups.USED))
+
+
+def _addresses(payloads: Sequence[Payload]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the addresses of payloads, uint64[W], and their bytes, int64[W]."""
+    places = [payload.body.__array_interface__["data"][0] for payload in payloads]
+    return np.array(places, np.uint64), np.array([payload.body.nbytes for payload in payloads], np.int64)

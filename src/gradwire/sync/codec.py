@@ -1,5 +1,8 @@
 """Encoding, merging and decoding the chunks of one job: compressor, residuals and flags together.
 
+The methods that operations call (`gradwire.sync.operations`) take a chunk, the payloads that it is made of, and the
+stage of the payload that they make or read.
+
 Each encode owns a residual if the plan asks for feedback: it compensates, encodes and stages in one call. Residuals and
 payloads are in units of the mean: gradients are scaled by 1/W as they are encoded. Therefore payloads only need to be
 added, and a residual means the same under every strategy and world size.
@@ -20,7 +23,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from gradwire.compressors.base import Compressor, StatefulCompressor, SummableCompressor
+from gradwire.compressors.base import Compressor, Stat, StatefulCompressor, SummableCompressor
 from gradwire.compressors.base.registry import DENSE_NAME, make
 from gradwire.core.context import Context
 from gradwire.core.errors import PayloadError, SyncError
@@ -29,12 +32,14 @@ from gradwire.kernels import active as kernels
 from gradwire.residuals import policies
 from gradwire.residuals.policies import EncodeInput
 from gradwire.residuals.transaction import ResidualKey, Residuals, Role
-from gradwire.sync.job import Chunk, EncodedChunk, TensorJob
+from gradwire.sync.chunk import Chunk
+from gradwire.sync.job import TensorJob
 from gradwire.sync.plan_entry import PlanEntry
-from gradwire.wire.frame import FrameFlags, FrameKind
 from gradwire.wire.payload import Payload
 
 EMPTY = np.empty(0, dtype=np.uint8)
+UNUSED = Payload(EMPTY, used=False)
+"""What a rank sends whose backward pass did not use the parameter."""
 DENSE = make(DENSE_NAME)  # within a node
 _REDUCE = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
@@ -49,12 +54,13 @@ class PayloadCodec:
 
     def __init__(self, job: TensorJob, residuals: Residuals, rank: int, world_size: int, seed: int) -> None:
         self.job = job
-        self.compressor: Compressor = job.entry.compressor
+        self.layout = job.layout
+        self.compressor: Compressor = job.layout.entry.compressor
         self.rank = rank
         self.world_size = world_size
         self.first_stage = 0
         self.num_encoders = world_size
-        self._policy = policies.get(job.entry.feedback)
+        self._policy = policies.get(job.layout.entry.feedback)
         self._residuals = residuals
         self._seed = seed
         compressor = self.compressor
@@ -68,10 +74,6 @@ class PayloadCodec:
         """Compress from `stage` on, on `num_encoders` ranks per chunk. Earlier stages are dense."""
         self.first_stage, self.num_encoders = stage, num_encoders
 
-    def kind(self, stage: int) -> FrameKind:
-        """Return the kind of the frames that leave a stage."""
-        return FrameKind.PAYLOAD
-
     # -- own gradient ----------------------------------------------------------------------------------------
 
     def _own(self, chunk: Chunk) -> EncodeInput | None:
@@ -79,7 +81,6 @@ class PayloadCodec:
         if chunk.index in self._node_sums:
             total = self._node_sums[chunk.index]
             return None if total is None else self._input(chunk, total, "local", self.first_stage)
-        self.job.wait_loaded()
         if not self.job.used:
             return None
         if chunk.index not in self._own_inputs:
@@ -89,22 +90,22 @@ class PayloadCodec:
         return self._own_inputs[chunk.index]
 
     def _input(self, chunk: Chunk, grad: torch.Tensor, role: Role, stage: int, scale: float = 1.0) -> EncodeInput:
-        key = ResidualKey(self.job.name, self.job.range(chunk), role)
+        key = ResidualKey(self.layout.name, self.layout.chunk_range(chunk), role)
         return EncodeInput(self.compressor, grad, self._context(chunk, stage), self._residuals, key, scale)
 
-    def start(self, chunk: Chunk) -> EncodedChunk:
+    def start(self, chunk: Chunk, payloads: Sequence[Payload] = (), stage: int = 0) -> Payload:
         """Encode this rank's gradient, or its node's sum."""
         own = self._own(chunk)
         if own is None:  # the rank keeps its residual
-            return self._message(FrameKind.PAYLOAD, None)
+            return UNUSED
         stats = self._stats.get(chunk.index, ())
         if not all(np.isfinite(values).all() for values in stats):
-            return self._message(FrameKind.PAYLOAD, Payload(EMPTY, nonfinite=True))
-        return self._message(FrameKind.PAYLOAD, self._encode(own, stats))
+            return Payload(EMPTY, nonfinite=True)
+        return self._encode(own, stats)
 
     def _encode(self, source: EncodeInput, stats: Sequence[np.ndarray] = ()) -> Payload:
         if self.job.aux is not None:
-            source = source._replace(ctx=replace(source.ctx, aux=self.job.aux(source.key.range)))
+            source = source._replace(ctx=replace(source.ctx, aux=self.job.aux(self.layout.name, source.key.range)))
         payload = self._policy.encode(source, stats)
         if self._state_source == "payload":
             self._stage_state(payload, source.ctx, source.key.range)
@@ -112,42 +113,43 @@ class PayloadCodec:
 
     # -- merging ---------------------------------------------------------------------------------------------
 
-    def encodes_own(self, stage: int) -> bool:
-        """Whether a merge at this stage encodes the rank's own gradient before adding it."""
-        return self.compressor.encode_own_before_merge and stage == self.first_stage + 1
-
-    def merge(self, chunk: Chunk, messages: Sequence[EncodedChunk], stage: int) -> EncodedChunk:
+    def merge(self, chunk: Chunk, payloads: Sequence[Payload], stage: int) -> Payload:
         """Add received chunks to this rank's gradient or its node's sum, and encode the total: an aggregate."""
-        own = self._own(chunk)
-        if self.encodes_own(stage):
-            messages, own = [self.start(chunk), *messages], None
-        used = [message for message in messages if message.used]
+        return self._merge(chunk, payloads, self._own(chunk), stage)
+
+    def encode_and_merge(self, chunk: Chunk, payloads: Sequence[Payload], stage: int) -> Payload:
+        """Encode this rank's gradient or its node's sum, add it to received chunks, and encode the total."""
+        return self._merge(chunk, [self.start(chunk), *payloads], None, stage)
+
+    def _merge(self, chunk: Chunk, payloads: Sequence[Payload], own: EncodeInput | None, stage: int) -> Payload:
+        used = [payload for payload in payloads if payload.used]
         if not used and own is None:
-            return self._message(FrameKind.PAYLOAD, None)
+            return UNUSED
         total = torch.empty(chunk.count, dtype=torch.float32)
         self._decode_sum(chunk, used, total, stage - 1)
         if own is not None:
             kernels.compensate(as_array(own.grad), own.scale, total.numpy(), total.numpy())
-        return self._message(FrameKind.PAYLOAD, self._encode(self._input(chunk, total, "aggregate", stage)))
+        return self._encode(self._input(chunk, total, "aggregate", stage))
 
-    def decode(self, chunk: Chunk, message: EncodedChunk, stage: int) -> None:
-        """Overwrite the gradient with the mean that `message` carries."""
-        self._decode(self.compressor, chunk, message, stage, self._stats_of(chunk, stage))
+    def decode(self, chunk: Chunk, payloads: Sequence[Payload], stage: int) -> None:
+        """Overwrite the gradient with the mean that the one payload carries."""
+        (payload,) = payloads
+        self._decode(self.compressor, chunk, payload, stage, self._stats_of(chunk, stage))
 
     def _decode(
-        self, compressor: Compressor, chunk: Chunk, message: EncodedChunk, stage: int, stats: Sequence[np.ndarray] = ()
+        self, compressor: Compressor, chunk: Chunk, payload: Payload, stage: int, stats: Sequence[np.ndarray] = ()
     ) -> None:
         out = self.job.values[chunk.slice]
-        if not message.used:
+        if not payload.used:
             out.zero_()
             return
-        self.job.nonfinite |= message.nonfinite
-        with blame(self, message):
-            compressor.decode(_payload(message), self._context(chunk, stage, message.sender), out, stats=stats)
+        self._note(payload)
+        with blame(self, payload):
+            compressor.decode(payload, self._context(chunk, stage, payload.sender), out, stats=stats)
 
-    def decode_sum(self, chunk: Chunk, messages: Sequence[EncodedChunk]) -> None:
+    def decode_sum(self, chunk: Chunk, payloads: Sequence[Payload], stage: int = 0) -> None:
         """Overwrite the gradient with the sum of all ranks' payloads."""
-        used = [message for message in messages if message.used]
+        used = [payload for payload in payloads if payload.used]
         out = self.job.values[chunk.slice]
         if out.dtype == torch.float32:
             self._decode_sum(chunk, used, out)
@@ -156,41 +158,37 @@ class PayloadCodec:
         self._decode_sum(chunk, used, total)
         kernels.cast(total.numpy(), as_array(out))
 
-    def _decode_sum(self, chunk: Chunk, messages: Sequence[EncodedChunk], out: torch.Tensor, stage: int = 0) -> None:
-        for message in messages:
-            self.job.nonfinite |= message.nonfinite
-        contexts = [self._context(chunk, stage, message.sender) for message in messages]
-        payloads = [_payload(message) for message in messages]
+    def _decode_sum(self, chunk: Chunk, payloads: Sequence[Payload], out: torch.Tensor, stage: int = 0) -> None:
+        for payload in payloads:
+            self._note(payload)
+        contexts = [self._context(chunk, stage, payload.sender) for payload in payloads]
         stats = self._stats_of(chunk, stage)
         try:
             self.compressor.decode_sum(payloads, contexts, out, stats)
         except PayloadError:
-            for message, context in zip(messages, contexts):  # find the sender of the bad payload
-                with blame(self, message):
-                    self.compressor.decode(_payload(message), context, torch.empty_like(out), stats=stats)
+            for payload, context in zip(payloads, contexts):  # find the sender of the bad payload
+                with blame(self, payload):
+                    self.compressor.decode(payload, context, torch.empty_like(out), stats=stats)
             raise
 
-    def check(self, chunk: Chunk, message: EncodedChunk) -> None:
-        """Raise the error that names the sender if a message is not what it should be."""
-        if message.used:
-            with blame(self, message):
-                context = self._context(chunk, 0, message.sender)
-                self.compressor.decode(_payload(message), context, torch.empty_like(self.job.values[chunk.slice]))
+    def check(self, chunk: Chunk, payload: Payload) -> None:
+        """Raise the error that names the sender if a payload is not what it should be."""
+        if payload.used:
+            with blame(self, payload):
+                context = self._context(chunk, 0, payload.sender)
+                self.compressor.decode(payload, context, torch.empty_like(self.job.values[chunk.slice]))
 
     # -- the preliminary round -------------------------------------------------------------------------------
 
-    def stats(self, chunk: Chunk, encoded: bool = True) -> EncodedChunk:
-        """Return the statistics that ranks must reduce before a chunk can be encoded.
-
-        Args:
-            encoded: Whether this rank encodes the chunk afterward. If so, the gradient is compensated now.
-        """
+    def stats(self, chunk: Chunk, payloads: Sequence[Payload] = (), stage: int = 0) -> Payload:
+        """Return the statistics that ranks must reduce before this rank can encode. Compensates the gradient."""
         own = self._own(chunk)
-        if own is None:
-            return self._message(FrameKind.STATS, None)
-        entries = self._policy.stats(own) if encoded else self.compressor.stats(own.grad, own.ctx, own.scale)
-        flat = np.concatenate([entry.values.astype(np.float32, copy=False).reshape(-1) for entry in entries])
-        return self._message(FrameKind.STATS, Payload(flat.view(np.uint8)))
+        return UNUSED if own is None else _joined(self._policy.stats(own))
+
+    def stats_of_gradient(self, chunk: Chunk, payloads: Sequence[Payload] = (), stage: int = 0) -> Payload:
+        """Return the statistics of a chunk that this rank only adds: those of its gradient alone."""
+        own = self._own(chunk)
+        return UNUSED if own is None else _joined(self.compressor.stats(own.grad, own.ctx, own.scale))
 
     def _stats_of(self, chunk: Chunk, stage: int) -> Sequence[np.ndarray]:
         """Return the reduced statistics of payloads from a stage.
@@ -199,15 +197,15 @@ class PayloadCodec:
         """
         return self._stats.get(chunk.index, ()) if stage == self.first_stage else ()
 
-    def reduce_stats(self, chunk: Chunk, messages: Sequence[EncodedChunk]) -> None:
+    def reduce_stats(self, chunk: Chunk, payloads: Sequence[Payload], stage: int = 0) -> None:
         """Reduce the statistics of all ranks, in rank order, so that every rank holds the same bits."""
-        spec = self.compressor.stats_spec(self.job.spec(chunk))
+        spec = self.compressor.stats_spec(self.layout.spec(chunk))
         expected = 4 * sum(length for length, _ in spec)
-        for message in messages:
-            with blame(self, message):
-                _expect_bytes(message, expected if message.used else 0)
+        for payload in payloads:
+            with blame(self, payload):
+                _expect_bytes(payload, expected if payload.used else 0)
         reduced: list[np.ndarray] = []
-        rows = [message.body.view(np.float32) for message in messages if message.used]
+        rows = [payload.body.view(np.float32) for payload in payloads if payload.used]
         start = 0
         for length, reduction in spec:
             pieces = [row[start : start + length] for row in rows]
@@ -220,71 +218,67 @@ class PayloadCodec:
 
     # -- dense within a node ---------------------------------------------------------------------------------
 
-    def encode_dense(self, chunk: Chunk) -> EncodedChunk:
+    def encode_dense(self, chunk: Chunk, payloads: Sequence[Payload] = (), stage: int = 0) -> Payload:
         """Encode this rank's gradient without compression, together with a residual that another plan has left."""
-        self.job.wait_loaded()
         if not self.job.used:
-            return self._message(FrameKind.PAYLOAD, None)
+            return UNUSED
         own = self._input(chunk, self.job.values[chunk.slice], "local", 0, 1 / self.world_size)
-        left = self._residuals.source(own.key) if self.job.entry.feedback == "error" else None
+        left = self._residuals.source(own.key) if self.layout.entry.feedback == "error" else None
         policy = policies.get("none" if left is None or not left.any() else "error")
-        return self._message(FrameKind.PAYLOAD, policy.encode(own._replace(compressor=DENSE)))
+        return policy.encode(own._replace(compressor=DENSE))
 
-    def merge_dense(self, chunk: Chunk, messages: Sequence[EncodedChunk]) -> None:
+    def merge_dense(self, chunk: Chunk, payloads: Sequence[Payload], stage: int = 0) -> None:
         """Add the dense gradients of the node's other ranks to this rank's. The sum replaces it from now on."""
         own = self._own(chunk)
-        used = [message for message in messages if message.used]
+        used = [payload for payload in payloads if payload.used]
         if own is None and not used:
             self._node_sums[chunk.index] = None
             return
         total = torch.zeros(chunk.count)
-        for message in used:
-            with blame(self, message):
-                DENSE.decode(_payload(message), self._context(chunk, 0, message.sender), total, accumulate=True)
+        for payload in used:
+            with blame(self, payload):
+                DENSE.decode(payload, self._context(chunk, 0, payload.sender), total, accumulate=True)
         if own is not None:
             kernels.compensate(as_array(own.grad), own.scale, total.numpy(), total.numpy())
         self._node_sums[chunk.index] = total
 
-    def encode_mean(self, chunk: Chunk, mean: EncodedChunk) -> EncodedChunk:
-        """Encode the decoded mean, which came in `mean`, without compression."""
+    def encode_mean(self, chunk: Chunk, payloads: Sequence[Payload], stage: int = 0) -> Payload:
+        """Encode the decoded mean, which came in the one payload, without compression."""
+        (mean,) = payloads
         if not mean.used:
-            return self._message(FrameKind.PAYLOAD, None)
-        payload = DENSE.encode(self.job.values[chunk.slice], self._context(chunk, 0))
-        return EncodedChunk(FrameKind.PAYLOAD, mean.flags, payload.body, self.rank)
+            return UNUSED
+        return Payload(DENSE.encode(self.job.values[chunk.slice], self._context(chunk, 0)).body, mean.nonfinite)
 
-    def decode_dense(self, chunk: Chunk, message: EncodedChunk) -> None:
+    def decode_dense(self, chunk: Chunk, payloads: Sequence[Payload], stage: int = 0) -> None:
         """Overwrite the gradient with a mean that is not compressed."""
-        self._decode(DENSE, chunk, message, 0)
+        (payload,) = payloads
+        self._decode(DENSE, chunk, payload, 0)
 
     # -- helpers ---------------------------------------------------------------------------------------------
 
-    def _message(self, kind: FrameKind, payload: Payload | None) -> EncodedChunk:
-        """Return a message of this rank. None stands for a parameter that the backward pass did not use."""
-        if payload is None:
-            return EncodedChunk(kind, FrameFlags.PRESENT, EMPTY, self.rank)
-        flags = FrameFlags.PRESENT | FrameFlags.USED
+    def _note(self, payload: Payload) -> None:
+        # Not `|=`: chunks of a job are decoded on several threads.
         if payload.nonfinite:
-            flags |= FrameFlags.NONFINITE
-        return EncodedChunk(kind, flags, payload.body, self.rank)
+            self.job.nonfinite = True
 
     def _context(self, chunk: Chunk, stage: int, rank: int | None = None) -> Context:
         return Context(
-            name=self.job.name,
+            name=self.layout.name,
             step=self.job.step,
             rank=self.rank if rank is None else rank,
             world_size=self.world_size,
             seed=self._seed,
-            offset=self.job.offset + chunk.offset,
+            offset=self.layout.offset + chunk.offset,
             stage=stage,
-            spec=self.job.spec(chunk),
+            spec=self.layout.spec(chunk),
             state=self._state(chunk),
         )
 
     def _state(self, chunk: Chunk) -> np.ndarray | None:
         if self._state_source is None:
             return None
-        elements = self.job.range(chunk) if self._state_source == "payload" else self.job.full_range
-        return self._residuals.states.get(self.job.name, elements, self.job.step)
+        elements = self.layout.chunk_range(chunk) if self._state_source == "payload" else self.layout.range
+        return self._residuals.states.get(self.layout.name, elements, self.job.step)
 
     def _stage_state(self, source: Payload | np.ndarray, context: Context, elements: ElementRange) -> None:
         assert isinstance(self.compressor, StatefulCompressor)
@@ -295,7 +289,7 @@ class PayloadCodec:
         """Stage the state of a compressor that computes it from the mean. The job holds the mean now."""
         if self._state_source == "mean" and not self.job.nonfinite:
             full = Chunk(0, 0, self.job.values.numel())
-            self._stage_state(as_array(self.job.values), self._context(full, self.first_stage), self.job.full_range)
+            self._stage_state(as_array(self.job.values), self._context(full, self.first_stage), self.layout.range)
 
 
 class AccumulatorCodec(PayloadCodec):
@@ -303,63 +297,65 @@ class AccumulatorCodec(PayloadCodec):
 
     def __init__(self, job: TensorJob, residuals: Residuals, rank: int, world_size: int, seed: int) -> None:
         super().__init__(job, residuals, rank, world_size, seed)
-        assert isinstance(job.entry.compressor, SummableCompressor)
-        self._summable: SummableCompressor = job.entry.compressor
+        assert isinstance(self.compressor, SummableCompressor)
+        self._summable: SummableCompressor = self.compressor
 
-    def kind(self, stage: int) -> FrameKind:
-        return FrameKind.PAYLOAD if stage == self.first_stage else FrameKind.AGGREGATE
+    def encode_and_merge(self, chunk: Chunk, payloads: Sequence[Payload], stage: int) -> Payload:
+        own = self.start(chunk)
+        received = [payload for payload in payloads if payload.used]
+        if not own.used and not received:
+            return UNUSED
+        if own.nonfinite or any(payload.nonfinite for payload in received):
+            return Payload(EMPTY, nonfinite=True)
+        total = self._zeros(chunk, self._dtype(stage))
+        if own.used:
+            self._add(chunk, own, self.first_stage, total)
+        for payload in received:
+            self._add(chunk, payload, stage - 1, total)
+        return Payload(total.view(np.uint8))
 
-    def encodes_own(self, stage: int) -> bool:
-        return True
+    def decode(self, chunk: Chunk, payloads: Sequence[Payload], stage: int) -> None:
+        self._finalize(chunk, payloads, stage, self._dtype(stage))
 
-    def merge(self, chunk: Chunk, messages: Sequence[EncodedChunk], stage: int) -> EncodedChunk:
-        contributions = [message for message in (self.start(chunk), *messages) if message.used]
-        if not contributions:
-            return self._message(FrameKind.AGGREGATE, None)
-        if any(message.nonfinite for message in contributions):
-            return self._message(FrameKind.AGGREGATE, Payload(EMPTY, nonfinite=True))
-        total = self._sum(chunk, contributions, self._dtype(stage), self._dtype(stage - 1))
-        return self._message(FrameKind.AGGREGATE, Payload(total.view(np.uint8)))
-
-    def decode(self, chunk: Chunk, message: EncodedChunk, stage: int) -> None:
-        self._finalize(chunk, [message], self._dtype(stage))
-
-    def decode_sum(self, chunk: Chunk, messages: Sequence[EncodedChunk]) -> None:
-        dtype = self._summable.accumulator_dtype(self.world_size)
-        self._finalize(chunk, [message for message in messages if message.used], dtype)
+    def decode_sum(self, chunk: Chunk, payloads: Sequence[Payload], stage: int = 0) -> None:
+        self._finalize(chunk, payloads, self.first_stage, self._summable.accumulator_dtype(self.world_size))
 
     def _dtype(self, stage: int) -> np.dtype:
-        return self.job.entry.accumulator_dtype(stage, self.world_size)
+        """Return the element type of the accumulators that leave a stage."""
+        return self.layout.entry.accumulator_dtype(stage, self.world_size)
 
-    def _sum(self, chunk: Chunk, messages: Sequence[EncodedChunk], dtype: np.dtype, received: np.dtype) -> np.ndarray:
-        """Add payloads, and accumulators of element type `received`, in an accumulator of element type `dtype`."""
-        total = np.zeros(self._summable.accumulator_size(self.job.spec(chunk)), dtype)
-        for message in messages:
-            with blame(self, message):
-                if message.kind == FrameKind.AGGREGATE:
-                    _expect_bytes(message, total.size * received.itemsize)
-                    total += message.body.view(received)
-                else:
-                    context = self._context(chunk, self.first_stage, message.sender)
-                    self._summable.accumulate(_payload(message), context, total)
-        return total
+    def _zeros(self, chunk: Chunk, dtype: np.dtype) -> np.ndarray:
+        return np.zeros(self._summable.accumulator_size(self.layout.spec(chunk)), dtype)
 
-    def _finalize(self, chunk: Chunk, messages: Sequence[EncodedChunk], dtype: np.dtype) -> None:
-        out = self.job.values[chunk.slice]
-        if not any(message.used for message in messages):
+    def _add(self, chunk: Chunk, payload: Payload, stage: int, total: np.ndarray) -> None:
+        """Add what has left a stage: a payload at first, accumulators later."""
+        with blame(self, payload):
+            if stage == self.first_stage:
+                self._summable.accumulate(payload, self._context(chunk, stage, payload.sender), total)
+            else:
+                dtype = self._dtype(stage)
+                _expect_bytes(payload, total.size * dtype.itemsize)
+                total += payload.body.view(dtype)
+
+    def _finalize(self, chunk: Chunk, payloads: Sequence[Payload], stage: int, dtype: np.dtype) -> None:
+        """Add what has left a stage, in an accumulator of element type `dtype`, and decode the sum."""
+        out, payloads = self.job.values[chunk.slice], [payload for payload in payloads if payload.used]
+        if not payloads:
             out.zero_()
-        elif any(message.nonfinite for message in messages):
+        elif any(payload.nonfinite for payload in payloads):
             self.job.nonfinite = True
             out.fill_(torch.nan)
         else:
-            total = self._sum(chunk, messages, dtype, dtype)
+            total = self._zeros(chunk, dtype)
+            for payload in payloads:
+                self._add(chunk, payload, stage, total)
             mean = out if out.dtype == torch.float32 else torch.empty(chunk.count)
             context, stats = self._context(chunk, self.first_stage), self._stats.get(chunk.index, ())
             self._summable.finalize(total, self.num_encoders, context, stats, mean)
             if mean is not out:
                 kernels.cast(mean.numpy(), as_array(out))
             if self._state_source == "accumulator":
-                self._stage_state(total, context, self.job.range(chunk))
+                self._stage_state(total, context, self.layout.chunk_range(chunk))
 
 
 class DenseCodec(PayloadCodec):
@@ -375,34 +371,37 @@ class DenseCodec(PayloadCodec):
         """Whether a tensor can have this codec."""
         return entry.compressor.dense and entry.feedback == "none" and entry.strategy in ("ring", "scatter_reduce")
 
-    def start(self, chunk: Chunk) -> EncodedChunk:
-        self.job.wait_loaded()
-        return self._message(FrameKind.PAYLOAD, Payload(self._bytes(chunk)) if self.job.used else None)
+    def start(self, chunk: Chunk, payloads: Sequence[Payload] = (), stage: int = 0) -> Payload:
+        return Payload(self._bytes(chunk)) if self.job.used else UNUSED
 
-    def merge(self, chunk: Chunk, messages: Sequence[EncodedChunk], stage: int) -> EncodedChunk:
+    def merge(self, chunk: Chunk, payloads: Sequence[Payload], stage: int) -> Payload:
         own = self.start(chunk)
-        used = sorted((each for each in (own, *messages) if each.used), key=lambda each: each.sender)
+        used = sorted((each for each in (own, *payloads) if each.used), key=self._sender)
         if not used:
-            return self._message(FrameKind.PAYLOAD, None)
+            return UNUSED
         body = np.empty(self._bytes(chunk).nbytes, np.uint8)
-        for message in used:
-            with blame(self, message):
-                _expect_bytes(message, body.nbytes)
+        for payload in used:
+            with blame(self, payload):
+                _expect_bytes(payload, body.nbytes)
         out = body.view(as_array(self.job.values[:0]).dtype)
         # What comes from a later stage than the first is a sum of scaled gradients already.
         scales = [1.0 if stage > 1 and each is not own else 1 / self.world_size for each in used]
         is_finite = kernels.weighted_sum([each.body.view(out.dtype) for each in used], scales, out)
-        return self._message(FrameKind.PAYLOAD, Payload(body, nonfinite=not is_finite))
+        return Payload(body, nonfinite=not is_finite)
 
-    def decode(self, chunk: Chunk, message: EncodedChunk, stage: int) -> None:
-        if not message.used:
+    def _sender(self, payload: Payload) -> int:
+        return self.rank if payload.sender is None else payload.sender
+
+    def decode(self, chunk: Chunk, payloads: Sequence[Payload], stage: int) -> None:
+        (payload,) = payloads
+        if not payload.used:
             self.job.values[chunk.slice].zero_()
             return
-        self.job.nonfinite |= message.nonfinite
+        self._note(payload)
         values = self._bytes(chunk)
-        with blame(self, message):
-            _expect_bytes(message, values.nbytes)
-        values[:] = message.body
+        with blame(self, payload):
+            _expect_bytes(payload, values.nbytes)
+        values[:] = payload.body
 
     def _bytes(self, chunk: Chunk) -> np.ndarray:
         return as_array(self.job.values[chunk.slice]).view(np.uint8)
@@ -411,33 +410,35 @@ class DenseCodec(PayloadCodec):
 def make_codec(job: TensorJob, residuals: Residuals, rank: int, world_size: int, seed: int) -> PayloadCodec:
     """Return the codec for the job's compressor."""
     kind: type[PayloadCodec] = PayloadCodec
-    if isinstance(job.entry.compressor, SummableCompressor):
+    if isinstance(job.layout.entry.compressor, SummableCompressor):
         kind = AccumulatorCodec
-    elif DenseCodec.suits(job.entry):
+    elif DenseCodec.suits(job.layout.entry):
         kind = DenseCodec
     return kind(job, residuals, rank, world_size, seed)
 
 
-def _expect_bytes(message: EncodedChunk, expected: int) -> None:
+def _expect_bytes(payload: Payload, expected: int) -> None:
     """Check the length of a body. The header was checked, but it may be that of another range."""
-    if message.body.nbytes != expected:
-        raise PayloadError(f"Expected {message.kind.name} of {expected} bytes, got {message.body.nbytes}.")
+    if payload.body.nbytes != expected:
+        raise PayloadError(f"Expected {expected} bytes, got {payload.body.nbytes}.")
 
 
-def _payload(message: EncodedChunk) -> Payload:
-    return Payload(message.body, message.nonfinite)
+def _joined(stats: Sequence[Stat]) -> Payload:
+    """Return statistics as one payload."""
+    flat = np.concatenate([stat.values.astype(np.float32, copy=False).reshape(-1) for stat in stats])
+    return Payload(flat.view(np.uint8))
 
 
 @contextmanager
-def blame(codec: PayloadCodec, message: EncodedChunk) -> Iterator[None]:
+def blame(codec: PayloadCodec, payload: Payload) -> Iterator[None]:
     """Turn a decoder's `PayloadError` into an error that names the rank that sent the bytes."""
     try:
         yield
     except PayloadError as error:
         raise SyncError(
-            f"Rank {message.sender} sent bytes that are not a payload of {codec.job.name}: {error} Run one gradwire "
+            f"Rank {payload.sender} sent bytes that are not a payload of {codec.layout.name}: {error} Run one gradwire "
             "version on all ranks, and check that rank's memory.",
-            rank=message.sender,
-            tensor=codec.job.name,
+            rank=payload.sender,
+            tensor=codec.layout.name,
             phase="decode",
         ) from error

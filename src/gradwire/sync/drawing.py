@@ -1,35 +1,34 @@
-"""The task graph of a strategy on one rank, as a table or for Graphviz."""
+"""The operations of a strategy on one rank, as a table or for Graphviz."""
 
 # Shapes: W = ranks, K = partitions.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import cast
+from collections import defaultdict
 
 import torch
 
 from gradwire.core.errors import OptionError, UnknownNameError
-from gradwire.core.events import EventStream
-from gradwire.net.transport import Transport
-from gradwire.residuals.transaction import Residuals
-from gradwire.sync.graph import Task, TaskGraph
-from gradwire.sync.job import RANGE_ALIGNMENT, TensorJob
+from gradwire.sync.chunk import RANGE_ALIGNMENT
+from gradwire.sync.job import TensorLayout
 from gradwire.sync.nodes import grouped
+from gradwire.sync.operations import Op, Operations, predecessors
 from gradwire.sync.plan_entry import PlanEntry
-from gradwire.sync.strategies import STRATEGIES, Builder, Runtime, peer_strategies
+from gradwire.sync.strategies import operations_of, peer_strategies
 
 _SHAPES = {"encode": "box", "merge": "box", "decode": "box", "send": "cds", "recv": "cds"}
 _DIRECTION = {"send": "to", "recv": "from"}
 
 
-def graph_of(entry: PlanEntry, world_size: int, rank: int, ranks_per_node: int = 1, elements: int = 0) -> TaskGraph:
-    """Return the graph that a rank runs for one tensor.
+def operations_of_rank(
+    entry: PlanEntry, world_size: int, rank: int, ranks_per_node: int = 1, elements: int = 0
+) -> Operations:
+    """Return the operations of a rank for one tensor.
 
     Args:
         entry: Plan entry of the tensor.
         world_size: Number of ranks.
-        rank: Rank whose graph is returned.
+        rank: Rank whose operations are returned.
         ranks_per_node: Number of ranks per node, for ``"hierarchical"``.
         elements: Number of elements of the tensor; 0 for the fewest that leave no chunk empty.
 
@@ -47,42 +46,44 @@ def graph_of(entry: PlanEntry, world_size: int, rank: int, ranks_per_node: int =
         )
     numel = elements or world_size * entry.partitions * RANGE_ALIGNMENT
     nodes = grouped([str(each // ranks_per_node) for each in range(world_size)])
-    graph = TaskGraph(f"{entry.strategy} of {numel:,} elements", 0, 0, lambda: None)
-    transport = cast(Transport, SimpleNamespace(rank=rank, world_size=world_size))  # nothing is sent
-    runtime = Runtime(transport, Residuals(), EventStream(), 0, lambda: nodes)
-    job = TensorJob("tensor", 0, torch.empty(numel), entry, 0, 0)
-    STRATEGIES[entry.strategy].build(Builder(job, graph, runtime))
-    return graph
+    return operations_of(TensorLayout("tensor", 0, entry, torch.float32, numel), rank, world_size, lambda: nodes)
 
 
-def table(graph: TaskGraph) -> str:
-    """Return one line per task, chunk by chunk: number, phase, peer, and the numbers of the tasks before it."""
-    after = graph.predecessors()
-    numbers = {task: number for number, task in enumerate(graph.tasks)}
+def table(operations: Operations) -> str:
+    """Return one line per operation, chunk by chunk: number, phase, peer, and the numbers of those before it."""
     lines = []
-    for chunk, tasks in graph.by_chunk():
+    for chunk, members in _by_chunk(operations):
         lines.append(f"chunk {chunk}")
-        for task in tasks:
-            before = ", ".join(str(numbers[each]) for each in after[task])
-            cells = f"  {numbers[task]:4}  {task.kind:6}  {task.phase:14}  {_peer(task):12}"
+        for number in members:
+            op = operations.ops[number]
+            before = ", ".join(map(str, sorted(predecessors(op))))
+            cells = f"  {number:4}  {op.kind:6}  {op.phase:14}  {_peer(op):12}"
             lines.append(f"{cells}  after {before}" if before else cells.rstrip())
     return "\n".join(lines)
 
 
-def dot(graph: TaskGraph) -> str:
-    """Return the graph for Graphviz: ``gradwire graph ring --dot | dot -Tsvg``."""
-    numbers = {task: number for number, task in enumerate(graph.tasks)}
-    lines = [f'digraph "{graph.name}" {{', "  rankdir=LR; node [fontname=sans, fontsize=10];"]
-    for chunk, tasks in graph.by_chunk():
+def dot(operations: Operations, title: str) -> str:
+    """Return the operations for Graphviz: ``gradwire graph ring --dot | dot -Tsvg``."""
+    lines = [f'digraph "{title}" {{', "  rankdir=LR; node [fontname=sans, fontsize=10];"]
+    for chunk, members in _by_chunk(operations):
         lines.append(f'  subgraph cluster_{chunk} {{ label="chunk {chunk}"; fontname=sans; fontsize=10;')
-        for task in tasks:
-            label = " ".join([task.phase, _peer(task)]).strip()
-            lines.append(f'    t{numbers[task]} [shape={_SHAPES[task.kind]}, label="{label}"];')
+        for number in members:
+            op = operations.ops[number]
+            label = " ".join([op.phase, _peer(op)]).strip()
+            lines.append(f'    t{number} [shape={_SHAPES[op.kind]}, label="{label}"];')
         lines.append("  }")
-    for task in graph.tasks:
-        lines += [f"  t{numbers[task]} -> t{numbers[successor]};" for successor in task.successors]
+    for number, successors in enumerate(operations.successors):
+        lines += [f"  t{number} -> t{successor};" for successor in successors]
     return "\n".join([*lines, "}"])
 
 
-def _peer(task: Task) -> str:
-    return "" if task.peer is None else f"{_DIRECTION[task.kind]} rank {task.peer}"
+def _by_chunk(operations: Operations) -> list[tuple[int, list[int]]]:
+    """Return the operations of each chunk."""
+    chunks: dict[int, list[int]] = defaultdict(list)
+    for number, op in enumerate(operations.ops):
+        chunks[op.chunk.index].append(number)
+    return sorted(chunks.items())
+
+
+def _peer(op: Op) -> str:
+    return "" if op.peer is None else f"{_DIRECTION[op.kind]} rank {op.peer}"

@@ -1,9 +1,9 @@
-"""The engine: runs task graphs from a computation queue and a communication queue, driven by dependency counts.
+"""The engine: runs operations from a computation queue and a communication queue, driven by dependency counts.
 
-Encodes, decodes and merges run on the engine's thread, lowest priority number first. Sends go to the transport, whose
-send queues are the communication queue. Received frames end `recv` tasks. Nothing blocks in a callback.
+Encodes, decodes and merges run on the engine's threads, lowest priority number first. Sends go to the transport, whose
+send queues are the communication queue. Received frames end `recv` operations. Nothing blocks in a callback.
 
-Guarantees: a frame is matched to exactly one `recv`. Frames that come before their `recv` exists are kept, up to a
+Guarantees: a frame is matched to exactly one `recv`. Frames that come before their run has begun are kept, up to a
 limit. The first failure of any kind ends the engine, with one typed error that names rank, tensor and phase; every
 later call raises it again.
 
@@ -18,20 +18,23 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from gradwire.compressors.base.registry import DENSE_NAME, code
 from gradwire.core.errors import FrameError, SyncError
 from gradwire.core.events import Event, EventStream
 from gradwire.net.transport import Callbacks, Transport
-from gradwire.sync.engine_errors import closed, located, raised, sent_twice, stalled
-from gradwire.sync.graph import FrameKey, Task, TaskGraph
-from gradwire.sync.job import EncodedChunk
+from gradwire.sync.chunk import Chunk
+from gradwire.sync.engine_errors import Waiting, closed, located, raised, sent_twice, stalled
+from gradwire.sync.operations import FrameKey, Op
+from gradwire.sync.run import Run
 from gradwire.wire.frame import HEADER_BYTES, Header
+from gradwire.wire.payload import Payload
 
 logger = logging.getLogger("gradwire")
 
@@ -39,16 +42,13 @@ _FRAME_GRACE_SECONDS = 1.0
 _FUTURE_GRACE_SECONDS = 10.0  # the code behind a future has its own deadline, and knows better which rank is late
 _ABORT_SECONDS = 2.0
 
-
-class ReceivedFrame(NamedTuple):
-    """A received frame: the value of a `recv` task."""
-
-    header: Header
-    body: np.ndarray
+_NOTHING = Chunk(0, 0, 0)
+_LOAD, _FINISH = -2, -1  # in place of the index of an operation: the gradients are being copied, and all has ended
+_STANDINS = {_LOAD: Op("recv", "load", _NOTHING), _FINISH: Op("merge", "finish", _NOTHING)}
 
 
 class Engine:
-    """Runs graphs until it is closed or fails.
+    """Runs operations until it is closed or fails.
 
     Args:
         transport: Transport of the frames. The engine starts and closes it.
@@ -57,8 +57,8 @@ class Engine:
         stall_timeout: Longest time that a live peer may take to send a frame that is waited for.
         on_failure: Called once with the error and the current state, before anyone else is notified. Writes the flight
             recorder's file.
-        early_bytes_limit: Most bytes, headers included, of one peer's frames that have no `recv` yet. It applies before
-            the transport starts, which may already hold frames of a fast peer.
+        early_bytes_limit: Most bytes, headers included, of one peer's frames that no run waits for yet. It applies
+            before the transport starts, which may already hold frames of a fast peer.
 
     Attributes:
         error: The error that ended the engine, or None.
@@ -82,16 +82,19 @@ class Engine:
         self._events = events
         self._stall_seconds = stall_timeout.total_seconds()
         self._on_failure = on_failure
-        self._condition = threading.Condition()
-        self._ready: list[tuple[int, int, int, Task]] = []
+        self._dense = code(DENSE_NAME)
+        lock = threading.RLock()
+        self._work = threading.Condition(lock)  # operations can run, or the engine ends
+        self._ended = threading.Condition(lock)  # a run has ended, or the engine
+        self._ready: list[tuple[int, int, int, Run, int]] = []
         self._order = itertools.count()
-        self._waiting: dict[FrameKey, Task] = {}
-        self._early_frames: dict[FrameKey, ReceivedFrame] = {}
-        self._awaited: set[Task] = set()  # tasks whose futures are not done
+        self._active: set[Run] = set()
+        self._receiving: dict[tuple[int, int], Run] = {}  # by round and tensor: runs that have frames to receive
+        self._early_frames: dict[tuple[int, int], dict[FrameKey, Payload]] = {}
+        self._early_bytes = [0] * transport.world_size
+        self._awaited: dict[tuple[Run, int], float] = {}  # operations whose futures are not done, and since when
         self._lost_peers: list[int] = []  # peers that left without a closing message
         self._check_at = 0.0  # when to look for stalls next, in seconds of the monotonic clock
-        self._early_bytes = [0] * transport.world_size
-        self._active: set[TaskGraph] = set()
         self._closing = False
         self._aborting: threading.Thread | None = None
         transport.start(Callbacks(self._check_header, self._on_frame, self.fail, self._is_missed))
@@ -100,61 +103,73 @@ class Engine:
 
     # -- called by the synchronizer --------------------------------------------------------------------------
 
-    def run(self, graph: TaskGraph) -> None:
-        """Start a graph and return at once.
+    def run(self, run: Run, loading: Future[None] | None = None) -> None:
+        """Start a run and return at once.
+
+        Args:
+            run: What to do.
+            loading: Done when the gradients are there; None if they are.
 
         Raises:
             SyncError: The engine has failed (the same error) or was closed.
 
-        On failure: the graph fails with `error`, which `wait_idle` also raises.
+        On failure: the run fails with `error`, which `wait_idle` also raises.
         """
-        with self._condition:
+        with self._work:
             if self.error is None and not self._closing:
-                self._start(graph)
+                self._active.add(run)
+                if loading is None:
+                    self._start(run)
+                else:
+                    self._await_future(run, _LOAD, loading)
                 return
         self._raise_if_failed()
         raise closed()
 
-    def _start(self, graph: TaskGraph) -> None:
-        """Queue the tasks that can run. Holds the lock."""
-        self._active.add(graph)
-        now = time.monotonic()
-        for task in graph.tasks:
-            task.started = now
-        ended = [task for task in graph.tasks if task.key is not None and self._claim(task)]
-        for task in graph.tasks:
-            if task.pending == 0 and task.run is not None:
-                self._push(task)
-        for task in ended:
-            self._end(task)
-        for error in map(self.transport.departed, {key.peer for key in self._waiting}):
-            if error is not None:
-                self.fail(error)
-                return
-        self._condition.notify_all()
+    def _start(self, run: Run) -> None:
+        """Queue the operations that can run. Holds the lock."""
+        run.started = time.monotonic()
+        operations = run.operations
+        for index in operations.roots:
+            self._push(run, index)
+        if operations.recvs:
+            name = run.round, run.fields.tensor
+            assert name not in self._receiving, "a round has one run for a tensor"
+            self._receiving[name] = run
+            for key, payload in self._early_frames.pop(name, {}).items():
+                self._early_bytes[key.peer] -= HEADER_BYTES + payload.body.nbytes
+                self._receive(run, operations.recvs[key], payload)
+            for peer in operations.senders:
+                error = self.transport.departed(peer)
+                if error is not None and self._lacks(run, peer):
+                    self.fail(error)
+                    return
+        if not operations.ops:
+            self._push(run, _FINISH)
+        self._work.notify()  # a thread may have waited for nothing, and must look for stalls now
 
     @property
     def idle(self) -> bool:
-        """Whether all graphs have ended without failure."""
-        with self._condition:
+        """Whether all runs have ended without failure."""
+        with self._work:
             return not self._active and self.error is None
 
     def wait_idle(self) -> None:
-        """Block until every graph has ended.
+        """Block until every run has ended.
 
         Raises:
             SyncError: The engine failed, or it was closed before they ended. Raised within the timeouts.
         """
-        with self._condition:
+        with self._ended:
             while self._active and self.error is None and not self._closing:
-                self._condition.wait()
+                self._ended.wait()
             abandoned = bool(self._active) and self.error is None
         self._raise_if_failed()
         if abandoned:
             raise closed()
 
     def _raise_if_failed(self) -> None:
-        with self._condition:
+        with self._work:
             error, aborting = self.error, self._aborting
         if error is not None:
             # The caller may end its process at once. By then, the peers must have been told which rank failed.
@@ -163,11 +178,11 @@ class Engine:
             raise error
 
     def fail(self, error: SyncError) -> None:
-        """Fail all graphs and peers with `error`. Only the first call counts."""
-        with self._condition:
+        """Fail all runs and peers with `error`. Only the first call counts."""
+        with self._work:
             if self.error is not None or self._closing:
                 return
-            self.error = error = located(error, [*self._waiting.values(), *self._awaited])
+            self.error = error = located(error, list(self._waiting()))
             reason = str(error)
             tensor, detail = error.tensor or "", {"message": reason}
             self._events.emit(Event("failure", time.monotonic(), tensor=tensor, peer=error.rank, detail=detail))
@@ -178,32 +193,33 @@ class Engine:
             abandoned = list(self._active)
             self._active.clear()
             self._ready.clear()
-            self._waiting.clear()
+            self._receiving.clear()
             self._early_frames.clear()
             self._awaited.clear()
-            self._condition.notify_all()
+            self._ended.notify_all()
             # Not from this thread: it may be the transport's own, which cannot wait for itself.
             self._aborting = threading.Thread(
                 target=self._abort, args=(error, reason, abandoned), name="gradwire-abort", daemon=True
             )
             self._aborting.start()
 
-    def _abort(self, error: SyncError, reason: str, abandoned: list[TaskGraph]) -> None:
+    def _abort(self, error: SyncError, reason: str, abandoned: list[Run]) -> None:
         self.transport.abort(reason, error.rank)
-        for graph in abandoned:
-            graph.fail(error)
+        for run in abandoned:
+            run.fail(error)
 
     def close(self) -> None:
-        """End the threads, and fail graphs that still run. Call `wait_idle` first to let them finish. Idempotent."""
-        with self._condition:
+        """End the threads, and fail runs that have not ended. Call `wait_idle` first to let them finish. Idempotent."""
+        with self._work:
             self._closing = True
-            self._condition.notify_all()
+            self._work.notify_all()
+            self._ended.notify_all()
         self._thread.join()
         if self._aborting is not None:
             self._aborting.join()
         self.transport.close()
-        for graph in list(self._active):
-            graph.fail(closed())
+        for run in list(self._active):
+            run.fail(closed())
 
     # -- received frames, on the transport's thread ----------------------------------------------------------
 
@@ -217,134 +233,187 @@ class Engine:
             )
 
     def _on_frame(self, peer: int, header: Header, body: np.ndarray) -> None:
-        key = FrameKey(peer, header.kind, header.round, header.tensor, header.stage, header.partition)
-        frame = ReceivedFrame(header, body)
-        with self._condition:
-            task = self._waiting.pop(key, None)
-            if task is None:
-                if key in self._early_frames:
-                    self.fail(sent_twice(key))
-                    return
-                self._early_frames[key] = frame
-                self._early_bytes[peer] += HEADER_BYTES + body.nbytes  # an empty body costs memory too
+        name = header.round, header.tensor
+        key = FrameKey(peer, header.kind, header.stage, header.partition)
+        payload = Payload.received(body, header.flags, header.sender)
+        with self._work:
+            run = self._receiving.get(name)
+            index = None if run is None else run.operations.recvs.get(key)
+            if run is not None and index is not None:
+                if run.pending[index]:
+                    self._receive(run, index, payload)
+                else:
+                    self.fail(sent_twice(header))
                 return
-            task.value = frame
-            self._record_recv(task)
-            self._end(task)
-            self._condition.notify_all()
+            early = self._early_frames.setdefault(name, {})
+            if key in early:
+                self.fail(sent_twice(header))
+                return
+            early[key] = payload
+            self._early_bytes[peer] += HEADER_BYTES + body.nbytes  # an empty body costs memory too
+
+    def _receive(self, run: Run, index: int, payload: Payload) -> None:
+        """End a `recv`. Holds the lock."""
+        run.pending[index] = 0
+        run.results[index] = payload
+        self._record(run, index, "recv", run.started, HEADER_BYTES + payload.body.nbytes)
+        self._end(run, index)
 
     def _is_missed(self, peer: int, said_goodbye: bool) -> bool:
         """Whether a peer that has left is needed now. If not, the next step that waits for it fails."""
-        with self._condition:
+        with self._work:
             if not said_goodbye:
                 self._lost_peers.append(peer)
             # A future may depend on every rank, but the code behind it learns of closing messages itself.
-            return any(key.peer == peer for key in self._waiting) or bool(self._lost_peers and self._awaited)
+            awaits = bool(self._lost_peers) and any(index != _LOAD for _, index in self._awaited)
+            return awaits or any(self._lacks(run, peer) for run in self._receiving.values())
 
-    def _claim(self, task: Task) -> bool:
-        """Return whether the frame of a new `recv` task is already here; if not, wait for it. Holds the lock."""
-        assert task.key is not None
-        frame = self._early_frames.pop(task.key, None)
-        if frame is None:
-            self._waiting[task.key] = task
-            return False
-        self._early_bytes[task.key.peer] -= HEADER_BYTES + frame.body.nbytes
-        task.value = frame
-        self._record_recv(task)
-        return True
+    def _lacks(self, run: Run, peer: int) -> bool:
+        """Whether a run waits for a frame of `peer`."""
+        return any(key.peer == peer and run.pending[index] for key, index in run.operations.recvs.items())
 
-    def _record_recv(self, task: Task) -> None:
-        nbytes = HEADER_BYTES + task.value.header.length if isinstance(task.value, ReceivedFrame) else 0
-        self._record(task, "recv", task.started, nbytes)
-
-    def _record(self, task: Task, kind: str, start: float, nbytes: int) -> None:
-        graph, duration, detail = task.graph, time.monotonic() - start, {"phase": task.phase}
-        self._events.emit(Event(kind, start, duration, graph.name, graph.round, nbytes, task.peer, detail))
+    def _record(self, run: Run, index: int, kind: str, start: float, nbytes: int) -> None:
+        operations = run.operations
+        peer, detail = operations.ops[index].peer, operations.details[index]
+        self._events.emit(Event(kind, start, time.monotonic() - start, run.name, run.round, nbytes, peer, detail))
 
     # -- the computation queue, on the engine's thread -------------------------------------------------------
 
-    def _push(self, task: Task) -> None:
-        """Queue a task that can run. Holds the lock."""
+    def _push(self, run: Run, index: int) -> None:
+        """Queue an operation that can run. Holds the lock."""
         # Sends first: they are quick, and the link should never wait for the processor.
-        urgency = 0 if task.kind == "send" else 1
-        heapq.heappush(self._ready, (urgency, task.graph.priority, next(self._order), task))
+        urgency = 0 if index >= 0 and run.operations.ops[index].kind == "send" else 1
+        heapq.heappush(self._ready, (urgency, run.priority, next(self._order), run, index))
+        self._work.notify()
 
-    def _end(self, task: Task) -> None:
-        """Mark a task as ended, and queue the tasks that waited only for it. Holds the lock."""
-        for successor in task.successors:
-            successor.pending -= 1
-            if successor.pending == 0:
-                self._push(successor)
-        graph = task.graph
-        graph.remaining -= 1
-        if graph.remaining == 0:
-            self._push(Task("merge", graph, "finish", graph.finish, is_last=True))
+    def _end(self, run: Run, index: int) -> None:
+        """Mark an operation as ended, and queue those that waited only for it. Holds the lock."""
+        operations = run.operations
+        for successor in operations.successors[index]:
+            run.pending[successor] -= 1
+            if run.pending[successor] == 0:
+                self._push(run, successor)
+        for used in operations.ops[index].inputs:
+            run.num_users[used] -= 1
+            if run.num_users[used] == 0:
+                run.results[used] = None
+        run.remaining -= 1
+        if run.remaining == 0:
+            if operations.recvs:
+                del self._receiving[run.round, run.fields.tensor]
+            self._push(run, _FINISH)
 
     def _loop(self) -> None:
         while True:
-            with self._condition:
+            with self._work:
                 while not self._ready:
                     if self._closing:
                         return
-                    self._condition.wait(self._seconds_to_check())
+                    self._work.wait(self._seconds_to_check())
                     self._check_stalls()
-                task = heapq.heappop(self._ready)[-1]
-            self._execute(task)
+                *_, run, index = heapq.heappop(self._ready)
+            self._execute(run, index)
 
-    def _execute(self, task: Task) -> None:
-        graph = task.graph
-        assert task.run is not None, f"{task.phase} has nothing to run"
-        start = time.monotonic()
+    def _execute(self, run: Run, index: int) -> None:
+        if index == _FINISH:
+            self._finish(run)
+            return
+        op, start = run.operations.ops[index], time.monotonic()
+        inputs, result = [run.results[used] for used in op.inputs], None
         try:
-            task.value = task.run()
+            if op.call:
+                result = getattr(run.codec, op.call)(op.chunk, inputs, op.stage)
+            else:
+                self._send(run, op, inputs[0])
         except Exception as error:  # the engine's thread must never die silently
-            self.fail(raised(error, task))
+            self.fail(raised(error, run, op))
             return
-        if isinstance(task.value, Future):
-            self._await_future(task, task.value)
+        if isinstance(result, Future):
+            with self._work:
+                self._await_future(run, index, result)
             return
-        if task.is_last:
-            with self._condition:
-                self._active.discard(graph)
-                self._condition.notify_all()
-            return
-        if task.kind != "send":
-            self._record(task, task.kind, start, task.value.body.nbytes if isinstance(task.value, EncodedChunk) else 0)
-        with self._condition:
+        if op.kind != "send":
+            self._record(run, index, op.kind, start, result.body.nbytes if isinstance(result, Payload) else 0)
+        with self._work:
             if self.error is None:
-                self._end(task)
+                if run.num_users[index]:
+                    run.results[index] = result
+                self._end(run, index)
+
+    def _send(self, run: Run, op: Op, payload: Payload) -> None:
+        assert op.peer is not None and op.frame is not None
+        fields, chunk = run.fields, op.chunk
+        header = Header(
+            op.frame,
+            compressor=self._dense if op.dense else fields.compressor,
+            flags=payload.flags,
+            sender=self.transport.rank,
+            stage=op.stage,
+            dtype=fields.dtype,
+            epoch=self.transport.epoch,
+            round=run.round,
+            tensor=fields.tensor,
+            partition=chunk.index,
+            offset=fields.offset + chunk.offset,
+            count=chunk.count,
+        )
+        start = time.monotonic()
+        self.transport.send(op.peer, header, payload.body)
+        duration = time.monotonic() - start
+        self._events.emit(Event("send", start, duration, run.name, run.round, payload.nbytes, op.peer))
+
+    def _finish(self, run: Run) -> None:
+        try:
+            run.finish()
+        except Exception as error:
+            self.fail(raised(error, run, _STANDINS[_FINISH]))
+            return
+        with self._work:
+            self._active.discard(run)
+            self._ended.notify_all()
 
     # -- futures ---------------------------------------------------------------------------------------------
 
-    def _await_future(self, task: Task, future: Future[Any]) -> None:
-        task.started = time.monotonic()
-        with self._condition:
-            self._awaited.add(task)
-            error = self.transport.departed(self._lost_peers[0]) if self._lost_peers else None
-            if error is not None:
-                self.fail(error)
-        future.add_done_callback(lambda done: self._on_future_done(task, done))
+    def _await_future(self, run: Run, index: int, future: Future[Any]) -> None:
+        """End an operation, or start a run, when a future is done. Holds the lock."""
+        self._awaited[run, index] = time.monotonic()
+        self._work.notify()
+        error = self.transport.departed(self._lost_peers[0]) if self._lost_peers and index != _LOAD else None
+        if error is not None:
+            self.fail(error)
+        future.add_done_callback(lambda done: self._on_future_done(run, index, done))
 
-    def _on_future_done(self, task: Task, future: Future[Any]) -> None:
-        """End a task whose future is done. Runs on any thread."""
+    def _on_future_done(self, run: Run, index: int, future: Future[Any]) -> None:
+        """Take the result of a future that is done. Runs on any thread."""
         error = future.exception()
         if error is not None:
-            self.fail(raised(error, task))
+            self.fail(raised(error, run, _op(run, index)))
             return
-        with self._condition:
-            if self.error is not None or self._closing:
+        with self._work:
+            started = self._awaited.pop((run, index), None)
+            if started is None or self.error is not None or self._closing:
                 return
-            self._awaited.discard(task)
-            task.value = future.result()
-            self._record_recv(task)
-            self._end(task)
-            self._condition.notify_all()
+            if index == _LOAD:
+                self._start(run)
+                return
+            run.results[index] = future.result()
+            self._record(run, index, "recv", started, 0)
+            self._end(run, index)
 
     # -- deadlines and messages ------------------------------------------------------------------------------
 
+    def _waiting(self) -> Iterator[Waiting]:
+        """Yield what waits for a frame, for a reply or for gradients. Holds the lock."""
+        for run in self._receiving.values():
+            for index in run.operations.recvs.values():
+                if run.pending[index]:
+                    yield Waiting(run, run.operations.ops[index], run.started)
+        for (run, index), started in self._awaited.items():
+            yield Waiting(run, _op(run, index), started)
+
     def _seconds_to_check(self) -> float | None:
         """Seconds until the next check for stalls; None if nothing is waited for. Holds the lock."""
-        return max(0.0, self._check_at - time.monotonic()) if self._waiting or self._awaited else None
+        return max(0.0, self._check_at - time.monotonic()) if self._receiving or self._awaited else None
 
     def _check_stalls(self) -> None:
         """Fail if a frame or a future is late. Nearly every frame calls it, so it checks at most once per interval.
@@ -355,32 +424,36 @@ class Engine:
         if now < self._check_at:
             return
         self._check_at = now + min(1.0, self._stall_seconds / 4)
-        if self._awaited:
-            self._check_stall(min(self._awaited, key=lambda task: task.started), _FUTURE_GRACE_SECONDS)
-        if not self._waiting:
-            return
-        # A frame of stage 0 depends on its sender alone, so a missing one proves that the sender is late. A rank that
-        # lacks only later stages gives ranks that know more some time to report who is late.
-        key, oldest = min(self._waiting.items(), key=lambda item: (item[0].stage, item[1].started))
-        self._check_stall(oldest, _FRAME_GRACE_SECONDS if key.stage else 0.0)
+        waiting = list(self._waiting())
+        frames, futures = ([each for each in waiting if (each.op.peer is None) == is_future] for is_future in (0, 1))
+        if futures:
+            self._check_stall(min(futures, key=lambda each: each.started), _FUTURE_GRACE_SECONDS)
+        if frames:
+            # A frame of stage 0 depends on its sender alone, so a missing one proves that the sender is late. A rank
+            # that lacks only later stages gives ranks that know more some time to report who is late.
+            oldest = min(frames, key=lambda each: (each.op.stage, each.started))
+            self._check_stall(oldest, _FRAME_GRACE_SECONDS if oldest.op.stage else 0.0)
 
-    def _check_stall(self, task: Task, grace: float) -> None:
-        waited = time.monotonic() - task.started
+    def _check_stall(self, waiting: Waiting, grace: float) -> None:
+        waited = time.monotonic() - waiting.started
         if self.error is None and waited > self._stall_seconds + grace:
-            self.fail(stalled(task, waited, self._stall_seconds))
+            self.fail(stalled(waiting, waited, self._stall_seconds))
 
     def _state(self) -> dict[str, Any]:
         """Return the state for the flight recorder. Holds the lock."""
         now = time.monotonic()
-        waiting = sorted([*self._waiting.values(), *self._awaited], key=lambda task: task.started)
         return {
-            "active": sorted(graph.name for graph in self._active),
+            "active": sorted(run.name for run in self._active),
             "waiting": [
-                {"tensor": task.graph.name, "phase": task.phase, "rank": task.peer, "round": task.graph.round,
-                 "seconds": now - task.started}
-                for task in waiting
+                {"tensor": run.name, "phase": op.phase, "rank": op.peer, "round": run.round, "seconds": now - started}
+                for run, op, started in sorted(self._waiting(), key=lambda each: each.started)
             ],
             "sent_bytes": list(self.transport.sent_bytes),
             "received_bytes": list(self.transport.received_bytes),
             "early_bytes": list(self._early_bytes),
-        }  # fmt: skip
+        }
+
+
+def _op(run: Run, index: int) -> Op:
+    """Return an operation for messages."""
+    return run.operations.ops[index] if index >= 0 else _STANDINS[index]

@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from gradwire.core.errors import NO_TENSOR, PeerTimeoutError, SyncError
-from gradwire.sync.graph import FrameKey, Task
+from gradwire.sync.operations import Op
+from gradwire.sync.run import Run
+from gradwire.wire.frame import Header
+
+
+class Waiting(NamedTuple):
+    """An operation that waits for a frame or a reply, since `started` seconds of the monotonic clock."""
+
+    run: Run
+    op: Op
+    started: float
 
 
 def closed() -> SyncError:
@@ -16,76 +28,74 @@ def closed() -> SyncError:
     )
 
 
-def stalled(task: Task, waited: float, limit: float) -> PeerTimeoutError:
-    """Return the error of a task that has waited too long: for a frame of a live rank, or for a reply.
+def stalled(waiting: Waiting, waited: float, limit: float) -> PeerTimeoutError:
+    """Return the error of an operation that has waited too long: for a frame of a live rank, or for a reply.
 
     Args:
-        task: Task that waits.
+        waiting: What waits.
         waited: Seconds that it has waited.
         limit: Stall timeout in seconds.
     """
-    graph = task.graph
-    if task.peer is None:
+    run, op, _ = waiting
+    if op.peer is None:
         late = (
-            f"Nothing has answered {task.phase} (tensor {graph.name}, round {graph.round}) for {waited:.1f} s "
+            f"Nothing has answered {op.phase} (tensor {run.name}, round {run.round}) for {waited:.1f} s "
             f"(limit {limit:g} s). Check what the other end does between steps"
         )
     else:
         late = (
-            f"Rank {task.peer} is alive, but this rank has waited {waited:.1f} s for a frame from it (limit {limit:g} "
+            f"Rank {op.peer} is alive, but this rank has waited {waited:.1f} s for a frame from it (limit {limit:g} "
             "s). Check what that rank does between steps"
         )
-    return PeerTimeoutError(
-        f"{late}, or pass a larger stall_timeout.", rank=task.peer, tensor=graph.name, phase=task.phase
-    )
+    return PeerTimeoutError(f"{late}, or pass a larger stall_timeout.", rank=op.peer, tensor=run.name, phase=op.phase)
 
 
-def sent_twice(key: FrameKey) -> SyncError:
+def sent_twice(header: Header) -> SyncError:
     """Return the error of a frame that has come twice."""
     return SyncError(
-        f"Rank {key.peer} sent a frame twice: {key.kind.name} of tensor number {key.tensor}, partition "
-        f"{key.partition}, stage {key.stage}, round {key.round}. Run one gradwire version on all ranks; if you do, "
-        "report this.",
-        rank=key.peer,
+        f"Rank {header.sender} sent a frame twice: {header.kind.name} of tensor number {header.tensor}, partition "
+        f"{header.partition}, stage {header.stage}, round {header.round}. Run one gradwire version on all ranks; if "
+        "you do, report this.",
+        rank=header.sender,
         phase="recv",
     )
 
 
-def located(error: SyncError, waiting: list[Task]) -> SyncError:
+def located(error: SyncError, waiting: list[Waiting]) -> SyncError:
     """Add the tensor and phase that were waited for to an error that lacks them.
 
     Args:
         error: Error to complete.
-        waiting: Tasks that wait for a frame or a reply.
+        waiting: What waits for a frame or a reply.
     """
     if error.tensor is None:
-        tasks = [task for task in waiting if error.rank in (None, task.peer)] or waiting
-        if tasks:
-            _locate(error, min(tasks, key=lambda task: (task.graph.round, task.started)))
+        suspects = [each for each in waiting if error.rank in (None, each.op.peer)] or waiting
+        if suspects:
+            first = min(suspects, key=lambda each: (each.run.round, each.started))
+            _locate(error, first.run, first.op)
         else:
             error.tensor, error.phase = NO_TENSOR, error.phase or "between steps"
             error.args = (f"{error} ({error.phase})",)
     return error
 
 
-def raised(error: BaseException, task: Task) -> SyncError:
-    """Return the error of a task as a `SyncError` that names tensor and phase."""
-    graph = task.graph
+def raised(error: BaseException, run: Run, op: Op) -> SyncError:
+    """Return the error of an operation as a `SyncError` that names tensor and phase."""
     if isinstance(error, SyncError):
         if error.tensor is None:
-            _locate(error, task)
+            _locate(error, run, op)
         return error
-    blame = "" if task.peer is None else f" of rank {task.peer}"
+    blame = "" if op.peer is None else f" of rank {op.peer}"
     wrapped = SyncError(
-        f"{type(error).__name__} in {task.phase}{blame} (tensor {graph.name}, round {graph.round}): {error}",
-        rank=task.peer,
-        tensor=graph.name,
-        phase=task.phase,
+        f"{type(error).__name__} in {op.phase}{blame} (tensor {run.name}, round {run.round}): {error}",
+        rank=op.peer,
+        tensor=run.name,
+        phase=op.phase,
     )
     wrapped.__cause__ = error
     return wrapped
 
 
-def _locate(error: SyncError, task: Task) -> None:
-    error.tensor, error.phase = task.graph.name, task.phase
-    error.args = (f"{error} (tensor {task.graph.name}, {task.phase}, round {task.graph.round})",)
+def _locate(error: SyncError, run: Run, op: Op) -> None:
+    error.tensor, error.phase = run.name, op.phase
+    error.args = (f"{error} (tensor {run.name}, {op.phase}, round {run.round})",)

@@ -8,17 +8,17 @@ each rank from the same numbers in rank order. No rank leads, and none can decid
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from functools import partial
+import functools
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from gradwire.core.errors import SyncError
-from gradwire.core.events import Event, EventStream
-from gradwire.net.transport import Transport
-from gradwire.sync.graph import FrameKey, Task, TaskGraph
-from gradwire.wire.frame import HEADER_BYTES, FrameKind, Header
+from gradwire.sync.chunk import Chunk
+from gradwire.sync.operations import Draft, Operations
+from gradwire.sync.run import FrameFields, Run
+from gradwire.wire.frame import FrameKind
+from gradwire.wire.payload import Payload
 
 # Tensor ids of frames that hold no tensor.
 EXCHANGE_TENSOR = 0xFFFF_FFFF  # numbers of this module
@@ -27,54 +27,79 @@ MAX_NUMBERS = 64
 PROBE_BYTES = 64 * 1024
 
 
-def build(
-    graph: TaskGraph,
-    mine: np.ndarray,
-    transport: Transport,
-    events: EventStream,
-    use: Callable[[np.ndarray], None],
-    what: str,
-) -> None:
-    """Add the exchange of one vector to `graph`.
+class ExchangeRun(Run):
+    """The exchange of one vector.
 
     Args:
-        graph: Graph whose last task calls `use`.
         mine: Numbers of this rank, float64[K]. K is at most `MAX_NUMBERS` and the same on all ranks.
-        transport: Transport of the frames.
-        events: Stream on which the sends are recorded.
+        rank: This rank.
+        world_size: Number of ranks.
         use: Called with the numbers of all ranks, float64[W, K]. An error that it raises ends the job.
-        what: Name of the tasks, for example ``"hash"``.
+        what: Name of the operations, for example ``"hash"``.
+        name: Name of the run, for reports.
+        round: Number of the run, the same on all ranks.
+        on_done: Called at the end.
+        on_failed: Called instead if the engine fails.
     """
-    rank, world_size = transport.rank, transport.world_size
-    body = np.ascontiguousarray(mine, dtype="<f8").view(np.uint8)
-    header = Header(
-        FrameKind.STATS, sender=rank, epoch=transport.epoch, round=graph.round, tensor=EXCHANGE_TENSOR, count=mine.size
-    )
-    arrivals: dict[int, Task] = {}
 
-    def send(peer: int) -> None:
-        transport.send(peer, header, body)
-        nbytes = HEADER_BYTES + body.nbytes
-        events.emit(Event("send", time.monotonic(), tensor=graph.name, round=graph.round, nbytes=nbytes, peer=peer))
+    def __init__(
+        self,
+        mine: np.ndarray,
+        rank: int,
+        world_size: int,
+        use: Callable[[np.ndarray], None],
+        what: str,
+        name: str,
+        round: int,
+        on_done: Callable[[], None] = lambda: None,
+        on_failed: Callable[[SyncError], None] = lambda error: None,
+    ) -> None:
+        codec = _ExchangeCodec(mine, rank, world_size, use)
+        super().__init__(
+            _operations(rank, world_size, mine.size, what), codec, name, round, FrameFields(EXCHANGE_TENSOR)
+        )
+        self._on_done = on_done
+        self._on_failed = on_failed
 
+    def on_done(self) -> None:
+        self._on_done()
+
+    def on_failed(self, error: SyncError) -> None:
+        self._on_failed(error)
+
+
+@functools.cache
+def _operations(rank: int, world_size: int, count: int, what: str) -> Operations:
+    draft, numbers, rows = Draft(), Chunk(0, 0, count), []
+    mine = draft.add("encode", "start", f"encode {what}", numbers)
     for step in range(1, world_size):
         peer = (rank + step) % world_size
-        graph.add("send", f"send {what}", partial(send, peer), peer=peer)
-        key = FrameKey(peer, FrameKind.STATS, graph.round, EXCHANGE_TENSOR, 0, 0)
-        arrivals[peer] = graph.recv(f"recv {what}", key)
+        draft.send_frame(mine, peer, FrameKind.STATS, numbers, 0, f"send {what}")
+        rows.append(draft.recv_frame(peer, FrameKind.STATS, numbers, 0, f"recv {what}"))
+    draft.add("merge", "gather", f"compare {what}", numbers, rows)
+    return Operations(draft.ops)
 
-    def gather() -> None:
-        rows = np.empty((world_size, mine.size))
-        rows[rank] = mine
-        for peer, task in arrivals.items():
-            theirs = task.value.body.view("<f8")
-            if theirs.size != mine.size:
+
+class _ExchangeCodec:
+    def __init__(self, mine: np.ndarray, rank: int, world_size: int, use: Callable[[np.ndarray], None]) -> None:
+        self._mine = mine
+        self._rank = rank
+        self._world_size = world_size
+        self._use = use
+
+    def start(self, chunk: Chunk, payloads: Sequence[Payload], stage: int) -> Payload:
+        return Payload(np.ascontiguousarray(self._mine, dtype="<f8").view(np.uint8))
+
+    def gather(self, chunk: Chunk, payloads: Sequence[Payload], stage: int) -> None:
+        rows = np.empty((self._world_size, self._mine.size))
+        rows[self._rank] = self._mine
+        for payload in payloads:
+            theirs = payload.body.view("<f8")
+            if theirs.size != self._mine.size:
                 raise SyncError(
-                    f"Rank {peer} sent {theirs.size} numbers instead of {mine.size}. Make the same gradwire calls on "
-                    "every rank.",
-                    rank=peer,
+                    f"Rank {payload.sender} sent {theirs.size} numbers instead of {self._mine.size}. Make the same "
+                    "gradwire calls on every rank.",
+                    rank=payload.sender,
                 )
-            rows[peer] = theirs
-        use(rows)
-
-    graph.add("merge", f"compare {what}", gather, list(arrivals.values()))
+            rows[payload.sender] = theirs
+        self._use(rows)

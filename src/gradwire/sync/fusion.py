@@ -1,6 +1,6 @@
-"""Tensor fusion: small tensors of one submission share tasks and messages.
+"""Tensor fusion: small tensors of one submission share operations and frames.
 
-The cost of a task, a frame and a wake-up is paid once for many tensors. There are two kinds of groups:
+The cost of an operation, a frame and a wake-up is paid once for many tensors. There are two kinds of groups:
 
 - Dense tensors, unchanged or cast to 16 bits, are one flat tensor to compressor and strategy. If they are neighbors in
   memory, as in a bucket of DDP that is dense as a whole, that memory is used in place. Such a group keeps no residuals,
@@ -9,7 +9,7 @@ The cost of a task, a frame and a wake-up is paid once for many tensors. There a
   as its tensors would one by one, unsplit. A chunk of a group holds full tensors. If chunks have owners, each tensor
   has one, the same in every group. So a small tensor has one scale, whereas each range of a large one has its own.
 
-Body of a message of compressed tensors: one uint32 per tensor (the bytes of its payload; bit 31 if the sender's
+Body of a payload of compressed tensors: one uint32 per tensor (the bytes of its payload; bit 31 if the sender's
 backward pass used it, bit 30 if it was not finite), then the payloads.
 
 Source: HiPress (SOSP 2021), sections 3.2 and 3.4: batch compression and bulk communication. Differences: groups are
@@ -19,22 +19,22 @@ those of a submission, so there is no coordinator and no size threshold.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial, reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from gradwire.compressors.base import SummableCompressor
 from gradwire.core.errors import PayloadError
-from gradwire.core.spec import ElementRange, TensorSpec
+from gradwire.core.spec import ElementRange
 from gradwire.residuals import policies
 from gradwire.residuals.transaction import ResidualKey, Residuals
+from gradwire.sync.chunk import Chunk
 from gradwire.sync.codec import EMPTY, PayloadCodec, blame, make_codec
-from gradwire.sync.job import Chunk, EncodedChunk, TensorJob, group_name
+from gradwire.sync.job import TensorJob, TensorLayout, group_name, job_detail
+from gradwire.sync.operations import Operations
 from gradwire.sync.plan_entry import PlanEntry
-from gradwire.wire.frame import FrameFlags, FrameKind
+from gradwire.wire.payload import Payload
 
 FUSION_FLAG = 1 << 31  # set in the tensor id of a group; the other bits are the id of its first tensor
 MAX_FUSED_ELEMENTS = 1 << 17  # half a megabyte: above this, encoding a tensor takes longer than sending a frame
@@ -58,55 +58,33 @@ def max_message_bytes(max_payload_bytes: Iterable[int]) -> int:
     return sum(4 + each for each in max_payload_bytes)
 
 
-@dataclass(frozen=True)
-class Member:
-    """What stays the same from step to step of a tensor in a group.
-
-    Attributes:
-        index: Index in the submission.
-        name: Parameter name.
-        tensor: Index of the tensor in the agreed order of names.
-        offset: Global element index of the first value.
-        count: Number of values.
-        shape: Shape of the full tensor.
-        fusion_index: Index among the tensors that are fused. It decides who owns the tensor, whatever the buckets are.
-    """
-
-    index: int
-    name: str
-    tensor: int
-    offset: int
-    count: int
-    shape: tuple[int, ...] | None = None
-    fusion_index: int = 0
-
-    @property
-    def range(self) -> ElementRange:
-        """Global elements."""
-        return ElementRange(self.offset, self.count)
-
-
 class FusionLayout:
-    """What stays the same from step to step of a group.
+    """What stays the same from step to step of a group of compressed tensors.
 
     Args:
-        members: Tensors with the same compressor, strategy and feedback. The same on all ranks.
-        entry: Their plan entry.
-        dtype: Their element type.
+        members: Tensors with the same plan entry and element type. The same on all ranks.
 
     Attributes:
+        operations: How it is synchronized; set once all else is known.
+        fields: Header fields of its frames.
+        detail: Event detail of its submissions.
         prepared: Arguments of compiled calls by chunk, which the codec adds.
     """
 
-    def __init__(self, members: Sequence[Member], entry: PlanEntry, dtype: torch.dtype) -> None:
+    operations: Operations
+    offset = 0
+
+    def __init__(self, members: Sequence[TensorLayout]) -> None:
         self.members = members
-        self.entry = entry
-        self.dtype = dtype
+        self.entry = members[0].entry
+        self.dtype = members[0].dtype
         self.names = [member.name for member in members]
         self.name = group_name(self.names)
+        self.count = sum(member.count for member in members)
+        self.detail = job_detail(self.entry, self.count, self.names)
         self.tensor = members[0].tensor | FUSION_FLAG
-        self.num_elements = sum(member.count for member in members)
-        self.nbytes = self.num_elements * dtype.itemsize
+        self.nbytes = self.count * self.dtype.itemsize
+        self.fields = members[0].fields._replace(tensor=self.tensor, offset=0)
         self.prepared: dict[int, Any] = {}
         self.members_of_chunk: list[list[int]] = []
 
@@ -124,12 +102,33 @@ class FusionLayout:
         return [Chunk(index, 0, count) for index, count in enumerate(counts)]
 
 
+class DenseGroup(NamedTuple):
+    """Dense tensors that travel as one flat tensor.
+
+    Attributes:
+        layout: The flat tensor.
+        members: What it consists of, in this order.
+    """
+
+    layout: TensorLayout
+    members: Sequence[TensorLayout]
+
+    @classmethod
+    def of(cls, members: Sequence[TensorLayout]) -> DenseGroup:
+        """Return the group of tensors with the same plan entry and element type."""
+        first, count = members[0], sum(member.count for member in members)
+        names = [member.name for member in members]
+        layout = TensorLayout(group_name(names), first.tensor | FUSION_FLAG, first.entry, first.dtype, count)
+        layout.detail = job_detail(first.entry, count, names)
+        return cls(layout, members)
+
+
 def flush_residuals(
-    layout: FusionLayout, values: torch.Tensor, used: Sequence[bool], residuals: Residuals, world_size: int
+    members: Sequence[TensorLayout], values: torch.Tensor, used: Sequence[bool], residuals: Residuals, world_size: int
 ) -> None:
     """Add the residuals of a dense group's tensors to its values. What 16 bits cannot hold becomes the new residual."""
     start = 0
-    for member, is_used in zip(layout.members, used, strict=True):
+    for member, is_used in zip(members, used, strict=True):
         piece = values[start : start + member.count]
         start += member.count
         key = ResidualKey(member.name, member.range)
@@ -142,19 +141,19 @@ def flush_residuals(
 
 
 class FusionGroup:
-    """Compressed tensors that are synchronized as one. It has the interface of `TensorJob`.
+    """A `FusionLayout` in one step. Strategies and the engine take it for a `TensorJob`.
 
     Args:
-        layout: What stays the same from step to step.
+        layout: What stays the same.
         tensors: Contiguous CPU tensors of the members: the gradients at first, the means over ranks at the end.
         used: Whether this rank's backward pass used each of them.
-        round: Number of the submission.
+        round: Number of the job, the same on all ranks.
         step: Synchronization step.
-        wait_loaded: Blocks until the gradients are there, if they come from a GPU.
         aux: Returns `Context.aux` for a parameter and a range; None if the compressor needs no optimizer.
-    """
 
-    offset = 0
+    Attributes:
+        nonfinite: Whether the gradient of any rank, or the aggregate, was not finite.
+    """
 
     def __init__(
         self,
@@ -163,40 +162,15 @@ class FusionGroup:
         used: Sequence[bool],
         round: int,
         step: int,
-        wait_loaded: Callable[[], None] = lambda: None,
         aux: Callable[[str, ElementRange], Mapping[str, torch.Tensor]] | None = None,
     ) -> None:
         self.layout = layout
-        self.aux = aux
         self.tensors = tensors
         self.used = used
         self.round = round
         self.step = step
-        self.wait_loaded = wait_loaded
-        self.any_nonfinite = False
-        self.name, self.tensor, self.entry, self.dtype = layout.name, layout.tensor, layout.entry, layout.dtype
-        self.num_elements, self.nbytes = layout.num_elements, layout.nbytes
-
-    @cached_property
-    def members(self) -> list[TensorJob]:
-        """The tensors as jobs of their own."""
-        return [
-            TensorJob(
-                *(member.name, member.tensor, tensor.view(-1), self.entry, self.round, self.step, member.offset),
-                used=used, wait_loaded=self.wait_loaded, shape=member.shape,
-                aux=None if self.aux is None else partial(self.aux, member.name),
-            )
-            for member, tensor, used in zip(self.layout.members, self.tensors, self.used, strict=True)
-        ]  # fmt: skip
-
-    @property
-    def nonfinite(self) -> bool:
-        """Whether the gradient of any rank, or the aggregate, was not finite."""
-        return self.any_nonfinite or any(member.nonfinite for member in self.__dict__.get("members", ()))
-
-    def chunks(self, num_chunks: int) -> list[Chunk]:
-        """See `FusionLayout`."""
-        return self.layout.chunks(num_chunks)
+        self.aux = aux
+        self.nonfinite = False
 
     def members_of(self, chunk: Chunk) -> list[int]:
         """Return the indices of the members in a chunk."""
@@ -204,92 +178,95 @@ class FusionGroup:
 
 
 class FusionCodec:
-    """Encodes, merges and decodes the members one by one. It has the interface of `PayloadCodec`."""
-
-    first_stage = 0
+    """Encodes, merges and decodes the members one by one. Operations take it for a `PayloadCodec`."""
 
     def __init__(self, group: FusionGroup, residuals: Residuals, rank: int, world_size: int, seed: int) -> None:
         self.group = group
-        self.rank = rank
-        self._constants = residuals, rank, world_size, seed
+        self._codecs = [
+            make_codec(
+                TensorJob(layout, tensor.view(-1), group.round, group.step, used, group.aux),
+                *(residuals, rank, world_size, seed),
+            )
+            for layout, tensor, used in zip(group.layout.members, group.tensors, group.used, strict=True)
+        ]
 
-    @cached_property
-    def _codecs(self) -> list[PayloadCodec]:
-        return [make_codec(member, *self._constants) for member in self.group.members]
+    def start(self, chunk: Chunk, payloads: Sequence[Payload] = (), stage: int = 0) -> Payload:
+        return _join(codec.start(full) for codec, full in self._members(chunk))
 
-    def kind(self, stage: int) -> FrameKind:
-        return FrameKind.PAYLOAD
+    def merge(self, chunk: Chunk, payloads: Sequence[Payload], stage: int) -> Payload:
+        members = zip(self._members(chunk), self._split(chunk, payloads), strict=True)
+        return _join(codec.merge(full, received, stage) for (codec, full), received in members)
 
-    def encodes_own(self, stage: int) -> bool:
-        return self.group.entry.compressor.encode_own_before_merge and stage == self.first_stage + 1
+    def encode_and_merge(self, chunk: Chunk, payloads: Sequence[Payload], stage: int) -> Payload:
+        members = zip(self._members(chunk), self._split(chunk, payloads), strict=True)
+        return _join(codec.encode_and_merge(full, received, stage) for (codec, full), received in members)
 
-    def start(self, chunk: Chunk) -> EncodedChunk:
-        return self._join(codec.start(full) for codec, full in self._members(chunk))
+    def decode(self, chunk: Chunk, payloads: Sequence[Payload], stage: int) -> None:
+        for (codec, full), received in zip(self._members(chunk), self._split(chunk, payloads), strict=True):
+            codec.decode(full, received, stage)
 
-    def merge(self, chunk: Chunk, messages: Sequence[EncodedChunk], stage: int) -> EncodedChunk:
-        members = zip(self._members(chunk), self._split(chunk, messages), strict=True)
-        return self._join(codec.merge(full, received, stage) for (codec, full), received in members)
-
-    def decode(self, chunk: Chunk, message: EncodedChunk, stage: int) -> None:
-        for (codec, full), (mean,) in zip(self._members(chunk), self._split(chunk, [message]), strict=True):
-            codec.decode(full, mean, stage)
-
-    def decode_sum(self, chunk: Chunk, messages: Sequence[EncodedChunk]) -> None:
-        for (codec, full), received in zip(self._members(chunk), self._split(chunk, messages), strict=True):
-            codec.decode_sum(full, received)
+    def decode_sum(self, chunk: Chunk, payloads: Sequence[Payload], stage: int = 0) -> None:
+        for (codec, full), received in zip(self._members(chunk), self._split(chunk, payloads), strict=True):
+            codec.decode_sum(full, received, stage)
 
     def finish(self) -> None:
         for codec in self._codecs:
             codec.finish()
+            if codec.job.nonfinite:
+                self.group.nonfinite = True
 
-    # -- one message for many tensors ------------------------------------------------------------------------
+    def check(self, chunk: Chunk, payloads: Sequence[Payload]) -> None:
+        """Raise the error that names the sender if a payload is not what it should be."""
+        for (codec, full), received in zip(self._members(chunk), self._split(chunk, payloads), strict=True):
+            for payload in received:
+                codec.check(full, payload)
+
+    # -- one payload for many tensors ------------------------------------------------------------------------
 
     def _members(self, chunk: Chunk) -> list[tuple[PayloadCodec, Chunk]]:
         codecs = [self._codecs[index] for index in self.group.members_of(chunk)]
-        return [(codec, Chunk(0, 0, codec.job.num_elements)) for codec in codecs]
+        return [(codec, Chunk(0, 0, codec.layout.count)) for codec in codecs]
 
-    def _join(self, messages: Iterable[EncodedChunk]) -> EncodedChunk:
-        messages = list(messages)
-        marks = [message.body.nbytes | _USED * message.used | _NONFINITE * message.nonfinite for message in messages]
-        body = np.concatenate([np.array(marks, "<u4").view(np.uint8), *(message.body for message in messages)])
-        flags = reduce(FrameFlags.__or__, (message.flags for message in messages), FrameFlags.PRESENT)
-        return EncodedChunk(FrameKind.PAYLOAD, flags, body, self.rank)
-
-    def _split(self, chunk: Chunk, messages: Sequence[EncodedChunk]) -> list[list[EncodedChunk]]:
-        """Return the messages of all senders for each member of the chunk."""
+    def _split(self, chunk: Chunk, payloads: Sequence[Payload]) -> list[list[Payload]]:
+        """Return the payloads of all senders for each member of the chunk."""
         members, columns = self._members(chunk), []
-        most = [codec.compressor.max_encoded_bytes(codec.job.spec(full)) for codec, full in members]
-        for message in messages:
-            with blame(self._codecs[0], message):
-                columns.append(_split(message, most))
+        most = [codec.compressor.max_encoded_bytes(codec.layout.spec(full)) for codec, full in members]
+        for payload in payloads:
+            with blame(self._codecs[0], payload):
+                columns.append(_split(payload, most))
         return [list(row) for row in zip(*columns, strict=True)]
 
 
-def _split(message: EncodedChunk, max_bytes: Sequence[int]) -> list[EncodedChunk]:
-    """Return the messages in a message.
+def _join(payloads: Iterable[Payload]) -> Payload:
+    """Return one payload for many tensors."""
+    payloads = list(payloads)
+    marks = [each.body.nbytes | _USED * each.used | _NONFINITE * each.nonfinite for each in payloads]
+    body = np.concatenate([np.array(marks, "<u4").view(np.uint8), *(each.body for each in payloads)])
+    return Payload(body, any(each.nonfinite for each in payloads), any(each.used for each in payloads))
+
+
+def _split(payload: Payload, max_bytes: Sequence[int]) -> list[Payload]:
+    """Return the payloads in a payload.
 
     Raises:
         PayloadError: Lengths that do not fit the body or the tensors.
     """
-    table_bytes = 4 * len(max_bytes)
-    if message.body.nbytes < table_bytes:
-        raise PayloadError(f"Expected lengths of {len(max_bytes)} payloads, got {message.body.nbytes} bytes.")
-    marks = message.body[:table_bytes].view("<u4").astype(np.int64)
+    table_bytes, body = 4 * len(max_bytes), payload.body
+    if body.nbytes < table_bytes:
+        raise PayloadError(f"Expected lengths of {len(max_bytes)} payloads, got {body.nbytes} bytes.")
+    marks = body[:table_bytes].view("<u4").astype(np.int64)
     lengths = marks & _LENGTH
-    if lengths.sum() != message.body.nbytes - table_bytes or (lengths > max_bytes).any():
+    if lengths.sum() != body.nbytes - table_bytes or (lengths > max_bytes).any():
         raise PayloadError(
-            f"Expected payloads of {message.body.nbytes - table_bytes} bytes together and of at most {max(max_bytes)} "
-            f"each, got lengths of {lengths.sum()} together and of at most {lengths.max()}."
+            f"Expected payloads of {body.nbytes - table_bytes} bytes together and of at most {max(max_bytes)} each, "
+            f"got lengths of {lengths.sum()} together and of at most {lengths.max()}."
         )
     if ((marks != 0) & (marks & _USED == 0)).any():
         raise PayloadError("Expected no bytes of unused tensors, got some.")
     found, start = [], table_bytes
     for mark, length in zip(marks.tolist(), lengths.tolist()):
-        flags = FrameFlags.PRESENT
-        flags |= FrameFlags.USED if mark & _USED else flags
-        flags |= FrameFlags.NONFINITE if mark & _NONFINITE else flags
-        body = message.body[start : start + length] if length else EMPTY
-        found.append(EncodedChunk(message.kind, flags, body, message.sender))
+        piece = body[start : start + length] if length else EMPTY
+        found.append(Payload(piece, bool(mark & _NONFINITE), bool(mark & _USED), payload.sender))
         start += length
     return found
 
@@ -298,27 +275,36 @@ class SubmissionLayout:
     """What stays the same from step to step of a submission: which of its tensors travel together.
 
     Args:
-        members: Its tensors, without empty ones, with their plan entries, and the number of elements and the element
-            type of the full tensors.
+        members: Its tensors, without empty ones, each with the number of elements of the full tensor.
 
     Attributes:
-        single: Tensors that travel alone, with their entries.
-        groups: Fusion groups, dense ones included.
+        single: Tensors that travel alone.
+        groups: Compressed fusion groups.
+        dense: Dense groups.
         without_feedback: Names of compressed tensors that keep no residuals.
     """
 
-    def __init__(self, members: Iterable[tuple[Member, PlanEntry, TensorSpec]]) -> None:
-        self.single: list[tuple[Member, PlanEntry]] = []
+    def __init__(self, members: Iterable[tuple[TensorLayout, int]]) -> None:
+        self.single: list[TensorLayout] = []
         self.without_feedback: list[str] = []
-        groups: dict[tuple[str, str, str, int, torch.dtype], list[tuple[Member, PlanEntry]]] = {}
-        for member, entry, spec in members:
-            if not entry.batched and entry.feedback == "none":
+        dense: dict[object, list[TensorLayout]] = {}
+        groups: dict[object, list[TensorLayout]] = {}
+        for member, full_count in members:
+            entry = member.entry
+            key = repr(entry.compressor), entry.strategy, entry.feedback, entry.partitions, member.dtype
+            if entry.batched:
+                dense.setdefault(key, []).append(member)
+                continue
+            if entry.feedback == "none":
                 self.without_feedback.append(member.name)
-            if entry.batched or is_fused(entry, spec.numel):
-                key = repr(entry.compressor), entry.strategy, entry.feedback, entry.partitions, spec.dtype
-                groups.setdefault(key, []).append((member, entry))
+            if is_fused(entry, full_count):
+                groups.setdefault(key, []).append(member)
             else:
-                self.single.append((member, entry))
-        self.groups = [
-            FusionLayout([member for member, _ in group], group[0][1], key[-1]) for key, group in groups.items()
-        ]
+                self.single.append(member)
+        self.groups = [FusionLayout(group) for group in groups.values()]
+        self.dense = [DenseGroup.of(group) for group in dense.values()]
+
+    @property
+    def jobs(self) -> list[TensorLayout | FusionLayout]:
+        """The jobs of the submission."""
+        return [*self.single, *(group.layout for group in self.dense), *self.groups]

@@ -1,120 +1,122 @@
-"""What one task graph synchronizes, and the encoded chunks that travel for it."""
+"""Jobs: what is synchronized together, in one step (`TensorJob`) and in all of them (`TensorLayout`)."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any
 
-import numpy as np
 import torch
 
-from gradwire.core.spec import ElementRange, TensorSpec
+from gradwire.compressors.base.registry import code
+from gradwire.core.spec import ELEMENT_TYPES, ElementRange, TensorSpec
+from gradwire.sync.chunk import Chunk, split
+from gradwire.sync.operations import Operations
 from gradwire.sync.plan_entry import PlanEntry
-from gradwire.wire.frame import FrameFlags, FrameKind
-
-# Chunks begin at multiples of this many elements, so that no block of a codec and no group of random numbers (1,024
-# each) is cut.
-RANGE_ALIGNMENT = 1024
+from gradwire.sync.run import FrameFields
 
 
-@dataclass(eq=False)
-class TensorJob:
-    """A range of one tensor, or a group of small dense tensors, as one flat tensor on the CPU.
+class TensorLayout:
+    """What stays the same from step to step of a range of one tensor, or of a dense group as one flat tensor.
+
+    Args:
+        name: Parameter name, or the name of a group.
+        tensor: Index of the tensor in the agreed order of names.
+        entry: Plan entry.
+        dtype: Element type.
+        count: Number of values.
+        offset: Global element index of the first value.
+        shape: Shape of the full tensor, for compressors with `requires_full_tensor`.
+        index: Index in the submission.
+        fusion_index: Index among the tensors that are fused. It decides who owns the tensor, whatever the buckets are.
 
     Attributes:
-        name: Parameter name, or a made-up name for a group.
-        tensor: Index of the tensor in the agreed order of names.
-        values: Contiguous 1-D CPU tensor: the gradient at first, the mean over ranks at the end.
-        entry: Plan entry.
-        round: Number of the submission, the same on all ranks.
-        step: Synchronization step, for the context of encodes.
-        offset: Global element index of the first value.
-        used: Whether this rank's backward pass used the parameter.
-        nonfinite: Whether the gradient of any rank, or the aggregate, was not finite. The same on all ranks.
-        wait_loaded: Blocks until the gradient is in `values`, if it comes from a GPU.
-        shape: Shape of the full tensor, for compressors with `requires_full_tensor`.
-        aux: Returns `Context.aux` for a range; None if the compressor needs no optimizer.
+        operations: How it is synchronized; set once all of the above is known.
+        detail: Event detail of its submissions.
     """
 
-    name: str
-    tensor: int
-    values: torch.Tensor
-    entry: PlanEntry
-    round: int
-    step: int
-    offset: int = 0
-    used: bool = True
-    nonfinite: bool = False
-    wait_loaded: Callable[[], None] = lambda: None
-    shape: tuple[int, ...] | None = None
-    aux: Callable[[ElementRange], Mapping[str, torch.Tensor]] | None = None
+    operations: Operations
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.values.dtype
+    def __init__(
+        self,
+        name: str,
+        tensor: int,
+        entry: PlanEntry,
+        dtype: torch.dtype,
+        count: int,
+        offset: int = 0,
+        shape: tuple[int, ...] | None = None,
+        index: int = 0,
+        fusion_index: int = 0,
+    ) -> None:
+        self.name = name
+        self.tensor = tensor
+        self.entry = entry
+        self.dtype = dtype
+        self.count = count
+        self.offset = offset
+        self.shape = shape if entry.compressor.requires_full_tensor else None
+        self.index = index
+        self.fusion_index = fusion_index
+        self.detail = job_detail(entry, count, [name])
+
+    @cached_property
+    def fields(self) -> FrameFields:
+        """Header fields of its frames."""
+        return FrameFields(self.tensor, self.offset, code(self.entry.compressor.name), ELEMENT_TYPES[self.dtype])
 
     @property
     def nbytes(self) -> int:
-        return self.values.nbytes
+        return self.count * self.dtype.itemsize
 
     @property
-    def num_elements(self) -> int:
-        return self.values.numel()
-
-    @property
-    def full_range(self) -> ElementRange:
-        """Global elements of the job."""
-        return ElementRange(self.offset, self.values.numel())
+    def range(self) -> ElementRange:
+        """Global elements."""
+        return ElementRange(self.offset, self.count)
 
     def chunks(self, num_chunks: int) -> list[Chunk]:
         """Return `num_chunks` chunks, or one if the compressor requires full tensors."""
-        return split(self.values.numel(), 1 if self.entry.compressor.requires_full_tensor else num_chunks)
+        return split(self.count, 1 if self.entry.compressor.requires_full_tensor else num_chunks)
 
-    def spec(self, chunk: Chunk) -> TensorSpec:
-        shape = self.shape if self.entry.compressor.requires_full_tensor else None
-        return TensorSpec((chunk.count,) if shape is None else shape, self.values.dtype)
-
-    def range(self, chunk: Chunk) -> ElementRange:
+    def chunk_range(self, chunk: Chunk) -> ElementRange:
         """Return the global elements of a chunk, by which its residual is stored."""
         return ElementRange(self.offset + chunk.offset, chunk.count)
 
+    def spec(self, chunk: Chunk) -> TensorSpec:
+        return TensorSpec((chunk.count,) if self.shape is None else self.shape, self.dtype)
 
-@dataclass(frozen=True)
-class Chunk:
-    """One range of a job: what one payload encodes.
+
+class TensorJob:
+    """A `TensorLayout` in one step.
+
+    Args:
+        layout: What stays the same.
+        values: Contiguous 1-D CPU tensor: the gradient at first, the mean over ranks at the end.
+        round: Number of the job, the same on all ranks.
+        step: Synchronization step, for the context of encodes.
+        used: Whether this rank's backward pass used the parameter.
+        aux: Returns `Context.aux` for a parameter and a range; None if the compressor needs no optimizer.
 
     Attributes:
-        index: Index of the chunk in the job; the partition field of its frames.
-        offset: Index of the first value within the job.
-        count: Number of values.
+        nonfinite: Whether the gradient of any rank, or the aggregate, was not finite. The same on all ranks.
     """
 
-    index: int
-    offset: int
-    count: int
-
-    @property
-    def slice(self) -> slice:
-        return slice(self.offset, self.offset + self.count)
-
-
-class EncodedChunk(NamedTuple):
-    """One encoded chunk, made here or received from `sender`."""
-
-    kind: FrameKind
-    flags: FrameFlags
-    body: np.ndarray
-    sender: int
-
-    @property
-    def used(self) -> bool:
-        return bool(self.flags & FrameFlags.USED)
-
-    @property
-    def nonfinite(self) -> bool:
-        return bool(self.flags & FrameFlags.NONFINITE)
+    def __init__(
+        self,
+        layout: TensorLayout,
+        values: torch.Tensor,
+        round: int,
+        step: int,
+        used: bool = True,
+        aux: Callable[[str, ElementRange], Mapping[str, torch.Tensor]] | None = None,
+    ) -> None:
+        self.layout = layout
+        self.values = values
+        self.round = round
+        self.step = step
+        self.used = used
+        self.aux = aux
+        self.nonfinite = False
 
 
 def group_name(names: Sequence[str]) -> str:
@@ -122,11 +124,6 @@ def group_name(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
-def split(count: int, num_chunks: int, alignment: int = RANGE_ALIGNMENT) -> list[Chunk]:
-    """Split `count` elements into `num_chunks` chunks of nearly equal length. Some may be empty.
-
-    Depends only on its arguments, so that all ranks split in the same way.
-    """
-    blocks = -(-count // alignment)
-    edges = [min(count, blocks * index // num_chunks * alignment) for index in range(num_chunks + 1)]
-    return [Chunk(index, start, end - start) for index, (start, end) in enumerate(itertools.pairwise(edges))]
+def job_detail(entry: PlanEntry, count: int, names: Sequence[str]) -> dict[str, Any]:
+    """Return the event detail of submissions of a job."""
+    return {"method": f"{entry.compressor!r} {entry.strategy}", "elements": count, "members": names}

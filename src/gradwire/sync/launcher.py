@@ -1,7 +1,8 @@
-"""Launcher: turns the gradient slices of a submission into jobs, and runs one task graph per job.
+"""Launcher: turns the gradient slices of a submission into jobs, and runs the operations of each.
 
 A large compressed tensor is a job of its own. All others are fused (`gradwire.sync.fusion`). Which tensors travel
-together depends on names, ranges and plan entries alone, so it is found once for each list of slices.
+together, and the operations of each job, depend on names, ranges and plan entries alone, so they are found once for
+each list of slices.
 """
 
 from __future__ import annotations
@@ -9,25 +10,25 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 
+from gradwire.core.errors import SyncError
 from gradwire.core.events import Event
 from gradwire.core.spec import ElementRange
 from gradwire.sync.engine import Engine
 from gradwire.sync.fusion import (
     FUSION_FLAG,
+    DenseGroup,
     FusionGroup,
     FusionLayout,
-    Member,
     SubmissionLayout,
     flush_residuals,
 )
-from gradwire.sync.graph import TaskGraph
-from gradwire.sync.job import TensorJob
-from gradwire.sync.plan_entry import PlanEntry
-from gradwire.sync.strategies import STRATEGIES, Runtime
+from gradwire.sync.job import TensorJob, TensorLayout
+from gradwire.sync.run import Run
+from gradwire.sync.runtime import Runtime
+from gradwire.sync.strategies import STRATEGIES, operations_of
 from gradwire.sync.submission import GradientSlice, Submission
 from gradwire.sync.tensor_registry import TensorRegistry
 
@@ -37,11 +38,53 @@ OptimizerSlices = Callable[[str, ElementRange], Mapping[str, torch.Tensor]]
 _MAX_LAYOUTS = 1024
 
 
-class Launcher:
-    """Runs the jobs of a synchronizer's submissions.
+class JobRun(Run):
+    """The run of one job of a submission.
 
     Args:
-        engine: Runs the task graphs.
+        job: What is synchronized.
+        submission: Told when the run ends.
+        runtime: What all jobs share.
+        priority: Runs with lower numbers go first.
+        on_nonfinite: Called at the end if the gradient of any rank was not finite.
+    """
+
+    def __init__(
+        self,
+        job: TensorJob | FusionGroup,
+        submission: Submission,
+        runtime: Runtime,
+        priority: int,
+        on_nonfinite: Callable[[], None],
+    ) -> None:
+        layout = job.layout
+        codec, operations = STRATEGIES[layout.entry.strategy].codec(job, runtime), layout.operations
+        if operations.num_encoders:
+            codec.encode_from(operations.first_stage, operations.num_encoders)
+        super().__init__(operations, codec, layout.name, job.round, layout.fields, priority)
+        self._job = job
+        self._submission = submission
+        self._events = runtime.events
+        self._on_nonfinite = on_nonfinite
+        self._submitted = time.monotonic()
+
+    def on_done(self) -> None:
+        self.codec.finish()
+        if self._job.nonfinite:
+            self._on_nonfinite()
+        submitted = self._submitted
+        self._events.emit(Event("done", submitted, time.monotonic() - submitted, self.name, self.round))
+        self._submission.arrived()
+
+    def on_failed(self, error: SyncError) -> None:
+        self._submission.failed(error)
+
+
+class Launcher:
+    """Makes the jobs of a synchronizer's submissions, and runs them.
+
+    Args:
+        engine: Runs the operations.
         runtime: What all jobs share.
         tensors: Tensors that all ranks have agreed on.
         rounds: Numbers of the jobs, the same on all ranks.
@@ -79,12 +122,12 @@ class Launcher:
     def submit(self, slices: Sequence[GradientSlice], submission: Submission, step: int) -> None:
         """Launch the jobs of a submission."""
         layout = self._layout(slices)
-        for member, entry in layout.single:
-            job = self._job(member, entry, slices, submission, step)
-            self._launch(job, submission, [job.name])
+        for single in layout.single:
+            self._launch(self._job(single, slices, submission, step), submission)
+        for dense in layout.dense:
+            self._launch(self._dense_group(dense, slices, submission, step), submission)
         for group in layout.groups:
-            make = self._dense_group if group.entry.batched else self._group
-            self._launch(make(group, slices, submission, step), submission, group.names)
+            self._launch(self._group(group, slices, submission, step), submission)
 
     def _layout(self, slices: Sequence[GradientSlice]) -> SubmissionLayout:
         if self._version != self._tensors.version or len(self._layouts) > _MAX_LAYOUTS:
@@ -102,76 +145,53 @@ class Launcher:
         tensors, found = self._tensors, []
         for index, each in enumerate(slices):
             self._check(each)
-            if each.tensor.numel():
-                spec, entry = tensors.specs[each.name], tensors.entries[each.name]
-                if each.name in flushed:
+            count = each.tensor.numel()
+            if count:
+                name, spec, entry = each.name, tensors.specs[each.name], tensors.entries[each.name]
+                if name in flushed:
                     entry = replace(entry, feedback="error")
-                fusion_index = tensors.fusion_indices.get(each.name, 0)
-                where = index, each.name, tensors.ids[each.name], each.offset, each.tensor.numel()
-                found.append((Member(*where, spec.shape, fusion_index), entry, spec))
-        return SubmissionLayout(found)
+                where = tensors.ids[name], entry, spec.dtype, count, each.offset, spec.shape
+                found.append((TensorLayout(name, *where, index, tensors.fusion_indices.get(name, 0)), spec.numel))
+        layout, transport = SubmissionLayout(found), self._runtime.transport
+        for job in layout.jobs:
+            job.operations = operations_of(job, transport.rank, transport.world_size, self._runtime.nodes)
+        return layout
 
     def _holds(self, name: str) -> bool:
         return self._runtime.residuals.holds_after_pruning(name)
 
     def _job(
-        self,
-        member: Member,
-        entry: PlanEntry,
-        slices: Sequence[GradientSlice],
-        submission: Submission,
-        step: int,
+        self, layout: TensorLayout, slices: Sequence[GradientSlice], submission: Submission, step: int
     ) -> TensorJob:
-        aux = self._aux if entry.compressor.needs_optimizer else None
-        staging, used = submission.staging, slices[member.index].used
-        return TensorJob(
-            *(member.name, member.tensor, staging.flat(member.index), entry, next(self._rounds), step, member.offset),
-            used=used,
-            wait_loaded=staging.wait_loaded,
-            shape=member.shape,
-            aux=None if aux is None else partial(aux, member.name),
-        )
+        values, used = submission.staging.flat(layout.index), slices[layout.index].used
+        return TensorJob(layout, values, next(self._rounds), step, used, self._aux_of(layout))
 
     def _dense_group(
-        self, layout: FusionLayout, slices: Sequence[GradientSlice], submission: Submission, step: int
+        self, group: DenseGroup, slices: Sequence[GradientSlice], submission: Submission, step: int
     ) -> TensorJob:
-        values = submission.staging.joined([member.index for member in layout.members])
-        if any(map(self._holds, layout.names)):
+        values = submission.staging.joined([member.index for member in group.members])
+        if any(self._holds(member.name) for member in group.members):
             submission.staging.wait_loaded()
-            used = [slices[member.index].used for member in layout.members]
-            flush_residuals(layout, values, used, self._runtime.residuals, self._world_size)
-        return TensorJob(
-            *(layout.name, layout.tensor, values, layout.entry, next(self._rounds), step),
-            wait_loaded=submission.staging.wait_loaded,
-        )
+            used = [slices[member.index].used for member in group.members]
+            flush_residuals(group.members, values, used, self._runtime.residuals, self._world_size)
+        return TensorJob(group.layout, values, next(self._rounds), step)
 
     def _group(
         self, layout: FusionLayout, slices: Sequence[GradientSlice], submission: Submission, step: int
     ) -> FusionGroup:
         tensors = [submission.staging.contiguous(member.index) for member in layout.members]
         used = [slices[member.index].used for member in layout.members]
-        aux = self._aux if layout.entry.compressor.needs_optimizer else None
-        return FusionGroup(layout, tensors, used, next(self._rounds), step, submission.staging.wait_loaded, aux)
+        return FusionGroup(layout, tensors, used, next(self._rounds), step, self._aux_of(layout))
 
-    def _launch(self, job: TensorJob | FusionGroup, submission: Submission, names: Sequence[str]) -> None:
+    def _aux_of(self, layout: TensorLayout | FusionLayout) -> OptimizerSlices | None:
+        return self._aux if layout.entry.compressor.needs_optimizer else None
+
+    def _launch(self, job: TensorJob | FusionGroup, submission: Submission) -> None:
         submission.expect()
-        submitted = time.monotonic()
-        dense_bytes = 2 * (self._world_size - 1) * job.nbytes // self._world_size
-        method = f"{job.entry.compressor!r} {job.entry.strategy}"
-        detail = {"method": method, "elements": job.num_elements, "members": names}
-        events = self._runtime.events
-        events.emit(Event("submit", submitted, 0.0, job.name, job.round, dense_bytes, detail=detail))
-
-        def done() -> None:
-            if job.nonfinite:
-                self._on_nonfinite()
-            builder.finish()
-            events.emit(Event("done", submitted, time.monotonic() - submitted, job.name, job.round))
-            submission.arrived()
-
-        priority = job.tensor & ~FUSION_FLAG if self._forward_first else job.round
-        graph = TaskGraph(job.name, job.round, priority, on_done=done, on_failed=submission.failed)
-        strategy = STRATEGIES[job.entry.strategy]
-        builder = strategy.builder(job, graph, self._runtime)
-        strategy.build(builder)
-        self._engine.run(graph)
+        layout = job.layout
+        priority = layout.tensor & ~FUSION_FLAG if self._forward_first else job.round
+        run = JobRun(job, submission, self._runtime, priority, self._on_nonfinite)
+        dense_bytes = 2 * (self._world_size - 1) * layout.nbytes // self._world_size
+        name, detail = layout.name, layout.detail
+        self._runtime.events.emit(Event("submit", time.monotonic(), 0.0, name, job.round, dense_bytes, detail=detail))
+        self._engine.run(run, submission.staging.loading())

@@ -31,14 +31,16 @@ from gradwire.net.transport import Transport
 from gradwire.observe.recorder import write_dump
 from gradwire.observe.trace import Trace
 from gradwire.residuals.transaction import Residuals
-from gradwire.sync import exchange, replica
+from gradwire.sync import replica
 from gradwire.sync.agreement import agree, share
 from gradwire.sync.engine import Engine
-from gradwire.sync.graph import TaskGraph
+from gradwire.sync.exchange import ExchangeRun
 from gradwire.sync.group import GroupInfo
 from gradwire.sync.nodes import NodeMap, current_node
+from gradwire.sync.operations import Operations
 from gradwire.sync.options import SyncOptions
-from gradwire.sync.strategies import Runtime
+from gradwire.sync.run import FrameFields, Run
+from gradwire.sync.runtime import Runtime
 from gradwire.sync.strategies.register import Service, ServiceAddress
 from gradwire.sync.tensor_registry import TensorRegistry
 
@@ -173,21 +175,21 @@ class Peers:
         """Return the time that this rank's frames were in transit, summed over peers; see `Transport.busy_seconds`."""
         return 0.0 if self._engine is None else self._runtime.transport.busy_seconds()
 
-    def run_alone(self, build: Callable[[TaskGraph, Transport], None], name: str) -> None:
-        """Run one task graph to its end, between steps. Call it on every rank.
+    def run_alone(self, operations: Operations, codec: Any, name: str, tensor: int) -> None:
+        """Run operations to their end, between steps. Call it on every rank.
 
         Args:
-            build: Function that adds the tasks.
-            name: Name of the graph, for reports.
+            operations: What to do.
+            codec: Has the methods that they call.
+            name: Name of the run, for reports.
+            tensor: Tensor id of the frames.
 
         Raises:
             SyncError: The synchronizer failed.
         """
         assert self._engine is not None, "a single rank has no peers"
         self.wait()
-        graph = TaskGraph(name, next(self._rounds), priority=0, on_done=lambda: None)
-        build(graph, self._runtime.transport)
-        self._engine.run(graph)
+        self._engine.run(Run(operations, codec, name, next(self._rounds), FrameFields(tensor)))
         self._engine.wait_idle()
 
     def _exchange(
@@ -200,11 +202,10 @@ class Peers:
         on_failed: Callable[[SyncError], None] = lambda error: None,
     ) -> None:
         assert self._engine is not None
-        graph = TaskGraph(name, next(self._rounds), 0, on_done, on_failed)
+        run = ExchangeRun(mine, self.rank, self.world_size, use, what, name, next(self._rounds), on_done, on_failed)
         detail = {"method": "control message", "elements": 0}
-        self.events.emit(Event("submit", time.monotonic(), tensor=name, round=graph.round, detail=detail))
-        exchange.build(graph, mine, self._runtime.transport, self.events, use, what)
-        self._engine.run(graph)
+        self.events.emit(Event("submit", time.monotonic(), tensor=name, round=run.round, detail=detail))
+        self._engine.run(run)
 
     # -- traces, ending --------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from gradwire.core.errors import OptionError
 from gradwire.core.spec import ElementRange, TensorSpec, as_array
 from gradwire.residuals.states import common_states
 from gradwire.residuals.transaction import STORED, ResidualKey, Residuals, Role
-from gradwire.sync.job import split
+from gradwire.sync.chunk import split
 
 _LOAD = "Pass the state_dict() of every rank at one step, in the order of the ranks."
 

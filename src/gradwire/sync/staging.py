@@ -7,11 +7,15 @@ buffer and back. CUDA copies run on a side stream through pinned memory, so that
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
 
 from gradwire.core import torch_private
+
+# Waits for copies from GPUs, one after another. The thread begins with the first copy.
+_waiter = ThreadPoolExecutor(1, thread_name_prefix="gradwire-copies")
 
 
 class Staging:
@@ -74,9 +78,13 @@ class Staging:
         return flat
 
     def wait_loaded(self) -> None:
-        """Block until the copies have arrived. Call it on the engine's thread, so that the backward pass goes on."""
+        """Block until the copies have arrived."""
         for event in self._loaded:
             event.synchronize()
+
+    def loading(self) -> Future[None] | None:
+        """Return a future that is done when all copies so far have arrived; None if there are none."""
+        return _waiter.submit(self._loaded[-1].synchronize) if self._loaded else None
 
     def future(self) -> torch.futures.Future[Any]:
         """Return a future that synchronizes with the CUDA streams of its waiters."""

@@ -22,7 +22,8 @@ from gradwire.residuals.policies import EncodeInput
 from gradwire.residuals.transaction import ResidualKey, Residuals, Role
 from gradwire.sync.batch import BatchCodec
 from gradwire.sync.codec import DenseCodec
-from gradwire.sync.fusion import FusionGroup, FusionLayout, Member, is_fused
+from gradwire.sync.fusion import FusionGroup, FusionLayout, is_fused
+from gradwire.sync.job import TensorLayout
 from gradwire.sync.plan_entry import PlanEntry
 from gradwire.sync.strategies import STRATEGIES
 
@@ -94,12 +95,11 @@ def _warm_up_one(entry: PlanEntry, dtype: torch.dtype, world_size: int) -> None:
 
 
 def _warm_up_group(entry: PlanEntry, dtype: torch.dtype, world_size: int) -> None:
-    members = [Member(index, name, index, 0, NUM_ELEMENTS) for index, name in enumerate("ab")]
+    members = [TensorLayout(name, index, entry, dtype, NUM_ELEMENTS) for index, name in enumerate("ab")]
     values = [torch.linspace(-1, 1, NUM_ELEMENTS).to(dtype) for _ in members]
-    group = FusionGroup(FusionLayout(members, entry, dtype), values, [True] * len(members), 0, 0)
+    group = FusionGroup(FusionLayout(members), values, [True] * len(members), 0, 0)
     compiled = BatchCodec.compiled_of(group)
     if compiled is not None:
         codec = BatchCodec(group, Residuals(), 0, world_size, 0, compiled)
-        (chunk,) = group.chunks(1)
-        message = codec.start(chunk)
-        codec.decode(chunk, codec.merge(chunk, [message], 1), 1)
+        (chunk,) = group.layout.chunks(1)
+        codec.decode(chunk, [codec.merge(chunk, [codec.start(chunk)], 1)], 1)

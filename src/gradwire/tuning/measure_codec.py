@@ -34,11 +34,13 @@ from gradwire.planner.costs import CodecCosts, Cost, Curve
 from gradwire.residuals import policies
 from gradwire.residuals.policies import EncodeInput
 from gradwire.residuals.transaction import ResidualKey, Residuals
+from gradwire.sync.batch import codec_of
 from gradwire.sync.engine import Engine
-from gradwire.sync.graph import TaskGraph
-from gradwire.sync.job import TensorJob
+from gradwire.sync.job import TensorJob, TensorLayout
 from gradwire.sync.plan_entry import PlanEntry
-from gradwire.sync.strategies import Builder, Runtime, allgather
+from gradwire.sync.run import Run
+from gradwire.sync.runtime import Runtime
+from gradwire.sync.strategies import operations_of
 from gradwire.wire.frame import Header, seal, unpack
 
 SIZES = (1 << 10, 1 << 13, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
@@ -193,7 +195,7 @@ def measure_add(sizes: Sequence[int] = SIZES, seconds_budget: float = 0.3) -> Cu
 
 
 def measure_task(num_jobs: int = 300) -> float:
-    """Measure seconds of the engine itself per task: queues, frames, events, and the construction of graphs.
+    """Measure seconds of the engine itself per task: queues, frames and events.
 
     Tiny dense tensors travel between two ranks, of which one is an echo.
     """
@@ -214,18 +216,15 @@ def _run_echo(num_jobs: int) -> float:
         on_failure=lambda error, state: None,
     )
     runtime = Runtime(echo, Residuals(), events, seed=0)
-    entry = PlanEntry(make(DENSE_NAME), "allgather")
-    jobs = [TensorJob("profile", 0, torch.zeros(1 << 10), entry, index, 0) for index in range(num_jobs)]
-    num_tasks = 0
+    layout = TensorLayout("profile", 0, PlanEntry(make(DENSE_NAME), "allgather"), torch.float32, 1 << 10)
+    operations, values = operations_of(layout, 0, 2), torch.zeros(layout.count)
     try:
         start = time.perf_counter()
-        for job in jobs:
-            graph = TaskGraph(job.name, job.round, job.round, lambda: None)
-            allgather.build(Builder(job, graph, runtime))
-            num_tasks += len(graph.tasks)
-            engine.run(graph)
+        for index in range(num_jobs):
+            codec = codec_of(TensorJob(layout, values, index, 0), runtime)
+            engine.run(Run(operations, codec, layout.name, index, layout.fields, index))
         engine.wait_idle()
-        return max(0.0, time.perf_counter() - start - sum(work)) / num_tasks
+        return max(0.0, time.perf_counter() - start - sum(work)) / (num_jobs * len(operations.ops))
     finally:
         engine.close()
         metrics.close()

@@ -13,17 +13,18 @@ On failure: as any synchronization, within the deadlines of the job.
 from __future__ import annotations
 
 import time
-from functools import partial
+from collections.abc import Sequence
 from statistics import median
 
 import numpy as np
 
-from gradwire.net.transport import Transport
 from gradwire.planner.costs import LinkCosts
+from gradwire.sync.chunk import Chunk
 from gradwire.sync.exchange import PROBE_BYTES, PROBE_TENSOR
-from gradwire.sync.graph import FrameKey, Task, TaskGraph
+from gradwire.sync.operations import Draft, Operations
 from gradwire.sync.synchronizer import Synchronizer
-from gradwire.wire.frame import HEADER_BYTES, FrameKind, Header
+from gradwire.wire.frame import HEADER_BYTES, FrameKind
+from gradwire.wire.payload import Payload
 
 _ROUND_TRIPS = 5
 _SHORT_TRAIN = 8
@@ -65,59 +66,56 @@ class _LinkMeasurement:
 
     def _round_trip(self) -> float:
         """Measure seconds from this rank to the next one and back."""
-        times: list[float] = []
-
-        def build(graph: TaskGraph, transport: Transport) -> None:
-            self._send(graph, transport, self._next, 0, 0)
-            there = self._recv(graph, self._previous, 0)
-            self._send(graph, transport, self._previous, 0, 1, after=there)
-            back = self._recv(graph, self._next, 1)
-            graph.add("merge", "note probe", lambda: times.append(time.monotonic()), [back])
-            times.append(time.monotonic())
-
-        self._synchronizer.run_alone(build, "probe")
-        return times[1] - times[0]
+        draft, small = Draft(), Chunk(0, 0, 0)
+        probe = draft.add("encode", "start", "make probe", small)
+        draft.send_frame(probe, self._next, FrameKind.STATS, small, 0, "send probe")
+        there = draft.recv_frame(self._previous, FrameKind.STATS, small, 0, "recv probe")
+        draft.send_frame(probe, self._previous, FrameKind.STATS, small, 1, "send probe", after=[there])
+        back = draft.recv_frame(self._next, FrameKind.STATS, small, 1, "recv probe")
+        draft.add("merge", "note", "note probe", small, [back])
+        codec = _Probe()
+        self._run(draft, codec)
+        return codec.times[0] - codec.started
 
     def _rate(self, num_frames: int) -> float:
         """Measure bytes per second in the second half of a train from the previous rank."""
-        times = [0.0] * num_frames
+        draft, small = Draft(), Chunk(0, 0, 0)
+        # A rank sends once its receiver waits, so that no frame arrives before it is expected.
+        probe = draft.add("encode", "start", "make probe", small)
+        draft.send_frame(probe, self._previous, FrameKind.STATS, small, 0, "send probe")
+        ready = draft.recv_frame(self._next, FrameKind.STATS, small, 0, "recv probe")
+        full = draft.add("encode", "start", "make probe", Chunk(0, 0, PROBE_BYTES))
+        for index in range(num_frames):
+            chunk = Chunk(index, 0, PROBE_BYTES)
+            draft.send_frame(full, self._next, FrameKind.STATS, chunk, 1, "send probe", after=[ready])
+            arrived = draft.recv_frame(self._previous, FrameKind.STATS, chunk, 1, "recv probe")
+            draft.add("merge", "note", "note probe", chunk, [arrived])
+        codec = _Probe()
+        self._run(draft, codec)
+        half, times = num_frames // 2, codec.times
+        return (num_frames - half) * (PROBE_BYTES + HEADER_BYTES) / max(times[num_frames - 1] - times[half - 1], 1e-9)
 
-        def build(graph: TaskGraph, transport: Transport) -> None:
-            # A rank sends once its receiver waits, so that no frame arrives before it is expected.
-            self._send(graph, transport, self._previous, 0, 0)
-            ready = self._recv(graph, self._next, 0)
-            for index in range(num_frames):
-                self._send(graph, transport, self._next, PROBE_BYTES, 1, index, after=ready)
-                arrived = self._recv(graph, self._previous, 1, index)
-                graph.add("merge", "note probe", partial(_note, times, index), [arrived])
-
-        self._synchronizer.run_alone(build, "probe")
-        half = num_frames // 2
-        return (num_frames - half) * (PROBE_BYTES + HEADER_BYTES) / max(times[-1] - times[half - 1], 1e-9)
-
-    # -- frames ----------------------------------------------------------------------------------------------
-
-    def _send(
-        self,
-        graph: TaskGraph,
-        transport: Transport,
-        peer: int,
-        nbytes: int,
-        stage: int,
-        partition: int = 0,
-        after: Task | None = None,
-    ) -> None:
-        body = np.zeros(nbytes, np.uint8)
-        header = Header(
-            FrameKind.STATS, sender=transport.rank, epoch=transport.epoch, round=graph.round,
-            tensor=PROBE_TENSOR, stage=stage, partition=partition, count=nbytes,
-        )  # fmt: skip
-        graph.add("send", "send probe", lambda: transport.send(peer, header, body), [after] if after else [], peer)
-
-    def _recv(self, graph: TaskGraph, peer: int, stage: int, partition: int = 0) -> Task:
-        key = FrameKey(peer, FrameKind.STATS, graph.round, PROBE_TENSOR, stage, partition)
-        return graph.recv("recv probe", key)
+    def _run(self, draft: Draft, codec: _Probe) -> None:
+        self._synchronizer.run_alone(Operations(draft.ops), codec, "probe", PROBE_TENSOR)
 
 
-def _note(times: list[float], index: int) -> None:
-    times[index] = time.monotonic()
+class _Probe:
+    """The codec of probes.
+
+    Attributes:
+        started: When the first probe was made, in seconds of the monotonic clock.
+        times: When the probe of each chunk arrived.
+    """
+
+    def __init__(self) -> None:
+        self.started = 0.0
+        self.times: dict[int, float] = {}
+
+    def start(self, chunk: Chunk, payloads: Sequence[Payload], stage: int) -> Payload:
+        """Return a body of as many bytes as the chunk has elements."""
+        self.started = self.started or time.monotonic()
+        return Payload(np.zeros(chunk.count, np.uint8))
+
+    def note(self, chunk: Chunk, payloads: Sequence[Payload], stage: int) -> None:
+        """Note the time."""
+        self.times[chunk.index] = time.monotonic()

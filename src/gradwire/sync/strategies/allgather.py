@@ -17,16 +17,15 @@ GATHER = 0  # the only stage
 
 
 def build(builder: Builder) -> None:
-    job = builder.job
-    for chunk in job.chunks(job.entry.partitions):
+    for chunk in builder.chunks(1):
         if chunk.count == 0:
             continue
         mine = builder.start(chunk, "encode gather")
-        messages = {builder.rank: mine}
+        payloads = {builder.rank: mine}
         for peer in builder.peers:
             builder.send(mine, peer, chunk, GATHER, "send gather")
-            messages[peer] = builder.recv(peer, chunk, GATHER, "recv gather")
-        builder.decode_sum(chunk, [messages[rank] for rank in range(builder.world_size)], "decode gather")
+            payloads[peer] = builder.recv(peer, chunk, GATHER, "recv gather")
+        builder.decode_sum(chunk, [payloads[rank] for rank in range(builder.world_size)], "decode gather")
 
 
 register(Strategy("allgather", build))

@@ -18,7 +18,7 @@ smaller node owns more.
 
 from __future__ import annotations
 
-from gradwire.sync.job import Chunk
+from gradwire.sync.chunk import Chunk
 from gradwire.sync.nodes import Nodes
 from gradwire.sync.strategies import scatter_reduce
 from gradwire.sync.strategies.builder import Builder
@@ -29,18 +29,18 @@ DENSE_STAGES = (REDUCE, SPREAD)  # within a node
 
 
 def build(builder: Builder) -> None:
-    job, rank, nodes = builder.job, builder.rank, builder.nodes
+    rank, nodes = builder.rank, builder.nodes
     if len(nodes) == builder.world_size:
         scatter_reduce.build(builder)
         return
     builder.encode_from(SCATTER, num_encoders=len(nodes))
     home = next(node for node in nodes if rank in node)
-    chunks = job.chunks(builder.world_size * job.entry.partitions)
+    chunks = builder.chunks(builder.world_size)
     for step in range(1, len(chunks) + 1):  # in the order of scatter-reduce
-        chunk = chunks[(rank + step - job.tensor) % len(chunks)]
+        chunk = chunks[(rank + step - builder.layout.tensor) % len(chunks)]
         if chunk.count == 0:
             continue
-        merger = (chunk.index + job.tensor) % builder.world_size
+        merger = (chunk.index + builder.layout.tensor) % builder.world_size
         owners = owners_of(nodes, merger)
         owner = next(each for each in owners if each in home)
         if rank == owner:

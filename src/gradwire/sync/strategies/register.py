@@ -9,6 +9,12 @@ from typing import Any, Protocol
 
 from gradwire.compressors.base import Compressor
 from gradwire.core.errors import OptionError
+from gradwire.sync.batch import codec_of
+from gradwire.sync.fusion import FusionLayout
+from gradwire.sync.job import TensorLayout
+from gradwire.sync.nodes import Nodes
+from gradwire.sync.operations import Operations
+from gradwire.sync.runtime import Runtime
 from gradwire.sync.strategies.builder import Builder
 
 
@@ -57,8 +63,8 @@ class Strategy:
 
     Attributes:
         name: Name in plans.
-        build: Function that adds the tasks of one job to a builder.
-        builder: Class of builders that `build` needs.
+        build: Function that adds the operations of one job to a builder.
+        codec: Function that returns the codec of a job, with the methods that these operations call.
         requires_full_tensor: If true, ranges of a tensor cannot be submitted alone.
         carried: Class of compressors that the strategy supports.
         carried_advice: Description of `carried`, and what to use instead.
@@ -68,8 +74,8 @@ class Strategy:
     """
 
     name: str
-    build: Callable[[Any], None]
-    builder: type[Builder] = Builder
+    build: Callable[[Builder], None]
+    codec: Callable[[Any, Runtime], Any] = codec_of
     requires_full_tensor: bool = False
     carried: type[Compressor] = Compressor  # type: ignore[type-abstract]
     carried_advice: str = ""
@@ -101,3 +107,12 @@ def register(strategy: Strategy) -> None:
 def peer_strategies() -> list[str]:
     """Return the sorted names of the strategies that need no server."""
     return sorted(name for name, strategy in STRATEGIES.items() if strategy.address is None)
+
+
+def operations_of(
+    layout: TensorLayout | FusionLayout, rank: int, world_size: int, nodes: Callable[[], Nodes] | None = None
+) -> Operations:
+    """Return the operations of one job on one rank."""
+    builder = Builder(layout, rank, world_size, nodes)
+    STRATEGIES[layout.entry.strategy].build(builder)
+    return builder.operations()

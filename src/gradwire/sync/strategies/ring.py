@@ -16,9 +16,9 @@ from gradwire.sync.strategies.register import Strategy, register
 
 
 def build(builder: Builder) -> None:
-    job, rank, world_size = builder.job, builder.rank, builder.world_size
+    rank, world_size = builder.rank, builder.world_size
     following, previous = (rank + 1) % world_size, (rank - 1) % world_size
-    chunks = job.chunks(world_size * job.entry.partitions)
+    chunks = builder.chunks(world_size)
     last = world_size - 1  # the hop, and the stage, at which a chunk's sum is complete
     for step in range(len(chunks)):
         chunk = chunks[(rank - step) % len(chunks)]  # a rank begins with the chunk that starts there

@@ -19,13 +19,13 @@ SCATTER, GATHER = 0, 1  # stages
 
 
 def build(builder: Builder) -> None:
-    job, rank, world_size = builder.job, builder.rank, builder.world_size
-    chunks = job.chunks(world_size * job.entry.partitions)
+    rank, world_size = builder.rank, builder.world_size
+    chunks = builder.chunks(world_size)
     # Owners rotate from tensor to tensor, so that short chunks do not always spare the same rank. Each rank begins with
     # the chunk after its own, so that not all ranks send to the same owner first.
     for step in range(1, len(chunks) + 1):
-        chunk = chunks[(rank + step - job.tensor) % len(chunks)]
-        owner = (chunk.index + job.tensor) % world_size
+        chunk = chunks[(rank + step - builder.layout.tensor) % len(chunks)]
+        owner = (chunk.index + builder.layout.tensor) % world_size
         if chunk.count == 0:
             continue
         if owner != rank:

@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.sync.job import RANGE_ALIGNMENT, split
+from gradwire.sync.chunk import RANGE_ALIGNMENT, split
 
 
 @given(count=st.integers(0, 1 << 34), num_chunks=st.integers(1, 600))

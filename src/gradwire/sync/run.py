@@ -1,0 +1,94 @@
+"""A run: the operations of one job on their way through the engine, with what this step fills in."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any, NamedTuple
+
+from gradwire.core.errors import SyncError
+from gradwire.sync.operations import Operations
+
+logger = logging.getLogger("gradwire")
+
+
+class FrameFields(NamedTuple):
+    """Header fields that all frames of a job have in common, in every step.
+
+    Attributes:
+        tensor: Index of the tensor in the agreed order of names.
+        offset: Global element index of the job's first value.
+        compressor: Id of the compressor in the registry; 0 if there is none.
+        dtype: Code of the element type; 0 if there is none.
+    """
+
+    tensor: int
+    offset: int = 0
+    compressor: int = 0
+    dtype: int = 0
+
+
+class Run:
+    """One job in one step.
+
+    Args:
+        operations: What to do.
+        codec: Has the methods that the operations call, each with the arguments (chunk, results of the inputs, stage).
+        name: Name of the job, for messages and metrics.
+        round: Number of the job, the same on all ranks.
+        fields: Header fields of its frames.
+        priority: Runs with lower numbers go first.
+
+    Attributes:
+        pending: How much each operation still waits for.
+        results: Result of each operation: a payload, the result of a future, or None. None as well once no operation
+            needs it any more, so that nothing is kept longer than that.
+        num_users: How many operations still need each result.
+        remaining: Number of operations that have not ended.
+        started: When the run began, in seconds of the monotonic clock.
+    """
+
+    def __init__(
+        self, operations: Operations, codec: Any, name: str, round: int, fields: FrameFields, priority: int = 0
+    ) -> None:
+        self.operations = operations
+        self.codec = codec
+        self.name = name
+        self.round = round
+        self.fields = fields
+        self.priority = priority
+        self.pending = operations.pending.copy()
+        self.num_users = operations.num_users.copy()
+        self.results: list[Any] = [None] * len(operations.ops)
+        self.remaining = len(operations.ops)
+        self.started = 0.0
+        self._ended = False
+        self._lock = threading.Lock()
+
+    def on_done(self) -> None:
+        """Called once, on a thread of the engine, when every operation has ended."""
+
+    def on_failed(self, error: SyncError) -> None:
+        """Called instead, on any thread, if the engine fails or is closed before that."""
+
+    def finish(self) -> None:
+        """Call `on_done`, unless the run has failed."""
+        if self._end():
+            try:
+                self.on_done()
+            except Exception:
+                self._ended = False  # the engine calls `fail` next
+                raise
+
+    def fail(self, error: SyncError) -> None:
+        """Call `on_failed`, unless the run has ended."""
+        if self._end():
+            try:
+                self.on_failed(error)
+            except Exception:  # callers that wait for other runs must still be notified
+                logger.exception("The failure callback of %s raised an error.", self.name)
+
+    def _end(self) -> bool:
+        with self._lock:
+            ended, self._ended = self._ended, True
+        return not ended

@@ -1,0 +1,71 @@
+"""Operations as data: counts and order."""
+
+from __future__ import annotations
+
+import pytest
+
+import gradwire as gw
+from gradwire.sync.chunk import Chunk
+from gradwire.sync.drawing import operations_of_rank
+from gradwire.sync.operations import Draft, FrameKey, Operations, predecessors
+from gradwire.sync.plan_entry import PlanEntry
+from gradwire.sync.strategies import peer_strategies
+from gradwire.wire.frame import FrameKind
+
+CHUNK = Chunk(0, 0, 8)
+
+
+def diamond() -> Operations:
+    draft = Draft()
+    first = draft.add("encode", "start", "encode own", CHUNK)
+    received = draft.recv_frame(2, FrameKind.PAYLOAD, CHUNK, 1, "recv gather")
+    draft.send_frame(first, 1, FrameKind.PAYLOAD, CHUNK, 0, "send own")
+    both = draft.add("merge", "merge", "merge both", CHUNK, [first, received], [first])
+    draft.add("decode", "decode", "decode", CHUNK, [both], [first])
+    return Operations(draft.ops)
+
+
+def test_an_operation_counts_what_it_waits_for_and_knows_what_follows() -> None:
+    operations = diamond()
+    assert operations.pending == [0, 1, 1, 2, 2], "a recv waits for its frame"
+    assert operations.successors == [(2, 3, 4), (3,), (), (4,), ()]
+    assert operations.num_users == [2, 1, 0, 1, 0]
+    assert operations.roots == [0]
+    assert operations.recvs == {FrameKey(2, FrameKind.PAYLOAD, 1, 0): 1}
+    assert operations.senders == {2}
+
+
+def test_a_frame_that_two_operations_wait_for_is_refused() -> None:
+    draft = Draft()
+    for _ in range(2):
+        draft.recv_frame(2, FrameKind.PAYLOAD, CHUNK, 1, "recv")
+    with pytest.raises(AssertionError, match="each frame has one recv"):
+        Operations(draft.ops)
+
+
+@pytest.mark.parametrize("strategy", peer_strategies())
+@pytest.mark.parametrize("compressor", ["none", "onebit", "int8shared", "terngrad"])
+def test_every_frame_that_a_rank_sends_is_one_that_its_peer_receives(strategy: str, compressor: str) -> None:
+    entry, ranks = PlanEntry(gw.make(compressor), strategy, 2), range(5)
+    everyone = [operations_of_rank(entry, len(ranks), rank, 2, elements=20_000) for rank in ranks]
+    sent = [
+        (rank, op.peer, op.frame, op.stage, op.chunk, op.dense)
+        for rank, operations in enumerate(everyone)
+        for op in operations.ops
+        if op.kind == "send"
+    ]
+    received = [
+        (op.peer, rank, op.frame, op.stage, op.chunk, op.dense)
+        for rank, operations in enumerate(everyone)
+        for op in operations.ops
+        if op.kind == "recv"
+    ]
+    assert len(sent) == len(set(sent))
+    assert set(sent) == set(received)
+
+
+@pytest.mark.parametrize("strategy", peer_strategies())
+def test_operations_come_after_all_that_they_wait_for(strategy: str) -> None:
+    for rank in range(4):
+        for index, op in enumerate(operations_of_rank(PlanEntry(gw.make("onebit"), strategy), 4, rank, 2).ops):
+            assert all(before < index for before in predecessors(op))
