@@ -37,6 +37,7 @@ class EngineHarness:
         }
         self.events = EventStream()
         self.dumps: list[tuple[SyncError, dict[str, Any]]] = []
+        options.setdefault("threads", 1)
         options = {"admit": lambda header: None, "on_failure": lambda *found: self.dumps.append(found)} | options
         self._make = lambda: Engine(
             self.network.transports[0],

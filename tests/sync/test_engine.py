@@ -65,6 +65,29 @@ def test_sends_go_first_then_the_lowest_priority_number() -> None:
     assert ran == ["send early", "send middle", "send late", "early", "middle", "late"]
 
 
+def test_several_threads_compute_side_by_side() -> None:
+    """Each waits for the other, and both for a third that is sent first."""
+    together, ran = threading.Barrier(3), []
+
+    def meet() -> None:
+        together.wait(PATIENCE)
+        ran.append(threading.current_thread().name)
+
+    with setup(threads=3) as made:
+        made.engine.run(computing(meet, meet))
+        made.engine.run(computing(meet, priority=1))
+        made.engine.wait_idle()
+    assert sorted(ran) == ["gradwire-engine-0", "gradwire-engine-1", "gradwire-engine-2"]
+
+
+def test_an_error_on_one_of_several_threads_ends_all() -> None:
+    with setup(threads=3) as made:
+        made.engine.run(computing(*[lambda: None] * 20, broken, *[lambda: None] * 20))
+        assert "a bug in a kernel" in str(failure_of(made.engine))
+        made.engine.close()
+        assert not any(thread.name.startswith("gradwire-engine") for thread in engine_threads())
+
+
 # -- frames --------------------------------------------------------------------------------------------------------
 
 
@@ -225,7 +248,7 @@ def test_no_thread_is_left_after_a_failure(how: str) -> None:
         failure_of(made.engine)
         made.engine.close()
         left = engine_threads() - before
-        assert not any(thread.name in ("gradwire-engine", "gradwire-abort", "gradwire-memory-0") for thread in left)
+        assert not any(thread.name in ("gradwire-engine-0", "gradwire-abort", "gradwire-memory-0") for thread in left)
     assert engine_threads() == before
 
 

@@ -14,8 +14,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 
-import numpy as np
-
 from gradwire.core.errors import PeerLostError, SyncError
 from gradwire.net.link import Link
 from gradwire.wire.frame import FrameKind
@@ -76,7 +74,7 @@ class _Closing:
         if not self._says_bye:
             link.drop_unsent()
         frame = link.conversation.control(message.kind, message.reason, message.blame)
-        link.enqueue(frame, np.empty(0, dtype=np.uint8))
+        link.enqueue(frame)
         link.wait_for_much(False)
         self.deadline = self._gives_up = time.monotonic() + self._patience
         self._undelivered = 0

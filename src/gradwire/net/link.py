@@ -18,7 +18,7 @@ from itertools import islice
 import numpy as np
 
 from gradwire.net.conversation import Conversation
-from gradwire.wire.frame import Header
+from gradwire.wire.frame import Header, Outgoing
 
 # More buffers per call gain nothing measurable on loopback. The kernel's own limit is 1024.
 BUFFERS_PER_CALL = 64
@@ -59,7 +59,7 @@ class Link:
         self.watched = 0
         self._busy_seconds = 0.0  # as last seen
         self._low_water = 1
-        self._queue: deque[tuple[bytes, np.ndarray]] = deque()
+        self._queue: deque[Outgoing | bytes] = deque()
         # Buffers of frames taken from the queue, each with whether a frame starts there.
         self._outgoing: deque[tuple[memoryview, bool]] = deque()
 
@@ -68,10 +68,16 @@ class Link:
         """The rank at the other end."""
         return self.conversation.ids.peer
 
-    def enqueue(self, head: bytes, body: np.ndarray) -> None:
-        """Queue one frame, or drop it if the connection has failed."""
+    def enqueue(self, frame: Outgoing | bytes) -> None:
+        """Queue one frame, or drop it if the connection has failed. Bytes are a whole frame."""
         if self.writable:
-            self._queue.append((head, body))
+            self._queue.append(frame)
+
+    def seal(self) -> None:
+        """Compute checksums of frames that are about to be sent. Needs no lock, so that other threads can enqueue."""
+        for frame in list(self._queue)[: BUFFERS_PER_CALL // 2]:
+            if isinstance(frame, Outgoing):
+                frame.seal()
 
     @property
     def pending(self) -> bool:
@@ -199,10 +205,10 @@ class Link:
 
     def _fill(self) -> None:
         while self._queue and len(self._outgoing) < BUFFERS_PER_CALL:
-            head, body = self._queue.popleft()
-            self._outgoing.append((memoryview(head), True))
-            if body.nbytes:
-                self._outgoing.append((body.data, False))
+            frame = self._queue.popleft()
+            self._outgoing.append((memoryview(frame if isinstance(frame, bytes) else frame.seal()), True))
+            if isinstance(frame, Outgoing) and frame.body.nbytes:
+                self._outgoing.append((frame.body.data, False))
 
     def _sent(self, count: int) -> None:
         while count:

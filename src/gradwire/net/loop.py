@@ -32,10 +32,11 @@ from gradwire.net.forks import ProcessBound
 from gradwire.net.handshake import GroupMember
 from gradwire.net.link import Link
 from gradwire.net.pending import PendingConnection, PendingConnections
-from gradwire.wire.frame import FrameKind, Header
+from gradwire.wire.frame import FrameKind, Header, Outgoing
 
 logger = logging.getLogger("gradwire")
-_EMPTY = np.empty(0, np.uint8)
+LARGE_BYTES = 1 << 18
+"""From this size on, the loop's own thread computes a body's checksum and copies it to the kernel."""
 
 
 class ConnectionLoop(ProcessBound):
@@ -93,12 +94,13 @@ class ConnectionLoop(ProcessBound):
 
     # -- any thread ------------------------------------------------------------------------------------------
 
-    def _enqueue(self, link: Link, head: bytes, body: np.ndarray) -> None:
+    def _enqueue(self, link: Link, frame: Outgoing) -> None:
         """Queue one frame, with the lock held."""
         idle = not link.pending
-        link.enqueue(head, body)
+        link.enqueue(frame)
         # Straight to the kernel if nothing is ahead: waking the other thread takes longer than the frame on busy cores.
-        if idle and not link.blocked:
+        # A large one is not: its checksum and its copy would keep the caller from encoding the next.
+        if idle and not link.blocked and frame.body.nbytes < LARGE_BYTES:
             link.flush(time.monotonic())
         if link.pending:
             self._wake()
@@ -230,8 +232,9 @@ class ConnectionLoop(ProcessBound):
         if liveness.heartbeat_due(now):
             liveness.sent(now)  # also if the queue is stuck: its bytes say the same
             if link.writable and not link.pending:
-                link.enqueue(link.conversation.control(FrameKind.HEARTBEAT), _EMPTY)
+                link.enqueue(link.conversation.control(FrameKind.HEARTBEAT))
         if link.pending and not link.blocked:
+            link.seal()
             with self._lock:
                 link.flush(now)
         link.wait_for_much()

@@ -24,7 +24,7 @@ from gradwire.net.handshake import GroupMember, JobKey
 from gradwire.net.link import Link
 from gradwire.net.loop import ConnectionLoop
 from gradwire.net.pending import PendingConnection, PendingConnections
-from gradwire.wire.frame import HEADER_BYTES, FrameKind, Header, seal
+from gradwire.wire.frame import HEADER_BYTES, FrameKind, Header, Outgoing
 
 # The two ends may have different timeouts: neither can be below four of these.
 HEARTBEAT = timedelta(seconds=0.25)
@@ -125,13 +125,13 @@ class ReconnectingEndpoint(ConnectionLoop):
             SyncError: This process is a fork of the one that the endpoint belongs to.
         """
         self.check_process()
-        head = seal(header, body)
+        frame = Outgoing(header, body)
         with self._lock:
             link = self._link(peer, connection)
             if link is None or not link.open or self._closing is not None:
                 return False
             self.sent_bytes += HEADER_BYTES + body.nbytes
-            self._enqueue(link, head, body)
+            self._enqueue(link, frame)
         return True
 
     def pause(self, peer: int, paused: bool) -> None:

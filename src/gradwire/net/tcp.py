@@ -30,7 +30,7 @@ from gradwire.net.loop import ConnectionLoop
 from gradwire.net.pending import PendingConnection, PendingConnections
 from gradwire.net.rendezvous import Deadline, Meeting, meet
 from gradwire.net.transport import Callbacks, PeerTransport
-from gradwire.wire.frame import HEADER_BYTES, FrameKind, Header, seal
+from gradwire.wire.frame import HEADER_BYTES, FrameKind, Header, Outgoing
 
 ABORT_SECONDS = 5.0
 
@@ -119,14 +119,14 @@ class TcpTransport(PeerTransport, ConnectionLoop):
         self.check_process()
         self._check_outgoing(peer, header)
         link = self._links[peer]
-        head = seal(header, body)
+        frame = Outgoing(header, body)
         with self._lock:
             if self._closing is not None:
                 return  # the closing message is the last, and only the loop's thread sends it
             gone = link.conversation.end
             if gone is None:
                 self.sent_bytes[peer] += HEADER_BYTES + body.nbytes
-                self._enqueue(link, head, body)
+                self._enqueue(link, frame)
             else:
                 self._undeliverable = gone
                 self._wake()

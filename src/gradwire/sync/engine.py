@@ -1,7 +1,9 @@
 """The engine: runs operations from a computation queue and a communication queue, driven by dependency counts.
 
-Encodes, decodes and merges run on the engine's threads, lowest priority number first. Sends go to the transport, whose
-send queues are the communication queue. Received frames end `recv` operations. Nothing blocks in a callback.
+Encodes, decodes and merges run on the engine's threads, lowest priority number first. Kernels release the interpreter's
+lock, so that chunks are encoded side by side. Sends go to the transport, whose send queues are the communication queue
+and whose thread computes checksums of large frames and copies them to the kernel. Received frames end `recv`
+operations. Nothing blocks in a callback.
 
 Guarantees: a frame is matched to exactly one `recv`. Frames that come before their run has begun are kept, up to a
 limit. The first failure of any kind ends the engine, with one typed error that names rank, tensor and phase; every
@@ -20,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -28,6 +31,7 @@ import numpy as np
 from gradwire.compressors.base.registry import DENSE_NAME, code
 from gradwire.core.errors import FrameError, SyncError
 from gradwire.core.events import Event, EventStream
+from gradwire.kernels.cpu.parallel import num_cores, one_thread
 from gradwire.net.transport import Callbacks, Transport
 from gradwire.sync.chunk import Chunk
 from gradwire.sync.engine_errors import Waiting, closed, located, raised, sent_twice, stalled
@@ -47,6 +51,11 @@ _LOAD, _FINISH = -2, -1  # in place of the index of an operation: the gradients 
 _STANDINS = {_LOAD: Op("recv", "load", _NOTHING), _FINISH: Op("merge", "finish", _NOTHING)}
 
 
+def default_threads() -> int:
+    """Number of computation threads: this rank's share of the cores, without one for the model; at least 1."""
+    return max(1, num_cores() - 1)
+
+
 class Engine:
     """Runs operations until it is closed or fails.
 
@@ -59,6 +68,7 @@ class Engine:
             recorder's file.
         early_bytes_limit: Most bytes, headers included, of one peer's frames that no run waits for yet. It applies
             before the transport starts, which may already hold frames of a fast peer.
+        threads: Number of computation threads; None means `default_threads`.
 
     Attributes:
         error: The error that ended the engine, or None.
@@ -74,6 +84,7 @@ class Engine:
         stall_timeout: timedelta,
         on_failure: Callable[[SyncError, dict[str, Any]], None],
         early_bytes_limit: int = 1 << 20,
+        threads: int | None = None,
     ) -> None:
         self.transport = transport
         self.error: SyncError | None = None
@@ -98,8 +109,12 @@ class Engine:
         self._closing = False
         self._aborting: threading.Thread | None = None
         transport.start(Callbacks(self._check_header, self._on_frame, self.fail, self._is_missed))
-        self._thread = threading.Thread(target=self._loop, name="gradwire-engine", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=self._loop, name=f"gradwire-engine-{index}", daemon=True)
+            for index in range(default_threads() if threads is None else threads)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     # -- called by the synchronizer --------------------------------------------------------------------------
 
@@ -214,7 +229,8 @@ class Engine:
             self._closing = True
             self._work.notify_all()
             self._ended.notify_all()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
         if self._aborting is not None:
             self._aborting.join()
         self.transport.close()
@@ -277,7 +293,7 @@ class Engine:
         peer, detail = operations.ops[index].peer, operations.details[index]
         self._events.emit(Event(kind, start, time.monotonic() - start, run.name, run.round, nbytes, peer, detail))
 
-    # -- the computation queue, on the engine's thread -------------------------------------------------------
+    # -- the computation queue, on the engine's threads ------------------------------------------------------
 
     def _push(self, run: Run, index: int) -> None:
         """Queue an operation that can run. Holds the lock."""
@@ -304,6 +320,11 @@ class Engine:
             self._push(run, _FINISH)
 
     def _loop(self) -> None:
+        # With several threads, each kernel keeps to its own.
+        with one_thread() if len(self._threads) > 1 else nullcontext():
+            self._work_until_closed()
+
+    def _work_until_closed(self) -> None:
         while True:
             with self._work:
                 while not self._ready:
@@ -325,7 +346,7 @@ class Engine:
                 result = getattr(run.codec, op.call)(op.chunk, inputs, op.stage)
             else:
                 self._send(run, op, inputs[0])
-        except Exception as error:  # the engine's thread must never die silently
+        except Exception as error:  # the engine's threads must never die silently
             self.fail(raised(error, run, op))
             return
         if isinstance(result, Future):

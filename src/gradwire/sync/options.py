@@ -13,7 +13,8 @@ from gradwire.sync.strategies.register import ServiceAddress
 
 @dataclass(frozen=True)
 class SyncOptions:
-    """Options of `gradwire.attach` and `Synchronizer`. All ranks pass the same values, except for `dump_dir`.
+    """Options of `gradwire.attach` and `Synchronizer`. All ranks pass the same values, except for `dump_dir`
+    and `threads`.
 
     Attributes:
         timeout: Longest time that a rank may be silent. After that, all other ranks raise an error.
@@ -24,11 +25,13 @@ class SyncOptions:
             ``GRADWIRE_DUMP_DIR``, or a directory of the user's among the system's temporary files.
         nodes: Placement of ranks for the strategy ``"hierarchical"``: the name of each rank's node, or the number of
             ranks per node. None asks the launcher's environment, then compares host names.
+        threads: Number of threads that encode, merge and decode. None means the rank's share of the usable cores (all,
+            divided by ``LOCAL_WORLD_SIZE``), less one, at least one. Ranks may have different numbers.
         server: Aggregator for the strategy ``"server"``: ``"host:port"`` or a `gradwire.Aggregator`. None reads the
             address from ``GRADWIRE_AGGREGATOR``.
 
     Raises:
-        OptionError: `timeout` is not positive.
+        OptionError: `timeout` or `threads` is not positive.
     """
 
     timeout: timedelta = timedelta(seconds=30)
@@ -37,7 +40,12 @@ class SyncOptions:
     dump_dir: str | Path | None = None
     nodes: int | Sequence[str | int] | None = None
     server: str | ServiceAddress | None = None
+    threads: int | None = None
 
     def __post_init__(self) -> None:
         if self.timeout <= timedelta(0):
             raise OptionError(f"timeout must be positive, but it is {self.timeout}. Pass timedelta(seconds=30).")
+        if self.threads is not None and self.threads < 1:
+            raise OptionError(
+                f"threads must be at least 1, but it is {self.threads}. Leave it out for the usual number."
+            )

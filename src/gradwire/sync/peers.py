@@ -64,6 +64,7 @@ class Peers:
         self._topics = itertools.count()
         self._dump_dir = None if options.dump_dir is None else Path(options.dump_dir)
         self._engine: Engine | None = None
+        self._num_threads = options.threads
         self._addresses: dict[str, ServiceAddress] = {}  # by name of the strategy that needs the service
         self._services: dict[str, Service] = {}
         self._stall_timeout = options.stall_timeout or 10 * options.timeout
@@ -90,6 +91,7 @@ class Peers:
             stall_timeout=self._stall_timeout,
             on_failure=self._on_failure,
             early_bytes_limit=tensors.early_bytes_limit(),
+            threads=self._num_threads,
         )
 
     def _connect_services(self, tensors: TensorRegistry) -> None:

@@ -24,6 +24,7 @@ from gradwire.sync.strategies import STRATEGIES
 
 Method = str | Compressor
 AUTO = "auto"
+PARTITION_ELEMENTS = 1 << 24
 
 
 class Plan:
@@ -38,7 +39,8 @@ class Plan:
             within nodes, compressed between them) or ``"server"`` (an aggregator, for ``"thc"`` and ``"uthc"``). None
             means the ring, which fills each link, for tensors that travel without loss by choice, and scatter-reduce
             for all others. Under ``"server"``, dense tensors travel as under None.
-        partitions: Number of ranges that a rank's share of a tensor is cut into, at least 1.
+        partitions: Number of ranges that a rank's share of a tensor is cut into, at least 1. None means one range for
+            every 16 million elements of the tensor, so that several threads can work on a large tensor.
         min_elements: Size below which tensors stay dense under the blanket rule. Vectors always do.
         feedback: Residual policy of all compressors: ``"error"``, ``"none"``, ``"momentum"`` or a `MomentumCorrection`.
             None means the default of each compressor. Momentum correction applies to dense tensors too, and compressed
@@ -57,7 +59,7 @@ class Plan:
         rules: Method | Mapping[str, Method],
         *,
         strategy: str | None = None,
-        partitions: int = 1,
+        partitions: int | None = None,
         min_elements: int = 1_024,
         feedback: str | policies.Policy | None = None,
     ) -> None:
@@ -67,14 +69,14 @@ class Plan:
         self.has_velocity = policy is not None and policy.has_velocity
         if self.has_velocity and strategy not in (None, "allgather"):
             raise _needs_allgather(strategy)
-        if partitions < 1:
-            raise OptionError(f"partitions must be at least 1, but it is {partitions}. Pass 1 to leave ranges whole.")
+        if partitions is not None and partitions < 1:
+            raise OptionError(f"partitions must be at least 1, but it is {partitions}. Pass 1 to leave shares whole.")
         if min_elements < 0:
             raise OptionError(f"min_elements must not be negative, but it is {min_elements}. Pass 0 to compress all.")
         if isinstance(rules, Mapping) and not rules:
             raise OptionError('The plan has no rules. Pass for example {"*": "threelc"}.')
         self.is_auto = rules == AUTO
-        if self.is_auto and (strategy is not None or partitions != 1 or feedback is not None):
+        if self.is_auto and (strategy is not None or partitions is not None or feedback is not None):
             raise OptionError(
                 f'"auto" chooses strategy, partitions and feedback itself, but they are {strategy!r}, {partitions} '
                 f"and {feedback!r}. Leave them out, or name a compressor."
@@ -163,9 +165,10 @@ class Plan:
         if small and pattern == "*":
             compressor = make(DENSE_NAME)
         feedback = self.feedback or compressor.default_feedback
+        partitions = self.partitions or max(1, -(-spec.numel // PARTITION_ELEMENTS))
         if self.has_velocity:
             strategy = ("scatter_reduce" if small else "ring") if compressor.exact else "allgather"
-            return PlanEntry(compressor, strategy, self.partitions, feedback)
+            return PlanEntry(compressor, strategy, partitions, feedback)
         batched = compressor.dense or (small and compressor.exact and compressor.elementwise)
         given = self.strategy
         if given is not None and compressor.exact and not STRATEGIES[given].carries(compressor):
@@ -173,7 +176,7 @@ class Plan:
         return PlanEntry(
             compressor,
             given or usual,
-            self.partitions,
+            partitions,
             feedback="none" if compressor.exact else feedback,
             batched=batched,
         )

@@ -214,6 +214,7 @@ def _run_echo(num_jobs: int) -> float:
         events=events,
         stall_timeout=timedelta(seconds=60),
         on_failure=lambda error, state: None,
+        threads=1,
     )
     runtime = Runtime(echo, Residuals(), events, seed=0)
     layout = TensorLayout("profile", 0, PlanEntry(make(DENSE_NAME), "allgather"), torch.float32, 1 << 10)

@@ -161,6 +161,15 @@ def seal(header: Header, body: np.ndarray) -> bytes:
     """Return the 72 header bytes for `body`, with length and checksum filled in. `body` is not copied.
 
     Raises:
+        ValueError: See `check`.
+    """
+    return _sealed(check(header, body), body)
+
+
+def check(header: Header, body: np.ndarray) -> bytes:
+    """Return the header bytes for `body` without a checksum.
+
+    Raises:
         ValueError: A field does not fit its width, or `body` is not a contiguous uint8 array.
     """
     if body.dtype != np.uint8 or body.ndim != 1 or not body.flags.c_contiguous:
@@ -172,9 +181,35 @@ def seal(header: Header, body: np.ndarray) -> bytes:
         raise ValueError(f"A body of {body.nbytes} bytes is too large: the limit is {MAX_BODY_BYTES}. Partition it.")
     if header.offset + header.count > _INDEX_LIMIT:
         raise ValueError(f"Offset {header.offset} + count {header.count} must give a range below 2**63.")
-    plain = _layout(header, body.nbytes)
+    return _layout(header, body.nbytes)
+
+
+def _sealed(plain: bytes, body: np.ndarray) -> bytes:
     checksum: int = google_crc32c.extend(google_crc32c.value(plain), body)
     return plain[:_CHECKSUM_AT] + checksum.to_bytes(4, "little") + _ZERO_CHECKSUM
+
+
+class Outgoing:
+    """A frame on its way out, whose checksum may be computed later, on another thread.
+
+    Args:
+        header: All fields but length and checksum.
+        body: Contiguous uint8 array.
+
+    Raises:
+        ValueError: See `check`.
+    """
+
+    def __init__(self, header: Header, body: np.ndarray) -> None:
+        self.body = body
+        self._plain = check(header, body)
+        self._sealed: bytes | None = None
+
+    def seal(self) -> bytes:
+        """Return the 72 header bytes. Threads may call it at the same time; both compute the same."""
+        if self._sealed is None:
+            self._sealed = _sealed(self._plain, self.body)
+        return self._sealed
 
 
 def pack(header: Header, body: np.ndarray | bytes = b"") -> bytes:

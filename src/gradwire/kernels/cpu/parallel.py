@@ -30,10 +30,13 @@ def one_thread() -> Iterator[None]:
 
 def num_threads() -> int:
     """Number of threads that one call may use, including its own."""
-    if getattr(_alone, "now", False):
-        return 1
+    return 1 if getattr(_alone, "now", False) else max(1, min(MOST_THREADS, num_cores()))
+
+
+def num_cores() -> int:
+    """Return this rank's share of the usable cores; 0 if there are more ranks than cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(MOST_THREADS, cores // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))))
+    return cores // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def shares(count: int, least: int) -> list[range]:

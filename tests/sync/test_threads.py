@@ -1,0 +1,65 @@
+"""Several computation threads give the bits of one."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import gradwire as gw
+from gradwire.core.errors import OptionError
+from gradwire.core.spec import TensorSpec
+from gradwire.sync.engine import default_threads
+from gradwire.sync.plan import PARTITION_ELEMENTS, Plan
+from gradwire.sync.synchronizer import GradientSlice, Synchronizer
+from tests.sync.harness import ranks
+
+SHAPES = {"large": (300, 500), "matrix": (64, 80), "small": (40, 30), "other": (70, 30), "vector": (300,)}
+STRATEGIES = ["allgather", "hierarchical", "ring", "scatter_reduce"]
+METHODS = ["none", "onebit", "threelc", "topk", "int8shared", "terngrad", "thc", "powersgd", "lossless", "adacomp"]
+
+
+def train(one: Synchronizer, steps: int) -> dict[str, Any]:
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(100 * step + one.rank)
+        grads = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+        one.begin_step()
+        one.submit([GradientSlice(name, grad) for name, grad in grads.items()])
+        one.commit()
+    return {"means": grads, "residuals": one.residuals.total()}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("method", METHODS)
+def test_means_and_residuals_are_the_same_to_the_bit(method: str, strategy: str) -> None:
+    plan = Plan(method, strategy=strategy, partitions=3, min_elements=100)
+    found = []
+    for threads in (1, 4):
+        with ranks(3, plan, threads=threads) as group:
+            found.append(group.each(partial(train, steps=3)))
+    for alone, together in zip(*found, strict=True):
+        for name in SHAPES:
+            assert torch.equal(alone["means"][name], together["means"][name])
+            np.testing.assert_array_equal(alone["residuals"].get(name), together["residuals"].get(name))
+
+
+def test_the_usual_number_is_the_share_of_the_cores_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(16)))
+    for ranks_here, expected in (("1", 15), ("4", 3), ("8", 1), ("16", 1), ("64", 1)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks_here)
+        assert default_threads() == expected
+
+
+def test_no_thread_at_all_is_refused() -> None:
+    with pytest.raises(OptionError, match="threads must be at least 1, but it is 0"):
+        gw.SyncOptions(threads=0)
+
+
+def test_large_tensors_are_cut_for_several_threads() -> None:
+    plan = Plan("onebit")
+    for numel, expected in ((PARTITION_ELEMENTS, 1), (PARTITION_ELEMENTS + 1, 2), (4 * PARTITION_ELEMENTS, 4)):
+        assert plan.entry("w", TensorSpec((numel, 1))).partitions == expected
+    assert Plan("onebit", partitions=1).entry("w", TensorSpec((1 << 30, 1))).partitions == 1
