@@ -133,7 +133,7 @@ _HIPRESS = (
         "papers.hipress.breakdown",
     ),
     Benchmark(
-        "step-ablation", "How much slower is a step without batch compression, or without tensor fusion?",
+        "step-ablation", "What do batch compression, tensor fusion, and computation threads gain, each by itself?",
         "papers.hipress.step_ablation", recorded=False,
     ),
     Benchmark("sweeps", "How do step times depend on rate, ratio, and width? (figure 12)", "papers.hipress.sweeps"),

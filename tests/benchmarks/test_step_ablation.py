@@ -10,21 +10,22 @@ from gradwire.bench.methods import DDP_FP32, SILENT
 from gradwire.core.spec import TensorSpec
 
 SECONDS = {
-    SILENT: 0.1, DDP_FP32: 0.6, "all": 0.2, "without-batch-compression": 0.3, "without-fusion": 0.5, "all-again": 0.2,
+    SILENT: 0.1, DDP_FP32: 0.6, "all": 0.2, "without-batch-compression": 0.3, "without-fusion": 0.5, "two-threads": 0.1,
+    "all-again": 0.2,
 }  # fmt: skip
 
 
-def test_each_variant_leaves_one_part_out():
+def test_each_variant_changes_one_part():
     parts = {}
     for variant in step_ablation.VARIANTS:
         how = step_ablation.how(variant)
         entry = how.plan.entry("fc.weight", TensorSpec((64, 64)))
-        parts[variant] = entry.compressor.compiled() is not None, how.buckets
+        parts[variant] = entry.compressor.compiled() is not None, how.buckets, how.threads
         assert entry.feedback == "error"
         assert how.plan.entry("fc.bias", TensorSpec((64,))).compressor.name == "none"
     assert parts == {
-        "all": (True, True), "without-batch-compression": (False, True), "without-fusion": (True, False),
-        "all-again": (True, True),
+        "all": (True, True, 1), "without-batch-compression": (False, True, 1), "without-fusion": (True, False, 1),
+        "two-threads": (True, True, 2), "all-again": (True, True, 1),
     }  # fmt: skip
 
 
@@ -45,6 +46,13 @@ def test_figures_compare_with_all_parts():
     rows = list(step_ablation.figures("deep", breakdown.step_times(ordered, outcomes, ["none"])))
     over = {row["method"]: row["value"] for row in rows if row["metric"] == "step_over_all"}
     assert over == pytest.approx(
-        {"dense": 3.0, "all": 1.0, "without-batch-compression": 1.5, "without-fusion": 2.5, "all-again": 1.0}
+        {
+            "dense": 3.0,
+            "all": 1.0,
+            "without-batch-compression": 1.5,
+            "without-fusion": 2.5,
+            "two-threads": 0.5,
+            "all-again": 1.0,
+        }
     )
     assert "| deep, none, without-fusion | 500.0 | 500.0 to 500.0 | 2.50 | 0.0 | 0.00 |" in step_ablation.table(rows)

@@ -107,6 +107,7 @@ class How:
         waits: Whether to wait for each tensor before the next one is encoded.
         chosen: What the planner chooses from at each rate; empty if the plan is fixed.
         partitions: Numbers of partitions that the planner tries.
+        threads: Number of computation threads; None for the default.
     """
 
     plan: Plan
@@ -114,6 +115,7 @@ class How:
     waits: bool = False
     chosen: tuple[RankedCompressor, ...] = ()
     partitions: tuple[int, ...] = PARTITIONS
+    threads: int | None = None
 
 
 def how(stage: str) -> How:
@@ -132,7 +134,8 @@ class Staged:
         self.how, self._ddp = how, ddp
         self._names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
         specs = {name: TensorSpec.of(parameter) for name, parameter in ddp.module.named_parameters()}
-        self.synchronizer = Synchronizer(None, how.plan, tensors=specs, options=SyncOptions(seed=rank.job.seed))
+        options = SyncOptions(seed=rank.job.seed, threads=how.threads)
+        self.synchronizer = Synchronizer(None, how.plan, tensors=specs, options=options)
         self.survey = Calibration(self.synchronizer, max(spec.numel for spec in specs.values()))
         self.native = False  # by DDP's own all-reduce, as the planner may want it
         self.native_bytes = 0

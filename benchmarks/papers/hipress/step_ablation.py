@@ -1,17 +1,19 @@
-"""Gain of batch compression and of tensor fusion: steps with both, and with one of them left out.
+"""Gain of batch compression, tensor fusion and computation threads: steps with one part left out or added.
 
 Four ranks replay the recorded backward pass of three workloads: hundreds of tiny tensors (blocks), hundreds of small
 ones (deep) and a few large ones (text). All variants compress with onebit and co-located servers:
 
     dense                      DDP's own all-reduce in fp32, with the better of two bucket sizes
-    all                        gradwire as it is
+    all                        batch compression and fusion, with one computation thread, as by default on two cores
     without-batch-compression  tensors of a group share messages, but are encoded, merged and decoded one by one
     without-fusion             each tensor is a submission of its own, with tasks and messages of its own
-    all-again                  the first variant once more, which shows how far a variant differs from itself
+    two-threads                all, with two computation threads
+    all-again                  all once more, which shows how far a variant differs from itself
 
-The ranks of the benchmark leave the parts out, and the library has no switch for them. Without batch compression, the
-compressor is a subclass that has no compiled functions. Without fusion, a compiled call handles one tensor. Of the
-processor time that this variant adds on blocks, about a seventh is the cost of more submissions.
+The library has no switch for batch compression and fusion; the ranks of the benchmark leave them out. Without batch
+compression, the compressor is a subclass that has no compiled functions. Without fusion, a compiled call handles one
+tensor, and more submissions add a little to the cost. With one computation thread, kernels divide large tensors among
+the rank's cores. With two, each kernel keeps to its thread.
 
 Source: HiPress (SOSP 2021), sections 3.2 and 3.4, whose figure 11 adds batch compression and bulk communication in one
 step.
@@ -35,8 +37,9 @@ from gradwire.compressors.base import Compiled
 from gradwire.sync.plan import Plan
 
 WORKLOADS, RATES = ("blocks", "deep", "text"), ("none", "1gbit", "100mbit")
-ALL, WITHOUT_BATCHES, WITHOUT_FUSION, AGAIN = "all", "without-batch-compression", "without-fusion", "all-again"
-VARIANTS = (ALL, WITHOUT_BATCHES, WITHOUT_FUSION, AGAIN)
+ALL, WITHOUT_BATCHES, WITHOUT_FUSION = "all", "without-batch-compression", "without-fusion"
+TWO_THREADS, AGAIN = "two-threads", "all-again"
+VARIANTS = (ALL, WITHOUT_BATCHES, WITHOUT_FUSION, TWO_THREADS, AGAIN)
 KEY, CHOICES = ("workload",), ("workloads",)
 Row = dict[str, Any]
 
@@ -59,7 +62,7 @@ def one_by_one() -> type[Compressor]:
 def how(variant: str) -> How:
     """How a variant synchronizes gradients."""
     codec = one_by_one()() if variant == WITHOUT_BATCHES else make(CODEC)
-    return How(Plan(codec), buckets=variant != WITHOUT_FUSION)
+    return How(Plan(codec), buckets=variant != WITHOUT_FUSION, threads=2 if variant == TWO_THREADS else 1)
 
 
 def figures(workload: str, times: dict[str, dict[str, StepTime]]) -> Iterator[Row]:
