@@ -24,6 +24,7 @@ import torch
 from gradwire.compressors.base import FeedbackName, Reduction, Stat, SummableCompressor, options
 from gradwire.compressors.base.array import ArrayCompressor, EncodeArguments, expect, expect_bytes
 from gradwire.compressors.base.registry import register
+from gradwire.core import buffers
 from gradwire.core.context import Context
 from gradwire.core.errors import OptionError
 from gradwire.core.spec import TensorSpec, as_array
@@ -82,7 +83,7 @@ class Int8Shared(ArrayCompressor, SummableCompressor):
         if not np.isfinite(scales).all():
             return None
         num_scale_bytes = 0 if stats else scales.nbytes
-        body = np.empty(num_scale_bytes + x.size, np.uint8)
+        body = buffers.empty(num_scale_bytes + x.size)
         if not stats:
             body[:num_scale_bytes].view("<f4")[:] = scales
         # scale · x / scales is x / (scales / scale): the gradient itself is not touched.

@@ -19,6 +19,7 @@ from gradwire.compressors.base import Compressor, FeedbackName
 from gradwire.compressors.base.array import start_residual
 from gradwire.compressors.base.contract import compensate
 from gradwire.compressors.base.registry import register
+from gradwire.core import buffers
 from gradwire.core.context import Context
 from gradwire.core.spec import ELEMENT_TYPES, TensorSpec, as_array
 from gradwire.kernels import active as kernels
@@ -109,7 +110,7 @@ class NoCompression(Compressor):
 
     def _pack(self, x: np.ndarray, dtype: torch.dtype, scale: float, ctx: Context) -> tuple[Payload, np.ndarray]:
         """Payload of scale · x, and the elements that it decodes to."""
-        body = np.empty(x.size * dtype.itemsize, np.uint8)
+        body = buffers.empty(x.size * dtype.itemsize)
         elements = body.view(ARRAY_DTYPES[dtype])
         return Payload(body, nonfinite=not convert(x, elements, scale)), elements
 

@@ -33,6 +33,7 @@ from gradwire.compressors.base import options
 from gradwire.compressors.base.array import ArrayCompressor, EncodeArguments, any_other, expect, scaled, scratch
 from gradwire.compressors.base.contract import Compiled
 from gradwire.compressors.base.registry import register
+from gradwire.core import buffers
 from gradwire.core.context import Context
 from gradwire.core.errors import OptionError
 from gradwire.core.spec import TensorSpec
@@ -99,7 +100,7 @@ class ThreeLC(ArrayCompressor):
         if not math.isfinite(sent_M):
             return None
         head = _SCALE_BYTES + self._table_bytes(x.size)
-        body = np.empty(head + _packed_bytes(x.size), np.uint8)
+        body = buffers.empty(head + _packed_bytes(x.size))
         body[:_SCALE_BYTES].view("<f4")[0] = sent_M
         packed = body[head:]
         quartic = scratch(packed.size) if self.zero_run else packed

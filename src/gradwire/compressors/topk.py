@@ -33,6 +33,7 @@ from gradwire.compressors.base.array import (
 from gradwire.compressors.base.contract import Compiled
 from gradwire.compressors.base.registry import register
 from gradwire.compressors.support.warmup import ratio_at
+from gradwire.core import buffers
 from gradwire.core.context import Context
 from gradwire.core.spec import TensorSpec
 from gradwire.kernels import active as kernels
@@ -87,7 +88,7 @@ class TopK(ArrayCompressor):
     def _encode(self, x: np.ndarray, ctx: Context, args: EncodeArguments) -> np.ndarray | None:
         k = self.num_kept(x.size, ctx.step)
         num_bytes = kernels.positions_bytes(x.size, k)
-        body, indices = np.empty(4 * k + num_bytes, np.uint8), np.empty(k, _index_dtype(x.size))
+        body, indices = buffers.empty(4 * k + num_bytes), buffers.empty(k, _index_dtype(x.size))
         values, positions = body[: 4 * k].view("<f4"), body[4 * k :]
         kernels.top_k(x, k, indices)
         kernels.pack_positions(indices, x.size, positions)

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from gradwire.compressors.base.contract import Compressor
+from gradwire.core import buffers
 from gradwire.core.context import Context
 from gradwire.core.errors import PayloadError
 from gradwire.core.spec import TensorSpec, as_array
@@ -124,7 +125,7 @@ class ArrayCompressor(Compressor):
         if out.dtype == torch.float32:
             self._decode(payload.body, ctx, stats, as_array(out), accumulate)
         else:
-            values = np.empty(out.numel(), np.float32)
+            values = buffers.empty(out.numel(), np.float32)
             self._decode(payload.body, ctx, stats, values, False)
             kernels.cast(values, as_array(out))
         return out

@@ -20,6 +20,7 @@ from gradwire.compressors.base.contract import Compiled, Reduction, Stat, Statef
 from gradwire.compressors.base.definition import Definition
 from gradwire.compressors.base.on_device import OnDevice
 from gradwire.compressors.base.on_device import previous_state as _previous_state
+from gradwire.core import buffers
 from gradwire.core.context import Context
 from gradwire.core.context import key_words as _keys
 from gradwire.core.errors import UnknownNameError
@@ -140,14 +141,18 @@ class TracedCompressor(OnDevice):
         most, is_fixed = self.max_encoded_bytes(TensorSpec((x.size,))), self.program.has_fixed_size
         # A body that is usually shorter than its bound is written to scratch memory, and copied.
         lists = self._lists(x.size, 0 if is_fixed else most)
-        body = np.empty(most, np.uint8) if is_fixed else lists[lists.size - _aligned(most) :][:most]
+        body = buffers.empty(most) if is_fixed else lists[lists.size - _aligned(most) :][:most]
         length = self.module.encode(
             as_input(x), np.float32(args.scale), args.residual_in, args.residual_out, body, self._given(args.stats),
             _keys(ctx), ctx.offset, self._static(x.size, ctx.step, _previous_state(ctx)), lists,
         )  # fmt: skip
         if length < 0:
             return None
-        return body[:length] if is_fixed else body[:length].copy()
+        if is_fixed:
+            return body[:length]
+        kept = buffers.empty(length)
+        kept[:] = body[:length]
+        return kept
 
     def _decode(
         self, body: np.ndarray, ctx: Context, stats: Sequence[np.ndarray], out: np.ndarray, accumulate: bool

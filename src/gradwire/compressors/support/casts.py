@@ -16,6 +16,7 @@ import numpy as np
 from gradwire.compressors.base import FeedbackName
 from gradwire.compressors.base.array import ArrayCompressor, EncodeArguments, expect_bytes, start_residual
 from gradwire.compressors.none import write_sum
+from gradwire.core import buffers
 from gradwire.core.context import Context
 from gradwire.core.spec import TensorSpec
 from gradwire.kernels import active as kernels
@@ -35,7 +36,7 @@ class CastCompressor(ArrayCompressor):
         return 2 * spec.numel
 
     def _encode(self, x: np.ndarray, ctx: Context, args: EncodeArguments) -> np.ndarray | None:
-        body = np.empty(2 * x.size, np.uint8)
+        body = buffers.empty(2 * x.size)
         rounded = body.view(self.element)
         kernels.cast(x, rounded, args.scale)
         if args.residual_out is None:

@@ -27,6 +27,7 @@ from gradwire.compressors.base.array import expect, scratch
 from gradwire.compressors.base.options import integer
 from gradwire.compressors.none import ARRAY_DTYPES, NoCompression, convert
 from gradwire.compressors.support import exponent_prior
+from gradwire.core import buffers
 from gradwire.core.context import Context
 from gradwire.core.errors import OptionError, PayloadError
 from gradwire.core.spec import ELEMENT_TYPES, TensorSpec
@@ -102,7 +103,7 @@ class FloatPacking(NoCompression, StatefulCompressor):
         return elements, convert(x, elements, scale)
 
     def _body(self, elements: np.ndarray, dtype: torch.dtype, ctx: Context) -> np.ndarray:
-        body = np.empty(HEADER_BYTES + elements.nbytes, np.uint8)
+        body = buffers.empty(HEADER_BYTES + elements.nbytes)
         code = self.code(dtype, ctx.state)
         length = -1 if dtype == torch.float64 else kernels.pack_floats(elements, code, body[HEADER_BYTES:])
         kind = STORED if length < 0 else PACKED

@@ -27,6 +27,7 @@ import torch
 from gradwire.compressors.base import LookupCompressor, LookupTable, Reduction, Stat, options
 from gradwire.compressors.base.array import ArrayCompressor, EncodeArguments, expect, expect_bytes, scratch
 from gradwire.compressors.support.thc_choice import ACCUMULATOR_BITS, accumulator_for
+from gradwire.core import buffers
 from gradwire.core.context import Context
 from gradwire.core.errors import OptionError
 from gradwire.core.spec import TensorSpec, as_array
@@ -132,7 +133,7 @@ class Homomorphic(ArrayCompressor, LookupCompressor):
             return None
         values, bits = table = self.lookup_table(ctx.world_size)
         own = b"" if stats else b"".join(each.astype("<f4").tobytes() for each in shared)
-        body = np.empty(len(own) + index_bytes(blocks.padded, bits), np.uint8)
+        body = buffers.empty(len(own) + index_bytes(blocks.padded, bits))
         body[: len(own)] = np.frombuffer(own, np.uint8)
         grid = self._grid(shared, blocks, table.granularity, scale)
         kernels.encode_indices(
