@@ -91,7 +91,7 @@ class MemoryTransport(PeerTransport):
         assert self._thread is None, "start is called once"
         self._callbacks = callbacks
         for conversation in self._conversations.values():
-            conversation.begin(callbacks.admit, time.monotonic())
+            conversation.begin(callbacks.admit, time.monotonic(), callbacks.destination)
         self._thread = threading.Thread(target=self._run, name=f"gradwire-memory-{self.rank}", daemon=True)
         self._thread.start()
 

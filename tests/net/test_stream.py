@@ -142,3 +142,27 @@ def test_bodies_belong_to_whoever_takes_them():
     first[:] = 0
     assert first.flags.writeable
     assert second.tobytes() == b"abcd"
+
+
+def test_a_body_is_received_where_the_destination_says():
+    sent = [np.random.default_rng(size).integers(0, 256, size, np.uint8) for size in (150_000, 10, 150_000)]
+    stream = b"".join(pack(Header(FrameKind.PAYLOAD, tensor=n), body) for n, body in enumerate(sent))
+    where = np.zeros(150_000, np.uint8)
+    reader = FrameReader(take_all)
+    reader.destination = lambda header: where if header.tensor == 2 else None
+    found = [body for _, body in frames_of(reader, stream, [1000])]
+    assert found[2] is where and not any(np.shares_memory(each, where) for each in found[:2])
+    for body, expected in zip(found, sent, strict=True):
+        np.testing.assert_array_equal(body, expected)
+
+
+def test_a_destination_is_asked_after_admit_and_a_damaged_body_is_not_delivered():
+    asked = []
+    where = np.zeros(1000, np.uint8)
+    reader = FrameReader(lambda header: asked.append("admit"))
+    reader.destination = lambda header: asked.append("destination") or where
+    frame = bytearray(pack(Header(FrameKind.PAYLOAD), bytes(1000)))
+    frame[-1] ^= 1
+    with pytest.raises(FrameError, match="checksum"):
+        frames_of(reader, bytes(frame), [300])
+    assert asked == ["admit", "destination"]

@@ -65,9 +65,23 @@ class Conversation:
         self._reader.admit = self._admit
         self._admit_data: Callable[[int, Header], None] = _refuse
 
-    def begin(self, admit: Callable[[int, Header], None], now: float) -> None:
-        """Accept the data frames that `admit` allows. The peer's silence counts from now."""
+    def begin(
+        self,
+        admit: Callable[[int, Header], None],
+        now: float,
+        destination: Callable[[int, Header], np.ndarray | None] | None = None,
+    ) -> None:
+        """Accept the data frames that `admit` allows. The peer's silence counts from now.
+
+        Args:
+            admit: Raises `FrameError` for a frame that is refused.
+            now: Seconds on the caller's monotonic clock.
+            destination: Returns the array that receives the body of a data frame, or None for a new one.
+        """
         self._admit_data = admit
+        if destination is not None:
+            is_data, peer = DATA_KINDS.__contains__, self.ids.peer
+            self._reader.destination = lambda header: destination(peer, header) if is_data(header.kind) else None
         self.liveness.heard(now)
 
     def wanted(self) -> memoryview:

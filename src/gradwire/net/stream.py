@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from gradwire.core import buffers
 from gradwire.core.errors import FrameError
 from gradwire.wire.frame import HEADER_BYTES, MAX_BODY_BYTES, Header, describe, unpack, verify
 
@@ -26,10 +27,16 @@ class FrameReader:
     Args:
         admit: Called with each header before its body is allocated. Raises `FrameError` to refuse.
         max_body_bytes: Largest body, even if `admit` would allow more.
+
+    Attributes:
+        admit: See above.
+        destination: Called with the header of an admitted frame. Returns the array that receives its body, or None for
+            a new one.
     """
 
     def __init__(self, admit: Callable[[Header], None], *, max_body_bytes: int = MAX_BODY_BYTES) -> None:
         self.admit = admit
+        self.destination: Callable[[Header], np.ndarray | None] = _new_array
         self._max_body_bytes = max_body_bytes
         self._staging = np.empty(STAGING_BYTES, dtype=np.uint8)
         self._start = 0  # unparsed bytes are staging[start:end]
@@ -101,10 +108,14 @@ class FrameReader:
                 f"(in {describe(header)})."
             )
         self.admit(header)
-        try:
-            self._body = np.empty(header.length, dtype=np.uint8)
-        except MemoryError as error:
-            raise FrameError(f"A body of {header.length} bytes does not fit into memory.") from error
+        body = self.destination(header)
+        if body is None:
+            try:
+                body = buffers.empty(header.length)
+            except MemoryError as error:
+                raise FrameError(f"A body of {header.length} bytes does not fit into memory.") from error
+        assert body.nbytes == header.length, "a destination has the size of the body"
+        self._body = body
         self._start += HEADER_BYTES
         self._filled = min(header.length, self._end - self._start)
         self._body[: self._filled] = self._staging[self._start : self._start + self._filled]
@@ -119,3 +130,7 @@ class FrameReader:
         self._filled = 0
         verify(header, body)
         return header, body
+
+
+def _new_array(header: Header) -> np.ndarray | None:
+    return None

@@ -183,7 +183,7 @@ class TcpTransport(PeerTransport, ConnectionLoop):
                 if link.paused:
                     link.paused = False
                     now = time.monotonic()
-                    link.conversation.begin(self._callbacks.admit, now)
+                    link.conversation.begin(self._callbacks.admit, now, self._callbacks.destination)
                     self._read(link, link.leftover(now))
         if self._undeliverable is not None:
             raise self._undeliverable

@@ -27,6 +27,8 @@ class Callbacks:
         deliver: Called with (peer, header, body) for a whole frame with a correct checksum. The body is a uint8 array
             that the callee owns.
         fail: Called once, with the error that ended the transport: a peer is lost, silent, failed or malformed.
+        destination: Called with (peer, header) after `admit`. Returns the array that receives the body, uint8 of its
+            length, or None for a new one. The bytes are there before their checksum is verified.
         needs: Called with (peer, whether it said goodbye) when a peer is gone, after all of its frames have been
             delivered. If it returns true, the transport ends with an error. Default: true without a goodbye.
     """
@@ -35,6 +37,7 @@ class Callbacks:
     deliver: Callable[[int, Header, np.ndarray], None]
     fail: Callable[[SyncError], None]
     needs: Callable[[int, bool], bool] = lambda peer, said_goodbye: not said_goodbye
+    destination: Callable[[int, Header], np.ndarray | None] = lambda peer, header: None
 
     def check_end(self, conversation: Conversation) -> None:
         """Raise the error of a conversation that has ended, if its peer is still needed."""

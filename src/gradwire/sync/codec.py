@@ -25,6 +25,7 @@ import torch
 
 from gradwire.compressors.base import Compressor, Stat, StatefulCompressor, SummableCompressor
 from gradwire.compressors.base.registry import DENSE_NAME, make
+from gradwire.core import buffers
 from gradwire.core.context import Context
 from gradwire.core.errors import PayloadError, SyncError
 from gradwire.core.spec import ElementRange, as_array
@@ -125,7 +126,7 @@ class PayloadCodec:
         used = [payload for payload in payloads if payload.used]
         if not used and own is None:
             return UNUSED
-        total = torch.empty(chunk.count, dtype=torch.float32)
+        total = _floats(chunk.count)
         self._decode_sum(chunk, used, total, stage - 1)
         if own is not None:
             kernels.compensate(as_array(own.grad), own.scale, total.numpy(), total.numpy())
@@ -154,7 +155,7 @@ class PayloadCodec:
         if out.dtype == torch.float32:
             self._decode_sum(chunk, used, out)
             return
-        total = torch.empty(chunk.count, dtype=torch.float32)
+        total = _floats(chunk.count)
         self._decode_sum(chunk, used, total)
         kernels.cast(total.numpy(), as_array(out))
 
@@ -234,7 +235,7 @@ class PayloadCodec:
         if own is None and not used:
             self._node_sums[chunk.index] = None
             return
-        total = torch.zeros(chunk.count)
+        total = _floats(chunk.count).zero_()
         for payload in used:
             with blame(self, payload):
                 DENSE.decode(payload, self._context(chunk, 0, payload.sender), total, accumulate=True)
@@ -325,7 +326,9 @@ class AccumulatorCodec(PayloadCodec):
         return self.layout.entry.accumulator_dtype(stage, self.world_size)
 
     def _zeros(self, chunk: Chunk, dtype: np.dtype) -> np.ndarray:
-        return np.zeros(self._summable.accumulator_size(self.layout.spec(chunk)), dtype)
+        accumulator = buffers.empty(self._summable.accumulator_size(self.layout.spec(chunk)), dtype)
+        accumulator.fill(0)
+        return accumulator
 
     def _add(self, chunk: Chunk, payload: Payload, stage: int, total: np.ndarray) -> None:
         """Add what has left a stage: a payload at first, accumulators later."""
@@ -349,7 +352,7 @@ class AccumulatorCodec(PayloadCodec):
             total = self._zeros(chunk, dtype)
             for payload in payloads:
                 self._add(chunk, payload, stage, total)
-            mean = out if out.dtype == torch.float32 else torch.empty(chunk.count)
+            mean = out if out.dtype == torch.float32 else _floats(chunk.count)
             context, stats = self._context(chunk, self.first_stage), self._stats.get(chunk.index, ())
             self._summable.finalize(total, self.num_encoders, context, stats, mean)
             if mean is not out:
@@ -361,9 +364,10 @@ class AccumulatorCodec(PayloadCodec):
 class DenseCodec(PayloadCodec):
     """Codec of dense gradients without residuals: nothing is encoded, and a sum is written in one sweep.
 
-    A rank sends its gradient from where it is. That is safe: the mean overwrites a chunk only after whoever adds this
-    rank's gradient has received it. Where one rank adds all gradients of a chunk, it does so in the order of ranks, so
-    that the mean does not depend on how a tensor is split.
+    A rank sends its gradient from where it is, and receives the mean there. That is safe: the mean of a chunk exists
+    only after whoever adds this rank's gradient has received it. A sum is written over a payload that it is made of,
+    which nothing else uses. Where one rank adds all gradients of a chunk, it does so in the order of ranks, so that the
+    mean does not depend on how a tensor is split.
     """
 
     @staticmethod
@@ -379,10 +383,11 @@ class DenseCodec(PayloadCodec):
         used = sorted((each for each in (own, *payloads) if each.used), key=self._sender)
         if not used:
             return UNUSED
-        body = np.empty(self._bytes(chunk).nbytes, np.uint8)
         for payload in used:
             with blame(self, payload):
-                _expect_bytes(payload, body.nbytes)
+                _expect_bytes(payload, self._bytes(chunk).nbytes)
+        received = next((each.body for each in used if each is not own), None)
+        body = buffers.empty(self._bytes(chunk).nbytes) if received is None else received
         out = body.view(as_array(self.job.values[:0]).dtype)
         # What comes from a later stage than the first is a sum of scaled gradients already.
         scales = [1.0 if stage > 1 and each is not own else 1 / self.world_size for each in used]
@@ -401,7 +406,13 @@ class DenseCodec(PayloadCodec):
         values = self._bytes(chunk)
         with blame(self, payload):
             _expect_bytes(payload, values.nbytes)
-        values[:] = payload.body
+        if not np.may_share_memory(values, payload.body):  # else it was received there
+            values[:] = payload.body
+
+    def destination(self, chunk: Chunk, nbytes: int) -> np.ndarray | None:
+        """Return the memory of the gradient, uint8, which can receive a mean of this size; None if it cannot."""
+        values = self._bytes(chunk)
+        return values if values.nbytes == nbytes else None
 
     def _bytes(self, chunk: Chunk) -> np.ndarray:
         return as_array(self.job.values[chunk.slice]).view(np.uint8)
@@ -415,6 +426,11 @@ def make_codec(job: TensorJob, residuals: Residuals, rank: int, world_size: int,
     elif DenseCodec.suits(job.layout.entry):
         kind = DenseCodec
     return kind(job, residuals, rank, world_size, seed)
+
+
+def _floats(count: int) -> torch.Tensor:
+    """Return a float32 tensor with arbitrary contents."""
+    return torch.from_numpy(buffers.empty(count, np.float32))
 
 
 def _expect_bytes(payload: Payload, expected: int) -> None:

@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from gradwire.compressors.base.registry import DENSE_NAME, code
+from gradwire.core.buffers import MIN_BYTES
 from gradwire.core.errors import FrameError, SyncError
 from gradwire.core.events import Event, EventStream
 from gradwire.kernels.cpu.parallel import num_cores, one_thread
@@ -108,7 +109,8 @@ class Engine:
         self._check_at = 0.0  # when to look for stalls next, in seconds of the monotonic clock
         self._closing = False
         self._aborting: threading.Thread | None = None
-        transport.start(Callbacks(self._check_header, self._on_frame, self.fail, self._is_missed))
+        callbacks = Callbacks(self._check_header, self._on_frame, self.fail, self._is_missed, self._destination)
+        transport.start(callbacks)
         self._threads = [
             threading.Thread(target=self._loop, name=f"gradwire-engine-{index}", daemon=True)
             for index in range(default_threads() if threads is None else threads)
@@ -248,9 +250,19 @@ class Engine:
                 f"(limit {self.early_bytes_limit}). Submit the same tensors in the same order on every rank."
             )
 
+    def _destination(self, peer: int, header: Header) -> np.ndarray | None:
+        """Return where the body of a large frame is needed, so that nothing holds or copies it."""
+        if header.length < MIN_BYTES:
+            return None
+        with self._work:
+            run = self._receiving.get((header.round, header.tensor))
+            index = None if run is None else run.operations.recvs.get(_key_of(peer, header))
+            if run is None or index is None or not (run.pending[index] and run.operations.overwrites[index]):
+                return None
+            return run.destination(run.operations.ops[index].chunk, header.length)
+
     def _on_frame(self, peer: int, header: Header, body: np.ndarray) -> None:
-        name = header.round, header.tensor
-        key = FrameKey(peer, header.kind, header.stage, header.partition)
+        name, key = (header.round, header.tensor), _key_of(peer, header)
         payload = Payload.received(body, header.flags, header.sender)
         with self._work:
             run = self._receiving.get(name)
@@ -473,6 +485,10 @@ class Engine:
             "received_bytes": list(self.transport.received_bytes),
             "early_bytes": list(self._early_bytes),
         }
+
+
+def _key_of(peer: int, header: Header) -> FrameKey:
+    return FrameKey(peer, header.kind, header.stage, header.partition)
 
 
 def _op(run: Run, index: int) -> Op:

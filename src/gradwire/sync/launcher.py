@@ -11,11 +11,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from gradwire.core.errors import SyncError
 from gradwire.core.events import Event
 from gradwire.core.spec import ElementRange
+from gradwire.sync.chunk import Chunk
+from gradwire.sync.codec import DenseCodec
 from gradwire.sync.engine import Engine
 from gradwire.sync.fusion import (
     FUSION_FLAG,
@@ -67,6 +70,9 @@ class JobRun(Run):
         self._events = runtime.events
         self._on_nonfinite = on_nonfinite
         self._submitted = time.monotonic()
+
+    def destination(self, chunk: Chunk, nbytes: int) -> np.ndarray | None:
+        return self.codec.destination(chunk, nbytes) if isinstance(self.codec, DenseCodec) else None
 
     def on_done(self) -> None:
         self.codec.finish()

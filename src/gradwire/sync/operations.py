@@ -65,6 +65,7 @@ class Operations:
         pending: For each operation, how much it waits for: other operations or, if it is a `recv`, its frame (N).
         successors: Operations that wait for each (N).
         num_users: How many operations take the result of each (N).
+        overwrites: Whether the result of each is a payload that is only decoded, to overwrite the gradient (N).
         roots: Operations that wait for nothing.
         recvs: Each `recv` by its frame.
         senders: Ranks that send those frames.
@@ -77,6 +78,7 @@ class Operations:
         self.ops = tuple(ops)
         self.first_stage = first_stage
         self.num_encoders = num_encoders
+        self.overwrites = [False] * len(ops)
         self.pending = [0] * len(ops)
         self.num_users = [0] * len(ops)
         self.recvs: dict[FrameKey, int] = {}
@@ -91,6 +93,9 @@ class Operations:
                 assert op.peer is not None and op.frame is not None and not self.pending[index]
                 self.pending[index] = 1
                 self.recvs[FrameKey(op.peer, op.frame, op.stage, op.chunk.index)] = index
+        for op in ops:
+            if op.call == "decode":
+                self.overwrites[op.inputs[0]] = self.num_users[op.inputs[0]] == 1
         assert len(self.recvs) == sum(op.kind == "recv" for op in ops), "each frame has one recv"
         self.successors = [tuple(each) for each in successors]
         self.roots = [index for index, count in enumerate(self.pending) if count == 0]

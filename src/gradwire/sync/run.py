@@ -6,7 +6,10 @@ import logging
 import threading
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from gradwire.core.errors import SyncError
+from gradwire.sync.chunk import Chunk
 from gradwire.sync.operations import Operations
 
 logger = logging.getLogger("gradwire")
@@ -64,6 +67,13 @@ class Run:
         self.started = 0.0
         self._ended = False
         self._lock = threading.Lock()
+
+    def destination(self, chunk: Chunk, nbytes: int) -> np.ndarray | None:
+        """Return memory that the mean of a chunk can be received in, uint8 of this size, or None for other memory.
+
+        Called for frames that are only decoded, to overwrite the gradient.
+        """
+        return None
 
     def on_done(self) -> None:
         """Called once, on a thread of the engine, when every operation has ended."""
