@@ -65,6 +65,9 @@ class ResidualSlots:
         self.slices: list[ResidualSlice] = []
         self.version = -1
         self.addresses: dict[int, tuple[int, np.ndarray]] = {}  # by id of the array, which is kept
+        # Result of the latest `stage`, and the count of commits then; -1 if it does not tell the next one.
+        self.latest: tuple[np.ndarray, np.ndarray] | None = None
+        self.num_commits = -1
         self._residuals = residuals
 
     def stage(self, used: Sequence[bool]) -> tuple[np.ndarray, np.ndarray]:
@@ -96,6 +99,7 @@ class Residuals:
         self._open: list[ResidualSlice] = []
         self._lock = threading.Lock()
         self._version = 0  # counts the changes of `_slices`
+        self._num_commits = 0  # a commit of all; others and rollbacks count twice, because they break the alternation
         self._zeros = np.zeros(0, np.float32)
         self.states = States()
 
@@ -123,6 +127,13 @@ class Residuals:
 
     def _stage_slots(self, slots: ResidualSlots, used: Sequence[bool]) -> tuple[np.ndarray, np.ndarray]:
         with self._lock:
+            if all(used) and self._alternates(slots):
+                for found in slots.slices:
+                    found.staged, found.spare = found.spare, None
+                self._open += slots.slices
+                assert slots.latest is not None
+                slots.latest, slots.num_commits = slots.latest[::-1], self._num_commits
+                return slots.latest
             if slots.version != self._version:
                 slots.slices = [self._slice(key) for key in slots.keys]
                 slots.version = self._version
@@ -136,7 +147,17 @@ class Residuals:
                     latest = found.latest()
                     before[index] = slots.address(self._zeros if latest is None else latest)
                     after[index] = slots.address(self._staged(found, key))
+            slots.latest = before, after
+            slots.num_commits = self._num_commits if all(used) and (before != after).all() else -1
             return before, after
+
+    def _alternates(self, slots: ResidualSlots) -> bool:
+        """Whether all slices have two buffers, and the next stage writes what the latest one read."""
+        return (
+            slots.version == self._version
+            and slots.num_commits == self._num_commits - 1
+            and all(found.staged is None and found.spare is not None for found in slots.slices)
+        )
 
     def _staged(self, found: ResidualSlice, key: ResidualKey) -> np.ndarray:
         if found.staged is None:
@@ -150,7 +171,9 @@ class Residuals:
         with self._lock:
             if names is None:
                 chosen = self._open
+                self._num_commits += 1
             else:
+                self._num_commits += 2
                 chosen = [each for key, slices in self._slices.items() if key[0] in names for each in slices.values()]
             for each in chosen:
                 if each.staged is not None:
@@ -161,6 +184,7 @@ class Residuals:
     def rollback(self) -> None:
         """Drop everything staged since the last commit. Only swaps pointers."""
         with self._lock:
+            self._num_commits += 2
             for each in self._open:
                 each.staged, each.spare = None, each.staged
             self._open.clear()

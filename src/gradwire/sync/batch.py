@@ -39,7 +39,7 @@ class ChunkLayout:
     """What stays the same of a chunk's tensors.
 
     Attributes:
-        members: Their indices in the group.
+        members: Their indices in the group, int64[M].
         table: See `groups.encode_group`, int64[M, 3].
         static: Static values, float64[M, S]; None if they change from step to step.
         scratch_bytes: Scratch memory that the largest tensor needs.
@@ -47,7 +47,7 @@ class ChunkLayout:
         slots: Residuals, by role.
     """
 
-    members: list[int]
+    members: np.ndarray
     table: np.ndarray
     static: np.ndarray | None
     scratch_bytes: int
@@ -72,6 +72,8 @@ class BatchCodec:
         self._world_size = world_size
         self._seed = seed
         self._feedback = group.layout.entry.feedback != "none"
+        self._places = np.array([tensor.data_ptr() for tensor in group.tensors], np.uint64)
+        self._own_places = self._places * np.array(group.used, np.uint64)
         self._like = as_input(as_array(torch.empty(0, dtype=group.layout.dtype)))
         self._decode_sum = np.uint64(groups.decoder(compiled.decode_sum))
 
@@ -83,7 +85,7 @@ class BatchCodec:
 
     def start(self, chunk: Chunk, payloads: Sequence[Payload] = (), stage: int = 0) -> Payload:
         layout = self._layout(chunk)
-        own, body = self._own(layout), np.empty(layout.message_bytes, np.uint8)
+        own, body = self._own_places[layout.members], np.empty(layout.message_bytes, np.uint8)
         size = groups.encode_group(
             self._encoder(self._like), self._like,
             self._residual, layout.table, own, np.float32(1 / self._world_size),
@@ -93,7 +95,7 @@ class BatchCodec:
         return _payload(layout, body[:size])
 
     def merge(self, chunk: Chunk, payloads: Sequence[Payload], stage: int) -> Payload:
-        return self._merge(chunk, payloads, self._own(self._layout(chunk)), stage)
+        return self._merge(chunk, payloads, self._own_places[self._layout(chunk).members], stage)
 
     def encode_and_merge(self, chunk: Chunk, payloads: Sequence[Payload], stage: int) -> Payload:
         own = np.zeros(len(self._layout(chunk).members), np.uint64)
@@ -118,9 +120,9 @@ class BatchCodec:
 
     def decode_sum(self, chunk: Chunk, payloads: Sequence[Payload], stage: int = 0) -> None:
         layout = self._layout(chunk)
-        outs = np.array([self.group.tensors[index].data_ptr() for index in layout.members], np.uint64)
         found = groups.decode_group(
-            self._decode_sum, self._like, layout.table, outs, self._keys(layout, 0), self._static(layout),
+            self._decode_sum, self._like, layout.table, self._places[layout.members], self._keys(layout, 0),
+            self._static(layout),
             scratch(layout.scratch_bytes), _FLOAT32 if self._like.dtype == np.float32 else self._total(layout),
             *_addresses(payloads),
         )  # fmt: skip
@@ -147,7 +149,7 @@ class BatchCodec:
         rows = [(member.count, member.offset, size) for member, size in zip(members, most, strict=True)]
         needed = [self._compiled.scratch_bytes(member.count, self._world_size) for member in members]
         table = np.array(rows, np.int64).reshape(-1, 3)
-        layout = ChunkLayout(indices, table, None, max(needed), sum(most) + groups.MARK_BYTES * len(members))
+        layout = ChunkLayout(np.array(indices), table, None, max(needed), sum(most) + groups.MARK_BYTES * len(members))
         if not self._compiled.uses_step:
             layout.static = self._static(layout)
         roles: tuple[Role, ...] = ("local", "aggregate") if self._feedback else ()
@@ -163,10 +165,6 @@ class BatchCodec:
     @property
     def _residual(self) -> np.ndarray | None:
         return _FLOAT32 if self._feedback else None
-
-    def _own(self, layout: ChunkLayout) -> np.ndarray:
-        tensors, used = self.group.tensors, self.group.used
-        return np.array([tensors[index].data_ptr() if used[index] else 0 for index in layout.members], np.uint64)
 
     def _stage(self, layout: ChunkLayout, role: Role, used: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the addresses of the residuals and of the next ones, for the tensors that are encoded."""
