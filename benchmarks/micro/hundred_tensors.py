@@ -62,11 +62,13 @@ class MemoryTransport(Transport):
         self._thread = threading.Thread(target=self._deliver, args=(callbacks,), daemon=True)
         self._thread.start()
 
-    def send(self, peer: int, header: Header, body: np.ndarray) -> None:
+    def send(self, peer: int, header: Header, body: np.ndarray, on_sent: Callable[[], None] | None = None) -> None:
         """See `Transport`."""
         frame = pack(header, body)
         self.sent_bytes[peer] += len(frame)
         self._inboxes[peer].put(frame)
+        if on_sent is not None:
+            on_sent()
 
     def departed(self, peer: int) -> SyncError | None:
         """See `Transport`."""

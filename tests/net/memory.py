@@ -10,7 +10,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import numpy as np
@@ -95,7 +95,7 @@ class MemoryTransport(PeerTransport):
         self._thread = threading.Thread(target=self._run, name=f"gradwire-memory-{self.rank}", daemon=True)
         self._thread.start()
 
-    def send(self, peer: int, header: Header, body: np.ndarray) -> None:
+    def send(self, peer: int, header: Header, body: np.ndarray, on_sent: Callable[[], None] | None = None) -> None:
         """Queue one frame for `peer`. The body is copied here, as a network would."""
         self._check_outgoing(peer, header)
         frame = np.concatenate([np.frombuffer(seal(header, body), dtype=np.uint8), body])
@@ -106,6 +106,8 @@ class MemoryTransport(PeerTransport):
         with self._lock:
             self.sent_bytes[peer] += frame.nbytes
             self._put(peer, frame)
+        if on_sent is not None:
+            on_sent()
 
     def abort(self, reason: str, blame: int | None = None) -> None:
         """Tell every peer why this rank gives up, then close."""

@@ -347,6 +347,33 @@ def test_callbacks_may_send_abort_and_close(group):
     assert isinstance(ended.get(timeout=PATIENCE.total_seconds()), PeerFailedError)
 
 
+def test_a_sender_learns_when_its_memory_is_free(group):
+    sender, receiver = group(2)
+    start(sender)
+    large, small, sent = body(50_000_000), body(100), queue.SimpleQueue()
+    expected = large.copy()
+    sender.send(1, header(sender, tensor=0), large, lambda: sent.put("large"))
+    sender.send(1, header(sender, tensor=1), small, lambda: sent.put("small"))
+    assert sent.empty()  # the kernel does not take so much while nothing is read
+    recorder = start(receiver)
+    assert sent.get(timeout=PATIENCE.total_seconds()) == "large"
+    large.fill(0)
+    assert sent.get(timeout=PATIENCE.total_seconds()) == "small"
+    np.testing.assert_array_equal(recorder.frame()[2], expected)
+
+
+def test_a_body_is_received_where_the_callback_says(group):
+    sender, receiver = group(2)
+    start(sender)
+    where, content = np.zeros(300_000, np.uint8), body(300_000)
+    recorder = start(receiver, destination=lambda peer, got: where if got.tensor == 1 else None)
+    for tensor in (0, 1):
+        sender.send(1, header(sender, tensor=tensor), content)
+    assert recorder.frame()[2] is not where
+    assert recorder.frame()[2] is where
+    np.testing.assert_array_equal(where, content)
+
+
 @pytest.mark.parametrize("which", ["admit", "deliver"])
 def test_a_callback_that_raises_ends_the_group_with_an_error(group, which):
     def broken(*arguments):

@@ -5,14 +5,19 @@ from __future__ import annotations
 import itertools
 import threading
 from concurrent.futures import Future
+from datetime import timedelta
 
 import pytest
 
 from gradwire.core.errors import FrameError, PeerFailedError, SyncError
-from gradwire.core.events import Event
+from gradwire.core.events import Event, EventStream
+from gradwire.sync.engine import Engine
 from gradwire.wire.frame import HEADER_BYTES, FrameKind, Header
-from tests.net.recorder import until
+from gradwire.wire.payload import Payload
+from tests.net.recorder import body, start, until
+from tests.net.test_tcp import connect_all
 from tests.sync.engine_harness import (
+    CHUNK,
     PATIENCE,
     EngineHarness,
     Script,
@@ -103,6 +108,25 @@ def test_a_result_is_kept_until_its_last_user_has_ended() -> None:
         made.engine.run(run)
         made.engine.wait_idle()
     assert [results[0] for results in seen] == ["value", "value", None]
+
+
+def test_a_run_ends_only_when_memory_that_it_lends_is_free() -> None:
+    ours, theirs = connect_all(2)
+    harness = {"admit": lambda header: None, "events": EventStream(), "on_failure": lambda *found: None}
+    engine = Engine(ours, stall_timeout=timedelta(seconds=PATIENCE), threads=1, **harness)
+    script, done = Script(), threading.Event()
+    mine = script.does(lambda: Payload(body(50_000_000)))
+    script.send_frame(mine, 1, FrameKind.PAYLOAD, CHUNK, 0, "send")
+    run = script.run(done=done.set)
+    run.lends = lambda payload: True  # type: ignore[method-assign]
+    engine.run(run)
+    until(lambda: ours.sent_bytes[1] > 0)
+    assert not engine.idle and not done.is_set()  # the kernel does not take so much while nothing is read
+    start(theirs)
+    engine.wait_idle()
+    assert done.is_set()
+    engine.close()
+    theirs.close()
 
 
 def test_a_run_starts_when_its_gradients_are_there() -> None:

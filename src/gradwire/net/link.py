@@ -12,7 +12,7 @@ import socket
 import sys
 import termios
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 
 import numpy as np
@@ -60,8 +60,9 @@ class Link:
         self._busy_seconds = 0.0  # as last seen
         self._low_water = 1
         self._queue: deque[Outgoing | bytes] = deque()
-        # Buffers of frames taken from the queue, each with whether a frame starts there.
-        self._outgoing: deque[tuple[memoryview, bool]] = deque()
+        # Buffers of frames taken from the queue, each with whether a frame starts there, and what to call at its end.
+        self._outgoing: deque[tuple[memoryview, bool, Callable[[], None] | None]] = deque()
+        self._sent_calls: list[Callable[[], None]] = []
 
     @property
     def peer(self) -> int:
@@ -88,7 +89,7 @@ class Link:
     def pending_frames(self) -> int:
         """Number of frames that have not been sent completely."""
         begun = bool(self._outgoing) and not self._outgoing[0][1]
-        return len(self._queue) + begun + sum(starts for _, starts in self._outgoing)
+        return len(self._queue) + begun + sum(starts for _, starts, _ in self._outgoing)
 
     def busy_seconds(self) -> float:
         """Return how long bytes have been unacknowledged so far, also after the end. 0 except on Linux."""
@@ -111,7 +112,7 @@ class Link:
                 break
             self._fill()
             try:
-                count = self.socket.sendmsg([view for view, _ in islice(self._outgoing, BUFFERS_PER_CALL)])
+                count = self.socket.sendmsg([view for view, *_ in islice(self._outgoing, BUFFERS_PER_CALL)])
             except BlockingIOError:
                 self.blocked = True
                 return
@@ -120,6 +121,11 @@ class Link:
                 return
             self.conversation.liveness.sent(now)
             self._sent(count)
+
+    def take_sent(self) -> list[Callable[[], None]]:
+        """Return what to call for frames that the kernel has taken since the last time. Call it without the lock."""
+        calls, self._sent_calls = self._sent_calls, []
+        return calls
 
     def receive(self, now: float) -> Iterator[tuple[Header, np.ndarray]]:
         """Read what has arrived and yield its data frames.
@@ -179,7 +185,7 @@ class Link:
     def drop_unsent(self) -> None:
         """Forget the frames of which no byte has been sent, so that a closing message gets through."""
         self._queue.clear()
-        kept: deque[tuple[memoryview, bool]] = deque()
+        kept: deque[tuple[memoryview, bool, Callable[[], None] | None]] = deque()
         while self._outgoing and not self._outgoing[0][1]:
             kept.append(self._outgoing.popleft())
         self._outgoing = kept
@@ -206,17 +212,23 @@ class Link:
     def _fill(self) -> None:
         while self._queue and len(self._outgoing) < BUFFERS_PER_CALL:
             frame = self._queue.popleft()
-            self._outgoing.append((memoryview(frame if isinstance(frame, bytes) else frame.seal()), True))
-            if isinstance(frame, Outgoing) and frame.body.nbytes:
-                self._outgoing.append((frame.body.data, False))
+            if isinstance(frame, bytes):
+                self._outgoing.append((memoryview(frame), True, None))
+                continue
+            has_body = frame.body.nbytes > 0
+            self._outgoing.append((memoryview(frame.seal()), True, None if has_body else frame.on_sent))
+            if has_body:
+                self._outgoing.append((frame.body.data, False, frame.on_sent))
 
     def _sent(self, count: int) -> None:
         while count:
-            view, _ = self._outgoing.popleft()
+            view, _, on_sent = self._outgoing.popleft()
             if count < len(view):
-                self._outgoing.appendleft((view[count:], False))
+                self._outgoing.appendleft((view[count:], False, on_sent))
                 return
             count -= len(view)
+            if on_sent is not None:
+                self._sent_calls.append(on_sent)
 
     def _ended(self, cause: str) -> None:
         error = self.conversation.lost(cause)

@@ -237,6 +237,9 @@ class ConnectionLoop(ProcessBound):
             link.seal()
             with self._lock:
                 link.flush(now)
+                sent = link.take_sent()
+            for call in sent:
+                call()
         link.wait_for_much()
         self._watch(link, (not link.paused) * selectors.EVENT_READ | link.blocked * selectors.EVENT_WRITE)
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import secrets
 import socket
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -114,12 +115,12 @@ class TcpTransport(PeerTransport, ConnectionLoop):
         with self._lock:
             self._wake()
 
-    def send(self, peer: int, header: Header, body: np.ndarray) -> None:
+    def send(self, peer: int, header: Header, body: np.ndarray, on_sent: Callable[[], None] | None = None) -> None:
         """Queue one frame for `peer` and return at once."""
         self.check_process()
         self._check_outgoing(peer, header)
         link = self._links[peer]
-        frame = Outgoing(header, body)
+        frame = Outgoing(header, body, on_sent)
         with self._lock:
             if self._closing is not None:
                 return  # the closing message is the last, and only the loop's thread sends it
@@ -130,6 +131,9 @@ class TcpTransport(PeerTransport, ConnectionLoop):
             else:
                 self._undeliverable = gone
                 self._wake()
+            sent = link.take_sent()
+        for call in sent:
+            call()
 
     def busy_seconds(self) -> float:
         """See `Transport`. Linux counts it for every TCP connection."""

@@ -71,15 +71,16 @@ class Transport(ABC):
         """Begin to deliver. Call it once, before the first `send`."""
 
     @abstractmethod
-    def send(self, peer: int, header: Header, body: np.ndarray) -> None:
+    def send(self, peer: int, header: Header, body: np.ndarray, on_sent: Callable[[], None] | None = None) -> None:
         """Queue one frame for `peer` and return at once. Frames to one peer arrive in order.
 
         Args:
             peer: The receiving rank.
             header: All fields but payload length and checksum, which the transport fills in.
-            body: Contiguous uint8 array. Must not change before the step has ended.
+            body: Contiguous uint8 array. Must not change before `on_sent` is called, or before the step has ended.
+            on_sent: Called on any thread when `body` is not needed any more. Must only hand this on.
 
-        On failure: nothing is raised; the `fail` callback gets the error.
+        On failure: nothing is raised; the `fail` callback gets the error, and `on_sent` is not called.
         """
 
     @abstractmethod

@@ -365,9 +365,10 @@ class DenseCodec(PayloadCodec):
     """Codec of dense gradients without residuals: nothing is encoded, and a sum is written in one sweep.
 
     A rank sends its gradient from where it is, and receives the mean there. That is safe: the mean of a chunk exists
-    only after whoever adds this rank's gradient has received it. A sum is written over a payload that it is made of,
-    which nothing else uses. Where one rank adds all gradients of a chunk, it does so in the order of ranks, so that the
-    mean does not depend on how a tensor is split.
+    only after whoever adds this rank's gradient has received it. A large sum is written over the gradient and sent from
+    there, which the run waits for (`lends`); a small one is written over a payload that it is made of, which nothing
+    else uses. Where one rank adds all gradients of a chunk, it does so in the order of ranks, so that the mean does not
+    depend on how a tensor is split.
     """
 
     @staticmethod
@@ -383,11 +384,12 @@ class DenseCodec(PayloadCodec):
         used = sorted((each for each in (own, *payloads) if each.used), key=self._sender)
         if not used:
             return UNUSED
+        body = self._bytes(chunk)
         for payload in used:
             with blame(self, payload):
-                _expect_bytes(payload, self._bytes(chunk).nbytes)
-        received = next((each.body for each in used if each is not own), None)
-        body = buffers.empty(self._bytes(chunk).nbytes) if received is None else received
+                _expect_bytes(payload, body.nbytes)
+        if body.nbytes < buffers.MIN_BYTES:
+            body = next((each.body for each in used if each is not own), np.empty_like(body))
         out = body.view(as_array(self.job.values[:0]).dtype)
         # What comes from a later stage than the first is a sum of scaled gradients already.
         scales = [1.0 if stage > 1 and each is not own else 1 / self.world_size for each in used]
@@ -406,8 +408,13 @@ class DenseCodec(PayloadCodec):
         values = self._bytes(chunk)
         with blame(self, payload):
             _expect_bytes(payload, values.nbytes)
-        if not np.may_share_memory(values, payload.body):  # else it was received there
+        if not np.may_share_memory(values, payload.body):  # else it was received or added there
             values[:] = payload.body
+
+    def lends(self, payload: Payload) -> bool:
+        """Whether a payload is large, and memory of the gradient."""
+        large = payload.body.nbytes >= buffers.MIN_BYTES
+        return large and np.may_share_memory(payload.body, as_array(self.job.values))
 
     def destination(self, chunk: Chunk, nbytes: int) -> np.ndarray | None:
         """Return the memory of the gradient, uint8, which can receive a mean of this size; None if it cannot."""

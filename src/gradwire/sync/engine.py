@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -356,6 +357,9 @@ class Engine:
         try:
             if op.call:
                 result = getattr(run.codec, op.call)(op.chunk, inputs, op.stage)
+            elif run.lends(inputs[0]):
+                self._send(run, op, inputs[0], partial(self._on_sent, run, index))
+                return
             else:
                 self._send(run, op, inputs[0])
         except Exception as error:  # the engine's threads must never die silently
@@ -373,7 +377,7 @@ class Engine:
                     run.results[index] = result
                 self._end(run, index)
 
-    def _send(self, run: Run, op: Op, payload: Payload) -> None:
+    def _send(self, run: Run, op: Op, payload: Payload, on_sent: Callable[[], None] | None = None) -> None:
         assert op.peer is not None and op.frame is not None
         fields, chunk = run.fields, op.chunk
         header = Header(
@@ -391,9 +395,15 @@ class Engine:
             count=chunk.count,
         )
         start = time.monotonic()
-        self.transport.send(op.peer, header, payload.body)
+        self.transport.send(op.peer, header, payload.body, on_sent)
         duration = time.monotonic() - start
         self._events.emit(Event("send", start, duration, run.name, run.round, payload.nbytes, op.peer))
+
+    def _on_sent(self, run: Run, index: int) -> None:
+        """End a send whose payload is not needed any more. Runs on any thread."""
+        with self._work:
+            if self.error is None and not self._closing:
+                self._end(run, index)
 
     def _finish(self, run: Run) -> None:
         try:

@@ -34,6 +34,7 @@ from gradwire.sync.runtime import Runtime
 from gradwire.sync.strategies import STRATEGIES, operations_of
 from gradwire.sync.submission import GradientSlice, Submission
 from gradwire.sync.tensor_registry import TensorRegistry
+from gradwire.wire.payload import Payload
 
 OptimizerSlices = Callable[[str, ElementRange], Mapping[str, torch.Tensor]]
 """Slices of parameter and optimizer state, by parameter name and element range."""
@@ -73,6 +74,9 @@ class JobRun(Run):
 
     def destination(self, chunk: Chunk, nbytes: int) -> np.ndarray | None:
         return self.codec.destination(chunk, nbytes) if isinstance(self.codec, DenseCodec) else None
+
+    def lends(self, payload: Payload) -> bool:
+        return isinstance(self.codec, DenseCodec) and self.codec.lends(payload)
 
     def on_done(self) -> None:
         self.codec.finish()

@@ -11,6 +11,7 @@ import numpy as np
 from gradwire.core.errors import SyncError
 from gradwire.sync.chunk import Chunk
 from gradwire.sync.operations import Operations
+from gradwire.wire.payload import Payload
 
 logger = logging.getLogger("gradwire")
 
@@ -74,6 +75,10 @@ class Run:
         Called for frames that are only decoded, to overwrite the gradient.
         """
         return None
+
+    def lends(self, payload: Payload) -> bool:
+        """Whether a payload that is sent is memory of the caller, so that the run ends only when it has been sent."""
+        return False
 
     def on_done(self) -> None:
         """Called once, on a thread of the engine, when every operation has ended."""

@@ -241,9 +241,11 @@ class _Echo(Transport):
     def start(self, callbacks: Callbacks) -> None:
         self._deliver = callbacks.deliver
 
-    def send(self, peer: int, header: Header, body: np.ndarray) -> None:
+    def send(self, peer: int, header: Header, body: np.ndarray, on_sent: Callable[[], None] | None = None) -> None:
         sealed = unpack(seal(header, body))
         self._deliver(peer, replace(sealed, sender=peer), body)
+        if on_sent is not None:
+            on_sent()
 
     def departed(self, peer: int) -> None:
         return None

@@ -34,6 +34,7 @@ Layout, little-endian:
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import IntEnum, IntFlag
 
@@ -195,13 +196,15 @@ class Outgoing:
     Args:
         header: All fields but length and checksum.
         body: Contiguous uint8 array.
+        on_sent: Called when the kernel has all of it.
 
     Raises:
         ValueError: See `check`.
     """
 
-    def __init__(self, header: Header, body: np.ndarray) -> None:
+    def __init__(self, header: Header, body: np.ndarray, on_sent: Callable[[], None] | None = None) -> None:
         self.body = body
+        self.on_sent = on_sent
         self._plain = check(header, body)
         self._sealed: bytes | None = None
 
