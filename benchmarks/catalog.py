@@ -107,6 +107,10 @@ _MICRO = (
     ),
     Benchmark("two-threads", "What does a second computation thread gain?", "micro.two_threads"),
     Benchmark(
+        "memory", "How much memory does a rank with 100 million parameters need above DDP's, and how long is its step?",
+        "micro.memory",
+    ),
+    Benchmark(
         "lossless-rivals", "How do `lossless` and `gcomp` compare with zstd, zlib, and ZipNN?", "micro.lossless_rivals"
     ),
 )  # fmt: skip
