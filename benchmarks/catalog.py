@@ -139,7 +139,7 @@ _HIPRESS = (
     ),
     Benchmark(
         "step-ablation", "What do batch compression, tensor fusion, and computation threads gain, each by itself?",
-        "papers.hipress.step_ablation", recorded=False,
+        "papers.hipress.step_ablation",
     ),
     Benchmark("sweeps", "How do step times depend on rate, ratio, and width? (figure 12)", "papers.hipress.sweeps"),
     Benchmark(
