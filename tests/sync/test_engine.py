@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import socket
 import threading
 from concurrent.futures import Future
 from datetime import timedelta
@@ -125,6 +126,30 @@ def test_a_run_ends_only_when_memory_that_it_lends_is_free() -> None:
     start(theirs)
     engine.wait_idle()
     assert done.is_set()
+    engine.close()
+    theirs.close()
+
+
+@pytest.mark.parametrize("how", ["lost", "stalled"])
+def test_a_peer_that_does_not_take_lent_memory_ends_the_engine(how: str) -> None:
+    """The run waits for nothing else, and would not end otherwise."""
+    ours, theirs = connect_all(2)
+    harness = {"admit": lambda header: None, "events": EventStream(), "on_failure": lambda *found: None}
+    stall = timedelta(seconds=0.5 if how == "stalled" else 600)
+    engine = Engine(ours, stall_timeout=stall, threads=1, **harness)
+    script = Script()
+    mine = script.does(lambda: Payload(body(50_000_000)))
+    script.send_frame(mine, 1, FrameKind.PAYLOAD, CHUNK, 0, "send")
+    run = script.run()
+    run.lends = lambda payload: True  # type: ignore[method-assign]
+    engine.run(run)
+    until(lambda: ours.sent_bytes[1] > 0)
+    if how == "lost":
+        theirs._links[0].socket.shutdown(socket.SHUT_RDWR)
+    error = failure_of(engine)
+    assert (error.rank, error.tensor, error.phase) == (1, "w", "send")
+    if how == "stalled":
+        assert "Rank 1 is alive, but has not taken a frame from this rank" in str(error)
     engine.close()
     theirs.close()
 

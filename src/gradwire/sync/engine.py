@@ -105,7 +105,7 @@ class Engine:
         self._receiving: dict[tuple[int, int], Run] = {}  # by round and tensor: runs that have frames to receive
         self._early_frames: dict[tuple[int, int], dict[FrameKey, Payload]] = {}
         self._early_bytes = [0] * transport.world_size
-        self._awaited: dict[tuple[Run, int], float] = {}  # operations whose futures are not done, and since when
+        self._awaited: dict[tuple[Run, int], float] = {}  # futures that are not done, and frames that lend memory
         self._lost_peers: list[int] = []  # peers that left without a closing message
         self._check_at = 0.0  # when to look for stalls next, in seconds of the monotonic clock
         self._closing = False
@@ -293,8 +293,9 @@ class Engine:
         with self._work:
             if not said_goodbye:
                 self._lost_peers.append(peer)
+            ops = [_op(run, index) for run, index in self._awaited if index != _LOAD]
             # A future may depend on every rank, but the code behind it learns of closing messages itself.
-            awaits = bool(self._lost_peers) and any(index != _LOAD for _, index in self._awaited)
+            awaits = any(op.peer == peer or (op.peer is None and self._lost_peers) for op in ops)
             return awaits or any(self._lacks(run, peer) for run in self._receiving.values())
 
     def _lacks(self, run: Run, peer: int) -> bool:
@@ -358,6 +359,9 @@ class Engine:
             if op.call:
                 result = getattr(run.codec, op.call)(op.chunk, inputs, op.stage)
             elif run.lends(inputs[0]):
+                with self._work:
+                    self._awaited[run, index] = start
+                    self._work.notify()
                 self._send(run, op, inputs[0], partial(self._on_sent, run, index))
                 return
             else:
@@ -402,7 +406,7 @@ class Engine:
     def _on_sent(self, run: Run, index: int) -> None:
         """End a send whose payload is not needed any more. Runs on any thread."""
         with self._work:
-            if self.error is None and not self._closing:
+            if self._awaited.pop((run, index), None) is not None and not self._closing:
                 self._end(run, index)
 
     def _finish(self, run: Run) -> None:

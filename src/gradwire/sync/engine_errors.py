@@ -42,6 +42,11 @@ def stalled(waiting: Waiting, waited: float, limit: float) -> PeerTimeoutError:
             f"Nothing has answered {op.phase} (tensor {run.name}, round {run.round}) for {waited:.1f} s "
             f"(limit {limit:g} s). Check what the other end does between steps"
         )
+    elif op.kind == "send":
+        late = (
+            f"Rank {op.peer} is alive, but has not taken a frame from this rank for {waited:.1f} s (limit {limit:g} "
+            "s). Check the network between these ranks"
+        )
     else:
         late = (
             f"Rank {op.peer} is alive, but this rank has waited {waited:.1f} s for a frame from it (limit {limit:g} "
