@@ -1,7 +1,7 @@
-"""Encoding of one tensor of 256 MB by the engine, with one computation thread and with two; a copy beside it.
+"""Encoding of one tensor of 256 MB by the engine, with one computation thread and with two.
 
 The tensor has the chunks that its plan gives it (four), and each is encoded with its residual, as by all-gather.
-Nothing is sent. The copy has the same chunks. A thread pool cannot gain more than a second core and a second stream to
+Nothing is sent. A copy of the same memory, in as many pieces, is timed too. A thread pool cannot gain more than a second core and a second stream to
 memory do, so the copy's gain says what this machine allows.
 """
 
