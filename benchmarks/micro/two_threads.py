@@ -1,8 +1,8 @@
 """Encoding of one tensor of 256 MB by the engine, with one computation thread and with two.
 
 The tensor has the chunks that its plan gives it (four), and each is encoded with its residual, as by all-gather.
-Nothing is sent. A copy of the same memory, in as many pieces, is timed too. A thread pool cannot gain more than a second core and a second stream to
-memory do, so the copy's gain says what this machine allows.
+Nothing is sent. A copy of the same memory, in as many pieces, is timed too. A thread pool cannot gain more than a
+second core and a second stream to memory do, so the copy's gain says what this machine allows.
 """
 
 from __future__ import annotations
