@@ -189,7 +189,7 @@ class Launcher:
     def _group(
         self, layout: FusionLayout, slices: Sequence[GradientSlice], submission: Submission, step: int
     ) -> FusionGroup:
-        tensors = [submission.staging.contiguous(member.index) for member in layout.members]
+        tensors = submission.staging.contiguous([member.index for member in layout.members])
         used = [slices[member.index].used for member in layout.members]
         return FusionGroup(layout, tensors, used, next(self._rounds), step, self._aux_of(layout))
 

@@ -37,12 +37,17 @@ class Staging:
 
     def flat(self, index: int) -> torch.Tensor:
         """Return one tensor as a flat CPU tensor."""
-        return self.contiguous(index).view(-1)
+        return self.contiguous([index])[0].view(-1)
 
-    def contiguous(self, index: int) -> torch.Tensor:
-        """Return one tensor as a contiguous CPU tensor."""
-        tensor = self._tensors[index]
-        return tensor if self._device is None and tensor.is_contiguous() else self._copied([index])
+    def contiguous(self, indices: Sequence[int]) -> list[torch.Tensor]:
+        """Return tensors as contiguous CPU tensors."""
+        tensors = [self._tensors[index] for index in indices]
+        if self._device is None and all([tensor.is_contiguous() for tensor in tensors]):
+            return tensors
+        return [
+            tensor if self._device is None and tensor.is_contiguous() else self._copied([index])
+            for index, tensor in zip(indices, tensors, strict=True)
+        ]
 
     def joined(self, indices: Sequence[int]) -> torch.Tensor:
         """Return several tensors as one flat CPU tensor: the same memory if they are neighbors there."""

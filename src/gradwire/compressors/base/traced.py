@@ -178,14 +178,18 @@ class TracedCompressor(OnDevice):
 
     def compiled(self) -> Compiled | None:
         """The functions of the generated module."""
+        return self._compiled
+
+    # -- helpers ---------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _compiled(self) -> Compiled | None:
         if self.program.stats or self._uses_state:
             return None
         draws = any(node.op in _DRAWING for node in (*self.program.encode_nodes(), *self._filters))
         return Compiled(
             *(self.module.encode, self.module.decode_sum, self._static, self._scratch_bytes, self._uses_step, draws)
         )
-
-    # -- helpers ---------------------------------------------------------------------------------------------
 
     def _scratch_bytes(self, size: int, num_payloads: int) -> int:
         most = np.empty(self.max_encoded_bytes(TensorSpec((size,))), np.uint8)

@@ -8,7 +8,7 @@ from numba.core import cgutils
 from numba.core.errors import TypingError
 from numba.extending import intrinsic
 
-from gradwire.kernels.cpu.vector import Vector, _broadcast, _ir, _is_float, _is_signed
+from gradwire.kernels.cpu.vector import Vector, _broadcast, _cut, _ir, _is_float, _is_signed
 
 
 @intrinsic(prefer_literal=True)
@@ -113,15 +113,13 @@ def lanes_below(typingctx, count, lanes):
     width = lanes.literal_value
 
     def codegen(context, builder, sig, args):
-        bits, wide = ir.IntType(64), args[0]
-        zero, one = ir.Constant(bits, 0), ir.Constant(bits, 1)
-        positive = builder.select(builder.icmp_signed("<", wide, zero), zero, wide)
-        below = builder.sub(builder.shl(one, positive), one)
-        full = builder.icmp_signed(">=", wide, ir.Constant(bits, width))
-        chosen = builder.select(full, ir.Constant(bits, -1), below)
-        return builder.bitcast(builder.trunc(chosen, ir.IntType(width)) if width < 64 else chosen, kind)
+        # A comparison of lanes as wide as the floats that the mask chooses. AVX2 has no registers for masks, and would
+        # make one from bits lane by lane.
+        lane = ir.IntType(32)
+        indices = ir.Constant(ir.VectorType(lane, width), list(range(width)))
+        below = builder.trunc(_cut(builder, args[0], width), lane)
+        return builder.icmp_signed("<", indices, _broadcast(builder, below, indices.type))
 
-    kind = ir.VectorType(ir.IntType(1), width)
     return Vector(types.boolean, width)(types.int64, lanes), codegen
 
 
@@ -142,7 +140,11 @@ def as_bytes(typingctx, bits):
     target = Vector(types.uint8, bits.bitwidth // 8)
 
     def codegen(context, builder, sig, args):
-        return builder.bitcast(args[0], _ir(target))
+        # Bits of a mask stay an integer here. LLVM would turn them back into a mask and pass it from block to block lane
+        # by lane, because AVX2 has no registers for masks.
+        word = args[0].type
+        opaque = ir.InlineAsm(ir.FunctionType(word, [word]), "", "=r,0")
+        return builder.bitcast(builder.call(opaque, args), _ir(target))
 
     return target(bits), codegen
 
