@@ -42,7 +42,7 @@ class Staging:
     def contiguous(self, indices: Sequence[int]) -> list[torch.Tensor]:
         """Return tensors as contiguous CPU tensors."""
         tensors = [self._tensors[index] for index in indices]
-        if self._device is None and all([tensor.is_contiguous() for tensor in tensors]):
+        if self._device is None and all(tensor.is_contiguous() for tensor in tensors):
             return tensors
         return [
             tensor if self._device is None and tensor.is_contiguous() else self._copied([index])

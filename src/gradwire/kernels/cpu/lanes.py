@@ -140,8 +140,8 @@ def as_bytes(typingctx, bits):
     target = Vector(types.uint8, bits.bitwidth // 8)
 
     def codegen(context, builder, sig, args):
-        # Bits of a mask stay an integer here. LLVM would turn them back into a mask and pass it from block to block lane
-        # by lane, because AVX2 has no registers for masks.
+        # Bits of a mask stay an integer here. LLVM would turn them back into a mask, and pass it from block to block
+        # lane by lane, because AVX2 has no registers for masks.
         word = args[0].type
         opaque = ir.InlineAsm(ir.FunctionType(word, [word]), "", "=r,0")
         return builder.bitcast(builder.call(opaque, args), _ir(target))
