@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import json
-
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -62,8 +60,14 @@ def test_a_described_link_replaces_the_measured_one(app, costs_file) -> None:
 
 def test_a_level_allows_no_more_than_it_says(app, costs_file) -> None:
     arguments = ["plan", "--model", "lstm", "--costs", costs_file, "--json", "--fidelity"]
-    result = CliRunner().invoke(app, [*arguments, "near-lossless"], catch_exceptions=False)
-    assert {row["spec"] for row in json.loads(result.output)["rows"]} == {"none", "fp16"}
+    exact, half, balanced = (
+        PlanTable.from_json(CliRunner().invoke(app, [*arguments, level], catch_exceptions=False).output)
+        for level in ("exact", "near-lossless", "balanced")
+    )
+    assert {row.spec for row in exact.rows} <= {"none", "lossless"} and exact.native_kind == "fp32"
+    # Half of the bytes are DDP's own hook's, too, which a plan must beat.
+    assert half.native and half.native_kind == "fp16" and half.step < 0.6 * exact.dense_step
+    assert balanced.compresses and balanced.step < half.step
 
 
 def test_the_network_is_the_described_one_else_the_measured_one() -> None:

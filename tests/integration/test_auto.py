@@ -31,6 +31,15 @@ def test_nothing_is_lost_on_the_way_there_and_back() -> None:
         _adds_up(rank["report"], rank["table"], num_native=ways.count("DDP's all-reduce"))
 
 
+def test_a_mapping_leaves_the_rest_to_auto() -> None:
+    ranks = [outcome.result for outcome in launch("auto.decides_about_the_rest", 2, steps=40)]
+    assert len({rank["hash"] for rank in ranks}) == 1
+    for rank in ranks:
+        assert rank["settled"] and rank["planned"] and all(names == ["parameters_.rest"] for names in rank["planned"])
+        assert "onebit" in rank["method"]
+        assert rank["errors"]["rest"] < 1e-5 < rank["errors"]["named"] < 0.5
+
+
 def _adds_up(report: dict[str, Any], table: str, num_native: int) -> None:
     """Rows of a report, which were not part of every step, come to its total, as they print and as data."""
     total, native = report["total"], report["tensors"]["bucket 0"]
@@ -68,10 +77,11 @@ def test_what_takes_long_and_what_is_decided_is_seen_without_a_configured_log() 
     outcomes = launch("auto.small_tensors", 2)
     # A batch of small tensors takes a cast at most: nothing else is compiled and measured.
     assert results(outcomes) == [["none", "fp16", "bf16"]] * 2
-    first, *_, last = (line for line in outcomes[0].output.splitlines() if line.startswith("gradwire: auto: "))
+    told = [line for line in outcomes[0].output.splitlines() if line.startswith("gradwire: auto: ")]
+    first, decision = told[0], next(line for line in told if "gradwire: auto: Step " in line)
     assert first.startswith("gradwire: auto: a step by DDP's all-reduce takes ") and "are compiled" in first
     # On an unshaped loopback either may be the faster one.
-    assert re.match("gradwire: auto: Step [0-9]+, at the start: (DDP's|gradwire, ).* A step measured: ", last)
+    assert re.match("gradwire: auto: Step [0-9]+, at the start: (DDP's|gradwire, ).* A step measured: ", decision)
     assert "gradwire: " not in outcomes[1].output
 
 

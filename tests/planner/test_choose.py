@@ -185,6 +185,22 @@ def test_the_frameworks_all_reduce_is_taken_where_it_is_faster_than_anything():
     assert not plan(tensors, slow, [DENSE]).native
 
 
+def test_a_plan_must_also_beat_ddps_fp16_hook_where_it_is_allowed():
+    tensors, job = gradients((1000, 0.0)), costs(rate=1e9, latency=0)
+    half = plan(tensors, job, [DENSE], native=("fp32", "fp16"))
+    assert half.native and half.native_kind == "fp16"
+    assert half.step == half.native_step == pytest.approx(native_seconds(2_000_000, job))
+    assert half.verdict().endswith("of a step by DDP's fp16 hook.")
+    shorts = [PlannedTensor("w", (1000, 1000), torch.bfloat16)]  # of two bytes already
+    assert plan(shorts, job, [DENSE], native=("fp16",)).native_step == pytest.approx(half.step)
+    # Without any, gradwire's own dense step is what a plan must beat.
+    alone = plan(tensors, replace(job, native=LinkCosts(0.0, 1e-12)), METHODS, native=())
+    assert alone.compresses and not alone.native and alone.native_step == alone.dense_step
+    assert "by gradwire, dense" in alone.verdict()
+    with pytest.raises(UnknownNameError, match="fp8"):
+        plan(tensors, job, [DENSE], native=("fp8",))
+
+
 def test_the_frameworks_buckets_follow_each_other():
     tensors = gradients((1000, 0.0), (1000, 0.1))
     job = costs(rate=1e9)

@@ -44,7 +44,7 @@ def test_a_table_reads_as_columns_and_a_sentence(table):
 
 def test_a_dense_table_says_so():
     dense = plan([PlannedTensor("w", (1000, 1000))], costs(rate=1e12), fidelity="exact")
-    assert "Do not compress: no method promises less than" in str(dense)
+    assert "Do not compress: no plan promises less than" in str(dense)
 
 
 def test_a_file_gives_back_the_table(table, tmp_path):
@@ -54,7 +54,7 @@ def test_a_file_gives_back_the_table(table, tmp_path):
     assert ", pinned" in str(found)
     text = (tmp_path / "plan.json").read_text()
     assert sum('"name": ' in line for line in text.splitlines()) == 4  # a line a tensor
-    assert json.loads(text)["version"] == 1
+    assert json.loads(text)["version"] == 2
 
 
 def test_a_plan_of_the_tables_entries_is_what_was_decided(table):
@@ -92,7 +92,7 @@ def test_a_file_that_is_no_plan_is_refused(table):
     row = document["rows"][0]
     changes = {
         "not a gradwire plan file. Check the path": {"format": "gradwire costs"},
-        "version 0, and this release of gradwire reads version 1": {"version": 0},
+        "version 0, and this release of gradwire reads version 2": {"version": 0},
         "rows must be a list": {"rows": None},
         "has unknown speed (in the plan)": {"speed": 1},
         "ready, spec, strategy, total, wire (in row 0)": {"rows": [{"name": "w"}]},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -18,8 +19,8 @@ from gradwire.tuning.auto import (
     NATIVE_DOUBT,
     NATIVE_FP16,
     SYNC_BOUND,
+    Autopilot,
     _change,
-    _predict,
     _worth_a_trial,
     margin,
 )
@@ -70,11 +71,21 @@ def test_plans_that_choose_the_same_are_the_same_candidate() -> None:
     assert Candidate.of(one) != Candidate.of(moved)
 
 
-def test_half_the_bytes_are_predicted_to_save_half_of_the_links_time() -> None:
-    found = _predict(table("fp16"), TIMING, COSTS, fidelity.methods("near-lossless"))
+@pytest.fixture(params=["exact", "near-lossless"])
+def pilot(request: pytest.FixtureRequest) -> Iterator[Autopilot]:
+    handle = gw.attach(DistributedDataParallel(nn.Linear(4, 4)), "auto", fidelity=request.param)
+    assert handle.autopilot is not None
+    yield handle.autopilot
+    handle.detach()
+
+
+def test_half_the_bytes_are_predicted_to_save_half_of_the_links_time(pilot: Autopilot) -> None:
+    found = pilot._predict(table("fp16"), TIMING, COSTS)
     wire = 2 * 3 / 4 * TIMING.nbytes * LINK.seconds_per_byte
-    assert found[NATIVE] - found[NATIVE_FP16] == pytest.approx(wire / 2)
-    assert NATIVE_FP16 not in _predict(table("fp16"), TIMING, COSTS, fidelity.methods("exact"))
+    if pilot._fidelity == "exact":
+        assert NATIVE_FP16 not in found
+    else:
+        assert found[NATIVE] - found[NATIVE_FP16] == pytest.approx(wire / 2)
 
 
 @pytest.mark.parametrize(("kept", "now", "kind", "text"), [
@@ -149,6 +160,31 @@ def test_gcomp_is_measured_with_the_users_own_optimizer_where_it_is_known(made, 
         assert not torch.equal(aux["parameter"], ddp.module.weight.detach().reshape(-1))  # a copy, of step 2
 
 
-def test_auto_is_the_whole_method() -> None:
-    with pytest.raises(OptionError, match=r"cannot stand in a mapping yet\. Pass \"auto\" as the method"):
-        gw.attach(DistributedDataParallel(nn.Linear(4, 4)), {"*.bias": "none", "*": "auto"})
+@pytest.mark.parametrize(("given", "unchosen"), [
+    ("none", "DDP's all-reduce"),  # but not its hook, which would round what was to stay
+    ("onebit", "gradwire, dense where auto decides"),  # DDP's would not compress what was to be compressed
+])  # fmt: skip
+def test_what_a_mapping_names_is_part_of_each_plan(given: str, unchosen: str) -> None:
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 40)))
+    handle = gw.attach(ddp, {"0.weight": given, "*": "auto"}, fidelity="near-lossless")
+    pilot = handle.autopilot
+    assert pilot is not None and pilot.current.name == unchosen
+    names = list(pilot._tensors)
+    assert "0.weight" not in names and len(names) == 3
+    tensors = [PlannedTensor(name, spec.shape) for name, spec in pilot._tensors.items()]
+    planned = plan(tensors, COSTS, [fidelity.RankedCompressor("fp16", ("ring",))], native=())
+    assert planned.compresses and planned.native_kind == "" and not planned.native
+    found = pilot._predict(planned, TIMING, COSTS)
+    assert [candidate.name for candidate in found] == [unchosen, "gradwire, fp16"]
+    (compressed,) = (candidate for candidate in found if candidate.table is not None)
+    assert compressed.plan is not None and compressed.plan.entries is not None
+    assert compressed.plan.entries.keys() == {"0.weight", *names}
+    assert compressed.plan.entries["0.weight"].compressor.name == given
+    assert fidelity_of(pilot.current) > fidelity_of(compressed)
+    handle.detach()
+
+
+def test_gcomp_by_name_needs_its_optimizer_also_where_auto_decides_about_the_rest() -> None:
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 40)))
+    with pytest.raises(OptionError, match="optimizer"):
+        gw.attach(ddp, {"0.weight": "gcomp", "*": "auto"})

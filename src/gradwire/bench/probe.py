@@ -111,7 +111,9 @@ class Prober:
         costs = calibration.costs(specs, say=seldom(self.say), native=timings[DDP_FP32])
         self.say("planning")
         alone = [method for method in priced if method.spec != levels.DENSE.spec]
-        level, *singles = plan_tables(synchronizer, silent, costs, fidelity=self.fidelity, alone=alone)
+        level, *singles = plan_tables(
+            synchronizer, synchronizer.tensors, silent, costs, fidelity=self.fidelity, alone=alone
+        )
         uses, untried = self._candidates(level, singles)
         self.tables = {candidate.name: candidate.table for candidate in uses if candidate.table is not None}
         for candidate in uses:

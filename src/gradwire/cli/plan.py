@@ -65,7 +65,10 @@ def plan(
     _bits(rate), seconds(latency)  # mistakes are refused before anything is measured
     step = _timeline(model, None if compute is None else seconds(compute))
     known = _network(costs_of(costs, [method.spec for method in allowed]), ranks, rate, latency)
-    table = planner.plan(step.gradients, known, fidelity=fidelity, backward=step.backward, rest=step.rest)
+    native = ("fp32", "fp16") if any(method.spec == "fp16" for method in allowed) else ("fp32",)
+    table = planner.plan(
+        step.gradients, known, fidelity=fidelity, backward=step.backward, rest=step.rest, native=native
+    )
     if save is not None:
         table.pin().save(save)
     typer.echo(table.to_json() if as_json else f"{table}\n\nCosts: {known.made_by or 'from a file'}.")

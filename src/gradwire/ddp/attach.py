@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.aggregator.strategy import NAME as SERVER
 from gradwire.compressors.base.arguments import names_unknown_arguments
-from gradwire.compressors.base.registry import DENSE_NAME
 from gradwire.core import torch_private
 from gradwire.core.errors import OptionError, UnknownNameError
 from gradwire.core.spec import TensorSpec
@@ -52,9 +51,9 @@ def attach(
     Args:
         ddp: The DDP module, on Gloo or NCCL. It may be compiled, or wrap a compiled module.
         method: How gradients are compressed: the name of a compressor, with options as in ``"topk:ratio=0.01"``; a
-            compressor; a mapping from patterns of parameter names to either, in which the first match counts; a `Plan`,
-            which also sets strategy, partitions and feedback; or ``"auto"``, which chooses while the model trains (see
-            `gradwire.tuning.auto`).
+            compressor; ``"auto"``, which chooses while the model trains (see `gradwire.tuning.auto`); a mapping from
+            patterns of parameter names to these, in which the first match counts; or a `Plan`, which also sets
+            strategy, partitions and feedback.
         optimizer: Optimizer of the module's parameters, or a list of all their optimizers. If given, residuals are
             committed when the optimizer steps, so a step that a GradScaler skips leaves no trace. If not, they are
             committed when the next backward pass begins, unless the gradients of any rank were not finite. ``"gcomp"``
@@ -92,16 +91,16 @@ def attach(
             "fidelity out."
         )
     fidelity = fidelity or "balanced"
-    if automatic:  # until it has measured, gradients travel dense
-        plan = Plan(DENSE_NAME, min_elements=plan.min_elements)
+    parameters = torch_private.trained_parameters(ddp)
+    tensors = {name: TensorSpec.of(parameter) for name, parameter in parameters}
+    given = plan.given_entries(tensors) if automatic else {}
+    plan = plan.without_auto()  # until it has measured, gradients travel dense
     strategies = {plan.strategy, *(entry.strategy for entry in (plan.entries or {}).values())}
     if options.server is not None and SERVER not in strategies:
         raise OptionError(
             "The options name a server, but the plan does not use it. "
             'Pass gradwire.Plan(..., strategy="server"), or leave the server out.'
         )
-    parameters = torch_private.trained_parameters(ddp)
-    tensors = {name: TensorSpec.of(parameter) for name, parameter in parameters}
     optimizers = Optimizers(optimizer, parameters, torch_private.parameter_names(ddp))
     check_momentum(plan, list(optimizers), parameters)
     _show_state(optimizers, plan, tensors, automatic and fidelity != "exact")
@@ -111,7 +110,9 @@ def attach(
         handle = Handle(ddp, synchronizer, optimizers, check_every, scaler)
         if automatic:
             commit, slices = handle.commit_without_optimizer, optimizers.slices if optimizers.states else None
-            handle.autopilot = Autopilot(synchronizer, ddp.process_group, fidelity, plan.min_elements, commit, slices)
+            handle.autopilot = Autopilot(
+                synchronizer, ddp.process_group, fidelity, plan.min_elements, commit, slices, given
+            )
         slot = slot_of(ddp)
         if register:
             slot.register(ddp)
@@ -128,10 +129,9 @@ def attach(
 
 def _show_state(optimizers: Optimizers, plan: Plan, tensors: Mapping[str, TensorSpec], may_choose_gcomp: bool) -> None:
     """Show optimizer state to gcomp, for the tensors that it compresses, or may compress under auto."""
+    optimizers.show_state({name for name in tensors if plan.entry(name, tensors[name]).compressor.needs_optimizer})
     if may_choose_gcomp:
         try:
             optimizers.show_state(tensors)
         except OptionError as error:
             logger.info("auto leaves gcomp out: %s", error)
-        return
-    optimizers.show_state({name for name in tensors if plan.entry(name, tensors[name]).compressor.needs_optimizer})

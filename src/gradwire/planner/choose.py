@@ -19,10 +19,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gradwire.core.errors import OptionError
+from gradwire.core.errors import OptionError, UnknownNameError
 from gradwire.planner import fidelity as levels
 from gradwire.planner import schedule
 from gradwire.planner.closed_forms import Route, native_seconds, route
@@ -35,6 +35,7 @@ from gradwire.sync.fusion import MAX_FUSED_ELEMENTS
 
 PARTITIONS = (1, 2, 3, 4, 6, 8, 12, 16)
 MIN_GAIN = 0.02  # predictions are no more accurate than this
+_ITEMSIZES = {"fp32": 8, "fp16": 2}  # most bytes of an element, by kind of the framework's own all-reduce
 _STEP = 0.002  # relative difference that counts in the search
 _TENSOR_RUNS = 10_000  # most tensors scheduled in total, about two seconds on one core
 
@@ -51,6 +52,7 @@ def plan(
     rest: float = 0.0,
     min_gain: float = MIN_GAIN,
     bucket_bytes: int = 25 << 20,
+    native: Sequence[str] = ("fp32",),
 ) -> PlanTable:
     """Plan a model.
 
@@ -66,10 +68,11 @@ def plan(
         rest: Seconds of a step before and after backward.
         min_gain: Share of the dense step that compression must save.
         bucket_bytes: Bytes of a bucket of the framework's own all-reduce.
+        native: Kinds of the framework's own all-reduce to compare with: ``"fp32"``, ``"fp16"`` (DDP's fp16 hook).
 
     Raises:
         OptionError: There are no tensors, or a number is out of range.
-        UnknownNameError: A method has no costs, or the level of fidelity does not exist.
+        UnknownNameError: A method has no costs, or the level of fidelity or a kind of all-reduce does not exist.
     """
     if not tensors:
         raise OptionError("There are no tensors to plan for. Pass the gradients of a model.")
@@ -84,13 +87,13 @@ def plan(
     dense, best = search.dense(), search.best(backward)
     if not search.compresses(best):
         dense = best
-    native = _native(search.tensors, costs, bucket_bytes)
+    rivals = _natives(search.tensors, costs, bucket_bytes, native)
     dense_finish, best_finish = (max(backward, search.run(picks).finish) for picks in (dense, best))
-    native_finish = max(backward, native.finish)
-    if rest + best_finish > (1 - min_gain) * (rest + min(dense_finish, native_finish)):
+    least = min([dense_finish, *(max(backward, rival.finish) for rival in rivals.values())])
+    if rest + best_finish > (1 - min_gain) * (rest + least):
         best = dense
     name = fidelity if methods is None else ", ".join(method.spec for method in allowed)
-    return _table(search, best, dense, native, backward, rest, name, best == dense and native_finish <= dense_finish)
+    return _table(search, best, dense, rivals, backward, rest, name, best == dense)
 
 
 def uniform(
@@ -109,8 +112,9 @@ def uniform(
     search = _Search(_ordered(tensors), costs, [method], PARTITIONS, min_elements)
     picks = min((search.uniform(method.spec, strategy) for strategy in method.strategies),
                 key=lambda picks: search.run(picks).finish)  # fmt: skip
-    native, backward = _native(search.tensors, costs, bucket_bytes), max(tensor.ready for tensor in tensors)
-    return _table(search, picks, search.dense(), native, backward, rest, method.spec, False)
+    rivals = _natives(search.tensors, costs, bucket_bytes, ("fp32",))
+    backward = max(tensor.ready for tensor in tensors)
+    return _table(search, picks, search.dense(), rivals, backward, rest, method.spec, False)
 
 
 def _ordered(tensors: Sequence[PlannedTensor]) -> list[PlannedTensor]:
@@ -118,18 +122,24 @@ def _ordered(tensors: Sequence[PlannedTensor]) -> list[PlannedTensor]:
 
 
 def _table(
-    search: _Search, picks: list[int], dense: list[int], native: Schedule, backward: float, rest: float, fidelity: str,
-    use_native: bool,
+    search: _Search, picks: list[int], dense: list[int], rivals: Mapping[str, Schedule], backward: float, rest: float,
+    fidelity: str, may_be_native: bool,
 ) -> PlanTable:  # fmt: skip
-    outcome = native if use_native else search.run(picks)
+    steps = {kind: rest + max(backward, rival.finish) for kind, rival in rivals.items()}
+    dense_step = rest + max(backward, search.run(dense).finish)
+    fastest = min(steps, key=lambda kind: steps[kind], default="")
+    native_step = steps.get(fastest, dense_step)
+    native = may_be_native and bool(fastest) and native_step <= dense_step
+    outcome = rivals[fastest] if native else search.run(picks)
     return PlanTable(
         rows=tuple(search.rows(picks)),
         world_size=search.costs.world_size,
         fidelity=fidelity,
-        native=use_native,
+        native=native,
         step=rest + max(backward, outcome.finish),
-        dense_step=rest + max(backward, search.run(dense).finish),
-        native_step=rest + max(backward, native.finish),
+        dense_step=dense_step,
+        native_step=native_step,
+        native_kind=fastest,
         ideal_step=max(rest + backward, outcome.link),
         limit=limit_of(outcome.finish, backward, outcome.link, outcome.codec, margin=0.02),
     )
@@ -321,13 +331,24 @@ def _row(tensor: PlannedTensor, option: Option, share: float, dense: float, batc
     )  # fmt: skip
 
 
-def _native(tensors: Sequence[PlannedTensor], costs: Costs, bucket_bytes: int) -> Schedule:
+def _natives(
+    tensors: Sequence[PlannedTensor], costs: Costs, bucket_bytes: int, kinds: Sequence[str]
+) -> dict[str, Schedule]:
+    """Schedule each kind of the framework's own all-reduce."""
+    unknown = set(kinds) - set(_ITEMSIZES)
+    if unknown:
+        raise UnknownNameError("kind of all-reduce", min(unknown), _ITEMSIZES)
+    return {kind: _native(tensors, costs, bucket_bytes, _ITEMSIZES[kind]) for kind in kinds}
+
+
+def _native(tensors: Sequence[PlannedTensor], costs: Costs, bucket_bytes: int, itemsize: int) -> Schedule:
     """Schedule the framework's own all-reduce: one bucket after another, each once its last gradient is ready."""
-    finish, busy, nbytes = 0.0, 0.0, 0
+    finish, busy, nbytes, sent = 0.0, 0.0, 0, 0
     waiting = 2 * (costs.world_size - 1) * (costs.native or costs.slowest).latency
     for index, tensor in enumerate(tensors):
         nbytes += tensor.nbytes
+        sent += tensor.numel * min(itemsize, tensor.dtype.itemsize)
         if nbytes >= bucket_bytes or index == len(tensors) - 1:
-            seconds = native_seconds(nbytes, costs)
-            finish, busy, nbytes = max(finish, tensor.ready) + seconds, busy + max(0.0, seconds - waiting), 0
+            seconds = native_seconds(sent, costs)
+            finish, busy, nbytes, sent = max(finish, tensor.ready) + seconds, busy + max(0.0, seconds - waiting), 0, 0
     return Schedule(finish, 0.0, busy)

@@ -18,7 +18,8 @@ from gradwire.planner.costs import expect_fields, read_document
 from gradwire.sync.plan import Plan
 from gradwire.sync.plan_entry import PlanEntry
 
-FORMAT, VERSION = "gradwire plan", 1
+FORMAT, VERSION = "gradwire plan", 2
+_NATIVE = {"fp32": "the framework's own all-reduce", "fp16": "DDP's fp16 hook"}
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,10 @@ class PlanTable:
         world_size: Number of ranks that it was made for.
         fidelity: Level of fidelity that the user allowed, or the methods to choose from.
         native: Whether the framework's own all-reduce is faster than any plan.
-        step: Step by this plan.
+        step: Step by this plan, or by that all-reduce.
         dense_step: Step without compression, by gradwire.
-        native_step: Step by the framework's own all-reduce.
+        native_step: Step by the framework's own all-reduce, of the fastest kind that was allowed.
+        native_kind: This kind: ``"fp32"``, or ``"fp16"`` for DDP's fp16 hook. Empty if none was allowed.
         ideal_step: The larger of the step without communication and the time of this plan's bytes on the link.
         limit: What this plan's step waits for: ``"backward"``, ``"link"``, ``"codec"`` or ``"latency"``.
         pinned: Whether the user wants this plan and no other.
@@ -80,6 +82,7 @@ class PlanTable:
     step: float
     dense_step: float
     native_step: float
+    native_kind: str
     ideal_step: float
     limit: str
     pinned: bool = False
@@ -110,14 +113,18 @@ class PlanTable:
     def verdict(self) -> str:
         """Return the decision in a sentence or two."""
         dense = min(self.dense_step, self.native_step)
-        by = "the framework's own all-reduce" if self.native_step <= self.dense_step else "gradwire"
+        by = (
+            "gradwire, dense"
+            if not self.native_kind or self.dense_step < self.native_step
+            else _NATIVE[self.native_kind]
+        )
         if not self.compresses:
-            return f"Do not compress: no method promises less than the {seconds(dense)} of a dense step by {by}."
+            return f"Do not compress: no plan promises less than the {seconds(dense)} of a step by {by}."
         kinds = sorted({row.spec for row in self.rows if row.spec != DENSE_NAME})
         count = sum(row.spec != DENSE_NAME for row in self.rows)
         return (
             f"Compress {count} of {len(self.rows)} tensors ({', '.join(kinds)}): a step of {seconds(self.step)} in "
-            f"place of {seconds(dense)} dense by {by}, {dense / self.step:.2f} times faster. What limits it: "
+            f"place of {seconds(dense)} by {by}, {dense / self.step:.2f} times faster. What limits it: "
             f"{self.limit}; ideal is {seconds(self.ideal_step)}."
         )
 

@@ -33,8 +33,8 @@ class Plan:
     Under ``"auto"``, `gradwire.attach` chooses compressor, strategy, partitions and feedback while the model trains.
 
     Args:
-        rules: One method for all tensors (a compressor, or its name as `gradwire.make` takes it, with options as in
-            ``"topk:ratio=0.01"``), a mapping from name patterns to methods, or ``"auto"``.
+        rules: One method for all tensors, or a mapping from name patterns to methods. A method is a compressor, its
+            name as `gradwire.make` takes it, with options as in ``"topk:ratio=0.01"``, or ``"auto"``.
         strategy: How tensors travel: ``"scatter_reduce"``, ``"ring"``, ``"allgather"``, ``"hierarchical"`` (dense
             within nodes, compressed between them) or ``"server"`` (an aggregator, for ``"thc"`` and ``"uthc"``). None
             means the ring, which fills each link, for tensors that travel without loss by choice, and scatter-reduce
@@ -75,26 +75,25 @@ class Plan:
             raise OptionError(f"min_elements must not be negative, but it is {min_elements}. Pass 0 to compress all.")
         if isinstance(rules, Mapping) and not rules:
             raise OptionError('The plan has no rules. Pass for example {"*": "threelc"}.')
-        self.is_auto = rules == AUTO
-        if self.is_auto and (strategy is not None or partitions is not None or feedback is not None):
-            raise OptionError(
-                f'"auto" chooses strategy, partitions and feedback itself, but they are {strategy!r}, {partitions} '
-                f"and {feedback!r}. Leave them out, or name a compressor."
-            )
-        named = rules if isinstance(rules, Mapping) else {} if self.is_auto else {"*": rules}
+        named = rules if isinstance(rules, Mapping) else {"*": rules}
         for pattern in named:
             if not isinstance(pattern, str):
                 raise OptionTypeError(
                     f'The key of a rule is a pattern of parameter names like "*.bias", not {pattern!r}.'
                 )
-        if AUTO in named.values():
+        self.is_auto = any(isinstance(method, str) and method == AUTO for method in named.values())
+        if self.is_auto and (strategy is not None or partitions is not None or feedback is not None):
             raise OptionError(
-                '"auto" decides for the whole model and cannot stand in a mapping yet. Pass "auto" as the method, or '
-                "name a compressor in its place."
+                f'"auto" chooses strategy, partitions and feedback itself, but they are {strategy!r}, {partitions} '
+                f"and {feedback!r}. Leave them out, or name a compressor."
             )
-        self.rules = {pattern: compressor_of(method) for pattern, method in named.items()}
+        self.rules: dict[str, Compressor | str] = {
+            pattern: AUTO if isinstance(method, str) and method == AUTO else compressor_of(method)
+            for pattern, method in named.items()
+        }
         for pattern, compressor in self.rules.items():
-            if strategy is not None and not compressor.exact:  # exact ones travel by a strategy that carries them
+            # Exact ones travel by a strategy that carries them.
+            if strategy is not None and isinstance(compressor, Compressor) and not compressor.exact:
                 STRATEGIES[strategy].check(compressor, pattern)
         self.strategy = strategy
         self.partitions = partitions
@@ -135,23 +134,32 @@ class Plan:
         if self.entries is not None:
             specs = sorted({spec_of(entry.compressor) for entry in self.entries.values()})
             return f"a plan of {len(self.entries)} tensors by {', '.join(specs)}"
-        if self.is_auto:
-            return AUTO
-        if list(self.rules) == ["*"]:
-            return spec_of(self.rules["*"])
-        return ", ".join(f"{pattern}: {spec_of(compressor)}" for pattern, compressor in self.rules.items())
+        named = {pattern: rule if isinstance(rule, str) else spec_of(rule) for pattern, rule in self.rules.items()}
+        if list(named) == ["*"]:
+            return named["*"]
+        return ", ".join(f"{pattern}: {method}" for pattern, method in named.items())
+
+    def without_auto(self) -> Plan:
+        """Return the plan with dense tensors where the rule is ``"auto"``."""
+        if not self.is_auto:
+            return self
+        rules = {pattern: DENSE_NAME if isinstance(rule, str) else rule for pattern, rule in self.rules.items()}
+        return Plan(rules, min_elements=self.min_elements)
+
+    def given_entries(self, specs: Mapping[str, TensorSpec]) -> dict[str, PlanEntry]:
+        """Return the entries of the tensors whose rule is not ``"auto"``."""
+        return {
+            name: self.entry(name, spec)
+            for name, spec in specs.items()
+            if self.entries is not None or not isinstance(self._match(name)[1], str)
+        }
 
     def entry(self, name: str, spec: TensorSpec) -> PlanEntry:
         """The plan entry of one tensor.
 
         Raises:
-            OptionError: No rule matches, a plan of entries lacks the name, or the plan is ``"auto"``.
+            OptionError: No rule matches, a plan of entries lacks the name, or the rule is ``"auto"``.
         """
-        if self.is_auto:
-            raise OptionError(
-                'Plan("auto") has no entries of its own: gradwire.attach chooses them while a DDP module trains. '
-                "Name a compressor here."
-            )
         if self.entries is not None:
             if name not in self.entries:
                 raise OptionError(
@@ -159,6 +167,11 @@ class Plan:
                 )
             return self.entries[name]
         pattern, compressor = self._match(name)
+        if isinstance(compressor, str):
+            raise OptionError(
+                'A rule "auto" has no entries of its own: gradwire.attach chooses them while a DDP module trains. '
+                "Name a compressor here."
+            )
         small = len(spec.shape) <= 1 or spec.numel < self.min_elements
         # Dense by choice: the ring fills each link. Dense because they are small: latency counts.
         usual = "ring" if compressor.dense or (compressor.exact and not small) else "scatter_reduce"
@@ -185,11 +198,16 @@ class Plan:
         """Sentences about what a user may not expect of this plan with these tensors, with advice."""
         if self.entries is not None or not specs:
             return []
+        if self.is_auto:  # its tensors are dense until it has chosen
+            return self.without_auto().notes(specs)
         matched = {name: self._match(name)[0] for name in specs}
         unused = [pattern for pattern in self.rules if pattern != "*" and pattern not in matched.values()]
         found = [_unused_note(pattern, specs, matched) for pattern in unused]
-        blanket = self.rules["*"].name if "*" in self.rules else "none"
-        if blanket != "none" and all(self.entry(name, spec).compressor.name == "none" for name, spec in specs.items()):
+        given = self.rules.get("*")
+        blanket = given.name if isinstance(given, Compressor) else DENSE_NAME
+        if blanket != DENSE_NAME and all(
+            self.entry(name, spec).compressor.name == "none" for name, spec in specs.items()
+        ):
             largest = max(specs, key=lambda name: (len(specs[name].shape) > 1, specs[name].numel))
             found.append(
                 f"{blanket} compresses nothing: all {len(specs)} tensors are vectors or smaller than "
@@ -199,10 +217,10 @@ class Plan:
             )
         return found
 
-    def _match(self, name: str) -> tuple[str, Compressor]:
-        for pattern, compressor in self.rules.items():
+    def _match(self, name: str) -> tuple[str, Compressor | str]:
+        for pattern, rule in self.rules.items():
             if fnmatchcase(name, pattern):
-                return pattern, compressor
+                return pattern, rule
         raise OptionError(
             f'No rule matches {name!r}: {", ".join(self.rules)}. Add a rule "*", for example {{"*": "none"}}.'
         )

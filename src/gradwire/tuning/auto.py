@@ -13,6 +13,10 @@ Guarantees: all ranks switch at the same step, since they decide from the same n
 gradients go back to DDP's own all-reduce; each decision is reported once, with its numbers (see
 `gradwire.observe.notices`).
 
+Where a mapping names other methods, too, `auto` decides about the remaining tensors. The entries of the named ones are
+part of each plan. DDP's own all-reduce averages whole buckets, so it is a candidate only if the named tensors travel
+unchanged.
+
 Source: HiPress (SOSP 2021), section 3.3, selective compression. Trials and watching are ours.
 """
 
@@ -20,7 +24,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -37,6 +42,7 @@ from gradwire.planner.costs import Costs
 from gradwire.planner.table import seconds
 from gradwire.sync.launcher import OptimizerSlices
 from gradwire.sync.plan import Plan
+from gradwire.sync.plan_entry import PlanEntry
 from gradwire.sync.synchronizer import Synchronizer
 from gradwire.tuning.calibration import SIZES, Calibration, CalibrationSample
 from gradwire.tuning.candidates import FP32, HOOKS, Candidate, Future, native_step, plan_tables
@@ -89,6 +95,7 @@ class Autopilot:
         min_elements: See `attach`.
         settle: Commits or rolls back the last step, if that is decided.
         aux: Slices of the parameters' optimizer state by name and range, for gcomp; None where it is not known.
+        given: Entries of the tensors that the user has given a method.
 
     Attributes:
         current: The candidate that averages gradients now.
@@ -104,13 +111,19 @@ class Autopilot:
         min_elements: int,
         settle: Callable[[], None],
         aux: OptimizerSlices | None = None,
+        given: Mapping[str, PlanEntry] = MappingProxyType({}),
     ) -> None:
-        self.current = NATIVE
         self.decisions: list[Decision] = []
         self.settled = False
         self._synchronizer = synchronizer
         self._group = group
-        self._tensors = synchronizer.tensors
+        self._given = given
+        self._tensors = {name: spec for name, spec in synchronizer.tensors.items() if name not in given}
+        # What needs no decision: nothing is compressed but what the user has named.
+        self._unchosen = NATIVE
+        if any(not entry.compressor.dense for entry in given.values()):
+            self._unchosen = Candidate("gradwire, dense where auto decides", plan=synchronizer.plan)
+        self.current = self._unchosen
         self._methods = levels.methods(fidelity, optimizer=aux is not None)
         self._aux = aux
         self._fidelity = fidelity
@@ -219,7 +232,7 @@ class Autopilot:
         while self._synchronizer.world_size == 1 or not self._tensors:  # all gradients are sparse
             self.settled = True
             yield
-        yield from self.switch(NATIVE)
+        yield from self.switch(self._unchosen)
         timing = yield from self._trials.time(warm_up=1)
         reason, strikes = START, STRIKES
         while True:
@@ -238,9 +251,10 @@ class Autopilot:
         """
         costs = self._calibrate(timing)
         (table,) = plan_tables(
-            self._synchronizer, timing, costs, fidelity=self._fidelity, min_elements=self._min_elements
-        )
-        predicted = _predict(table, timing, costs, self._methods)
+            self._synchronizer, self._tensors, timing, costs, fidelity=self._fidelity,
+            min_elements=self._min_elements, native=() if self._unchosen.gradwire else ("fp32",),
+        )  # fmt: skip
+        predicted = self._predict(table, timing, costs)
         self._trials.timings = timings = {self.current: timing}
         for candidate in sorted(predicted, key=lambda each: (predicted[each], each.name)):
             fastest = min(each.step for each in timings.values())
@@ -314,10 +328,19 @@ class Autopilot:
 
     @property
     def _holds_residuals(self) -> bool:
-        return any(self._synchronizer.residuals.holds_after_pruning(name) for name in self._tensors)
+        return any(self._synchronizer.residuals.holds_after_pruning(name) for name in self._synchronizer.tensors)
 
     def _any_rank(self, mine: bool) -> bool:
         return bool(self._calibration.largest(np.array([float(mine)]))[0])
+
+    def _predict(self, table: PlanTable, timing: Timing, costs: Costs) -> dict[Candidate, float]:
+        """Predict seconds of a step by each candidate."""
+        predicted = {self._unchosen: native_step(timing, costs) if self._unchosen == NATIVE else table.dense_step}
+        if not self._given and any(method.spec == "fp16" for method in self._methods):
+            predicted[NATIVE_FP16] = native_step(timing, costs, "fp16")
+        if table.compresses or (self._unchosen == NATIVE and not table.native):
+            predicted[Candidate.of(table, given=self._given)] = table.step
+        return predicted
 
     # -- costs -----------------------------------------------------------------------------------------------
 
@@ -362,18 +385,6 @@ def _worth_a_trial(candidate: Candidate, predicted: float, fastest: float) -> bo
     fidelity and must not lose by a prediction alone.
     """
     return predicted < fastest * (1.0 if candidate.gradwire else NATIVE_DOUBT)
-
-
-def _predict(
-    table: PlanTable, timing: Timing, costs: Costs, methods: Sequence[levels.RankedCompressor]
-) -> dict[Candidate, float]:
-    """Predict seconds of a step by each candidate."""
-    predicted = {NATIVE: native_step(timing, costs)}
-    if any(method.spec == "fp16" for method in methods):
-        predicted[NATIVE_FP16] = native_step(timing, costs, "fp16")
-    if not table.native:
-        predicted[Candidate.of(table)] = table.step
-    return predicted
 
 
 def _change(kept: Timing, now: Timing) -> Reason | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from gradwire.planner.closed_forms import native_seconds
 from gradwire.planner.costs import Costs
 from gradwire.planner.fidelity import RankedCompressor
 from gradwire.sync.plan import Plan
+from gradwire.sync.plan_entry import PlanEntry
 from gradwire.sync.synchronizer import Synchronizer
 from gradwire.tuning.step_clock import Timing
 
@@ -51,12 +53,12 @@ class Candidate:
     table: PlanTable | None = field(default=None, compare=False)
 
     @classmethod
-    def of(cls, table: PlanTable, name: str = "") -> Candidate:
-        """The candidate of a planner's table."""
+    def of(cls, table: PlanTable, name: str = "", given: Mapping[str, PlanEntry] = MappingProxyType({})) -> Candidate:
+        """The candidate of a planner's table, with the entries of the tensors that the planner does not plan."""
         specs = sorted({row.spec for row in table.rows if row.spec != "none"})
         choices = tuple((row.spec, row.strategy, row.partitions) for row in table.rows)
         name = name or f"gradwire, {' and '.join(specs) or 'dense'}"
-        return cls(name, choices=choices, plan=table.plan(), table=table)
+        return cls(name, choices=choices, plan=Plan.of_entries({**table.entries(), **given}), table=table)
 
     @property
     def gradwire(self) -> bool:
@@ -68,7 +70,7 @@ class Candidate:
         """One of `KINDS`."""
         if self.plan is None:
             return FP32 if self.hook == "fp32" else HALF
-        return FP32 if self.table is not None and not self.table.compresses else GRADWIRE
+        return GRADWIRE if self.table is not None and self.table.compresses else FP32
 
 
 def native_step(timing: Timing, costs: Costs, hook: str = "fp32") -> float:
@@ -90,21 +92,25 @@ def planned_tensors(specs: Mapping[str, TensorSpec], timing: Timing) -> list[Pla
 
 def plan_tables(
     synchronizer: Synchronizer,
+    specs: Mapping[str, TensorSpec],
     timing: Timing,
     costs: Costs,
     *,
     fidelity: str,
     min_elements: int = 1_024,
+    native: Sequence[str] = ("fp32",),
     alone: Sequence[RankedCompressor] = (),
 ) -> list[PlanTable]:
     """Plan on rank 0, and share the plans with all ranks.
 
     Args:
         synchronizer: Synchronizer of the job.
+        specs: Tensors to plan for.
         timing: Steps with the timeline of the backward pass.
         costs: Costs of this job.
         fidelity: Level of fidelity; see `gradwire.planner.fidelity`.
         min_elements: See `gradwire.planner.plan`.
+        native: See `gradwire.planner.plan`.
         alone: Compressors to plan with one at a time.
 
     Returns:
@@ -112,11 +118,12 @@ def plan_tables(
     """
     texts: list[str] = []
     if synchronizer.rank == 0:
-        tensors = planned_tensors(synchronizer.tensors, timing)
+        tensors = planned_tensors(specs, timing)
         bucket_bytes = max(1, timing.nbytes // max(1, len(timing.buckets)))
         level = plan(
-            tensors, costs, fidelity=fidelity, min_elements=min_elements, rest=timing.rest, bucket_bytes=bucket_bytes
-        )
+            tensors, costs, fidelity=fidelity, min_elements=min_elements, rest=timing.rest, bucket_bytes=bucket_bytes,
+            native=native,
+        )  # fmt: skip
         singles = [
             uniform(tensors, costs, method, min_elements=min_elements, rest=timing.rest, bucket_bytes=bucket_bytes)
             for method in alone

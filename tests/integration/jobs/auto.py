@@ -72,6 +72,51 @@ def there_and_back(rank: int, world_size: int, steps: int) -> dict[str, Any]:
     return found
 
 
+def decides_about_the_rest(rank: int, world_size: int, steps: int) -> dict[str, Any]:
+    """A mapping names one tensor. Gradients do not depend on the parameters."""
+    torch.manual_seed(0)
+    model = nn.ParameterDict({name: torch.zeros(256, 64) for name in ("named", "rest")})
+    ddp = DistributedDataParallel(Product(model))
+    optimizer = torch.optim.SGD(ddp.parameters(), 1.0)
+    handle = gw.attach(ddp, {"*.named": "onebit", "*": "auto"}, optimizer=optimizer, fidelity="exact")
+    pilot = handle.autopilot
+    assert pilot is not None
+    means = {name: torch.zeros(256, 64, dtype=torch.float64) for name in model}
+    for step in range(steps):
+        grads = [
+            {
+                name: torch.randn(256, 64, generator=torch.Generator().manual_seed(1000 * step + 10 * peer + index))
+                for index, name in enumerate(model)
+            }
+            for peer in range(world_size)
+        ]
+        for name, mean in means.items():
+            mean -= sum(grad[name].double() for grad in grads) / world_size
+        optimizer.zero_grad()
+        ddp(grads[rank]).backward()
+        optimizer.step()
+    errors = {name: float((model[name].double() - mean).norm() / mean.norm()) for name, mean in means.items()}
+    report = handle.report().as_dict()["tensors"]
+    found = {
+        "hash": fingerprint(model.parameters()), "errors": errors, "settled": pilot.settled,
+        "planned": [[row.name for row in decision.table.rows] for decision in pilot.decisions],
+        "method": report["parameters_.named"]["method"],
+    }  # fmt: skip
+    handle.detach()
+    return found
+
+
+class Product(nn.Module):
+    """Gradients of its parameters are the input."""
+
+    def __init__(self, parameters: nn.ParameterDict) -> None:
+        super().__init__()
+        self.parameters_ = parameters
+
+    def forward(self, grads: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.stack([(self.parameters_[name] * grad).sum() for name, grad in grads.items()]).sum()
+
+
 def at_rest(rank: int, world_size: int) -> dict[str, Any]:
     """Settled on DDP's own all-reduce, over two rests with a window between them."""
     torch.manual_seed(0)
