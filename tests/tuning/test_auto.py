@@ -181,6 +181,7 @@ def test_what_a_mapping_names_is_part_of_each_plan(given: str, unchosen: str) ->
     assert compressed.plan.entries.keys() == {"0.weight", *names}
     assert compressed.plan.entries["0.weight"].compressor.name == given
     assert fidelity_of(pilot.current) > fidelity_of(compressed)
+    assert fidelity_of(Candidate("gradwire onebit", plan=gw.Plan("onebit"))) == fidelity_of(compressed)
     handle.detach()
 
 

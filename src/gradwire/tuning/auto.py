@@ -122,7 +122,7 @@ class Autopilot:
         # What needs no decision: nothing is compressed but what the user has named.
         self._unchosen = NATIVE
         if any(not entry.compressor.dense for entry in given.values()):
-            self._unchosen = Candidate("gradwire, dense where auto decides", plan=synchronizer.plan)
+            self._unchosen = Candidate("gradwire, dense where auto decides", plan=synchronizer.plan, baseline=True)
         self.current = self._unchosen
         self._methods = levels.methods(fidelity, optimizer=aux is not None)
         self._aux = aux

@@ -44,6 +44,7 @@ class Candidate:
         choices: Compressor, strategy and partitions of each tensor. Plans that choose the same are equal.
         plan: The plan of gradwire's.
         table: The planner's table of it, if it made the plan.
+        baseline: Whether the plan is what gradwire does before anything is chosen.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Candidate:
     choices: tuple[tuple[str, str, int], ...] = ()
     plan: Plan | None = field(default=None, compare=False)
     table: PlanTable | None = field(default=None, compare=False)
+    baseline: bool = False
 
     @classmethod
     def of(cls, table: PlanTable, name: str = "", given: Mapping[str, PlanEntry] = MappingProxyType({})) -> Candidate:
@@ -70,7 +72,8 @@ class Candidate:
         """One of `KINDS`."""
         if self.plan is None:
             return FP32 if self.hook == "fp32" else HALF
-        return GRADWIRE if self.table is not None and self.table.compresses else FP32
+        is_dense = self.baseline or (self.table is not None and not self.table.compresses)
+        return FP32 if is_dense else GRADWIRE
 
 
 def native_step(timing: Timing, costs: Costs, hook: str = "fp32") -> float:
