@@ -152,6 +152,15 @@ class LinkCosts:
         return self.latency + self.busy(nbytes)
 
 
+def slowest(links: Sequence[LinkCosts]) -> LinkCosts:
+    """Return the worst of each figure."""
+    return LinkCosts(
+        max(link.latency for link in links),
+        max(link.seconds_per_byte for link in links),
+        max(link.per_message for link in links),
+    )
+
+
 @dataclass(frozen=True)
 class CodecCosts:
     """One compressor on one device. All costs are functions of the number of elements.
@@ -198,13 +207,15 @@ class Costs:
 
     Attributes:
         world_size: Number of ranks.
-        links: One link for all ranks, or one per rank.
+        links: One link for all ranks, or one per rank: to another node, while all ranks of the node use it.
         codecs: Costs by spec, such as ``"none"`` or ``"threelc:sparsity=1.5"``. ``"none"`` must be among them.
         native: One hop of the framework's own ring all-reduce. None means that it uses the link fully.
         add: Seconds to add a rank's own gradient to a sum, by elements.
         task: Seconds of the engine itself per task.
         frame: Processor seconds (transport and kernel) at each end of a frame, by its bytes.
         frame_bytes: Bytes of a frame's header.
+        ranks_per_node: Ranks that share a node.
+        within: Link between two ranks of a node; None where nodes have one rank.
         made_by: Where and how this was measured, for the reader.
     """
 
@@ -216,6 +227,8 @@ class Costs:
     task: float = 0.0
     frame: Cost = FREE
     frame_bytes: float = float(HEADER_BYTES)
+    ranks_per_node: int = 1
+    within: LinkCosts | None = None
     made_by: str = ""
 
     def __post_init__(self) -> None:
@@ -225,17 +238,23 @@ class Costs:
                 f"{self.world_size} ranks have one link for all, or one each, not {len(self.links)}. "
                 "Pass links=(link,) if all are the same."
             )
+        if self.ranks_per_node < 1 or self.world_size % self.ranks_per_node:
+            raise OptionError(
+                f"{self.world_size} ranks do not fill nodes of {self.ranks_per_node}. Pass a number of ranks that is "
+                "a multiple of it."
+            )
+        if (self.within is None) != (self.ranks_per_node == 1):
+            raise OptionError(
+                f"Nodes of {self.ranks_per_node} ranks and a link within nodes of {self.within} do not fit together. "
+                "Pass both, or neither."
+            )
         if DENSE_NAME not in self.codecs:
             raise OptionError('The costs of "none" are missing, which all others are compared with. Measure it too.')
 
     @property
     def slowest(self) -> LinkCosts:
         """The worst of all links, which every step of a synchronization waits for."""
-        return LinkCosts(
-            max(link.latency for link in self.links),
-            max(link.seconds_per_byte for link in self.links),
-            max(link.per_message for link in self.links),
-        )
+        return slowest(self.links)
 
     def codec(self, spec: str) -> CodecCosts:
         """Return the costs of one compressor.
@@ -263,8 +282,9 @@ class Costs:
         """
         found = expect_fields(read_document(text, FORMAT, VERSION), cls, "costs")
         found["links"] = tuple(LinkCosts(**expect_fields(link, LinkCosts, "links")) for link in found["links"])
-        if found.get("native") is not None:
-            found["native"] = LinkCosts(**expect_fields(found["native"], LinkCosts, "native"))
+        for name in ("native", "within"):
+            if found.get(name) is not None:
+                found[name] = LinkCosts(**expect_fields(found[name], LinkCosts, name))
         for name in ("add", "frame"):
             if name in found:
                 found[name] = _read_cost(found[name], name)

@@ -36,7 +36,7 @@ from gradwire.sync.agreement import agree, share
 from gradwire.sync.engine import Engine
 from gradwire.sync.exchange import ExchangeRun
 from gradwire.sync.group import GroupInfo
-from gradwire.sync.nodes import NodeMap, current_node
+from gradwire.sync.nodes import NodeMap, Nodes, current_node, grouped
 from gradwire.sync.operations import Operations
 from gradwire.sync.options import SyncOptions
 from gradwire.sync.run import FrameFields, Run
@@ -71,6 +71,12 @@ class Peers:
         self._name = f"gradwire/{self._info.next_number()}"
         self._nodes = NodeMap(self.world_size, options.nodes)
         _open.add(self)
+
+    @property
+    def nodes(self) -> Nodes:
+        """The ranks of each node."""
+        assert self._nodes.names is not None, "ranks have exchanged them"
+        return grouped(self._nodes.names)
 
     def _agree(self, document: dict[str, Any]) -> None:
         topic = f"{self._name}/agree/{next(self._topics)}"

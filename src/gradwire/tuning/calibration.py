@@ -100,7 +100,11 @@ class Calibration:
         if self._add is None:
             self._add = _curve(self._sizes, self.largest(_values(measure_add(self._sizes, 0.1))))
             self._task = float(self.largest(np.array([measure_task(_TASKS)]))[0])
-        costs = Costs(self._synchronizer.world_size, links, dict(self._codecs), add=self._add, task=self._task)
+        costs = Costs(
+            *(self._synchronizer.world_size, links.between, dict(self._codecs)), add=self._add, task=self._task,
+            within=links.within,
+            ranks_per_node=1 if links.within is None else len(self._synchronizer.nodes[0]),
+        )  # fmt: skip
         return replace(costs, native=self._native_hop(costs, native))
 
     def _measure(self, spec: str, sample: CalibrationSample | None, sizes: Sequence[int], seconds: float) -> CodecCosts:

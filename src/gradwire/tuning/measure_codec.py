@@ -9,6 +9,7 @@ its own, and residuals are those of several encodes, because the payloads of som
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -69,7 +70,8 @@ def measure_codec(
 
     Args:
         compressor: The compressor, with its options.
-        sizes: Elements of the tensors to measure, at least two numbers.
+        sizes: Elements of the tensors to measure, at least two numbers. Where the costs of a compressor depend on
+            shapes, these are squares of about this size.
         seconds_budget: About how long this may take, without compilation at first use.
         world_size: Number of ranks, on which the width of accumulators depends, and for some compressors the bits.
         gradient: Gradient, float32, that tensors are cut from; repeated if it is too short. None for random numbers.
@@ -77,13 +79,8 @@ def measure_codec(
         clock: Clock of the calls. ``time.perf_counter`` includes the time that other ranks take from this core.
 
     Raises:
-        OptionError: There are fewer than two different sizes, or the compressor's costs also depend on shapes.
+        OptionError: There are fewer than two different sizes.
     """
-    if compressor.requires_full_tensor:
-        raise OptionError(
-            f"The costs of {compressor!r} depend on shapes, and it is not measured. "
-            'Name it in a plan of your own, for example {"*": "powersgd"}.'
-        )
     if len(set(sizes)) < 2 or min(sizes) < 1:
         raise OptionError(f"Costs are measured at two or more sizes above 0, not {tuple(sizes)}. Pass a small and a "
                           "large one.")  # fmt: skip
@@ -92,7 +89,12 @@ def measure_codec(
         seconds_each = seconds_budget / len(ordered)
         rows = [
             _measure_size(
-                compressor, world_size, _gradient(size, gradient), _cut(aux or {}, gradient, size), seconds_each, clock
+                compressor,
+                world_size,
+                _shaped(_gradient(size, gradient), compressor),
+                _cut(aux or {}, gradient, size),
+                seconds_each,
+                clock,
             )
             for size in ordered
         ]
@@ -165,6 +167,11 @@ def _cut(aux: Mapping[str, torch.Tensor], gradient: torch.Tensor | None, size: i
     """Cut `aux` as `_gradient` cuts the gradient."""
     numel = 0 if gradient is None else gradient.numel()
     return {name: _gradient(size, each) if each.numel() == numel else each for name, each in aux.items()}
+
+
+def _shaped(grad: torch.Tensor, compressor: Compressor) -> torch.Tensor:
+    side = math.isqrt(grad.numel())
+    return grad[: side * side].view(side, side) if compressor.requires_full_tensor else grad
 
 
 def _gradient(size: int, given: torch.Tensor | None) -> torch.Tensor:

@@ -1,6 +1,8 @@
 """Measures latency and rate of every rank's link, between steps and with the job's own transport.
 
-Ranks form a ring and measure at the same time, so that every link is busy in both directions, as in a synchronization.
+Ranks form rings and measure at the same time, so that every link is busy in both directions, as in a synchronization.
+The ranks of a node share its link: each forms a ring with a rank of every other node. The links within nodes are
+measured by a ring on each node.
 Latency is half of a round trip of small frames, engine and transport included. For the rate, each rank sends a train
 of frames, and the receiver times only the second half: the first half may have used up the burst that a shaped link or
 a switch allows. A short train first tells how long the second one can be.
@@ -15,10 +17,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 
-from gradwire.planner.costs import LinkCosts
+from gradwire.planner.costs import LinkCosts, slowest
 from gradwire.sync.chunk import Chunk
 from gradwire.sync.exchange import PROBE_BYTES, PROBE_TENSOR
 from gradwire.sync.operations import Draft, Operations
@@ -32,26 +35,50 @@ _LONG_TRAIN = 256
 _TARGET_SECONDS = 0.1
 
 
-def measure_links(synchronizer: Synchronizer) -> tuple[LinkCosts, ...]:
+class Links(NamedTuple):
+    """What was measured, the same on all ranks.
+
+    Attributes:
+        between: Each rank's link to another node, while the other ranks of its node use it, too.
+        within: The slowest link between ranks of one node; None if there is no such pair, or only one node.
+    """
+
+    between: tuple[LinkCosts, ...]
+    within: LinkCosts | None = None
+
+
+def measure_links(synchronizer: Synchronizer) -> Links:
     """Measure the link of each rank. Call it on all ranks, between steps; all get the same figures.
 
-    It sends at most 17 MB per rank and takes about 0.2 seconds on links of 20 Mb/s and above.
+    On nodes of different sizes, or on one node, ranks form one ring, and each measures its link to the next one.
+
+    It sends at most 17 MB per rank and ring, and takes about 0.2 seconds on links of 20 Mb/s and above.
 
     Raises:
         SyncError: The synchronizer failed.
     """
-    return (LinkCosts(0.0, 0.0),) if synchronizer.world_size == 1 else _LinkMeasurement(synchronizer).links()
+    rank, world_size = synchronizer.rank, synchronizer.world_size
+    if world_size == 1:
+        return Links((LinkCosts(0.0, 0.0),))
+    nodes = synchronizer.nodes
+    if not 1 < len(nodes) < world_size or len({len(node) for node in nodes}) > 1:
+        return Links(_RingMeasurement(synchronizer, range(world_size)).links())
+    home = next(node for node in nodes if rank in node)
+    column = [node[home.index(rank)] for node in nodes]
+    between, within = (_RingMeasurement(synchronizer, ring).links() for ring in (column, home))
+    return Links(between, slowest(within))
 
 
-class _LinkMeasurement:
-    """Measures the link of this rank."""
+class _RingMeasurement:
+    """Measures the link of this rank to the next one of its ring."""
 
-    def __init__(self, synchronizer: Synchronizer) -> None:
+    def __init__(self, synchronizer: Synchronizer, ring: Sequence[int]) -> None:
         self._synchronizer = synchronizer
-        self._next = (synchronizer.rank + 1) % synchronizer.world_size
-        self._previous = (synchronizer.rank - 1) % synchronizer.world_size
+        place = ring.index(synchronizer.rank)
+        self._next, self._previous = ring[(place + 1) % len(ring)], ring[place - 1]
 
     def links(self) -> tuple[LinkCosts, ...]:
+        """Measure, and return the figures of all ranks."""
         latency = median(self._round_trip() for _ in range(_ROUND_TRIPS)) / 2
         short = self._rate(_SHORT_TRAIN)
         # The slowest link decides the length for all ranks.
