@@ -97,7 +97,8 @@ def test_a_file_gives_back_what_was_written():
     curve = Curve(((1, 1e-6), (1000, 2e-6)))
     codecs = {"none": NONE, "threelc:sparsity=1.5": CodecCosts(curve, curve, curve, LinearCost(0, 0.2)), "lanes": LANES}
     links = (LinkCosts(1e-4, 8e-9), LinkCosts(1e-4, 1e-9))
-    found = costs(world_size=2, links=links, codecs=codecs, native=LinkCosts(0, 1e-9), add=curve, made_by="a test")
+    found = costs(world_size=2, links=links, codecs=codecs, native=LinkCosts(0, 1e-9), add=curve, made_by="a test",
+                  ranks_per_node=2, within=LinkCosts(1e-6, 1e-10))  # fmt: skip
     assert Costs.from_json(found.to_json()) == found
 
 
@@ -123,6 +124,13 @@ def test_a_file_with_strange_entries_is_refused():
         assert message in str(caught.value)
     with pytest.raises(OptionError, match=r"JSON, and this is not: .* make it again"):
         Costs.from_json("costs")
+
+
+@pytest.mark.parametrize("wrong", [{"ranks_per_node": 3, "within": LinkCosts(0, 0)}, {"ranks_per_node": 2},
+                                   {"within": LinkCosts(0, 0)}, {"ranks_per_node": 0}])  # fmt: skip
+def test_nodes_of_equal_size_have_a_link_within(wrong):
+    with pytest.raises(OptionError, match="ranks"):
+        costs(world_size=4, **wrong)
 
 
 def test_a_compressor_without_costs_lists_those_with():
