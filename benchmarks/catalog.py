@@ -119,6 +119,12 @@ _PLANNING = (
     Benchmark(
         "auto-simulated", "Is `auto` ever slower than DDP at 10 to 100 Gb/s, in simulation?", "planning.auto_simulated"
     ),
+    Benchmark(
+        "device-counts",
+        "How many launches, operations and bytes does generated GPU code take?",
+        "planning.device_counts",
+        recorded=False,
+    ),
     Benchmark("simulator-error", "How far is the simulator from the lab?", "planning.simulator_error"),
 )
 _THREELC = (

@@ -4,7 +4,7 @@ The lab reaches about 1 Gb/s, where its processors become the bottleneck. Here t
 graphs run in virtual time, and `auto` decides as in a job, with simulated steps for its trials. DDP's own all-reduce is
 a ring with buckets of 25 MB that costs nothing but its bytes, latency and additions at memory speed, in fp16 not even
 the casts, and is therefore faster than a real one. There are two machines: this one's cores with everything that the
-fidelity "balanced" allows, and the described GPU (`benchmarks.planning.described`) with fp16 and onebit.
+fidelity "balanced" allows, and the described GPU (`benchmarks.planning.described`) with what has device code of it.
 
 The verdict at the end says in how many cells the step of `auto` is slower than 1 / 0.98 times the better dense step. It
 also judges the plan alone, as in a job that pins the plan and tries nothing.
@@ -12,6 +12,7 @@ also judges the plan alone, as in a job that pins the plan and tries nothing.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -22,10 +23,11 @@ import typer
 
 from benchmarks.options import choose
 from benchmarks.planning.described import LATENCY_SECONDS, MEMORY_BYTES_A_SECOND, gpu_costs, link
+from benchmarks.planning.device_counts import has_device_code
 from gradwire import planner
 from gradwire.planner import PlanTable
 from gradwire.planner.costs import FREE, CodecCosts, Costs, LinearCost, LinkCosts
-from gradwire.planner.fidelity import EVERYWHERE, FEW_ENCODES, RankedCompressor, methods
+from gradwire.planner.fidelity import RankedCompressor, methods
 from gradwire.simulate import Cluster, Compute, SimulatedGradient, SimulatedModel, models, step
 from gradwire.simulate.machine import machine_costs
 from gradwire.sync.plan import Plan
@@ -35,7 +37,6 @@ from gradwire.tuning.candidates import Candidate
 
 MODELS, RANKS, RATES = ("resnet50", "bert-base", "vgg19", "lstm", "transformer"), (4, 16), (10e9, 25e9, 100e9)
 MACHINES = ("core", "gpu")
-GPU_METHODS = [RankedCompressor("fp16", EVERYWHERE), RankedCompressor("onebit", FEW_ENCODES)]
 COMPUTE = Compute(0.05, 0.1)
 BUCKET_BYTES = 25 << 20
 BOUND = 0.98
@@ -60,11 +61,13 @@ class Cell:
     gain: float
 
 
-def costs_of(machine: str) -> tuple[Costs, list[RankedCompressor]]:
+@functools.cache
+def costs_of(machine: str, ranks: int) -> tuple[Costs, list[RankedCompressor]]:
     """Costs of a machine, and the compressors to choose from."""
-    if machine == "gpu":
-        return gpu_costs(*(method.spec for method in GPU_METHODS)), GPU_METHODS
     allowed = methods("balanced")
+    if machine == "gpu":
+        allowed = [method for method in allowed if has_device_code(method.spec)]
+        return gpu_costs(*(method.spec for method in allowed), host=machine_costs(["none"]), ranks=ranks), allowed
     return machine_costs([method.spec for method in allowed]), allowed
 
 
@@ -169,9 +172,9 @@ def run(
 ) -> Iterator[Row]:
     """All cells."""
     for machine in choose(machines, MACHINES):
-        costs, allowed = costs_of(machine)
-        for cluster in itertools.product(choose(chosen_models, MODELS), choose(num_ranks, RANKS), choose(rates, RATES)):
-            found = cell(machine, costs, allowed, *cluster)
+        clusters = itertools.product(choose(chosen_models, MODELS), choose(num_ranks, RANKS), choose(rates, RATES))
+        for name, ranks, rate in clusters:
+            found = cell(machine, *costs_of(machine, ranks), name, ranks, rate)
             print(describe(found), flush=True)
             yield asdict(found)
 

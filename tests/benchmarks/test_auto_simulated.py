@@ -2,12 +2,19 @@
 
 from dataclasses import replace
 
-from benchmarks.planning import auto_simulated
+from benchmarks.planning import auto_simulated, described
 from benchmarks.planning.auto_simulated import NATIVE, NATIVE_FP16
 
+from gradwire.planner.costs import CodecCosts, Costs, LinearCost, LinkCosts
+from gradwire.planner.fidelity import FEW_ENCODES, RankedCompressor
 from gradwire.sync.plan import Plan
 from gradwire.tuning.candidates import Candidate
 
+MEMORY = LinearCost(1e-6, 1e-9)
+HOST = Costs(
+    1, (LinkCosts(0.0, 0.0),), {"none": CodecCosts(MEMORY, MEMORY, MEMORY, LinearCost(0.0, 4.0))}, task=5e-6,
+    frame=LinearCost(7e-6, 0.0),
+)  # fmt: skip
 PLAN = Candidate("gradwire, onebit", plan=Plan("onebit"))
 
 
@@ -23,7 +30,7 @@ def test_a_plan_must_gain_enough_over_dense() -> None:
 
 
 def test_the_verdict_counts_cells_below_the_bound() -> None:
-    costs, allowed = auto_simulated.costs_of("gpu")
+    costs, allowed = described.gpu_costs("onebit", host=HOST, ranks=4), [RankedCompressor("onebit", FEW_ENCODES)]
     row = auto_simulated.cell("gpu", costs, allowed, "lstm", 4, 10e9)
     assert row.auto <= row.fp32
     assert row.gain >= auto_simulated.BOUND

@@ -10,6 +10,7 @@ GPU and one threshold.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -25,6 +26,7 @@ from gradwire.simulate.machine import machine_costs
 from gradwire.simulate.sweep import SweepMethod
 
 RANKS, RATES, MODELS = (4, 8, 16, 64), (1e9, 10e9, 100e9), ("resnet50", "bert-base", "vgg19")
+MACHINES = ("core", "gpu")
 METHOD = SweepMethod("onebit", "scatter_reduce")
 ALONE = Bulk(coordinated=False)
 COORDINATED = tuple(Bulk(size, wait) for size in (64 << 10, 1 << 20) for wait in (0.0, 500e-6))
@@ -48,13 +50,13 @@ class Cell:
     gain: float
 
 
-def machines() -> dict[str, Costs]:
-    """Costs of each machine by name."""
+@functools.cache
+def costs_of(machine: str, ranks: int) -> Costs:
+    """Costs of a machine."""
     core = machine_costs([METHOD.spec])
-    return {
-        "core": replace(core, frame=LinearCost(core.frame(0), 0.0)),
-        "gpu": gpu_costs(METHOD.spec),
-    }
+    if machine == "gpu":
+        return gpu_costs(METHOD.spec, host=core, ranks=ranks)
+    return replace(core, frame=LinearCost(core.frame(0), 0.0))
 
 
 def cells(machine: str, costs: Costs, name: str, ranks: int, rate: float) -> Iterator[Cell]:
@@ -93,11 +95,11 @@ def run(
     chosen_models: Annotated[str, typer.Option("--models", help="Models, such as vgg19.")] = "",
 ) -> Iterator[Row]:
     """Run all clusters."""
-    for machine, costs in machines().items():
+    for machine in MACHINES:
         clusters = itertools.product(choose(chosen_models, MODELS), choose(num_ranks, RANKS), choose(rates, RATES))
         for name, ranks, rate in clusters:
             if ranks <= 16 or machine == "gpu":
-                here = list(cells(machine, costs, name, ranks, rate))
+                here = list(cells(machine, costs_of(machine, ranks), name, ranks, rate))
                 print(describe(here), flush=True)
                 yield from map(asdict, here)
 

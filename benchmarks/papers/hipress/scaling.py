@@ -1,7 +1,8 @@
 """Scaling of HiPress's models from 16 to 4,096 nodes, simulated, compared with the paper's measurements on 16.
 
-A rank is a node whose GPUs have already added up their gradients (HiPress, section 5). The costs of codecs, tasks and
-frames are those of `benchmarks.planning.described`. The baseline is a dense ring like that of collective libraries,
+A rank is a node whose GPUs have already added up their gradients (HiPress, section 5). The costs of codecs are those of
+the device code on an assumed GPU, and those of tasks and frames are measured on this machine
+(`benchmarks.planning.described`). The baseline is a dense ring like that of collective libraries,
 with buckets of 25 MB and no cost except the wire, its latency, and additions at the speed of memory.
 
 The paper does not print step times. The computation of a model is therefore chosen so that this ring on 16 nodes is as
@@ -12,6 +13,7 @@ so the computation comes out too short, and codecs weigh too much.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -21,8 +23,9 @@ import typer
 
 from benchmarks.options import choose
 from benchmarks.planning.described import MEMORY_BYTES_A_SECOND, gpu_costs, link
-from gradwire.planner.costs import FREE, CodecCosts, LinearCost
+from gradwire.planner.costs import FREE, CodecCosts, Costs, LinearCost, LinkCosts
 from gradwire.simulate import Cluster, Compute, SimulatedGradient, SimulatedModel, StepResult, models, step
+from gradwire.simulate.machine import machine_costs
 from gradwire.sync.plan import Plan
 
 RATES, NODES = (10e9, 25e9, 56e9, 100e9), (16, 64, 256, 1024, 4096)
@@ -57,10 +60,11 @@ CLAIMS = {
     "ugatit": Claim("minmax", "scatter_reduce", 0.95 / 2.1, 1.1),
     "lstm": Claim("minmax", "scatter_reduce", 0.95 / 2.1, 1.1),
 }
-COSTS = gpu_costs("onebit", "minmax", "dgc")
-_ADD = LinearCost(0.0, 12 / MEMORY_BYTES_A_SECOND)
-COLLECTIVE = replace(
-    COSTS, codecs={"none": CodecCosts(FREE, FREE, FREE, LinearCost(0.0, 4.0))}, add=_ADD, task=0.0, frame=FREE
+COLLECTIVE = Costs(
+    1,
+    (LinkCosts(0.0, 0.0),),
+    {"none": CodecCosts(FREE, FREE, FREE, LinearCost(0.0, 4.0))},
+    add=LinearCost(0.0, 12 / MEMORY_BYTES_A_SECOND),
 )
 
 
@@ -78,6 +82,12 @@ class Figure:
     efficiency: float
     gain: float
     claimed: float | None
+
+
+@functools.cache
+def costs() -> Costs:
+    """Costs of a node. All numbers of nodes are above `MOST_MERGED`, or equal to it."""
+    return gpu_costs("onebit", "minmax", "dgc", host=machine_costs(["none"]), ranks=min(NODES))
 
 
 def compute_of(seconds: float) -> Compute:
@@ -106,7 +116,7 @@ def compressed(name: str, seconds: float, nodes: int, rate: float, method: str, 
     """gradwire's step."""
     model = SimulatedModel.of(models.get(name), compute_of(seconds))
     cluster = Cluster(nodes, replace(link(), rate_bits=rate))
-    return step(model, Plan(method, strategy=strategy), cluster, COSTS, fold=True)
+    return step(model, Plan(method, strategy=strategy), cluster, costs(), fold=True)
 
 
 def compute_seconds(name: str) -> float:
