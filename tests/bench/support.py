@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from gradwire.bench.results import MethodResult, StepTime, TrainingResult
 from gradwire.bench.statistics import Split, Spread, ideal_step
+from gradwire.planner import PlanTable
+from gradwire.planner.table import PlanRow
 
 ENVIRONMENT = {
     "gradwire": "0.1.0",
@@ -63,3 +67,9 @@ def result(*results: MethodResult, shaped: bool = True, note: str = "") -> Train
             method("topk:ratio=0.001", 0.1, 0.1e6, 3.00),
         ],
     )
+
+
+def plan_text(names: Sequence[str], spec: str = "int8") -> str:
+    """A plan as JSON, the same for all tensors."""
+    rows = [PlanRow(name, 8, "float32", 0.0, spec, "scatter_reduce", 1, False, *[0.001] * 5) for name in names]
+    return PlanTable(tuple(rows), 2, "balanced", False, *[0.1] * 4, limit="link").to_json()

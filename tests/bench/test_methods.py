@@ -2,6 +2,7 @@ import pytest
 
 from gradwire.bench import methods
 from gradwire.core.errors import GradwireError, OptionError, UnknownNameError
+from tests.bench.support import plan_text
 
 
 def test_options_reach_the_compressor():
@@ -61,3 +62,13 @@ def test_a_policy_of_residuals_may_follow_last():
     assert methods.feedback("dgc@allgather") is None
     with pytest.raises(UnknownNameError, match="error, momentum, none"):
         methods.check(["dgc/velocity"])
+
+
+def test_a_plan_is_read_from_its_file(tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text(plan_text(["0.weight"]))
+    methods.check([f"plan:{path}"])
+    assert methods.label(f"plan:{path}") == "gradwire plan mine"
+    assert list(methods.plan_table(f"plan:{path}").entries()) == ["0.weight"]
+    with pytest.raises(OptionError, match="gradwire plan --save FILE"):
+        methods.check(["plan:nowhere.json"])

@@ -6,15 +6,20 @@ import os
 import select
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from gradwire.bench.job import BenchmarkJob, Segment
+from gradwire.bench.job import BenchmarkJob, Segment, TimedSteps
 from gradwire.bench.launch import RanksError, launch
+from gradwire.bench.replay import with_full_names
 from gradwire.bench.training import TrainingOptions, run
+from gradwire.bench.workloads import make_workload
 from gradwire.core.errors import GradwireError, OptionError
+from gradwire.planner import PlanTable
+from tests.bench.support import plan_text
 
 METHODS = ("ddp-fp32", "ddp-fp16", "threelc")
 
@@ -64,6 +69,28 @@ def test_a_recorded_backward_is_replayed():
     assert ours.times[0].bytes < ddp.times[0].bytes
     assert all(entry.identical and entry.losses == [] for entry in result.results)
     assert all(math.isfinite(entry.times[0].step.median) for entry in result.results)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("replay", [False, True])
+def test_a_plan_from_a_file_synchronizes_a_training_and_its_replay(tmp_path, replay):
+    path = tmp_path / "plan.json"
+    names = [name for name, _ in make_workload("digits").model().named_parameters()]
+    path.write_text(plan_text(names))
+    result = run(small(methods=(f"plan:{path}",), steps=0 if replay else 5, replay=replay, buckets_mb=(25.0,)))
+    (entry,) = result.results
+    assert entry.identical
+    assert entry.times[0].ratio > 3  # of int8
+
+
+def test_a_plan_from_a_replay_has_the_names_of_the_model():
+    flat = TimedSteps(None, [0.1], 1, 1, 0.0, 0.0, settled=plan_text(["0/weight", "layers/1/bias"]))
+    assert [row.name for row in PlanTable.from_json(with_full_names(flat).settled).rows] == [
+        "0.weight",
+        "layers.1.bias",
+    ]
+    for settled in (None, "ddp-fp16"):
+        assert with_full_names(replace(flat, settled=settled)).settled == settled
 
 
 @pytest.mark.ci

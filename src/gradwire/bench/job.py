@@ -91,6 +91,7 @@ class TimedSteps:
         interface_bytes: Bytes sent according to the network interface, or None outside of the lab.
         interface_packets: Packets sent according to the network interface, or None.
         processor_seconds: Processor time of all threads.
+        settled: What ``auto`` had settled on; see `gradwire.bench.methods.ConnectedMethod.settle`.
     """
 
     rate: str | None
@@ -102,6 +103,7 @@ class TimedSteps:
     interface_bytes: int | None = None
     interface_packets: int | None = None
     processor_seconds: float = 0.0
+    settled: str | None = None
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
     from gradwire.compressors.base import Compressor
+    from gradwire.planner import PlanTable
     from gradwire.residuals import Policy
 
 DDP_FP32 = "ddp-fp32"
@@ -33,6 +35,9 @@ AUTO = "auto"
 """`attach(ddp, "auto")`. ``auto:fidelity=LEVEL`` selects a level other than balanced."""
 
 DEFAULT_METHODS = (DDP_FP32, DDP_FP16, "none", "int8", "onebit", "topk", "threelc", "threelc:sparsity=1.75")
+
+PLAN = "plan"
+"""``plan:FILE``: `attach` with a plan from a file, as `gradwire plan --save` writes it."""
 
 _LABELS = {
     DDP_FP32: "DDP fp32",
@@ -62,8 +67,12 @@ class ConnectedMethod(Protocol):
         """Totals after `steps` steps."""
         ...
 
-    def settle(self, step: Callable[[], object]) -> None:
-        """Take steps at a new rate until the method has adapted to it. All ranks call it."""
+    def settle(self, step: Callable[[], object]) -> str | None:
+        """Take steps at a new rate until the method has adapted to it. All ranks call it.
+
+        Returns:
+            What ``auto`` has settled on: one of DDP's own methods, or a plan as JSON. None for all other methods.
+        """
         ...
 
     def close(self) -> None:
@@ -86,10 +95,17 @@ def is_auto(method: str) -> bool:
     return method.split(":")[0] == AUTO
 
 
+def is_plan(method: str) -> bool:
+    """Whether a method is a `PLAN` from a file."""
+    return method.startswith(f"{PLAN}:")
+
+
 def label(method: str) -> str:
     """Display name of a method."""
     if is_native(method):
         return _LABELS[method]
+    if is_plan(method):
+        return f"gradwire plan {Path(method).stem}"
     method, _, policy = method.partition("/")
     spec, _, strategy = method.partition("@")
     name, _, options = spec.partition(":")
@@ -107,6 +123,8 @@ def check(methods: list[str]) -> None:
     for method in methods:
         if is_auto(method):
             fidelity(method)
+        elif is_plan(method):
+            plan_table(method)
         elif not is_native(method):
             compressor(method)
             strategy(method)
@@ -156,12 +174,38 @@ def fidelity(method: str) -> str:
     return level
 
 
+def plan_table(method: str) -> PlanTable:
+    """The plan of ``plan:FILE``.
+
+    Raises:
+        OptionError: There is no such file, or it holds no plan.
+    """
+    from gradwire.planner import PlanTable
+
+    path = Path(method.partition(":")[2])
+    if not path.is_file():
+        raise OptionError(f"There is no plan file {str(path)!r}. Write one with gradwire plan --save FILE.")
+    return PlanTable.load(path)
+
+
+def flat_name(name: str) -> str:
+    """Name of a parameter in a replay, where one module has all of them."""
+    return name.replace(".", "/")
+
+
+def full_name(name: str) -> str:
+    """Name of a parameter in its model, from its name in a replay."""
+    return name.replace("/", ".")
+
+
 def connect(method: str, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, seed: int) -> ConnectedMethod:
     """Let `method` synchronize the gradients of a new DDP module."""
     if is_native(method):
         return _Native(method, ddp)
     if is_auto(method):
         return Automatic(method, ddp, optimizer, seed)
+    if is_plan(method):
+        return Planned(method, ddp, optimizer, seed)
     return Attached(method, ddp, optimizer, seed)
 
 
@@ -218,13 +262,27 @@ class Attached:
         total = self.handle.report().total
         return MethodCosts(total.sent_bytes, total.dense_bytes, total.encode_seconds, total.decode_seconds)
 
-    def settle(self, step: Callable[[], object]) -> None:
+    def settle(self, step: Callable[[], object]) -> str | None:
         """See `_Native.settle`."""
         step()
+        return None
 
     def close(self) -> None:
         """Detach."""
         self.handle.detach()
+
+
+class Planned(Attached):
+    """`gradwire.attach` with a plan from a file."""
+
+    def __init__(self, method: str, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, seed: int) -> None:
+        from gradwire.ddp.attach import attach
+        from gradwire.sync.options import SyncOptions
+        from gradwire.sync.plan import Plan
+
+        entries = plan_table(method).entries()
+        entries |= {flat_name(name): entry for name, entry in entries.items()}  # the step may be a replay
+        self.handle = attach(ddp, Plan.of_entries(entries), optimizer=optimizer, options=SyncOptions(seed=seed))
 
 
 class Automatic(Attached):
@@ -239,12 +297,17 @@ class Automatic(Attached):
         assert self.handle.autopilot is not None, "auto has one"
         self.autopilot = self.handle.autopilot
 
-    def settle(self, step: Callable[[], object]) -> None:
+    def settle(self, step: Callable[[], object]) -> str | None:
         """Restart, like a job that starts at this rate, and take steps until a decision is made."""
         self.autopilot.restart()
         step()
         while not self.autopilot.settled:
             step()
+        current = self.autopilot.current
+        if not current.gradwire:
+            return {"fp32": DDP_FP32, "fp16": DDP_FP16}[current.hook]
+        assert current.table is not None, "auto plans by tables"
+        return current.table.to_json()
 
     def close(self) -> None:
         """Detach."""

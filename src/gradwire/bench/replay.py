@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,11 +16,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.bench import methods
-from gradwire.bench.job import Segment, SegmentOutcome
+from gradwire.bench.job import Segment, SegmentOutcome, TimedSteps
 from gradwire.bench.rank import Rank
 from gradwire.bench.recording import RecordedBucket, Recording
 from gradwire.bench.segment import is_identical
 from gradwire.bench.timing import Steps, time_steps
+from gradwire.planner import PlanTable
 
 
 class RecordedModel(nn.Module):
@@ -38,7 +39,7 @@ class RecordedModel(nn.Module):
         # DDP builds its first buckets in the reverse order of the parameters.
         shapes = [pair for bucket in recording.buckets for pair in zip(bucket.names, bucket.shapes, strict=True)]
         for name, shape in reversed(shapes):
-            self.register_parameter(name.replace(".", "/"), nn.Parameter(torch.zeros(shape)))
+            self.register_parameter(methods.flat_name(name), nn.Parameter(torch.zeros(shape)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Start the clock. Takes and returns a scalar."""
@@ -46,7 +47,7 @@ class RecordedModel(nn.Module):
         self.steps += 1
         x = _until(x, self, self.recording.backward_seconds, None)
         for bucket in reversed(self.recording.buckets):
-            parameters = (self.get_parameter(name.replace(".", "/")) for name in bucket.names)
+            parameters = (self.get_parameter(methods.flat_name(name)) for name in bucket.names)
             x = _until(x, self, bucket.ready_seconds, bucket, *parameters)
         return x
 
@@ -103,12 +104,21 @@ def run_replay(rank: Rank, index: int, recordings: Mapping[float, Recording]) ->
     rank.set_rate(None)
     replay = Replay.begin(rank, segment, recordings[segment.bucket_mb])
     replay.step()
-    timed = [time_steps(replay, index, rate) for rate in segment.rates]
+    timed = [with_full_names(time_steps(replay, index, rate)) for rate in segment.rates]
     rank.set_rate(None)
     gradients = [parameter.grad for parameter in replay.ddp.parameters() if parameter.grad is not None]
     identical = None if segment.method == methods.SILENT else is_identical(gradients)
     replay.connection.close()
     return SegmentOutcome(index, rank.rank, identical=identical, timed=timed)
+
+
+def with_full_names(timed: TimedSteps) -> TimedSteps:
+    """The plan of ``auto`` with the names of the recorded model, for trainings of that model."""
+    if timed.settled is None or methods.is_native(timed.settled):
+        return timed
+    table = PlanTable.from_json(timed.settled)
+    rows = tuple(replace(row, name=methods.full_name(row.name)) for row in table.rows)
+    return replace(timed, settled=replace(table, rows=rows).to_json())
 
 
 def sleep_until(moment: float) -> None:

@@ -40,6 +40,7 @@ class StepTime:
         split: Shares of the step time.
         bucket_mb: DDP's bucket size; the best of those tried at this rate.
         processor: Processor time of all threads of a rank.
+        settled: What ``auto`` had settled on; see `gradwire.bench.methods.ConnectedMethod.settle`.
     """
 
     rate: str | None
@@ -54,6 +55,7 @@ class StepTime:
     split: Split
     bucket_mb: float
     processor: float = 0.0
+    settled: str | None = None
 
     @property
     def ratio(self) -> float:
@@ -197,6 +199,7 @@ def combine_times(timed: Sequence[TimedSteps], compute: float, measured: bool, b
         split=Split.of(step.median, compute, encode, decode),
         bucket_mb=bucket_mb,
         processor=per_step * sum(rank.processor_seconds for rank in timed),
+        settled=timed[0].settled,
     )
 
 

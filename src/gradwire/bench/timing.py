@@ -58,7 +58,7 @@ def time_steps(training: Steps, index: int, rate: str | None) -> TimedSteps:
     sent = (training.connection.costs(training.steps) - before).sent_bytes
     steps = rank.agree(_num_timed(segment, duration, sent, rate))
     rank.set_rate(rate)
-    training.connection.settle(training.step)
+    settled = training.connection.settle(training.step)
     dist.barrier()
     counters = interface_counters() if rank.job.shaped else None
     costs, seconds = training.connection.costs(training.steps), []
@@ -77,6 +77,7 @@ def time_steps(training: Steps, index: int, rate: str | None) -> TimedSteps:
         interface_bytes=traffic.bytes_sent if traffic else None,
         interface_packets=traffic.packets_sent if traffic else None,
         processor_seconds=processor,
+        settled=settled,
     )
 
 
