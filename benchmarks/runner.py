@@ -3,11 +3,13 @@
 The module of a benchmark has:
 
 - `run(**options)`, which measures and returns rows of figures. Its parameters are the options of the command line. A
-  parameter `done` receives the keys of rows that the record already has, which `run` then omits.
+  parameter `done` receives the keys of rows that the record already has, which `run` then omits. A parameter `recorded`
+  receives all rows of the record.
 - `table(rows)`, the text to print.
 - `plot(rows, folder)`, if there is something to draw.
 - `KEY` and `CHOICES`, if parts can be run separately: the columns that identify a part, and the options that choose
-  parts. The rows of a part are written as soon as all of them are there, and replace the part's earlier rows.
+  parts. The rows of a part are written as soon as all of them are there, and replace the part's earlier rows. If `run`
+  yields single rows, that is when the next part begins; a list of rows is a whole part, and is written at once.
 
 A record is written only if the given options choose parts or name a folder of data. Any other run is a trial: it writes
 to the file of `--csv`, or nothing.
@@ -15,12 +17,10 @@ to the file of `--csv`, or nothing.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import inspect
-import itertools
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
@@ -54,6 +54,7 @@ def command(benchmark: Benchmark) -> typer.Typer:
 def _with_options(benchmark: Benchmark, module: ModuleType) -> Callable[..., None]:
     """`execute` with the parameters of the module's `run`, and those that all benchmarks have."""
     own = dict(inspect.signature(module.run, eval_str=True).parameters)
+    own.pop("recorded", None)
     added = ADDED | ({"again": (Again, False)} if own.pop("done", None) else {})
     parameters = [
         parameter.replace(kind=parameter.KEYWORD_ONLY, default=benchmark.presets.get(name, parameter.default))
@@ -97,8 +98,9 @@ def execute(
         path = csv or Path(folder) / f"{name}.csv"
         check_record(path)
         key = tuple(getattr(module, "KEY", ()))
-        if "done" in inspect.signature(module.run).parameters:
-            options["done"] = set() if again or not path.exists() else {key_of(row, key) for row in read_figures(path)}
+        recorded = read_figures(path) if path.exists() else []
+        known = {"done": set() if again else {key_of(row, key) for row in recorded}, "recorded": recorded}
+        options |= {name: known[name] for name in known if name in inspect.signature(module.run).parameters}
         written = record(name, module.run(**options), path, key)
         if csv and written:
             print(f"Figures: {csv.resolve()}")
@@ -106,16 +108,28 @@ def execute(
             show(module, read_figures(path), out)
 
 
-def record(name: str, rows: Iterable[Row], path: Path, key: Sequence[str] = ()) -> bool:
+def record(name: str, rows: Iterable[Row | list[Row]], path: Path, key: Sequence[str] = ()) -> bool:
     """Write rows to a file, each part as soon as it is there; returns whether there were any."""
-    parts = itertools.groupby(rows, functools.partial(key_of, key=key)) if key else [((), rows)]
     written = False
-    for _, part in parts:
-        found = list(part)
-        if found:
-            write_figures(name, merged(read_figures(path), found, key) if key and path.exists() else found, path)
-            written = True
+    for found in parts(rows, key):
+        write_figures(name, merged(read_figures(path), found, key) if key and path.exists() else found, path)
+        written = True
     return written
+
+
+def parts(rows: Iterable[Row | list[Row]], key: Sequence[str]) -> Iterator[list[Row]]:
+    """The parts of a record: lists as they are, and single rows that follow each other and have the same key."""
+    found: list[Row] = []
+    for each in rows:
+        if found and (isinstance(each, list) or key_of(each, key) != key_of(found[0], key)):
+            yield found
+            found = []
+        if isinstance(each, list):
+            yield each
+        else:
+            found.append(each)
+    if found:
+        yield found
 
 
 def show(module: ModuleType, rows: list[Row], out: Path | None) -> None:

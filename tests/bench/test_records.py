@@ -53,6 +53,18 @@ def test_rows_without_a_metric_have_them_too(root, record):
     assert row["commit"] and row["date"]
 
 
+def test_a_write_that_fails_leaves_the_record_as_it_was(record):
+    class Unwritable:
+        def __str__(self) -> str:
+            raise RuntimeError("the process ends here")
+
+    write_figures("a", [FIGURE], record)
+    with pytest.raises(RuntimeError):
+        write_figures("a", [FIGURE, {**FIGURE, "value": Unwritable()}], record)
+    (row,) = read_figures(record)
+    assert row["value"] == 0.25
+
+
 @pytest.mark.parametrize("change", ["edited", "staged", "untracked"])
 def test_a_tree_with_changes_gets_no_record_and_loses_no_figures(root, record, change):
     changed = root / "src" / ("new.py" if change == "untracked" else "code.py")

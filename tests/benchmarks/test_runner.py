@@ -89,6 +89,25 @@ def test_figures_measured_before_a_failure_are_kept(command, monkeypatch):
     assert [row["method"] for row in read_figures(record)] == ["a"]  # b could have had more rows
 
 
+def test_a_list_of_rows_is_written_at_once(command, monkeypatch):
+    call, record = command
+    seen = []
+
+    def whole(
+        data: Data, *, done: Set[tuple[str, ...]], recorded: list[dict[str, Any]]
+    ) -> Iterator[list[dict[str, Any]]]:
+        seen.append((done, [row["method"] for row in recorded]))
+        for method in "ab":
+            yield list(run(data, method, done=set()))
+            seen.append([row["method"] for row in read_figures(record)])
+
+    monkeypatch.setattr(runner.module_of(Benchmark("", "")), "run", whole)
+    call()
+    assert seen == [(set(), []), ["a"], ["a", "b"]]
+    call("--again")
+    assert seen[3] == (set(), ["a", "b"])
+
+
 def test_merging_keeps_the_order_and_whole_parts():
     old = [{"k": "a", "v": 1}, {"k": "b", "v": 2}, {"k": "b", "v": 3}]
     new = [{"k": "b", "v": 4}, {"k": "c", "v": 5}]
@@ -110,7 +129,7 @@ def test_every_record_has_a_benchmark_and_every_benchmark_its_record():
 
 def test_every_module_that_measures_is_in_the_catalog():
     modules = {each.module for each in BENCHMARKS.values() if each.module}
-    folders = (Path("benchmarks") / name for name in ("micro", "planning", "papers"))
+    folders = (Path("benchmarks") / name for name in ("accuracy", "micro", "planning", "papers"))
     measuring = {
         ".".join(path.with_suffix("").parts[1:])
         for folder in folders

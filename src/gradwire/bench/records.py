@@ -110,10 +110,13 @@ def _write(figures: Iterable[dict[str, Any]], path: Path) -> None:
         _write(found, path)
         raise RecordError(f"{error} The figures are in {path}.") from None
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
+    # In another file first: a record may hold the work of days when the process ends here.
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    with unfinished.open("w", newline="") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows(found)
+    unfinished.replace(path)
 
 
 def _where(benchmark: str, environment: dict[str, str]) -> dict[str, Any]:
