@@ -127,6 +127,12 @@ _PLANNING = (
     ),
     Benchmark("simulator-error", "How far is the simulator from the lab?", "planning.simulator_error"),
 )
+_ACCURACY = (
+    Benchmark(
+        "time-to-accuracy", "How much sooner does each method reach the loss of DDP fp32, in whole trainings?",
+        "accuracy.time_to_accuracy", "--data FOLDER", recorded=False,
+    ),
+)  # fmt: skip
 _THREELC = (
     Benchmark(
         "threelc", "How do 3LC and its rivals learn and run through a parameter server? (tables 1, 2, figures 4 to 9)",
@@ -226,6 +232,7 @@ _GCOMP = (
 SECTIONS: dict[str, tuple[Benchmark, ...]] = {
     "Codecs": _CODECS,
     "Training": _TRAINING,
+    "[Time to equal accuracy](accuracy/README.md)": _ACCURACY,
     "Servers, transport, other libraries": _MICRO,
     "Planner, `auto`, simulator": _PLANNING,
     "[3LC](papers/threelc/README.md)": _THREELC,

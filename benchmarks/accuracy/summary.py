@@ -1,0 +1,287 @@
+"""The goal, who reaches it and when: the table and plots of `benchmarks.accuracy.time_to_accuracy`.
+
+Losses are those of the validation set, each the mean of the last three validations. The goal is the level that every
+training with DDP fp32 had at its end: the highest of its seeds. A training has reached it at the first validation from
+which the loss stays at or below the goal. Seconds are the steps until then, each with the step time of its method, so
+they have no other part of the training such as validations.
+
+Means over seeds have a 95 % interval by Student's t. Differences and speed-ups are taken for each seed, against the
+training of DDP with the same seed. Where a seed does not reach the goal there is no mean.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.accuracy.compared import Row, phases, settled, trained_as
+from benchmarks.intervals import interval
+from benchmarks.plotting import COLORS, DENSE, bar_places, figure, legend_below, plain_numbers
+from gradwire.bench.methods import AUTO, DDP_FP16, DDP_FP32, is_auto, is_native, is_plan, label
+from gradwire.bench.table import rate_text
+
+SMOOTHED = 3  # validations
+Curve = list[tuple[int, float]]
+"""Steps and smoothed losses."""
+
+
+def smoothed(losses: Sequence[tuple[int, float]]) -> Curve:
+    """The mean of each loss and the two before it, as far as there are any."""
+    return [
+        (step, statistics.fmean(loss for _, loss in losses[max(0, at - SMOOTHED + 1) : at + 1]))
+        for at, (step, _) in enumerate(losses)
+    ]
+
+
+def goal_of(curves: Sequence[Curve]) -> float:
+    """The loss that all of these trainings had at their end."""
+    return max(curve[-1][1] for curve in curves)
+
+
+def reached(curve: Curve, goal: float) -> int | None:
+    """The first step from which the loss stays at or below the goal; None if there is none."""
+    found = None
+    for step, loss in reversed(curve):
+        if not loss <= goal:  # nor is nan
+            break
+        found = step
+    return found
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a record has about one workload.
+
+    Attributes:
+        workload: Name.
+        steps: Steps of the trainings: the longest of the record.
+        curves: Curve by method and seed.
+        accuracies: Accuracy at the end, by method and seed.
+        step_seconds: Step time by rate and method.
+        plans: What each method of ``auto`` settled on, by rate: the name of its training.
+    """
+
+    workload: str
+    steps: int
+    curves: dict[str, dict[int, Curve]]
+    accuracies: dict[str, dict[int, float]]
+    step_seconds: dict[tuple[str, str], float]
+    plans: dict[str, dict[str, str]]
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], workload: str) -> Findings:
+        """Read the rows of a record."""
+        mine = [row for row in rows if row["workload"] == workload]
+        losses = [row for row in mine if row["metric"] == "validation_loss"]
+        steps = max((row["steps"] for row in losses), default=0)
+        points: dict[str, dict[int, list[tuple[int, float]]]] = {}
+        accuracies: dict[str, dict[int, float]] = {}
+        for row in losses:
+            if row["steps"] == steps:
+                points.setdefault(row["method"], {}).setdefault(row["seed"], []).append((row["step"], row["value"]))
+                accuracies.setdefault(row["method"], {})[row["seed"]] = row["accuracy"]
+        curves = {method: {seed: smoothed(curve) for seed, curve in each.items()} for method, each in points.items()}
+        step_seconds = {(row["rate"], row["method"]): row["value"] for row in mine if row["metric"] == "step"}
+        autos = dict.fromkeys(row["method"] for row in mine if row["metric"] == "settled")
+        plans = {
+            auto: {rate: trained_as(plan) for rate, plan in settled(mine, workload, auto).items()} for auto in autos
+        }
+        return cls(workload, steps, curves, accuracies, step_seconds, plans)
+
+    @property
+    def rates(self) -> list[str]:
+        """Rates at which steps were timed."""
+        return list(dict.fromkeys(rate for rate, _ in self.step_seconds))
+
+    @property
+    def methods(self) -> list[str]:
+        """Methods that were trained, and those of ``auto``."""
+        return [method for method in self.curves if not is_plan(method)] + list(self.plans)
+
+    @property
+    def goal(self) -> float | None:
+        """The goal; None before DDP fp32 is trained."""
+        dense = self.curves.get(DDP_FP32)
+        return goal_of(list(dense.values())) if dense else None
+
+    def trained(self, method: str, rate: str) -> str:
+        """The training of a method at a rate."""
+        return self.plans[method].get(rate, "") if method in self.plans else method
+
+    def curves_at(self, method: str, rate: str) -> dict[int, Curve]:
+        """Curve of each seed."""
+        return self.curves.get(self.trained(method, rate), {})
+
+    def seconds_to(self, method: str, rate: str, step: int) -> float | None:
+        """Seconds of the first `step` steps at a rate; None if they were not timed."""
+        total, left = 0.0, step
+        for count, timed in phases(method, self.steps):
+            seconds = self.step_seconds.get((rate, timed))
+            if seconds is None:
+                return None
+            total += min(count, left) * seconds
+            left -= min(count, left)
+        return total
+
+    def seconds_to_goal(self, method: str, rate: str) -> dict[int, float | None]:
+        """For each seed the seconds to the goal; None if it was not reached, or steps were not timed."""
+        assert self.goal is not None, "there is a goal"
+        steps = {seed: reached(curve, self.goal) for seed, curve in self.curves_at(method, rate).items()}
+        return {seed: None if step is None else self.seconds_to(method, rate, step) for seed, step in steps.items()}
+
+    def speedups(self, method: str, rate: str, rival: str) -> list[float]:
+        """For each seed how many times sooner than a rival a method reaches the goal; empty if a seed does not."""
+        mine, theirs = self.seconds_to_goal(method, rate), self.seconds_to_goal(rival, rate)
+        found = [theirs[seed] / mine[seed] for seed in mine if mine[seed] and theirs.get(seed)]  # type: ignore[operator]
+        return found if len(found) == len(mine) else []
+
+
+def read(rows: Sequence[Row]) -> list[Findings]:
+    """What a record has about each workload."""
+    return [Findings.of(rows, workload) for workload in dict.fromkeys(row["workload"] for row in rows)]
+
+
+# -- the table -----------------------------------------------------------------------------------------------------
+
+
+def table(rows: Sequence[Row]) -> str:
+    """A Markdown table for each workload and rate."""
+    return "\n\n".join(text for found in read(rows) for text in _tables(found))
+
+
+def _tables(found: Findings) -> Iterator[str]:
+    if found.goal is None or not found.rates:
+        missing = "trained" if found.goal is None else "timed"
+        yield f"{found.workload}: There is no table before {DDP_FP32} is {missing}."
+        return
+    seeds = len(found.curves[DDP_FP32])
+    for rate in found.rates:
+        lines = [
+            f"{found.workload} at {rate_text(rate)}. The goal is a loss of {found.goal:.4f}, which all trainings "
+            f"({seeds}) with {label(DDP_FP32)} had after {found.steps:,} steps.",
+            "",
+            "| | loss at the end | above DDP fp32, % | accuracy, % | steps to the goal | ms per step "
+            "| minutes to the goal | × DDP fp32 | × fp16 hook |",
+            "|---|---|---|---|---|---|---|---|---|",
+        ]
+        for method in found.methods:
+            if found.curves_at(method, rate):
+                lines.append(f"| {_name(found, method, rate)} | {' | '.join(_cells(found, method, rate))} |")
+        yield "\n".join(lines)
+
+
+def _cells(found: Findings, method: str, rate: str) -> Iterator[str]:
+    assert found.goal is not None, "there is a goal"
+    curves, dense = found.curves_at(method, rate), found.curves[DDP_FP32]
+    accuracies = found.accuracies[found.trained(method, rate)]
+    above = [100 * (curve[-1][1] / dense[seed][-1][1] - 1) for seed, curve in curves.items() if seed in dense]
+    steps = [reached(curve, found.goal) for curve in curves.values()]
+    there = [step for step in steps if step is not None]
+    step_seconds = found.seconds_to(method, rate, found.steps)
+    seconds = [each for each in found.seconds_to_goal(method, rate).values() if each is not None]
+    yield plus_minus([curve[-1][1] for curve in curves.values()], "{:.4f}")
+    yield "" if method == DDP_FP32 else plus_minus(above, "{:+.2f}")
+    yield plus_minus([100 * each for each in accuracies.values()], "{:.2f}")
+    if len(there) == len(steps):
+        yield plus_minus([float(step) for step in there], "{:,.0f}")
+    else:
+        yield f"{len(there)} of {len(steps)} seeds" if there else "not reached"
+    yield "not timed" if step_seconds is None else f"{1e3 * step_seconds / found.steps:,.0f}"
+    yield plus_minus([each / 60 for each in seconds], "{:.1f}") if len(seconds) == len(steps) else ""
+    for rival in (DDP_FP32, DDP_FP16):
+        yield "1" if method == rival and there else plus_minus(found.speedups(method, rate, rival), "{:.2f}")
+
+
+def plus_minus(values: Sequence[float], form: str) -> str:
+    """Mean and half of its interval; empty for no values."""
+    if not values:
+        return ""
+    mean, half = interval(values)
+    return form.format(mean) + ("" if math.isnan(half) else " ± " + form.replace("+", "").format(half))
+
+
+def _name(found: Findings, method: str, rate: str) -> str:
+    if method not in found.plans:
+        return label(method) if is_native(method) else f"`{method}`"
+    trained = found.trained(method, rate)
+    return f"`{method}`: {label(trained) if is_native(trained) else trained}"
+
+
+# -- plots ---------------------------------------------------------------------------------------------------------
+
+
+def plot(rows: Sequence[Row], folder: Path) -> None:
+    """Plot loss by time for each workload, and speed-ups in time to the goal for all."""
+    complete = [found for found in read(rows) if found.goal is not None and found.rates]
+    for found in complete:
+        _plot_losses(found, folder / f"loss-by-time-{found.workload}.svg")
+    if complete:
+        _plot_speedups(complete, folder / "time-to-accuracy.svg")
+
+
+def _short(method: str) -> str:
+    return label(method).removeprefix("gradwire ") if not is_auto(method) else AUTO
+
+
+def _style(found: Findings, method: str) -> dict[str, str]:
+    if is_native(method):
+        return {"color": DENSE, "linestyle": "-" if method == DDP_FP32 else "--"}
+    place = [each for each in found.methods if not is_native(each)].index(method)
+    return {"color": COLORS[place % len(COLORS)], "linestyle": "-" if place < len(COLORS) else "--"}
+
+
+def mean_curve(curves: Sequence[Curve]) -> Curve:
+    """The mean of several trainings at each step that all have."""
+    return [(points[0][0], statistics.fmean(loss for _, loss in points)) for points in zip(*curves)]
+
+
+def _plot_losses(found: Findings, path: Path) -> None:
+    assert found.goal is not None, "there is a goal"
+    dense = mean_curve(list(found.curves[DDP_FP32].values()))
+    with figure(path, columns=len(found.rates), size=(5.5 * len(found.rates), 5), sharey=True) as axes:
+        for axis, rate in zip(axes[0], found.rates):
+            for method in found.methods:
+                curve = mean_curve(list(found.curves_at(method, rate).values()))
+                times = [found.seconds_to(method, rate, step) for step, _ in curve]
+                minutes = [seconds / 60 for seconds in times if seconds is not None]
+                if minutes and len(minutes) == len(curve):
+                    style = _style(found, method)
+                    axis.plot(minutes, [loss for _, loss in curve], label=_short(method), linewidth=1.4, **style)
+                    step = reached(curve, found.goal)
+                    if step is not None:
+                        at = [each for each, _ in curve].index(step)
+                        axis.plot(minutes[at], curve[at][1], "o", color=style["color"], markersize=5)
+            axis.axhline(found.goal, color="#c2324f", linewidth=0.8)
+            axis.set(xscale="log", xlabel=f"minutes of steps at {rate_text(rate)} (logarithmic)")
+            plain_numbers(axis.xaxis)
+        lowest = min(curve[-1][1] for seeds in found.curves.values() for curve in seeds.values())
+        # The beginning, where all methods are close together, is left out.
+        axes[0][0].set_ylim(lowest - 0.05 * (dense[0][1] - lowest), dense[len(dense) // 5][1])
+        axes[0][0].set_ylabel(f"validation loss of {found.workload}, smoothed; red: the goal")
+        legend_below(axes[0][0], columns=6)
+
+
+def _plot_speedups(complete: Sequence[Findings], path: Path) -> None:
+    groups = [(found, rate) for found in complete for rate in found.rates]
+    methods = list(dict.fromkeys(method for found in complete for method in found.methods if method != DDP_FP32))
+    with figure(path, size=(2.2 + 2.4 * len(groups), 4.6)) as axes:
+        axis = axes[0][0]
+        for index, method in enumerate(methods):
+            places = bar_places(index, len(methods), len(groups))
+            color = "#9aa5b1" if is_native(method) else COLORS[index % len(COLORS)]
+            hatch = "///" if index >= len(COLORS) else None
+            found_here = [interval(found.speedups(method, rate, DDP_FP32)) for found, rate in groups]
+            values = [0.0 if math.isnan(mean) else mean for mean, _ in found_here]
+            spread = [0.0 if math.isnan(half) else min(half, mean) for mean, half in found_here]
+            axis.bar(places, values, 0.8 / len(methods), yerr=spread, color=color, hatch=hatch, label=_short(method),
+                     error_kw={"elinewidth": 0.8, "ecolor": "#7b8794"})  # fmt: skip
+            for place, value in zip(places, values):
+                if not value:
+                    axis.text(place, 0.05, "×", ha="center", color=color, fontsize=8)
+        axis.axhline(1, color=DENSE, linewidth=1)
+        axis.set_xticks(range(len(groups)), [f"{found.workload}, {rate_text(rate)}" for found, rate in groups])
+        axis.set_ylabel("times sooner than DDP fp32 (×: not reached)")
+        legend_below(axis, columns=6)
