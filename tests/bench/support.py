@@ -72,4 +72,6 @@ def result(*results: MethodResult, shaped: bool = True, note: str = "") -> Train
 def plan_text(names: Sequence[str], spec: str = "int8") -> str:
     """A plan as JSON, the same for all tensors."""
     rows = [PlanRow(name, 8, "float32", 0.0, spec, "scatter_reduce", 1, False, *[0.001] * 5) for name in names]
-    return PlanTable(tuple(rows), 2, "balanced", False, *[0.1] * 4, limit="link").to_json()
+    seconds = {"step": 0.1, "dense_step": 0.2, "native_step": 0.2, "ideal_step": 0.1}
+    table = PlanTable(tuple(rows), 2, "balanced", native=False, native_kind="fp32", limit="link", **seconds)
+    return table.to_json()
