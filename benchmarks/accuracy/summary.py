@@ -1,9 +1,10 @@
 """The goal, who reaches it and when: the table and plots of `benchmarks.accuracy.time_to_accuracy`.
 
-Losses are those of the validation set, each the mean of the last three validations. The goal is the level that every
-training with DDP fp32 had at its end: the highest of its seeds. A training has reached it at the first validation from
-which the loss stays at or below the goal. Seconds are the steps until then, each with the step time of its method, so
-they have no other part of the training such as validations.
+Losses are those of the validation set, each the mean of the last three validations. The goal is the level of DDP fp32
+at the end: the mean over its seeds, plus two standard deviations between them, above which about one in forty of
+further trainings with DDP fp32 would end. A training has reached it at the first validation from which the loss stays
+at or below the goal. Seconds are the steps until then, each with the step time of its method, so they have no other part of
+the training such as validations.
 
 Means over seeds have a 95 % interval by Student's t. Differences and speed-ups are taken for each seed, against the
 training of DDP with the same seed. Where a seed does not reach the goal there is no mean.
@@ -16,12 +17,14 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.accuracy.compared import Row, phases, settled, trained_as
 from benchmarks.intervals import interval
-from benchmarks.plotting import COLORS, DENSE, bar_places, figure, legend_below, plain_numbers
+from benchmarks.plotting import COLORS, DENSE, figure, legend_below, plain_numbers
 from gradwire.bench.methods import AUTO, DDP_FP16, DDP_FP32, is_auto, is_native, is_plan, label
 from gradwire.bench.table import rate_text
+from gradwire.simulate.plots import FAINT
 
 SMOOTHED = 3  # validations
 Curve = list[tuple[int, float]]
@@ -37,8 +40,9 @@ def smoothed(losses: Sequence[tuple[int, float]]) -> Curve:
 
 
 def goal_of(curves: Sequence[Curve]) -> float:
-    """The loss that all of these trainings had at their end."""
-    return max(curve[-1][1] for curve in curves)
+    """The mean of the last losses, plus two standard deviations."""
+    last = [curve[-1][1] for curve in curves]
+    return statistics.fmean(last) + (2 * statistics.stdev(last) if len(last) > 1 else 0.0)
 
 
 def reached(curve: Curve, goal: float) -> int | None:
@@ -160,8 +164,8 @@ def _tables(found: Findings) -> Iterator[str]:
     seeds = len(found.curves[DDP_FP32])
     for rate in found.rates:
         lines = [
-            f"{found.workload} at {rate_text(rate)}. The goal is a loss of {found.goal:.4f}, which all trainings "
-            f"({seeds}) with {label(DDP_FP32)} had after {found.steps:,} steps.",
+            f"{found.workload} at {rate_text(rate)}. The goal is a loss of {found.goal:.4f}: that of "
+            f"{label(DDP_FP32)} after {found.steps:,} steps, plus two standard deviations of its {seeds} seeds.",
             "",
             "| | loss at the end | above DDP fp32, % | accuracy, % | steps to the goal | ms per step "
             "| minutes to the goal | × DDP fp32 | × fp16 hook |",
@@ -265,23 +269,28 @@ def _plot_losses(found: Findings, path: Path) -> None:
 
 
 def _plot_speedups(complete: Sequence[Findings], path: Path) -> None:
-    groups = [(found, rate) for found in complete for rate in found.rates]
-    methods = list(dict.fromkeys(method for found in complete for method in found.methods if method != DDP_FP32))
-    with figure(path, size=(2.2 + 2.4 * len(groups), 4.6)) as axes:
-        axis = axes[0][0]
-        for index, method in enumerate(methods):
-            places = bar_places(index, len(methods), len(groups))
-            color = "#9aa5b1" if is_native(method) else COLORS[index % len(COLORS)]
-            hatch = "///" if index >= len(COLORS) else None
-            found_here = [interval(found.speedups(method, rate, DDP_FP32)) for found, rate in groups]
-            values = [0.0 if math.isnan(mean) else mean for mean, _ in found_here]
-            spread = [0.0 if math.isnan(half) else min(half, mean) for mean, half in found_here]
-            axis.bar(places, values, 0.8 / len(methods), yerr=spread, color=color, hatch=hatch, label=_short(method),
-                     error_kw={"elinewidth": 0.8, "ecolor": "#7b8794"})  # fmt: skip
-            for place, value in zip(places, values):
-                if not value:
-                    axis.text(place, 0.05, "×", ha="center", color=color, fontsize=8)
-        axis.axhline(1, color=DENSE, linewidth=1)
-        axis.set_xticks(range(len(groups)), [f"{found.workload}, {rate_text(rate)}" for found, rate in groups])
-        axis.set_ylabel("times sooner than DDP fp32 (×: not reached)")
-        legend_below(axis, columns=6)
+    columns = max(len(found.rates) for found in complete)
+    height = 1 + sum(0.27 * len(found.methods) + 0.6 for found in complete)
+    with figure(path, rows=len(complete), columns=columns, size=(5.5 * columns, height)) as axes:
+        for row, found in zip(axes, complete):
+            for axis, rate in zip(row, found.rates):
+                _draw_speedups(axis, found, rate)
+            row[0].set_yticks(range(len(found.methods)), [_short(method) for method in found.methods])
+
+
+def _draw_speedups(axis: Any, found: Findings, rate: str) -> None:
+    """A bar for each method, or words where there is nothing to draw."""
+    for place, method in enumerate(found.methods):
+        speedups = found.speedups(method, rate, DDP_FP32)
+        mean, half = interval(speedups)
+        if speedups:
+            error = {"xerr": min(half, mean), "error_kw": {"ecolor": FAINT}} if len(speedups) > 1 else {}
+            axis.barh(place, mean, 0.7, color=_style(found, method)["color"], **error)
+        curves = found.curves_at(method, rate)
+        text = f"{mean:.1f}" if speedups else "not reached by all seeds" if curves else "not trained"
+        axis.text((mean + (0 if math.isnan(half) else half)) if speedups else 0, place, f" {text}", va="center", size=9)
+    axis.axvline(1, color=FAINT, linewidth=0.8, zorder=0)
+    axis.set_yticks([])
+    axis.set_ylim(len(found.methods) - 0.4, -0.6)
+    axis.margins(x=0.15)
+    axis.set(xlabel=f"{found.workload} at {rate_text(rate)}: × DDP fp32 in time to the goal")
