@@ -11,6 +11,9 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from gradwire.net.slots import SlottedTransport
+from gradwire.net.tcp import TcpTransport
+
 from . import rank as rank_module
 from .recorder import PATIENCE
 
@@ -23,10 +26,10 @@ processes.set_forkserver_preload(["tests.net.rank"])
 class Rank:
     """The outside of a rank in a process of its own; see `rank.py`."""
 
-    def __init__(self, port: int, rank: int, world_size: int, timeout: timedelta) -> None:
+    def __init__(self, port: int, rank: int, world_size: int, timeout: timedelta, mesh: type[TcpTransport]) -> None:
         theirs, self.commands = processes.Pipe(duplex=False)
         self.events, told = processes.Pipe(duplex=False)
-        arguments = (theirs, told, port, rank, world_size, timeout.total_seconds())
+        arguments = (theirs, told, port, rank, world_size, timeout.total_seconds(), mesh)
         self.process = processes.Process(target=rank_module.main, args=arguments)
         self.process.start()
         theirs.close()
@@ -60,8 +63,8 @@ class Rank:
         self.events.close()
 
 
-@pytest.fixture
-def ranks():
+@pytest.fixture(params=[TcpTransport, SlottedTransport])
+def ranks(request):
     with ExitStack() as stack:
 
         def make(world_size: int, timeouts: list[timedelta] | None = None) -> list[Rank]:
@@ -70,7 +73,7 @@ def ranks():
             made = []
             for rank in range(world_size):
                 timeout = timeouts[rank] if timeouts else TIMEOUT
-                made.append(Rank(store.port, rank, world_size, timeout))
+                made.append(Rank(store.port, rank, world_size, timeout, request.param))
                 stack.callback(made[-1].end)
             for rank in made:
                 rank.wait("started")

@@ -29,8 +29,8 @@ class RankProcess:
         self.rank = rank
         self.world_size = world_size
 
-    def run(self, timeout: timedelta) -> None:
-        self.transport = TcpTransport.connect(
+    def run(self, timeout: timedelta, mesh: type[TcpTransport]) -> None:
+        self.transport = mesh.connect(
             self.store, self.rank, self.world_size, timeout=timeout, name="test", connect_timeout=PATIENCE
         )
         self.transport.start(Callbacks(admit=lambda peer, header: None, deliver=self.delivered, fail=self.failed))
@@ -76,9 +76,17 @@ class RankProcess:
                 os._exit(0)
 
 
-def main(commands: Connection, events: Connection, port: int, rank: int, world_size: int, seconds: float) -> None:
+def main(
+    commands: Connection,
+    events: Connection,
+    port: int,
+    rank: int,
+    world_size: int,
+    seconds: float,
+    mesh: type[TcpTransport],
+) -> None:
     """Run a rank until it is told to leave or its commands end."""
     try:
-        RankProcess(commands, events, port, rank, world_size).run(timedelta(seconds=seconds))
+        RankProcess(commands, events, port, rank, world_size).run(timedelta(seconds=seconds), mesh)
     except EOFError:
         os._exit(0)

@@ -22,6 +22,7 @@ from gradwire.core.errors import (
     PeerTimeoutError,
     SyncError,
 )
+from gradwire.net.slots import SlottedTransport
 from gradwire.net.tcp import TcpTransport
 from gradwire.net.transport import Callbacks
 from gradwire.wire.frame import HEADER_BYTES, FrameKind
@@ -29,14 +30,16 @@ from gradwire.wire.frame import HEADER_BYTES, FrameKind
 from .recorder import PATIENCE, Recorder, body, header, start, until
 
 
-def connect_all(world_size: int, *, timeout: timedelta = PATIENCE, name: str = "test") -> list[TcpTransport]:
+def connect_all(
+    world_size: int, *, timeout: timedelta = PATIENCE, name: str = "test", mesh: type[TcpTransport] = TcpTransport
+) -> list[TcpTransport]:
     """Connect the ranks of a group that live in threads of this process."""
     store = dist.HashStore()
     found: list[TcpTransport | BaseException | None] = [None] * world_size
 
     def connect(rank: int) -> None:
         try:
-            found[rank] = TcpTransport.connect(store, rank, world_size, timeout=timeout, name=name)
+            found[rank] = mesh.connect(store, rank, world_size, timeout=timeout, name=name)
         except BaseException as error:
             found[rank] = error
 
@@ -51,12 +54,12 @@ def connect_all(world_size: int, *, timeout: timedelta = PATIENCE, name: str = "
     return found
 
 
-@pytest.fixture
-def group():
+@pytest.fixture(params=[TcpTransport, SlottedTransport])
+def group(request):
     made: list[TcpTransport] = []
 
     def make(world_size: int, **options) -> list[TcpTransport]:
-        made.extend(connect_all(world_size, **options))
+        made.extend(connect_all(world_size, mesh=request.param, **options))
         return made
 
     yield make

@@ -48,8 +48,8 @@ class Ranks:
 def ranks(world_size: int, plan: Any, *, timeout: float = 10.0, **options: Any) -> Iterator[Ranks]:
     """`world_size` synchronizers over an in-memory network; `plan`, `nodes` and `server` may be functions of the rank.
 
-    Fields of `SyncOptions` may be passed directly. Unless told otherwise, two ranks share a node, where there are more
-    than two.
+    Fields of `SyncOptions` may be passed directly; with `time_slots`, the ranks meet over TCP. Unless told otherwise,
+    two ranks share a node, where there are more than two.
     """
     options.setdefault("nodes", 2 if world_size > 2 else 1)
     store = dist.HashStore()
@@ -64,7 +64,8 @@ def ranks(world_size: int, plan: Any, *, timeout: float = 10.0, **options: Any) 
             own = options | {name: options[name](rank) for name in ("nodes", "server") if callable(options.get(name))}
             fields = {field.name: own.pop(field.name) for field in dataclasses.fields(SyncOptions) if field.name in own}
             shared = SyncOptions(timeout=timedelta(seconds=timeout), **fields)
-            return Synchronizer(info, chosen, options=shared, transport=network.transports[rank], **own)
+            transport = None if shared.time_slots else network.transports[rank]
+            return Synchronizer(info, chosen, options=shared, transport=transport, **own)
 
         made = list(pool.map(make, range(world_size), timeout=60))
         stack.callback(lambda: list(pool.map(lambda one: one.close(), made)))

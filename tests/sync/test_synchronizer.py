@@ -33,6 +33,7 @@ from gradwire.sync.strategies import peer_strategies
 from gradwire.sync.synchronizer import GradientSlice, Synchronizer
 from gradwire.sync.warmup import warm_up
 from gradwire.tuning.measure_link import measure_links
+from tests.net.memory import MemoryNetwork
 from tests.net.recorder import until
 from tests.sync.harness import ranks
 
@@ -261,6 +262,10 @@ def test_ranks_that_register_different_tensors_all_raise_before_data_is_sent(spe
             lambda rank: {"options": gw.SyncOptions(timedelta(seconds=10 + rank))},
             "timeout = 10.0 on rank 0 and 11.0 on rank 1",
         ),
+        (
+            lambda rank: {"options": gw.SyncOptions(timedelta(seconds=10), time_slots=rank == 1)},
+            "time_slots = False on rank 0 and True on rank 1",
+        ),
         (lambda rank: {"plan": ("fp16", "threelc")[rank]}, "'fp16' on rank 0 and 'threelc' on rank 1"),
         (lambda rank: {"plan": Plan("fp16", partitions=1 + rank)}, "partitions = 1 on rank 0 and 2 on rank 1"),
         (lambda rank: {"plan": gw.make("topk", ratio=0.1 * (1 + rank))}, "options.ratio = '0.1' on rank 0"),
@@ -294,6 +299,40 @@ def test_ranks_that_are_set_up_differently_all_raise(options: Any, said: str) ->
 def test_a_timeout_that_never_ends_well_is_refused(seconds: int) -> None:
     with pytest.raises(OptionError, match=r"Pass timedelta\(seconds=30\)"):
         gw.SyncOptions(timeout=timedelta(seconds=seconds))
+
+
+def test_time_slots_on_another_transport_than_tcp_get_advice() -> None:
+    with MemoryNetwork(2) as network:
+        info, options = GroupInfo(0, 2, dist.HashStore(), "slots"), gw.SyncOptions(time_slots=True)
+        with pytest.raises(OptionError, match="Leave out transport="):
+            Synchronizer(info, options=options, transport=network.transports[0])
+
+
+@pytest.mark.parametrize("strategy", peer_strategies())
+def test_time_slots_change_no_bit(strategy: str) -> None:
+    """Tensors that are fused, that travel alone, and that take several slots."""
+    plan = Plan({"*b": "none", "*": gw.make("topk", ratio=0.3)}, strategy=strategy, partitions=2)
+    sizes = {"a.w": 3000, "a.b": 30, "b.w": 1_500_000, "c.w": 200_000}
+    tensors = {name: TensorSpec((size,)) for name, size in sizes.items()}
+
+    def run(one: Synchronizer) -> list[torch.Tensor]:
+        means: list[torch.Tensor] = []
+        for step in range(3):
+            one.begin_step()
+            slices = [GradientSlice(name, gradient(one.rank, step, size)) for name, size in sizes.items()]
+            one.submit(slices)
+            one.wait()
+            one.commit()
+            means += [each.tensor for each in slices]
+        return means
+
+    found = []
+    for time_slots in (False, True):
+        with ranks(4, plan, tensors=tensors, time_slots=time_slots, timeout=30) as group:
+            found += group.each(run)
+    for other in found[1:]:
+        for mine, theirs in zip(found[0], other, strict=True):
+            assert torch.equal(mine, theirs)
 
 
 # -- the step as a transaction -------------------------------------------------------------------------------------
@@ -676,17 +715,21 @@ def lost_in_the_second_step(leave: Callable[[Synchronizer], None], **options: An
         return group.each(run)[:2]
 
 
-def test_a_rank_that_closed_early_is_named_long_before_the_stall_timeout(tmp_path: Path) -> None:
+@pytest.mark.parametrize("time_slots", [False, True])
+def test_a_rank_that_closed_early_is_named_long_before_the_stall_timeout(time_slots: bool, tmp_path: Path) -> None:
     begun = time.monotonic()
-    for error in lost_in_the_second_step(Synchronizer.close, stall_timeout=timedelta(seconds=600), dump_dir=tmp_path):
+    options = {"stall_timeout": timedelta(seconds=600), "dump_dir": tmp_path, "time_slots": time_slots}
+    for error in lost_in_the_second_step(Synchronizer.close, **options):
         assert error.rank == 2
         assert isinstance(error, (PeerLostError, PeerFailedError))
         assert "has left the group" in str(error)
     assert time.monotonic() - begun < 60
 
 
-def test_a_rank_that_stays_away_is_blamed_on_all_ranks(tmp_path: Path) -> None:
-    for error in lost_in_the_second_step(lambda _: None, stall_timeout=timedelta(seconds=3), dump_dir=tmp_path):
+@pytest.mark.parametrize("time_slots", [False, True])
+def test_a_rank_that_stays_away_is_blamed_on_all_ranks(time_slots: bool, tmp_path: Path) -> None:
+    options = {"stall_timeout": timedelta(seconds=3), "dump_dir": tmp_path, "time_slots": time_slots}
+    for error in lost_in_the_second_step(lambda _: None, **options):
         assert isinstance(error, (PeerTimeoutError, PeerFailedError))
         assert error.rank == 2
         assert "stall_timeout" in str(error)

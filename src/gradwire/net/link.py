@@ -27,6 +27,8 @@ CALLS_PER_TURN = 16
 DISCARD_BYTES = 1 << 16
 # The reader of a long body wakes up when this many bytes have arrived. On a slow link, every packet would wake it.
 LOW_WATER_BYTES = 1 << 15
+# Linux's SIOCOUTQNSD: bytes that TCP has not sent yet.
+_UNSENT_BYTES = 0x894B
 # tcpi_busy_time of Linux's struct tcp_info (since 4.10), in microseconds.
 _TCP_INFO = getattr(socket, "TCP_INFO", 11)
 _BUSY_TIME, _BUSY_TIME_END = 168, 176
@@ -45,8 +47,9 @@ class Link:
         open: Whether the socket is open.
         writable: Whether frames can still be sent.
         paused: Whether reading is suspended.
-        blocked: Whether the kernel's send buffer is full.
+        blocked: Whether the kernel holds so much that more must wait.
         watched: Events that the owner's selector looks for.
+        taken_bytes: Bytes that the kernel has taken so far.
     """
 
     def __init__(self, sock: socket.socket, conversation: Conversation) -> None:
@@ -57,6 +60,8 @@ class Link:
         self.paused = False
         self.blocked = False
         self.watched = 0
+        self.taken_bytes = 0
+        self._unsent_limit: int | None = None
         self._busy_seconds = 0.0  # as last seen
         self._low_water = 1
         self._queue: deque[Outgoing | bytes] = deque()
@@ -79,6 +84,12 @@ class Link:
         for frame in list(self._queue)[: BUFFERS_PER_CALL // 2]:
             if isinstance(frame, Outgoing):
                 frame.seal()
+
+    def limit_unsent(self, nbytes: int) -> None:
+        """Count as `blocked` while the kernel holds this many bytes that TCP has not sent. Linux only."""
+        self._unsent_limit = nbytes
+        # The kernel reports the socket as writable below half of it.
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, 2 * nbytes)
 
     @property
     def pending(self) -> bool:
@@ -121,6 +132,8 @@ class Link:
                 return
             self.conversation.liveness.sent(now)
             self._sent(count)
+        if self._unsent_limit is not None and not self.pending:
+            self.blocked = self.writable and self._unsent_bytes() >= self._unsent_limit
 
     def take_sent(self) -> list[Callable[[], None]]:
         """Return what to call for frames that the kernel has taken since the last time. Call it without the lock."""
@@ -209,6 +222,9 @@ class Link:
         self.stop_sending()
         self.socket.close()
 
+    def _unsent_bytes(self) -> int:
+        return int.from_bytes(fcntl.ioctl(self.socket, _UNSENT_BYTES, bytes(4)), sys.byteorder)
+
     def _fill(self) -> None:
         while self._queue and len(self._outgoing) < BUFFERS_PER_CALL:
             frame = self._queue.popleft()
@@ -221,6 +237,7 @@ class Link:
                 self._outgoing.append((frame.body.data, False, frame.on_sent))
 
     def _sent(self, count: int) -> None:
+        self.taken_bytes += count
         while count:
             view, _, on_sent = self._outgoing.popleft()
             if count < len(view):

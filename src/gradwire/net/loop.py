@@ -20,7 +20,7 @@ import socket
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import numpy as np
@@ -94,16 +94,18 @@ class ConnectionLoop(ProcessBound):
 
     # -- any thread ------------------------------------------------------------------------------------------
 
-    def _enqueue(self, link: Link, frame: Outgoing) -> None:
-        """Queue one frame, with the lock held."""
-        idle = not link.pending
-        link.enqueue(frame)
+    def _enqueue(self, link: Link, *frames: Outgoing) -> list[Callable[[], None]]:
+        """Queue frames, with the lock held. Returns what to call without it, for frames that the kernel has taken."""
+        idle, nbytes = not link.pending, sum(frame.body.nbytes for frame in frames)
+        for frame in frames:
+            link.enqueue(frame)
         # Straight to the kernel if nothing is ahead: waking the other thread takes longer than the frame on busy cores.
         # A large one is not: its checksum and its copy would keep the caller from encoding the next.
-        if idle and not link.blocked and frame.body.nbytes < LARGE_BYTES:
+        if idle and not link.blocked and nbytes < LARGE_BYTES:
             link.flush(time.monotonic())
-        if link.pending:
+        if link.pending or link.blocked:
             self._wake()
+        return link.take_sent()
 
     def _end(self, message: ClosingMessage, join_seconds: float | None = None) -> None:
         """Close with this message, unless the loop is closing already, and wait for the thread."""

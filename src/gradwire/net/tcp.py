@@ -127,11 +127,10 @@ class TcpTransport(PeerTransport, ConnectionLoop):
             gone = link.conversation.end
             if gone is None:
                 self.sent_bytes[peer] += HEADER_BYTES + body.nbytes
-                self._enqueue(link, frame)
+                sent = self._enqueue(link, frame)
             else:
-                self._undeliverable = gone
+                sent, self._undeliverable = [], gone
                 self._wake()
-            sent = link.take_sent()
         for call in sent:
             call()
 

@@ -29,6 +29,8 @@ class SyncOptions:
             divided by ``LOCAL_WORLD_SIZE``), less one, at least one. Ranks may have different numbers.
         server: Aggregator for the strategy ``"server"``: ``"host:port"`` or a `gradwire.Aggregator`. None reads the
             address from ``GRADWIRE_AGGREGATOR``.
+        time_slots: Whether a rank sends to one peer at a time, in an order in which no two ranks send to the same peer.
+            For switches with small buffers (`gradwire.net.slots`). Linux only.
 
     Raises:
         OptionError: `timeout` or `threads` is not positive.
@@ -41,6 +43,7 @@ class SyncOptions:
     nodes: int | Sequence[str | int] | None = None
     server: str | ServiceAddress | None = None
     threads: int | None = None
+    time_slots: bool = False
 
     def __post_init__(self) -> None:
         if self.timeout <= timedelta(0):

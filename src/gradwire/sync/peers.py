@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from gradwire.core.errors import GradwireError, SyncError
 from gradwire.core.events import Event, EventStream
+from gradwire.net.slots import SlottedTransport
 from gradwire.net.store import BoundedStore
 from gradwire.net.tcp import TcpTransport
 from gradwire.net.transport import Transport
@@ -65,6 +66,7 @@ class Peers:
         self._dump_dir = None if options.dump_dir is None else Path(options.dump_dir)
         self._engine: Engine | None = None
         self._num_threads = options.threads
+        self._time_slots = options.time_slots
         self._addresses: dict[str, ServiceAddress] = {}  # by name of the strategy that needs the service
         self._services: dict[str, Service] = {}
         self._stall_timeout = options.stall_timeout or 10 * options.timeout
@@ -86,9 +88,8 @@ class Peers:
 
     def _start(self, transport: Transport | None, tensors: TensorRegistry, residuals: Residuals) -> None:
         if transport is None:
-            transport = TcpTransport.connect(
-                self._info.store, self.rank, self.world_size, timeout=self.timeout, name="ranks"
-            )
+            mesh = SlottedTransport if self._time_slots else TcpTransport
+            transport = mesh.connect(self._info.store, self.rank, self.world_size, timeout=self.timeout, name="ranks")
         self._runtime = Runtime(transport, residuals, self.events, self.seed, self._nodes)
         self._engine = Engine(
             transport,

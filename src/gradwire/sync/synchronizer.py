@@ -63,8 +63,9 @@ class Synchronizer(Peers):
 
     Raises:
         UnknownNameError, OptionTypeError: See `Plan`.
-        OptionError: A compressor of the plan needs `aux`, or a strategy needs a server, and there is none.
-        DisagreementError: Ranks differ in plan, seed, nodes or world size. Raised on every rank.
+        OptionError: A compressor of the plan needs `aux`, or a strategy needs a server, and there is none. Or
+            `transport` is given with `time_slots`.
+        DisagreementError: Ranks differ in plan, seed, nodes, time slots or world size. Raised on every rank.
         PeerTimeoutError: A rank did not come within `timeout`.
     """
 
@@ -82,6 +83,8 @@ class Synchronizer(Peers):
     ) -> None:
         self.plan = plan if isinstance(plan, Plan) else Plan(plan)
         super().__init__(group, options)
+        if options.time_slots and transport is not None:
+            raise OptionError("Time slots belong to the TCP mesh. Leave out transport=, or pass time_slots=False.")
         if self.plan.has_velocity and self.world_size == 1:
             raise OptionError(
                 "Momentum correction needs at least two ranks, but this group has one. Keep the momentum in the "
@@ -107,6 +110,7 @@ class Synchronizer(Peers):
                 "seed": self.seed,
                 "timeout": self.timeout.total_seconds(),
                 "nodes": self._nodes.names,
+                "time_slots": options.time_slots,
                 "services": {name: address.describe() for name, address in sorted(self._addresses.items())},
                 "tensors": self._tensors.describe(tensors),
             }
