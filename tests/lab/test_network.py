@@ -2,6 +2,7 @@ import shutil
 
 import pytest
 
+from gradwire.core.errors import OptionError
 from gradwire.lab import Lab, available
 from gradwire.lab.network import burst_bytes, queue_bytes
 from gradwire.lab.rights import search_path
@@ -75,6 +76,22 @@ def test_counters_are_the_bytes_sent_and_their_headers():
     # The command read its own interface before the connection was closed: a few empty segments earlier.
     assert 0 <= receiver.bytes_received - own_received <= 400
     assert 0 <= receiver.bytes_sent - own_sent <= 400
+
+
+@pytest.mark.root
+def test_a_small_queue_drops_what_several_senders_send_at_once():
+    with Lab(4, "100mbit", queue="16kib") as lab:
+        result = lab.run([*TRAFFIC, "stream", "0.5"], timeout=20).check()
+        lab.set_rate("50mbit")  # keeps the queue's size
+        again = lab.run([*TRAFFIC, "stream", "0.5"], timeout=20).check()
+    for each in (result, again):
+        assert each.hosts[0].drops.downlink > 10
+        assert sum(host.drops.uplink for host in each.hosts) == 0
+
+
+def test_a_queue_without_a_rate_gets_advice():
+    with pytest.raises(OptionError, match="Pass rate='100mbit'"):
+        Lab(2, queue="64kib")
 
 
 @pytest.mark.root

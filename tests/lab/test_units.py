@@ -3,7 +3,7 @@ from datetime import timedelta
 import pytest
 
 from gradwire.core.errors import OptionError
-from gradwire.lab.units import format_rate, parse_delay, parse_loss, parse_rate, seconds
+from gradwire.lab.units import format_rate, parse_delay, parse_loss, parse_queue, parse_rate, seconds
 
 
 @pytest.mark.parametrize(
@@ -72,6 +72,21 @@ def test_no_delay(text):
 def test_what_is_no_delay_is_refused(text):
     with pytest.raises(OptionError, match="or 'none'"):
         parse_delay(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"), [("64kib", 65_536), ("100kb", 100_000), (4000, 4000), ("1.5 MiB", 1_572_864), ("none", None)]
+)
+def test_queues(text, nbytes):
+    assert parse_queue(text) == nbytes
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("deep", "Write it like '64kib'"), ("1kb", "two packets"), ("64kbit", "kib")]
+)
+def test_what_is_no_queue_is_refused(text, said):
+    with pytest.raises(OptionError, match=said):
+        parse_queue(text)
 
 
 def test_durations_in_seconds():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -36,6 +36,9 @@ class LabNetwork:
     rate: Annotated[str, typer.Option(help="Rate of each link in both directions: 10mbit, 1gbit or none.")] = "100mbit"
     loss: Annotated[str, typer.Option(help="Fraction of packets dropped on arrival: 0.1% or 0.001.")] = "0"
     delay: Annotated[str, typer.Option(help="One-way delay: 5ms or none. Needs the kernel's netem.")] = "none"
+    queue: Annotated[
+        str, typer.Option(help="Bytes that may wait at the switch for each host: 64kib. Default: 50 ms of the rate.")
+    ] = "none"
 
 
 @dataclass(frozen=True)
@@ -75,15 +78,15 @@ def lab(
 
     signal.signal(signal.SIGTERM, _on_terminate)
     try:
-        with Lab(network.hosts, network.rate, loss=network.loss, delay=network.delay) as net:
+        with Lab(network.hosts, network.rate, loss=network.loss, delay=network.delay, queue=network.queue) as net:
             relay = None if output.quiet else partial(_relay, output.only)
             result = net.run(command, timeout=limits.timeout, grace=limits.grace, capture=False, on_line=relay)
     except KeyboardInterrupt:
         print("gradwire lab: interrupted; the lab is gone.", file=sys.stderr)
         raise typer.Exit(128 + signal.SIGINT) from None
     if output.json_file is not None:
-        summary = {"rate": network.rate, "loss": network.loss, "delay": network.delay, "command": command}
-        output.json_file.write_text(json.dumps(summary | result.to_dict(), indent=2) + "\n")
+        summary = asdict(network) | {"command": command} | result.to_dict()
+        output.json_file.write_text(json.dumps(summary, indent=2) + "\n")
     _print_summary(result, quiet=output.quiet)
     raise typer.Exit(result.exit_code)
 

@@ -26,7 +26,7 @@ from gradwire.lab.network import INTERFACE, Network, address
 from gradwire.lab.results import HostResult, LabResult
 from gradwire.lab.rights import find_tool
 from gradwire.lab.runner import OnLine, Runner, signal_group
-from gradwire.lab.units import format_rate, parse_delay, parse_loss, parse_rate, seconds
+from gradwire.lab.units import format_rate, parse_delay, parse_loss, parse_queue, parse_rate, seconds
 
 MAX_HOSTS = 250
 MASTER_PORT = 29500
@@ -44,6 +44,8 @@ class Lab:
         rate: Rate of each host's uplink and downlink, in tc's notation (``"100mbit"``); None for no shaping.
         loss: Fraction of packets that each host drops on arrival, such as ``"0.1%"`` or 0.001.
         delay: One-way delay of each uplink, such as ``"5ms"``. Needs a kernel with netem.
+        queue: Bytes that may wait at the switch for each host, such as ``"64kib"``; more packets are dropped. None
+            means 50 ms of the rate, but at least 256 KiB. Needs a rate.
 
     Raises:
         OptionError: An argument is out of range.
@@ -63,17 +65,21 @@ class Lab:
         *,
         loss: str | float | None = 0.0,
         delay: str | timedelta | None = None,
+        queue: str | int | None = None,
     ) -> None:
         if not 1 <= hosts <= MAX_HOSTS:
             raise OptionError(f"A lab cannot have {hosts} hosts. Pass 1 to {MAX_HOSTS}.")
         rate_bits, loss_fraction, one_way = parse_rate(rate), parse_loss(loss), parse_delay(delay)
+        queue_limit = parse_queue(queue)
+        if queue_limit is not None and rate_bits is None:
+            raise OptionError(f"A queue of {queue} needs a rate: links without shaping have none. Pass rate='100mbit'.")
         for tool in ("ip", "tc", "bridge"):
             find_tool(tool)
         self.num_hosts = hosts
         self._processes: list[subprocess.Popen[bytes]] = []
         self._namespaces = Namespaces(hosts)
         try:
-            self._network = Network(self._namespaces, hosts, delay=one_way, loss=loss_fraction)
+            self._network = Network(self._namespaces, hosts, delay=one_way, loss=loss_fraction, queue=queue_limit)
             self._network.set_rate(rate_bits, range(hosts))
         except BaseException:
             self.close()

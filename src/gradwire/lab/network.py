@@ -70,16 +70,21 @@ class Network:
         num_hosts: Number of hosts.
         delay: One-way delay of each uplink, or None.
         loss: Fraction of packets that each host drops on arrival.
+        queue: Bytes that may wait at the bridge for each host; None for `queue_bytes`. The host's own queue is always
+            of that size: TCP does not lose what its own host cannot queue.
 
     Raises:
         LabError: The kernel lacks a feature, which the message names.
         RightsError: A tool is missing.
     """
 
-    def __init__(self, namespaces: Namespaces, num_hosts: int, *, delay: timedelta | None, loss: float) -> None:
+    def __init__(
+        self, namespaces: Namespaces, num_hosts: int, *, delay: timedelta | None, loss: float, queue: int | None
+    ) -> None:
         self._namespaces = namespaces
         self._num_hosts = num_hosts
         self._delay = delay
+        self._queue = queue
         self._loss_tool = find_loss_tool() if loss else None
         self._rates: list[int | None] = [None] * num_hosts
         self._connect()
@@ -104,7 +109,7 @@ class Network:
             was_shaped = self._rates[host] is not None
             self._rates[host] = rate_bits
             self._shape_uplink(host, was_shaped=was_shaped)
-            batch.append(_qdisc(f"port{host}", rate_bits, was_shaped=was_shaped))
+            batch.append(_qdisc(f"port{host}", rate_bits, self._queue, was_shaped=was_shaped))
         if batch:
             self._namespaces.tool(None, ["tc", "-batch", "-"], "\n".join(batch))
 
@@ -156,7 +161,7 @@ class Network:
 
     def _shape_uplink(self, host: int, *, was_shaped: bool = False) -> None:
         rate_bits = self._rates[host]
-        batch = [_qdisc(INTERFACE, rate_bits, was_shaped=was_shaped)] if rate_bits or was_shaped else []
+        batch = [_qdisc(INTERFACE, rate_bits, None, was_shaped=was_shaped)] if rate_bits or was_shaped else []
         if self._delay is not None and (rate_bits is None or not was_shaped):
             # Below the token bucket, if there is one, so that a packet is first delayed and then paced.
             place = "parent 1:1 handle 10:" if rate_bits else "root handle 10:"
@@ -195,13 +200,13 @@ class Network:
         return int(found[1])
 
 
-def _qdisc(interface: str, rate_bits: int | None, *, was_shaped: bool) -> str:
+def _qdisc(interface: str, rate_bits: int | None, queue: int | None, *, was_shaped: bool) -> str:
     if rate_bits is None:
         return f"qdisc del dev {interface} root"
     verb = "change" if was_shaped else "replace"
     return (
         f"qdisc {verb} dev {interface} root handle 1: tbf rate {rate_bits}bit "
-        f"burst {burst_bytes(rate_bits)} limit {queue_bytes(rate_bits)}"
+        f"burst {burst_bytes(rate_bits)} limit {queue or queue_bytes(rate_bits)}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Rates, losses and delays as users write them.
+"""Rates, losses, delays and sizes as users write them.
 
 Rates are bits per second in tc's units (`kbit`, `mbit`, `gbit`: powers of 1000; `kibit`, `mibit`: powers of 1024). tc's
 `bps` means *bytes* per second, which readers take for bits, so it is refused with a hint.
@@ -21,6 +21,7 @@ _BITS = {
     "mibit": 2**20,
     "gibit": 2**30,
 }
+_BYTES = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "kib": 2**10, "mib": 2**20}
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _QUANTITY = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)")
 
@@ -107,6 +108,27 @@ def parse_delay(delay: str | timedelta | None) -> timedelta | None:
     if not timedelta(0) <= delay <= timedelta(seconds=10):
         raise OptionError(f"The delay {delay} is out of range. Pass 0 to 10 s, or 'none' for no delay.")
     return delay or None
+
+
+def parse_queue(queue: str | int | None) -> int | None:
+    """Parse the size of a queue: ``"64kib"``, a number of bytes, ``"none"`` or None.
+
+    Raises:
+        OptionError: It is not a size from 3,000 bytes, two packets, to 1 GiB.
+    """
+    text = str("none" if queue is None else queue).strip().lower()
+    if text == "none":
+        return None
+    found = _QUANTITY.fullmatch(text)
+    if not found or found[2] not in _BYTES:
+        raise OptionError(
+            f"{queue!r} is not a size. Write it like '64kib', '100kb' or 'none'. "
+            f"Known units: {', '.join(unit for unit in _BYTES if unit)}."
+        )
+    nbytes = round(float(found[1]) * _BYTES[found[2]])
+    if not 3000 <= nbytes <= 1 << 30:
+        raise OptionError(f"A queue of {nbytes} bytes is out of range. Pass 3000 bytes (two packets) to 1024mib.")
+    return nbytes
 
 
 def seconds(duration: float | timedelta | None) -> float | None:
