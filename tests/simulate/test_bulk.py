@@ -91,6 +91,14 @@ def test_coordinated_messages_find_both_links_free(tmp_path):
     assert longest_wait(COORDINATED) < 0.05 * part
 
 
+def test_slots_send_to_one_peer_after_another_at_the_same_cost():
+    tensors, cluster = model(*[1 << 20] * 4), Cluster(4, link(latency_seconds=20e-6))
+    plain = run(tensors, cluster)
+    slots = run(tensors, cluster, bulk=Bulk.slots())
+    assert plain.seconds <= slots.seconds < 1.01 * plain.seconds
+    assert slots.sent_bytes == plain.sent_bytes
+
+
 def test_batches_are_the_same_again():
     known = costs(1e-5, onebit=onebit(1e-10, 1e-10))
     sizes, cluster = [16384 * (1 + index % 5) for index in range(20)], Cluster(4, link(latency_seconds=20e-6))
@@ -103,5 +111,7 @@ def test_what_cannot_be_coordinated_is_refused():
         run(model(16384), Cluster(4, link(), ranks_per_node=2), bulk=COORDINATED)
     with pytest.raises(OptionError, match=r"LinearCost\(seconds, 0\)"):
         run(model(16384), Cluster(4, link()), costs(frame=LinearCost(1e-6, 1e-9)), COORDINATED)
+    with pytest.raises(OptionError, match=r"Use Bulk.slots\(\)"):
+        Bulk(rotating=True)
     with pytest.raises(OptionError, match="threshold above 0"):
         Bulk(threshold_bytes=0)

@@ -2,8 +2,9 @@
 
 import pytest
 
+from gradwire.core.errors import OptionError
 from gradwire.planner.costs import LinearCost
-from gradwire.simulate import Cluster, SimulatedLink, step
+from gradwire.simulate import Bulk, Cluster, SimulatedLink, step
 from gradwire.sync.plan import Plan
 from tests.simulate.costs import costs, model, onebit
 
@@ -65,3 +66,54 @@ def test_a_thread_with_more_to_do_keeps_its_core():
     result = step(model(*[ELEMENTS] * 4), Plan("onebit", strategy="allgather"), cluster, known)
     encoded = 8 * (wake + 4 * encode)
     assert result.seconds == pytest.approx(1.0 + encoded + 8 * wake, abs=2 * wake)
+
+
+# -- queues that lose --------------------------------------------------------------------------------------------
+
+WINDOW, TIMEOUT = 4096, 0.2
+
+
+def shallow(windows):
+    return SimulatedLink(RATE, 20e-6, header_bytes=0, queue_bytes=windows * WINDOW, window_bytes=WINDOW)
+
+
+def synchronize(elements, ranks, strategy, link, bulk=None):
+    return step(model(elements), Plan("none", strategy=strategy), Cluster(ranks, link), costs(), bulk=bulk)
+
+
+@pytest.mark.parametrize("windows", [1, 2, 3, 7])
+def test_a_sender_without_room_at_its_receiver_sends_again_after_a_timeout(windows):
+    # Seven ranks send 4 KiB to the owner of the only chunk. It has room for some of them each time.
+    result = synchronize(1024, 8, "scatter_reduce", shallow(windows))
+    lost = range(7 - windows, 0, -windows)
+    assert result.num_lost == sum(lost)
+    message = WINDOW * 8 / RATE + 20e-6
+    waited = len(lost) * TIMEOUT
+    assert waited + 2 * message < result.seconds < waited + 15 * message
+
+
+def test_later_messages_of_a_connection_wait_for_the_lost_one():
+    # Two connections into each rank, with room for one: all five messages of the other wait for one timeout.
+    result = step(model(*[1024] * 5), Plan("none", strategy="allgather"), Cluster(3, shallow(1)), costs())
+    assert result.num_messages == 5 * 3 * 2
+    assert result.num_lost == 3
+    assert TIMEOUT < result.seconds < TIMEOUT + 12 * WINDOW * 8 / RATE
+
+
+def test_a_deep_queue_changes_nothing():
+    deep, endless = shallow(1000), SimulatedLink(RATE, 20e-6, header_bytes=0)
+    for strategy in ("ring", "scatter_reduce", "allgather"):
+        assert synchronize(ELEMENTS, 6, strategy, deep) == synchronize(ELEMENTS, 6, strategy, endless)
+
+
+def test_slots_leave_room_for_everyone():
+    link = shallow(2)
+    assert synchronize(ELEMENTS, 6, "allgather", link).num_lost > 0
+    assert synchronize(ELEMENTS, 6, "allgather", link, Bulk.slots()).num_lost == 0
+
+
+def test_queues_that_cannot_be_simulated_are_refused():
+    with pytest.raises(OptionError, match="queue_bytes=None"):
+        SimulatedLink(RATE, queue_bytes=0)
+    with pytest.raises(OptionError, match="ranks_per_node=1"):
+        step(model(1024), Plan("none"), Cluster(4, shallow(2), ranks_per_node=2), costs())

@@ -17,6 +17,9 @@ Batches are charged too little on purpose: a coordinator that gains nothing here
 a batch takes no frame's time of the receiver's processor and no message's time of the wire. A sender has made each
 frame before it learns of a batch.
 
+`Bulk.slots()` are the time slots of `gradwire.net.slots` instead: each rank sends one batch at a time to its peers in
+turns, without a coordinator, metadata or savings.
+
 Source: HiPress (SOSP 2021), section 3.2. Differences: nodes have no common time slots: a link begins its next batch
 when it is idle. The paper does not give threshold and timeout.
 """
@@ -31,8 +34,9 @@ from typing import NamedTuple
 import numpy as np
 
 from gradwire.core.errors import OptionError
+from gradwire.net.slots import SLOT_BYTES
 from gradwire.simulate.cluster import Cluster
-from gradwire.simulate.loop import ALONE, COORDINATED, SEND, UNBATCHED
+from gradwire.simulate.loop import ALONE, COORDINATED, SEND, SLOTS, UNBATCHED
 from gradwire.simulate.tasks import Tasks
 from gradwire.wire.frame import HEADER_BYTES
 
@@ -48,6 +52,8 @@ class Bulk:
         threshold_bytes: Most bytes of a batch of several messages. A link with that many bytes queued is due.
         timeout_seconds: Waiting time after which a message is due.
         coordinated: If false, each rank batches what waits for one peer by itself, without metadata.
+        rotating: Whether the peers of a rank take turns as in `gradwire.net.slots`. Batches save nothing then. Pass
+            coordinated=False, too.
         report_seconds: Seconds for which a rank collects metadata.
         deciding_seconds: Seconds of the coordinator's processor for each message to or from it.
     """
@@ -57,8 +63,16 @@ class Bulk:
     coordinated: bool = True
     report_seconds: float = 50e-6
     deciding_seconds: float = 10e-6
+    rotating: bool = False
+
+    @classmethod
+    def slots(cls) -> Bulk:
+        """The time slots of `SyncOptions(time_slots=True)`."""
+        return cls(SLOT_BYTES, coordinated=False, rotating=True)
 
     def __post_init__(self) -> None:
+        if self.rotating and (self.coordinated or self.timeout_seconds):
+            raise OptionError("Peers take turns only without a coordinator and a timeout. Use Bulk.slots().")
         times = (self.timeout_seconds, self.report_seconds, self.deciding_seconds)
         if self.threshold_bytes <= 0 or min(times) < 0:
             raise OptionError(
@@ -70,12 +84,13 @@ class Rules(NamedTuple):
     """`Bulk` as the event loop reads it.
 
     Attributes:
-        mode: UNBATCHED, ALONE or COORDINATED.
+        mode: UNBATCHED, ALONE, SLOTS or COORDINATED.
         num_ranks: Number of ranks (W).
         threshold, timeout, report_after, deciding: As in `Bulk`.
         lead: Seconds by which the next batch of a link is decided before the link is idle.
         latency: Latency of a control message.
         saved_seconds: Seconds of the receiver's processor saved by each message of a batch but the first.
+        queue, window, resend_after: As in `SimulatedLink`; a queue of 0 loses nothing.
     """
 
     mode: int
@@ -87,6 +102,9 @@ class Rules(NamedTuple):
     lead: float = 0.0
     latency: float = 0.0
     saved_seconds: float = 0.0
+    queue: float = 0.0
+    window: float = 0.0
+    resend_after: float = 0.0
 
 
 class Messages(NamedTuple):
@@ -118,6 +136,7 @@ class Queues(NamedTuple):
         egress_until, ingress_until: When each rank's link will be idle, as far as is decided (W).
         control_seconds, entry_seconds: Seconds of a control message, and of each of its entries, on a rank's link (W).
         free_at: When the coordinator's processor is free (1).
+        slot: Latest slot of each rank (W).
     """
 
     first: np.ndarray
@@ -131,6 +150,22 @@ class Queues(NamedTuple):
     control_seconds: np.ndarray
     entry_seconds: np.ndarray
     free_at: np.ndarray
+    slot: np.ndarray
+
+
+class Ports(NamedTuple):
+    """The switch's queues toward the receivers.
+
+    Attributes:
+        filled: Bytes in the queue of each rank (W).
+        under_way, window: Number of messages of each connection on their way, and its bytes in the queue (W · W).
+        stalled_until: When each connection sends again (W · W).
+    """
+
+    filled: np.ndarray
+    under_way: np.ndarray
+    window: np.ndarray
+    stalled_until: np.ndarray
 
 
 class Coordination(NamedTuple):
@@ -139,19 +174,22 @@ class Coordination(NamedTuple):
     rules: Rules
     messages: Messages
     queues: Queues
+    ports: Ports
 
 
 def unbatched() -> Coordination:
-    """No batches: every message is sent when it is ready."""
-    nothing = np.empty(0)
-    return Coordination(Rules(UNBATCHED), _messages(nothing, nothing, nothing, nothing), _queues(nothing, nothing))
+    """No batches and no losses: every message is sent when it is ready."""
+    nothing, messages = np.empty(0), _messages(*[np.empty(0)] * 4)
+    return Coordination(Rules(UNBATCHED), messages, _queues(nothing, nothing), _ports(0))
 
 
-def coordination(bulk: Bulk, tasks: Tasks, nbytes: np.ndarray, cluster: Cluster, frame_seconds: float) -> Coordination:
-    """Batching of all messages of a step.
+def coordination(
+    bulk: Bulk | None, tasks: Tasks, nbytes: np.ndarray, cluster: Cluster, frame_seconds: float
+) -> Coordination:
+    """Batching of all messages of a step, and the switch's queues.
 
     Args:
-        bulk: Options.
+        bulk: Options; None sends each message when it is ready.
         tasks: Tasks of the step.
         nbytes: Bytes of the frame that each task sends or receives (N).
         cluster: Machines, one rank each.
@@ -167,15 +205,21 @@ def coordination(bulk: Bulk, tasks: Tasks, nbytes: np.ndarray, cluster: Cluster,
     message = np.array([link.message_seconds for link in links])
     per_byte = np.array([link.seconds_per_byte for link in links])
     control, latency = HEADER_BYTES * per_byte + header + message, cluster.link.latency_seconds
-    lead = 2 * bulk.deciding_seconds + latency + float(control.max())
-    rules = Rules(
-        COORDINATED if bulk.coordinated else ALONE,
-        *(ranks, bulk.threshold_bytes, bulk.timeout_seconds, bulk.report_seconds, bulk.deciding_seconds),
-        *(lead if bulk.coordinated else 0.0, latency, frame_seconds),
-    )
     saved_wire = header[source] + message[source] * is_send
+    rules = Rules(UNBATCHED, ranks)
+    if bulk is not None:
+        lead = 2 * bulk.deciding_seconds + latency + float(control.max())
+        rules = Rules(
+            SLOTS if bulk.rotating else COORDINATED if bulk.coordinated else ALONE,
+            *(ranks, bulk.threshold_bytes, bulk.timeout_seconds, bulk.report_seconds, bulk.deciding_seconds),
+            *(lead if bulk.coordinated else 0.0, latency, 0.0 if bulk.rotating else frame_seconds),
+        )
+        saved_wire *= not bulk.rotating
+    link = cluster.link
+    if link.queue_bytes is not None:
+        rules = rules._replace(queue=link.queue_bytes, window=link.window_bytes, resend_after=link.resend_seconds)
     messages = _messages(source, destination, nbytes, saved_wire)
-    return Coordination(rules, messages, _queues(control, ENTRY_BYTES * per_byte))
+    return Coordination(rules, messages, _queues(control, ENTRY_BYTES * per_byte), _ports(ranks))
 
 
 def _messages(source: np.ndarray, destination: np.ndarray, nbytes: np.ndarray, saved_wire: np.ndarray) -> Messages:
@@ -189,5 +233,10 @@ def _queues(control_seconds: np.ndarray, entry_seconds: np.ndarray) -> Queues:
     return Queues(
         *(none, none.copy(), np.zeros(ranks * ranks)),
         *(none[:ranks].copy(), none[:ranks].copy(), np.zeros(ranks, np.int64)),
-        *(nothing, nothing.copy(), control_seconds, entry_seconds, np.zeros(1)),
+        *(nothing, nothing.copy(), control_seconds, entry_seconds, np.zeros(1), np.zeros(ranks, np.int64)),
     )
+
+
+def _ports(ranks: int) -> Ports:
+    links = ranks * ranks
+    return Ports(np.zeros(ranks), np.zeros(links, np.int64), np.zeros(links), np.full(links, -1.0))

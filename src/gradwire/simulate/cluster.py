@@ -18,6 +18,13 @@ _SEGMENT_HEADER_BYTES = 66
 class SimulatedLink:
     """A full-duplex link. Each direction has the whole rate.
 
+    With `queue_bytes`, the switch loses packets. TCP serves connections side by side, so a connection fills the queue
+    toward its receiver with its first burst, of `window_bytes`, as soon as it has a message, and keeps that room until
+    the message has arrived: further bytes leave as earlier ones are acknowledged. A connection that finds no room loses
+    its burst. It sends the burst again `resend_seconds` later, and its later messages wait for that. The model knows no
+    fast retransmission, which needs more packets of the connection to arrive, and no change of the window: it is
+    pessimistic for long transfers.
+
     Attributes:
         rate_bits: Bits per second; None for a link that takes no time.
         latency_seconds: One-way latency.
@@ -25,18 +32,29 @@ class SimulatedLink:
         header_bytes: Bytes of headers for each 1,448 bytes, and once for each message: Ethernet 14, IPv4 20, TCP with
             timestamps 32. Every second packet is acknowledged by a packet of headers. Use 0 if the rate is a measured
             goodput.
+        queue_bytes: Bytes that the switch holds for the receiver; None if nothing is lost.
+        window_bytes: First burst of a connection: ten packets (RFC 6928).
+        resend_seconds: Retransmission timeout: Linux's shortest.
     """
 
     rate_bits: float | None
     latency_seconds: float = 0.0
     message_seconds: float = 0.0
     header_bytes: int = _SEGMENT_HEADER_BYTES
+    queue_bytes: float | None = None
+    window_bytes: float = 10 * _SEGMENT_BYTES
+    resend_seconds: float = 0.2
 
     def __post_init__(self) -> None:
         if self.rate_bits is not None and self.rate_bits <= 0:
             raise OptionError(f"The rate of a link is {self.rate_bits}. Pass bits per second above 0, or None.")
         if self.latency_seconds < 0:
             raise OptionError(f"The latency of a link is {self.latency_seconds}. Pass seconds of at least 0.")
+        if self.queue_bytes is not None and min(self.queue_bytes, self.window_bytes, self.resend_seconds) <= 0:
+            raise OptionError(
+                f"A queue of {self.queue_bytes} bytes, a window of {self.window_bytes} bytes and a timeout of "
+                f"{self.resend_seconds} s cannot be simulated. Pass values above 0, or queue_bytes=None."
+            )
 
     @classmethod
     def measured(cls, link: LinkCosts) -> SimulatedLink:

@@ -7,7 +7,8 @@ at once: a message that finds both free takes its size over the slower rate, onc
 
 TCP serves connections that share a link side by side. That changes which of several messages comes first, but not when
 the last one comes, and a step waits for the last. Switches hold what a receiver cannot take yet; TCP's back pressure
-has the same effect if the sender has other messages to send.
+has the same effect if the sender has other messages to send. A link with `queue_bytes` loses what its switch cannot
+hold (`gradwire.simulate.cluster.SimulatedLink`).
 
 Every task has a duration and an occupancy, and so has every message. They differ only if one simulated rank stands for
 many that do not all have the task (`gradwire.simulate.fold`): the task takes its whole duration, and keeps the resource
@@ -39,6 +40,7 @@ class Trail(NamedTuple):
         cause: Last predecessor to end, or -1 for the beginning of the graph (N).
         processor_busy: Busy seconds of each processor.
         channel_busy: Busy seconds of each channel.
+        lost: Number of bursts that were lost (1).
     """
 
     started: np.ndarray
@@ -48,6 +50,7 @@ class Trail(NamedTuple):
     cause: np.ndarray
     processor_busy: np.ndarray
     channel_busy: np.ndarray
+    lost: np.ndarray
 
 
 class _State(NamedTuple):
@@ -111,6 +114,7 @@ def simulate(assembled: Assembled, cluster: Cluster, batching: Coordination) -> 
         cause=np.full(n, -1, np.int64),
         processor_busy=np.zeros(num_processors),
         channel_busy=np.zeros(assembled.num_channels),
+        lost=np.zeros(1, np.int64),
     )
     run(tasks, state, trail, batching)
     assert trail.ended.min(initial=0.0) >= 0, f"{int((trail.ended < 0).sum())} of {n} tasks never ended"

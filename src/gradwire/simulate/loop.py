@@ -11,8 +11,8 @@ from typing import Any
 from gradwire.kernels.cpu.compile import kernel
 
 COMPUTE, SEND, RECV, HAND = range(4)
-UNBATCHED, ALONE, COORDINATED = range(3)
-_START, _FREE, _DONE, _DONE_AND_FREE, _FIRST_BYTE, _ARRIVED, _REPORT, _KNOWN, _DECIDE, _GRANT = range(10)
+UNBATCHED, ALONE, SLOTS, COORDINATED = range(4)
+_START, _FREE, _DONE, _DONE_AND_FREE, _FIRST_BYTE, _ARRIVED, _REPORT, _KNOWN, _DECIDE, _GRANT, _AGAIN = range(11)
 _NUM_CODES = 16
 _ORDER_BITS = 40
 _EPSILON = 1e-12  # seconds that count as no time
@@ -33,6 +33,7 @@ def run(tasks: Any, state: Any, trail: Any, bulk: Any) -> None:
             _enter(tasks, state, trail, events, now, index)
         elif code == _ARRIVED:
             trail.wire_ended[index] = now
+            _leave_port(state, bulk, index)
             _release(tasks, state, trail, now, index, state.sender[index])
         elif code == _REPORT:
             _report(tasks, state, trail, bulk, events, now, index)
@@ -42,6 +43,8 @@ def run(tasks: Any, state: Any, trail: Any, bulk: Any) -> None:
             _decide(tasks, state, trail, bulk, events, now, index)
         elif code == _GRANT:
             _send_batch(tasks, state, trail, bulk, events, now, index)
+        elif code == _AGAIN:
+            _launch(tasks, state, trail, bulk, events, now, index)
         else:
             if code != _FREE:
                 if tasks.kind[index] == SEND:
@@ -223,6 +226,47 @@ def _enter(tasks: Any, state: Any, trail: Any, events: Any, now: float, task: in
     _schedule(events, state, max(begin + tasks.wire_seconds[task], state.last_byte[task]), _ARRIVED, task)
 
 
+# -- full queues, see `gradwire.simulate.cluster` ----------------------------------------------------------------
+
+
+@kernel
+def _launch(tasks: Any, state: Any, trail: Any, bulk: Any, events: Any, now: float, task: int) -> None:
+    """Send a message, unless the receiver's port has no room for its connection."""
+    rules, ports = bulk.rules, bulk.ports
+    if rules.queue > 0.0:
+        destination, nbytes = bulk.messages.destination[task], bulk.messages.nbytes[task]
+        link = bulk.messages.source[task] * rules.num_ranks + destination
+        if ports.stalled_until[link] > now:
+            _schedule(events, state, ports.stalled_until[link], _AGAIN, task)
+            return
+        if ports.under_way[link] == 0:
+            burst = min(nbytes, rules.window)
+            if ports.filled[destination] > 0.0 and ports.filled[destination] + burst > rules.queue:
+                channel, seconds = tasks.channel[task], tasks.wire_occupancy[task] * burst / nbytes
+                state.channel_free[channel] = max(now, state.channel_free[channel]) + seconds
+                trail.channel_busy[channel] += seconds
+                trail.lost[0] += 1
+                ports.stalled_until[link] = now + rules.resend_after
+                _schedule(events, state, ports.stalled_until[link], _AGAIN, task)
+                return
+            ports.window[link] = burst
+            ports.filled[destination] += burst
+        ports.under_way[link] += 1
+    _transmit(tasks, state, trail, events, now, task)
+
+
+@kernel
+def _leave_port(state: Any, bulk: Any, recv: int) -> None:
+    rules, ports = bulk.rules, bulk.ports
+    if rules.queue > 0.0:
+        send = state.sender[recv]
+        destination = bulk.messages.destination[send]
+        link = bulk.messages.source[send] * rules.num_ranks + destination
+        ports.under_way[link] -= 1
+        if ports.under_way[link] == 0:
+            ports.filled[destination] -= ports.window[link]
+
+
 # -- batches of messages, see `gradwire.simulate.bulk` ----------------------------------------------------------
 
 
@@ -232,8 +276,8 @@ def _offer(tasks: Any, state: Any, trail: Any, bulk: Any, events: Any, now: floa
     rules, queues = bulk.rules, bulk.queues
     source = bulk.messages.source[task] if rules.mode != UNBATCHED else 0
     if rules.mode == UNBATCHED:
-        _transmit(tasks, state, trail, events, now, task)
-    elif rules.mode == ALONE:
+        _launch(tasks, state, trail, bulk, events, now, task)
+    elif rules.mode != COORDINATED:
         _learn(state, bulk, events, now, task)
         _schedule(events, state, now, _DECIDE, source * rules.num_ranks + source)
     else:
@@ -312,6 +356,9 @@ def _decide(tasks: Any, state: Any, trail: Any, bulk: Any, events: Any, now: flo
     """Grant the sender and the receiver of a link their next batch: of the due links, the one that waited longest."""
     ranks = bulk.rules.num_ranks
     source, destination = link // ranks, link % ranks
+    if bulk.rules.mode == SLOTS:
+        _next_slot(tasks, state, trail, bulk, events, now, source)
+        return
     for row in range(1 if source == destination else 2):
         best = -1
         for step in range(1, ranks):
@@ -324,6 +371,22 @@ def _decide(tasks: Any, state: Any, trail: Any, bulk: Any, events: Any, now: flo
                 best = at
         if best >= 0:
             _grant(tasks, state, trail, bulk, events, now, best)
+
+
+@kernel
+def _next_slot(tasks: Any, state: Any, trail: Any, bulk: Any, events: Any, now: float, source: int) -> None:
+    """Begin the next slot of an idle sender in which there is something to send; if there is none, start over."""
+    ranks, queues = bulk.rules.num_ranks, bulk.queues
+    if queues.egress_until[source] > now + _EPSILON:
+        return
+    for step in range(ranks - 1):
+        slot = (queues.slot[source] + step) % (ranks - 1) + 1
+        at = source * ranks + (source + slot) % ranks
+        if queues.first[at] >= 0:
+            queues.slot[source] = slot
+            _grant(tasks, state, trail, bulk, events, now, at)
+            return
+    queues.slot[source] = 0
 
 
 @kernel
@@ -377,5 +440,5 @@ def _send_batch(tasks: Any, state: Any, trail: Any, bulk: Any, events: Any, now:
     while task >= 0:
         following = bulk.messages.next_of[task]
         bulk.messages.next_of[task] = -1
-        _transmit(tasks, state, trail, events, now, task)
+        _launch(tasks, state, trail, bulk, events, now, task)
         task = following

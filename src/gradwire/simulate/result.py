@@ -80,6 +80,7 @@ class StepResult:
         folded: Whether simulated ranks stand for others.
         num_messages: Frames sent by all ranks.
         processor_seconds: Seconds of all ranks' processors for codecs, engine and frames.
+        num_lost: Number of bursts that a queue has lost.
     """
 
     seconds: float
@@ -91,6 +92,7 @@ class StepResult:
     folded: bool
     num_messages: float
     processor_seconds: float = 0.0
+    num_lost: int = 0
     _trace: SimulatedTrace | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -215,6 +217,7 @@ def result_of(
         fold.folded,
         assembled.num_messages,
         float(trail.processor_busy.reshape(2, -1).sum(0) @ np.array(fold.stands_for)),
+        int(trail.lost[0]),
         trace,
     )
 

@@ -35,7 +35,7 @@ def step(
         cluster: Ranks and links.
         costs: Measured costs of the methods, tasks and frames.
         fold: If true, one rank stands for all ranks that are like it; `gradwire.simulate.fold` says what that assumes.
-            None folds above `MAX_FULL_RANKS` ranks.
+            None folds above `MAX_FULL_RANKS` ranks. With `bulk` or a queue that loses, nothing is folded.
         bulk: Batching of messages; None sends each message when it is ready. Needs every rank simulated, one per node.
 
     Raises:
@@ -45,18 +45,24 @@ def step(
     chosen = plan if isinstance(plan, Plan) else Plan(plan)
     jobs = jobs_of(model, chosen, cluster, costs) if cluster.ranks > 1 else []
     wants_fold = cluster.ranks > MAX_FULL_RANKS and cluster.cores is None if fold is None else fold
-    simulated = folded(cluster) if wants_fold and bulk is None else unfolded(cluster)
+    plain = bulk is None and cluster.link.queue_bytes is None
+    simulated = folded(cluster) if wants_fold and plain else unfolded(cluster)
     if not jobs:
         return result_without_jobs(cluster, simulated, model.compute)
     assembled = assemble(jobs, cluster, simulated)
-    batching = unbatched() if bulk is None else _coordination(bulk, assembled, cluster, costs)
+    batching = unbatched() if plain else _coordination(bulk, assembled, cluster, costs)
     trail = simulate(assembled, cluster, batching)
     return result_of(jobs, cluster, simulated, model.compute, assembled, trail)
 
 
-def _coordination(bulk: Bulk, assembled: Assembled, cluster: Cluster, costs: Costs) -> Coordination:
+def _coordination(bulk: Bulk | None, assembled: Assembled, cluster: Cluster, costs: Costs) -> Coordination:
+    if cluster.ranks_per_node > 1 and bulk is None:
+        raise OptionError(
+            f"A queue that loses cannot be simulated with {cluster.ranks_per_node} ranks per node. Pass "
+            "ranks_per_node=1, or queue_bytes=None."
+        )
     per_byte = costs.frame(1 << 20) - costs.frame(0)
-    if cluster.ranks_per_node > 1 or per_byte > 0.01 * costs.frame(0):
+    if bulk is not None and (cluster.ranks_per_node > 1 or per_byte > 0.01 * costs.frame(0)):
         raise OptionError(
             f"Batches cannot be simulated with {cluster.ranks_per_node} ranks per node and {per_byte:g} s of processor "
             "time for a frame of 1 MiB. Pass ranks_per_node=1 and costs whose frame is LinearCost(seconds, 0)."
