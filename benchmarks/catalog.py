@@ -162,6 +162,11 @@ _HIPRESS = (
         "scaling", "How do its models scale from 16 to 4,096 nodes, in simulation? (figure 7)", "papers.hipress.scaling"
     ),
     Benchmark("coordinator", "What would a bulk coordinator gain, in simulation?", "papers.hipress.coordinator"),
+    Benchmark(
+        "coordinator-losses", "... and time slots, where the switch has small buffers?", "papers.hipress.coordinator",
+        presets={"queue": "64kib", "num_ranks": "4,8"},
+    ),
+    Benchmark("incast", "What do time slots gain under incast, with 8 hosts in the lab?", "papers.hipress.incast"),
 )  # fmt: skip
 _DELICIOUS = "benchmarks.papers.dragonn.extreme_classification.Delicious"
 _DRAGONN = (

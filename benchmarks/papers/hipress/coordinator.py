@@ -1,11 +1,13 @@
 """Gain of HiPress's bulk coordinator, simulated: clusters, rates and models with and without it.
 
 Models with many small tensors (ResNet50, BERT-base) and with few large ones (VGG19), with onebit and co-located
-servers, the strategy whose senders compete for receivers. There are three ways to send: each message when it is ready;
-batches made by each rank itself; batches of the coordinator, with the best of some thresholds and time-outs. Batches
-cost less than in reality (`gradwire.simulate.bulk`). There are two machines, this one's cores as measured and the
-described GPU, with frames whose bytes the network card copies. 64 ranks, which take minutes, are simulated only for the
-GPU and one threshold.
+servers, the strategy whose senders compete for receivers. Ways to send: each message when it is ready; batches made by
+each rank itself; the time slots of `SyncOptions(time_slots=True)`; batches of the coordinator, with the best of some
+thresholds and time-outs. Batches cost less than in reality (`gradwire.simulate.bulk`). With `--queue`, the switch loses
+what its small buffers cannot hold.
+
+There are two machines, this one's cores as measured and the described GPU, with frames whose bytes the network card
+copies. 64 ranks, which take minutes, are simulated only for the GPU and one threshold.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import typer
 
 from benchmarks.options import choose
 from benchmarks.planning.described import gpu_costs, link
+from gradwire.lab.units import parse_queue
 from gradwire.planner.costs import Costs, LinearCost
 from gradwire.simulate import Bulk, Cluster, Compute, SimulatedModel, models, step
 from gradwire.simulate.machine import machine_costs
@@ -28,7 +31,7 @@ from gradwire.simulate.sweep import SweepMethod
 RANKS, RATES, MODELS = (4, 8, 16, 64), (1e9, 10e9, 100e9), ("resnet50", "bert-base", "vgg19")
 MACHINES = ("core", "gpu")
 METHOD = SweepMethod("onebit", "scatter_reduce")
-ALONE = Bulk(coordinated=False)
+ALONE, SLOTS = Bulk(coordinated=False), Bulk.slots()
 COORDINATED = tuple(Bulk(size, wait) for size in (64 << 10, 1 << 20) for wait in (0.0, 500e-6))
 COMPUTE = Compute(0.05, 0.1)
 Row = dict[str, Any]
@@ -59,10 +62,10 @@ def costs_of(machine: str, ranks: int) -> Costs:
     return replace(core, frame=LinearCost(core.frame(0), 0.0))
 
 
-def cells(machine: str, costs: Costs, name: str, ranks: int, rate: float) -> Iterator[Cell]:
+def cells(machine: str, costs: Costs, name: str, ranks: int, rate: float, queue: int | None = None) -> Iterator[Cell]:
     """All variants on one cluster."""
     model = SimulatedModel.of(models.get(name), COMPUTE)
-    cluster = Cluster(ranks, replace(link(), rate_bits=rate))
+    cluster = Cluster(ranks, replace(link(), rate_bits=rate, queue_bytes=queue))
 
     def cell(way: str, bulk: Bulk | None, before: float | None) -> Cell:
         result = step(model, METHOD.plan(), cluster, costs, fold=False, bulk=bulk)
@@ -73,18 +76,19 @@ def cells(machine: str, costs: Costs, name: str, ranks: int, rate: float) -> Ite
     plain = cell("each message", None, None)
     yield plain
     yield cell("alone", ALONE, plain.step_seconds)
+    yield cell("slots", SLOTS, plain.step_seconds)
     for bulk in COORDINATED if ranks <= 16 else (Bulk(),):
         yield cell("coordinated", bulk, plain.step_seconds)
 
 
 def describe(found: list[Cell]) -> str:
     """Describe a cluster in one line."""
-    best = {way: max((cell for cell in found if cell.way == way), key=lambda cell: cell.gain) for way in
-            ("each message", "alone", "coordinated")}  # fmt: skip
-    plain, alone, coordinated = best.values()
+    best = {cell.way: cell for cell in sorted(found, key=lambda cell: cell.gain)}
+    plain, coordinated = best.pop("each message"), best["coordinated"]
+    gains = "".join(f"   {way} {best[way].gain:+6.1%}" for way in ("alone", "slots", "coordinated") if way in best)
     return (
         f"{plain.machine:5} {plain.model:10} {plain.ranks:4} {plain.rate_bits / 1e9:5.0f} Gb/s "
-        f"{1e3 * plain.step_seconds:9.2f} ms   alone {alone.gain:+6.1%}   coordinated {coordinated.gain:+6.1%} "
+        f"{1e3 * plain.step_seconds:9.2f} ms{gains} "
         f"({coordinated.threshold_bytes / 1024:.0f} KiB, {1e6 * coordinated.timeout_seconds:.0f} us)"
     )
 
@@ -93,13 +97,14 @@ def run(
     num_ranks: Annotated[str, typer.Option("--ranks", help="Numbers of ranks, such as 4,8.")] = "",
     rates: Annotated[str, typer.Option(help="Bits a second, such as 10e9.")] = "",
     chosen_models: Annotated[str, typer.Option("--models", help="Models, such as vgg19.")] = "",
+    queue: Annotated[str, typer.Option(help="Bytes that the switch holds for each receiver, such as 64kib.")] = "none",
 ) -> Iterator[Row]:
     """Run all clusters."""
     for machine in MACHINES:
         clusters = itertools.product(choose(chosen_models, MODELS), choose(num_ranks, RANKS), choose(rates, RATES))
         for name, ranks, rate in clusters:
             if ranks <= 16 or machine == "gpu":
-                here = list(cells(machine, costs_of(machine, ranks), name, ranks, rate))
+                here = list(cells(machine, costs_of(machine, ranks), name, ranks, rate, parse_queue(queue)))
                 print(describe(here), flush=True)
                 yield from map(asdict, here)
 
