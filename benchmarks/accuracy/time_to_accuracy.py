@@ -17,8 +17,8 @@ further training.
 the warm-up are timed, too, and each step counts with the time of its ratio. `benchmarks.accuracy.summary` defines the
 goal.
 
-The workloads are `text`, which every machine has, and `vision`, the ResNet of `benchmarks.papers.dragonn.vision` on
-CIFAR-10, for which `--data` is a folder as in `benchmarks.data.cifar`.
+The workloads are `text`, which every machine has, and `vision`, a ResNet on CIFAR-10, for which `--data` is a folder as
+in `benchmarks.data.cifar`.
 
 Source: 3LC (Lim, Andersen, Kaminsky 2019), section 5.2: losses and times from separate runs. Differences: one length
 of training, since rates of learning decay to its end; the goal is a loss instead of an accuracy.
@@ -59,7 +59,7 @@ RANKS = 4
 RATES = ("100mbit", "1gbit")
 PARTS = ("time", "learn")
 KEY, CHOICES = ("workload", "method", "seed", "steps"), ("workloads", "methods", "seeds", "parts", "minutes")
-WORKLOADS = {"text": "text", "vision": "benchmarks.papers.dragonn.vision.Cifar10"}
+WORKLOADS = {"text": "text", "vision": "benchmarks.accuracy.vision.SmallCifar10"}
 NEEDS_DATA = {"vision"}
 BUCKETS_MB = (4.0, 25.0)
 

@@ -1,6 +1,7 @@
 """Time to equal accuracy: goals of hand-made curves, the table, and trainings that resume."""
 
 import math
+import tempfile
 
 import pytest
 from benchmarks.accuracy import compared, summary
@@ -173,6 +174,24 @@ def test_the_plots_name_every_method(rows, tmp_path):
 def test_images_need_a_folder():
     with pytest.raises(OptionError, match=r"Pass --data FOLDER"):
         benchmark.Task.of("vision", None)
+
+
+def test_images_have_half_the_width_and_height_and_the_model_takes_them(tmp_path, monkeypatch):
+    image = pytest.importorskip("PIL.Image")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "kept"))
+    for split in ("train", "test"):
+        for label, level in (("cat", 0), ("dog", 255)):
+            (tmp_path / split / label).mkdir(parents=True)
+            for number in range(1000):  # validation takes every image of 2,000
+                image.new("RGB", (32, 32), (level,) * 3).save(tmp_path / split / label / f"{number}.jpg")
+    task = benchmark.Task.of("vision", tmp_path)
+    assert task.has_momentum
+    workload = make_workload(task.made_by)
+    for samples in (workload.batch(0, 0, 1, 4), workload.validation()):
+        assert samples.inputs.shape == (len(samples.targets), 3, 16, 16)
+    dogs = samples.inputs[samples.targets == 1]
+    assert len(dogs) == 1000 and dogs.min() > 1.9  # normalized white
+    assert workload.model()(samples.inputs[:2]).shape == (2, 10)
 
 
 # -- real processes ----------------------------------------------------------------------------------------------------
