@@ -65,7 +65,7 @@ def encoding(method: str, threads: int, repetitions: int) -> list[float]:
     entry = Plan(compressor, strategy="allgather").entry("w", TensorSpec((ELEMENTS, 1)))
     layout = TensorLayout("w", 0, entry, torch.float32, ELEMENTS)
     draft, values, found = Draft(), torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(1)), []
-    for chunk in layout.chunks(entry.partitions):
+    for chunk in layout.chunks(1):
         draft.add("encode", "start", "encode", chunk, frame=FrameKind.PAYLOAD)
     operations = Operations(draft.ops)
     warm_up([(entry, torch.float32)])

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from gradwire.core.errors import OptionError, UnknownNameError
 from gradwire.planner import schedule
-from gradwire.planner.choose import PARTITIONS, plan, uniform
+from gradwire.planner.choose import plan, uniform
 from gradwire.planner.closed_forms import native_seconds, route
 from gradwire.planner.costs import LinearCost, LinkCosts
 from gradwire.planner.fidelity import DENSE, EVERYWHERE, RankedCompressor, methods
-from gradwire.planner.options import PlannedTensor, best_alone, options
+from gradwire.planner.options import PlannedTensor, best_alone, options, partition_counts
 from gradwire.planner.schedule import ScheduledTensor
 from tests.planner.machines import METHODS, any_costs, codecs, costs
 
@@ -28,14 +28,25 @@ def gradients(*rows_and_ready):
 
 @given(any_costs, st.integers(1, 10**8))
 def test_the_best_alone_is_that_of_brute_force(job, numel):
-    found = best_alone(options(PlannedTensor("w", (numel,)), job, METHODS, PARTITIONS))
+    found = best_alone(options(PlannedTensor("w", (numel,)), job, METHODS))
     every = [
         route(method.spec, strategy, count, numel, job).seconds
         for method in (DENSE, *METHODS)
         for strategy in method.strategies
-        for count in ([1] if strategy == "scatter_reduce" and method.spec in ("lanes", "stats") else PARTITIONS)
+        for count in partition_counts(numel, 1 if strategy == "allgather" else job.world_size)
+        if count <= job.world_size or not (strategy == "scatter_reduce" and method.spec in ("lanes", "stats"))
     ]
     assert found.route.seconds == min(every)
+
+
+@given(st.integers(1, 10**8), st.integers(1, 64))
+def test_partitions_are_tried_from_one_to_sixteen_for_each_rank(numel, shares):
+    counts = partition_counts(numel, shares)
+    blocks = -(-numel // 1024)
+    assert counts == sorted(set(counts))
+    assert counts[0] == 1
+    assert counts[-1] == min(16 * shares, blocks)
+    assert blocks < shares or shares in counts
 
 
 @settings(max_examples=50)
@@ -122,7 +133,7 @@ def test_small_tensors_and_vectors_travel_dense_and_together():
     assert rows["small"].batched
     assert rows["bias"].spec == "none"
     assert not rows["w0"].batched
-    both = route("none", "scatter_reduce", 1, 100_100, costs(rate=1e8)).seconds
+    both = route("none", "scatter_reduce", 4, 100_100, costs(rate=1e8)).seconds
     assert rows["bias"].total + rows["small"].total == pytest.approx(both)
 
 
@@ -151,7 +162,7 @@ def test_batches_are_cast_where_that_makes_the_step_shorter():
         dense = plan(tensors, casting(rate=1e8), [DENSE])
         assert {row.spec for row in dense.rows} == {"none"}
         assert dense.step == dense.dense_step == table.dense_step
-        both = route("bf16", "scatter_reduce", 1, 240_000, casting(rate=1e8)).seconds
+        both = route("bf16", "scatter_reduce", 4, 240_000, casting(rate=1e8)).seconds
         assert sum(row.total for row in small) == pytest.approx(both)
 
 
@@ -232,7 +243,7 @@ def test_a_uniform_plan_compresses_whether_it_pays_or_not(rate):
         assert len({row.strategy for row in table.rows[:2]}) == 1
         assert table.step >= 0.52 and not table.native
         assert table.native_step == plan(tensors, job, [DENSE], rest=0.5).native_step
-        assert (table.step < table.native_step) == (rate == 1e8)
+        assert (table.step < table.dense_step) == (rate == 1e8)
 
 
 def test_a_fidelity_names_methods_that_must_be_measured():

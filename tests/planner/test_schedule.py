@@ -24,26 +24,34 @@ def test_a_schedule_is_never_shorter_than_its_work_nor_longer_than_all_in_a_row(
     assert found.codec == pytest.approx(sum(way.encode + way.decode for _, way in jobs))
     assert found.link == pytest.approx(sum(way.wire for _, way in jobs))
     latest = max((ready for ready, _ in jobs), default=0.0)
-    waiting = sum(way.partitions * leg.waiting for _, way in jobs for leg in way.legs)
+    waiting = sum(way.batches * leg.waiting for _, way in jobs for leg in way.legs)
+    waiting += sum((way.encode + way.decode + way.wire) * (1 / way.load - 1) for _, way in jobs if way.legs)
     assert max(latest, found.codec, found.link) * (1 - 1e-9) <= found.finish
     assert found.finish <= (latest + found.codec + found.link + waiting) * (1 + 1e-9)
 
 
-@given(any_costs, st.sampled_from(SPECS), st.sampled_from(sorted(FORMS)), st.integers(1, 10**7))
-def test_one_tensor_alone_takes_what_its_form_says(job, spec, strategy, numel):
-    way = route(spec, strategy, 1, numel, job)
+@given(any_costs, st.sampled_from(SPECS), st.sampled_from(sorted(FORMS)), st.integers(1, 10**7), st.booleans())
+def test_one_tensor_alone_takes_what_its_form_says(job, spec, strategy, numel, whole):
+    way = route(spec, strategy, 1 if whole or strategy == "allgather" else job.world_size, numel, job)
     assert run([ScheduledTensor(0.5, way)]).finish - 0.5 == pytest.approx(way.seconds, rel=0.5)
 
 
 def test_link_and_codec_work_side_by_side():
-    way = route("bit", "scatter_reduce", 1, 10**6, costs(rate=1e9))
+    way = route("bit", "scatter_reduce", 4, 10**6, costs(rate=1e9))
     ten = run([ScheduledTensor(0.0, way)] * 10)
     assert ten.finish < 0.8 * 10 * way.seconds
     assert ten.finish >= max(ten.codec, ten.link)
 
 
+def test_tensors_with_different_owners_do_not_wait_for_each_other():
+    way = route("none", "scatter_reduce", 1, 10**6, costs(rate=1e9))
+    four = run([ScheduledTensor(0.0, way)] * 4).finish
+    assert four < 1.5 * way.seconds
+    assert run([ScheduledTensor(0.0, way)] * 16).finish == pytest.approx(4 * way.seconds, rel=0.3)
+
+
 def test_what_is_ready_early_hides_behind_what_is_late():
-    way = route("none", "ring", 1, 10**6, costs())
+    way = route("none", "ring", 4, 10**6, costs())
     alone = run([ScheduledTensor(1.0, way)]).finish
     assert run([ScheduledTensor(0.0, way), ScheduledTensor(1.0, way)]).finish == pytest.approx(alone)
 
@@ -68,5 +76,5 @@ def test_whole_models_agree_with_the_simulator(name, spec, strategy):
         cluster = Cluster(4, SimulatedLink(rate, 1e-4, header_bytes=0))
         plan = Plan({"*.weight*": spec, "*": "none"}, strategy=strategy)
         found = step(SimulatedModel(given, Compute(backward_seconds=backward)), plan, cluster, job).seconds
-        jobs = [ScheduledTensor(grad.ready_seconds, route(spec, strategy, 1, grad.spec.numel, job)) for grad in given]
+        jobs = [ScheduledTensor(grad.ready_seconds, route(spec, strategy, 4, grad.spec.numel, job)) for grad in given]
         assert max(backward, run(jobs).finish) == pytest.approx(found, rel=0.1)

@@ -4,7 +4,16 @@ import pytest
 
 from gradwire.core.errors import OptionError
 from gradwire.planner.costs import LinearCost
-from gradwire.simulate import Cluster, Compute, SimulatedLink, SimulatedModel, Straggler, models, step
+from gradwire.simulate import (
+    Cluster,
+    Compute,
+    SimulatedGradient,
+    SimulatedLink,
+    SimulatedModel,
+    Straggler,
+    models,
+    step,
+)
 from gradwire.sync.plan import Plan
 from tests.simulate.costs import costs, model, onebit
 
@@ -18,7 +27,7 @@ def both(tensors, plan, cluster):
 
 @pytest.mark.parametrize("method", ["none", "onebit"])
 @pytest.mark.parametrize("strategy", ["ring", "scatter_reduce", "allgather"])
-@pytest.mark.parametrize("partitions", [1, 3])
+@pytest.mark.parametrize("partitions", [8, 24])
 def test_equal_parts_fold_to_the_same_step(strategy, method, partitions):
     # 3 · 8 chunks of whole blocks.
     tensors = model(24 * 8192, 24 * 1024, 24 * 2048)
@@ -28,6 +37,18 @@ def test_equal_parts_fold_to_the_same_step(strategy, method, partitions):
     assert not all_ranks.folded
     # Which of the ready chunks goes first may differ.
     assert one.seconds == pytest.approx(all_ranks.seconds, rel=0.05)
+    assert one.sent_bytes == pytest.approx(all_ranks.sent_bytes)
+    assert one.num_messages == pytest.approx(all_ranks.num_messages)
+
+
+@pytest.mark.parametrize("method", ["none", "onebit"])
+@pytest.mark.parametrize("strategy", ["ring", "scatter_reduce"])
+@pytest.mark.parametrize("partitions", [1, 2, 4])
+def test_fewer_parts_than_ranks_fold_to_nearly_the_same_step(strategy, method, partitions):
+    tensors = SimulatedModel([SimulatedGradient(f"w{index}", (4096, 64), 0.0) for index in range(8)])
+    plan = Plan({"*": method}, strategy=strategy, partitions=partitions)
+    one, all_ranks = both(tensors, plan, Cluster(8, LINK))
+    assert one.seconds == pytest.approx(all_ranks.seconds, rel=0.25)
     assert one.sent_bytes == pytest.approx(all_ranks.sent_bytes)
     assert one.num_messages == pytest.approx(all_ranks.num_messages)
 

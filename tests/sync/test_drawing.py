@@ -17,10 +17,10 @@ from gradwire.sync.strategies import peer_strategies
 @pytest.mark.parametrize("strategy", peer_strategies())
 @pytest.mark.parametrize("compressor", ["onebit", "int8shared"])
 def test_tables_and_drawings_hold_every_operation_and_dependency(strategy: str, compressor: str) -> None:
-    operations = drawing.operations_of_rank(PlanEntry(gw.make(compressor), strategy, 2), 4, 1, 2)
+    operations = drawing.operations_of_rank(PlanEntry(gw.make(compressor), strategy, 3), 4, 1, 2)
     text, picture = drawing.table(operations), drawing.dot(operations, "title")
     chunks = [line for line in text.splitlines() if line.startswith("chunk")]
-    assert chunks == [f"chunk {index}" for index in range(2 if strategy == "allgather" else 8)]
+    assert chunks == [f"chunk {index}" for index in range(3)]
     lines = [line for line in text.splitlines() if not line.startswith("chunk")]
     edges = {
         (int(before), int(line.split()[0]))

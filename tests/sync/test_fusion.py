@@ -18,10 +18,10 @@ from gradwire.residuals.transaction import Residuals
 from gradwire.sync import fusion
 from gradwire.sync.batch import BatchCodec
 from gradwire.sync.chunk import Chunk
-from gradwire.sync.fusion import MAX_FUSED_ELEMENTS, FusionCodec, FusionGroup, FusionLayout, is_fused
+from gradwire.sync.fusion import FusionCodec, FusionGroup, FusionLayout, is_fused, rotations
 from gradwire.sync.job import TensorLayout
 from gradwire.sync.plan import Method, Plan
-from gradwire.sync.plan_entry import PlanEntry
+from gradwire.sync.plan_entry import MAX_RANGE_ELEMENTS, PlanEntry
 from gradwire.sync.synchronizer import GradientSlice, Synchronizer
 from gradwire.sync.tensor_registry import TensorRegistry
 from gradwire.wire.frame import FrameKind, Header
@@ -106,8 +106,8 @@ def test_by_scatter_reduce_replicas_agree_and_nothing_is_lost(method: str, world
 
 
 def group_of(sizes: Sequence[tuple[int, int]], entry: PlanEntry, dtype: torch.dtype = torch.float32) -> FusionGroup:
-    """A group of tensors with these fusion indices and numbers of elements."""
-    members = [TensorLayout(f"t{index}", 3 * index, entry, dtype, count, fusion_index=index) for index, count in sizes]
+    """A group of tensors with these rotations and numbers of elements."""
+    members = [TensorLayout(f"t{index}", 3 * index, entry, dtype, count, rotation=index) for index, count in sizes]
     values = [torch.randn(count, generator=torch.Generator().manual_seed(index)).to(dtype) for index, count in sizes]
     return FusionGroup(FusionLayout(members), values, [True] * len(members), 0, 0)
 
@@ -170,12 +170,33 @@ def test_a_damaged_message_is_blamed_on_its_sender(damage: str) -> None:
 
 def test_which_tensors_are_fused() -> None:
     onebit = PlanEntry(make("onebit"), "scatter_reduce", 1, "error")
-    assert is_fused(onebit, MAX_FUSED_ELEMENTS)
-    assert not is_fused(onebit, MAX_FUSED_ELEMENTS + 1)
+    assert is_fused(onebit, 100)
+    assert is_fused(onebit, MAX_RANGE_ELEMENTS)
+    assert not is_fused(onebit, MAX_RANGE_ELEMENTS + 1)
     for other in ("none", "int8shared", "signsgd", "powersgd"):  # exact, summable, preliminary rounds, full tensors
-        assert not is_fused(PlanEntry(make(other)), 100)
-    assert not is_fused(PlanEntry(make("onebit"), "ring", 1, "error"), 100)
-    assert not is_fused(PlanEntry(make("onebit"), "scatter_reduce", 2, "error"), 100)
+        assert not is_fused(PlanEntry(make(other), partitions=1), 100)
+    assert not is_fused(replace(onebit, strategy="ring"), 100)
+    for partitions in (2, None):
+        assert not is_fused(replace(onebit, partitions=partitions), 100)
+
+
+def test_without_costs_a_plan_takes_tensors_of_up_to_131072_elements_whole() -> None:
+    plan = Plan("onebit")
+    assert [plan.entry("w", TensorSpec((numel, 1))).partitions for numel in (2_000, 1 << 17, (1 << 17) + 1)] == [
+        1, 1, None,
+    ]  # fmt: skip
+    for unfused in (Plan("onebit", strategy="ring"), Plan("int8shared"), Plan("none")):
+        assert unfused.entry("w", TensorSpec((2_000, 1))).partitions is None
+    assert Plan("onebit", partitions=3).entry("w", TensorSpec((2_000, 1))).partitions == 3
+
+
+def test_owners_rotate_among_tensors_that_are_cut_equally() -> None:
+    whole, two, all_ranks = (PlanEntry(make("onebit"), partitions=count) for count in (1, 2, None))
+    assert rotations([(whole, 10), (two, 10), (whole, 10), (all_ranks, 10), (two, 10), (whole, 10)]) == [
+        0, 0, 1, 0, 1, 2,
+    ]  # fmt: skip
+    # A tensor that is too large for a message with others does not make one of these skip a rank.
+    assert rotations([(whole, 10), (whole, 1 << 30), (whole, 10)]) == [0, 0, 1]
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2, 4, 9])
@@ -191,7 +212,7 @@ def test_chunks_hold_each_tensor_once_and_its_owner_is_the_same_in_every_group(n
             assert chunk.count == sum(chosen[index][1] for index in group.members_of(chunk))
         owners.append(
             {
-                chosen[index][0]: (chunk.index + group.layout.tensor) % num_chunks
+                chosen[index][0]: (chunk.index + group.layout.rotation) % num_chunks
                 for chunk in chunks
                 for index in group.members_of(chunk)
             }

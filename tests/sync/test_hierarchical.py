@@ -37,7 +37,7 @@ def held(one: Synchronizer) -> torch.Tensor:
     return total
 
 
-def plan(method: Any, strategy: str = "hierarchical", partitions: int = 1) -> Plan:
+def plan(method: Any, strategy: str = "hierarchical", partitions: int | None = None) -> Plan:
     return Plan({"w": method}, strategy=strategy, partitions=partitions)
 
 
@@ -57,7 +57,7 @@ def between_nodes(group: Ranks, names: list[Any]) -> int:
 def test_bytes_between_nodes_fall_by_the_ranks_of_a_node(names: list[int], factor: float) -> None:
     found = {}
     for strategy in ("hierarchical", "scatter_reduce"):
-        with ranks(len(names), plan("onebit", strategy, partitions=2), nodes=names) as group:
+        with ranks(len(names), plan("onebit", strategy, partitions=2 * len(names)), nodes=names) as group:
             group.each(lambda one: take_step(one, 0))
             found[strategy] = between_nodes(group, names)
             elsewhere = {one.rank: held(one).any() for one in group.synchronizers}

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
+
 import pytest
+import torch
 
 import gradwire as gw
 from gradwire.sync.chunk import Chunk
 from gradwire.sync.drawing import operations_of_rank
+from gradwire.sync.job import TensorLayout
+from gradwire.sync.nodes import grouped
 from gradwire.sync.operations import Draft, FrameKey, Operations, predecessors
 from gradwire.sync.plan_entry import PlanEntry
-from gradwire.sync.strategies import peer_strategies
+from gradwire.sync.strategies import operations_of, peer_strategies
 from gradwire.wire.frame import FrameKind
 
 CHUNK = Chunk(0, 0, 8)
@@ -45,9 +51,18 @@ def test_a_frame_that_two_operations_wait_for_is_refused() -> None:
 
 @pytest.mark.parametrize("strategy", peer_strategies())
 @pytest.mark.parametrize("compressor", ["none", "onebit", "int8shared", "terngrad"])
-def test_every_frame_that_a_rank_sends_is_one_that_its_peer_receives(strategy: str, compressor: str) -> None:
-    entry, ranks = PlanEntry(gw.make(compressor), strategy, 2), range(5)
-    everyone = [operations_of_rank(entry, len(ranks), rank, 2, elements=20_000) for rank in ranks]
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
+def test_every_frame_that_a_rank_sends_is_one_that_its_peer_receives(
+    strategy: str, compressor: str, world_size: int
+) -> None:
+    for partitions, rotation in itertools.product([None, *range(1, 3 * world_size + 2)], range(world_size)):
+        entry = PlanEntry(gw.make(compressor), strategy, partitions)
+        _check_frames(TensorLayout("w", 0, entry, torch.float32, 20_000, rotation=rotation), world_size)
+
+
+def _check_frames(layout: TensorLayout, world_size: int) -> None:
+    ranks, nodes = range(world_size), grouped([str(rank // 2) for rank in range(world_size)])
+    everyone = [operations_of(layout, rank, world_size, lambda: nodes) for rank in ranks]
     sent = [
         (rank, op.peer, op.frame, op.stage, op.chunk, op.dense)
         for rank, operations in enumerate(everyone)
@@ -62,6 +77,23 @@ def test_every_frame_that_a_rank_sends_is_one_that_its_peer_receives(strategy: s
     ]
     assert len(sent) == len(set(sent))
     assert set(sent) == set(received)
+    decoded = [[op.chunk for op in operations.ops if op.phase.startswith("decode")] for operations in everyone]
+    for chunks in decoded:
+        assert sum(chunk.count for chunk in set(chunks)) == layout.count, "each rank gets all means"
+
+
+@pytest.mark.parametrize("strategy", ["scatter_reduce", "ring", "hierarchical"])
+@pytest.mark.parametrize("partitions", [1, 2, 3, 5, 8, None])
+def test_over_as_many_tensors_as_ranks_each_rank_does_as_much(strategy: str, partitions: int | None) -> None:
+    """Owners rotate: over all tensors, each rank merges and sends as many chunks."""
+    entry, world_size = PlanEntry(gw.make("onebit"), strategy, partitions), 4
+    nodes = grouped([str(rank // 2) for rank in range(world_size)])
+    counts = [Counter[str]() for _ in range(world_size)]
+    for rotation in range(world_size):
+        layout = TensorLayout("w", 0, entry, torch.float32, 64 * 1024, rotation=rotation)
+        for rank, count in enumerate(counts):
+            count.update(op.phase for op in operations_of(layout, rank, world_size, lambda: nodes).ops)
+    assert all(count == counts[0] for count in counts[1:])
 
 
 @pytest.mark.parametrize("strategy", peer_strategies())

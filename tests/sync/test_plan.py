@@ -89,7 +89,7 @@ def test_feedback_is_each_compressors_default_unless_said() -> None:
             "Known: allgather, hierarchical, ring, scatter_reduce",
         ),
         (lambda: Plan("threelc", feedback="momenta"), UnknownNameError, "Known: error, momentum, none"),
-        (lambda: Plan("threelc", partitions=0), OptionError, "at least 1, but it is 0. Pass 1 to leave shares whole"),
+        (lambda: Plan("threelc", partitions=0), OptionError, "at least 1, but it is 0. Pass 1 to leave tensors whole"),
         (lambda: Plan("threelc", min_elements=-1), OptionError, "Pass 0 to compress all"),
         (lambda: Plan("3lc"), UnknownNameError, "Did you mean 'threelc'?"),
         (lambda: Plan("threelc", strategy="Scatter-Reduce"), UnknownNameError, "Did you mean 'scatter_reduce'?"),

@@ -18,7 +18,7 @@ def gradient(rank: int, step: int) -> torch.Tensor:
     return torch.randn(NUMEL, generator=torch.Generator().manual_seed(1000 * rank + step))
 
 
-def plan(method: str, strategy: str, partitions: int = 1) -> Plan:
+def plan(method: str, strategy: str, partitions: int | None = None) -> Plan:
     return Plan({"w": method}, strategy=strategy, partitions=partitions)
 
 
@@ -37,6 +37,10 @@ PLANS = [
     plan("threelc", "ring"),
     plan("threelc", "hierarchical"),
     plan("signsgd", "scatter_reduce", 3),
+    plan("onebit", "scatter_reduce", 1),  # fused
+    plan("onebit", "scatter_reduce", 2),
+    plan("threelc", "ring", 1),
+    plan("threelc", "hierarchical", 7),
     plan("int8shared", "hierarchical", 2),
     plan("onebit", "allgather"),
     plan("int8", "allgather"),

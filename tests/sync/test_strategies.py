@@ -148,13 +148,41 @@ def test_without_the_aggregate_residual_most_of_the_gradient_is_lost() -> None:
 
 @pytest.mark.parametrize("strategy", NAMES)
 def test_partitions_change_nothing_for_an_exact_compressor(strategy: str) -> None:
-    found = []
-    for partitions in (1, 4):
-        with ranks(3, Plan("none", strategy=strategy, partitions=partitions, min_elements=0)) as group:
+    """From one range, which travels whole, to more than three per rank."""
+    world_size, found = 3, []
+    for partitions in range(1, 3 * world_size + 2):
+        with ranks(world_size, Plan("none", strategy=strategy, partitions=partitions, min_elements=0)) as group:
             group.each(lambda one: one.register({"w": TensorSpec((91, 97))}))
-            found.append(group.each(lambda one: run_2d(one, 2))[0])
-    for left, right in zip(*found, strict=True):
-        assert torch.allclose(left, right, atol=1e-6)
+            by_rank = group.each(lambda one: run_2d(one, 2))
+        for means in by_rank[1:]:
+            assert all(torch.equal(*pair) for pair in zip(by_rank[0], means, strict=True))
+        found.append(by_rank[0])
+    one_per_rank = found[world_size - 1]
+    for means in found:
+        for left, right in zip(one_per_rank, means, strict=True):
+            assert torch.allclose(left, right, atol=1e-6)
+
+
+@pytest.mark.parametrize("strategy", NAMES)
+@pytest.mark.parametrize("method", ["onebit", "int8shared", "terngrad"])
+@pytest.mark.parametrize(("world_size", "partitions"), [(2, 1), (3, 2), (5, 3), (4, 6), (1, 2)])
+def test_any_number_of_partitions_gives_equal_replicas(
+    strategy: str, method: str, world_size: int, partitions: int
+) -> None:
+    names = [f"w{index}" for index in range(3)]
+
+    def run(one: Synchronizer) -> list[torch.Tensor]:
+        means = [gradient(one.rank, index, 6000) for index in range(len(names))]
+        one.begin_step()
+        one.submit([GradientSlice(name, mean) for name, mean in zip(names, means)])
+        one.wait()
+        one.commit()
+        return means
+
+    with ranks(world_size, Plan({"w*": method}, strategy=strategy, partitions=partitions)) as group:
+        by_rank = group.each(run)
+    for means in by_rank[1:]:
+        assert all(torch.equal(*pair) for pair in zip(by_rank[0], means, strict=True))
 
 
 @pytest.mark.parametrize("strategy", NAMES)

@@ -547,7 +547,7 @@ def test_a_world_of_one_rank_changes_no_bit_and_needs_no_thread() -> None:
 
 @pytest.mark.parametrize("strategy", peer_strategies())
 def test_reported_bytes_are_the_transports(strategy: str) -> None:
-    plan = Plan({"*w": "threelc", "s": gw.make("int8shared"), "*": "none"}, strategy=strategy, partitions=2)
+    plan = Plan({"*w": "threelc", "s": gw.make("int8shared"), "*": "none"}, strategy=strategy, partitions=6)
 
     def run(one: Synchronizer) -> gw.Handle:
         for step in range(3):

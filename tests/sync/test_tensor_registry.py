@@ -172,7 +172,7 @@ def test_a_peer_may_be_two_whole_steps_ahead_by_bytes_and_by_frames() -> None:
             accumulator_bytes = compressor.accumulator_size(spec) * compressor.accumulator_dtype(3).itemsize
             step += max(0, accumulator_bytes - compressor.max_encoded_bytes(spec))
     assert limit < slack + 4 * step + HEADER_BYTES * 6 * 3 * len(SPECS) + 1
-    cut = TensorRegistry(Plan({"*": "topk"}, partitions=64), 8)
+    cut = TensorRegistry(Plan({"*": "topk"}, partitions=8 * 64), 8)
     cut.add({"w": TensorSpec((1,))})
     assert cut.early_bytes_limit() >= slack + 2 * HEADER_BYTES * 3 * 8 * 64
 

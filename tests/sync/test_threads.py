@@ -13,7 +13,8 @@ import gradwire as gw
 from gradwire.core.errors import OptionError
 from gradwire.core.spec import TensorSpec
 from gradwire.sync.engine import default_threads
-from gradwire.sync.plan import PARTITION_ELEMENTS, Plan
+from gradwire.sync.plan import Plan
+from gradwire.sync.plan_entry import MAX_RANGE_ELEMENTS
 from gradwire.sync.synchronizer import GradientSlice, Synchronizer
 from tests.sync.harness import ranks
 
@@ -60,6 +61,7 @@ def test_no_thread_at_all_is_refused() -> None:
 
 def test_large_tensors_are_cut_for_several_threads() -> None:
     plan = Plan("onebit")
-    for numel, expected in ((PARTITION_ELEMENTS, 1), (PARTITION_ELEMENTS + 1, 2), (4 * PARTITION_ELEMENTS, 4)):
-        assert plan.entry("w", TensorSpec((numel, 1))).partitions == expected
+    for numel, expected in ((MAX_RANGE_ELEMENTS, 1), (MAX_RANGE_ELEMENTS + 1, 2), (4 * MAX_RANGE_ELEMENTS, 4)):
+        assert plan.entry("w", TensorSpec((numel, 1))).num_ranges(numel, shares=4) == 4 * expected
+        assert Plan("onebit", partitions=3).entry("w", TensorSpec((numel, 1))).num_ranges(numel, shares=4) == 3
     assert Plan("onebit", partitions=1).entry("w", TensorSpec((1 << 30, 1))).partitions == 1

@@ -40,6 +40,7 @@ WAYS = (
     ("lossless", "ring", 1), ("lossless", "ring", 4), ("lossless", "scatter_reduce", 1),
     ("gcomp", "ring", 1), ("gcomp", "ring", 4), ("gcomp", "scatter_reduce", 1),
 )  # fmt: skip
+"""Method, strategy, and blocks of each rank's share."""
 Call = Callable[[], object]
 Row = dict[str, Any]
 
@@ -97,8 +98,8 @@ def work() -> None:
         return lambda: dist.all_reduce(flat)
 
     found["Gloo"] = {**timed(by_gloo), "bytes": 2 * (RANKS - 1) * gradients.nbytes / RANKS}
-    for method, strategy, partitions in WAYS:
-        plan = Plan(method, strategy=strategy, partitions=partitions, min_elements=0)
+    for method, strategy, num_blocks in WAYS:
+        plan = Plan(method, strategy=strategy, partitions=num_blocks * RANKS, min_elements=0)
         specs = {name: TensorSpec.of(grad) for name, grad in gradients.grads.items()}
         synchronizer = Synchronizer(None, plan, tensors=specs, aux=gradients.state)
         sent: list[int] = []
@@ -114,7 +115,7 @@ def work() -> None:
 
             return call
 
-        blocks = f", {partitions} blocks" if partitions > 1 else ""
+        blocks = f", {num_blocks} blocks" if num_blocks > 1 else ""
         figures = timed(by_gradwire)
         found[f"{method}, {strategy}{blocks}"] = {**figures, "bytes": sum(sent) / (REPEATS + 2)}
         synchronizer.close()

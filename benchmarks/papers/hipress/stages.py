@@ -31,7 +31,6 @@ from gradwire.compressors import Compressor, register
 from gradwire.core.context import Context
 from gradwire.core.spec import TensorSpec
 from gradwire.planner import PlannedTensor, PlanTable, plan
-from gradwire.planner.choose import PARTITIONS
 from gradwire.planner.fidelity import FEW_ENCODES, RankedCompressor
 from gradwire.sync.options import SyncOptions
 from gradwire.sync.plan import Plan
@@ -106,7 +105,7 @@ class How:
         buckets: Whether to submit whole buckets instead of tensor after tensor.
         waits: Whether to wait for each tensor before the next one is encoded.
         chosen: What the planner chooses from at each rate; empty if the plan is fixed.
-        partitions: Numbers of partitions that the planner tries.
+        partitions: Numbers of partitions that the planner tries; None for its own.
         threads: Number of computation threads; None for the default.
     """
 
@@ -114,7 +113,7 @@ class How:
     buckets: bool = True
     waits: bool = False
     chosen: tuple[RankedCompressor, ...] = ()
-    partitions: tuple[int, ...] = PARTITIONS
+    partitions: tuple[int, ...] | None = None
     threads: int | None = None
 
 

@@ -158,7 +158,7 @@ def agree(
     for name, entry in tensors.entries.items():
         if entry.strategy != "server":
             continue
-        compressor, dtype = entry.compressor, tensors.specs[name].dtype
+        compressor, dtype, numel = entry.compressor, tensors.specs[name].dtype, tensors.specs[name].numel
         assert isinstance(compressor, LookupCompressor), "a plan refuses others"
         if partial and not compressor.has_independent_blocks:
             raise OptionError(
@@ -170,7 +170,7 @@ def agree(
         values, bits = compressor.lookup_table(world_size)
         table = IndexTable(bits, tuple(values.tolist()), 8 * compressor.accumulator_dtype(world_size).itemsize)
         index = tables.setdefault(table, len(tables))
-        for chunk in split(tensors.specs[name].numel, entry.partitions):
+        for chunk in split(numel, entry.num_ranges(numel, 1)):
             if chunk.count:
                 spec = TensorSpec((chunk.count,), dtype)
                 first_streams[tensors.ids[name], chunk.index] = len(streams)

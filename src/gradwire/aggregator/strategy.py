@@ -21,9 +21,7 @@ NAME = "server"
 
 
 def build(builder: Builder) -> None:
-    for chunk in builder.chunks(1):
-        if chunk.count == 0:
-            continue
+    for chunk in builder.chunks():
         stats = builder.add("encode", "stats", "encode stats", chunk, frame=FrameKind.STATS)
         reduced = builder.add("send", "ask_stats", "send stats", chunk, [stats])
         known = builder.add("merge", "take_stats", "merge stats", chunk, [reduced])
@@ -42,6 +40,7 @@ register(
         NAME,
         build,
         codec_of,
+        has_owners=False,
         requires_full_tensor=True,
         carried=LookupCompressor,  # type: ignore[type-abstract]
         carried_advice=(

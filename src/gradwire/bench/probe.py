@@ -197,8 +197,8 @@ def _use(table: PlanTable) -> str:
     large = [row for row in table.rows if row.spec != "none"]
     if not large:
         return _attach(f'"{table.fidelity}"')
-    partitions = max(row.partitions for row in large)
-    more = f", partitions={partitions}" if partitions > 1 else ""
+    partitions = {row.partitions for row in large}
+    more = f", partitions={partitions.pop()}" if len(partitions) == 1 and partitions != {table.world_size} else ""
     return _attach(f'gw.Plan("{table.fidelity}", strategy="{large[0].strategy}"{more})')
 
 

@@ -18,7 +18,9 @@ def graph(
     ],
     ranks: Annotated[int, typer.Option(help="Number of ranks.")] = 4,
     rank: Annotated[int, typer.Option(help="Rank whose graph is printed.")] = 0,
-    partitions: Annotated[int, typer.Option(help="Ranges that a rank's share of the tensor is cut into.")] = 1,
+    partitions: Annotated[
+        int | None, typer.Option(help="Ranges that the tensor is cut into. Default: one per rank.")
+    ] = None,
     compressor: Annotated[
         str, typer.Option(help="Name of a compressor. Summable compressors have other graphs.")
     ] = "onebit",
@@ -42,6 +44,6 @@ def graph(
         typer.echo(drawing.dot(found, title))
         return
     where = f" on nodes of {ranks_per_node}" if strategy == "hierarchical" else ""
-    count = f"{partitions} partition{'s' * (partitions > 1)}"
-    setting = f"{title}, {entry.compressor!r}, {ranks} ranks{where}, {count}"
+    count = len({op.chunk for op in found.ops})
+    setting = f"{title}, {entry.compressor!r}, {ranks} ranks{where}, {count} partition{'s' * (count > 1)}"
     typer.echo(f"{setting}: rank {rank} runs {len(found.ops)} operations\n{drawing.table(found)}")

@@ -64,7 +64,9 @@ class MethodOptions:
         str | None,
         typer.Option(help="Strategy: scatter_reduce, ring, allgather or hierarchical. Default: the plan's choice."),
     ] = None
-    partitions: Annotated[int, typer.Option(help="Ranges that a rank's share of a tensor is cut into.")] = 1
+    partitions: Annotated[
+        int | None, typer.Option(help="Ranges that a tensor is cut into. Default: the plan's choice.")
+    ] = None
 
     def parsed(self) -> list[SweepMethod]:
         """`method`, then the methods to compare with."""

@@ -7,6 +7,10 @@
    the best of these tensor by tensor while that helps, and finally makes tensors dense again where compression does
    not help.
 
+A compressed tensor with one partition is fused with its neighbors (`gradwire.sync.fusion`). So the cost model decides
+which are: neighbors share the tasks and frames that they would pay for one by one, but a rank that owns a tensor takes
+longer for it than all ranks for a part each.
+
 Guarantees: the plan's predicted step is never longer than the dense one, by gradwire or by the framework's own
 all-reduce. Of plans with the same prediction, the method of higher fidelity wins. The result depends only on the
 arguments.
@@ -18,6 +22,7 @@ Differences: HiPress decides about each tensor separately.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,13 +36,11 @@ from gradwire.planner.fidelity import DENSE, RankedCompressor
 from gradwire.planner.options import Option, PlannedTensor, best_alone, is_small, options, unbeaten
 from gradwire.planner.schedule import Schedule, ScheduledTensor
 from gradwire.planner.table import PlanRow, PlanTable, limit_of
-from gradwire.sync.fusion import MAX_FUSED_ELEMENTS
 
-PARTITIONS = (1, 2, 3, 4, 6, 8, 12, 16)
 MIN_GAIN = 0.02  # predictions are no more accurate than this
 _ITEMSIZES = {"fp32": 8, "fp16": 2}  # most bytes of an element, by kind of the framework's own all-reduce
 _STEP = 0.002  # relative difference that counts in the search
-_TENSOR_RUNS = 10_000  # most tensors scheduled in total, about two seconds on one core
+_MAX_SCHEDULED = 10_000  # batches of tensors in all schedules of a search, about two seconds on one core
 
 
 def plan(
@@ -46,7 +49,7 @@ def plan(
     methods: Sequence[RankedCompressor] | None = None,
     *,
     fidelity: str = "balanced",
-    partitions: Sequence[int] = PARTITIONS,
+    partitions: Sequence[int] | None = None,
     min_elements: int = 1_024,
     backward: float | None = None,
     rest: float = 0.0,
@@ -62,7 +65,7 @@ def plan(
         methods: Compressors to choose from in addition to dense, the highest fidelity first. None takes those that
             `fidelity` allows, with gcomp only if it was measured, since it needs an optimizer.
         fidelity: Level of fidelity; see `gradwire.planner.fidelity`.
-        partitions: Numbers of partitions to try.
+        partitions: Numbers of partitions to try; None for `gradwire.planner.options.partition_counts`.
         min_elements: Vectors, and tensors of fewer elements, travel in batches: dense, or cast to 16 bits if allowed.
         backward: Seconds of the backward pass. None ends it with the last gradient.
         rest: Seconds of a step before and after backward.
@@ -76,7 +79,7 @@ def plan(
     """
     if not tensors:
         raise OptionError("There are no tensors to plan for. Pass the gradients of a model.")
-    if not partitions or min(partitions) < 1:
+    if partitions is not None and (not partitions or min(partitions) < 1):
         raise OptionError(f"partitions are numbers of at least 1, not {list(partitions)}. Pass for example (1, 2, 4).")
     if not 0 <= min_gain < 1:
         raise OptionError(f"min_gain is a share from 0 up to 1, not {min_gain}. Pass for example 0.02.")
@@ -109,7 +112,7 @@ def uniform(
 
     The arguments are those of `plan`.
     """
-    search = _Search(_ordered(tensors), costs, [method], PARTITIONS, min_elements)
+    search = _Search(_ordered(tensors), costs, [method], None, min_elements)
     picks = min((search.uniform(method.spec, strategy) for strategy in method.strategies),
                 key=lambda picks: search.run(picks).finish)  # fmt: skip
     rivals = _natives(search.tensors, costs, bucket_bytes, ("fp32",))
@@ -158,7 +161,7 @@ class _Search:
     tensors: list[PlannedTensor]
     costs: Costs
     methods: Sequence[RankedCompressor]
-    partitions: Sequence[int]
+    partitions: Sequence[int] | None
     min_elements: int
     cast: str | None = None
     _known: dict[tuple[int, ...], Schedule] = field(default_factory=dict)
@@ -167,11 +170,11 @@ class _Search:
         self.large = [tensor for tensor in self.tensors if not self._small(tensor)]
         small = [tensor for tensor in self.tensors if self._small(tensor)]
         known: dict[tuple[int, ...], list[Option]] = {}  # by size and neighbors: models repeat their layers
-        buckets = Counter(tensor.ready for tensor in self.large if tensor.numel <= MAX_FUSED_ELEMENTS)
-        self._keys: list[tuple[int, ...]] = [(*tensor.size, buckets[tensor.ready]) for tensor in self.large]
+        neighbors = _neighbors(self.large)
+        self._keys: list[tuple[int, ...]] = [(*tensor.size, count) for tensor, count in zip(self.large, neighbors)]
         for tensor, key in zip(self.large, self._keys):
             if key not in known:
-                known[key] = options(tensor, self.costs, self.methods, self.partitions, buckets[tensor.ready])
+                known[key] = options(tensor, self.costs, self.methods, self.partitions, key[-1])
         self._choices = [known[key] for key in self._keys]
         self._worth: dict[tuple[int, ...], list[int]] = {}
         self._batch_numel = sum(tensor.numel for tensor in small)
@@ -183,17 +186,23 @@ class _Search:
         self._keys.append((self._batch_numel,))
         self._choices.append(
             [
-                Option(spec, "scatter_reduce", 1, self._batch(spec, self._batch_numel, self._batch_bytes))
+                Option(
+                    spec,
+                    "scatter_reduce",
+                    self.costs.world_size,
+                    self._batch(spec, self._batch_numel, self._batch_bytes),
+                )
                 for spec in specs
             ]
         )
-        self._left = max(20, _TENSOR_RUNS // max(1, len(self.large)))
+        self._left = max(20 * len(self.large), _MAX_SCHEDULED)
 
     def _small(self, tensor: PlannedTensor) -> bool:
         return is_small(tensor.shape, self.min_elements)
 
     def _batch(self, spec: str, numel: int, nbytes: int) -> Route:
-        return route(spec, "scatter_reduce", 1, numel, self.costs, -(-nbytes // max(1, numel)))
+        ranges = self.costs.world_size
+        return route(spec, "scatter_reduce", ranges, numel, self.costs, -(-nbytes // max(1, numel)))
 
     def _batch_jobs(self, small: Sequence[PlannedTensor], spec: str) -> list[ScheduledTensor]:
         """Return the batches of small tensors, one for each bucket."""
@@ -207,10 +216,10 @@ class _Search:
         """Return the schedule of these picks."""
         key = tuple(picks)
         if key not in self._known:
-            self._left -= 1
             jobs = [ScheduledTensor(tensor.ready, choices[pick].route)
                     for tensor, choices, pick in zip(self.large, self._choices, picks)]  # fmt: skip
             jobs += self._batches[picks[-1]]
+            self._left -= sum(min(job.route.batches, schedule.MAX_BATCHES) for job in jobs)
             self._known[key] = schedule.run(jobs)
         return self._known[key]
 
@@ -225,13 +234,26 @@ class _Search:
         return any(choices[pick].spec != DENSE.spec for choices, pick in zip(self._choices, picks))
 
     def uniform(self, spec: str, strategy: str | None) -> list[int]:
-        """Pick one method for all tensors, with the best partitions of each. Batches stay dense if they must."""
-        picks = []
-        for choices in self._choices:
+        """Pick one method for all tensors, with the best partitions of each. Batches stay dense if they must.
+
+        The time of a tensor alone counts only where it is longer than what hides it: the rest of backward, or the time
+        in which codec or link is busy with what comes later. Elsewhere, the time counts in which it keeps these busy,
+        unless that gains next to nothing.
+        """
+        ready = [tensor.ready for tensor in self.large]
+        picks, later, end = [], 0.0, max(ready, default=0.0)
+        for start, choices in zip((end, *reversed(ready)), reversed(self._choices)):
+            hidden = max(later, end - start)
+
+            def cost(index: int, routes: Sequence[Option] = choices, hidden: float = hidden) -> float:
+                way = routes[index].route
+                return max(way.seconds, hidden + way.busy) + MIN_GAIN * way.seconds
+
             fitting = [index for index, option in enumerate(choices)
                        if option.spec == spec and strategy in (None, option.strategy)] or [0]  # fmt: skip
-            picks.append(min(fitting, key=lambda index: choices[index].route.seconds))
-        return picks
+            picks.append(min(fitting, key=cost))
+            later += choices[picks[-1]].route.busy
+        return picks[::-1]
 
     def _starts(self) -> list[list[int]]:
         starts = [self.dense()]
@@ -283,7 +305,7 @@ class _Search:
 
         def gain(index: int) -> float:
             choices = self._choices[index]
-            return choices[dense[index]].route.seconds - choices[picks[index]].route.seconds
+            return choices[dense[index]].route.busy - choices[picks[index]].route.busy
 
         order = sorted((i for i, pick in enumerate(picks) if self._choices[i][pick].spec != DENSE.spec), key=gain)
         low, high, best = 0, len(order), picks
@@ -315,6 +337,21 @@ class _Search:
             option, share, least = chosen.get(tensor.name, (small, share, share * together))
             found.append(_row(tensor, option, share, least, tensor.name not in chosen))
         return found
+
+
+def _neighbors(tensors: Sequence[PlannedTensor]) -> list[int]:
+    """Return with how many of its bucket each tensor is fused if it has one partition, itself included.
+
+    Where one partition pays for a tensor, it does for smaller ones. Numbers are powers of two, so that not every tensor
+    has options of its own.
+    """
+    buckets: dict[float, list[int]] = {}
+    for tensor in tensors:
+        buckets.setdefault(tensor.ready, []).append(tensor.numel)
+    for bucket in buckets.values():
+        bucket.sort()
+    counts = [bisect_right(buckets[tensor.ready], tensor.numel) for tensor in tensors]
+    return [1 << count.bit_length() - 1 for count in counts]
 
 
 def _may_be_cast(tensor: PlannedTensor) -> bool:

@@ -1,9 +1,12 @@
 """Closed forms: how long one tensor takes with a given compressor, strategy and number of partitions.
 
-Each strategy is described once, by the *legs* of a partition: one range of every rank's share, or, in an all-gather,
+Each strategy is described once, by the *legs* of a batch of partitions: one range of every rank, or, in an all-gather,
 one range. A leg is a number of equal messages, with what is encoded before and decoded after each. The legs give the
-seconds of a partition alone, the time it occupies a rank's link and codec, and (in `schedule`) how it overlaps with
-other tensors and the backward pass. Several partitions form a pipeline.
+seconds of a batch alone, the time it occupies a rank's link and codec, and (in `schedule`) how it overlaps with other
+tensors and the backward pass. Several batches form a pipeline.
+
+With fewer partitions than ranks, the legs are those of a rank that owns one. The others have less to do: their encodes
+and decodes run at the same time, and as owners rotate, a rank does as a mean only its share of it all, its *load*.
 
 Guarantees: no time falls when a tensor grows, or when a link or a codec slows down (tests).
 
@@ -15,25 +18,27 @@ latency of a message overlaps with other messages, its time on the link does not
 frame headers are counted, too.
 """
 
-# Shapes: N = elements of a range, W = ranks, K = partitions of a rank's share.
+# Shapes: N = elements of a range, W = ranks, K = partitions of a tensor.
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from gradwire.compressors.base.registry import DENSE_NAME
 from gradwire.core.errors import UnknownNameError
 from gradwire.planner.costs import CodecCosts, Cost, Costs
 from gradwire.sync.chunk import RANGE_ALIGNMENT
+from gradwire.sync.strategies import STRATEGIES
 
 Kind = Literal["work", "fan", "relay", "chain"]
 
 
 @dataclass(frozen=True)
 class Leg:
-    """Equal messages of a partition, as one rank sees them. Times are in seconds per message.
+    """Equal messages of a batch of partitions, as an owner sees them. Times are in seconds per message.
 
     Attributes:
         kind: ``"work"`` has no message, and waits for everything before it. In a ``"fan"``, messages are independent:
@@ -70,17 +75,20 @@ class Leg:
         """Seconds of latency that do not overlap."""
         return self.latency if self.kind == "fan" else self.messages * self.latency
 
-    @property
-    def seconds(self) -> float:
-        """From the first encode to the last decode."""
+    def seconds(self, load: float = 1.0) -> float:
+        """From the first encode to the last decode.
+
+        Args:
+            load: Share of the encodes and decodes of all messages that one rank does.
+        """
         if self.messages == 0:
             return 0.0
         if self.kind in ("work", "chain"):
             return self.messages * (self.encode + self.wire + self.latency + self.decode) + self.aside
         if self.kind == "fan":
-            step = max(self.wire, self.encode + self.decode)
+            step = max(self.wire, load * (self.encode + self.decode))
         else:
-            step = max(self.encode + self.wire + self.latency, self.decode)
+            step = max(self.encode + self.wire + self.latency, load * self.decode)
         exposed = max(0.0, self.aside - self.wire - self.latency)
         return self.encode + self.wire + self.latency + self.decode + (self.messages - 1) * step + exposed
 
@@ -90,41 +98,49 @@ class Route:
     """A tensor's way through codec and link, with one compressor and strategy.
 
     Attributes:
-        legs: Legs of one partition.
-        partitions: Number of partitions that follow each other.
+        legs: Legs of one batch.
+        batches: Number of batches that follow each other.
+        load: Share of the legs that a rank has as a mean over tensors, since not every rank owns a partition of each.
     """
 
     legs: tuple[Leg, ...]
-    partitions: int = 1
+    batches: int = 1
+    load: float = 1.0
 
-    @property
+    @cached_property
     def encode(self) -> float:
         """Seconds in which a rank encodes."""
-        return self.partitions * sum(leg.messages * leg.encode for leg in self.legs)
+        return self.load * self.batches * sum(leg.messages * leg.encode for leg in self.legs)
 
-    @property
+    @cached_property
     def decode(self) -> float:
         """Seconds in which a rank decodes and merges."""
-        return self.partitions * sum(leg.messages * leg.decode + leg.aside for leg in self.legs)
+        return self.load * self.batches * sum(leg.messages * leg.decode + leg.aside for leg in self.legs)
 
-    @property
+    @cached_property
     def wire(self) -> float:
         """Seconds in which a rank's link is busy."""
-        return self.partitions * sum(leg.busy for leg in self.legs)
+        return self.load * self.batches * sum(leg.busy for leg in self.legs)
 
-    @property
+    @cached_property
+    def busy(self) -> float:
+        """Seconds in which the busier of link and codec is."""
+        return max(self.encode + self.decode, self.wire)
+
+    @cached_property
     def seconds(self) -> float:
         """From the gradient to its mean, with link and codec otherwise idle.
 
-        While one partition is on the link, another uses the codec. Only the beginning of the first and the end of the
-        last do not overlap: with n turns from codec to link, 1/n of a partition.
+        While one batch is on the link, another uses the codec. Only the beginning of the first and the end of the last
+        do not overlap: with n turns from codec to link, 1/n of a batch.
         """
-        busier = max(sum(leg.coding for leg in self.legs), sum(leg.busy for leg in self.legs))
-        alone = max(sum(leg.seconds for leg in self.legs), busier)
+        load = self.load if self.batches == 1 else 1.0  # some rank is in every batch
+        busier = max(load * sum(leg.coding for leg in self.legs), sum(leg.busy for leg in self.legs))
+        alone = max(sum(leg.seconds(load) for leg in self.legs), busier)
         turns = sum(leg.messages if leg.kind == "chain" else leg.kind != "work" for leg in self.legs)
-        if self.partitions == 1:
+        if self.batches == 1:
             return alone
-        return max(alone, self.partitions * busier + (alone - busier) / max(1, turns))
+        return max(alone, self.batches * busier + (alone - busier) / max(1, turns))
 
 
 @dataclass(frozen=True)
@@ -136,12 +152,11 @@ class _Range:
     spec: str
     codec: CodecCosts
     costs: Costs
-    share: float = 1.0  # share of the range that a tensor has in the messages of its fusion group
-    fused: int = 1  # number of tensors that share tasks and frames
+    fused: float = 1.0  # number of tensors that share a task and a frame
 
     def of(self, cost: Cost | None) -> float:
         assert cost is not None, "summable compressors and those with statistics say what these cost"
-        return self.share * cost(self.count)
+        return cost(self.count)
 
     @property
     def task(self) -> float:
@@ -158,7 +173,7 @@ class _Range:
     @property
     def payload(self) -> float:
         # A dense payload holds the values themselves; the measured curve is that of float32.
-        return self.share * self.count * self.itemsize if self.spec == DENSE_NAME else self.of(self.codec.payload_bytes)
+        return self.count * self.itemsize if self.spec == DENSE_NAME else self.of(self.codec.payload_bytes)
 
     def message(self, kind: Kind, nbytes: float, messages: int, encode: float = 0.0, decode: float = 0.0,
                 aside: float = 0.0) -> Leg:  # fmt: skip
@@ -243,12 +258,12 @@ def route(
     Args:
         spec: A compressor of `costs`.
         strategy: One of `FORMS`.
-        partitions: Number of ranges that a rank's share is cut into.
+        partitions: Number of ranges that the tensor is cut into.
         numel: Elements of the tensor.
         costs: Costs of this job.
         itemsize: Bytes per element of the tensor.
-        fused: Number of equal tensors, including this one, that share messages (`gradwire.sync.fusion`). The route is
-            then the tensor's share, except for latencies.
+        fused: Number of equal tensors, including this one, that are fused (`gradwire.sync.fusion`). Of what those with
+            the same owner share, the route has the tensor's part.
 
     Raises:
         UnknownNameError: The strategy has no closed form, or the compressor was not measured.
@@ -258,14 +273,14 @@ def route(
     W, codec = costs.world_size, costs.codec(spec)
     if W == 1 or numel == 0:
         return Route(())
-    shares = 1 if strategy == "allgather" else W
-    if fused > 1:  # each owner gets whole tensors
-        return Route(tuple(FORMS[strategy](_Range(numel, itemsize, spec, codec, costs, 1 / shares, fused), W)))
+    shares = W if STRATEGIES[strategy].has_owners else 1
     blocks = -(-numel // RANGE_ALIGNMENT)  # as a job is split: the longest range counts, and none is empty
-    partitions = min(partitions, -(-blocks // shares))
-    count = min(numel, -(-blocks // (shares * partitions)) * RANGE_ALIGNMENT)
-    legs = FORMS[strategy](_Range(count, itemsize, spec, codec, costs), W)
-    return Route(tuple(leg for leg in legs if leg.messages), partitions)
+    partitions = min(partitions, blocks)
+    batches = -(-partitions // shares)
+    count = min(numel, -(-blocks // partitions) * RANGE_ALIGNMENT)
+    together = max(1.0, fused / shares) if partitions == 1 else 1.0
+    legs = FORMS[strategy](_Range(count, itemsize, spec, codec, costs, together), W)
+    return Route(tuple(leg for leg in legs if leg.messages), batches, partitions / (batches * shares))
 
 
 def native_seconds(nbytes: float, costs: Costs) -> float:

@@ -13,7 +13,13 @@ from gradwire.core.spec import TensorSpec
 from gradwire.planner.closed_forms import Route, route
 from gradwire.planner.costs import CodecCosts, Costs
 from gradwire.planner.fidelity import DENSE, RankedCompressor
-from gradwire.sync.fusion import FUSION_STRATEGIES, MAX_FUSED_ELEMENTS
+from gradwire.sync.chunk import RANGE_ALIGNMENT
+from gradwire.sync.fusion import FUSION_STRATEGIES
+from gradwire.sync.plan_entry import MAX_RANGE_ELEMENTS
+from gradwire.sync.strategies import STRATEGIES
+
+BATCHES = (1, 2, 3, 4, 6, 8, 12, 16)
+"""Batches of one range per rank that are tried."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +68,23 @@ class Option(NamedTuple):
     route: Route
 
 
+def partition_counts(numel: int, shares: int) -> list[int]:
+    """Return the numbers of partitions that are worth trying, from 1 to sixteen for each rank.
+
+    Args:
+        numel: Number of elements.
+        shares: Number of ranks that own ranges; 1 if ranges have no owners.
+    """
+    fewer = [1 << power for power in range((shares - 1).bit_length())]
+    blocks = max(1, -(-numel // RANGE_ALIGNMENT))  # no range is smaller
+    return sorted({min(count, blocks) for count in (*fewer, *(shares * batches for batches in BATCHES))})
+
+
 def options(
     tensor: PlannedTensor,
     costs: Costs,
     methods: Sequence[RankedCompressor],
-    partitions: Sequence[int],
+    partitions: Sequence[int] | None = None,
     neighbors: int = 1,
 ) -> list[Option]:
     """Return all options of a tensor, dense ones first, in the order of `methods`.
@@ -75,27 +93,29 @@ def options(
         tensor: The tensor.
         costs: Costs of this job.
         methods: Compressors to choose from, the highest fidelity first.
-        partitions: Numbers of partitions to try.
-        neighbors: Number of tensors, including this one, that it could be fused with.
+        partitions: Numbers of partitions to try; None for `partition_counts`.
+        neighbors: Number of tensors, including this one, that it is fused with if it has one partition.
     """
-    found, itemsize = [], tensor.dtype.itemsize
+    found, itemsize, numel = [], tensor.dtype.itemsize, tensor.numel
     for method in (DENSE, *(method for method in methods if method.spec != DENSE.spec)):
         for strategy in method.strategies:
             codec = costs.codec(method.spec)
-            fused = neighbors if _is_fused(method.spec, strategy, codec, tensor.numel) else 1
-            # After a preliminary round all ranks send to one owner at a time: more ranges make a scatter-reduce
-            # slower (8 to 25 % in the simulator).
-            whole = fused > 1 or (strategy == "scatter_reduce" and codec.needs_stats)
-            for count in [1] if whole else sorted(partitions):
-                times = route(method.spec, strategy, count, tensor.numel, costs, itemsize, fused)
-                found.append(Option(method.spec, strategy, count, times))
+            shares = costs.world_size if STRATEGIES[strategy].has_owners else 1
+            # After a preliminary round all ranks send to one owner at a time: more than a range per rank makes a
+            # scatter-reduce slower (8 to 25 % in the simulator).
+            most = shares if strategy == "scatter_reduce" and codec.needs_stats else math.inf
+            fused = neighbors if _is_fused(method.spec, strategy, codec, numel) else 1
+            for count in partition_counts(numel, shares) if partitions is None else sorted(partitions):
+                if count <= most:
+                    times = route(method.spec, strategy, count, numel, costs, itemsize, fused)
+                    found.append(Option(method.spec, strategy, count, times))
     return found
 
 
 def _is_fused(spec: str, strategy: str, codec: CodecCosts, numel: int) -> bool:
-    """Whether `gradwire.sync.fusion` fuses such a tensor, as far as costs tell."""
+    """Whether `gradwire.sync.fusion` fuses such a tensor if it has one partition, as far as costs tell."""
     plain = not (spec == DENSE.spec or codec.needs_stats or codec.summable)
-    return plain and strategy in FUSION_STRATEGIES and numel <= MAX_FUSED_ELEMENTS
+    return plain and strategy in FUSION_STRATEGIES and numel <= MAX_RANGE_ELEMENTS
 
 
 def unbeaten(found: Sequence[Option]) -> list[int]:

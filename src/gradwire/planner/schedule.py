@@ -2,7 +2,8 @@
 
 It follows the engine. Tensors start when backward has computed them. The codec takes the ready task of the tensor that
 was submitted first, and the link sends messages in the order in which they are ready. All ranks are equal: what a rank
-waits for arrives when the rank sends the same itself.
+waits for arrives when the rank sends the same itself. A tensor with fewer partitions than ranks takes the time of a
+rank that owns one, and occupies codec and link for the mean over all ranks.
 
 The messages of a leg are grouped into a few tasks, so that thousands of ranks cost no more than four. The simulator
 runs the graphs themselves, message by message.
@@ -22,7 +23,7 @@ from gradwire.planner.closed_forms import Leg, Route
 CODEC, LINK = 0, 1
 # Half of these suffice for more than MANY tensors, where other tensors fill the gaps.
 MAX_LEG_TASKS = 4  # tasks of one kind per leg; more messages are grouped
-MAX_PARTITIONS = 8  # per tensor; more are grouped
+MAX_BATCHES = 8  # of partitions, per tensor; more are grouped
 MANY = 32
 
 
@@ -54,7 +55,7 @@ class _Task:
     def __init__(self, resource: int, seconds: float, after: Sequence[_Task], lag: float = 0.0) -> None:
         self.resource = resource
         self.seconds = seconds
-        self.lag = lag  # from its end to the tasks that wait for it
+        self.lag = lag  # from when the resource is free again to the tasks that wait for it
         self.dependents: list[_Task] = []
         self.pending = len(after)
         self.priority = 0
@@ -69,37 +70,42 @@ def run(jobs: Iterable[ScheduledTensor]) -> Schedule:
     loop = _Loop()
     for job in jobs:
         route = job.route
-        partitions = min(route.partitions, MAX_PARTITIONS // divisor)
-        for _ in range(partitions):
-            loop.submit(job.ready, _tasks(route.legs, route.partitions / partitions, MAX_LEG_TASKS // divisor))
+        batches = min(route.batches, MAX_BATCHES // divisor)
+        for _ in range(batches):
+            tasks = _tasks(route.legs, route.batches / batches, MAX_LEG_TASKS // divisor, route.load)
+            loop.submit(job.ready, tasks)
     return loop.run()
 
 
-def _tasks(legs: Sequence[Leg], scale: float, most: int) -> list[_Task]:
-    """Return the tasks of one partition. Each leg waits for the whole leg before it."""
+def _tasks(legs: Sequence[Leg], scale: float, most: int, load: float) -> list[_Task]:
+    """Return the tasks of one batch. Each leg waits for the whole leg before it."""
     found: list[_Task] = []
     last: list[_Task] = []
     for leg in legs:
-        made, last = _leg_tasks(leg, scale, most, last)
+        made, last = _leg_tasks(leg, scale, most, last, load)
         found += made
     return found
 
 
-def _leg_tasks(leg: Leg, scale: float, most: int, after: list[_Task]) -> tuple[list[_Task], list[_Task]]:
+def _leg_tasks(leg: Leg, scale: float, most: int, after: list[_Task], load: float) -> tuple[list[_Task], list[_Task]]:
     """Return the tasks of a leg, and those that the next leg waits for."""
+    idle = 1 - load  # share of a rank's time in which it only waits for others
     if leg.kind == "work":
-        work = _Task(CODEC, leg.coding * scale, after)
+        work = _Task(CODEC, load * leg.coding * scale, after, idle * leg.coding * scale)
         return [work], [work]
     found: list[_Task] = []
     ends: list[_Task] = []
     count = min(leg.messages, most if leg.kind == "fan" else most // 2)
     share = scale * leg.messages / count
-    lag = leg.latency * (1 if leg.kind == "fan" else leg.messages / count)
+    # Messages that are encoded, or decoded, one after another although other ranks do it.
+    encoded, decoded = share if leg.kind != "fan" else scale, share if leg.kind == "chain" else scale
+    latency = leg.latency * (1 if leg.kind == "fan" else leg.messages / count)
     before = after
     for index in range(count):
-        encode = _Task(CODEC, leg.encode * share, before)
-        send = _Task(LINK, leg.wire * share, [encode], lag)
-        decode = _Task(CODEC, leg.decode * share, [send])
+        earlier = (index + 1) * share if leg.kind == "fan" else share  # messages one after another on an owner's link
+        encode = _Task(CODEC, load * leg.encode * share, before, idle * leg.encode * encoded)
+        send = _Task(LINK, load * leg.wire * share, [encode], latency + idle * leg.wire * earlier)
+        decode = _Task(CODEC, load * leg.decode * share, [send], idle * leg.decode * decoded)
         found += [encode, send, decode]
         if leg.kind == "relay":
             before = [send]
@@ -109,7 +115,7 @@ def _leg_tasks(leg: Leg, scale: float, most: int, after: list[_Task]) -> tuple[l
         else:
             ends.append(decode)
         if index == 0 and leg.aside:  # not before the first message is on its way
-            found.append(_Task(CODEC, leg.aside * scale, after))
+            found.append(_Task(CODEC, load * leg.aside * scale, after, idle * leg.aside * scale))
             ends = [*ends, found[-1]]
     return found, ends
 
@@ -134,11 +140,12 @@ class _Loop:
                 self._at(ready, False, task)
 
     def run(self) -> Schedule:
-        now = 0.0
+        now = finish = 0.0
         while self._events:
             now, _, ends, task = heapq.heappop(self._events)
             if ends:
                 self._end(now, task)
+                finish = max(finish, now + task.lag)
             else:
                 # The link goes by when a message is ready, the codec by when a tensor was submitted.
                 rank = task.priority if task.resource == CODEC else 0
@@ -146,7 +153,7 @@ class _Loop:
                 heapq.heappush(self._queues[task.resource], (rank, self._number, task))
             if not self._events or self._events[0][0] > now:
                 self._start(now)
-        return Schedule(now, self._busy[CODEC], self._busy[LINK])
+        return Schedule(finish, self._busy[CODEC], self._busy[LINK])
 
     def _start(self, now: float) -> None:
         """Give each idle resource the first task of its queue."""

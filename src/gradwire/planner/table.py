@@ -15,6 +15,7 @@ from typing import Any
 from gradwire.compressors.base.registry import DENSE_NAME, compressor_of
 from gradwire.core.errors import OptionError
 from gradwire.planner.costs import expect_fields, read_document
+from gradwire.sync.fusion import is_fused
 from gradwire.sync.plan import Plan
 from gradwire.sync.plan_entry import PlanEntry
 
@@ -33,7 +34,7 @@ class PlanRow:
         ready: When backward has computed the gradient.
         spec: Compressor, such as ``"threelc:sparsity=1.5"``.
         strategy: Name of the strategy.
-        partitions: Number of ranges that a rank's share is cut into.
+        partitions: Number of ranges that it is cut into. With one, it is fused with others where that is possible.
         batched: Whether it travels in one message with other small tensors. Times are then its share of theirs.
         encode: Time in which a rank encodes.
         wire: Time in which a rank's link is busy.
@@ -221,7 +222,8 @@ def _together(rows: list[PlanRow]) -> PlanRow:
 def _cells(row: PlanRow) -> tuple[str, ...]:
     times = (row.encode, row.wire, row.decode, row.total, row.dense)
     faster = f"{row.dense / row.total:.1f}x" if row.total and row.spec != DENSE_NAME else ""
-    return (row.name, f"{row.numel:,}", seconds(row.ready), row.spec, row.strategy, str(row.partitions),
+    parts = "fused" if is_fused(_entry(row), row.numel) else str(row.partitions)
+    return (row.name, f"{row.numel:,}", seconds(row.ready), row.spec, row.strategy, parts,
             *map(seconds, times), faster)  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +22,7 @@ from gradwire.simulate.prices import PriceList
 from gradwire.simulate.tasks import Tasks
 from gradwire.sync.chunk import RANGE_ALIGNMENT, split
 from gradwire.sync.plan_entry import PlanEntry
+from gradwire.sync.strategies import STRATEGIES
 
 MAX_TASKS = 30_000_000
 """Most tasks of a simulation. More would exhaust memory and patience."""
@@ -38,7 +39,7 @@ class SimulatedJob:
         numel: Number of elements.
         entry: Plan entry.
         ready_seconds: When its gradient is ready on a typical rank, in seconds from the beginning of the step.
-        tensor: Index in the agreed order of names.
+        rotation: Rank that owns the first range, modulo the number of ranks.
         prices: Costs of its tasks and frames.
         members: Tensors of a compressed fusion group.
     """
@@ -47,9 +48,15 @@ class SimulatedJob:
     numel: int
     entry: PlanEntry
     ready_seconds: float
-    tensor: int
+    rotation: int
     prices: PriceList
     members: tuple[FusionMember, ...] = ()
+
+    def num_chunks(self, world_size: int) -> tuple[int, int]:
+        """Number of chunks that it is cut into, and of those in folded graphs, in which all ranks own as many."""
+        shares = world_size if STRATEGIES[self.entry.strategy].has_owners else 1
+        cut = shares if self.members else self.entry.num_ranges(self.numel, shares)
+        return cut, -(-cut // shares) * shares
 
 
 class Assembled(NamedTuple):
@@ -114,8 +121,8 @@ def _cached_graphs(job: SimulatedJob, cluster: Cluster, fold: Fold) -> _JobGraph
     entry = job.entry
     key = (
         *(cluster.ranks, cluster.ranks_per_node, fold.folded, fold.index_of.tobytes()),
-        *(repr(entry.compressor), entry.strategy, entry.partitions),
-        None if fold.folded else (job.numel, job.tensor, job.members),
+        *(repr(entry.compressor), entry.strategy, job.num_chunks(cluster.ranks)[fold.folded]),
+        None if fold.folded else (job.numel, job.rotation, job.members),
     )
     if key not in _cache:
         made = _graphs(job, cluster, fold)
@@ -129,12 +136,17 @@ def _graphs(job: SimulatedJob, cluster: Cluster, fold: Fold) -> _JobGraphs:
     entry, world_size, step = job.entry, cluster.ranks, cluster.ranks_per_node
     if not fold.folded:
         graphs = [
-            graph_of(entry, job.numel, rank, world_size, tensor=job.tensor, ranks_per_node=step, members=job.members)
+            graph_of(
+                *(entry, job.numel, rank, world_size),
+                rotation=job.rotation,
+                ranks_per_node=step,
+                members=job.members,
+            )
             for rank in fold.ranks
         ]
         return _JobGraphs(graphs, _pairs(graphs, fold, world_size, lambda chunk, *_: chunk))
-    # Enough blocks for equal chunks, whatever number of chunks a strategy cuts into.
-    numel = world_size * entry.partitions * RANGE_ALIGNMENT
+    _, num_chunks = job.num_chunks(world_size)
+    entry, numel = replace(entry, partitions=num_chunks), num_chunks * RANGE_ALIGNMENT  # equal chunks
     graphs = [graph_of(entry, numel, rank, world_size, ranks_per_node=step) for rank in fold.ranks]
     following = graph_of(entry, numel, (fold.ranks[0] + step) % world_size, world_size, ranks_per_node=step)
     moved = chunk_shift(graphs[0], following, step, world_size)
@@ -238,8 +250,7 @@ class _Layout:
         """Sizes of the chunks that a task of this work may have, each with its share of all chunks."""
         if not self._fold.folded:
             return [(work.sizes, 1.0)]
-        padded = self._cluster.ranks * job.entry.partitions * RANGE_ALIGNMENT
-        return _chunk_sizes(job.numel, job.members, padded // work.sizes[0])
+        return _chunk_sizes(job.numel, job.members, *job.num_chunks(self._cluster.ranks))
 
     def _costs(self, job: SimulatedJob, work: Work) -> tuple[float, ...]:
         """Costs of a task of this work: seconds and their mean, bytes and their mean, mean of frames, and frames."""
@@ -295,15 +306,22 @@ def _starts(counts: np.ndarray) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=4096)
-def _chunk_sizes(numel: int, members: tuple[FusionMember, ...], num_chunks: int) -> list[tuple[tuple[int, ...], float]]:
-    """Sizes of the chunks that are not empty, each with its share of all chunks, cut as the synchronizer cuts them."""
-    chunks: dict[int, tuple[int, ...]] = {
-        chunk.index: (chunk.count,) for chunk in split(numel, num_chunks) if chunk.count
-    }
+def _chunk_sizes(
+    numel: int, members: tuple[FusionMember, ...], cut: int, num_chunks: int
+) -> list[tuple[tuple[int, ...], float]]:
+    """Sizes of the chunks that are not empty, each with its share of all chunks, cut as the synchronizer cuts them.
+
+    Args:
+        numel: Number of elements.
+        members: Tensors of a compressed fusion group.
+        cut: Number of chunks that they are cut into.
+        num_chunks: Number of chunks of the simulated job.
+    """
+    chunks: dict[int, tuple[int, ...]] = {chunk.index: (chunk.count,) for chunk in split(numel, cut) if chunk.count}
     if members:
         chunks = {}
         for member in members:
-            index = member.fusion_index % num_chunks
+            index = member.rotation % num_chunks
             chunks[index] = (*chunks.get(index, ()), member.numel)
     found = Counter(chunks.values())
     return [(sizes, number / num_chunks) for sizes, number in sorted(found.items())]

@@ -33,11 +33,11 @@ class FusionMember(NamedTuple):
 
     Attributes:
         numel: Number of elements.
-        fusion_index: Index among all tensors that are fused, as in `TensorLayout`.
+        rotation: Rank that owns it, modulo the number of ranks.
     """
 
     numel: int
-    fusion_index: int
+    rotation: int
 
 
 class Work(NamedTuple):
@@ -98,7 +98,7 @@ def graph_of(
     rank: int,
     world_size: int,
     *,
-    tensor: int = 0,
+    rotation: int = 0,
     ranks_per_node: int = 1,
     members: Sequence[FusionMember] = (),
 ) -> RankGraph:
@@ -109,7 +109,7 @@ def graph_of(
         numel: Number of elements.
         rank: Rank that runs them.
         world_size: Number of ranks.
-        tensor: Index of the tensor in the agreed order of names.
+        rotation: Rank that owns the first range, modulo the number of ranks.
         ranks_per_node: Ranks of a node, for hierarchical strategies.
         members: Tensors of a compressed fusion group.
 
@@ -121,11 +121,10 @@ def graph_of(
     layout: TensorLayout | FusionLayout
     if members:
         layout = FusionLayout(
-            [TensorLayout("job", tensor, entry, torch.float32, each.numel, fusion_index=each.fusion_index)
-             for each in members]
+            [TensorLayout("job", 0, entry, torch.float32, each.numel, rotation=each.rotation) for each in members]
         )  # fmt: skip
     else:
-        layout = TensorLayout("job", tensor, entry, torch.float32, numel)
+        layout = TensorLayout("job", 0, entry, torch.float32, numel, rotation=rotation)
     nodes = grouped([str(each // ranks_per_node) for each in range(world_size)])
     return _packed(operations_of(layout, rank, world_size, lambda: nodes), layout, world_size)
 

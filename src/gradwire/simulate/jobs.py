@@ -16,18 +16,18 @@ from gradwire.simulate.cluster import Cluster
 from gradwire.simulate.graphs import FusionMember
 from gradwire.simulate.prices import PriceList
 from gradwire.simulate.workload import SimulatedGradient, SimulatedModel
-from gradwire.sync.fusion import FUSION_FLAG, is_fused
+from gradwire.sync.fusion import is_fused, rotations
 from gradwire.sync.job import group_name
 from gradwire.sync.plan import Plan
 from gradwire.sync.plan_entry import PlanEntry
 
 
 class _Entry(NamedTuple):
-    """A gradient with its plan entry, and its number in the order of the backward pass."""
+    """A gradient with its plan entry, and who owns its first range."""
 
-    number: int
     gradient: SimulatedGradient
     entry: PlanEntry
+    rotation: int
 
     @property
     def numel(self) -> int:
@@ -41,19 +41,18 @@ class _Entry(NamedTuple):
 
 def jobs_of(model: SimulatedModel, plan: Plan, cluster: Cluster, costs: Costs) -> list[SimulatedJob]:
     """The jobs of one backward pass, in the order of submission."""
-    entries = [
-        _Entry(index, grad, _on_nodes(plan.entry(grad.name, grad.spec), cluster))
-        for index, grad in enumerate(model.gradients)
-        if grad.spec.numel
+    found = [
+        (grad, _on_nodes(plan.entry(grad.name, grad.spec), cluster)) for grad in model.gradients if grad.spec.numel
     ]
-    fusion_index = {each.number: index for index, each in enumerate(each for each in entries if each.is_fused)}
+    owners = rotations((entry, grad.spec.numel) for grad, entry in found)
+    entries = [_Entry(grad, entry, rotation) for (grad, entry), rotation in zip(found, owners)]
     jobs: list[SimulatedJob] = []
 
-    def add(group: Sequence[_Entry], ready: float, flag: int = 0, members: tuple[FusionMember, ...] = ()) -> None:
+    def add(group: Sequence[_Entry], ready: float, members: tuple[FusionMember, ...] = ()) -> None:
         first, entry, numel = group[0], group[0].entry, sum(each.numel for each in group)
         name = group_name([each.gradient.name for each in group])
         prices = PriceList(entry.compressor, costs, first.gradient.dtype, fused=bool(members))
-        jobs.append(SimulatedJob(name, numel, entry, ready, first.number | flag, prices, members))
+        jobs.append(SimulatedJob(name, numel, entry, ready, first.rotation, prices, members))
 
     for bucket in _buckets(entries, model.bucket_bytes):
         ready = model.compute.forward_seconds + bucket[-1].gradient.ready_seconds
@@ -67,8 +66,8 @@ def jobs_of(model: SimulatedModel, plan: Plan, cluster: Cluster, costs: Costs) -
                 add([each], ready)
         for group in groups.values():
             is_dense = group[0].entry.batched
-            members = () if is_dense else tuple(FusionMember(each.numel, fusion_index[each.number]) for each in group)
-            add(group, ready, FUSION_FLAG * is_dense, members)
+            members = () if is_dense else tuple(FusionMember(each.numel, each.rotation) for each in group)
+            add(group, ready, members)
     return jobs
 
 

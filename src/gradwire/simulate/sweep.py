@@ -24,15 +24,15 @@ class SweepMethod(NamedTuple):
     Attributes:
         spec: Name and options, such as ``"threelc:sparsity=1.5"``.
         strategy: Strategy; None for the one that `Plan` takes.
-        partitions: Ranges that a rank's share of a tensor is cut into.
+        partitions: Ranges that a tensor is cut into; None for those that `Plan` takes.
     """
 
     spec: str
     strategy: str | None = None
-    partitions: int = 1
+    partitions: int | None = None
 
     @classmethod
-    def parse(cls, text: str, strategy: str | None = None, partitions: int = 1) -> SweepMethod:
+    def parse(cls, text: str, strategy: str | None = None, partitions: int | None = None) -> SweepMethod:
         """Parse ``SPEC`` or ``SPEC@STRATEGY``. `strategy` applies if the text names none.
 
         Raises:

@@ -38,13 +38,14 @@ def operations_of_rank(
     """
     if entry.strategy not in peer_strategies():
         raise UnknownNameError("strategy", entry.strategy, peer_strategies())
-    if world_size < 2 or not 0 <= rank < world_size or min(entry.partitions, ranks_per_node) < 1 or elements < 0:
+    num_ranges = entry.num_ranges(0, world_size)
+    if world_size < 2 or not 0 <= rank < world_size or min(num_ranges, ranks_per_node) < 1 or elements < 0:
         raise OptionError(
-            f"There is no graph of rank {rank} of {world_size} with {entry.partitions} partitions, {ranks_per_node} "
+            f"There is no graph of rank {rank} of {world_size} with {num_ranges} partitions, {ranks_per_node} "
             f"ranks per node and {elements} elements. Pass at least 2 ranks, one of them as the rank, and at least 1 "
             "partition and rank per node, for example: gradwire graph ring --ranks 4 --rank 0."
         )
-    numel = elements or world_size * entry.partitions * RANGE_ALIGNMENT
+    numel = elements or num_ranges * RANGE_ALIGNMENT
     nodes = grouped([str(each // ranks_per_node) for each in range(world_size)])
     return operations_of(TensorLayout("tensor", 0, entry, torch.float32, numel), rank, world_size, lambda: nodes)
 

@@ -5,19 +5,21 @@ The cost of an operation, a frame and a wake-up is paid once for many tensors. T
 - Dense tensors, unchanged or cast to 16 bits, are one flat tensor to compressor and strategy. If they are neighbors in
   memory, as in a bucket of DDP that is dense as a whole, that memory is used in place. Such a group keeps no residuals,
   because none of its compressors needs any; what an earlier plan or a loaded state has left of its tensors is added.
-- Compressed tensors keep their own payloads, statistics, random streams and residuals, so a group gives the same values
-  as its tensors would one by one, unsplit. A chunk of a group holds full tensors. If chunks have owners, each tensor
-  has one, the same in every group. So a small tensor has one scale, whereas each range of a large one has its own.
+- Compressed tensors with one partition. They keep their own payloads, statistics, random streams and residuals, so a
+  group gives the same values as its tensors would one by one. A chunk of a group holds full tensors. If chunks have
+  owners, each tensor has one, the same in every group.
 
 Body of a payload of compressed tensors: one uint32 per tensor (the bytes of its payload; bit 31 if the sender's
 backward pass used it, bit 30 if it was not finite), then the payloads.
 
 Source: HiPress (SOSP 2021), sections 3.2 and 3.4: batch compression and bulk communication. Differences: groups are
-those of a submission, so there is no coordinator and no size threshold.
+those of a submission, so there is no coordinator. What is fused follows from the partitions of the plan, which the
+planner chooses by cost.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -33,24 +35,44 @@ from gradwire.sync.chunk import Chunk
 from gradwire.sync.codec import EMPTY, PayloadCodec, blame, make_codec
 from gradwire.sync.job import TensorJob, TensorLayout, group_name, job_detail
 from gradwire.sync.operations import Operations
-from gradwire.sync.plan_entry import PlanEntry
+from gradwire.sync.plan_entry import MAX_RANGE_ELEMENTS, PlanEntry
 from gradwire.wire.payload import Payload
 
 FUSION_FLAG = 1 << 31  # set in the tensor id of a group; the other bits are the id of its first tensor
-MAX_FUSED_ELEMENTS = 1 << 17  # half a megabyte: above this, encoding a tensor takes longer than sending a frame
 FUSION_STRATEGIES = ("allgather", "scatter_reduce")
 
 _USED, _NONFINITE = 1 << 31, 1 << 30
 _LENGTH = _NONFINITE - 1
 
 
-def is_fused(entry: PlanEntry, numel: int) -> bool:
-    """Whether a compressed tensor is fused with others of its submission. It is not split even if it is alone."""
+def can_be_fused(entry: PlanEntry) -> bool:
+    """Whether compressed tensors with this entry can be fused, if they have one partition."""
     codec = entry.compressor
     is_dense = codec.exact and not policies.get(entry.feedback).has_velocity
     plain = not (is_dense or codec.needs_stats or isinstance(codec, SummableCompressor) or codec.requires_full_tensor)
-    alone = entry.batched or entry.partitions > 1 or numel > MAX_FUSED_ELEMENTS
-    return plain and not alone and entry.strategy in FUSION_STRATEGIES
+    return plain and not entry.batched and entry.strategy in FUSION_STRATEGIES
+
+
+def is_fused(entry: PlanEntry, numel: int) -> bool:
+    """Whether a compressed tensor is fused with others of its submission. Lengths in a body bound its size."""
+    return entry.partitions == 1 and numel <= MAX_RANGE_ELEMENTS and can_be_fused(entry)
+
+
+def rotations(tensors: Iterable[tuple[PlanEntry, int]]) -> list[int]:
+    """Return who owns the first range of each tensor, modulo the number of ranks.
+
+    Each tensor begins one rank after the one before that is cut into as many ranges. So every rank owns as many ranges
+    as any other, whatever stands between them.
+
+    Args:
+        tensors: Entry and number of elements of each tensor, in the agreed order.
+    """
+    counts, found = Counter[tuple[int | None, bool]](), []
+    for entry, numel in tensors:
+        kind = entry.partitions, is_fused(entry, numel)
+        found.append(counts[kind])
+        counts[kind] += 1
+    return found
 
 
 def max_message_bytes(max_payload_bytes: Iterable[int]) -> int:
@@ -73,6 +95,7 @@ class FusionLayout:
 
     operations: Operations
     offset = 0
+    rotation = 0
 
     def __init__(self, members: Sequence[TensorLayout]) -> None:
         self.members = members
@@ -88,16 +111,16 @@ class FusionLayout:
         self.prepared: dict[int, Any] = {}
         self.members_of_chunk: list[list[int]] = []
 
-    def chunks(self, num_chunks: int) -> list[Chunk]:
-        """Return `num_chunks` chunks of full tensors. Some may be empty.
+    def chunks(self, shares: int) -> list[Chunk]:
+        """Return one chunk of full tensors per share. Some may be empty.
 
         A tensor has the same owner in every group, because residuals must not depend on buckets.
         """
-        if len(self.members_of_chunk) != num_chunks:
+        if len(self.members_of_chunk) != shares:
             self.prepared.clear()
-            self.members_of_chunk = [[] for _ in range(num_chunks)]
+            self.members_of_chunk = [[] for _ in range(shares)]
             for index, member in enumerate(self.members):
-                self.members_of_chunk[(member.fusion_index - self.tensor) % num_chunks].append(index)
+                self.members_of_chunk[member.rotation % shares].append(index)
         counts = [sum(self.members[index].count for index in indices) for indices in self.members_of_chunk]
         return [Chunk(index, 0, count) for index, count in enumerate(counts)]
 
@@ -118,7 +141,9 @@ class DenseGroup(NamedTuple):
         """Return the group of tensors with the same plan entry and element type."""
         first, count = members[0], sum(member.count for member in members)
         names = [member.name for member in members]
-        layout = TensorLayout(group_name(names), first.tensor | FUSION_FLAG, first.entry, first.dtype, count)
+        layout = TensorLayout(
+            group_name(names), first.tensor | FUSION_FLAG, first.entry, first.dtype, count, rotation=first.rotation
+        )
         layout.detail = job_detail(first.entry, count, names)
         return cls(layout, members)
 

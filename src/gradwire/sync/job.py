@@ -28,7 +28,7 @@ class TensorLayout:
         offset: Global element index of the first value.
         shape: Shape of the full tensor, for compressors with `requires_full_tensor`.
         index: Index in the submission.
-        fusion_index: Index among the tensors that are fused. It decides who owns the tensor, whatever the buckets are.
+        rotation: Rank that owns the first range, modulo the number of ranks. The same whatever the buckets are.
 
     Attributes:
         operations: How it is synchronized; set once all of the above is known.
@@ -47,7 +47,7 @@ class TensorLayout:
         offset: int = 0,
         shape: tuple[int, ...] | None = None,
         index: int = 0,
-        fusion_index: int = 0,
+        rotation: int = 0,
     ) -> None:
         self.name = name
         self.tensor = tensor
@@ -57,7 +57,7 @@ class TensorLayout:
         self.offset = offset
         self.shape = shape if entry.compressor.requires_full_tensor else None
         self.index = index
-        self.fusion_index = fusion_index
+        self.rotation = rotation
         self.detail = job_detail(entry, count, [name])
 
     @cached_property
@@ -74,9 +74,10 @@ class TensorLayout:
         """Global elements."""
         return ElementRange(self.offset, self.count)
 
-    def chunks(self, num_chunks: int) -> list[Chunk]:
-        """Return `num_chunks` chunks, or one if the compressor requires full tensors."""
-        return split(self.count, 1 if self.entry.compressor.requires_full_tensor else num_chunks)
+    def chunks(self, shares: int) -> list[Chunk]:
+        """Return the ranges of the plan entry, or one if the compressor requires full tensors. Some may be empty."""
+        whole = self.entry.compressor.requires_full_tensor
+        return split(self.count, 1 if whole else self.entry.num_ranges(self.count, shares))
 
     def chunk_range(self, chunk: Chunk) -> ElementRange:
         """Return the global elements of a chunk, by which its residual is stored."""

@@ -161,7 +161,7 @@ class Launcher:
                 if name in flushed:
                     entry = replace(entry, feedback="error")
                 where = tensors.ids[name], entry, spec.dtype, count, each.offset, spec.shape
-                found.append((TensorLayout(name, *where, index, tensors.fusion_indices.get(name, 0)), spec.numel))
+                found.append((TensorLayout(name, *where, index, tensors.rotations[name]), spec.numel))
         layout, transport = SubmissionLayout(found), self._runtime.transport
         for job in layout.jobs:
             job.operations = operations_of(job, transport.rank, transport.world_size, self._runtime.nodes)

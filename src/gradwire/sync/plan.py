@@ -11,6 +11,7 @@ A rule that applies to no tensor is not an error, so that different models can s
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from gradwire.compressors.base import Compressor
@@ -19,12 +20,13 @@ from gradwire.compressors.base.registry import DENSE_NAME, compressor_of, make, 
 from gradwire.core.errors import OptionError, OptionTypeError, UnknownNameError, nearest
 from gradwire.core.spec import TensorSpec
 from gradwire.residuals import policies
+from gradwire.sync.fusion import can_be_fused
 from gradwire.sync.plan_entry import PlanEntry
 from gradwire.sync.strategies import STRATEGIES
 
 Method = str | Compressor
 AUTO = "auto"
-PARTITION_ELEMENTS = 1 << 24
+WHOLE_ELEMENTS = 1 << 17  # half a megabyte: above this, encoding a tensor takes longer than sending a frame
 
 
 class Plan:
@@ -39,8 +41,10 @@ class Plan:
             within nodes, compressed between them) or ``"server"`` (an aggregator, for ``"thc"`` and ``"uthc"``). None
             means the ring, which fills each link, for tensors that travel without loss by choice, and scatter-reduce
             for all others. Under ``"server"``, dense tensors travel as under None.
-        partitions: Number of ranges that a rank's share of a tensor is cut into, at least 1. None means one range for
-            every 16 million elements of the tensor, so that several threads can work on a large tensor.
+        partitions: Number of ranges that each tensor is cut into, at least 1. Owners of ranges rotate from tensor to
+            tensor. Tensors with one range share messages where their compressor allows it. None means one range for
+            compressed tensors of up to 131,072 elements that can share messages. For all others, it means one range
+            per rank for every 16 million elements, so that several threads can work on a large tensor.
         min_elements: Size below which tensors stay dense under the blanket rule. Vectors always do.
         feedback: Residual policy of all compressors: ``"error"``, ``"none"``, ``"momentum"`` or a `MomentumCorrection`.
             None means the default of each compressor. Momentum correction applies to dense tensors too, and compressed
@@ -70,7 +74,7 @@ class Plan:
         if self.has_velocity and strategy not in (None, "allgather"):
             raise _needs_allgather(strategy)
         if partitions is not None and partitions < 1:
-            raise OptionError(f"partitions must be at least 1, but it is {partitions}. Pass 1 to leave shares whole.")
+            raise OptionError(f"partitions must be at least 1, but it is {partitions}. Pass 1 to leave tensors whole.")
         if min_elements < 0:
             raise OptionError(f"min_elements must not be negative, but it is {min_elements}. Pass 0 to compress all.")
         if isinstance(rules, Mapping) and not rules:
@@ -118,7 +122,7 @@ class Plan:
                 raise _needs_allgather(entry.strategy)
             # A batch has no residuals, and its compressor sees elements of many tensors.
             may_be_batched = entry.feedback == "none" and entry.compressor.elementwise
-            if entry.partitions < 1 or (entry.batched and not may_be_batched):
+            if (entry.partitions is not None and entry.partitions < 1) or (entry.batched and not may_be_batched):
                 raise OptionError(
                     f"The plan has {entry} for {name!r}. Partitions must be at least 1, and batched entries must have "
                     "none, fp16 or bf16 without feedback. Create the plan again, or correct its file."
@@ -178,21 +182,26 @@ class Plan:
         if small and pattern == "*":
             compressor = make(DENSE_NAME)
         feedback = self.feedback or compressor.default_feedback
-        partitions = self.partitions or max(1, -(-spec.numel // PARTITION_ELEMENTS))
         if self.has_velocity:
             strategy = ("scatter_reduce" if small else "ring") if compressor.exact else "allgather"
-            return PlanEntry(compressor, strategy, partitions, feedback)
+            return self._cut(PlanEntry(compressor, strategy, self.partitions, feedback), spec.numel)
         batched = compressor.dense or (small and compressor.exact and compressor.elementwise)
         given = self.strategy
         if given is not None and compressor.exact and not STRATEGIES[given].carries(compressor):
             given = None
-        return PlanEntry(
+        entry = PlanEntry(
             compressor,
             given or usual,
-            partitions,
+            self.partitions,
             feedback="none" if compressor.exact else feedback,
             batched=batched,
         )
+        return self._cut(entry, spec.numel)
+
+    def _cut(self, entry: PlanEntry, numel: int) -> PlanEntry:
+        """Return the entry with one range, if none were asked for and the tensor is small and can be fused."""
+        whole = self.partitions is None and numel <= WHOLE_ELEMENTS and can_be_fused(entry)
+        return replace(entry, partitions=1) if whole else entry
 
     def notes(self, specs: Mapping[str, TensorSpec]) -> list[str]:
         """Sentences about what a user may not expect of this plan with these tensors, with advice."""

@@ -9,6 +9,8 @@ import numpy as np
 
 from gradwire.compressors.base import Compressor, SummableCompressor
 
+MAX_RANGE_ELEMENTS = 1 << 24  # so that several threads can work on a larger share
+
 
 @dataclass(frozen=True)
 class PlanEntry:
@@ -17,16 +19,29 @@ class PlanEntry:
     Attributes:
         compressor: Compressor of the tensor.
         strategy: Name of the strategy.
-        partitions: Number of ranges that a rank's share is cut into, so that they can overlap.
+        partitions: Number of ranges that the tensor is cut into, by itself or as part of a dense group. A tensor with
+            one range can be fused (`gradwire.sync.fusion`). None means one range per rank, for every 16 million
+            elements; in an all-gather, one range for every 16 million.
         feedback: Residual policy as text: ``"none"``, ``"error"`` or ``"momentum"``, the last with options.
         batched: If true, the tensor travels exactly or cast to 16 bits, in a dense group with others.
     """
 
     compressor: Compressor
     strategy: str = "scatter_reduce"
-    partitions: int = 1
+    partitions: int | None = None
     feedback: str = "none"
     batched: bool = False
+
+    def num_ranges(self, count: int, shares: int) -> int:
+        """Number of ranges that `count` elements are cut into.
+
+        Args:
+            count: Number of elements.
+            shares: Number of ranks that own ranges; 1 if ranges have no owners.
+        """
+        if self.partitions is not None:
+            return self.partitions
+        return shares * max(1, -(-count // MAX_RANGE_ELEMENTS))
 
     def accumulator_dtype(self, stage: int, world_size: int) -> np.dtype:
         """Element type of the accumulators that leave a stage. On a ring it widens: each hop adds a payload."""

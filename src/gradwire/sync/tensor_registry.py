@@ -41,7 +41,7 @@ class TensorRegistry:
         ids: Index of each name in `names`.
         specs: Specs of the full tensors.
         entries: Plan entries on these nodes.
-        fusion_indices: Index of each tensor for which `is_fused` holds, among all of these.
+        rotations: Owner of the first range of each tensor, modulo the number of ranks.
         version: Counts the changes of tensors and entries.
     """
 
@@ -53,7 +53,7 @@ class TensorRegistry:
         self._plan = plan
         self._world_size = world_size
         self._nodes = nodes
-        self.fusion_indices: dict[str, int] = {}
+        self.rotations: dict[str, int] = {}
         self.version = 0
         self._max_fused = 0, 0  # elements, and bytes of a message
         self._dense_fused: Counter[tuple[torch.dtype, str, str]] = Counter()  # elements
@@ -103,9 +103,10 @@ class TensorRegistry:
         return replace(entry, strategy="scatter_reduce") if num_nodes == self._world_size else entry
 
     def _count(self) -> None:
-        """Compute the limits of fused frames: the largest group holds all tensors that may be fused."""
+        """Compute owners, and the limits of fused frames: the largest group holds all tensors that may be fused."""
+        sizes = [(self.entries[name], self.specs[name].numel) for name in self.names]
+        self.rotations = dict(zip(self.names, fusion.rotations(sizes)))
         fused = [name for name in self.names if fusion.is_fused(self.entries[name], self.specs[name].numel)]
-        self.fusion_indices = {name: index for index, name in enumerate(fused)}
         max_bytes = (self.entries[name].compressor.max_encoded_bytes(self.specs[name]) for name in fused)
         self._max_fused = sum(self.specs[name].numel for name in fused), fusion.max_message_bytes(max_bytes)
         self._dense_fused = Counter()
@@ -122,7 +123,9 @@ class TensorRegistry:
         """Return the most bytes by which a peer can be ahead: it can finish this step and send all of the next one."""
         step = sum(self._early_bytes(self.entries[name], spec) for name, spec in self.specs.items())
         # At most three frames per chunk (stats, to the owner, back), in each of two steps.
-        num_chunks = self._world_size * sum(self.entries[name].partitions for name in self.specs)
+        num_chunks = sum(
+            self.entries[name].num_ranges(spec.numel, self._world_size) for name, spec in self.specs.items()
+        )
         return 4 * step + 6 * num_chunks * HEADER_BYTES + (1 << 20)
 
     def _early_bytes(self, entry: PlanEntry, spec: TensorSpec) -> int:

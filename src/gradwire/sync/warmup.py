@@ -39,11 +39,12 @@ def warm_up(tensors: Iterable[tuple[PlanEntry, torch.dtype]], world_size: int = 
     for entry, dtype in [pair for pair in pairs if pair[0].strategy == "hierarchical"]:
         pairs += [(dense, dtype), (dense, torch.float32), (entry, torch.float32)]
     for entry, dtype in pairs:
-        key = (repr(entry.compressor), entry.strategy, entry.feedback, dtype)
+        fused = is_fused(entry, NUM_ELEMENTS)
+        key = (repr(entry.compressor), entry.strategy, entry.feedback, dtype, fused)
         if key not in seen:
             seen.add(key)
             _warm_up_one(entry, dtype, world_size)
-            if is_fused(entry, NUM_ELEMENTS):
+            if fused:
                 _warm_up_group(entry, dtype, world_size)
 
 

@@ -46,9 +46,22 @@ class Builder(Draft):
         self._first_stage = self._num_encoders = 0
         self._node_sums: dict[int, tuple[int, list[int]]] = {}  # by chunk: the sum, and the ranks that have one
 
-    def chunks(self, shares: int) -> list[Chunk]:
-        """Return the chunks of the job: `shares` times the number of partitions in its plan entry."""
-        return self.layout.chunks(shares * self.layout.entry.partitions)
+    def chunks(self) -> list[Chunk]:
+        """Return the chunks of a job without owners, except empty ones."""
+        return [chunk for chunk in self.layout.chunks(1) if chunk.count]
+
+    def owned_chunks(self) -> list[tuple[int, Chunk]]:
+        """Return the chunks of a job, except empty ones, each with its owner.
+
+        Owners rotate from chunk to chunk and from tensor to tensor, so that with fewer chunks than ranks, or with short
+        ones, not always the same rank is spared. Each rank begins with the chunks of the next rank and ends with its
+        own, so that not all ranks send to the same owner first.
+        """
+        chunks, W = self.layout.chunks(self.world_size), self.world_size
+        turns = max(W, len(chunks))
+        first = self.rank + 1 - self.layout.rotation
+        ordered = sorted(chunks, key=lambda chunk: (chunk.index - first) % turns)
+        return [((chunk.index + self.layout.rotation) % W, chunk) for chunk in ordered if chunk.count]
 
     @property
     def peers(self) -> list[int]:

@@ -35,12 +35,7 @@ def build(builder: Builder) -> None:
         return
     builder.encode_from(SCATTER, num_encoders=len(nodes))
     home = next(node for node in nodes if rank in node)
-    chunks = builder.chunks(builder.world_size)
-    for step in range(1, len(chunks) + 1):  # in the order of scatter-reduce
-        chunk = chunks[(rank + step - builder.layout.tensor) % len(chunks)]
-        if chunk.count == 0:
-            continue
-        merger = (chunk.index + builder.layout.tensor) % builder.world_size
+    for merger, chunk in builder.owned_chunks():
         owners = owners_of(nodes, merger)
         owner = next(each for each in owners if each in home)
         if rank == owner:

@@ -65,6 +65,7 @@ class Strategy:
         name: Name in plans.
         build: Function that adds the operations of one job to a builder.
         codec: Function that returns the codec of a job, with the methods that these operations call.
+        has_owners: Whether each chunk has an owner, so that tensors are cut into one range per rank by default.
         requires_full_tensor: If true, ranges of a tensor cannot be submitted alone.
         carried: Class of compressors that the strategy supports.
         carried_advice: Description of `carried`, and what to use instead.
@@ -76,6 +77,7 @@ class Strategy:
     name: str
     build: Callable[[Builder], None]
     codec: Callable[[Any, Runtime], Any] = codec_of
+    has_owners: bool = True
     requires_full_tensor: bool = False
     carried: type[Compressor] = Compressor  # type: ignore[type-abstract]
     carried_advice: str = ""

@@ -18,14 +18,10 @@ from gradwire.sync.strategies.register import Strategy, register
 def build(builder: Builder) -> None:
     rank, world_size = builder.rank, builder.world_size
     following, previous = (rank + 1) % world_size, (rank - 1) % world_size
-    chunks = builder.chunks(world_size)
     last = world_size - 1  # the hop, and the stage, at which a chunk's sum is complete
-    for step in range(len(chunks)):
-        chunk = chunks[(rank - step) % len(chunks)]  # a rank begins with the chunk that starts there
-        if chunk.count == 0:
-            continue
-        hop = (rank - chunk.index) % world_size
-        # Round one: the chunk starts at rank (index mod W) and collects a gradient at each of W − 1 hops.
+    for owner, chunk in reversed(builder.owned_chunks()):  # a rank begins with the chunks that start there
+        hop = (rank - owner) % world_size
+        # Round one: the chunk starts at its owner and collects a gradient at each of W − 1 hops.
         if hop == 0:
             mine = builder.start(chunk, "encode ring")
         else:

@@ -2,7 +2,7 @@
 
 This is HiPress's parameter server, co-located with the workers. Each element is encoded twice: as a rank's gradient
 (local residual) and in the owner's aggregate (aggregate residual). The owner's own gradient is not encoded before it is
-added. Each rank sends 2 (W − 1)/W of a payload.
+added. Each rank sends 2 (W − 1)/W of a payload, as a mean over tensors: with K chunks, K ranks own one.
 
 Source: HiPress (SOSP 2021), sections 2.3 and 6.1 (co-located servers). Differences: the owner merges its own gradient
 in full precision, which costs nothing.
@@ -19,16 +19,8 @@ SCATTER, GATHER = 0, 1  # stages
 
 
 def build(builder: Builder) -> None:
-    rank, world_size = builder.rank, builder.world_size
-    chunks = builder.chunks(world_size)
-    # Owners rotate from tensor to tensor, so that short chunks do not always spare the same rank. Each rank begins with
-    # the chunk after its own, so that not all ranks send to the same owner first.
-    for step in range(1, len(chunks) + 1):
-        chunk = chunks[(rank + step - builder.layout.tensor) % len(chunks)]
-        owner = (chunk.index + builder.layout.tensor) % world_size
-        if chunk.count == 0:
-            continue
-        if owner != rank:
+    for owner, chunk in builder.owned_chunks():
+        if owner != builder.rank:
             mine = builder.start(chunk, "encode scatter")
             builder.send(mine, owner, chunk, SCATTER, "send scatter")
             mean = builder.recv(owner, chunk, GATHER, "recv gather")
