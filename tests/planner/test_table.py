@@ -68,6 +68,15 @@ def test_a_plan_of_the_tables_entries_is_what_was_decided(table):
     assert made.entry("fc.bias", TensorSpec((1000,))).feedback == "none"
 
 
+def test_tensors_that_share_messages_are_shown_as_fused(table):
+    row = next(row for row in table.rows if not row.batched)
+    one = replace(row, strategy="scatter_reduce", partitions=1, numel=5000)
+    cut = replace(one, partitions=2)
+    rows = [replace(each, name=f"w{index}") for index, each in enumerate((one, one, replace(one, ready=9.0), cut))]
+    lines = str(replace(table, rows=tuple(rows))).splitlines()[3:7]
+    assert [line.split()[6] for line in lines] == ["fused", "fused", "1", "2"]
+
+
 def cast(table, spec="bf16"):
     """The same with small tensors cast."""
     return replace(table, rows=tuple(replace(row, spec=spec) if row.batched else row for row in table.rows))

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -130,7 +131,8 @@ class PlanTable:
         )
 
     def __str__(self) -> str:
-        lines = [_HEADINGS, *map(_cells, _grouped(self.rows))]
+        fused = Counter(_group(row) for row in self.rows)
+        lines = [_HEADINGS, *(_cells(row, fused[_group(row)] > 1) for row in _grouped(self.rows))]
         widths = [max(map(len, column)) for column in zip(*lines)]
         body = ["  ".join(_align(cell, width, index) for index, (cell, width) in enumerate(zip(line, widths))).rstrip()
                 for line in lines]  # fmt: skip
@@ -219,10 +221,17 @@ def _together(rows: list[PlanRow]) -> PlanRow:
     return replace(rows[0], name=f"{len(rows)} small tensors", ready=max(row.ready for row in rows), **sums)
 
 
-def _cells(row: PlanRow) -> tuple[str, ...]:
+def _group(row: PlanRow) -> tuple[object, ...]:
+    """Return what the tensors have in common that are fused with this one; its name if it is not."""
+    if is_fused(_entry(row), row.numel):
+        return row.ready, row.spec, row.strategy, row.dtype
+    return (row.name,)
+
+
+def _cells(row: PlanRow, fused: bool) -> tuple[str, ...]:
     times = (row.encode, row.wire, row.decode, row.total, row.dense)
     faster = f"{row.dense / row.total:.1f}x" if row.total and row.spec != DENSE_NAME else ""
-    parts = "fused" if is_fused(_entry(row), row.numel) else str(row.partitions)
+    parts = "fused" if fused else str(row.partitions)
     return (row.name, f"{row.numel:,}", seconds(row.ready), row.spec, row.strategy, parts,
             *map(seconds, times), faster)  # fmt: skip
 
