@@ -176,12 +176,24 @@ class _Range:
         return self.count * self.itemsize if self.spec == DENSE_NAME else self.of(self.codec.payload_bytes)
 
     def message(self, kind: Kind, nbytes: float, messages: int, encode: float = 0.0, decode: float = 0.0,
-                aside: float = 0.0) -> Leg:  # fmt: skip
-        """Return a leg of messages with `nbytes` of body. Send and recv tasks count as encoding and decoding."""
-        link, nbytes = self.costs.slowest, self.costs.frame_bytes + self.fused * nbytes
+                aside: float = 0.0, crossing: float | None = None) -> Leg:  # fmt: skip
+        """Return a leg of messages with `nbytes` of body. Send and recv tasks count as encoding and decoding.
+
+        `crossing` is the share of them that leaves the node; None for what follows from the kind.
+        """
+        costs, nbytes = self.costs, self.costs.frame_bytes + self.fused * nbytes
         # The transport sends one frame and receives another while the link carries them both ways.
-        wire = max(link.busy(nbytes), 2 * self.costs.frame(nbytes)) / self.fused
-        return Leg(kind, encode + self.task, wire, decode + self.task, link.latency, messages, aside)
+        crossing = costs.crossing(to_all=kind == "fan") if crossing is None else crossing
+        wire = max(crossing * costs.slowest.busy(nbytes), 2 * costs.frame(nbytes)) / self.fused
+        return Leg(kind, encode + self.task, wire, decode + self.task, costs.slowest.latency, messages, aside)
+
+    def within(self, messages: int) -> Leg:
+        """Return a leg of dense messages from and to ranks of the same node, which keep processors busy."""
+        link, dense = self.costs.within, self.costs.codec(DENSE_NAME)
+        assert link is not None, "nodes have several ranks"
+        nbytes = self.costs.frame_bytes + self.count * self.itemsize
+        sending = self.of(dense.encode) + link.busy(nbytes) + 2 * self.task
+        return Leg("work", messages * sending, decode=messages * (self.of(dense.merge) + 2 * self.task) + link.latency)
 
     def merge(self, payloads: int) -> float:
         """Seconds to decode payloads and add this rank's own gradient."""
@@ -195,12 +207,12 @@ class _Range:
     def finalize(self) -> float:
         return self.of(self.costs.add) + self.of(self.codec.finalize) + self.task
 
-    def stats(self, ranges: int) -> list[Leg]:
-        """Return the preliminary round of several ranges, in which each rank sends to every other."""
+    def stats(self, ranges: int, members: int | None = None) -> list[Leg]:
+        """Return the preliminary round of several ranges, in which each of the members (all ranks) sends to all others."""
         if not self.codec.needs_stats:
             return []
-        peers = self.costs.world_size - 1
-        each = self.message("fan", self.of(self.codec.stats_bytes), peers)
+        peers = (members or self.costs.world_size) - 1
+        each = self.message("fan", self.of(self.codec.stats_bytes), peers, crossing=None if members is None else 1.0)
         sending = peers * (each.encode + each.decode) + self.task
         return [Leg("fan", self.of(self.codec.stats) + sending, each.busy, self.task, each.latency, ranges)]
 
@@ -242,8 +254,27 @@ def _allgather(cost: _Range, W: int) -> list[Leg]:
     return [*cost.stats(1), Leg("work", encode=cost.encode), fan, Leg("work", decode=total)]
 
 
+def _hierarchical(cost: _Range, W: int) -> list[Leg]:
+    """Add up within each node, scatter-reduce between the M owners of a range, and spread the mean within the node.
+
+    Of W ranges, a rank owns M on its node, and merges one of them for all nodes.
+    """
+    M = W // cost.costs.ranks_per_node
+    within = cost.within(W - M)
+    if cost.codec.summable:
+        total = cost.of(cost.codec.accumulator_bytes)
+        owner = Leg("work", encode=cost.encode, decode=cost.accumulate(M))
+        gather = cost.message("fan", total, M - 1, decode=cost.finalize, aside=cost.finalize, crossing=1.0)
+    else:
+        owner = Leg("work", encode=cost.encode, decode=cost.merge(M - 1))
+        gather = cost.message("fan", cost.payload, M - 1, decode=cost.decode, aside=cost.decode, crossing=1.0)
+    scatter = cost.message("fan", cost.payload, M - 1, encode=cost.encode, crossing=1.0)
+    return [within, *cost.stats(M, M), scatter, owner, gather, within]
+
+
 FORMS: dict[str, Callable[[_Range, int], list[Leg]]] = {
     "allgather": _allgather,
+    "hierarchical": _hierarchical,
     "ring": _ring,
     "scatter_reduce": _scatter_reduce,
 }
@@ -251,8 +282,9 @@ FORMS: dict[str, Callable[[_Range, int], list[Leg]]] = {
 
 
 def route(
-    spec: str, strategy: str, partitions: int, numel: int, costs: Costs, itemsize: int = 4, fused: int = 1
-) -> Route:
+    spec: str, strategy: str, partitions: int, numel: int, costs: Costs, itemsize: int = 4, fused: int = 1,
+    codec: CodecCosts | None = None,
+) -> Route:  # fmt: skip
     """Return the route of a tensor.
 
     Args:
@@ -264,13 +296,14 @@ def route(
         itemsize: Bytes per element of the tensor.
         fused: Number of equal tensors, including this one, that are fused (`gradwire.sync.fusion`). Of what those with
             the same owner share, the route has the tensor's part.
+        codec: Costs of the compressor for this tensor, where they depend on its shape.
 
     Raises:
         UnknownNameError: The strategy has no closed form, or the compressor was not measured.
     """
     if strategy not in FORMS:
         raise UnknownNameError("strategy", strategy, FORMS)
-    W, codec = costs.world_size, costs.codec(spec)
+    W, codec = costs.world_size, codec or costs.codec(spec)
     if W == 1 or numel == 0:
         return Route(())
     shares = W if STRATEGIES[strategy].has_owners else 1
@@ -285,5 +318,7 @@ def route(
 
 def native_seconds(nbytes: float, costs: Costs) -> float:
     """Seconds of the framework's own ring all-reduce: DRAGONN's 2 (W − 1) (α + m / (W B))."""
-    link = costs.native or costs.slowest
-    return 2 * (costs.world_size - 1) * link(nbytes / costs.world_size)
+    hops, message = 2 * (costs.world_size - 1), nbytes / costs.world_size
+    if costs.native is not None:
+        return hops * costs.native(message)
+    return hops * (costs.slowest.latency + costs.crossing(False) * costs.slowest.busy(message))

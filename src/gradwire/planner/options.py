@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
+from gradwire.compressors.base import SummableCompressor
+from gradwire.compressors.base.registry import compressor_of
 from gradwire.core.spec import TensorSpec
 from gradwire.planner.closed_forms import Route, route
-from gradwire.planner.costs import CodecCosts, Costs
+from gradwire.planner.costs import CodecCosts, Cost, Costs, LinearCost
 from gradwire.planner.fidelity import DENSE, RankedCompressor
 from gradwire.sync.chunk import RANGE_ALIGNMENT
 from gradwire.sync.fusion import FUSION_STRATEGIES
@@ -49,9 +51,9 @@ class PlannedTensor:
         return TensorSpec(self.shape, self.dtype).nbytes
 
     @property
-    def size(self) -> tuple[int, int]:
+    def size(self) -> tuple[int, ...]:
         """Everything that the options of a tensor depend on."""
-        return self.numel, self.dtype.itemsize
+        return self.dtype.itemsize, *self.shape
 
 
 def is_small(shape: Sequence[int], min_elements: int) -> bool:
@@ -98,18 +100,47 @@ def options(
     """
     found, itemsize, numel = [], tensor.dtype.itemsize, tensor.numel
     for method in (DENSE, *(method for method in methods if method.spec != DENSE.spec)):
+        codec = codec_for(tensor, method.spec, costs)
         for strategy in method.strategies:
-            codec = costs.codec(method.spec)
             shares = costs.world_size if STRATEGIES[strategy].has_owners else 1
             # After a preliminary round all ranks send to one owner at a time: more than a range per rank makes a
             # scatter-reduce slower (8 to 25 % in the simulator).
             most = shares if strategy == "scatter_reduce" and codec.needs_stats else math.inf
             fused = neighbors if _is_fused(method.spec, strategy, codec, numel) else 1
-            for count in partition_counts(numel, shares) if partitions is None else sorted(partitions):
+            counts = partition_counts(numel, shares) if partitions is None else sorted(partitions)
+            for count in [1] if compressor_of(method.spec).requires_full_tensor else counts:
                 if count <= most:
-                    times = route(method.spec, strategy, count, numel, costs, itemsize, fused)
+                    times = route(method.spec, strategy, count, numel, costs, itemsize, fused, codec)
                     found.append(Option(method.spec, strategy, count, times))
     return found
+
+
+def codec_for(tensor: PlannedTensor, spec: str, costs: Costs) -> CodecCosts:
+    """Return the costs of a compressor for one tensor.
+
+    Compressors of full tensors are measured with squares. Their seconds are taken to depend on the number of elements
+    only. Their bytes are those of the tensor's shape.
+    """
+    codec, compressor = costs.codec(spec), compressor_of(spec)
+    if not compressor.requires_full_tensor:
+        return codec
+    shape, side = TensorSpec(tensor.shape, tensor.dtype), math.isqrt(tensor.numel)
+    square = TensorSpec((side, side), tensor.dtype)
+
+    def scaled(cost: Cost, size: Callable[[TensorSpec], float]) -> LinearCost:
+        return LinearCost(cost(square.numel) * size(shape) / max(1.0, size(square)), 0.0)
+
+    def stats_size(spec: TensorSpec) -> float:
+        return sum(count for count, _ in compressor.stats_spec(spec))
+
+    nbytes: dict[str, Cost] = {}
+    payload_size: Callable[[TensorSpec], float] = compressor.max_encoded_bytes
+    if isinstance(compressor, SummableCompressor) and codec.accumulator_bytes is not None:
+        payload_size = compressor.accumulator_size  # payloads of which each value is added
+        nbytes["accumulator_bytes"] = scaled(codec.accumulator_bytes, payload_size)
+    if codec.stats_bytes is not None:
+        nbytes["stats_bytes"] = scaled(codec.stats_bytes, stats_size)
+    return replace(codec, payload_bytes=scaled(codec.payload_bytes, payload_size), **nbytes)
 
 
 def _is_fused(spec: str, strategy: str, codec: CodecCosts, numel: int) -> bool:
