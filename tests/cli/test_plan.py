@@ -58,6 +58,17 @@ def test_a_described_link_replaces_the_measured_one(app, costs_file) -> None:
     assert fast.step < slow.step
 
 
+def test_ranks_of_a_node_share_its_link(app, costs_file) -> None:
+    arguments = ["plan", "--model", "lstm", "--costs", costs_file, "--rate", "1gbit", "--ranks", "8", "--json"]
+    alone, shared = (
+        PlanTable.from_json(CliRunner().invoke(app, [*arguments, *more], catch_exceptions=False).output)
+        for more in ([], ["--ranks-per-node", "4"])
+    )
+    assert "hierarchical" in {row.strategy for row in shared.rows} - {row.strategy for row in alone.rows}
+    wrong = CliRunner().invoke(app, [*arguments, "--ranks-per-node", "3"])
+    assert isinstance(wrong.exception, OptionError) and "multiple" in str(wrong.exception)
+
+
 def test_a_level_allows_no_more_than_it_says(app, costs_file) -> None:
     arguments = ["plan", "--model", "lstm", "--costs", costs_file, "--json", "--fidelity"]
     exact, half, balanced = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,11 @@ from gradwire.compressors.powersgd import PowerSGD, orthonormal
 from gradwire.core.context import Context
 from gradwire.core.errors import OptionError, PayloadError
 from gradwire.core.spec import ElementRange, TensorSpec
+from gradwire.planner.closed_forms import route
+from gradwire.planner.costs import Costs, LinkCosts
+from gradwire.planner.options import PlannedTensor, codec_for
+from gradwire.simulate import Cluster, SimulatedGradient, SimulatedLink, SimulatedModel
+from gradwire.simulate import step as simulated_step
 from gradwire.sync.plan import Plan
 from gradwire.sync.strategies import peer_strategies
 from gradwire.sync.synchronizer import GradientSlice, Synchronizer
@@ -311,10 +317,37 @@ def test_a_range_of_a_tensor_is_refused_with_advice() -> None:
             assert "Submit full tensors, or choose another compressor" in str(outcome)
 
 
-def test_planner_and_simulator_have_no_figures_of_it() -> None:
-    """Their costs follow the number of elements, which does not determine the factors."""
-    with pytest.raises(OptionError, match=r"depend on shapes, .* Name it in a plan of your own"):
-        measure_codec(gw.make("powersgd"))
+@pytest.mark.parametrize("shape", [(400, 300), (20, 3000), (3000, 20), (64, 3, 7, 7), (6, 6), (500,)])
+@pytest.mark.parametrize("strategy", ["scatter_reduce", "ring", "allgather"])
+def test_planner_and_simulator_know_the_bytes_of_every_shape(shape: tuple[int, ...], strategy: str) -> None:
+    """They are measured with squares."""
+    plan, world_size = Plan({"w": "powersgd"}, strategy=strategy), 3
+    spec, count = TensorSpec(shape), math.prod(shape)
+    measured = {
+        name: measure_codec(gw.make(name), (1 << 12, 1 << 16), 0.02, world_size=3) for name in ("powersgd", "none")
+    }
+
+    def run(one: Synchronizer) -> int:
+        one.register({"w": spec})
+        before = sum(one._engine.transport.sent_bytes)
+        one.submit([GradientSlice("w", torch.randn(shape))]).wait()
+        return sum(one._engine.transport.sent_bytes) - before
+
+    with ranks(world_size, plan) as group:
+        sent = sum(group.each(run))
+    link = LinkCosts(0.0, 1.0)  # a second per byte
+    known = Costs(world_size, (link,), measured)
+    codec = codec_for(PlannedTensor("w", shape), "powersgd", known)
+    planned = route("powersgd", strategy, 1, count, known, codec=codec)
+    simulated = simulated_step(
+        SimulatedModel([SimulatedGradient("w", shape)]),
+        plan,
+        Cluster(world_size, SimulatedLink(1e9, header_bytes=0)),
+        known,
+    )
+    assert simulated.sent_bytes * world_size == pytest.approx(sent)
+    if strategy != "ring":  # whose hops are counted as if each rank began with a range of its own
+        assert planned.wire * world_size == pytest.approx(sent, rel=0.02)
 
 
 def test_the_rank_is_checked() -> None:

@@ -12,9 +12,10 @@ from gradwire.core.errors import OptionError, UnknownNameError
 from gradwire.planner import schedule
 from gradwire.planner.choose import plan, uniform
 from gradwire.planner.closed_forms import native_seconds, route
-from gradwire.planner.costs import LinearCost, LinkCosts
+from gradwire.planner.costs import CodecCosts, LinearCost, LinkCosts
 from gradwire.planner.fidelity import DENSE, EVERYWHERE, RankedCompressor, methods
 from gradwire.planner.options import PlannedTensor, best_alone, options, partition_counts
+from gradwire.planner.table import PlanTable
 from gradwire.planner.schedule import ScheduledTensor
 from tests.planner.machines import METHODS, any_costs, codecs, costs
 
@@ -244,6 +245,31 @@ def test_a_uniform_plan_compresses_whether_it_pays_or_not(rate):
         assert table.step >= 0.52 and not table.native
         assert table.native_step == plan(tensors, job, [DENSE], rest=0.5).native_step
         assert (table.step < table.dense_step) == (rate == 1e8)
+
+
+def test_hierarchical_is_an_option_where_nodes_have_several_ranks_and_a_slow_link():
+    tensors = gradients((3000, 0.0), (2000, 0.01))
+    within = LinkCosts(1e-6, 1e-10)
+    nodes = replace(costs(world_size=8, rate=1e8), ranks_per_node=4, within=within)
+    found = {row.strategy for row in plan(tensors, nodes, METHODS).rows}
+    assert found == {"hierarchical"}
+    for alone in (costs(world_size=8, rate=1e8), replace(nodes, ranks_per_node=8)):  # a rank a node, and one node
+        assert "hierarchical" not in {row.strategy for row in plan(tensors, alone, METHODS).rows}
+    slow = replace(nodes, within=LinkCosts(1e-6, 1e-7))  # as slow as the link between nodes
+    assert "hierarchical" not in {row.strategy for row in plan(tensors, slow, METHODS).rows}
+
+
+def test_powersgd_is_planned_by_the_bytes_of_shapes():
+    square = CodecCosts(LinearCost(1e-4, 1e-9), LinearCost(1e-4, 1e-9), LinearCost(1e-4, 1e-9), LinearCost(0, 0.01),
+                        LinearCost(1e-4, 1e-9), LinearCost(0, 0.01), LinearCost(1e-6, 1e-10), LinearCost(1e-4, 1e-9),
+                        LinearCost(0, 0.01), squares=True)  # fmt: skip
+    job = costs(rate=1e8, codecs={**codecs(), "powersgd": square})
+    method = RankedCompressor("powersgd", ("scatter_reduce",))
+    tall, wide = (plan([PlannedTensor("w", shape)], job, [method]).rows[0] for shape in ((100_000, 10), (1000, 1000)))
+    assert tall.spec == wide.spec == "powersgd" and tall.partitions == wide.partitions == 1
+    # Factors of 4 (n + m) elements, each sent to and from one owner of four.
+    assert tall.wire > 20 * wide.wire
+    assert PlanTable.from_json(plan([PlannedTensor("w", (1000, 1000))], job, [method]).to_json()).plan().entries
 
 
 def test_a_fidelity_names_methods_that_must_be_measured():

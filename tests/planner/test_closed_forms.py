@@ -120,7 +120,7 @@ def test_nothing_to_do_takes_no_time():
 
 
 def test_an_unknown_strategy_lists_the_known():
-    with pytest.raises(UnknownNameError, match="Known: allgather, ring, scatter_reduce"):
+    with pytest.raises(UnknownNameError, match="Known: allgather, hierarchical, ring, scatter_reduce"):
         route("none", "rings", 1, 1, costs())
 
 

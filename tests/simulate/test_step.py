@@ -1,10 +1,13 @@
 """Steps in virtual time against closed forms, and what slow links and slow ranks do to them."""
 
+from dataclasses import replace
+
 import pytest
 
 from gradwire.compressors.base.registry import make
 from gradwire.core.errors import OptionError
-from gradwire.planner.costs import CodecCosts, LinearCost
+from gradwire.planner.closed_forms import route
+from gradwire.planner.costs import CodecCosts, LinearCost, LinkCosts
 from gradwire.simulate import (
     Cluster,
     Compute,
@@ -163,6 +166,20 @@ def test_hierarchical_sends_compressed_between_nodes_and_dense_within(per_node):
     assert result.sent_bytes == pytest.approx(within + between)
     flat = step(model(ELEMENTS), Plan("none", strategy="scatter_reduce"), nodes, costs())
     assert result.seconds < 0.7 * flat.seconds
+
+
+@pytest.mark.parametrize("rate", [1e8, 1e10])
+@pytest.mark.parametrize("per_node", [2, 4])
+@pytest.mark.parametrize("strategy", ["hierarchical", "scatter_reduce", "ring", "allgather"])
+def test_the_planners_forms_hold_on_nodes_of_several_ranks(strategy, per_node, rate):
+    ranks, known = 8, costs(onebit=onebit(1e-9, 1e-9))
+    links = SimulatedLink(rate, ALPHA, header_bytes=0)
+    plan = Plan("onebit", strategy=strategy, min_elements=0)
+    simulated = step(model(ELEMENTS), plan, Cluster(ranks, links, ranks_per_node=per_node), known).seconds
+    shared = LinkCosts(ALPHA, per_node * 8 / rate)  # as it is measured: all ranks of a node send
+    nodes = replace(known, world_size=ranks, links=(shared,), ranks_per_node=per_node, within=LinkCosts(0.0, 0.0))
+    partitions = 1 if strategy == "allgather" else ranks
+    assert 0.85 <= route("onebit", strategy, partitions, ELEMENTS, nodes).seconds / simulated <= 1.2
 
 
 def test_hierarchical_with_a_rank_a_node_is_scatter_reduce():

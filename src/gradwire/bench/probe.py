@@ -29,7 +29,6 @@ from gradwire.planner import PlanTable
 from gradwire.planner import fidelity as levels
 from gradwire.planner.costs import Costs
 from gradwire.planner.table import limit_of
-from gradwire.sync.plan import Plan
 from gradwire.sync.synchronizer import Synchronizer
 from gradwire.tuning.calibration import Calibration
 from gradwire.tuning.candidates import HALF, Candidate, native_step, plan_tables
@@ -103,14 +102,12 @@ class Prober:
         halves = [Candidate(f"DDP {hook} hook", hook) for hook in hooks]
         for candidate in (DDP_FP32, *halves):
             self._time(candidate)
-        priced = [
-            method for method in (*self._methods, *self._extra) if not compressor_of(method.spec).requires_full_tensor
-        ]
-        specs = [method.spec for method in priced]
+        methods = *self._methods, *self._extra
+        specs = [method.spec for method in methods]
         self.say(f"measuring links and {len({'none', *specs})} codecs")
         costs = calibration.costs(specs, say=seldom(self.say), native=timings[DDP_FP32])
         self.say("planning")
-        alone = [method for method in priced if method.spec != levels.DENSE.spec]
+        alone = [method for method in methods if method.spec != levels.DENSE.spec]
         level, *singles = plan_tables(
             synchronizer, synchronizer.tensors, silent, costs, fidelity=self.fidelity, alone=alone
         )
@@ -159,10 +156,6 @@ class Prober:
         others = [each for each, table in tables.items() if table.fidelity not in self.extra]
         uses |= {each: _use(tables[each]) for each in named + others[:SINGLE_METHODS]}
         untried = {tables[each].fidelity: tables[each].step for each in others[SINGLE_METHODS:]}
-        for method in self._extra:
-            compressor = compressor_of(method.spec)
-            if compressor.requires_full_tensor:  # no closed form predicts it
-                uses[Candidate(f"gradwire {method.spec}", plan=Plan(compressor))] = _attach(f'"{method.spec}"')
         return uses, untried
 
     def _found(

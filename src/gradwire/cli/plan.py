@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from gradwire.planner.costs import Costs
 
 DEFAULT_RANKS, DEFAULT_RATE, DEFAULT_SECONDS = 4, "1gbit", 0.1
+WITHIN_NODES = 20e-6, 0.5e-9  # seconds, and seconds per byte: TCP over loopback, about 2 GB/s
 MODELS = "vgg19, resnet50, ugatit, ugatit-light, bert-base, bert-large, lstm, transformer"
 
 
@@ -39,6 +40,9 @@ def plan(
         str | None, typer.Option(help="Rate of links, such as 10gbit. Default: from --costs, or 1gbit.")
     ] = None,
     latency: Annotated[str, typer.Option(help="One-way latency of each link, used with --rate.")] = "20us",
+    ranks_per_node: Annotated[
+        int, typer.Option(min=1, help="Ranks that share a node and its link, used with --rate.")
+    ] = 1,
     compute: Annotated[
         str | None,
         typer.Option(help="Time of forward and backward. Default: measured for a FUNCTION, else 100ms."),
@@ -64,7 +68,7 @@ def plan(
     allowed = methods(fidelity)
     _bits(rate), seconds(latency)  # mistakes are refused before anything is measured
     step = _timeline(model, None if compute is None else seconds(compute))
-    known = _network(costs_of(costs, [method.spec for method in allowed]), ranks, rate, latency)
+    known = _network(costs_of(costs, [method.spec for method in allowed]), ranks, rate, latency, ranks_per_node)
     native = ("fp32", "fp16") if any(method.spec == "fp16" for method in allowed) else ("fp32",)
     table = planner.plan(
         step.gradients, known, fidelity=fidelity, backward=step.backward, rest=step.rest, native=native
@@ -90,7 +94,7 @@ def _timeline(model: str, duration: float | None) -> Timeline:
     return Timeline(gradients, rest=1.0, backward=2.0).lasting(DEFAULT_SECONDS if duration is None else duration)
 
 
-def _network(costs: Costs, ranks: int | None, rate: str | None, latency: str) -> Costs:
+def _network(costs: Costs, ranks: int | None, rate: str | None, latency: str, ranks_per_node: int = 1) -> Costs:
     """Return the costs with the described network, or without one with the measured network."""
     from gradwire.planner.costs import LinkCosts
 
@@ -101,7 +105,11 @@ def _network(costs: Costs, ranks: int | None, rate: str | None, latency: str) ->
         return replace(costs, world_size=world_size, links=links)
     # The framework's all-reduce was measured on another link. It is assumed to use this one fully.
     world_size = ranks or (costs.world_size if measured else DEFAULT_RANKS)
-    return replace(costs, world_size=world_size, links=(LinkCosts(seconds(latency), 8 / _bits(rate)),), native=None)
+    link = LinkCosts(seconds(latency), 8 * ranks_per_node / _bits(rate))
+    within = None if ranks_per_node == 1 else LinkCosts(*WITHIN_NODES)
+    return replace(
+        costs, world_size=world_size, links=(link,), native=None, ranks_per_node=ranks_per_node, within=within
+    )
 
 
 def _bits(rate: str | None) -> float:

@@ -33,7 +33,7 @@ from gradwire.planner import schedule
 from gradwire.planner.closed_forms import Route, native_seconds, route
 from gradwire.planner.costs import Costs
 from gradwire.planner.fidelity import DENSE, RankedCompressor
-from gradwire.planner.options import Option, PlannedTensor, best_alone, is_small, options, unbeaten
+from gradwire.planner.options import Option, PlannedTensor, best_alone, is_small, on_nodes, options, unbeaten
 from gradwire.planner.schedule import Schedule, ScheduledTensor
 from gradwire.planner.table import PlanRow, PlanTable, limit_of
 
@@ -113,7 +113,7 @@ def uniform(
     The arguments are those of `plan`.
     """
     search = _Search(_ordered(tensors), costs, [method], None, min_elements)
-    picks = min((search.uniform(method.spec, strategy) for strategy in method.strategies),
+    picks = min((search.uniform(method.spec, strategy) for strategy in search.methods[0].strategies),
                 key=lambda picks: search.run(picks).finish)  # fmt: skip
     rivals = _natives(search.tensors, costs, bucket_bytes, ("fp32",))
     backward = max(tensor.ready for tensor in tensors)
@@ -167,6 +167,7 @@ class _Search:
     _known: dict[tuple[int, ...], Schedule] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.methods = [on_nodes(method, self.costs) for method in self.methods]
         self.large = [tensor for tensor in self.tensors if not self._small(tensor)]
         small = [tensor for tensor in self.tensors if self._small(tensor)]
         known: dict[tuple[int, ...], list[Option]] = {}  # by size and neighbors: models repeat their layers

@@ -185,7 +185,10 @@ class _Range:
         # The transport sends one frame and receives another while the link carries them both ways.
         crossing = costs.crossing(to_all=kind == "fan") if crossing is None else crossing
         wire = max(crossing * costs.slowest.busy(nbytes), 2 * costs.frame(nbytes)) / self.fused
-        return Leg(kind, encode + self.task, wire, decode + self.task, costs.slowest.latency, messages, aside)
+        latency = costs.slowest.latency
+        if kind != "fan" and costs.within is not None:  # messages follow each other, and most stay within a node
+            latency = crossing * latency + (1 - crossing) * costs.within.latency
+        return Leg(kind, encode + self.task, wire, decode + self.task, latency, messages, aside)
 
     def within(self, messages: int) -> Leg:
         """Return a leg of dense messages from and to ranks of the same node, which keep processors busy."""
@@ -208,7 +211,7 @@ class _Range:
         return self.of(self.costs.add) + self.of(self.codec.finalize) + self.task
 
     def stats(self, ranges: int, members: int | None = None) -> list[Leg]:
-        """Return the preliminary round of several ranges, in which each of the members (all ranks) sends to all others."""
+        """Return the preliminary round of several ranges, in which each member (every rank) sends to all others."""
         if not self.codec.needs_stats:
             return []
         peers = (members or self.costs.world_size) - 1
@@ -260,6 +263,8 @@ def _hierarchical(cost: _Range, W: int) -> list[Leg]:
     Of W ranges, a rank owns M on its node, and merges one of them for all nodes.
     """
     M = W // cost.costs.ranks_per_node
+    if M == W:
+        return _scatter_reduce(cost, W)
     within = cost.within(W - M)
     if cost.codec.summable:
         total = cost.of(cost.codec.accumulator_bytes)

@@ -175,6 +175,7 @@ class CodecCosts:
         accumulate: Seconds to add a payload to an accumulator; None if payloads cannot be summed.
         finalize: Seconds to decode the sum.
         accumulator_bytes: Bytes of the accumulator of the sum over all ranks.
+        squares: Whether these are costs of square matrices, because the compressor's bytes depend on the shape.
     """
 
     encode: Cost
@@ -186,6 +187,7 @@ class CodecCosts:
     accumulate: Cost | None = None
     finalize: Cost | None = None
     accumulator_bytes: Cost | None = None
+    squares: bool = False
 
     def __post_init__(self) -> None:
         for group in (("stats", "stats_bytes"), ("accumulate", "finalize", "accumulator_bytes")):
@@ -255,6 +257,16 @@ class Costs:
     def slowest(self) -> LinkCosts:
         """The worst of all links, which every step of a synchronization waits for."""
         return slowest(self.links)
+
+    def crossing(self, to_all: bool) -> float:
+        """Return the share of a rank's messages that leave its node.
+
+        Args:
+            to_all: Whether they go to all other ranks, in place of the next one only, as on a ring.
+        """
+        if to_all:
+            return (self.world_size - self.ranks_per_node) / max(1, self.world_size - 1)
+        return 1 / self.ranks_per_node
 
     def codec(self, spec: str) -> CodecCosts:
         """Return the costs of one compressor.
@@ -333,7 +345,8 @@ def expect_fields(document: Any, cls: type, where: str) -> dict[str, Any]:
 
 def _read_codec(document: Any, spec: str) -> CodecCosts:
     found = expect_fields(document, CodecCosts, spec)
-    return CodecCosts(**{name: _read_cost(cost, f"{spec}, {name}") for name, cost in found.items()})
+    squares = found.pop("squares", False) is True
+    return CodecCosts(**{name: _read_cost(cost, f"{spec}, {name}") for name, cost in found.items()}, squares=squares)
 
 
 def _read_cost(document: Any, where: str) -> Cost:

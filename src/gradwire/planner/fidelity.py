@@ -66,6 +66,7 @@ LEVELS: dict[str, tuple[RankedCompressor, ...]] = {
         RankedCompressor("threelc:sparsity=1.75", FEW_ENCODES),
         RankedCompressor("dgc", FEW_ENCODES),
         RankedCompressor("dragonn", FEW_ENCODES),
+        RankedCompressor("powersgd", EVERYWHERE),  # factors only add up, on a ring as well
     ),
 }
 

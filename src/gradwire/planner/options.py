@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from gradwire.compressors.base import SummableCompressor
 from gradwire.compressors.base.registry import compressor_of
 from gradwire.core.spec import TensorSpec
 from gradwire.planner.closed_forms import Route, route
-from gradwire.planner.costs import CodecCosts, Cost, Costs, LinearCost
+from gradwire.planner.costs import CodecCosts, Costs, LinearCost
 from gradwire.planner.fidelity import DENSE, RankedCompressor
 from gradwire.sync.chunk import RANGE_ALIGNMENT
 from gradwire.sync.fusion import FUSION_STRATEGIES
@@ -108,39 +108,36 @@ def options(
             most = shares if strategy == "scatter_reduce" and codec.needs_stats else math.inf
             fused = neighbors if _is_fused(method.spec, strategy, codec, numel) else 1
             counts = partition_counts(numel, shares) if partitions is None else sorted(partitions)
-            for count in [1] if compressor_of(method.spec).requires_full_tensor else counts:
+            for count in [1] if codec.squares else counts:
                 if count <= most:
                     times = route(method.spec, strategy, count, numel, costs, itemsize, fused, codec)
                     found.append(Option(method.spec, strategy, count, times))
     return found
 
 
+def on_nodes(method: RankedCompressor, costs: Costs) -> RankedCompressor:
+    """Return a method with the strategies of its level, and ``"hierarchical"`` where nodes have several ranks."""
+    has_nodes = 1 < costs.ranks_per_node < costs.world_size
+    return method._replace(strategies=(*method.strategies, "hierarchical")) if has_nodes else method
+
+
 def codec_for(tensor: PlannedTensor, spec: str, costs: Costs) -> CodecCosts:
     """Return the costs of a compressor for one tensor.
 
     Compressors of full tensors are measured with squares. Their seconds are taken to depend on the number of elements
-    only. Their bytes are those of the tensor's shape.
+    only. Their bytes are those of the tensor's shape, without what the preliminary round has shared.
     """
-    codec, compressor = costs.codec(spec), compressor_of(spec)
-    if not compressor.requires_full_tensor:
+    codec = costs.codec(spec)
+    if not codec.squares:
         return codec
-    shape, side = TensorSpec(tensor.shape, tensor.dtype), math.isqrt(tensor.numel)
-    square = TensorSpec((side, side), tensor.dtype)
-
-    def scaled(cost: Cost, size: Callable[[TensorSpec], float]) -> LinearCost:
-        return LinearCost(cost(square.numel) * size(shape) / max(1.0, size(square)), 0.0)
-
-    def stats_size(spec: TensorSpec) -> float:
-        return sum(count for count, _ in compressor.stats_spec(spec))
-
-    nbytes: dict[str, Cost] = {}
-    payload_size: Callable[[TensorSpec], float] = compressor.max_encoded_bytes
-    if isinstance(compressor, SummableCompressor) and codec.accumulator_bytes is not None:
-        payload_size = compressor.accumulator_size  # payloads of which each value is added
-        nbytes["accumulator_bytes"] = scaled(codec.accumulator_bytes, payload_size)
-    if codec.stats_bytes is not None:
-        nbytes["stats_bytes"] = scaled(codec.stats_bytes, stats_size)
-    return replace(codec, payload_bytes=scaled(codec.payload_bytes, payload_size), **nbytes)
+    compressor, shape = compressor_of(spec), TensorSpec(tensor.shape, tensor.dtype)
+    shared = 4 * sum(count for count, _ in compressor.stats_spec(shape))
+    payload_bytes = LinearCost(compressor.max_encoded_bytes(shape) - shared, 0.0)
+    stats_bytes, accumulator_bytes = codec.stats_bytes and LinearCost(shared, 0.0), codec.accumulator_bytes
+    if isinstance(compressor, SummableCompressor):
+        itemsize = compressor.accumulator_dtype(costs.world_size).itemsize
+        accumulator_bytes = LinearCost(itemsize * compressor.accumulator_size(shape), 0.0)
+    return replace(codec, payload_bytes=payload_bytes, stats_bytes=stats_bytes, accumulator_bytes=accumulator_bytes)
 
 
 def _is_fused(spec: str, strategy: str, codec: CodecCosts, numel: int) -> bool:

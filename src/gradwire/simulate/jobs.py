@@ -51,7 +51,9 @@ def jobs_of(model: SimulatedModel, plan: Plan, cluster: Cluster, costs: Costs) -
     def add(group: Sequence[_Entry], ready: float, members: tuple[FusionMember, ...] = ()) -> None:
         first, entry, numel = group[0], group[0].entry, sum(each.numel for each in group)
         name = group_name([each.gradient.name for each in group])
-        prices = PriceList(entry.compressor, costs, first.gradient.dtype, fused=bool(members))
+        prices = PriceList(
+            *(entry.compressor, costs, first.gradient.dtype), fused=bool(members), shape=first.gradient.spec.shape
+        )
         jobs.append(SimulatedJob(name, numel, entry, ready, first.rotation, prices, members))
 
     for bucket in _buckets(entries, model.bucket_bytes):

@@ -10,6 +10,7 @@ from gradwire.compressors.base import Compressor, SummableCompressor
 from gradwire.compressors.base.registry import DENSE_NAME, spec_of
 from gradwire.core.spec import TensorSpec
 from gradwire.planner.costs import CodecCosts, Costs, Curve
+from gradwire.planner.options import PlannedTensor, codec_for
 from gradwire.simulate.graphs import Work
 from gradwire.wire.frame import FrameKind
 
@@ -25,14 +26,24 @@ class PriceList:
         costs: Measured costs.
         dtype: Element type of the gradients.
         fused: Whether the job is a compressed fusion group.
+        shape: Shape of the tensor, for compressors of full tensors.
 
     Raises:
         UnknownNameError: The compressor was not measured.
     """
 
-    def __init__(self, compressor: Compressor, costs: Costs, dtype: torch.dtype, *, fused: bool = False) -> None:
+    def __init__(
+        self,
+        compressor: Compressor,
+        costs: Costs,
+        dtype: torch.dtype,
+        *,
+        fused: bool = False,
+        shape: tuple[int, ...] = (),
+    ) -> None:
         self._compressor = compressor
-        self._codec = costs.codec(spec_of(compressor))
+        self._shape = shape if compressor.requires_full_tensor else None
+        self._codec = codec_for(PlannedTensor("", shape, dtype), spec_of(compressor), costs)
         self._costs = costs
         self._dtype = dtype
         self._length_bytes = _LENGTH_BYTES if fused else 0
@@ -63,7 +74,7 @@ class PriceList:
         return work.share * (self._costs.frame_bytes + bodies)
 
     def _body_bytes(self, work: Work, count: int) -> float:
-        spec = TensorSpec((count,), self._dtype)
+        spec = TensorSpec(self._shape or (count,), self._dtype)
         if work.dense:
             return spec.nbytes
         if work.frame is FrameKind.STATS:

@@ -145,9 +145,9 @@ class Calibration:
         costs: dict[str, Cost] = {
             name: _curve(self._sizes, self.largest(_values(cost)))
             for name, cost in measured.items()
-            if cost is not None
+            if isinstance(cost, Cost)
         }
-        return CodecCosts(**costs)
+        return CodecCosts(**costs, squares=codec.squares)
 
 
 def _values(cost: Cost) -> np.ndarray:

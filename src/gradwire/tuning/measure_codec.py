@@ -101,7 +101,7 @@ def measure_codec(
     spent = {name: Curve.through(ordered, [row.seconds[name] for row in rows]) for name in rows[0].seconds}
     nbytes = {name: _exact_curve(ordered, [row.nbytes[name] for row in rows]) for name in rows[0].nbytes}
     costs: dict[str, Cost] = {**spent, **nbytes}
-    return CodecCosts(**costs)
+    return CodecCosts(**costs, squares=compressor.requires_full_tensor)
 
 
 class _Row(NamedTuple):
