@@ -15,8 +15,8 @@ from gradwire.planner.closed_forms import native_seconds, route
 from gradwire.planner.costs import CodecCosts, LinearCost, LinkCosts
 from gradwire.planner.fidelity import DENSE, EVERYWHERE, RankedCompressor, methods
 from gradwire.planner.options import PlannedTensor, best_alone, options, partition_counts
-from gradwire.planner.table import PlanTable
 from gradwire.planner.schedule import ScheduledTensor
+from gradwire.planner.table import PlanTable
 from tests.planner.machines import METHODS, any_costs, codecs, costs
 
 models = st.lists(st.tuples(st.integers(1, 5000), st.floats(0, 0.2)), min_size=1, max_size=5)
@@ -265,11 +265,15 @@ def test_powersgd_is_planned_by_the_bytes_of_shapes():
                         LinearCost(0, 0.01), squares=True)  # fmt: skip
     job = costs(rate=1e8, codecs={**codecs(), "powersgd": square})
     method = RankedCompressor("powersgd", ("scatter_reduce",))
-    tall, wide = (plan([PlannedTensor("w", shape)], job, [method]).rows[0] for shape in ((100_000, 10), (1000, 1000)))
+    shapes = (100_000, 10), (1000, 1000)
+    tall, wide = (uniform([PlannedTensor("w", shape)], job, method).rows[0] for shape in shapes)
     assert tall.spec == wide.spec == "powersgd" and tall.partitions == wide.partitions == 1
     # Factors of 4 (n + m) elements, each sent to and from one owner of four.
     assert tall.wire > 20 * wide.wire
-    assert PlanTable.from_json(plan([PlannedTensor("w", (1000, 1000))], job, [method]).to_json()).plan().entries
+    # One owner would have to send and receive more of the tall one than dense ranks do.
+    chosen = [plan([PlannedTensor("w", shape)], job, [method]) for shape in shapes]
+    assert [table.compresses for table in chosen] == [False, True]
+    assert PlanTable.from_json(chosen[1].to_json()).plan().entries
 
 
 def test_a_fidelity_names_methods_that_must_be_measured():
