@@ -7,6 +7,8 @@ from benchmarks.planning.device_counts import Counts
 from gradwire.core.errors import OptionError
 from gradwire.planner.costs import CodecCosts, Costs, Curve, LinearCost, LinkCosts
 
+pytestmark = pytest.mark.ci  # the interpreter is slow
+
 DENSE = CodecCosts(Curve(((1e3, 1e-6), (1e6, 1e-3))), LinearCost(1e-6, 1e-9), LinearCost(0.0, 1e-9), LinearCost(0.0, 4))
 HOST = Costs(1, (LinkCosts(0.0, 0.0),), {"none": DENSE}, task=3e-6, frame=LinearCost(7e-6, 1e-10), made_by="a test")
 

@@ -9,6 +9,8 @@ from benchmarks.planning.device_counts import SIZES
 from gradwire.core.errors import OptionError
 from gradwire.lang.targets.triton import host
 
+pytestmark = pytest.mark.ci  # the interpreter is slow
+
 
 def calls(spec: str, call: str) -> tuple[int, int, int, int]:
     found = getattr(device_counts.counts(spec), call)

@@ -31,6 +31,7 @@ def test_nothing_is_lost_on_the_way_there_and_back() -> None:
         _adds_up(rank["report"], rank["table"], num_native=ways.count("DDP's all-reduce"))
 
 
+@pytest.mark.ci
 def test_a_mapping_leaves_the_rest_to_auto() -> None:
     ranks = [outcome.result for outcome in launch("auto.decides_about_the_rest", 2, steps=40)]
     assert len({rank["hash"] for rank in ranks}) == 1

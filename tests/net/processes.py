@@ -63,7 +63,7 @@ class Rank:
         self.events.close()
 
 
-@pytest.fixture(params=[TcpTransport, SlottedTransport])
+@pytest.fixture(params=[TcpTransport, pytest.param(SlottedTransport, marks=pytest.mark.ci)])
 def ranks(request):
     with ExitStack() as stack:
 

@@ -54,7 +54,7 @@ def connect_all(
     return found
 
 
-@pytest.fixture(params=[TcpTransport, SlottedTransport])
+@pytest.fixture(params=[TcpTransport, pytest.param(SlottedTransport, marks=pytest.mark.ci)])
 def group(request):
     made: list[TcpTransport] = []
 

@@ -48,6 +48,21 @@ def test_generated_code_for_gpus_gives_the_payloads_of_that_for_the_cpu(codec: T
     assert torch.equal(out, codec.decode_sum([payload] * 2, [context()] * 2, torch.empty(SIZE)))
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles in this process, as there is a GPU")
+@pytest.mark.parametrize("codec", [codec for codec in CODECS if codec.program.stats], ids=repr)
+def test_values_of_the_preliminary_round_are_used_on_gpus_as_on_the_cpu(codec: TracedCompressor) -> None:
+    grad = gradient()
+    shared = [np.stack([stat.values for stat in each]).max(0) for each in zip(
+        codec.stats(grad, context()), codec.stats(gradient(1), context(1)), strict=True)]  # fmt: skip
+    given = torch.from_numpy(np.concatenate(shared))
+    payload = codec.encode(grad, context(), stats=shared)
+    body = codec.on_device.encode(grad, context(), stats=given)
+    assert body is not None and body.numpy().tobytes() == payload.body.tobytes()
+    out = torch.empty(SIZE)
+    assert codec.on_device.decode([body], context(), out, stats=given)
+    assert torch.equal(out, codec.decode(payload, context(), stats=shared))
+
+
 def test_without_triton_a_gpu_gets_advice() -> None:
     code = """
 import sys
