@@ -246,3 +246,23 @@ def test_headers_that_do_not_fit_are_refused() -> None:
     ):  # fmt: skip
         with pytest.raises(FrameError, match="Expected"):
             registry.admit(Header(**{**good, **wrong}))
+
+
+@pytest.mark.parametrize("strategy", ["ring", "scatter_reduce"])
+def test_dense_tensors_have_the_same_bits_whatever_they_are_fused_with(strategy: str) -> None:
+    """After a restart, the first buckets of DDP are others."""
+    counts = {"a": 10, "b": 500, "c": 300}
+
+    def means(one: Synchronizer, groups: list[str]) -> list[bytes]:
+        one.register({name: TensorSpec((count,)) for name, count in counts.items()})
+        generator = torch.Generator().manual_seed(one.rank)
+        values = {name: torch.randn(count, generator=generator) for name, count in counts.items()}
+        for names in groups:
+            one.submit([GradientSlice(name, values[name]) for name in names]).wait()
+        return [mean.numpy().tobytes() for mean in values.values()]
+
+    found = []
+    for groups in (["abc"], ["a", "b", "c"], ["ca", "b"]):
+        with ranks(3, Plan("none", strategy=strategy)) as group:
+            found += group.each(lambda one, groups=groups: means(one, groups))
+    assert all(each == found[0] for each in found)

@@ -141,8 +141,11 @@ class DenseGroup(NamedTuple):
         """Return the group of tensors with the same plan entry and element type."""
         first, count = members[0], sum(member.count for member in members)
         names = [member.name for member in members]
+        # On a ring, the order of additions depends on where a range begins. It must not depend on buckets, which are
+        # others after a restart.
+        rotation = 0 if first.entry.strategy == "ring" else first.rotation
         layout = TensorLayout(
-            group_name(names), first.tensor | FUSION_FLAG, first.entry, first.dtype, count, rotation=first.rotation
+            group_name(names), first.tensor | FUSION_FLAG, first.entry, first.dtype, count, rotation=rotation
         )
         layout.detail = job_detail(first.entry, count, names)
         return cls(layout, members)
