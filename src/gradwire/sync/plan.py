@@ -85,16 +85,15 @@ class Plan:
                 raise OptionTypeError(
                     f'The key of a rule is a pattern of parameter names like "*.bias", not {pattern!r}.'
                 )
-        self.is_auto = any(isinstance(method, str) and method == AUTO for method in named.values())
+        self.rules: dict[str, Compressor | str] = {
+            pattern: AUTO if method == AUTO else compressor_of(method) for pattern, method in named.items()
+        }
+        self.is_auto = AUTO in self.rules.values()
         if self.is_auto and (strategy is not None or partitions is not None or feedback is not None):
             raise OptionError(
                 f'"auto" chooses strategy, partitions and feedback itself, but they are {strategy!r}, {partitions} '
                 f"and {feedback!r}. Leave them out, or name a compressor."
             )
-        self.rules: dict[str, Compressor | str] = {
-            pattern: AUTO if isinstance(method, str) and method == AUTO else compressor_of(method)
-            for pattern, method in named.items()
-        }
         for pattern, compressor in self.rules.items():
             # Exact ones travel by a strategy that carries them.
             if strategy is not None and isinstance(compressor, Compressor) and not compressor.exact:
