@@ -120,6 +120,21 @@ _PLANNING = (
         "auto-simulated", "Is `auto` ever slower than DDP at 10 to 100 Gb/s, in simulation?", "planning.auto_simulated"
     ),
     Benchmark(
+        "never-slower",
+        "Is `auto` ever slower than DDP, in six runs in turns, for four models at four rates?",
+        "planning.never_slower",
+        "--data FOLDER",
+        recorded=False,
+    ),
+    Benchmark(
+        "powersgd",
+        "... and `powersgd` than torch's PowerSGD hook of the same rank?",
+        "planning.never_slower",
+        "--data FOLDER",
+        presets={"method": "powersgd", "rivals": "ddp-powersgd", "rates": "none,1gbit,100mbit"},
+        recorded=False,
+    ),
+    Benchmark(
         "device-counts",
         "How many launches, operations and bytes does generated GPU code take?",
         "planning.device_counts",

@@ -52,6 +52,16 @@ def test_methods_train_alike_on_loopback():
 
 
 @pytest.mark.ci
+def test_torchs_powersgd_hook_sends_what_it_is_said_to_send():
+    result = run(small(methods=("ddp-fp32", "ddp-powersgd", "powersgd"), steps=5))
+    dense, hook, ours = (entry.times[0] for entry in result.results)
+    assert result.results[1].identical
+    # Both send the same factors. The hook's are all-reduced by rings, as DDP's gradients are.
+    assert hook.bytes < dense.bytes
+    assert 0.5 < hook.bytes / ours.bytes < 2
+
+
+@pytest.mark.ci
 def test_validation_along_the_way_and_momentum_correction():
     result = run(small(methods=("dgc:ratio=0.1/momentum",), validate_every=5, steps=10))
     (entry,) = result.results

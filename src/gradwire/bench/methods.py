@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -31,6 +31,12 @@ SILENT = "no-communication"
 TRAMPOLINE = "ddp-trampoline"
 """DDP's all-reduce through the hook that gradwire leaves after detaching, to measure its cost."""
 
+DDP_POWERSGD = "ddp-powersgd"
+"""torch's PowerSGD hook with rank 4, which compresses every matrix from the third step on.
+
+All gradients share one bucket: on Gloo, the hook does not end with several.
+"""
+
 AUTO = "auto"
 """`attach(ddp, "auto")`. ``auto:fidelity=LEVEL`` selects a level other than balanced."""
 
@@ -42,9 +48,12 @@ PLAN = "plan"
 _LABELS = {
     DDP_FP32: "DDP fp32",
     DDP_FP16: "DDP fp16 hook",
+    DDP_POWERSGD: "DDP PowerSGD hook",
     TRAMPOLINE: "DDP fp32, trampoline",
     SILENT: "no communication",
 }
+_POWERSGD_RANK = 4
+_ONE_BUCKET_MB = 1e5
 
 
 @dataclass(frozen=True)
@@ -86,8 +95,15 @@ def is_native(method: str) -> bool:
 
 
 def tries_buckets(method: str) -> bool:
-    """Whether a method is run with every bucket size and the best one counts: DDP's own methods, and auto."""
-    return is_native(method) or is_auto(method)
+    """Whether a method is run with every bucket size and the best one counts: most of DDP's own methods, and auto."""
+    return is_auto(method) or (is_native(method) and method != DDP_POWERSGD)
+
+
+def bucket_sizes(method: str, sizes: Sequence[float]) -> Sequence[float]:
+    """Bucket sizes in MB to run a method with, out of those to try."""
+    if method == DDP_POWERSGD:
+        return (_ONE_BUCKET_MB,)
+    return sizes if tries_buckets(method) else sizes[:1]
 
 
 def is_auto(method: str) -> bool:
@@ -213,7 +229,7 @@ class _Native:
     """DDP's own all-reduce. Its bytes are those of Gloo's ring, computed because the process cannot count them."""
 
     def __init__(self, method: str, ddp: DistributedDataParallel) -> None:
-        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
         num_bytes = sum(p.numel() * p.element_size() for p in ddp.parameters() if p.requires_grad)
         self._dense = ring_bytes(num_bytes, dist.get_world_size())
@@ -221,6 +237,12 @@ class _Native:
         if method == DDP_FP16:
             self._sent = ring_bytes(num_bytes // 2, dist.get_world_size())
             ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        elif method == DDP_POWERSGD:
+            self._sent = ring_bytes(_powersgd_bytes(ddp), dist.get_world_size())
+            state = powerSGD_hook.PowerSGDState(
+                None, matrix_approximation_rank=_POWERSGD_RANK, start_powerSGD_iter=2, min_compression_rate=1
+            )
+            ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         elif method == TRAMPOLINE:
             from gradwire.ddp.attach import attach
 
@@ -240,6 +262,15 @@ class _Native:
 
     def close(self) -> None:
         """Do nothing: the hook belongs to the module."""
+
+
+def _powersgd_bytes(ddp: DistributedDataParallel) -> int:
+    """Bytes of the factors and of what is not compressed."""
+    from gradwire.compressors.powersgd import PowerSGD
+    from gradwire.core.spec import TensorSpec
+
+    compressor = PowerSGD(_POWERSGD_RANK)
+    return sum(compressor.max_encoded_bytes(TensorSpec.of(p)) for p in ddp.parameters() if p.requires_grad)
 
 
 class Attached:

@@ -93,9 +93,10 @@ def segments_of(options: TrainingOptions) -> list[Segment]:
     silent = Segment(methods.SILENT, options.buckets_mb[0], min_timed=_SILENT_STEPS, max_timed=_SILENT_STEPS)
     segments = [silent]
     for method in options.methods:
+        size, *more = methods.bucket_sizes(method, options.buckets_mb)
         first = Segment(
             method,
-            options.buckets_mb[0],
+            size,
             train_steps=options.steps,
             train_rate=options.train_rate,
             validate_every=options.validate_every,
@@ -103,11 +104,7 @@ def segments_of(options: TrainingOptions) -> list[Segment]:
             rates=tuple(options.rates),
         )
         segments.append(first)
-        if methods.tries_buckets(method):
-            segments += [
-                replace(first, bucket_mb=size, train_steps=0, min_timed=_TUNING_STEPS)
-                for size in options.buckets_mb[1:]
-            ]
+        segments += [replace(first, bucket_mb=other, train_steps=0, min_timed=_TUNING_STEPS) for other in more]
     return [*segments, silent]
 
 

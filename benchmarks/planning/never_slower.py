@@ -1,0 +1,187 @@
+"""Is a method of gradwire ever slower than its rivals? Runs in turns, compared pair by pair.
+
+All methods run one after another in one job in the lab, six times, and in the opposite order every other time. Each
+replays the backward pass of the same recording; codecs and network are real. `auto` begins every run from nothing, and
+is timed once it has decided. Bucket sizes are tried in a job of their own, and each method keeps its faster one.
+
+The best rival is the one with the smallest median. A ratio is its step over the method's in the same run, and a cell
+has the median of its ratios. Its control is the rival compared with itself: the ratios of its median to its slowest and
+its fastest run. A cell holds if its median is at least 0.99, or is no less than the lower end of the control.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks.accuracy.time_to_accuracy import Task
+from benchmarks.keys import key_of
+from benchmarks.options import Rates, Seconds, listed
+from gradwire.bench.job import BenchmarkJob, Message, Segment, SegmentOutcome
+from gradwire.bench.launch import launch
+from gradwire.bench.methods import bucket_sizes, label
+from gradwire.bench.results import combine_times
+from gradwire.bench.table import rate_text
+
+RANKS = 4
+BUCKETS_MB = (4.0, 25.0)
+UNSHAPED = "none"
+BOUND = 0.99
+KEY, CHOICES = ("workload", "rate"), ("workloads", "rates")
+Row = dict[str, Any]
+
+
+# -- runs ----------------------------------------------------------------------------------------------------------
+
+
+def cell(task: Task, rate: str, methods: Sequence[str], runs: int, seconds: float, progress: Progress) -> list[Row]:
+    """Rows of all runs of one workload at one rate."""
+    tried = [(method, size) for method in methods for size in bucket_sizes(method, BUCKETS_MB)]
+    faster: dict[str, Row] = {}
+    for row in _run(task, rate, [tried], seconds / 2, progress):
+        faster[row["method"]] = min(faster.get(row["method"], row), row, key=lambda each: each["value"])
+    chosen = [(method, faster[method]["bucket_mb"]) for method in methods]
+    return _run(task, rate, [chosen[:: (-1) ** run] for run in range(runs)], seconds, progress)
+
+
+def _run(
+    task: Task, rate: str, rounds: Sequence[Sequence[tuple[str, float]]], seconds: float, progress: Progress
+) -> list[Row]:
+    """Run methods with their bucket sizes, round by round, in one job."""
+    rates = (None if rate == UNSHAPED else rate,)
+    pairs = [(number, method, size) for number, each in enumerate(rounds) for method, size in each]
+    segments = [Segment(method, size, timed_seconds=seconds, min_timed=2, rates=rates) for _, method, size in pairs]
+    bar = progress.add_task(f"{task.name}, {rate_text(rates[0])}", total=len(segments))
+
+    def on_message(message: Message) -> None:
+        if isinstance(message, SegmentOutcome) and message.rank == 0:
+            progress.advance(bar)
+
+    deadline = 300.0 * len(segments)
+    job = BenchmarkJob(task.made_by, tuple(segments), folder="", deadline_seconds=deadline, replay=True)
+    outcomes = launch(job, RANKS, on_message, lab=True)
+    progress.remove_task(bar)
+    rows = []
+    for index, (number, method, size) in enumerate(pairs):
+        timed = [outcome.timed[0] for outcome in outcomes if outcome.segment == index]
+        time = combine_times(timed, 0.0, measured=True, bucket_mb=size)
+        rows.append(
+            {
+                "workload": task.name, "rate": rate, "method": method, "run": number, "bucket_mb": size,
+                "ranks": RANKS, "size": task.num_parameters, "metric": "step", "unit": "s", "source": "measured",
+                "value": time.step.median, "p20": time.step.p20, "p80": time.step.p80, "samples": time.step.size,
+                "bytes": time.bytes, "plan": " ".join((time.settled or "").split()),
+            }
+        )  # fmt: skip
+    return rows
+
+
+def run(
+    data: Annotated[Path | None, typer.Option(help="Folder or tar of CIFAR-10 as images, for vision.")] = None,
+    method: Annotated[str, typer.Option(help="Method to judge.")] = "auto",
+    rivals: Annotated[str, typer.Option(help="What it is compared with.")] = "ddp-fp32,ddp-fp16",
+    workloads: Annotated[str, typer.Option(help="text, deep, blocks, vision.")] = "text,deep,blocks,vision",
+    rates: Rates = "none,1gbit,100mbit,10mbit",
+    runs: Annotated[int, typer.Option(help="Runs of each method.")] = 6,
+    seconds: Seconds = 3.0,
+    *,
+    done: Set[tuple[str, ...]],
+) -> Iterator[list[Row]]:
+    """Run the cells that the record does not have."""
+    tasks = [Task.of(name, data) for name in listed(workloads, ())]
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        for rate in listed(rates, ()):
+            for task in tasks:
+                if key_of({"workload": task.name, "rate": rate}, KEY) not in done:
+                    part = cell(task, rate, [method, *listed(rivals, ())], runs, seconds, progress)
+                    progress.console.print(_line(Verdict.of(part)))
+                    yield part
+
+
+# -- the verdict ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One cell.
+
+    Attributes:
+        workload: Name of the workload.
+        rate: Rate of the links.
+        method: The method.
+        rival: Its best rival.
+        step: Median step of the method in seconds.
+        rival_step: The rival's.
+        ratio: Median of the ratios.
+        worst: The smallest ratio of one run.
+        control: The ratios of the rival's median to its slowest and to its fastest run.
+    """
+
+    workload: str
+    rate: str
+    method: str
+    rival: str
+    step: float
+    rival_step: float
+    ratio: float
+    worst: float
+    control: tuple[float, float]
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> Verdict:
+        """Judge the runs of one cell. The method is that of the first row."""
+        steps: dict[str, dict[int, float]] = {}
+        for row in rows:
+            steps.setdefault(row["method"], {})[row["run"]] = row["value"]
+        method, *rivals = steps
+        medians = {name: statistics.median(each.values()) for name, each in steps.items()}
+        rival = min(rivals, key=medians.__getitem__)
+        ratios = [steps[rival][run] / step for run, step in steps[method].items()]
+        control = tuple(medians[rival] / extreme(steps[rival].values()) for extreme in (max, min))
+        return cls(
+            rows[0]["workload"], rows[0]["rate"], method, rival, medians[method], medians[rival],
+            statistics.median(ratios), min(ratios), (control[0], control[1]),
+        )  # fmt: skip
+
+    @property
+    def holds(self) -> bool:
+        """Whether the method is not slower than its rival."""
+        return self.ratio >= min(BOUND, self.control[0])
+
+
+def verdicts(rows: Sequence[Row]) -> list[Verdict]:
+    """All cells of a record."""
+    cells: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        cells.setdefault(key_of(row, KEY), []).append(row)
+    return [Verdict.of(each) for each in cells.values()]
+
+
+def table(rows: Sequence[Row]) -> str:
+    """A Markdown table of the cells, and how many hold."""
+    found = verdicts(rows)
+    lines = [
+        "| | | rival | its step, ms | step, ms | ratio | worst run | rival against itself | |",
+        "|---|---|---|---|---|---|---|---|---|",
+        *map(_line, found),
+    ]
+    holding = sum(each.holds for each in found)
+    name = f"`{found[0].method}` is not slower" if found else "Nothing was measured"
+    return "\n".join([*lines, "", f"{name} in {holding} of {len(found)} cells."])
+
+
+def _line(found: Verdict) -> str:
+    rate = rate_text(None if found.rate == UNSHAPED else found.rate)
+    low, high = found.control
+    return (
+        f"| {found.workload} | {rate} | {label(found.rival)} | {1e3 * found.rival_step:.1f} | {1e3 * found.step:.1f} "
+        f"| {found.ratio:.2f} | {found.worst:.2f} | {low:.2f} to {high:.2f} | {'' if found.holds else 'slower'} |"
+    )

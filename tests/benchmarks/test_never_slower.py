@@ -1,0 +1,44 @@
+"""Verdicts over runs in turns, of hand-made records."""
+
+import pytest
+from benchmarks.planning.never_slower import Verdict, table, verdicts
+
+RUNS = 6
+
+
+def rows(steps, workload="text", rate="100mbit"):
+    return [
+        {"workload": workload, "rate": rate, "method": method, "run": run, "metric": "step", "value": seconds}
+        for run in range(RUNS)
+        for method, seconds in ((name, each[run]) for name, each in steps.items())
+    ]
+
+
+def test_a_method_is_compared_with_the_better_rival_run_by_run():
+    found = Verdict.of(rows({"auto": [1, 2, 1, 2, 1, 1], "ddp-fp32": [9] * RUNS, "ddp-fp16": [2, 4, 2, 4, 1, 3]}))
+    assert (found.rival, found.rival_step, found.step) == ("ddp-fp16", 2.5, 1)
+    assert (found.ratio, found.worst) == (2, 1)  # 2, 2, 2, 2, 1, 3: a slow moment of both does not count
+    assert found.control == (2.5 / 4, 2.5 / 1)
+
+
+@pytest.mark.parametrize(("slower", "holds"), [(1.005, True), (1.02, False)])
+def test_a_steady_rival_allows_one_percent(slower, holds):
+    assert Verdict.of(rows({"auto": [slower] * RUNS, "ddp-fp32": [1.0] * RUNS})).holds == holds
+
+
+@pytest.mark.parametrize(("slower", "holds"), [(1.08, True), (1.15, False)])
+def test_a_rival_that_varies_allows_as_much(slower, holds):
+    # The slowest run of the rival takes 1.1 times its median.
+    assert Verdict.of(rows({"auto": [slower] * RUNS, "ddp-fp32": [1, 1, 1, 1, 1, 1.1]})).holds == holds
+
+
+def test_the_table_has_a_line_for_each_cell_and_counts_those_that_hold():
+    fast, slow = {"auto": [1.0] * RUNS, "ddp-fp32": [2.0] * RUNS}, {"auto": [2.0] * RUNS, "ddp-fp32": [1.0] * RUNS}
+    record = rows(fast) + rows(slow, workload="deep", rate="none")
+    assert [(each.workload, each.rate, each.holds) for each in verdicts(record)] == [
+        ("text", "100mbit", True), ("deep", "none", False),
+    ]  # fmt: skip
+    text = table(record)
+    assert "| text | 100 Mb/s | DDP fp32 | 2000.0 | 1000.0 | 2.00 | 2.00 | 1.00 to 1.00 |  |" in text
+    assert "| deep | unshaped | DDP fp32 | 1000.0 | 2000.0 | 0.50 | 0.50 | 1.00 to 1.00 | slower |" in text
+    assert text.endswith("`auto` is not slower in 1 of 2 cells.")
