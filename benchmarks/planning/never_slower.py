@@ -26,9 +26,10 @@ from benchmarks.keys import key_of
 from benchmarks.options import Rates, Seconds, listed
 from gradwire.bench.job import BenchmarkJob, Message, Segment, SegmentOutcome
 from gradwire.bench.launch import launch
-from gradwire.bench.methods import bucket_sizes, label
+from gradwire.bench.methods import bucket_sizes, is_native, label
 from gradwire.bench.results import combine_times
 from gradwire.bench.table import rate_text
+from gradwire.planner import PlanTable
 
 RANKS = 4
 BUCKETS_MB = (4.0, 25.0)
@@ -77,10 +78,17 @@ def _run(
                 "workload": task.name, "rate": rate, "method": method, "run": number, "bucket_mb": size,
                 "ranks": RANKS, "size": task.num_parameters, "metric": "step", "unit": "s", "source": "measured",
                 "value": time.step.median, "p20": time.step.p20, "p80": time.step.p80, "samples": time.step.size,
-                "bytes": time.bytes, "plan": " ".join((time.settled or "").split()),
+                "bytes": time.bytes, "plan": summary_of(time.settled),
             }
         )  # fmt: skip
     return rows
+
+
+def summary_of(settled: str | None) -> str:
+    """What `auto` has settled on: one of DDP's own methods, or the compressors of its plan."""
+    if settled is None or is_native(settled):
+        return settled or ""
+    return ", ".join(sorted({row.spec for row in PlanTable.from_json(settled).rows}))
 
 
 def run(

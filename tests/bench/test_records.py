@@ -111,3 +111,8 @@ def test_an_installed_package_records_its_release(tmp_path, monkeypatch):
     monkeypatch.setattr(environment, "ROOT", tmp_path)
     write_figures("a", [FIGURE], tmp_path / "benchmarks" / "results" / "a.csv")
     assert read_figures(tmp_path / "benchmarks" / "results" / "a.csv")[0]["commit"].startswith("release ")
+
+
+def test_a_plan_of_hundreds_of_tensors_is_read_again(tmp_path):
+    write_figures("test", [{"metric": "settled", "plan": "x" * 200_000}], tmp_path / "record.csv")
+    assert read_figures(tmp_path / "record.csv")[0]["plan"] == "x" * 200_000

@@ -29,6 +29,7 @@ COLUMNS = (
 WHERE = ("benchmark", "device", "cores", "versions", "commit", "date")
 # Columns that are never numbers. A commit may look like one: 12e4567.
 TEXT = {"benchmark", "method", "metric", "unit", "dtype", "rate", "source", "device", "versions", "commit", "date"}
+_MAX_FIELD_CHARACTERS = 1 << 24  # a plan of hundreds of tensors is longer than the limit of the csv module
 
 
 class RecordError(GradwireError):
@@ -82,6 +83,7 @@ def write_figures(benchmark: str, figures: Iterable[dict[str, Any]], path: Path)
 
 def read_figures(path: Path) -> list[dict[str, Any]]:
     """Rows of a file written by this module. Numbers are parsed, and empty cells are None."""
+    csv.field_size_limit(_MAX_FIELD_CHARACTERS)
     with path.open(newline="") as file:
         return [
             {name: text if name in TEXT and text else _number(text) for name, text in row.items()}
