@@ -5,10 +5,12 @@ BIN := $(VENV)/bin
 # The environment of this repository is pinned to one torch; the package itself takes a range.
 TORCH ?= torch==2.13.0
 STAMP := $(VENV)/.installed
+HOURS ?= 1
+SEED ?= 0
 # Tests that mostly compile kernels are handed out one by one; the others start processes, and go file by file.
 COMPILING := tests/compressors tests/contracts tests/golden tests/kernels tests/lang
 
-.PHONY: demo test ci test-long lint format bench golden clean help
+.PHONY: demo test ci test-long soak lint format bench golden clean help
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -31,6 +33,9 @@ test-long: $(STAMP) ## the long campaigns: a million fuzz cases a decoder, 100,0
 	$(BIN)/python -m tests.integration.readme_example --runs 200
 	$(BIN)/python -m pytest -q -n 2 --timeout 1200 -m hypothesis --hypothesis-profile campaign
 	$(BIN)/python -m pytest -q -m slow
+
+soak: $(STAMP) ## HOURS=N SEED=S: jobs in the lab whose processes are killed, frozen and restarted, with every value checked (root)
+	$(BIN)/python -m tests.soak --hours $(HOURS) --seed $(SEED)
 
 lint: $(STAMP) ## format check, linter, types, layers
 	$(BIN)/ruff format --check .

@@ -46,7 +46,7 @@ def cell(task: Task, rate: str, methods: Sequence[str], runs: int, seconds: floa
     """Rows of all runs of one workload at one rate."""
     tried = [(method, size) for method in methods for size in bucket_sizes(method, BUCKETS_MB)]
     faster: dict[str, Row] = {}
-    for row in _run(task, rate, [tried], seconds / 2, progress):
+    for row in _run(task, rate, [tried], seconds / 3, progress):
         faster[row["method"]] = min(faster.get(row["method"], row), row, key=lambda each: each["value"])
     chosen = [(method, faster[method]["bucket_mb"]) for method in methods]
     return _run(task, rate, [chosen[:: (-1) ** run] for run in range(runs)], seconds, progress)
@@ -58,7 +58,10 @@ def _run(
     """Run methods with their bucket sizes, round by round, in one job."""
     rates = (None if rate == UNSHAPED else rate,)
     pairs = [(number, method, size) for number, each in enumerate(rounds) for method, size in each]
-    segments = [Segment(method, size, timed_seconds=seconds, min_timed=2, rates=rates) for _, method, size in pairs]
+    segments = [
+        Segment(method, size, timed_seconds=seconds, min_timed=2, max_timed=200, rates=rates)
+        for _, method, size in pairs
+    ]
     bar = progress.add_task(f"{task.name}, {rate_text(rates[0])}", total=len(segments))
 
     def on_message(message: Message) -> None:
@@ -98,7 +101,7 @@ def run(
     workloads: Annotated[str, typer.Option(help="text, deep, blocks, vision.")] = "text,deep,blocks,vision",
     rates: Rates = "none,1gbit,100mbit,10mbit",
     runs: Annotated[int, typer.Option(help="Runs of each method.")] = 6,
-    seconds: Seconds = 3.0,
+    seconds: Seconds = 6.0,
     *,
     done: Set[tuple[str, ...]],
 ) -> Iterator[list[Row]]:
