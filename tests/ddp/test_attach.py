@@ -45,6 +45,26 @@ def test_a_job_of_one_rank_trains_as_without_gradwire() -> None:
     handle.detach()
 
 
+def test_a_step_counts_whose_first_bucket_ddp_skips() -> None:
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(4, 2, bias=False), nn.Linear(2, 2, bias=False)
+
+        def forward(self, batch: torch.Tensor) -> torch.Tensor:
+            return self.used(batch)
+
+    ddp = DistributedDataParallel(
+        Half(), find_unused_parameters=True, skip_all_reduce_unused_params=True, bucket_cap_mb=1e-5
+    )
+    handle = gw.attach(ddp, gw.Plan("threelc", min_elements=0))
+    for _ in range(3):
+        backward(ddp)
+    assert handle.report().steps == 3
+    assert set(gradients(ddp)) == {"used.weight"}
+    handle.detach()
+
+
 def test_parameters_go_by_their_names_in_the_model_and_frozen_ones_do_not_go() -> None:
     handle = gw.attach(wrapped(), {"*.weight": "threelc", "*": "none"})
     names = handle.synchronizer._tensors.names

@@ -7,6 +7,7 @@ the module alive.
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -60,6 +61,7 @@ class Handle:
         self._loss_scale: float | None = None  # of the residuals, if known
         self._active_ranks = synchronizer.world_size
         self._called = False
+        self._last_index = sys.maxsize  # of the bucket before, see _is_first
         self._buckets: dict[int, tuple[tuple[int, int, bool], tuple[str, ...], list[GradientSlice]]] = {}  # by index
         self._rests = False  # whether this step is DDP's own all-reduce and nothing else
         self._names = torch_private.parameter_names(ddp)  # frozen parameters too, which may be trained later
@@ -137,7 +139,8 @@ class Handle:
 
     def on_bucket(self, bucket: torch_private.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Average one bucket. Called by the hook slot during backward."""
-        if bucket.index() == 0 and self.autopilot is not None:
+        first = self._is_first(bucket)
+        if first and self.autopilot is not None:
             self._rests = self._may_rest() and self.autopilot.rests()
             if self._rests:
                 self.synchronizer.count_step()
@@ -145,7 +148,7 @@ class Handle:
             assert self.autopilot is not None
             return self.autopilot.native(bucket)
         with _advising():
-            return self._average(bucket)
+            return self._average(bucket, first)
 
     def commit_without_optimizer(self) -> None:
         """Commit the last step if no optimizer was given. With one, its step commits.
@@ -161,11 +164,21 @@ class Handle:
         assert ddp is not None, "hooks run in a backward pass of the module"
         return ddp
 
-    def _average(self, bucket: torch_private.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def _is_first(self, bucket: torch_private.GradBucket) -> bool:
+        """Whether a bucket is the first of its backward pass.
+
+        That is bucket 0, unless DDP skips it because no rank has used its parameters (skip_all_reduce_unused_params=).
+        Indices increase within a pass.
+        """
+        index, last = bucket.index(), self._last_index
+        self._last_index = index
+        return index <= last
+
+    def _average(self, bucket: torch_private.GradBucket, first: bool) -> torch.futures.Future[torch.Tensor]:
         joined = not torch_private.in_backward()
         ddp = self._module
         self._called = True
-        if bucket.index() == 0:
+        if first:
             self._begin_backward(ddp, joined)
         if self._active_ranks != self.synchronizer.world_size:
             bucket.buffer().mul_(self.synchronizer.world_size / self._active_ranks)
@@ -259,6 +272,7 @@ class Handle:
 
     def _end_backward(self) -> None:
         """Raise errors here. On a bucket's future they would surface as a cast error."""
+        self._last_index = sys.maxsize
         with _advising():
             self.synchronizer.wait()
 
