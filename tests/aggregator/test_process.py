@@ -174,6 +174,20 @@ def test_a_worker_that_holds_up_a_result_is_named(job, udp):
     assert error.rank == 2
 
 
+@pytest.mark.ci
+@pytest.mark.parametrize("udp", [False, True])
+def test_a_live_worker_may_hold_up_a_result_for_longer_than_a_silent_one(job, udp):
+    options = ConnectionOptions(timeout=SHORT)
+    clients = job.join(job.serve(udp=udp, timeout=SHORT, patience=SHORT), jobs.config(), connection=options)
+    check_round(clients, 0)
+    waiting = [submit_all(client, 1) for client in clients[:2]]
+    threading.Event().wait(2.5 * SHORT.total_seconds())  # worker 2 evaluates
+    waiting.append(submit_all(clients[2], 1))
+    for results in waiting:
+        for _, future in results:
+            assert future.result(WAIT).counted.any()
+
+
 def test_an_unreachable_server(job):
     address = job.serve(workers=1)
     job.join(address, jobs.config(1))[0].close()

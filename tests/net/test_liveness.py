@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+import inspect
 from datetime import timedelta
 
 import pytest
 
-from gradwire.net.liveness import Liveness
+from gradwire.cli.serve import serve
+from gradwire.net.client import ConnectionOptions
+from gradwire.net.liveness import STALL_TIMEOUT, Liveness
+from gradwire.parameter_server.process import ParameterServerOptions
+from gradwire.sync.options import SyncOptions
 
 TIMEOUT = timedelta(seconds=8)
 
@@ -52,3 +57,10 @@ def test_two_ends_that_keep_their_deadlines_never_give_each_other_up():
 def test_a_timeout_is_positive(seconds):
     with pytest.raises(ValueError, match="positive timeout"):
         Liveness(timedelta(seconds=seconds), 0.0)
+
+
+def test_by_default_a_live_process_may_evaluate_for_ten_minutes_wherever_others_wait_for_it():
+    assert STALL_TIMEOUT.total_seconds() > 600
+    command = inspect.signature(serve).parameters["stall_timeout"].default
+    defaults = SyncOptions(), ConnectionOptions(), ParameterServerOptions(1)
+    assert {each.stall_timeout for each in defaults} | {timedelta(seconds=command)} == {STALL_TIMEOUT}

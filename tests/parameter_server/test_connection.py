@@ -108,7 +108,8 @@ def test_pushes_wait_for_a_welcome_and_go_after_values_and_hyperparameters(
     assert TrainingJoin.from_bytes(server.hear(FrameKind.JOIN)).groups == NEXT
 
 
-def test_a_server_that_is_there_and_says_nothing_is_one_error(server: Server) -> None:
+def test_a_server_that_is_there_and_says_nothing_is_one_error(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradwire.parameter_server.connection.GRACE_SECONDS", 0.1)
     connection = call(server, stall_seconds=0.5)
     server.hear(FrameKind.JOIN)
     try:
@@ -145,6 +146,7 @@ def test_a_long_wait_for_other_workers_is_told_of(
     server: Server, connection: ServerConnection, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("gradwire.parameter_server.connection.NOTICE_SECONDS", 0.3)
+    monkeypatch.setattr("gradwire.parameter_server.connection.GRACE_SECONDS", 0.1)
     connection._options = ConnectionOptions(stall_timeout=timedelta(seconds=1))
     server.hear(FrameKind.JOIN)
     with pytest.raises(PeerTimeoutError, match="though it is there"):

@@ -139,7 +139,8 @@ def test_an_exception_on_the_endpoints_thread_ends_the_server() -> None:
 
 @pytest.mark.timeout(120)
 def test_a_worker_that_hangs_while_its_connection_lives_ends_the_job() -> None:
-    server = ParameterServer(ParameterServerOptions(2, patience=timedelta(seconds=0.2)))
+    limits = {"patience": timedelta(seconds=0.2), "stall_timeout": timedelta(seconds=1)}
+    server = ParameterServer(ParameterServerOptions(2, **limits))
     over = Event()
     errors: list[str] = []
 
@@ -167,3 +168,30 @@ def test_a_worker_that_hangs_while_its_connection_lives_ends_the_job() -> None:
         thread.join()
     assert len(errors) == 2
     assert all("Workers [1]" in error for error in errors)
+
+
+@pytest.mark.ci
+@pytest.mark.timeout(120)
+def test_a_live_worker_may_hold_up_a_step_for_longer_than_a_silent_one() -> None:
+    limit = timedelta(seconds=1)
+    server = ParameterServer(ParameterServerOptions(2, timeout=limit, patience=limit))
+    serving = Thread(target=server.run)
+    serving.start()
+    steps: list[int] = []
+
+    def work(worker: int) -> None:
+        job, options = gw.JobOptions(worker=worker, workers=2), gw.ConnectionOptions(timeout=limit)
+        with connect(server, job, connection=options) as client:
+            train_step(client, 0)
+            if worker == 1:
+                Event().wait(2.5)  # evaluates
+            train_step(client, 1)
+            client.wait()
+            steps.append(client.steps)
+
+    threads = [Thread(target=work, args=(worker,)) for worker in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in [*threads, serving]:
+        thread.join(60)
+    assert steps == [2, 2]

@@ -31,15 +31,13 @@ from gradwire.aggregator.session import MAX_WELCOME_BYTES, NO_EPOCH, AggregatorJ
 from gradwire.aggregator.worker import WorkerStateMachine
 from gradwire.core.errors import FrameError, PeerFailedError, SyncError
 from gradwire.net.address import address_toward, parse_address, resolve
-from gradwire.net.client import Client, ConnectionOptions
+from gradwire.net.client import GRACE_SECONDS, Client, ConnectionOptions
 from gradwire.net.datagrams import DatagramSocket
 from gradwire.wire.frame import FrameFlags, FrameKind, Header, describe
 
 logger = logging.getLogger("gradwire")
 WINDOW_BYTES = 2 << 20
 """Packets in flight over UDP, and their results."""
-GRACE_SECONDS = 5.0
-"""How long before a worker the server gives up, since only the server knows who is missing."""
 _BATCH = 64
 _TURN_SECONDS = 0.25
 _GOODBYE_SECONDS = 2.0
@@ -267,6 +265,7 @@ class AggregationClient(Client):
             for packet in packets:
                 self._send(packet)
             finished = [(self._futures.pop(request), request.reply()) for request in done]
+            self._num_losses = 0 if done else self._num_losses
             self._send_due()
         for future, reply in finished:
             future.set_result(reply)

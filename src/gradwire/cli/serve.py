@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from gradwire.net.liveness import STALL_TIMEOUT
+
 
 def register(app: typer.Typer) -> None:
     """Add the command to the command line."""
@@ -32,6 +34,9 @@ def serve(
     ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds without a sign of life before a worker is lost.")] = 60.0,
     patience: Annotated[float, typer.Option(help="Seconds to wait for a lost worker.")] = 120.0,
+    stall_timeout: Annotated[
+        float, typer.Option(help="Seconds for which a live worker may hold up a step; --parameters.")
+    ] = STALL_TIMEOUT.total_seconds(),
     optimizer: Annotated[
         list[str], typer.Option(help="Import path of an optimizer beyond torch.optim; --parameters.")
     ] = [],  # noqa: B006  typer reads it
@@ -88,7 +93,10 @@ def serve(
     try:
         server: Server
         if parameters:
-            server = ParameterServer(ParameterServerOptions(**common, state=state, optimizers=tuple(optimizer)))
+            stall = timedelta(seconds=stall_timeout)
+            server = ParameterServer(
+                ParameterServerOptions(**common, stall_timeout=stall, state=state, optimizers=tuple(optimizer))
+            )
         else:
             group = parse_address(multicast) if multicast else None
             server = AggregationServer(AggregationOptions(**common, udp=udp, multicast=group, drop=drop))

@@ -1,7 +1,8 @@
 """A worker's end of its connection to a server: what all kinds of servers have in common.
 
-On failure: a lost server, or its successor, is called again. The client fails if there is none for the timeout, if the
-server says that it has ended, or if its answer cannot be read. It keeps the first error for all who wait.
+On failure: a lost server, or its successor, is called again. The client fails if there is none for the timeout, if
+connections are lost again and again without a result, if the server says that it has ended, or if its answer cannot be
+read. It keeps the first error for all who wait.
 """
 
 from __future__ import annotations
@@ -21,10 +22,15 @@ from gradwire.core.errors import FrameError, PeerFailedError, PeerTimeoutError, 
 from gradwire.net.address import serve_command
 from gradwire.net.handshake import GroupMember
 from gradwire.net.keys import job_epoch, job_key
+from gradwire.net.liveness import STALL_TIMEOUT
 from gradwire.net.reconnecting import EndpointOwner, ReconnectingEndpoint
 from gradwire.wire.frame import FrameKind, Header
 
 logger = logging.getLogger("gradwire")
+GRACE_SECONDS = 5.0
+"""How long before a worker the server gives up, since only the server knows who is missing."""
+MAX_LOSSES = 20
+"""Connections that may be lost one after another, without a result of the server between them."""
 Welcome = TypeVar("Welcome")
 
 
@@ -36,14 +42,15 @@ class ConnectionOptions:
         key_file: File with the job key. See `gradwire.net.keys.job_key`.
         insecure: Whether to connect beyond loopback without a secret key.
         timeout: Longest time without a sign of life from a server. A server that is not there is called for as long.
-        stall_timeout: Longest wait for a result of a server that is connected. Keep it longer than the patience of
-            parameter servers, so that their error can name the worker that holds up the step.
+        stall_timeout: Longest time that a live worker or server may take to deliver a result that others wait for; see
+            `gradwire.net.liveness.STALL_TIMEOUT`. The server ends the job, with an error that names the worker; a
+            client waits `GRACE_SECONDS` longer, in case it is the server that hangs.
     """
 
     key_file: str | Path | None = None
     insecure: bool = False
     timeout: timedelta = timedelta(seconds=120)
-    stall_timeout: timedelta = timedelta(seconds=1800)
+    stall_timeout: timedelta = STALL_TIMEOUT
 
 
 class Client(EndpointOwner):
@@ -80,6 +87,7 @@ class Client(EndpointOwner):
         self._connected = False
         self._lost_at: float | None = time.monotonic()  # set to None by a subclass once it has a server
         self._lost_by: SyncError | None = None
+        self._num_losses = 0  # since the last result
         self._changed = threading.Condition()
         self._epoch = job_epoch(job)
         self._key = job_key(address[0], job, file=options.key_file, insecure=options.insecure)
@@ -96,9 +104,20 @@ class Client(EndpointOwner):
                 self._fail(SyncError(f"The {self._server_name} has ended: {error}"))
             elif error is not None and self._error is None:
                 self._lost_by = error
-                limit = self._options.timeout.total_seconds()
-                logger.warning("The %s is called again for %g s. %s", self._server_name, limit, error)
+                self._num_losses += 1
+                self._call_again_or_fail(error)
             self._changed.notify_all()
+
+    def _call_again_or_fail(self, error: SyncError) -> None:
+        if self._num_losses >= MAX_LOSSES:
+            self._fail(SyncError(
+                f"The {self._server_name} gave rank {self.rank} no result on {MAX_LOSSES} connections, one after "
+                f"another. Look at its log. The last connection: {error}"
+            ))  # fmt: skip
+            self._endpoint.close(str(self._error))
+            return
+        limit = self._options.timeout.total_seconds()
+        logger.warning("The %s is called again for %g s. %s", self._server_name, limit, error)
 
     def failed(self, error: SyncError) -> None:
         self._fail(error)

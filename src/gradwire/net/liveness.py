@@ -9,6 +9,13 @@ from __future__ import annotations
 from datetime import timedelta
 
 HEARTBEATS_PER_TIMEOUT = 4
+STALL_TIMEOUT = timedelta(minutes=30)
+"""Default of every `stall_timeout`.
+
+Two limits bound every wait for another process. `timeout` bounds silence: a process that is killed, frozen or cut off
+sends no heartbeats. `stall_timeout` bounds how long a process that does send heartbeats may take to deliver what others
+wait for. It may evaluate, write a checkpoint or compile in this time. See docs/decisions/0009-liveness-is-not-progress.
+"""
 
 
 class Liveness:

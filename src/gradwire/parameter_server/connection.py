@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from gradwire.core.errors import FrameError, PeerTimeoutError, SyncError
-from gradwire.net.client import Client, ConnectionOptions
+from gradwire.net.client import GRACE_SECONDS, Client, ConnectionOptions
 from gradwire.parameter_server.session import MAX_JOIN_BYTES, Groups, TrainingJoin, TrainingWelcome, encode_groups
 from gradwire.parameter_server.slot import ParameterSlot
 from gradwire.wire.frame import HEADER_BYTES, FrameKind, Header, describe
@@ -60,6 +60,7 @@ class ServerConnection(Client):
         self._join_lock = threading.Lock()
         self._welcome: TrainingWelcome | None = None
         self._noticed = False
+        self._newest = -1
 
     @property
     def sent_bytes(self) -> int:
@@ -101,6 +102,11 @@ class ServerConnection(Client):
         with self._locks[slot.tensor]:
             slot.apply(values, version)
 
+    def check(self) -> None:
+        """Raise the error that has ended this connection for good, if there is one."""
+        if self._error is not None:
+            raise self._error
+
     def close(self, reason: str = "") -> None:
         """Say goodbye, or give the reason for leaving early. Idempotent."""
         self._endpoint.close(reason)
@@ -133,8 +139,14 @@ class ServerConnection(Client):
             assert self._welcome is not None, "admitted"
             with self._locks[header.tensor]:
                 self.slots[header.tensor].receive(header, body, self._welcome.counted[header.tensor])
+                self._note_result(self.slots[header.tensor].newest)
         with self._changed:
             self._changed.notify_all()
+
+    def _note_result(self, version: int) -> None:
+        """Note a parameter's newest version. Only one beyond all before is a result: a server sends values again."""
+        if version > self._newest:
+            self._newest, self._num_losses = version, 0
 
     def left(self, peer: int, error: SyncError | None) -> None:
         with self._changed:
@@ -174,19 +186,18 @@ class ServerConnection(Client):
         began = time.monotonic()
         with self._changed:
             while not ready() and not self.finished:
-                if self._error is not None:
-                    raise self._error
+                self.check()
                 self._check_lost(what)
                 self._check_stalled(time.monotonic() - began, what)
                 self._changed.wait(0.25)
 
     def _check_stalled(self, seconds: float, what: str) -> None:
         limit = self._options.stall_timeout.total_seconds()
-        if seconds > limit:
+        if seconds > limit + GRACE_SECONDS:
             raise PeerTimeoutError(
                 f"The {self._server_name} did not send {what} within {limit:g} s, though it is there. Look at its log "
                 "and at those of the other workers. If steps may take this long, pass a longer stall_timeout in "
-                "ConnectionOptions.",
+                "ConnectionOptions, and to the server.",
                 phase=what,
             )
         if self._lost_at is None and seconds > NOTICE_SECONDS and not self._noticed:

@@ -15,12 +15,14 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from gradwire.core.errors import FrameError, SyncError
+from gradwire.net.liveness import STALL_TIMEOUT
 from gradwire.net.server import Server, ServerOptions, away, finished_early, stalled
 from gradwire.parameter_server.journal import Journal
 from gradwire.parameter_server.server import Message, ServerStateMachine
@@ -29,21 +31,22 @@ from gradwire.wire.frame import HEADER_BYTES, FrameKind, Header
 
 MAX_QUEUED_BYTES = 64 << 20
 """Maximum bytes of a worker's frames that wait in the queue. Above, its connection is not read."""
-STALL_PATIENCES = 5
-"""How long a step waits for workers that are connected, in units of the patience. They may evaluate or compile."""
 _STALL_CHECK_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
 class ParameterServerOptions(ServerOptions):
-    """How a parameter server runs. A worker that hangs is waited for `STALL_PATIENCES` times as long as a lost one.
+    """How a parameter server runs.
 
     Attributes:
+        stall_timeout: Longest time that a live worker may take to push for a step that others have pushed for; see
+            `gradwire.net.liveness.STALL_TIMEOUT`. Workers have the same limit in `ConnectionOptions`.
         state: Folder of checkpoint and journal; None keeps no state.
         checkpoint_bytes: Size of the journal at which a checkpoint replaces it.
         optimizers: Import paths of optimizers beyond `torch.optim`.
     """
 
+    stall_timeout: timedelta = STALL_TIMEOUT
     state: Path | None = None
     checkpoint_bytes: int = 1 << 28
     optimizers: tuple[str, ...] = ()
@@ -61,6 +64,8 @@ class ParameterServer(Server):
     Raises:
         StateError: The state is in use by another server, or cannot be used.
     """
+
+    options: ParameterServerOptions
 
     def __init__(self, options: ParameterServerOptions) -> None:
         super().__init__(options)
@@ -177,7 +182,7 @@ class ParameterServer(Server):
             return
         self._next_stall_check = now + _STALL_CHECK_SECONDS
         before, self._open = self._open, {}
-        limit = STALL_PATIENCES * self.options.patience.total_seconds()
+        limit = self.options.stall_timeout.total_seconds()
         for tensor, round_ in enumerate(self.machine.rounds):
             if not round_.pushes:
                 continue

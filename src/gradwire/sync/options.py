@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from gradwire.core.errors import OptionError
+from gradwire.net.liveness import STALL_TIMEOUT
 from gradwire.sync.strategies.register import ServiceAddress
 
 
@@ -18,8 +19,9 @@ class SyncOptions:
 
     Attributes:
         timeout: Longest time that a rank may be silent. After that, all other ranks raise an error.
-        stall_timeout: Longest time that a live rank may take to join a step. Evaluation and checkpoints count. None
-            means ten times `timeout`.
+        stall_timeout: Longest time that a live rank may take to join a step, or to make a call that all ranks make;
+            see `gradwire.net.liveness.STALL_TIMEOUT`. In `attach`, where ranks have no connections yet, `timeout`
+            applies.
         seed: Seed of all random streams.
         dump_dir: Directory of the flight recorder's file, which is written on a failure. None means
             ``GRADWIRE_DUMP_DIR``, or a directory of the user's among the system's temporary files.
@@ -33,11 +35,11 @@ class SyncOptions:
             For switches with small buffers (`gradwire.net.slots`). Linux only.
 
     Raises:
-        OptionError: `timeout` or `threads` is not positive.
+        OptionError: `timeout`, `stall_timeout` or `threads` is not positive.
     """
 
     timeout: timedelta = timedelta(seconds=30)
-    stall_timeout: timedelta | None = None
+    stall_timeout: timedelta = STALL_TIMEOUT
     seed: int = 0
     dump_dir: str | Path | None = None
     nodes: int | Sequence[str | int] | None = None
@@ -46,8 +48,11 @@ class SyncOptions:
     time_slots: bool = False
 
     def __post_init__(self) -> None:
-        if self.timeout <= timedelta(0):
-            raise OptionError(f"timeout must be positive, but it is {self.timeout}. Pass timedelta(seconds=30).")
+        for name in ("timeout", "stall_timeout"):
+            if getattr(self, name) <= timedelta(0):
+                raise OptionError(
+                    f"{name} must be positive, but it is {getattr(self, name)}. Pass timedelta(seconds=30)."
+                )
         if self.threads is not None and self.threads < 1:
             raise OptionError(
                 f"threads must be at least 1, but it is {self.threads}. Leave it out for the usual number."

@@ -69,7 +69,7 @@ class Peers:
         self._time_slots = options.time_slots
         self._addresses: dict[str, ServiceAddress] = {}  # by name of the strategy that needs the service
         self._services: dict[str, Service] = {}
-        self._stall_timeout = options.stall_timeout or 10 * options.timeout
+        self._stall_timeout = options.stall_timeout
         self._name = f"gradwire/{self._info.next_number()}"
         self._nodes = NodeMap(self.world_size, options.nodes)
         _open.add(self)
