@@ -110,15 +110,19 @@ def test_frames_go_both_ways(endpoints):
     assert not server.send(2, frame(SERVER), big)  # who is not there
 
 
-def test_an_exception_on_its_thread_is_told_to_the_owner_and_to_all_peers(endpoints):
+@pytest.mark.parametrize("kind", [TypeError, SystemExit])
+def test_an_exception_on_its_thread_is_told_to_the_owner_and_to_all_peers(endpoints, kind):
+    def fail(*_):
+        raise kind("not callable")
+
     server, there, port = endpoints(SERVER)
     worker, here = endpoints(1, port)
     here.hear("joined")
-    there.deliver = None  # which cannot be called
+    there.deliver = fail
     worker.send(SERVER, frame(1, 1), EMPTY)
     _, error = there.hear("failed")
     assert isinstance(error, SyncError)
-    assert isinstance(error.__cause__, TypeError)
+    assert isinstance(error.__cause__, kind)
     end = here.hear("left")[2]
     assert isinstance(end, PeerFailedError)
     assert "not callable" in str(end)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.core.errors import OptionError, PeerTimeoutError
+from gradwire.core.errors import OptionError, PeerTimeoutError, SyncError
 from gradwire.parameter_server.process import ParameterServer, ParameterServerOptions
 from tests.parameter_server.clients import connect, train_step
 
@@ -74,8 +74,9 @@ def test_a_worker_that_fails_in_its_last_step_has_not_finished() -> None:
     def fail() -> None:
         client = connect(server)
         client._encoder.submit(lambda: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(SyncError, match="ZeroDivisionError") as caught:
             client.close()
+        assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
     worker = Thread(target=fail)
     worker.start()
@@ -83,4 +84,4 @@ def test_a_worker_that_fails_in_its_last_step_has_not_finished() -> None:
     with pytest.raises(PeerTimeoutError):
         server.run(events.append)
     worker.join()
-    assert any("gave up: ZeroDivisionError" in event for event in events)
+    assert any("gave up: SyncError: The thread gradwire-encoder failed: ZeroDivisionError" in each for each in events)

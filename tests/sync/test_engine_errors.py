@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 import time
@@ -66,6 +67,90 @@ def test_the_peers_know_why_before_the_error_is_raised() -> None:
             told = made.peers[peer].failure()
             assert isinstance(told, PeerFailedError)
             assert told.rank == 2
+
+
+def exit_thread(*arguments: Any) -> None:
+    raise SystemExit(3)
+
+
+@pytest.mark.parametrize("where", ["task", "done", "listener"])
+def test_whatever_ends_a_thread_of_the_engine_is_one_typed_error_on_every_rank(where: str) -> None:
+    failed: queue.SimpleQueue[SyncError] = queue.SimpleQueue()
+    script = Script()
+    script.does(exit_thread if where == "task" else lambda: None)
+    with setup(3) as made:
+        if where == "listener":  # only exceptions are kept from the thread there
+            made.events.listen(lambda event: exit_thread() if event.kind == "encode" else None)
+        waiting = receiving(key(1))[0]
+        waiting.on_failed = failed.put  # type: ignore[method-assign]
+        made.engine.run(waiting)
+        made.engine.run(script.run(round=1, tensor=1, done=exit_thread if where == "done" else lambda: None))
+        error = failure_of(made.engine)
+        assert type(error) is SyncError
+        assert isinstance(error.__cause__, SystemExit)
+        assert failed.get(timeout=PATIENCE) is error, "other runs have failed with it"
+        for peer in (1, 2):
+            assert "SystemExit" in str(made.peers[peer].failure())
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks here")
+def test_a_forked_child_does_not_wait_for_threads_that_it_does_not_have() -> None:
+    with setup() as made:
+        made.engine.run(receiving(key())[0])
+        child = os.fork()
+        if child == 0:
+            try:
+                made.engine.wait_idle()
+            except SyncError as error:
+                os._exit("fork of the one that called attach" not in str(error))
+            finally:
+                os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert made.engine.error is None
+
+
+def test_an_operation_that_does_not_end_is_an_error_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is waited for, and the engine's only thread is in the operation."""
+    monkeypatch.setattr(engine_module, "_FUTURE_GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(engine_module, "_LOOK_SECONDS", 0.1)
+    go_on = threading.Event()
+    with setup(stall=0.3) as made:
+        made.engine.run(computing(lambda: go_on.wait(PATIENCE)))
+        error = failure_of(made.engine)
+        go_on.set()
+        assert "No operation of this rank has ended for" in str(error)
+        assert "Look for a compressor or a kernel that does not return" in str(error)
+        assert (error.rank, error.tensor, error.phase) == (None, "w", "compute")
+
+
+def test_a_frame_that_is_late_is_noticed_while_all_threads_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "_LOOK_SECONDS", 0.1)
+    go_on, busy = threading.Event(), threading.Event()
+
+    def compute() -> None:
+        busy.set()
+        go_on.wait(PATIENCE)
+
+    with setup(stall=0.3) as made:
+        made.engine.run(receiving(key(1))[0])
+        made.engine.run(computing(compute))
+        assert busy.wait(PATIENCE)
+        error = failure_of(made.engine)
+        go_on.set()
+        assert (type(error), error.rank) == (PeerTimeoutError, 1)
+
+
+def test_a_failure_while_the_transport_cannot_be_told_still_fails_the_runs() -> None:
+    failed: queue.SimpleQueue[SyncError] = queue.SimpleQueue()
+    with setup() as made:
+        transport = made.network.transports[0]
+        abort, transport.abort = transport.abort, exit_thread  # type: ignore[method-assign]
+        run = receiving(key())[0]
+        run.on_failed = failed.put  # type: ignore[method-assign]
+        made.engine.run(run)
+        made.engine.fail(SyncError("something"))
+        assert "something" in str(failed.get(timeout=PATIENCE))
+        transport.abort = abort  # type: ignore[method-assign]
 
 
 def test_nothing_runs_after_a_failure_and_done_is_never_called() -> None:

@@ -1,8 +1,10 @@
-"""Several computation threads give the bits of one."""
+"""Several computation threads give the bits of one, and what ends one of them ends all ranks."""
 
 from __future__ import annotations
 
+from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.core.errors import OptionError
+from gradwire.core.errors import OptionError, PeerFailedError, SyncError
 from gradwire.core.spec import TensorSpec
 from gradwire.sync.engine import default_threads
 from gradwire.sync.plan import Plan
@@ -45,6 +47,48 @@ def test_means_and_residuals_are_the_same_to_the_bit(method: str, strategy: str)
         for name in SHAPES:
             assert torch.equal(alone["means"][name], together["means"][name])
             np.testing.assert_array_equal(alone["residuals"].get(name), together["residuals"].get(name))
+
+
+class Failing(type(gw.make("topk"))):  # type: ignore[misc]
+    """A compressor that raises on rank 1 in step 2."""
+
+    cause: BaseException = ValueError("a bug in a compressor")
+
+    def compiled(self) -> None:
+        """None: each tensor is encoded by itself."""
+
+    def encode(self, grad: torch.Tensor, ctx: gw.Context, *arguments: Any, **options: Any) -> Any:
+        if (ctx.rank, ctx.step) == (1, 2):
+            raise self.cause
+        return super().encode(grad, ctx, *arguments, **options)
+
+
+@pytest.mark.parametrize("cause", [ValueError("a bug in a compressor"), SystemExit("a bug in a compressor")])
+def test_a_compressor_that_raises_is_one_typed_error_on_every_rank(
+    cause: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Failing, "cause", cause)
+    tensors = {"w": TensorSpec((6000,))}
+
+    def take_steps(one: Synchronizer) -> None:
+        for _ in range(3):
+            one.begin_step()
+            one.submit([GradientSlice("w", torch.randn(6000))])
+            one.commit()
+
+    def run(one: Synchronizer) -> SyncError:
+        with pytest.raises(SyncError) as caught:
+            take_steps(one)
+        assert one.step == 2
+        return caught.value
+
+    plan = Plan({"w": Failing()}, strategy="allgather", partitions=1)
+    with ranks(3, plan, tensors=tensors, dump_dir=tmp_path, stall_timeout=timedelta(seconds=600)) as group:
+        errors = group.each(run)
+    assert errors[1].__cause__ is cause
+    for rank, error in enumerate(errors):
+        assert "a bug in a compressor" in str(error)
+        assert type(error) is (SyncError if rank == 1 else PeerFailedError)
 
 
 def test_the_usual_number_is_the_share_of_the_cores_without_one(monkeypatch: pytest.MonkeyPatch) -> None:

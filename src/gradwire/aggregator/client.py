@@ -17,7 +17,6 @@ import random
 import secrets
 import selectors
 import socket
-import threading
 import time
 from concurrent.futures import Future
 from dataclasses import replace
@@ -29,6 +28,7 @@ from gradwire.aggregator.request import AggregationRequest, Reply
 from gradwire.aggregator.retransmission import MIN_WIDTH, Window
 from gradwire.aggregator.session import MAX_WELCOME_BYTES, NO_EPOCH, AggregatorJoin, AggregatorWelcome, SessionConfig
 from gradwire.aggregator.worker import WorkerStateMachine
+from gradwire.core import threads
 from gradwire.core.errors import FrameError, PeerFailedError, SyncError
 from gradwire.net.address import address_toward, parse_address, resolve
 from gradwire.net.client import GRACE_SECONDS, Client, ConnectionOptions
@@ -92,11 +92,12 @@ class AggregationClient(Client):
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake_in, selectors.EVENT_READ)
         self._selector.register(self._datagrams.socket, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._run, name=f"gradwire-aggregation-{rank}", daemon=True)
         self._endpoint.start()
-        self._thread.start()
-        with self._changed:
-            self._changed.wait_for(lambda: self._welcome is not None or self._error is not None)
+        self._thread = threads.start(f"gradwire-aggregation-{rank}", self._run, self._end)
+        with self._changed:  # `_check_lost` comes first, and says more
+            limit = connection.timeout.total_seconds() + GRACE_SECONDS
+            if not self._changed.wait_for(lambda: self._welcome is not None or self._error is not None, limit):
+                self._fail(SyncError(f"The {self._server_name} did not welcome rank {rank} within {limit:g} s."))
         if self._error is not None:
             self.close()
             raise self._error
@@ -151,8 +152,7 @@ class AggregationClient(Client):
             self._changed.wait_for(lambda: self._lost_at is None or self._error is not None, _GOODBYE_SECONDS)
         closed = SyncError(f"The aggregation client was closed. {reason}".rstrip())
         self._fail(closed, goodbye=reason)
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        threads.end(self._thread, self._endpoint.end_seconds + threads.END_SECONDS)
 
     # -- on the endpoint's thread ----------------------------------------------------------------------------
 
@@ -214,16 +214,13 @@ class AggregationClient(Client):
     # -- on the client's thread -------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        try:
-            while self._error is None:
-                self._turn()
-        except SyncError as error:
-            self._fail(error)
-        except Exception as cause:  # pending futures must not wait forever
-            logger.exception("The thread of the aggregation client at rank %d failed.", self.rank)
-            failure = SyncError(f"The aggregation client at rank {self.rank} failed: {cause!r}. The log says where.")
-            failure.__cause__ = cause
-            self._fail(failure)
+        while self._error is None:
+            self._turn()
+        self._end(self._error)
+
+    def _end(self, error: SyncError) -> None:
+        """Fail everything that waits, and say goodbye."""
+        self._fail(error)
         with self._changed:
             waiting, self._futures = list(self._futures.values()), {}
         for future in waiting:

@@ -33,6 +33,7 @@ from gradwire.aggregator.session import (
     AggregatorWelcome,
     SessionConfig,
 )
+from gradwire.core import threads
 from gradwire.core.errors import DisagreementError, FrameError, GradwireError, OptionError, PeerFailedError, SyncError
 from gradwire.kernels.blocks import INDEX_CHUNK
 from gradwire.net.datagrams import MAX_PACKET_BYTES, DatagramSocket
@@ -95,7 +96,7 @@ class AggregationServer(Server):
         if options.multicast is not None and not _is_group(options.multicast[0]):
             raise OptionError(f"{options.multicast[0]!r} is no IPv4 multicast group. Pass one of 239.0.0.0/8.")
         self._datagrams: DatagramSocket | None = None
-        self._reader = threading.Thread(target=self._read_datagrams, name="gradwire-aggregation", daemon=True)
+        self._reader = threads.make("gradwire-datagrams", self._read_datagrams, self.failed)
         self._session: _Session | None = None
         self._error: GradwireError | None = None
         self._started = time.monotonic()
@@ -134,7 +135,7 @@ class AggregationServer(Server):
     def _release(self, done: bool) -> None:
         self._ended = True
         if self._datagrams is not None:
-            self._reader.join()
+            threads.end(self._reader)
             self._datagrams.close()
 
     # -- on the endpoint's thread ----------------------------------------------------------------------------
@@ -272,15 +273,11 @@ class AggregationServer(Server):
 
     def _read_datagrams(self) -> None:
         assert self._datagrams is not None, "started with datagrams alone"
-        try:
-            with selectors.DefaultSelector() as selector:
-                selector.register(self._datagrams.socket, selectors.EVENT_READ)
-                while not self._ended:
-                    if selector.select(_TURN_SECONDS):
-                        self._take_datagrams(self._datagrams)
-        except Exception as error:
-            logger.exception("The thread of an aggregation server failed.")
-            self._error = SyncError(f"The thread that reads datagrams failed: {error!r}. The log says where.")
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._datagrams.socket, selectors.EVENT_READ)
+            while not self._ended:
+                if selector.select(_TURN_SECONDS):
+                    self._take_datagrams(self._datagrams)
 
     def _take_datagrams(self, datagrams: DatagramSocket) -> None:
         for packet in datagrams.receive(_DATAGRAMS_PER_READ):  # forged ones are dropped there, without the lock

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import torch
@@ -33,6 +34,7 @@ from gradwire.tuning.measure_codec import single_thread
 
 _BLOCK = 1024
 _RANKS = 4
+_FIRST_USE_SECONDS = 600.0  # limit
 # Passes over the gradient of compressors that are not written in the language.
 _PASSES = {"none": 1, "fp16": 1, "bf16": 1, "int8shared": 1, "topk": 2, "threelc": 2, "powersgd": 2}
 _PASSES |= {"thc": 2, "uthc": 2}
@@ -121,7 +123,8 @@ def first_uses(only: str | None = None) -> Iterator[tuple[str, float, float]]:
         with tempfile.TemporaryDirectory() as folder:
             env = os.environ | {"NUMBA_CACHE_DIR": f"{folder}/numba", "GRADWIRE_CACHE_DIR": folder}
             command = [sys.executable, "-c", code, name]
-            cold, warm = (float(subprocess.check_output(command, env=env, text=True)) for _ in range(2))
+            run = partial(subprocess.check_output, command, env=env, text=True, timeout=_FIRST_USE_SECONDS)
+            cold, warm = (float(run()) for _ in range(2))
         yield name, cold, warm
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from gradwire.bench.job import BenchmarkJob, Message, RateRequest, SegmentOutcome, from_line
 from gradwire.core.errors import GradwireError
 from gradwire.lab import Lab
-from gradwire.lab.runner import Runner, signal_group
+from gradwire.lab.runner import END_AFTER_S, Runner, signal_group
 
 _GRACE_SECONDS = 5.0
 _TAIL_LINES = 15
@@ -155,7 +155,7 @@ def _run_on_loopback(
     finally:
         for process in processes:
             signal_group(process, 9)
-            process.wait()
+            process.wait(END_AFTER_S)
     _check_ended(runner)
 
 

@@ -10,6 +10,7 @@ import itertools
 import statistics
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -89,7 +90,8 @@ class _Tape:
 
 def record(rank: Rank, bucket_mb: float) -> Recording:
     """Record a step on every rank, one rank at a time. All ranks call it."""
-    groups = [dist.new_group([member]) for member in range(rank.world_size)]
+    limit = timedelta(seconds=rank.job.deadline_seconds)
+    groups = [dist.new_group([member], timeout=limit) for member in range(rank.world_size)]
     recording = None
     for member in range(rank.world_size):
         if member == rank.rank:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +13,7 @@ import typer
 
 from gradwire.cli.files import out_file
 from gradwire.cli.options import split
-from gradwire.core.errors import GradwireError, UnknownNameError
+from gradwire.core.errors import GradwireError, SyncError, UnknownNameError
 
 if TYPE_CHECKING:
     import torch
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from gradwire.bench.probe_job import ProbeJob
 
 _LAUNCH = "torchrun --nproc-per-node 4 -m gradwire.cli probe"
+_TIMEOUT = timedelta(minutes=5)  # of DDP's own all-reduce, which takes long for a large bucket on a slow link
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -77,6 +80,9 @@ def probe(
             _show(prober, json_file, save_plan)
         else:
             prober.run()
+    except SyncError as error:
+        print(f"gradwire: {error}", file=sys.stderr, flush=True)
+        os._exit(2)  # DDP's own all-reduce may be stuck, and would hold up the end of the interpreter
     finally:
         dist.destroy_process_group()
 
@@ -90,11 +96,11 @@ def _join() -> torch.device:
     if torch.cuda.is_available() and ranks <= torch.cuda.device_count():
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl")
+        dist.init_process_group("nccl", timeout=_TIMEOUT)
         return device
     if "OMP_NUM_THREADS" not in os.environ and int(os.environ["WORLD_SIZE"]) > 1:
         torch.set_num_threads(1)  # as torchrun does
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=_TIMEOUT)
     return torch.device("cpu")
 
 

@@ -1,1 +1,1 @@
-"""Shared by all layers: errors, tensor specs, the encode context, counter-based keys and events."""
+"""Shared by all layers: errors, tensor specs, the encode context, counter-based keys, events and threads."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.core import torch_private
+from gradwire.core import threads, torch_private
 from gradwire.core.errors import NO_TENSOR, SyncError
 from gradwire.core.spec import TensorSpec
 from gradwire.ddp.hook_slot import slot_of
@@ -330,4 +329,4 @@ def _used(grad: torch.Tensor) -> bool:
 
 def _close_in_background(synchronizer: Synchronizer) -> None:
     """Close after a module was collected. Any thread may collect it, and may hold locks that closing needs."""
-    threading.Thread(target=synchronizer.close, name="gradwire-close", daemon=True).start()
+    threads.start("gradwire-close", synchronizer.close, on_error=None)

@@ -25,7 +25,7 @@ from gradwire.lab.namespaces import Namespaces
 from gradwire.lab.network import INTERFACE, Network, address
 from gradwire.lab.results import HostResult, LabResult
 from gradwire.lab.rights import find_tool
-from gradwire.lab.runner import OnLine, Runner, signal_group
+from gradwire.lab.runner import END_AFTER_S, OnLine, Runner, signal_group
 from gradwire.lab.units import format_rate, parse_delay, parse_loss, parse_queue, parse_rate, seconds
 
 MAX_HOSTS = 250
@@ -242,7 +242,7 @@ class Lab:
         for process in processes:
             signal_group(process, signal.SIGKILL)
         for process in processes:
-            process.wait()
+            process.wait(END_AFTER_S)
 
     def _result(self, runner: Runner, counters: tuple[InterfaceCounters, ...], drops: tuple[Drops, ...]) -> LabResult:
         counters_now, drops_now = self.counters(), self.drops()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from gradwire.lab.errors import LabError
 from gradwire.lab.rights import find_tool, refusal, tool_failure
 
 _CLOSE_TIMEOUT_S = 20.0
+_TOOL_TIMEOUT_S = 60.0
 
 
 class Namespaces:
@@ -34,7 +36,7 @@ class Namespaces:
             )
         self._nsenter = find_tool("nsenter")
         self._keeper = _start_keeper(num_hosts)
-        line = self._keeper.stdout.readline().decode() if self._keeper.stdout else ""
+        line = _first_line(self._keeper)
         report = _read_report(line)
         if report is None or "step" in report:
             self.close()
@@ -76,7 +78,13 @@ class Namespaces:
             LabError: The tool failed.
         """
         command = [find_tool(command[0]) if "/" not in command[0] else command[0], *command[1:]]
-        done = subprocess.run(self.entered(host, command), input=script, capture_output=True, text=True, check=False)
+        try:
+            done = subprocess.run(
+                self.entered(host, command), input=script, capture_output=True, text=True, check=False,
+                timeout=_TOOL_TIMEOUT_S,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired as error:
+            raise tool_failure(command, f"no end after {_TOOL_TIMEOUT_S:g} s", script) from error
         if done.returncode != 0:
             raise tool_failure(command, done.stderr or done.stdout or f"exit code {done.returncode}", script)
         return done.stdout
@@ -95,7 +103,7 @@ class Namespaces:
             self._keeper.wait(_CLOSE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self._keeper.kill()
-            self._keeper.wait()
+            self._keeper.wait(_CLOSE_TIMEOUT_S)
         if self._keeper.stdout:
             self._keeper.stdout.close()
 
@@ -115,6 +123,13 @@ def _start_keeper(num_hosts: int) -> subprocess.Popen[bytes]:
         )
     finally:
         os.close(lab_fd)
+
+
+def _first_line(process: subprocess.Popen[bytes]) -> str:
+    """Return what a process says first, in one write; nothing if it takes too long."""
+    assert process.stdout is not None, "its output is a pipe"
+    ready, _, _ = select.select([process.stdout], [], [], _TOOL_TIMEOUT_S)
+    return process.stdout.readline().decode() if ready else ""
 
 
 def _read_report(line: str) -> dict[str, Any] | None:

@@ -21,8 +21,11 @@ OnLine = Callable[[int, str, str], None]
 
 KILL_AFTER_S = 3.0
 """Seconds between SIGTERM and SIGKILL."""
+END_AFTER_S = 20.0
+"""Seconds that the kernel may take to end a killed process."""
 _TAIL_LINES = 20
 _CHUNK_BYTES = 1 << 16
+_WAKE_S = 60.0
 
 
 def signal_group(process: subprocess.Popen[bytes], number: int) -> None:
@@ -149,7 +152,7 @@ class Runner:
     def _loop(self) -> None:
         while self._running:
             due = self._kill_at if self._kill_at is not None else self._term_at
-            wait = None if due is None else max(0.0, due - time.monotonic())
+            wait = _WAKE_S if due is None else min(_WAKE_S, max(0.0, due - time.monotonic()))
             # Streams before ends: an end reads the rest of its streams and unregisters them.
             events = sorted(self._selector.select(wait), key=lambda event: isinstance(event[0].data, LabCommand))
             for key, _ in events:
@@ -163,7 +166,7 @@ class Runner:
     def _ended(self, job: LabCommand, pidfd: int) -> None:
         self._selector.unregister(pidfd)
         os.close(pidfd)
-        code = job.process.wait()
+        code = job.process.wait(END_AFTER_S)  # it has ended
         job.seconds = time.monotonic() - self._started
         self._running.remove(job)
         for stream in job.streams.values():

@@ -30,6 +30,8 @@ MAX_DATAGRAM_BYTES = 65_507
 MAX_PACKET_BYTES = MAX_DATAGRAM_BYTES - TAG_BYTES
 BUFFER_BYTES = 8 << 20
 """Size requested for the kernel's buffers. The kernel may grant less (net.core.rmem_max)."""
+SEND_SECONDS = 1
+"""Longest wait for room in the kernel. After it, a packet is lost."""
 Address = tuple[str, int]
 # With Linux's SO_RCVBUFFORCE and SO_SNDBUFFORCE, which Python does not name and net.core.rmem_max does not limit.
 _BUFFERS = ((socket.SO_RCVBUF, 33), (socket.SO_SNDBUF, 32))
@@ -53,6 +55,8 @@ class DatagramSocket:
         self, address: Address, key: JobKey, *, buffer_bytes: int = BUFFER_BYTES, shared: bool = False
     ) -> None:
         self.socket = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET, socket.SOCK_DGRAM)
+        # A limit of the kernel's: one of Python's would make each call wait, those that must not as well.
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_SECONDS, 0))
         if shared:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         for option, beyond in _BUFFERS:

@@ -112,7 +112,7 @@ class Link:
 
     def undelivered_bytes(self) -> int:
         """Return the number of sent bytes that the peer's kernel has not acknowledged, or 0 if unknown."""
-        with contextlib.suppress(OSError):  # closed, or not Linux
+        with contextlib.suppress(OSError, ValueError):  # not Linux, or closed
             return int.from_bytes(fcntl.ioctl(self.socket, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
         return 0
 

@@ -25,8 +25,9 @@ from datetime import timedelta
 
 import numpy as np
 
+from gradwire.core import threads
 from gradwire.core.errors import FrameError, SyncError
-from gradwire.net.closing import ClosingMessage, close_gracefully
+from gradwire.net.closing import LINGER_SECONDS, ClosingMessage, close_gracefully
 from gradwire.net.conversation import Conversation, PeerIds
 from gradwire.net.forks import ProcessBound
 from gradwire.net.handshake import GroupMember
@@ -66,7 +67,7 @@ class ConnectionLoop(ProcessBound):
         self._wake_out.setblocking(False)
         self._woken = False
         self._selector.register(self._wake_in, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._run, name=f"gradwire-{kind}-{member.group}", daemon=True)
+        self._thread = threads.make(f"gradwire-{kind}-{member.group}", self._run, self._tell)
 
     # -- policy ----------------------------------------------------------------------------------------------
 
@@ -107,15 +108,31 @@ class ConnectionLoop(ProcessBound):
             self._wake()
         return link.take_sent()
 
-    def _end(self, message: ClosingMessage, join_seconds: float | None = None) -> None:
-        """Close with this message, unless the loop is closing already, and wait for the thread."""
+    @property
+    def end_seconds(self) -> float:
+        """Longest time that closing takes while no peer takes a byte."""
+        return self._timeout.total_seconds() + 2 * LINGER_SECONDS + threads.END_SECONDS
+
+    def _end(self, message: ClosingMessage, seconds: float | None = None) -> None:
+        """Close with this message, unless the loop is closing already, and wait for the thread.
+
+        Args:
+            message: The closing message.
+            seconds: Limit of the wait. None means `end_seconds` from the last byte that a peer took.
+        """
         if self.forked:
             return  # its descriptors were closed when it began
         with self._lock:
             self._closing = self._closing or message
             self._wake()
-        if threading.current_thread() is not self._thread and self._thread.is_alive():
-            self._thread.join(join_seconds)
+        if seconds is None:
+            threads.end(self._thread, self.end_seconds, self._taken_bytes)
+        else:
+            threads.end(self._thread, seconds)
+
+    def _taken_bytes(self) -> list[tuple[int, int]]:
+        """Bytes that this machine's kernel has taken, and those of them on their way, by link."""
+        return [(link.taken_bytes, link.undelivered_bytes()) for link in list(self._links.values())]
 
     def _wake(self) -> None:
         if not self._woken:
@@ -132,19 +149,14 @@ class ConnectionLoop(ProcessBound):
             error = close_gracefully(self._links.values(), self._closing, self._timeout)
             if error is not None:
                 self._undelivered(error)
-        except Exception as cause:
+        except BaseException as cause:
             self._fail(cause)
         finally:
             with self._lock:
                 self._release()
 
-    def _fail(self, cause: Exception) -> None:
-        if isinstance(cause, SyncError):
-            error = cause
-        else:
-            logger.exception("The thread that serves the connections failed.")
-            error = SyncError(f"The thread that serves the connections failed: {cause!r}. The log says where.")
-            error.__cause__ = cause
+    def _fail(self, cause: BaseException) -> None:
+        error = threads.failure(self._thread.name, cause)
         self._tell(error)
         with self._lock:
             self._closing = self._closing or ClosingMessage(FrameKind.ABORT, str(error), error.rank)
@@ -153,7 +165,7 @@ class ConnectionLoop(ProcessBound):
     def _tell(self, error: SyncError) -> None:
         try:
             self._report(error)
-        except Exception:  # the peers must still be told
+        except BaseException:  # the peers must still be told
             logger.exception("The owner of the connections raised on %s", error)
 
     def _turn(self, until: float = math.inf) -> None:
@@ -176,12 +188,12 @@ class ConnectionLoop(ProcessBound):
             if link.open:
                 self._serve(link, looked_at)
 
-    def _wait(self, now: float, until: float) -> float | None:
+    def _wait(self, now: float, until: float) -> float:
         links = [link for link in self._links.values() if link.open]
         if any(link.pending and not link.blocked for link in links):
             return 0.0
         at = min([until, *(link.conversation.liveness.next_deadline() for link in links), *self._pending.deadlines()])
-        return None if at == math.inf else max(0.0, at - now)
+        return min(max(0.0, at - now), threads.WAKE_SECONDS)
 
     def _clear_wake_up(self) -> None:
         # Before the queues are looked at: whoever queues later sends another byte. Under the lock: a byte sent between

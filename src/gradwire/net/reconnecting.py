@@ -14,10 +14,12 @@ import socket
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 
+from gradwire.core import threads
 from gradwire.core.errors import OptionError, SyncError
 from gradwire.net.closing import ClosingMessage, close_gracefully
 from gradwire.net.handshake import GroupMember, JobKey
@@ -87,6 +89,7 @@ class ReconnectingEndpoint(ConnectionLoop):
         self._joining: Link | None = None
         self._connections: dict[int, int] = {}
         self._dismissed: list[tuple[Link, str]] = []
+        self._dismissals: list[threading.Thread] = []
         self._pending = PendingConnections(
             member, key, self._selector, listener=listener, callers=callers,
             addresses={} if call is None else dict([call]), start_with=start_with,
@@ -166,6 +169,8 @@ class ReconnectingEndpoint(ConnectionLoop):
         """
         kind = FrameKind.ABORT if for_good else FrameKind.GOAWAY
         self._end(ClosingMessage(kind, reason) if reason else ClosingMessage(FrameKind.BYE))
+        for thread in self._dismissals if threading.current_thread() is not self._thread else ():
+            threads.end(thread)
 
     def _promote(self, pending: PendingConnection) -> None:
         link = self._establish(pending)
@@ -212,7 +217,9 @@ class ReconnectingEndpoint(ConnectionLoop):
         self._watch(link, 0)
         if tell and link.open:  # takes up to a second, for which the other peers do not wait
             message = ClosingMessage(FrameKind.ABORT, str(error))
-            threading.Thread(target=close_gracefully, args=([link], message, self._timeout), daemon=True).start()
+            say = partial(close_gracefully, [link], message, self._timeout)
+            self._dismissals = [thread for thread in self._dismissals if thread.is_alive()]
+            self._dismissals.append(threads.start("gradwire-dismissal", say, lambda error: link.close()))
         else:
             link.close()
         self._pending.call_again(link.peer)

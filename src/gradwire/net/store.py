@@ -8,11 +8,11 @@ On failure: the thread of the unanswered call stays behind, and later calls fail
 
 from __future__ import annotations
 
-import threading
 from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any
 
+from gradwire.core import threads
 from gradwire.core.errors import PeerTimeoutError
 
 
@@ -61,7 +61,7 @@ class BoundedStore:
                 answer.set_exception(error)
 
         if not self._silent:
-            threading.Thread(target=run, name="gradwire-store", daemon=True).start()
+            threads.start("gradwire-store", run, on_error=None)
             self._silent = not wait([answer], self._timeout.total_seconds()).done
         if self._silent:
             raise PeerTimeoutError(
@@ -69,7 +69,7 @@ class BoundedStore:
                 "process that holds it, usually rank 0's or the launcher's, is stopped or cut off.",
                 phase="rendezvous",
             )
-        return answer.result()
+        return answer.result(0)
 
 
 def receive(store: Any, topic: str, num_readers: int, keys: list[str]) -> None:

@@ -184,7 +184,7 @@ class ParameterClient:
         Raises:
             SyncError: A server has been lost for longer than the timeout, or has given up.
         """
-        self._encoder.drain()
+        self._encoder.drain(self._check_servers)
         self._catch_up()
         self._pulls.pull_all()
 
@@ -306,6 +306,10 @@ class ParameterClient:
     def _before_forward(self) -> None:
         self._encoder.check()
         self._catch_up()
+
+    def _check_servers(self) -> None:
+        for server in self._connections:
+            server.check()
 
     def _catch_up(self) -> None:
         """Skip the steps that were closed without this worker.

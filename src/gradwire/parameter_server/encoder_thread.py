@@ -7,30 +7,38 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from gradwire.core import threads
+from gradwire.core.errors import SyncError
+
+_LOOK_SECONDS = 1.0
+
 
 class EncoderThread:
     """Runs tasks in order on one thread. After an error it runs no more of them."""
 
     def __init__(self) -> None:
-        self._tasks: queue.SimpleQueue[Callable[[], Any] | threading.Event | None] = queue.SimpleQueue()
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="gradwire-encoder", daemon=True)
-        self._thread.start()
+        self._tasks: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
+        self._num_done = 0
+        self._error: SyncError | None = None
+        self._thread = threads.start("gradwire-encoder", self._run, self._fail)
 
     def submit(self, task: Callable[[], Any]) -> None:
         """Run `task` after all earlier ones."""
         self._tasks.put(task)
 
-    def drain(self) -> None:
+    def drain(self, check: Callable[[], None] = lambda: None) -> None:
         """Wait until all submitted tasks have run.
 
+        Args:
+            check: Called from time to time. Raises an error if waiting has become pointless.
+
         Raises:
-            BaseException: The error of the first task that failed.
+            SyncError: A task has failed. The cause is its exception, unless that is a `SyncError` itself.
         """
         done = threading.Event()
-        self._tasks.put(done)
-        while not done.wait(1.0) and self._thread.is_alive():
-            pass
+        self._tasks.put(done.set)
+        while self._thread.is_alive() and not done.wait(_LOOK_SECONDS):
+            check()
         self.check()
 
     def check(self) -> None:
@@ -41,14 +49,18 @@ class EncoderThread:
     def close(self) -> None:
         """Run the submitted tasks and end the thread. Idempotent."""
         self._tasks.put(None)
-        self._thread.join()
+        threads.end(self._thread, progress=lambda: self._num_done)
 
     def _run(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            if isinstance(task, threading.Event):
-                task.set()
-            elif self._error is None:
-                try:
-                    task()
-                except BaseException as error:
-                    self._error = error
+        while True:
+            try:
+                task = self._tasks.get(timeout=threads.WAKE_SECONDS)
+            except queue.Empty:
+                continue
+            if task is None:
+                return
+            task()
+            self._num_done += 1
+
+    def _fail(self, error: SyncError) -> None:
+        self._error = error

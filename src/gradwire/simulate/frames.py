@@ -16,7 +16,7 @@ from datetime import timedelta
 import numpy as np
 import torch.distributed as dist
 
-from gradwire.core.errors import SyncError
+from gradwire.core.errors import PeerTimeoutError, SyncError
 from gradwire.net.tcp import TcpTransport
 from gradwire.net.transport import Callbacks, Transport
 from gradwire.planner.costs import LinearCost
@@ -55,7 +55,7 @@ def _pair() -> tuple[TcpTransport, TcpTransport]:
             pool.submit(TcpTransport.connect, stores[rank], rank, 2, timeout=_TIMEOUT, name="calibration")
             for rank in range(2)
         ]
-        near, far = (end.result() for end in ends)
+        near, far = (end.result(2 * _TIMEOUT.total_seconds()) for end in ends)
     return near, far
 
 
@@ -75,7 +75,8 @@ def _burst(near: Transport, arrived: threading.Semaphore, body: np.ndarray) -> N
     for _ in range(_WINDOW):
         near.send(1, header, body)
     for _ in range(_WINDOW):
-        arrived.acquire()
+        if not arrived.acquire(timeout=_TIMEOUT.total_seconds()):
+            raise PeerTimeoutError(f"No frame has crossed loopback within {_TIMEOUT}. The log says why.")
 
 
 def _admit(peer: int, header: Header) -> None:

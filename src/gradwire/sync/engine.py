@@ -30,13 +30,14 @@ from typing import Any
 import numpy as np
 
 from gradwire.compressors.base.registry import DENSE_NAME, code
+from gradwire.core import threads as core_threads
 from gradwire.core.buffers import MIN_BYTES
 from gradwire.core.errors import FrameError, SyncError
 from gradwire.core.events import Event, EventStream
 from gradwire.kernels.cpu.parallel import num_cores, one_thread
 from gradwire.net.transport import Callbacks, Transport
 from gradwire.sync.chunk import Chunk
-from gradwire.sync.engine_errors import Waiting, closed, located, raised, sent_twice, stalled
+from gradwire.sync.engine_errors import Waiting, closed, located, raised, sent_twice, stalled, stuck, thread_gone
 from gradwire.sync.operations import FrameKey, Op
 from gradwire.sync.run import Run
 from gradwire.wire.frame import HEADER_BYTES, Header
@@ -47,6 +48,7 @@ logger = logging.getLogger("gradwire")
 _FRAME_GRACE_SECONDS = 1.0
 _FUTURE_GRACE_SECONDS = 10.0  # the code behind a future has its own deadline, and knows better which rank is late
 _ABORT_SECONDS = 2.0
+_LOOK_SECONDS = 1.0  # how often a thread that waits for all runs looks for what nobody else could tell it
 
 _NOTHING = Chunk(0, 0, 0)
 _LOAD, _FINISH = -2, -1  # in place of the index of an operation: the gradients are being copied, and all has ended
@@ -113,7 +115,7 @@ class Engine:
         callbacks = Callbacks(self._check_header, self._on_frame, self.fail, self._is_missed, self._destination)
         transport.start(callbacks)
         self._threads = [
-            threading.Thread(target=self._loop, name=f"gradwire-engine-{index}", daemon=True)
+            core_threads.make(f"gradwire-engine-{index}", self._loop, self.fail)
             for index in range(default_threads() if threads is None else threads)
         ]
         for thread in self._threads:
@@ -178,13 +180,38 @@ class Engine:
         Raises:
             SyncError: The engine failed, or it was closed before they ended. Raised within the timeouts.
         """
+        remaining, since = -1, 0.0  # operations that have not ended, and when one last did
         with self._ended:
             while self._active and self.error is None and not self._closing:
-                self._ended.wait()
+                if self._ended.wait(_LOOK_SECONDS):
+                    continue
+                before, remaining = remaining, sum(run.remaining for run in self._active)
+                since = time.monotonic() if remaining != before else since
+                self._check_alive(time.monotonic() - since)
             abandoned = bool(self._active) and self.error is None
         self._raise_if_failed()
         if abandoned:
             raise closed()
+
+    def _check_alive(self, waited: float) -> None:
+        """Fail if nothing can end the runs: a thread is gone, or no operation has ended for too long. Holds the lock.
+
+        Args:
+            waited: Seconds in which none has ended.
+        """
+        if self._closing or not self._active:
+            return
+        self._check_stalls()  # all threads may be busy with an operation that does not end
+        gone = next((thread for thread in self._threads if not thread.is_alive()), None)
+        if gone is not None:
+            self.fail(thread_gone(gone.name))
+        elif waited > self._stall_seconds + 2 * _FUTURE_GRACE_SECONDS:
+            self.fail(stuck(min(self._active, key=lambda run: run.started), waited))
+
+    def lost_peer(self) -> SyncError | None:
+        """Return the error of the engine, or of a peer that is gone, whether or not a run waits for it."""
+        others = (peer for peer in range(self.transport.world_size) if peer != self.transport.rank)
+        return self.error or next(filter(None, map(self.transport.departed, others)), None)
 
     def _raise_if_failed(self) -> None:
         with self._work:
@@ -203,10 +230,10 @@ class Engine:
             self.error = error = located(error, list(self._waiting()))
             reason = str(error)
             tensor, detail = error.tensor or "", {"message": reason}
-            self._events.emit(Event("failure", time.monotonic(), tensor=tensor, peer=error.rank, detail=detail))
             try:
+                self._events.emit(Event("failure", time.monotonic(), tensor=tensor, peer=error.rank, detail=detail))
                 self._on_failure(error, self._state())
-            except Exception:
+            except BaseException:  # the peers and all who wait must still be told
                 logger.exception("The flight recorder could not be written.")
             abandoned = list(self._active)
             self._active.clear()
@@ -216,15 +243,15 @@ class Engine:
             self._awaited.clear()
             self._ended.notify_all()
             # Not from this thread: it may be the transport's own, which cannot wait for itself.
-            self._aborting = threading.Thread(
-                target=self._abort, args=(error, reason, abandoned), name="gradwire-abort", daemon=True
-            )
-            self._aborting.start()
+            abort = partial(self._abort, error, reason, abandoned)
+            self._aborting = core_threads.start("gradwire-abort", abort, on_error=None)
 
     def _abort(self, error: SyncError, reason: str, abandoned: list[Run]) -> None:
-        self.transport.abort(reason, error.rank)
-        for run in abandoned:
-            run.fail(error)
+        try:
+            self.transport.abort(reason, error.rank)
+        finally:
+            for run in abandoned:
+                run.fail(error)
 
     def close(self) -> None:
         """End the threads, and fail runs that have not ended. Call `wait_idle` first to let them finish. Idempotent."""
@@ -233,9 +260,9 @@ class Engine:
             self._work.notify_all()
             self._ended.notify_all()
         for thread in self._threads:
-            thread.join()
+            core_threads.end(thread)
         if self._aborting is not None:
-            self._aborting.join()
+            core_threads.end(self._aborting)
         self.transport.close()
         for run in list(self._active):
             run.fail(closed())
@@ -366,7 +393,7 @@ class Engine:
                 return
             else:
                 self._send(run, op, inputs[0])
-        except Exception as error:  # the engine's threads must never die silently
+        except BaseException as error:  # whatever a codec raises
             self.fail(raised(error, run, op))
             return
         if isinstance(result, Future):
@@ -412,7 +439,7 @@ class Engine:
     def _finish(self, run: Run) -> None:
         try:
             run.finish()
-        except Exception as error:
+        except BaseException as error:
             self.fail(raised(error, run, _STANDINS[_FINISH]))
             return
         with self._work:
@@ -432,7 +459,7 @@ class Engine:
 
     def _on_future_done(self, run: Run, index: int, future: Future[Any]) -> None:
         """Take the result of a future that is done. Runs on any thread."""
-        error = future.exception()
+        error = future.exception(0)
         if error is not None:
             self.fail(raised(error, run, _op(run, index)))
             return
@@ -443,7 +470,7 @@ class Engine:
             if index == _LOAD:
                 self._start(run)
                 return
-            run.results[index] = future.result()
+            run.results[index] = future.result(0)
             self._record(run, index, "recv", started, 0)
             self._end(run, index)
 
@@ -458,9 +485,11 @@ class Engine:
         for (run, index), started in self._awaited.items():
             yield Waiting(run, _op(run, index), started)
 
-    def _seconds_to_check(self) -> float | None:
-        """Seconds until the next check for stalls; None if nothing is waited for. Holds the lock."""
-        return max(0.0, self._check_at - time.monotonic()) if self._receiving or self._awaited else None
+    def _seconds_to_check(self) -> float:
+        """Seconds until the next check for stalls. Holds the lock."""
+        if not self._receiving and not self._awaited:
+            return core_threads.WAKE_SECONDS
+        return max(0.0, self._check_at - time.monotonic())
 
     def _check_stalls(self) -> None:
         """Fail if a frame or a future is late. Nearly every frame calls it, so it checks at most once per interval.

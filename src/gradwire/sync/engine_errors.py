@@ -55,6 +55,25 @@ def stalled(waiting: Waiting, waited: float, limit: float) -> PeerTimeoutError:
     return PeerTimeoutError(f"{late}, or pass a larger stall_timeout.", rank=op.peer, tensor=run.name, phase=op.phase)
 
 
+def stuck(run: Run, waited: float) -> SyncError:
+    """Return the error of an operation of this rank that does not end. `run` is the oldest, for `waited` seconds."""
+    return SyncError(
+        f"No operation of this rank has ended for {waited:.1f} s, and none waits for another rank (tensor {run.name}, "
+        f"round {run.round}). Look for a compressor or a kernel that does not return.",
+        tensor=run.name,
+        phase="compute",
+    )
+
+
+def thread_gone(name: str) -> SyncError:
+    """Return the error of runs whose thread is gone, as all threads are in a forked child."""
+    return SyncError(
+        f"The thread {name} is gone, and with it all steps. If this process is a fork of the one that called attach, "
+        "use gradwire in the parent alone.",
+        phase="wait",
+    )
+
+
 def sent_twice(header: Header) -> SyncError:
     """Return the error of a frame that has come twice."""
     return SyncError(

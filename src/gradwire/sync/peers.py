@@ -11,11 +11,11 @@ import atexit
 import itertools
 import logging
 import os
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from gradwire.core import threads
 from gradwire.core.errors import GradwireError, SyncError
 from gradwire.core.events import Event, EventStream
 from gradwire.net.slots import SlottedTransport
@@ -265,7 +266,7 @@ class Peers:
             note = f"The flight recorder could not be written: {problem}"
         error.args = (f"{error} {note}",)
         for service in self._services.values():  # closing waits for their threads, and this may be one of them
-            threading.Thread(target=service.close, args=(str(error),), daemon=True).start()
+            threads.start("gradwire-close", partial(service.close, str(error)), on_error=None)
 
 
 def _exit_all() -> None:

@@ -91,7 +91,7 @@ class Run:
         if self._end():
             try:
                 self.on_done()
-            except Exception:
+            except BaseException:
                 self._ended = False  # the engine calls `fail` next
                 raise
 
@@ -100,7 +100,7 @@ class Run:
         if self._end():
             try:
                 self.on_failed(error)
-            except Exception:  # callers that wait for other runs must still be notified
+            except BaseException:  # callers that wait for other runs must still be notified
                 logger.exception("The failure callback of %s raised an error.", self.name)
 
     def _end(self) -> bool:

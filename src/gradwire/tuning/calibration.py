@@ -138,7 +138,12 @@ class Calibration:
         """Send this rank's numbers. The returned function waits for the others and returns what `largest` does."""
         parts = [mine[start : start + MAX_NUMBERS] for start in range(0, mine.size, MAX_NUMBERS)]
         futures = [self._synchronizer.exchange(part) for part in parts]
-        return lambda: np.concatenate([future.wait().max(axis=0) for future in futures])
+
+        def answers() -> np.ndarray:
+            self._synchronizer.wait()
+            return np.concatenate([future.value().max(axis=0) for future in futures])
+
+        return answers
 
     def _slowest(self, codec: CodecCosts) -> CodecCosts:
         measured = {field.name: getattr(codec, field.name) for field in fields(codec)}

@@ -88,7 +88,9 @@ class _RingMeasurement:
 
     def _gather(self, mine: np.ndarray) -> np.ndarray:
         """Gather the numbers of all ranks: float64[K] to float64[W, K]."""
-        rows: np.ndarray = self._synchronizer.exchange(mine).wait()
+        future = self._synchronizer.exchange(mine)
+        self._synchronizer.wait()
+        rows: np.ndarray = future.value()
         return rows
 
     def _round_trip(self) -> float:
