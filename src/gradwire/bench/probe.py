@@ -14,9 +14,14 @@ A step is forward and backward, without an optimizer. DDP's own bytes are those 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import partial
 
+import torch
 import torch.distributed as dist
 
 from gradwire.bench.advice import MIN_GAIN, Measurement, ProbeFindings
@@ -24,17 +29,22 @@ from gradwire.bench.probe_job import ProbeJob
 from gradwire.bench.probe_steps import SILENT, ReplayedSteps
 from gradwire.bench.statistics import ring_bytes
 from gradwire.compressors.base.registry import compressor_of
+from gradwire.core import threads
+from gradwire.core.errors import GradwireError
 from gradwire.observe.notices import seldom
 from gradwire.planner import PlanTable
 from gradwire.planner import fidelity as levels
 from gradwire.planner.costs import Costs
 from gradwire.planner.table import limit_of
+from gradwire.sync.options import SyncOptions
 from gradwire.sync.synchronizer import Synchronizer
 from gradwire.tuning.calibration import Calibration
 from gradwire.tuning.candidates import HALF, Candidate, native_step, plan_tables
 from gradwire.tuning.trials import Trials, run_steps
 
 DEFAULT_SECONDS = 3.0
+_LOOK_SECONDS = 0.5
+_GRACE_SECONDS = 2.0
 MAX_STEPS = 50
 SINGLE_METHODS = 2  # compressors of the level that are tried alone, in addition to its plan
 DDP_FP32 = Candidate("DDP fp32")
@@ -51,6 +61,7 @@ class Prober:
         fidelity: Level of fidelity; see `gradwire.planner.fidelity`.
         extra: Specs of more compressors to try.
         seconds: About how long to time each candidate.
+        timeout: Longest silence of a rank.
         say: Called with what comes next.
         tables: The planner's tables by name of the candidate, once it has run.
     """
@@ -59,6 +70,7 @@ class Prober:
     fidelity: str = "balanced"
     extra: Sequence[str] = ()
     seconds: float = DEFAULT_SECONDS
+    timeout: timedelta = SyncOptions.timeout
     say: Callable[[str], None] = lambda text: None
     tables: dict[str, PlanTable] = field(default_factory=dict)
 
@@ -66,7 +78,8 @@ class Prober:
         """Measure everything.
 
         Raises:
-            GradwireError: A name is unknown, the model cannot be copied, or ranks differ or fail.
+            GradwireError: A name is unknown, the model cannot be copied, or ranks differ.
+            SyncError: A rank was lost. Steps by DDP's own all-reduce may then be stuck on a thread that is left behind.
         """
         self._methods = levels.methods(self.fidelity)
         level = {method.spec for method in self._methods}
@@ -75,17 +88,47 @@ class Prober:
         for method in self._extra:
             compressor_of(method.spec)  # refuses unknown names and options before anything is measured
         specs = self.job.specs
-        synchronizer = Synchronizer(None, "none", tensors=specs)
+        synchronizer = Synchronizer(None, "none", tensors=specs, options=SyncOptions(self.timeout))
         try:
             calibration = Calibration(synchronizer, max(spec.numel for spec in specs.values()))
-            self._steps = ReplayedSteps(self.job, calibration.largest)
+            self._steps = ReplayedSteps(self.job, calibration.largest, self.timeout)
             self._trials = Trials(self._steps, calibration.largest, MAX_STEPS, self.seconds)
             try:
-                return self._run(synchronizer, calibration)
+                return self._watched(synchronizer, partial(self._run, synchronizer, calibration))
             finally:
                 self._steps.close()
         finally:
             synchronizer.close()
+
+    def _watched(self, synchronizer: Synchronizer, run: Callable[[], ProbeFindings]) -> ProbeFindings:
+        """Run on another thread, and do not wait for it once a rank is lost: DDP's own all-reduce waits for minutes."""
+        outcome: Future[ProbeFindings] = Future()
+        device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+        def end() -> None:
+            try:
+                if device is not None:
+                    torch.cuda.set_device(device)  # each thread has its own
+                outcome.set_result(run())
+            except BaseException as error:
+                outcome.set_exception(error)
+
+        threads.start("gradwire-probe", end, on_error=None)
+        while synchronizer.lost_peer() is None and not wait([outcome], _LOOK_SECONDS).done:
+            pass
+        # A rank that has finished leaves, too. And DDP may notice a lost rank before gradwire does.
+        wait([outcome], _GRACE_SECONDS)
+        error = outcome.exception(0) if outcome.done() else None
+        if outcome.done() and (error is None or isinstance(error, GradwireError)):
+            return outcome.result(0)
+        until = time.monotonic() + _GRACE_SECONDS
+        while (lost := synchronizer.lost_peer()) is None and time.monotonic() < until:
+            time.sleep(_LOOK_SECONDS)
+        if lost is None:
+            return outcome.result(0)
+        if error is not None:
+            lost.args = (f"{lost} This rank then failed: {error!r}",)
+        raise lost from error
 
     def _run(self, synchronizer: Synchronizer, calibration: Calibration) -> ProbeFindings:
         self._time(SILENT)

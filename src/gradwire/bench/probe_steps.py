@@ -10,6 +10,7 @@ import gc
 import time
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 
 import numpy as np
@@ -24,6 +25,7 @@ from gradwire.core import torch_private
 from gradwire.core.events import Event
 from gradwire.ddp.attach import attach
 from gradwire.ddp.handle import Handle
+from gradwire.sync.options import SyncOptions
 from gradwire.tuning.candidates import HOOKS, Candidate, Future
 from gradwire.tuning.step_clock import BucketTiming, StepClock, StepTiming
 from gradwire.tuning.trials import Script
@@ -38,11 +40,15 @@ class ReplayedSteps:
     Args:
         job: Model and batch, on the device where they run.
         largest: Returns the largest of all ranks' numbers, position by position.
+        timeout: Longest silence of a rank.
     """
 
-    def __init__(self, job: ProbeJob, largest: Callable[[np.ndarray], np.ndarray]) -> None:
+    def __init__(
+        self, job: ProbeJob, largest: Callable[[np.ndarray], np.ndarray], timeout: timedelta = SyncOptions.timeout
+    ) -> None:
         self.last = StepTiming()
         self._job = job
+        self._options = SyncOptions(timeout)
         self._on_gpu = any(parameter.is_cuda for parameter in job.model.parameters())
         self._model: nn.Module | None = None
         self._handle: Handle | None = None
@@ -76,7 +82,7 @@ class ReplayedSteps:
         elif candidate.plan is None:
             average = partial(HOOKS[candidate.hook], ddp.process_group)
         else:
-            self._handle = attach(ddp, candidate.plan, register=False, check_every=0)
+            self._handle = attach(ddp, candidate.plan, register=False, check_every=0, options=self._options)
             self._handle.synchronizer.events.listen(self._count)
             average = partial(self._handle.hook, None)
         names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}

@@ -73,11 +73,13 @@ def meet(store: Any, name: str, rank: int, world_size: int, address: tuple[str, 
     """
     record = json.dumps({"host": address[0], "port": address[1], "place": loopback_id()})
     try:
+        late: list[int] = []
         while True:
             generation = store.add(f"gradwire/{name}/generation/{rank}", 1)
-            met = _meet(store, name, generation, rank, world_size, record, deadline)
-            if met is not None:
+            met = _meet(store, name, generation, rank, world_size, record, deadline, late)
+            if isinstance(met, Meeting):
                 return met
+            late = met or late
     except (RuntimeError, ValueError, LookupError, TypeError) as error:
         if isinstance(error, SyncError):
             raise
@@ -88,20 +90,25 @@ def meet(store: Any, name: str, rank: int, world_size: int, address: tuple[str, 
 
 
 def _meet(
-    store: Any, name: str, generation: int, rank: int, world_size: int, record: str, deadline: Deadline
-) -> Meeting | None:
-    """Meet in one generation. Return None if it is closed."""
+    store: Any, name: str, generation: int, rank: int, world_size: int, record: str, deadline: Deadline, late: list[int]
+) -> Meeting | list[int]:
+    """Meet in one generation. If it is closed, return the ranks that were missing.
+
+    Args:
+        late: Ranks that were missing in an earlier one, whose deadline was another rank's.
+    """
     prefix = f"gradwire/{name}/{generation}"
     closed = f"{prefix}/closed"
     if store.check([closed]):
-        return None
+        return []
     keys = [f"{prefix}/job", *(f"{prefix}/address/{peer}" for peer in range(world_size))]
     if rank == 0:
         store.set(keys[0], JobKey.draw().reveal().hex() + secrets.token_bytes(8).hex())
     store.set(keys[1 + rank], record)
     try:
-        if not _wait(store, prefix, keys, deadline):
-            return None
+        missing = _wait(store, prefix, keys, deadline, late)
+        if missing is not None:
+            return missing
         job = bytes.fromhex(store.get(keys[0]).decode())
         key, epoch = JobKey(job[:KEY_BYTES]), int.from_bytes(job[KEY_BYTES:], "little")
         addresses = [_address(store, where, peer) for peer, where in enumerate(keys[1:])]
@@ -112,15 +119,16 @@ def _meet(
     return Meeting(GroupMember(name, rank, world_size, epoch), key, addresses)
 
 
-def _wait(store: Any, prefix: str, keys: list[str], deadline: Deadline) -> bool:
-    """Wait until the job and all addresses are there. Return False if another rank has closed the generation."""
+def _wait(store: Any, prefix: str, keys: list[str], deadline: Deadline, late: list[int]) -> list[int] | None:
+    """Wait until the job and all addresses are there. Return who is missing if another rank closes the generation."""
     # Polls instead of `store.wait`, which would lock the job's store for the whole wait.
     pause, world_size = _FIRST_PAUSE, len(keys) - 1
     while not store.check(keys):
         if store.check([f"{prefix}/closed"]):
-            return False
+            return _missing(store, keys)
         if deadline.left == 0:
-            missing = [peer for peer, key in enumerate(keys[1:]) if not store.check([key])]
+            missing = _missing(store, keys)
+            missing = [peer for peer in late if peer in missing] or missing
             raise PeerTimeoutError(
                 f"Of {world_size} ranks, ranks {missing} have not come within {deadline.timeout.total_seconds():g} s "
                 f"(in the rendezvous of {prefix!r}). Look at the logs of those ranks; raise the timeout if they start "
@@ -130,7 +138,11 @@ def _wait(store: Any, prefix: str, keys: list[str], deadline: Deadline) -> bool:
             )
         time.sleep(min(pause, deadline.left))
         pause = min(2 * pause, _LONGEST_PAUSE)
-    return True
+    return None
+
+
+def _missing(store: Any, keys: list[str]) -> list[int]:
+    return [peer for peer, key in enumerate(keys[1:]) if not store.check([key])]
 
 
 def _address(store: Any, key: str, peer: int) -> tuple[str, int]:

@@ -11,14 +11,15 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
-from gradwire.core.errors import NO_TENSOR, DisagreementError, PeerTimeoutError
+from gradwire.core.errors import NO_TENSOR, DisagreementError, PeerTimeoutError, SyncError
 from gradwire.net.store import num_received, receive
 
 _POLL_SECONDS = 0.005
+_LONGEST_PAUSE = 0.05
 _GRACE_SECONDS = 1.0
 
 
@@ -39,6 +40,7 @@ def agree(
     topic: str,
     document: dict[str, Any],
     timeout: timedelta,
+    lost: Callable[[], SyncError | None] = lambda: None,
     note: str = "",
 ) -> list[str]:
     """Return when every rank has published an equal `document` under `topic`.
@@ -50,6 +52,7 @@ def agree(
         topic: Prefix of the keys. Use each topic once per job.
         document: JSON-serializable data.
         timeout: Deadline for all ranks to come.
+        lost: Returns the error of a rank that is gone, and will not come.
         note: Text for the other ranks; may differ between ranks.
 
     Returns:
@@ -58,13 +61,14 @@ def agree(
     Raises:
         DisagreementError: Documents differ. The message names the ranks and the first difference. On every rank.
         PeerTimeoutError: A rank did not come in time. The message names the missing ranks.
+        SyncError: What `lost` has returned.
     """
     verdict: dict[str, Any]
     deadline = time.monotonic() + timeout.total_seconds()
     *keys, decision = *(f"{topic}/{peer}" for peer in range(world_size)), f"{topic}/verdict"
     store.set(keys[rank], json.dumps([document, note], sort_keys=True))
     if rank == 0:
-        texts = [_wait(store, key, deadline) for key in keys]
+        texts = [_wait(store, key, deadline, lost) for key in keys]
         missing = [peer for peer, text in enumerate(texts) if text is None]
         verdict = {"missing": missing, "difference": None, "notes": []}
         if not missing:
@@ -72,7 +76,7 @@ def agree(
             verdict["difference"] = _difference_of(documents)
         store.set(decision, json.dumps(verdict))
     # If a rank is late, rank 0 publishes its verdict only at the deadline.
-    answer = _wait(store, decision, deadline + _GRACE_SECONDS * (rank != 0))
+    answer = _wait(store, decision, deadline + _GRACE_SECONDS * (rank != 0), lost)
     verdict = {"missing": [0], "difference": None} if answer is None else json.loads(answer)
     if rank == 0 and (verdict["missing"] or verdict["difference"] is not None):
         _wait_until_read(store, topic, world_size - 1 - len(verdict["missing"]))
@@ -95,7 +99,15 @@ def agree(
     return notes
 
 
-def share(store: Store, rank: int, world_size: int, topic: str, text: str | None, timeout: timedelta) -> str:
+def share(
+    store: Store,
+    rank: int,
+    world_size: int,
+    topic: str,
+    text: str | None,
+    timeout: timedelta,
+    lost: Callable[[], SyncError | None] = lambda: None,
+) -> str:
     """Send rank 0's text to all ranks, and return it.
 
     Args:
@@ -105,16 +117,18 @@ def share(store: Store, rank: int, world_size: int, topic: str, text: str | None
         topic: Key of the text. Use each topic once per job.
         text: Text to send; ignored on other ranks than 0.
         timeout: Deadline for rank 0.
+        lost: Returns the error of a rank that is gone.
 
     Raises:
         PeerTimeoutError: Rank 0 did not publish the text in time.
+        SyncError: What `lost` has returned.
     """
     if rank == 0:
         assert text is not None, "rank 0 has the text"
         if world_size > 1:
             store.set(topic, text)
         return text
-    found = _wait(store, topic, time.monotonic() + timeout.total_seconds())
+    found = _wait(store, topic, time.monotonic() + timeout.total_seconds(), lost)
     if found is None:
         raise PeerTimeoutError(
             f"Rank 0 did not publish {topic} within {timeout.total_seconds():g} s. Check that it is still running, or "
@@ -138,16 +152,26 @@ def _wait_until_read(store: Store, topic: str, num_others: int) -> None:
         time.sleep(_POLL_SECONDS)
 
 
-def _wait(store: Store, key: str, deadline: float) -> str | None:
-    """Return the value of a key, or None if it is not there in time or the store is gone."""
-    try:
-        while not store.check([key]):
-            if time.monotonic() > deadline:
-                return None
-            time.sleep(_POLL_SECONDS)
-        return store.get(key).decode()
-    except RuntimeError:  # torch's DistNetworkError and similar
-        return None
+def _wait(store: Store, key: str, deadline: float, lost: Callable[[], SyncError | None]) -> str | None:
+    """Return the value of a key, or None if it is not there in time or the store is gone.
+
+    Raises:
+        SyncError: What `lost` has returned.
+    """
+    pause = _POLL_SECONDS
+    while True:
+        error = lost()  # before the look at the store: a rank that has made the call may leave after it
+        try:
+            if store.check([key]):
+                return store.get(key).decode()
+        except RuntimeError:  # torch's DistNetworkError and similar
+            return None
+        if error is not None:
+            raise error
+        if time.monotonic() > deadline:
+            return None
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
 
 
 def _difference_of(documents: Sequence[dict[str, Any]]) -> str | None:

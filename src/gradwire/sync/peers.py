@@ -17,14 +17,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from gradwire.core import threads
-from gradwire.core.errors import GradwireError, SyncError
+from gradwire.core.errors import GradwireError, PeerLostError, SyncError
 from gradwire.core.events import Event, EventStream
 from gradwire.net.slots import SlottedTransport
 from gradwire.net.store import BoundedStore
@@ -47,6 +47,7 @@ from gradwire.sync.strategies.register import Service, ServiceAddress
 from gradwire.sync.tensor_registry import TensorRegistry
 
 logger = logging.getLogger("gradwire")
+T = TypeVar("T")
 _open: weakref.WeakSet[Peers] = weakref.WeakSet()
 
 
@@ -84,8 +85,23 @@ class Peers:
     def _agree(self, document: dict[str, Any]) -> None:
         topic = f"{self._name}/agree/{next(self._topics)}"
         node = current_node(os.environ)
-        names = agree(self._info.store, self.rank, self.world_size, topic, document, self.timeout, note=node)
+        names = self._together(agree, topic, document, note=node)
         self._nodes.names = self._nodes.names or names
+
+    def _together(self, call: Callable[..., T], *arguments: Any, **options: Any) -> T:
+        """Make a call that all ranks make, through the job's store.
+
+        Ranks that are connected have the stall timeout to come, since a dead one is noticed. Others have `timeout`.
+        """
+        store, engine = self._info.store, self._engine
+        if engine is None:
+            return call(store, self.rank, self.world_size, *arguments, self.timeout, **options)
+        try:
+            limit, lost = self._stall_timeout, engine.lost_peer
+            return call(store, self.rank, self.world_size, *arguments, limit, lost, **options)
+        except PeerLostError as error:
+            engine.fail(error)  # tells the other ranks who is lost
+            raise
 
     def _start(self, transport: Transport | None, tensors: TensorRegistry, residuals: Residuals) -> None:
         if transport is None:
@@ -134,6 +150,10 @@ class Peers:
         if self._engine is not None:
             self._engine.wait_idle()
 
+    def lost_peer(self) -> SyncError | None:
+        """Return why nothing can be averaged any more: the failure, or a rank that is gone. None if all is well."""
+        return None if self._engine is None else self._engine.lost_peer()
+
     # -- control messages ------------------------------------------------------------------------------------
 
     def check_replicas(self, tensors: Iterable[torch.Tensor] | None) -> None:
@@ -176,10 +196,10 @@ class Peers:
         """Send rank 0's text to all ranks through the job's store, and return it. Blocks. Call it on every rank.
 
         Raises:
-            PeerTimeoutError: Rank 0 did not publish the text in time.
+            SyncError: Rank 0 did not publish the text in time, or a rank is lost.
         """
         topic = f"{self._name}/share/{next(self._topics)}"
-        return share(self._info.store, self.rank, self.world_size, topic, text, self.timeout)
+        return self._together(share, topic, text)
 
     def link_busy_seconds(self) -> float:
         """Return the time that this rank's frames were in transit, summed over peers; see `Transport.busy_seconds`."""

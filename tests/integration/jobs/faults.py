@@ -15,16 +15,22 @@ import torch
 import torch.distributed as dist
 
 import gradwire as gw
+from gradwire.bench.probe import Prober
+from gradwire.bench.probe_job import ProbeJob
 from gradwire.core.events import Event
+from gradwire.net import tcp
 from gradwire.planner import PlannedTensor, plan
 from gradwire.planner.costs import CodecCosts, Costs, LinearCost, LinkCosts
 from gradwire.planner.fidelity import RankedCompressor
+from gradwire.sync import peers
+from gradwire.sync.synchronizer import Synchronizer
 from gradwire.tuning.auto import Autopilot
 from gradwire.tuning.candidates import Candidate
 from gradwire.tuning.trials import Script
 from tests.integration.jobs.training import batches, loss_of, model, wrap
 
 TIMEOUT = 2.0  # seconds
+SIGNALS = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP}
 PATIENCE = 6.0  # the same where a rank has to be named that never came: on a busy machine others are late, too
 
 
@@ -39,7 +45,7 @@ def lose_a_rank(rank: int, world_size: int, how: str, strategy: str) -> dict[str
     )
     for step, batch in enumerate(itertools.islice(batches(rank, world_size), 6)):
         if step == 3 and rank == world_size - 1:
-            os.kill(os.getpid(), {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP}[how])
+            os.kill(os.getpid(), SIGNALS[how])
         start = time.monotonic()
         try:
             ddp.zero_grad()
@@ -70,28 +76,107 @@ def _account(error: Exception, handle: gw.Handle, seconds: float, ddp: Any, batc
     }
 
 
-def lose_a_rank_under_auto(rank: int, world_size: int, during: str, clock: str) -> dict[str, Any] | None:
-    """The last rank kills itself while links are probed, while codecs are measured, or during a trial.
+class Doom:
+    """The end of this rank: the time of it is left in a file, and the process is killed or stopped."""
+
+    def __init__(self, how: str, folder: str) -> None:
+        self._number = SIGNALS[how]
+        self._clock = Path(folder) / "clock"
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        self._clock.write_text(repr(time.time()))
+        os.kill(os.getpid(), self._number)
+
+
+def _outcome(error: BaseException, rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """How a rank ended after the last one was lost. Rank 0, which has the store, waits until all others know."""
+    seconds = time.time() - float((Path(folder) / "clock").read_text())
+    (Path(folder) / f"ended-{rank}").touch()
+    until = time.monotonic() + 20
+    while rank == 0 and len(list(Path(folder).glob("ended-*"))) < world_size - 1 and time.monotonic() < until:
+        time.sleep(0.01)
+    typed = isinstance(error, gw.errors.SyncError)
+    return {"typed": typed, "rank": getattr(error, "rank", None), "seconds": seconds, "message": repr(error)}
+
+
+def lose_a_rank_in_a_call(rank: int, world_size: int, call: str, how: str, folder: str) -> dict[str, Any] | None:
+    """The last rank is lost in a call that all ranks make.
 
     Args:
-        during: ``"links"``, ``"codecs"`` or ``"trial"``.
-        clock: file in which the rank leaves the time of its death.
+        call: ``"agreement"``, ``"rendezvous"`` or ``"connect"`` (within attach), ``"replan"`` or ``"detach"``.
+        how: ``"kill"`` or ``"freeze"``.
+        folder: Folder that all ranks share.
+    """
+    gw.attach(wrap(model()), "onebit").detach()  # kernels are compiled, and all ranks are here
+    ddp = wrap(model())
+    options = gw.SyncOptions(timeout=timedelta(seconds=TIMEOUT))
+    dist.barrier()
+    if rank == world_size - 1:
+        owner, name = PLACES[call]
+        setattr(owner, name, Doom(how, folder))
+    try:
+        handle = gw.attach(ddp, "onebit", options=options)
+        loss_of(ddp, next(batches(rank, world_size))).backward()
+        handle.synchronizer.commit()
+        if call == "replan":
+            handle.synchronizer.replan(gw.Plan("fp16"))
+        handle.detach()
+    except Exception as error:
+        return _outcome(error, rank, world_size, folder)
+    while not (Path(folder) / "clock").exists():  # nothing was needed of a rank that is lost in detach
+        time.sleep(0.01)
+    return _outcome(NotImplementedError("no error"), rank, world_size, folder)
+
+
+PLACES: dict[str, tuple[Any, str]] = {
+    "agreement": (peers, "agree"),
+    "rendezvous": (tcp, "meet"),
+    "connect": (tcp.TcpTransport, "_connect_all"),
+    "replan": (Synchronizer, "_agree_on"),
+    "detach": (tcp.TcpTransport, "close"),
+}
+
+
+def lose_a_rank_under_auto(rank: int, world_size: int, during: str, how: str, folder: str) -> dict[str, Any] | None:
+    """The last rank is lost while links are probed, while codecs are measured, in a change of plan, or in a trial.
+
+    Args:
+        during: ``"links"``, ``"codecs"``, ``"plan"`` or ``"trial"``.
+        how: ``"kill"`` or ``"freeze"``.
+        folder: Folder that all ranks share.
     """
     ddp = wrap(model())
     handle = gw.attach(ddp, "auto", options=gw.SyncOptions(timeout=timedelta(seconds=PATIENCE)), check_every=0)
     assert handle.autopilot is not None
     pilot = handle.autopilot
-    if during == "trial":
+    if during in ("plan", "trial"):
         pilot._script = _trial(pilot)
     if rank == world_size - 1:
-        _die(handle, during, Path(clock))
+        _die(handle, during, Doom(how, folder))
     try:
         for batch in itertools.islice(batches(rank, world_size), 40):
             ddp.zero_grad()
             loss_of(ddp, batch).backward()
-    except gw.errors.SyncError as error:
-        seconds = time.time() - float(Path(clock).read_text())
-        return {"rank": error.rank, "seconds": seconds, "message": str(error), "way": pilot.current.name}
+    except Exception as error:
+        return _outcome(error, rank, world_size, folder) | {"way": pilot.current.name}
+    return None
+
+
+def lose_a_rank_in_a_probe(rank: int, world_size: int, during: str, how: str, folder: str) -> dict[str, Any] | None:
+    """The last rank is lost when its probe says that something begins.
+
+    Args:
+        during: Beginning of what it says.
+        how: ``"kill"`` or ``"freeze"``.
+        folder: Folder that all ranks share.
+    """
+    doom = Doom(how, folder)
+    job = ProbeJob("model", model(), (torch.ones(2, 64),), loss=torch.sum)
+    say = (lambda text: doom() if text.startswith(during) else None) if rank == world_size - 1 else (lambda text: None)
+    try:
+        Prober(job, "exact", ["onebit"], seconds=0.05, timeout=timedelta(seconds=PATIENCE), say=say).run()
+    except Exception as error:
+        return _outcome(error, rank, world_size, folder)
     return None
 
 
@@ -107,8 +192,11 @@ def _trial(pilot: Autopilot) -> Script[None]:
     raise AssertionError("a rank should be dead by now")
 
 
-def _die(handle: gw.Handle, during: str, clock: Path) -> None:
-    """Be killed at a certain event."""
+def _die(handle: gw.Handle, during: str, doom: Doom) -> None:
+    """Be lost at a certain event."""
+    if during == "plan":
+        handle.synchronizer._agree_on = doom  # type: ignore[method-assign, assignment]
+        return
     seen: list[str] = []
 
     def on_event(event: Event) -> None:
@@ -122,8 +210,7 @@ def _die(handle: gw.Handle, during: str, clock: Path) -> None:
             "trial": seen[-1] not in ("probe", "numbers") and len(seen) > 40,
         }
         if now[during]:
-            clock.write_text(repr(time.time()))
-            os.kill(os.getpid(), signal.SIGKILL)
+            doom()
 
     handle.synchronizer.events.listen(on_event)
 
