@@ -218,3 +218,24 @@ def test_gradients_that_overflow_with_their_residual_are_clamped_to_float32() ->
     with group_of(3, gw.make("thc", granularity=30), aggregator, fraction=0.6) as group:
         means = group.each(run)
     assert all(mean.isfinite().all() and torch.equal(mean, means[0]) for mean in means)
+
+
+def test_a_mean_over_fewer_ranks_that_overflows_is_rolled_back() -> None:
+    """The sum of three of five ranks is finite; what it stands for as a mean is not."""
+    largest = float(np.finfo(np.float32).max)
+    aggregator = LocalAggregator(lambda step, stream, packet, rank: step == 1 and stream == 1 and rank > 2)
+
+    def make(rank: int, step: int) -> torch.Tensor:
+        return gradient(rank, step) if step != 1 else torch.where(gradient(0, step) > 0, largest, -largest)
+
+    def run(one: Synchronizer) -> torch.Tensor:
+        take_step(one, 0, make)
+        before = held(one)
+        mean = take_step(one, 1, make)
+        assert torch.equal(held(one), before)
+        assert take_step(one, 2, make).isfinite().all()
+        return mean
+
+    with group_of(5, "thc", aggregator, fraction=0.6) as group:
+        means = group.each(run)
+    assert means[0].isinf().any() and all(torch.equal(mean, means[0]) for mean in means)

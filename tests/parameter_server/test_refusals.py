@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -105,7 +106,8 @@ def test_a_payload_of_a_parameter_that_was_not_used_is_refused():
 @pytest.mark.parametrize(
     "groups",
     [[{"lr": DEEP}], [{"lr": "x"}], [{"lr": 0.1, "params": []}], [{"params": 5}], [{"lr": [0.1]}],
-     [{"weight_decay": "x"}], [{"lr": 10**400}]],
+     [{"weight_decay": "x"}], [{"lr": 10**400}], [{"lr": math.nan}], [{"lr": math.inf}],
+     [{"lr": 0.1, "weight_decay": math.nan}]],
 )  # fmt: skip
 def test_hyperparameters_that_are_none_cost_their_sender_alone(groups):
     job = Job(make_config())

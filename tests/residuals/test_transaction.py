@@ -285,3 +285,15 @@ def test_moving_state_in_an_open_chain_is_refused_with_advice() -> None:
 def test_adding_the_wrong_number_of_values_is_refused() -> None:
     with pytest.raises(ValueError, match="range of a has 4 elements, but the values have shape \\(3,\\)"):
         Residuals().add(ResidualKey("a", ElementRange(0, 4)), np.ones(3, np.float32))
+
+
+def test_scaling_keeps_residuals_finite() -> None:
+    residuals, key = Residuals(), ResidualKey("b", ElementRange(0, SIZES["b"]))
+    stage(residuals, key, np.full(7, 3e38, np.float32))
+    residuals.commit()
+    stage(residuals, key, np.full(7, -1e38, np.float32))
+    residuals.scale(2.0**16)
+    largest = np.finfo(np.float32).max
+    assert held(residuals, "b").tolist() == [largest] * 7
+    residuals.commit()
+    assert held(residuals, "b").tolist() == [-largest] * 7

@@ -139,22 +139,26 @@ class ServedCodec(AccumulatorCodec):
             return
         num_late = self._keep_late(chunk, reply)
         mean = out if out.dtype == torch.float32 else torch.empty(chunk.count)
-        self._write(chunk, reply, mean)
+        was_scaled = self._write(chunk, reply, mean)
         if mean is not out:
             kernels.cast(mean.numpy(), as_array(out))
+        self._note_overflow(out, computed=was_scaled)
         if num_late:
             detail = {"elements": num_late}
             self._events.emit(Event("late", time.monotonic(), 0.0, self.layout.name, self.job.round, detail=detail))
 
-    def _write(self, chunk: Chunk, reply: Reply, mean: torch.Tensor) -> None:
+    def _write(self, chunk: Chunk, reply: Reply, mean: torch.Tensor) -> bool:
+        """Write the mean, and return whether it was scaled because not all ranks are in the sum."""
         stats = self._stats[chunk.index]
         counts = reply.counts_of_blocks(self._lookup.block, stats[0].size)
         sums, context = self._server_sums.pop(chunk.index), self._context(chunk, self.first_stage)
         self._lookup.finalize_blocks(sums, counts, context, stats, mean)
         # Encoders scaled by 1 / W, but the sum lacks the ranks that were late.
         divisors = np.maximum(counts, 1) + self._num_absent[chunk.index]
-        if (divisors != self.world_size).any():
-            mean *= torch.from_numpy(self._by_element(chunk, (self.world_size / divisors).astype(np.float32)))
+        if (divisors == self.world_size).all():
+            return False
+        mean *= torch.from_numpy(self._by_element(chunk, (self.world_size / divisors).astype(np.float32)))
+        return True
 
     def _keep_late(self, chunk: Chunk, reply: Reply) -> int:
         """Stage what this rank sent and the server did not count, and return its number of elements."""

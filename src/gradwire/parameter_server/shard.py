@@ -12,6 +12,7 @@ the change of the step is sent, as in the paper.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import math
 from collections import deque
@@ -22,8 +23,9 @@ import numpy as np
 import torch
 
 from gradwire.core.errors import FrameError, OptionError, PayloadError
-from gradwire.core.spec import TensorSpec
-from gradwire.parameter_server.session import Groups, TrainingConfig
+from gradwire.core.spec import TensorSpec, as_array
+from gradwire.kernels import active as kernels
+from gradwire.parameter_server.session import Groups, ParameterConfig, TrainingConfig
 from gradwire.parameter_server.slot import body_of, values_of
 from gradwire.parameter_server.update import add_change, pull_context, push_context
 from gradwire.wire.payload import Payload
@@ -98,6 +100,8 @@ class ParameterShard:
                     optimizer.param_groups[0].update(_plain_group(group))
                     parameter.grad = torch.ones_like(parameter)
                     optimizer.step()
+                if not bool(torch.isfinite(parameter).all()):
+                    raise ValueError("a step with them is not finite")
         except Exception as error:  # optimizers raise what they like
             raise FrameError(
                 f"The optimizer {config.optimizer} does not take the hyperparameters {groups!s:.200} ({error}). Change "
@@ -129,8 +133,8 @@ class ParameterShard:
             used: Whether any worker has used the parameter. Otherwise the optimizer leaves it as it is.
 
         Returns:
-            The encoded change. None if the average is not finite, which may happen although each gradient is: nothing
-            has changed then.
+            The encoded change. None if the average is not finite, which may happen although each gradient is, or what
+            the step makes of it: nothing has changed then.
 
         Raises:
             PayloadError: A push does not decode. Nothing has changed.
@@ -138,16 +142,26 @@ class ParameterShard:
         config = self.config.tensors[tensor]
         parameter, replica = self.parameters[tensor], self.replicas[tensor]
         before = None if config.pull_feedback else parameter.detach().float().clone()
+        saved = None
         if used:
             mean = self._mean(tensor, step, pushes)
-            if not bool(torch.isfinite(mean).all()):
+            largest = float(kernels.abs_max(as_array(mean)))  # NaN if it is not finite
+            if math.isnan(largest):
                 return None
+            optimizer = self.optimizer(tensor, groups)
+            if largest > _safe_magnitude(config):
+                saved = parameter.detach().clone(), copy.deepcopy(optimizer.state_dict())
             parameter.grad = mean
-            self.optimizer(tensor, groups).step()
+            optimizer.step()
             parameter.grad = None
         change = parameter.detach().float() - (replica.float() if before is None else before)
         ctx = pull_context(self.config, tensor, step)
         payload = config.pull_compressor.encode(change, ctx)
+        if saved is not None and (payload.nonfinite or not _is_finite(optimizer)):
+            with torch.no_grad():
+                parameter.copy_(saved[0])
+            optimizer.load_state_dict(saved[1])
+            return None
         add_change(config.pull_compressor, payload, ctx, replica)
         return payload
 
@@ -182,6 +196,21 @@ class ParameterShard:
         kind = optimizer_class(name, self._allowed)
         made: torch.optim.Optimizer = kind([{"params": [parameter], **group}])  # type: ignore[call-arg]
         return made
+
+
+def _safe_magnitude(config: ParameterConfig) -> float:
+    """Magnitude of gradients up to which steps are taken to be finite: optimizers square gradients, and add them."""
+    dtypes = [torch.float32, config.spec.dtype]
+    if config.pull_compressor.name == "fp16":
+        dtypes.append(torch.float16)
+    return math.sqrt(min(torch.finfo(dtype).max for dtype in dtypes))
+
+
+def _is_finite(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether parameters and state are finite."""
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    return all(bool(torch.isfinite(each).all()) for each in [*parameters, *states])
 
 
 def _plain_group(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -233,13 +233,15 @@ class Residuals:
             return False
 
     def scale(self, factor: float) -> None:
-        """Multiply all values, staged ones included: the unit of the gradients has changed."""
-        with self._lock:
+        """Multiply all values, staged ones included: the unit of the gradients has changed. The result is finite."""
+        largest = np.finfo(np.float32).max
+        with self._lock, np.errstate(over="ignore"):
             for slices in self._slices.values():
                 for each in slices.values():
                     for values in (each.committed, each.staged):
                         if values is not None:
                             np.multiply(values, np.float32(factor), out=values)
+                            np.clip(values, -largest, largest, out=values)
 
     def drop_velocity(self, name: str) -> None:
         """Delete the velocity of a parameter whose gradients are no longer momentum-corrected.

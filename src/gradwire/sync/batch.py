@@ -20,6 +20,7 @@ from gradwire.compressors.base.array import scratch
 from gradwire.core.context import Context, key_words
 from gradwire.core.errors import SyncError
 from gradwire.core.spec import TensorSpec, as_array
+from gradwire.kernels import active as kernels
 from gradwire.kernels.cpu import groups
 from gradwire.kernels.cpu.elements import as_input
 from gradwire.residuals import policies
@@ -128,8 +129,15 @@ class BatchCodec:
         )  # fmt: skip
         if found < 0:
             raise self._damaged(chunk, payloads)
-        if found:
+        if found or self._overflows(layout, computed=len(payloads) > 1):
             self.group.nonfinite = True
+
+    def _overflows(self, layout: ChunkLayout, computed: bool) -> bool:
+        """Whether a mean is not finite, although no payload is marked; see `PayloadCodec._note_overflow`."""
+        if not computed and self.group.layout.dtype.itemsize >= 4:
+            return False
+        means = (self.group.tensors[index] for index in layout.members)
+        return any(kernels.count_nonfinite(as_array(mean)) for mean in means)
 
     def finish(self) -> None:
         """There are no states."""

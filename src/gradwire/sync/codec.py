@@ -147,17 +147,17 @@ class PayloadCodec:
         self._note(payload)
         with blame(self, payload):
             compressor.decode(payload, self._context(chunk, stage, payload.sender), out, stats=stats)
+        self._note_overflow(out)
 
     def decode_sum(self, chunk: Chunk, payloads: Sequence[Payload], stage: int = 0) -> None:
         """Overwrite the gradient with the sum of all ranks' payloads."""
         used = [payload for payload in payloads if payload.used]
         out = self.job.values[chunk.slice]
-        if out.dtype == torch.float32:
-            self._decode_sum(chunk, used, out)
-            return
-        total = _floats(chunk.count)
+        total = out if out.dtype == torch.float32 else _floats(chunk.count)
         self._decode_sum(chunk, used, total)
-        kernels.cast(total.numpy(), as_array(out))
+        if total is not out:
+            kernels.cast(total.numpy(), as_array(out))
+        self._note_overflow(out, computed=len(used) > 1)
 
     def _decode_sum(self, chunk: Chunk, payloads: Sequence[Payload], out: torch.Tensor, stage: int = 0) -> None:
         for payload in payloads:
@@ -248,7 +248,7 @@ class PayloadCodec:
         (mean,) = payloads
         if not mean.used:
             return UNUSED
-        return Payload(DENSE.encode(self.job.values[chunk.slice], self._context(chunk, 0)).body, mean.nonfinite)
+        return DENSE.encode(self.job.values[chunk.slice], self._context(chunk, 0))
 
     def decode_dense(self, chunk: Chunk, payloads: Sequence[Payload], stage: int = 0) -> None:
         """Overwrite the gradient with a mean that is not compressed."""
@@ -260,6 +260,15 @@ class PayloadCodec:
     def _note(self, payload: Payload) -> None:
         # Not `|=`: chunks of a job are decoded on several threads.
         if payload.nonfinite:
+            self.job.nonfinite = True
+
+    def _note_overflow(self, mean: torch.Tensor, computed: bool = False) -> None:
+        """Mark the job if the mean is not finite, although no payload is marked. All ranks hold the same bits of it.
+
+        Decoders clamp to float32. So an element can only be infinite if its type is narrower, or if it was `computed`
+        from decoded ones.
+        """
+        if (computed or mean.dtype.itemsize < 4) and kernels.count_nonfinite(as_array(mean)):
             self.job.nonfinite = True
 
     def _context(self, chunk: Chunk, stage: int, rank: int | None = None) -> Context:
@@ -357,6 +366,7 @@ class AccumulatorCodec(PayloadCodec):
             self._summable.finalize(total, self.num_encoders, context, stats, mean)
             if mean is not out:
                 kernels.cast(mean.numpy(), as_array(out))
+            self._note_overflow(out, computed=True)
             if self._state_source == "accumulator":
                 self._stage_state(total, context, self.layout.chunk_range(chunk))
 
