@@ -76,6 +76,16 @@ def test_an_infinite_step_leaves_no_trace(method: str, strategy: str, with_optim
         assert rank["hashes"][6] != rank["hashes"][5]
 
 
+@pytest.mark.ci
+@pytest.mark.parametrize(("method", "world_size"), [("threelc", 3), ("none", 2)])
+def test_the_norm_watch_names_a_broken_rank_and_its_tensor(method: str, world_size: int) -> None:
+    ranks = results(launch("ddp.broken_rank", world_size, method=method))
+    victim = ranks[0]["victim"]
+    for rank in ranks:
+        assert rank["jumps"] == [[1, victim]] * 4, "in steps 24 to 27"
+        assert len(rank["notes"]) == 1 and f"{victim!r} had" in rank["notes"][0] and "rank 1" in rank["notes"][0]
+
+
 @pytest.mark.parametrize(
     ("method", "strategy", "bucket_caps_mb"),
     [

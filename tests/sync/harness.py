@@ -46,7 +46,9 @@ class Ranks:
 
 @contextmanager
 def ranks(world_size: int, plan: Any, *, timeout: float = 10.0, **options: Any) -> Iterator[Ranks]:
-    """`world_size` synchronizers over an in-memory network; `plan`, `nodes` and `server` may be functions of the rank.
+    """`world_size` synchronizers over an in-memory network.
+
+    `plan`, `nodes`, `server` and `watch_norms` may be functions of the rank.
 
     Fields of `SyncOptions` may be passed directly; with `time_slots`, the ranks meet over TCP. Unless told otherwise,
     two ranks share a node, where there are more than two.
@@ -61,7 +63,8 @@ def ranks(world_size: int, plan: Any, *, timeout: float = 10.0, **options: Any) 
         def make(rank: int) -> Synchronizer:
             info = GroupInfo(rank, world_size, store, name)
             chosen = plan(rank) if callable(plan) else plan
-            own = options | {name: options[name](rank) for name in ("nodes", "server") if callable(options.get(name))}
+            by_rank = ("nodes", "server", "watch_norms")
+            own = options | {name: options[name](rank) for name in by_rank if callable(options.get(name))}
             fields = {field.name: own.pop(field.name) for field in dataclasses.fields(SyncOptions) if field.name in own}
             shared = SyncOptions(timeout=timedelta(seconds=timeout), **fields)
             transport = None if shared.time_slots else network.transports[rank]

@@ -20,7 +20,7 @@ class Event(NamedTuple):
 
     Attributes:
         kind: ``encode``, ``decode``, ``merge``, ``send``, ``recv``, ``submit``, ``done``, ``commit``, ``rollback``,
-            ``replica_check``, ``failure``, or ``late`` (sent, but not counted).
+            ``replica_check``, ``failure``, ``late`` (sent, but not counted), or ``norm_jump`` (of the rank `peer`).
         start: Seconds on the monotonic clock.
         duration: Duration in seconds; 0 for an instant.
         tensor: Name of the tensor or fusion group.

@@ -33,9 +33,11 @@ class SyncOptions:
             address from ``GRADWIRE_AGGREGATOR``.
         time_slots: Whether a rank sends to one peer at a time, in an order in which no two ranks send to the same peer.
             For switches with small buffers (`gradwire.net.slots`). Linux only.
+        watch_norms: Interval, in steps, at which ranks compare the norms of their gradients, to find a rank with broken
+            memory or code (`gradwire.sync.norm_watch`). 0 means never.
 
     Raises:
-        OptionError: `timeout`, `stall_timeout` or `threads` is not positive.
+        OptionError: `timeout`, `stall_timeout` or `threads` is not positive, or `watch_norms` is negative.
     """
 
     timeout: timedelta = timedelta(seconds=30)
@@ -46,6 +48,7 @@ class SyncOptions:
     server: str | ServiceAddress | None = None
     threads: int | None = None
     time_slots: bool = False
+    watch_norms: int = 0
 
     def __post_init__(self) -> None:
         for name in ("timeout", "stall_timeout"):
@@ -57,3 +60,5 @@ class SyncOptions:
             raise OptionError(
                 f"threads must be at least 1, but it is {self.threads}. Leave it out for the usual number."
             )
+        if self.watch_norms < 0:
+            raise OptionError(f"watch_norms must be at least 0, but it is {self.watch_norms}. Pass 16, or 0 for never.")

@@ -14,6 +14,7 @@ import logging
 import math
 import time
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -28,8 +29,10 @@ from gradwire.net.transport import Transport
 from gradwire.observe.metrics import Metrics, Report
 from gradwire.residuals import policies
 from gradwire.residuals.transaction import Residuals
+from gradwire.sync.exchange import MAX_NUMBERS
 from gradwire.sync.group import GroupInfo
 from gradwire.sync.launcher import Launcher, OptimizerSlices
+from gradwire.sync.norm_watch import NormWatch
 from gradwire.sync.options import SyncOptions
 from gradwire.sync.peers import Peers
 from gradwire.sync.plan import Plan
@@ -94,6 +97,9 @@ class Synchronizer(Peers):
         self._metrics = Metrics(self.events)
         self._aux = aux
         self._nonfinite = False
+        self._watch: NormWatch | None = None
+        if options.watch_norms and self.world_size > 1:
+            self._watch = NormWatch(options.watch_norms, self.rank, self.events)
         self._num_steps = 0  # unlike `step`, does not continue from a loaded state
         self._launcher: Launcher | None = None
         self._tensors = TensorRegistry(self.plan, self.world_size, self._nodes)
@@ -111,6 +117,7 @@ class Synchronizer(Peers):
                 "timeout": self.timeout.total_seconds(),
                 "nodes": self._nodes.names,
                 "time_slots": options.time_slots,
+                "watch_norms": options.watch_norms,
                 "services": {name: address.describe() for name, address in sorted(self._addresses.items())},
                 "tensors": self._tensors.describe(tensors),
             }
@@ -236,6 +243,8 @@ class Synchronizer(Peers):
             Gradients of the step are undefined. Residuals are those of the last commit.
         """
         self.register({each.name: _full_spec(each) for each in slices if each.name not in self._tensors.ids})
+        if self._watch is not None and self._watch.watches(self.step):
+            self._watch.take(self.step, slices)
         tensors = [each.tensor for each in slices]
         submission = Submission(Staging(tensors), tensors if result is None else result)
         if self._launcher is not None:
@@ -271,7 +280,16 @@ class Synchronizer(Peers):
         self.wait()
         if self._nonfinite:
             self.rollback()
+        if self._watch is not None and self._watch.watches(self.step):
+            self._compare_norms(self._watch)
         self.count_step()
+
+    def _compare_norms(self, watch: NormWatch) -> None:
+        """Exchange the norms of the step that has ended. Returns at once."""
+        names, norms = self._tensors.names, watch.norms(self.step, self._tensors.ids)
+        for start in range(0, norms.size, MAX_NUMBERS):
+            piece = slice(start, start + MAX_NUMBERS)
+            self._exchange("norms", norms[piece], partial(watch.compare, self.step, start, names[piece]), "norms")
 
     def count_step(self) -> None:
         """Count a step. `begin_step` does; call this instead for a step whose gradients others average."""
@@ -295,6 +313,8 @@ class Synchronizer(Peers):
         """Return the residuals to the last commit, bit for bit."""
         self.wait()
         self.residuals.rollback()
+        if self._watch is not None:
+            self._watch.discard()
         self._nonfinite = False
         self.events.emit(Event("rollback", time.monotonic(), detail={"step": self.step}))
 
@@ -313,7 +333,7 @@ class Synchronizer(Peers):
         """Bytes, ratios and times of this rank, per tensor and in total, since the synchronizer was created."""
         norms = {name: math.hypot(*by_role.values()) for name, by_role in self.residuals.norms().items()}
         report = self._metrics.report(self.rank, self.world_size, self._num_steps, norms)
-        report.notes = self.plan.notes(self.tensors)
+        report.notes = self.plan.notes(self.tensors) + (self._watch.notes() if self._watch is not None else [])
         return report
 
     def state_dict(self) -> dict[str, Any]:

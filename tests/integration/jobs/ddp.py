@@ -89,6 +89,26 @@ def nonfinite(rank: int, world_size: int, method: str, strategy: str, with_optim
     return {"finite": finite, "before": before, "after": after, "hashes": hashes}
 
 
+def broken_rank(rank: int, world_size: int, method: str) -> dict[str, Any]:
+    """The memory of rank 1 is broken from step 24 on. Returns what each rank reports of it."""
+    ddp = wrap(model())
+    optimizer = torch.optim.SGD(ddp.parameters(), 1e-8)
+    options = gw.SyncOptions(watch_norms=1)
+    handle = gw.attach(ddp, gw.Plan(method, min_elements=0), optimizer=optimizer, options=options)
+    name, victim = next(iter(ddp.module.named_parameters()))
+    broken = False
+    victim.register_hook(lambda grad: grad * 2.0**16 if broken else grad)
+    for step, batch in enumerate(itertools.islice(batches(rank, world_size), 28), start=1):
+        broken = rank == 1 and step >= 24
+        optimizer.zero_grad()
+        loss_of(ddp, batch).backward()
+        optimizer.step()
+    found = [event for event in handle.synchronizer.events.latest() if event.kind == "norm_jump"]
+    notes = handle.report().notes
+    handle.detach()
+    return {"victim": name, "notes": notes, "jumps": [[each.peer, each.tensor] for each in found]}
+
+
 def _residual_hash(handle: gw.Handle) -> str:
     state = handle.state_dict()["residuals"]
     return fingerprint(
