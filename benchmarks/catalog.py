@@ -105,6 +105,11 @@ _MICRO = (
         "hundred-tensors", "How much processor time does it take to synchronize 100 tensors of 64 × 64, in memory?",
         "micro.hundred_tensors",
     ),
+    Benchmark(
+        "norm-watch",
+        "How often does the norm watch raise a false alarm, which injected faults does it see, and what does it cost?",
+        "micro.norm_watch", recorded=False,
+    ),
     Benchmark("two-threads", "What does a second computation thread gain?", "micro.two_threads"),
     Benchmark(
         "memory", "How much memory does a rank with 100 million parameters need above DDP's, and how long is its step?",

@@ -28,6 +28,7 @@ from gradwire.bench.statistics import Spread
 from gradwire.core.errors import SyncError
 from gradwire.net.transport import Callbacks, Transport
 from gradwire.sync.group import GroupInfo
+from gradwire.sync.options import SyncOptions
 from gradwire.sync.plan import Plan
 from gradwire.sync.submission import GradientSlice
 from gradwire.sync.synchronizer import Synchronizer
@@ -112,7 +113,7 @@ class RankThread:
 
 
 @contextmanager
-def connected(method: str) -> Iterator[Callable[[int], None]]:
+def connected(method: str, options: SyncOptions = SyncOptions()) -> Iterator[Callable[[int], None]]:
     """Connect ranks. The result takes steps on all of them at the same time."""
     store, name = dist.HashStore(), f"hundred-tensors-{next(_names)}"
     inboxes = [Inbox() for _ in range(RANKS)]
@@ -121,7 +122,8 @@ def connected(method: str) -> Iterator[Callable[[int], None]]:
 
         def connect(rank: int) -> RankThread:
             info = GroupInfo(rank, RANKS, store, name)
-            return RankThread(Synchronizer(info, Plan(method), transport=MemoryTransport(rank, inboxes)))
+            transport = MemoryTransport(rank, inboxes)
+            return RankThread(Synchronizer(info, Plan(method), options=options, transport=transport))
 
         def take(steps: int) -> None:
             list(pool.map(lambda rank: rank.take(steps), ranks))
