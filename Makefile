@@ -10,7 +10,7 @@ SEED ?= 0
 # Tests that mostly compile kernels are handed out one by one; the others start processes, and go file by file.
 COMPILING := tests/compressors tests/contracts tests/golden tests/kernels tests/lang
 
-.PHONY: demo test ci test-long soak lint format bench golden clean help
+.PHONY: demo test ci test-peer test-long soak lint format bench golden clean help
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -26,6 +26,9 @@ ci: test ## what a change must pass: the suite, the longer tests, and campaigns 
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m ci
 	$(BIN)/python -m tests.fuzz --cases 2000
 	$(BIN)/python -m tests.schedules --schedules 500
+
+test-peer: $(STAMP) ## torch's own tests of DDP on CPU with gradwire attached, with 2 and 3 ranks, against the same tests without it
+	$(BIN)/python -m tests.peer
 
 test-long: $(STAMP) ## the long campaigns: a million fuzz cases a decoder, 100,000 schedules of faults, 200 runs of the README's example, properties on new examples, and the tests marked slow
 	$(BIN)/python -m tests.fuzz --cases 1000000
