@@ -69,6 +69,7 @@ LOCKS = {
     "residuals/transaction.py": "the table of residuals",
     "simulate/frames.py": "counts frames; waits have a limit",
     "sync/engine.py": "the tables of runs; waits have limits",
+    "sync/norm_watch.py": "the norms of a step",
     "sync/run.py": "whether a run has ended",
     "sync/submission.py": "how many jobs of a submission are left",
     "tuning/step_clock.py": "the times of a step",

@@ -79,7 +79,6 @@ def test_a_compressor_that_raises_is_one_typed_error_on_every_rank(
     def run(one: Synchronizer) -> SyncError:
         with pytest.raises(SyncError) as caught:
             take_steps(one)
-        assert one.step == 2
         return caught.value
 
     plan = Plan({"w": Failing()}, strategy="allgather", partitions=1)
