@@ -150,7 +150,7 @@ _PLANNING = (
 _ACCURACY = (
     Benchmark(
         "time-to-accuracy", "How much sooner does each method reach the loss of DDP fp32, in whole trainings?",
-        "accuracy.time_to_accuracy", "--data FOLDER", recorded=False,
+        "accuracy.time_to_accuracy", "--data FOLDER",
     ),
 )  # fmt: skip
 _THREELC = (
