@@ -260,7 +260,7 @@ def test_the_last_of_many_elements_costs_the_step(method: str, strategy: str) ->
 # -- scalars of payloads -------------------------------------------------------------------------------------------
 
 
-SCALED = ["onebit", "qsgd", "int8", "minmax", "terngrad"]  # their payloads begin with a float
+SCALED = ["onebit", "qsgd", "int8", "minmax"]  # their payloads begin with a float
 
 
 def break_payloads(group: Ranks, victim: int, value: float) -> None:
