@@ -15,7 +15,7 @@ from tests.peer.differences import Difference
 SLOWER = Difference("It is meant to.", "it is slower")
 
 # Static and changing graphs, unused parameters, no_sync, join, hooks, buffers, several buckets. Not distributed
-# autograd: a rank once hung in or before rpc.shutdown, with the interpreter's lock held. The cause is not known yet.
+# autograd: a rank once hung in or before rpc.shutdown and gave no stack. The cause is not known yet.
 SHORT = (
     "test_DistributedDataParallelCPU_grad_is_view",
     "test_accumulate_gradients_no_sync",
