@@ -123,6 +123,7 @@ class Host:
         self.host = host
         self.last: dict[str, Any] = {}  # of each kind, what it has said last
         self.vitals = Vitals(f"{job.name}, host {host}")
+        job.outcome.vitals.append(self.vitals)
         self._errors = job.folder / f"{program}-{host}-{next(_numbers)}.stderr"
         with self._errors.open("wb") as errors:
             self.process = job.lab.popen(
@@ -151,7 +152,13 @@ class Host:
 
     def tail(self) -> str:
         """The end of its standard error."""
-        return self._errors.read_text(errors="replace")[-2000:]
+        return self._errors.read_text(errors="replace")[-4000:]
+
+    def abort(self) -> None:
+        """End it with the stacks of all its threads on standard error."""
+        self.signal(signal.SIGABRT)
+        self.signal(signal.SIGCONT)
+        self.process.wait()
 
 
 class Job(ABC):
@@ -226,6 +233,8 @@ class Job(ABC):
             self.start()
             for fault in self.faults:
                 self.until(lambda fault=fault: self.step >= fault.step)  # type: ignore[misc]
+                if any("end" in host.last for host in self.hosts.values()):
+                    break  # too late for the others
                 self.outcome.faults[fault.kind] += 1
                 if fault.kind == "rate":
                     self.lab.set_rate(fault.rate)
@@ -235,7 +244,6 @@ class Job(ABC):
                     self.happen(fault)
             self.until(lambda: all(host.gone for host in self.hosts.values()))
             self.check()
-        self.outcome.vitals += [host.vitals for host in self.hosts.values()]
         return self.outcome
 
     @property
@@ -274,6 +282,14 @@ class Job(ABC):
         host.signal(signal.SIGSTOP)
         self._thawing.append((time.monotonic() + seconds, host))
 
+    def lose(self, victim: Host, fault: Fault) -> None:
+        """Kill or stop a process, or freeze it until it counts as dead."""
+        if fault.kind == "long freeze":
+            self.freeze(victim, LONG_FREEZE)
+        else:
+            victim.signal(signal.SIGKILL if fault.kind == "kill" else signal.SIGTERM)
+            self.until(lambda: victim.gone)
+
     def _tend(self) -> None:
         """Let frozen processes go on, and read vitals twice a second."""
         now = time.monotonic()
@@ -287,6 +303,8 @@ class Job(ABC):
                     host.vitals.read(host.process.pid)
 
     def _state(self) -> str:
+        for host in self.hosts.values():
+            host.abort()
         return "\n".join(
             f"host {host.host}: said {host.last}, exit code {host.process.poll()}\n{host.tail()}"
             for host in self.hosts.values()

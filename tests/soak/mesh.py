@@ -6,7 +6,6 @@ applied plus what the residuals hold. A lost rank ends all others within twice t
 
 from __future__ import annotations
 
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,6 @@ class Mesh(Job):
 
     def start(self) -> None:
         """Start all ranks, and wait until they have met."""
-        self.outcome.vitals += [host.vitals for host in self.hosts.values()]
         parameters = {"job": self.parameters, "folder": str(self.folder), "attempt": self.attempt}
         self.hosts = {rank: Host(self, rank, "mesh", **parameters) for rank in range(self.ranks)}
         self.attempt += 1
@@ -48,13 +46,8 @@ class Mesh(Job):
         """One rank is lost: the others end with an error, and all start again."""
         victim = self.hosts[fault.host]
         others = [host for host in self.hosts.values() if host is not victim]
-        if all("end" in host.last for host in self.hosts.values()):
-            return  # too late for this fault
         began = time.time()
-        if fault.kind == "long freeze":
-            self.freeze(victim, LONG_FREEZE)
-        else:
-            victim.signal(signal.SIGKILL if fault.kind == "kill" else signal.SIGTERM)
+        self.lose(victim, fault)
         self.until(lambda: all(host.gone for host in others))
         for host in others:
             error = host.last.get("error")
@@ -64,6 +57,8 @@ class Mesh(Job):
                 raise self.broken(f"rank {host.host} ended without an error.", host)
             if error["at"] - began > 2 * TIMEOUT + MARGIN:
                 raise self.broken(f"rank {host.host} heard of a lost rank after {error['at'] - began:.1f} s.")
+            if error["rank"] != fault.host:
+                raise self.broken(f"rank {host.host} blames rank {error['rank']} for {fault}: {error['text']}", host)
         self.until(lambda: victim.gone, LONG_FREEZE + START)
         if fault.kind == "long freeze" and "error" not in victim.last and "end" not in victim.last:
             raise self.broken("the frozen rank ended without an error.", victim)

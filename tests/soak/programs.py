@@ -6,6 +6,7 @@ Each line has a kind and a value: ``ready``, ``step`` (number of steps done), ``
 
 from __future__ import annotations
 
+import faulthandler
 import hashlib
 import json
 import os
@@ -223,6 +224,7 @@ PROGRAMS = {each.__name__: each for each in (mesh, parameter_server, parameter_w
 
 def main() -> None:
     """Run the program that the command line names."""
+    faulthandler.enable()  # says on SIGABRT where each thread is
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

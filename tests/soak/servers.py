@@ -9,57 +9,72 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import signal
 import tempfile
 import time
+from abc import abstractmethod
 from pathlib import Path
+from typing import Any
 
 from tests.schedules import jobs
-from tests.soak.job import LONG_FREEZE, Fault, Host, Job
+from tests.soak.job import Fault, Host, Job
 
 SERVER = 0
 
 
-class ParameterServerJob(Job):
-    """Workers that train a small model through one server."""
+class ServedJob(Job):
+    """Workers of one server.
 
-    kind, num_servers = "parameter-server", 1
-    lost_worker = False
+    Attributes:
+        server: Program of the server.
+        worker: Program of a worker.
+    """
+
+    num_servers = 1
+    server: str
+    worker: str
+
+    @abstractmethod
+    def server_parameters(self) -> dict[str, Any]:
+        """Parameters of the server's program, apart from the number of workers."""
 
     def start(self) -> None:
         """Start the server, then the workers."""
-        self._serve()
+        self.serve()
         for worker in range(self.ranks):
-            self._work(worker)
+            self.work(worker)
         self.until(lambda: all("ready" in host.last for host in self.hosts.values()))
 
-    def _serve(self) -> None:
-        folder = self.folder / "state"
-        self.hosts[SERVER] = Host(self, SERVER, "parameter_server", workers=self.ranks, folder=str(folder))
+    def serve(self) -> None:
+        """Start the server."""
+        self.hosts[SERVER] = Host(self, SERVER, self.server, workers=self.ranks, **self.server_parameters())
         self.until(lambda: "ready" in self.hosts[SERVER].last)
 
-    def _work(self, worker: int) -> None:
+    def work(self, worker: int) -> None:
+        """Start a worker."""
         parameters = {"worker": worker, "workers": self.ranks, "steps": self.steps}
-        self.hosts[worker + 1] = Host(self, worker + 1, "parameter_worker", **parameters)
+        self.hosts[worker + 1] = Host(self, worker + 1, self.worker, **parameters)
+
+
+class ParameterServerJob(ServedJob):
+    """Workers that train a small model through one server."""
+
+    kind, server, worker = "parameter-server", "parameter_server", "parameter_worker"
+    lost_worker = False
+
+    def server_parameters(self) -> dict[str, Any]:
+        """See `ServedJob`."""
+        return {"folder": str(self.folder / "state")}
 
     def happen(self, fault: Fault) -> None:
         """One process is lost and started again; the job goes on."""
         victim = self.hosts[fault.host]
-        if any("end" in host.last for host in self.hosts.values()):
-            return  # too late for this fault
-        self.outcome.vitals.append(victim.vitals)
-        if fault.kind == "long freeze":
-            self.freeze(victim, LONG_FREEZE)
-            if fault.host == SERVER:  # it comes back, and workers call it again
-                return
-        else:
-            victim.signal(signal.SIGKILL if fault.kind == "kill" else signal.SIGTERM)
-            self.until(lambda: victim.gone)
+        self.lose(victim, fault)
         if fault.host == SERVER:
-            self._serve()
+            if fault.kind != "long freeze":  # after a freeze it comes back, and workers call it again
+                self.serve()
             return
         self.lost_worker = True
-        self._work(fault.host - 1)
+        self.work(fault.host - 1)
         if fault.kind == "long freeze":
             self.until(lambda: victim.gone)
             if "error" not in victim.last:
@@ -96,46 +111,29 @@ def unbroken(workers: int, steps: int) -> str:
         return found
 
 
-class AggregatorJob(Job):
+class AggregatorJob(ServedJob):
     """Workers that have sums made by an aggregator, over TCP."""
 
-    kind, num_servers = "aggregator-tcp", 1
+    kind, server, worker = "aggregator-tcp", "aggregator", "aggregator_worker"
     udp = False
 
-    def start(self) -> None:
-        """Start the server, then the workers."""
-        self._serve()
-        for worker in range(self.ranks):
-            parameters = {"worker": worker, "workers": self.ranks, "steps": self.steps}
-            self.hosts[worker + 1] = Host(self, worker + 1, "aggregator_worker", **parameters)
-        self.until(lambda: all("ready" in host.last for host in self.hosts.values()))
-
-    def _serve(self) -> None:
-        self.hosts[SERVER] = Host(self, SERVER, "aggregator", workers=self.ranks, udp=self.udp)
-        self.until(lambda: "ready" in self.hosts[SERVER].last)
+    def server_parameters(self) -> dict[str, Any]:
+        """See `ServedJob`."""
+        return {"udp": self.udp}
 
     def happen(self, fault: Fault) -> None:
         """A lost server is started again. A lost worker ends the job, which starts again from its beginning."""
         victim = self.hosts[fault.host]
-        if any("end" in host.last for host in self.hosts.values()):
-            return  # too late for this fault
-        if fault.kind == "long freeze":
-            self.freeze(victim, LONG_FREEZE)
-            if fault.host == SERVER:
-                return
-        else:
-            victim.signal(signal.SIGKILL if fault.kind == "kill" else signal.SIGTERM)
-            self.until(lambda: victim.gone)
+        self.lose(victim, fault)
         if fault.host == SERVER:
-            self.outcome.vitals.append(victim.vitals)
-            self._serve()
+            if fault.kind != "long freeze":
+                self.serve()
             return
         began = time.time()
         self.until(lambda: all(host.gone for host in self.hosts.values()))
         for host in self.hosts.values():
             if host not in (victim, self.hosts[SERVER]) and "error" not in host.last:
                 raise self.broken(f"worker {host.host - 1} lost a peer {time.time() - began:.0f} s ago: {host.last}")
-        self.outcome.vitals += [host.vitals for host in self.hosts.values()]
         self.start()
 
     def check(self) -> None:
