@@ -41,10 +41,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from benchmarks.accuracy import summary
-from benchmarks.accuracy.compared import METHODS, Row, phases, settled, trained_as
+from benchmarks.accuracy.compared import METHODS, Row, method_of, phases, settled, trained_as
 from benchmarks.keys import key_of
 from benchmarks.options import Seconds, Seeds, choose, listed
-from benchmarks.tasks import WORKLOADS, Task
 from gradwire.bench import job
 from gradwire.bench import methods as bench_methods
 from gradwire.bench.job import BenchmarkJob, Message, Segment
@@ -52,13 +51,52 @@ from gradwire.bench.launch import RanksError, launch
 from gradwire.bench.results import StepTime
 from gradwire.bench.statistics import across_ranks
 from gradwire.bench.training import TrainingOptions
+from gradwire.bench.workloads import make_workload
+from gradwire.core.errors import OptionError
 
 NAME = "time-to-accuracy"
 RANKS = 4
 RATES = ("100mbit", "1gbit")
 PARTS = ("time", "learn")
 KEY, CHOICES = ("workload", "method", "seed", "steps"), ("workloads", "methods", "seeds", "parts", "minutes")
+WORKLOADS = {"text": "text", "vision": "benchmarks.accuracy.vision.SmallCifar10"}
+NEEDS_DATA = {"vision"}
 BUCKETS_MB = (4.0, 25.0)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A workload.
+
+    Attributes:
+        name: Name in the record.
+        made_by: Name for `make_workload`.
+        num_parameters: Number of parameters of the model.
+        has_momentum: Whether its optimizer has momentum.
+    """
+
+    name: str
+    made_by: str
+    num_parameters: int
+    has_momentum: bool
+
+    @classmethod
+    def of(cls, name: str, data: Path | None) -> Task:
+        """The workload with a name, one of `WORKLOADS` or of `gradwire bench`."""
+        made_by = WORKLOADS.get(name, name)
+        if name in NEEDS_DATA:
+            if data is None:
+                raise OptionError(f"The workload {name} trains on images. Pass --data FOLDER with those of CIFAR-10.")
+            made_by = f"{made_by}={data.resolve()}"
+        workload = make_workload(made_by)  # decodes images once, before all ranks would
+        model = workload.model()
+        groups = workload.optimizer(model).param_groups
+        num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        return cls(name, made_by, num_parameters, any(group.get("momentum") for group in groups))
+
+    def method(self, label: str, steps: int) -> str:
+        """The method of one of `METHODS`, or of `gradwire.bench.methods`, for a training of `steps` steps."""
+        return method_of(label, steps, self.has_momentum)
 
 
 # -- step times ----------------------------------------------------------------------------------------------------

@@ -21,9 +21,9 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from benchmarks.accuracy.time_to_accuracy import Task
 from benchmarks.keys import key_of
 from benchmarks.options import Rates, Seconds, listed
-from benchmarks.tasks import Task
 from gradwire.bench.job import BenchmarkJob, Message, Segment, SegmentOutcome
 from gradwire.bench.launch import launch
 from gradwire.bench.methods import bucket_sizes, is_native, label

@@ -7,7 +7,6 @@ import pytest
 from benchmarks.accuracy import compared, summary
 from benchmarks.accuracy import time_to_accuracy as benchmark
 from benchmarks.keys import key_of
-from benchmarks.tasks import Task
 
 from benchmarks import runner
 from gradwire.bench import methods
@@ -151,7 +150,7 @@ def test_plans_that_choose_the_same_are_one_training(rows):
     assert compared.trained_as(plan) == compared.trained_as(plan.replace("0.001", "0.002"))
     assert compared.trained_as(plan) != compared.trained_as(plan_text(["0.weight"], "onebit"))
     rows += timed("auto", 1.0, plan=plan) + timed("auto", 1.0, "1gbit", plan="ddp-fp16")
-    task = Task("text", "text", 8, False)
+    task = benchmark.Task("text", "text", 8, False)
     found = benchmark.trainings([task], ["ddp-fp32", "ddp-fp16", "auto"], 2, 100, rows)
     named = ["ddp-fp32", "ddp-fp16", compared.trained_as(plan)]
     assert [(each.seed, each.method) for each in found] == [(seed, name) for seed in (0, 1) for name in named]
@@ -174,7 +173,7 @@ def test_the_plots_name_every_method(rows, tmp_path):
 
 def test_images_need_a_folder():
     with pytest.raises(OptionError, match=r"Pass --data FOLDER"):
-        Task.of("vision", None)
+        benchmark.Task.of("vision", None)
 
 
 def test_images_have_half_the_width_and_height_and_the_model_takes_them(tmp_path, monkeypatch):
@@ -185,7 +184,7 @@ def test_images_have_half_the_width_and_height_and_the_model_takes_them(tmp_path
             (tmp_path / split / label).mkdir(parents=True)
             for number in range(1000):  # validation takes every image of 2,000
                 image.new("RGB", (32, 32), (level,) * 3).save(tmp_path / split / label / f"{number}.jpg")
-    task = Task.of("vision", tmp_path)
+    task = benchmark.Task.of("vision", tmp_path)
     assert task.has_momentum
     workload = make_workload(task.made_by)
     for samples in (workload.batch(0, 0, 1, 4), workload.validation()):
@@ -248,6 +247,6 @@ def test_methods_are_timed_in_one_recording_and_auto_says_what_it_settled_on(exe
     assert len({row["value"] for row in found if row["metric"] == "step_without_communication"}) == 1
     plans = compared.settled(found, "digits", "auto")
     assert set(plans) == set(benchmark.RATES)
-    task = Task.of("digits", None)
+    task = benchmark.Task.of("digits", None)
     assert benchmark.trainings([task], ["auto"], 1, 6, found)
     assert execute("auto", parts="time") == found

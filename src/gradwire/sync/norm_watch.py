@@ -1,6 +1,6 @@
 """The norm watch: finds a rank whose gradient of a tensor is suddenly much longer or shorter than those of the others.
 
-In every so many steps, each rank takes the 2-norm of each of its gradients, before they are averaged. When the next
+In every N-th step, each rank takes the 2-norm of each of its gradients, before they are averaged. When the next
 step begins, ranks exchange these norms, and each rank judges all of them. A norm is compared with those of the other
 ranks in the same step, so a change that all ranks see, such as another learning rate or loss scale, is no jump. What
 counts is how far a rank is from the others now, compared with how far it usually is, so ranks may have different data.
