@@ -44,10 +44,17 @@ def _no_loss() -> str | None:
     return None
 
 
+def _no_bpf() -> str | None:
+    from gradwire.aggregator.xdp.loader import available
+
+    return available()
+
+
 NEEDS: dict[str, Callable[[], str | None]] = {
     "root": functools.cache(_no_lab),
     "loss": functools.cache(_no_loss),
     "gpu": functools.cache(_no_gpu),
+    "bpf": functools.cache(_no_bpf),
 }
 """Why tests with a marker cannot run on this machine, or None if they can."""
 

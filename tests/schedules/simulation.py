@@ -61,6 +61,7 @@ class AggregationSimulation:
         window: Packets in flight per worker.
         pace: Seconds that a worker computes before a round, by worker and index of the round.
         timeout: Seconds of virtual time per submission.
+        server: Makes an incarnation of the server from configuration and epoch.
 
     Attributes:
         results: Results by (worker, round, stream).
@@ -73,11 +74,13 @@ class AggregationSimulation:
         self, config: SessionConfig, payloads: Payloads, rounds: Sequence[int], faults: Faults, seed: int, *,
         window: int = 64,
         pace: Callable[[int, int], float] = lambda worker, place: 0.0, timeout: float = math.inf,
+        server: Callable[[SessionConfig, int], AggregatorStateMachine] = AggregatorStateMachine,
     ) -> None:  # fmt: skip
         self.config = config
         self.results: dict[tuple[int, int, int], Result] = {}
         self.network = DatagramNetwork(faults, seed)
-        self.aggregator = AggregatorStateMachine(config, epoch=1)
+        self._server = server
+        self.aggregator = server(config, 1)
         self.server_counters = [self.aggregator.counters]
         self._payloads, self._rounds, self._pace, self._timeout = payloads, rounds, pace, timeout
         self._workers = [_Worker(config, worker, window, seed + worker) for worker in range(config.world_size)]
@@ -115,7 +118,7 @@ class AggregationSimulation:
 
     def restart(self) -> None:
         """Kill the server and start a new incarnation."""
-        self.aggregator = AggregatorStateMachine(self.config, self.aggregator.epoch + 1)
+        self.aggregator = self._server(self.config, self.aggregator.epoch + 1)
         self.aggregator.resumed = True
         self.server_counters.append(self.aggregator.counters)
         for worker in self._workers:

@@ -45,14 +45,32 @@ VERSION = 1
 PACKET_HEADER_BYTES = 44
 MAX_ROUND = (1 << 64) - 2
 SERVER = 0xFFFF
-_LAYOUT = struct.Struct("<4sBBHQQIIHHII")
+_FIELDS = {
+    "magic": "4s", "version": "B", "kind": "B", "flags": "H", "epoch": "Q", "round": "Q", "stream": "I", "packet": "I",
+    "worker": "H", "count": "H", "length": "I", "checksum": "I",
+}  # fmt: skip
+_LAYOUT = struct.Struct("<" + "".join(_FIELDS.values()))
 _CHECKSUM = struct.Struct("<I")
-_CHECKSUM_AT = 40
 _ZERO = bytes(4)
 _KEY = struct.Struct("<QII")
 _WORD_BITS = 32
-_KNOWN_FLAGS = int(FrameFlags.PRESENT | FrameFlags.USED | FrameFlags.NONFINITE)
+KNOWN_FLAGS = int(FrameFlags.PRESENT | FrameFlags.USED | FrameFlags.NONFINITE)
 
+
+class Field(NamedTuple):
+    """Place of a field of the header, in bytes."""
+
+    offset: int
+    num_bytes: int
+
+
+def field(name: str) -> Field:
+    """Return the place of a field: of those in the table above, by its first word (``"packet"`` for the index)."""
+    before = list(_FIELDS)[: list(_FIELDS).index(name)]
+    return Field(struct.calcsize("<" + "".join(_FIELDS[each] for each in before)), struct.calcsize(_FIELDS[name]))
+
+
+_CHECKSUM_AT = field("checksum").offset
 assert _LAYOUT.size == PACKET_HEADER_BYTES
 
 
@@ -171,7 +189,7 @@ def unpack(datagram: bytes | memoryview | np.ndarray) -> Packet:
         raise FrameError(f"Expected a packet of at least {PACKET_HEADER_BYTES} bytes, got {data.nbytes}.")
     header, body = data[:PACKET_HEADER_BYTES].tobytes(), data[PACKET_HEADER_BYTES:]
     magic, version, kind, flags, epoch, round_, stream, place, worker, count, length, checksum = _LAYOUT.unpack(header)
-    if magic != MAGIC or version != VERSION or kind not in _KINDS or flags > _KNOWN_FLAGS:
+    if magic != MAGIC or version != VERSION or kind not in _KINDS or flags > KNOWN_FLAGS:
         raise FrameError(f"Not a packet: magic {magic!r}, version {version}, kind {kind}, flags {flags:#x}.")
     if length != body.nbytes:
         raise FrameError(f"Expected a body of {length} bytes, got {body.nbytes}.")

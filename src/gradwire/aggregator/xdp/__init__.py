@@ -1,0 +1,8 @@
+"""THC's aggregator in the kernel's packet path: programs written in Python, compiled by llvmlite, loaded by ctypes.
+
+- `assembler`: writes a program as LLVM IR, and compiles it for the BPF architecture.
+- `system`, `maps`, `loader`: the bpf system call, maps, and programs from object file to interface.
+- `layout`, `guard`, `frames`: what programs and Python lay out alike; checksums and tags; packet headers.
+- `slot_program`, `program`: pseudocode 1 on one slot, and the XDP program around it.
+- `kernel_slots`: the maps of a session, filled from its configuration.
+"""

@@ -1,0 +1,149 @@
+"""One session's sums in the kernel: maps, the program for them, and what Python must know of them."""
+
+from __future__ import annotations
+
+import ipaddress
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+
+from gradwire.aggregator.packet import PacketCounters
+from gradwire.aggregator.session import Operation, SessionConfig
+from gradwire.aggregator.xdp import layout as layouts
+from gradwire.aggregator.xdp import program as programs
+from gradwire.aggregator.xdp.guard import TABLE_BYTES as CHECKSUM_BYTES
+from gradwire.aggregator.xdp.guard import checksum_tables
+from gradwire.aggregator.xdp.layout import Counter, Layout
+from gradwire.aggregator.xdp.loader import load
+from gradwire.aggregator.xdp.maps import ArrayMap, CounterMap, SharedMap
+from gradwire.aggregator.xdp.system import ProgramType
+from gradwire.core.errors import OptionError
+
+
+class KernelSlots:
+    """Maps of one session configuration, and the program that adds up in them.
+
+    Args:
+        config: Session configuration.
+        guard_name: Name of the guard in `gradwire.aggregator.xdp.guard.GUARDS`.
+        port: UDP port of the server.
+
+    Attributes:
+        layout: What the program is made for.
+        streams: For each stream, the number of packets that the program adds up; 0 for those that Python does.
+        program: The XDP program.
+
+    Raises:
+        RightsError: This process may not use BPF.
+        OptionError: The kernel lacks memory or a feature, or the configuration has too many workers.
+    """
+
+    def __init__(self, config: SessionConfig, guard_name: str, port: int) -> None:
+        self.config = config
+        self.layout = _layout(config, guard_name, port)
+        self.streams = [_full_packets(config, stream) for stream in range(len(config.streams))]
+        num_slots = max(1, sum(self.streams))
+        self.session = ArrayMap(programs.SESSION_MAP, layouts.SESSION.size, 1)
+        self.workers = ArrayMap(programs.WORKERS_MAP, layouts.WORKER.size, config.world_size)
+        self.counters = CounterMap(programs.COUNTERS_MAP, len(Counter))
+        self.slots = ArrayMap(programs.SLOTS_MAP, self.layout.slot_bytes, num_slots, locked=True)
+        self.began = SharedMap(programs.BEGAN_MAP, 8, num_slots)
+        self._streams = ArrayMap(programs.STREAMS_MAP, layouts.STREAM.size, max(1, len(config.streams)))
+        self._tables = ArrayMap(programs.TABLES_MAP, layouts.TABLE_BYTES, max(1, len(config.tables)))
+        self._checksums = ArrayMap(programs.CHECKSUMS_MAP, CHECKSUM_BYTES, 1)
+        self._fill()
+        self.program = load(programs.emit(self.layout), ProgramType.XDP, self.maps)
+
+    @property
+    def maps(self) -> Sequence[ArrayMap]:
+        """All maps of the session."""
+        return (
+            self.session, self.workers, self.counters, self.slots, self.began, self._streams, self._tables,
+            self._checksums,
+        )  # fmt: skip
+
+    def begin(self, epoch: int, server_key: bytes) -> None:
+        """Take packets of an incarnation of the server, with nothing heard before. `server_key` has 16 bytes."""
+        config = self.config
+        needed = config.needed if self.layout.partial else config.world_size
+        for slot in range(self.slots.num_values):
+            self.slots.write(slot, bytes(self.layout.slot_bytes))
+        self.began.view[:] = 0
+        self.counters.clear()
+        keys = struct.unpack("<QQ", server_key)
+        numbers = epoch, needed, 0, config.max_misses, len(config.streams), *keys
+        self.session.write(0, layouts.SESSION.pack(*numbers))
+
+    def resume(self) -> None:
+        """Note that an earlier incarnation of the server has answered some of the workers."""
+        epoch, needed, _, *rest = layouts.SESSION.unpack(self.session.read(0))
+        self.session.write(0, layouts.SESSION.pack(epoch, needed, 1, *rest))
+
+    def join(self, worker: int, address: tuple[str, int], key: bytes) -> None:
+        """Take packets of a worker from its address alone. `key` has 16 bytes."""
+        host = ipaddress.IPv4Address(address[0]).packed
+        port = int.from_bytes(address[1].to_bytes(2, "big"), "little")
+        self.workers.write(worker, layouts.WORKER.pack(host, port, *struct.unpack("<QQ", key)))
+
+    def counted(self) -> PacketCounters:
+        """Return what has happened to the packets that the program has processed."""
+        return PacketCounters(**{each.name.lower(): total for each, total in zip(Counter, self.counters.totals())})
+
+    def result(self, slot: int, buffer: int) -> bytes:
+        """Return a result as it travels."""
+        layout = self.layout
+        width = self._width(slot)
+        start = layout.buffers + buffer * layout.buffer_bytes + 8
+        return self.slots.read(slot)[start : start + layout.result_bytes(width) + layout.guard.trailer_bytes]
+
+    def close(self) -> None:
+        """Give everything back to the kernel. Idempotent."""
+        for each in (*self.maps, self.program):
+            each.close()
+
+    def _fill(self) -> None:
+        config, first = self.config, 0
+        for number, table in enumerate(config.tables):
+            if table.bits == layouts.INDEX_BITS:
+                self._tables.write(number, _pairs(table.array))
+        for stream, count in enumerate(self.streams):
+            table_number = config.streams[stream].table
+            width = config.tables[table_number].accumulator_bits if count else 0
+            self._streams.write(stream, layouts.STREAM.pack(first, count, table_number, width))
+            first += count
+        self._checksums.write(0, checksum_tables())
+
+    def _width(self, slot: int) -> int:
+        for stream, count in enumerate(self.streams):
+            if slot < count:
+                return self.config.tables[self.config.streams[stream].table].accumulator_bits
+            slot -= count
+        raise IndexError("there is no such slot")
+
+
+def _layout(config: SessionConfig, guard_name: str, port: int) -> Layout:
+    if config.world_size > layouts.MAX_WORKERS:
+        raise OptionError(
+            f"--xdp adds up for at most {layouts.MAX_WORKERS} workers, not {config.world_size}. Serve without --xdp."
+        )
+    partial = config.needed < config.world_size and config.max_misses > 0
+    return Layout(config.world_size, config.packet_elements, config.max_misses + 2 if partial else 2, guard_name, port)
+
+
+def _full_packets(config: SessionConfig, stream: int) -> int:
+    """Number of packets of a stream that the program adds up: full ones of 4-bit indices with sums of 8 or 16 bits."""
+    found = config.streams[stream]
+    if found.operation is not Operation.SUM:
+        return 0
+    table = config.tables[found.table]
+    if table.bits != layouts.INDEX_BITS or table.accumulator_bits not in layouts.WIDTHS:
+        return 0
+    return found.size // config.packet_elements
+
+
+def _pairs(values: np.ndarray) -> bytes:
+    """Return the values of both indices of each byte, the second one 32 bits above the first: uint64[256]."""
+    byte = np.arange(256)
+    pairs: np.ndarray = values[byte & 15].astype("<u8") | values[byte >> 4].astype("<u8") << np.uint64(32)
+    return pairs.tobytes()

@@ -1,0 +1,113 @@
+"""What the programs and this process lay out in maps, in bytes, and the numbers that both use.
+
+Rounds are kept plus 1, so that 0 is "never".
+"""
+# Shapes: W = workers, E = elements of a packet
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+
+from gradwire.aggregator.packet import PACKET_HEADER_BYTES, bitmap_bytes
+from gradwire.aggregator.xdp.guard import GUARDS, Guard
+
+INDEX_BITS = 4
+MAX_WORKERS = 64
+"""Workers whose bitmap is one word."""
+WIDTHS = 8, 16
+"""Bits of the accumulators that programs add up."""
+TABLE_BYTES = 256 * 8
+WORKER = struct.Struct("<4sHxxQQ8x")
+"""Address and port as on the wire, and the key of what the worker sends."""
+STREAM = struct.Struct("<IIII")
+"""First slot, number of packets that the program adds up, table, bits of an accumulator."""
+SESSION = struct.Struct("<QQQQQQQ")
+"""Epoch, needed workers, resumed, most misses, number of streams, and the key of what the server sends."""
+RESUMED_AT = 16
+ANSWER = struct.Struct("<QQQIHBB")
+"""What a program leaves for the next: workers that get a result, that are asked for a contribution, of which round;
+slot, buffer, kind of packet for the sender, and whether there is something to send."""
+
+
+class Counter(IntEnum):
+    """Counters of a program, in the words of `PacketCounters`."""
+
+    SENT = 0
+    SENT_AGAIN = 1
+    RECEIVED = 2
+    FORGED = 3
+    CORRUPT = 4
+    STALE = 5
+    REFUSED = 6
+    DUPLICATES = 7
+    LATE = 8
+    TAKEN = 9
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a program is made for. The rest of a session's configuration is in maps.
+
+    Attributes:
+        world_size: Number of workers W, at most `MAX_WORKERS`.
+        elements: Elements E of a packet, a multiple of 256.
+        num_buffers: Buffers of a slot: one for the current round, the others for results that a worker may ask for.
+        guard_name: Name of the guard in `GUARDS`.
+        port: UDP port of the server.
+    """
+
+    world_size: int
+    elements: int
+    num_buffers: int
+    guard_name: str
+    port: int
+
+    EXPECTED, OPEN, HEARD, COUNTED, AWAITED, FLAGS, ANSWERED, OLDEST, CURRENT, AHEAD, AHEAD_ROUND = range(8, 96, 8)
+    LAST_HEARD = 96
+
+    @cached_property
+    def guard(self) -> Guard:
+        """How packets are verified and sealed."""
+        return GUARDS[self.guard_name]()
+
+    @property
+    def partial(self) -> bool:
+        """Whether results may leave workers out."""
+        return self.num_buffers > 2
+
+    @property
+    def body_bytes(self) -> int:
+        """Bytes of the indices in a packet."""
+        return self.elements * INDEX_BITS // 8
+
+    @property
+    def sums_at(self) -> int:
+        """Where the sums begin in a result: behind header and bitmap."""
+        return PACKET_HEADER_BYTES + bitmap_bytes(self.world_size)
+
+    def result_bytes(self, width: int) -> int:
+        """Bytes of a result without trailer, for accumulators of a width in bits."""
+        return self.sums_at + self.elements * width // 8
+
+    @property
+    def misses(self) -> int:
+        """Where a slot counts how often each worker was left out."""
+        return self.LAST_HEARD + 8 * self.world_size
+
+    @property
+    def buffers(self) -> int:
+        """Where the buffers begin in a slot."""
+        return self.misses + (8 * self.world_size if self.partial else 0)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of a buffer: its round, and the result as it is sent."""
+        return 8 + -(-(self.result_bytes(max(WIDTHS)) + self.guard.trailer_bytes) // 8) * 8
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot."""
+        return self.buffers + self.num_buffers * self.buffer_bytes

@@ -1,0 +1,219 @@
+"""The XDP program: verifies a data packet, runs pseudocode 1 on its slot, and answers its sender.
+
+What is not a data packet of a full length for a sum that the program was told of passes to the Python server: maxima,
+the last packets of streams, tables of other widths than 4 bits, and everything that is damaged so that it cannot be
+told what it is. Results and questions to several workers pass on to the reply program (`replies.py`) with an `ANSWER`
+in the metadata of the packet, because XDP cannot send copies.
+
+Source: THC (Li et al. 2024), pseudocode 1 and appendix C. Differences: see `gradwire.aggregator.server`.
+"""
+
+from __future__ import annotations
+
+from gradwire.aggregator.packet import (
+    KNOWN_FLAGS,
+    PACKET_HEADER_BYTES,
+    VERSION,
+    PacketKind,
+)
+from gradwire.aggregator.xdp.assembler import Assembler, Value
+from gradwire.aggregator.xdp.frames import (
+    HEADER_BYTES,
+    IP_AT,
+    KEY_BYTES,
+    UDP_AT,
+    UDP_BYTES,
+    Control,
+    get,
+    is_ours,
+    return_to_sender,
+    write_control,
+    write_held,
+)
+from gradwire.aggregator.xdp.layout import ANSWER, Counter, Layout
+from gradwire.aggregator.xdp.slot_program import Arrival, Decision, Memory, SlotProgram
+
+DROP, PASS, SEND_BACK = 1, 2, 3
+FIND, NOW, ADJUST_METADATA, ADJUST_TAIL, LOCK, UNLOCK = 1, 5, 54, 65, 93, 94
+SESSION_MAP, STREAMS_MAP, WORKERS_MAP, TABLES_MAP = "session", "streams", "workers", "tables"
+SLOTS_MAP, BEGAN_MAP, COUNTERS_MAP, CHECKSUMS_MAP = "slots", "began", "counters", "checksums"
+
+
+def emit(layout: Layout) -> Assembler:
+    """Return the program for a layout."""
+    return _Program(layout).code
+
+
+class _Program:
+    """The program as it is appended to, top down."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.code, self.layout = Assembler("xdp"), layout
+        self._key_room = self.code.room(8)
+        frame, end = self._frame()
+        with self.code.when(frame.at(HEADER_BYTES + PACKET_HEADER_BYTES) > end):
+            self.code.leave(PASS)
+        with self.code.when(is_ours(self.code, frame, layout.port).equals(0)):
+            self.code.leave(PASS)
+        self._dispatch(frame, end)
+
+    def _dispatch(self, frame: Value, end: Value) -> None:
+        """Pass what the program does not add up, and verify the rest."""
+        code, layout = self.code, self.layout
+        packet = frame.at(HEADER_BYTES)
+        session = self._find(SESSION_MAP, 0)
+        stream, index = get(code, packet, "stream"), get(code, packet, "packet")
+        with code.when(stream >= code.load(session, 32)):
+            code.leave(PASS)
+        entry = self._find(STREAMS_MAP, stream)
+        with code.when(index >= code.load(entry, 4, 4)):
+            code.leave(PASS)
+        length = code.swapped(code.load(frame, UDP_AT + 4, 2), 2)
+        for body_bytes in (0, layout.body_bytes):
+            whole = PACKET_HEADER_BYTES + body_bytes + layout.guard.trailer_bytes
+            with code.when(length.equals(UDP_BYTES + whole)):
+                with code.when(frame.at(HEADER_BYTES + whole) > end):
+                    code.leave(PASS)
+                self._process(frame, session, entry, body_bytes)
+        code.leave(PASS)
+
+    def _process(self, frame: Value, session: Value, entry: Value, body_bytes: int) -> None:
+        """Process a packet with a body of this length. Leaves the program."""
+        code, layout = self.code, self.layout
+        packet = frame.at(HEADER_BYTES)
+        counters, checksums = self._find(COUNTERS_MAP, 0), self._find(CHECKSUMS_MAP, 0)
+        code.increase(counters, 8 * Counter.RECEIVED)
+        named = get(code, packet, "worker")
+        worker = (named < layout.world_size).otherwise(named, 0)
+        record = self._find(WORKERS_MAP, worker)
+        key = code.load(record, 8), code.load(record, 16)
+        holds = layout.guard.verify(code, packet, PACKET_HEADER_BYTES + body_bytes, key, checksums)
+        failed = Counter.FORGED if layout.guard.trailer_bytes else Counter.CORRUPT
+        self._drop_unless(holds.as_number(), counters, failed)
+        self._drop_unless(self._is_well_formed(packet, body_bytes), counters, Counter.CORRUPT)
+        is_known = named.equals(worker).as_number() & self._is_from(frame, record)
+        self._drop_unless(is_known & self._may_be_sent(packet, body_bytes), counters, Counter.REFUSED)
+        is_current = get(code, packet, "epoch").equals(code.load(session, 0))
+        self._drop_unless(is_current.as_number(), counters, Counter.STALE)
+        self._add_up(packet, session, entry, counters, checksums, worker, body_bytes)
+
+    def _is_well_formed(self, packet: Value, body_bytes: int) -> Value:
+        code = self.code
+        kind = get(code, packet, "kind")
+        kinds = (kind < 1).as_number() | (kind > max(PacketKind)).as_number()
+        flags = (get(code, packet, "flags") > KNOWN_FLAGS).as_number()
+        differing = (get(code, packet, "version") ^ VERSION) | (get(code, packet, "length") ^ body_bytes)
+        return (kinds | flags | differing).equals(0).as_number()
+
+    def _is_from(self, frame: Value, record: Value) -> Value:
+        """Whether a frame is from the address that the worker has joined with: no other is answered."""
+        address = self.code.load(frame, IP_AT + 12, 4) ^ self.code.load(record, 0, 4)
+        port = self.code.load(frame, UDP_AT, 2) ^ self.code.load(record, 4, 2)
+        return (address | port).equals(0).as_number()
+
+    def _may_be_sent(self, packet: Value, body_bytes: int) -> Value:
+        code = self.code
+        kind, flags = get(code, packet, "kind"), get(code, packet, "flags")
+        is_data, is_question = kind.equals(PacketKind.DATA), kind.equals(PacketKind.ASK)
+        bare_question = is_question.as_number() & flags.equals(0).as_number() if body_bytes == 0 else code.number(0)
+        fits = get(code, packet, "count").equals(0).as_number()
+        counts_on = get(code, packet, "round").differs((1 << 64) - 1).as_number()
+        return (is_data.as_number() | bare_question) & fits & counts_on
+
+    def _add_up(
+        self, packet: Value, session: Value, entry: Value, counters: Value, checksums: Value, worker: Value,
+        body_bytes: int,
+    ) -> None:  # fmt: skip
+        """Run pseudocode 1 with the slot locked, and send or pass on what it decides."""
+        code = self.code
+        number = code.load(entry, 0, 4) + get(code, packet, "packet")
+        slot, began = self._find(SLOTS_MAP, number), self._find(BEGAN_MAP, number)
+        table = self._find(TABLES_MAP, code.load(entry, 8, 4))
+        now = code.call(NOW)
+        arrival = Arrival(
+            kind=get(code, packet, "kind"), round=get(code, packet, "round") + 1, stream=get(code, packet, "stream"),
+            packet=get(code, packet, "packet"), worker=worker, bit=code.number(1) << worker,
+            flags=get(code, packet, "flags"), has_body=code.number(1 if body_bytes else 0),
+            body=packet.at(PACKET_HEADER_BYTES), width=code.load(entry, 12, 4), table=table,
+        )  # fmt: skip
+        decision, end = Decision(code), code.label()
+        code.call(LOCK, slot)
+        memory = Memory(slot, began, now, session, counters, checksums)
+        SlotProgram(code, self.layout, arrival, memory, decision, end).emit()
+        code.place(end)
+        code.call(UNLOCK, slot)
+        self._send(arrival, memory, decision, number, body_bytes)
+
+    # -- answers ---------------------------------------------------------------------------------------------
+
+    def _send(self, arrival: Arrival, memory: Memory, decision: Decision, slot: Value, body_bytes: int) -> None:
+        code = self.code
+        key = code.load(memory.session, 40), code.load(memory.session, 48)
+        epoch, kind = code.load(memory.session, 0), decision.get(Decision.KIND)
+        control = Control(kind, arrival.round - 1, arrival.stream, arrival.packet, epoch)
+        pass_on = code.label()
+        with code.when((decision.get(Decision.RESULT) | decision.get(Decision.WANTED)).differs(0)):
+            code.jump(pass_on)
+        for what, answer_bytes, write in (
+            (PacketKind.HELD, KEY_BYTES, write_held),
+            (PacketKind.OBSOLETE, 0, write_control),
+        ):
+            with code.when(kind.equals(what)):
+                frame = self._resize(answer_bytes - body_bytes, answer_bytes, pass_on)
+                write(code, self.layout, frame.at(HEADER_BYTES), control, key, memory.checksums)
+                answer = PACKET_HEADER_BYTES + answer_bytes + self.layout.guard.trailer_bytes
+                return_to_sender(code, frame, answer)
+                code.leave(SEND_BACK)
+        code.leave(DROP)
+        code.place(pass_on)
+        self._pass_on(decision, slot)
+
+    def _resize(self, change: int, body_bytes: int, otherwise: str) -> Value:
+        """Change the length of the frame, and return its new pointer."""
+        code = self.code
+        if change:
+            with code.when(code.call(ADJUST_TAIL, code.context, change).differs(0)):
+                code.jump(otherwise)
+        frame, end = self._frame()
+        whole = HEADER_BYTES + PACKET_HEADER_BYTES + body_bytes + self.layout.guard.trailer_bytes
+        with code.when(frame.at(whole) > end):
+            code.leave(DROP)
+        return frame
+
+    def _pass_on(self, decision: Decision, slot: Value) -> None:
+        """Leave the decision in the packet's metadata, for the program that sends copies."""
+        code = self.code
+        with code.when(code.call(ADJUST_METADATA, code.context, -ANSWER.size).differs(0)):
+            code.leave(DROP)
+        frame = code.load(code.context, 0, 4).as_pointer()
+        answer = code.load(code.context, 8, 4).as_pointer()
+        with code.when(answer.at(ANSWER.size) > frame):
+            code.leave(DROP)
+        code.store(answer, 0, decision.get(Decision.RESULT))
+        code.store(answer, 8, decision.get(Decision.WANTED))
+        code.store(answer, 16, decision.get(Decision.ROUND) - 1)
+        code.store(answer, 24, slot, 4)
+        code.store(answer, 28, decision.get(Decision.BUFFER), 2)
+        code.store(answer, 30, decision.get(Decision.KIND), 1)
+        code.store(answer, 31, 1, 1)
+        code.leave(PASS)
+
+    # -- small things ----------------------------------------------------------------------------------------
+
+    def _frame(self) -> tuple[Value, Value]:
+        code = self.code
+        return code.load(code.context, 0, 4).as_pointer(), code.load(code.context, 4, 4).as_pointer()
+
+    def _find(self, name: str, key: Value | int) -> Value:
+        """Return a pointer to a value of a map. Without one, the packet passes."""
+        code = self.code
+        code.store(self._key_room, 0, key, 4)
+        value = code.find(FIND, code.map(name), self._key_room)
+        with code.when(value.equals(0)):
+            code.leave(PASS)
+        return value
+
+    def _drop_unless(self, holds: Value, counters: Value, otherwise: Counter) -> None:
+        with self.code.when(holds.equals(0)):
+            self.code.increase(counters, 8 * otherwise)
+            self.code.leave(DROP)

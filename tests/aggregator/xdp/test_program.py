@@ -1,0 +1,180 @@
+"""Pseudocode 1 in the kernel: what the server without I/O answers, and what only a kernel can get wrong."""
+
+from __future__ import annotations
+
+import struct
+import threading
+
+import numpy as np
+import pytest
+
+from gradwire.aggregator.packet import PacketKey, PacketKind, pack, unpack
+from gradwire.aggregator.session import IndexTable, Operation, SessionConfig, Stream
+from gradwire.aggregator.xdp.kernel_slots import KernelSlots
+from gradwire.aggregator.xdp.layout import ANSWER
+from gradwire.aggregator.xdp.program import DROP, PASS, SEND_BACK
+from gradwire.aggregator.xdp.system import run_program
+from gradwire.core.errors import OptionError
+from gradwire.kernels import reference
+from tests.schedules import campaign
+from tests.schedules.kernel import SERVER_KEY, framed, kernel_config, slots_of, worker_key
+
+EPOCH = 9
+FIRST = PacketKey(0, 0, 0)
+
+
+def begun(world_size: int, guard: str = "crc32c", **options: object) -> KernelSlots:
+    slots = slots_of(kernel_config(world_size, **options), guard)
+    slots.begin(EPOCH, SERVER_KEY)
+    return slots
+
+
+def contribution(worker: int, key: PacketKey = FIRST, body: bytes = bytes(512), **options) -> bytes:
+    return bytes(pack(PacketKind.DATA, key, worker, EPOCH, body, **options))
+
+
+@pytest.mark.bpf
+def test_the_kernel_answers_as_the_server_does_under_faults():
+    for seed in range(5):
+        campaign.schedule(seed, xdp=True)
+
+
+@pytest.mark.bpf
+@pytest.mark.parametrize(("world_size", "width"), [(3, 8), (20, 16), (64, 16)])
+def test_sums_are_those_of_the_reference(world_size, width):
+    config = kernel_config(world_size)
+    slots, table = begun(world_size), config.tables[0]
+    assert table.accumulator_bits == width
+    draw, total = np.random.default_rng(world_size), np.zeros(1024, config.result_dtype(0))
+    for worker in range(world_size):
+        body = draw.integers(0, 256, 512, np.uint8)
+        reference.lookup_indices(body, 4, table.array, total, accumulate=True)
+        verdict, _, answer = run_program(slots.program, framed(contribution(worker, body=body.tobytes()), worker))
+        assert (verdict, bool(answer)) == ((SEND_BACK, False) if worker < world_size - 1 else (PASS, True))
+    to, wanted, _, slot, buffer, kind, _ = ANSWER.unpack(answer)
+    assert (to, wanted, slot, kind) == ((1 << world_size) - 1, 0, 0, 0)
+    result = unpack(slots.result(slot, buffer))
+    assert result.num_added == world_size
+    assert result.body[len(result.body) - total.nbytes :].tobytes() == total.tobytes()
+
+
+@pytest.mark.bpf
+@pytest.mark.parametrize("guard", ["crc32c", "siphash"])
+def test_a_packet_from_another_address_is_not_answered(guard):
+    slots = begun(3, guard)
+    sealed = slots.layout.guard.sealed(contribution(0), worker_key(0))
+    for frame in (framed(sealed, 1), framed(sealed, 0)[:35] + b"\1" + framed(sealed, 0)[36:]):
+        assert run_program(slots.program, frame)[0] == DROP
+    assert (slots.counted().refused, slots.counted().taken) == (2, 0)
+    assert run_program(slots.program, framed(sealed, 0))[0] == SEND_BACK
+
+
+@pytest.mark.bpf
+def test_a_worker_cannot_write_as_another():
+    slots = begun(3, "siphash")
+    for key in (worker_key(1), SERVER_KEY, bytes(16)):
+        assert run_program(slots.program, framed(slots.layout.guard.sealed(contribution(0), key), 0))[0] == DROP
+    assert (slots.counted().forged, slots.counted().taken) == (3, 0)
+
+
+@pytest.mark.bpf
+def test_what_may_not_be_sent_changes_nothing():
+    slots = begun(3)
+    ask = PacketKind.ASK
+    refused = [
+        contribution(3),
+        contribution(0, PacketKey((1 << 64) - 1, 0, 0)),
+        bytes(pack(PacketKind.RESULT, PacketKey(0, 0, 0), 0, EPOCH, bytes(512))),
+        bytes(pack(ask, PacketKey(0, 0, 0), 0, EPOCH, bytes(512))),
+        bytes(pack(ask, PacketKey(0, 0, 0), 0, EPOCH, flags=1)),
+    ]
+    before = slots.slots.read(0)
+    for packet in refused:
+        assert run_program(slots.program, framed(packet, 0))[0] == DROP
+    assert slots.counted().refused == len(refused)
+    stale = bytes(pack(PacketKind.DATA, PacketKey(0, 0, 0), 0, EPOCH + 1, bytes(512)))
+    assert run_program(slots.program, framed(stale, 0))[0] == DROP
+    assert (slots.counted().stale, slots.slots.read(0)) == (1, before)
+
+
+@pytest.mark.bpf
+def test_what_is_not_for_the_program_passes_as_it_came():
+    slots = begun(3)
+    good = framed(contribution(0), 0)
+    maximum = struct.pack("<3f", 1, 2, 3)
+    for frame in (
+        framed(contribution(0), 0, port=7072),
+        framed(contribution(0, PacketKey(0, 2, 0), maximum), 0),  # a maximum
+        framed(contribution(0, PacketKey(0, 0, 1), bytes(38)), 0),  # the short last packet
+        framed(contribution(0, PacketKey(0, 9, 0)), 0),  # no such stream
+        good[:12] + b"\x86\xdd" + good[14:],  # IPv6
+        good[:14] + b"\x46" + good[15:],  # with options
+        good[:20] + b"\x20\x00" + good[22:],  # a fragment
+        good[:23] + b"\x06" + good[24:],  # TCP
+        good[:100],
+        bytes(60),
+    ):
+        assert run_program(slots.program, frame) == (PASS, frame, b"")
+    assert slots.counted().received == 0
+
+
+@pytest.mark.bpf
+@pytest.mark.parametrize("guard", ["crc32c", "siphash"])
+def test_processors_at_one_slot_lose_nothing(guard):
+    """Two threads send the packets of four workers each to the same slots at once."""
+    rounds, packets = 60, 2
+    config = SessionConfig(8, (IndexTable(4, tuple(range(16)), 8),), (Stream(Operation.SUM, 1024 * packets, 0),), 1024)
+    slots = slots_of(config, guard)
+    slots.begin(EPOCH, SERVER_KEY)
+    body = np.random.default_rng(0).integers(0, 256, 512, np.uint8)
+    total = np.zeros(1024, np.uint8)
+    reference.lookup_indices(body, 4, config.tables[0].array, total)
+    together, answers = threading.Barrier(2, timeout=60), []
+
+    def send(workers: range) -> None:
+        for round_ in range(rounds):
+            frames = [
+                framed(
+                    slots.layout.guard.sealed(
+                        contribution(worker, PacketKey(round_, 0, packet), body.tobytes()), worker_key(worker)
+                    ),
+                    worker,
+                )
+                for packet in range(packets)
+                for worker in workers
+            ]
+            together.wait()
+            for frame in frames:
+                answers.append(run_program(slots.program, frame, repeat=1)[2])
+            together.wait()
+            if workers.start:
+                continue
+            for packet in range(packets):
+                done = [ANSWER.unpack(each) for each in answers if each and ANSWER.unpack(each)[3] == packet]
+                assert len(done) == 1, "one processor answers a round"
+                sealed = slots.result(packet, done[0][4])
+                assert sealed[48 : 48 + 1024] == (8 * total).tobytes()
+            answers.clear()
+
+    failed = []
+
+    def run(workers: range) -> None:
+        try:
+            send(workers)
+        except Exception as error:
+            failed.append(error)
+            together.abort()
+
+    threads = [threading.Thread(target=run, args=(range(first, first + 4),)) for first in (0, 4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(100)
+    assert not failed
+    assert slots.counted().taken == 8 * rounds * packets
+
+
+def test_more_workers_than_a_bitmap_has_bits_are_refused():
+    config = SessionConfig(65, (IndexTable(4, tuple(range(16)), 16),), (Stream(Operation.SUM, 1024, 0),), 1024)
+    with pytest.raises(OptionError, match=r"at most 64 workers, not 65\. Serve without --xdp"):
+        KernelSlots(config, "crc32c", 7071)
