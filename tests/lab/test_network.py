@@ -20,7 +20,11 @@ def measured(lab: Lab, seconds: float = 1.0) -> float:
 @pytest.mark.parametrize("rate", [8_000, 10_000_000, 1_000_000_000])
 def test_the_bucket_holds_a_millisecond_or_three_frames(rate):
     assert burst_bytes(rate) == max(3 * FRAME_BYTES, rate // 8000)
-    assert queue_bytes(rate) > 10 * burst_bytes(rate) or rate > 10_000_000
+
+
+@pytest.mark.parametrize("rate", [8_000, 10_000_000, 1_000_000_000])
+def test_a_queue_holds_a_thousand_frames_or_50_ms(rate):
+    assert queue_bytes(rate) - burst_bytes(rate) == max(1000 * FRAME_BYTES, rate // 160)
 
 
 @pytest.mark.root
@@ -43,6 +47,12 @@ def test_a_transfer_longer_than_the_bucket_is_shaped():
     with Lab(2, "10mbit") as lab:
         result = lab.run([*TRAFFIC, "bytes", "50000"], timeout=20).check()
         assert result.seconds > (50_000 - 2 * burst_bytes(10_000_000)) * 8 / 10e6
+
+
+@pytest.mark.root
+def test_congestion_control_is_not_that_of_the_machine():
+    with Lab(2, "100mbit") as lab:
+        assert printed(lab.run([*TRAFFIC, "bytes", "1000"], timeout=20))["congestion_control"] == "cubic"
 
 
 @pytest.mark.root

@@ -80,13 +80,14 @@ def count_bytes(count: int) -> None:
     elif RANK == 0:
         (link,) = accept(1)
         received = 0
+        control = link.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()
         with link:
             while chunk := link.recv(1 << 18):
                 received += len(chunk)
             link.sendall(b".")
             link.recv(1)
         assert received == count, received
-        print(json.dumps({"interface": interface()}))
+        print(json.dumps({"interface": interface(), "congestion_control": control}))
 
 
 def datagrams(count: int) -> None:

@@ -37,7 +37,8 @@ class LabNetwork:
     loss: Annotated[str, typer.Option(help="Fraction of packets dropped on arrival: 0.1% or 0.001.")] = "0"
     delay: Annotated[str, typer.Option(help="One-way delay: 5ms or none. Needs the kernel's netem.")] = "none"
     queue: Annotated[
-        str, typer.Option(help="Bytes that may wait at the switch for each host: 64kib. Default: 50 ms of the rate.")
+        str,
+        typer.Option(help="Bytes that may wait at the switch for each host: 64kib. Default: 1,000 frames or 50 ms."),
     ] = "none"
 
 

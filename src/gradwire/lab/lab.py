@@ -45,7 +45,7 @@ class Lab:
         loss: Fraction of packets that each host drops on arrival, such as ``"0.1%"`` or 0.001.
         delay: One-way delay of each uplink, such as ``"5ms"``. Needs a kernel with netem.
         queue: Bytes that may wait at the switch for each host, such as ``"64kib"``; more packets are dropped. None
-            means 50 ms of the rate, but at least 256 KiB. Needs a rate.
+            means 50 ms of the rate, but at least 1,000 frames. Needs a rate.
 
     Raises:
         OptionError: An argument is out of range.
