@@ -17,7 +17,6 @@ import pytest
 
 from gradwire.core.errors import FrameError, OptionError, PeerFailedError, PeerLostError, PeerTimeoutError, SyncError
 from gradwire.net.handshake import GroupMember, JobKey
-from gradwire.net.keys import job_key
 from gradwire.net.reconnecting import ReconnectingEndpoint
 from gradwire.wire.frame import FrameKind, Header
 
@@ -321,29 +320,3 @@ def test_unauthenticated_peers_do_not_get_in(endpoints):
 def test_a_short_timeout_is_refused(endpoints):
     with pytest.raises(OptionError, match="at least 1 s"):
         endpoints(0, 1, timeout=0.5)
-
-
-def test_keys(tmp_path, monkeypatch):
-    monkeypatch.delenv("GRADWIRE_JOB_KEY", raising=False)
-    monkeypatch.delenv("GRADWIRE_JOB_KEY_FILE", raising=False)
-    loopback = job_key("127.0.0.1", "a").reveal()
-    assert loopback != job_key("::1", "b").reveal()
-    with pytest.raises(OptionError, match="GRADWIRE_JOB_KEY_FILE"):
-        job_key("10.0.0.1", "a")
-    assert job_key("10.0.0.1", "a", insecure=True).reveal() == loopback
-    path = tmp_path / "job.key"
-    path.write_text("ab" * 32 + "\n")
-    path.chmod(0o644)
-    with pytest.raises(OptionError, match="chmod 600"):
-        job_key("10.0.0.1", "a", file=path)
-    path.chmod(0o600)
-    assert job_key("10.0.0.1", "a", file=path).reveal() == bytes([0xAB]) * 32
-    monkeypatch.setenv("GRADWIRE_JOB_KEY_FILE", str(path))
-    assert job_key("127.0.0.1", "a").reveal() == bytes([0xAB]) * 32
-    path.write_text("ab" * 31)
-    with pytest.raises(OptionError, match="64 hexadecimal") as raised:
-        job_key("10.0.0.1", "a")
-    assert "abab" not in str(raised.value)
-    monkeypatch.delenv("GRADWIRE_JOB_KEY_FILE")
-    monkeypatch.setenv("GRADWIRE_JOB_KEY", "cd" * 32)
-    assert job_key("10.0.0.1", "a").reveal() == bytes([0xCD]) * 32

@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
 from gradwire.core.errors import PeerTimeoutError, SyncError
+from gradwire.net.handshake import JobKey
 from gradwire.net.rendezvous import Deadline, Meeting, meet
 
 from .recorder import PATIENCE
@@ -15,11 +18,14 @@ from .recorder import PATIENCE
 SOON = timedelta(seconds=0.2)
 
 
-def all_meet(store: dist.Store, world_size: int, name: str = "test") -> list[Meeting]:
+def all_meet(
+    store: dist.Store, world_size: int, name: str = "test", keys: Sequence[JobKey | None] | None = None
+) -> list[Meeting]:
     found: dict[int, Meeting] = {}
 
     def run(rank: int) -> None:
-        found[rank] = meet(store, name, rank, world_size, ("127.0.0.1", 1000 + rank), Deadline(PATIENCE))
+        key = None if keys is None else keys[rank]
+        found[rank] = meet(store, name, rank, world_size, ("127.0.0.1", 1000 + rank), Deadline(PATIENCE), key)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
     for thread in threads:
@@ -114,10 +120,13 @@ def test_a_loopback_address_of_another_machine_is_an_error_that_says_what_to_set
     assert caught.value.rank == 1
 
 
-@pytest.mark.parametrize(("key", "value"), [("job", "no hex"), ("job", "00"), ("address/0", "{}"), ("address/0", "[")])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("job", "no json"), ("job", '{"epoch": "00"}'), ("job", "[]"), ("address/0", "{}"), ("address/0", "[")],
+)
 def test_a_store_that_holds_something_else_is_a_sync_error(key, value):
     store = dist.HashStore()
-    store.set("gradwire/test/1/job", "00" * 40)
+    store.set("gradwire/test/1/job", json.dumps({"epoch": "00" * 8, "key": "00" * 32}))
     store.set("gradwire/test/1/address/0", json.dumps({"host": "10.0.0.1", "port": 5, "place": ""}))
     store.set(f"gradwire/test/1/{key}", value)
     with pytest.raises(SyncError, match="store"):
@@ -130,3 +139,100 @@ def test_a_store_that_has_gone_is_a_sync_error():
     del server
     with pytest.raises(SyncError, match="store"):
         meet(client, "test", 0, 2, ("127.0.0.1", 1), Deadline(PATIENCE))
+
+
+class Transcript:
+    """A store that keeps every value that was ever written to it."""
+
+    def __init__(self) -> None:
+        self.store = dist.HashStore()
+        self.written: list[str] = []
+
+    def set(self, key: str, value: str) -> None:
+        self.written.append(value)
+        self.store.set(key, value)
+
+    def __getattr__(self, name: str):
+        return getattr(self.store, name)
+
+
+def stored(store: dist.Store, generation: int, world_size: int = 3) -> str:
+    keys = ["job", "closed", *(f"address/{rank}" for rank in range(world_size))]
+    keys = [f"gradwire/test/{generation}/{key}" for key in keys]
+    return " ".join(store.get(key).decode() for key in keys if store.check([key]))
+
+
+def test_a_given_key_never_enters_the_store():
+    key, transcript = JobKey.draw(), Transcript()
+    meetings = all_meet(transcript, 3, keys=[key] * 3)
+    assert all(meeting.key is key for meeting in meetings)
+    assert len({meeting.member.epoch for meeting in meetings}) == 1
+    assert len(transcript.written) >= 4
+    assert not any(key.reveal().hex() in value for value in transcript.written)
+
+
+def keys_in(transcript: Transcript) -> list[str]:
+    return [json.loads(value)["key"] for value in transcript.written if '"key"' in value]
+
+
+def test_a_drawn_key_leaves_the_store_with_whoever_fails():
+    transcript, found = Transcript(), {}
+    with pytest.raises(PeerTimeoutError):
+        meet(transcript, "test", 0, 3, ("127.0.0.1", 1), Deadline(SOON))
+
+    def run(rank: int) -> None:
+        found[rank] = meet(transcript, "test", rank, 3, ("127.0.0.1", 1), Deadline(PATIENCE))
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
+    threads[0].start()
+    transcript.store.wait(["gradwire/test/2/job"])
+    for _ in range(2):  # in the first generation, which is closed, and in the second, where rank 0 waits
+        with pytest.raises(PeerTimeoutError):
+            meet(transcript, "test", 1, 3, ("127.0.0.1", 1), Deadline(SOON))
+    for thread in threads[1:]:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({found[rank].member.epoch for rank in range(3)}) == 1
+    assert len(keys_in(transcript)) >= 2
+    left = " ".join(stored(transcript.store, generation) for generation in range(1, 10))
+    assert "127.0.0.1" in left
+    assert not any(key in left for key in keys_in(transcript))
+
+
+def test_a_drawn_key_leaves_the_store_with_a_rank_that_cannot_reach_another():
+    transcript = Transcript()
+    transcript.set("gradwire/test/1/job", json.dumps({"epoch": "00" * 8, "key": "ab" * 32}))
+    transcript.set("gradwire/test/1/address/0", json.dumps({"host": "127.0.0.1", "port": 5, "place": ""}))
+    with pytest.raises(SyncError, match="Set MASTER_ADDR"):
+        meet(transcript, "test", 1, 2, ("10.0.0.1", 1001), Deadline(PATIENCE))
+    assert keys_in(transcript) == ["ab" * 32]
+    assert "ab" * 32 not in stored(transcript.store, 1)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ((JobKey(bytes(32)), JobKey(bytes([1]) * 32)), "Rank 0 has another job key, unlike rank 1"),
+        ((JobKey(bytes(32)), None), "Rank 1 has no job key, unlike rank 0"),
+        ((None, JobKey(bytes(32))), "Rank 0 has no job key, unlike rank 1"),
+    ],
+)
+def test_ranks_with_different_keys_are_told_what_to_set(keys, words):
+    store = dist.HashStore()
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(meet, store, "test", 0, 2, ("127.0.0.1", 1), Deadline(timedelta(seconds=1)), keys[0])
+        with pytest.raises(SyncError, match=rf"{words}\. Set GRADWIRE_JOB_KEY or GRADWIRE_JOB_KEY_FILE") as caught:
+            meet(store, "test", 1, 2, ("127.0.0.1", 2), Deadline(PATIENCE), keys[1])
+        assert caught.value.phase == "rendezvous"
+        error = other.exception()
+    assert error is None or isinstance(error, PeerTimeoutError)  # it met rank 1, or waits for it to come again
+
+
+def test_whoever_can_write_the_store_cannot_talk_a_rank_out_of_its_key():
+    """A record with another key in it, as a job without a given key has it."""
+    store = dist.HashStore()
+    store.set("gradwire/test/1/job", json.dumps({"epoch": "00" * 8, "key": "00" * 32}))
+    store.set("gradwire/test/1/address/0", json.dumps({"host": "10.0.0.1", "port": 5, "place": ""}))
+    with pytest.raises(SyncError, match="Rank 0 has no job key"):
+        meet(store, "test", 1, 2, ("127.0.0.1", 1), Deadline(PATIENCE), JobKey.draw())

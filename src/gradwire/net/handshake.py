@@ -184,8 +184,9 @@ class Handshake:
         theirs, mine = ("acceptor", "connector") if self.connects else ("connector", "acceptor")
         if not hmac.compare_digest(proof, self._proof(theirs)):
             raise HandshakeError(
-                f"Rank {self._member.rank} got a wrong proof of the job key from rank {self.peer}. A process of "
-                "another job may be at that address."
+                f"Rank {self._member.rank} got a wrong proof of the job key from rank {self.peer}. Give both ends the "
+                "same key; without one, only processes of one user on one machine share a key. A process of another "
+                "job may be at that address."
             )
         self.done = True
         return b"" if self.connects else self._frame(FrameKind.PROOF, self._proof(mine))

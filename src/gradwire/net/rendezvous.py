@@ -1,18 +1,25 @@
 """Rendezvous: the ranks of a group find each other through the store of torch.distributed.
 
-Rank 0 draws a job key and an epoch and puts them into the store. Every rank publishes its address there and waits for
-all others. The store is trusted as PyTorch trusts it. Values are text, never pickles.
+Rank 0 draws an epoch and puts it into the store. Every rank publishes its address there and waits for all others.
+Values are text, never pickles.
+
+If the user has given a job key, it never enters the store: rank 0 publishes a proof that it holds the key. Whoever can
+read or write the store can then keep the ranks apart, but cannot join them. Otherwise rank 0 draws a key and puts it
+into the store for the duration of the rendezvous, and the store is trusted as PyTorch trusts it.
 
 Each attempt is a generation with its own keys, so that nobody reads addresses of an earlier attempt. A rank takes part
 in each generation once. A rank that gives up closes the generation, and the others move on to the next one. Therefore
 ranks that try again meet, however often each has failed.
 
-The last reader deletes the keys of a generation. Two things stay in the store: the number of each rank's latest
-generation under a name, which tells a new attempt from an old one, and the keys of a closed generation, for late ranks.
+The last reader deletes what a generation has left in the store. Two things stay there: the number of each rank's latest
+generation under a name, which tells a new attempt from an old one, and the addresses of a closed generation, for late
+ranks. A drawn key does not stay: the rank that closes a generation overwrites it, and so does rank 0 if it finds its
+generation closed.
 """
 
 from __future__ import annotations
 
+import hmac
 import json
 import secrets
 import time
@@ -22,7 +29,8 @@ from typing import Any
 
 from gradwire.core.errors import PeerTimeoutError, SyncError
 from gradwire.net.address import is_loopback, loopback_id
-from gradwire.net.handshake import KEY_BYTES, GroupMember, JobKey
+from gradwire.net.handshake import GroupMember, JobKey
+from gradwire.net.keys import KEY_FILE_VARIABLE, KEY_VARIABLE
 from gradwire.net.store import receive
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
@@ -64,19 +72,42 @@ class Meeting:
     addresses: list[tuple[str, int]]
 
 
-def meet(store: Any, name: str, rank: int, world_size: int, address: tuple[str, int], deadline: Deadline) -> Meeting:
+@dataclass(frozen=True)
+class _Rank:
+    """What a rank brings to a rendezvous. `key` is the one that the user has given, if any."""
+
+    name: str
+    rank: int
+    world_size: int
+    record: str
+    key: JobKey | None
+
+
+def meet(
+    store: Any, name: str, rank: int, world_size: int, address: tuple[str, int], deadline: Deadline,
+    key: JobKey | None = None,
+) -> Meeting:  # fmt: skip
     """Publish `address`, wait for all other ranks and return what they published.
+
+    Args:
+        store: The job's store.
+        name: Prefix in the store.
+        rank: This rank.
+        world_size: Number of ranks.
+        address: Host and port at which this rank listens.
+        deadline: When to give up.
+        key: The job key, if the user has given one; the same on all ranks.
 
     Raises:
         PeerTimeoutError: Ranks are missing at the deadline. The message names them.
-        SyncError: The store failed, or a rank published an address that this rank cannot reach.
+        SyncError: The store failed, a rank published an address that this rank cannot reach, or rank 0 has another key.
     """
     record = json.dumps({"host": address[0], "port": address[1], "place": loopback_id()})
+    mine = _Rank(name, rank, world_size, record, key)
     try:
         late: list[int] = []
         while True:
-            generation = store.add(f"gradwire/{name}/generation/{rank}", 1)
-            met = _meet(store, name, generation, rank, world_size, record, deadline, late)
+            met = _meet(store, mine, store.add(f"gradwire/{name}/generation/{rank}", 1), deadline, late)
             if isinstance(met, Meeting):
                 return met
             late = met or late
@@ -89,34 +120,69 @@ def meet(store: Any, name: str, rank: int, world_size: int, address: tuple[str, 
         ) from error
 
 
-def _meet(
-    store: Any, name: str, generation: int, rank: int, world_size: int, record: str, deadline: Deadline, late: list[int]
-) -> Meeting | list[int]:
+def _meet(store: Any, mine: _Rank, generation: int, deadline: Deadline, late: list[int]) -> Meeting | list[int]:
     """Meet in one generation. If it is closed, return the ranks that were missing.
 
     Args:
         late: Ranks that were missing in an earlier one, whose deadline was another rank's.
     """
-    prefix = f"gradwire/{name}/{generation}"
+    prefix = f"gradwire/{mine.name}/{generation}"
     closed = f"{prefix}/closed"
     if store.check([closed]):
         return []
-    keys = [f"{prefix}/job", *(f"{prefix}/address/{peer}" for peer in range(world_size))]
-    if rank == 0:
-        store.set(keys[0], JobKey.draw().reveal().hex() + secrets.token_bytes(8).hex())
-    store.set(keys[1 + rank], record)
+    keys = [f"{prefix}/job", *(f"{prefix}/address/{peer}" for peer in range(mine.world_size))]
+    if mine.rank == 0:
+        store.set(keys[0], _job_record(mine))
+    store.set(keys[1 + mine.rank], mine.record)
     try:
         missing = _wait(store, prefix, keys, deadline, late)
-        if missing is not None:
-            return missing
-        job = bytes.fromhex(store.get(keys[0]).decode())
-        key, epoch = JobKey(job[:KEY_BYTES]), int.from_bytes(job[KEY_BYTES:], "little")
+        job = store.get(keys[0]) if missing is None else b""
+        if not job:  # another rank has closed the generation
+            if mine.rank == 0:
+                store.set(keys[0], "")
+            return missing or []
+        key, epoch = _read_job(job, mine)
         addresses = [_address(store, where, peer) for peer, where in enumerate(keys[1:])]
     except BaseException:
         store.set(closed, "")
+        store.set(keys[0], "")  # not deleted: others may be about to read it
         raise
-    receive(store, prefix, world_size, keys)
-    return Meeting(GroupMember(name, rank, world_size, epoch), key, addresses)
+    receive(store, prefix, mine.world_size, keys)
+    return Meeting(GroupMember(mine.name, mine.rank, mine.world_size, epoch), key, addresses)
+
+
+def _job_record(mine: _Rank) -> str:
+    """What rank 0 publishes about the job. A key that the user has given is not in it."""
+    epoch = secrets.token_bytes(8)
+    if mine.key is None:
+        return json.dumps({"epoch": epoch.hex(), "key": JobKey.draw().reveal().hex()})
+    return json.dumps({"epoch": epoch.hex(), "proof": _key_proof(mine.key, mine.name, epoch)})
+
+
+def _read_job(record: bytes, mine: _Rank) -> tuple[JobKey, int]:
+    """Return key and epoch of the job.
+
+    Raises:
+        SyncError: Rank 0 has been given another key, or one of the two ranks none.
+    """
+    job = json.loads(record)
+    epoch = bytes.fromhex(job["epoch"])
+    number = int.from_bytes(epoch, "little")
+    if mine.key is None and "proof" not in job:
+        return JobKey(bytes.fromhex(job["key"])), number
+    if mine.key is not None and hmac.compare_digest(str(job.get("proof")), _key_proof(mine.key, mine.name, epoch)):
+        return mine.key, number
+    what = "has another job key" if mine.key is not None and "proof" in job else "has no job key"
+    who = f"Rank {mine.rank} {what}, unlike rank 0" if mine.key is None else f"Rank 0 {what}, unlike rank {mine.rank}"
+    raise SyncError(
+        f"{who}. Set {KEY_VARIABLE} or {KEY_FILE_VARIABLE} to the same key on all ranks, or on none.",
+        rank=mine.rank,
+        phase="rendezvous",
+    )
+
+
+def _key_proof(key: JobKey, name: str, epoch: bytes) -> str:
+    return key.mac(b"gradwire rendezvous", name.encode(), epoch).hex()
 
 
 def _wait(store: Any, prefix: str, keys: list[str], deadline: Deadline, late: list[int]) -> list[int] | None:

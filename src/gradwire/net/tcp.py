@@ -3,9 +3,10 @@
 Rank i calls every rank below it and is called by the others. After that nobody is called or accepted any more.
 
 Guarantees: whatever happens to a peer (killed, stopped, cut off, closing, sending garbage), this rank learns it within
-the timeout as one typed error that names the rank, and tells the others. Connections are proven with a job key
-(`gradwire.net.handshake`). A rank listens at one address, never at all of them. Does not encrypt. Does not reconnect:
-a group that has failed is set up again.
+the timeout as one typed error that names the rank, and tells the others. Connections are proven with a job key: the
+one that the user has given (`gradwire.net.keys`), or a random one from the store (`gradwire.net.rendezvous`). A rank
+listens at one address, never at all of them. Does not encrypt. Does not reconnect: a group that has failed is set up
+again.
 
 Differences from Gloo's pairs: one thread for all peers, typed errors with the rank in them, heartbeats, and a body is
 admitted before it is allocated.
@@ -26,6 +27,7 @@ from gradwire.core.errors import OptionError, PeerTimeoutError, SyncError
 from gradwire.net.address import local_address
 from gradwire.net.closing import ClosingMessage
 from gradwire.net.handshake import GroupMember, JobKey
+from gradwire.net.keys import given_key
 from gradwire.net.link import Link
 from gradwire.net.loop import ConnectionLoop
 from gradwire.net.pending import PendingConnection, PendingConnections
@@ -91,8 +93,8 @@ class TcpTransport(PeerTransport, ConnectionLoop):
 
         Raises:
             PeerTimeoutError: Ranks are missing at the deadline. The message names them.
-            SyncError: The store failed.
-            OptionError: Rank and world size do not fit, or there is no address to listen at.
+            SyncError: The store failed, or the ranks were given different job keys.
+            OptionError: Rank and world size do not fit, the job key is malformed, or there is no address to listen at.
         """
         if not 0 <= rank < world_size <= 1 << 16:
             raise OptionError(f"Expected rank below world size, at most 65536, got {rank} and {world_size}.")
@@ -100,11 +102,12 @@ class TcpTransport(PeerTransport, ConnectionLoop):
         if world_size == 1:
             alone = Meeting(GroupMember(name, 0, 1, secrets.randbits(64)), JobKey.draw(), [])
             return cls(alone, None, deadline, timeout=timeout)
+        key = given_key()
         host = local_address(store)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with socket.create_server((host, 0), family=family, backlog=max(128, world_size)) as listener:
             address = (host, int(listener.getsockname()[1]))
-            meeting = meet(store, name, rank, world_size, address, deadline)
+            meeting = meet(store, name, rank, world_size, address, deadline, key)
             return cls(meeting, listener, deadline, timeout=timeout)
 
     def start(self, callbacks: Callbacks) -> None:

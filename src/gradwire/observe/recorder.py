@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import secrets
-import stat
 import tempfile
 import time
 from pathlib import Path
@@ -22,26 +21,16 @@ from typing import Any
 
 from gradwire.core.errors import SyncError
 from gradwire.core.events import EventStream
+from gradwire.core.private_folder import private_folder
 
 logger = logging.getLogger("gradwire")
 
 
 def default_directory() -> Path:
-    """Return ``$GRADWIRE_DUMP_DIR``, else the folder ``gradwire-UID`` in the temporary directory, which is created.
-
-    Raises:
-        OSError: The folder cannot be created, or is not private to this user.
-    """
+    """Return ``$GRADWIRE_DUMP_DIR``, else the user's `private_folder`, which raises `OSError` if it is not private."""
     if chosen := os.environ.get("GRADWIRE_DUMP_DIR"):
         return Path(chosen)
-    directory = Path(tempfile.gettempdir()) / f"gradwire-{os.getuid()}"
-    directory.mkdir(mode=0o700, exist_ok=True)
-    found = directory.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
-        raise PermissionError(
-            f"{directory} is not a private folder of user {os.getuid()} ({stat.filemode(found.st_mode)})"
-        )
-    return directory
+    return private_folder()
 
 
 def write_dump(
