@@ -92,7 +92,8 @@ _TRAINING = (
 )  # fmt: skip
 _MICRO = (
     Benchmark(
-        "transport", "How fast do frames travel over loopback, against bare sockets?", "micro.transport", recorded=False
+        "transport", "How fast are frames over loopback, with checksums or tags, against bare sockets?",
+        "micro.transport", recorded=False
     ),
     Benchmark(
         "aggregation-server", "How many bytes a second does an aggregation server add on one core, over TCP and UDP?",

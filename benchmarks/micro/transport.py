@@ -1,4 +1,4 @@
-"""Speed of frames over TCP on loopback, compared with plain sockets that carry the same bytes.
+"""Speed of frames over TCP on loopback, with checksums and with tags, and of plain sockets that carry the same bytes.
 
 Two processes share the cores of one machine. With two cores, sender and receiver have one each, and other load on the
 machine shows. The plain sockets do only what any program must: copy into the kernel and out of it.
@@ -21,6 +21,7 @@ import numpy as np
 import torch.distributed as dist
 
 from gradwire.core.errors import SyncError
+from gradwire.net.handshake import INTEGRITIES
 from gradwire.net.tcp import TcpTransport
 from gradwire.net.transport import Callbacks
 from gradwire.wire.frame import HEADER_BYTES, FrameKind, Header
@@ -36,13 +37,12 @@ Row = dict[str, Any]
 class Frames:
     """One end of a TCP transport. Rank 1 answers as the tensor id of the header asks."""
 
-    of = "gradwire"
-
-    def __init__(self, rank: int, port: int) -> None:
-        store = dist.TCPStore("127.0.0.1", port, 2, rank == 0)
-        self.transport = TcpTransport.connect(store, rank, 2, timeout=timedelta(seconds=30), name="benchmark")
+    def __init__(self, rank: int, store: dist.Store, integrity: str) -> None:
+        self.of = f"gradwire {integrity}"
+        self.transport = TcpTransport.connect(
+            store, rank, 2, timeout=timedelta(seconds=30), name=f"benchmark {integrity}", integrity=integrity
+        )
         self.answers: queue.SimpleQueue[Header] = queue.SimpleQueue()
-        self.store = store  # rank 0 serves it
         deliver = self.answer if rank else lambda peer, header, body: self.answers.put(header)
         self.transport.start(Callbacks(lambda peer, header: None, deliver, self.fail))
 
@@ -112,9 +112,11 @@ class Bare:
 
 def peer(pipe: Connection) -> None:
     """The other process: rank 1 of the transport, then the server of the plain socket."""
-    frames = Frames(1, pipe.recv())
-    pipe.recv()
-    frames.transport.close()
+    store = dist.TCPStore("127.0.0.1", pipe.recv(), 2, False)
+    for integrity in INTEGRITIES:
+        frames = Frames(1, store, integrity)
+        pipe.recv()
+        frames.transport.close()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         pipe.send(listener.getsockname()[1])
         with listener.accept()[0] as sock:
@@ -157,10 +159,12 @@ def run() -> list[Row]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     pipe.send(port)
-    frames = Frames(0, port)
-    rows = measure(frames)
-    pipe.send("done")
-    frames.transport.close()
+    store, rows = dist.TCPStore("127.0.0.1", port, 2, True), []
+    for integrity in INTEGRITIES:
+        frames = Frames(0, store, integrity)
+        rows += measure(frames)
+        pipe.send("done")
+        frames.transport.close()
     with socket.create_connection(("127.0.0.1", pipe.recv())) as sock:
         rows += measure(Bare(sock))
     other.join()

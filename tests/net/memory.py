@@ -20,6 +20,8 @@ from gradwire.net.conversation import Conversation, PeerIds
 from gradwire.net.transport import Callbacks, PeerTransport
 from gradwire.wire.frame import FrameKind, Header, seal
 
+from ..wire.golden import whole
+
 logger = logging.getLogger("gradwire")
 
 # The end of a sender's byte stream.
@@ -146,7 +148,7 @@ class MemoryTransport(PeerTransport):
             for peer, conversation in self._conversations.items():
                 if kind is not None:
                     frame = conversation.control(kind, reason, blame)
-                    self._put(peer, np.frombuffer(frame, dtype=np.uint8))
+                    self._put(peer, np.frombuffer(whole(frame), dtype=np.uint8))
                 self._network.transports[peer]._inbox.put((self.rank, _END))
             self._ended = True
         self._inbox.put((self.rank, _END))  # wakes this rank's own thread
@@ -214,7 +216,7 @@ class MemoryTransport(PeerTransport):
             if conversation.liveness.silent(looked_at):
                 raise conversation.silence()
             if conversation.liveness.heartbeat_due(looked_at):
-                frame = np.frombuffer(conversation.control(FrameKind.HEARTBEAT), dtype=np.uint8)
+                frame = np.frombuffer(whole(conversation.control(FrameKind.HEARTBEAT)), dtype=np.uint8)
                 with self._lock:
                     self._put(peer, frame)
 

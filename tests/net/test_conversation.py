@@ -34,7 +34,7 @@ def data(body: bytes = b"abc", **fields) -> bytes:
 
 def test_data_comes_out_and_is_counted():
     made = conversation()
-    assert len(hear(made, data() + made_by_peer().control(FrameKind.HEARTBEAT) + data())) == 2
+    assert len(hear(made, data() + golden.whole(made_by_peer().control(FrameKind.HEARTBEAT)) + data())) == 2
     assert made.received_bytes == 2 * (HEADER_BYTES + 3)
     assert made.control_bytes == HEADER_BYTES
 
@@ -68,20 +68,20 @@ def test_data_before_begin_is_refused():
 def test_abort_carries_reason_and_blame():
     for blame, rank in ((None, 1), (0, 0), (5, 5)):
         with pytest.raises(PeerFailedError, match="Rank 1 gave up: disk full") as caught:
-            hear(conversation(), made_by_peer().control(FrameKind.ABORT, "disk full", blame))
+            hear(conversation(), golden.whole(made_by_peer().control(FrameKind.ABORT, "disk full", blame)))
         assert caught.value.rank == rank
 
 
 def test_goaway_is_a_loss_with_a_reason():
     with pytest.raises(PeerLostError, match="Rank 1 went away: SIGTERM") as caught:
-        hear(conversation(), made_by_peer().control(FrameKind.GOAWAY, "SIGTERM"))
+        hear(conversation(), golden.whole(made_by_peer().control(FrameKind.GOAWAY, "SIGTERM")))
     assert caught.value.rank == 1
     with pytest.raises(SyncError, match="no such control frame"):
         hear(conversation(), data(b"", kind=FrameKind.GOAWAY, count=1))
 
 
 def test_reasons_are_bounded_and_decoded_whatever_they_are():
-    long = made_by_peer().control(FrameKind.ABORT, "ü" * 5000)
+    long = golden.whole(made_by_peer().control(FrameKind.ABORT, "ü" * 5000))
     assert parse(long)[0].length == MAX_REASON_BYTES
     with pytest.raises(PeerFailedError, match="üüü"):
         hear(conversation(), long)
@@ -118,7 +118,7 @@ def test_an_end_is_an_error_unless_bye_came_first():
     assert "in the middle of a frame" in str(made.lost("the end of its connection"))
 
     made = conversation()
-    hear(made, made_by_peer().control(FrameKind.BYE))
+    hear(made, golden.whole(made_by_peer().control(FrameKind.BYE)))
     assert made.departed
     assert made.lost("the end of its connection") is None
     assert "Run the same number of steps on every rank" in str(made.end)

@@ -120,7 +120,7 @@ def test_another_protocol_version_is_named():
     connector, acceptor = ends()
     header, body = parse(connector.opening())
     with pytest.raises(HandshakeError, match="Run one gradwire version"):
-        give(acceptor, pack(without_seal(header), b"\x02\x00" + body.tobytes()[2:]))
+        give(acceptor, pack(without_seal(header), b"\x01\x00" + body.tobytes()[2:]))
 
 
 @given(st.integers(0, 3), st.data())

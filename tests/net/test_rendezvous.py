@@ -5,6 +5,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch.distributed as dist
@@ -126,7 +127,7 @@ def test_a_loopback_address_of_another_machine_is_an_error_that_says_what_to_set
 )
 def test_a_store_that_holds_something_else_is_a_sync_error(key, value):
     store = dist.HashStore()
-    store.set("gradwire/test/1/job", json.dumps({"epoch": "00" * 8, "key": "00" * 32}))
+    store.set("gradwire/test/1/job", json.dumps({"epoch": "00" * 8, "integrity": "crc", "key": "00" * 32}))
     store.set("gradwire/test/1/address/0", json.dumps({"host": "10.0.0.1", "port": 5, "place": ""}))
     store.set(f"gradwire/test/1/{key}", value)
     with pytest.raises(SyncError, match="store"):
@@ -202,7 +203,7 @@ def test_a_drawn_key_leaves_the_store_with_whoever_fails():
 
 def test_a_drawn_key_leaves_the_store_with_a_rank_that_cannot_reach_another():
     transcript = Transcript()
-    transcript.set("gradwire/test/1/job", json.dumps({"epoch": "00" * 8, "key": "ab" * 32}))
+    transcript.set("gradwire/test/1/job", json.dumps({"epoch": "00" * 8, "integrity": "crc", "key": "ab" * 32}))
     transcript.set("gradwire/test/1/address/0", json.dumps({"host": "127.0.0.1", "port": 5, "place": ""}))
     with pytest.raises(SyncError, match="Set MASTER_ADDR"):
         meet(transcript, "test", 1, 2, ("10.0.0.1", 1001), Deadline(PATIENCE))
@@ -232,7 +233,17 @@ def test_ranks_with_different_keys_are_told_what_to_set(keys, words):
 def test_whoever_can_write_the_store_cannot_talk_a_rank_out_of_its_key():
     """A record with another key in it, as a job without a given key has it."""
     store = dist.HashStore()
-    store.set("gradwire/test/1/job", json.dumps({"epoch": "00" * 8, "key": "00" * 32}))
+    store.set("gradwire/test/1/job", json.dumps({"epoch": "00" * 8, "integrity": "crc", "key": "00" * 32}))
     store.set("gradwire/test/1/address/0", json.dumps({"host": "10.0.0.1", "port": 5, "place": ""}))
     with pytest.raises(SyncError, match="Rank 0 has no job key"):
         meet(store, "test", 1, 2, ("127.0.0.1", 1), Deadline(PATIENCE), JobKey.draw())
+
+
+def test_ranks_with_different_integrity_are_told_what_to_pass():
+    store = dist.HashStore()
+    meet_0 = partial(meet, store, "test", 0, 2, ("127.0.0.1", 1), Deadline(timedelta(seconds=1)), integrity="mac")
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(meet_0)
+        with pytest.raises(SyncError, match=r"Pass the same SyncOptions\(integrity=\.\.\.\) on all ranks"):
+            meet(store, "test", 1, 2, ("127.0.0.1", 2), Deadline(PATIENCE))
+        other.exception()

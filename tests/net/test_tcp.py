@@ -9,6 +9,7 @@ import threading
 import time
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,16 +26,18 @@ from gradwire.core.errors import (
 from gradwire.net.slots import SlottedTransport
 from gradwire.net.tcp import TcpTransport
 from gradwire.net.transport import Callbacks
-from gradwire.wire.frame import HEADER_BYTES, FrameKind
+from gradwire.wire.frame import FrameKind
 
 from .recorder import PATIENCE, Recorder, body, header, start, until
+from .test_rendezvous import Transcript
 
 
 def connect_all(
-    world_size: int, *, timeout: timedelta = PATIENCE, name: str = "test", mesh: type[TcpTransport] = TcpTransport
-) -> list[TcpTransport]:
+    world_size: int, *, timeout: timedelta = PATIENCE, name: str = "test", mesh: type[TcpTransport] = TcpTransport,
+    store: Any = None,
+) -> list[TcpTransport]:  # fmt: skip
     """Connect the ranks of a group that live in threads of this process."""
-    store = dist.HashStore()
+    store = store or dist.HashStore()
     found: list[TcpTransport | BaseException | None] = [None] * world_size
 
     def connect(rank: int) -> None:
@@ -54,12 +57,21 @@ def connect_all(
     return found
 
 
-@pytest.fixture(params=[TcpTransport, pytest.param(SlottedTransport, marks=pytest.mark.ci)])
-def group(request):
+@pytest.fixture(
+    params=[
+        "checksums",
+        pytest.param("time slots", marks=pytest.mark.ci),
+        pytest.param("job key", marks=pytest.mark.ci),
+    ]
+)
+def group(request, monkeypatch):
     made: list[TcpTransport] = []
+    mesh = SlottedTransport if request.param == "time slots" else TcpTransport
+    if request.param == "job key":
+        monkeypatch.setenv("GRADWIRE_JOB_KEY", "ab" * 32)
 
     def make(world_size: int, **options) -> list[TcpTransport]:
-        made.extend(connect_all(world_size, mesh=request.param, **options))
+        made.extend(connect_all(world_size, mesh=mesh, **options))
         return made
 
     yield make
@@ -80,10 +92,23 @@ def test_frames_of_all_sizes_arrive_whole_and_in_order(group):
         assert got.tensor == seen[peer]
         np.testing.assert_array_equal(content, body(sizes[got.tensor], got.tensor))
         seen[peer] += 1
-    total = sum(sizes) + HEADER_BYTES * len(sizes)
+    total = sum(transports[0]._links[1].frame_bytes(size) for size in sizes)
     assert transports[0].sent_bytes == [0, total, 0]
     assert transports[1].received_bytes == [total, 0, total]
     assert transports[0].epoch == transports[1].epoch == transports[2].epoch
+
+
+def test_a_given_key_protects_frames_and_stays_out_of_the_store(monkeypatch):
+    monkeypatch.setenv("GRADWIRE_JOB_KEY", "ab" * 32)
+    transcript = Transcript()
+    transports = connect_all(2, store=transcript)
+    try:
+        assert [transport._links[1 - rank].frame_bytes(0) for rank, transport in enumerate(transports)] == [88, 88]
+        assert transcript.written
+        assert not any("ab" * 32 in value for value in transcript.written)
+    finally:
+        for transport in transports:
+            transport.abort("the test has ended")
 
 
 def test_many_small_frames_from_many_threads_all_arrive(group):

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from gradwire.wire.frame import FrameFlags, FrameKind, Header, pack
+from gradwire.wire.frame import FrameFlags, FrameKind, Header, Outgoing, pack
+from gradwire.wire.mac import FrameMac
 
 FOLDER = Path(__file__).parent.parent / "golden" / "frames"
 
@@ -42,10 +43,26 @@ FRAMES: dict[str, tuple[Header, bytes]] = {
     "abort": (Header(FrameKind.ABORT, sender=4, epoch=5, count=3), "rank 2 is gone — ende".encode()),
     "goaway": (Header(FrameKind.GOAWAY, sender=4, epoch=5), b"stopped by SIGTERM"),
     "bye": (Header(FrameKind.BYE, sender=4, epoch=5), b""),
-    "hello": (Header(FrameKind.HELLO, sender=1, epoch=5, count=4), b"\x01\x00" + bytes(32)),
-    "challenge": (Header(FrameKind.CHALLENGE, epoch=5, count=4), bytes(range(32))),
+    "hello": (Header(FrameKind.HELLO, sender=1, epoch=5, count=4), b"\x02\x00" + bytes(32)),
+    "challenge": (Header(FrameKind.CHALLENGE, epoch=5, count=4), b"\x01" + bytes(range(32))),
     "proof": (Header(FrameKind.PROOF, epoch=5, count=4), bytes(range(32, 64))),
 }
+
+
+TAGGED = FRAMES["payload"]
+"""The second frame of a connection with tags, whose key is 32 bytes of 7."""
+
+
+def tagged() -> bytes:
+    header, body = TAGGED
+    frame = Outgoing(header, np.frombuffer(body, np.uint8))
+    frame.protect(FrameMac(bytes([7]) * 32), 1)
+    return whole(frame)
+
+
+def whole(frame: Outgoing) -> bytes:
+    """The bytes of a frame as they are sent."""
+    return frame.seal() + frame.body.tobytes()
 
 
 def read(name: str) -> bytes:
@@ -56,6 +73,7 @@ def main() -> None:
     FOLDER.mkdir(parents=True, exist_ok=True)
     for name, (header, body) in FRAMES.items():
         (FOLDER / f"{name}.bin").write_bytes(pack(header, body))
+    (FOLDER / "tagged.bin").write_bytes(tagged())
 
 
 if __name__ == "__main__":

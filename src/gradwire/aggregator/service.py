@@ -49,6 +49,7 @@ class Aggregator:
         job: Name of the job, the same as on the server.
         key_file: File with the job key; see `gradwire.net.keys.job_key`.
         insecure: If true, a job key that anyone can guess is allowed beyond loopback.
+        integrity: How frames of the connection are protected; see `ConnectionOptions`.
     """
 
     address: str
@@ -58,6 +59,7 @@ class Aggregator:
     job: str = "gradwire"
     key_file: str | Path | None = None
     insecure: bool = False
+    integrity: str | None = None
 
     @classmethod
     def of(cls, given: str | Aggregator | None) -> Aggregator | None:
@@ -88,7 +90,7 @@ class Aggregator:
                 self.fraction, world_size, advice,
             )  # fmt: skip
         config, streams = agree(self, tensors, world_size)
-        connection = ConnectionOptions(self.key_file, self.insecure, timeout, stall_timeout)
+        connection = ConnectionOptions(self.key_file, self.insecure, timeout, stall_timeout, self.integrity)
         return AggregatorConnection(self, self.client(config, rank, session, connection), streams)
 
     def client(

@@ -50,6 +50,9 @@ def serve(
         Path | None, typer.Option(help="File with the job key. Default: GRADWIRE_JOB_KEY_FILE.")
     ] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="Listen beyond loopback without a secret key.")] = False,
+    integrity: Annotated[
+        str | None, typer.Option(help="Protection of frames: crc, or mac, the default with a job key.")
+    ] = None,
 ) -> None:
     """Run a parameter server or an aggregator until all workers have finished.
 
@@ -88,6 +91,7 @@ def serve(
             optimizer_class(path, tuple(optimizer))
     common: dict[str, Any] = {
         "workers": workers, "host": host, "port": port, "job": job, "key_file": key_file, "insecure": insecure,
+        "integrity": integrity,
         "timeout": timedelta(seconds=timeout), "patience": timedelta(seconds=patience),
     }  # fmt: skip
     try:

@@ -45,12 +45,15 @@ class ConnectionOptions:
         stall_timeout: Longest time that a live worker or server may take to deliver a result that others wait for; see
             `gradwire.net.liveness.STALL_TIMEOUT`. The server ends the job, with an error that names the worker; a
             client waits `GRACE_SECONDS` longer, in case it is the server that hangs.
+        integrity: How frames are protected, ``"crc"`` or ``"mac"``; the same on server and workers. Default: ``"mac"``
+            if a job key is given, else ``"crc"``. See `gradwire.net.handshake`.
     """
 
     key_file: str | Path | None = None
     insecure: bool = False
     timeout: timedelta = timedelta(seconds=120)
     stall_timeout: timedelta = STALL_TIMEOUT
+    integrity: str | None = None
 
 
 class Client(EndpointOwner):
@@ -90,7 +93,9 @@ class Client(EndpointOwner):
         self._num_losses = 0  # since the last result
         self._changed = threading.Condition()
         self._epoch = job_epoch(job)
-        self._key = job_key(address[0], job, file=options.key_file, insecure=options.insecure)
+        self._key = job_key(
+            address[0], job, file=options.key_file, insecure=options.insecure, integrity=options.integrity
+        )
         self._endpoint = ReconnectingEndpoint(
             GroupMember(job, rank, world_size + 1, self._epoch), self._key, self, timeout=options.timeout,
             call=(world_size, address), start_with=self._start_with,

@@ -15,7 +15,8 @@ import numpy as np
 from gradwire.core.errors import FrameError, PeerFailedError, PeerLostError, PeerTimeoutError, SyncError
 from gradwire.net.liveness import Liveness
 from gradwire.net.stream import FrameReader
-from gradwire.wire.frame import DATA_KINDS, HEADER_BYTES, FrameKind, Header, describe, pack, without_seal
+from gradwire.wire.frame import DATA_KINDS, FrameKind, Header, Outgoing, describe, prefix_bytes, without_seal
+from gradwire.wire.mac import FrameMac
 
 MAX_REASON_BYTES = 1024
 
@@ -38,6 +39,7 @@ class Conversation:
         now: Seconds on the caller's monotonic clock.
         reader: Reader that a handshake has used on the same stream, if any.
         heartbeat: See `Liveness`.
+        mac: Key of the tags of the peer's frames; None if they have checksums.
 
     Attributes:
         received_bytes: Bytes of whole data frames.
@@ -53,6 +55,7 @@ class Conversation:
         now: float,
         reader: FrameReader | None = None,
         heartbeat: timedelta | None = None,
+        mac: FrameMac | None = None,
     ) -> None:
         self.ids = ids
         self.liveness = Liveness(timeout, now, heartbeat)
@@ -63,6 +66,9 @@ class Conversation:
         self._timeout = timeout
         self._reader = reader or FrameReader(self._admit)
         self._reader.admit = self._admit
+        self._prefix_bytes = prefix_bytes(mac)
+        if mac is not None:
+            self._reader.expect_tags(mac)
         self._admit_data: Callable[[int, Header], None] = _refuse
 
     def begin(
@@ -105,7 +111,7 @@ class Conversation:
             self.liveness.heard(now)
         try:
             for header, body in self._reader.advance(num_bytes):
-                frame_bytes = HEADER_BYTES + len(body)
+                frame_bytes = self._prefix_bytes + len(body)
                 if header.kind in DATA_KINDS:
                     self.received_bytes += frame_bytes
                     yield header, body
@@ -115,15 +121,12 @@ class Conversation:
         except FrameError as error:
             raise self.refused(error) from error
 
-    def control(self, kind: FrameKind, reason: str = "", blame: int | None = None) -> bytes:
+    def control(self, kind: FrameKind, reason: str = "", blame: int | None = None) -> Outgoing:
         """Return a control frame to send. ABORT and GOAWAY carry a reason, ABORT also the rank at fault, if another."""
         body = reason.encode("utf-8", "replace")[:MAX_REASON_BYTES]
-        frame = pack(
-            Header(kind, sender=self.ids.rank, epoch=self.ids.epoch, count=0 if blame is None else blame + 1),
-            body,
-        )
-        self.control_bytes += len(frame)
-        return frame
+        header = Header(kind, sender=self.ids.rank, epoch=self.ids.epoch, count=0 if blame is None else blame + 1)
+        self.control_bytes += self._prefix_bytes + len(body)
+        return Outgoing(header, np.frombuffer(body, np.uint8))
 
     def refused(self, error: FrameError) -> SyncError:
         """Return the error of a peer that sent a refused frame."""

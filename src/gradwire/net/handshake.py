@@ -2,19 +2,23 @@
 
     connector                                   acceptor
     HELLO: protocol version, nonce      ->
-                                        <-      CHALLENGE: nonce
+                                        <-      CHALLENGE: integrity, nonce
     PROOF: HMAC("connector", transcript) ->
                                         <-      PROOF: HMAC("acceptor", transcript)
 
-The transcript binds protocol version, group name, epoch, world size, both ranks and both nonces, so that a proof is
-valid for one connection, one direction and one pair of ranks. The connector proves itself first: an unauthenticated
-peer learns a nonce and nothing else. When the connector is done, so is the acceptor.
+The transcript binds protocol version, integrity, group name, epoch, world size, both ranks and both nonces, so that a
+proof is valid for one connection, one direction and one pair of ranks. The connector proves itself first: an
+unauthenticated peer learns a nonce and nothing else. When the connector is done, so is the acceptor.
+
+The integrity says how the frames that follow are protected: ``"crc"`` by a checksum, against faults, or ``"mac"`` by a
+tag (`gradwire.wire.mac`), also against someone who can write into the TCP connection. The keys of the tags are derived
+from the job key and the transcript, so that each connection and direction has its own.
 
 Guarantees: arbitrary bytes lead to `HandshakeError` (a `FrameError`). The key shows up in no repr, message or pickle.
-Proofs are compared in constant time. Does not encrypt the bytes that follow, and does not protect them against someone
-who can write into the TCP connection.
+Proofs are compared in constant time. Does not encrypt the bytes that follow.
 
-Source: ISO/IEC 9798-4, three-pass mutual authentication, with HMAC-SHA256 (RFC 2104).
+Source: ISO/IEC 9798-4, three-pass mutual authentication, with HMAC-SHA256 (RFC 2104). NIST SP 800-108r1 for keys
+derived with HMAC.
 """
 
 from __future__ import annotations
@@ -28,15 +32,18 @@ from typing import NoReturn
 
 import numpy as np
 
-from gradwire.core.errors import FrameError
+from gradwire.core.errors import FrameError, OptionError
 from gradwire.wire.frame import FrameKind, Header, pack, without_seal
+from gradwire.wire.mac import FrameMac
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
+INTEGRITIES = ("crc", "mac")
+"""How the frames of a connection may be protected. All processes of a job choose the same."""
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 KEY_BYTES = 32
 _VERSION = struct.Struct("<H")
-_BINDING = struct.Struct("<HQIII")
+_BINDING = struct.Struct("<HBQIII")
 
 
 class HandshakeError(FrameError):
@@ -48,19 +55,29 @@ class JobKey:
 
     Args:
         secret: The 32 bytes of the key.
+        integrity: How it is used: one of `INTEGRITIES`.
+
+    Attributes:
+        integrity: The same.
+
+    Raises:
+        OptionError: There is no such integrity.
     """
 
-    __slots__ = ("__secret",)
+    __slots__ = ("__secret", "integrity")
 
-    def __init__(self, secret: bytes) -> None:
+    def __init__(self, secret: bytes, integrity: str = "crc") -> None:
         if len(secret) != KEY_BYTES:
             raise ValueError(f"A job key has {KEY_BYTES} bytes, not {len(secret)}. Use JobKey.draw().")
+        if integrity not in INTEGRITIES:
+            raise OptionError(f'integrity must be "crc" or "mac", not {integrity!r}. Leave it out for the usual one.')
         self.__secret = bytes(secret)
+        self.integrity = integrity
 
     @classmethod
-    def draw(cls) -> JobKey:
+    def draw(cls, integrity: str = "crc") -> JobKey:
         """Return a new random key."""
-        return cls(secrets.token_bytes(KEY_BYTES))
+        return cls(secrets.token_bytes(KEY_BYTES), integrity)
 
     def mac(self, *parts: bytes) -> bytes:
         """Return HMAC-SHA256 over the parts, each after its length."""
@@ -163,7 +180,8 @@ class Handshake:
         if header.kind is FrameKind.HELLO:
             return self._answer_hello(header.sender, content)
         if header.kind is FrameKind.CHALLENGE:
-            self._peer_nonce = content
+            self._check_integrity(content[0])
+            self._peer_nonce = content[1:]
             self._due = FrameKind.PROOF
             return self._frame(FrameKind.PROOF, self._proof("connector"))
         return self._check_proof(content)
@@ -178,7 +196,19 @@ class Handshake:
         self.peer = sender
         self._peer_nonce = content[_VERSION.size :]
         self._due = FrameKind.PROOF
-        return self._frame(FrameKind.CHALLENGE, self._nonce)
+        return self._frame(FrameKind.CHALLENGE, bytes([self._integrity]) + self._nonce)
+
+    @property
+    def _integrity(self) -> int:
+        return INTEGRITIES.index(self._key.integrity)
+
+    def _check_integrity(self, found: int) -> None:
+        if found != self._integrity:  # only a hint, not yet authenticated; the transcript binds it
+            theirs = INTEGRITIES[found] if found < len(INTEGRITIES) else found
+            raise HandshakeError(
+                f"Rank {self.peer} has integrity={theirs!r}, and rank {self._member.rank} has {self._key.integrity!r}. "
+                "Pass the same integrity at both ends, and give both the job key, or neither."
+            )
 
     def _check_proof(self, proof: bytes) -> bytes:
         theirs, mine = ("acceptor", "connector") if self.connects else ("connector", "acceptor")
@@ -191,12 +221,24 @@ class Handshake:
         self.done = True
         return b"" if self.connects else self._frame(FrameKind.PROOF, self._proof(mine))
 
+    def frame_macs(self) -> tuple[FrameMac | None, FrameMac | None]:
+        """Return the keys of the tags of outgoing and of incoming frames; None and None if they have checksums."""
+        assert self.done, "before, the peer's nonce is not proven"
+        if self._key.integrity != "mac":
+            return None, None
+        mine, theirs = ("connector", "acceptor") if self.connects else ("acceptor", "connector")
+        return FrameMac(self.derive(f"frames of the {mine}")), FrameMac(self.derive(f"frames of the {theirs}"))
+
+    def derive(self, use: str) -> bytes:
+        """Return 32 bytes for one use in this connection, the same at both ends."""
+        return self._proof(f"key, {use}")
+
     def _proof(self, role: str) -> bytes:
         assert self.peer is not None, "the peer is named before anything is proven"
         mine, theirs = (self._member.rank, self._nonce), (self.peer, self._peer_nonce)
         connector, acceptor = (mine, theirs) if self.connects else (theirs, mine)
         binding = _BINDING.pack(
-            PROTOCOL_VERSION, self._member.epoch, self._member.world_size, connector[0], acceptor[0]
+            PROTOCOL_VERSION, self._integrity, self._member.epoch, self._member.world_size, connector[0], acceptor[0]
         )
         group = self._member.group.encode()
         return self._key.mac(b"gradwire", role.encode(), binding, group, connector[1], acceptor[1])
@@ -210,6 +252,6 @@ class Handshake:
 
 _BODY_BYTES = {
     FrameKind.HELLO: _VERSION.size + NONCE_BYTES,
-    FrameKind.CHALLENGE: NONCE_BYTES,
+    FrameKind.CHALLENGE: 1 + NONCE_BYTES,
     FrameKind.PROOF: PROOF_BYTES,
 }

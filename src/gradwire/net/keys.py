@@ -25,7 +25,9 @@ _MAX_FILE_CHARACTERS = 1024
 MAKE_KEY_FILE = "head -c 32 /dev/urandom | xxd -p -c 64 > job.key; chmod 600 job.key"
 
 
-def job_key(host: str, job: str, *, file: str | Path | None = None, insecure: bool = False) -> JobKey:
+def job_key(
+    host: str, job: str, *, file: str | Path | None = None, insecure: bool = False, integrity: str | None = None
+) -> JobKey:
     """Return the key of a job whose server is at `host`.
 
     Args:
@@ -33,17 +35,19 @@ def job_key(host: str, job: str, *, file: str | Path | None = None, insecure: bo
         job: Name of the job.
         file: File with the key; see `given_key`.
         insecure: Accept a guessable key even if other machines can reach `host`.
+        integrity: One of `gradwire.net.handshake.INTEGRITIES`. Default: ``"mac"`` if the user has given a key, else
+            ``"crc"``.
 
     Raises:
         OptionError: There is no key although other machines can reach `host`; see also `given_key` and `loopback_key`.
     """
-    key = given_key(file)
+    key = given_key(file, integrity=integrity)
     if key is not None:
         return key
     if is_loopback(host):
-        return loopback_key()
+        return loopback_key(integrity or "crc")
     if insecure:
-        return JobKey(hashlib.sha256(f"gradwire, no secret: {job}".encode()).digest())
+        return JobKey(hashlib.sha256(f"gradwire, no secret: {job}".encode()).digest(), integrity or "crc")
     raise OptionError(
         f"Other machines can reach {host}, and there is no job key. Write 64 hexadecimal digits to a file "
         f"({MAKE_KEY_FILE}) and name it in {KEY_FILE_VARIABLE} on all machines; or pass insecure=True (--insecure) on "
@@ -51,24 +55,25 @@ def job_key(host: str, job: str, *, file: str | Path | None = None, insecure: bo
     )
 
 
-def given_key(file: str | Path | None = None) -> JobKey | None:
+def given_key(file: str | Path | None = None, *, integrity: str | None = None) -> JobKey | None:
     """Return the key that the user has given, or None.
 
     Args:
         file: File with 64 hexadecimal digits that only its owner can read; default `GRADWIRE_JOB_KEY_FILE`. Without a
             file, the digits are taken from `GRADWIRE_JOB_KEY`.
+        integrity: One of `gradwire.net.handshake.INTEGRITIES`; default ``"mac"``.
 
     Raises:
         OptionError: The digits are not a key, or others can read the file.
     """
     path = file or os.environ.get(KEY_FILE_VARIABLE)
     if path:
-        return _from_file(Path(path))
+        return _from_file(Path(path), integrity or "mac")
     digits = os.environ.get(KEY_VARIABLE)
-    return _from_digits(digits, KEY_VARIABLE) if digits else None
+    return _from_digits(digits, KEY_VARIABLE, integrity or "mac") if digits else None
 
 
-def loopback_key() -> JobKey:
+def loopback_key(integrity: str = "crc") -> JobKey:
     """Return this user's random key for servers that only this machine can reach. The first call makes its file.
 
     It is in the user's state folder, or if that cannot be written, in a private folder for temporary files.
@@ -82,7 +87,7 @@ def loopback_key() -> JobKey:
             path = folder() / "loopback.key"
             if not path.exists():
                 _make_file(path)
-            return _from_file(path)
+            return _from_file(path, integrity)
         except OSError as error:
             problem = error
     raise OptionError(
@@ -115,7 +120,7 @@ def _make_file(path: Path) -> None:
         os.unlink(temporary)
 
 
-def _from_file(path: Path) -> JobKey:
+def _from_file(path: Path, integrity: str) -> JobKey:
     try:
         with path.open() as file:
             found = os.fstat(file.fileno())
@@ -131,14 +136,14 @@ def _from_file(path: Path) -> JobKey:
         raise OptionError(
             f"The job key in {path} belongs to user {found.st_uid}, who can change it. Copy it to a file of your own."
         )
-    return _from_digits(digits, str(path))
+    return _from_digits(digits, str(path), integrity)
 
 
-def _from_digits(digits: str, source: str) -> JobKey:
+def _from_digits(digits: str, source: str, integrity: str) -> JobKey:
     try:
         secret = bytes.fromhex(digits.strip())
     except ValueError:
         secret = b""
     if len(secret) != KEY_BYTES:
         raise OptionError(f"A job key has {2 * KEY_BYTES} hexadecimal digits, unlike the content of {source}.")
-    return JobKey(secret)
+    return JobKey(secret, integrity)

@@ -18,7 +18,8 @@ from itertools import islice
 import numpy as np
 
 from gradwire.net.conversation import Conversation
-from gradwire.wire.frame import Header, Outgoing
+from gradwire.wire.frame import Header, Outgoing, prefix_bytes
+from gradwire.wire.mac import FrameMac
 
 # More buffers per call gain nothing measurable on loopback. The kernel's own limit is 1024.
 BUFFERS_PER_CALL = 64
@@ -42,6 +43,7 @@ class Link:
     Args:
         sock: Connected, non-blocking socket.
         conversation: State of the frames on it.
+        mac: Key of the tags of outgoing frames; None if they have checksums.
 
     Attributes:
         open: Whether the socket is open.
@@ -52,7 +54,7 @@ class Link:
         taken_bytes: Bytes that the kernel has taken so far.
     """
 
-    def __init__(self, sock: socket.socket, conversation: Conversation) -> None:
+    def __init__(self, sock: socket.socket, conversation: Conversation, mac: FrameMac | None = None) -> None:
         self.socket = sock
         self.conversation = conversation
         self.open = True
@@ -64,7 +66,9 @@ class Link:
         self._unsent_limit: int | None = None
         self._busy_seconds = 0.0  # as last seen
         self._low_water = 1
-        self._queue: deque[Outgoing | bytes] = deque()
+        self._mac = mac
+        self._num_enqueued = 0
+        self._queue: deque[Outgoing] = deque()
         # Buffers of frames taken from the queue, each with whether a frame starts there, and what to call at its end.
         self._outgoing: deque[tuple[memoryview, bool, Callable[[], None] | None]] = deque()
         self._sent_calls: list[Callable[[], None]] = []
@@ -74,22 +78,28 @@ class Link:
         """The rank at the other end."""
         return self.conversation.ids.peer
 
-    def enqueue(self, frame: Outgoing | bytes) -> None:
-        """Queue one frame, or drop it if the connection has failed. Bytes are a whole frame."""
+    def enqueue(self, frame: Outgoing) -> None:
+        """Queue one frame, or drop it if the connection has failed."""
         if self.writable:
+            if self._mac is not None:
+                frame.protect(self._mac, self._num_enqueued)
+            self._num_enqueued += 1
             self._queue.append(frame)
 
     def seal(self) -> None:
-        """Compute checksums of frames that are about to be sent. Needs no lock, so that other threads can enqueue."""
+        """Seal frames that are about to be sent. Needs no lock, so that other threads can enqueue."""
         for frame in list(self._queue)[: BUFFERS_PER_CALL // 2]:
-            if isinstance(frame, Outgoing):
-                frame.seal()
+            frame.seal()
 
     def limit_unsent(self, nbytes: int) -> None:
         """Count as `blocked` while the kernel holds this many bytes that TCP has not sent. Linux only."""
         self._unsent_limit = nbytes
         # The kernel reports the socket as writable below half of it.
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, 2 * nbytes)
+
+    def frame_bytes(self, body_bytes: int) -> int:
+        """Bytes of a frame on this connection."""
+        return prefix_bytes(self._mac) + body_bytes
 
     @property
     def pending(self) -> bool:
@@ -197,6 +207,8 @@ class Link:
 
     def drop_unsent(self) -> None:
         """Forget the frames of which no byte has been sent, so that a closing message gets through."""
+        # The next frame takes the number of the first of these: no receiver has seen it.
+        self._num_enqueued -= len(self._queue) + sum(starts for _, starts, _ in self._outgoing)
         self._queue.clear()
         kept: deque[tuple[memoryview, bool, Callable[[], None] | None]] = deque()
         while self._outgoing and not self._outgoing[0][1]:
@@ -228,9 +240,6 @@ class Link:
     def _fill(self) -> None:
         while self._queue and len(self._outgoing) < BUFFERS_PER_CALL:
             frame = self._queue.popleft()
-            if isinstance(frame, bytes):
-                self._outgoing.append((memoryview(frame), True, None))
-                continue
             has_body = frame.body.nbytes > 0
             self._outgoing.append((memoryview(frame.seal()), True, None if has_body else frame.on_sent))
             if has_body:

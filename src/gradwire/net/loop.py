@@ -213,8 +213,10 @@ class ConnectionLoop(ProcessBound):
         pending.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         assert pending.handshake.peer is not None, "it is proven"
         ids = PeerIds(self._member.rank, pending.handshake.peer, self._member.epoch)
+        mine, theirs = pending.handshake.frame_macs()
         now = time.monotonic()
-        return Link(pending.socket, Conversation(ids, self._timeout, now, pending.reader, self._heartbeat))
+        conversation = Conversation(ids, self._timeout, now, pending.reader, self._heartbeat, theirs)
+        return Link(pending.socket, conversation, mine)
 
     def _read(self, link: Link, frames: Iterator[tuple[Header, np.ndarray]]) -> None:
         error = None

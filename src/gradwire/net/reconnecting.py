@@ -26,7 +26,7 @@ from gradwire.net.handshake import GroupMember, JobKey
 from gradwire.net.link import Link
 from gradwire.net.loop import ConnectionLoop
 from gradwire.net.pending import PendingConnection, PendingConnections
-from gradwire.wire.frame import HEADER_BYTES, FrameKind, Header, Outgoing
+from gradwire.wire.frame import FrameKind, Header, Outgoing
 
 # The two ends may have different timeouts: neither can be below four of these.
 HEARTBEAT = timedelta(seconds=0.25)
@@ -133,7 +133,7 @@ class ReconnectingEndpoint(ConnectionLoop):
             link = self._link(peer, connection)
             if link is None or not link.open or self._closing is not None:
                 return False
-            self.sent_bytes += HEADER_BYTES + body.nbytes
+            self.sent_bytes += link.frame_bytes(body.nbytes)
             self._enqueue(link, frame)
         return True
 

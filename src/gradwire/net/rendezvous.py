@@ -74,18 +74,19 @@ class Meeting:
 
 @dataclass(frozen=True)
 class _Rank:
-    """What a rank brings to a rendezvous. `key` is the one that the user has given, if any."""
+    """What a rank brings to a rendezvous: `key` if `key_is_given`, else a key that rank 0 may put into the store."""
 
     name: str
     rank: int
     world_size: int
     record: str
-    key: JobKey | None
+    key: JobKey
+    key_is_given: bool
 
 
 def meet(
     store: Any, name: str, rank: int, world_size: int, address: tuple[str, int], deadline: Deadline,
-    key: JobKey | None = None,
+    key: JobKey | None = None, integrity: str | None = None,
 ) -> Meeting:  # fmt: skip
     """Publish `address`, wait for all other ranks and return what they published.
 
@@ -97,13 +98,15 @@ def meet(
         address: Host and port at which this rank listens.
         deadline: When to give up.
         key: The job key, if the user has given one; the same on all ranks.
+        integrity: `JobKey.integrity` of the key that is drawn if there is none.
 
     Raises:
         PeerTimeoutError: Ranks are missing at the deadline. The message names them.
-        SyncError: The store failed, a rank published an address that this rank cannot reach, or rank 0 has another key.
+        SyncError: The store failed, a rank published an address that this rank cannot reach, or rank 0 has another key
+            or another integrity.
     """
     record = json.dumps({"host": address[0], "port": address[1], "place": loopback_id()})
-    mine = _Rank(name, rank, world_size, record, key)
+    mine = _Rank(name, rank, world_size, record, key or JobKey.draw(integrity or "crc"), key is not None)
     try:
         late: list[int] = []
         while True:
@@ -154,31 +157,42 @@ def _meet(store: Any, mine: _Rank, generation: int, deadline: Deadline, late: li
 def _job_record(mine: _Rank) -> str:
     """What rank 0 publishes about the job. A key that the user has given is not in it."""
     epoch = secrets.token_bytes(8)
-    if mine.key is None:
-        return json.dumps({"epoch": epoch.hex(), "key": JobKey.draw().reveal().hex()})
-    return json.dumps({"epoch": epoch.hex(), "proof": _key_proof(mine.key, mine.name, epoch)})
+    record = {"epoch": epoch.hex(), "integrity": mine.key.integrity}
+    if mine.key_is_given:
+        return json.dumps({**record, "proof": _key_proof(mine.key, mine.name, epoch)})
+    return json.dumps({**record, "key": mine.key.reveal().hex()})
 
 
 def _read_job(record: bytes, mine: _Rank) -> tuple[JobKey, int]:
     """Return key and epoch of the job.
 
     Raises:
-        SyncError: Rank 0 has been given another key, or one of the two ranks none.
+        SyncError: Rank 0 has another key or integrity, or one of the two ranks has been given no key.
     """
     job = json.loads(record)
     epoch = bytes.fromhex(job["epoch"])
     number = int.from_bytes(epoch, "little")
-    if mine.key is None and "proof" not in job:
-        return JobKey(bytes.fromhex(job["key"])), number
-    if mine.key is not None and hmac.compare_digest(str(job.get("proof")), _key_proof(mine.key, mine.name, epoch)):
-        return mine.key, number
-    what = "has another job key" if mine.key is not None and "proof" in job else "has no job key"
-    who = f"Rank {mine.rank} {what}, unlike rank 0" if mine.key is None else f"Rank 0 {what}, unlike rank {mine.rank}"
-    raise SyncError(
-        f"{who}. Set {KEY_VARIABLE} or {KEY_FILE_VARIABLE} to the same key on all ranks, or on none.",
-        rank=mine.rank,
-        phase="rendezvous",
-    )
+    problem = _key_problem(job, mine, epoch)
+    if problem is None and job["integrity"] != mine.key.integrity:
+        problem = (
+            f"Rank 0 has integrity={job['integrity']!r}, and rank {mine.rank} has {mine.key.integrity!r}. Pass the "
+            "same SyncOptions(integrity=...) on all ranks."
+        )
+    if problem is not None:
+        raise SyncError(problem, rank=mine.rank, phase="rendezvous")
+    return mine.key if mine.key_is_given else JobKey(bytes.fromhex(job["key"]), mine.key.integrity), number
+
+
+def _key_problem(job: dict[str, str], mine: _Rank, epoch: bytes) -> str | None:
+    """What is wrong with the keys of rank 0 and of this rank; None if they agree."""
+    advice = f"Set {KEY_VARIABLE} or {KEY_FILE_VARIABLE} to the same key on all ranks, or on none."
+    given = "proof" in job
+    if mine.key_is_given != given:
+        keyless, other = (0, mine.rank) if mine.key_is_given else (mine.rank, 0)
+        return f"Rank {keyless} has no job key, unlike rank {other}. {advice}"
+    if given and not hmac.compare_digest(job["proof"], _key_proof(mine.key, mine.name, epoch)):
+        return f"Rank 0 has another job key, unlike rank {mine.rank}. {advice}"
+    return None
 
 
 def _key_proof(key: JobKey, name: str, epoch: bytes) -> str:

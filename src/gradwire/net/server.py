@@ -40,6 +40,8 @@ class ServerOptions:
         start_timeout: Longest wait until all workers have joined.
         key_file: File with the job key. See `job_key`.
         insecure: Whether to listen beyond loopback without a secret key.
+        integrity: How frames are protected, ``"crc"`` or ``"mac"``; the same on server and workers. Default: ``"mac"``
+            if a job key is given, else ``"crc"``. See `gradwire.net.handshake`.
     """
 
     workers: int
@@ -51,6 +53,7 @@ class ServerOptions:
     start_timeout: timedelta = timedelta(seconds=600)
     key_file: Path | None = None
     insecure: bool = False
+    integrity: str | None = None
 
 
 class Server(EndpointOwner):
@@ -74,7 +77,9 @@ class Server(EndpointOwner):
 
     def __init__(self, options: ServerOptions) -> None:
         self.options = options
-        self._key = job_key(options.host, options.job, file=options.key_file, insecure=options.insecure)
+        self._key = job_key(
+            options.host, options.job, file=options.key_file, insecure=options.insecure, integrity=options.integrity
+        )
         if options.insecure:
             logger.warning("The server at %s accepts workers without a secret key.", options.host)
         self._epoch = job_epoch(options.job)

@@ -16,7 +16,18 @@ import numpy as np
 
 from gradwire.core import buffers
 from gradwire.core.errors import FrameError
-from gradwire.wire.frame import HEADER_BYTES, MAX_BODY_BYTES, Header, describe, unpack, verify
+from gradwire.wire.frame import (
+    MAX_BODY_BYTES,
+    TAGGED_VERSION,
+    VERSION,
+    Header,
+    describe,
+    prefix_bytes,
+    unpack,
+    verify,
+    verify_tag,
+)
+from gradwire.wire.mac import FrameMac
 
 STAGING_BYTES = 1 << 16
 
@@ -42,9 +53,18 @@ class FrameReader:
         self._start = 0  # unparsed bytes are staging[start:end]
         self._end = 0
         self._header: Header | None = None  # of the body in progress
+        self._prefix = b""  # the header and its tag, if frames have tags
+        self._prefix_bytes = prefix_bytes(None)
+        self._mac: FrameMac | None = None
+        self._num_tagged = 0
         self._body = np.empty(0, dtype=np.uint8)
         self._filled = 0
         self._error: FrameError | None = None
+
+    def expect_tags(self, mac: FrameMac) -> None:
+        """Expect a tag in each frame from here on."""
+        assert self._header is None, "between frames"
+        self._mac, self._prefix_bytes = mac, prefix_bytes(mac)
 
     def wanted(self) -> memoryview:
         """Return the buffer for the next received bytes; never empty. Pass their number to `advance`."""
@@ -52,7 +72,7 @@ class FrameReader:
             return self._body.data[self._filled :]
         if self._start == self._end:
             self._start = self._end = 0
-        elif STAGING_BYTES - self._end < HEADER_BYTES:
+        elif STAGING_BYTES - self._end < self._prefix_bytes:
             left = self._staging[self._start : self._end].copy()
             self._start, self._end = 0, left.nbytes
             self._staging[: self._end] = left
@@ -90,7 +110,7 @@ class FrameReader:
         if self._error is not None:
             raise self._error
         try:
-            while self._header is not None or self._end - self._start >= HEADER_BYTES:
+            while self._header is not None or self._end - self._start >= self._prefix_bytes:
                 if self._header is None:
                     self._begin_body()
                 if self._filled < self._body.nbytes:
@@ -101,7 +121,8 @@ class FrameReader:
             raise
 
     def _begin_body(self) -> None:
-        header = unpack(self._staging[self._start : self._start + HEADER_BYTES])
+        prefix = self._staging[self._start : self._start + self._prefix_bytes]
+        header = unpack(prefix, VERSION if self._mac is None else TAGGED_VERSION)
         if header.length > self._max_body_bytes:
             raise FrameError(
                 f"Expected a body of at most {self._max_body_bytes} bytes, got {header.length} declared "
@@ -116,7 +137,8 @@ class FrameReader:
                 raise FrameError(f"A body of {header.length} bytes does not fit into memory.") from error
         assert body.nbytes == header.length, "a destination has the size of the body"
         self._body = body
-        self._start += HEADER_BYTES
+        self._prefix = b"" if self._mac is None else prefix.tobytes()
+        self._start += self._prefix_bytes
         self._filled = min(header.length, self._end - self._start)
         self._body[: self._filled] = self._staging[self._start : self._start + self._filled]
         self._start += self._filled
@@ -128,7 +150,11 @@ class FrameReader:
         self._header = None
         self._body = np.empty(0, dtype=np.uint8)
         self._filled = 0
-        verify(header, body)
+        if self._mac is None:
+            verify(header, body)
+        else:
+            verify_tag(self._mac, self._num_tagged, self._prefix, header, body)
+            self._num_tagged += 1
         return header, body
 
 

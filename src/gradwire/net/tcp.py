@@ -33,7 +33,7 @@ from gradwire.net.loop import ConnectionLoop
 from gradwire.net.pending import PendingConnection, PendingConnections
 from gradwire.net.rendezvous import Deadline, Meeting, meet
 from gradwire.net.transport import Callbacks, PeerTransport
-from gradwire.wire.frame import HEADER_BYTES, FrameKind, Header, Outgoing
+from gradwire.wire.frame import FrameKind, Header, Outgoing
 
 ABORT_SECONDS = 5.0
 
@@ -79,7 +79,7 @@ class TcpTransport(PeerTransport, ConnectionLoop):
     @classmethod
     def connect(
         cls, store: Any, rank: int, world_size: int, *, timeout: timedelta, name: str,
-        connect_timeout: timedelta | None = None,
+        connect_timeout: timedelta | None = None, integrity: str | None = None,
     ) -> TcpTransport:  # fmt: skip
         """Meet the other ranks and connect with each.
 
@@ -90,10 +90,11 @@ class TcpTransport(PeerTransport, ConnectionLoop):
             timeout: Longest silence of a peer.
             name: Prefix in the store. A group may be set up again under its name.
             connect_timeout: Limit of this call, for ranks that start at different times; default `timeout`.
+            integrity: See `gradwire.net.handshake.INTEGRITIES`.
 
         Raises:
             PeerTimeoutError: Ranks are missing at the deadline. The message names them.
-            SyncError: The store failed, or the ranks were given different job keys.
+            SyncError: The store failed, or the ranks were given different job keys or values of `integrity`.
             OptionError: Rank and world size do not fit, the job key is malformed, or there is no address to listen at.
         """
         if not 0 <= rank < world_size <= 1 << 16:
@@ -102,12 +103,12 @@ class TcpTransport(PeerTransport, ConnectionLoop):
         if world_size == 1:
             alone = Meeting(GroupMember(name, 0, 1, secrets.randbits(64)), JobKey.draw(), [])
             return cls(alone, None, deadline, timeout=timeout)
-        key = given_key()
+        key = given_key(integrity=integrity)
         host = local_address(store)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with socket.create_server((host, 0), family=family, backlog=max(128, world_size)) as listener:
             address = (host, int(listener.getsockname()[1]))
-            meeting = meet(store, name, rank, world_size, address, deadline, key)
+            meeting = meet(store, name, rank, world_size, address, deadline, key, integrity)
             return cls(meeting, listener, deadline, timeout=timeout)
 
     def start(self, callbacks: Callbacks) -> None:
@@ -129,7 +130,7 @@ class TcpTransport(PeerTransport, ConnectionLoop):
                 return  # the closing message is the last, and only the loop's thread sends it
             gone = link.conversation.end
             if gone is None:
-                self.sent_bytes[peer] += HEADER_BYTES + body.nbytes
+                self.sent_bytes[peer] += link.frame_bytes(body.nbytes)
                 sent = self._enqueue(link, frame)
             else:
                 sent, self._undeliverable = [], gone

@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from gradwire.core.errors import OptionError
+from gradwire.net.handshake import INTEGRITIES
 from gradwire.net.liveness import STALL_TIMEOUT
 from gradwire.sync.strategies.register import ServiceAddress
 
@@ -35,9 +36,13 @@ class SyncOptions:
             For switches with small buffers (`gradwire.net.slots`). Linux only.
         watch_norms: Interval, in steps, at which ranks compare the norms of their gradients, to find a rank with broken
             memory or code (`gradwire.sync.norm_watch`). 0 means never.
+        integrity: How frames between ranks are protected: ``"crc"``, a checksum against faults, or ``"mac"``, a tag
+            that also keeps out whoever can change what the network carries. Default: ``"mac"`` if the variable
+            ``GRADWIRE_JOB_KEY_FILE`` or ``GRADWIRE_JOB_KEY`` gives a job key, else ``"crc"``.
 
     Raises:
-        OptionError: `timeout`, `stall_timeout` or `threads` is not positive, or `watch_norms` is negative.
+        OptionError: `timeout`, `stall_timeout` or `threads` is not positive, `watch_norms` is negative, or there is no
+            such `integrity`.
     """
 
     timeout: timedelta = timedelta(seconds=30)
@@ -49,6 +54,7 @@ class SyncOptions:
     threads: int | None = None
     time_slots: bool = False
     watch_norms: int = 0
+    integrity: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("timeout", "stall_timeout"):
@@ -59,6 +65,10 @@ class SyncOptions:
         if self.threads is not None and self.threads < 1:
             raise OptionError(
                 f"threads must be at least 1, but it is {self.threads}. Leave it out for the usual number."
+            )
+        if self.integrity not in (None, *INTEGRITIES):
+            raise OptionError(
+                f'integrity must be "crc" or "mac", not {self.integrity!r}. Leave it out for the usual one.'
             )
         if self.watch_norms < 0:
             raise OptionError(f"watch_norms must be at least 0, but it is {self.watch_norms}. Pass 16, or 0 for never.")

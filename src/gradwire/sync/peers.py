@@ -69,6 +69,7 @@ class Peers:
         self._engine: Engine | None = None
         self._num_threads = options.threads
         self._time_slots = options.time_slots
+        self._integrity = options.integrity
         self._addresses: dict[str, ServiceAddress] = {}  # by name of the strategy that needs the service
         self._services: dict[str, Service] = {}
         self._stall_timeout = options.stall_timeout
@@ -106,7 +107,10 @@ class Peers:
     def _start(self, transport: Transport | None, tensors: TensorRegistry, residuals: Residuals) -> None:
         if transport is None:
             mesh = SlottedTransport if self._time_slots else TcpTransport
-            transport = mesh.connect(self._info.store, self.rank, self.world_size, timeout=self.timeout, name="ranks")
+            transport = mesh.connect(
+                self._info.store, self.rank, self.world_size, timeout=self.timeout, name="ranks",
+                integrity=self._integrity,
+            )  # fmt: skip
         self._runtime = Runtime(transport, residuals, self.events, self.seed, self._nodes)
         self._engine = Engine(
             transport,

@@ -1,8 +1,8 @@
 """The frame: a header of 72 bytes, then a body. Every message of every transport is one frame.
 
 Guarantees: arbitrary bytes lead to a `Header` or to `FrameError`, never to another exception. A flipped bit anywhere in
-header or body fails `unpack` or `verify`. The checksum guards against faults, not against an attacker; peers
-authenticate in `gradwire.net.handshake`.
+header or body fails `unpack` or `verify`. The checksum guards against faults, not against an attacker. Peers
+authenticate in `gradwire.net.handshake`, after which frames may have tags (`gradwire.wire.mac`).
 
 This module allocates nothing by a declared length. `net.stream.FrameReader` calls `unpack`, then its `admit` (which
 decides whether this frame is expected), then allocates the body, and calls `verify` before it delivers.
@@ -12,7 +12,7 @@ Layout, little-endian:
 | offset | bytes | field |
 |---|---|---|
 | 0 | 4 | magic ``GWF1`` |
-| 4 | 1 | version |
+| 4 | 1 | version: 1 with a checksum, 2 with a tag |
 | 5 | 1 | kind |
 | 6 | 2 | flags |
 | 8 | 2 | compressor |
@@ -27,8 +27,9 @@ Layout, little-endian:
 | 40 | 8 | offset |
 | 48 | 8 | count |
 | 56 | 8 | length of the body |
-| 64 | 4 | CRC-32C over header (checksum as 0) and body |
+| 64 | 4 | CRC-32C over header (checksum as 0) and body; 0 in version 2 |
 | 68 | 4 | reserved, 0 |
+| 72 | 16 | version 2 only: tag of the frame |
 """
 
 from __future__ import annotations
@@ -43,9 +44,11 @@ import numpy as np
 
 from gradwire.core.errors import FrameError
 from gradwire.core.spec import ELEMENT_TYPES
+from gradwire.wire.mac import TAG_BYTES, FrameMac
 
 MAGIC = b"GWF1"
 VERSION = 1
+TAGGED_VERSION = 2
 HEADER_BYTES = 72
 # Far above any gradient, far below where sums of lengths could wrap. A larger length means a broken header.
 MAX_BODY_BYTES = 1 << 40
@@ -53,6 +56,7 @@ MAX_BODY_BYTES = 1 << 40
 _LAYOUT = struct.Struct("<4sBBHHHHBBQQIIQQQII")
 assert _LAYOUT.size == HEADER_BYTES
 _CHECKSUM_AT = 64
+_VERSION_AT = 4
 _ZERO_CHECKSUM = b"\x00\x00\x00\x00"
 _INDEX_LIMIT = 1 << 63
 _DTYPE_CODES = frozenset({0, *ELEMENT_TYPES.values()})
@@ -191,7 +195,7 @@ def _sealed(plain: bytes, body: np.ndarray) -> bytes:
 
 
 class Outgoing:
-    """A frame on its way out, whose checksum may be computed later, on another thread.
+    """A frame on its way out, whose checksum or tag may be computed later, on another thread.
 
     Args:
         header: All fields but length and checksum.
@@ -206,13 +210,26 @@ class Outgoing:
         self.body = body
         self.on_sent = on_sent
         self._plain = check(header, body)
+        self._mac: FrameMac | None = None
+        self._number = 0
         self._sealed: bytes | None = None
 
+    def protect(self, mac: FrameMac, number: int) -> None:
+        """Give the frame a tag in place of the checksum; `number` frames go before it."""
+        self._mac, self._number = mac, number
+
     def seal(self) -> bytes:
-        """Return the 72 header bytes. Threads may call it at the same time; both compute the same."""
+        """Return the bytes before the body: the header, and the tag, if any.
+
+        Threads may call it at the same time; both compute the same.
+        """
         if self._sealed is None:
-            self._sealed = _sealed(self._plain, self.body)
+            self._sealed = _sealed(self._plain, self.body) if self._mac is None else self._tagged(self._mac)
         return self._sealed
+
+    def _tagged(self, mac: FrameMac) -> bytes:
+        header = b"".join((self._plain[:_VERSION_AT], bytes([TAGGED_VERSION]), self._plain[_VERSION_AT + 1 :]))
+        return header + mac.tag(self._number, header, self.body)
 
 
 def pack(header: Header, body: np.ndarray | bytes = b"") -> bytes:
@@ -221,7 +238,12 @@ def pack(header: Header, body: np.ndarray | bytes = b"") -> bytes:
     return seal(header, array) + array.tobytes()
 
 
-def unpack(buffer: bytes | bytearray | memoryview | np.ndarray) -> Header:
+def prefix_bytes(mac: FrameMac | None) -> int:
+    """Bytes before the body of a frame."""
+    return HEADER_BYTES if mac is None else HEADER_BYTES + TAG_BYTES
+
+
+def unpack(buffer: bytes | bytearray | memoryview | np.ndarray, version: int = VERSION) -> Header:
     """Return the header at the start of `buffer`. The body, if any, is not read.
 
     Raises:
@@ -232,21 +254,21 @@ def unpack(buffer: bytes | bytearray | memoryview | np.ndarray) -> Header:
     if view.nbytes < HEADER_BYTES:
         raise FrameError(f"Expected a header of {HEADER_BYTES} bytes, got {view.nbytes}.")
     (
-        magic, version, kind, flags, compressor, sender, stage, dtype, reserved,
+        magic, found, kind, flags, compressor, sender, stage, dtype, reserved,
         epoch, round_, tensor, partition, offset, count, length, checksum, reserved_end,
     ) = _LAYOUT.unpack_from(view)  # fmt: skip
     if magic != MAGIC:
         raise FrameError(f"Expected magic {MAGIC!r}, got {magic!r}. The other end does not send gradwire frames.")
-    if version != VERSION:
-        raise FrameError(f"Expected frame version {VERSION}, got {version}. Run one gradwire version on all ranks.")
+    if found != version:
+        raise FrameError(f"Expected frame version {version}, got {found}. Run one gradwire version on all ranks.")
     if kind not in _KINDS:
         raise FrameError(f"Expected a known frame kind, got {kind}.")
     if flags > _KNOWN_FLAGS:
         raise FrameError(f"Expected flags within {_KNOWN_FLAGS:#x}, got {flags:#x}.")
     if dtype not in _DTYPE_CODES:
         raise FrameError(f"Expected a known element type code, got {dtype}.")
-    if reserved or reserved_end:
-        raise FrameError(f"Expected reserved fields of 0, got {reserved} and {reserved_end}.")
+    if reserved or reserved_end or (checksum and version == TAGGED_VERSION):
+        raise FrameError(f"Expected reserved fields of 0, got {reserved}, {checksum} and {reserved_end}.")
     if length > MAX_BODY_BYTES:
         raise FrameError(f"Expected a body of at most {MAX_BODY_BYTES} bytes, got {length} declared.")
     if offset + count > _INDEX_LIMIT:  # Python integers do not wrap
@@ -270,6 +292,19 @@ def verify(header: Header, body: np.ndarray) -> None:
         raise FrameError(
             f"Expected checksum {header.checksum:#010x}, got {found:#010x} (in {describe(header)}). "
             "The network or a host's memory corrupts data: check both hosts."
+        )
+
+
+def verify_tag(mac: FrameMac, number: int, prefix: bytes, header: Header, body: np.ndarray) -> None:
+    """Check a received frame of version 2; `number` frames went before it, and `prefix` is its header and tag.
+
+    Raises:
+        FrameError: The tag is not that of this frame.
+    """
+    if not mac.matches(prefix[HEADER_BYTES:], number, prefix[:HEADER_BYTES], body):
+        raise FrameError(
+            f"The tag of frame {number} of this connection is wrong (in {describe(header)}). Somebody on the way, or a "
+            "host's memory, changes, drops or repeats what is sent: check the network and both hosts."
         )
 
 
