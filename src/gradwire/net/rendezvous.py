@@ -73,7 +73,7 @@ class Meeting:
 
 
 @dataclass(frozen=True)
-class _Rank:
+class _ThisRank:
     """What a rank brings to a rendezvous: `key` if `key_is_given`, else a key that rank 0 may put into the store."""
 
     name: str
@@ -106,7 +106,7 @@ def meet(
             or another integrity.
     """
     record = json.dumps({"host": address[0], "port": address[1], "place": loopback_id()})
-    mine = _Rank(name, rank, world_size, record, key or JobKey.draw(integrity or "crc"), key is not None)
+    mine = _ThisRank(name, rank, world_size, record, key or JobKey.draw(integrity or "crc"), key is not None)
     try:
         late: list[int] = []
         while True:
@@ -123,7 +123,7 @@ def meet(
         ) from error
 
 
-def _meet(store: Any, mine: _Rank, generation: int, deadline: Deadline, late: list[int]) -> Meeting | list[int]:
+def _meet(store: Any, mine: _ThisRank, generation: int, deadline: Deadline, late: list[int]) -> Meeting | list[int]:
     """Meet in one generation. If it is closed, return the ranks that were missing.
 
     Args:
@@ -154,7 +154,7 @@ def _meet(store: Any, mine: _Rank, generation: int, deadline: Deadline, late: li
     return Meeting(GroupMember(mine.name, mine.rank, mine.world_size, epoch), key, addresses)
 
 
-def _job_record(mine: _Rank) -> str:
+def _job_record(mine: _ThisRank) -> str:
     """What rank 0 publishes about the job. A key that the user has given is not in it."""
     epoch = secrets.token_bytes(8)
     record = {"epoch": epoch.hex(), "integrity": mine.key.integrity}
@@ -163,7 +163,7 @@ def _job_record(mine: _Rank) -> str:
     return json.dumps({**record, "key": mine.key.reveal().hex()})
 
 
-def _read_job(record: bytes, mine: _Rank) -> tuple[JobKey, int]:
+def _read_job(record: bytes, mine: _ThisRank) -> tuple[JobKey, int]:
     """Return key and epoch of the job.
 
     Raises:
@@ -183,7 +183,7 @@ def _read_job(record: bytes, mine: _Rank) -> tuple[JobKey, int]:
     return mine.key if mine.key_is_given else JobKey(bytes.fromhex(job["key"]), mine.key.integrity), number
 
 
-def _key_problem(job: dict[str, str], mine: _Rank, epoch: bytes) -> str | None:
+def _key_problem(job: dict[str, str], mine: _ThisRank, epoch: bytes) -> str | None:
     """What is wrong with the keys of rank 0 and of this rank; None if they agree."""
     advice = f"Set {KEY_VARIABLE} or {KEY_FILE_VARIABLE} to the same key on all ranks, or on none."
     given = "proof" in job
