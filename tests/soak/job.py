@@ -152,7 +152,7 @@ class Host:
 
     def tail(self) -> str:
         """The end of its standard error."""
-        return self._errors.read_text(errors="replace")[-4000:]
+        return self._errors.read_text(errors="replace")[-8000:]
 
     def abort(self) -> None:
         """End it with the stacks of all its threads on standard error."""
