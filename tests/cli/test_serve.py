@@ -72,18 +72,21 @@ def test_it_serves_one_thing_with_its_own_options():
     ("kind", "number"),
     [
         ("--parameters", signal.SIGTERM),
+        pytest.param("--parameters", signal.SIGINT, marks=pytest.mark.ci),
         pytest.param("--aggregate", signal.SIGTERM, marks=pytest.mark.ci),
         ("--aggregate", signal.SIGINT),
+        pytest.param("--aggregate --udp", signal.SIGTERM, marks=pytest.mark.ci),
+        pytest.param("--aggregate --udp", signal.SIGINT, marks=pytest.mark.ci),
     ],
 )
 def test_a_signal_is_told_to_the_workers_at_once(kind, number):
     """Of servers that no other can take over from."""
-    command = [sys.executable, "-m", "gradwire.cli", "serve", kind, "--workers", "3", "--port", "0"]
+    command = [sys.executable, "-m", "gradwire.cli", "serve", *kind.split(), "--workers", "3", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         assert server.stderr is not None
         address = re.search(r"at (.*:\d+)$", server.stdout.readline()).group(1)
-        if kind == "--aggregate":
+        if kind != "--parameters":
             terms = SessionConfig(3, (), (Stream(Operation.MAXIMUM, 50),), fraction=0.6)
             client = AggregationClient(address, terms, 0)
             result = client.submit(0, 0, np.ones(50, np.float32), np.empty(50, np.float32)).result

@@ -2,29 +2,44 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
-import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
-from tests.integration.jobs.exits import STEPS
+import gradwire as gw
+from gradwire.aggregator.client import AggregationClient
+from gradwire.aggregator.process import AggregationOptions, AggregationServer
+from gradwire.core.errors import SyncError
+from gradwire.parameter_server.process import ParameterServer, ParameterServerOptions
+from tests.aggregator.aggregation_job import submit_all
+from tests.integration.jobs.exits import SIGNALS, STEPS
 from tests.integration.launch import ROOT, free_port
+from tests.parameter_server.clients import linear, sgd, train_step
+from tests.schedules import jobs
+
+LEFT = "Rank 1 has left the group"
+DIED = "has ended without a goodbye"
+GAVE_UP = "Rank 1 gave up: its interpreter exits in the middle of a step"
 
 
 @pytest.mark.parametrize(
     ("how", "step", "kind", "said"),
     [
-        ("exception", STEPS + 1, "PeerLostError", "Rank 1 has left the group"),
-        pytest.param("kill", STEPS + 1, "PeerLostError", "has ended without a goodbye", marks=pytest.mark.ci),
-        pytest.param(
-            *("middle", STEPS, "PeerFailedError", "Rank 1 gave up: its interpreter exits in the middle of a step"),
-            marks=pytest.mark.ci,
-        ),
+        ("exception", STEPS + 1, "PeerLostError", LEFT),
+        pytest.param("interrupt", STEPS + 1, "PeerLostError", LEFT, marks=pytest.mark.ci),
+        pytest.param("kill", STEPS + 1, "PeerLostError", DIED, marks=pytest.mark.ci),
+        pytest.param("exception in a step", STEPS, "PeerFailedError", GAVE_UP, marks=pytest.mark.ci),
+        ("interrupt in a step", STEPS, "PeerFailedError", GAVE_UP),
+        pytest.param("terminate in a step", STEPS + 1, "PeerLostError", DIED, marks=pytest.mark.ci),
     ],
 )
 def test_a_step_outlives_who_has_left_after_it_and_the_next_one_names_it(
@@ -42,10 +57,44 @@ def test_a_step_outlives_who_has_left_after_it_and_the_next_one_names_it(
         for process in (stays, leaves):
             stack.callback(process.kill)
         _, log = leaves.communicate(timeout=100)
-        assert leaves.returncode == (-signal.SIGKILL if how == "kill" else 1), log
+        assert leaves.returncode == -SIGNALS.get(how.partition(" ")[0], -1), log
         out, log = stays.communicate("it is gone\n", timeout=100)
     assert stays.returncode == 0, log
     found = json.loads(out)
     assert (found["step"], found["type"], found["rank"]) == (step, kind, 1), found["message"]
     assert said in found["message"]
     assert found["seconds"] < 15, "no timeout of 30 s, no stall timeout"
+
+
+def work(layer: str, address: tuple[str, int]) -> None:
+    """Be worker 1, as long as the job goes on."""
+    name, port = address
+    if layer == "aggregator":
+        with contextlib.closing(AggregationClient(address, jobs.config(2), 1)) as client:
+            for round_ in itertools.count():
+                for _, future in submit_all(client, round_):
+                    future.result(100)
+    model, job = linear(), gw.JobOptions(worker=1, workers=2)
+    transfer = gw.TransferOptions(min_elements=0)
+    with gw.ParameterClient(model, sgd(model), f"{name}:{port}", job=job, transfer=transfer) as client:
+        while train_step(client, client.steps):
+            client.wait()
+
+
+@pytest.mark.parametrize("layer", ["parameter_server", pytest.param("aggregator", marks=pytest.mark.ci)])
+def test_a_worker_whose_interpreter_ends_with_work_in_flight_is_named(layer: str) -> None:
+    """It ends at once, and in good order; the other worker hears of it after the server's patience."""
+    options = {"patience": timedelta(seconds=1)}
+    server = (
+        AggregationServer(AggregationOptions(2, **options))
+        if layer == "aggregator"
+        else ParameterServer(ParameterServerOptions(2, **options))
+    )
+    command = [sys.executable, "-m", "tests.integration.jobs.unfinished", layer, str(server.address[1])]
+    with ThreadPoolExecutor() as pool, subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as ends:
+        served, worked = pool.submit(server.run), pool.submit(work, layer, server.address)
+        assert ends.communicate(timeout=100) == (None, "")
+        assert ends.returncode == 0
+        for future in (worked, served):
+            with pytest.raises(SyncError, match=r"Workers \[0\] were away for 1 s"):
+                future.result(100)

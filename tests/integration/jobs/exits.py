@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 import time
@@ -18,6 +17,7 @@ import gradwire as gw
 from gradwire.core.events import Event
 
 STEPS = 3
+SIGNALS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "interrupt": signal.SIGINT}
 
 
 def step(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
@@ -27,12 +27,17 @@ def step(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None
 
 
 def leave(how: str, ddp: DistributedDataParallel) -> None:
-    if how == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if how == "exception":
-        raise RuntimeError("a bug between two steps")
-    ddp.module[0].weight.register_hook(lambda _: 1 / 0)  # the last gradient of a backward: others are under way
-    step(ddp, torch.optim.SGD(ddp.parameters(), 0.1))
+    what, _, where = how.partition(" ")
+    if where:  # at the last gradient of a backward: others are under way
+        ddp.module[0].weight.register_hook(lambda _: fail(what))
+        step(ddp, torch.optim.SGD(ddp.parameters(), 0.1))
+    fail(what)
+
+
+def fail(how: str) -> None:
+    if how in SIGNALS:
+        signal.raise_signal(SIGNALS[how])
+    raise RuntimeError("a bug")
 
 
 def stay(handle: gw.Handle, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
