@@ -10,6 +10,7 @@ say how many, 2,000.
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Callable
 
 import pytest
@@ -50,10 +51,16 @@ def _no_bpf() -> str | None:
     return available()
 
 
+def _no_atheris() -> str | None:
+    found = importlib.util.find_spec("atheris")
+    return None if found else "Expected the package atheris, which exists for Linux on x86-64 and Python 3.11 to 3.13."
+
+
 NEEDS: dict[str, Callable[[], str | None]] = {
     "root": functools.cache(_no_lab),
     "loss": functools.cache(_no_loss),
     "gpu": functools.cache(_no_gpu),
+    "atheris": functools.cache(_no_atheris),
     "bpf": functools.cache(_no_bpf),
 }
 """Why tests with a marker cannot run on this machine, or None if they can."""
