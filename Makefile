@@ -6,11 +6,12 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 STAMP := $(VENV)/.installed
 HOURS ?= 1
+RUNS ?= 200
 SEED ?= 0
 # Tests that mostly compile kernels are handed out one by one; the others start processes, and go file by file.
 COMPILING := tests/compressors tests/contracts tests/golden tests/kernels tests/lang
 
-.PHONY: demo test ci test-peer test-long soak lint format bench golden clean help
+.PHONY: demo test ci test-peer test-long test-repeat soak lint format bench golden clean help
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -30,12 +31,16 @@ ci: test ## what a change must pass: the suite, the longer tests, and campaigns 
 test-peer: $(STAMP) ## torch's own tests of DDP on CPU with gradwire attached, with 2 and 3 ranks, against the same tests without it
 	$(BIN)/python -m tests.peer
 
-test-long: $(STAMP) ## the long campaigns: a million fuzz cases a decoder, 100,000 schedules of faults, 200 runs of the README's example, properties on new examples, and the tests marked slow
+test-long: $(STAMP) ## the long campaigns: a million fuzz cases a decoder, and as many that coverage guides, 100,000 schedules of faults, 200 runs of the README's example, properties on new examples, and the tests marked slow
 	$(BIN)/python -m tests.fuzz --cases 1000000
+	$(BIN)/python -m tests.fuzz.guided --cases 1000000
 	$(BIN)/python -m tests.schedules --schedules 100000
 	$(BIN)/python -m tests.integration.readme_example --runs 200
 	$(BIN)/python -m pytest -q -n 2 --timeout 1200 -m hypothesis --hypothesis-profile campaign
 	$(BIN)/python -m pytest -q -m slow
+
+test-repeat: $(STAMP) ## RUNS=N HOURS=N: each test of a fault N times on a busy machine; goes on where the last sitting ended
+	$(BIN)/python -m tests.repeat --runs $(RUNS) --hours $(HOURS)
 
 soak: $(STAMP) ## HOURS=N SEED=S: jobs in the lab whose processes are killed, frozen and restarted, with every value checked (root)
 	$(BIN)/python -m tests.soak --hours $(HOURS) --seed $(SEED)

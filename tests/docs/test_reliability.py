@@ -10,7 +10,7 @@ PAGE = (ROOT / "docs" / "reliability.md").read_text()
 PROMISES = [
     *(f"A{number}" for number in range(1, 8)), *(f"B{number}" for number in range(1, 9)),
     *(f"C{number}" for number in range(1, 6)), *(f"D{number}" for number in range(1, 8)), "E1", "E2", "E3",
-    *(f"F{number}" for number in range(1, 8)), *(f"H{number}" for number in range(1, 5)),
+    *(f"F{number}" for number in range(1, 8)), *(f"H{number}" for number in range(1, 6)),
 ]  # fmt: skip
 
 

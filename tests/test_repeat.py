@@ -1,0 +1,53 @@
+"""The command that repeats the tests of faults: it counts, goes on where it was, and keeps what failed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.repeat import PAGE, ROOT, commit, counts, fault_tests
+
+TESTS = """
+import pathlib
+
+def test_that_fails_now_and_then():
+    log = pathlib.Path(__file__).with_name("log")
+    log.write_text((log.read_text() if log.exists() else "") + ".")
+    assert len(log.read_text()) % 3, "once in three"
+
+def test_that_passes():
+    pass
+"""
+
+
+def test_the_tests_of_faults_are_those_of_the_page() -> None:
+    found = fault_tests()
+    assert len(found) > 50
+    assert all(f"`{name}`" in PAGE.read_text() for name in found)
+    assert not [name for name in found if "tests/fuzz" in name], "of broken bytes, there is a campaign of their own"
+
+
+@pytest.mark.ci
+def test_runs_are_counted_over_several_sittings_and_failures_are_kept(tmp_path: Path) -> None:
+    (tmp_path / "test_some.py").write_text(TESTS)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow\n")
+
+    def repeat(runs: int) -> subprocess.CompletedProcess[str]:
+        options = ["--runs", str(runs), "--folder", str(tmp_path / "kept"), "--test", "test_some.py"]
+        command = [sys.executable, "-m", "tests.repeat", *options, "--processes", "1"]
+        env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+        return subprocess.run(command, cwd=tmp_path, env=env, text=True, capture_output=True)
+
+    assert repeat(2).returncode == 0
+    found = repeat(4)
+    assert found.returncode == 1, found.stdout
+    assert repeat(4).returncode == 1, "nothing is due, and what has failed stays so"
+    by_name = counts(tmp_path / "kept", commit())
+    assert by_name["test_some.py::test_that_passes"] == {"passed": 4}
+    assert by_name["test_some.py::test_that_fails_now_and_then"] == {"passed": 3, "failed": 1}
+    [kept] = (tmp_path / "kept").glob("*.txt")
+    assert "once in three" in kept.read_text()
