@@ -16,12 +16,13 @@ import numpy as np
 import pytest
 
 from gradwire.aggregator.client import AggregationClient
+from gradwire.aggregator.datagram_keys import group_key
+from gradwire.aggregator.packet import PACKET_HEADER_BYTES, SERVER, PacketKey, PacketKind, pack, seal
 from gradwire.aggregator.process import AggregationOptions, AggregationServer
 from gradwire.aggregator.session import Operation, SessionConfig, Stream
 from gradwire.core.errors import DisagreementError, OptionError, PeerLostError, PeerTimeoutError, SyncError
 from gradwire.net.client import ConnectionOptions
-from gradwire.net.datagrams import DatagramSocket
-from gradwire.net.handshake import JobKey
+from gradwire.net.datagrams import DatagramReceiver, DatagramSender, DatagramSocket
 from tests.aggregator.aggregation_job import SHORT, WAIT, Job, aggregation_job, check_round, submit_all
 from tests.net.recorder import until
 from tests.parameter_server.processes import Process, run
@@ -45,15 +46,48 @@ def test_sums_over_sockets(job, options):
     assert job.end() is None
 
 
+def test_a_worker_cannot_forge_results_for_the_others(job):
+    """Worker 2 writes to the group under the key that all have, and fills what the others keep."""
+    group = ("239.71.87.2", 0x6757)
+    clients = job.join(job.serve(udp=True, multicast=group), jobs.config())
+    check_round(clients, 0)
+    epoch, config = clients[2]._worker.epoch, clients[2].config
+    forger = DatagramSender(group_key(clients[2]._key, epoch))
+    for _ in range(100):
+        forger.trailer(np.empty(0, np.uint8))  # numbers that the server has not reached
+    submitted = [submit_all(client, 1) for client in clients[:2]]
+    forged = []
+    for stream in range(len(config.streams)):
+        for index in range(config.num_packets(stream)):
+            body = np.ones(config.result_bytes(stream, index), np.uint8)
+            frame = np.concatenate([np.zeros(PACKET_HEADER_BYTES, np.uint8), body])
+            seal(frame, PacketKind.RESULT, PacketKey(1, stream, index), SERVER, epoch, count=3)
+            forged.append(frame)
+    obsolete = pack(PacketKind.OBSOLETE, PacketKey(1, 0, 0), SERVER, epoch)
+    before = [client.counters.received for client in clients[:2]]
+    for packet in [*forged, obsolete] * 2:
+        clients[2]._datagrams.multicast_from("127.0.0.1")
+        clients[2]._datagrams.send(packet, group, forger)
+    for client, count in zip(clients, before):
+        until(lambda client=client, count=count: client.counters.received >= count + 2 * len(forged) + 2)
+        assert client.counters.refused == 2
+    assert not any(future.done() for results in submitted for _, future in results)
+    submitted.append(submit_all(clients[2], 1))
+    for results in submitted:
+        for stream, (out, future) in enumerate(results):
+            assert future.result(WAIT).counts.tolist() == [3] * config.num_packets(stream)
+            assert out.tobytes() == jobs.expected(config, 1, stream, slice(None), [0, 1, 2]).tobytes()
+
+
 def test_results_may_be_multicast(job):
     group = ("239.71.87.1", 0x6757)
-    stranger = DatagramSocket(group, JobKey(bytes(32)), shared=True)
+    stranger, receiver = DatagramSocket(group, shared=True), DatagramReceiver(bytes(32))
     stranger.join(group[0], "127.0.0.1")
     clients = job.join(job.serve(udp=True, multicast=group), jobs.config())
     for round_ in range(3):
         check_round(clients, round_)
-    assert list(stranger.receive(64)) == []  # without the job's key nothing counts
-    assert stranger.forged == 3 * 5  # rounds times packets: one for all workers
+    heard = [receiver.open(datagram) for _, datagram in stranger.receive(64)]
+    assert heard == [None] * 3 * 5  # rounds times packets: one for all workers; without the job's key nothing counts
     stranger.close()
 
 

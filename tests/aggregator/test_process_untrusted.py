@@ -9,6 +9,7 @@ import re
 import socket
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 
 from gradwire.aggregator.client import AggregationClient
+from gradwire.aggregator.packet import SERVER, PacketKey, PacketKind, pack
 from gradwire.aggregator.session import NO_EPOCH, AggregatorJoin
 from gradwire.core.errors import PeerTimeoutError, SyncError
 from gradwire.net.client import ConnectionOptions
@@ -25,6 +27,7 @@ from gradwire.net.keys import job_epoch, job_key
 from gradwire.net.reconnecting import ReconnectingEndpoint
 from gradwire.wire.frame import FrameKind, Header
 from tests.aggregator.aggregation_job import SHORT, WAIT, Job, aggregation_job, check_round
+from tests.net.recorder import until
 from tests.net.stranger import Mute, Stranger
 from tests.schedules import jobs
 
@@ -149,35 +152,121 @@ def test_unauthenticated_peers_and_garbage_change_nothing(job):
     flooding.join()
 
 
-def test_replays_of_a_session_change_no_sum_and_do_not_end_the_job(job, monkeypatch):
-    """An attacker repeats datagrams of workers and server, with their tags, to the same receivers."""
+@contextlib.contextmanager
+def eavesdropping(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[bytes, Any]]]:
+    """The datagrams of workers and server as they were on the wire, each with the address that it was sent to."""
     send, recorded, lock = DatagramSocket.send, [], threading.Lock()
-    tap = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    tap.bind(("127.0.0.1", 0))
 
-    def record(source: DatagramSocket, packet: np.ndarray, addresses: Any) -> None:
-        addresses = list(addresses)
-        with lock:
-            send(source, packet, [tap.getsockname()])
-            datagram = tap.recv(1 << 16)
-        recorded.extend((datagram, address) for address in addresses)
-        send(source, packet, addresses)
+    def record(source: DatagramSocket, packet: np.ndarray, address: Any, sender: Any) -> None:
+        class Tap:
+            @staticmethod
+            def trailer(again: np.ndarray) -> bytes:
+                made = sender.trailer(again)
+                with lock:
+                    recorded.append((packet.tobytes() + made, address))
+                return made
 
-    monkeypatch.setattr(DatagramSocket, "send", record)
-    clients = job.join(job.serve(udp=True), jobs.config())
-    draw, num_replayed = random.Random(0), {}
-    with tap, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as eavesdropper:
-        for round_ in range(30):
+        send(source, packet, address, Tap)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DatagramSocket, "send", record)
+        yield recorded
+
+
+def test_replays_get_no_answer_and_change_nothing(job, monkeypatch):
+    """Datagrams of workers and server, with their tags, from elsewhere and from the worker's own address."""
+    with eavesdropping(monkeypatch) as recorded:
+        clients = job.join(job.serve(udp=True), jobs.config())
+        draw = random.Random(0)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
+            for round_ in range(30):
+                check_round(clients, round_)
+                for datagram, address in draw.choices(recorded, k=100):  # which come while the next round is under way
+                    source = draw.choice((stranger, *(client._datagrams.socket for client in clients)))
+                    source.sendto(datagram, address)
+            until(lambda: all(end.counters.replayed for end in (job.server, *clients)))
+            until(lambda: job.server.counters.forged > 0)  # those from the stranger
+            for client in clients:
+                client.close()
+            assert job.end() is None
+            stranger.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                stranger.recv(1 << 16)
+
+
+def test_a_datagram_that_is_replayed_two_thousand_times_costs_the_server_no_byte(job, monkeypatch):
+    """It was once answered with 495 times its bytes, each time."""
+    with eavesdropping(monkeypatch) as recorded:
+        clients = job.join(job.serve(udp=True), jobs.config())
+        for round_ in range(3):
             check_round(clients, round_)
-            for datagram, address in draw.choices(recorded, k=100):  # which come while the next round is under way
-                eavesdropper.sendto(datagram, address)
-                num_replayed[address] = num_replayed.get(address, 0) + 1
-        for client in clients:
-            client.close()
-        assert job.end() is None
-        eavesdropper.setblocking(False)
-        with pytest.raises(BlockingIOError):  # nothing came back to it
-            eavesdropper.recv(1 << 16)
-    assert num_replayed.keys() == {job.server.address, *(client._datagrams.address for client in clients)}
-    for end in (job.server, *clients):
-        assert end.counters.received + end.counters.forged > end.counters.taken, "the replays came"
+        to_server = [datagram for datagram, address in recorded if address == job.server.address]
+        num_sent, num_known = job.server.counters.sent, len(recorded)
+        worker = clients[0]._datagrams.socket
+        for _ in range(200):
+            for datagram in to_server[:10]:
+                worker.sendto(datagram, job.server.address)
+                with contextlib.suppress(BlockingIOError):
+                    worker.recv(1 << 16, socket.MSG_DONTWAIT)
+        until(lambda: job.server.counters.replayed + job.server.counters.forged >= 500)
+        assert job.server.counters.sent == num_sent
+        assert len(recorded) == num_known
+        assert job.server.counters.replayed > 0
+        check_round(clients, 3)
+
+
+def test_a_worker_cannot_write_as_another_or_as_the_server(job, monkeypatch):
+    """Worker 1 has the job key, its own keys, and has seen all datagrams, but not the others' handshakes."""
+    clients = job.join(job.serve(udp=True), jobs.config())
+    check_round(clients, 0)
+    config, server = clients[0].config, job.server
+    keys, epoch = clients[1]._sender, clients[1]._worker.epoch
+    assert keys is not None
+    payload = jobs.payload(config, 2, 1, 0)
+    as_worker_0 = pack(PacketKind.DATA, PacketKey(1, 0, 0), 0, epoch, payload)
+    refused, forged = server.counters.refused, server.counters.forged
+    clients[1]._datagrams.send(as_worker_0, server.address, keys)  # from its own address
+    until(lambda: server.counters.refused == refused + 1)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as other:
+        other.sendto(as_worker_0.tobytes() + keys.trailer(as_worker_0), server.address)
+    until(lambda: server.counters.forged == forged + 1)
+    obsolete = pack(PacketKind.OBSOLETE, PacketKey(1, 0, 0), SERVER, epoch)
+    clients[1]._datagrams.send(obsolete, clients[0]._datagrams.address, keys)
+    until(lambda: clients[0].counters.forged == 1)
+    check_round(clients, 1)
+
+
+def test_datagrams_go_to_the_host_of_the_connection_only(job):
+    config = jobs.config(2)
+    address = job.serve(workers=2, udp=True)
+    join = AggregatorJoin(config, 0, 1, NO_EPOCH, 30.0, ("127.0.0.2", 5000))
+    stranger = Stranger(address, 1, 2, (FrameKind.JOIN, join.to_bytes()))
+    told = str(stranger.told.get(timeout=WAIT))
+    assert "wants datagrams at 127.0.0.2, but is connected from 127.0.0.1" in told
+    assert "start the server without --udp" in told
+    stranger.endpoint.close()
+    check_round(job.join(address, config), 0)
+
+
+def test_an_address_that_has_sent_nothing_gets_nothing(job):
+    """A worker that joins, and says where its datagrams go, has not shown that it receives there."""
+    config = replace(jobs.config(2), fraction=0.6, max_misses=8)
+    config = replace(config, world_size=2)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as victim:
+        victim.bind(("127.0.0.1", 0))
+        victim.setblocking(False)
+        address = job.serve(workers=2, udp=True)
+        said = AggregatorJoin(config, 0, 1, NO_EPOCH, 30.0, victim.getsockname())
+        stranger = Stranger(address, 1, 2, (FrameKind.JOIN, said.to_bytes()))
+        client = AggregationClient(address, config, 0)
+        out = np.empty(config.streams[0].size, config.result_dtype(0))
+        waiting = client.submit(0, 0, jobs.payload(config, 0, 0, 0), out)
+        until(lambda: job.server.counters.taken > 0)
+        with pytest.raises(BlockingIOError):
+            victim.recv(1 << 16)
+        client.close("enough")
+        stranger.endpoint.close()
+        assert isinstance(waiting.exception(WAIT), SyncError)
+        with pytest.raises(BlockingIOError):
+            victim.recv(1 << 16)
+        job.end()

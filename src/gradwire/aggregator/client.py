@@ -18,11 +18,13 @@ import secrets
 import selectors
 import socket
 import time
+from collections import Counter
 from concurrent.futures import Future
 from dataclasses import replace
 
 import numpy as np
 
+from gradwire.aggregator.datagram_keys import FROM_SERVER, FROM_WORKER, group_key
 from gradwire.aggregator.packet import PACKET_HEADER_BYTES, PacketCounters
 from gradwire.aggregator.request import AggregationRequest, Reply
 from gradwire.aggregator.retransmission import MIN_WIDTH, Window
@@ -32,7 +34,7 @@ from gradwire.core import threads
 from gradwire.core.errors import FrameError, PeerFailedError, SyncError
 from gradwire.net.address import address_toward, parse_address, resolve
 from gradwire.net.client import GRACE_SECONDS, Client, ConnectionOptions
-from gradwire.net.datagrams import DatagramSocket
+from gradwire.net.datagrams import DatagramReceiver, DatagramSender, DatagramSocket
 from gradwire.wire.frame import FrameFlags, FrameKind, Header, describe
 
 logger = logging.getLogger("gradwire")
@@ -84,8 +86,11 @@ class AggregationClient(Client):
         self._futures: dict[AggregationRequest, Future[Reply]] = {}
         self._goodbye = ""
         self._welcome: AggregatorWelcome | None = None
-        self._datagrams = DatagramSocket((address_toward(self._server_ip), 0), self._key)
+        self._datagrams = DatagramSocket((address_toward(self._server_ip), 0))
         self._sources = [self._datagrams]  # and the multicast group, if the server has one
+        self._sender: DatagramSender | None = None  # until the welcome
+        self._receivers: list[DatagramReceiver] = []  # of the sources
+        self._dropped = Counter[str]()  # datagrams of earlier receivers
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
@@ -105,7 +110,9 @@ class AggregationClient(Client):
     @property
     def counters(self) -> PacketCounters:
         """Packet counts so far. They are also logged when the client is closed."""
-        return replace(self._worker.counters, forged=sum(source.forged for source in self._sources))
+        forged = self._dropped["forged"] + sum(each.forged for each in self._receivers)
+        replayed = self._dropped["replayed"] + sum(each.replayed for each in self._receivers)
+        return replace(self._worker.counters, forged=forged, replayed=replayed)
 
     def submit(
         self, round_: int, stream: int, payload: np.ndarray | None, out: np.ndarray, flags: FrameFlags = FrameFlags.NONE
@@ -187,6 +194,7 @@ class AggregationClient(Client):
                 return
             try:
                 self._enter_group(welcome)
+                self._take_keys(welcome)
                 self._welcome = welcome
                 self._lost_at = None
                 for packet in self._worker.joined(welcome.epoch, time.monotonic()):
@@ -199,7 +207,7 @@ class AggregationClient(Client):
     def _enter_group(self, welcome: AggregatorWelcome) -> None:
         if welcome.group is not None and len(self._sources) == 1:
             try:
-                group = DatagramSocket(welcome.group, self._key, shared=True)
+                group = DatagramSocket(welcome.group, shared=True)
                 self._sources.append(group)
                 group.join(welcome.group[0], self._datagrams.address[0])
             except OSError as error:
@@ -208,8 +216,14 @@ class AggregationClient(Client):
                     f"{welcome.group[1]}: {error}. Start the server with another group, or without --multicast."
                 ) from error
             self._selector.register(group.socket, selectors.EVENT_READ)
-        for source in self._sources:
-            source.enter(welcome.epoch)
+
+    def _take_keys(self, welcome: AggregatorWelcome) -> None:
+        """Take the keys of datagrams of the connection that brought the welcome."""
+        for each in self._receivers:
+            self._dropped.update(forged=each.forged, replayed=each.replayed)
+        self._sender = DatagramSender(self._endpoint.derive(self._server, FROM_WORKER))
+        keys = [self._endpoint.derive(self._server, FROM_SERVER), group_key(self._key, welcome.epoch)]
+        self._receivers = [DatagramReceiver(key) for key in keys[: len(self._sources)]]
 
     # -- on the client's thread -------------------------------------------------------------------------------
 
@@ -240,22 +254,24 @@ class AggregationClient(Client):
         self._selector.select(wait)
         with contextlib.suppress(BlockingIOError):
             self._wake_in.recv(4096)
-        for source in self._sources:
-            for datagram in source.receive(_BATCH):
-                with contextlib.suppress(FrameError):  # counted
-                    self._take(datagram)
+        for source, receiver in zip(self._sources, self._receivers):  # the group, if any, is the second
+            for _, datagram in source.receive(_BATCH):
+                packet = receiver.open(datagram)
+                if packet is not None:
+                    with contextlib.suppress(FrameError):  # counted
+                        self._take(packet, from_group=source is not self._datagrams)
         with self._changed:
             self._send_due()
             self._check_lost("aggregation")
 
     # -- packets ---------------------------------------------------------------------------------------------
 
-    def _take(self, datagram: np.ndarray | memoryview) -> None:
+    def _take(self, datagram: np.ndarray | memoryview, *, from_group: bool = False) -> None:
         with self._changed:
             if self._error is not None:
                 return
             try:
-                done, packets = self._worker.receive(datagram, time.monotonic())
+                done, packets = self._worker.receive(datagram, time.monotonic(), from_group=from_group)
             except SyncError as error:
                 self._fail(error)
                 return
@@ -275,9 +291,9 @@ class AggregationClient(Client):
             self._fail(error)
 
     def _send(self, packet: np.ndarray) -> None:
-        assert self._welcome is not None, "nothing is sent before the welcome"
+        assert self._welcome is not None and self._sender is not None, "nothing is sent before the welcome"
         if self._welcome.port is not None:
-            self._datagrams.send(packet, [(self._server_ip, self._welcome.port)])
+            self._datagrams.send(packet, (self._server_ip, self._welcome.port), self._sender)
             return
         self._send_frame(FrameKind.PACKET, packet)
 

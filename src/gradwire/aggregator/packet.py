@@ -89,6 +89,8 @@ class PacketKind(IntEnum):
     """The server does not have this contribution, and asks for it."""
     OBSOLETE = 6
     """The server has gone on without this worker and no longer has the result ("notify straggler")."""
+    DIGEST = 7
+    """Hashes of results that the server has sent to a multicast group."""
 
 
 _KINDS = {int(kind): kind for kind in PacketKind}
@@ -132,7 +134,8 @@ class PacketCounters:
         sent: Packets sent, retransmissions included.
         sent_again: Contributions and results that had been sent before.
         received: Packets received, except for forged and dropped ones.
-        forged: Datagrams without a valid tag of this job and this incarnation of the server: damaged, or from others.
+        forged: Datagrams without a valid tag of this end's peers: damaged, or from others.
+        replayed: Datagrams that had come before, with their numbers.
         dropped: Datagrams dropped on purpose (option ``drop``).
         corrupt: Received bytes that are not a packet: truncated, or with a flipped bit.
         stale: Packets of another incarnation of the server.
@@ -146,6 +149,7 @@ class PacketCounters:
     sent_again: int = 0
     received: int = 0
     forged: int = 0
+    replayed: int = 0
     dropped: int = 0
     corrupt: int = 0
     stale: int = 0

@@ -20,9 +20,12 @@ import threading
 import time
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 
 import numpy as np
 
+from gradwire.aggregator.datagram_keys import WorkerDatagrams, group_key
+from gradwire.aggregator.multicast import ResultHashes
 from gradwire.aggregator.packet import PACKET_HEADER_BYTES, PacketCounters
 from gradwire.aggregator.server import EVERYONE, AggregatorStateMachine, PacketToSend
 from gradwire.aggregator.session import (
@@ -36,7 +39,7 @@ from gradwire.aggregator.session import (
 from gradwire.core import threads
 from gradwire.core.errors import DisagreementError, FrameError, GradwireError, OptionError, PeerFailedError, SyncError
 from gradwire.kernels.blocks import INDEX_CHUNK
-from gradwire.net.datagrams import MAX_PACKET_BYTES, DatagramSocket
+from gradwire.net.datagrams import MAX_PACKET_BYTES, DatagramReceiver, DatagramSender, DatagramSocket
 from gradwire.net.server import Server, ServerOptions, away, finished_early, stalled
 from gradwire.wire.frame import FrameKind, Header, describe
 
@@ -69,7 +72,9 @@ class _Session:
     number: int
     machine: AggregatorStateMachine
     clients: dict[int, int] = field(default_factory=dict)  # number that each worker's client has drawn
-    addresses: dict[int, Address] = field(default_factory=dict)
+    datagrams: dict[Address, WorkerDatagrams] = field(default_factory=dict)  # by where they come from
+    group: DatagramSender | None = None
+    hashes: ResultHashes = field(default_factory=ResultHashes)  # of what went to the group
     present: set[int] = field(default_factory=set)
     finished: set[int] = field(default_factory=set)
     began: float = field(default_factory=time.monotonic)
@@ -103,17 +108,18 @@ class AggregationServer(Server):
         self._changed = threading.Condition()
         self._rng = random.Random(secrets.randbits(64))
         self._ended = False
+        self._num_forged = self._num_replayed = 0
         self._listen(self._open_datagrams)
 
     @property
     def counters(self) -> PacketCounters:
         """What has happened to the packets of this session, and the number of all forged datagrams."""
         counters = PacketCounters() if self._session is None else self._session.machine.counters
-        return replace(counters, forged=0 if self._datagrams is None else self._datagrams.forged)
+        return replace(counters, forged=self._num_forged, replayed=self._num_replayed)
 
     def _open_datagrams(self) -> None:
         if self.options.udp:
-            self._datagrams = DatagramSocket(self.address, self._key)
+            self._datagrams = DatagramSocket(self.address)
             if self.options.multicast is not None:
                 self._datagrams.multicast_from(self._datagrams.address[0])
 
@@ -183,7 +189,10 @@ class AggregationServer(Server):
     # -- sessions --------------------------------------------------------------------------------------------
 
     def _join(self, worker: int, join: AggregatorJoin) -> None:
-        session = self._session
+        session, datagrams = self._session, None
+        if self._datagrams is not None:
+            derive = partial(self._endpoint.derive, worker)
+            datagrams = WorkerDatagrams.join(worker, join.address, self._endpoint.host(worker), derive)
         if session is None or join.session > session.number:
             session = self._begin(join)
         elif join.session < session.number:
@@ -203,7 +212,8 @@ class AggregationServer(Server):
             )
         if join.epoch not in (NO_EPOCH, session.machine.epoch):
             session.machine.resumed = True
-        session.addresses[worker] = join.address
+        if datagrams is not None:
+            self._take_address(session, datagrams)
         session.stall_seconds = min(session.stall_seconds, join.stall_seconds)
         session.present.add(worker)
         session.lost_at.pop(worker, None)
@@ -213,18 +223,24 @@ class AggregationServer(Server):
         header = Header(FrameKind.WELCOME, sender=self.options.workers, epoch=self._epoch)
         self._endpoint.send(worker, header, np.frombuffer(welcome, np.uint8))
 
+    def _take_address(self, session: _Session, made: WorkerDatagrams) -> None:
+        before = session.datagrams.get(made.address)
+        made.validated = before is not None and before.worker == made.worker and before.validated
+        kept = {where: each for where, each in session.datagrams.items() if each.worker != made.worker}
+        session.datagrams = {**kept, made.address: made}
+
     def _begin(self, join: AggregatorJoin) -> _Session:
         self._check_config(join.config)
         machine = AggregatorStateMachine(
             join.config, 1 + secrets.randbits(63), acknowledges=self._datagrams is not None
         )
-        if self._datagrams is not None:
-            self._datagrams.enter(machine.epoch)
         if self._session is not None:
             reason = f"The job has been started again as session {join.session}. End this process."
             for worker in self._session.present:
                 self._endpoint.dismiss(worker, reason)
         self._session = _Session(join.session, machine)
+        if self.options.multicast is not None:
+            self._session.group = DatagramSender(group_key(self._key, machine.epoch))
         return self._session
 
     def _check_config(self, config: SessionConfig) -> None:
@@ -280,17 +296,39 @@ class AggregationServer(Server):
                     self._take_datagrams(self._datagrams)
 
     def _take_datagrams(self, datagrams: DatagramSocket) -> None:
-        for packet in datagrams.receive(_DATAGRAMS_PER_READ):  # forged ones are dropped there, without the lock
+        for source, datagram in datagrams.receive(_DATAGRAMS_PER_READ):
+            session = self._session
+            worker = None if session is None else session.datagrams.get(source)
+            packet = None if worker is None else self._open(worker.receiver, datagram)
+            if worker is None:
+                self._num_forged += 1
+            if session is None or worker is None or packet is None:
+                continue  # forged or a replay: dropped without the lock
             with self._changed, contextlib.suppress(FrameError):  # counted
-                if self._session is None:
+                if self._session is not session:
                     continue
-                if self._rng.random() < self.options.drop:
-                    self._session.machine.counters.dropped += 1
+                worker.validated = True
+                if worker.asks_too_often(packet, time.monotonic()):
+                    session.machine.counters.refused += 1
+                elif self._rng.random() < self.options.drop:
+                    session.machine.counters.dropped += 1
                 else:
-                    self._send(self._session.machine.receive(packet, time.monotonic()))
+                    self._send(session.machine.receive(packet, time.monotonic(), worker.worker))
         with self._changed:
             if self._session is not None:
-                self._send(self._session.machine.flush())
+                machine = self._session.machine
+                hashes = self._session.hashes.flush(machine.epoch)
+                workers = [known.worker for known in self._session.datagrams.values() if known.validated]
+                machine.counters.sent += len(hashes) * len(workers)
+                self._send([PacketToSend(worker, packet) for worker in workers for packet in hashes])
+                self._send(machine.flush())
+
+    def _open(self, receiver: DatagramReceiver, datagram: memoryview) -> memoryview | None:
+        forged, replayed = receiver.forged, receiver.replayed
+        packet = receiver.open(datagram)
+        self._num_forged += receiver.forged - forged
+        self._num_replayed += receiver.replayed - replayed
+        return packet
 
     def _send(self, messages: list[PacketToSend]) -> None:
         assert self._session is not None, "packets belong to a session"
@@ -299,13 +337,13 @@ class AggregationServer(Server):
                 header = Header(FrameKind.PACKET, sender=self.options.workers, epoch=self._epoch)
                 for each in list(self._session.present) if worker == EVERYONE else [worker]:
                     self._endpoint.send(each, header, packet)
-            elif worker != EVERYONE:
-                address = self._session.addresses.get(worker)  # None before it has joined
-                self._datagrams.send(packet, [] if address is None else [address])
-            elif self.options.multicast is not None:
-                self._datagrams.send(packet, [self.options.multicast])
+            elif worker == EVERYONE and self._session.group is not None and self.options.multicast is not None:
+                self._datagrams.send(packet, self.options.multicast, self._session.group)
+                self._session.hashes.add(packet)
             else:
-                self._datagrams.send(packet, self._session.addresses.values())
+                for known in self._session.datagrams.values():
+                    if known.validated and worker in (EVERYONE, known.worker):
+                        self._datagrams.send(packet, known.address, known.sender)
 
 
 def _is_group(host: str) -> bool:

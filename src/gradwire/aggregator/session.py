@@ -233,7 +233,7 @@ class AggregatorJoin:
         client: Random number of this client.
         epoch: Epoch of the server that last welcomed the worker, or `NO_EPOCH`.
         stall_seconds: How long the worker lets a result wait for other workers.
-        address: IP address and port at which the worker receives datagrams.
+        address: IP address and port at which the worker receives datagrams: those of this connection's own host.
     """
 
     config: SessionConfig

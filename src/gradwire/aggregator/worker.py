@@ -19,6 +19,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from gradwire.aggregator.multicast import UnprovenResults, hashes_of
 from gradwire.aggregator.packet import (
     MAX_ROUND,
     SERVER,
@@ -36,7 +37,9 @@ from gradwire.aggregator.session import NO_EPOCH, SessionConfig
 from gradwire.core.errors import FrameError, PeerTimeoutError, SyncError
 from gradwire.wire.frame import FrameFlags
 
-_FROM_SERVER = frozenset({PacketKind.RESULT, PacketKind.HELD, PacketKind.WANTED, PacketKind.OBSOLETE})
+_FROM_SERVER = frozenset(
+    {PacketKind.RESULT, PacketKind.HELD, PacketKind.WANTED, PacketKind.OBSOLETE, PacketKind.DIGEST}
+)
 
 
 class WorkerStateMachine:
@@ -61,6 +64,7 @@ class WorkerStateMachine:
         self._open: dict[int, AggregationRequest] = {}
         self._last: dict[int, AggregationRequest] = {}
         self._unsent: deque[tuple[AggregationRequest, int]] = deque()
+        self._unproven = UnprovenResults()
 
     def submit(
         self, round_: int, stream: int, payload: np.ndarray | None, out: np.ndarray, flags: FrameFlags, deadline: float
@@ -163,13 +167,14 @@ class WorkerStateMachine:
     # -- receiving -------------------------------------------------------------------------------------------
 
     def receive(
-        self, datagram: bytes | memoryview | np.ndarray, now: float
+        self, datagram: bytes | memoryview | np.ndarray, now: float, *, from_group: bool = False
     ) -> tuple[list[AggregationRequest], list[np.ndarray]]:
         """Process a received packet, and return the completed requests and the packets to send at once.
 
         Args:
             datagram: Untrusted bytes; the memory may be reused after the call.
             now: Seconds on the caller's monotonic clock.
+            from_group: Whether it came to a multicast group, so that another worker may have written it.
 
         Raises:
             FrameError: It is not a packet, or not one that the server may send. Nothing has changed.
@@ -184,11 +189,14 @@ class WorkerStateMachine:
         if packet.epoch != self.epoch:
             self.counters.stale += 1
             return [], []
-        if packet.worker != SERVER or packet.kind not in _FROM_SERVER or not self._fits(packet):
+        allowed = {PacketKind.RESULT} if from_group else _FROM_SERVER
+        if packet.worker != SERVER or packet.kind not in allowed or not self._fits(packet):
             self.counters.refused += 1
             raise FrameError(f"{packet.kind.name} of {packet.key} is not a packet that the server may send.")
         if packet.kind is PacketKind.RESULT:
-            return self._take(packet, now), []
+            return self._take(packet, now) if not from_group or self._is_proven(packet, datagram) else [], []
+        if packet.kind is PacketKind.DIGEST:
+            return self._take_hashes(packet, now), []
         if packet.kind is PacketKind.HELD:
             self._hold(keys_of(packet.body), now)
             return [], []
@@ -203,6 +211,7 @@ class WorkerStateMachine:
             self.counters.duplicates += 1
             return []
         self.counters.taken += 1
+        self._unproven.forget(packet.key)
         if self.window is not None:
             self.window.finish(packet.key, now)
         request.take(packet)
@@ -211,6 +220,18 @@ class WorkerStateMachine:
         del self._open[request.stream]
         self._last[request.stream] = request
         return [request]
+
+    def _is_proven(self, packet: Packet, datagram: bytes | memoryview | np.ndarray) -> bool:
+        waits = self._waiting_for(packet.key) is not None
+        return not waits or self._unproven.add_result(packet.key, bytes(datagram))
+
+    def _take_hashes(self, packet: Packet, now: float) -> list[AggregationRequest]:
+        done = []
+        for key, named in hashes_of(packet.body):
+            result = self._unproven.add_hash(key, named) if self._waiting_for(key) is not None else None
+            if result is not None:
+                done += self._take(unpack(result), now)
+        return done
 
     def _hold(self, keys: list[PacketKey], now: float) -> None:
         if self.window is None:
@@ -252,7 +273,7 @@ class WorkerStateMachine:
             return (
                 packet.num_added == 0
                 and packet.flags == 0
-                and (packet.kind is PacketKind.HELD or not packet.body.nbytes)
+                and (packet.kind in (PacketKind.HELD, PacketKind.DIGEST) or not packet.body.nbytes)
             )
         _, stream, index = packet.key
         if stream >= len(self.config.streams) or index >= self.config.num_packets(stream):

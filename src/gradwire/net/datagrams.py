@@ -1,33 +1,37 @@
-"""Authenticated datagrams: UDP with a keyed tag of 16 bytes after each packet.
+"""Authenticated datagrams: UDP packets with a number and a tag behind each.
 
-Guarantees: a datagram without the tag of this job and this incarnation of the server is dropped unread. Nobody without
-the job key can make an end send anything. The tag does not tell holders of the key apart, does not encrypt, and does
-not detect a replay within one incarnation of the server. There the protocol knows every packet, and answers go to the
-worker's own address, not to the source of the replay.
+Each direction between two ends has a key of its own (`gradwire.net.handshake.Handshake.derive`), which no other worker
+is given. The number grows with each datagram of the direction.
 
-Source: BLAKE2 (RFC 7693) with a key, 16 bytes.
+Guarantees: a datagram without the tag of its direction is dropped, and so is one whose number was used, or is older
+than `WINDOW` datagrams. Neither makes an end send anything. Does not encrypt.
+
+Layout behind the packet, little-endian: 8 bytes number, 16 bytes tag (`gradwire.wire.mac`).
+
+Source: RFC 4303 (ESP), section 3.4.3, for the window of numbers.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import hmac
-import secrets
 import socket
 import struct
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from gradwire.core.errors import OptionError
-from gradwire.net.handshake import JobKey
+from gradwire.wire.mac import TAG_BYTES, FrameMac
 
-TAG_BYTES = 16
+NUMBER_BYTES = 8
+TRAILER_BYTES = NUMBER_BYTES + TAG_BYTES
 MAX_DATAGRAM_BYTES = 65_507
-MAX_PACKET_BYTES = MAX_DATAGRAM_BYTES - TAG_BYTES
+MAX_PACKET_BYTES = MAX_DATAGRAM_BYTES - TRAILER_BYTES
+WINDOW = 4096
+"""Datagrams of a direction may overtake fewer than this many others."""
+_WINDOW_BITS = (1 << WINDOW) - 1
 BUFFER_BYTES = 8 << 20
 """Size requested for the kernel's buffers. The kernel may grant less (net.core.rmem_max)."""
 SEND_SECONDS = 1
@@ -37,23 +41,82 @@ Address = tuple[str, int]
 _BUFFERS = ((socket.SO_RCVBUF, 33), (socket.SO_SNDBUF, 32))
 
 
+class DatagramSender:
+    """One direction of datagrams, at its sender.
+
+    Args:
+        key: 32 bytes for this direction only.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self._mac = FrameMac(key)
+        self._num_sent = 0
+
+    def trailer(self, packet: np.ndarray) -> bytes:
+        """Return the bytes behind a packet. Each call counts as a datagram, also if the packet was sent before."""
+        number = self._num_sent
+        self._num_sent += 1
+        return number.to_bytes(NUMBER_BYTES, "little") + self._mac.tag(number, b"", packet)
+
+
+class DatagramReceiver:
+    """One direction of datagrams, at its receiver.
+
+    Args:
+        key: 32 bytes for this direction only.
+
+    Attributes:
+        forged: Number of datagrams dropped for their tag.
+        replayed: Number of datagrams dropped for their number.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self.forged = self.replayed = 0
+        self._mac = FrameMac(key)
+        self._next = 0  # above all numbers so far
+        self._seen = 0  # bit i: number _next - 1 - i has come
+
+    def open(self, datagram: memoryview) -> memoryview | None:
+        """Return the packet in a datagram; None if it is forged or a replay."""
+        packet, trailer = datagram[: max(0, len(datagram) - TRAILER_BYTES)], datagram[-TRAILER_BYTES:]
+        number = int.from_bytes(trailer[:NUMBER_BYTES], "little")
+        if len(trailer) < TRAILER_BYTES or not self._mac.matches(
+            bytes(trailer[NUMBER_BYTES:]), number, b"", np.frombuffer(packet, np.uint8)
+        ):
+            self.forged += 1
+        elif not self._is_new(number):
+            self.replayed += 1
+        else:
+            return packet
+        return None
+
+    def _is_new(self, number: int) -> bool:
+        """Whether a proven number has not come before; it has now."""
+        ahead = number + 1 - self._next
+        if ahead > 0:
+            self._seen = (self._seen << min(ahead, WINDOW) | 1) & _WINDOW_BITS
+            self._next = number + 1
+            return True
+        bit = 1 << -ahead
+        if -ahead >= WINDOW or self._seen & bit:
+            return False
+        self._seen |= bit
+        return True
+
+
 class DatagramSocket:
     """A UDP socket of a job.
 
     Args:
         address: Address to bind to; port 0 for any port.
-        key: The job key.
         buffer_bytes: Size requested for the kernel's buffers.
         shared: Whether other sockets of this machine may bind to the same address, for multicast.
 
     Attributes:
         address: Address that the socket is bound to.
-        forged: Number of datagrams dropped for their tag.
     """
 
-    def __init__(
-        self, address: Address, key: JobKey, *, buffer_bytes: int = BUFFER_BYTES, shared: bool = False
-    ) -> None:
+    def __init__(self, address: Address, *, buffer_bytes: int = BUFFER_BYTES, shared: bool = False) -> None:
         self.socket = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET, socket.SOCK_DGRAM)
         # A limit of the kernel's: one of Python's would make each call wait, those that must not as well.
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_SECONDS, 0))
@@ -70,15 +133,7 @@ class DatagramSocket:
             self.socket.close()
             raise
         self.address: Address = self.socket.getsockname()[:2]
-        self.forged = 0
-        self._job_key = key
-        self._tag = hashlib.blake2b(digest_size=TAG_BYTES, key=secrets.token_bytes(32))  # matches nothing
         self._buffer = memoryview(bytearray(MAX_DATAGRAM_BYTES + 1))
-
-    def enter(self, epoch: int) -> None:
-        """Switch to packets of this incarnation of the server."""
-        key = self._job_key.mac(b"aggregation datagrams", epoch.to_bytes(8, "little"))
-        self._tag = hashlib.blake2b(digest_size=TAG_BYTES, key=key)
 
     def join(self, group: str, interface: str) -> None:
         """Receive what is sent to a multicast group, on the interface with this address."""
@@ -92,32 +147,23 @@ class DatagramSocket:
         self.socket.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_IF, socket.inet_aton(interface))
         self.socket.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_LOOP, 1)
 
-    def send(self, packet: np.ndarray, addresses: Iterable[Address]) -> None:
-        """Send one packet to each address. Waits for room in the kernel; a packet that the kernel refuses is lost."""
-        tag = self._tag.copy()
-        tag.update(packet.data)
-        buffers: list[Any] = [packet.data, tag.digest()]
-        for address in addresses:
-            with contextlib.suppress(OSError):
-                self.socket.sendmsg(buffers, [], 0, address)
+    def send(self, packet: np.ndarray, address: Address, sender: DatagramSender) -> None:
+        """Send one packet. Waits for room in the kernel; a packet that the kernel refuses is lost."""
+        buffers: list[Any] = [packet.data, sender.trailer(packet)]
+        with contextlib.suppress(OSError):
+            self.socket.sendmsg(buffers, [], 0, address)
 
-    def receive(self, most: int) -> Iterator[memoryview]:
-        """Yield the packets that have arrived, each valid until the next. Never waits.
+    def receive(self, most: int) -> Iterator[tuple[Address, memoryview]]:
+        """Yield the datagrams that have arrived, with their sources, each valid until the next. Never waits.
 
-        Reads at most `most` datagrams, forged ones included, so that a flood of them holds nobody up.
+        Reads at most `most` datagrams, so that a flood of forged ones holds nobody up.
         """
         for _ in range(most):
             try:
-                num_bytes = self.socket.recv_into(self._buffer, 0, socket.MSG_DONTWAIT)
+                num_bytes, source = self.socket.recvfrom_into(self._buffer, 0, socket.MSG_DONTWAIT)
             except OSError:  # nothing has arrived; or an error of an earlier send
                 return
-            packet = self._buffer[: max(0, num_bytes - TAG_BYTES)]
-            tag = self._tag.copy()
-            tag.update(packet)
-            if hmac.compare_digest(tag.digest(), self._buffer[len(packet) : num_bytes]):
-                yield packet
-            else:
-                self.forged += 1
+            yield source[:2], self._buffer[:num_bytes]
 
     def close(self) -> None:
         """Close the socket. Idempotent."""

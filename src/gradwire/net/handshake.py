@@ -230,7 +230,10 @@ class Handshake:
         return FrameMac(self.derive(f"frames of the {mine}")), FrameMac(self.derive(f"frames of the {theirs}"))
 
     def derive(self, use: str) -> bytes:
-        """Return 32 bytes for one use in this connection, the same at both ends."""
+        """Return 32 bytes for one use in this connection, the same at both ends.
+
+        Nobody without the job key knows them, and of those who have it, nobody who has not seen the handshake.
+        """
         return self._proof(f"key, {use}")
 
     def _proof(self, role: str) -> bytes:

@@ -22,7 +22,7 @@ import numpy as np
 from gradwire.core import threads
 from gradwire.core.errors import OptionError, SyncError
 from gradwire.net.closing import ClosingMessage, close_gracefully
-from gradwire.net.handshake import GroupMember, JobKey
+from gradwire.net.handshake import GroupMember, Handshake, JobKey
 from gradwire.net.link import Link
 from gradwire.net.loop import ConnectionLoop
 from gradwire.net.pending import PendingConnection, PendingConnections
@@ -88,6 +88,7 @@ class ReconnectingEndpoint(ConnectionLoop):
         self._server = None if call is None else call[0]
         self._joining: Link | None = None
         self._connections: dict[int, int] = {}
+        self._handshakes: dict[int, Handshake] = {}
         self._dismissed: list[tuple[Link, str]] = []
         self._dismissals: list[threading.Thread] = []
         self._pending = PendingConnections(
@@ -111,6 +112,19 @@ class ReconnectingEndpoint(ConnectionLoop):
         Within `EndpointOwner.deliver` it is the number of the connection that brought the frame.
         """
         return self._connections.get(peer, 0)
+
+    def derive(self, peer: int, use: str) -> bytes:
+        """Return 32 bytes that only this end and the peer know, for one use in the peer's latest connection.
+
+        Call it on the endpoint's thread, where the latest connection is the one that brings the frame.
+        """
+        return self._handshakes[peer].derive(use)
+
+    def host(self, peer: int) -> str:
+        """Return the address from which a peer is connected. Call it on the endpoint's thread."""
+        link = self._link(peer, None)
+        assert link is not None, "it has just sent a frame"
+        return str(link.socket.getpeername()[0]).partition("%")[0]
 
     def send(self, peer: int, header: Header, body: np.ndarray, connection: int | None = None) -> bool:
         """Queue one frame and return at once.
@@ -179,6 +193,7 @@ class ReconnectingEndpoint(ConnectionLoop):
             self._disconnect(self._links[peer], SyncError(f"Rank {peer} has connected again.", rank=peer), tell=False)
         now = time.monotonic()
         link.conversation.begin(self._owner.admit, now)
+        self._handshakes[peer] = pending.handshake
         with self._lock:
             self._connections[peer] = self.connection(peer) + 1
             self._joining = link
