@@ -13,8 +13,9 @@ from gradwire.compressors.base import SummableCompressor
 from gradwire.core.errors import SyncError
 from gradwire.core.spec import ELEMENT_TYPES, TensorSpec
 from gradwire.residuals.transaction import Residuals
+from gradwire.sync.adding_codecs import AccumulatorCodec, DenseCodec, make_codec
 from gradwire.sync.chunk import Chunk
-from gradwire.sync.codec import EMPTY, AccumulatorCodec, DenseCodec, PayloadCodec, make_codec
+from gradwire.sync.codec import EMPTY, PayloadCodec
 from gradwire.sync.job import TensorJob, TensorLayout
 from gradwire.sync.plan_entry import PlanEntry
 from gradwire.wire.frame import FrameFlags

@@ -15,10 +15,11 @@ from gradwire.compressors.base.registry import code, make
 from gradwire.core.errors import FrameError, PayloadError, SyncError
 from gradwire.core.spec import ELEMENT_TYPES, TensorSpec
 from gradwire.residuals.transaction import Residuals
-from gradwire.sync import fusion
+from gradwire.sync import fusion, fusion_codec
 from gradwire.sync.batch import BatchCodec
 from gradwire.sync.chunk import Chunk
-from gradwire.sync.fusion import FusionCodec, FusionGroup, FusionLayout, is_fused, rotations
+from gradwire.sync.fusion import FusionGroup, FusionLayout, is_fused, rotations
+from gradwire.sync.fusion_codec import FusionCodec
 from gradwire.sync.job import TensorLayout
 from gradwire.sync.plan import Method, Plan
 from gradwire.sync.plan_entry import MAX_RANGE_ELEMENTS, PlanEntry
@@ -228,7 +229,7 @@ def payload(lengths: list[int], size: int) -> Payload:
 @pytest.mark.parametrize(("lengths", "size"), [([3, 4], 6), ([3, 4], 8), ([11, 0], 11), ([0xFFFFFFFF, 1], 0), ([3], 0)])
 def test_lengths_that_do_not_fit_are_refused(lengths: list[int], size: int) -> None:
     with pytest.raises(PayloadError, match="Expected"):
-        fusion._split(payload(lengths, size), [10, 10])
+        fusion_codec._split(payload(lengths, size), [10, 10])
 
 
 def test_headers_that_do_not_fit_are_refused() -> None:

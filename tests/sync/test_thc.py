@@ -15,8 +15,8 @@ from gradwire.core.context import Context
 from gradwire.core.errors import DisagreementError
 from gradwire.core.spec import TensorSpec
 from gradwire.residuals.transaction import Residuals
+from gradwire.sync.adding_codecs import make_codec
 from gradwire.sync.chunk import Chunk, split
-from gradwire.sync.codec import make_codec
 from gradwire.sync.job import TensorJob, TensorLayout
 from gradwire.sync.plan import Plan
 from gradwire.sync.plan_entry import PlanEntry

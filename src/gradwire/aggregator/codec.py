@@ -29,8 +29,9 @@ from gradwire.compressors.base import LookupCompressor
 from gradwire.core.events import Event
 from gradwire.core.spec import as_array
 from gradwire.kernels import active as kernels
+from gradwire.sync.adding_codecs import AccumulatorCodec
 from gradwire.sync.chunk import Chunk
-from gradwire.sync.codec import EMPTY, AccumulatorCodec
+from gradwire.sync.codec import EMPTY
 from gradwire.sync.job import TensorJob
 from gradwire.sync.runtime import Runtime
 from gradwire.wire.frame import FrameFlags, FrameKind

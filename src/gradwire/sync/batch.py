@@ -25,9 +25,11 @@ from gradwire.kernels.cpu import groups
 from gradwire.kernels.cpu.elements import as_input
 from gradwire.residuals import policies
 from gradwire.residuals.transaction import ResidualKey, Residuals, ResidualSlots, Role
+from gradwire.sync.adding_codecs import make_codec
 from gradwire.sync.chunk import Chunk
-from gradwire.sync.codec import PayloadCodec, make_codec
-from gradwire.sync.fusion import FusionCodec, FusionGroup
+from gradwire.sync.codec import PayloadCodec
+from gradwire.sync.fusion import FusionGroup
+from gradwire.sync.fusion_codec import FusionCodec
 from gradwire.sync.job import TensorJob
 from gradwire.sync.runtime import Runtime
 from gradwire.wire.payload import Payload

@@ -17,8 +17,8 @@ import torch
 from gradwire.core.errors import SyncError
 from gradwire.core.events import Event
 from gradwire.core.spec import ElementRange
+from gradwire.sync.adding_codecs import DenseCodec
 from gradwire.sync.chunk import Chunk
-from gradwire.sync.codec import DenseCodec
 from gradwire.sync.engine import Engine
 from gradwire.sync.fusion import (
     FUSION_FLAG,

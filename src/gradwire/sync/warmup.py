@@ -20,8 +20,8 @@ from gradwire.kernels import active as kernels
 from gradwire.residuals import policies
 from gradwire.residuals.policies import EncodeInput
 from gradwire.residuals.transaction import ResidualKey, Residuals, Role
+from gradwire.sync.adding_codecs import DenseCodec
 from gradwire.sync.batch import BatchCodec
-from gradwire.sync.codec import DenseCodec
 from gradwire.sync.fusion import FusionGroup, FusionLayout, is_fused
 from gradwire.sync.job import TensorLayout
 from gradwire.sync.plan_entry import PlanEntry
