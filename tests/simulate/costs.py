@@ -25,6 +25,14 @@ def onebit(encode: float = 0.0, decode: float = 0.0) -> CodecCosts:
     return CodecCosts(LinearCost(0.0, encode), LinearCost(0.0, decode), LinearCost(0.0, decode), line)
 
 
+def summed(payload_bytes: float = 0.0, squares: bool = False) -> CodecCosts:
+    """Costs of a compressor with a preliminary round whose payloads add up: no time, and bytes per element."""
+    return CodecCosts(
+        FREE, FREE, FREE, LinearCost(0.0, payload_bytes),
+        stats=FREE, stats_bytes=FREE, accumulate=FREE, finalize=FREE, accumulator_bytes=FREE, squares=squares,
+    )  # fmt: skip
+
+
 def gradients(*numels: int, ready: float = 0.0) -> list[SimulatedGradient]:
     """Gradients of matrices of these numbers of elements, all ready at once."""
     return [

@@ -10,11 +10,11 @@ from gradwire.simulate.jobs import jobs_of
 from gradwire.sync.plan import Plan
 from gradwire.sync.synchronizer import GradientSlice
 from gradwire.wire.frame import HEADER_BYTES
-from tests.simulate.costs import costs, model, onebit
+from tests.simulate.costs import costs, model, onebit, summed
 from tests.sync.harness import ranks
 
 RATE = 1e9
-KNOWN = costs(onebit=onebit())
+KNOWN = costs(onebit=onebit(), int8shared=summed(1.0), powersgd=summed(squares=True))
 LENGTH = 4  # bytes per tensor in the message of a fusion group, besides its payload
 
 
@@ -87,12 +87,13 @@ def test_dense_tensors_of_a_bucket_travel_together():
     ]
 
 
+@pytest.mark.parametrize("method", ["onebit", "int8shared", "powersgd"])
 @pytest.mark.parametrize("strategy", ["scatter_reduce", "allgather"])
-def test_the_synchronizer_sends_the_same_bytes(strategy):
+def test_the_synchronizer_sends_the_same_bytes(strategy, method):
     # Compressed and fused, cut, and dense: matrices in the order of backward, each with its vector.
     shapes = [(128, 512), (9000,), (64, 256), (9000,), (1024, 256), (100,)]
     tensors = [SimulatedGradient(f"tensor{index}", shape) for index, shape in enumerate(shapes)]
-    plan = Plan("onebit", strategy=strategy)
+    plan = Plan(method, strategy=strategy)
     simulated = step(SimulatedModel(tensors, bucket_bytes=1 << 30), plan, cluster(4), KNOWN)
     registered = {each.name: each.spec for each in reversed(tensors)}
     with ranks(4, plan, tensors=registered) as group:
@@ -108,9 +109,10 @@ def test_the_synchronizer_sends_the_same_bytes(strategy):
     assert bodies + HEADER_BYTES * simulated.num_messages == pytest.approx(sent, rel=1e-6)
 
 
+@pytest.mark.parametrize("method", ["onebit", "powersgd"])
 @pytest.mark.parametrize("strategy", ["scatter_reduce", "allgather"])
-def test_one_rank_stands_for_all_in_a_fusion_group_too(strategy):
-    tensors, plan = model(*[16384] * 16, bucket_bytes=1 << 30), Plan("onebit", strategy=strategy)
+def test_one_rank_stands_for_all_in_a_fusion_group_too(strategy, method):
+    tensors, plan = model(*[16384] * 16, bucket_bytes=1 << 30), Plan(method, strategy=strategy)
     one, all_ranks = (step(tensors, plan, cluster(8), KNOWN, fold=fold) for fold in (True, False))
     assert one.seconds == pytest.approx(all_ranks.seconds, rel=0.05)
     assert one.sent_bytes == pytest.approx(all_ranks.sent_bytes)

@@ -15,11 +15,11 @@ from gradwire.compressors.base.registry import code, make
 from gradwire.core.errors import FrameError, PayloadError, SyncError
 from gradwire.core.spec import ELEMENT_TYPES, TensorSpec
 from gradwire.residuals.transaction import Residuals
-from gradwire.sync import fusion, fusion_codec
+from gradwire.sync import fusion
 from gradwire.sync.batch import BatchCodec
 from gradwire.sync.chunk import Chunk
 from gradwire.sync.fusion import FusionGroup, FusionLayout, is_fused, rotations
-from gradwire.sync.fusion_codec import FusionCodec
+from gradwire.sync.fusion_codec import FusionCodec, split
 from gradwire.sync.job import TensorLayout
 from gradwire.sync.plan import Method, Plan
 from gradwire.sync.plan_entry import MAX_RANGE_ELEMENTS, PlanEntry
@@ -57,7 +57,7 @@ def train(one: Synchronizer, together: bool, steps: int = 3, unused: str = "") -
     "method",
     [
         "onebit", "threelc", "topk", make("threelc", zero_run=False, sparsity=1.5), make("topk", ratio=0.2, warmup=2),
-        "qsgd", "int8", make("randomk", ratio=0.1), "adacomp",
+        "qsgd", "int8", make("randomk", ratio=0.1), "adacomp", "powersgd", "int8shared", "signsgd", "terngrad", "thc",
     ],
     ids=str,
 )  # fmt: skip
@@ -78,9 +78,32 @@ def test_a_group_by_all_gather_gives_the_bits_of_its_tensors_one_by_one(
         assert fused["bytes"] < single["bytes"]
 
 
-@pytest.mark.parametrize("method", ["onebit", "topk"])
+@pytest.mark.parametrize("strategy", ["allgather", "scatter_reduce"])
+def test_powersgd_has_the_same_bits_fused_or_not_and_continues_from_either(strategy: str) -> None:
+    """With two partitions, its tensors are not fused, and not cut either."""
+    plans = [Plan("powersgd", min_elements=0, strategy=strategy, partitions=count) for count in (1, 2)]
+    found, specs = [], {name: TensorSpec(shape) for name, shape in SHAPES.items()}
+    for fused in (0, 1):
+        with ranks(3, plans[fused], tensors=specs) as group:
+            before = group.each(partial(train, together=True, unused="b"))
+            saved = [one.state_dict() for one in group.synchronizers]
+        with ranks(3, plans[1 - fused], tensors=specs) as group:
+            for one, state in zip(group.synchronizers, saved, strict=True):
+                one.load_state_dict(state)
+            after = group.each(partial(train, together=True))
+        assert set(saved[0]["residuals"]["states"]) == set(SHAPES) - {"c"}  # its factors would take more bytes
+        found.append((before, after))
+    (before, after), (before_other, after_other) = found
+    for one, other in zip([*before, *after], [*before_other, *after_other], strict=True):
+        for name in SHAPES:
+            assert torch.equal(one["means"][name], other["means"][name])
+            np.testing.assert_array_equal(one["residuals"].get(name), other["residuals"].get(name))
+    assert before[0]["frames"] < before_other[0]["frames"]
+
+
+@pytest.mark.parametrize("method", ["onebit", "topk", "powersgd", make("int8shared", stochastic=False)], ids=str)
 @pytest.mark.parametrize("world_size", [2, 3, 7])
-def test_by_scatter_reduce_replicas_agree_and_nothing_is_lost(method: str, world_size: int) -> None:
+def test_by_scatter_reduce_replicas_agree_and_nothing_is_lost(method: Method, world_size: int) -> None:
     plan = Plan(method, min_elements=0, strategy="scatter_reduce")
     steps, totals = 12, []
 
@@ -174,8 +197,9 @@ def test_which_tensors_are_fused() -> None:
     assert is_fused(onebit, 100)
     assert is_fused(onebit, MAX_RANGE_ELEMENTS)
     assert not is_fused(onebit, MAX_RANGE_ELEMENTS + 1)
-    for other in ("none", "int8shared", "signsgd", "powersgd"):  # exact, summable, preliminary rounds, full tensors
-        assert not is_fused(PlanEntry(make(other), partitions=1), 100)
+    for other in ("int8shared", "signsgd", "powersgd"):  # summable, preliminary rounds, full tensors
+        assert is_fused(PlanEntry(make(other), partitions=1), 100)
+    assert not is_fused(PlanEntry(make("none"), partitions=1), 100)
     assert not is_fused(replace(onebit, strategy="ring"), 100)
     for partitions in (2, None):
         assert not is_fused(replace(onebit, partitions=partitions), 100)
@@ -186,7 +210,8 @@ def test_without_costs_a_plan_takes_tensors_of_up_to_131072_elements_whole() -> 
     assert [plan.entry("w", TensorSpec((numel, 1))).partitions for numel in (2_000, 1 << 17, (1 << 17) + 1)] == [
         1, 1, None,
     ]  # fmt: skip
-    for unfused in (Plan("onebit", strategy="ring"), Plan("int8shared"), Plan("none")):
+    assert Plan("powersgd").entry("w", TensorSpec(((1 << 17) + 1, 2))).partitions == 1  # never cut
+    for unfused in (Plan("onebit", strategy="ring"), Plan("powersgd", strategy="ring"), Plan("none")):
         assert unfused.entry("w", TensorSpec((2_000, 1))).partitions is None
     assert Plan("onebit", partitions=3).entry("w", TensorSpec((2_000, 1))).partitions == 3
 
@@ -221,6 +246,44 @@ def test_chunks_hold_each_tensor_once_and_its_owner_is_the_same_in_every_group(n
     assert all(owners[0][name] == owner for some in owners[1:] for name, owner in some.items())
 
 
+@pytest.fixture(scope="module")
+def summed() -> tuple[list[FusionCodec], Chunk, dict[str, list[Payload]]]:
+    """The codecs of two ranks for two tensors by powersgd, and the messages of each round."""
+    entry = PlanEntry(make("powersgd"), feedback="error")
+    members = [TensorLayout(f"t{index}", index, entry, torch.float32, 600, shape=(20, 30)) for index in range(2)]
+    layout = FusionLayout(members)
+    (chunk,) = layout.chunks(1)
+    codecs = []
+    for rank in range(2):
+        values = [torch.randn(600, generator=torch.Generator().manual_seed(2 * rank + index)) for index in range(2)]
+        codecs.append(FusionCodec(FusionGroup(layout, values, [True] * 2, 0, 0), Residuals(), rank, 2, 0))
+    stats = [codec.stats(chunk) for codec in codecs]
+    for codec in codecs:
+        codec.reduce_stats(chunk, stats)
+    payloads = [codec.start(chunk) for codec in codecs]
+    sums = [codecs[0].encode_and_merge(chunk, payloads[1:], 1)]
+    return codecs, chunk, {"reduce_stats": stats, "encode_and_merge": payloads, "decode": sums}
+
+
+@pytest.mark.parametrize("damage", ["cut", "longer", "length", "too long"])
+@pytest.mark.parametrize("call", ["reduce_stats", "encode_and_merge", "decode"])
+def test_a_damaged_message_of_any_kind_is_blamed_on_its_sender(summed: Any, call: str, damage: str) -> None:
+    codecs, chunk, messages = summed
+    body = messages[call][-1].body.copy()
+    if damage == "cut":
+        body = body[:5]
+    elif damage == "longer":
+        body = np.append(body, np.uint8(0))
+    elif damage == "length":
+        body[0] -= 4
+        body[4] += 4
+    else:
+        body = np.concatenate([body, np.zeros(4096, np.uint8)])
+        body[5] += 16
+    with pytest.raises(SyncError, match="Rank 1 sent bytes that are not a payload"):
+        getattr(codecs[0], call)(chunk, [replace(messages[call][-1], body=body, sender=1)], 1)
+
+
 def payload(lengths: list[int], size: int) -> Payload:
     table = np.array(lengths, "<u4").view(np.uint8)
     return Payload(np.concatenate([table, np.zeros(size, np.uint8)]), sender=1)
@@ -229,7 +292,7 @@ def payload(lengths: list[int], size: int) -> Payload:
 @pytest.mark.parametrize(("lengths", "size"), [([3, 4], 6), ([3, 4], 8), ([11, 0], 11), ([0xFFFFFFFF, 1], 0), ([3], 0)])
 def test_lengths_that_do_not_fit_are_refused(lengths: list[int], size: int) -> None:
     with pytest.raises(PayloadError, match="Expected"):
-        fusion_codec._split(payload(lengths, size), [10, 10])
+        split(payload(lengths, size), [10, 10])
 
 
 def test_headers_that_do_not_fit_are_refused() -> None:

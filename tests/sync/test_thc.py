@@ -56,7 +56,9 @@ def exact_mean(codec: gw.Compressor, world_size: int, num_chunks: int, grads: li
     return mean
 
 
-def synchronized(world_size: int, strategy: str, codec: gw.Compressor, grads: list[torch.Tensor]) -> list[torch.Tensor]:
+def synchronized(
+    world_size: int, strategy: str, codec: gw.Compressor, num_chunks: int, grads: list[torch.Tensor]
+) -> list[torch.Tensor]:
     def run(one: Synchronizer) -> torch.Tensor:
         one.begin_step()
         grad = grads[one.rank].clone()
@@ -65,21 +67,26 @@ def synchronized(world_size: int, strategy: str, codec: gw.Compressor, grads: li
         one.commit()
         return grad
 
-    with ranks(world_size, Plan({"w": codec}, strategy=strategy), seed=SEED, nodes=1) as group:
+    plan = Plan({"w": codec}, strategy=strategy, partitions=num_chunks)
+    with ranks(world_size, plan, seed=SEED, nodes=1) as group:
         group.each(lambda one: one.register({"w": TensorSpec((NUMEL,))}))
         return group.each(run)
 
 
-@pytest.mark.parametrize("strategy", ["scatter_reduce", "ring", "allgather"])
+@pytest.mark.parametrize(
+    ("strategy", "is_cut"), [("scatter_reduce", True), ("scatter_reduce", False), ("ring", True), ("allgather", False)]
+)
 @pytest.mark.parametrize(
     "codec", [gw.make("thc"), gw.make("thc", granularity=90, bits=3, block=2048), gw.make("uthc")], ids=repr
 )
 @pytest.mark.parametrize("world_size", [2, 5])
-def test_a_strategy_gives_what_the_exact_integer_aggregate_gives(world_size: int, codec, strategy: str) -> None:
+def test_a_strategy_gives_what_the_exact_integer_aggregate_gives(
+    world_size: int, codec: gw.Compressor, strategy: str, is_cut: bool
+) -> None:
     """Bit for bit, in accumulators of 8 and 16 bits: nothing was decoded, rounded or wrapped on the way."""
     grads = [gradient(rank) for rank in range(world_size)]
-    num_chunks = 1 if strategy == "allgather" else world_size
-    found = synchronized(world_size, strategy, codec, grads)
+    num_chunks = world_size if is_cut else 1
+    found = synchronized(world_size, strategy, codec, num_chunks, grads)
     expected = exact_mean(codec, world_size, num_chunks, grads)
     for mean in found:
         assert torch.equal(mean, expected)

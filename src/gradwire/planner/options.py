@@ -106,11 +106,13 @@ def options(
             # After a preliminary round all ranks send to one owner at a time: more than a range per rank makes a
             # scatter-reduce slower (8 to 25 % in the simulator).
             most = shares if strategy == "scatter_reduce" and codec.needs_stats else math.inf
-            fused = neighbors if _is_fused(method.spec, strategy, codec, numel) else 1
+            is_fused = method.spec != DENSE.spec and strategy in FUSION_STRATEGIES and numel <= MAX_RANGE_ELEMENTS
             counts = partition_counts(numel, shares) if partitions is None else sorted(partitions)
             for count in [1] if codec.squares else counts:
                 if count <= most:
-                    times = route(method.spec, strategy, count, numel, costs, itemsize, fused, codec)
+                    times = route(
+                        method.spec, strategy, count, numel, costs, itemsize, neighbors if is_fused else 1, codec
+                    )
                     found.append(Option(method.spec, strategy, count, times))
     return found
 
@@ -138,12 +140,6 @@ def codec_for(tensor: PlannedTensor, spec: str, costs: Costs) -> CodecCosts:
         itemsize = compressor.accumulator_dtype(costs.world_size).itemsize
         accumulator_bytes = LinearCost(itemsize * compressor.accumulator_size(shape), 0.0)
     return replace(codec, payload_bytes=payload_bytes, stats_bytes=stats_bytes, accumulator_bytes=accumulator_bytes)
-
-
-def _is_fused(spec: str, strategy: str, codec: CodecCosts, numel: int) -> bool:
-    """Whether `gradwire.sync.fusion` fuses such a tensor if it has one partition, as far as costs tell."""
-    plain = not (spec == DENSE.spec or codec.needs_stats or codec.summable)
-    return plain and strategy in FUSION_STRATEGIES and numel <= MAX_RANGE_ELEMENTS
 
 
 def unbeaten(found: Sequence[Option]) -> list[int]:

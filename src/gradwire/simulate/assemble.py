@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from gradwire.core.errors import OptionError
 from gradwire.simulate.cluster import Cluster
 from gradwire.simulate.fold import ChunkShift, Fold, chunk_shift, deliveries
 from gradwire.simulate.fragments import in_fragments, num_fragments, offsets
-from gradwire.simulate.graphs import FusionMember, RankGraph, Work, graph_of
+from gradwire.simulate.graphs import FusionMember, RankGraph, Shapes, Work, graph_of
 from gradwire.simulate.loop import RECV, SEND
 from gradwire.simulate.prices import PriceList
 from gradwire.simulate.tasks import Tasks
@@ -36,7 +37,7 @@ class SimulatedJob:
 
     Attributes:
         name: Name of the tensor, or of the first tensor of the group.
-        numel: Number of elements.
+        shape: Shape of the tensor, or the number of elements of the group.
         entry: Plan entry.
         ready_seconds: When its gradient is ready on a typical rank, in seconds from the beginning of the step.
         rotation: Rank that owns the first range, modulo the number of ranks.
@@ -45,7 +46,7 @@ class SimulatedJob:
     """
 
     name: str
-    numel: int
+    shape: tuple[int, ...]
     entry: PlanEntry
     ready_seconds: float
     rotation: int
@@ -55,7 +56,7 @@ class SimulatedJob:
     def num_chunks(self, world_size: int) -> tuple[int, int]:
         """Number of chunks that it is cut into, and of those in folded graphs, in which all ranks own as many."""
         shares = world_size if STRATEGIES[self.entry.strategy].has_owners else 1
-        cut = shares if self.members else self.entry.num_ranges(self.numel, shares)
+        cut = shares if self.members else self.entry.num_ranges(math.prod(self.shape), shares)
         return cut, -(-cut // shares) * shares
 
 
@@ -122,7 +123,7 @@ def _cached_graphs(job: SimulatedJob, cluster: Cluster, fold: Fold) -> _JobGraph
     key = (
         *(cluster.ranks, cluster.ranks_per_node, fold.folded, fold.index_of.tobytes()),
         *(repr(entry.compressor), entry.strategy, job.num_chunks(cluster.ranks)[fold.folded]),
-        None if fold.folded else (job.numel, job.rotation, job.members),
+        bool(job.members) if fold.folded else (job.shape, job.rotation, job.members),
     )
     if key not in _cache:
         made = _graphs(job, cluster, fold)
@@ -137,7 +138,7 @@ def _graphs(job: SimulatedJob, cluster: Cluster, fold: Fold) -> _JobGraphs:
     if not fold.folded:
         graphs = [
             graph_of(
-                *(entry, job.numel, rank, world_size),
+                *(entry, job.shape, rank, world_size),
                 rotation=job.rotation,
                 ranks_per_node=step,
                 members=job.members,
@@ -146,9 +147,12 @@ def _graphs(job: SimulatedJob, cluster: Cluster, fold: Fold) -> _JobGraphs:
         ]
         return _JobGraphs(graphs, _pairs(graphs, fold, world_size, lambda chunk, *_: chunk))
     _, num_chunks = job.num_chunks(world_size)
-    entry, numel = replace(entry, partitions=num_chunks), num_chunks * RANGE_ALIGNMENT  # equal chunks
-    graphs = [graph_of(entry, numel, rank, world_size, ranks_per_node=step) for rank in fold.ranks]
-    following = graph_of(entry, numel, (fold.ranks[0] + step) % world_size, world_size, ranks_per_node=step)
+    entry, shape = replace(entry, partitions=num_chunks), (num_chunks * RANGE_ALIGNMENT,)  # equal chunks
+    members = [FusionMember((RANGE_ALIGNMENT,), index) for index in range(num_chunks)] if job.members else []
+    *graphs, following = (
+        graph_of(entry, shape, rank, world_size, ranks_per_node=step, members=members)
+        for rank in (*fold.ranks, (fold.ranks[0] + step) % world_size)
+    )
     moved = chunk_shift(graphs[0], following, step, world_size)
     return _JobGraphs(graphs, _pairs(graphs, fold, world_size, moved))
 
@@ -192,7 +196,7 @@ class _Layout:
         """The same graphs with fragmented frames, each fragment of a send for the same fragment of its recv."""
 
         def fragments_of(work: Work) -> int:
-            return num_fragments(max(job.prices.frame_bytes(work, sizes) for sizes, _ in self._sizes(job, work)))
+            return num_fragments(max(job.prices.frame_bytes(work, shapes) for shapes, _ in self._shapes(job, work)))
 
         cut = [in_fragments(graph, fragments_of) for graph in made.graphs]
         starts = np.cumsum([0, *(graph.kind.size for graph, _, _ in cut)])
@@ -246,20 +250,20 @@ class _Layout:
         self._sent_bytes[index] += costs[sends, 3].sum()
         self._sent_frames[index] += costs[sends, 4].sum()
 
-    def _sizes(self, job: SimulatedJob, work: Work) -> list[tuple[tuple[int, ...], float]]:
-        """Sizes of the chunks that a task of this work may have, each with its share of all chunks."""
+    def _shapes(self, job: SimulatedJob, work: Work) -> list[tuple[Shapes, float]]:
+        """Shapes in the chunks that a task of this work may have, each with its share of all chunks."""
         if not self._fold.folded:
-            return [(work.sizes, 1.0)]
-        return _chunk_sizes(job.numel, job.members, *job.num_chunks(self._cluster.ranks))
+            return [(work.shapes, 1.0)]
+        return _chunk_shapes(job.shape, job.members, *job.num_chunks(self._cluster.ranks))
 
     def _costs(self, job: SimulatedJob, work: Work) -> tuple[float, ...]:
         """Costs of a task of this work: seconds and their mean, bytes and their mean, mean of frames, and frames."""
-        chunks = self._sizes(job, work)
+        chunks = self._shapes(job, work)
         shares = [share for _, share in chunks]
-        seconds = [job.prices.seconds(work, sizes) for sizes, _ in chunks]
+        seconds = [job.prices.seconds(work, shapes) for shapes, _ in chunks]
         nbytes = [0.0] * len(chunks)
         if work.call in ("send", "recv"):
-            nbytes = [job.prices.frame_bytes(work, sizes) for sizes, _ in chunks]
+            nbytes = [job.prices.frame_bytes(work, shapes) for shapes, _ in chunks]
         return (
             *(max(seconds), float(np.dot(seconds, shares))),
             *(max(nbytes), float(np.dot(nbytes, shares))),
@@ -306,22 +310,24 @@ def _starts(counts: np.ndarray) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=4096)
-def _chunk_sizes(
-    numel: int, members: tuple[FusionMember, ...], cut: int, num_chunks: int
-) -> list[tuple[tuple[int, ...], float]]:
-    """Sizes of the chunks that are not empty, each with its share of all chunks, cut as the synchronizer cuts them.
+def _chunk_shapes(
+    shape: tuple[int, ...], members: tuple[FusionMember, ...], cut: int, num_chunks: int
+) -> list[tuple[Shapes, float]]:
+    """Shapes in the chunks that are not empty, each with its share of all chunks, cut as the synchronizer cuts them.
 
     Args:
-        numel: Number of elements.
+        shape: Shape of the tensor.
         members: Tensors of a compressed fusion group.
         cut: Number of chunks that they are cut into.
         num_chunks: Number of chunks of the simulated job.
     """
-    chunks: dict[int, tuple[int, ...]] = {chunk.index: (chunk.count,) for chunk in split(numel, cut) if chunk.count}
+    chunks: dict[int, Shapes] = {
+        chunk.index: (shape if cut == 1 else (chunk.count,),) for chunk in split(math.prod(shape), cut) if chunk.count
+    }
     if members:
         chunks = {}
         for member in members:
             index = member.rotation % num_chunks
-            chunks[index] = (*chunks.get(index, ()), member.numel)
+            chunks[index] = (*chunks.get(index, ()), member.shape)
     found = Counter(chunks.values())
-    return [(sizes, number / num_chunks) for sizes, number in sorted(found.items())]
+    return [(shapes, number / num_chunks) for shapes, number in sorted(found.items())]

@@ -8,6 +8,7 @@ has the operations, dependencies and frames of a real one, whatever the strategy
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -25,6 +26,9 @@ from gradwire.sync.plan_entry import PlanEntry
 from gradwire.sync.strategies import operations_of, peer_strategies
 from gradwire.wire.frame import FrameKind
 
+Shapes = tuple[tuple[int, ...], ...]
+"""Shape of each tensor in a chunk."""
+
 _KINDS = {"send": SEND, "recv": RECV}
 
 
@@ -32,11 +36,11 @@ class FusionMember(NamedTuple):
     """A tensor of a compressed fusion group.
 
     Attributes:
-        numel: Number of elements.
+        shape: Shape of the tensor.
         rotation: Rank that owns it, modulo the number of ranks.
     """
 
-    numel: int
+    shape: tuple[int, ...]
     rotation: int
 
 
@@ -48,7 +52,7 @@ class Work(NamedTuple):
         frame: Kind of the payload that it makes, sends or receives, if any.
         taken: Kind of the payloads that it takes, if any.
         num_payloads: Number of payloads that it takes.
-        sizes: Elements of each tensor in the chunk: one, except in a fusion group.
+        shapes: Shape of each tensor in the chunk: one, except in a fusion group.
         phase: Name in traces.
         share: Share of the frame, if it travels in fragments.
         dense: Whether the frame is dense whatever the job's compressor, as within a node.
@@ -59,7 +63,7 @@ class Work(NamedTuple):
     frame: FrameKind | None
     taken: FrameKind | None
     num_payloads: int
-    sizes: tuple[int, ...]
+    shapes: Shapes
     phase: str
     share: float = 1.0
     dense: bool = False
@@ -94,7 +98,7 @@ class RankGraph(NamedTuple):
 
 def graph_of(
     entry: PlanEntry,
-    numel: int,
+    shape: tuple[int, ...],
     rank: int,
     world_size: int,
     *,
@@ -106,7 +110,7 @@ def graph_of(
 
     Args:
         entry: Plan entry of the job.
-        numel: Number of elements.
+        shape: Shape of the tensor.
         rank: Rank that runs them.
         world_size: Number of ranks.
         rotation: Rank that owns the first range, modulo the number of ranks.
@@ -118,13 +122,13 @@ def graph_of(
     """
     if entry.strategy not in peer_strategies():
         raise UnknownNameError("strategy between ranks", entry.strategy, peer_strategies())
-    layout: TensorLayout | FusionLayout
+
+    def layout_of(shape: tuple[int, ...], rotation: int) -> TensorLayout:
+        return TensorLayout("job", 0, entry, torch.float32, math.prod(shape), shape=shape, rotation=rotation)
+
+    layout: TensorLayout | FusionLayout = layout_of(shape, rotation)
     if members:
-        layout = FusionLayout(
-            [TensorLayout("job", 0, entry, torch.float32, each.numel, rotation=each.rotation) for each in members]
-        )  # fmt: skip
-    else:
-        layout = TensorLayout("job", 0, entry, torch.float32, numel, rotation=rotation)
+        layout = FusionLayout([layout_of(*member) for member in members])
     nodes = grouped([str(each // ranks_per_node) for each in range(world_size)])
     return _packed(operations_of(layout, rank, world_size, lambda: nodes), layout, world_size)
 
@@ -146,17 +150,18 @@ def _packed(operations: Operations, layout: TensorLayout | FusionLayout, world_s
 
 
 def _work(op: Op, ops: Sequence[Op], layout: TensorLayout | FusionLayout, world_size: int) -> Work:
-    sizes = _sizes(layout, op.chunk)
+    shapes = _shapes(layout, op.chunk)
     if op.call:
         taken = ops[op.inputs[0]].frame if op.inputs else None
-        return Work(op.call, op.frame, taken, len(op.inputs), sizes, op.phase)
+        return Work(op.call, op.frame, taken, len(op.inputs), shapes, op.phase)
     is_sum = op.frame is FrameKind.AGGREGATE
     accumulator_bytes = layout.entry.accumulator_dtype(op.stage, world_size).itemsize if is_sum else 0
-    return Work(op.kind, op.frame, None, 0, sizes, op.phase, dense=op.dense, accumulator_bytes=accumulator_bytes)
+    return Work(op.kind, op.frame, None, 0, shapes, op.phase, dense=op.dense, accumulator_bytes=accumulator_bytes)
 
 
-def _sizes(layout: TensorLayout | FusionLayout, chunk: Chunk) -> tuple[int, ...]:
-    """Elements of each tensor in a chunk."""
+def _shapes(layout: TensorLayout | FusionLayout, chunk: Chunk) -> Shapes:
+    """Shape of each tensor in a chunk."""
     if isinstance(layout, FusionLayout):
-        return tuple(layout.members[index].count for index in layout.members_of_chunk[chunk.index])
-    return (chunk.count,)
+        members = [layout.members[index] for index in layout.members_of_chunk[chunk.index]]
+        return tuple(member.spec(Chunk(0, 0, member.count)).shape for member in members)
+    return (layout.spec(chunk).shape,)

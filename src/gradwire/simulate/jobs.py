@@ -49,12 +49,11 @@ def jobs_of(model: SimulatedModel, plan: Plan, cluster: Cluster, costs: Costs) -
     jobs: list[SimulatedJob] = []
 
     def add(group: Sequence[_Entry], ready: float, members: tuple[FusionMember, ...] = ()) -> None:
-        first, entry, numel = group[0], group[0].entry, sum(each.numel for each in group)
+        first, entry = group[0], group[0].entry
+        shape = first.gradient.spec.shape if len(group) == 1 else (sum(each.numel for each in group),)
         name = group_name([each.gradient.name for each in group])
-        prices = PriceList(
-            *(entry.compressor, costs, first.gradient.dtype), fused=bool(members), shape=first.gradient.spec.shape
-        )
-        jobs.append(SimulatedJob(name, numel, entry, ready, first.rotation, prices, members))
+        prices = PriceList(entry.compressor, costs, first.gradient.dtype, fused=bool(members))
+        jobs.append(SimulatedJob(name, shape, entry, ready, first.rotation, prices, members))
 
     for bucket in _buckets(entries, model.bucket_bytes):
         ready = model.compute.forward_seconds + bucket[-1].gradient.ready_seconds
@@ -68,7 +67,7 @@ def jobs_of(model: SimulatedModel, plan: Plan, cluster: Cluster, costs: Costs) -
                 add([each], ready)
         for group in groups.values():
             is_dense = group[0].entry.batched
-            members = () if is_dense else tuple(FusionMember(each.numel, each.rotation) for each in group)
+            members = () if is_dense else tuple(FusionMember(each.gradient.spec.shape, each.rotation) for each in group)
             add(group, ready, members)
     return jobs
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 
 import torch
 
@@ -11,70 +11,60 @@ from gradwire.compressors.base.registry import DENSE_NAME, spec_of
 from gradwire.core.spec import TensorSpec
 from gradwire.planner.costs import CodecCosts, Costs, Curve
 from gradwire.planner.options import PlannedTensor, codec_for
-from gradwire.simulate.graphs import Work
+from gradwire.simulate.graphs import Shapes, Work
+from gradwire.sync.fusion import LENGTH_BYTES
 from gradwire.wire.frame import FrameKind
 
-_LENGTH_BYTES = 4  # per tensor in the message of a fusion group: see `gradwire.sync.fusion`
 _PROBES = (1 << 12, 1 << 16, 1 << 20)
 
 
 class PriceList:
-    """Costs of one job. A chunk has the sizes of its tensors: one, except in a fusion group.
+    """Costs of one job. A chunk has the shapes of its tensors: one, except in a fusion group.
 
     Args:
         compressor: Compressor of the job.
         costs: Measured costs.
         dtype: Element type of the gradients.
         fused: Whether the job is a compressed fusion group.
-        shape: Shape of the tensor, for compressors of full tensors.
 
     Raises:
         UnknownNameError: The compressor was not measured.
     """
 
-    def __init__(
-        self,
-        compressor: Compressor,
-        costs: Costs,
-        dtype: torch.dtype,
-        *,
-        fused: bool = False,
-        shape: tuple[int, ...] = (),
-    ) -> None:
+    def __init__(self, compressor: Compressor, costs: Costs, dtype: torch.dtype, *, fused: bool = False) -> None:
         self._compressor = compressor
-        self._shape = shape if compressor.requires_full_tensor else None
-        self._codec = codec_for(PlannedTensor("", shape, dtype), spec_of(compressor), costs)
+        self._codec = costs.codec(spec_of(compressor))
         self._costs = costs
         self._dtype = dtype
-        self._length_bytes = _LENGTH_BYTES if fused else 0
+        self._length_bytes = LENGTH_BYTES if fused else 0
         self._is_fixed = _is_fixed(compressor, self._codec)
 
-    def seconds(self, work: Work, sizes: Sequence[int]) -> float:
+    def seconds(self, work: Work, shapes: Shapes) -> float:
         """Seconds of the processor for a task, the engine's own cost per task included."""
         if work.call == "hand":
             return self._costs.task
         if work.call in ("send", "recv"):
-            return self._carry(work, sizes) if self.carries else self._costs.task + self._costs.frame(0)
+            return self._carry(work, shapes) if self.carries else self._costs.task + self._costs.frame(0)
         priced = getattr(self, f"_{work.call}")
-        return self._costs.task + float(sum(priced(work, count) for count in sizes))
+        return self._costs.task + float(sum(priced(work, math.prod(shape)) for shape in shapes))
 
     @property
     def carries(self) -> bool:
         """Whether frames cost processor time by their size."""
         return self._costs.frame(1 << 20) > 1.01 * self._costs.frame(0)
 
-    def _carry(self, work: Work, sizes: Sequence[int]) -> float:
+    def _carry(self, work: Work, shapes: Shapes) -> float:
         """A fragment of a frame. The engine's cost per task belongs to recvs; sends paid it at hand-over."""
-        seconds = self._costs.frame(self.frame_bytes(work._replace(share=1.0), sizes))
+        seconds = self._costs.frame(self.frame_bytes(work._replace(share=1.0), shapes))
         return work.share * (seconds + (self._costs.task if work.call == "recv" else 0.0))
 
-    def frame_bytes(self, work: Work, sizes: Sequence[int]) -> float:
+    def frame_bytes(self, work: Work, shapes: Shapes) -> float:
         """Bytes of a frame with its header, or of a fragment of a frame."""
-        bodies = sum(self._length_bytes + self._body_bytes(work, count) for count in sizes)
+        bodies = sum(self._length_bytes + self._body_bytes(work, shape) for shape in shapes)
         return work.share * (self._costs.frame_bytes + bodies)
 
-    def _body_bytes(self, work: Work, count: int) -> float:
-        spec = TensorSpec(self._shape or (count,), self._dtype)
+    def _body_bytes(self, work: Work, shape: tuple[int, ...]) -> float:
+        spec = TensorSpec(shape, self._dtype)
         if work.dense:
             return spec.nbytes
         if work.frame is FrameKind.STATS:
@@ -84,7 +74,8 @@ class PriceList:
             return self._compressor.accumulator_size(spec) * work.accumulator_bytes
         if self._is_fixed:
             return self._compressor.max_encoded_bytes(spec)
-        return min(self._codec.payload_bytes(count), self._compressor.max_encoded_bytes(spec))
+        codec = codec_for(PlannedTensor("", shape, self._dtype), spec_of(self._compressor), self._costs)
+        return min(codec.payload_bytes(spec.numel), self._compressor.max_encoded_bytes(spec))
 
     def _start(self, work: Work, count: int) -> float:
         return self._codec.encode(count)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -168,7 +169,7 @@ class SimulatedTrace:
             rank = self.ranks[int(self.assembled.graph_rank[graph])]
             for task in range(first, end_):
                 work = self._work(task, graph)
-                args = {"chunk": int(self.assembled.chunk[task]), "elements": sum(work.sizes)}
+                args = {"chunk": int(self.assembled.chunk[task]), "elements": sum(map(math.prod, work.shapes))}
                 name = f"{work.phase} {self.names[int(self.assembled.graph_job[graph])]}"
                 if trail.ended[task] > trail.started[task]:
                     row = 1 if tasks.processor[task] < len(self.ranks) else 4

@@ -46,6 +46,11 @@ class AccumulatorCodec(PayloadCodec):
             self._add(chunk, payload, stage - 1, total)
         return Payload(total.view(np.uint8))
 
+    def max_payload_bytes(self, chunk: Chunk, stage: int) -> int:
+        if stage == self.first_stage:
+            return super().max_payload_bytes(chunk, stage)
+        return self._summable.accumulator_size(self.layout.spec(chunk)) * self._dtype(stage).itemsize
+
     def decode(self, chunk: Chunk, payloads: Sequence[Payload], stage: int) -> None:
         self._finalize(chunk, payloads, stage, self._dtype(stage))
 

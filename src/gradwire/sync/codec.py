@@ -65,7 +65,7 @@ class PayloadCodec:
         compressor = self.compressor
         self._state_source = compressor.state_source if isinstance(compressor, StatefulCompressor) else None
         # By index of the chunk:
-        self._stats: dict[int, list[np.ndarray]] = {}  # reduced over ranks
+        self._stats: dict[int, Sequence[np.ndarray]] = {}  # reduced over ranks
         self._node_sums: dict[int, torch.Tensor | None] = {}
         self._own_inputs: dict[int, EncodeInput] = {}
 
@@ -170,6 +170,10 @@ class PayloadCodec:
                     self.compressor.decode(payload, context, torch.empty_like(out), stats=stats)
             raise
 
+    def max_payload_bytes(self, chunk: Chunk, stage: int) -> int:
+        """Most bytes of a payload that leaves a stage."""
+        return self.compressor.max_encoded_bytes(self.layout.spec(chunk))
+
     def check(self, chunk: Chunk, payload: Payload) -> None:
         """Raise the error that names the sender if a payload is not what it should be."""
         if payload.used:
@@ -189,6 +193,10 @@ class PayloadCodec:
         own = self._own(chunk)
         return UNUSED if own is None else _joined(self.compressor.stats(own.grad, own.ctx, own.scale))
 
+    def stats_bytes(self, chunk: Chunk) -> int:
+        """Bytes of the statistics of a rank that uses the parameter."""
+        return 4 * sum(length for length, _ in self.compressor.stats_spec(self.layout.spec(chunk)))
+
     def _stats_of(self, chunk: Chunk, stage: int) -> Sequence[np.ndarray]:
         """Return the reduced statistics of payloads from a stage.
 
@@ -198,15 +206,14 @@ class PayloadCodec:
 
     def reduce_stats(self, chunk: Chunk, payloads: Sequence[Payload], stage: int = 0) -> None:
         """Reduce the statistics of all ranks, in rank order, so that every rank holds the same bits."""
-        spec = self.compressor.stats_spec(self.layout.spec(chunk))
-        expected = 4 * sum(length for length, _ in spec)
+        spec, expected = self.layout.spec(chunk), self.stats_bytes(chunk)
         for payload in payloads:
             with blame(self, payload):
                 expect_bytes(payload, expected if payload.used else 0)
         reduced: list[np.ndarray] = []
         rows = [payload.body.view(np.float32) for payload in payloads if payload.used]
         start = 0
-        for length, reduction in spec:
+        for length, reduction in self.compressor.stats_spec(spec):
             pieces = [row[start : start + length] for row in rows]
             total = pieces[0].copy() if pieces else np.zeros(length, dtype=np.float32)
             for piece in pieces[1:]:

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gradwire.compressors.base import SummableCompressor
 from gradwire.core.spec import ElementRange
 from gradwire.residuals import policies
 from gradwire.residuals.transaction import ResidualKey, Residuals
@@ -33,14 +32,13 @@ from gradwire.sync.plan_entry import MAX_RANGE_ELEMENTS, PlanEntry
 
 FUSION_FLAG = 1 << 31  # set in the tensor id of a group; the other bits are the id of its first tensor
 FUSION_STRATEGIES = ("allgather", "scatter_reduce")
+LENGTH_BYTES = 4  # of each tensor's payload in a message; see `gradwire.sync.fusion_codec`
 
 
 def can_be_fused(entry: PlanEntry) -> bool:
     """Whether compressed tensors with this entry can be fused, if they have one partition."""
-    codec = entry.compressor
-    is_dense = codec.exact and not policies.get(entry.feedback).has_velocity
-    plain = not (is_dense or codec.needs_stats or isinstance(codec, SummableCompressor) or codec.requires_full_tensor)
-    return plain and not entry.batched and entry.strategy in FUSION_STRATEGIES
+    is_dense = entry.compressor.exact and not policies.get(entry.feedback).has_velocity
+    return not is_dense and not entry.batched and entry.strategy in FUSION_STRATEGIES
 
 
 def is_fused(entry: PlanEntry, numel: int) -> bool:
@@ -63,11 +61,6 @@ def rotations(tensors: Iterable[tuple[PlanEntry, int]]) -> list[int]:
         found.append(counts[kind])
         counts[kind] += 1
     return found
-
-
-def max_message_bytes(max_payload_bytes: Iterable[int]) -> int:
-    """Return the most bytes of a message, from the most bytes of each payload in it."""
-    return sum(4 + each for each in max_payload_bytes)
 
 
 class FusionLayout:

@@ -6,7 +6,7 @@ if it was not finite), then the payloads.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -37,22 +37,22 @@ class FusionCodec:
         ]
 
     def start(self, chunk: Chunk, payloads: Sequence[Payload] = (), stage: int = 0) -> Payload:
-        return _join(codec.start(full) for codec, full in self._members(chunk))
+        return join(codec.start(full) for codec, full in self._members(chunk))
 
     def merge(self, chunk: Chunk, payloads: Sequence[Payload], stage: int) -> Payload:
-        members = zip(self._members(chunk), self._split(chunk, payloads), strict=True)
-        return _join(codec.merge(full, received, stage) for (codec, full), received in members)
+        members = self._received(chunk, payloads, stage - 1)
+        return join(codec.merge(full, received, stage) for codec, full, received in members)
 
     def encode_and_merge(self, chunk: Chunk, payloads: Sequence[Payload], stage: int) -> Payload:
-        members = zip(self._members(chunk), self._split(chunk, payloads), strict=True)
-        return _join(codec.encode_and_merge(full, received, stage) for (codec, full), received in members)
+        members = self._received(chunk, payloads, stage - 1)
+        return join(codec.encode_and_merge(full, received, stage) for codec, full, received in members)
 
     def decode(self, chunk: Chunk, payloads: Sequence[Payload], stage: int) -> None:
-        for (codec, full), received in zip(self._members(chunk), self._split(chunk, payloads), strict=True):
+        for codec, full, received in self._received(chunk, payloads, stage):
             codec.decode(full, received, stage)
 
     def decode_sum(self, chunk: Chunk, payloads: Sequence[Payload], stage: int = 0) -> None:
-        for (codec, full), received in zip(self._members(chunk), self._split(chunk, payloads), strict=True):
+        for codec, full, received in self._received(chunk, payloads, stage):
             codec.decode_sum(full, received, stage)
 
     def finish(self) -> None:
@@ -63,9 +63,23 @@ class FusionCodec:
 
     def check(self, chunk: Chunk, payloads: Sequence[Payload]) -> None:
         """Raise the error that names the sender if a payload is not what it should be."""
-        for (codec, full), received in zip(self._members(chunk), self._split(chunk, payloads), strict=True):
+        for codec, full, received in self._received(chunk, payloads, 0):
             for payload in received:
                 codec.check(full, payload)
+
+    # -- the preliminary round -------------------------------------------------------------------------------
+
+    def stats(self, chunk: Chunk, payloads: Sequence[Payload] = (), stage: int = 0) -> Payload:
+        return join(codec.stats(full) for codec, full in self._members(chunk))
+
+    def stats_of_gradient(self, chunk: Chunk, payloads: Sequence[Payload] = (), stage: int = 0) -> Payload:
+        return join(codec.stats_of_gradient(full) for codec, full in self._members(chunk))
+
+    def reduce_stats(self, chunk: Chunk, payloads: Sequence[Payload], stage: int = 0) -> None:
+        members = self._members(chunk)
+        columns = self._columns(payloads, [codec.stats_bytes(full) for codec, full in members])
+        for (codec, full), received in zip(members, columns, strict=True):
+            codec.reduce_stats(full, received)
 
     # -- one payload for many tensors ------------------------------------------------------------------------
 
@@ -73,17 +87,25 @@ class FusionCodec:
         codecs = [self._codecs[index] for index in self.group.members_of(chunk)]
         return [(codec, Chunk(0, 0, codec.layout.count)) for codec in codecs]
 
-    def _split(self, chunk: Chunk, payloads: Sequence[Payload]) -> list[list[Payload]]:
-        """Return the payloads of all senders for each member of the chunk."""
-        members, columns = self._members(chunk), []
-        most = [codec.compressor.max_encoded_bytes(codec.layout.spec(full)) for codec, full in members]
+    def _received(
+        self, chunk: Chunk, payloads: Sequence[Payload], stage: int
+    ) -> Iterator[tuple[PayloadCodec, Chunk, list[Payload]]]:
+        """Yield the members of the chunk, each with the payloads of all senders, which have left a stage."""
+        members = self._members(chunk)
+        columns = self._columns(payloads, [codec.max_payload_bytes(full, stage) for codec, full in members])
+        for (codec, full), received in zip(members, columns, strict=True):
+            yield codec, full, received
+
+    def _columns(self, payloads: Sequence[Payload], max_bytes: Sequence[int]) -> list[list[Payload]]:
+        """Return the payloads of all senders for each member of a chunk."""
+        rows = []
         for payload in payloads:
             with blame(self._codecs[0], payload):
-                columns.append(_split(payload, most))
-        return [list(row) for row in zip(*columns, strict=True)]
+                rows.append(split(payload, max_bytes))
+        return [list(column) for column in zip(*rows, strict=True)]
 
 
-def _join(payloads: Iterable[Payload]) -> Payload:
+def join(payloads: Iterable[Payload]) -> Payload:
     """Return one payload for many tensors."""
     payloads = list(payloads)
     marks = [each.body.nbytes | _USED * each.used | _NONFINITE * each.nonfinite for each in payloads]
@@ -91,7 +113,7 @@ def _join(payloads: Iterable[Payload]) -> Payload:
     return Payload(body, any(each.nonfinite for each in payloads), any(each.used for each in payloads))
 
 
-def _split(payload: Payload, max_bytes: Sequence[int]) -> list[Payload]:
+def split(payload: Payload, max_bytes: Sequence[int]) -> list[Payload]:
     """Return the payloads in a payload.
 
     Raises:

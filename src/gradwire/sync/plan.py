@@ -42,9 +42,9 @@ class Plan:
             means the ring, which fills each link, for tensors that travel without loss by choice, and scatter-reduce
             for all others. Under ``"server"``, dense tensors travel as under None.
         partitions: Number of ranges that each tensor is cut into, at least 1. Owners of ranges rotate from tensor to
-            tensor. Tensors with one range share messages where their compressor allows it. None means one range for
-            compressed tensors of up to 131,072 elements that can share messages. For all others, it means one range
-            per rank for every 16 million elements, so that several threads can work on a large tensor.
+            tensor. Compressed tensors with one range share messages under scatter-reduce and all-gather. There, None
+            means one range for tensors of up to 131,072 elements, and for those that are never cut. For all others, it
+            means one range per rank for every 16 million elements, so that several threads can work on a large tensor.
         min_elements: Size below which tensors stay dense under the blanket rule. Vectors always do.
         feedback: Residual policy of all compressors: ``"error"``, ``"none"``, ``"momentum"`` or a `MomentumCorrection`.
             None means the default of each compressor. Momentum correction applies to dense tensors too, and compressed
@@ -198,9 +198,9 @@ class Plan:
         return self._cut(entry, spec.numel)
 
     def _cut(self, entry: PlanEntry, numel: int) -> PlanEntry:
-        """Return the entry with one range, if none were asked for and the tensor is small and can be fused."""
-        whole = self.partitions is None and numel <= WHOLE_ELEMENTS and can_be_fused(entry)
-        return replace(entry, partitions=1) if whole else entry
+        """Return the entry with one range, if none were asked for, and a small or uncut tensor can be fused."""
+        is_whole = numel <= WHOLE_ELEMENTS or entry.compressor.requires_full_tensor
+        return replace(entry, partitions=1) if self.partitions is None and is_whole and can_be_fused(entry) else entry
 
     def notes(self, specs: Mapping[str, TensorSpec]) -> list[str]:
         """Sentences about what a user may not expect of this plan with these tensors, with advice."""

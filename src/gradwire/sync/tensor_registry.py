@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from gradwire.compressors.base import SummableCompressor
+from gradwire.compressors.base import Compressor, SummableCompressor
 from gradwire.compressors.base.registry import code
 from gradwire.core.errors import FrameError
 from gradwire.core.spec import ELEMENT_TYPES, TensorSpec
@@ -26,6 +26,8 @@ from gradwire.sync.plan import Plan
 from gradwire.sync.plan_entry import PlanEntry
 from gradwire.sync.strategies.hierarchical import DENSE_STAGES
 from gradwire.wire.frame import HEADER_BYTES, FrameKind, Header, describe
+
+_GroupKey = tuple[torch.dtype, str, str, bool]
 
 
 class TensorRegistry:
@@ -55,8 +57,8 @@ class TensorRegistry:
         self._nodes = nodes
         self.rotations: dict[str, int] = {}
         self.version = 0
-        self._max_fused = 0, 0  # elements, and bytes of a message
-        self._dense_fused: Counter[tuple[torch.dtype, str, str]] = Counter()  # elements
+        self._group_elements: Counter[_GroupKey] = Counter()
+        self._group_bytes: Counter[tuple[_GroupKey, FrameKind]] = Counter()  # of a message of compressed tensors
 
     def describe(self, specs: Mapping[str, TensorSpec]) -> list[dict[str, Any]]:
         """Return what ranks must agree on before `add`."""
@@ -103,21 +105,23 @@ class TensorRegistry:
         return replace(entry, strategy="scatter_reduce") if num_nodes == self._world_size else entry
 
     def _count(self) -> None:
-        """Compute owners, and the limits of fused frames: the largest group holds all tensors that may be fused."""
+        """Compute owners, and the limits of fused frames: the largest group holds all tensors of its kind."""
         sizes = [(self.entries[name], self.specs[name].numel) for name in self.names]
         self.rotations = dict(zip(self.names, fusion.rotations(sizes)))
-        fused = [name for name in self.names if fusion.is_fused(self.entries[name], self.specs[name].numel)]
-        max_bytes = (self.entries[name].compressor.max_encoded_bytes(self.specs[name]) for name in fused)
-        self._max_fused = sum(self.specs[name].numel for name in fused), fusion.max_message_bytes(max_bytes)
-        self._dense_fused = Counter()
-        for name in self.names:
-            if self.entries[name].batched:
-                self._dense_fused[self._dense_key(name)] += self.specs[name].numel
+        self._group_elements, self._group_bytes = Counter(), Counter()
+        for name, (entry, numel) in zip(self.names, sizes):
+            is_fused = fusion.is_fused(entry, numel)
+            if entry.batched or is_fused:
+                self._group_elements[self._group_key(name)] += numel
+            for kind in _kinds(entry.compressor) if is_fused else ():
+                bound = fusion.LENGTH_BYTES + self._bound(kind, entry, self.specs[name])
+                self._group_bytes[self._group_key(name), kind] += bound
         self.version += 1
 
-    def _dense_key(self, name: str) -> tuple[torch.dtype, str, str]:
-        """What the tensors of a dense group have in common."""
-        return self.specs[name].dtype, repr(self.entries[name].compressor), self.entries[name].strategy
+    def _group_key(self, name: str) -> _GroupKey:
+        """What the tensors of a group have in common."""
+        entry = self.entries[name]
+        return self.specs[name].dtype, repr(entry.compressor), entry.strategy, entry.batched
 
     def early_bytes_limit(self) -> int:
         """Return the most bytes by which a peer can be ahead: it can finish this step and send all of the next one."""
@@ -168,12 +172,14 @@ class TensorRegistry:
             raise FrameError(f"Expected {bound} bytes, got {header.length} (in {describe(header)}).")
 
     def _admit_fused(self, header: Header) -> None:
-        """Check the header of a fused message against the limits of all groups. Its body is checked later."""
-        max_elements, max_bytes = self._max_fused
+        """Check the header of a fused message against the limits of all such groups. Its body is checked later."""
         name = self._name(header)
-        _expect_encoding(header, self.entries[name], self.specs[name])
-        if header.kind is not FrameKind.PAYLOAD or header.offset or not 0 < header.count <= max_elements:
-            raise FrameError(f"Expected payloads of {max_elements} elements at most (in {describe(header)}).")
+        entry, key = self.entries[name], self._group_key(name)
+        _expect_encoding(header, entry, self.specs[name])
+        _expect_kind(header.kind, entry.compressor)
+        max_elements, max_bytes = self._group_elements[key], self._group_bytes[key, header.kind]
+        if header.offset or not 0 < header.count <= max_elements:
+            raise FrameError(f"Expected tensors of {max_elements} elements at most (in {describe(header)}).")
         if header.length > max_bytes:
             raise FrameError(f"Expected at most {max_bytes} bytes, got {header.length} (in {describe(header)}).")
 
@@ -181,7 +187,7 @@ class TensorRegistry:
         name = self._name(header)
         entry, spec = self.entries[name], self.specs[name]
         if header.tensor & FUSION_FLAG:  # a dense group holds at most all tensors of its kind
-            spec = TensorSpec((self._dense_fused[self._dense_key(name)],), spec.dtype)
+            spec = TensorSpec((self._group_elements[self._group_key(name)],), spec.dtype)
         return entry, spec
 
     def _name(self, header: Header) -> str:
@@ -193,12 +199,22 @@ class TensorRegistry:
 
     def _bound(self, kind: FrameKind, entry: PlanEntry, spec: TensorSpec, stage: int = 0) -> int:
         compressor = entry.compressor
-        if kind is FrameKind.PAYLOAD:
-            return compressor.max_encoded_bytes(spec)
-        if kind is FrameKind.STATS and compressor.needs_stats:
+        _expect_kind(kind, compressor)
+        if kind is FrameKind.STATS:
             return 4 * sum(length for length, _ in compressor.stats_spec(spec))
         if kind is FrameKind.AGGREGATE and isinstance(compressor, SummableCompressor):
             return compressor.accumulator_size(spec) * entry.accumulator_dtype(stage, self._world_size).itemsize
+        return compressor.max_encoded_bytes(spec)
+
+
+def _kinds(compressor: Compressor) -> list[FrameKind]:
+    """Return the kinds of frames that a compressor's tensors have."""
+    stats = [FrameKind.STATS] if compressor.needs_stats else []
+    return [FrameKind.PAYLOAD, *stats, *([FrameKind.AGGREGATE] if isinstance(compressor, SummableCompressor) else [])]
+
+
+def _expect_kind(kind: FrameKind, compressor: Compressor) -> None:
+    if kind not in _kinds(compressor):
         raise FrameError(f"Expected no {kind.name} frames of {compressor.name}, got one.")
 
 
