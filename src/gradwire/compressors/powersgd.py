@@ -93,6 +93,11 @@ class PowerSGD(ArrayCompressor, SummableCompressor, StatefulCompressor):
         """The shorter factor, if the tensor is cut to a rank."""
         return [(self.rank * min(_matrix_sides(spec)) if self._is_cut(spec) else 0, "sum")]
 
+    def finish_stats(self, reduced: Sequence[np.ndarray], spec: TensorSpec) -> Sequence[np.ndarray]:
+        """P̂ᵀ from the reduced Pᵀ."""
+        (p,) = self._check_stats(reduced, spec)
+        return [orthonormal(p.reshape(self.rank, -1)).reshape(-1)] if p.size and np.isfinite(p).all() else reduced
+
     # -- encode and decode -----------------------------------------------------------------------------------
 
     def _encode(self, x: np.ndarray, ctx: Context, args: EncodeArguments) -> np.ndarray | None:
@@ -196,9 +201,9 @@ class PowerSGD(ArrayCompressor, SummableCompressor, StatefulCompressor):
         return unit
 
     def _basis(self, stats: Sequence[np.ndarray], spec: TensorSpec) -> np.ndarray:
-        """P̂ᵀ from the reduced P: float32[r, A]."""
+        """P̂ᵀ that all ranks share: float32[r, A]."""
         (p,) = self._check_stats(stats, spec)
-        return orthonormal(p.reshape(self.rank, -1))
+        return p.reshape(self.rank, -1)
 
 
 def orthonormal(rows: np.ndarray) -> np.ndarray:
@@ -208,25 +213,28 @@ def orthonormal(rows: np.ndarray) -> np.ndarray:
     same bits.
     """
     basis = rows.astype(np.float64)
-    for index, row in enumerate(basis):
-        before = math.sqrt(_dot(row, row))
-        for earlier in (*basis[:index], *basis[:index]):
-            row -= _dot(row, earlier) * earlier
-        left = math.sqrt(_dot(row, row))
-        if left > _DEPENDENT * before:
+    before = _lengths(basis).tolist()
+    for index, row in enumerate(basis):  # without its share of earlier rows already
+        for earlier in basis[:index]:
+            row -= _dots(row, earlier) * earlier  # once more, against rounding errors
+        left = math.sqrt(_dots(row, row))
+        if left > _DEPENDENT * before[index]:
             row /= left
         else:
             row.fill(0)
+        later = basis[index + 1 :]
+        later -= _dots(later, row)[:, None] * row
     return basis.astype(np.float32)
 
 
 def _lengths(rows: np.ndarray) -> np.ndarray:
-    lengths: np.ndarray = np.sqrt(np.cumsum(rows * rows, axis=1)[:, -1])
+    lengths: np.ndarray = np.sqrt(_dots(rows, rows))
     return lengths
 
 
-def _dot(left: np.ndarray, right: np.ndarray) -> float:
-    return float(np.cumsum(left * right)[-1])  # np.dot and np.sum are free to add in any order
+def _dots(left: np.ndarray, right: np.ndarray) -> Any:
+    """Dot products of each row: `np.dot` and `np.sum` are free to add in any order."""
+    return np.add.accumulate(left * right, axis=-1)[..., -1]
 
 
 def _product(x: np.ndarray, factor: np.ndarray, spec: TensorSpec, long: bool) -> np.ndarray:

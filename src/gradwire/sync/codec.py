@@ -220,7 +220,7 @@ class PayloadCodec:
                 _REDUCE[reduction](total, piece, out=total)
             reduced.append(total)
             start += length
-        self._stats[chunk.index] = reduced
+        self._stats[chunk.index] = self.compressor.finish_stats(reduced, spec)
 
     # -- dense within a node ---------------------------------------------------------------------------------
 

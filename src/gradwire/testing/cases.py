@@ -101,10 +101,11 @@ def float32_context(grad: torch.Tensor, **fields: Any) -> Context:
 
 
 def reduced(codec: Compressor, grads: Sequence[torch.Tensor], scale: float = 1.0) -> list[np.ndarray]:
-    """Return the stats of all ranks' gradients, reduced as in the preliminary round."""
+    """Return the stats of all ranks' gradients, after the preliminary round."""
     each = [codec.stats(grad, context(grad), scale) for grad in grads]
     combine = {"max": np.maximum, "min": np.minimum, "sum": np.add}
-    return [combine[entry[0].reduction].reduce([stat.values for stat in entry]) for entry in zip(*each, strict=True)]
+    found = [combine[entry[0].reduction].reduce([stat.values for stat in entry]) for entry in zip(*each, strict=True)]
+    return list(codec.finish_stats(found, TensorSpec.of(grads[0])))
 
 
 def bits(tensor: torch.Tensor) -> bytes:

@@ -146,6 +146,14 @@ class Compressor(ABC):
         """Length and reduction of each entry of `stats`."""
         return []
 
+    def finish_stats(self, reduced: Sequence[np.ndarray], spec: TensorSpec) -> Sequence[np.ndarray]:
+        """Return what `encode`, `decode` and `finalize` take as `stats`: by default, the reduced values themselves.
+
+        Called once per step on each rank, for what would otherwise be computed from the reduced values several times.
+        Entries keep their lengths, and those that are not finite stay so.
+        """
+        return reduced
+
     # -- encode and decode -----------------------------------------------------------------------------------
 
     @abstractmethod
@@ -164,8 +172,8 @@ class Compressor(ABC):
         Args:
             grad: Gradient of any shape, strides and element type in `ELEMENT_TYPES`.
             ctx: Name, step, rank and seed, on which all randomness depends.
-            stats: Reduced values of `stats`, in its order. If the compressor needs stats and none are given, it uses
-                the tensor's own and writes them to the payload.
+            stats: Result of `finish_stats` for the reduced values of `stats`, in its order. If the compressor needs
+                stats and none are given, it uses the tensor's own and writes them to the payload.
             scale: Factor of the gradient; 1/W makes the sum over ranks a mean.
             residual_in: Error of earlier encodes, float32[N], or None for zeros. Requires `residual_out`.
             residual_out: float32[N] that receives x − decode(payload), or None to drop it. May share its memory with
@@ -193,7 +201,7 @@ class Compressor(ABC):
             ctx: The receiver's own context. Shape and element type come from `ctx.spec`, or from `out`.
             out: Contiguous tensor to write to; float32 if `accumulate` is set.
             accumulate: If true, add to `out` instead of overwriting it.
-            stats: Reduced values, if `encode` was given any.
+            stats: Those that `encode` was given, if any.
 
         Raises:
             PayloadError: The bytes are not a payload of this spec. The contents of `out` are then undefined.
