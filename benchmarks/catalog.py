@@ -100,6 +100,10 @@ _MICRO = (
         "micro.aggregation_server",
     ),
     Benchmark(
+        "xdp-packets", "How long does the aggregator in the kernel (XDP) take for a packet, against Python's?",
+        "micro.xdp_packets", recorded=False,
+    ),
+    Benchmark(
         "auto-at-rest", "What does `auto` cost while DDP's own all-reduce is the fastest?", "micro.auto_at_rest",
     ),
     Benchmark(

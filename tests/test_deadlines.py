@@ -38,6 +38,7 @@ WAITS = {
     ("net/address.py", "socket.socket(family, kind, protocol)"): "connects a datagram socket, which sends nothing",
     ("net/address.py", "socket.socket(socket.AF_INET, socket.SOCK_DGRAM)"): "asks the kernel for an address",
     ("lab/offload.py", "socket.socket(socket.AF_INET, socket.SOCK_DGRAM)"): "sets an option of the kernel",
+    ("aggregator/xdp/server.py", "socket.socket(socket.AF_INET, socket.SOCK_DGRAM)"): "asks the kernel for the mtu",
     (
         "net/datagrams.py",
         "socket.socket(socket.AF_INET6 if ':' in address[0] else socket.AF_INET, socket.SOCK_DGRAM)",

@@ -21,6 +21,7 @@ import time
 from collections import Counter
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -30,6 +31,7 @@ from gradwire.aggregator.request import AggregationRequest, Reply
 from gradwire.aggregator.retransmission import MIN_WIDTH, Window
 from gradwire.aggregator.session import MAX_WELCOME_BYTES, NO_EPOCH, AggregatorJoin, AggregatorWelcome, SessionConfig
 from gradwire.aggregator.worker import WorkerStateMachine
+from gradwire.aggregator.xdp.seals import ends, server_key, worker_key
 from gradwire.core import threads
 from gradwire.core.errors import FrameError, PeerFailedError, SyncError
 from gradwire.net.address import address_toward, parse_address, resolve
@@ -219,10 +221,15 @@ class AggregationClient(Client):
 
     def _take_keys(self, welcome: AggregatorWelcome) -> None:
         """Take the keys of datagrams of the connection that brought the welcome."""
+        derive = partial(self._endpoint.derive, self._server)
         for each in self._receivers:
             self._dropped.update(forged=each.forged, replayed=each.replayed)
-        self._sender = DatagramSender(self._endpoint.derive(self._server, FROM_WORKER))
-        keys = [self._endpoint.derive(self._server, FROM_SERVER), group_key(self._key, welcome.epoch)]
+        if welcome.guard:
+            self._sender, receiver = ends(welcome.guard, worker_key(derive), server_key(self._key, welcome.epoch))
+            self._receivers = [receiver]
+            return
+        self._sender = DatagramSender(derive(FROM_WORKER))
+        keys = [derive(FROM_SERVER), group_key(self._key, welcome.epoch)]
         self._receivers = [DatagramReceiver(key) for key in keys[: len(self._sources)]]
 
     # -- on the client's thread -------------------------------------------------------------------------------

@@ -36,6 +36,9 @@ from gradwire.aggregator.session import (
     AggregatorWelcome,
     SessionConfig,
 )
+from gradwire.aggregator.xdp.kernel_slots import KernelSlots
+from gradwire.aggregator.xdp.seals import server_key, worker_key
+from gradwire.aggregator.xdp.server import KernelStateMachine, XdpInterface, check_frames
 from gradwire.core import threads
 from gradwire.core.errors import DisagreementError, FrameError, GradwireError, OptionError, PeerFailedError, SyncError
 from gradwire.kernels.blocks import INDEX_CHUNK
@@ -56,6 +59,11 @@ class AggregationOptions(ServerOptions):
         udp: Whether packets travel as datagrams, to the same port.
         multicast: Group and port to which each result is sent once; None sends each worker its own copy.
         drop: Fraction of the received datagrams to drop, to try the effect of losses.
+        xdp: Network interface at which a program in the kernel adds up (`gradwire.aggregator.xdp`); None adds up in
+            this process alone.
+        xdp_mode: How the program is attached: ``"native"`` by the driver, ``"generic"`` with any driver.
+        guard: How that program knows packets: ``"siphash"`` by a keyed tag, ``"crc32c"`` by a checksum alone, for
+            networks that the operator trusts.
     """
 
     timeout: timedelta = timedelta(seconds=30)
@@ -63,6 +71,9 @@ class AggregationOptions(ServerOptions):
     udp: bool = False
     multicast: Address | None = None
     drop: float = 0.0
+    xdp: str | None = None
+    xdp_mode: str = "native"
+    guard: str = "siphash"
 
 
 @dataclass
@@ -80,6 +91,7 @@ class _Session:
     began: float = field(default_factory=time.monotonic)
     lost_at: dict[int, float] = field(default_factory=dict)
     stall_seconds: float = float("inf")
+    kernel: KernelSlots | None = None
 
 
 class AggregationServer(Server):
@@ -100,7 +112,12 @@ class AggregationServer(Server):
             raise OptionError("Results can only be multicast as datagrams. Pass udp=True (--udp).")
         if options.multicast is not None and not _is_group(options.multicast[0]):
             raise OptionError(f"{options.multicast[0]!r} is no IPv4 multicast group. Pass one of 239.0.0.0/8.")
+        if options.xdp is not None and (not options.udp or options.multicast is not None or options.drop):
+            raise OptionError(
+                "--xdp takes datagrams and answers each worker: pass --udp, and neither --multicast nor --drop."
+            )
         self._datagrams: DatagramSocket | None = None
+        self._interface: XdpInterface | None = None
         self._reader = threads.make("gradwire-datagrams", self._read_datagrams, self.failed)
         self._session: _Session | None = None
         self._error: GradwireError | None = None
@@ -114,14 +131,16 @@ class AggregationServer(Server):
     @property
     def counters(self) -> PacketCounters:
         """What has happened to the packets of this session, and the number of all forged datagrams."""
-        counters = PacketCounters() if self._session is None else self._session.machine.counters
-        return replace(counters, forged=self._num_forged, replayed=self._num_replayed)
+        counters = PacketCounters() if self._session is None else self._session.machine.total_counters()
+        return replace(counters, forged=counters.forged + self._num_forged, replayed=self._num_replayed)
 
     def _open_datagrams(self) -> None:
         if self.options.udp:
             self._datagrams = DatagramSocket(self.address)
             if self.options.multicast is not None:
                 self._datagrams.multicast_from(self._datagrams.address[0])
+        if self.options.xdp is not None:
+            self._interface = XdpInterface(self.options.xdp, self.options.xdp_mode)
 
     def _serve(self) -> None:
         if self._datagrams is not None:
@@ -143,6 +162,10 @@ class AggregationServer(Server):
         if self._datagrams is not None:
             threads.end(self._reader)
             self._datagrams.close()
+        if self._interface is not None:
+            self._interface.close()
+            if self._session is not None and self._session.kernel is not None:
+                self._session.kernel.close()
 
     # -- on the endpoint's thread ----------------------------------------------------------------------------
 
@@ -190,8 +213,8 @@ class AggregationServer(Server):
 
     def _join(self, worker: int, join: AggregatorJoin) -> None:
         session, datagrams = self._session, None
+        derive = partial(self._endpoint.derive, worker)
         if self._datagrams is not None:
-            derive = partial(self._endpoint.derive, worker)
             datagrams = WorkerDatagrams.join(worker, join.address, self._endpoint.host(worker), derive)
         if session is None or join.session > session.number:
             session = self._begin(join)
@@ -213,13 +236,16 @@ class AggregationServer(Server):
         if join.epoch not in (NO_EPOCH, session.machine.epoch):
             session.machine.resumed = True
         if datagrams is not None:
+            if isinstance(session.machine, KernelStateMachine):
+                session.machine.take_worker(datagrams, worker_key(derive), self.options.guard)
             self._take_address(session, datagrams)
         session.stall_seconds = min(session.stall_seconds, join.stall_seconds)
         session.present.add(worker)
         session.lost_at.pop(worker, None)
         self._on_event(f"Worker {worker}: joined")
         port = None if self._datagrams is None else self.address[1]
-        welcome = AggregatorWelcome(session.machine.epoch, port, self.options.multicast).to_bytes()
+        guard = self.options.guard if session.kernel is not None else ""
+        welcome = AggregatorWelcome(session.machine.epoch, port, self.options.multicast, guard).to_bytes()
         header = Header(FrameKind.WELCOME, sender=self.options.workers, epoch=self._epoch)
         self._endpoint.send(worker, header, np.frombuffer(welcome, np.uint8))
 
@@ -231,17 +257,31 @@ class AggregationServer(Server):
 
     def _begin(self, join: AggregatorJoin) -> _Session:
         self._check_config(join.config)
-        machine = AggregatorStateMachine(
-            join.config, 1 + secrets.randbits(63), acknowledges=self._datagrams is not None
-        )
+        epoch, kernel = 1 + secrets.randbits(63), self._begin_in_kernel(join.config)
+        if kernel is None:
+            machine = AggregatorStateMachine(join.config, epoch, acknowledges=self._datagrams is not None)
+        else:
+            machine = KernelStateMachine(join.config, epoch, kernel, server_key(self._key, epoch))
         if self._session is not None:
             reason = f"The job has been started again as session {join.session}. End this process."
             for worker in self._session.present:
                 self._endpoint.dismiss(worker, reason)
-        self._session = _Session(join.session, machine)
+            if self._session.kernel is not None:
+                self._session.kernel.close()
+        self._session = _Session(join.session, machine, kernel=kernel)
         if self.options.multicast is not None:
             self._session.group = DatagramSender(group_key(self._key, machine.epoch))
         return self._session
+
+    def _begin_in_kernel(self, config: SessionConfig) -> KernelSlots | None:
+        if self._interface is None:
+            return None
+        check_frames(config, self._interface)
+        slots = KernelSlots(config, self.options.guard, self.address[1])
+        self._interface.run(slots)
+        total = sum(config.num_packets(stream) for stream in range(len(config.streams)))
+        self._on_event(f"The kernel adds up {sum(slots.streams)} of {total} packets at {self._interface.name}")
+        return slots
 
     def _check_config(self, config: SessionConfig) -> None:
         if config.world_size != self.options.workers:
@@ -263,6 +303,8 @@ class AggregationServer(Server):
         if self._error is not None:
             raise self._error
         session, now = self._session, time.monotonic()
+        if session is not None and isinstance(session.machine, KernelStateMachine):
+            session.machine.check_strayed(self.options.xdp)
         present = set() if session is None else session.present | session.finished
         lost = [worker for worker in range(self.options.workers) if worker not in present]
         for worker in lost:

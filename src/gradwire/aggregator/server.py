@@ -131,6 +131,10 @@ class AggregatorStateMachine:
         self.counters.sent += len(messages)
         return messages
 
+    def total_counters(self) -> PacketCounters:
+        """Return the packet counts so far, wherever packets are counted."""
+        return self.counters
+
     def oldest_open(self) -> UnansweredPacket | None:
         """Return the packet that has waited longest for contributions."""
         for key, since in self._open.items():

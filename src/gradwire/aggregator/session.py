@@ -36,6 +36,7 @@ MAX_WORKERS = 1024
 MAX_PACKET_ELEMENTS = 1 << 22
 MAX_STREAMS = 1 << 20
 MAX_ELEMENTS = 1 << 40
+GUARD_NAMES = "", "siphash", "crc32c"
 ACCUMULATORS: dict[int, np.dtype[Any]] = {8: np.dtype("<u1"), 16: np.dtype("<u2"), 32: np.dtype("<u4")}
 FLOAT: np.dtype[Any] = np.dtype("<f4")
 Address = tuple[str, int]
@@ -272,11 +273,14 @@ class AggregatorWelcome:
         epoch: Incarnation of the server.
         port: UDP port for packets; None if packets travel over this connection.
         group: Multicast group of results; None if each worker is sent its own.
+        guard: How datagrams are sealed where a program in the kernel adds up (`gradwire.aggregator.xdp.guard.GUARDS`);
+            empty for the seal of `gradwire.net.datagrams`.
     """
 
     epoch: int
     port: int | None = None
     group: Address | None = None
+    guard: str = ""
 
     def to_bytes(self) -> bytes:
         """Return the message as JSON."""
@@ -288,9 +292,10 @@ class AggregatorWelcome:
         fields = load(body)
         try:
             epoch, port, group = _integer(fields.pop("epoch"), 1 << 64), fields.pop("port"), fields.pop("group")
-            if fields or epoch == NO_EPOCH:
-                raise ValueError(f"epoch {epoch}, unknown fields {sorted(fields)}")
-            return cls(epoch, None if port is None else _port(port), None if group is None else _address(group))
+            guard = fields.pop("guard")
+            if fields or epoch == NO_EPOCH or guard not in GUARD_NAMES:
+                raise ValueError(f"epoch {epoch}, guard {guard!r:.40}, unknown fields {sorted(fields)}")
+            return cls(epoch, None if port is None else _port(port), None if group is None else _address(group), guard)
         except Exception as error:
             raise FrameError(f"Not an aggregation server's answer: {error!r}. Run one gradwire version.") from error
 

@@ -46,6 +46,15 @@ def serve(
     udp: Annotated[bool, typer.Option("--udp", help="Exchange packets as datagrams; --aggregate.")] = False,
     multicast: Annotated[str, typer.Option(help="Send each result once, to this GROUP:PORT; --udp.")] = "",
     drop: Annotated[float, typer.Option(min=0, max=1, help="Drop this fraction of datagrams, as a test; --udp.")] = 0.0,
+    xdp: Annotated[
+        str, typer.Option(help="Network interface at which the kernel adds up, on Linux as root; --aggregate.")
+    ] = "",
+    xdp_mode: Annotated[
+        str, typer.Option(help="native: in the interface's driver; generic: with any driver; --xdp.")
+    ] = "native",
+    trust_network: Annotated[
+        bool, typer.Option("--trust-network", help="Checksums instead of keyed tags in packets; --xdp.")
+    ] = False,
     key_file: Annotated[
         Path | None, typer.Option(help="File with the job key. Default: GRADWIRE_JOB_KEY_FILE.")
     ] = None,
@@ -66,6 +75,8 @@ def serve(
     Example: gradwire serve --parameters --workers 4 --port 7070
 
     Example: gradwire serve --aggregate --workers 4 --udp
+
+    Example: gradwire serve --aggregate --workers 4 --host 10.0.0.9 --xdp eth0
     """
     from gradwire.aggregator.process import AggregationOptions, AggregationServer
     from gradwire.bench.users import load_module, users_code
@@ -77,8 +88,10 @@ def serve(
 
     if parameters == aggregate:
         raise typer.BadParameter("Pass either --parameters or --aggregate.")
-    if parameters and (udp or multicast or drop):
-        raise typer.BadParameter("--udp, --multicast and --drop go with --aggregate.")
+    if parameters and (udp or multicast or drop or xdp):
+        raise typer.BadParameter("--udp, --multicast, --drop and --xdp go with --aggregate.")
+    if trust_network and not xdp:
+        raise typer.BadParameter("--trust-network goes with --xdp.")
     if aggregate and (state or optimizer):
         raise typer.BadParameter("--state and --optimizer go with --parameters.")
     for module in modules:
@@ -103,7 +116,13 @@ def serve(
             )
         else:
             group = parse_address(multicast) if multicast else None
-            server = AggregationServer(AggregationOptions(**common, udp=udp, multicast=group, drop=drop))
+            guard = "crc32c" if trust_network else "siphash"
+            server = AggregationServer(
+                AggregationOptions(
+                    **common, udp=udp or bool(xdp), multicast=group, drop=drop,
+                    xdp=xdp or None, xdp_mode=xdp_mode, guard=guard,
+                )
+            )  # fmt: skip
         what = "parameters" if parameters else "sums"
         typer.echo(f"Serving {what} to {workers} workers at {server.address[0]}:{server.address[1]}")
         with stopped_by_signals(server) as received:

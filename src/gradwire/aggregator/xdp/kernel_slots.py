@@ -5,11 +5,13 @@ from __future__ import annotations
 import ipaddress
 import struct
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from gradwire.aggregator.packet import PacketCounters
 from gradwire.aggregator.session import Operation, SessionConfig
+from gradwire.aggregator.xdp import copies
 from gradwire.aggregator.xdp import layout as layouts
 from gradwire.aggregator.xdp import program as programs
 from gradwire.aggregator.xdp.guard import TABLE_BYTES as CHECKSUM_BYTES
@@ -19,6 +21,20 @@ from gradwire.aggregator.xdp.loader import load
 from gradwire.aggregator.xdp.maps import ArrayMap, CounterMap, SharedMap
 from gradwire.aggregator.xdp.system import ProgramType
 from gradwire.core.errors import OptionError
+
+
+class SlotState(NamedTuple):
+    """The current round of a slot.
+
+    Attributes:
+        expected_round: Its number.
+        is_open: Whether it has not been answered.
+        heard: Bitmap of the workers heard in it.
+    """
+
+    expected_round: int
+    is_open: bool
+    heard: int
 
 
 class KernelSlots:
@@ -33,6 +49,7 @@ class KernelSlots:
         layout: What the program is made for.
         streams: For each stream, the number of packets that the program adds up; 0 for those that Python does.
         program: The XDP program.
+        copier: The program that sends copies of its answers.
 
     Raises:
         RightsError: This process may not use BPF.
@@ -54,6 +71,7 @@ class KernelSlots:
         self._checksums = ArrayMap(programs.CHECKSUMS_MAP, CHECKSUM_BYTES, 1)
         self._fill()
         self.program = load(programs.emit(self.layout), ProgramType.XDP, self.maps)
+        self.copier = load(copies.emit(self.layout), ProgramType.TRAFFIC_CONTROL, self.maps)
 
     @property
     def maps(self) -> Sequence[ArrayMap]:
@@ -84,7 +102,7 @@ class KernelSlots:
         """Take packets of a worker from its address alone. `key` has 16 bytes."""
         host = ipaddress.IPv4Address(address[0]).packed
         port = int.from_bytes(address[1].to_bytes(2, "big"), "little")
-        self.workers.write(worker, layouts.WORKER.pack(host, port, *struct.unpack("<QQ", key)))
+        self.workers.write(worker, layouts.WORKER.pack(host, port, *struct.unpack("<QQ", key), bytes(6), 0))
 
     def counted(self) -> PacketCounters:
         """Return what has happened to the packets that the program has processed."""
@@ -93,13 +111,27 @@ class KernelSlots:
     def result(self, slot: int, buffer: int) -> bytes:
         """Return a result as it travels."""
         layout = self.layout
-        width = self._width(slot)
+        width = self.config.tables[self.config.streams[self.place(slot)[0]].table].accumulator_bits
         start = layout.buffers + buffer * layout.buffer_bytes + 8
         return self.slots.read(slot)[start : start + layout.result_bytes(width) + layout.guard.trailer_bytes]
 
+    def state(self, slot: int) -> SlotState:
+        """Return what a slot says of its current round."""
+        value, layout = self.slots.read(slot), self.layout
+        expected, is_open, heard = struct.unpack_from("<QQQ", value, layout.EXPECTED)
+        return SlotState(expected - 1, bool(is_open), heard)
+
+    def place(self, slot: int) -> tuple[int, int]:
+        """Return the stream and the packet of a slot."""
+        for stream, count in enumerate(self.streams):
+            if slot < count:
+                return stream, slot
+            slot -= count
+        raise IndexError("there is no such slot")
+
     def close(self) -> None:
         """Give everything back to the kernel. Idempotent."""
-        for each in (*self.maps, self.program):
+        for each in (*self.maps, self.program, self.copier):
             each.close()
 
     def _fill(self) -> None:
@@ -113,13 +145,6 @@ class KernelSlots:
             self._streams.write(stream, layouts.STREAM.pack(first, count, table_number, width))
             first += count
         self._checksums.write(0, checksum_tables())
-
-    def _width(self, slot: int) -> int:
-        for stream, count in enumerate(self.streams):
-            if slot < count:
-                return self.config.tables[self.config.streams[stream].table].accumulator_bits
-            slot -= count
-        raise IndexError("there is no such slot")
 
 
 def _layout(config: SessionConfig, guard_name: str, port: int) -> Layout:

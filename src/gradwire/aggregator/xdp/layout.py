@@ -20,8 +20,10 @@ MAX_WORKERS = 64
 WIDTHS = 8, 16
 """Bits of the accumulators that programs add up."""
 TABLE_BYTES = 256 * 8
-WORKER = struct.Struct("<4sHxxQQ8x")
-"""Address and port as on the wire, and the key of what the worker sends."""
+WORKER = struct.Struct("<4sHxxQQ6sxxI4x")
+"""Address and port as on the wire, the key of what the worker sends, and where its last packet came from: link-layer
+address and interface, which programs fill in."""
+LINK_AT, INTERFACE_AT = 24, 32
 STREAM = struct.Struct("<IIII")
 """First slot, number of packets that the program adds up, table, bits of an accumulator."""
 SESSION = struct.Struct("<QQQQQQQ")

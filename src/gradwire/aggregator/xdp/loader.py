@@ -80,6 +80,8 @@ def attach_xdp(program: Descriptor, interface: str, mode: str) -> Descriptor:
         errno.EINVAL: "Its driver may refuse long frames or merged packets: try ip link set dev "
         f"{interface} mtu 1500, ethtool -K {interface} lro off gro off, or --xdp-mode generic.",
     }
+    if mode not in MODES:
+        raise OptionError(f"There is no XDP mode {mode!r}. Pass --xdp-mode native or --xdp-mode generic.")
     return _attach(program, interface, AttachType.XDP, MODES[mode], advice)
 
 

@@ -30,7 +30,7 @@ from gradwire.aggregator.xdp.frames import (
     write_control,
     write_held,
 )
-from gradwire.aggregator.xdp.layout import ANSWER, Counter, Layout
+from gradwire.aggregator.xdp.layout import ANSWER, INTERFACE_AT, LINK_AT, Counter, Layout
 from gradwire.aggregator.xdp.slot_program import Arrival, Decision, Memory, SlotProgram
 
 DROP, PASS, SEND_BACK = 1, 2, 3
@@ -95,6 +95,9 @@ class _Program:
         self._drop_unless(is_known & self._may_be_sent(packet, body_bytes), counters, Counter.REFUSED)
         is_current = get(code, packet, "epoch").equals(code.load(session, 0))
         self._drop_unless(is_current.as_number(), counters, Counter.STALE)
+        code.store(record, LINK_AT, code.load(frame, 6, 4), 4)
+        code.store(record, LINK_AT + 4, code.load(frame, 10, 2), 2)
+        code.store(record, INTERFACE_AT, code.load(code.context, 12, 4), 4)
         self._add_up(packet, session, entry, counters, checksums, worker, body_bytes)
 
     def _is_well_formed(self, packet: Value, body_bytes: int) -> Value:

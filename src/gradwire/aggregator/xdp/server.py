@@ -1,0 +1,166 @@
+"""The aggregation server's part in Python when a program adds up: attaches it, and does the rest.
+
+The program forms the sums of full packets. `KernelStateMachine` forms all others, tells the program who has joined,
+and sees in its maps what is late.
+
+On failure: the kernel detaches both programs when this process ends, however it ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import socket
+import struct
+from dataclasses import fields
+
+import numpy as np
+
+from gradwire.aggregator.datagram_keys import WorkerDatagrams
+from gradwire.aggregator.packet import Packet, PacketCounters, PacketKey
+from gradwire.aggregator.server import AggregatorStateMachine, UnansweredPacket
+from gradwire.aggregator.session import SessionConfig
+from gradwire.aggregator.xdp import loader
+from gradwire.aggregator.xdp.assembler import Assembler
+from gradwire.aggregator.xdp.frames import HEADER_BYTES
+from gradwire.aggregator.xdp.kernel_slots import KernelSlots
+from gradwire.aggregator.xdp.layout import WIDTHS
+from gradwire.aggregator.xdp.program import PASS
+from gradwire.aggregator.xdp.seals import ends
+from gradwire.aggregator.xdp.system import ProgramType
+from gradwire.core.errors import DisagreementError, SyncError
+
+_ETHERNET_BYTES = 14
+_SIOCGIFMTU = 0x8921
+_CONTINUE = -1
+
+
+class XdpInterface:
+    """An interface with programs attached, which let everything pass until a session begins.
+
+    Args:
+        interface: Name of the interface.
+        mode: Name of a mode in `gradwire.aggregator.xdp.loader.MODES`.
+
+    Raises:
+        RightsError: This process may not attach programs.
+        OptionError: The kernel or the interface lacks something.
+    """
+
+    def __init__(self, interface: str, mode: str) -> None:
+        self.name = interface
+        loader.interface_index(interface)
+        idle, idle_copier = Assembler("xdp"), Assembler("tc")
+        idle.leave(PASS)
+        idle_copier.leave(_CONTINUE)
+        with loader.load(idle, ProgramType.XDP, ()) as program:
+            self._link = loader.attach_xdp(program, interface, mode)
+        with loader.load(idle_copier, ProgramType.TRAFFIC_CONTROL, ()) as copier:
+            self._copier_link = loader.attach_ingress(copier, interface)
+
+    @property
+    def mtu(self) -> int:
+        """Largest IP packet of the interface, in bytes."""
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+            answer = fcntl.ioctl(any_socket, _SIOCGIFMTU, struct.pack("16si8x", self.name.encode(), 0))
+        found: int = struct.unpack_from("i", answer, 16)[0]
+        return found
+
+    def run(self, slots: KernelSlots) -> None:
+        """Run the programs of a session from now on."""
+        loader.replace(self._copier_link, slots.copier)
+        loader.replace(self._link, slots.program)
+
+    def close(self) -> None:
+        """Detach. Idempotent."""
+        self._link.close()
+        self._copier_link.close()
+
+
+class KernelStateMachine(AggregatorStateMachine):
+    """The state machine of a session whose full packets the kernel adds up.
+
+    Args:
+        config: Session configuration.
+        epoch: Random number of this incarnation of the server.
+        slots: The session's maps and programs.
+        key: Key of what the server sends, 16 bytes.
+
+    Attributes:
+        strayed: Worker whose packet should have gone to the program and has not; None if there is none.
+    """
+
+    def __init__(self, config: SessionConfig, epoch: int, slots: KernelSlots, key: bytes) -> None:
+        self._slots_in_kernel, self._key = slots, key
+        self.strayed: int | None = None
+        slots.begin(epoch, key)
+        super().__init__(config, epoch)
+
+    @property
+    def resumed(self) -> bool:
+        """If true, an earlier incarnation of the server has answered some of the workers."""
+        return self._resumed
+
+    @resumed.setter
+    def resumed(self, value: bool) -> None:
+        self._resumed = value
+        if value:
+            self._slots_in_kernel.resume()
+
+    def take_worker(self, datagrams: WorkerDatagrams, key: bytes, guard: str) -> None:
+        """Take packets of a worker that has joined, by the key of what it sends, 16 bytes, in kernel and Python."""
+        datagrams.sender, datagrams.receiver = ends(guard, self._key, key)
+        self._slots_in_kernel.join(datagrams.worker, datagrams.address, key)
+
+    def check_strayed(self, interface: str | None) -> None:
+        """Raise `SyncError` if a packet has reached Python that was the program's."""
+        if self.strayed is not None:
+            raise SyncError(
+                f"Packets of worker {self.strayed} reach the server, but not through {interface}, or as fragments. "
+                "Pass the interface that faces the workers to --xdp, or serve without it.",
+                rank=self.strayed,
+            )
+
+    def total_counters(self) -> PacketCounters:
+        found = self._slots_in_kernel.counted(), self.counters
+        return PacketCounters(**{each.name: sum(getattr(one, each.name) for one in found) for each in fields(found[0])})
+
+    def oldest_open(self) -> UnansweredPacket | None:
+        kernel, rest = self._oldest_in_kernel(), super().oldest_open()
+        return min((one for one in (kernel, rest) if one is not None), key=lambda one: one.since, default=None)
+
+    def _oldest_in_kernel(self) -> UnansweredPacket | None:
+        slots = self._slots_in_kernel
+        began = slots.began.view.view(np.uint64)[:, 0]
+        waiting = np.flatnonzero(began)
+        if not waiting.size:
+            return None
+        slot = int(waiting[began[waiting].argmin()])
+        state, (stream, packet) = slots.state(slot), slots.place(slot)
+        missing = [worker for worker in range(self.config.world_size) if not state.heard >> worker & 1]
+        if not state.is_open:  # answered in the meantime
+            return None
+        return UnansweredPacket(int(began[slot]) / 1e9, PacketKey(state.expected_round, stream, packet), missing)
+
+    def _misfit(self, packet: Packet, sender: int | None) -> tuple[str, object] | None:
+        misfit = super()._misfit(packet, sender)
+        if misfit is None and packet.key.packet < self._slots_in_kernel.streams[packet.key.stream]:
+            self.strayed = packet.worker
+            return "packets that the program in the kernel does not take", "one that it should have taken"
+        return misfit
+
+
+def check_frames(config: SessionConfig, interface: XdpInterface) -> None:
+    """Raise `DisagreementError` if results, or contributions, do not fit a frame of the interface."""
+    sizes = [
+        (HEADER_BYTES - _ETHERNET_BYTES + 52 + config.result_bytes(stream, 0), stream)
+        for stream in range(len(config.streams))
+        if config.result_dtype(stream).itemsize * 8 in WIDTHS
+    ]
+    largest, stream = max(sizes, default=(0, 0))
+    if largest > interface.mtu:
+        wide = config.result_dtype(stream).itemsize == 2
+        smaller = "a granularity or fewer workers, so that sums fit 8 bits," if wide else "packet_elements=1024,"
+        raise DisagreementError(
+            f"Results of {largest} bytes do not fit the frames of {interface.name}, whose mtu is {interface.mtu}. "
+            f"Choose {smaller} raise the mtu of all links to {largest}, or start the server without --xdp."
+        )

@@ -1,0 +1,94 @@
+"""A server whose sums the kernel forms, with real interfaces, sockets and workers."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import subprocess
+import sys
+
+import pytest
+
+from gradwire.aggregator.process import AggregationOptions, AggregationServer
+from gradwire.core.errors import OptionError
+from gradwire.lab import Lab
+from tests.aggregator.xdp import host
+
+ROUNDS = 5
+
+
+def alone(case: str) -> dict:
+    """Run a case of `alone.py` in a network namespace of its own."""
+    command = ["unshare", "-n", sys.executable, "-m", "tests.aggregator.xdp.alone", case]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.root
+@pytest.mark.bpf
+@pytest.mark.loss
+@pytest.mark.parametrize("guard", ["siphash", "crc32c"])
+def test_workers_get_the_kernels_sums_with_loss(guard):
+    command = [sys.executable, "-m", "tests.aggregator.xdp.host", str(ROUNDS), "generic", guard]
+    with Lab(4, "1gbit", loss="1%") as lab:
+        result = lab.run(command, env={"GRADWIRE_JOB_KEY": secrets.token_hex(32)}, timeout=100).check()
+    workers = [json.loads(each.stdout) for each in result.hosts[1:]]
+    assert {worker["digest"] for worker in workers} == {host.digest(ROUNDS)}
+    assert "The kernel adds up 195 of 197 packets at eth0" in json.loads(result.hosts[0].stdout)["said"]
+    assert sum(each.drops.loss for each in result.hosts) > 20
+    assert sum(worker["forged"] + worker["corrupt"] + worker["refused"] for worker in workers) == 0
+
+
+@pytest.mark.ci
+@pytest.mark.timeout(300)
+@pytest.mark.root
+@pytest.mark.bpf
+def test_a_killed_server_detaches_and_its_successor_changes_no_result(tmp_path):
+    command = [sys.executable, "-m", "tests.aggregator.xdp.host", str(ROUNDS), "generic", "siphash", str(tmp_path)]
+    with Lab(4, "1gbit") as lab:
+        result = lab.run(command, env={"GRADWIRE_JOB_KEY": secrets.token_hex(32)}, timeout=280).check()
+    found = json.loads(result.hosts[0].stdout.splitlines()[-1])
+    workers = [json.loads(each.stdout) for each in result.hosts[1:]]
+    assert found["attached"]
+    assert not found["detached"]
+    assert not found["after"]
+    assert "The kernel adds up 195 of 197 packets at eth0" in found["said"]
+    assert "All workers have finished." in found["said"]
+    assert {worker["digest"] for worker in workers} == {host.digest(ROUNDS)}
+
+
+@pytest.mark.ci
+@pytest.mark.timeout(300)
+@pytest.mark.root
+@pytest.mark.bpf
+def test_an_interface_that_cannot_be_had_is_an_error_with_advice():
+    found = alone("taken")
+    assert "Another XDP program is attached. Detach it: ip link set dev lo xdp off." in found["second"]
+    assert "Its driver does not run XDP programs itself. Pass --xdp-mode generic." in found["native"]
+
+
+@pytest.mark.ci
+@pytest.mark.timeout(300)
+@pytest.mark.root
+@pytest.mark.bpf
+def test_results_beyond_a_frame_are_refused_at_all_ends():
+    found = alone("long_frames")
+    for said in found.values():
+        assert "do not fit the frames of idle, whose mtu is 1500. Choose a granularity or fewer workers" in said
+
+
+@pytest.mark.ci
+@pytest.mark.timeout(300)
+@pytest.mark.root
+@pytest.mark.bpf
+def test_packets_that_come_another_way_end_the_job_with_advice():
+    found = alone("elsewhere")
+    for said in found.values():
+        assert "not through idle, or as fragments. Pass the interface that faces the workers to --xdp" in said
+
+
+@pytest.mark.parametrize("options", [{}, {"udp": True, "drop": 0.1}, {"udp": True, "multicast": ("239.71.87.1", 7)}])
+def test_options_that_do_not_go_together(options):
+    with pytest.raises(OptionError, match="--xdp takes datagrams and answers each worker: pass --udp"):
+        AggregationServer(AggregationOptions(2, port=0, xdp="lo", **options))
