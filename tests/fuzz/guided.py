@@ -35,7 +35,7 @@ CHOSEN = (
     *("decode:threelc", "decode:lossless", "decode:topk", "decode:qsgd"),
 )
 HANG_SECONDS, MEMORY_MB = 30, 2048
-COMPILED = ["gradwire.kernels", "gradwire.lang"]  # by Numba, which must see bytecode as it is
+COMPILED = ("kernels", "lang")  # by Numba, which must see bytecode as it is
 
 
 def check(target: Target, corpus: list[Seed], data: bytes) -> None:
@@ -65,9 +65,18 @@ def instrumented() -> dict[str, Target]:
     """Import all targets by way of atheris."""
     import atheris
 
-    with atheris.instrument_imports(include=["gradwire", "tests.fuzz"], exclude=COMPILED):
+    with atheris.instrument_imports(include=["gradwire", "tests.fuzz"], exclude=compiled_modules()):
         from tests.fuzz.targets import targets
     return targets()
+
+
+def compiled_modules() -> list[str]:
+    """Names of all modules that Numba compiles; atheris asks for each."""
+    found = importlib.util.find_spec("gradwire")
+    assert found is not None and found.submodule_search_locations, "gradwire is installed"
+    base = Path(found.submodule_search_locations[0]).parent
+    paths = (path for room in COMPILED for path in (base / "gradwire" / room).rglob("*.py"))
+    return [".".join(path.relative_to(base).with_suffix("").parts).removesuffix(".__init__") for path in paths]
 
 
 def write_corpus(target: Target, folder: Path) -> None:

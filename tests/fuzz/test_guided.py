@@ -35,3 +35,9 @@ def test_a_reader_is_fuzzed_and_new_branches_are_reached(tmp_path: Path) -> None
     log = (tmp_path / "frame.log").read_text()
     assert "DONE" in log
     assert len(list((tmp_path / "frame").iterdir())) > len(targets()["frame"].corpus()), "inputs that were kept"
+
+
+def test_kernels_are_left_as_they_are() -> None:
+    found = guided.compiled_modules()
+    assert {"gradwire.kernels", "gradwire.kernels.cpu.floats", "gradwire.lang.targets.numba.runtime"} <= set(found)
+    assert not [name for name in found if not name.startswith(("gradwire.kernels", "gradwire.lang"))]
