@@ -133,7 +133,8 @@ def main(
         if not due:
             break
         options = ["-n", str(processes), "--dist", "loadfile", "--tb", "short", *chosen[:5], *due]
-        pytest.main(options, plugins=[Recorder(folder, of, end)])
+        if pytest.main(options, plugins=[Recorder(folder, of, end)]) > pytest.ExitCode.TESTS_FAILED:
+            break  # Ctrl-C, or pytest cannot go on
     found = counts(folder, of)
     Console(width=200).print(f"Commit {of}:", table(collector.names, found))
     raise typer.Exit(1 if any(found[name]["failed"] for name in collector.names) else 0)
