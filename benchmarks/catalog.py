@@ -96,6 +96,10 @@ _MICRO = (
         "micro.transport", recorded=False
     ),
     Benchmark(
+        "protection", "What do checksums, tags and TLS cost a step between a worker and a server?", "micro.protection",
+        recorded=False
+    ),
+    Benchmark(
         "aggregation-server", "How many bytes a second does an aggregation server add on one core, over TCP and UDP?",
         "micro.aggregation_server",
     ),

@@ -63,6 +63,7 @@ LOCKS = {
     "core/events.py": "the list of listeners",
     "net/client.py": "the state of a connection; waits have limits",
     "net/loop.py": "the send queues, and sends that do not block",
+    "net/tls.py": "one call of OpenSSL, and reads and sends that do not block",
     "observe/metrics.py": "the counters",
     "observe/trace.py": "the trace's file",
     "parameter_server/connection.py": "a slot while it encodes or decodes, and the first message",

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from gradwire.ddp.attach import attach as attach
     from gradwire.ddp.handle import Handle as Handle
     from gradwire.net.client import ConnectionOptions as ConnectionOptions
+    from gradwire.net.tls import TlsFiles as TlsFiles
     from gradwire.parameter_server.client import ParameterClient as ParameterClient
     from gradwire.parameter_server.options import JobOptions as JobOptions
     from gradwire.parameter_server.options import TransferOptions as TransferOptions
@@ -49,6 +50,7 @@ _HOMES = {
     "SyncOptions": "gradwire.sync.options",
     "Synchronizer": "gradwire.sync.synchronizer",
     "TensorSpec": "gradwire.core.spec",
+    "TlsFiles": "gradwire.net.tls",
     "TransferOptions": "gradwire.parameter_server.options",
     "attach": "gradwire.ddp.attach",
     "compressor": "gradwire.compressors.base.decorator",

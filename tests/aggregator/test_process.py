@@ -24,6 +24,7 @@ from gradwire.core.errors import DisagreementError, OptionError, PeerLostError, 
 from gradwire.net.client import ConnectionOptions
 from gradwire.net.datagrams import DatagramReceiver, DatagramSender, DatagramSocket
 from tests.aggregator.aggregation_job import SHORT, WAIT, Job, aggregation_job, check_round, submit_all
+from tests.net.certificates import Authority
 from tests.net.recorder import until
 from tests.parameter_server.processes import Process, run
 from tests.schedules import jobs
@@ -384,3 +385,17 @@ def test_a_killed_worker_ends_the_job_with_an_error_that_names_it(job):
         work(client, range(10, 1 << 30))
     worker.end()
     assert job.end().rank == 1
+
+
+@pytest.mark.parametrize("udp", [False, True])
+def test_a_server_and_its_workers_under_tls(job, tmp_path, udp):
+    """By TCP, everything is encrypted. By UDP, agreements are, and with them the keys of datagrams."""
+    authority = Authority(tmp_path)
+    address = job.serve(udp=udp, tls=authority.files("server"))
+    connection = ConnectionOptions(tls=authority.files("worker"))
+    clients = job.join(address, jobs.config(), connection=connection)
+    for round_ in range(3):
+        check_round(clients, round_)
+    for client in clients:
+        client.close()
+    assert job.end() is None

@@ -17,6 +17,7 @@ from gradwire.aggregator.client import AggregationClient
 from gradwire.aggregator.session import IndexTable, Operation, SessionConfig, Stream
 from gradwire.cli.app import build_app
 from gradwire.core.errors import SyncError
+from tests.net.certificates import Authority
 
 
 def serve(*arguments: str):
@@ -37,9 +38,22 @@ def test_it_wants_a_key_beyond_loopback(monkeypatch):
     assert "GRADWIRE_JOB_KEY_FILE" in result.output
 
 
+def test_certificates_that_cannot_be_read_are_named(tmp_path):
+    result = serve("--parameters", "--workers", "1", "--port", "0", "--tls", *[str(tmp_path / "none.pem")] * 3)
+    assert result.exit_code == 1
+    assert "Name a certificate, its private key without a password" in result.output
+
+
 @pytest.mark.ci
-def test_a_worker_trains_with_it():
+@pytest.mark.parametrize("tls", [False, True])
+def test_a_worker_trains_with_it(tls, tmp_path):
     command = [sys.executable, "-m", "gradwire.cli", "serve", "--parameters", "--workers", "1", "--port", "0"]
+    connection = gw.ConnectionOptions()
+    if tls:
+        authority = Authority(tmp_path)
+        files = authority.files("server")
+        command += ["--tls", str(files.certificate), str(files.key), str(files.authority)]
+        connection = gw.ConnectionOptions(tls=authority.files("worker"))
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         port = re.search(r":(\d+)$", server.stdout.readline()).group(1)
@@ -49,7 +63,9 @@ def test_a_worker_trains_with_it():
         x, losses = torch.randn(64, 40), []
         target = x @ torch.randn(40, 30)
         job, transfer = gw.JobOptions(worker=0, workers=1), gw.TransferOptions(min_elements=0)
-        with gw.ParameterClient(model, optimizer, f"127.0.0.1:{port}", job=job, transfer=transfer) as client:
+        with gw.ParameterClient(
+            model, optimizer, f"127.0.0.1:{port}", job=job, transfer=transfer, connection=connection
+        ) as client:
             for _ in range(30):
                 loss = (model(x) - target).square().mean()
                 loss.backward()

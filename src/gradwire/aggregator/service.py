@@ -26,6 +26,7 @@ from gradwire.compressors.base import Compressor, LookupCompressor
 from gradwire.core.errors import OptionError
 from gradwire.core.spec import TensorSpec
 from gradwire.net.client import ConnectionOptions
+from gradwire.net.tls import TlsFiles
 from gradwire.sync.chunk import Chunk, split
 from gradwire.sync.job import TensorJob
 from gradwire.sync.tensor_registry import TensorRegistry
@@ -50,6 +51,7 @@ class Aggregator:
         key_file: File with the job key; see `gradwire.net.keys.job_key`.
         insecure: If true, a job key that anyone can guess is allowed beyond loopback.
         integrity: How frames of the connection are protected; see `ConnectionOptions`.
+        tls: Certificates, if the server uses TLS; see `ConnectionOptions`.
     """
 
     address: str
@@ -60,6 +62,7 @@ class Aggregator:
     key_file: str | Path | None = None
     insecure: bool = False
     integrity: str | None = None
+    tls: TlsFiles | None = None
 
     @classmethod
     def of(cls, given: str | Aggregator | None) -> Aggregator | None:
@@ -90,7 +93,7 @@ class Aggregator:
                 self.fraction, world_size, advice,
             )  # fmt: skip
         config, streams = agree(self, tensors, world_size)
-        connection = ConnectionOptions(self.key_file, self.insecure, timeout, stall_timeout, self.integrity)
+        connection = ConnectionOptions(self.key_file, self.insecure, timeout, stall_timeout, self.integrity, self.tls)
         return AggregatorConnection(self, self.client(config, rank, session, connection), streams)
 
     def client(

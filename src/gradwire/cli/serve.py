@@ -62,6 +62,10 @@ def serve(
     integrity: Annotated[
         str | None, typer.Option(help="Protection of frames: crc, or mac, the default with a job key.")
     ] = None,
+    tls: Annotated[
+        tuple[Path, Path, Path] | None,
+        typer.Option(help="Connections under TLS: files of certificate, private key, and authority's certificate."),
+    ] = None,
 ) -> None:
     """Run a parameter server or an aggregator until all workers have finished.
 
@@ -83,6 +87,7 @@ def serve(
     from gradwire.core.errors import GradwireError, ServerStoppedError
     from gradwire.net.address import parse_address
     from gradwire.net.server import Server, stopped_by_signals
+    from gradwire.net.tls import TlsFiles
     from gradwire.parameter_server.process import ParameterServer, ParameterServerOptions
     from gradwire.parameter_server.shard import optimizer_class
 
@@ -104,7 +109,7 @@ def serve(
             optimizer_class(path, tuple(optimizer))
     common: dict[str, Any] = {
         "workers": workers, "host": host, "port": port, "job": job, "key_file": key_file, "insecure": insecure,
-        "integrity": integrity,
+        "integrity": integrity, "tls": None if tls is None else TlsFiles(*tls),
         "timeout": timedelta(seconds=timeout), "patience": timedelta(seconds=patience),
     }  # fmt: skip
     try:

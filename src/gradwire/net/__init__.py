@@ -7,7 +7,8 @@
   workers' ends.
 - `rendezvous`, `store`, `address`, `keys`: how ranks find each other, and the job key of jobs without a store.
 - `acceptor`, `pending`, `handshake`: new connections, until both ends have proven the job key.
-- `datagrams`, `forks`: UDP packets with a keyed tag; forked children close their copies of connections.
+- `tls`: TLS between workers and servers.
+- `datagrams`, `forks`: UDP packets with numbers and tags; forked children close their copies of connections.
 
 A frame: `loop` → `link` → `conversation` → `stream`, and back, then `tcp._deliver` → `Callbacks.deliver`.
 A lost peer: `link` → `loop` → `tcp._lose` → `Callbacks.fail` → `sync.engine` → `Handle._end_backward`, which raises.

@@ -24,6 +24,7 @@ from gradwire.net.handshake import GroupMember
 from gradwire.net.keys import job_epoch, job_key
 from gradwire.net.liveness import STALL_TIMEOUT
 from gradwire.net.reconnecting import EndpointOwner, ReconnectingEndpoint
+from gradwire.net.tls import TlsFiles
 from gradwire.wire.frame import FrameKind, Header
 
 logger = logging.getLogger("gradwire")
@@ -46,7 +47,8 @@ class ConnectionOptions:
             `gradwire.net.liveness.STALL_TIMEOUT`. The server ends the job, with an error that names the worker; a
             client waits `GRACE_SECONDS` longer, in case it is the server that hangs.
         integrity: How frames are protected, ``"crc"`` or ``"mac"``; the same on server and workers. Default: ``"mac"``
-            if a job key is given, else ``"crc"``. See `gradwire.net.handshake`.
+            if a job key is given and there is no TLS, else ``"crc"``. See `gradwire.net.handshake`.
+        tls: Certificates, if the server uses TLS. Its own must name the host in its address.
     """
 
     key_file: str | Path | None = None
@@ -54,6 +56,7 @@ class ConnectionOptions:
     timeout: timedelta = timedelta(seconds=120)
     stall_timeout: timedelta = STALL_TIMEOUT
     integrity: str | None = None
+    tls: TlsFiles | None = None
 
 
 class Client(EndpointOwner):
@@ -93,12 +96,12 @@ class Client(EndpointOwner):
         self._num_losses = 0  # since the last result
         self._changed = threading.Condition()
         self._epoch = job_epoch(job)
-        self._key = job_key(
-            address[0], job, file=options.key_file, insecure=options.insecure, integrity=options.integrity
-        )
+        integrity = options.integrity or ("crc" if options.tls else None)  # TLS does what tags do
+        self._key = job_key(address[0], job, file=options.key_file, insecure=options.insecure, integrity=integrity)
         self._endpoint = ReconnectingEndpoint(
             GroupMember(job, rank, world_size + 1, self._epoch), self._key, self, timeout=options.timeout,
             call=(world_size, address), start_with=self._start_with,
+            tls=None if options.tls is None else options.tls.context(server=False),
         )  # fmt: skip
 
     def left(self, peer: int, error: SyncError | None) -> None:

@@ -18,6 +18,7 @@ from itertools import islice
 import numpy as np
 
 from gradwire.net.conversation import Conversation
+from gradwire.net.tls import AnySocket, TlsSocket
 from gradwire.wire.frame import Header, Outgoing, prefix_bytes
 from gradwire.wire.mac import FrameMac
 
@@ -54,8 +55,9 @@ class Link:
         taken_bytes: Bytes that the kernel has taken so far.
     """
 
-    def __init__(self, sock: socket.socket, conversation: Conversation, mac: FrameMac | None = None) -> None:
+    def __init__(self, sock: AnySocket, conversation: Conversation, mac: FrameMac | None = None) -> None:
         self.socket = sock
+        self._tls = sock if isinstance(sock, TlsSocket) else None
         self.conversation = conversation
         self.open = True
         self.writable = True
@@ -104,7 +106,12 @@ class Link:
     @property
     def pending(self) -> bool:
         """Whether there is something to send."""
-        return self.writable and bool(self._queue or self._outgoing)
+        return self.writable and bool(self._queue or self._outgoing or (self._tls is not None and self._tls.unsent))
+
+    @property
+    def buffered(self) -> bool:
+        """Whether there may be received bytes for which no selector wakes up."""
+        return self.open and not self.paused and self._tls is not None and self._tls.buffered
 
     @property
     def pending_frames(self) -> int:
@@ -174,7 +181,10 @@ class Link:
 
     def wait_for_much(self, much: bool = True) -> None:
         """Have selectors report the socket only when much of a long body has arrived. If not `much`, any byte."""
-        low_water = LOW_WATER_BYTES if much and self.conversation.missing_bytes >= LOW_WATER_BYTES else 1
+        # Under TLS, part of the body may be buffered already: the kernel would wait for bytes that have come.
+        low_water = (
+            LOW_WATER_BYTES if much and self._tls is None and self.conversation.missing_bytes >= LOW_WATER_BYTES else 1
+        )
         if low_water != self._low_water and self.open:
             self._low_water = low_water
             with contextlib.suppress(OSError):  # then each packet wakes the reader

@@ -190,7 +190,7 @@ class ConnectionLoop(ProcessBound):
 
     def _wait(self, now: float, until: float) -> float:
         links = [link for link in self._links.values() if link.open]
-        if any(link.pending and not link.blocked for link in links):
+        if any((link.pending and not link.blocked) or link.buffered for link in links):
             return 0.0
         at = min([until, *(link.conversation.liveness.next_deadline() for link in links), *self._pending.deadlines()])
         return min(max(0.0, at - now), threads.WAKE_SECONDS)
@@ -237,7 +237,7 @@ class ConnectionLoop(ProcessBound):
         liveness = link.conversation.liveness
         if link.paused:
             liveness.heard(looked_at)
-        elif liveness.silent(looked_at):
+        elif link.buffered or liveness.silent(looked_at):
             self._read(link, link.receive(time.monotonic()))  # less than the selector waits for may be there
         if not link.open:
             return

@@ -11,6 +11,7 @@ import errno
 import logging
 import selectors
 import socket
+import ssl
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -19,6 +20,7 @@ from gradwire.core.errors import FrameError
 from gradwire.net.acceptor import Acceptor
 from gradwire.net.handshake import GroupMember, Handshake, JobKey
 from gradwire.net.stream import FrameReader
+from gradwire.net.tls import AnySocket, TlsSocket
 
 logger = logging.getLogger("gradwire")
 # A real peer has its frames ready.
@@ -32,16 +34,17 @@ class PendingConnection:
     """A socket and its handshake.
 
     Args:
-        sock: Non-blocking socket, connected or connecting.
+        sock: Non-blocking socket, connected or connecting, perhaps under TLS.
         handshake: This end of the handshake.
         expires: Deadline of the handshake, on the monotonic clock.
     """
 
-    def __init__(self, sock: socket.socket, handshake: Handshake, expires: float) -> None:
+    def __init__(self, sock: AnySocket, handshake: Handshake, expires: float) -> None:
         self.socket = sock
         self.handshake = handshake
         self.expires = expires
         self.reader = FrameReader(handshake.admit)
+        self._unsecured = sock if isinstance(sock, TlsSocket) else None  # until TLS's own handshake is done
 
     def open(self) -> None:
         """Send the first frame of a connection that this end has opened.
@@ -52,6 +55,7 @@ class PendingConnection:
         code = self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if code:
             raise OSError(code, errno.errorcode.get(code, str(code)))
+        self._secure()
         self._send(self.handshake.opening())
 
     def receive(self) -> None:
@@ -60,6 +64,10 @@ class PendingConnection:
         Raises:
             OSError, FrameError: The handshake has failed.
         """
+        if self._unsecured is not None:
+            self._secure()
+            if self.handshake.connects:
+                self._send(self.handshake.opening())
         count = self.socket.recv_into(self.reader.wanted())
         if count == 0:
             raise ConnectionResetError("it closed the connection in the handshake")
@@ -67,6 +75,11 @@ class PendingConnection:
             self._send(self.handshake.receive(header, body))
             if self.handshake.done:
                 return  # later frames stay in the reader
+
+    def _secure(self) -> None:
+        if self._unsecured is not None:
+            self._unsecured.shake_hands()
+            self._unsecured = None
 
     def _send(self, frame: bytes) -> None:
         if frame and self.socket.send(frame) != len(frame):
@@ -85,6 +98,7 @@ class PendingConnections:
         addresses: Ranks to call, with their addresses.
         call_seconds: Time limit of a call; default `HANDSHAKE_SECONDS`.
         start_with: Command that starts the called server, for the log while nobody answers.
+        tls: TLS settings of this end; None for connections without TLS.
 
     Attributes:
         problems: Why the last connection with a rank has failed; no entry once one has succeeded.
@@ -93,7 +107,7 @@ class PendingConnections:
     def __init__(
         self, member: GroupMember, key: JobKey, selector: selectors.BaseSelector, *, listener: socket.socket | None,
         callers: frozenset[int], addresses: Mapping[int, tuple[str, int]], call_seconds: float | None = None,
-        start_with: str = "",
+        start_with: str = "", tls: ssl.SSLContext | None = None,
     ) -> None:  # fmt: skip
         self.problems: dict[int, str] = {}
         self._member = member
@@ -104,9 +118,10 @@ class PendingConnections:
         self._addresses = addresses
         self._call_seconds = call_seconds
         self._start_with = start_with
+        self._tls = tls
         self._call_at = dict.fromkeys(addresses, 0.0)
         self._pauses: dict[int, float] = {}
-        self._connections: dict[socket.socket, PendingConnection] = {}
+        self._connections: dict[AnySocket, PendingConnection] = {}
         self._num_refused = 0
 
     def begin_turn(self, now: float) -> None:
@@ -144,7 +159,7 @@ class PendingConnections:
         if peer in self._addresses:
             self._call_at[peer] = time.monotonic() + self._pauses.get(peer, _FIRST_PAUSE)
 
-    def refuse(self, sock: socket.socket, problem: str) -> None:
+    def refuse(self, sock: AnySocket, problem: str) -> None:
         """Close a connection that somebody has opened, and log that from time to time."""
         sock.close()
         self._num_refused += 1
@@ -197,8 +212,11 @@ class PendingConnections:
     def _add(self, sock: socket.socket, expected: frozenset[int], *, connect: bool) -> PendingConnection:
         seconds = self._call_seconds if connect and self._call_seconds else HANDSHAKE_SECONDS
         handshake = Handshake(self._member, self._key, expected, connect=connect)
-        pending = self._connections[sock] = PendingConnection(sock, handshake, time.monotonic() + seconds)
-        self._selector.register(sock, selectors.EVENT_WRITE if connect else selectors.EVENT_READ)
+        stream: AnySocket = sock
+        if self._tls is not None:
+            stream = TlsSocket(sock, self._tls, self._addresses[min(expected)][0] if connect else None)
+        pending = self._connections[stream] = PendingConnection(stream, handshake, time.monotonic() + seconds)
+        self._selector.register(stream, selectors.EVENT_WRITE if connect else selectors.EVENT_READ)
         return pending
 
     def _advance(self, pending: PendingConnection) -> PendingConnection | None:

@@ -11,6 +11,7 @@ dropped: the owner's protocol sends again what has not been answered.
 from __future__ import annotations
 
 import socket
+import ssl
 import threading
 import time
 from datetime import timedelta
@@ -66,6 +67,7 @@ class ReconnectingEndpoint(ConnectionLoop):
         callers: Ranks that may call.
         call: Rank and address to call, and to call again whenever that connection is lost.
         start_with: Command that starts the called server, for the log while nobody answers.
+        tls: TLS settings of this end; None for connections without TLS.
 
     Raises:
         OptionError: `timeout` is too short.
@@ -78,6 +80,7 @@ class ReconnectingEndpoint(ConnectionLoop):
         self, member: GroupMember, key: JobKey, owner: EndpointOwner, *,
         timeout: timedelta, listener: socket.socket | None = None,
         callers: frozenset[int] = frozenset(), call: tuple[int, tuple[str, int]] | None = None, start_with: str = "",
+        tls: ssl.SSLContext | None = None,
     ) -> None:  # fmt: skip
         if timeout < 4 * HEARTBEAT:
             least = 4 * HEARTBEAT.total_seconds()
@@ -93,7 +96,7 @@ class ReconnectingEndpoint(ConnectionLoop):
         self._dismissals: list[threading.Thread] = []
         self._pending = PendingConnections(
             member, key, self._selector, listener=listener, callers=callers,
-            addresses={} if call is None else dict([call]), start_with=start_with,
+            addresses={} if call is None else dict([call]), start_with=start_with, tls=tls,
         )  # fmt: skip
         self._bind()
 

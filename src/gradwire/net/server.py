@@ -22,6 +22,7 @@ from gradwire.core.errors import PeerLostError, PeerTimeoutError, ServerStoppedE
 from gradwire.net.handshake import GroupMember
 from gradwire.net.keys import job_epoch, job_key
 from gradwire.net.reconnecting import EndpointOwner, ReconnectingEndpoint
+from gradwire.net.tls import TlsFiles
 
 logger = logging.getLogger("gradwire")
 
@@ -41,7 +42,8 @@ class ServerOptions:
         key_file: File with the job key. See `job_key`.
         insecure: Whether to listen beyond loopback without a secret key.
         integrity: How frames are protected, ``"crc"`` or ``"mac"``; the same on server and workers. Default: ``"mac"``
-            if a job key is given, else ``"crc"``. See `gradwire.net.handshake`.
+            if a job key is given and there is no TLS, else ``"crc"``. See `gradwire.net.handshake`.
+        tls: Certificates, for connections under TLS; the workers need theirs, too.
     """
 
     workers: int
@@ -54,6 +56,7 @@ class ServerOptions:
     key_file: Path | None = None
     insecure: bool = False
     integrity: str | None = None
+    tls: TlsFiles | None = None
 
 
 class Server(EndpointOwner):
@@ -66,7 +69,8 @@ class Server(EndpointOwner):
         address: Host and port that the server listens on.
 
     Raises:
-        OptionError: Other machines can reach the address, and there is no key.
+        OptionError: Other machines can reach the address, and there is no key; or a file of keys or certificates is
+            no use.
         OSError: The address is taken.
     """
 
@@ -77,9 +81,11 @@ class Server(EndpointOwner):
 
     def __init__(self, options: ServerOptions) -> None:
         self.options = options
+        integrity = options.integrity or ("crc" if options.tls else None)  # TLS does what tags do
         self._key = job_key(
-            options.host, options.job, file=options.key_file, insecure=options.insecure, integrity=options.integrity
+            options.host, options.job, file=options.key_file, insecure=options.insecure, integrity=integrity
         )
+        self._tls = None if options.tls is None else options.tls.context(server=True)
         if options.insecure:
             logger.warning("The server at %s accepts workers without a secret key.", options.host)
         self._epoch = job_epoch(options.job)
@@ -153,7 +159,7 @@ class Server(EndpointOwner):
             member = GroupMember(options.job, options.workers, options.workers + 1, self._epoch)
             self._endpoint = ReconnectingEndpoint(
                 member, self._key, self, timeout=options.timeout, listener=listener,
-                callers=frozenset(range(options.workers)),
+                callers=frozenset(range(options.workers)), tls=self._tls,
             )  # fmt: skip
             undo.pop_all()
 
