@@ -82,6 +82,15 @@ def test_it_serves_one_thing_with_its_own_options():
     assert "Pass either" in both.output
     assert serve("--workers", "2", "--parameters", "--udp").exit_code == 2
     assert serve("--workers", "2", "--aggregate", "--optimizer", "my.Own").exit_code == 2
+    without_state = serve("--workers", "2", "--parameters", "--fsync", "always")
+    assert without_state.exit_code == 2
+    assert "--fsync goes with --state." in without_state.output
+
+
+def test_it_knows_when_to_write_to_disk(tmp_path):
+    result = serve("--workers", "2", "--parameters", "--port", "0", "--state", str(tmp_path), "--fsync", "sometimes")
+    assert result.exit_code == 1
+    assert "fsync='sometimes' is unknown. Pass one of 'always', 'checkpoint'." in result.output
 
 
 @pytest.mark.parametrize(

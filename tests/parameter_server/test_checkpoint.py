@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -34,21 +34,24 @@ class Saved:
         job.workers[0].push(job.grads())
         job.settle()
         self.shard = job.shard
-        checkpoint = Checkpoint(folder, job.machine)
-        checkpoint.save(5)
-        self.path = checkpoint.path
+        self.path = folder.path / "checkpoint-5.safetensors"
+        with Checkpoint(folder, job.machine).save(5) as self.digest:
+            assert not self.path.exists()
         self.content = self.path.read_bytes()
 
-    def load(self) -> tuple[int, ParameterShard]:
+    def load(self) -> tuple[bytes, ParameterShard]:
         shard = ParameterShard()
-        return Checkpoint(self.folder, ServerStateMachine(WORKERS, EPOCH, shard)).load(), shard
+        checkpoint = Checkpoint(self.folder, ServerStateMachine(WORKERS, EPOCH, shard))
+        digest = checkpoint.load(5)
+        assert checkpoint.digest(5) == digest
+        assert checkpoint.digest(6) != digest
+        return digest, shard
 
     def assert_refused(self, content: bytes, match: str = "damaged") -> None:
         self.path.write_bytes(content)
         with pytest.raises(StateError, match=match) as raised:
             self.load()
         assert str(self.path) in str(raised.value)
-        assert re.search("Restore|in another folder", str(raised.value))
 
 
 @pytest.fixture
@@ -59,12 +62,12 @@ def saved(tmp_path: Path):
 
 
 def test_what_was_saved_is_loaded(saved: Saved) -> None:
-    number, shard = saved.load()
-    assert number == 5
+    digest, shard = saved.load()
+    assert digest == saved.digest
     for tensor, parameter in saved.shard.parameters.items():
         assert torch.equal(shard.parameters[tensor], parameter)
         assert torch.equal(shard.replicas[tensor], saved.shard.replicas[tensor])
-    assert sorted(path.name for path in saved.folder.path.iterdir()) == ["checkpoint.safetensors", "lock"]
+    assert sorted(path.name for path in saved.folder.path.iterdir()) == ["checkpoint-5.safetensors", "lock"]
     assert saved.path.stat().st_mode & 0o777 == 0o600
 
 
@@ -90,6 +93,23 @@ def test_another_file_is_refused(saved: Saved, tmp_path: Path) -> None:
 def test_another_version_is_refused_as_such(saved: Saved, tmp_path: Path) -> None:
     with safe_open(saved.path, "pt") as file:
         text = json.loads(file.metadata()["gradwire"])
+    text = json.dumps({**text, "version": 3})
+    digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
     other = tmp_path / "other.safetensors"
-    save_file({}, other, {"gradwire": json.dumps({**text, "version": 2})})  # which had no digest
-    saved.assert_refused(other.read_bytes(), "has version 2")
+    save_file({}, other, {"gradwire": text, "digest": digest})
+    saved.assert_refused(other.read_bytes(), "has version 3, but .* start the job again in another folder")
+
+
+def test_a_checkpoint_of_another_number_is_refused(saved: Saved) -> None:
+    saved.path.rename(saved.path.with_name("checkpoint-6.safetensors"))
+    with pytest.raises(StateError, match="is of journal 5"):
+        Checkpoint(saved.folder, ServerStateMachine(WORKERS, EPOCH, ParameterShard())).load(6)
+
+
+def test_an_interrupted_save_leaves_the_one_before(saved: Saved) -> None:
+    machine = ServerStateMachine(WORKERS, EPOCH, ParameterShard())
+    checkpoint = Checkpoint(saved.folder, machine)
+    checkpoint.load(5)
+    with pytest.raises(RuntimeError), checkpoint.save(5):
+        raise RuntimeError("no journal could be made for it")
+    assert saved.path.read_bytes() == saved.content

@@ -55,12 +55,32 @@ def test_who_has_died_holds_nothing(tmp_path: Path, forks: bool) -> None:
         StateFolder(tmp_path).close()
 
 
+def test_a_folder_that_everybody_can_write_to_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o1777)
+    with pytest.raises(StateError, match=rf"Everybody can write to the state folder {tmp_path}. Run chmod o-w"):
+        StateFolder(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    tmp_path.chmod(0o775)
+    StateFolder(tmp_path).close()
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+    folder = StateFolder(tmp_path)
+    for content in (b"one", b"two"):
+        with folder.replace("file") as fresh, folder.open(fresh, "wb") as file:
+            file.write(content)
+    with pytest.raises(FileNotFoundError), folder.replace("file") as fresh:
+        (tmp_path / fresh).with_name("elsewhere").write_bytes(b"thr")
+    assert (tmp_path / "file").read_bytes() == b"two"
+    folder.close()
+
+
 def test_others_may_read_nothing(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         folder = StateFolder(tmp_path / "state")
         (folder.path / "old").touch(0o644)
-        for name, how in (("old", "a+b"), ("new", "wb")):
+        for name, how in (("old", "r+b"), ("new", "wb")):
             folder.open(name, how).close()
         folder.close()
     finally:

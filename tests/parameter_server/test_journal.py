@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradwire.core.errors import StateError
+from gradwire.core.errors import OptionError, StateError
 from gradwire.parameter_server.journal import Journal
+from gradwire.parameter_server.records import SEAL_BYTES
 from gradwire.parameter_server.server import ServerStateMachine
 from gradwire.parameter_server.shard import ParameterShard
 from gradwire.wire.frame import HEADER_BYTES
@@ -133,12 +134,12 @@ def test_a_frame_that_was_cut_off_is_sent_again(tmp_path, open_job):
     job.kill()
     path = tmp_path / "journal-0"
     content = path.read_bytes()
-    for kept in (whole + 1, whole + HEADER_BYTES - 1, whole + HEADER_BYTES + 3):
+    for kept in (whole + 1, whole + HEADER_BYTES - 1, whole + SEAL_BYTES + HEADER_BYTES + 3):
         path.write_bytes(content[:kept])
         job.open()
+        assert [list(round_.pushes) for round_ in job.machine.rounds] == [[0], []]
         job.kill()
-        assert path.stat().st_size == whole
-        path.write_bytes(content[:kept])
+        assert path.stat().st_size == kept
     job.open()
     for worker in job.workers:
         worker.join()
@@ -170,7 +171,7 @@ def test_a_server_that_takes_no_frame_changes_nothing(tmp_path, open_job, checkp
     job.workers[0].push(job.grads())
     job.settle()
     before = contents(tmp_path)
-    assert ("checkpoint.safetensors" in before) == (checkpoint_bytes == 1500)
+    assert any("checkpoint" in name for name in before) == (checkpoint_bytes == 1500)
     with pytest.raises(StateError, match="in use"):
         job.open()
     job.journal.close(checkpoint=False)
@@ -203,7 +204,6 @@ def test_an_end_that_lost_power_is_sent_again(tmp_path, open_job, caplog):
     path.write_bytes(path.read_bytes()[:whole] + bytes(size - whole))
     job.open()
     assert [round_.version for round_ in job.machine.rounds] == [2, 2]
-    assert path.stat().st_size == whole
     [message] = caplog.messages
     assert f"{size - whole} bytes" in message
     assert str(path) in message
@@ -225,53 +225,169 @@ def test_a_journal_that_was_damaged_is_refused(tmp_path, open_job):
     assert path.read_bytes() == content
 
 
-def test_a_journal_or_checkpoint_that_is_missing_is_refused(tmp_path, open_job):
+def numbers(folder: Path, name: str) -> list[int]:
+    """Numbers of the files of one kind."""
+    found = [path.name.removeprefix(name).partition(".")[0] for path in folder.glob(f"{name}*")]
+    return sorted(int(number) for number in found)
+
+
+@pytest.fixture
+def two_generations(tmp_path, open_job):
+    """A job that was killed after its second checkpoint, in the middle of a step."""
     job = open_job(1500)
     job.start()
-    job.train(4)
-    assert job.journal._number > 0
+    while job.journal._number < 2:
+        job.train(1)
     job.workers[0].push(job.grads())
     job.settle()
     job.kill()
-    journal = tmp_path / f"journal-{job.journal._number}"
-    checkpoint = tmp_path / "checkpoint.safetensors"
-    for path in (journal, checkpoint):
-        content = path.read_bytes()
-        path.unlink()
-        with pytest.raises(StateError, match="missing") as raised:
+    assert numbers(tmp_path, "checkpoint-") == numbers(tmp_path, "journal-") == [1, 2]
+    return job
+
+
+def digest(job: Recorded) -> bytes:
+    return job.journal._checkpoints.digest(0)
+
+
+@pytest.mark.parametrize("damage", ["flip", "missing"])
+def test_a_damaged_checkpoint_is_made_up_for_by_the_one_before(tmp_path, two_generations, caplog, damage):
+    job = two_generations
+    job.open()
+    expected = digest(job)
+    job.kill()
+    newest = tmp_path / "checkpoint-2.safetensors"
+    if damage == "flip":
+        content = bytearray(newest.read_bytes())
+        content[-5] ^= 1
+        newest.write_bytes(content)
+    else:
+        newest.unlink()
+    before = contents(tmp_path)
+    caplog.clear()
+    job.open()
+    assert digest(job) == expected
+    [message] = caplog.messages
+    assert str(newest) in message
+    assert ("is missing" if damage == "missing" else "is damaged") in message
+    assert "The same state was made from the files before it" in message
+    assert contents(tmp_path) == before
+    for worker in job.workers:
+        worker.join()
+    job.settle()
+    job.workers[1].push(job.grads())  # the step that was open
+    job.settle()
+    while job.journal._number < 3:
+        job.train(1)
+    assert numbers(tmp_path, "journal-") == [1, 2, 3]  # a bad checkpoint is not one of the two that are kept
+    while job.journal._number < 4:
+        job.train(1)
+    assert numbers(tmp_path, "checkpoint-") == numbers(tmp_path, "journal-") == [3, 4]
+
+
+def test_the_first_checkpoint_is_made_up_for_by_the_first_journal(tmp_path, open_job):
+    job = open_job(1500)
+    job.start()
+    while job.journal._number < 1:
+        job.train(1)
+    job.kill()
+    assert numbers(tmp_path, "journal-") == [0, 1]
+    job.open()
+    expected = digest(job)
+    job.kill()
+    (tmp_path / "checkpoint-1.safetensors").unlink()
+    job.open()
+    assert digest(job) == expected
+
+
+@pytest.mark.parametrize(
+    ("gone", "named"),
+    [
+        (["journal-2"], "journal-2 is missing: the steps after its checkpoint are lost"),
+        (["checkpoint-2.safetensors", "checkpoint-1.safetensors"], "checkpoint-2.safetensors is missing"),
+        (["checkpoint-2.safetensors", "journal-1"], "checkpoint-2.safetensors is missing"),
+        (["checkpoint-2.safetensors", "journal-2"], None),  # as if the second checkpoint had not been made
+    ],
+)
+def test_files_that_cannot_be_done_without_are_named(tmp_path, two_generations, gone, named):
+    job = two_generations
+    for name in gone:
+        (tmp_path / name).unlink()
+    before = contents(tmp_path)
+    if named is None:
+        job.open()
+        return
+    with pytest.raises(StateError, match=f"{named}.*Restore the folder from a copy, or start the job") as raised:
+        job.open()
+    assert str(tmp_path) in str(raised.value)
+    assert contents(tmp_path) == before
+
+
+def test_files_of_different_runs_are_refused(tmp_path, two_generations, open_job):
+    """Each of them is whole."""
+    job = two_generations
+    other = Recorded(tmp_path / "other", 1500)
+    other.workers[0].values[0] += 1
+    other.start()
+    while other.journal._number < 2:
+        other.train(1)
+    other.kill()
+    for name in ("checkpoint-2.safetensors", "journal-2"):
+        mine = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes((tmp_path / "other" / name).read_bytes())
+        with pytest.raises(StateError, match="journal-2 does not continue the state that the files before it lead to"):
             job.open()
-        assert str(path) in str(raised.value)
-        path.write_bytes(content)
+        (tmp_path / name).write_bytes(mine)
     job.open()
 
 
-def test_an_older_checkpoint_is_refused(tmp_path, open_job):
-    job = open_job(1500)
-    job.start()
-    checkpoint = tmp_path / "checkpoint.safetensors"
-    while not checkpoint.exists():
-        job.train(1)
-    old, number = checkpoint.read_bytes(), job.journal._number
-    while job.journal._number == number:
-        job.train(1)
-    job.workers[0].push(job.grads())
-    job.settle()
-    job.kill()
-    checkpoint.write_bytes(old)
-    (tmp_path / f"journal-{number}").touch()
-    with pytest.raises(StateError, match="older than the journal"):
+def test_a_journal_that_was_cut_off_does_not_stand_in_for_a_checkpoint(tmp_path, two_generations):
+    job = two_generations
+    (tmp_path / "checkpoint-2.safetensors").unlink()
+    path = tmp_path / "journal-1"
+    content = path.read_bytes()
+    path.write_bytes(content[:-1])
+    before = contents(tmp_path)
+    with pytest.raises(StateError, match=r"checkpoint-2.safetensors is missing\. Restore"):
         job.open()
+    assert contents(tmp_path) == before
+    path.write_bytes(content)
+    job.open()
 
 
-@pytest.mark.parametrize("name", ["journal-1", "checkpoint.new"])
+@pytest.mark.parametrize("name", ["journal-1.new", "checkpoint-1.safetensors.new"])
 def test_what_a_server_killed_in_a_checkpoint_leaves_is_no_harm(tmp_path, open_job, name):
     job = open_job(1 << 30)
     job.start()
     job.train(2)
     job.kill()
-    (tmp_path / name).write_bytes(b"" if name == "journal-1" else b"the beginning of a file")
+    (tmp_path / name).write_bytes(b"the beginning of a file")
     job.open()
     job.journal.close(checkpoint=True)
-    assert sorted(contents(tmp_path)) == ["checkpoint.safetensors", "journal-1"]
+    assert sorted(contents(tmp_path)) == ["checkpoint-1.safetensors", "journal-0", "journal-1"]
     job.open()
     assert [round_.version for round_ in job.machine.rounds] == [2, 2]
+
+
+def test_a_server_killed_between_journal_and_checkpoint_goes_on(tmp_path, open_job):
+    job = open_job(1 << 30)
+    job.start()
+    job.train(2)
+    job.journal.checkpoint()
+    job.kill()
+    (tmp_path / "checkpoint-1.safetensors").unlink()  # it comes last
+    job.open()
+    for worker in job.workers:
+        worker.join()
+    job.settle()
+    job.train(1)
+    job.journal.checkpoint()
+    job.kill()
+    job.open()
+    assert [round_.version for round_ in job.machine.rounds] == [3, 3]
+    assert numbers(tmp_path, "checkpoint-") == [2]
+    assert numbers(tmp_path, "journal-") == [0, 1, 2]
+
+
+def test_an_unknown_fsync_is_refused_with_those_that_there_are(tmp_path):
+    with pytest.raises(OptionError, match=r"fsync='never' is unknown\. Pass one of 'always', 'checkpoint'"):
+        Journal(tmp_path, ServerStateMachine(2, EPOCH, ParameterShard()), fsync="never")

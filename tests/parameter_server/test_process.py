@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import queue
 import socket
 import time
 from datetime import timedelta
+from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
@@ -68,6 +70,43 @@ def test_a_step_that_was_cut_short_is_not_taken_twice(tmp_path) -> None:
         optimizer.step()
     assert machine.rounds[0].version == stop_at - 1
     torch.testing.assert_close(machine.shard.parameters[0].detach(), model.weight.detach())
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("fsync", ["always", "checkpoint"])
+def test_a_power_failure_loses_nothing_that_a_worker_knows_if_all_is_synced(tmp_path, monkeypatch, fsync) -> None:
+    """After each update, the journal is cut where it was last written to disk."""
+    synced: dict[int, int] = {}
+
+    def note(number: int) -> None:
+        written(number)
+        synced[os.fstat(number).st_ino] = os.fstat(number).st_size
+
+    written = os.fsync
+    monkeypatch.setattr(os, "fsync", note)
+    server = ParameterServer(ParameterServerOptions(1, state=tmp_path / "state", fsync=fsync))
+    serving = Thread(target=server.run)
+    serving.start()
+    journal = tmp_path / "state" / "journal-0"
+    kept = []
+    with connect(server) as client:
+        for step in range(4):
+            train_step(client, step)
+            client.wait()
+            kept.append(journal.read_bytes()[: synced[journal.stat().st_ino]])
+    serving.join()
+    versions = [version_after_restart(tmp_path / str(step), content) for step, content in enumerate(kept)]
+    assert versions == ([1, 2, 3, 4] if fsync == "always" else [None] * 4)
+
+
+def version_after_restart(folder: Path, content: bytes) -> int | None:
+    folder.mkdir()
+    (folder / "journal-0").write_bytes(content)
+    machine = ServerStateMachine(1, job_epoch("gradwire"), ParameterShard())
+    journal = Journal(folder, machine)
+    journal.restore()
+    journal.close(checkpoint=False)
+    return machine.rounds[0].version if machine.rounds else None
 
 
 def train_until_it_ends(server: ParameterServer) -> None:

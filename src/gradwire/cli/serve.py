@@ -32,6 +32,9 @@ def serve(
     state: Annotated[
         Path | None, typer.Option(help="Folder of checkpoint and journal, to survive a restart; --parameters.")
     ] = None,
+    fsync: Annotated[
+        str, typer.Option(help="When the journal is written to disk: always, or with each checkpoint; --state.")
+    ] = "checkpoint",
     timeout: Annotated[float, typer.Option(help="Seconds without a sign of life before a worker is lost.")] = 60.0,
     patience: Annotated[float, typer.Option(help="Seconds to wait for a lost worker.")] = 120.0,
     stall_timeout: Annotated[
@@ -97,6 +100,8 @@ def serve(
         raise typer.BadParameter("--udp, --multicast, --drop and --xdp go with --aggregate.")
     if trust_network and not xdp:
         raise typer.BadParameter("--trust-network goes with --xdp.")
+    if fsync != "checkpoint" and not state:
+        raise typer.BadParameter("--fsync goes with --state.")
     if aggregate and (state or optimizer):
         raise typer.BadParameter("--state and --optimizer go with --parameters.")
     for module in modules:
@@ -117,7 +122,9 @@ def serve(
         if parameters:
             stall = timedelta(seconds=stall_timeout)
             server = ParameterServer(
-                ParameterServerOptions(**common, stall_timeout=stall, state=state, optimizers=tuple(optimizer))
+                ParameterServerOptions(
+                    **common, stall_timeout=stall, state=state, fsync=fsync, optimizers=tuple(optimizer)
+                )
             )
         else:
             group = parse_address(multicast) if multicast else None

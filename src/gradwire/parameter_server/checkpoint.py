@@ -1,4 +1,7 @@
-"""The whole state of a parameter server in one safetensors file, with a digest.
+"""The whole state of a parameter server in a safetensors file, with a digest.
+
+Checkpoints are numbered. Checkpoint N is the state with which journal N begins, and the digest in it names that state:
+whoever comes to the same state in another way, such as from the checkpoint before it, finds the same digest.
 
 Guarantees: loading restores the saved state bit for bit or raises `StateError`. Nothing is unpickled. The digest
 protects against faults, not against whoever can write to the folder.
@@ -8,7 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +20,13 @@ import torch
 
 from gradwire.core.errors import FrameError, OptionError, StateError
 from gradwire.parameter_server.folder import StateFolder
+from gradwire.parameter_server.records import DIGEST_BYTES
 from gradwire.parameter_server.round import Push, Round
 from gradwire.parameter_server.server import ServerStateMachine
-from gradwire.parameter_server.session import TrainingConfig, encode_groups
+from gradwire.parameter_server.session import TrainingConfig
 from gradwire.wire.frame import FrameFlags
 
-VERSION = 3
-_DIGEST_BYTES = 16
+VERSION = 4
 
 
 def require_safetensors() -> None:
@@ -33,52 +37,57 @@ def require_safetensors() -> None:
         raise OptionError("A server that keeps state needs safetensors. Run: pip install safetensors.") from error
 
 
+class DamagedCheckpointError(StateError):
+    """A checkpoint is missing or damaged. What to do about it depends on the other files."""
+
+
 class Checkpoint:
-    """The checkpoint of one server.
+    """The checkpoints of one server.
 
     Args:
-        folder: Folder of the file.
+        folder: Folder of the files.
         machine: State machine of the server.
     """
 
     def __init__(self, folder: StateFolder, machine: ServerStateMachine) -> None:
-        self.path = folder.path / "checkpoint.safetensors"
         self._folder = folder
         self._machine = machine
 
-    def save(self, journal: int) -> None:
-        """Replace the file by the current state.
-
-        Args:
-            journal: Number of the journal that continues from here.
-        """
+    @contextmanager
+    def save(self, number: int) -> Iterator[bytes]:
+        """Write the current state, and yield its digest. The file counts when the block has ended without an error."""
         from safetensors.torch import save_file
 
-        tensors, fields = self._state()
-        text = json.dumps({**fields, "journal": journal})
-        fresh = self.path.with_suffix(".new")
-        self._folder.open(fresh.name, "wb").close()  # private before it has content
-        save_file(tensors, fresh, {"gradwire": text, "digest": _digest(tensors, text)})
-        with fresh.open("rb") as file:
-            os.fsync(file.fileno())
-        fresh.replace(self.path)
-        self._folder.sync()
+        tensors, text = self._state(number)
+        digest = _digest(tensors, text)
+        with self._folder.replace(checkpoint_name(number)) as fresh:
+            self._folder.open(fresh, "wb").close()  # private before it has content
+            save_file(tensors, self._folder.path / fresh, {"gradwire": text, "digest": digest.hex()})
+            yield digest
 
-    def load(self) -> int:
-        """Restore the state from the file, and return the number of the journal that continues from there.
+    def digest(self, number: int) -> bytes:
+        """The digest that the current state would have as checkpoint `number`."""
+        return _digest(*self._state(number))
+
+    def load(self, number: int) -> bytes:
+        """Restore the state from a file, and return its digest.
 
         Raises:
-            StateError: The file is damaged, of another version, or of a job with another number of workers.
+            DamagedCheckpointError: The file is damaged. Nothing has changed.
+            StateError: The file is of another version, or of a job with another number of workers.
         """
-        tensors, fields = _read(self.path)
+        path = self._folder.path / checkpoint_name(number)
+        tensors, fields, digest = _read(path)
+        if fields["journal"] != number:
+            raise DamagedCheckpointError(f"The checkpoint {path} is of journal {fields['journal']}.")
         machine, shard = self._machine, self._machine.shard
         try:
             config = machine.config = shard.config = TrainingConfig.from_json(fields["agreement"])
         except FrameError as error:
-            raise StateError(f"The checkpoint {self.path} cannot be used here: {error}") from error
+            raise StateError(f"The checkpoint {path} cannot be used here: {error}") from error
         if config.workers != machine.workers:
             raise StateError(
-                f"The checkpoint {self.path} is of a job of {config.workers} workers, but this server is for "
+                f"The checkpoint {path} is of a job of {config.workers} workers, but this server is for "
                 f"{machine.workers}. Start it with --workers {config.workers}, or give it another folder."
             )
         machine.groups = {int(worker): tuple(groups) for worker, groups in fields["groups"].items()}
@@ -91,22 +100,23 @@ class Checkpoint:
             round_ = Round(machine.workers, kept["version"])
             round_.pushed = tensors[f"pushed.{tensor}"].numpy().copy()
             round_.counted = tensors[f"counted.{tensor}"].numpy().copy()
-            for worker, (flags, number) in kept["pushes"].items():
+            for worker, (flags, told) in kept["pushes"].items():
                 body = tensors[f"push.{tensor}.{worker}"].numpy().copy()
-                round_.pushes[int(worker)] = Push(FrameFlags(flags), body, tuple(fields["told"][number]))
+                round_.pushes[int(worker)] = Push(FrameFlags(flags), body, tuple(fields["told"][told]))
             machine.rounds.append(round_)
             shard.parameters[tensor] = torch.nn.Parameter(tensors[f"parameter.{tensor}"])
             shard.replicas[tensor] = tensors[f"view.{tensor}"]
             if fields["optimizers"][tensor] is not None:
                 self._load_optimizer(tensor, fields["optimizers"][tensor], tensors)
-        return int(fields["journal"])
+        return digest
 
-    def _state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    def _state(self, number: int) -> tuple[dict[str, torch.Tensor], str]:
+        """Tensors and other fields of the current state. The same state gives the same, whatever has led to it."""
         machine, shard = self._machine, self._machine.shard
         assert machine.config is not None, "initialized"
         tensors: dict[str, torch.Tensor] = {}
         rounds, optimizers = [], []
-        numbers: dict[bytes, int] = {}  # of hyperparameters, in order
+        numbers: dict[str, int] = {}  # of hyperparameters, in order
         for tensor, round_ in enumerate(machine.rounds):
             tensors[f"parameter.{tensor}"] = shard.parameters[tensor].detach()
             tensors[f"view.{tensor}"] = shard.replicas[tensor]
@@ -115,8 +125,8 @@ class Checkpoint:
             for worker, push in round_.pushes.items():
                 tensors[f"push.{tensor}.{worker}"] = torch.from_numpy(push.body.copy())
             pushes = {
-                str(worker): [int(push.flags), numbers.setdefault(encode_groups(push.groups), len(numbers))]
-                for worker, push in round_.pushes.items()
+                str(worker): [int(push.flags), numbers.setdefault(_dump(push.groups), len(numbers))]
+                for worker, push in sorted(round_.pushes.items())
             }
             rounds.append({"version": round_.version, "pushes": pushes})
             plain: dict[str, Any] = {}
@@ -129,6 +139,7 @@ class Checkpoint:
         over = len(machine.finished) == machine.workers  # a server that is started again trains further
         fields = {
             "version": VERSION,
+            "journal": number,
             "agreement": machine.config.to_json(),
             "present": sorted(machine.present),
             "finished": [] if over else sorted(machine.finished),
@@ -138,7 +149,7 @@ class Checkpoint:
             "groups": {str(worker): list(map(dict, groups)) for worker, groups in machine.groups.items()},
             "incarnations": {str(worker): number for worker, number in machine.incarnations.items()},
         }
-        return tensors, fields
+        return tensors, _dump(fields)
 
     def _optimizer_state(self, tensor: int) -> dict[str, Any]:
         shard = self._machine.shard
@@ -152,39 +163,47 @@ class Checkpoint:
         shard.optimizer(tensor, groups).state[shard.parameters[tensor]] = {**plain, **state}
 
 
-def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The tensors and fields of a file."""
+def _dump(data: Any) -> str:
+    """The only JSON of these data."""
+    return json.dumps(data, sort_keys=True)
+
+
+def checkpoint_name(number: int) -> str:
+    """Name of a checkpoint's file."""
+    return f"checkpoint-{number}.safetensors"
+
+
+def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any], bytes]:
+    """The tensors, fields and digest of a file."""
     from safetensors import SafetensorError, safe_open
 
+    if not path.exists():
+        raise DamagedCheckpointError(f"The checkpoint {path} is missing.")
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
-            text, digest = metadata["gradwire"], metadata.get("digest")
-            version = json.loads(text)["version"]
-            tensors = {key: file.get_tensor(key) for key in file.keys()} if version == VERSION else {}  # noqa: SIM118
-    except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise _damaged(path, f"{type(error).__name__}: {error}") from error
-    if version != VERSION:
+            text, digest = metadata["gradwire"], metadata["digest"]
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        found = _digest(tensors, text)
+        if found.hex() != digest:
+            raise ValueError("its digest does not match its content")
+        fields: dict[str, Any] = json.loads(text)
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise DamagedCheckpointError(
+            f"The checkpoint {path} is damaged, or is no checkpoint of a parameter server ({type(error).__name__}: "
+            f"{error})."
+        ) from error
+    if fields["version"] != VERSION:
         raise StateError(
-            f"The checkpoint {path} has version {version}, but this gradwire reads version {VERSION}. Use the gradwire "
-            "that wrote it, or start the job again in another folder."
+            f"The checkpoint {path} has version {fields['version']}, but this gradwire reads version {VERSION}. Use "
+            "the gradwire that wrote it, or start the job again in another folder."
         )
-    if _digest(tensors, text) != digest:
-        raise _damaged(path, "its digest does not match its content")
-    fields: dict[str, Any] = json.loads(text)
-    return tensors, fields
+    return tensors, fields, found
 
 
-def _digest(tensors: dict[str, torch.Tensor], text: str) -> str:
-    digest = hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES)
+def _digest(tensors: dict[str, torch.Tensor], text: str) -> bytes:
+    digest = hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES)
     for name, tensor in sorted(tensors.items()):
         digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
         digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
-
-
-def _damaged(path: Path, what: str) -> StateError:
-    return StateError(
-        f"The checkpoint {path} is damaged, or is no checkpoint of a parameter server ({what}). Restore the folder "
-        "from a copy, or start the job again in an empty one."
-    )
+    return digest.digest()

@@ -1,65 +1,77 @@
-"""The state of a parameter server on disk: a checkpoint, and a journal of the frames since.
+"""The state of a parameter server on disk: checkpoints, and journals of the frames since.
 
-The journal replays the frames that `ServerStateMachine` has received, in order, and the same frames lead to the same
+A journal replays the frames that `ServerStateMachine` has received, in order, and the same frames lead to the same
 bits. A server that was killed therefore continues where it was, and workers send again what it has not answered. A push
-is applied once: either it is in the journal, or it is sent again.
+is applied once: either it is in a journal, or it is sent again.
 
-Guarantees: killing the process loses nothing. A power failure may lose the last seconds of the journal, which the
-workers then notice. Any other damage is an error that names the file. A server that is started and receives no frame
-changes no file.
+Journal N continues checkpoint N; journal 0 begins without one. The last two generations are kept. If a checkpoint is
+damaged or missing, the one before it and the journal between them lead to the same state, which its digest proves.
+
+Guarantees: killing the process loses nothing. A power failure loses nothing with ``fsync="always"``. Otherwise it may
+lose the frames since the last checkpoint, which the workers then notice. Any other damage is made up for with a
+warning, or is an error that names the file. A server that is started and receives no frame changes no file.
 """
 
 from __future__ import annotations
 
+import logging
+import re
 from pathlib import Path
 
 import numpy as np
 
-from gradwire.core.errors import DisagreementError, FrameError, StateError
-from gradwire.parameter_server.checkpoint import Checkpoint, require_safetensors
-from gradwire.parameter_server.folder import StateFolder
-from gradwire.parameter_server.records import RecordFile
+from gradwire.core.errors import DisagreementError, FrameError, OptionError, StateError
+from gradwire.parameter_server.checkpoint import Checkpoint, DamagedCheckpointError, require_safetensors
+from gradwire.parameter_server.folder import RESTORE, UNFINISHED, StateFolder
+from gradwire.parameter_server.records import NOTHING, RecordFile
 from gradwire.parameter_server.server import ServerStateMachine
 from gradwire.wire.frame import FrameKind, Header
 
-_PREFIX = "journal-"
+logger = logging.getLogger("gradwire")
+FSYNC = ("always", "checkpoint")
+_JOURNALS = r"journal-([0-9]+)"
+_CHECKPOINTS = r"checkpoint-([0-9]+)\.safetensors"
 
 
 class Journal:
-    """Checkpoint and journal of one server. Locks the folder until `close`.
+    """Checkpoints and journals of one server. Locks the folder until `close`.
 
     Args:
         folder: Folder of the files; created if missing.
         machine: State machine of the server.
-        checkpoint_bytes: Size of the journal at which a checkpoint replaces it.
+        checkpoint_bytes: Size of a journal at which a checkpoint and a new journal begin.
+        fsync: See `ParameterServerOptions.fsync`.
 
     Raises:
-        OptionError: safetensors is not installed.
-        StateError: Another server uses the folder.
+        OptionError: safetensors is not installed, or `fsync` is unknown.
+        StateError: Another server uses the folder, or everybody can write to it.
     """
 
-    def __init__(self, folder: Path, machine: ServerStateMachine, checkpoint_bytes: int = 1 << 28) -> None:
+    def __init__(
+        self, folder: Path, machine: ServerStateMachine, checkpoint_bytes: int = 1 << 28, fsync: str = "checkpoint"
+    ) -> None:
         require_safetensors()
+        if fsync not in FSYNC:
+            raise OptionError(f"fsync={fsync!r} is unknown. Pass one of {', '.join(map(repr, FSYNC))}.")
         self._folder = StateFolder(folder)
-        self._checkpoint = Checkpoint(self._folder, machine)
+        self._checkpoints = Checkpoint(self._folder, machine)
         self._machine = machine
         self._checkpoint_bytes = checkpoint_bytes
-        self._number = 0  # of the journal that follows the latest checkpoint
+        self._always = fsync == "always"
+        self._oldest = 0  # number of the last checkpoint that is known to be good
+        self._number = 0  # of the journal in use
         self._file: RecordFile | None = None
+        self._damage = ""  # of the newest checkpoint
         self._left: list[int] = []  # workers that were present when the previous server ended
 
     def restore(self) -> None:
         """Restore the state machine from the files. An empty folder leaves it as it is.
 
         Raises:
-            StateError: A file is damaged or missing, or does not fit this server.
+            StateError: A file is damaged or missing and cannot be done without, or does not fit this server.
         """
         try:
-            self._number = self._checkpoint.load() if self._checkpoint.path.exists() else 0
-            self._check_journals()
-            self._file = RecordFile(self._folder, self._name(self._number))
-            for at, header, body in self._file.read():
-                self._replay(at, header, body)
+            self._replay_all()
         except BaseException:
             self.close(checkpoint=False)
             raise
@@ -70,9 +82,7 @@ class Journal:
     def note(self, header: Header, body: np.ndarray) -> None:
         """Append a frame that the state machine has accepted."""
         assert self._file is not None, "restored first"
-        for worker in self._left:  # only now, since a server that receives no frame changes no file
-            self._file.append(*_leave(worker, finished=False))
-        self._left = []
+        self._note_departed()
         self._file.append(header, body)
         if self._file.num_bytes >= self._checkpoint_bytes and self._machine.initialized:
             self.checkpoint()
@@ -81,26 +91,24 @@ class Journal:
         """Append that a worker has left."""
         self.note(*_leave(worker, finished=finished))
 
+    def commit(self) -> None:
+        """Write the journal to disk, if that is asked for. Call it before anything that follows from it is sent."""
+        assert self._file is not None, "restored first"
+        if self._always:
+            self._file.sync()
+
     def checkpoint(self) -> None:
         """Write the whole state and begin a new journal."""
         assert self._file is not None, "restored first"
-        (self._folder.path / self._name(self._number + 1)).unlink(
-            missing_ok=True
-        )  # of a server that was killed at this point
-        fresh = RecordFile(self._folder, self._name(self._number + 1))
-        try:
-            self._folder.sync()
-            self._checkpoint.save(self._number + 1)  # from here on, the new journal is the valid one
-        except BaseException:
-            fresh.close()
-            raise
+        self._note_departed()
+        self._file.sync()  # together with the checkpoint before it, it stands in for the new checkpoint
+        number = self._number + 1
+        with self._checkpoints.save(number) as digest:
+            fresh = RecordFile.create(self._folder, journal_name(number), digest)
         self._file.close()
-        self._file = fresh
-        self._number += 1
-        self._left = []
-        for number, path in self._journals().items():
-            if number < self._number:
-                path.unlink()
+        self._file, self._number = fresh, number
+        self._remove_below(self._oldest)
+        self._oldest = number
 
     def close(self, *, checkpoint: bool) -> None:
         """Close the files and unlock the folder. Idempotent.
@@ -120,27 +128,88 @@ class Journal:
 
     # -- the files -------------------------------------------------------------------------------------------
 
-    def _name(self, number: int) -> str:
-        return f"{_PREFIX}{number}"
+    def _numbers(self, pattern: str) -> set[int]:
+        """Numbers of the files whose whole name is of this pattern."""
+        found = (re.fullmatch(pattern, path.name) for path in self._folder.path.iterdir())
+        return {int(match[1]) for match in found if match}
 
-    def _journals(self) -> dict[int, Path]:
-        """Paths of the journals by number."""
-        paths = {path.name.removeprefix(_PREFIX): path for path in self._folder.path.glob(f"{_PREFIX}*")}
-        return {int(number): path for number, path in paths.items() if number.isdecimal()}
+    def _remove_below(self, number: int) -> None:
+        """Remove older files, and those that a killed server has left unfinished."""
+        for path in self._folder.path.iterdir():
+            match = re.fullmatch(_JOURNALS, path.name) or re.fullmatch(_CHECKPOINTS, path.name)
+            if path.suffix == UNFINISHED or (match and int(match[1]) < number):
+                path.unlink()
 
-    def _check_journals(self) -> None:
-        journals, checkpoint = self._journals(), self._checkpoint.path
-        there = self._number in journals
-        for number, path in journals.items():
-            if number > self._number and (
-                path.stat().st_size or not there
-            ):  # an empty one was begun, but its checkpoint was not finished
-                raise StateError(
-                    f"The checkpoint {checkpoint} is missing, or older than the journal {path}. {_RESTORE}"
-                )
-        if checkpoint.exists() and not there:
-            missing = self._folder.path / self._name(self._number)
-            raise StateError(f"The journal {missing} is missing: the steps after the checkpoint are lost. {_RESTORE}")
+    def _replay_all(self) -> None:
+        journals = self._numbers(_JOURNALS)
+        numbers = journals | self._numbers(_CHECKPOINTS)
+        if not numbers:
+            RecordFile.create(self._folder, journal_name(0), NOTHING).close()
+            numbers = journals = {0}
+        digest = self._load(numbers)
+        self._number = max(numbers)
+        for number in range(self._oldest, self._number + 1):
+            if number not in journals:
+                missing = self._folder.path / journal_name(number)
+                raise self._unusable(f"The journal {missing} is missing: the steps after its checkpoint are lost.")
+            self._replay_journal(number, digest)
+        if self._damage:
+            logger.warning(
+                "%s The same state was made from the files before it, and the next checkpoint replaces it.",
+                self._damage,
+            )
+
+    def _load(self, numbers: set[int]) -> bytes:
+        """Load the newest checkpoint that is whole, and return its digest. Without one, the state stays empty."""
+        for number in sorted(numbers - {0}, reverse=True):
+            try:
+                digest = self._checkpoints.load(number)
+            except DamagedCheckpointError as error:
+                self._damage = self._damage or str(error)
+            else:
+                self._oldest = number
+                return digest
+        return NOTHING
+
+    def _replay_journal(self, number: int, digest: bytes) -> None:
+        """Replay one journal.
+
+        Args:
+            number: Number of the journal.
+            digest: Digest of the loaded checkpoint.
+        """
+        if self._file is not None:
+            self._file.close()
+        self._file = file = RecordFile(self._folder, journal_name(number))
+        if number > self._oldest:
+            digest = self._checkpoints.digest(number) if self._machine.initialized else NOTHING
+        if file.follows != digest:
+            raise self._unusable(
+                f"The journal {file.path} does not continue the state that the files before it lead to. They are from "
+                "different runs, or one of them was cut off."
+            )
+        for at, header, body in file.read():
+            self._replay(at, header, body)
+        if file.num_left and number == self._number:
+            logger.warning(
+                "The journal %s ends with %d bytes of an incomplete record, as after a crash or a power failure. They "
+                "are not used. The state is that of the %d bytes before them.",
+                file.path, file.num_left, file.num_bytes,
+            )  # fmt: skip
+
+    def _unusable(self, problem: str) -> StateError:
+        """The error for files that do not lead to the last state: the damage to the checkpoint, or else `problem`."""
+        return StateError(f"{self._damage or problem} {RESTORE}")
+
+    def _note_departed(self) -> None:
+        """Append who was present when the previous server ended, since these workers have to join again.
+
+        Only with the first frame, since a server that receives none changes no file.
+        """
+        assert self._file is not None, "restored first"
+        for worker in self._left:
+            self._file.append(*_leave(worker, finished=False))
+        self._left = []
 
     def _replay(self, at: int, header: Header, body: np.ndarray) -> None:
         try:
@@ -157,8 +226,10 @@ class Journal:
         self._machine.rejected.clear()
 
 
+def journal_name(number: int) -> str:
+    """Name of a journal's file."""
+    return f"journal-{number}"
+
+
 def _leave(worker: int, *, finished: bool) -> tuple[Header, np.ndarray]:
     return Header(FrameKind.BYE, sender=worker, count=finished), np.empty(0, np.uint8)
-
-
-_RESTORE = "Restore the folder from a copy, or start the job again in an empty one."

@@ -42,13 +42,18 @@ class ParameterServerOptions(ServerOptions):
         stall_timeout: Longest time that a live worker may take to push for a step that others have pushed for; see
             `gradwire.net.liveness.STALL_TIMEOUT`. Workers have the same limit in `ConnectionOptions`.
         state: Folder of checkpoint and journal; None keeps no state.
-        checkpoint_bytes: Size of the journal at which a checkpoint replaces it.
+        checkpoint_bytes: Size of the journal at which a checkpoint is written and a new journal begins. The folder has
+            up to two of each.
+        fsync: When the journal is written to disk: ``"always"``, before the server answers, so that a power failure
+            loses nothing that a worker has been told; or ``"checkpoint"``, with each checkpoint. Until then the
+            operating system keeps it, so that the end of this process loses nothing.
         optimizers: Import paths of optimizers beyond `torch.optim`.
     """
 
     stall_timeout: timedelta = STALL_TIMEOUT
     state: Path | None = None
     checkpoint_bytes: int = 1 << 28
+    fsync: str = "checkpoint"
     optimizers: tuple[str, ...] = ()
 
 
@@ -73,7 +78,7 @@ class ParameterServer(Server):
         with contextlib.ExitStack() as undo:
             self._journal: Journal | None = None
             if options.state is not None:
-                self._journal = Journal(options.state, self.machine, options.checkpoint_bytes)
+                self._journal = Journal(options.state, self.machine, options.checkpoint_bytes, options.fsync)
                 undo.callback(self._journal.close, checkpoint=False)
             self._listen(lambda: None if self._journal is None else self._journal.restore())
             undo.pop_all()
@@ -142,14 +147,18 @@ class ParameterServer(Server):
 
     def _leave(self, worker: int, error: SyncError | None) -> None:
         self._on_event(f"Worker {worker}: {error or 'finished'}")
-        self._send(self.machine.leave(worker, finished=error is None))
+        messages = self.machine.leave(worker, finished=error is None)
         if self._journal is not None:
             self._journal.note_leave(worker, finished=error is None)
+            self._journal.commit()  # who has finished does not come back to say so again
+        self._send(messages)
 
     def _fail(self, error: SyncError) -> None:
         raise error
 
     def _send(self, messages: list[Message]) -> None:
+        if self._journal is not None and messages:
+            self._journal.commit()
         for worker, header, body in messages:
             self._endpoint.send(worker, header, body, self._connections.get(worker, 0))
         while self.machine.rejected:

@@ -1,23 +1,45 @@
 """An append-only file of frames, which a journal consists of.
 
 Guarantees: reading gives a prefix of the written records. A crash or a power failure may leave an incomplete, zero or
-garbage end. Such an end is cut off and its size is logged. Damage before complete records is an error, and the file
-is not changed.
+garbage end, possibly with blocks of older files: none of it is read as a record. Damage before complete records of the
+same file is an error. Reading changes nothing; an incomplete end is cut off by the first `append`.
+
+Layout: a head, then records. Each record begins with a seal, which is followed by a frame.
+
+| bytes | field of the head | |
+|---|---|---|
+| 8 | magic | ``GWJRNL02`` |
+| 16 | follows | digest of the state that the records continue; 0 if there is none |
+| 16 | salt | random |
+| 16 | digest | BLAKE2b of the fields before |
+
+| bytes | field of the seal | |
+|---|---|---|
+| 8 | place | BLAKE2b of salt, offset in the file, and header of the frame (which has the CRC-32C of the body) |
+| 8 | chain | BLAKE2b of the chain of the record before (of the head's digest for the first), and place |
 """
 
 from __future__ import annotations
 
-import logging
-import mmap
+import hashlib
+import os
+import secrets
+import shlex
 from collections.abc import Iterator
 
 import numpy as np
 
 from gradwire.core.errors import FrameError, StateError
-from gradwire.parameter_server.folder import StateFolder
+from gradwire.parameter_server.folder import RESTORE, StateFolder
 from gradwire.wire.frame import HEADER_BYTES, MAGIC, Header, seal, unpack, verify
 
-logger = logging.getLogger("gradwire")
+DIGEST_BYTES = 16
+NOTHING = bytes(DIGEST_BYTES)
+"""What the first journal of a job follows."""
+_FILE_MAGIC = b"GWJRNL02"
+HEAD_BYTES = len(_FILE_MAGIC) + 3 * DIGEST_BYTES
+_HALF_SEAL_BYTES = 8
+SEAL_BYTES = 2 * _HALF_SEAL_BYTES
 
 
 class RecordFile:
@@ -25,73 +47,133 @@ class RecordFile:
 
     Args:
         folder: Folder of the file.
-        name: Name of the file; created if missing.
+        name: Name of the file, which `create` has made.
+
+    Attributes:
+        follows: Digest of the state that the records continue.
+        num_bytes: Bytes of head and records.
+        num_left: Bytes after the last complete record, which are no record.
+
+    Raises:
+        StateError: The file is no such file, is damaged at its beginning, or cannot be read.
     """
 
     def __init__(self, folder: StateFolder, name: str) -> None:
         self.path = folder.path / name
-        self._file = folder.open(name, "a+b")
+        self._file = folder.open(name, "r+b")
+        self.num_bytes, self.num_left = HEAD_BYTES, 0
+        try:
+            self._size = os.fstat(self._file.fileno()).st_size
+            head = bytes(self._bytes(0, HEAD_BYTES))
+            if len(head) < HEAD_BYTES or head != _head(head[8:24], head[24:40]):
+                raise StateError(
+                    f"The journal {self.path} is damaged at its beginning, or was written by another version of "
+                    f"gradwire. {RESTORE}"
+                )
+        except BaseException:
+            self.close()
+            raise
+        self.follows, self._salt, self._chain = head[8:24], head[24:40], head[40:]
 
-    @property
-    def num_bytes(self) -> int:
-        """Total bytes of all records."""
-        return self._file.tell()
+    @classmethod
+    def create(cls, folder: StateFolder, name: str, follows: bytes) -> RecordFile:
+        """Create a file without records, on disk when this returns. A file of this name is replaced."""
+        with folder.replace(name) as fresh, folder.open(fresh, "wb") as file:
+            file.write(_head(follows, secrets.token_bytes(DIGEST_BYTES)))
+        return cls(folder, name)
 
     def read(self) -> Iterator[tuple[int, Header, np.ndarray]]:
-        """Yield each record with its offset, then cut off an incomplete end.
+        """Yield each record with its offset.
 
         Raises:
-            StateError: The file is damaged before complete records.
+            StateError: The file is damaged before complete records, or cannot be read.
         """
-        size = self._file.seek(0, 2)
-        whole = 0
-        if size:
-            with mmap.mmap(self._file.fileno(), size, access=mmap.ACCESS_READ) as content:
-                while (record := _record_at(content, whole)) is not None:
-                    yield (whole, *record)
-                    whole += HEADER_BYTES + record[1].nbytes
-                self._check_end(content, whole)
-        self._file.truncate(whole)
-        self._file.seek(whole)
+        while (record := self._record(self.num_bytes)) is not None:
+            place, chain, header, body = record
+            if chain != _hash(self._chain + place):
+                break
+            yield self.num_bytes, header, body
+            self._chain = chain
+            self.num_bytes += SEAL_BYTES + HEADER_BYTES + body.nbytes
+        self.num_left = self._size - self.num_bytes
+        self._check_end()
 
     def append(self, header: Header, body: np.ndarray) -> None:
-        """Write a record and hand it to the operating system, so that it outlives this process."""
-        self._file.write(seal(header, body))
-        self._file.write(body.data)
-        self._file.flush()
+        """Write a record and hand it to the operating system, so that it outlives this process.
+
+        Raises:
+            OSError: The record could not be written whole. Close the file: nothing can follow.
+        """
+        if self.num_left:
+            self._file.truncate(self.num_bytes)
+            self.num_left = 0
+        self._file.seek(self.num_bytes)
+        frame_header = seal(header, body)
+        place = self._place(self.num_bytes, frame_header)
+        self._chain = _hash(self._chain + place)
+        self.num_bytes += self._write(place + self._chain + frame_header) + self._write(body.data)
+
+    def sync(self) -> None:
+        """Write all records to disk, so that they outlive a power failure."""
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file. Idempotent."""
         self._file.close()
 
-    def _check_end(self, content: mmap.mmap, whole: int) -> None:
-        left = len(content) - whole
-        if not left:
-            return
-        at = content.find(MAGIC, whole + 1)
-        while at >= 0:
-            if _record_at(content, at) is not None:
-                raise StateError(
-                    f"The journal {self.path} is damaged at byte {whole} of {len(content)}. This is not an incomplete "
-                    f"end, since complete records follow at byte {at}. Restore the folder from a copy, or start the "
-                    "job again in an empty one."
-                )
-            at = content.find(MAGIC, at + 1)
-        logger.warning(
-            "The journal %s ends with %d bytes of an incomplete record, as after a crash or a power failure. They are "
-            "cut off. The state is that of the %d bytes before them.",
-            self.path, left, whole,
-        )  # fmt: skip
+    def _write(self, content: bytes | memoryview) -> int:
+        left = memoryview(content)
+        while left.nbytes:
+            left = left[self._file.write(left) :]
+        return len(content)
 
+    def _bytes(self, at: int, num_bytes: int) -> bytearray:
+        """The bytes from an offset on; fewer at the end of the file."""
+        content, filled = bytearray(num_bytes), 0
+        try:
+            self._file.seek(at)
+            while read := self._file.readinto(memoryview(content)[filled:]):
+                filled += read
+        except OSError as error:
+            raise StateError(f"The journal {self.path} cannot be read ({error}). {RESTORE}") from error
+        del content[filled:]
+        return content
 
-def _record_at(content: mmap.mmap, at: int) -> tuple[Header, np.ndarray] | None:
-    """A copy of the record at an offset; None if there is no complete one."""
-    try:
-        header = unpack(content[at : at + HEADER_BYTES])
-        if header.length > len(content) - at - HEADER_BYTES:
+    def _record(self, at: int) -> tuple[bytes, bytes, Header, np.ndarray] | None:
+        """The complete record of this file at an offset: place, chain, header and body. None if there is none."""
+        start = bytes(self._bytes(at, SEAL_BYTES + HEADER_BYTES))
+        place, chain, frame_header = start[:8], start[8:16], start[16:]
+        try:
+            header = unpack(frame_header)
+            if place != self._place(at, frame_header) or header.length > self._size - at - len(start):
+                return None
+            body = np.frombuffer(self._bytes(at + len(start), header.length), np.uint8)
+            verify(header, body)
+        except FrameError:
             return None
-        body = np.frombuffer(content, np.uint8, header.length, at + HEADER_BYTES).copy()
-        verify(header, body)
-    except FrameError:
-        return None
-    return header, body
+        return place, chain, header, body
+
+    def _place(self, at: int, frame_header: bytes) -> bytes:
+        return _hash(self._salt + at.to_bytes(8, "little") + frame_header)
+
+    def _check_end(self) -> None:
+        left = self._bytes(self.num_bytes, self.num_left)
+        at = left.find(MAGIC)
+        while at >= 0:
+            begin = self.num_bytes + at - SEAL_BYTES
+            if begin > self.num_bytes and self._record(begin) is not None:
+                raise StateError(
+                    f"The journal {self.path} is damaged at byte {self.num_bytes} of {self._size}, and complete "
+                    f"records follow at byte {begin}. {RESTORE} To go back to the state before the damage instead, "
+                    f"run: truncate -s {self.num_bytes} {shlex.quote(str(self.path))}"
+                )
+            at = left.find(MAGIC, at + 1)
+
+
+def _head(follows: bytes, salt: bytes) -> bytes:
+    fields = _FILE_MAGIC + follows + salt
+    return fields + hashlib.blake2b(fields, digest_size=DIGEST_BYTES).digest()
+
+
+def _hash(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=_HALF_SEAL_BYTES).digest()
