@@ -14,34 +14,7 @@ from gradwire.parameter_server.server import ServerStateMachine
 from gradwire.parameter_server.shard import ParameterShard
 from gradwire.wire.frame import HEADER_BYTES
 from tests.parameter_server.harness import EPOCH, Job, make_config
-
-
-class Recorded(Job):
-    """A job whose server keeps a journal."""
-
-    def __init__(self, folder: Path, checkpoint_bytes: int, **options) -> None:
-        super().__init__(make_config(workers=2, **options))
-        self.folder = folder
-        self.checkpoint_bytes = checkpoint_bytes
-        self.open()
-
-    def open(self) -> None:
-        self.shard = ParameterShard()
-        self.machine = ServerStateMachine(2, EPOCH, self.shard)
-        self.journal = Journal(self.folder, self.machine, self.checkpoint_bytes)
-        self.journal.restore()
-
-    def deliver(self, worker) -> None:
-        header, body = worker.outbox[0]
-        super().deliver(worker)
-        self.journal.note(header, body)
-
-    def kill(self) -> None:
-        """As kill -9 does: nothing more is written, nothing under way arrives."""
-        self.journal.close(checkpoint=False)
-        for worker in self.workers:
-            worker.inbox.clear()
-            worker.outbox.clear()
+from tests.parameter_server.recorded import Recorded, contents
 
 
 @pytest.fixture
@@ -157,10 +130,6 @@ def test_a_state_of_another_number_of_workers_is_refused(tmp_path, open_job, che
     with pytest.raises(StateError, match="Start") as raised:
         Journal(tmp_path, machine).restore()
     assert str(tmp_path) in str(raised.value)
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "lock"}
 
 
 @pytest.mark.parametrize("checkpoint_bytes", [1500, 1 << 30])
@@ -350,6 +319,10 @@ def test_a_journal_that_was_cut_off_does_not_stand_in_for_a_checkpoint(tmp_path,
     with pytest.raises(StateError, match=r"checkpoint-2.safetensors is missing\. Restore"):
         job.open()
     assert contents(tmp_path) == before
+    path.write_bytes(content[:60] + bytes(4) + content[64:])
+    with pytest.raises(StateError, match=r"journal-1 is damaged at byte 56 .* Restore") as raised:
+        job.open()
+    assert "truncate" not in str(raised.value)  # the next journal could not follow
     path.write_bytes(content)
     job.open()
 

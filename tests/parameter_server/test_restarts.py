@@ -57,7 +57,7 @@ def assert_same(found: list[dict[str, np.ndarray]]) -> None:
 
 
 @pytest.mark.ci
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_a_server_that_is_killed_or_stopped_goes_on_where_it_was(job: Job, tmp_path) -> None:
     """The weights in the end are those of a run that nothing has happened to, bit for bit.
 
@@ -67,9 +67,9 @@ def test_a_server_that_is_killed_or_stopped_goes_on_where_it_was(job: Job, tmp_p
     unbroken = weights([job.work(worker, 2, 14) for worker in range(2)])
     assert_same(unbroken)
 
-    server = job.serve(2, state=tmp_path / "broken")
+    server = job.serve(2, state=tmp_path / "broken", patience=100)
     port = int(job.servers.rpartition(":")[2])
-    workers = [job.work(worker, 2, 14) for worker in range(2)]
+    workers = [job.work(worker, 2, 14, timeout=100) for worker in range(2)]  # starting again takes as long as it takes
     for at, number in ((4, signal.SIGKILL), (9, signal.SIGTERM)):
         while workers[0].hear("step") < at:
             pass
@@ -78,7 +78,7 @@ def test_a_server_that_is_killed_or_stopped_goes_on_where_it_was(job: Job, tmp_p
         server.signal(number)
         server.process.join()
         workers[1].signal(signal.SIGCONT)
-        server = job.serve(2, port=port, state=tmp_path / "broken")
+        server = job.serve(2, port=port, state=tmp_path / "broken", patience=100)
     broken = weights(workers)
     assert_same([*unbroken, *broken])
     assert server.hear("ended") == ""

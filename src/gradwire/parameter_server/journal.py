@@ -188,7 +188,7 @@ class Journal:
                 f"The journal {file.path} does not continue the state that the files before it lead to. They are from "
                 "different runs, or one of them was cut off."
             )
-        for at, header, body in file.read():
+        for at, header, body in file.read(last=number == self._number):
             self._replay(at, header, body)
         if file.num_left and number == self._number:
             logger.warning(

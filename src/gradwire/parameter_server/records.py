@@ -82,8 +82,12 @@ class RecordFile:
             file.write(_head(follows, secrets.token_bytes(DIGEST_BYTES)))
         return cls(folder, name)
 
-    def read(self) -> Iterator[tuple[int, Header, np.ndarray]]:
+    def read(self, *, last: bool = True) -> Iterator[tuple[int, Header, np.ndarray]]:
         """Yield each record with its offset.
+
+        Args:
+            last: Whether no other file continues this one, so that the error for damage can advise to do without the
+                records after it.
 
         Raises:
             StateError: The file is damaged before complete records, or cannot be read.
@@ -96,7 +100,7 @@ class RecordFile:
             self._chain = chain
             self.num_bytes += SEAL_BYTES + HEADER_BYTES + body.nbytes
         self.num_left = self._size - self.num_bytes
-        self._check_end()
+        self._check_end(last)
 
     def append(self, header: Header, body: np.ndarray) -> None:
         """Write a record and hand it to the operating system, so that it outlives this process.
@@ -156,16 +160,17 @@ class RecordFile:
     def _place(self, at: int, frame_header: bytes) -> bytes:
         return _hash(self._salt + at.to_bytes(8, "little") + frame_header)
 
-    def _check_end(self) -> None:
+    def _check_end(self, last: bool) -> None:
         left = self._bytes(self.num_bytes, self.num_left)
         at = left.find(MAGIC)
         while at >= 0:
             begin = self.num_bytes + at - SEAL_BYTES
             if begin > self.num_bytes and self._record(begin) is not None:
+                command = f"truncate -s {self.num_bytes} {shlex.quote(str(self.path))}"
+                advice = f" To go back to the state before the damage instead, run: {command}" if last else ""
                 raise StateError(
                     f"The journal {self.path} is damaged at byte {self.num_bytes} of {self._size}, and complete "
-                    f"records follow at byte {begin}. {RESTORE} To go back to the state before the damage instead, "
-                    f"run: truncate -s {self.num_bytes} {shlex.quote(str(self.path))}"
+                    f"records follow at byte {begin}. {RESTORE}{advice}"
                 )
             at = left.find(MAGIC, at + 1)
 
