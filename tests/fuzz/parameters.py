@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from gradwire.compressors.base.registry import compressor_of
-from gradwire.core.errors import DisagreementError, FrameError, PayloadError
+from gradwire.core.errors import FrameError, PayloadError
 from gradwire.core.spec import TensorSpec
 from gradwire.parameter_server.server import ServerStateMachine
 from gradwire.parameter_server.session import (
@@ -74,7 +74,7 @@ class ServerTarget(Target):
             say(machine, 0, frame)
         try:
             say(machine, 0, data)
-        except (FrameError, DisagreementError):
+        except FrameError:
             machine.leave(0)
         else:
             return True

@@ -18,7 +18,7 @@ from gradwire.parameter_server.process import ParameterServer, ParameterServerOp
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["tests.parameter_server.processes", "gradwire.parameter_server.client"])
-PATIENCE = 60.0
+PATIENCE = 120.0
 
 
 def build() -> torch.nn.Module:

@@ -10,7 +10,7 @@ import socket
 import time
 from datetime import timedelta
 from pathlib import Path
-from threading import Event, Thread
+from threading import Barrier, Event, Thread
 from typing import Any
 
 import pytest
@@ -141,6 +141,63 @@ def train(server: ParameterServer, num_steps: int, steps: list[int]) -> None:
         while client.steps < num_steps:
             train_step(client, client.steps)
             steps.append(client.steps)
+
+
+@pytest.mark.timeout(120)
+def test_a_clock_that_runs_behind_fences_nobody(monkeypatch) -> None:
+    """The machine of the replacement has another idea of the time."""
+    server = ParameterServer(ParameterServerOptions(1))
+    serving = Thread(target=server.run)
+    serving.start()
+    first = connect(server)
+    train_step(first, 0)
+    first.wait()
+    monkeypatch.setattr(time, "time_ns", lambda: 1)
+    monkeypatch.setattr(time, "time", lambda: 1e-9)
+    with connect(server) as second:
+        with pytest.raises(SyncError, match="This process of worker 0 has been replaced by a newer one"):
+            take_step(first)
+        first.close("over")
+        assert second.steps == 1
+        take_step(second)
+    serving.join()
+    assert server.machine.rounds[0].version == 2
+
+
+def take_step(client: gw.ParameterClient) -> None:
+    train_step(client, 1)
+    client.wait()
+
+
+@pytest.mark.timeout(120)
+def test_a_worker_with_another_model_is_refused_and_the_job_goes_on() -> None:
+    server = ParameterServer(ParameterServerOptions(2))
+    serving = Thread(target=server.run)
+    serving.start()
+    at_half = Barrier(3)
+    steps: list[int] = []
+
+    def work(worker: int) -> None:
+        with connect(server, gw.JobOptions(worker=worker, workers=2)) as client:
+            for step in range(6):
+                if step == 3:
+                    at_half.wait(60)
+                    at_half.wait(60)
+                train_step(client, step)
+            client.wait()
+            steps.append(client.steps)
+
+    threads = [Thread(target=work, args=(worker,)) for worker in range(2)]
+    for thread in threads:
+        thread.start()
+    at_half.wait(60)
+    other = torch.nn.Linear(48, 7, bias=False)
+    with pytest.raises(SyncError, match=r"Worker 1 has parameter .*\(7, 48\).* where others have .*\(5, 48\)"):
+        gw.ParameterClient(other, sgd(other), f"127.0.0.1:{server.address[1]}", job=gw.JobOptions(worker=1, workers=2))
+    at_half.wait(60)
+    for thread in [*threads, serving]:
+        thread.join(60)
+    assert steps == [6, 6]
 
 
 @pytest.mark.timeout(120)

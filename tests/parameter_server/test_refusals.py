@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from gradwire.core.errors import DisagreementError, FrameError
+from gradwire.core.errors import FrameError
 from gradwire.parameter_server.session import TrainingJoin
 from gradwire.wire.frame import FrameFlags, FrameKind, Header
 from tests.parameter_server.harness import EPOCH, GROUPS, Job, Worker, make_config, tell
@@ -22,19 +22,77 @@ for _ in range(450):
 def test_an_older_process_of_a_worker_is_rejected():
     job = Job(make_config(), seed=4)
     job.start()
-    job.post(job.machine.leave(1))
-    zombie = Worker(1, job.config, incarnation=0)
-    zombie.join()
-    job.workers[1] = zombie
-    with pytest.raises(FrameError, match="has been replaced"):
+    zombie = job.workers[1]
+    for incarnation in (7, 3):  # numbers say nothing about age
+        job.post(job.machine.leave(1))
+        job.workers[1] = Worker(1, job.config, incarnation)
+        job.workers[1].join()
         job.settle()
+        job.post(job.machine.leave(1))
+        job.workers[1].join()  # again, over a new connection
+        job.settle()
+        job.post(job.machine.leave(1))
+        zombie.join()
+        with pytest.raises(FrameError, match="has been replaced"):
+            job.deliver(zombie)
 
 
-def test_a_worker_that_expects_another_job_ends_it():
+def other_job(worker: int) -> Worker:
+    """A worker that joins with another model."""
+    other = Worker(worker, make_config(push="onebit"), incarnation=99)
+    other.join(({"lr": 0.1}, {"lr": 0.2}))
+    return other
+
+
+def test_a_worker_of_another_job_is_refused_and_ends_nobodys():
     job = Job(make_config())
-    job.workers[2].config = make_config(push="onebit")
-    with pytest.raises(DisagreementError, match="onebit"):
-        job.start()
+    job.start()
+    job.train(1)
+    job.post(job.machine.leave(2))
+    with pytest.raises(FrameError, match=r"Worker 2 has parameter .*onebit.* where others have .*threelc"):
+        job.deliver(other_job(2))
+    stranger = Worker(2, make_config(workers=4))
+    stranger.join()
+    with pytest.raises(FrameError, match="Worker 2 expects 4 workers, but this server was started for 3"):
+        job.deliver(stranger)
+    job.workers[2].join()
+    job.settle()
+    job.train(2)
+    assert job.machine.rounds[0].version == 3
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_the_model_is_that_of_worker_0_whoever_comes_first(lost):
+    job = Job(make_config())
+    if lost:  # an earlier worker 0 had another model, and was lost before it had sent its values
+        job.deliver(other_job(0))
+        job.machine.leave(0)
+    else:
+        job.deliver(other_job(2))
+        assert job.machine.config is None
+    for worker in job.workers[:2]:
+        worker.join()
+    job.settle()
+    assert job.machine.config == job.config
+    if not lost:
+        assert "onebit" in job.machine.rejected.pop(2)
+        assert job.machine.present == {0, 1}
+    job.workers[2].join()
+    job.settle()
+    for worker in job.workers:
+        worker.begin()
+    job.train(2)
+    assert job.machine.rounds[0].version == 2
+
+
+def test_a_worker_that_is_ahead_of_a_server_without_state_is_refused():
+    job = Job(make_config())
+    job.start()
+    job.train(1)
+    fresh = Job(make_config())
+    job.workers[2].join()
+    with pytest.raises(FrameError, match="older state"):
+        fresh.deliver(job.workers[2])
 
 
 def test_a_server_with_an_older_state_is_found_out():

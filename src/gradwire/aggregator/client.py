@@ -55,8 +55,9 @@ class AggregationClient(Client):
         config: Session configuration, the same on all ranks.
         rank: Rank of this worker.
         job: Name of the job.
-        session: Number that grows with each start of the job, the same on all ranks; for example, `time.time_ns()` of
-            rank 0. A server drops an older session for a newer one, and rejects workers of an older one.
+        session: Number of this start of the job, the same on all ranks and another one with each start; for example,
+            `secrets.randbits(62)` of rank 0. A server drops its session for one that it has not seen before, and
+            rejects workers of a session that it has dropped.
         connection: Key and timeouts.
 
     Attributes:

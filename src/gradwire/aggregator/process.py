@@ -18,6 +18,7 @@ import secrets
 import selectors
 import threading
 import time
+from collections import deque
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -47,6 +48,8 @@ from gradwire.net.server import Server, ServerOptions, away, finished_early, sta
 from gradwire.wire.frame import FrameKind, Header, describe
 
 logger = logging.getLogger("gradwire")
+MAX_EARLIER = 1024
+"""Number of earlier sessions that are remembered."""
 _TURN_SECONDS = 0.25
 _DATAGRAMS_PER_READ = 64
 
@@ -120,6 +123,7 @@ class AggregationServer(Server):
         self._interface: XdpInterface | None = None
         self._reader = threads.make("gradwire-datagrams", self._read_datagrams, self.failed)
         self._session: _Session | None = None
+        self._earlier: deque[int] = deque(maxlen=MAX_EARLIER)  # numbers of the sessions before it
         self._error: GradwireError | None = None
         self._started = time.monotonic()
         self._changed = threading.Condition()
@@ -185,11 +189,8 @@ class AggregationServer(Server):
                     self._join(peer, AggregatorJoin.from_bytes(body.tobytes()))
                 elif self._session is not None and peer in self._session.present:
                     self._send(self._session.machine.receive(body, time.monotonic(), peer))
-        except FrameError as error:
+        except (FrameError, DisagreementError) as error:
             self._endpoint.dismiss(peer, str(error))
-        except DisagreementError as error:
-            with self._changed:
-                self._error = self._error or error
 
     def left(self, peer: int, error: SyncError | None) -> None:
         with self._changed:
@@ -216,22 +217,19 @@ class AggregationServer(Server):
         derive = partial(self._endpoint.derive, worker)
         if self._datagrams is not None:
             datagrams = WorkerDatagrams.join(worker, join.address, self._endpoint.host(worker), derive)
-        if session is None or join.session > session.number:
-            session = self._begin(join)
-        elif join.session < session.number:
-            raise FrameError(
-                f"Worker {worker} belongs to session {join.session}, but the job has been started again as session "
-                f"{session.number}. End this process."
-            )
+        if join.session in self._earlier:
+            raise FrameError(f"The job of worker {worker} has been started again since. End this process.")
+        if session is None or join.session != session.number:
+            session = self._begin(worker, join)
         if join.config != session.machine.config:
-            raise DisagreementError(
+            raise FrameError(
                 f"Worker {worker} expects other streams, tables or packets than the others. Run one model, plan and "
                 "version on all workers."
             )
         if session.clients.setdefault(worker, join.client) != join.client:
             raise FrameError(
-                f"Worker {worker} has a second client in session {session.number}. Start all workers again, with a "
-                "higher session."
+                f"Worker {worker} has a second client in session {session.number}. Start all workers again, with "
+                "another session."
             )
         if join.epoch not in (NO_EPOCH, session.machine.epoch):
             session.machine.resumed = True
@@ -255,17 +253,19 @@ class AggregationServer(Server):
         kept = {where: each for where, each in session.datagrams.items() if each.worker != made.worker}
         session.datagrams = {**kept, made.address: made}
 
-    def _begin(self, join: AggregatorJoin) -> _Session:
+    def _begin(self, worker: int, join: AggregatorJoin) -> _Session:
         self._check_config(join.config)
+        self._check_other_job(worker, join)
         epoch, kernel = 1 + secrets.randbits(63), self._begin_in_kernel(join.config)
         if kernel is None:
             machine = AggregatorStateMachine(join.config, epoch, acknowledges=self._datagrams is not None)
         else:
             machine = KernelStateMachine(join.config, epoch, kernel, server_key(self._key, epoch))
         if self._session is not None:
-            reason = f"The job has been started again as session {join.session}. End this process."
-            for worker in self._session.present:
-                self._endpoint.dismiss(worker, reason)
+            self._earlier.append(self._session.number)
+            reason = "The job has been started again since. End this process."
+            for each in self._session.present:
+                self._endpoint.dismiss(each, reason)
             if self._session.kernel is not None:
                 self._session.kernel.close()
         self._session = _Session(join.session, machine, kernel=kernel)
@@ -283,9 +283,20 @@ class AggregationServer(Server):
         self._on_event(f"The kernel adds up {sum(slots.streams)} of {total} packets at {self._interface.name}")
         return slots
 
+    def _check_other_job(self, worker: int, join: AggregatorJoin) -> None:
+        """Refuse another job. Another start of this job comes when its workers are gone."""
+        session, num_others = self._session, self.options.workers - 1
+        if session is None or join.config == session.machine.config:
+            return
+        if num_others and len(session.present - {worker}) == num_others:
+            raise FrameError(
+                f"Worker {worker} belongs to another job: all other workers are connected, in another session and with "
+                "another configuration. Give each job a name or a server of its own."
+            )
+
     def _check_config(self, config: SessionConfig) -> None:
         if config.world_size != self.options.workers:
-            raise DisagreementError(
+            raise FrameError(
                 f"A worker expects {config.world_size} workers, but this server was started for "
                 f"{self.options.workers}. Start both with the same number."
             )
@@ -293,7 +304,7 @@ class AggregationServer(Server):
         if self._datagrams is not None and max(sizes, default=0) > MAX_PACKET_BYTES:
             fitting = config.packet_elements * (MAX_PACKET_BYTES - 256) // max(sizes) // INDEX_CHUNK * INDEX_CHUNK
             blocks = ", with a compressor whose block is no longer," if config.needed < config.world_size else ","
-            raise DisagreementError(
+            raise FrameError(
                 f"Results of {max(sizes)} bytes do not fit a datagram of {MAX_PACKET_BYTES} bytes. Pass "
                 f"packet_elements={fitting} or less{blocks} or start the server without --udp."
             )

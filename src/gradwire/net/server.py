@@ -100,7 +100,6 @@ class Server(EndpointOwner):
         Raises:
             PeerTimeoutError: A worker was away, or held up the others, for too long.
             PeerLostError: A worker has finished, and others wait for it.
-            DisagreementError: The workers differ in what they train.
             SyncError: A worker has given up.
             ServerStoppedError: `stop` was called.
         """

@@ -91,7 +91,7 @@ class Checkpoint:
                 f"{machine.workers}. Start it with --workers {config.workers}, or give it another folder."
             )
         machine.groups = {int(worker): tuple(groups) for worker, groups in fields["groups"].items()}
-        machine.incarnations = {int(worker): number for worker, number in fields["incarnations"].items()}
+        machine.incarnations = {int(worker): list(numbers) for worker, numbers in fields["incarnations"].items()}
         machine.initialized = True
         machine.present.update(fields["present"])
         machine.finished.update(fields["finished"])
@@ -147,7 +147,7 @@ class Checkpoint:
             "rounds": rounds,
             "optimizers": optimizers,
             "groups": {str(worker): list(map(dict, groups)) for worker, groups in machine.groups.items()},
-            "incarnations": {str(worker): number for worker, number in machine.incarnations.items()},
+            "incarnations": {str(worker): numbers for worker, numbers in machine.incarnations.items()},
         }
         return tensors, _dump(fields)
 

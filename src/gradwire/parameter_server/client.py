@@ -17,8 +17,8 @@ normalization. Here all workers train its affine parameters, and buffers (runnin
 from __future__ import annotations
 
 import contextlib
+import secrets
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -109,7 +109,7 @@ class ParameterClient:
         optimizer_name = class_name(self.optimizer)
         elements = transfer.chunk_elements if optimizer_name in ELEMENT_WISE else sys.maxsize
         shares = assign(split(self._parameters, elements), self._parameters, len(addresses))
-        incarnation = time.time_ns()
+        incarnation = secrets.randbits(62)
         self._connections: list[ServerConnection] = []
         self._placed: dict[str, list[_Placed]] = {name: [] for name in self._parameters}
         for address, chunks in zip(addresses, shares):

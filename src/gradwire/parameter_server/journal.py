@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gradwire.core.errors import DisagreementError, FrameError, OptionError, StateError
+from gradwire.core.errors import FrameError, OptionError, StateError
 from gradwire.parameter_server.checkpoint import Checkpoint, DamagedCheckpointError, require_safetensors
 from gradwire.parameter_server.folder import RESTORE, UNFINISHED, StateFolder
 from gradwire.parameter_server.records import NOTHING, RecordFile
@@ -217,7 +217,7 @@ class Journal:
                 self._machine.leave(header.sender, finished=bool(header.count))
             else:
                 self._machine.receive(header.sender, header, body)
-        except (FrameError, DisagreementError) as error:
+        except FrameError as error:
             assert self._file is not None, "its record was read"
             raise StateError(
                 f"The record at byte {at} of {self._file.path} does not fit this server: {error} Start the server with "

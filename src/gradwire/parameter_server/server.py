@@ -21,7 +21,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from gradwire.core.errors import DisagreementError, FrameError, PayloadError
+from gradwire.core.errors import FrameError, PayloadError
 from gradwire.parameter_server.round import Push, Round
 from gradwire.parameter_server.session import (
     MAX_GROUPS_BYTES,
@@ -37,6 +37,8 @@ from gradwire.parameter_server.update import frame_header, join_update
 from gradwire.wire.frame import FrameFlags, FrameKind, Header, describe, without_seal
 from gradwire.wire.payload import Payload
 
+MAX_INCARNATIONS = 1024
+"""Number of processes of a worker that are remembered."""
 Message = tuple[int, Header, np.ndarray]
 """A worker, and the header and body of a frame for it."""
 
@@ -50,12 +52,13 @@ class ServerStateMachine:
         shard: Parameters of this server.
 
     Attributes:
-        config: Configuration that the first worker has brought; None until then.
+        config: Configuration that worker 0 has brought, with the first values; None until then.
         present: Workers that have joined and not left.
         shard: Parameters of this server.
         rounds: Version and open step of each parameter, by tensor id.
         groups: Latest hyperparameters of each worker.
-        incarnations: Number of the latest process of each worker.
+        incarnations: Random numbers of each worker's processes, in the order in which they have joined. All but the
+            last are turned away. No clock decides which process is newer.
         initialized: Whether all parameters have values.
         finished: Workers that have said goodbye.
         rejected: Workers whose connection must be closed, with the reason. Whoever closes it removes the entry.
@@ -66,7 +69,7 @@ class ServerStateMachine:
         self.present: set[int] = set()
         self.rounds: list[Round] = []
         self.groups: dict[int, Groups] = {}
-        self.incarnations: dict[int, int] = {}
+        self.incarnations: dict[int, list[int]] = {}
         self.initialized = False
         self.finished: set[int] = set()
         self.rejected: dict[int, str] = {}
@@ -113,8 +116,8 @@ class ServerStateMachine:
         """Take an admitted frame and return the frames to send.
 
         Raises:
-            FrameError: The frame does not decode or is not due. The worker must be turned away.
-            DisagreementError: The worker expects another configuration than the others.
+            FrameError: The frame does not decode, is not due, or is of another configuration or of a replaced process.
+                Nothing has changed. The worker must be turned away.
         """
         if header.kind is FrameKind.JOIN:
             if worker in self.present:
@@ -151,31 +154,13 @@ class ServerStateMachine:
     # -- joining ---------------------------------------------------------------------------------------------
 
     def _join(self, worker: int, join: TrainingJoin) -> list[Message]:
-        if join.config.workers != self.workers:
-            raise DisagreementError(
-                f"Worker {worker} expects {join.config.workers} workers, but this server was started for "
-                f"{self.workers}. Start both with the same number."
-            )
-        if self.config is None:
-            self.shard.check(join.config, join.groups)
-            self.config = self.shard.config = join.config
-            self.rounds = [Round(self.workers) for _ in join.config.tensors]
-            self._without_values = set(range(len(join.config.tensors)))
-        elif self.config != join.config:
-            raise DisagreementError(
-                f"Worker {worker} has {join.config.difference(self.config)}. Build the same model, optimizer and "
-                "options on all workers."
-            )
-        if join.incarnation < self.incarnations.get(worker, 0):
-            raise FrameError(f"This process of worker {worker} has been replaced by a newer one.")
-        for parameter, round_, version in zip(self.config.tensors, self.rounds, join.versions or ()):
-            if version > round_.version:
-                raise FrameError(
-                    f"Worker {worker} has version {version} of {parameter.name!r}, but this server only has "
-                    f"{round_.version}: it was started from an older state. Restart all workers from one checkpoint."
-                )
-        self.shard.check(self.config, join.groups)
-        self.incarnations[worker] = join.incarnation
+        self._check_join(worker, join)
+        if worker == 0 and not self.initialized:
+            self._begin(join.config)
+        processes = self.incarnations.setdefault(worker, [])
+        if join.incarnation not in processes:
+            processes.append(join.incarnation)
+            del processes[:-MAX_INCARNATIONS]
         self.groups.setdefault(worker, join.groups)  # a worker that returns sends them again before its next push
         self.present.add(worker)
         self.finished.discard(worker)
@@ -183,6 +168,39 @@ class ServerStateMachine:
             return self._welcome(worker, join)
         self._waiting[worker] = join
         return []
+
+    def _check_join(self, worker: int, join: TrainingJoin) -> None:
+        if join.config.workers != self.workers:
+            raise FrameError(
+                f"Worker {worker} expects {join.config.workers} workers, but this server was started for "
+                f"{self.workers}. Start both with the same number."
+            )
+        settled = self.initialized or (worker > 0 and 0 in self.present)  # the model is that of worker 0
+        if settled and self.config is not None and self.config != join.config:
+            raise _other_config(worker, join.config, self.config)
+        if join.incarnation in self.incarnations.get(worker, [])[:-1]:
+            raise FrameError(f"This process of worker {worker} has been replaced by a newer one.")
+        rounds = self.rounds or [Round(self.workers) for _ in join.config.tensors]
+        for parameter, round_, version in zip(join.config.tensors, rounds, join.versions or ()):
+            if version > round_.version:
+                raise FrameError(
+                    f"Worker {worker} has version {version} of {parameter.name!r}, but this server only has "
+                    f"{round_.version}: it was started from an older state. Restart all workers from one checkpoint."
+                )
+        self.shard.check(join.config, join.groups)
+
+    def _begin(self, config: TrainingConfig) -> None:
+        """Take the configuration of worker 0, which brings the values, and reject waiting workers with another."""
+        if self.config != config:
+            self.groups.pop(0, None)
+        self.config = self.shard.config = config
+        self.rounds = [Round(self.workers) for _ in config.tensors]
+        self._without_values = set(range(len(config.tensors)))
+        for worker, join in list(self._waiting.items()):
+            if join.config != config:
+                self.rejected[worker] = str(_other_config(worker, join.config, config))
+                self.present.discard(worker)
+                del self._waiting[worker], self.groups[worker]
 
     def _welcome(self, worker: int, join: TrainingJoin) -> list[Message]:
         welcome = TrainingWelcome(
@@ -271,3 +289,10 @@ class ServerStateMachine:
     def _header(self, kind: FrameKind, tensor: int, step: int, flags: FrameFlags = FrameFlags.NONE) -> Header:
         assert self.config is not None, "joined"
         return frame_header(self.config, tensor, self._epoch, kind, self.workers, step, flags)
+
+
+def _other_config(worker: int, config: TrainingConfig, expected: TrainingConfig) -> FrameError:
+    return FrameError(
+        f"Worker {worker} has {config.difference(expected)}. Build the same model, optimizer and options on all "
+        "workers."
+    )

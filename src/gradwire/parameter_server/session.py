@@ -142,7 +142,7 @@ class TrainingJoin:
     Attributes:
         config: What the worker expects.
         groups: Hyperparameters of its optimizer.
-        incarnation: Number that grows with each start of the worker's process. An older process is turned away.
+        incarnation: Random number of the worker's process. A process that another one has replaced is turned away.
         versions: Newest version of each tensor that the worker has received; None if it has no values from the server.
     """
 

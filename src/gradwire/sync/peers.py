@@ -11,6 +11,7 @@ import atexit
 import itertools
 import logging
 import os
+import secrets
 import time
 import weakref
 from collections.abc import Callable, Iterable
@@ -133,7 +134,7 @@ class Peers:
                 continue
             if self._engine is None:
                 continue
-            session = int(self.share(str(time.time_ns())))
+            session = int(self.share(str(secrets.randbits(62))))
             try:
                 service = self._addresses[name].connect(
                     tensors, self.rank, self.world_size, session, self.timeout, self._stall_timeout
