@@ -28,9 +28,9 @@ def alone(case: str) -> dict:
 @pytest.mark.root
 @pytest.mark.bpf
 @pytest.mark.loss
-@pytest.mark.parametrize("guard", ["siphash", "crc32c"])
-def test_workers_get_the_kernels_sums_with_loss(guard):
-    command = [sys.executable, "-m", "tests.aggregator.xdp.host", str(ROUNDS), "generic", guard]
+@pytest.mark.parametrize(("mode", "guard"), [("generic", "siphash"), ("native", "crc32c")])
+def test_workers_get_the_kernels_sums_with_loss(mode, guard):
+    command = [sys.executable, "-m", "tests.aggregator.xdp.host", str(ROUNDS), mode, guard]
     with Lab(4, "1gbit", loss="1%") as lab:
         result = lab.run(command, env={"GRADWIRE_JOB_KEY": secrets.token_hex(32)}, timeout=100).check()
     workers = [json.loads(each.stdout) for each in result.hosts[1:]]
