@@ -25,7 +25,7 @@ from gradwire.aggregator.xdp.frames import (
     write_held,
     write_lengths,
 )
-from gradwire.aggregator.xdp.layout import ANSWER, INTERFACE_AT, LINK_AT, WIDTHS, Layout
+from gradwire.aggregator.xdp.layout import ANSWER, EPOCH_AT, INTERFACE_AT, KEY_AT, LINK_AT, WIDTHS, Layout
 from gradwire.aggregator.xdp.program import (
     CHECKSUMS_MAP,
     FIND,
@@ -65,7 +65,11 @@ class _Program:
         packet = frame.at(HEADER_BYTES)
         worker, own_round = get(code, packet, "worker"), get(code, packet, "round")
         control = Control(
-            kind, own_round, get(code, packet, "stream"), get(code, packet, "packet"), code.load(self._session, 0)
+            kind,
+            own_round,
+            get(code, packet, "stream"),
+            get(code, packet, "packet"),
+            code.load(self._session, EPOCH_AT),
         )
         with code.when(results.differs(0)):
             self._send_results(results, slot, buffer, control.stream)
@@ -94,7 +98,7 @@ class _Program:
         code, layout = self.code, self.layout
         length = PACKET_HEADER_BYTES + body_bytes + layout.guard.trailer_bytes
         frame = self._resize(length)
-        key = code.load(self._session, 40), code.load(self._session, 48)
+        key = code.load(self._session, KEY_AT), code.load(self._session, KEY_AT + 8)
         write(code, layout, frame.at(HEADER_BYTES), control, key, self._checksums)
         self._send_copies(workers)
 

@@ -28,7 +28,7 @@ STREAM = struct.Struct("<IIII")
 """First slot, number of packets that the program adds up, table, bits of an accumulator."""
 SESSION = struct.Struct("<QQQQQQQ")
 """Epoch, needed workers, resumed, most misses, number of streams, and the key of what the server sends."""
-RESUMED_AT = 16
+EPOCH_AT, NEEDED_AT, RESUMED_AT, MISSES_AT, STREAMS_AT, KEY_AT = range(0, 48, 8)
 ANSWER = struct.Struct("<QQQIHBB")
 """What a program leaves for the next: workers that get a result, that are asked for a contribution, of which round;
 slot, buffer, kind of packet for the sender, and whether there is something to send."""

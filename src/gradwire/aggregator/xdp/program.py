@@ -30,7 +30,16 @@ from gradwire.aggregator.xdp.frames import (
     write_control,
     write_held,
 )
-from gradwire.aggregator.xdp.layout import ANSWER, INTERFACE_AT, LINK_AT, Counter, Layout
+from gradwire.aggregator.xdp.layout import (
+    ANSWER,
+    EPOCH_AT,
+    INTERFACE_AT,
+    KEY_AT,
+    LINK_AT,
+    STREAMS_AT,
+    Counter,
+    Layout,
+)
 from gradwire.aggregator.xdp.slot_program import Arrival, Decision, Memory, SlotProgram
 
 DROP, PASS, SEND_BACK = 1, 2, 3
@@ -63,7 +72,7 @@ class _Program:
         packet = frame.at(HEADER_BYTES)
         session = self._find(SESSION_MAP, 0)
         stream, index = get(code, packet, "stream"), get(code, packet, "packet")
-        with code.when(stream >= code.load(session, 32)):
+        with code.when(stream >= code.load(session, STREAMS_AT)):
             code.leave(PASS)
         entry = self._find(STREAMS_MAP, stream)
         with code.when(index >= code.load(entry, 4, 4)):
@@ -93,7 +102,7 @@ class _Program:
         self._drop_unless(self._is_well_formed(packet, body_bytes), counters, Counter.CORRUPT)
         is_known = named.equals(worker).as_number() & self._is_from(frame, record)
         self._drop_unless(is_known & self._may_be_sent(packet, body_bytes), counters, Counter.REFUSED)
-        is_current = get(code, packet, "epoch").equals(code.load(session, 0))
+        is_current = get(code, packet, "epoch").equals(code.load(session, EPOCH_AT))
         self._drop_unless(is_current.as_number(), counters, Counter.STALE)
         code.store(record, LINK_AT, code.load(frame, 6, 4), 4)
         code.store(record, LINK_AT + 4, code.load(frame, 10, 2), 2)
@@ -151,8 +160,8 @@ class _Program:
 
     def _send(self, arrival: Arrival, memory: Memory, decision: Decision, slot: Value, body_bytes: int) -> None:
         code = self.code
-        key = code.load(memory.session, 40), code.load(memory.session, 48)
-        epoch, kind = code.load(memory.session, 0), decision.get(Decision.KIND)
+        key = code.load(memory.session, KEY_AT), code.load(memory.session, KEY_AT + 8)
+        epoch, kind = code.load(memory.session, EPOCH_AT), decision.get(Decision.KIND)
         control = Control(kind, arrival.round - 1, arrival.stream, arrival.packet, epoch)
         pass_on = code.label()
         with code.when((decision.get(Decision.RESULT) | decision.get(Decision.WANTED)).differs(0)):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from gradwire.aggregator.packet import PACKET_HEADER_BYTES, PacketKind
 from gradwire.aggregator.xdp.assembler import Assembler, Value
 from gradwire.aggregator.xdp.frames import put, write_start
-from gradwire.aggregator.xdp.layout import WIDTHS, Counter, Layout
+from gradwire.aggregator.xdp.layout import EPOCH_AT, KEY_AT, MISSES_AT, NEEDED_AT, RESUMED_AT, WIDTHS, Counter, Layout
 
 _ONES, _TWOS, _FOURS, _EACH = (int.from_bytes(bytes([byte]) * 8, "little") for byte in (0x55, 0x33, 0x0F, 0x01))
 _LOW, _HIGH = 0xFFFFFFFF, 0xFFFFFFFF << 32
@@ -97,7 +97,7 @@ class SlotProgram:
     def emit(self) -> None:
         """Append everything. Ends at the label."""
         code, layout, arrival = self.code, self.layout, self.arrival
-        may_lack = self._get(layout.ANSWERED).equals(0).as_number() & code.load(self.memory.session, 16)
+        may_lack = self._get(layout.ANSWERED).equals(0).as_number() & code.load(self.memory.session, RESUMED_AT)
         with code.when(arrival.kind.equals(PacketKind.ASK)):
             self._answer(may_lack)
         self._aggregate(may_lack)
@@ -135,7 +135,7 @@ class SlotProgram:
 
     def _is_complete(self) -> Value:
         heard, awaited = self._get(self.layout.HEARD), self._get(self.layout.AWAITED)
-        enough = (self._popcount(heard) >= self.code.load(self.memory.session, 8)).as_number()
+        enough = (self._popcount(heard) >= self.code.load(self.memory.session, NEEDED_AT)).as_number()
         return enough & (awaited & (heard ^ _HIGH ^ _LOW)).equals(0).as_number()
 
     def _notify_straggler(self) -> None:
@@ -290,7 +290,7 @@ class SlotProgram:
         counted = self._get(layout.COUNTED)
         packet = self._current_buffer().at(8)
         self._write_header(packet, counted)
-        key = code.load(self.memory.session, 40), code.load(self.memory.session, 48)
+        key = code.load(self.memory.session, KEY_AT), code.load(self.memory.session, KEY_AT + 8)
         for width in WIDTHS:
             with code.when(self.arrival.width.equals(width)):
                 length = layout.result_bytes(width)
@@ -312,7 +312,7 @@ class SlotProgram:
 
     def _write_header(self, packet: Value, counted: Value) -> None:
         code, layout = self.code, self.layout
-        write_start(code, packet, PacketKind.RESULT, code.load(self.memory.session, 0), 0)
+        write_start(code, packet, PacketKind.RESULT, code.load(self.memory.session, EPOCH_AT), 0)
         put(code, packet, "flags", self._get(layout.FLAGS))
         put(code, packet, "round", self._get(layout.EXPECTED) - 1)
         put(code, packet, "stream", self.arrival.stream)
@@ -331,7 +331,7 @@ class SlotProgram:
     def _note_misses(self) -> None:
         """Count rounds in a row without each worker, and note who must be waited for."""
         code, layout = self.code, self.layout
-        heard, most = self._get(layout.HEARD), code.load(self.memory.session, 24)
+        heard, most = self._get(layout.HEARD), code.load(self.memory.session, MISSES_AT)
         with code.loop(layout.world_size, 0) as workers:
             place = self.memory.slot.at(layout.misses).at(workers.index << 3)
             misses = (heard >> workers.index & 1).differs(0).otherwise(0, code.load(place) + 1)
