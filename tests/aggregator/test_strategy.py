@@ -181,4 +181,4 @@ def test_what_a_server_cannot_add_is_refused_with_advice(rules: Any, strategy: s
 
 def test_the_simulator_takes_only_strategies_between_ranks() -> None:
     with pytest.raises(UnknownNameError, match="Known: allgather, hierarchical, ring, scatter_reduce"):
-        graph_of(PlanEntry(gw.make("thc"), "server"), NUMEL, 0, 2)
+        graph_of(PlanEntry(gw.make("thc"), "server"), (NUMEL,), 0, 2)

@@ -63,27 +63,27 @@ def test_a_frame_costs_by_its_bytes():
 
 
 def work(call, frame=None, taken=None, payloads=0, share=1.0):
-    return Work(call, frame, taken, payloads, (1 << 20,), "", share)
+    return Work(call, frame, taken, payloads, ((1 << 20,),), "", share)
 
 
 def test_frames_have_the_compressors_own_sizes():
     prices = PriceList(make("onebit"), costs(onebit=onebit()), torch.float32)
     # A size that was not measured, of a compressor whose payloads have one size only.
-    assert prices.frame_bytes(work("send", FrameKind.PAYLOAD), (5000,)) == pytest.approx(5000 / 8 + 8, abs=120)
+    assert prices.frame_bytes(work("send", FrameKind.PAYLOAD), ((5000,),)) == pytest.approx(5000 / 8 + 8, abs=120)
 
 
 def test_a_merge_takes_in_each_message_and_encodes_the_sum():
     known = costs(1e-6, add=LinearCost(0.0, 1e-9), onebit=onebit(encode=2e-9, decode=5e-9))
     prices = PriceList(make("onebit"), known, torch.float32)
-    seconds = prices.seconds(work("merge", FrameKind.PAYLOAD, FrameKind.PAYLOAD, 3), (1000,))
+    seconds = prices.seconds(work("merge", FrameKind.PAYLOAD, FrameKind.PAYLOAD, 3), ((1000,),))
     assert seconds == pytest.approx(1e-6 + 3 * 5e-6 + 1e-6 + 2e-6)
 
 
 def test_the_processor_pays_for_a_frame_once_however_it_is_cut():
     known = costs(1e-6, frame=LinearCost(1e-5, 1e-9))
     prices = PriceList(make("none"), known, torch.float32)
-    whole = prices.seconds(work("recv", FrameKind.PAYLOAD), (1 << 20,))
-    piece = prices.seconds(work("recv", FrameKind.PAYLOAD, share=0.25), (1 << 20,))
+    whole = prices.seconds(work("recv", FrameKind.PAYLOAD), ((1 << 20,),))
+    piece = prices.seconds(work("recv", FrameKind.PAYLOAD, share=0.25), ((1 << 20,),))
     assert whole == pytest.approx(4 * piece)
     assert whole == pytest.approx(1e-6 + 1e-5 + 4e-9 * (1 << 20))
 
@@ -91,4 +91,4 @@ def test_the_processor_pays_for_a_frame_once_however_it_is_cut():
 def test_a_frame_that_costs_the_same_whatever_its_size_stays_whole():
     prices = PriceList(make("none"), costs(1e-6, frame=LinearCost(1e-5, 0.0)), torch.float32)
     assert not prices.carries
-    assert prices.seconds(work("send", FrameKind.PAYLOAD), (1 << 20,)) == pytest.approx(1.1e-5)
+    assert prices.seconds(work("send", FrameKind.PAYLOAD), ((1 << 20,),)) == pytest.approx(1.1e-5)
