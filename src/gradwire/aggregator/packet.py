@@ -57,17 +57,17 @@ _WORD_BITS = 32
 KNOWN_FLAGS = int(FrameFlags.PRESENT | FrameFlags.USED | FrameFlags.NONFINITE)
 
 
-class Field(NamedTuple):
+class HeaderField(NamedTuple):
     """Place of a field of the header, in bytes."""
 
     offset: int
     num_bytes: int
 
 
-def field(name: str) -> Field:
+def field(name: str) -> HeaderField:
     """Return the place of a field: of those in the table above, by its first word (``"packet"`` for the index)."""
     before = list(_FIELDS)[: list(_FIELDS).index(name)]
-    return Field(struct.calcsize("<" + "".join(_FIELDS[each] for each in before)), struct.calcsize(_FIELDS[name]))
+    return HeaderField(struct.calcsize("<" + "".join(_FIELDS[each] for each in before)), struct.calcsize(_FIELDS[name]))
 
 
 _CHECKSUM_AT = field("checksum").offset

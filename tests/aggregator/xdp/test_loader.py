@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from gradwire.aggregator.xdp.assembler import Assembler, Value
+from gradwire.aggregator.xdp.assembler import Assembler, Register
 from gradwire.aggregator.xdp.loader import available, interface_index, load
 from gradwire.aggregator.xdp.maps import ArrayMap, CounterMap, SharedMap
 from gradwire.aggregator.xdp.system import ProgramType, run_program
@@ -25,7 +25,7 @@ ArrayMap("tried", 8, 1)
 """
 
 
-def packet_of(code: Assembler, num_bytes: int) -> Value:
+def packet_of(code: Assembler, num_bytes: int) -> Register:
     """Append the check that a packet has so many bytes, and return its pointer."""
     packet, end = code.load(code.context, 0, 4).as_pointer(), code.load(code.context, 4, 4).as_pointer()
     with code.when(packet.at(num_bytes) > end):

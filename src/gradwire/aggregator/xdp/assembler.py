@@ -30,69 +30,69 @@ _CPU = "v3"  # 32-bit comparisons and atomic operations, since Linux 5.12
 
 
 @dataclass(frozen=True, eq=False)
-class Value:
+class Register:
     """A number, a pointer (`ptr`) or a truth value (`i1`) of a program."""
 
     code: Assembler
     name: str
     kind: str = "i64"
 
-    def __add__(self, other: Value | int) -> Value:
+    def __add__(self, other: Register | int) -> Register:
         return self.code.binary("add", self, other)
 
-    def __sub__(self, other: Value | int) -> Value:
+    def __sub__(self, other: Register | int) -> Register:
         return self.code.binary("sub", self, other)
 
-    def __mul__(self, other: Value | int) -> Value:
+    def __mul__(self, other: Register | int) -> Register:
         return self.code.binary("mul", self, other)
 
-    def __and__(self, other: Value | int) -> Value:
+    def __and__(self, other: Register | int) -> Register:
         return self.code.binary("and", self, other)
 
-    def __or__(self, other: Value | int) -> Value:
+    def __or__(self, other: Register | int) -> Register:
         return self.code.binary("or", self, other)
 
-    def __xor__(self, other: Value | int) -> Value:
+    def __xor__(self, other: Register | int) -> Register:
         return self.code.binary("xor", self, other)
 
-    def __lshift__(self, other: Value | int) -> Value:
+    def __lshift__(self, other: Register | int) -> Register:
         return self.code.binary("shl", self, other)
 
-    def __rshift__(self, other: Value | int) -> Value:
+    def __rshift__(self, other: Register | int) -> Register:
         return self.code.binary("lshr", self, other)
 
-    def __lt__(self, other: Value | int) -> Value:
+    def __lt__(self, other: Register | int) -> Register:
         return self.code.compare("ult", self, other)
 
-    def __gt__(self, other: Value | int) -> Value:
+    def __gt__(self, other: Register | int) -> Register:
         return self.code.compare("ugt", self, other)
 
-    def __ge__(self, other: Value | int) -> Value:
+    def __ge__(self, other: Register | int) -> Register:
         return self.code.compare("uge", self, other)
 
-    def equals(self, other: Value | int) -> Value:
+    def equals(self, other: Register | int) -> Register:
         """Whether two numbers or pointers are the same."""
         return self.code.compare("eq", self, other)
 
-    def differs(self, other: Value | int) -> Value:
+    def differs(self, other: Register | int) -> Register:
         """Whether two numbers or pointers differ."""
         return self.code.compare("ne", self, other)
 
-    def at(self, offset: Value | int) -> Value:
+    def at(self, offset: Register | int) -> Register:
         """Pointer that is `offset` bytes further."""
         if isinstance(offset, int) and offset == 0:
             return self
         return self.code.emit(f"getelementptr i8, ptr {self.name}, i64 {self.code.operand(offset)}", "ptr")
 
-    def as_pointer(self) -> Value:
+    def as_pointer(self) -> Register:
         """The number as a pointer."""
         return self.code.emit(f"inttoptr i64 {self.name} to ptr", "ptr")
 
-    def as_number(self) -> Value:
+    def as_number(self) -> Register:
         """The truth value as 0 or 1."""
         return self.code.emit(f"zext i1 {self.name} to i64")
 
-    def otherwise(self, yes: Value | int, no: Value | int) -> Value:
+    def otherwise(self, yes: Register | int, no: Register | int) -> Register:
         """`yes` if the truth value holds, else `no`."""
         operand = self.code.operand
         return self.code.emit(f"select i1 {self.name}, i64 {operand(yes)}, i64 {operand(no)}")
@@ -101,11 +101,11 @@ class Value:
 class Loop:
     """A loop in progress: its index, and the values that it carries."""
 
-    def __init__(self, index: Value, carried: list[Value]) -> None:
+    def __init__(self, index: Register, carried: list[Register]) -> None:
         self.index, self.carried = index, carried
         self.results = carried
 
-    def carry(self, *values: Value) -> None:
+    def carry(self, *values: Register) -> None:
         """Set the values with which the next turn begins. After the loop, `results` holds those of the last turn."""
         assert len(values) == len(self.carried), "a loop carries as many values as it began with"
         self.results = list(values)
@@ -123,7 +123,7 @@ class Assembler:
 
     def __init__(self, section: str) -> None:
         self.section = section
-        self.context = Value(self, "%context", "ptr")
+        self.context = Register(self, "%context", "ptr")
         self._maps: dict[str, None] = {}
         self._stack: list[str] = []
         self._lines: list[str] = []
@@ -133,49 +133,49 @@ class Assembler:
 
     # -- values ----------------------------------------------------------------------------------------------
 
-    def number(self, value: int) -> Value:
+    def number(self, value: int) -> Register:
         """Return a constant."""
-        return Value(self, str(value & _MAX))
+        return Register(self, str(value & _MAX))
 
-    def map(self, name: str) -> Value:
+    def map(self, name: str) -> Register:
         """Return a pointer to a map, which the loader puts there."""
         self._maps[name] = None
-        return Value(self, f"@{name}", "ptr")
+        return Register(self, f"@{name}", "ptr")
 
-    def room(self, num_bytes: int) -> Value:
+    def room(self, num_bytes: int) -> Register:
         """Return a pointer to bytes on the stack. All together, a program has 512."""
         name = f"%room{len(self._stack)}"
         self._stack.append(f"  {name} = alloca [{num_bytes} x i8], align 8")
-        return Value(self, name, "ptr")
+        return Register(self, name, "ptr")
 
-    def load(self, pointer: Value, offset: int = 0, num_bytes: int = 8) -> Value:
+    def load(self, pointer: Register, offset: int = 0, num_bytes: int = 8) -> Register:
         """Return a little-endian number of 1, 2, 4 or 8 bytes."""
         kind = f"i{8 * num_bytes}"
         found = self.emit(f"load {kind}, ptr {pointer.at(offset).name}, align {num_bytes}", kind)
         return found if num_bytes == 8 else self.emit(f"zext {kind} {found.name} to i64")
 
-    def store(self, pointer: Value, offset: int, value: Value | int, num_bytes: int = 8) -> None:
+    def store(self, pointer: Register, offset: int, value: Register | int, num_bytes: int = 8) -> None:
         """Write the low bytes of a number, little-endian."""
         kind, name = f"i{8 * num_bytes}", self.operand(value)
-        if num_bytes < 8 and isinstance(value, Value) and not value.name.isdigit():
+        if num_bytes < 8 and isinstance(value, Register) and not value.name.isdigit():
             name = self.emit(f"trunc i64 {name} to {kind}", kind).name
         elif num_bytes < 8:
             name = str(int(name) & ((1 << 8 * num_bytes) - 1))
         self._line(f"store {kind} {name}, ptr {pointer.at(offset).name}, align {num_bytes}")
 
-    def increase(self, pointer: Value, offset: int, by: Value | int = 1) -> None:
+    def increase(self, pointer: Register, offset: int, by: Register | int = 1) -> None:
         """Add to a number of 8 bytes in memory. Other processors may come between."""
         self.store(pointer, offset, self.load(pointer, offset) + by)
 
-    def call(self, helper: int, *arguments: Value | int) -> Value:
+    def call(self, helper: int, *arguments: Register | int) -> Register:
         """Call a function of the kernel by its number, and return its number."""
         return self.emit(f"call i64 inttoptr (i64 {helper} to ptr)({self._arguments(arguments)})")
 
-    def find(self, helper: int, *arguments: Value | int) -> Value:
+    def find(self, helper: int, *arguments: Register | int) -> Register:
         """Call a function of the kernel that returns a pointer, null if there is nothing."""
         return self.emit(f"call ptr inttoptr (i64 {helper} to ptr)({self._arguments(arguments)})", "ptr")
 
-    def swapped(self, value: Value, num_bytes: int) -> Value:
+    def swapped(self, value: Register, num_bytes: int) -> Register:
         """Return a number of 2 or 4 bytes in the other byte order."""
         kind = f"i{8 * num_bytes}"
         narrow = self.emit(f"trunc i64 {value.name} to {kind}", kind)
@@ -185,7 +185,7 @@ class Assembler:
     # -- control ---------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def when(self, condition: Value) -> Iterator[None]:
+    def when(self, condition: Register) -> Iterator[None]:
         """Run the lines of the block if a truth value holds."""
         number = next(self._numbers)
         self._line(f"br i1 {condition.name}, label %then{number}, label %rest{number}")
@@ -196,12 +196,12 @@ class Assembler:
         self._begin(f"rest{number}")
 
     @contextlib.contextmanager
-    def loop(self, count: int, *initial: Value | int) -> Iterator[Loop]:
+    def loop(self, count: int, *initial: Register | int) -> Iterator[Loop]:
         """Run the lines of the block `count` times, at least once, carrying values from turn to turn."""
         assert count > 0, "a loop has at least one turn"
         number, before = next(self._numbers), self._block
-        index = Value(self, f"%index{number}")
-        carried = [Value(self, f"%carried{number}_{place}") for place in range(len(initial))]
+        index = Register(self, f"%index{number}")
+        carried = [Register(self, f"%carried{number}_{place}") for place in range(len(initial))]
         starts = [self.operand(value) for value in initial]
         self._line(f"br label %turn{number}")
         self._begin(f"turn{number}")
@@ -234,33 +234,33 @@ class Assembler:
             self._line(f"br label %{label}")
         self._begin(label)
 
-    def leave(self, verdict: Value | int) -> None:
+    def leave(self, verdict: Register | int) -> None:
         """End the program with a verdict on the packet."""
-        value = verdict if isinstance(verdict, Value) else self.number(verdict)
+        value = verdict if isinstance(verdict, Register) else self.number(verdict)
         name = self.emit(f"trunc i64 {value.name} to i32", "i32").name
         self._line(f"ret i32 {name}")
         self._ended = True
 
     # -- text ------------------------------------------------------------------------------------------------
 
-    def emit(self, text: str, kind: str = "i64") -> Value:
+    def emit(self, text: str, kind: str = "i64") -> Register:
         """Append an instruction of LLVM IR, and return its value."""
-        value = Value(self, f"%v{next(self._numbers)}", kind)
+        value = Register(self, f"%v{next(self._numbers)}", kind)
         self._line(f"{value.name} = {text}")
         return value
 
-    def binary(self, operation: str, left: Value, right: Value | int) -> Value:
+    def binary(self, operation: str, left: Register, right: Register | int) -> Register:
         """Append an arithmetic instruction."""
         return self.emit(f"{operation} i64 {left.name}, {self.operand(right)}")
 
-    def compare(self, relation: str, left: Value, right: Value | int) -> Value:
+    def compare(self, relation: str, left: Register, right: Register | int) -> Register:
         """Append a comparison."""
         other = "null" if left.kind == "ptr" and isinstance(right, int) else self.operand(right)
         return self.emit(f"icmp {relation} {left.kind} {left.name}, {other}", "i1")
 
-    def operand(self, value: Value | int) -> str:
+    def operand(self, value: Register | int) -> str:
         """Return how an instruction names a value."""
-        return value.name if isinstance(value, Value) else str(value & _MAX)
+        return value.name if isinstance(value, Register) else str(value & _MAX)
 
     def text(self) -> str:
         """Return the program as LLVM IR."""
@@ -278,8 +278,8 @@ class Assembler:
         found: bytes = machine.emit_object(llvm.parse_assembly(self.text()))
         return found
 
-    def _arguments(self, arguments: tuple[Value | int, ...]) -> str:
-        kinds = [(value.kind if isinstance(value, Value) else "i64", self.operand(value)) for value in arguments]
+    def _arguments(self, arguments: tuple[Register | int, ...]) -> str:
+        kinds = [(value.kind if isinstance(value, Register) else "i64", self.operand(value)) for value in arguments]
         return ", ".join(f"{kind} {name}" for kind, name in kinds)
 
     def _line(self, text: str) -> None:

@@ -12,7 +12,7 @@ A copy that the interface has no room for is lost, as any datagram may be.
 from __future__ import annotations
 
 from gradwire.aggregator.packet import PACKET_HEADER_BYTES, PacketKind
-from gradwire.aggregator.xdp.assembler import Assembler, Value
+from gradwire.aggregator.xdp.assembler import Assembler, Register
 from gradwire.aggregator.xdp.frames import (
     HEADER_BYTES,
     IP_AT,
@@ -80,7 +80,7 @@ class _Program:
             self._send_control(write_held, control, KEY_BYTES, code.number(1) << worker)
         code.leave(DROP)
 
-    def _send_results(self, workers: Value, slot: Value, buffer: Value, stream: Value) -> None:
+    def _send_results(self, workers: Register, slot: Register, buffer: Register, stream: Register) -> None:
         code, layout = self.code, self.layout
         entry, value = self._find(STREAMS_MAP, stream), self._find(SLOTS_MAP, slot)
         width = code.load(entry, 12, 4)
@@ -94,7 +94,7 @@ class _Program:
                 code.call(_STORE, code.context, HEADER_BYTES, sealed, length, 0)
                 self._send_copies(workers)
 
-    def _send_control(self, write, control: Control, body_bytes: int, workers: Value) -> None:  # type: ignore[no-untyped-def]
+    def _send_control(self, write, control: Control, body_bytes: int, workers: Register) -> None:  # type: ignore[no-untyped-def]
         code, layout = self.code, self.layout
         length = PACKET_HEADER_BYTES + body_bytes + layout.guard.trailer_bytes
         frame = self._resize(length)
@@ -102,7 +102,7 @@ class _Program:
         write(code, layout, frame.at(HEADER_BYTES), control, key, self._checksums)
         self._send_copies(workers)
 
-    def _resize(self, packet_bytes: int) -> Value:
+    def _resize(self, packet_bytes: int) -> Register:
         """Make the packet as long as the answer, and return a pointer to its frame, of which headers can be written."""
         code = self.code
         with code.when(code.call(_RESIZE, code.context, HEADER_BYTES + packet_bytes, 0).differs(0)):
@@ -112,7 +112,7 @@ class _Program:
         write_lengths(code, frame, packet_bytes)
         return frame
 
-    def _send_copies(self, workers: Value) -> None:
+    def _send_copies(self, workers: Register) -> None:
         code, layout = self.code, self.layout
         low, high, source = self._server
         with code.loop(layout.world_size) as each, code.when((workers >> each.index & 1).differs(0)):
@@ -137,17 +137,17 @@ class _Program:
 
     # -- small things ----------------------------------------------------------------------------------------
 
-    def _pointer(self, offset: int) -> Value:
+    def _pointer(self, offset: int) -> Register:
         return self.code.load(self.code.context, offset, 4).as_pointer()
 
-    def _frame(self, num_bytes: int) -> Value:
+    def _frame(self, num_bytes: int) -> Register:
         """Return a pointer to the frame, of which so many bytes are there."""
         frame, end = self._pointer(_DATA), self._pointer(_END)
         with self.code.when(frame.at(num_bytes) > end):
             self.code.leave(DROP)
         return frame
 
-    def _find(self, name: str, key: Value | int) -> Value:
+    def _find(self, name: str, key: Register | int) -> Register:
         code = self.code
         code.store(self._key_room, 0, key, 4)
         value = code.find(FIND, code.map(name), self._key_room)

@@ -12,7 +12,7 @@ from gradwire.aggregator.packet import (
     PacketKind,
     field,
 )
-from gradwire.aggregator.xdp.assembler import Assembler, Value
+from gradwire.aggregator.xdp.assembler import Assembler, Register
 from gradwire.aggregator.xdp.layout import Layout
 
 ETHERNET_BYTES, IP_BYTES, UDP_BYTES = 14, 20, 8
@@ -35,25 +35,25 @@ class Control(NamedTuple):
         epoch: Incarnation of the server.
     """
 
-    kind: Value | int
-    round: Value
-    stream: Value
-    packet: Value
-    epoch: Value
+    kind: Register | int
+    round: Register
+    stream: Register
+    packet: Register
+    epoch: Register
 
 
-def put(code: Assembler, packet: Value, name: str, value: Value | int) -> None:
+def put(code: Assembler, packet: Register, name: str, value: Register | int) -> None:
     """Write a field of a packet's header."""
     place = field(name)
     code.store(packet, place.offset, value, place.num_bytes)
 
 
-def get(code: Assembler, packet: Value, name: str) -> Value:
+def get(code: Assembler, packet: Register, name: str) -> Register:
     """Return a field of a packet's header."""
     return code.load(packet, *field(name))
 
 
-def is_ours(code: Assembler, frame: Value, port: int) -> Value:
+def is_ours(code: Assembler, frame: Register, port: int) -> Register:
     """Return whether a frame is a whole UDP datagram over IPv4 without options, to a port."""
     parts = (
         code.load(frame, 12, 2) ^ _ETHERTYPE_IPV4,
@@ -69,7 +69,7 @@ def is_ours(code: Assembler, frame: Value, port: int) -> Value:
     return differing.equals(0)
 
 
-def write_start(code: Assembler, packet: Value, kind: Value | int, epoch: Value, length: int) -> None:
+def write_start(code: Assembler, packet: Register, kind: Register | int, epoch: Register, length: int) -> None:
     """Write the fields of a header that any packet of the server's has."""
     put(code, packet, "magic", int.from_bytes(MAGIC, "little"))
     put(code, packet, "version", VERSION)
@@ -82,7 +82,7 @@ def write_start(code: Assembler, packet: Value, kind: Value | int, epoch: Value,
     put(code, packet, "checksum", 0)
 
 
-def write_key(code: Assembler, packet: Value, control: Control) -> None:
+def write_key(code: Assembler, packet: Register, control: Control) -> None:
     """Write the fields of a header that say which contribution it is about."""
     put(code, packet, "round", control.round)
     put(code, packet, "stream", control.stream)
@@ -90,7 +90,7 @@ def write_key(code: Assembler, packet: Value, control: Control) -> None:
 
 
 def write_control(
-    code: Assembler, layout: Layout, packet: Value, control: Control, key: tuple[Value, Value], table: Value
+    code: Assembler, layout: Layout, packet: Register, control: Control, key: tuple[Register, Register], table: Register
 ) -> None:
     """Write and seal a packet without body."""
     write_start(code, packet, control.kind, control.epoch, 0)
@@ -99,7 +99,7 @@ def write_control(
 
 
 def write_held(
-    code: Assembler, layout: Layout, packet: Value, control: Control, key: tuple[Value, Value], table: Value
+    code: Assembler, layout: Layout, packet: Register, control: Control, key: tuple[Register, Register], table: Register
 ) -> None:
     """Write and seal the word that a contribution has arrived: a body of one key."""
     write_start(code, packet, PacketKind.HELD, control.epoch, KEY_BYTES)
@@ -112,7 +112,7 @@ def write_held(
     layout.guard.seal(code, packet, PACKET_HEADER_BYTES + KEY_BYTES, key, table)
 
 
-def return_to_sender(code: Assembler, frame: Value, packet_bytes: int) -> None:
+def return_to_sender(code: Assembler, frame: Register, packet_bytes: int) -> None:
     """Turn the headers of a frame around, for a packet of another length."""
     to, low, high = code.load(frame, 0, 4), code.load(frame, 6, 4), code.load(frame, 10, 2)
     to_high = code.load(frame, 4, 2)
@@ -125,7 +125,7 @@ def return_to_sender(code: Assembler, frame: Value, packet_bytes: int) -> None:
     code.store(frame, UDP_AT, ports << 16 | ports >> 16, 4)
 
 
-def write_lengths(code: Assembler, frame: Value, packet_bytes: int) -> None:
+def write_lengths(code: Assembler, frame: Register, packet_bytes: int) -> None:
     """Write lengths and what else does not depend on the receiver. A UDP checksum of 0 is none; the guard is better."""
     code.store(frame, IP_AT + 2, _big_endian(IP_BYTES + UDP_BYTES + packet_bytes), 2)
     code.store(frame, IP_AT + 4, 0, 4)
@@ -134,7 +134,7 @@ def write_lengths(code: Assembler, frame: Value, packet_bytes: int) -> None:
     code.store(frame, UDP_AT + 6, 0, 2)
 
 
-def write_addresses(code: Assembler, frame: Value, source: Value, destination: Value) -> None:
+def write_addresses(code: Assembler, frame: Register, source: Register, destination: Register) -> None:
     """Write the addresses, and the checksum over the IP header."""
     code.store(frame, IP_AT + 12, source, 4)
     code.store(frame, IP_AT + 16, destination, 4)

@@ -19,7 +19,7 @@ import numpy as np
 
 from gradwire.aggregator.packet import PACKET_HEADER_BYTES, field
 from gradwire.aggregator.xdp import siphash
-from gradwire.aggregator.xdp.assembler import Assembler, Value
+from gradwire.aggregator.xdp.assembler import Assembler, Register
 
 _CHECKSUM = field("checksum")
 _POLYNOMIAL = 0x82F63B78
@@ -39,11 +39,15 @@ class Guard(ABC):
     trailer_bytes: int
 
     @abstractmethod
-    def verify(self, code: Assembler, packet: Value, length: int, key: tuple[Value, Value], table: Value) -> Value:
+    def verify(
+        self, code: Assembler, packet: Register, length: int, key: tuple[Register, Register], table: Register
+    ) -> Register:
         """Append the check of a packet, and return whether it holds."""
 
     @abstractmethod
-    def seal(self, code: Assembler, packet: Value, length: int, key: tuple[Value, Value], table: Value) -> None:
+    def seal(
+        self, code: Assembler, packet: Register, length: int, key: tuple[Register, Register], table: Register
+    ) -> None:
         """Append the check's writing. The checksum in the header is 0."""
 
     @abstractmethod
@@ -56,17 +60,21 @@ class ChecksumGuard(Guard):
 
     trailer_bytes = 0
 
-    def verify(self, code: Assembler, packet: Value, length: int, key: tuple[Value, Value], table: Value) -> Value:
+    def verify(
+        self, code: Assembler, packet: Register, length: int, key: tuple[Register, Register], table: Register
+    ) -> Register:
         declared = code.load(packet, *_CHECKSUM)
         return self._checksum(code, packet, length, table).equals(declared)
 
-    def seal(self, code: Assembler, packet: Value, length: int, key: tuple[Value, Value], table: Value) -> None:
+    def seal(
+        self, code: Assembler, packet: Register, length: int, key: tuple[Register, Register], table: Register
+    ) -> None:
         code.store(packet, _CHECKSUM.offset, self._checksum(code, packet, length, table), _CHECKSUM.num_bytes)
 
     def sealed(self, packet: bytes, key: bytes) -> bytes:
         return packet
 
-    def _checksum(self, code: Assembler, packet: Value, length: int, table: Value) -> Value:
+    def _checksum(self, code: Assembler, packet: Register, length: int, table: Register) -> Register:
         """CRC-32C with the field of the checksum as 0, eight bytes at a time."""
         before = _CHECKSUM.offset  # a multiple of 8: the field begins a word
         with code.loop(before // 8, _MASK) as head:
@@ -85,13 +93,13 @@ class ChecksumGuard(Guard):
             crc = self._half(code, crc, code.load(packet, length - 4, 4), table)
         return crc ^ _MASK
 
-    def _word(self, code: Assembler, crc: Value, word: Value, table: Value) -> Value:
+    def _word(self, code: Assembler, crc: Register, word: Register, table: Register) -> Register:
         return self._bytes(code, crc ^ word, 8, table)
 
-    def _half(self, code: Assembler, crc: Value, word: Value, table: Value) -> Value:
+    def _half(self, code: Assembler, crc: Register, word: Register, table: Register) -> Register:
         return self._bytes(code, crc ^ word, 4, table)
 
-    def _bytes(self, code: Assembler, mixed: Value, count: int, table: Value) -> Value:
+    def _bytes(self, code: Assembler, mixed: Register, count: int, table: Register) -> Register:
         """Look `count` bytes up, each in the table of its distance from the last one."""
         found = None
         for place in range(count):
@@ -107,17 +115,21 @@ class SipHashGuard(Guard):
 
     trailer_bytes = siphash.TAG_BYTES
 
-    def verify(self, code: Assembler, packet: Value, length: int, key: tuple[Value, Value], table: Value) -> Value:
+    def verify(
+        self, code: Assembler, packet: Register, length: int, key: tuple[Register, Register], table: Register
+    ) -> Register:
         return self._tag(code, packet, length, key).equals(code.load(packet, length))
 
-    def seal(self, code: Assembler, packet: Value, length: int, key: tuple[Value, Value], table: Value) -> None:
+    def seal(
+        self, code: Assembler, packet: Register, length: int, key: tuple[Register, Register], table: Register
+    ) -> None:
         code.store(packet, length, self._tag(code, packet, length, key))
 
     def sealed(self, packet: bytes, key: bytes) -> bytes:
         tag = siphash.siphash(np.frombuffer(packet, np.uint8), np.frombuffer(key, np.uint64))
         return packet + struct.pack("<Q", tag)
 
-    def _tag(self, code: Assembler, packet: Value, length: int, key: tuple[Value, Value]) -> Value:
+    def _tag(self, code: Assembler, packet: Register, length: int, key: tuple[Register, Register]) -> Register:
         start = [key[place % 2] ^ word for place, word in enumerate(siphash.WORDS)]
         with code.loop(length // 8, *start) as loop:
             loop.carry(*self._take(loop.carried, code.load(packet.at(loop.index * 8))))
@@ -130,13 +142,13 @@ class SipHashGuard(Guard):
             state = self._mix(*state)
         return state[0] ^ state[1] ^ state[2] ^ state[3]
 
-    def _take(self, state: list[Value], word: Value) -> list[Value]:
+    def _take(self, state: list[Register], word: Register) -> list[Register]:
         state = [state[0], state[1], state[2], state[3] ^ word]
         for _ in range(siphash.ROUNDS):
             state = self._mix(*state)
         return [state[0] ^ word, state[1], state[2], state[3]]
 
-    def _mix(self, v0: Value, v1: Value, v2: Value, v3: Value) -> list[Value]:
+    def _mix(self, v0: Register, v1: Register, v2: Register, v3: Register) -> list[Register]:
         v0 = v0 + v1
         v1 = _turn(v1, 13) ^ v0
         v0 = _turn(v0, 32)
@@ -164,7 +176,7 @@ def checksum_tables() -> bytes:
     return np.stack(tables).astype("<u4").tobytes()
 
 
-def _turn(value: Value, bits: int) -> Value:
+def _turn(value: Register, bits: int) -> Register:
     return (value << bits) | (value >> (64 - bits))
 
 

@@ -16,7 +16,7 @@ from gradwire.aggregator.packet import (
     VERSION,
     PacketKind,
 )
-from gradwire.aggregator.xdp.assembler import Assembler, Value
+from gradwire.aggregator.xdp.assembler import Assembler, Register
 from gradwire.aggregator.xdp.frames import (
     HEADER_BYTES,
     IP_AT,
@@ -40,7 +40,7 @@ from gradwire.aggregator.xdp.layout import (
     Counter,
     Layout,
 )
-from gradwire.aggregator.xdp.slot_program import Arrival, Decision, Memory, SlotProgram
+from gradwire.aggregator.xdp.slot_program import Arrival, Memory, SlotAnswer, SlotProgram
 
 DROP, PASS, SEND_BACK = 1, 2, 3
 FIND, NOW, ADJUST_METADATA, ADJUST_TAIL, LOCK, UNLOCK = 1, 5, 54, 65, 93, 94
@@ -66,7 +66,7 @@ class _Program:
             self.code.leave(PASS)
         self._dispatch(frame, end)
 
-    def _dispatch(self, frame: Value, end: Value) -> None:
+    def _dispatch(self, frame: Register, end: Register) -> None:
         """Pass what the program does not add up, and verify the rest."""
         code, layout = self.code, self.layout
         packet = frame.at(HEADER_BYTES)
@@ -86,7 +86,7 @@ class _Program:
                 self._process(frame, session, entry, body_bytes)
         code.leave(PASS)
 
-    def _process(self, frame: Value, session: Value, entry: Value, body_bytes: int) -> None:
+    def _process(self, frame: Register, session: Register, entry: Register, body_bytes: int) -> None:
         """Process a packet with a body of this length. Leaves the program."""
         code, layout = self.code, self.layout
         packet = frame.at(HEADER_BYTES)
@@ -109,7 +109,7 @@ class _Program:
         code.store(record, INTERFACE_AT, code.load(code.context, 12, 4), 4)
         self._add_up(packet, session, entry, counters, checksums, worker, body_bytes)
 
-    def _is_well_formed(self, packet: Value, body_bytes: int) -> Value:
+    def _is_well_formed(self, packet: Register, body_bytes: int) -> Register:
         code = self.code
         kind = get(code, packet, "kind")
         kinds = (kind < 1).as_number() | (kind > max(PacketKind)).as_number()
@@ -117,13 +117,13 @@ class _Program:
         differing = (get(code, packet, "version") ^ VERSION) | (get(code, packet, "length") ^ body_bytes)
         return (kinds | flags | differing).equals(0).as_number()
 
-    def _is_from(self, frame: Value, record: Value) -> Value:
+    def _is_from(self, frame: Register, record: Register) -> Register:
         """Whether a frame is from the address that the worker has joined with: no other is answered."""
         address = self.code.load(frame, IP_AT + 12, 4) ^ self.code.load(record, 0, 4)
         port = self.code.load(frame, UDP_AT, 2) ^ self.code.load(record, 4, 2)
         return (address | port).equals(0).as_number()
 
-    def _may_be_sent(self, packet: Value, body_bytes: int) -> Value:
+    def _may_be_sent(self, packet: Register, body_bytes: int) -> Register:
         code = self.code
         kind, flags = get(code, packet, "kind"), get(code, packet, "flags")
         is_data, is_question = kind.equals(PacketKind.DATA), kind.equals(PacketKind.ASK)
@@ -133,8 +133,8 @@ class _Program:
         return (is_data.as_number() | bare_question) & fits & counts_on
 
     def _add_up(
-        self, packet: Value, session: Value, entry: Value, counters: Value, checksums: Value, worker: Value,
-        body_bytes: int,
+        self, packet: Register, session: Register, entry: Register, counters: Register, checksums: Register,
+        worker: Register, body_bytes: int,
     ) -> None:  # fmt: skip
         """Run pseudocode 1 with the slot locked, and send or pass on what it decides."""
         code = self.code
@@ -148,7 +148,7 @@ class _Program:
             flags=get(code, packet, "flags"), has_body=code.number(1 if body_bytes else 0),
             body=packet.at(PACKET_HEADER_BYTES), width=code.load(entry, 12, 4), table=table,
         )  # fmt: skip
-        decision, end = Decision(code), code.label()
+        decision, end = SlotAnswer(code), code.label()
         code.call(LOCK, slot)
         memory = Memory(slot, began, now, session, counters, checksums)
         SlotProgram(code, self.layout, arrival, memory, decision, end).emit()
@@ -158,13 +158,13 @@ class _Program:
 
     # -- answers ---------------------------------------------------------------------------------------------
 
-    def _send(self, arrival: Arrival, memory: Memory, decision: Decision, slot: Value, body_bytes: int) -> None:
+    def _send(self, arrival: Arrival, memory: Memory, decision: SlotAnswer, slot: Register, body_bytes: int) -> None:
         code = self.code
         key = code.load(memory.session, KEY_AT), code.load(memory.session, KEY_AT + 8)
-        epoch, kind = code.load(memory.session, EPOCH_AT), decision.get(Decision.KIND)
+        epoch, kind = code.load(memory.session, EPOCH_AT), decision.get(SlotAnswer.KIND)
         control = Control(kind, arrival.round - 1, arrival.stream, arrival.packet, epoch)
         pass_on = code.label()
-        with code.when((decision.get(Decision.RESULT) | decision.get(Decision.WANTED)).differs(0)):
+        with code.when((decision.get(SlotAnswer.RESULT) | decision.get(SlotAnswer.WANTED)).differs(0)):
             code.jump(pass_on)
         for what, answer_bytes, write in (
             (PacketKind.HELD, KEY_BYTES, write_held),
@@ -180,7 +180,7 @@ class _Program:
         code.place(pass_on)
         self._pass_on(decision, slot)
 
-    def _resize(self, change: int, body_bytes: int, otherwise: str) -> Value:
+    def _resize(self, change: int, body_bytes: int, otherwise: str) -> Register:
         """Change the length of the frame, and return its new pointer."""
         code = self.code
         if change:
@@ -192,7 +192,7 @@ class _Program:
             code.leave(DROP)
         return frame
 
-    def _pass_on(self, decision: Decision, slot: Value) -> None:
+    def _pass_on(self, decision: SlotAnswer, slot: Register) -> None:
         """Leave the decision in the packet's metadata, for the program that sends copies."""
         code = self.code
         with code.when(code.call(ADJUST_METADATA, code.context, -ANSWER.size).differs(0)):
@@ -201,22 +201,22 @@ class _Program:
         answer = code.load(code.context, 8, 4).as_pointer()
         with code.when(answer.at(ANSWER.size) > frame):
             code.leave(DROP)
-        code.store(answer, 0, decision.get(Decision.RESULT))
-        code.store(answer, 8, decision.get(Decision.WANTED))
-        code.store(answer, 16, decision.get(Decision.ROUND) - 1)
+        code.store(answer, 0, decision.get(SlotAnswer.RESULT))
+        code.store(answer, 8, decision.get(SlotAnswer.WANTED))
+        code.store(answer, 16, decision.get(SlotAnswer.ROUND) - 1)
         code.store(answer, 24, slot, 4)
-        code.store(answer, 28, decision.get(Decision.BUFFER), 2)
-        code.store(answer, 30, decision.get(Decision.KIND), 1)
+        code.store(answer, 28, decision.get(SlotAnswer.BUFFER), 2)
+        code.store(answer, 30, decision.get(SlotAnswer.KIND), 1)
         code.store(answer, 31, 1, 1)
         code.leave(PASS)
 
     # -- small things ----------------------------------------------------------------------------------------
 
-    def _frame(self) -> tuple[Value, Value]:
+    def _frame(self) -> tuple[Register, Register]:
         code = self.code
         return code.load(code.context, 0, 4).as_pointer(), code.load(code.context, 4, 4).as_pointer()
 
-    def _find(self, name: str, key: Value | int) -> Value:
+    def _find(self, name: str, key: Register | int) -> Register:
         """Return a pointer to a value of a map. Without one, the packet passes."""
         code = self.code
         code.store(self._key_room, 0, key, 4)
@@ -225,7 +225,7 @@ class _Program:
             code.leave(PASS)
         return value
 
-    def _drop_unless(self, holds: Value, counters: Value, otherwise: Counter) -> None:
+    def _drop_unless(self, holds: Register, counters: Register, otherwise: Counter) -> None:
         with self.code.when(holds.equals(0)):
             self.code.increase(counters, 8 * otherwise)
             self.code.leave(DROP)

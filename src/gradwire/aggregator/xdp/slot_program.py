@@ -1,7 +1,7 @@
 """Pseudocode 1 on a slot in a map, between its lock and its unlock: no function of the kernel is called here.
 
 What it decides is what `gradwire.aggregator.server.AggregatorStateMachine` decides, method by method under the same
-names; `tests/aggregator/xdp` compares them. It leaves its decisions in `Decision`, on the stack, because the code that
+names; `tests/aggregator/xdp` compares them. It leaves what to send in `SlotAnswer`, on the stack, because the code that
 sends must not hold the lock.
 
 Differences from that oracle: results that a worker may ask for are in a fixed number of buffers, of which there are as
@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gradwire.aggregator.packet import PACKET_HEADER_BYTES, PacketKind
-from gradwire.aggregator.xdp.assembler import Assembler, Value
+from gradwire.aggregator.xdp.assembler import Assembler, Register
 from gradwire.aggregator.xdp.frames import put, write_start
 from gradwire.aggregator.xdp.layout import EPOCH_AT, KEY_AT, MISSES_AT, NEEDED_AT, RESUMED_AT, WIDTHS, Counter, Layout
 
@@ -29,32 +29,32 @@ class Arrival:
     `round` is kept plus 1, `bit` is the worker's in a bitmap, `has_body` whether there is a contribution.
     """
 
-    kind: Value
-    round: Value
-    stream: Value
-    packet: Value
-    worker: Value
-    bit: Value
-    flags: Value
-    has_body: Value
-    body: Value
-    width: Value
-    table: Value
+    kind: Register
+    round: Register
+    stream: Register
+    packet: Register
+    worker: Register
+    bit: Register
+    flags: Register
+    has_body: Register
+    body: Register
+    width: Register
+    table: Register
 
 
 @dataclass(frozen=True)
 class Memory:
     """Pointers to what a program reads and changes."""
 
-    slot: Value
-    began: Value
-    now: Value
-    session: Value
-    counters: Value
-    checksums: Value
+    slot: Register
+    began: Register
+    now: Register
+    session: Register
+    counters: Register
+    checksums: Register
 
 
-class Decision:
+class SlotAnswer:
     """What is to be sent, on the stack: to whom a result, from whom a contribution is wanted, and of which round; the
     buffer of the result; and HELD or OBSOLETE for the sender.
     """
@@ -66,11 +66,11 @@ class Decision:
         for place in (self.RESULT, self.WANTED, self.ROUND, self.BUFFER, self.KIND):
             code.store(self._room, place, 0)
 
-    def put(self, place: int, value: Value | int) -> None:
+    def put(self, place: int, value: Register | int) -> None:
         """Set a part."""
         self._code.store(self._room, place, value)
 
-    def get(self, place: int) -> Value:
+    def get(self, place: int) -> Register:
         """Return a part."""
         return self._code.load(self._room, place)
 
@@ -88,7 +88,7 @@ class SlotProgram:
     """
 
     def __init__(
-        self, code: Assembler, layout: Layout, arrival: Arrival, memory: Memory, decision: Decision, end: str
+        self, code: Assembler, layout: Layout, arrival: Arrival, memory: Memory, decision: SlotAnswer, end: str
     ) -> None:
         self.code, self.layout, self.arrival, self.memory = code, layout, arrival, memory
         self.decision, self.end = decision, end
@@ -105,7 +105,7 @@ class SlotProgram:
 
     # -- pseudocode 1 ----------------------------------------------------------------------------------------
 
-    def _aggregate(self, may_lack: Value) -> None:
+    def _aggregate(self, may_lack: Register) -> None:
         """Process a contribution. The numbers are the lines of pseudocode 1."""
         code, layout, arrival = self.code, self.layout, self.arrival
         expected, started = self._get(layout.EXPECTED), code.label()
@@ -133,7 +133,7 @@ class SlotProgram:
             code.jump(self.end)
         self._close()  # 13
 
-    def _is_complete(self) -> Value:
+    def _is_complete(self) -> Register:
         heard, awaited = self._get(self.layout.HEARD), self._get(self.layout.AWAITED)
         enough = (self._popcount(heard) >= self.code.load(self.memory.session, NEEDED_AT)).as_number()
         return enough & (awaited & (heard ^ _HIGH ^ _LOW)).equals(0).as_number()
@@ -160,21 +160,21 @@ class SlotProgram:
         for number in range(layout.num_buffers):
             kept = code.load(self._buffer(number)).equals(arrival.round).as_number()
             with code.when((kept & (arrival.round >= self._get(layout.OLDEST)).as_number()).differs(0)):
-                self.decision.put(Decision.BUFFER, number)
-                self.decision.put(Decision.RESULT, arrival.bit)
+                self.decision.put(SlotAnswer.BUFFER, number)
+                self.decision.put(SlotAnswer.RESULT, arrival.bit)
                 code.jump(self.end)
-        self.decision.put(Decision.KIND, PacketKind.OBSOLETE)
+        self.decision.put(SlotAnswer.KIND, PacketKind.OBSOLETE)
         code.jump(self.end)
 
     def _hold(self) -> None:
         self._count(Counter.SENT)
-        self.decision.put(Decision.KIND, PacketKind.HELD)
+        self.decision.put(SlotAnswer.KIND, PacketKind.HELD)
 
-    def _is_open(self) -> Value:
+    def _is_open(self) -> Register:
         same = self.arrival.round.equals(self._get(self.layout.EXPECTED)).as_number()
         return same & self._get(self.layout.OPEN)
 
-    def _answer(self, may_lack: Value) -> None:
+    def _answer(self, may_lack: Register) -> None:
         """Process a worker's question for the result of a contribution that is held."""
         code, arrival = self.code, self.arrival
         with code.when(code.load(self._heard_at) < arrival.round):
@@ -189,7 +189,7 @@ class SlotProgram:
 
     # -- after a restart -------------------------------------------------------------------------------------
 
-    def _go_back(self, expected: Value) -> None:
+    def _go_back(self, expected: Register) -> None:
         """Start over with an older round, whose result a worker lacks."""
         code, layout = self.code, self.layout
         heard = self._get(layout.HEARD)
@@ -199,7 +199,7 @@ class SlotProgram:
             code.store(self.memory.slot.at(layout.LAST_HEARD).at(workers.index << 3), 0, 0)
         self._begin()
 
-    def _too_early(self, expected: Value, may_lack: Value) -> None:
+    def _too_early(self, expected: Register, may_lack: Register) -> None:
         """Process a contribution to a round after the current one."""
         code, layout = self.code, self.layout
         with code.when(may_lack.equals(0)):
@@ -215,10 +215,10 @@ class SlotProgram:
         missing = (self._get(self.layout.HEARD) ^ _HIGH ^ _LOW) & everyone
         self._wanted(missing, self._get(self.layout.EXPECTED))
 
-    def _wanted(self, workers: Value, round_: Value) -> None:
+    def _wanted(self, workers: Register, round_: Register) -> None:
         self._count(Counter.SENT, self._popcount(workers))
-        self.decision.put(Decision.WANTED, workers)
-        self.decision.put(Decision.ROUND, round_)
+        self.decision.put(SlotAnswer.WANTED, workers)
+        self.decision.put(SlotAnswer.ROUND, round_)
 
     # -- the slot --------------------------------------------------------------------------------------------
 
@@ -260,7 +260,7 @@ class SlotProgram:
                 with code.when(arrival.width.equals(width)), code.loop(layout.body_bytes // 4) as words:
                     add(arrival.body.at(words.index << 2), sums, words.index)
 
-    def _add_bytes(self, body: Value, sums: Value, word: Value) -> None:
+    def _add_bytes(self, body: Register, sums: Register, word: Register) -> None:
         """Add the values of four bytes of indices: the low halves are four sums in a row, the high ones four others."""
         code = self.code
         values = self._look_up(body, 0) | self._look_up(body, 1) << 8
@@ -270,7 +270,7 @@ class SlotProgram:
         code.store(low, 0, code.load(low, 0, 4) + values, 4)
         code.store(high, 0, code.load(high, 0, 4) + (values >> 32), 4)
 
-    def _add_halves(self, body: Value, sums: Value, word: Value) -> None:
+    def _add_halves(self, body: Register, sums: Register, word: Register) -> None:
         """The same for sums of two bytes."""
         code = self.code
         first = self._look_up(body, 0) | self._look_up(body, 1) << 16
@@ -280,7 +280,7 @@ class SlotProgram:
         code.store(low, 0, code.load(low) + ((first & _LOW) | second << 32))
         code.store(high, 0, code.load(high) + (first >> 32 | (second & _HIGH)))
 
-    def _look_up(self, body: Value, place: int) -> Value:
+    def _look_up(self, body: Register, place: int) -> Register:
         """Return the values of a byte's two indices, 32 bits apart. Sums cannot overflow into their neighbors."""
         return self.code.load(self.arrival.table.at(self.code.load(body, place, 1) << 3))
 
@@ -302,15 +302,15 @@ class SlotProgram:
         self._put(layout.OPEN, 0)
         code.increase(self.memory.slot, layout.ANSWERED)
         code.store(self.memory.began, 0, 0)
-        self.decision.put(Decision.RESULT, (1 << layout.world_size) - 1)
-        self.decision.put(Decision.BUFFER, self._get(layout.CURRENT))
+        self.decision.put(SlotAnswer.RESULT, (1 << layout.world_size) - 1)
+        self.decision.put(SlotAnswer.BUFFER, self._get(layout.CURRENT))
         self._count(Counter.SENT)
         ahead = self._get(layout.AHEAD)
         with code.when(ahead.differs(0)):
             self._wanted(ahead, self._get(layout.AHEAD_ROUND))
             self._put(layout.AHEAD, 0)
 
-    def _write_header(self, packet: Value, counted: Value) -> None:
+    def _write_header(self, packet: Register, counted: Register) -> None:
         code, layout = self.code, self.layout
         write_start(code, packet, PacketKind.RESULT, code.load(self.memory.session, EPOCH_AT), 0)
         put(code, packet, "flags", self._get(layout.FLAGS))
@@ -320,7 +320,7 @@ class SlotProgram:
         put(code, packet, "count", self._popcount(counted))
         code.store(packet, PACKET_HEADER_BYTES, counted, layout.sums_at - PACKET_HEADER_BYTES)
 
-    def _least_heard(self) -> Value:
+    def _least_heard(self) -> Register:
         code, layout = self.code, self.layout
         with code.loop(layout.world_size, (1 << 64) - 1) as workers:
             heard = code.load(self.memory.slot.at(layout.LAST_HEARD).at(workers.index << 3))
@@ -341,26 +341,26 @@ class SlotProgram:
 
     # -- small things ----------------------------------------------------------------------------------------
 
-    def _get(self, place: int) -> Value:
+    def _get(self, place: int) -> Register:
         return self.code.load(self.memory.slot, place)
 
-    def _put(self, place: int, value: Value | int) -> None:
+    def _put(self, place: int, value: Register | int) -> None:
         self.code.store(self.memory.slot, place, value)
 
-    def _buffer(self, number: int) -> Value:
+    def _buffer(self, number: int) -> Register:
         return self.memory.slot.at(self.layout.buffers + number * self.layout.buffer_bytes)
 
-    def _current_buffer(self) -> Value:
+    def _current_buffer(self) -> Register:
         """Pointer to the buffer of the current round, whose number the verifier must see to be small."""
         current = self._get(self.layout.CURRENT)
         with self.code.when(current >= self.layout.num_buffers):
             self.code.jump(self.end)
         return self.memory.slot.at(self.layout.buffers).at(current * self.layout.buffer_bytes)
 
-    def _count(self, counter: Counter, by: Value | int = 1) -> None:
+    def _count(self, counter: Counter, by: Register | int = 1) -> None:
         self.code.increase(self.memory.counters, 8 * counter, by)
 
-    def _popcount(self, value: Value) -> Value:
+    def _popcount(self, value: Register) -> Register:
         value = value - (value >> 1 & _ONES)
         value = (value & _TWOS) + (value >> 2 & _TWOS)
         return ((value + (value >> 4) & _FOURS) * _EACH) >> 56
