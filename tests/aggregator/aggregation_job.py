@@ -26,7 +26,7 @@ class Job:
 
     def __init__(self) -> None:
         self.clients: list[AggregationClient] = []
-        self.servers: list[threading.Thread] = []
+        self.servers: list[tuple[AggregationServer, threading.Thread]] = []
         self.ends: list[Any] = []
 
     def serve(self, on_event: Callable[[str], None] = lambda text: None, **options: Any) -> tuple[str, int]:
@@ -39,8 +39,9 @@ class Job:
             except Exception as error:
                 self.ends.append(error)
 
-        self.servers.append(threading.Thread(target=run, daemon=True))
-        self.servers[-1].start()
+        thread = threading.Thread(target=run, daemon=True)
+        self.servers.append((server, thread))
+        thread.start()
         return server.address
 
     def join(self, address: tuple[str, int], config: SessionConfig, **options: Any) -> list[AggregationClient]:
@@ -49,7 +50,7 @@ class Job:
 
     def end(self) -> Any:
         """The error that the server ended with, or None."""
-        self.servers[-1].join(WAIT)
+        self.servers[-1][1].join(WAIT)
         return self.ends[-1]
 
 
@@ -60,8 +61,9 @@ def aggregation_job() -> Iterator[Job]:
     yield made
     for client in made.clients:
         client.close()
-    for server in made.servers:
-        server.join(WAIT)
+    for server, thread in made.servers:
+        server.stop("The test has ended.")  # it may still wait for workers
+        thread.join(WAIT)
 
 
 def submit_all(client: AggregationClient, round_: int) -> list[tuple[np.ndarray, Future]]:

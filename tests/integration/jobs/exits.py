@@ -62,6 +62,7 @@ def stay(handle: gw.Handle, ddp: DistributedDataParallel, optimizer: torch.optim
 
 
 def main(how: str) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     torch.manual_seed(0)
