@@ -65,13 +65,15 @@ def taken() -> dict[str, object]:
 
 
 def long_frames() -> dict[str, object]:
-    """Sums of 16 bits do not fit frames of 1,500 bytes."""
-    server = served("--xdp", "idle", "--xdp-mode", "generic")
+    """Sums of 16 bits do not fit frames of 1,500 bytes. The server waits for workers whose sums do."""
+    server, said = served("--xdp", "idle", "--xdp-mode", "generic"), {}
     try:
         joined(WIDE)
     except GradwireError as error:
-        return {"worker": str(error), "server": server.communicate(timeout=WAIT)[0]}
-    return {}
+        said = {"worker": str(error), "server ended": server.poll() is not None}
+    server.terminate()
+    server.communicate(timeout=WAIT)
+    return said
 
 
 def elsewhere() -> dict[str, object]:
