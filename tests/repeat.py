@@ -132,7 +132,7 @@ def main(
         due = [name for name in collector.names if found[name].total() < runs]
         if not due:
             break
-        options = ["-n", str(processes), "--dist", "loadfile", "--tb", "short", *chosen[:5], *due]
+        options = ["-n", str(processes), "--dist", "loadfile", "--timeout", "400", "--tb", "short", *chosen[:5], *due]
         if pytest.main(options, plugins=[Recorder(folder, of, end)]) > pytest.ExitCode.TESTS_FAILED:
             break  # Ctrl-C, or pytest cannot go on
     found = counts(folder, of)

@@ -29,16 +29,19 @@ WAITS = {
     ("tuning/calibration.py", "self._synchronizer.wait()"): OURS,
     ("tuning/measure_link.py", "self._synchronizer.wait()"): OURS,
     ("parameter_server/client.py", "self.wait()"): JOB,
-    ("net/tcp.py", "socket.create_server((host, 0), family=family, backlog=max(128, world_size))"): (
+    ("net/tcp.py", "socket.create_server((host, 0), family=family, backlog=max(BACKLOG, world_size))"): (
         "its acceptor makes it non-blocking"
     ),
-    ("net/server.py", "socket.create_server((options.host, options.port), family=family, backlog=128)"): (
+    ("net/server.py", "socket.create_server((options.host, options.port), family=family, backlog=BACKLOG)"): (
         "its acceptor makes it non-blocking"
     ),
     ("net/address.py", "socket.socket(family, kind, protocol)"): "connects a datagram socket, which sends nothing",
     ("net/address.py", "socket.socket(socket.AF_INET, socket.SOCK_DGRAM)"): "asks the kernel for an address",
     ("lab/offload.py", "socket.socket(socket.AF_INET, socket.SOCK_DGRAM)"): "sets an option of the kernel",
     ("aggregator/xdp/server.py", "socket.socket(socket.AF_INET, socket.SOCK_DGRAM)"): "asks the kernel for the mtu",
+    ("net/datagrams.py", "socket.socket(socket.AF_INET6 if is_ipv6 else socket.AF_INET, socket.SOCK_DGRAM)"): (
+        "only asks the kernel about a path"
+    ),
     (
         "net/datagrams.py",
         "socket.socket(socket.AF_INET6 if ':' in address[0] else socket.AF_INET, socket.SOCK_DGRAM)",

@@ -31,7 +31,9 @@ def take_step(one: Synchronizer, step: int, make: Gradient = gradient, used: boo
     return grad
 
 
-def group_of(world_size: int, codec: Any, aggregator: LocalAggregator, fraction: float = 1.0, **options: Any) -> Any:
+def group_of(
+    world_size: int, codec: Any, aggregator: LocalAggregator, fraction: float = 1.0, mtu: int = 0, **options: Any
+) -> Any:
     plan = Plan({"w": codec}, strategy="server", **options)
-    server = LocalOptions("local:1", fraction=fraction, packet_elements=PACKET, aggregator=aggregator)
+    server = LocalOptions("local:1", fraction=fraction, packet_elements=PACKET, mtu=mtu, aggregator=aggregator)
     return ranks(world_size, plan, seed=SEED, server=server, tensors={"w": TensorSpec((NUMEL,))})

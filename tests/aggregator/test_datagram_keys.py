@@ -29,7 +29,17 @@ def test_datagrams_go_to_the_host_of_the_connection():
         joined(("10.0.0.2", 5000))
 
 
-def test_a_result_is_asked_for_twice_within_a_millisecond_at_most():
+def test_a_result_is_asked_for_twice_within_a_round_trip_at_most():
+    worker = joined()
+    worker.round_trip_seconds = 0.125
+    answered = [at for at in (number / 64 for number in range(128)) if not worker.asks_too_often(ask(3), at)]
+    assert len(answered) == 32
+    assert all(later - first >= 0.125 for first, later in zip(answered, answered[2:]))
+    assert not worker.asks_too_often(ask(4), 2.0)
+    assert len(worker._asked) == 2
+
+
+def test_on_a_short_path_a_result_is_asked_for_twice_within_a_millisecond_at_most():
     worker = joined()
     for began in (0.0, 10.0, 10.0 + 2 * GRAIN_SECONDS):
         asked = [worker.asks_too_often(ask(3), began + GRAIN_SECONDS / 8 * number) for number in range(5)]

@@ -158,6 +158,25 @@ def test_workers_with_different_configurations_are_refused(job):
     check_round([first, second], 0)  # the job goes on
 
 
+def test_who_waits_for_a_worker_that_was_refused_is_told_why(job):
+    address = job.serve(workers=2, patience=timedelta(seconds=0.5))
+    client = AggregationClient(address, jobs.config(2), 0)
+    job.clients.append(client)
+    (_, waiting), *_ = submit_all(client, 0)
+    with pytest.raises(SyncError, match="Run one model, plan and version"):
+        AggregationClient(address, jobs.config(2, max_misses=3), 1)
+    with pytest.raises(SyncError, match=r"Worker 1 was refused, and has not come back .* Run one model, plan and vers"):
+        waiting.result(WAIT)
+    assert isinstance(job.end(), PeerTimeoutError)
+    assert job.end().rank == 1
+
+
+def test_a_worker_that_expects_other_workers_is_told_so(job):
+    address = job.serve(workers=3)
+    with pytest.raises(PeerTimeoutError, match=r"world size 3, got 4 .*the same number of workers"):
+        AggregationClient(address, jobs.config(2), 0, connection=ConnectionOptions(timeout=SHORT))
+
+
 def test_packets_too_large_for_a_datagram_are_refused_with_advice(job):
     config = SessionConfig(1, (jobs.WIDE,), (Stream(Operation.SUM, 100_000),), packet_elements=65_536)
     with pytest.raises(SyncError, match="packet_elements=31744 or less") as caught:

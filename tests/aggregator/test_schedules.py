@@ -24,8 +24,8 @@ HARSH = Faults(loss=0.1, duplicate=0.1, truncate=0.05, corrupt=0.05, spread=0.01
 
 @pytest.mark.parametrize("loss", [0.0, 0.001, 0.01, 0.05, 0.2, 0.5])
 def test_every_contribution_is_added_exactly_once(loss):
-    job = jobs.config()
     for seed in range(20):
+        job = jobs.config(mtu=(0, 1500)[seed % 2])
         run = jobs.simulation(job, ROUNDS, dataclasses.replace(HARSH, loss=loss), seed)
         assert run.run(until=1000)
         jobs.check(run, ROUNDS)

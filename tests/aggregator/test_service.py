@@ -65,6 +65,18 @@ def test_full_rotation_is_refused_if_ranks_may_be_late() -> None:
         assert aggregator.config is not None and aggregator.config.packet_elements == 4096
 
 
+def test_packets_shorter_than_a_block_are_refused_if_ranks_may_be_late() -> None:
+    wide, narrow = gw.make("thc", granularity=90), gw.make("thc", granularity=90, block=512)
+    advice = (
+        r"whole blocks of 1024, but with mtu=1500 they have 512 .* Pass block=512 to the compressor, a mtu that fits"
+    )
+    with pytest.raises(OptionError, match=advice), group_of(3, wide, LocalAggregator(), 0.6, mtu=1500):
+        pass
+    aggregator = LocalAggregator()
+    with group_of(3, narrow, aggregator, 0.6, mtu=1500):
+        assert aggregator.config is not None and aggregator.config.packet_size(1) == 512
+
+
 @pytest.mark.parametrize("codec", [gw.make("thc", rotate="full"), gw.make("thc", block=4096)], ids=repr)
 def test_packets_need_not_be_whole_blocks_if_no_rank_is_left_out(codec: gw.Compressor) -> None:
     means = []

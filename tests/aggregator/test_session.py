@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gradwire.aggregator.packet import PACKET_HEADER_BYTES
 from gradwire.aggregator.request import Reply
 from gradwire.aggregator.session import (
     MAX_JOIN_BYTES,
@@ -21,6 +22,7 @@ from gradwire.aggregator.session import (
     Stream,
 )
 from gradwire.core.errors import FrameError, OptionError
+from gradwire.net.datagrams import TRAILER_BYTES
 from gradwire.wire.frame import FrameFlags
 from tests.schedules import jobs
 
@@ -56,6 +58,7 @@ def test_no_accepted_table_can_overflow(world_size: int, largest: int, accumulat
     [
         ({"packet_elements": 1500}, "Pass 2048"),
         ({"fraction": 0.5}, "Pass 0.9 or 1"),
+        ({"mtu": 1000}, "mtu must be from 1280 to 65535, not 1000"),
         ({"world_size": 0}, "world_size must be from 1 to"),
         ({"streams": (Stream(SUM, 0),)}, "size of a stream must be from 1 to"),
         ({"streams": (Stream(SUM, 5, table=1),)}, "table of a stream must be from 0 to 0"),
@@ -70,7 +73,7 @@ def test_values_out_of_range_are_refused_with_advice(said: dict[str, object], ad
 @pytest.mark.parametrize(
     "change",
     [
-        {"version": 2}, {"world_size": "4"}, {"streams": [["mean", 5, 0]]}, {"streams": [["sum", 5.0, 0]]},
+        {"version": 1}, {"world_size": "4"}, {"streams": [["mean", 5, 0]]}, {"streams": [["sum", 5.0, 0]]},
         {"streams": [["sum", 5]]}, {"tables": [[2, "0123", 8]]}, {"fraction": float("nan")}, {"extra": 1},
         {"tables": [[2, [0, 1, 2, 100], 8]]}, {"packet_elements": 1 << 60}, {"world_size": True},
     ],
@@ -81,6 +84,30 @@ def test_malformed_configurations_raise_frame_error(change: dict[str, object]) -
     for nonsense in ([], None, 5, "x", {}):
         with pytest.raises(FrameError):
             SessionConfig.from_json(nonsense)
+
+
+@pytest.mark.parametrize("world_size", [1, 4, 64, 1024])
+@pytest.mark.parametrize("mtu", [1280, 1500, 9000, 65_535])
+def test_no_packet_exceeds_the_mtu(world_size: int, mtu: int) -> None:
+    tables = tuple(IndexTable(bits, (0,) * (1 << bits), width) for bits in range(1, 9) for width in (8, 16, 32))
+    streams = *(Stream(SUM, 100_000, table) for table in range(len(tables))), Stream(MAXIMUM, 100_000)
+    config = SessionConfig(world_size, tables, streams, mtu=mtu)
+    for stream in range(len(streams)):
+        size = config.packet_size(stream)
+        body_bytes = max(config.payload_bytes(stream, size), config.result_bytes(stream, 0))
+        packet_bytes = 48 + PACKET_HEADER_BYTES + TRAILER_BYTES + body_bytes  # of IPv6, whose headers are the longest
+        assert packet_bytes <= mtu < 2 * packet_bytes
+        places = [config.place(stream, packet) for packet in range(config.num_packets(stream))]
+        assert [place.start for place in places[1:]] == [place.stop for place in places[:-1]]
+        assert places[-1].stop == 100_000
+
+
+def test_packets_of_an_ethernet_frame_have_the_papers_1024_indices_or_half_of_them() -> None:
+    tables = PAPER, IndexTable(4, tuple(range(16)), 16), IndexTable(4, tuple(range(16)), 32)
+    streams = Stream(SUM, 5000), Stream(SUM, 5000, 1), Stream(SUM, 5000, 2), Stream(MAXIMUM, 5000)
+    config = SessionConfig(4, tables, streams, mtu=1500)
+    assert [config.packet_size(stream) for stream in range(4)] == [1024, 512, 256, 256]
+    assert SessionConfig(4, tables, streams, 2048, mtu=9000).packet_size(0) == 2048
 
 
 def test_counts_by_block() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import struct
 from functools import cache
 
 import numpy as np
 
+from gradwire.aggregator.multicast import ResultHashes, hashes_of
 from gradwire.aggregator.packet import PACKET_HEADER_BYTES, SERVER, PacketKey, PacketKind, keys_to, pack, seal, unpack
 from gradwire.aggregator.retransmission import Window
 from gradwire.aggregator.server import AggregatorStateMachine
@@ -47,7 +50,10 @@ def from_server() -> list[bytes]:
     results = [message.packet for packet in from_workers() for message in end.receive(packet, 0.0)]
     said = [pack(kind, KEY, SERVER, EPOCH) for kind in (PacketKind.WANTED, PacketKind.OBSOLETE)]
     held = pack(PacketKind.HELD, PacketKey(0, 0, 0), SERVER, EPOCH, keys_to([KEY, PacketKey(3, 1, 0)]))
-    return [packet.tobytes() for packet in [*results, *said, held]]
+    hashes = ResultHashes()
+    for result in results:
+        hashes.add(result)
+    return [packet.tobytes() for packet in [*results, *said, held, *hashes.flush(EPOCH)]]
 
 
 def with_checksum(data: bytes, rng: random.Random) -> bytes:
@@ -80,6 +86,53 @@ class PacketTarget(Target):
         if again.tobytes() != data:
             raise BrokenPromiseError("a packet in another form than ours was taken")
         return True
+
+
+class DigestTarget(Target):
+    """A list of hashes is taken only in the one form that it is written in."""
+
+    name = "hashes of results"
+    framed = False
+
+    def corpus(self) -> list[Seed]:
+        return [
+            Seed(bytes(unpack(packet).body)) for packet in from_server() if unpack(packet).kind is PacketKind.DIGEST
+        ]
+
+    def check(self, data: bytes, seed: Seed, rng: random.Random) -> bool:
+        try:
+            found = hashes_of(np.frombuffer(data, np.uint8))
+        except FrameError:
+            return False
+        if b"".join(struct.pack("<QII32s", *key, named) for key, named in found) != data:
+            raise BrokenPromiseError("hashes in another form than ours were taken")
+        return bool(found)
+
+
+class MulticastTarget(Target):
+    """A worker uses a result of the group only when the server has named its hash, whatever else the group gets."""
+
+    name = "results to a group"
+    framed = False
+
+    def corpus(self) -> list[Seed]:
+        return [Seed(packet) for packet in from_server()]
+
+    def check(self, data: bytes, seed: Seed, rng: random.Random) -> bool:
+        end = WorkerStateMachine(CONFIG, 0, Window(64, rng))
+        outs = [np.zeros(stream.size, CONFIG.result_dtype(index)) for index, stream in enumerate(CONFIG.streams)]
+        for stream, out in enumerate(outs):
+            end.submit(3, stream, payload(stream), out, FrameFlags.NONE, 100.0)
+        list(end.joined(EPOCH, 0.0))
+        results = [packet for packet in from_server() if unpack(packet).kind is PacketKind.RESULT]
+        digest = next(packet for packet in from_server() if unpack(packet).kind is PacketKind.DIGEST)
+        to_group = [data, with_checksum(data, rng)]
+        for packet in rng.sample([*to_group, digest], 3):
+            with contextlib.suppress(FrameError):
+                end.receive(packet, 0.1, from_group=packet is not digest)
+        if end.counters.taken and not set(to_group) & set(results):
+            raise BrokenPromiseError("a result was used whose hash the server has not named")
+        return end.counters.taken > 0
 
 
 class AggregatorTarget(Target):
@@ -138,4 +191,4 @@ def aggregation_targets() -> list[Target]:
         (AggregatorWelcome.from_bytes, AggregatorWelcome.to_bytes),
     ]
     said = WordsTarget("aggregation server's words", [each.to_bytes() for each in (jobs.JOIN, *jobs.WELCOMES)], readers)
-    return [PacketTarget(), AggregatorTarget(), ContributorTarget(), said]
+    return [PacketTarget(), DigestTarget(), MulticastTarget(), AggregatorTarget(), ContributorTarget(), said]

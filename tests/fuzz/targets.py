@@ -7,7 +7,7 @@ from tests.fuzz.aggregation import aggregation_targets
 from tests.fuzz.decoders import DecoderTarget, PackedFloatsTarget
 from tests.fuzz.parameters import ServerTarget, UpdateTarget, words_target
 from tests.fuzz.target import Target
-from tests.fuzz.wire import CodeTarget, FrameTarget, HandshakeTarget, StreamTarget
+from tests.fuzz.wire import CodeTarget, FrameTarget, HandshakeTarget, StreamTarget, TaggedStreamTarget
 
 
 def targets() -> dict[str, Target]:
@@ -16,7 +16,14 @@ def targets() -> dict[str, Target]:
     Zero runs of the language, which no default has, have a decoder target of their own.
     """
     made: list[Target] = [FrameTarget(), StreamTarget(), HandshakeTarget(), DecoderTarget("ternary", zero_run=True)]
-    made += [CodeTarget(), PackedFloatsTarget("lossless"), words_target(), ServerTarget(), UpdateTarget()]
+    made += [
+        TaggedStreamTarget(),
+        CodeTarget(),
+        PackedFloatsTarget("lossless"),
+        words_target(),
+        ServerTarget(),
+        UpdateTarget(),
+    ]
     made += aggregation_targets()
     for name in registry.names():
         made.append(DecoderTarget(name))

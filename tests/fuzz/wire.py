@@ -13,7 +13,8 @@ from gradwire.core.errors import FrameError, PayloadError, SyncError
 from gradwire.kernels.prefix_code import PrefixCode
 from gradwire.net.conversation import Conversation, PeerIds
 from gradwire.net.handshake import GroupMember, Handshake, JobKey
-from gradwire.wire.frame import DATA_KINDS, FrameKind, Header, pack, parse, unpack, verify, without_seal
+from gradwire.wire.frame import DATA_KINDS, FrameKind, Header, Outgoing, pack, parse, unpack, verify, without_seal
+from gradwire.wire.mac import FrameMac
 from tests.fuzz.target import BrokenPromiseError, Seed, Target, put_checksum
 
 
@@ -77,6 +78,50 @@ class StreamTarget(Target):
         except SyncError:
             return False
         return taken > 0
+
+
+class TaggedStreamTarget(Target):
+    """Of a stream with tags, whatever is done to it, the first frames are delivered as they were sent, and no other."""
+
+    name = "stream with tags"
+    framed = False
+
+    def __init__(self) -> None:
+        self.key = bytes(range(32))
+
+    def corpus(self) -> list[Seed]:
+        streams = [tagged(FrameMac(self.key), frames) for frames in self.sent()]
+        return [
+            *map(Seed, streams),
+            Seed(b"".join(one_of_each_kind())),
+            Seed(tagged(FrameMac(bytes(32)), self.sent()[0])),
+        ]
+
+    def check(self, data: bytes, seed: Seed, rng: random.Random) -> bool:
+        talk = Conversation(PeerIds(0, 4, 5), timedelta(seconds=1), now=0.0, mac=FrameMac(self.key))
+        talk.begin(admit_small, now=0.0)
+        taken: list[tuple[FrameKind, bytes]] = []
+        with contextlib.suppress(SyncError):
+            for header, body in feed(talk, data, rng):
+                taken.append((header.kind, body.tobytes()))
+        if not any(taken == frames[: len(taken)] for frames in self.sent()):
+            raise BrokenPromiseError(f"{len(taken)} frames were delivered that nobody has sent in this order")
+        return len(taken) > 0
+
+    @staticmethod
+    def sent() -> list[list[tuple[FrameKind, bytes]]]:
+        kinds = sorted(DATA_KINDS)
+        return [[(kind, bytes([number]) * (40 * number + 1)) for number, kind in enumerate([first, *kinds])]
+                for first in kinds]  # fmt: skip
+
+
+def tagged(mac: FrameMac, frames: list[tuple[FrameKind, bytes]]) -> bytes:
+    made = bytearray()
+    for number, (kind, body) in enumerate(frames):
+        frame = Outgoing(Header(kind, sender=4, epoch=5), np.frombuffer(body, np.uint8))
+        frame.protect(mac, number)
+        made += frame.seal() + body
+    return bytes(made)
 
 
 class HandshakeTarget(Target):

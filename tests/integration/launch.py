@@ -21,6 +21,7 @@ from typing import Any
 from tests.integration import worker
 
 ROOT = Path(__file__).parents[2]
+PATIENCE = 300.0  # seconds; on a busy machine, processes that import torch may need a minute to start
 # Forked before anything starts a thread, and after what takes seconds to import: of torch its compiler, of which DDP
 # asks whether it runs.
 _SERVER = multiprocessing.get_context("forkserver")
@@ -37,7 +38,7 @@ class Outcome:
 
 
 def launch(
-    job: str, world_size: int, *, timeout: float = 100.0, doomed: tuple[int, ...] = (), **parameters: Any
+    job: str, world_size: int, *, timeout: float = PATIENCE, doomed: tuple[int, ...] = (), **parameters: Any
 ) -> list[Outcome]:
     """Run `tests.integration.jobs.<job>` on `world_size` ranks; return by rank.
 

@@ -6,8 +6,10 @@ import contextlib
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
@@ -66,6 +68,29 @@ def test_a_step_outlives_who_has_left_after_it_and_the_next_one_names_it(
     assert (found["step"], found["type"], found["rank"]) == (step, kind, 1), found["message"]
     assert said in found["message"]
     assert found["seconds"] < 15, "no timeout of 30 s, no stall timeout"
+
+
+@pytest.mark.ci
+def test_a_rank_that_waits_for_another_can_be_interrupted() -> None:
+    env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    command = [sys.executable, "-m", "tests.integration.jobs.late"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with ExitStack() as stack:
+        waits, late = (
+            stack.enter_context(subprocess.Popen(command, cwd=ROOT, env=env | {"RANK": str(rank)}, **pipes))
+            for rank in range(2)
+        )
+        for process in (waits, late):
+            stack.callback(process.kill)
+            assert process.stdout.readline() == "both are here\n"
+        time.sleep(3)
+        assert waits.poll() is None, waits.communicate(timeout=PATIENCE)
+        begun = time.monotonic()
+        waits.send_signal(signal.SIGINT)
+        _, log = waits.communicate(timeout=PATIENCE)
+        assert time.monotonic() - begun < 60, "its timeout is 10 minutes"
+        assert log.rstrip().endswith("KeyboardInterrupt"), log
+        assert "gw.attach(ddp" in log
 
 
 def work(layer: str, address: tuple[str, int]) -> None:

@@ -12,6 +12,7 @@ from gradwire.core.errors import NO_TENSOR
 from tests.integration.jobs.faults import PATIENCE, TIMEOUT
 from tests.integration.launch import launch, results
 
+pytestmark = pytest.mark.timeout(400)
 SLACK = 3.0  # seconds, for a machine that starts six processes
 
 
@@ -50,7 +51,7 @@ def both_ways(job: str, world_size: int, folder: Path, **parameters: Any) -> lis
     def lose(how: str) -> list[dict[str, Any]]:
         (folder / how).mkdir()
         shared = {"how": how, "folder": str(folder / how)}
-        outcomes = launch(job, world_size, doomed=(world_size - 1,), timeout=60, **shared, **parameters)[:-1]
+        outcomes = launch(job, world_size, doomed=(world_size - 1,), **shared, **parameters)[:-1]
         for outcome in outcomes:
             assert outcome.result is not None, outcome.output
         return [{"how": how, **outcome.result} for outcome in outcomes]

@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.core.errors import FrameError
-from gradwire.net.handshake import KEY_BYTES, GroupMember, Handshake, HandshakeError, JobKey
+from gradwire.net.challenges import Challenges
+from gradwire.net.handshake import KEY_BYTES, Challenged, GroupMember, Handshake, HandshakeError, JobKey
+from gradwire.net.stream import FrameReader
 from gradwire.wire.frame import FrameKind, pack, parse, without_seal
 
 SECRET = bytes(range(100, 100 + KEY_BYTES))
@@ -114,6 +116,84 @@ def test_a_recorded_handshake_is_no_use():
     give(acceptor, recorded[0])
     with pytest.raises(HandshakeError, match="proof"):
         give(acceptor, recorded[2])
+
+
+HOST = "10.0.0.1"
+
+
+def call(challenges: Challenges, before: Challenged | None = None, host: str = HOST) -> tuple[Handshake, Handshake]:
+    """Both ends of another connection with the same listener."""
+    return (
+        Handshake(CONNECTOR, KEY, frozenset({1}), connect=True, before=before),
+        Handshake(ACCEPTOR, KEY, frozenset({2, 3}), connect=False, host=host, challenges=challenges),
+    )
+
+
+def challenged(challenges: Challenges) -> Challenged:
+    """The challenge of a connection that was lost before its proof arrived."""
+    connector, acceptor = call(challenges)
+    give(connector, give(acceptor, connector.opening()))
+    assert connector.challenged is not None
+    return connector.challenged
+
+
+def give_all(handshake: Handshake, frames: bytes) -> bytes:
+    reader = FrameReader(handshake.admit)
+    reader.wanted()[: len(frames)] = frames
+    return b"".join(handshake.receive(header, body) for header, body in reader.advance(len(frames)))
+
+
+def test_a_challenge_is_answered_on_the_next_connection():
+    challenges = Challenges()
+    connector, acceptor = call(challenges, challenged(challenges))
+    give(connector, give_all(acceptor, connector.opening()))
+    assert connector.done
+    assert acceptor.done
+    assert connector.derive("a use") == acceptor.derive("a use")
+
+
+def test_a_challenge_is_answered_once():
+    challenges = Challenges()
+    before = challenged(challenges)
+    for attempt in range(2):
+        connector, acceptor = call(challenges, before)
+        if attempt:
+            with pytest.raises(HandshakeError, match="Rank 2 answers a challenge for the second time"):
+                give_all(acceptor, connector.opening())
+        else:
+            give_all(acceptor, connector.opening())
+        assert acceptor.done is (attempt == 0)
+
+
+def test_a_recorded_handshake_is_no_use_at_the_same_listener():
+    challenges, recorded = Challenges(lambda: 0.0), []
+    converse(*call(challenges), lambda turn, frame: recorded.append(frame) or frame)
+    _, acceptor = call(challenges)
+    assert give(acceptor, recorded[0]) == recorded[1]  # the challenge is computed from what was asked
+    with pytest.raises(HandshakeError, match="for the second time"):
+        give(acceptor, recorded[2])
+    assert not acceptor.done
+
+
+@pytest.mark.parametrize("fresh", [False, True], ids=["another address", "another listener"])
+def test_a_challenge_of_elsewhere_is_refused(fresh):
+    challenges = Challenges()
+    before = challenged(challenges)
+    connector, acceptor = call(Challenges(), before) if fresh else call(challenges, before, "10.0.0.2")
+    with pytest.raises(HandshakeError, match="not valid any more, or never was"):
+        give_all(acceptor, connector.opening())
+
+
+def test_an_answer_to_a_challenge_needs_the_key():
+    challenges = Challenges()
+    before = challenged(challenges)
+    impostor = Handshake(CONNECTOR, JobKey.draw(), frozenset({1}), connect=True, before=before)
+    _, acceptor = call(challenges)
+    with pytest.raises(HandshakeError, match="wrong proof"):
+        give_all(acceptor, impostor.opening())
+    connector, acceptor = call(challenges, before)  # and does not use the challenge up
+    give_all(acceptor, connector.opening())
+    assert acceptor.done
 
 
 def test_another_protocol_version_is_named():

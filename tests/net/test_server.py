@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -94,3 +96,52 @@ def test_a_server_that_can_be_replaced_is_called_until_the_timeout(job, caplog: 
         wait()
     assert isinstance(caught.value, PeerTimeoutError) == resumable
     assert ("called again for 1 s" in caplog.text) == resumable
+
+
+def aggregate() -> None:
+    """A whole job: a server, two workers, one sum."""
+    server = AggregationServer(AggregationOptions(2))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    terms = SessionConfig(2, (), (Stream(Operation.MAXIMUM, 50),))
+    clients = [AggregationClient(server.address, terms, rank) for rank in range(2)]
+    found = [np.empty(50, np.float32) for _ in clients]
+    waits = [client.submit(0, 0, np.ones(50, np.float32), out) for client, out in zip(clients, found, strict=True)]
+    for wait, client in zip(waits, clients, strict=True):
+        wait.result(60)
+        client.close()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert all(out.tolist() == [1.0] * 50 for out in found)
+
+
+def train(state: Path) -> None:
+    """A whole job: a server, one worker, two steps."""
+    server = ParameterServer(ParameterServerOptions(1, state=state))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    model = torch.nn.Linear(4, 3)
+    with gw.ParameterClient(
+        model, torch.optim.SGD(model.parameters()), f"127.0.0.1:{server.address[1]}",
+        job=gw.JobOptions(worker=0, workers=1),
+    ) as client:  # fmt: skip
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+            client.step()
+            client.wait()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("times", [5, pytest.param(200, marks=[pytest.mark.ci, pytest.mark.timeout(600)])])
+@pytest.mark.parametrize("kind", ["aggregator", "parameters"])
+def test_job_after_job_in_one_process_leaves_nothing(kind: str, times: int, tmp_path: Path) -> None:
+    found = []
+    for turn in range(times + 3):
+        aggregate() if kind == "aggregator" else train(tmp_path / str(turn))
+        if turn in (2, times + 2):  # the first ones compile, and fill caches
+            gc.collect()
+            found.append(
+                {"threads": len(os.listdir("/proc/self/task")), "descriptors": len(os.listdir("/proc/self/fd"))}
+            )
+    assert found[0] == found[1]

@@ -200,6 +200,29 @@ def test_a_worker_with_another_model_is_refused_and_the_job_goes_on() -> None:
     assert steps == [6, 6]
 
 
+@pytest.mark.timeout(60)
+def test_who_waits_for_a_worker_that_was_refused_is_told_why() -> None:
+    server, ends = ParameterServer(ParameterServerOptions(2, patience=timedelta(seconds=0.5))), []
+
+    def serve() -> None:
+        with pytest.raises(PeerTimeoutError) as caught:
+            server.run()
+        ends.append(caught.value)
+
+    serving = Thread(target=serve)
+    serving.start()
+    client = connect(server, gw.JobOptions(worker=0, workers=2))
+    other = torch.nn.Linear(48, 7, bias=False)
+    with pytest.raises(SyncError, match=r"Worker 1 has parameter"):
+        gw.ParameterClient(other, sgd(other), f"127.0.0.1:{server.address[1]}", job=gw.JobOptions(worker=1, workers=2))
+    with pytest.raises(SyncError, match=r"Worker 1 was refused, and has not come back .* Worker 1 has parameter"):
+        take_step(client)
+    with contextlib.suppress(SyncError):
+        client.close()
+    serving.join(60)
+    assert ends[0].rank == 1
+
+
 @pytest.mark.timeout(120)
 def test_a_flood_waits_at_its_sender() -> None:
     server = ParameterServer(ParameterServerOptions(1))

@@ -165,6 +165,23 @@ def test_each_fused_tensor_pays_its_share_of_tasks(strategy):
 
 
 @pytest.mark.parametrize("strategy", ["allgather", "scatter_reduce"])
+def test_a_preliminary_round_is_shared_by_all_fused_tensors_whoever_owns_them(strategy):
+    job = costs(task=1e-3, frame_bytes=0.0)
+
+    def codec_seconds(spec, fused):
+        way = route(spec, strategy, 1, 4096, job, fused=fused)
+        return way.encode + way.decode
+
+    free = replace(job.codec("stats"), stats=None, stats_bytes=None)
+    job = replace(job, codecs={**job.codecs, "free": free})
+    alone, together = (codec_seconds("stats", fused) - codec_seconds("free", fused) for fused in (1, 16))
+    computing = job.codec("stats").stats(4096)
+    tasks = 2 + 2 * (job.world_size - 1)  # statistics, a send and a recv per peer, and the reduction
+    assert alone == pytest.approx(computing + tasks * 1e-3)
+    assert together == pytest.approx(computing + tasks * 1e-3 / 16)
+
+
+@pytest.mark.parametrize("strategy", ["allgather", "scatter_reduce"])
 def test_fused_tensors_have_their_own_bytes(strategy):
     job = costs(frame_bytes=0.0)
     whole = job.world_size - 1 if strategy == "allgather" else 2 * (job.world_size - 1) / job.world_size

@@ -3,6 +3,7 @@
     python -m tests.schedules --schedules 100000          # 20 minutes on two cores
     python -m tests.schedules --only 4711                 # one of them again
     python -m tests.schedules --schedules 100000 --xdp    # against the program in the kernel (root)
+    python -m tests.schedules --xdp --schedules 100000 --record build/xdp.jsonl    # goes on where it was ended
 
 Each schedule is a job with random workers, window, loss of up to a half, repetition, reordering, truncation, flipped
 bits, slow workers, fraction, and restarts of the server. Every result of every worker is compared, bit for bit, with a
@@ -11,16 +12,22 @@ model that has no packets. `tests/aggregator/test_schedules.py` is the short for
 With `--xdp`, each packet to the server goes to the program of `gradwire.aggregator.xdp`, with a tag in every second
 schedule. Its answers travel on, and each is compared with that of the server without I/O, byte by byte
 (`tests/schedules/kernel.py`). `tests/aggregator/xdp/test_program.py` is the short form.
+
+A record has a line of JSON for each 50 schedules that have ended: their seeds, counts of faults, failures, and the last
+commit of what they test. Lines of other commits, and of trees with changes, do not count.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import multiprocessing
 import random
+import subprocess
 import time
 from collections import Counter
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
@@ -30,6 +37,11 @@ from tests.schedules.datagrams import Faults
 
 LOSSES = (0.0, 0.001, 0.01, 0.05, 0.2, 0.5)
 LIMIT_SECONDS = 10_000.0  # of virtual time
+BLOCK = 50
+"""Schedules that a process runs, and a record notes, at a time."""
+ROOT = Path(__file__).parents[2]
+_CHANGED = "-dirty"
+TESTED = "src/gradwire/aggregator", "src/gradwire/kernels", "src/gradwire/wire", "tests/schedules"
 
 
 def schedule(seed: int, *, xdp: bool = False) -> Counter[str]:
@@ -66,44 +78,100 @@ def schedule(seed: int, *, xdp: bool = False) -> Counter[str]:
     return done
 
 
-def attempt(seed: int, xdp: bool) -> tuple[int, Counter[str], str]:
-    """Run one schedule in a pool of processes, with an error as text."""
-    try:
-        return seed, schedule(seed, xdp=xdp), ""
-    except Exception as error:
-        return seed, Counter(), f"{type(error).__name__}: {error}"
-
-
-def campaign(seeds: range, processes: int, *, xdp: bool = False) -> tuple[Counter[str], list[tuple[int, str]]]:
-    """Run schedules, and return the counts of faults and the schedules that failed."""
+def attempt(seeds: range, xdp: bool) -> tuple[range, Counter[str], list[tuple[int, str]]]:
+    """Run a block of schedules, and return the counts of faults, and the schedules that failed with their errors."""
     total: Counter[str] = Counter()
     failed: list[tuple[int, str]] = []
+    for seed in seeds:
+        try:
+            total += schedule(seed, xdp=xdp)
+        except Exception as error:
+            failed.append((seed, f"{type(error).__name__}: {error}"))
+    return seeds, total, failed
+
+
+class Record:
+    """Blocks that have ended, in a file that several sittings write.
+
+    Args:
+        path: The file; None for a record of this sitting alone.
+        xdp: Whether the schedules go to the kernel's program.
+        of: What `commit` says.
+
+    Attributes:
+        rows: Blocks of this commit and kind, by the seed of their first schedule.
+    """
+
+    def __init__(self, path: Path | None, xdp: bool, of: str) -> None:
+        self._path, self._of = path, {"commit": of, "xdp": xdp}
+        lines = path.read_text().splitlines() if path is not None and path.exists() else []
+        rows = [json.loads(line) for line in lines]
+        self.rows: dict[int, dict[str, Any]] = {
+            row["first"]: row
+            for row in rows
+            if self._of == {name: row[name] for name in self._of} and not row["commit"].endswith(_CHANGED)
+        }
+
+    def lacks(self, seeds: range) -> bool:
+        """Whether a block has not ended."""
+        row = self.rows.get(seeds.start)
+        return row is None or row["schedules"] != len(seeds)
+
+    def add(self, seeds: range, total: Counter[str], failed: list[tuple[int, str]]) -> None:
+        """Note that a block has ended."""
+        row = {"first": seeds.start, "schedules": len(seeds), "counts": total, "failed": failed, **self._of}
+        self.rows[seeds.start] = row
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+
+    def summary(self) -> str:
+        """Return the number of schedules, of failures, and the counts of faults."""
+        counts = sum((Counter(row["counts"]) for row in self.rows.values()), Counter[str]())
+        schedules, failed = (sum(found) for found in zip(*((row["schedules"], len(row["failed"]))
+                                                           for row in self.rows.values())))  # fmt: skip
+        said = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
+        return f"{schedules} schedules, {failed} failed. Packets: {said}"
+
+
+def commit() -> str:
+    """The last commit of what the schedules test, and whether it has changed since."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", *arguments, "--", *TESTED]
+        return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+
+    return git("log", "-1", "--format=%h") + _CHANGED * bool(git("status", "--porcelain"))
+
+
+def campaign(seeds: range, processes: int, record: Record, *, xdp: bool = False) -> None:
+    """Run the schedules that a record lacks, and note them there."""
+    blocks = [seeds[start : start + BLOCK] for start in range(0, len(seeds), BLOCK)]
+    due = [block for block in blocks if record.lacks(block)]
     with multiprocessing.get_context("forkserver").Pool(processes) as pool:
-        for number, (seed, done, error) in enumerate(
-            pool.imap_unordered(functools.partial(attempt, xdp=xdp), seeds, chunksize=50), 1
-        ):
-            total += done
-            if error:
-                failed.append((seed, error))
+        for number, done in enumerate(pool.imap_unordered(functools.partial(attempt, xdp=xdp), due), 1):
+            record.add(*done)
+            for seed, error in done[2]:
                 print(f"schedule {seed}: {error}", flush=True)
-            if number % 5000 == 0:
-                print(f"{number} schedules, {len(failed)} failed", flush=True)
-    return total, failed
+            if number % 100 == 0:
+                print(record.summary(), flush=True)
 
 
 def main(
-    schedules: Annotated[int, typer.Option(help="Number of schedules.")] = 2000,
+    schedules: Annotated[int, typer.Option(help="Number of schedules.", min=1)] = 2000,
     first: Annotated[int, typer.Option(help="Seed of the first schedule.")] = 0,
     processes: Annotated[int, typer.Option(help="Processes that run them.")] = 2,
     xdp: Annotated[bool, typer.Option("--xdp", help="Compare the kernel's program with the server.")] = False,
+    record: Annotated[Path | None, typer.Option(help="File that notes what has ended, to go on later.")] = None,
     only: Annotated[int | None, typer.Option(help="Run the one schedule of this seed, in this process.")] = None,
 ) -> None:
     """Check that an aggregation server adds every contribution exactly once under network faults."""
     if only is not None:
         print(dict(schedule(only, xdp=xdp)))
         return
-    began = time.monotonic()
-    total, failed = campaign(range(first, first + schedules), processes, xdp=xdp)
-    said = ", ".join(f"{name} {count}" for name, count in sorted(total.items()))
-    print(f"{schedules} schedules in {time.monotonic() - began:.0f} s, {len(failed)} failed. Packets: {said}")
-    raise typer.Exit(1 if failed else 0)
+    began, noted = time.monotonic(), Record(record, xdp, commit())
+    before = len(noted.rows)
+    campaign(range(first, first + schedules), processes, noted, xdp=xdp)
+    print(f"{noted.summary()}. {len(noted.rows) - before} blocks of {BLOCK} in {time.monotonic() - began:.0f} s")
+    raise typer.Exit(1 if any(row["failed"] for row in noted.rows.values()) else 0)

@@ -80,7 +80,7 @@ def check(run: AggregationSimulation, rounds) -> None:
                 assert other.reply.flags == first.reply.flags
             for packet in range(job.num_packets(stream)):
                 counted = np.flatnonzero(first.reply.counted[packet]).tolist()
-                place = slice(packet * job.packet_elements, (packet + 1) * job.packet_elements)
+                place = job.place(stream, packet)
                 assert first.reply.counts[packet] == len(counted)
                 assert first.values[place].tobytes() == expected(job, round_, stream, place, counted).tobytes()
                 if job.needed == job.world_size:

@@ -39,11 +39,15 @@ _CHECKSUM = field("checksum")
 
 
 def kernel_config(world_size: int, **options: object) -> SessionConfig:
-    """Sums of 8 bits, if they fit, and of 16, with last packets that Python adds up, and a maximum."""
+    """Sums of 8 bits, if they fit, and of 16, with last packets that Python adds up, and a maximum.
+
+    Packets have 1,024 elements; where the number of workers is even, no packet is longer than an Ethernet frame.
+    """
     narrow = IndexTable(4, tuple(range(16)), 8 if 15 * world_size < 256 else 16)
     wide = IndexTable(4, (0, 1, 3, 7, 20, 50, 90, 100, 130, 150, 180, 200, 500, 700, 900, 1023), 16)
     streams = Stream(Operation.SUM, 1100, 0), Stream(Operation.SUM, 2048, 1), Stream(Operation.MAXIMUM, 3)
-    return SessionConfig(world_size, (narrow, wide), streams, packet_elements=1024, **options)
+    mtu = 0 if world_size % 2 else 1500
+    return SessionConfig(world_size, (narrow, wide), streams, 1024, **{"mtu": mtu, **options})
 
 
 def worker_key(worker: int) -> bytes:
@@ -79,7 +83,9 @@ def slots_of(config: SessionConfig, guard_name: str) -> KernelSlots:
 
 
 class KernelAggregator:
-    """A server whose sums are formed in the kernel, beside an oracle. It stands in for `AggregatorStateMachine`.
+    """A server whose sums are formed in the kernel, with an oracle that gets the same packets.
+
+    It stands in for `AggregatorStateMachine`.
 
     Args:
         config: Session configuration.

@@ -18,6 +18,7 @@ from gradwire.sync.synchronizer import Synchronizer
 from tests.net.memory import MemoryNetwork
 
 _names = itertools.count()
+PATIENCE = 100.0  # seconds, on a busy machine
 
 
 class Ranks:
@@ -30,7 +31,7 @@ class Ranks:
 
     def each(self, function: Callable[[Synchronizer], Any]) -> list[Any]:
         """Return the results by rank, or raise the first exception."""
-        return list(self._pool.map(function, self.synchronizers, timeout=60))
+        return list(self._pool.map(function, self.synchronizers, timeout=PATIENCE))
 
     def outcomes(self, function: Callable[[Synchronizer], Any]) -> list[Any]:
         """Return the results or exceptions by rank."""
@@ -70,6 +71,6 @@ def ranks(world_size: int, plan: Any, *, timeout: float = 10.0, **options: Any) 
             transport = None if shared.time_slots else network.transports[rank]
             return Synchronizer(info, chosen, options=shared, transport=transport, **own)
 
-        made = list(pool.map(make, range(world_size), timeout=60))
+        made = list(pool.map(make, range(world_size), timeout=PATIENCE))
         stack.callback(lambda: list(pool.map(lambda one: one.close(), made)))
         yield Ranks(made, pool, network)

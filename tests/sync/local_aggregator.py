@@ -21,7 +21,7 @@ from gradwire.aggregator.session import Operation, SessionConfig
 from gradwire.core.errors import SyncError
 from gradwire.kernels import reference
 from gradwire.net.client import ConnectionOptions
-from gradwire.wire.frame import FrameFlags
+from gradwire.wire.frame import HEADER_BYTES, FrameFlags
 
 Late = Callable[[int, int, int, int], bool]
 """Whether (round, stream, packet, rank) is late."""
@@ -100,7 +100,7 @@ class LocalAggregator:
                 heard |= flags
                 if values is not None:
                     counted[packet, rank] = True
-                    elements = slice(packet * config.packet_elements, (packet + 1) * config.packet_elements)
+                    elements = config.place(stream, packet)
                     total[elements] = (
                         total[elements] + values[elements] if is_sum else np.maximum(total[elements], values[elements])
                     )
@@ -112,7 +112,7 @@ class LocalAggregator:
         for _, out, _, _ in round_.submissions.values():
             assert not is_sum or total.max(initial=0) <= np.iinfo(out.dtype).max
             out[:] = total
-        return Reply(counted.sum(axis=1), counted, heard, config.packet_elements)
+        return Reply(counted.sum(axis=1), counted, heard, config.packet_size(stream))
 
     def _values(self, stream: int, payload: np.ndarray) -> np.ndarray:
         assert self.config is not None, "a rank has connected"
@@ -137,6 +137,8 @@ class LocalOptions(Aggregator):
 
 class _LocalClient:
     """The connection of one rank: the part of `AggregationClient` that is used."""
+
+    wrapping_bytes = HEADER_BYTES
 
     def __init__(self, aggregator: LocalAggregator, config: SessionConfig, rank: int) -> None:
         assert aggregator.config in (None, config), "all ranks have the same config"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,6 +14,7 @@ import torch
 
 from gradwire.compressors.base.registry import code, make
 from gradwire.core.errors import FrameError, PayloadError, SyncError
+from gradwire.core.events import Event
 from gradwire.core.spec import ELEMENT_TYPES, TensorSpec
 from gradwire.residuals.transaction import Residuals
 from gradwire.sync import fusion
@@ -38,8 +40,15 @@ def gradient(rank: int, step: int, name: str) -> torch.Tensor:
 
 def train(one: Synchronizer, together: bool, steps: int = 3, unused: str = "") -> dict[str, Any]:
     """Return means of the last step, residuals, and messages of all steps, with one submission or one per tensor."""
-    frames = []
-    one.events.listen(lambda event: frames.append(event.nbytes) if event.kind == "send" else None)
+    frames, received = [], Counter[str]()
+
+    def count(event: Event) -> None:
+        if event.kind == "send":
+            frames.append(event.nbytes)
+        elif event.kind == "recv":
+            received[event.detail["phase"]] += 1
+
+    one.events.listen(count)
     for step in range(steps):
         grads = {name: gradient(one.rank, step, name) for name in SHAPES}
         one.begin_step()
@@ -49,7 +58,8 @@ def train(one: Synchronizer, together: bool, steps: int = 3, unused: str = "") -
         for group in [slices] if together else [[each] for each in slices]:
             one.submit(group)
         one.commit()
-    return {"means": grads, "residuals": one.residuals.total(), "frames": len(frames), "bytes": sum(frames)}
+    found = {"means": grads, "residuals": one.residuals.total(), "received": received}
+    return found | {"frames": len(frames), "bytes": sum(frames)}
 
 
 @pytest.mark.parametrize("unused", ["", "b"])
@@ -76,6 +86,23 @@ def test_a_group_by_all_gather_gives_the_bits_of_its_tensors_one_by_one(
             np.testing.assert_array_equal(fused["residuals"].get(name), single["residuals"].get(name))
         assert fused["frames"] * len(SHAPES) == single["frames"]
         assert fused["bytes"] < single["bytes"]
+
+
+@pytest.mark.parametrize("unused", ["", "b"])
+@pytest.mark.parametrize("method", ["powersgd", "signsgd", "terngrad", "thc"])
+def test_a_group_by_scatter_reduce_shares_a_preliminary_round(method: str, unused: str) -> None:
+    """With error feedback, a rank's residual counts in the statistics of what it encodes, but not of what it adds."""
+    plan = Plan(method, min_elements=0, strategy="scatter_reduce", feedback="error")
+    found, world_size, steps = [], 3, 3
+    for together in (True, False):
+        with ranks(world_size, plan) as group:
+            found.append(group.each(partial(train, together=together, steps=steps, unused=unused)))
+    for fused, single in zip(*found, strict=True):
+        for name in SHAPES:
+            assert torch.equal(fused["means"][name], single["means"][name])
+            np.testing.assert_array_equal(fused["residuals"].get(name), single["residuals"].get(name))
+        assert fused["received"]["recv stats"] == steps * (world_size - 1)
+        assert single["received"]["recv stats"] == len(SHAPES) * steps * (world_size - 1)
 
 
 @pytest.mark.parametrize("strategy", ["allgather", "scatter_reduce"])
@@ -234,7 +261,7 @@ def test_chunks_hold_each_tensor_once_and_its_owner_is_the_same_in_every_group(n
         group = group_of(chosen, entry)
         chunks = group.layout.chunks(num_chunks)
         assert sorted(index for chunk in chunks for index in group.members_of(chunk)) == list(range(len(chosen)))
-        for chunk in chunks:
+        for chunk in (*chunks, group.layout.whole):
             assert chunk.count == sum(chosen[index][1] for index in group.members_of(chunk))
         owners.append(
             {

@@ -36,7 +36,7 @@ from gradwire.core import threads
 from gradwire.core.errors import FrameError, PeerFailedError, SyncError
 from gradwire.net.address import address_toward, parse_address, resolve
 from gradwire.net.client import GRACE_SECONDS, Client, ConnectionOptions
-from gradwire.net.datagrams import DatagramReceiver, DatagramSender, DatagramSocket
+from gradwire.net.datagrams import DatagramReceiver, DatagramSender, DatagramSocket, path_mtu
 from gradwire.wire.frame import FrameFlags, FrameKind, Header, describe
 
 logger = logging.getLogger("gradwire")
@@ -117,6 +117,13 @@ class AggregationClient(Client):
         replayed = self._dropped["replayed"] + sum(each.replayed for each in self._receivers)
         return replace(self._worker.counters, forged=forged, replayed=replayed)
 
+    @property
+    def wrapping_bytes(self) -> int:
+        """Bytes that each packet has around it: a frame's, or those of a datagram that prove it."""
+        if self._worker.window is None or self._sender is None:
+            return self._key.prefix_bytes
+        return self._sender.trailer_bytes
+
     def submit(
         self, round_: int, stream: int, payload: np.ndarray | None, out: np.ndarray, flags: FrameFlags = FrameFlags.NONE
     ) -> Future[Reply]:
@@ -196,6 +203,7 @@ class AggregationClient(Client):
                 self._fail(SyncError("The aggregation server was restarted with another --udp. Restart it as before."))
                 return
             try:
+                self._check_path(welcome)
                 self._enter_group(welcome)
                 self._take_keys(welcome)
                 self._welcome = welcome
@@ -206,6 +214,17 @@ class AggregationClient(Client):
                 self._fail(error)
             self._changed.notify_all()
         self._wake()
+
+    def _check_path(self, welcome: AggregatorWelcome) -> None:
+        """Raise `SyncError` if packets are bounded, and the path to the server carries less."""
+        if welcome.port is None or not self.config.mtu:
+            return
+        found = path_mtu((self._server_ip, welcome.port))
+        if found is not None and found < self.config.mtu:
+            raise SyncError(
+                f"Packets of up to {self.config.mtu} bytes do not fit the path from rank {self.rank} to the "
+                f"{self._server_name}, whose mtu is {found}. Pass mtu={found} on all workers."
+            )
 
     def _enter_group(self, welcome: AggregatorWelcome) -> None:
         if welcome.group is not None and len(self._sources) == 1:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ipaddress
 import math
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -34,6 +33,7 @@ class WorkerDatagrams:
         receiver: The worker's direction.
         sender: The server's direction.
         validated: Whether a datagram of the worker's has come from the address. Before, nothing is sent there.
+        round_trip_seconds: Shortest round trip of the worker's TCP connection when it joined; 0 if unknown.
     """
 
     worker: int
@@ -41,8 +41,9 @@ class WorkerDatagrams:
     receiver: DatagramReceiver
     sender: DatagramSender
     validated: bool = False
-    _began: float = -math.inf
-    _asked: Counter[bytes] = field(default_factory=Counter)
+    round_trip_seconds: float = 0.0
+    _cleared: float = -math.inf
+    _asked: dict[bytes, tuple[float, float]] = field(default_factory=dict)  # the last two answers to each question
 
     @classmethod
     def join(cls, worker: int, address: Address, host: str, derive: Callable[[str], bytes]) -> WorkerDatagrams:
@@ -66,16 +67,20 @@ class WorkerDatagrams:
         return cls(worker, address, DatagramReceiver(derive(FROM_WORKER)), DatagramSender(derive(FROM_SERVER)))
 
     def asks_too_often(self, packet: memoryview, now: float) -> bool:
-        """Whether a proven packet is the third about one result within `GRAIN_SECONDS`.
+        """Whether a proven packet is the third about one result within a round trip.
 
-        A worker's timers are never shorter than the round trip and this time, so a worker that works asks once.
+        A worker's timers are never shorter than the round trip and `GRAIN_SECONDS`, so a worker that works asks once.
         """
-        if now - self._began >= GRAIN_SECONDS:
-            self._asked.clear()
-            self._began = now
+        period = max(GRAIN_SECONDS, self.round_trip_seconds)
+        if now - self._cleared >= period:
+            self._asked = {key: times for key, times in self._asked.items() if now - times[1] < period}
+            self._cleared = now
         key = bytes(packet[_KEY])
-        self._asked[key] += 1
-        return self._asked[key] > 2
+        times = self._asked.get(key, (-math.inf, -math.inf))
+        if now - times[0] < period:
+            return True
+        self._asked[key] = times[1], now
+        return False
 
 
 def group_key(key: JobKey, epoch: int) -> bytes:

@@ -16,7 +16,7 @@ from gradwire.core.errors import FrameError
 
 _HASH_BYTES = 32
 _ENTRY = struct.Struct(f"<QII{_HASH_BYTES}s")
-_MAX_ENTRIES = 28  # so that a DIGEST packet fits an Ethernet frame
+_MAX_ENTRIES = 24  # so that a DIGEST packet fits the least MTU of a session
 _MAX_CANDIDATES = 2
 _NO_KEY = PacketKey(0, 0, 0)
 

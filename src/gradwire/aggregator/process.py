@@ -190,7 +190,8 @@ class AggregationServer(Server):
                 elif self._session is not None and peer in self._session.present:
                     self._send(self._session.machine.receive(body, time.monotonic(), peer))
         except (FrameError, DisagreementError) as error:
-            self._endpoint.dismiss(peer, str(error))
+            present = self._session is not None and peer in self._session.present
+            self._refuse(peer, str(error), present=present)
 
     def left(self, peer: int, error: SyncError | None) -> None:
         with self._changed:
@@ -217,6 +218,7 @@ class AggregationServer(Server):
         derive = partial(self._endpoint.derive, worker)
         if self._datagrams is not None:
             datagrams = WorkerDatagrams.join(worker, join.address, self._endpoint.host(worker), derive)
+            datagrams.round_trip_seconds = self._endpoint.round_trip_seconds(worker)
         if join.session in self._earlier:
             raise FrameError(f"The job of worker {worker} has been started again since. End this process.")
         if session is None or join.session != session.number:
@@ -240,6 +242,7 @@ class AggregationServer(Server):
         session.stall_seconds = min(session.stall_seconds, join.stall_seconds)
         session.present.add(worker)
         session.lost_at.pop(worker, None)
+        self._refused.pop(worker, None)
         self._on_event(f"Worker {worker}: joined")
         port = None if self._datagrams is None else self.address[1]
         guard = self.options.guard if session.kernel is not None else ""
@@ -318,6 +321,7 @@ class AggregationServer(Server):
             session.machine.check_strayed(self.options.xdp)
         present = set() if session is None else session.present | session.finished
         lost = [worker for worker in range(self.options.workers) if worker not in present]
+        self._check_refused(lost)
         for worker in lost:
             since = self._started if session is None else session.lost_at.get(worker, session.began)
             known = session is not None and (session.machine.resumed or worker in session.lost_at)

@@ -9,7 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from gradwire.aggregator.packet import Packet, PacketKey, bitmap_bytes, workers_of
-from gradwire.aggregator.session import SessionConfig
+from gradwire.aggregator.session import IndexTable, Operation, SessionConfig
+from gradwire.kernels import active as kernels
+from gradwire.kernels.blocks import INDEX_CHUNK, index_bytes, widths
+from gradwire.kernels.layout import ceil_div
 from gradwire.wire.frame import FrameFlags
 
 _EMPTY = np.empty(0, np.uint8)
@@ -24,7 +27,7 @@ class Reply:
         counted: Which workers are in each packet, bool[Q, W]. A worker that submitted and was not counted keeps its
             gradient.
         flags: Union of the flags of all workers that were heard.
-        packet_elements: Elements per packet, except for the last.
+        packet_elements: Elements per packet of the stream, except for the last.
     """
 
     counts: np.ndarray
@@ -91,9 +94,12 @@ class AggregationRequest:
         self.flags, self.deadline = flags, deadline
         self.num_packets = self.num_missing = config.num_packets(stream)
         self.num_sent = 0
-        self._payload, self._out, self._world_size = body, out, config.world_size
-        self._elements = config.packet_elements
-        self._packet_bytes = config.payload_bytes(stream, config.packet_elements)
+        self._out, self._world_size, self._elements = out, config.world_size, config.packet_size(stream)
+        self._packet_bytes = config.payload_bytes(stream, self._elements)
+        is_cut = config.streams[stream].operation is Operation.SUM and self._elements % INDEX_CHUNK
+        if body is not None and is_cut:
+            body = cut_chunks(body, size, config.tables[config.streams[stream].table], self._elements)
+        self._payload = body
         self._bitmap_bytes = bitmap_bytes(config.world_size)
         self._answered = bytearray(self.num_packets)
         self._counts = np.zeros(self.num_packets, np.int64)
@@ -131,3 +137,39 @@ class AggregationRequest:
         """Return who is in the result, once it is complete."""
         assert not self.num_missing, "some packets have no result"
         return Reply(self._counts, self._counted, FrameFlags(self._all_flags), self._elements)
+
+
+def cut_chunks(packed: np.ndarray, size: int, table: IndexTable, elements: int) -> np.ndarray:
+    """Pack indices anew, in packets that are shorter than a chunk.
+
+    Args:
+        packed: Indices in chunks of 1,024, as compressors pack them: uint8.
+        size: Number of indices P.
+        table: Their table.
+        elements: Indices per packet, a multiple of 8 and a divisor of 1,024.
+
+    Returns:
+        The bodies of all packets, one behind the other: uint8. Each is packed as a chunk of its own.
+    """
+    indices = np.empty(size, np.uint8)
+    kernels.lookup_indices(packed, table.bits, np.arange(1 << table.bits, dtype=np.uint32), indices)
+    whole = size // elements
+    rows = _planar(indices[: whole * elements].reshape(whole, elements), table.bits)
+    last = _planar(indices[whole * elements :].reshape(1, -1), table.bits)
+    return np.concatenate([rows.reshape(-1), last.reshape(-1)])
+
+
+def _planar(indices: np.ndarray, bits: int) -> np.ndarray:
+    """Return packed rows of indices, uint8[Q, index_bytes(E, bits)], each row as one chunk."""
+    num_rows, elements = indices.shape
+    out = np.empty((num_rows, index_bytes(elements, bits)), np.uint8)
+    at = shift = 0
+    for width in widths(bits):
+        per_byte, num_bytes = 8 // width, ceil_div(elements * width, 8)
+        planes = np.zeros((num_rows, per_byte * num_bytes), np.uint8)
+        planes[:, :elements] = indices >> shift & (1 << width) - 1
+        shifts = np.arange(0, 8, width, dtype=np.uint8)[:, None]
+        packed = planes.reshape(num_rows, per_byte, num_bytes) << shifts
+        out[:, at : at + num_bytes] = np.bitwise_or.reduce(packed, axis=1)
+        at, shift = at + num_bytes, shift + width
+    return out

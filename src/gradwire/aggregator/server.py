@@ -39,7 +39,7 @@ from gradwire.aggregator.slot import NEVER, AggregationSlot
 from gradwire.core.errors import FrameError
 
 EVERYONE = -1
-_MAX_HELD_KEYS = 64  # so that a HELD packet fits an Ethernet frame
+_MAX_HELD_KEYS = 64  # so that a HELD packet fits the least MTU of a session
 _NO_KEY = PacketKey(0, 0, 0)
 
 

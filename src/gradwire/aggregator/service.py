@@ -30,7 +30,7 @@ from gradwire.net.tls import TlsFiles
 from gradwire.sync.chunk import Chunk, split
 from gradwire.sync.job import TensorJob
 from gradwire.sync.tensor_registry import TensorRegistry
-from gradwire.wire.frame import HEADER_BYTES, FrameFlags, FrameKind
+from gradwire.wire.frame import FrameFlags, FrameKind
 
 logger = logging.getLogger("gradwire")
 ADDRESS_VARIABLE = "GRADWIRE_AGGREGATOR"
@@ -45,8 +45,10 @@ class Aggregator:
         fraction: Fraction of the ranks, rounded up, that a packet's sum waits for; above 1/2. A rank that is late keeps
             what it sent in its residual. Of 4 ranks, 0.75 waits for 3, and 0.9 for all.
         max_misses: A rank that was left out of a packet this many times in a row is waited for.
-        packet_elements: Elements per packet, a multiple of 1,024. The default fits a datagram with accumulators of 8
-            bits. If ranks may be left out, it is rounded up to a multiple of the compressor's block.
+        packet_elements: Most elements per packet, a multiple of 1,024. The default fits a datagram with accumulators of
+            8 bits. If ranks may be left out, it is rounded up to a multiple of the compressor's block.
+        mtu: MTU of the path to the server in bytes, for a server that takes datagrams: no packet is longer, in either
+            direction, so that IP fragments none. 1,500 on Ethernet. 0 sets no bound.
         job: Name of the job, the same as on the server.
         key_file: File with the job key; see `gradwire.net.keys.job_key`.
         insecure: If true, a job key that anyone can guess is allowed beyond loopback.
@@ -58,6 +60,7 @@ class Aggregator:
     fraction: float = 1.0
     max_misses: int = 8
     packet_elements: int = 60 << 10
+    mtu: int = 0
     job: str = "gradwire"
     key_file: str | Path | None = None
     insecure: bool = False
@@ -77,7 +80,7 @@ class Aggregator:
 
     def describe(self) -> dict[str, Any]:
         """Return the options that ranks compare."""
-        names = "address", "fraction", "max_misses", "packet_elements", "job"
+        names = "address", "fraction", "max_misses", "packet_elements", "mtu", "job"
         return {name: getattr(self, name) for name in names}
 
     def connect(
@@ -142,7 +145,7 @@ class AggregatorConnection:
     def sent_bytes(self, job: TensorJob, chunk: Chunk, kind: FrameKind, body_bytes: int) -> int:
         """Size of a contribution in bytes, with the headers of all packets, if nothing is lost."""
         num_packets = self._client.config.num_packets(self._stream(job, chunk, kind))
-        return num_packets * (HEADER_BYTES + PACKET_HEADER_BYTES) + body_bytes
+        return num_packets * (self._client.wrapping_bytes + PACKET_HEADER_BYTES) + body_bytes
 
     def close(self, reason: str = "") -> None:
         """Say goodbye; or, with a reason, make the job fail with it."""
@@ -188,8 +191,23 @@ def agree(
         packet_elements=-(-aggregator.packet_elements // largest_block) * largest_block,
         fraction=aggregator.fraction,
         max_misses=aggregator.max_misses,
+        mtu=aggregator.mtu,
     )
+    if partial:
+        _check_blocks(config, largest_block)
     return config, first_streams
+
+
+def _check_blocks(config: SessionConfig, block: int) -> None:
+    """Raise `OptionError` if a block would span packets."""
+    for number, stream in enumerate(config.streams):
+        size = config.packet_size(number)
+        if stream.operation is Operation.SUM and size % block:
+            raise OptionError(
+                f"Ranks may be left out (fraction={config.fraction:g}), so packets must be whole blocks of {block}, "
+                f"but with mtu={config.mtu} they have {size} elements. Pass block={size} to the compressor, a mtu "
+                f"that fits {block} sums of {8 * config.result_dtype(number).itemsize} bits, or fraction=1."
+            )
 
 
 def num_statistics(compressor: Compressor, spec: TensorSpec) -> int:

@@ -4,7 +4,7 @@ The configuration implies all sizes, so a server takes no length, table or width
 overflow are refused here, before anything is sent.
 
 Source: THC (Li et al. 2024), appendix C: packets of 1,024 indices, one table. Differences: table, width and packet
-length are agreed per job and checked.
+length are agreed per job and checked; packets can be bounded in bytes, with fewer elements where they are wide.
 """
 # Shapes: W = workers, P = indices of a stream
 
@@ -19,13 +19,14 @@ from typing import Any
 
 import numpy as np
 
-from gradwire.aggregator.packet import bitmap_bytes
+from gradwire.aggregator.packet import PACKET_HEADER_BYTES, bitmap_bytes
 from gradwire.core.errors import FrameError, OptionError
 from gradwire.kernels.blocks import INDEX_CHUNK, MAX_INDEX_BITS, index_bytes
 from gradwire.kernels.layout import ceil_div
+from gradwire.net.datagrams import TRAILER_BYTES
 from gradwire.wire.json_message import dump, load
 
-VERSION = 1
+VERSION = 2
 NO_EPOCH = 0
 """Epoch of a worker that no server has welcomed yet."""
 MAX_CONFIG_BYTES = 16 << 20
@@ -34,6 +35,9 @@ MAX_JOIN_BYTES = MAX_CONFIG_BYTES + 4096
 MAX_WELCOME_BYTES = 4096
 MAX_WORKERS = 1024
 MAX_PACKET_ELEMENTS = 1 << 22
+MIN_MTU, MAX_MTU = 1280, (1 << 16) - 1
+IP_BYTES = 40 + 8
+"""IPv6 and UDP headers. Those of IPv4 are shorter."""
 MAX_STREAMS = 1 << 20
 MAX_ELEMENTS = 1 << 40
 GUARD_NAMES = "", "siphash", "crc32c"
@@ -115,10 +119,12 @@ class SessionConfig:
         world_size: Number of workers W.
         tables: Lookup tables of the sums.
         streams: Vectors to aggregate, each identified by its index. A round may contain any of them, in any order.
-        packet_elements: Elements per packet, a multiple of 1,024. The last packet of a stream may be shorter.
+        packet_elements: Most elements per packet, a multiple of 1,024. The last packet of a stream may be shorter.
         fraction: Fraction of the workers, rounded up, that a packet's result waits for; above 1/2. Below 1, a server
             may answer without stragglers, and names them.
         max_misses: A worker that was left out of a packet this many times in a row is waited for.
+        mtu: Largest datagram in either direction in bytes, with IP and UDP headers; from 1,280. Packets of a stream
+            have fewer elements than `packet_elements` where they would exceed it. 0 sets no bound.
 
     Raises:
         OptionError: An accumulator may overflow, or a number is out of range.
@@ -130,12 +136,15 @@ class SessionConfig:
     packet_elements: int = 1 << 16
     fraction: float = 1.0
     max_misses: int = 8
+    mtu: int = 0
 
     def __post_init__(self) -> None:
         _check_range("world_size", self.world_size, 1, MAX_WORKERS)
         _check_range("packet_elements", self.packet_elements, INDEX_CHUNK, MAX_PACKET_ELEMENTS)
         _check_range("max_misses", self.max_misses, 0, 1 << 16)
         _check_range("The number of streams", len(self.streams), 0, MAX_STREAMS)
+        if self.mtu:
+            _check_range("mtu", self.mtu, MIN_MTU, MAX_MTU)
         if self.packet_elements % INDEX_CHUNK:
             raise OptionError(
                 f"packet_elements must be a multiple of {INDEX_CHUNK}, not {self.packet_elements}. Pass "
@@ -155,13 +164,23 @@ class SessionConfig:
         """Number of workers that must have been heard before a packet is answered."""
         return num_needed(self.fraction, self.world_size)
 
+    def packet_size(self, stream: int) -> int:
+        """Number of elements in each packet of a stream but the last: whole chunks of 1,024, or a power of two."""
+        return self._packet_sizes[stream]
+
     def num_packets(self, stream: int) -> int:
         """Number of packets of a stream."""
-        return ceil_div(self.streams[stream].size, self.packet_elements)
+        return ceil_div(self.streams[stream].size, self.packet_size(stream))
+
+    def place(self, stream: int, packet: int) -> slice:
+        """Elements of a stream that a packet has."""
+        start = packet * self.packet_size(stream)
+        return slice(start, start + self.elements(stream, packet))
 
     def elements(self, stream: int, packet: int) -> int:
         """Number of elements in a packet."""
-        return min(self.packet_elements, self.streams[stream].size - packet * self.packet_elements)
+        size = self.packet_size(stream)
+        return min(size, self.streams[stream].size - packet * size)
 
     def result_dtype(self, stream: int) -> np.dtype[Any]:
         """Element type of a stream's results."""
@@ -180,6 +199,23 @@ class SessionConfig:
     def result_bytes(self, stream: int, packet: int) -> int:
         """Size of the body of a packet's result, in bytes."""
         return bitmap_bytes(self.world_size) + self.elements(stream, packet) * self.result_dtype(stream).itemsize
+
+    @cached_property
+    def _packet_sizes(self) -> list[int]:
+        """Elements per packet of each stream."""
+        floats = self._fitting(8 * FLOAT.itemsize)
+        sums = [self._fitting(max(table.bits, table.accumulator_bits)) for table in self.tables]
+        return [sums[stream.table] if stream.operation is Operation.SUM else floats for stream in self.streams]
+
+    def _fitting(self, bits: int) -> int:
+        """Elements per packet, if contributions and results have at most `bits` bits an element."""
+        if not self.mtu:
+            return self.packet_elements
+        body_bytes = self.mtu - IP_BYTES - PACKET_HEADER_BYTES - TRAILER_BYTES - bitmap_bytes(self.world_size)
+        fitting = 8 * body_bytes // bits
+        if fitting >= INDEX_CHUNK:
+            return min(self.packet_elements, fitting // INDEX_CHUNK * INDEX_CHUNK)
+        return 1 << fitting.bit_length() - 1
 
     def check_size(self) -> None:
         """Raise `OptionError` if the configuration is too long for a join message."""
@@ -200,6 +236,7 @@ class SessionConfig:
             "packet_elements": self.packet_elements,
             "fraction": self.fraction,
             "max_misses": self.max_misses,
+            "mtu": self.mtu,
         }
 
     @classmethod

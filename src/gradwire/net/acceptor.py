@@ -14,6 +14,8 @@ import socket
 import time
 
 logger = logging.getLogger("gradwire")
+BACKLOG = 1024
+"""Connections that may wait in the kernel to be accepted. It may allow fewer (net.core.somaxconn)."""
 REST_SECONDS = 0.25
 _SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
@@ -38,16 +40,19 @@ class Acceptor:
         listener.setblocking(False)
         selector.register(listener, selectors.EVENT_READ)
 
-    def accept(self) -> socket.socket | None:
-        """Return the next connection, non-blocking; None if there is none, or no descriptor for it."""
+    def accept(self) -> tuple[socket.socket, str] | None:
+        """Return the next connection, non-blocking, and the address that it comes from.
+
+        None if there is none, or no descriptor for it.
+        """
         try:
-            sock, _ = self.listener.accept()
+            sock, (host, *_) = self.listener.accept()
         except OSError as error:
             if error.errno in _SHORTAGES:
                 self._rest(error)
             return None  # otherwise the peer has gone already
         sock.setblocking(False)
-        return sock
+        return sock, host
 
     def resume(self, now: float) -> None:
         """Accept again once the pause is over."""

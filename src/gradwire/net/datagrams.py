@@ -37,8 +37,19 @@ BUFFER_BYTES = 8 << 20
 SEND_SECONDS = 1
 """Longest wait for room in the kernel. After it, a packet is lost."""
 Address = tuple[str, int]
+_IP_MTU, _IPV6_MTU = (socket.IPPROTO_IP, 14), (socket.IPPROTO_IPV6, 24)  # Linux's, which Python does not name
 # With Linux's SO_RCVBUFFORCE and SO_SNDBUFFORCE, which Python does not name and net.core.rmem_max does not limit.
 _BUFFERS = ((socket.SO_RCVBUF, 33), (socket.SO_SNDBUF, 32))
+
+
+def path_mtu(address: Address) -> int | None:
+    """Return the largest IP packet that this host knows to reach an address, in bytes; None if it does not say."""
+    if sys.platform != "linux":
+        return None
+    is_ipv6 = ":" in address[0]
+    with socket.socket(socket.AF_INET6 if is_ipv6 else socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        any_socket.connect(address)
+        return any_socket.getsockopt(*(_IPV6_MTU if is_ipv6 else _IP_MTU))
 
 
 class DatagramSender:
@@ -47,6 +58,8 @@ class DatagramSender:
     Args:
         key: 32 bytes for this direction only.
     """
+
+    trailer_bytes = TRAILER_BYTES
 
     def __init__(self, key: bytes) -> None:
         self._mac = FrameMac(key)

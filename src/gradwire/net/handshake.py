@@ -1,10 +1,13 @@
 """Handshake: both ends of a new connection prove that they hold the job key. Without I/O.
 
     connector                                   acceptor
-    HELLO: protocol version, nonce      ->
+    HELLO: protocol version, nonce, 0   ->
                                         <-      CHALLENGE: integrity, nonce
     PROOF: HMAC("connector", transcript) ->
                                         <-      PROOF: HMAC("acceptor", transcript)
+
+A connector that has lost the connection after CHALLENGE answers it on the next one. Its HELLO is that of the lost
+connection, with the acceptor's nonce in place of 0, and PROOF follows at once (`gradwire.net.challenges`).
 
 The transcript binds protocol version, integrity, group name, epoch, world size, both ranks and both nonces, so that a
 proof is valid for one connection, one direction and one pair of ranks. The connector proves itself first: an
@@ -33,21 +36,29 @@ from typing import NoReturn
 import numpy as np
 
 from gradwire.core.errors import FrameError, OptionError
-from gradwire.wire.frame import FrameKind, Header, pack, without_seal
-from gradwire.wire.mac import FrameMac
+from gradwire.net.challenges import CHALLENGE_BYTES, Challenges
+from gradwire.wire.frame import HEADER_BYTES, FrameKind, Header, pack, without_seal
+from gradwire.wire.mac import TAG_BYTES, FrameMac
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 INTEGRITIES = ("crc", "mac")
 """How the frames of a connection may be protected. All processes of a job choose the same."""
-NONCE_BYTES = 32
+NONCE_BYTES = CHALLENGE_BYTES
 PROOF_BYTES = 32
 KEY_BYTES = 32
 _VERSION = struct.Struct("<H")
+_NO_CHALLENGE = bytes(CHALLENGE_BYTES)
 _BINDING = struct.Struct("<HBQIII")
 
 
 class HandshakeError(FrameError):
-    """The other end is not an expected rank of this job, or does not hold its key."""
+    """The other end is not an expected rank of this job, or does not hold its key.
+
+    Attributes:
+        answer: Frame that tells the other end what is wrong; empty if it is told nothing.
+    """
+
+    answer = b""
 
 
 class JobKey:
@@ -78,6 +89,11 @@ class JobKey:
     def draw(cls, integrity: str = "crc") -> JobKey:
         """Return a new random key."""
         return cls(secrets.token_bytes(KEY_BYTES), integrity)
+
+    @property
+    def prefix_bytes(self) -> int:
+        """Bytes of a frame before its body."""
+        return HEADER_BYTES + TAG_BYTES if self.integrity == "mac" else HEADER_BYTES
 
     def mac(self, *parts: bytes) -> bytes:
         """Return HMAC-SHA256 over the parts, each after its length."""
@@ -114,6 +130,14 @@ class GroupMember:
     epoch: int
 
 
+@dataclass(frozen=True)
+class Challenged:
+    """What a connector needs to answer a challenge on another connection: both nonces."""
+
+    nonce: bytes
+    challenge: bytes
+
+
 class Handshake:
     """One end of a handshake.
 
@@ -122,14 +146,21 @@ class Handshake:
         key: The job key.
         expected: Ranks that may be at the other end; exactly one for a connector.
         connect: Whether this end opened the connection.
+        host: Address of the connector, for an acceptor.
+        challenges: Challenges of the acceptor's listener; default: those of this connection alone.
+        before: Challenge of a lost connection that a connector answers.
 
     Attributes:
         connects: Whether this end opened the connection.
+        challenged: The challenge that has come on this connection, for a connector; None until then.
         peer: The rank at the other end; proven once `done`.
         done: Whether the other end has proven that it holds the key, and this end has nothing left to send.
     """
 
-    def __init__(self, member: GroupMember, key: JobKey, expected: frozenset[int], *, connect: bool) -> None:
+    def __init__(
+        self, member: GroupMember, key: JobKey, expected: frozenset[int], *, connect: bool, host: str = "",
+        challenges: Challenges | None = None, before: Challenged | None = None,
+    ) -> None:  # fmt: skip
         assert not connect or len(expected) == 1, "a connector knows whom it calls"
         self.peer: int | None = next(iter(expected)) if connect else None
         self.done = False
@@ -137,14 +168,23 @@ class Handshake:
         self._key = key
         self._expected = expected
         self.connects = connect
-        self._nonce = secrets.token_bytes(NONCE_BYTES)
-        self._peer_nonce = b""
-        self._due = FrameKind.CHALLENGE if connect else FrameKind.HELLO
+        self.challenged: Challenged | None = None
+        self._host = host
+        self._challenges = challenges or Challenges()
+        self._before = before
+        # Of the acceptor: its challenge, once it has been asked for one.
+        self._nonce = b"" if not connect else before.nonce if before else secrets.token_bytes(NONCE_BYTES)
+        self._peer_nonce = before.challenge if before else b""
+        self._due = FrameKind.HELLO if not connect else FrameKind.PROOF if before else FrameKind.CHALLENGE
 
     def opening(self) -> bytes:
-        """Return the connector's first frame."""
+        """Return the connector's first frame, or the first two if it answers an earlier challenge."""
         assert self.connects, "the acceptor waits"
-        return self._frame(FrameKind.HELLO, _VERSION.pack(PROTOCOL_VERSION) + self._nonce)
+        hello = _VERSION.pack(PROTOCOL_VERSION) + self._nonce
+        if self._before is None:
+            return self._frame(FrameKind.HELLO, hello + _NO_CHALLENGE)
+        proof = self._frame(FrameKind.PROOF, self._proof("connector"))
+        return self._frame(FrameKind.HELLO, hello + self._before.challenge) + proof
 
     def admit(self, header: Header) -> None:
         """Accept only the expected frame, of its exact length, from an expected rank.
@@ -157,11 +197,13 @@ class Handshake:
                 f"Expected {self._due.name} of {_BODY_BYTES[self._due]} bytes in the handshake, got "
                 f"{header.kind.name} of {header.length} bytes."
             )
-        if header.epoch != self._member.epoch or header.count != self._member.world_size:
+        if header.epoch != self._member.epoch:
             raise HandshakeError(
-                f"Expected epoch {self._member.epoch:#x} and world size {self._member.world_size}, got "
-                f"{header.epoch:#x} and {header.count}. A process of an earlier run may still be alive."
+                f"Expected epoch {self._member.epoch:#x}, got {header.epoch:#x}. A process of an earlier run may still "
+                "be alive."
             )
+        if header.count != self._member.world_size:
+            raise self._other_world_size(header)
         if header.sender not in (self._expected if self.peer is None else (self.peer,)):
             raise HandshakeError(
                 f"Expected a rank out of {sorted(self._expected)}, got rank {header.sender} (at rank "
@@ -170,11 +212,20 @@ class Handshake:
         if without_seal(header) != self._header(header.kind, header.sender):
             raise HandshakeError(f"The handshake uses no other header fields: {header}.")
 
+    def _other_world_size(self, header: Header) -> HandshakeError:
+        error = HandshakeError(
+            f"Expected world size {self._member.world_size}, got {header.count} (workers, and their server if they "
+            "have one). Start all processes of the job with the same number of workers."
+        )
+        if header.kind is FrameKind.HELLO:  # refused in the same words, for its header
+            error.answer = self._frame(FrameKind.CHALLENGE, bytes(_BODY_BYTES[FrameKind.CHALLENGE]))
+        return error
+
     def receive(self, header: Header, body: np.ndarray) -> bytes:
         """Take an admitted frame and return the answer; empty if there is none.
 
         Raises:
-            HandshakeError: The protocol version differs, or the proof is wrong.
+            HandshakeError: The protocol version differs, or the challenge or proof is wrong.
         """
         content = body.tobytes()
         if header.kind is FrameKind.HELLO:
@@ -182,6 +233,7 @@ class Handshake:
         if header.kind is FrameKind.CHALLENGE:
             self._check_integrity(content[0])
             self._peer_nonce = content[1:]
+            self.challenged = Challenged(self._nonce, self._peer_nonce)
             self._due = FrameKind.PROOF
             return self._frame(FrameKind.PROOF, self._proof("connector"))
         return self._check_proof(content)
@@ -194,9 +246,16 @@ class Handshake:
                 "gradwire version on all ranks."
             )
         self.peer = sender
-        self._peer_nonce = content[_VERSION.size :]
         self._due = FrameKind.PROOF
-        return self._frame(FrameKind.CHALLENGE, bytes([self._integrity]) + self._nonce)
+        nonces = content[_VERSION.size :]
+        self._peer_nonce, challenge = nonces[:NONCE_BYTES], nonces[NONCE_BYTES:]
+        if challenge == _NO_CHALLENGE:
+            self._nonce = self._challenges.challenge(self._host, sender, self._peer_nonce)
+            return self._frame(FrameKind.CHALLENGE, bytes([self._integrity]) + self._nonce)
+        if not self._challenges.knows(challenge, self._host, sender, self._peer_nonce):
+            raise HandshakeError(f"Rank {sender} answers a challenge that is not valid any more, or never was.")
+        self._nonce = challenge
+        return b""
 
     @property
     def _integrity(self) -> int:
@@ -218,6 +277,8 @@ class Handshake:
                 "same key; without one, only processes of one user on one machine share a key. A process of another "
                 "job may be at that address."
             )
+        if not self.connects and not self._challenges.answer(self._nonce):
+            raise HandshakeError(f"Rank {self.peer} answers a challenge for the second time.")
         self.done = True
         return b"" if self.connects else self._frame(FrameKind.PROOF, self._proof(mine))
 
@@ -254,7 +315,7 @@ class Handshake:
 
 
 _BODY_BYTES = {
-    FrameKind.HELLO: _VERSION.size + NONCE_BYTES,
+    FrameKind.HELLO: _VERSION.size + NONCE_BYTES + CHALLENGE_BYTES,
     FrameKind.CHALLENGE: 1 + NONCE_BYTES,
     FrameKind.PROOF: PROOF_BYTES,
 }

@@ -31,8 +31,10 @@ DISCARD_BYTES = 1 << 16
 LOW_WATER_BYTES = 1 << 15
 # Linux's SIOCOUTQNSD: bytes that TCP has not sent yet.
 _UNSENT_BYTES = 0x894B
-# tcpi_busy_time of Linux's struct tcp_info (since 4.10), in microseconds.
+# tcpi_min_rtt and tcpi_busy_time of Linux's struct tcp_info (since 4.10), in microseconds.
 _TCP_INFO = getattr(socket, "TCP_INFO", 11)
+_MIN_RTT, _MIN_RTT_END = 148, 152
+_NO_RTT = (1 << 32) - 1
 _BUSY_TIME, _BUSY_TIME_END = 168, 176
 
 
@@ -126,6 +128,15 @@ class Link:
             if len(info) == _BUSY_TIME_END:
                 self._busy_seconds = int.from_bytes(info[_BUSY_TIME:], sys.byteorder) / 1e6
         return self._busy_seconds
+
+    def round_trip_seconds(self) -> float:
+        """Return the shortest round trip that the kernel has seen on this connection; 0 if unknown."""
+        with contextlib.suppress(OSError):  # closed, or not Linux
+            info = self.socket.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _MIN_RTT_END)
+            if len(info) == _MIN_RTT_END:
+                micros = int.from_bytes(info[_MIN_RTT:], sys.byteorder)
+                return micros / 1e6 if micros < _NO_RTT else 0.0
+        return 0.0
 
     def undelivered_bytes(self) -> int:
         """Return the number of sent bytes that the peer's kernel has not acknowledged, or 0 if unknown."""

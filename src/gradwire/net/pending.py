@@ -1,13 +1,16 @@
 """Connections whose handshake has not ended: those that this end opens, and those that others open to it.
 
-Guarantees: an unauthenticated peer costs one descriptor for a few seconds. A rank to call is called again, with growing
-pauses, until it has proven itself.
+Guarantees: an unauthenticated peer costs one descriptor for a few seconds. Under a flood, places are shared between
+source addresses (`gradwire.net.quota`), and a caller that has lost its place comes back with the answer to the
+challenge that it was given (`gradwire.net.challenges`). A rank to call is called again, with growing pauses, until it
+has proven itself.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import logging
 import selectors
 import socket
@@ -18,14 +21,16 @@ from typing import Any
 
 from gradwire.core.errors import FrameError
 from gradwire.net.acceptor import Acceptor
-from gradwire.net.handshake import GroupMember, Handshake, JobKey
+from gradwire.net.challenges import Challenges
+from gradwire.net.handshake import Challenged, GroupMember, Handshake, HandshakeError, JobKey
+from gradwire.net.quota import SourceQuota
 from gradwire.net.stream import FrameReader
 from gradwire.net.tls import AnySocket, TlsSocket
 
 logger = logging.getLogger("gradwire")
 # A real peer has its frames ready.
 HANDSHAKE_SECONDS = 5.0
-SPARE_CONNECTIONS = 64
+SPARE_CONNECTIONS = 256
 """Unauthenticated connections that are held at once, beyond one per expected caller."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
 
@@ -71,10 +76,14 @@ class PendingConnection:
         count = self.socket.recv_into(self.reader.wanted())
         if count == 0:
             raise ConnectionResetError("it closed the connection in the handshake")
-        for header, body in self.reader.advance(count):
-            self._send(self.handshake.receive(header, body))
-            if self.handshake.done:
-                return  # later frames stay in the reader
+        try:
+            for header, body in self.reader.advance(count):
+                self._send(self.handshake.receive(header, body))
+                if self.handshake.done:
+                    return  # later frames stay in the reader
+        except HandshakeError as error:
+            self._send(error.answer)
+            raise
 
     def _secure(self) -> None:
         if self._unsecured is not None:
@@ -121,7 +130,11 @@ class PendingConnections:
         self._tls = tls
         self._call_at = dict.fromkeys(addresses, 0.0)
         self._pauses: dict[int, float] = {}
-        self._connections: dict[AnySocket, PendingConnection] = {}
+        self._challenged: dict[int, Challenged] = {}
+        self._challenges = Challenges()
+        self._called: dict[AnySocket, PendingConnection] = {}
+        self._accepted: dict[AnySocket, PendingConnection] = {}  # all have the same time: the oldest expires first
+        self._quota: SourceQuota[PendingConnection] = SourceQuota(len(callers) + SPARE_CONNECTIONS)
         self._num_refused = 0
 
     def begin_turn(self, now: float) -> None:
@@ -135,7 +148,7 @@ class PendingConnections:
 
     def deadlines(self) -> list[float]:
         """When something is due, on the monotonic clock."""
-        times = [*self._call_at.values(), *(pending.expires for pending in self._connections.values())]
+        times = [*self._call_at.values(), *(pending.expires for pending in self._first_to_expire())]
         if self._acceptor is not None and self._acceptor.rests_until is not None:
             times.append(self._acceptor.rests_until)
         return times
@@ -144,14 +157,15 @@ class PendingConnections:
         """Handle a socket that is ready, and return its connection if that completes the handshake."""
         if self._acceptor is not None and source is self._acceptor.listener:
             self._accept()
-        elif source in self._connections:  # not dropped earlier in this turn
-            return self._advance(self._connections[source])
-        return None
+            return None
+        pending = self._called.get(source) or self._accepted.get(source)
+        return None if pending is None else self._advance(pending)  # None: dropped earlier in this turn
 
     def expire(self) -> None:
         """Drop connections whose handshake takes too long."""
-        for pending in list(self._connections.values()):
-            if time.monotonic() >= pending.expires:
+        now = time.monotonic()
+        while late := [pending for pending in self._first_to_expire() if now >= pending.expires]:
+            for pending in late:
                 self._drop(pending, "it did not finish the handshake in time")
 
     def call_again(self, peer: int) -> None:
@@ -169,7 +183,7 @@ class PendingConnections:
     def end(self) -> None:
         """Call and accept nobody any more."""
         self._call_at.clear()
-        for pending in list(self._connections.values()):
+        for pending in (*self._called.values(), *self._accepted.values()):
             self._forget(pending)
             pending.socket.close()
         if self._acceptor is not None:
@@ -177,7 +191,7 @@ class PendingConnections:
 
     def release(self) -> None:
         """Close every socket, but leave the selector as it is: a forked child shares it with its parent."""
-        for sock in self._connections:
+        for sock in (*self._called, *self._accepted):
             sock.close()
         if self._acceptor is not None:
             self._acceptor.listener.close()
@@ -190,7 +204,10 @@ class PendingConnections:
             self._call_later(peer, error.strerror or str(error))
             return
         sock.setblocking(False)
-        pending = self._add(sock, frozenset({peer}), connect=True)
+        seconds = self._call_seconds or HANDSHAKE_SECONDS
+        before = self._challenged.pop(peer, None)
+        handshake = Handshake(self._member, self._key, frozenset({peer}), connect=True, before=before)
+        pending = self._add(sock, handshake, seconds, host)
         try:
             code = sock.connect_ex((host, port))
             problem = "" if code in (0, errno.EINPROGRESS) else errno.errorcode.get(code, str(code))
@@ -201,23 +218,28 @@ class PendingConnections:
 
     def _accept(self) -> None:
         assert self._acceptor is not None
-        sock = self._acceptor.accept()
-        if sock is None:
+        accepted = self._acceptor.accept()
+        if accepted is None:
             return
-        accepted = [pending for pending in self._connections.values() if not pending.handshake.connects]
-        if len(accepted) >= len(self._callers) + SPARE_CONNECTIONS:
-            self._drop(accepted[0], "too many unauthenticated peers at the port")
-        self._add(sock, self._callers, connect=False)
+        sock, host = accepted
+        handshake = Handshake(
+            self._member, self._key, self._callers, connect=False, host=host, challenges=self._challenges
+        )
+        leaving = self._quota.take(host, self._add(sock, handshake, HANDSHAKE_SECONDS))
+        if leaving is not None:
+            self._drop(leaving, "too many unauthenticated peers at the port")
 
-    def _add(self, sock: socket.socket, expected: frozenset[int], *, connect: bool) -> PendingConnection:
-        seconds = self._call_seconds if connect and self._call_seconds else HANDSHAKE_SECONDS
-        handshake = Handshake(self._member, self._key, expected, connect=connect)
-        stream: AnySocket = sock
-        if self._tls is not None:
-            stream = TlsSocket(sock, self._tls, self._addresses[min(expected)][0] if connect else None)
-        pending = self._connections[stream] = PendingConnection(stream, handshake, time.monotonic() + seconds)
-        self._selector.register(stream, selectors.EVENT_WRITE if connect else selectors.EVENT_READ)
+    def _add(
+        self, sock: socket.socket, handshake: Handshake, seconds: float, server_name: str | None = None
+    ) -> PendingConnection:
+        stream: AnySocket = sock if self._tls is None else TlsSocket(sock, self._tls, server_name)
+        pending = PendingConnection(stream, handshake, time.monotonic() + seconds)
+        (self._called if handshake.connects else self._accepted)[stream] = pending
+        self._selector.register(stream, selectors.EVENT_WRITE if handshake.connects else selectors.EVENT_READ)
         return pending
+
+    def _first_to_expire(self) -> list[PendingConnection]:
+        return [*self._called.values(), *itertools.islice(self._accepted.values(), 1)]
 
     def _advance(self, pending: PendingConnection) -> PendingConnection | None:
         try:
@@ -246,6 +268,8 @@ class PendingConnections:
         peer = pending.handshake.peer
         if pending.handshake.connects:
             assert peer is not None, "a caller knows whom it calls"
+            if pending.handshake.challenged is not None:
+                self._challenged[peer] = pending.handshake.challenged
             pending.socket.close()
             self._call_later(peer, problem)
             return
@@ -266,6 +290,10 @@ class PendingConnections:
         self._call_at[peer] = time.monotonic() + pause
 
     def _forget(self, pending: PendingConnection) -> None:
-        del self._connections[pending.socket]
+        if pending.handshake.connects:
+            del self._called[pending.socket]
+        else:
+            del self._accepted[pending.socket]
+            self._quota.leave(pending)
         with contextlib.suppress(KeyError):
             self._selector.unregister(pending.socket)

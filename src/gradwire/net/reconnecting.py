@@ -125,9 +125,16 @@ class ReconnectingEndpoint(ConnectionLoop):
 
     def host(self, peer: int) -> str:
         """Return the address from which a peer is connected. Call it on the endpoint's thread."""
+        return str(self._speaker(peer).socket.getpeername()[0]).partition("%")[0]
+
+    def round_trip_seconds(self, peer: int) -> float:
+        """Return the shortest round trip to a peer so far; 0 if unknown. Call it on the endpoint's thread."""
+        return self._speaker(peer).round_trip_seconds()
+
+    def _speaker(self, peer: int) -> Link:
         link = self._link(peer, None)
         assert link is not None, "it has just sent a frame"
-        return str(link.socket.getpeername()[0]).partition("%")[0]
+        return link
 
     def send(self, peer: int, header: Header, body: np.ndarray, connection: int | None = None) -> bool:
         """Queue one frame and return at once.

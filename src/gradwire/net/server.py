@@ -10,6 +10,7 @@ import contextlib
 import logging
 import signal
 import socket
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 
 from gradwire.core.errors import PeerLostError, PeerTimeoutError, ServerStoppedError
+from gradwire.net.acceptor import BACKLOG
 from gradwire.net.handshake import GroupMember
 from gradwire.net.keys import job_epoch, job_key
 from gradwire.net.reconnecting import EndpointOwner, ReconnectingEndpoint
@@ -37,7 +39,7 @@ class ServerOptions:
         port: Port to listen on; 0 for any free one.
         job: Name of the job. A machine can serve several jobs.
         timeout: Longest time without a sign of life from a worker.
-        patience: Longest wait for a worker that is lost.
+        patience: Longest wait for a worker that is lost or was refused.
         start_timeout: Longest wait until all workers have joined.
         key_file: File with the job key. See `job_key`.
         insecure: Whether to listen beyond loopback without a secret key.
@@ -89,6 +91,7 @@ class Server(EndpointOwner):
         if options.insecure:
             logger.warning("The server at %s accepts workers without a secret key.", options.host)
         self._epoch = job_epoch(options.job)
+        self._refused: dict[int, tuple[float, str]] = {}  # absent workers: when, and why
         self._on_event: Callable[[str], None] = logger.info
 
     def run(self, on_event: Callable[[str], None] = logger.info) -> None:
@@ -98,7 +101,7 @@ class Server(EndpointOwner):
             on_event: Called with one line of text for each event.
 
         Raises:
-            PeerTimeoutError: A worker was away, or held up the others, for too long.
+            PeerTimeoutError: A worker was away, or held up the others, for too long; or it was refused.
             PeerLostError: A worker has finished, and others wait for it.
             SyncError: A worker has given up.
             ServerStoppedError: `stop` was called.
@@ -146,12 +149,28 @@ class Server(EndpointOwner):
         if self._stopped is not None:
             raise self._stopped
 
+    def _refuse(self, worker: int, reason: str, connection: int | None = None, *, present: bool = False) -> None:
+        """Close a worker's connection and tell it why; `present` if the worker takes part over another one."""
+        if not present:
+            self._refused[worker] = time.monotonic(), reason
+        self._endpoint.dismiss(worker, reason, connection)
+
+    def _check_refused(self, missing: Collection[int]) -> None:
+        """Raise if one of the missing workers was refused longer than the patience ago: the others wait for it."""
+        for worker, (at, reason) in list(self._refused.items()):
+            if worker in missing and time.monotonic() - at > self.options.patience.total_seconds():
+                raise PeerTimeoutError(
+                    f"Worker {worker} was refused, and has not come back within "
+                    f"{self.options.patience.total_seconds():g} s. It was told: {reason}",
+                    rank=worker,
+                )
+
     def _listen(self, prepare: Callable[[], None]) -> None:
         """Take the address, then `prepare`, then make the endpoint. After an error, the address is free."""
         options = self.options
         with contextlib.ExitStack() as undo:
             family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-            listener = socket.create_server((options.host, options.port), family=family, backlog=128)
+            listener = socket.create_server((options.host, options.port), family=family, backlog=BACKLOG)
             undo.enter_context(listener)
             self.address = (options.host, int(listener.getsockname()[1]))
             prepare()

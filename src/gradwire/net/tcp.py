@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from gradwire.core.errors import OptionError, PeerTimeoutError, SyncError
+from gradwire.net.acceptor import BACKLOG
 from gradwire.net.address import local_address
 from gradwire.net.closing import ClosingMessage
 from gradwire.net.handshake import GroupMember, JobKey
@@ -57,6 +58,7 @@ class TcpTransport(PeerTransport, ConnectionLoop):
         member = meeting.member
         ConnectionLoop.__init__(self, member, timeout=timeout, kind="tcp")
         self.rank, self.world_size, self.epoch = member.rank, member.world_size, member.epoch
+        self.prefix_bytes = meeting.key.prefix_bytes
         self.sent_bytes = [0] * self.world_size
         self._conversations = {}
         self._callbacks: Callbacks | None = None
@@ -106,7 +108,7 @@ class TcpTransport(PeerTransport, ConnectionLoop):
         key = given_key(integrity=integrity)
         host = local_address(store)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.create_server((host, 0), family=family, backlog=max(128, world_size)) as listener:
+        with socket.create_server((host, 0), family=family, backlog=max(BACKLOG, world_size)) as listener:
             address = (host, int(listener.getsockname()[1]))
             meeting = meet(store, name, rank, world_size, address, deadline, key, integrity)
             return cls(meeting, listener, deadline, timeout=timeout)

@@ -14,7 +14,7 @@ import numpy as np
 
 from gradwire.core.errors import SyncError
 from gradwire.net.conversation import Conversation
-from gradwire.wire.frame import DATA_KINDS, Header, describe
+from gradwire.wire.frame import DATA_KINDS, HEADER_BYTES, Header, describe
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ class Transport(ABC):
         rank: This process in the group.
         world_size: Ranks in the group.
         epoch: 64-bit id of the group's incarnation, which every header carries.
+        prefix_bytes: Bytes of a frame before its body.
         sent_bytes: Bytes of whole frames handed to `send`, by peer.
         received_bytes: Bytes of whole frames delivered, by peer.
         control_bytes: Bytes of the transport's own frames (heartbeats, closing messages), both ways, by peer.
@@ -62,6 +63,7 @@ class Transport(ABC):
     rank: int
     world_size: int
     epoch: int
+    prefix_bytes: int = HEADER_BYTES
     sent_bytes: list[int]
     received_bytes: list[int]
     control_bytes: list[int]

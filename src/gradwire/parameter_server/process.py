@@ -137,10 +137,11 @@ class ParameterServer(Server):
         try:
             messages = self.machine.receive(worker, header, body)
         except FrameError as error:
-            self._endpoint.dismiss(worker, str(error), connection)
+            self._refuse(worker, str(error), connection, present=worker in self.machine.present)
             return
         if header.kind is FrameKind.JOIN:
             self._finished_before.discard(worker)
+            self._refused.pop(worker, None)
         if self._journal is not None:
             self._journal.note(header, body)
         self._send(messages)
@@ -163,7 +164,7 @@ class ParameterServer(Server):
             self._endpoint.send(worker, header, body, self._connections.get(worker, 0))
         while self.machine.rejected:
             worker, reason = self.machine.rejected.popitem()
-            self._endpoint.dismiss(worker, reason, self._connections.get(worker, 0))
+            self._refuse(worker, reason, self._connections.get(worker, 0), present=worker in self.machine.present)
 
     # -- workers that are waited for -------------------------------------------------------------------------
 
@@ -175,6 +176,7 @@ class ParameterServer(Server):
         if not missing:
             self._lost_since = None
             return
+        self._check_refused(missing)
         all_came = len(self.machine.incarnations) == self.options.workers
         patience = self.options.patience if all_came else self.options.start_timeout
         now = time.monotonic()

@@ -23,7 +23,7 @@ frame headers are counted, too.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -153,6 +153,7 @@ class _Range:
     codec: CodecCosts
     costs: Costs
     fused: float = 1.0  # number of tensors that share a task and a frame
+    group: float = 1.0  # number of tensors that share a preliminary round
 
     def of(self, cost: Cost | None) -> float:
         assert cost is not None, "summable compressors and those with statistics say what these cost"
@@ -214,10 +215,10 @@ class _Range:
         """Return the preliminary round of several ranges, in which each member (every rank) sends to all others."""
         if not self.codec.needs_stats:
             return []
-        peers = (members or self.costs.world_size) - 1
-        each = self.message("fan", self.of(self.codec.stats_bytes), peers, crossing=None if members is None else 1.0)
-        sending = peers * (each.encode + each.decode) + self.task
-        return [Leg("fan", self.of(self.codec.stats) + sending, each.busy, self.task, each.latency, ranges)]
+        peers, shared = (members or self.costs.world_size) - 1, replace(self, fused=self.group)
+        each = shared.message("fan", self.of(self.codec.stats_bytes), peers, crossing=None if members is None else 1.0)
+        sending = peers * (each.encode + each.decode) + shared.task
+        return [Leg("fan", self.of(self.codec.stats) + sending, each.busy, shared.task, each.latency, ranges)]
 
 
 def _scatter_reduce(cost: _Range, W: int) -> list[Leg]:
@@ -300,7 +301,7 @@ def route(
         costs: Costs of this job.
         itemsize: Bytes per element of the tensor.
         fused: Number of equal tensors, including this one, that are fused (`gradwire.sync.fusion`). Of what those with
-            the same owner share, the route has the tensor's part.
+            the same owner share, and of the preliminary round that all share, the route has the tensor's part.
         codec: Costs of the compressor for this tensor, where they depend on its shape.
 
     Raises:
@@ -316,8 +317,8 @@ def route(
     partitions = min(partitions, blocks)
     batches = -(-partitions // shares)
     count = min(numel, -(-blocks // partitions) * RANGE_ALIGNMENT)
-    together = max(1.0, fused / shares) if partitions == 1 else 1.0
-    legs = FORMS[strategy](_Range(count, itemsize, spec, codec, costs, together), W)
+    group = fused if partitions == 1 else 1
+    legs = FORMS[strategy](_Range(count, itemsize, spec, codec, costs, max(1.0, group / shares), group), W)
     return Route(tuple(leg for leg in legs if leg.messages), batches, partitions / (batches * shares))
 
 

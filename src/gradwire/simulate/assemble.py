@@ -70,7 +70,7 @@ class Assembled(NamedTuple):
         num_groups: Groups of messages.
         works: Distinct work of each job.
         work: Index into the works of the task's job (N).
-        chunk: Index of the task's chunk (N).
+        chunk: Index of the task's chunk; -1 for all chunks of a fusion group (N).
         nbytes: Bytes of the frame of a send or a recv (N).
         graph_job: Job of each graph (G).
         graph_rank: Simulated rank of each graph, as an index into `Fold.ranks` (G).
@@ -245,8 +245,8 @@ class _Layout:
         add("wire_occupancy", costs[:, 3] * per_byte + costs[:, 4] * each)
         add("ack_seconds", costs[:, 3] * acks)
         add("latency", np.where(inner, inside.latency_seconds, outer.latency_seconds))
-        add("group", self._num_groups + 4 * graph.chunk + 2 * inner + incoming)
-        self._num_groups += 4 * (1 + int(graph.chunk.max(initial=0)))
+        add("group", self._num_groups + 4 * (1 + graph.chunk) + 2 * inner + incoming)
+        self._num_groups += 4 * (2 + int(graph.chunk.max(initial=0)))
         self._sent_bytes[index] += costs[sends, 3].sum()
         self._sent_frames[index] += costs[sends, 4].sum()
 
@@ -254,6 +254,8 @@ class _Layout:
         """Shapes in the chunks that a task of this work may have, each with its share of all chunks."""
         if not self._fold.folded:
             return [(work.shapes, 1.0)]
+        if work.whole:
+            return [(tuple(member.shape for member in job.members), 1.0)]
         return _chunk_shapes(job.shape, job.members, *job.num_chunks(self._cluster.ranks))
 
     def _costs(self, job: SimulatedJob, work: Work) -> tuple[float, ...]:

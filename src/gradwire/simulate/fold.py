@@ -6,8 +6,8 @@ leaves there when its own message for the rank d places behind it leaves. A step
 of one rank cost.
 
 Folding assumes that
- - the graph of rank r + M is the graph of rank r with all rank numbers, and perhaps all chunk numbers, M higher. This
-   is checked;
+ - the graph of rank r + M is the graph of rank r with all rank numbers, and perhaps all chunk numbers, M higher, except
+   of what is about a whole fusion group. This is checked;
  - all chunks of a job are equal. Real chunks are cut at multiples of 1,024 elements, so some are larger than others
    and, with more ranks than blocks, most are empty. A simulated chunk takes as long as the largest real one, and
    occupies processor and network for the mean over all chunks, empty ones included. So the time of one chunk and the
@@ -35,7 +35,8 @@ ChunkShift = Callable[[int, int, int], int]
 
 _CHUNK_SHIFTS: tuple[ChunkShift, ...] = (
     lambda chunk, shift, num_chunks: chunk,  # every rank begins with the same chunk
-    lambda chunk, shift, num_chunks: (chunk + shift) % num_chunks,  # each rank begins with a chunk of its own
+    # Each rank begins with a chunk of its own.
+    lambda chunk, shift, num_chunks: chunk if chunk < 0 else (chunk + shift) % num_chunks,
 )
 
 

@@ -56,6 +56,7 @@ class Work(NamedTuple):
         phase: Name in traces.
         share: Share of the frame, if it travels in fragments.
         dense: Whether the frame is dense whatever the job's compressor, as within a node.
+        whole: Whether it is about all chunks of a fusion group, as in a preliminary round.
         accumulator_bytes: Bytes of one element of an accumulator in a frame; 0 for other frames.
     """
 
@@ -67,6 +68,7 @@ class Work(NamedTuple):
     phase: str
     share: float = 1.0
     dense: bool = False
+    whole: bool = False
     accumulator_bytes: int = 0
 
 
@@ -81,7 +83,7 @@ class RankGraph(NamedTuple):
         successors_at: First successor of each operation, as an index into `successors` (N + 1).
         successors: Successors of all operations (S).
         peer: Peer of a send or recv; -1 for other operations (N).
-        chunk: Index of the chunk (N).
+        chunk: Index of the chunk; -1 for all chunks of a fusion group (N).
         stage: Stage of the encode or frame (N).
     """
 
@@ -144,19 +146,28 @@ def _packed(operations: Operations, layout: TensorLayout | FusionLayout, world_s
         np.cumsum([0, *map(len, operations.successors)], dtype=np.int64),
         np.array([each for successors in operations.successors for each in successors], np.int64),
         np.array([-1 if op.peer is None else op.peer for op in ops], np.int64),
-        np.array([op.chunk.index for op in ops], np.int64),
+        np.array([-1 if _is_whole(op, layout) else op.chunk.index for op in ops], np.int64),
         np.array([op.stage for op in ops], np.int64),
     )
 
 
 def _work(op: Op, ops: Sequence[Op], layout: TensorLayout | FusionLayout, world_size: int) -> Work:
-    shapes = _shapes(layout, op.chunk)
+    shapes, whole = _shapes(layout, op.chunk), _is_whole(op, layout)
     if op.call:
         taken = ops[op.inputs[0]].frame if op.inputs else None
-        return Work(op.call, op.frame, taken, len(op.inputs), shapes, op.phase)
+        return Work(op.call, op.frame, taken, len(op.inputs), shapes, op.phase, whole=whole)
     is_sum = op.frame is FrameKind.AGGREGATE
     accumulator_bytes = layout.entry.accumulator_dtype(op.stage, world_size).itemsize if is_sum else 0
-    return Work(op.kind, op.frame, None, 0, shapes, op.phase, dense=op.dense, accumulator_bytes=accumulator_bytes)
+    return Work(
+        *(op.kind, op.frame, None, 0, shapes, op.phase),
+        dense=op.dense,
+        whole=whole,
+        accumulator_bytes=accumulator_bytes,
+    )
+
+
+def _is_whole(op: Op, layout: TensorLayout | FusionLayout) -> bool:
+    return isinstance(layout, FusionLayout) and op.chunk == layout.whole
 
 
 def _shapes(layout: TensorLayout | FusionLayout, chunk: Chunk) -> Shapes:

@@ -312,7 +312,7 @@ class Engine:
         """End a `recv`. Holds the lock."""
         run.pending[index] = 0
         run.results[index] = payload
-        self._record(run, index, "recv", run.started, HEADER_BYTES + payload.body.nbytes)
+        self._record(run, index, "recv", run.started, self.transport.prefix_bytes + payload.body.nbytes)
         self._end(run, index)
 
     def _is_missed(self, peer: int, said_goodbye: bool) -> bool:
@@ -427,8 +427,8 @@ class Engine:
         )
         start = time.monotonic()
         self.transport.send(op.peer, header, payload.body, on_sent)
-        duration = time.monotonic() - start
-        self._events.emit(Event("send", start, duration, run.name, run.round, payload.nbytes, op.peer))
+        duration, nbytes = time.monotonic() - start, self.transport.prefix_bytes + payload.body.nbytes
+        self._events.emit(Event("send", start, duration, run.name, run.round, nbytes, op.peer))
 
     def _on_sent(self, run: Run, index: int) -> None:
         """End a send whose payload is not needed any more. Runs on any thread."""

@@ -7,7 +7,7 @@ The cost of an operation, a frame and a wake-up is paid once for many tensors. T
   because none of its compressors needs any; what an earlier plan or a loaded state has left of its tensors is added.
 - Compressed tensors with one partition. They keep their own payloads, statistics, random streams and residuals, so a
   group gives the same values as its tensors would one by one. A chunk of a group holds full tensors. If chunks have
-  owners, each tensor has one, the same in every group.
+  owners, each tensor has one, the same in every group. A preliminary round is one for the whole group.
 
 Source: HiPress (SOSP 2021), sections 3.2 and 3.4: batch compression and bulk communication. Differences: groups are
 those of a submission, so there is no coordinator. What is fused follows from the partitions of the plan, which the
@@ -74,6 +74,7 @@ class FusionLayout:
         fields: Header fields of its frames.
         detail: Event detail of its submissions.
         prepared: Arguments of compiled calls by chunk, which the codec adds.
+        members_of_chunk: Indices of the tensors in each chunk and, last, in the whole group.
     """
 
     operations: Operations
@@ -99,13 +100,19 @@ class FusionLayout:
 
         A tensor has the same owner in every group, because residuals must not depend on buckets.
         """
-        if len(self.members_of_chunk) != shares:
+        if len(self.members_of_chunk) != shares + 1:
             self.prepared.clear()
             self.members_of_chunk = [[] for _ in range(shares)]
             for index, member in enumerate(self.members):
                 self.members_of_chunk[member.rotation % shares].append(index)
-        counts = [sum(self.members[index].count for index in indices) for indices in self.members_of_chunk]
+            self.members_of_chunk.append(list(range(len(self.members))))
+        counts = [sum(self.members[index].count for index in indices) for indices in self.members_of_chunk[:-1]]
         return [Chunk(index, 0, count) for index, count in enumerate(counts)]
+
+    @property
+    def whole(self) -> Chunk:
+        """All tensors, for the preliminary round. Its index follows those of the latest `chunks`."""
+        return Chunk(len(self.members_of_chunk) - 1, 0, self.count)
 
 
 class DenseGroup(NamedTuple):

@@ -73,7 +73,14 @@ class FusionCodec:
         return join(codec.stats(full) for codec, full in self._members(chunk))
 
     def stats_of_gradient(self, chunk: Chunk, payloads: Sequence[Payload] = (), stage: int = 0) -> Payload:
-        return join(codec.stats_of_gradient(full) for codec, full in self._members(chunk))
+        """Return the statistics of tensors of which this rank only adds those that it owns."""
+        return join(
+            codec.stats_of_gradient(full) if self._owns(codec) else codec.stats(full)
+            for codec, full in self._members(chunk)
+        )
+
+    def _owns(self, codec: PayloadCodec) -> bool:
+        return codec.layout.rotation % codec.world_size == codec.rank
 
     def reduce_stats(self, chunk: Chunk, payloads: Sequence[Payload], stage: int = 0) -> None:
         members = self._members(chunk)

@@ -46,6 +46,7 @@ from gradwire.sync.run import FrameFields, Run
 from gradwire.sync.runtime import Runtime
 from gradwire.sync.strategies.register import Service, ServiceAddress
 from gradwire.sync.tensor_registry import TensorRegistry
+from gradwire.wire.frame import HEADER_BYTES
 
 logger = logging.getLogger("gradwire")
 T = TypeVar("T")
@@ -209,6 +210,11 @@ class Peers:
     def link_busy_seconds(self) -> float:
         """Return the time that this rank's frames were in transit, summed over peers; see `Transport.busy_seconds`."""
         return 0.0 if self._engine is None else self._runtime.transport.busy_seconds()
+
+    @property
+    def prefix_bytes(self) -> int:
+        """Bytes of a frame between ranks before its body."""
+        return HEADER_BYTES if self._engine is None else self._runtime.transport.prefix_bytes
 
     def run_alone(self, operations: Operations, codec: Any, name: str, tensor: int) -> None:
         """Run operations to their end, between steps. Call it on every rank.

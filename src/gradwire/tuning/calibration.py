@@ -102,6 +102,7 @@ class Calibration:
             self._task = float(self.largest(np.array([measure_task(_TASKS)]))[0])
         costs = Costs(
             *(self._synchronizer.world_size, links.between, dict(self._codecs)), add=self._add, task=self._task,
+            frame_bytes=float(self._synchronizer.prefix_bytes),
             within=links.within,
             ranks_per_node=1 if links.within is None else len(self._synchronizer.nodes[0]),
         )  # fmt: skip

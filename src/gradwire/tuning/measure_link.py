@@ -26,7 +26,7 @@ from gradwire.sync.chunk import Chunk
 from gradwire.sync.exchange import PROBE_BYTES, PROBE_TENSOR
 from gradwire.sync.operations import Draft, Operations
 from gradwire.sync.synchronizer import Synchronizer
-from gradwire.wire.frame import HEADER_BYTES, FrameKind
+from gradwire.wire.frame import FrameKind
 from gradwire.wire.payload import Payload
 
 _ROUND_TRIPS = 5
@@ -122,7 +122,11 @@ class _RingMeasurement:
         codec = _Probe()
         self._run(draft, codec)
         half, times = num_frames // 2, codec.times
-        return (num_frames - half) * (PROBE_BYTES + HEADER_BYTES) / max(times[num_frames - 1] - times[half - 1], 1e-9)
+        return (
+            (num_frames - half)
+            * (PROBE_BYTES + self._synchronizer.prefix_bytes)
+            / max(times[num_frames - 1] - times[half - 1], 1e-9)
+        )
 
     def _run(self, draft: Draft, codec: _Probe) -> None:
         self._synchronizer.run_alone(Operations(draft.ops), codec, "probe", PROBE_TENSOR)

@@ -18,27 +18,18 @@ from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 
-import numpy as np
-
 from gradwire.aggregator.client import AggregationClient
 from gradwire.aggregator.process import AggregationOptions, AggregationServer
 from gradwire.aggregator.session import IndexTable, Operation, SessionConfig, Stream
 from gradwire.net.client import ConnectionOptions
+from tests.aggregator.aggregation_job import fragments, submit_all
 from tests.schedules import jobs
 
 WORKERS = 3
 PORT = 7071
 TABLE = IndexTable(4, tuple(range(16)), 8)
-CONFIG = SessionConfig(WORKERS, (TABLE,), (Stream(Operation.SUM, 200_000), Stream(Operation.MAXIMUM, 200)), 1024)
-
-
-def digest(rounds: int) -> str:
-    """Digest of the expected results of all rounds, by a model without a network."""
-    found = hashlib.sha256()
-    for round_ in range(rounds):
-        for stream in range(2):
-            found.update(jobs.expected(CONFIG, round_, stream, slice(None), list(range(WORKERS))).tobytes())
-    return found.hexdigest()
+STREAMS = Stream(Operation.SUM, 200_000), Stream(Operation.SUM, 50_000, 1), Stream(Operation.MAXIMUM, 2000)
+CONFIG = SessionConfig(WORKERS, (TABLE, jobs.WIDE), STREAMS, mtu=1500)
 
 
 def work(rank: int, rounds: int) -> dict[str, object]:
@@ -46,16 +37,13 @@ def work(rank: int, rounds: int) -> dict[str, object]:
     patient = ConnectionOptions(timeout=timedelta(seconds=100))
     client = AggregationClient((os.environ["MASTER_ADDR"], PORT), CONFIG, rank, connection=patient)
     for round_ in range(rounds):
-        outs = [np.empty(stream.size, CONFIG.result_dtype(index)) for index, stream in enumerate(CONFIG.streams)]
-        payloads = [jobs.payload(CONFIG, rank, round_, stream) for stream in range(2)]
-        for future in [client.submit(round_, stream, *pair) for stream, pair in enumerate(zip(payloads, outs))]:
+        for out, future in submit_all(client, round_):
             future.result(100)
-        for out in outs:
             found.update(out.tobytes())
         if round_ == 1 and rank == 0 and len(sys.argv) > 4:
             Path(sys.argv[4], "two").touch()
     client.close()
-    return {"digest": found.hexdigest(), **asdict(client.counters)}
+    return {"digest": found.hexdigest(), "fragments": fragments(), **asdict(client.counters)}
 
 
 def programs() -> list[str]:
@@ -93,7 +81,7 @@ def main() -> None:
     )
     server, said = AggregationServer(options), []
     server.run(said.append)
-    print(json.dumps({"said": said}))
+    print(json.dumps({"said": said, "fragments": fragments()}))
 
 
 if __name__ == "__main__":

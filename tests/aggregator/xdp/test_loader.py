@@ -26,7 +26,7 @@ ArrayMap("tried", 8, 1)
 
 
 def packet_of(code: Assembler, num_bytes: int) -> Register:
-    """Append the check that a packet has so many bytes, and return its pointer."""
+    """Append the check of a packet's length, and return its pointer."""
     packet, end = code.load(code.context, 0, 4).as_pointer(), code.load(code.context, 4, 4).as_pointer()
     with code.when(packet.at(num_bytes) > end):
         code.leave(DROP)

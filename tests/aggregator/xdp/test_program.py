@@ -40,14 +40,19 @@ def test_the_kernel_answers_as_the_server_does_under_faults():
 
 
 @pytest.mark.bpf
-@pytest.mark.parametrize(("world_size", "width"), [(3, 8), (20, 16), (64, 16)])
-def test_sums_are_those_of_the_reference(world_size, width):
-    config = kernel_config(world_size)
-    slots, table = begun(world_size), config.tables[0]
-    assert table.accumulator_bits == width
-    draw, total = np.random.default_rng(world_size), np.zeros(1024, config.result_dtype(0))
+@pytest.mark.parametrize(
+    ("world_size", "width", "mtu", "elements"),
+    [(3, 8, 0, 1024), (21, 16, 0, 1024), (64, 16, 1500, 512), (5, 8, 9000, 2048), (64, 16, 9000, 2048)],
+)
+def test_sums_are_those_of_the_reference(world_size, width, mtu, elements):
+    table = IndexTable(4, tuple(range(16)), width)
+    config = SessionConfig(world_size, (table,), (Stream(Operation.SUM, elements),), max(1024, elements), mtu=mtu)
+    assert config.packet_size(0) == elements
+    slots = slots_of(config, "crc32c")
+    slots.begin(EPOCH, SERVER_KEY)
+    draw, total = np.random.default_rng(world_size), np.zeros(elements, config.result_dtype(0))
     for worker in range(world_size):
-        body = draw.integers(0, 256, 512, np.uint8)
+        body = draw.integers(0, 256, elements // 2, np.uint8)
         reference.lookup_indices(body, 4, table.array, total, accumulate=True)
         verdict, _, answer = run_program(slots.program, framed(contribution(worker, body=body.tobytes()), worker))
         assert (verdict, bool(answer)) == ((SEND_BACK, False) if worker < world_size - 1 else (PASS, True))
@@ -116,6 +121,17 @@ def test_what_is_not_for_the_program_passes_as_it_came():
     ):
         assert run_program(slots.program, frame) == (PASS, frame, b"")
     assert slots.counted().received == 0
+
+
+@pytest.mark.bpf
+def test_a_body_of_another_streams_length_passes_as_it_came():
+    slots = begun(4)  # 1,024 elements a packet in stream 0, and 512 in stream 1
+    for stream, other, own in ((0, 256, 512), (1, 512, 256)):
+        key = PacketKey(0, stream, 0)
+        strange = framed(contribution(0, key, bytes(other)), 0)
+        assert run_program(slots.program, strange) == (PASS, strange, b"")
+        assert run_program(slots.program, framed(contribution(0, key, bytes(own)), 0))[0] == SEND_BACK
+    assert slots.counted().received == 2
 
 
 @pytest.mark.bpf

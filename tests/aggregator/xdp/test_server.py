@@ -12,9 +12,11 @@ import pytest
 from gradwire.aggregator.process import AggregationOptions, AggregationServer
 from gradwire.core.errors import OptionError
 from gradwire.lab import Lab
+from tests.aggregator.aggregation_job import digest
 from tests.aggregator.xdp import host
 
 ROUNDS = 5
+ADDED_UP = "The kernel adds up 292 of 302 packets at eth0"  # in 195 packets of 1,024, and 97 of 512 of 16 bits
 
 
 def alone(case: str) -> dict:
@@ -34,10 +36,11 @@ def test_workers_get_the_kernels_sums_with_loss(mode, guard):
     with Lab(4, "1gbit", loss="1%") as lab:
         result = lab.run(command, env={"GRADWIRE_JOB_KEY": secrets.token_hex(32)}, timeout=100).check()
     workers = [json.loads(each.stdout) for each in result.hosts[1:]]
-    assert {worker["digest"] for worker in workers} == {host.digest(ROUNDS)}
-    assert "The kernel adds up 195 of 197 packets at eth0" in json.loads(result.hosts[0].stdout)["said"]
+    assert {worker["digest"] for worker in workers} == {digest(host.CONFIG, ROUNDS)}
+    assert ADDED_UP in json.loads(result.hosts[0].stdout)["said"]
     assert sum(each.drops.loss for each in result.hosts) > 20
     assert sum(worker["forged"] + worker["corrupt"] + worker["refused"] for worker in workers) == 0
+    assert [json.loads(each.stdout)["fragments"] for each in result.hosts] == [0] * 4
 
 
 @pytest.mark.ci
@@ -53,9 +56,9 @@ def test_a_killed_server_detaches_and_its_successor_changes_no_result(tmp_path):
     assert found["attached"]
     assert not found["detached"]
     assert not found["after"]
-    assert "The kernel adds up 195 of 197 packets at eth0" in found["said"]
+    assert ADDED_UP in found["said"]
     assert "All workers have finished." in found["said"]
-    assert {worker["digest"] for worker in workers} == {host.digest(ROUNDS)}
+    assert {worker["digest"] for worker in workers} == {digest(host.CONFIG, ROUNDS)}
 
 
 @pytest.mark.ci
@@ -74,7 +77,7 @@ def test_an_interface_that_cannot_be_had_is_an_error_with_advice():
 @pytest.mark.bpf
 def test_results_beyond_a_frame_are_refused_with_advice():
     found = alone("long_frames")
-    advice = "do not fit the frames of idle, whose mtu is 1500. Choose a granularity or fewer workers"
+    advice = "do not fit the frames of idle, whose mtu is 1500. Pass mtu=1500 to gradwire.Aggregator on all workers"
     assert advice in found["worker"]
     assert not found["server ended"]
 
@@ -85,6 +88,7 @@ def test_results_beyond_a_frame_are_refused_with_advice():
 @pytest.mark.bpf
 def test_packets_that_come_another_way_end_the_job_with_advice():
     found = alone("elsewhere")
+    assert set(found) == {"worker", "server"}
     for said in found.values():
         assert "not through idle, or as fragments. Pass the interface that faces the workers to --xdp" in said
 

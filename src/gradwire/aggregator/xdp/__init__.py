@@ -2,7 +2,7 @@
 
 - `assembler`: writes a program as LLVM IR, and compiles it for the BPF architecture.
 - `system`, `maps`, `loader`: the bpf system call, maps, and programs from object file to interface.
-- `layout`, `guard`, `frames`: what programs and Python lay out alike; checksums and tags; packet headers.
+- `layout`, `guard`, `frames`: the memory that programs and Python share; checksums and tags; packet headers.
 - `slot_program`, `program`: pseudocode 1 on one slot, and the XDP program around it.
 - `copies`: the program that sends an answer to several workers.
 - `kernel_slots`: the maps of a session, filled from its configuration.

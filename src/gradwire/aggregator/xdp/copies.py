@@ -25,7 +25,7 @@ from gradwire.aggregator.xdp.frames import (
     write_held,
     write_lengths,
 )
-from gradwire.aggregator.xdp.layout import ANSWER, EPOCH_AT, INTERFACE_AT, KEY_AT, LINK_AT, WIDTHS, Layout
+from gradwire.aggregator.xdp.layout import ANSWER, EPOCH_AT, INTERFACE_AT, KEY_AT, LINK_AT, Layout
 from gradwire.aggregator.xdp.program import (
     CHECKSUMS_MAP,
     FIND,
@@ -87,7 +87,7 @@ class _Program:
         with code.when(buffer >= layout.num_buffers):
             code.leave(DROP)
         sealed = value.at(layout.buffers + 8).at(buffer * layout.buffer_bytes)
-        for each in WIDTHS:
+        for each, _ in layout.sizes:
             with code.when(width.equals(each)):
                 length = layout.result_bytes(each) + layout.guard.trailer_bytes
                 self._resize(length)
@@ -141,7 +141,7 @@ class _Program:
         return self.code.load(self.code.context, offset, 4).as_pointer()
 
     def _frame(self, num_bytes: int) -> Register:
-        """Return a pointer to the frame, of which so many bytes are there."""
+        """Return a pointer to the frame, once it is certain that it has `num_bytes` bytes."""
         frame, end = self._pointer(_DATA), self._pointer(_END)
         with self.code.when(frame.at(num_bytes) > end):
             self.code.leave(DROP)

@@ -21,6 +21,10 @@ from gradwire.aggregator.xdp.loader import load
 from gradwire.aggregator.xdp.maps import ArrayMap, CounterMap, SharedMap
 from gradwire.aggregator.xdp.system import ProgramType
 from gradwire.core.errors import OptionError
+from gradwire.kernels.blocks import INDEX_CHUNK
+
+_NO_SIZES = ((layouts.WIDTHS[0], INDEX_CHUNK),)
+"""Of a session of which the program adds up nothing."""
 
 
 class SlotState(NamedTuple):
@@ -153,7 +157,10 @@ def _layout(config: SessionConfig, guard_name: str, port: int) -> Layout:
             f"--xdp adds up for at most {layouts.MAX_WORKERS} workers, not {config.world_size}. Serve without --xdp."
         )
     partial = config.needed < config.world_size and config.max_misses > 0
-    return Layout(config.world_size, config.packet_elements, config.max_misses + 2 if partial else 2, guard_name, port)
+    streams = [stream for stream in range(len(config.streams)) if _full_packets(config, stream)]
+    sizes = {8 * config.result_dtype(stream).itemsize: config.packet_size(stream) for stream in streams}
+    num_buffers = config.max_misses + 2 if partial else 2
+    return Layout(config.world_size, tuple(sorted(sizes.items())) or _NO_SIZES, num_buffers, guard_name, port)
 
 
 def _full_packets(config: SessionConfig, stream: int) -> int:
@@ -164,7 +171,7 @@ def _full_packets(config: SessionConfig, stream: int) -> int:
     table = config.tables[found.table]
     if table.bits != layouts.INDEX_BITS or table.accumulator_bits not in layouts.WIDTHS:
         return 0
-    return found.size // config.packet_elements
+    return found.size // config.packet_size(stream)
 
 
 def _pairs(values: np.ndarray) -> bytes:

@@ -2,7 +2,7 @@
 
 Rounds are kept plus 1, so that 0 is "never".
 """
-# Shapes: W = workers, E = elements of a packet
+# Shapes: W = workers, E = elements of a packet, which depends on the width of its sums
 
 from __future__ import annotations
 
@@ -55,14 +55,15 @@ class Layout:
 
     Attributes:
         world_size: Number of workers W, at most `MAX_WORKERS`.
-        elements: Elements E of a packet, a multiple of 256.
+        sizes: Bits of an accumulator, and elements E of a packet with sums of that width, for each width that streams
+            have. E is a power of two from 256, or a multiple of 1,024.
         num_buffers: Buffers of a slot: one for the current round, the others for results that a worker may ask for.
         guard_name: Name of the guard in `GUARDS`.
         port: UDP port of the server.
     """
 
     world_size: int
-    elements: int
+    sizes: tuple[tuple[int, int], ...]
     num_buffers: int
     guard_name: str
     port: int
@@ -81,18 +82,17 @@ class Layout:
         return self.num_buffers > 2
 
     @property
-    def body_bytes(self) -> int:
-        """Bytes of the indices in a packet."""
-        return self.elements * INDEX_BITS // 8
-
-    @property
     def sums_at(self) -> int:
         """Where the sums begin in a result: behind header and bitmap."""
         return PACKET_HEADER_BYTES + bitmap_bytes(self.world_size)
 
+    def body_bytes(self, width: int) -> int:
+        """Bytes of the indices in a packet whose sums have a width in bits."""
+        return dict(self.sizes)[width] * INDEX_BITS // 8
+
     def result_bytes(self, width: int) -> int:
         """Bytes of a result without trailer, for accumulators of a width in bits."""
-        return self.sums_at + self.elements * width // 8
+        return self.sums_at + dict(self.sizes)[width] * width // 8
 
     @property
     def misses(self) -> int:
@@ -107,7 +107,8 @@ class Layout:
     @property
     def buffer_bytes(self) -> int:
         """Bytes of a buffer: its round, and the result as it is sent."""
-        return 8 + -(-(self.result_bytes(max(WIDTHS)) + self.guard.trailer_bytes) // 8) * 8
+        longest = max(self.result_bytes(width) for width, _ in self.sizes)
+        return 8 + -(-(longest + self.guard.trailer_bytes) // 8) * 8
 
     @property
     def slot_bytes(self) -> int:

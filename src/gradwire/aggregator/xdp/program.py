@@ -77,17 +77,18 @@ class _Program:
         entry = self._find(STREAMS_MAP, stream)
         with code.when(index >= code.load(entry, 4, 4)):
             code.leave(PASS)
-        length = code.swapped(code.load(frame, UDP_AT + 4, 2), 2)
-        for body_bytes in (0, layout.body_bytes):
-            whole = PACKET_HEADER_BYTES + body_bytes + layout.guard.trailer_bytes
-            with code.when(length.equals(UDP_BYTES + whole)):
-                with code.when(frame.at(HEADER_BYTES + whole) > end):
-                    code.leave(PASS)
-                self._process(frame, session, entry, body_bytes)
+        length, width = code.swapped(code.load(frame, UDP_AT + 4, 2), 2), code.load(entry, 12, 4)
+        for each, _ in layout.sizes:
+            for body_bytes in (0, layout.body_bytes(each)):
+                whole = PACKET_HEADER_BYTES + body_bytes + layout.guard.trailer_bytes
+                with code.when(((length ^ UDP_BYTES + whole) | (width ^ each)).equals(0)):
+                    with code.when(frame.at(HEADER_BYTES + whole) > end):
+                        code.leave(PASS)
+                    self._process(frame, session, entry, body_bytes, each)
         code.leave(PASS)
 
-    def _process(self, frame: Register, session: Register, entry: Register, body_bytes: int) -> None:
-        """Process a packet with a body of this length. Leaves the program."""
+    def _process(self, frame: Register, session: Register, entry: Register, body_bytes: int, width: int) -> None:
+        """Process a packet with a body of this length, for sums of this width in bits. Leaves the program."""
         code, layout = self.code, self.layout
         packet = frame.at(HEADER_BYTES)
         counters, checksums = self._find(COUNTERS_MAP, 0), self._find(CHECKSUMS_MAP, 0)
@@ -107,7 +108,7 @@ class _Program:
         code.store(record, LINK_AT, code.load(frame, 6, 4), 4)
         code.store(record, LINK_AT + 4, code.load(frame, 10, 2), 2)
         code.store(record, INTERFACE_AT, code.load(code.context, 12, 4), 4)
-        self._add_up(packet, session, entry, counters, checksums, worker, body_bytes)
+        self._add_up(packet, session, entry, counters, checksums, worker, body_bytes, width)
 
     def _is_well_formed(self, packet: Register, body_bytes: int) -> Register:
         code = self.code
@@ -134,7 +135,7 @@ class _Program:
 
     def _add_up(
         self, packet: Register, session: Register, entry: Register, counters: Register, checksums: Register,
-        worker: Register, body_bytes: int,
+        worker: Register, body_bytes: int, width: int,
     ) -> None:  # fmt: skip
         """Run pseudocode 1 with the slot locked, and send or pass on what it decides."""
         code = self.code
@@ -145,8 +146,8 @@ class _Program:
         arrival = Arrival(
             kind=get(code, packet, "kind"), round=get(code, packet, "round") + 1, stream=get(code, packet, "stream"),
             packet=get(code, packet, "packet"), worker=worker, bit=code.number(1) << worker,
-            flags=get(code, packet, "flags"), has_body=code.number(1 if body_bytes else 0),
-            body=packet.at(PACKET_HEADER_BYTES), width=code.load(entry, 12, 4), table=table,
+            flags=get(code, packet, "flags"), has_body=body_bytes > 0, body=packet.at(PACKET_HEADER_BYTES), width=width,
+            table=table,
         )  # fmt: skip
         decision, end = SlotAnswer(code), code.label()
         code.call(LOCK, slot)

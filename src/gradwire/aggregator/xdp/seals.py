@@ -28,6 +28,8 @@ _USE = "datagrams of the worker, added up in the kernel"
 class ChecksumSender(DatagramSender):
     """Nothing behind the packet, whose header has a checksum."""
 
+    trailer_bytes = 0
+
     def trailer(self, packet: np.ndarray) -> bytes:
         return b""
 
@@ -41,6 +43,8 @@ class ChecksumReceiver(DatagramReceiver):
 
 class SipHashSender(DatagramSender):
     """A tag of 8 bytes behind the packet, by a key of 16 bytes."""
+
+    trailer_bytes = TAG_BYTES
 
     def __init__(self, key: bytes) -> None:
         super().__init__(key)

@@ -16,7 +16,7 @@ from dataclasses import fields
 import numpy as np
 
 from gradwire.aggregator.datagram_keys import WorkerDatagrams
-from gradwire.aggregator.packet import Packet, PacketCounters, PacketKey
+from gradwire.aggregator.packet import PACKET_HEADER_BYTES, Packet, PacketCounters, PacketKey
 from gradwire.aggregator.server import AggregatorStateMachine, UnansweredPacket
 from gradwire.aggregator.session import SessionConfig
 from gradwire.aggregator.xdp import loader
@@ -26,6 +26,7 @@ from gradwire.aggregator.xdp.kernel_slots import KernelSlots
 from gradwire.aggregator.xdp.layout import WIDTHS
 from gradwire.aggregator.xdp.program import PASS
 from gradwire.aggregator.xdp.seals import ends
+from gradwire.aggregator.xdp.siphash import TAG_BYTES
 from gradwire.aggregator.xdp.system import ProgramType
 from gradwire.core.errors import DisagreementError, SyncError
 
@@ -152,15 +153,14 @@ class KernelStateMachine(AggregatorStateMachine):
 def check_frames(config: SessionConfig, interface: XdpInterface) -> None:
     """Raise `DisagreementError` if results, or contributions, do not fit a frame of the interface."""
     sizes = [
-        (HEADER_BYTES - _ETHERNET_BYTES + 52 + config.result_bytes(stream, 0), stream)
+        HEADER_BYTES - _ETHERNET_BYTES + PACKET_HEADER_BYTES + TAG_BYTES + config.result_bytes(stream, 0)
         for stream in range(len(config.streams))
         if config.result_dtype(stream).itemsize * 8 in WIDTHS
     ]
-    largest, stream = max(sizes, default=(0, 0))
+    largest = max(sizes, default=0)
     if largest > interface.mtu:
-        wide = config.result_dtype(stream).itemsize == 2
-        smaller = "a granularity or fewer workers, so that sums fit 8 bits," if wide else "packet_elements=1024,"
         raise DisagreementError(
-            f"Results of {largest} bytes do not fit the frames of {interface.name}, whose mtu is {interface.mtu}. "
-            f"Choose {smaller} raise the mtu of all links to {largest}, or start the server without --xdp."
+            f"Results of {largest} bytes do not fit the frames of {interface.name}, whose mtu is {interface.mtu}. Pass "
+            f"mtu={interface.mtu} to gradwire.Aggregator on all workers, raise the mtu of all links to {largest}, or "
+            "start the server without --xdp."
         )

@@ -16,7 +16,17 @@ from dataclasses import dataclass
 from gradwire.aggregator.packet import PACKET_HEADER_BYTES, PacketKind
 from gradwire.aggregator.xdp.assembler import Assembler, Register
 from gradwire.aggregator.xdp.frames import put, write_start
-from gradwire.aggregator.xdp.layout import EPOCH_AT, KEY_AT, MISSES_AT, NEEDED_AT, RESUMED_AT, WIDTHS, Counter, Layout
+from gradwire.aggregator.xdp.layout import (
+    EPOCH_AT,
+    INDEX_BITS,
+    KEY_AT,
+    MISSES_AT,
+    NEEDED_AT,
+    RESUMED_AT,
+    Counter,
+    Layout,
+)
+from gradwire.kernels.blocks import INDEX_CHUNK
 
 _ONES, _TWOS, _FOURS, _EACH = (int.from_bytes(bytes([byte]) * 8, "little") for byte in (0x55, 0x33, 0x0F, 0x01))
 _LOW, _HIGH = 0xFFFFFFFF, 0xFFFFFFFF << 32
@@ -26,7 +36,8 @@ _LOW, _HIGH = 0xFFFFFFFF, 0xFFFFFFFF << 32
 class Arrival:
     """A verified packet of a worker, and where its slot is.
 
-    `round` is kept plus 1, `bit` is the worker's in a bitmap, `has_body` whether there is a contribution.
+    `round` is kept plus 1, `bit` is the worker's in a bitmap, `has_body` whether there is a contribution, `width` the
+    bits of an accumulator.
     """
 
     kind: Register
@@ -36,9 +47,9 @@ class Arrival:
     worker: Register
     bit: Register
     flags: Register
-    has_body: Register
+    has_body: bool
     body: Register
-    width: Register
+    width: int
     table: Register
 
 
@@ -253,30 +264,33 @@ class SlotProgram:
         self._put(layout.HEARD, self._get(layout.HEARD) | arrival.bit)
         code.store(self._heard_at, 0, self._get(layout.EXPECTED))
         self._put(layout.FLAGS, self._get(layout.FLAGS) | arrival.flags)
-        with code.when(arrival.has_body.differs(0)):
-            self._put(layout.COUNTED, self._get(layout.COUNTED) | arrival.bit)
-            sums = self._current_buffer().at(8 + layout.sums_at)
-            for width, add in zip(WIDTHS, (self._add_bytes, self._add_halves)):
-                with code.when(arrival.width.equals(width)), code.loop(layout.body_bytes // 4) as words:
-                    add(arrival.body.at(words.index << 2), sums, words.index)
+        if not arrival.has_body:
+            return
+        self._put(layout.COUNTED, self._get(layout.COUNTED) | arrival.bit)
+        sums = self._current_buffer().at(8 + layout.sums_at)
+        body_bytes, sum_bytes = layout.body_bytes(arrival.width), arrival.width // 8
+        chunk_bytes = min(body_bytes, INDEX_CHUNK * INDEX_BITS // 8)
+        add = self._add_bytes if sum_bytes == 1 else self._add_halves
+        with code.loop(body_bytes // chunk_bytes) as chunks:
+            body = arrival.body.at(chunks.index * chunk_bytes)
+            first = sums.at(chunks.index * (2 * chunk_bytes * sum_bytes))
+            with code.loop(chunk_bytes // 4) as words:
+                low = first.at(words.index * (4 * sum_bytes))
+                add(body.at(words.index << 2), low, low.at(chunk_bytes * sum_bytes))
 
-    def _add_bytes(self, body: Register, sums: Register, word: Register) -> None:
+    def _add_bytes(self, body: Register, low: Register, high: Register) -> None:
         """Add the values of four bytes of indices: the low halves are four sums in a row, the high ones four others."""
         code = self.code
         values = self._look_up(body, 0) | self._look_up(body, 1) << 8
         values = values | self._look_up(body, 2) << 16 | self._look_up(body, 3) << 24
-        low = sums.at(word << 2)
-        high = low.at(self.layout.body_bytes)
         code.store(low, 0, code.load(low, 0, 4) + values, 4)
         code.store(high, 0, code.load(high, 0, 4) + (values >> 32), 4)
 
-    def _add_halves(self, body: Register, sums: Register, word: Register) -> None:
+    def _add_halves(self, body: Register, low: Register, high: Register) -> None:
         """The same for sums of two bytes."""
         code = self.code
         first = self._look_up(body, 0) | self._look_up(body, 1) << 16
         second = self._look_up(body, 2) | self._look_up(body, 3) << 16
-        low = sums.at(word << 3)
-        high = low.at(2 * self.layout.body_bytes)
         code.store(low, 0, code.load(low) + ((first & _LOW) | second << 32))
         code.store(high, 0, code.load(high) + (first >> 32 | (second & _HIGH)))
 
@@ -291,11 +305,9 @@ class SlotProgram:
         packet = self._current_buffer().at(8)
         self._write_header(packet, counted)
         key = code.load(self.memory.session, KEY_AT), code.load(self.memory.session, KEY_AT + 8)
-        for width in WIDTHS:
-            with code.when(self.arrival.width.equals(width)):
-                length = layout.result_bytes(width)
-                put(code, packet, "length", length - PACKET_HEADER_BYTES)
-                layout.guard.seal(code, packet, length, key, self.memory.checksums)
+        length = layout.result_bytes(self.arrival.width)
+        put(code, packet, "length", length - PACKET_HEADER_BYTES)
+        layout.guard.seal(code, packet, length, key, self.memory.checksums)
         self._put(layout.OLDEST, self._least_heard() if layout.partial else self.arrival.round)
         if layout.partial:
             self._note_misses()

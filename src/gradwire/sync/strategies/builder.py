@@ -45,6 +45,8 @@ class Builder(Draft):
         self._find_nodes = nodes
         self._first_stage = self._num_encoders = 0
         self._node_sums: dict[int, tuple[int, list[int]]] = {}  # by chunk: the sum, and the ranks that have one
+        self._has_owners = False
+        self._group_round: int | None = None  # the end of a fusion group's preliminary round
 
     def chunks(self) -> list[Chunk]:
         """Return the chunks of a job without owners, except empty ones."""
@@ -57,6 +59,7 @@ class Builder(Draft):
         ones, not always the same rank is spared. Each rank begins with the chunks of the next rank and ends with its
         own, so that not all ranks send to the same owner first.
         """
+        self._has_owners = True
         chunks, W = self.layout.chunks(self.world_size), self.world_size
         turns = max(W, len(chunks))
         first = self.rank + 1 - self.layout.rotation
@@ -85,10 +88,14 @@ class Builder(Draft):
 
     def merge(self, chunk: Chunk, payloads: Sequence[int], stage: int, phase: str) -> int:
         """Decode received chunks, add this rank's gradient or its node's sum, and encode the total."""
-        is_first_merge = stage == self._first_stage + 1
-        encodes_own = self._is_summable or (self._compressor.encode_own_before_merge and is_first_merge)
+        encodes_own = self._encodes_own(stage)
         call, after = "encode_and_merge" if encodes_own else "merge", self._before(chunk, encodes_own)
         return self.add("merge", call, phase, chunk, payloads, after, stage, self._kind(stage))
+
+    def _encodes_own(self, stage: int) -> bool:
+        """Return whether a rank also encodes its own gradient where it merges."""
+        is_first_merge = stage == self._first_stage + 1
+        return self._is_summable or (self._compressor.encode_own_before_merge and is_first_merge)
 
     def decode(self, chunk: Chunk, payload: int, stage: int, phase: str, after: Sequence[int] = ()) -> int:
         """Overwrite the gradient with the mean, after the operations that still need the gradient."""
@@ -151,7 +158,7 @@ class Builder(Draft):
     def _before(self, chunk: Chunk, encoded: bool) -> list[int]:
         """Return the operations after which this rank can encode or add its contribution to a chunk.
 
-        Adds a preliminary round, if the compressor needs one.
+        Adds a preliminary round, if the compressor needs one. A fusion group has one for all its tensors.
 
         Args:
             encoded: Whether this rank encodes its gradient of the chunk, instead of only adding it.
@@ -162,11 +169,19 @@ class Builder(Draft):
             sums = [total]
         if not self._compressor.needs_stats:
             return sums
+        if isinstance(self.layout, FusionLayout):
+            if self._group_round is None:
+                encodes_all = not self._has_owners or self._encodes_own(self._first_stage + 1)
+                self._group_round = self._preliminary_round(self.layout.whole, encodes_all, [], members)
+            return [self._group_round]
+        return [*sums, self._preliminary_round(chunk, encoded, sums, members)]
+
+    def _preliminary_round(self, chunk: Chunk, encoded: bool, after: Sequence[int], members: Sequence[int]) -> int:
+        """Send statistics of a chunk to all other members, and reduce those of all."""
         call, stage = "stats" if encoded else "stats_of_gradient", self._first_stage
-        mine = self.add("encode", call, "encode stats", chunk, after=sums, frame=FrameKind.STATS)
+        mine = self.add("encode", call, "encode stats", chunk, after=after, frame=FrameKind.STATS)
         rows = {self.rank: mine}
         for peer in (peer for peer in self.peers if peer in members):
             self.send_frame(mine, peer, FrameKind.STATS, chunk, stage, "send stats")
             rows[peer] = self.recv_frame(peer, FrameKind.STATS, chunk, stage, "recv stats")
-        ordered = [rows[rank] for rank in members]
-        return [*sums, self.add("merge", "reduce_stats", "merge stats", chunk, ordered)]
+        return self.add("merge", "reduce_stats", "merge stats", chunk, [rows[rank] for rank in members])
