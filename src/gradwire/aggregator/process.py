@@ -37,7 +37,8 @@ from gradwire.aggregator.session import (
     AggregatorWelcome,
     SessionConfig,
 )
-from gradwire.aggregator.xdp.kernel_slots import KernelSlots
+from gradwire.aggregator.xdp.kernel_slots import KernelSlots, prepare
+from gradwire.aggregator.xdp.layout import Layout
 from gradwire.aggregator.xdp.seals import server_key, worker_key
 from gradwire.aggregator.xdp.server import KernelStateMachine, XdpInterface, check_frames
 from gradwire.core import threads
@@ -121,6 +122,7 @@ class AggregationServer(Server):
             )
         self._datagrams: DatagramSocket | None = None
         self._interface: XdpInterface | None = None
+        self._prepared: Layout | None = None  # whose programs are compiled
         self._reader = threads.make("gradwire-datagrams", self._read_datagrams, self.failed)
         self._session: _Session | None = None
         self._earlier: deque[int] = deque(maxlen=MAX_EARLIER)  # numbers of the sessions before it
@@ -145,6 +147,7 @@ class AggregationServer(Server):
                 self._datagrams.multicast_from(self._datagrams.address[0])
         if self.options.xdp is not None:
             self._interface = XdpInterface(self.options.xdp, self.options.xdp_mode)
+            self._prepared = prepare(self.options.workers, self._interface.mtu, self.options.guard, self.address[1])
 
     def _serve(self) -> None:
         if self._datagrams is not None:
@@ -280,7 +283,7 @@ class AggregationServer(Server):
         if self._interface is None:
             return None
         check_frames(config, self._interface)
-        slots = KernelSlots(config, self.options.guard, self.address[1])
+        slots = KernelSlots(config, self.options.guard, self.address[1], self._prepared)
         self._interface.run(slots)
         total = sum(config.num_packets(stream) for stream in range(len(config.streams)))
         self._on_event(f"The kernel adds up {sum(slots.streams)} of {total} packets at {self._interface.name}")

@@ -27,6 +27,8 @@ def alone(case: str) -> dict:
     return json.loads(done.stdout)
 
 
+@pytest.mark.ci
+@pytest.mark.timeout(300)
 @pytest.mark.root
 @pytest.mark.bpf
 @pytest.mark.loss

@@ -1,23 +1,29 @@
-"""One session's sums in the kernel: maps, the program for them, and what Python must know of them."""
+"""One session's sums in the kernel: maps, the program for them, and what Python must know of them.
+
+Compiling takes most of the time, so a server compiles before its workers join (`prepare`), and sessions of one layout
+share what was compiled.
+"""
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from gradwire.aggregator.packet import PacketCounters
-from gradwire.aggregator.session import Operation, SessionConfig
+from gradwire.aggregator.session import MAX_MTU, MIN_MTU, IndexTable, Operation, SessionConfig, Stream
 from gradwire.aggregator.xdp import copies
 from gradwire.aggregator.xdp import layout as layouts
 from gradwire.aggregator.xdp import program as programs
+from gradwire.aggregator.xdp.assembler import Assembler
 from gradwire.aggregator.xdp.guard import TABLE_BYTES as CHECKSUM_BYTES
 from gradwire.aggregator.xdp.guard import checksum_tables
 from gradwire.aggregator.xdp.layout import Counter, Layout
-from gradwire.aggregator.xdp.loader import load
+from gradwire.aggregator.xdp.loader import load_object
 from gradwire.aggregator.xdp.maps import ArrayMap, CounterMap, SharedMap
 from gradwire.aggregator.xdp.system import ProgramType
 from gradwire.core.errors import OptionError
@@ -48,6 +54,7 @@ class KernelSlots:
         config: Session configuration.
         guard_name: Name of the guard in `gradwire.aggregator.xdp.guard.GUARDS`.
         port: UDP port of the server.
+        prepared: Layout whose programs are compiled already. It is used if it covers the session's.
 
     Attributes:
         layout: What the program is made for.
@@ -60,9 +67,11 @@ class KernelSlots:
         OptionError: The kernel lacks memory or a feature, or the configuration has too many workers.
     """
 
-    def __init__(self, config: SessionConfig, guard_name: str, port: int) -> None:
+    def __init__(self, config: SessionConfig, guard_name: str, port: int, prepared: Layout | None = None) -> None:
         self.config = config
-        self.layout = _layout(config, guard_name, port)
+        own = _layout(config, guard_name, port)
+        self.layout = prepared if prepared is not None and prepared.covers(own) else own
+        self._is_new = True
         self.streams = [_full_packets(config, stream) for stream in range(len(config.streams))]
         num_slots = max(1, sum(self.streams))
         self.session = ArrayMap(programs.SESSION_MAP, layouts.SESSION.size, 1)
@@ -74,8 +83,8 @@ class KernelSlots:
         self._tables = ArrayMap(programs.TABLES_MAP, layouts.TABLE_BYTES, max(1, len(config.tables)))
         self._checksums = ArrayMap(programs.CHECKSUMS_MAP, CHECKSUM_BYTES, 1)
         self._fill()
-        self.program = load(programs.emit(self.layout), ProgramType.XDP, self.maps)
-        self.copier = load(copies.emit(self.layout), ProgramType.TRAFFIC_CONTROL, self.maps)
+        self.program = load_object(_compiled(programs.emit, self.layout), "xdp", ProgramType.XDP, self.maps)
+        self.copier = load_object(_compiled(copies.emit, self.layout), "tc", ProgramType.TRAFFIC_CONTROL, self.maps)
 
     @property
     def maps(self) -> Sequence[ArrayMap]:
@@ -89,10 +98,12 @@ class KernelSlots:
         """Take packets of an incarnation of the server, with nothing heard before. `server_key` has 16 bytes."""
         config = self.config
         needed = config.needed if self.layout.partial else config.world_size
-        for slot in range(self.slots.num_values):
-            self.slots.write(slot, bytes(self.layout.slot_bytes))
-        self.began.view[:] = 0
-        self.counters.clear()
+        if not self._is_new:  # the kernel creates maps full of zeros
+            for slot in range(self.slots.num_values):
+                self.slots.write(slot, bytes(self.layout.slot_bytes))
+            self.began.view[:] = 0
+            self.counters.clear()
+        self._is_new = False
         keys = struct.unpack("<QQ", server_key)
         numbers = epoch, needed, 0, config.max_misses, len(config.streams), *keys
         self.session.write(0, layouts.SESSION.pack(*numbers))
@@ -149,6 +160,26 @@ class KernelSlots:
             self._streams.write(stream, layouts.STREAM.pack(first, count, table_number, width))
             first += count
         self._checksums.write(0, checksum_tables())
+
+
+def prepare(world_size: int, mtu: int, guard_name: str, port: int) -> Layout:
+    """Compile programs for sessions whose packets fill frames of an MTU, and which leave no worker out.
+
+    Raises:
+        OptionError: There are too many workers.
+    """
+    tables = tuple(IndexTable(layouts.INDEX_BITS, (0,) * 16, width) for width in layouts.WIDTHS)
+    streams = tuple(Stream(Operation.SUM, mtu * 8, number) for number in range(len(tables)))
+    config = SessionConfig(world_size, tables, streams, mtu=min(max(mtu, MIN_MTU), MAX_MTU))
+    found = _layout(config, guard_name, port)
+    for emit in (programs.emit, copies.emit):
+        _compiled(emit, found)
+    return found
+
+
+@functools.lru_cache(maxsize=64)
+def _compiled(emit: Callable[[Layout], Assembler], layout: Layout) -> bytes:
+    return emit(layout).compile()
 
 
 def _layout(config: SessionConfig, guard_name: str, port: int) -> Layout:

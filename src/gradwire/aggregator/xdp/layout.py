@@ -7,7 +7,7 @@ Rounds are kept plus 1, so that 0 is "never".
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property
 
@@ -70,6 +70,10 @@ class Layout:
 
     EXPECTED, OPEN, HEARD, COUNTED, AWAITED, FLAGS, ANSWERED, OLDEST, CURRENT, AHEAD, AHEAD_ROUND = range(8, 96, 8)
     LAST_HEARD = 96
+
+    def covers(self, other: Layout) -> bool:
+        """Whether programs for this layout do all that programs for another would."""
+        return set(other.sizes) <= set(self.sizes) and replace(self, sizes=other.sizes) == other
 
     @cached_property
     def guard(self) -> Guard:

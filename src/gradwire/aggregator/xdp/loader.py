@@ -44,7 +44,14 @@ def load(
         RightsError: This process may not load programs.
         OptionError: The kernel's verifier refuses the program.
     """
-    return load_program(kind, code.section, link_maps(code.compile(), code.section, maps), place)
+    return load_object(code.compile(), code.section, kind, maps, place)
+
+
+def load_object(
+    elf: bytes, section: str, kind: ProgramType, maps: Iterable[ArrayMap], place: AttachType = AttachType.NONE
+) -> Descriptor:
+    """Load a compiled program; see `load`."""
+    return load_program(kind, section, link_maps(elf, section, maps), place)
 
 
 def link_maps(elf: bytes, section: str, maps: Iterable[ArrayMap]) -> bytes:
