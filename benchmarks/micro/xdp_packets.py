@@ -2,8 +2,8 @@
 
 Prepared packets of four workers, round after round, go to the XDP program by test runs of the kernel. Its figure is run
 time over runs (`bpf_stats`), of all packets together: those that are added and acknowledged, and each fourth, which
-also completes a result. The server without I/O gets the same packets. Sockets, interfaces and copies of results to
-several workers are in neither figure.
+also completes a result. The server without I/O gets the same packets. Sockets, interfaces, and the copies of results to
+several workers with their tags are in neither figure.
 """
 # Shapes: E = indices of a packet
 
@@ -23,6 +23,7 @@ from gradwire.aggregator.server import AggregatorStateMachine
 from gradwire.aggregator.session import IndexTable, Operation, SessionConfig, Stream
 from gradwire.aggregator.xdp.guard import GUARDS
 from gradwire.aggregator.xdp.kernel_slots import KernelSlots
+from gradwire.aggregator.xdp.seals import ends
 from gradwire.aggregator.xdp.system import RunTime, enable_statistics, run_program
 
 WORKERS, PACKETS, ELEMENTS = 4, 64, 1024
@@ -55,13 +56,16 @@ def frame(packet: bytes, worker: int) -> bytes:
 def in_kernel(guard: str, rounds: int) -> Iterator[float]:
     """Seconds of a packet, round by round."""
     slots = KernelSlots(config(), guard, PORT)
-    slots.begin(1, KEY)
+    slots.begin(1)
     for worker in range(WORKERS):
-        slots.join(worker, (f"10.0.0.{worker}", 5000), KEY)
+        slots.join(worker, (f"10.0.0.{worker}", 5000), KEY, KEY)
+    senders = [ends(guard, KEY, KEY)[0] for _ in range(WORKERS)]
     with enable_statistics():
         for round_ in range(rounds):
-            sealed = [slots.layout.guard.sealed(packet, KEY) for packet in packets(round_)]
-            frames = [frame(packet, place % WORKERS) for place, packet in enumerate(sealed)]
+            frames = [
+                frame(packet + senders[place % WORKERS].trailer(np.frombuffer(packet, np.uint8)), place % WORKERS)
+                for place, packet in enumerate(packets(round_))
+            ]
             before = RunTime(slots.program)
             for each in frames:
                 run_program(slots.program, each)

@@ -59,7 +59,7 @@ def schedule(seed: int, *, xdp: bool = False) -> Counter[str]:
     in_kernel = functools.partial(kernel.KernelAggregator, guard_name=sorted(GUARDS)[seed % 2])
     run = jobs.simulation(
         job, rounds, faults, seed, window=rng.choice((1, 4, 64)), pace=lambda worker, place: slow[worker],
-        **({"server": in_kernel} if xdp else {}),
+        **({"server": in_kernel, "sealed": kernel.KernelAggregator.sealed} if xdp else {}),
     )  # fmt: skip
     restarts, finished = rng.choice((0, 0, 1, 2)) if job.needed == world_size else 0, False
     for _ in range(restarts):

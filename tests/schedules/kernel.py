@@ -1,12 +1,13 @@
 """The kernel's program under the schedules of faults: each packet goes to it and to the oracle, and they must agree.
 
 The program runs on each packet by a test run of the kernel, with real maps. What it passes on goes to a state machine
-of Python's, as on a server.
+of Python's, as on a server. Packets travel sealed; a restarted server has other keys.
 """
 # Shapes: W = workers
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import struct
 from dataclasses import fields
@@ -26,16 +27,18 @@ from gradwire.aggregator.packet import (
 )
 from gradwire.aggregator.server import EVERYONE, AggregatorStateMachine, PacketToSend
 from gradwire.aggregator.session import IndexTable, Operation, SessionConfig, Stream
-from gradwire.aggregator.xdp.guard import SipHashGuard
+from gradwire.aggregator.xdp import seals
 from gradwire.aggregator.xdp.kernel_slots import KernelSlots
 from gradwire.aggregator.xdp.layout import ANSWER
 from gradwire.aggregator.xdp.program import DROP, PASS, SEND_BACK
+from gradwire.aggregator.xdp.seals import Keys
 from gradwire.aggregator.xdp.system import run_program
 from gradwire.core.errors import FrameError
+from gradwire.net.datagrams import DatagramReceiver
 
 PORT = 7071
-SERVER_HOST, SERVER_KEY = bytes([10, 77, 0, 1]), bytes(range(100, 116))
-_CHECKSUM = field("checksum")
+SERVER_HOST = bytes([10, 77, 0, 1])
+_WORKER, _CHECKSUM = field("worker"), field("checksum")
 
 
 def kernel_config(world_size: int, **options: object) -> SessionConfig:
@@ -50,8 +53,8 @@ def kernel_config(world_size: int, **options: object) -> SessionConfig:
     return SessionConfig(world_size, (narrow, wide), streams, 1024, **{"mtu": mtu, **options})
 
 
-def worker_key(worker: int) -> bytes:
-    return bytes([worker + 1]) * 16
+def keys_of(worker: int, epoch: int) -> Keys:
+    return Keys(*(struct.pack("<QII", epoch, worker, direction) for direction in (1, 2)))
 
 
 def host_of(worker: int) -> bytes:
@@ -74,12 +77,52 @@ def ip_checksum(header: bytes) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def slots_of(config: SessionConfig, guard_name: str) -> KernelSlots:
+def _slots_of(config: SessionConfig, guard_name: str) -> KernelSlots:
     """Maps and program of a configuration, used again by every schedule with the same."""
-    made = KernelSlots(config, guard_name, PORT)
+    return KernelSlots(config, guard_name, PORT)
+
+
+def begun(config: SessionConfig, guard_name: str, epoch: int) -> KernelSlots:
+    """Return maps and program of a configuration, with nothing heard yet, and all workers joined."""
+    slots = _slots_of(config, guard_name)
+    slots.begin(epoch)
     for worker in range(config.world_size):
-        made.join(worker, (".".join(map(str, host_of(worker))), 5000 + worker), worker_key(worker))
-    return made
+        slots.join(worker, (".".join(map(str, host_of(worker))), 5000 + worker), *keys_of(worker, epoch))
+    return slots
+
+
+class Sealer:
+    """What workers put behind their packets, and what they take of the server's.
+
+    Args:
+        world_size: Number of workers W.
+        guard_name: Name of the guard.
+        epoch: Incarnation of the server.
+    """
+
+    def __init__(self, world_size: int, guard_name: str, epoch: int) -> None:
+        keys = [keys_of(worker, epoch) for worker in range(world_size)]
+        self._workers = [seals.ends(guard_name, *each) for each in keys]
+        self._servers = [seals.ends(guard_name, *reversed(each))[1] for each in keys]
+
+    def sealed(self, worker: int, packet: bytes | np.ndarray) -> bytes:
+        """Return a packet of a worker as it travels, with the next number."""
+        return bytes(packet) + self._workers[worker][0].trailer(np.frombuffer(packet, np.uint8))
+
+    def opened(self, worker: int, datagram: bytes) -> bytes | None:
+        """Return a packet that a worker takes from the server."""
+        return _packet_in(self._workers[worker][1], datagram)
+
+    def opened_by_server(self, worker: int, datagram: bytes) -> bytes | None:
+        """Return a packet that the server takes from a worker."""
+        return _packet_in(self._servers[worker], datagram)
+
+    @property
+    def dropped(self) -> PacketCounters:
+        """Datagrams that the server has not taken."""
+        return PacketCounters(
+            forged=sum(each.forged for each in self._servers), replayed=sum(each.replayed for each in self._servers)
+        )
 
 
 class KernelAggregator:
@@ -95,10 +138,9 @@ class KernelAggregator:
 
     def __init__(self, config: SessionConfig, epoch: int, guard_name: str = "crc32c") -> None:
         self.config, self.epoch = config, epoch
-        self.slots = slots_of(config, guard_name)
-        self.slots.begin(epoch, SERVER_KEY)
-        self.guard = self.slots.layout.guard
+        self.slots = begun(config, guard_name, epoch)
         self.rest, self.oracle = AggregatorStateMachine(config, epoch), AggregatorStateMachine(config, epoch)
+        self._of_rest, self._of_oracle = (Sealer(config.world_size, guard_name, epoch) for _ in range(2))
         self._resumed = False
 
     @property
@@ -114,11 +156,16 @@ class KernelAggregator:
     @property
     def counters(self) -> PacketCounters:
         """Counts of program and Python together."""
-        return _sum(self.slots.counted(), self.rest.counters)
+        return _sum(self.slots.counted(), self.rest.counters, self._of_rest.dropped)
+
+    def sealed(self, worker: int, packet: np.ndarray) -> bytes:
+        return self._of_oracle.sealed(worker, packet)
 
     def receive(self, datagram: bytes, now: float) -> list[PacketToSend]:
-        found = self._found(datagram, now)
-        expected = self._messages(self.oracle, datagram, now)
+        named = int.from_bytes(datagram[_WORKER.offset :][: _WORKER.num_bytes], "little")
+        source = named % self.config.world_size
+        expected = self._messages(self.oracle, self._of_oracle.opened_by_server(source, datagram), now)
+        found = self._found(datagram, source, now)
         assert _apart(self.config, found) == _apart(self.config, expected)
         return found
 
@@ -127,31 +174,25 @@ class KernelAggregator:
 
     def check_counters(self) -> None:
         """Compare what has happened to packets with the oracle's counts."""
-        found, expected = vars(self.counters).copy(), vars(self.oracle.counters).copy()
-        for counts in (found, expected):  # a damaged packet is forged where there is a tag
-            counts["corrupt"] += counts.pop("forged")
-        assert found == expected
+        assert self.counters == _sum(self.oracle.counters, self._of_oracle.dropped)
 
-    def _found(self, datagram: bytes, now: float) -> list[PacketToSend]:
-        worker = struct.unpack_from("<H", datagram.ljust(64), field("worker").offset)[0]
-        if isinstance(self.guard, SipHashGuard) and not _is_whole(datagram):
-            sealed = datagram + bytes(8)
-        else:
-            sealed = self.guard.sealed(datagram, worker_key(worker % 255))
-        frame = framed(sealed, worker % self.config.world_size)
+    def _found(self, datagram: bytes, source: int, now: float) -> list[PacketToSend]:
+        frame = framed(datagram, source)
         verdict, left, answer = run_program(self.slots.program, frame)
         if verdict == DROP:
             return []
         if verdict == SEND_BACK:
-            return [self._sent_back(left, worker)]
+            return [self._sent_back(left, source)]
         assert verdict == PASS and left == frame, "what passes is as it came"
-        return self._copies(datagram, answer) if answer else self._messages(self.rest, datagram, now)
+        if answer:
+            return self._copies(datagram, source, answer)
+        return self._messages(self.rest, self._of_rest.opened_by_server(source, datagram), now)
 
-    def _messages(self, machine: AggregatorStateMachine, datagram: bytes, now: float) -> list[PacketToSend]:
-        try:
-            made = machine.receive(datagram, now)
-        except FrameError:
-            made = []
+    def _messages(self, machine: AggregatorStateMachine, packet: bytes | None, now: float) -> list[PacketToSend]:
+        made = []
+        if packet is not None:
+            with contextlib.suppress(FrameError):
+                made = machine.receive(packet, now)
         return made + machine.flush()
 
     def _sent_back(self, frame: bytes, worker: int) -> PacketToSend:
@@ -159,51 +200,43 @@ class KernelAggregator:
         assert ip_checksum(frame[14:34]) == 0
         assert struct.unpack(">HHHH", frame[34:42]) == (PORT, 5000 + worker, len(frame) - 34, 0)
         assert struct.unpack(">H", frame[16:18])[0] == len(frame) - 14
-        return PacketToSend(worker, self._opened(frame[42:]))
+        packet = self._of_rest.opened(worker, frame[42:])
+        assert packet is not None, "each answer has a new number, and the tag of its worker"
+        unpack(packet)
+        return PacketToSend(worker, np.frombuffer(packet, np.uint8))
 
-    def _opened(self, sealed: bytes) -> np.ndarray:
-        """Return a packet of the server's with its checksum, once its guard holds."""
-        packet = sealed[: len(sealed) - self.guard.trailer_bytes]
-        assert self.guard.sealed(packet, SERVER_KEY) == sealed
-        opened = np.frombuffer(packet, np.uint8).copy()
-        if self.guard.trailer_bytes:
-            assert not opened[_CHECKSUM.offset :][:4].any()
-            opened = _with_checksum(opened)
-        unpack(opened)
-        return opened
-
-    def _copies(self, datagram: bytes, answer: bytes) -> list[PacketToSend]:
+    def _copies(self, datagram: bytes, source: int, answer: bytes) -> list[PacketToSend]:
         results, wanted, round_, slot, buffer, kind, marker = ANSWER.unpack(answer)
-        key = unpack(datagram).key
+        trailer_bytes = self.slots.layout.guard.trailer_bytes
+        key = unpack(self._with_checksum(datagram[: len(datagram) - trailer_bytes])).key
         assert marker == 1
         made = []
         if results:
-            packet = self._opened(self.slots.result(slot, buffer))
+            packet = self._with_checksum(self.slots.result(slot, buffer))
+            unpack(packet)
             made += [PacketToSend(worker, packet) for worker in _workers(results)]
         for worker in _workers(wanted):
             packet = pack(PacketKind.WANTED, key._replace(round=round_), SERVER, self.epoch)
             made.append(PacketToSend(worker, packet))
         if kind == PacketKind.HELD:
             body = struct.pack("<QII", *key)
-            sender = unpack(datagram).worker
-            made.append(PacketToSend(sender, pack(PacketKind.HELD, PacketKey(0, 0, 0), SERVER, self.epoch, body)))
+            made.append(PacketToSend(source, pack(PacketKind.HELD, PacketKey(0, 0, 0), SERVER, self.epoch, body)))
         assert kind in (0, PacketKind.HELD)
         return made
 
+    def _with_checksum(self, packet: bytes) -> np.ndarray:
+        """Return a packet with the checksum, which a program leaves out where there are tags."""
+        found = np.frombuffer(packet, np.uint8).copy()
+        if self.slots.layout.guard.trailer_bytes:
+            checksum = found[_CHECKSUM.offset :][: _CHECKSUM.num_bytes]
+            checksum[:] = 0
+            checksum[:] = np.frombuffer(google_crc32c.value(found).to_bytes(4, "little"), np.uint8)
+        return found
 
-def _with_checksum(packet: np.ndarray) -> np.ndarray:
-    filled = packet.copy()
-    filled[_CHECKSUM.offset : _CHECKSUM.offset + 4] = 0
-    filled[_CHECKSUM.offset : _CHECKSUM.offset + 4].view("<u4")[0] = google_crc32c.value(filled)
-    return filled
 
-
-def _is_whole(datagram: bytes) -> bool:
-    try:
-        unpack(datagram)
-    except FrameError:
-        return False
-    return True
+def _packet_in(receiver: DatagramReceiver, datagram: bytes) -> bytes | None:
+    packet = receiver.open(memoryview(bytearray(datagram)))
+    return None if packet is None else bytes(packet)
 
 
 def _apart(config: SessionConfig, messages: list[PacketToSend]) -> list[tuple[int, bytes]]:

@@ -13,6 +13,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -62,6 +63,7 @@ class AggregationSimulation:
         pace: Seconds that a worker computes before a round, by worker and index of the round.
         timeout: Seconds of virtual time per submission.
         server: Makes an incarnation of the server from configuration and epoch.
+        sealed: Returns how a worker's packet travels to a server, from server, worker and packet.
 
     Attributes:
         results: Results by (worker, round, stream).
@@ -75,11 +77,12 @@ class AggregationSimulation:
         window: int = 64,
         pace: Callable[[int, int], float] = lambda worker, place: 0.0, timeout: float = math.inf,
         server: Callable[[SessionConfig, int], AggregatorStateMachine] = AggregatorStateMachine,
+        sealed: Callable[[Any, int, np.ndarray], bytes] = lambda server, worker, packet: packet.tobytes(),
     ) -> None:  # fmt: skip
         self.config = config
         self.results: dict[tuple[int, int, int], Result] = {}
         self.network = DatagramNetwork(faults, seed)
-        self._server = server
+        self._server, self._sealed = server, sealed
         self.aggregator = server(config, 1)
         self.server_counters = [self.aggregator.counters]
         self._payloads, self._rounds, self._pace, self._timeout = payloads, rounds, pace, timeout
@@ -125,8 +128,7 @@ class AggregationSimulation:
             self._join(worker)
 
     def _join(self, worker: _Worker) -> None:
-        for datagram in worker.end.joined(self.aggregator.epoch, self.network.now):
-            self.network.send(SERVER, bytes(datagram))
+        self._send_to_server(worker, worker.end.joined(self.aggregator.epoch, self.network.now))
 
     def _due(self, worker: _Worker) -> float:
         if worker.round == len(self._rounds):
@@ -140,8 +142,7 @@ class AggregationSimulation:
         now = self.network.now
         if not worker.waits_for:
             self._next_round(worker)
-        for datagram in worker.end.poll(now):
-            self.network.send(SERVER, bytes(datagram))
+        self._send_to_server(worker, worker.end.poll(now))
 
     def _next_round(self, worker: _Worker) -> None:
         round_, end = self._rounds[worker.round], worker.end
@@ -161,8 +162,7 @@ class AggregationSimulation:
         worker = self._workers[arrival.receiver]
         with contextlib.suppress(FrameError):
             done, datagrams = worker.end.receive(arrival.data, self.network.now)
-            for datagram in datagrams:
-                self.network.send(SERVER, bytes(datagram))
+            self._send_to_server(worker, datagrams)
             for submission in done:
                 key = worker.end.worker, submission.round, submission.stream
                 self.results[key] = Result(worker.outs[submission.stream], submission.reply())
@@ -170,6 +170,10 @@ class AggregationSimulation:
             if done and not worker.waits_for:
                 worker.round += 1
                 worker.starts_at = self.network.now + self._pace(worker.end.worker, worker.round)
+
+    def _send_to_server(self, worker: _Worker, packets: Sequence[np.ndarray]) -> None:
+        for packet in packets:
+            self.network.send(SERVER, self._sealed(self.aggregator, worker.end.worker, packet))
 
     def _send(self, messages: list[PacketToSend]) -> None:
         for message in messages:

@@ -31,7 +31,7 @@ from gradwire.aggregator.request import AggregationRequest, Reply
 from gradwire.aggregator.retransmission import MIN_WIDTH, Window
 from gradwire.aggregator.session import MAX_WELCOME_BYTES, NO_EPOCH, AggregatorJoin, AggregatorWelcome, SessionConfig
 from gradwire.aggregator.worker import WorkerStateMachine
-from gradwire.aggregator.xdp.seals import ends, server_key, worker_key
+from gradwire.aggregator.xdp import seals
 from gradwire.core import threads
 from gradwire.core.errors import FrameError, PeerFailedError, SyncError
 from gradwire.net.address import address_toward, parse_address, resolve
@@ -245,7 +245,7 @@ class AggregationClient(Client):
         for each in self._receivers:
             self._dropped.update(forged=each.forged, replayed=each.replayed)
         if welcome.guard:
-            self._sender, receiver = ends(welcome.guard, worker_key(derive), server_key(self._key, welcome.epoch))
+            self._sender, receiver = seals.ends(welcome.guard, *seals.keys(derive))
             self._receivers = [receiver]
             return
         self._sender = DatagramSender(derive(FROM_WORKER))

@@ -39,7 +39,7 @@ from gradwire.aggregator.session import (
 )
 from gradwire.aggregator.xdp.kernel_slots import KernelSlots, prepare
 from gradwire.aggregator.xdp.layout import Layout
-from gradwire.aggregator.xdp.seals import server_key, worker_key
+from gradwire.aggregator.xdp.seals import keys
 from gradwire.aggregator.xdp.server import KernelStateMachine, XdpInterface, check_frames
 from gradwire.core import threads
 from gradwire.core.errors import DisagreementError, FrameError, GradwireError, OptionError, PeerFailedError, SyncError
@@ -240,7 +240,7 @@ class AggregationServer(Server):
             session.machine.resumed = True
         if datagrams is not None:
             if isinstance(session.machine, KernelStateMachine):
-                session.machine.take_worker(datagrams, worker_key(derive), self.options.guard)
+                session.machine.take_worker(datagrams, keys(derive), self.options.guard)
             self._take_address(session, datagrams)
         session.stall_seconds = min(session.stall_seconds, join.stall_seconds)
         session.present.add(worker)
@@ -266,7 +266,7 @@ class AggregationServer(Server):
         if kernel is None:
             machine = AggregatorStateMachine(join.config, epoch, acknowledges=self._datagrams is not None)
         else:
-            machine = KernelStateMachine(join.config, epoch, kernel, server_key(self._key, epoch))
+            machine = KernelStateMachine(join.config, epoch, kernel)
         if self._session is not None:
             self._earlier.append(self._session.number)
             reason = "The job has been started again since. End this process."

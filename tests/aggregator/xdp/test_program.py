@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
+import random
 import struct
 import threading
 
 import numpy as np
 import pytest
 
-from gradwire.aggregator.packet import PacketKey, PacketKind, pack, unpack
+from gradwire.aggregator.packet import SERVER, PacketKey, PacketKind, pack, unpack
 from gradwire.aggregator.session import IndexTable, Operation, SessionConfig, Stream
+from gradwire.aggregator.xdp import seals
+from gradwire.aggregator.xdp.copies import CONTINUE
+from gradwire.aggregator.xdp.copies import DROP as DROP_COPY
 from gradwire.aggregator.xdp.kernel_slots import KernelSlots
-from gradwire.aggregator.xdp.layout import ANSWER
+from gradwire.aggregator.xdp.layout import ANSWER, MARK
 from gradwire.aggregator.xdp.program import DROP, PASS, SEND_BACK
-from gradwire.aggregator.xdp.system import run_program
+from gradwire.aggregator.xdp.system import run_in_traffic_control, run_program
 from gradwire.core.errors import OptionError
 from gradwire.kernels import reference
 from tests.schedules import campaign
-from tests.schedules.kernel import SERVER_KEY, framed, kernel_config, slots_of, worker_key
+from tests.schedules.kernel import Sealer, begun, framed, kernel_config, keys_of
 
 EPOCH = 9
 FIRST = PacketKey(0, 0, 0)
 
 
-def begun(world_size: int, guard: str = "crc32c", **options: object) -> KernelSlots:
-    slots = slots_of(kernel_config(world_size, **options), guard)
-    slots.begin(EPOCH, SERVER_KEY)
-    return slots
+def slots_for(world_size: int, guard: str = "crc32c", **options: object) -> KernelSlots:
+    return begun(kernel_config(world_size, **options), guard, EPOCH)
 
 
 def contribution(worker: int, key: PacketKey = FIRST, body: bytes = bytes(512), **options) -> bytes:
@@ -48,8 +50,7 @@ def test_sums_are_those_of_the_reference(world_size, width, mtu, elements):
     table = IndexTable(4, tuple(range(16)), width)
     config = SessionConfig(world_size, (table,), (Stream(Operation.SUM, elements),), max(1024, elements), mtu=mtu)
     assert config.packet_size(0) == elements
-    slots = slots_of(config, "crc32c")
-    slots.begin(EPOCH, SERVER_KEY)
+    slots = begun(config, "crc32c", EPOCH)
     draw, total = np.random.default_rng(world_size), np.zeros(elements, config.result_dtype(0))
     for worker in range(world_size):
         body = draw.integers(0, 256, elements // 2, np.uint8)
@@ -66,25 +67,79 @@ def test_sums_are_those_of_the_reference(world_size, width, mtu, elements):
 @pytest.mark.bpf
 @pytest.mark.parametrize("guard", ["crc32c", "siphash"])
 def test_a_packet_from_another_address_is_not_answered(guard):
-    slots = begun(3, guard)
-    sealed = slots.layout.guard.sealed(contribution(0), worker_key(0))
-    for frame in (framed(sealed, 1), framed(sealed, 0)[:35] + b"\1" + framed(sealed, 0)[36:]):
+    slots, sealer = slots_for(3, guard), Sealer(3, guard, EPOCH)
+    other_host, other_port = (framed(sealer.sealed(0, contribution(0)), source) for source in (1, 0))
+    for frame in (other_host, other_port[:35] + b"\1" + other_port[36:]):
         assert run_program(slots.program, frame)[0] == DROP
     assert (slots.counted().refused, slots.counted().taken) == (2, 0)
-    assert run_program(slots.program, framed(sealed, 0))[0] == SEND_BACK
+    assert run_program(slots.program, framed(sealer.sealed(0, contribution(0)), 0))[0] == SEND_BACK
 
 
 @pytest.mark.bpf
 def test_a_worker_cannot_write_as_another():
-    slots = begun(3, "siphash")
-    for key in (worker_key(1), SERVER_KEY, bytes(16)):
-        assert run_program(slots.program, framed(slots.layout.guard.sealed(contribution(0), key), 0))[0] == DROP
-    assert (slots.counted().forged, slots.counted().taken) == (3, 0)
+    slots, sealer = slots_for(3, "siphash"), Sealer(3, "siphash", EPOCH)
+    as_worker_0 = [sealer.sealed(1, contribution(0)), sealer.sealed(2, contribution(0)), contribution(0) + bytes(16)]
+    as_worker_0.append(Sealer(3, "siphash", EPOCH + 1).sealed(0, contribution(0)))
+    for datagram in as_worker_0:
+        assert run_program(slots.program, framed(datagram, 0))[0] == DROP
+    assert (slots.counted().forged, slots.counted().taken) == (4, 0)
+
+
+@pytest.mark.bpf
+def test_a_packet_whose_number_was_used_gets_no_answer():
+    slots, sealer = slots_for(2, "siphash"), Sealer(2, "siphash", EPOCH)
+    recorded = [framed(sealer.sealed(worker, contribution(worker)), worker) for worker in (0, 1)]
+    recorded.append(framed(sealer.sealed(0, pack(PacketKind.ASK, FIRST, 0, EPOCH)), 0))
+    first = [run_program(slots.program, frame)[0] for frame in recorded]
+    assert first == [SEND_BACK, PASS, PASS]  # held, the result for both, and again for the one that asks
+    state = slots.slots.read(0)
+    for frame in 20 * recorded:
+        assert run_program(slots.program, frame) == (DROP, frame, b"")
+    assert (slots.counted().replayed, slots.counted().received) == (60, 3)
+    assert slots.slots.read(0) == state
+    repeated = framed(sealer.sealed(0, contribution(0)), 0)  # a worker that repeats itself uses another number
+    assert run_program(slots.program, repeated)[0] == PASS
+    assert slots.counted().duplicates == 1
+
+
+@pytest.mark.bpf
+def test_numbers_are_taken_as_python_takes_them():
+    slots, receiver = slots_for(2, "siphash"), seals.ends("siphash", *reversed(keys_of(0, EPOCH)))[1]
+    sender, rng = seals.SipHashSender(keys_of(0, EPOCH).from_worker), random.Random(4)
+    ask, highest = np.frombuffer(pack(PacketKind.ASK, FIRST, 0, EPOCH), np.uint8), 0
+    for _ in range(4000):
+        number = max(0, highest + rng.choice((-9000, -4096, -4095, -4094, -64, -2, -1, 0, 1, 2, 63, 64, 4095, 8200)))
+        highest = max(highest, number)
+        sender._num_sent = number
+        datagram = ask.tobytes() + sender.trailer(ask)
+        before = slots.counted().received
+        run_program(slots.program, framed(datagram, 0))
+        is_taken = receiver.open(memoryview(bytearray(datagram))) is not None
+        assert slots.counted().received - before == is_taken
+    assert slots.counted().replayed == receiver.replayed
+    assert 1000 < receiver.replayed < 3000
+
+
+@pytest.mark.bpf
+@pytest.mark.parametrize("body_bytes", [0, 16, 1028])
+def test_a_copy_is_signed_for_its_worker_alone(body_bytes):
+    slots, sealer = slots_for(2, "siphash"), Sealer(2, "siphash", EPOCH)
+    packet = bytes(pack(PacketKind.RESULT, FIRST, SERVER, EPOCH, bytes(range(4)) * (body_bytes // 4)))
+    blank = framed(packet + bytes(16), 0)
+    for worker in (1, 1, 0):
+        verdict, left = run_in_traffic_control(slots.signer, blank, mark=MARK + worker)
+        assert verdict == CONTINUE
+        assert left[:-16] == blank[:-16]
+        assert sealer.opened(1 - worker, left[42:]) is None
+        assert sealer.opened(worker, left[42:]) == packet
+        assert sealer.opened(worker, left[42:]) is None
+    assert run_in_traffic_control(slots.signer, blank, mark=0) == (CONTINUE, blank)
+    assert run_in_traffic_control(slots.signer, blank[:-1], mark=MARK)[0] == DROP_COPY
 
 
 @pytest.mark.bpf
 def test_what_may_not_be_sent_changes_nothing():
-    slots = begun(3)
+    slots = slots_for(3)
     ask = PacketKind.ASK
     refused = [
         contribution(3),
@@ -104,7 +159,7 @@ def test_what_may_not_be_sent_changes_nothing():
 
 @pytest.mark.bpf
 def test_what_is_not_for_the_program_passes_as_it_came():
-    slots = begun(3)
+    slots = slots_for(3)
     good = framed(contribution(0), 0)
     maximum = struct.pack("<3f", 1, 2, 3)
     for frame in (
@@ -125,7 +180,7 @@ def test_what_is_not_for_the_program_passes_as_it_came():
 
 @pytest.mark.bpf
 def test_a_body_of_another_streams_length_passes_as_it_came():
-    slots = begun(4)  # 1,024 elements a packet in stream 0, and 512 in stream 1
+    slots = slots_for(4)  # 1,024 elements a packet in stream 0, and 512 in stream 1
     for stream, other, own in ((0, 256, 512), (1, 512, 256)):
         key = PacketKey(0, stream, 0)
         strange = framed(contribution(0, key, bytes(other)), 0)
@@ -140,8 +195,7 @@ def test_processors_at_one_slot_lose_nothing(guard):
     """Two threads send the packets of four workers each to the same slots at once."""
     rounds, packets = 60, 2
     config = SessionConfig(8, (IndexTable(4, tuple(range(16)), 8),), (Stream(Operation.SUM, 1024 * packets, 0),), 1024)
-    slots = slots_of(config, guard)
-    slots.begin(EPOCH, SERVER_KEY)
+    slots, sealer = begun(config, guard, EPOCH), Sealer(8, guard, EPOCH)
     body = np.random.default_rng(0).integers(0, 256, 512, np.uint8)
     total = np.zeros(1024, np.uint8)
     reference.lookup_indices(body, 4, config.tables[0].array, total)
@@ -151,10 +205,7 @@ def test_processors_at_one_slot_lose_nothing(guard):
         for round_ in range(rounds):
             frames = [
                 framed(
-                    slots.layout.guard.sealed(
-                        contribution(worker, PacketKey(round_, 0, packet), body.tobytes()), worker_key(worker)
-                    ),
-                    worker,
+                    sealer.sealed(worker, contribution(worker, PacketKey(round_, 0, packet), body.tobytes())), worker
                 )
                 for packet in range(packets)
                 for worker in workers

@@ -167,6 +167,11 @@ class Assembler:
         """Add to a number of 8 bytes in memory. Other processors may come between."""
         self.store(pointer, offset, self.load(pointer, offset) + by)
 
+    def draw(self, pointer: Register, offset: int) -> Register:
+        """Return a number of 8 bytes in memory, and add 1 to it there. No processor draws the same."""
+        # With the weaker "monotonic", LLVM takes an instruction that does not return the number.
+        return self.emit(f"atomicrmw add ptr {pointer.at(offset).name}, i64 1 seq_cst")
+
     def call(self, helper: int, *arguments: Register | int) -> Register:
         """Call a function of the kernel by its number, and return its number."""
         return self.emit(f"call i64 inttoptr (i64 {helper} to ptr)({self._arguments(arguments)})")

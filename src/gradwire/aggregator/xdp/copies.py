@@ -5,6 +5,8 @@ packet that completed a sum into its result. Everything else continues to the Py
 system. A worker is reached where its last packet came from, at the address with which it has joined; one that has sent
 nothing gets nothing, and asks.
 
+Where copies are signed, each is marked for the program that signs it on its way out (`signatures.py`).
+
 Copies share the packet's bytes in the kernel until their headers are written, so a result is copied from the slot once.
 A copy that the interface has no room for is lost, as any datagram may be.
 """
@@ -25,7 +27,7 @@ from gradwire.aggregator.xdp.frames import (
     write_held,
     write_lengths,
 )
-from gradwire.aggregator.xdp.layout import ANSWER, EPOCH_AT, INTERFACE_AT, KEY_AT, LINK_AT, Layout
+from gradwire.aggregator.xdp.layout import ANSWER, EPOCH_AT, INTERFACE_AT, LINK_AT, MARK, Layout
 from gradwire.aggregator.xdp.program import (
     CHECKSUMS_MAP,
     FIND,
@@ -36,8 +38,8 @@ from gradwire.aggregator.xdp.program import (
 )
 
 CONTINUE, DROP = -1, 2
-_STORE, _CLONE, _RESIZE, _PULL = 9, 13, 38, 39
-_DATA, _END, _METADATA = 76, 80, 140
+_STORE, _CLONE, _RESIZE, PULL = 9, 13, 38, 39
+LENGTH_AT, MARK_AT, DATA_AT, END_AT, _METADATA_AT = 0, 8, 76, 80, 140
 
 
 def emit(layout: Layout) -> Assembler:
@@ -52,13 +54,13 @@ class _Program:
         self.code, self.layout = Assembler("tc"), layout
         code = self.code
         self._key_room = code.room(8)
-        metadata, data = self._pointer(_METADATA), self._pointer(_DATA)
+        metadata, data = self._pointer(_METADATA_AT), self._pointer(DATA_AT)
         with code.when(metadata.at(ANSWER.size) > data):
             code.leave(CONTINUE)
         results, wanted, round_ = (code.load(metadata, offset) for offset in (0, 8, 16))
         slot, buffer = code.load(metadata, 24, 4), code.load(metadata, 28, 2)
         kind = code.load(metadata, 30, 1)
-        code.call(_PULL, code.context, HEADER_BYTES + PACKET_HEADER_BYTES)
+        code.call(PULL, code.context, HEADER_BYTES + PACKET_HEADER_BYTES)
         frame = self._frame(HEADER_BYTES + PACKET_HEADER_BYTES)
         self._server = code.load(frame, 0, 4), code.load(frame, 4, 2), code.load(frame, IP_AT + 16, 4)
         self._session, self._checksums = self._find(SESSION_MAP, 0), self._find(CHECKSUMS_MAP, 0)
@@ -89,8 +91,8 @@ class _Program:
         sealed = value.at(layout.buffers + 8).at(buffer * layout.buffer_bytes)
         for each, _ in layout.sizes:
             with code.when(width.equals(each)):
-                length = layout.result_bytes(each) + layout.guard.trailer_bytes
-                self._resize(length)
+                length = layout.result_bytes(each)
+                self._resize(length + layout.guard.trailer_bytes)
                 code.call(_STORE, code.context, HEADER_BYTES, sealed, length, 0)
                 self._send_copies(workers)
 
@@ -98,8 +100,7 @@ class _Program:
         code, layout = self.code, self.layout
         length = PACKET_HEADER_BYTES + body_bytes + layout.guard.trailer_bytes
         frame = self._resize(length)
-        key = code.load(self._session, KEY_AT), code.load(self._session, KEY_AT + 8)
-        write(code, layout, frame.at(HEADER_BYTES), control, key, self._checksums)
+        write(code, layout, frame.at(HEADER_BYTES), control, self._checksums)
         self._send_copies(workers)
 
     def _resize(self, packet_bytes: int) -> Register:
@@ -107,7 +108,7 @@ class _Program:
         code = self.code
         with code.when(code.call(_RESIZE, code.context, HEADER_BYTES + packet_bytes, 0).differs(0)):
             code.leave(DROP)
-        code.call(_PULL, code.context, HEADER_BYTES + packet_bytes)
+        code.call(PULL, code.context, HEADER_BYTES + packet_bytes)
         frame = self._frame(HEADER_BYTES + packet_bytes)
         write_lengths(code, frame, packet_bytes)
         return frame
@@ -132,6 +133,8 @@ class _Program:
             code.store(frame, UDP_AT, int.from_bytes(layout.port.to_bytes(2, "big"), "little"), 2)
             code.store(frame, UDP_AT + 2, code.load(record, 4, 2), 2)
             write_addresses(code, frame, source, code.load(record, 0, 4))
+            if layout.guard.trailer_bytes:
+                code.store(code.context, MARK_AT, each.index + MARK, 4)
             code.call(_CLONE, code.context, interface, 0)
             code.place(skip)
 
@@ -142,7 +145,7 @@ class _Program:
 
     def _frame(self, num_bytes: int) -> Register:
         """Return a pointer to the frame, once it is certain that it has `num_bytes` bytes."""
-        frame, end = self._pointer(_DATA), self._pointer(_END)
+        frame, end = self._pointer(DATA_AT), self._pointer(END_AT)
         with self.code.when(frame.at(num_bytes) > end):
             self.code.leave(DROP)
         return frame

@@ -13,7 +13,7 @@ from gradwire.aggregator.packet import (
     field,
 )
 from gradwire.aggregator.xdp.assembler import Assembler, Register
-from gradwire.aggregator.xdp.layout import Layout
+from gradwire.aggregator.xdp.layout import NUMBER_AT, SENT_KEY_AT, Layout
 
 ETHERNET_BYTES, IP_BYTES, UDP_BYTES = 14, 20, 8
 HEADER_BYTES = ETHERNET_BYTES + IP_BYTES + UDP_BYTES
@@ -89,18 +89,14 @@ def write_key(code: Assembler, packet: Register, control: Control) -> None:
     put(code, packet, "packet", control.packet)
 
 
-def write_control(
-    code: Assembler, layout: Layout, packet: Register, control: Control, key: tuple[Register, Register], table: Register
-) -> None:
+def write_control(code: Assembler, layout: Layout, packet: Register, control: Control, table: Register) -> None:
     """Write and seal a packet without body."""
     write_start(code, packet, control.kind, control.epoch, 0)
     write_key(code, packet, control)
-    layout.guard.seal(code, packet, PACKET_HEADER_BYTES, key, table)
+    layout.guard.seal(code, packet, PACKET_HEADER_BYTES, table)
 
 
-def write_held(
-    code: Assembler, layout: Layout, packet: Register, control: Control, key: tuple[Register, Register], table: Register
-) -> None:
+def write_held(code: Assembler, layout: Layout, packet: Register, control: Control, table: Register) -> None:
     """Write and seal the word that a contribution has arrived: a body of one key."""
     write_start(code, packet, PacketKind.HELD, control.epoch, KEY_BYTES)
     for name in ("round", "stream", "packet"):
@@ -109,7 +105,14 @@ def write_held(
     code.store(body, 0, control.round)
     code.store(body, 8, control.stream, 4)
     code.store(body, 12, control.packet, 4)
-    layout.guard.seal(code, packet, PACKET_HEADER_BYTES + KEY_BYTES, key, table)
+    layout.guard.seal(code, packet, PACKET_HEADER_BYTES + KEY_BYTES, table)
+
+
+def sign(code: Assembler, layout: Layout, packet: Register, length: int, record: Register) -> None:
+    """Put the next number to a worker behind a sealed packet, and the tag by its key. `record` is a `WORKER`."""
+    if layout.guard.trailer_bytes:
+        key = code.load(record, SENT_KEY_AT), code.load(record, SENT_KEY_AT + 8)
+        layout.guard.sign(code, packet, length, key, code.draw(record, NUMBER_AT))
 
 
 def return_to_sender(code: Assembler, frame: Register, packet_bytes: int) -> None:

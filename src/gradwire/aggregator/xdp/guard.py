@@ -1,18 +1,14 @@
 """How a packet proves that it is whole, and whose it is: emitted into the programs, and the same for Python's ends.
 
-One of two, always. `SipHashGuard` puts a tag of 8 bytes behind each packet, with a key of each worker for what it
-sends, and one for what the server sends. `ChecksumGuard` is the CRC-32C in the header: it finds faults, and stops
-nobody who wants to write packets, so the operator must say that the network is trusted.
+One of two, always. `SipHashGuard` puts a number of 8 bytes behind each packet, and a tag of 8 bytes over both, with a
+key for each worker and direction. `ChecksumGuard` is the CRC-32C in the header: it finds faults, and stops nobody who
+wants to write packets, so the operator must say that the network is trusted.
 
 Under `SipHashGuard` the checksum in the header counts for nothing, and a program writes 0.
-
-Differences: the server has one key for all workers, because one result goes to all. A worker that was taken over could
-forge results for others.
 """
 
 from __future__ import annotations
 
-import struct
 from abc import ABC, abstractmethod
 
 import numpy as np
@@ -20,6 +16,7 @@ import numpy as np
 from gradwire.aggregator.packet import PACKET_HEADER_BYTES, field
 from gradwire.aggregator.xdp import siphash
 from gradwire.aggregator.xdp.assembler import Assembler, Register
+from gradwire.net.datagrams import NUMBER_BYTES
 
 _CHECKSUM = field("checksum")
 _POLYNOMIAL = 0x82F63B78
@@ -45,14 +42,14 @@ class Guard(ABC):
         """Append the check of a packet, and return whether it holds."""
 
     @abstractmethod
-    def seal(
-        self, code: Assembler, packet: Register, length: int, key: tuple[Register, Register], table: Register
-    ) -> None:
-        """Append the check's writing. The checksum in the header is 0."""
+    def seal(self, code: Assembler, packet: Register, length: int, table: Register) -> None:
+        """Append the writing of what is the same for every receiver. The checksum in the header is 0."""
 
     @abstractmethod
-    def sealed(self, packet: bytes, key: bytes) -> bytes:
-        """Return a packet, which has its checksum, as it travels."""
+    def sign(
+        self, code: Assembler, packet: Register, length: int, key: tuple[Register, Register], number: Register
+    ) -> None:
+        """Append the writing of what is for one receiver, behind a sealed packet."""
 
 
 class ChecksumGuard(Guard):
@@ -66,13 +63,13 @@ class ChecksumGuard(Guard):
         declared = code.load(packet, *_CHECKSUM)
         return self._checksum(code, packet, length, table).equals(declared)
 
-    def seal(
-        self, code: Assembler, packet: Register, length: int, key: tuple[Register, Register], table: Register
-    ) -> None:
+    def seal(self, code: Assembler, packet: Register, length: int, table: Register) -> None:
         code.store(packet, _CHECKSUM.offset, self._checksum(code, packet, length, table), _CHECKSUM.num_bytes)
 
-    def sealed(self, packet: bytes, key: bytes) -> bytes:
-        return packet
+    def sign(
+        self, code: Assembler, packet: Register, length: int, key: tuple[Register, Register], number: Register
+    ) -> None:
+        pass
 
     def _checksum(self, code: Assembler, packet: Register, length: int, table: Register) -> Register:
         """CRC-32C with the field of the checksum as 0, eight bytes at a time."""
@@ -111,23 +108,25 @@ class ChecksumGuard(Guard):
 
 
 class SipHashGuard(Guard):
-    """SipHash-2-4 of the packet with its header, behind the packet."""
+    """A number, and SipHash-2-4 of packet and number, behind the packet."""
 
-    trailer_bytes = siphash.TAG_BYTES
+    trailer_bytes = NUMBER_BYTES + siphash.TAG_BYTES
 
     def verify(
         self, code: Assembler, packet: Register, length: int, key: tuple[Register, Register], table: Register
     ) -> Register:
-        return self._tag(code, packet, length, key).equals(code.load(packet, length))
+        tagged = length + NUMBER_BYTES
+        return self._tag(code, packet, tagged, key).equals(code.load(packet, tagged))
 
-    def seal(
-        self, code: Assembler, packet: Register, length: int, key: tuple[Register, Register], table: Register
+    def seal(self, code: Assembler, packet: Register, length: int, table: Register) -> None:
+        pass
+
+    def sign(
+        self, code: Assembler, packet: Register, length: int, key: tuple[Register, Register], number: Register
     ) -> None:
-        code.store(packet, length, self._tag(code, packet, length, key))
-
-    def sealed(self, packet: bytes, key: bytes) -> bytes:
-        tag = siphash.siphash(np.frombuffer(packet, np.uint8), np.frombuffer(key, np.uint64))
-        return packet + struct.pack("<Q", tag)
+        tagged = length + NUMBER_BYTES
+        code.store(packet, length, number)
+        code.store(packet, tagged, self._tag(code, packet, tagged, key))
 
     def _tag(self, code: Assembler, packet: Register, length: int, key: tuple[Register, Register]) -> Register:
         start = [key[place % 2] ^ word for place, word in enumerate(siphash.WORDS)]

@@ -16,7 +16,7 @@ import numpy as np
 
 from gradwire.aggregator.packet import PacketCounters
 from gradwire.aggregator.session import MAX_MTU, MIN_MTU, IndexTable, Operation, SessionConfig, Stream
-from gradwire.aggregator.xdp import copies
+from gradwire.aggregator.xdp import copies, signatures
 from gradwire.aggregator.xdp import layout as layouts
 from gradwire.aggregator.xdp import program as programs
 from gradwire.aggregator.xdp.assembler import Assembler
@@ -61,6 +61,7 @@ class KernelSlots:
         streams: For each stream, the number of packets that the program adds up; 0 for those that Python does.
         program: The XDP program.
         copier: The program that sends copies of its answers.
+        signer: The program that signs the copies.
 
     Raises:
         RightsError: This process may not use BPF.
@@ -76,6 +77,7 @@ class KernelSlots:
         num_slots = max(1, sum(self.streams))
         self.session = ArrayMap(programs.SESSION_MAP, layouts.SESSION.size, 1)
         self.workers = ArrayMap(programs.WORKERS_MAP, layouts.WORKER.size, config.world_size)
+        self.windows = ArrayMap(programs.WINDOWS_MAP, layouts.WINDOW.size, config.world_size, locked=True)
         self.counters = CounterMap(programs.COUNTERS_MAP, len(Counter))
         self.slots = ArrayMap(programs.SLOTS_MAP, self.layout.slot_bytes, num_slots, locked=True)
         self.began = SharedMap(programs.BEGAN_MAP, 8, num_slots)
@@ -85,17 +87,18 @@ class KernelSlots:
         self._fill()
         self.program = load_object(_compiled(programs.emit, self.layout), "xdp", ProgramType.XDP, self.maps)
         self.copier = load_object(_compiled(copies.emit, self.layout), "tc", ProgramType.TRAFFIC_CONTROL, self.maps)
+        self.signer = load_object(_compiled(signatures.emit, self.layout), "tc", ProgramType.TRAFFIC_CONTROL, self.maps)
 
     @property
     def maps(self) -> Sequence[ArrayMap]:
         """All maps of the session."""
         return (
-            self.session, self.workers, self.counters, self.slots, self.began, self._streams, self._tables,
-            self._checksums,
+            self.session, self.workers, self.windows, self.counters, self.slots, self.began, self._streams,
+            self._tables, self._checksums,
         )  # fmt: skip
 
-    def begin(self, epoch: int, server_key: bytes) -> None:
-        """Take packets of an incarnation of the server, with nothing heard before. `server_key` has 16 bytes."""
+    def begin(self, epoch: int) -> None:
+        """Take packets of an incarnation of the server, with nothing heard before."""
         config = self.config
         needed = config.needed if self.layout.partial else config.world_size
         if not self._is_new:  # the kernel creates maps full of zeros
@@ -104,8 +107,7 @@ class KernelSlots:
             self.began.view[:] = 0
             self.counters.clear()
         self._is_new = False
-        keys = struct.unpack("<QQ", server_key)
-        numbers = epoch, needed, 0, config.max_misses, len(config.streams), *keys
+        numbers = epoch, needed, 0, config.max_misses, len(config.streams)
         self.session.write(0, layouts.SESSION.pack(*numbers))
 
     def resume(self) -> None:
@@ -113,22 +115,24 @@ class KernelSlots:
         epoch, needed, _, *rest = layouts.SESSION.unpack(self.session.read(0))
         self.session.write(0, layouts.SESSION.pack(epoch, needed, 1, *rest))
 
-    def join(self, worker: int, address: tuple[str, int], key: bytes) -> None:
-        """Take packets of a worker from its address alone. `key` has 16 bytes."""
+    def join(self, worker: int, address: tuple[str, int], received_key: bytes, sent_key: bytes) -> None:
+        """Take packets of a worker from its address alone, by the keys of both directions, of 16 bytes each."""
         host = ipaddress.IPv4Address(address[0]).packed
         port = int.from_bytes(address[1].to_bytes(2, "big"), "little")
-        self.workers.write(worker, layouts.WORKER.pack(host, port, *struct.unpack("<QQ", key), bytes(6), 0))
+        record = layouts.WORKER.pack(host, port, received_key, sent_key, layouts.FIRST_NUMBER, bytes(6), 0)
+        self.workers.write(worker, record)
+        self.windows.write(worker, bytes(layouts.WINDOW.size))
 
     def counted(self) -> PacketCounters:
         """Return what has happened to the packets that the program has processed."""
         return PacketCounters(**{each.name.lower(): total for each, total in zip(Counter, self.counters.totals())})
 
     def result(self, slot: int, buffer: int) -> bytes:
-        """Return a result as it travels."""
+        """Return a result as it is kept, not signed."""
         layout = self.layout
         width = self.config.tables[self.config.streams[self.place(slot)[0]].table].accumulator_bits
         start = layout.buffers + buffer * layout.buffer_bytes + 8
-        return self.slots.read(slot)[start : start + layout.result_bytes(width) + layout.guard.trailer_bytes]
+        return self.slots.read(slot)[start : start + layout.result_bytes(width)]
 
     def state(self, slot: int) -> SlotState:
         """Return what a slot says of its current round."""
@@ -146,7 +150,7 @@ class KernelSlots:
 
     def close(self) -> None:
         """Give everything back to the kernel. Idempotent."""
-        for each in (*self.maps, self.program, self.copier):
+        for each in (*self.maps, self.program, self.copier, self.signer):
             each.close()
 
     def _fill(self) -> None:
@@ -172,7 +176,7 @@ def prepare(world_size: int, mtu: int, guard_name: str, port: int) -> Layout:
     streams = tuple(Stream(Operation.SUM, mtu * 8, number) for number in range(len(tables)))
     config = SessionConfig(world_size, tables, streams, mtu=min(max(mtu, MIN_MTU), MAX_MTU))
     found = _layout(config, guard_name, port)
-    for emit in (programs.emit, copies.emit):
+    for emit in (programs.emit, copies.emit, signatures.emit):
         _compiled(emit, found)
     return found
 

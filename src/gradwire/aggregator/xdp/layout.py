@@ -20,15 +20,25 @@ MAX_WORKERS = 64
 WIDTHS = 8, 16
 """Bits of the accumulators that programs add up."""
 TABLE_BYTES = 256 * 8
-WORKER = struct.Struct("<4sHxxQQ6sxxI4x")
-"""Address and port as on the wire, the key of what the worker sends, and where its last packet came from: link-layer
-address and interface, which programs fill in."""
-LINK_AT, INTERFACE_AT = 24, 32
+WORKER = struct.Struct("<4sHxx16s16sQ6sxxI4x")
+"""Address and port as on the wire; the keys of what the worker sends, and of what it is sent; the number of the next
+datagram to it. Then where its last packet came from, which programs fill in: link-layer address and interface."""
+RECEIVED_KEY_AT, SENT_KEY_AT, NUMBER_AT, LINK_AT, INTERFACE_AT = 8, 24, 40, 48, 56
+FIRST_NUMBER = 1 << 63
+"""Number of a program's first datagram to a worker. Those of the Python server are below, and have a window of their
+own."""
+WINDOW_WORDS = 128
+WINDOW = struct.Struct(f"<8xQ{8 * WINDOW_WORDS}s")
+"""Numbers that have come from a worker: a lock; 1 above the highest; and a ring of bits. The ring is longer than
+`gradwire.net.datagrams.WINDOW`, so that bits which are no longer asked for can be cleared by words."""
+NEXT_AT, BITS_AT = 8, 16
+MARK, MARK_MASK = 0x47570000, 0xFFFF0000
+"""What a copy is marked with for the program that signs it, plus its worker."""
 STREAM = struct.Struct("<IIII")
 """First slot, number of packets that the program adds up, table, bits of an accumulator."""
-SESSION = struct.Struct("<QQQQQQQ")
-"""Epoch, needed workers, resumed, most misses, number of streams, and the key of what the server sends."""
-EPOCH_AT, NEEDED_AT, RESUMED_AT, MISSES_AT, STREAMS_AT, KEY_AT = range(0, 48, 8)
+SESSION = struct.Struct("<QQQQQ")
+"""Epoch, needed workers, resumed, most misses, and number of streams."""
+EPOCH_AT, NEEDED_AT, RESUMED_AT, MISSES_AT, STREAMS_AT = range(0, 40, 8)
 ANSWER = struct.Struct("<QQQIHBB")
 """What a program leaves for the next: workers that get a result, that are asked for a contribution, of which round;
 slot, buffer, kind of packet for the sender, and whether there is something to send."""
@@ -41,12 +51,13 @@ class Counter(IntEnum):
     SENT_AGAIN = 1
     RECEIVED = 2
     FORGED = 3
-    CORRUPT = 4
-    STALE = 5
-    REFUSED = 6
-    DUPLICATES = 7
-    LATE = 8
-    TAKEN = 9
+    REPLAYED = 4
+    CORRUPT = 5
+    STALE = 6
+    REFUSED = 7
+    DUPLICATES = 8
+    LATE = 9
+    TAKEN = 10
 
 
 @dataclass(frozen=True)
@@ -110,9 +121,9 @@ class Layout:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of a buffer: its round, and the result as it is sent."""
+        """Bytes of a buffer: its round, and the result, which nobody has signed."""
         longest = max(self.result_bytes(width) for width, _ in self.sizes)
-        return 8 + -(-(longest + self.guard.trailer_bytes) // 8) * 8
+        return 8 + -(-longest // 8) * 8
 
     @property
     def slot_bytes(self) -> int:

@@ -97,6 +97,11 @@ def attach_ingress(program: Descriptor, interface: str) -> Descriptor:
     return _attach(program, interface, AttachType.TCX_INGRESS, 0, {})
 
 
+def attach_egress(program: Descriptor, interface: str) -> Descriptor:
+    """Attach a program of traffic control to what an interface sends, until the descriptor is closed."""
+    return _attach(program, interface, AttachType.TCX_EGRESS, 0, {})
+
+
 def replace(link: Descriptor, program: Descriptor) -> None:
     """Put another program in the place of an attached one. No packet passes between them."""
     bpf(Command.LINK_UPDATE, struct.pack("<IIII", link.number, program.number, 0, 0))

@@ -2,8 +2,10 @@
 
 What is not a data packet of a full length for a sum that the program was told of passes to the Python server: maxima,
 the last packets of streams, tables of other widths than 4 bits, and everything that is damaged so that it cannot be
-told what it is. Results and questions to several workers pass on to the reply program (`replies.py`) with an `ANSWER`
+told what it is. Results and questions to several workers pass on to the reply program (`copies.py`) with an `ANSWER`
 in the metadata of the packet, because XDP cannot send copies.
+
+Where packets have numbers, one that was used gets no answer.
 
 Source: THC (Li et al. 2024), pseudocode 1 and appendix C. Differences: see `gradwire.aggregator.server`.
 """
@@ -27,24 +29,29 @@ from gradwire.aggregator.xdp.frames import (
     get,
     is_ours,
     return_to_sender,
+    sign,
     write_control,
     write_held,
 )
 from gradwire.aggregator.xdp.layout import (
     ANSWER,
+    BITS_AT,
     EPOCH_AT,
     INTERFACE_AT,
-    KEY_AT,
     LINK_AT,
+    NEXT_AT,
+    RECEIVED_KEY_AT,
     STREAMS_AT,
+    WINDOW_WORDS,
     Counter,
     Layout,
 )
 from gradwire.aggregator.xdp.slot_program import Arrival, Memory, SlotAnswer, SlotProgram
+from gradwire.net.datagrams import WINDOW
 
 DROP, PASS, SEND_BACK = 1, 2, 3
 FIND, NOW, ADJUST_METADATA, ADJUST_TAIL, LOCK, UNLOCK = 1, 5, 54, 65, 93, 94
-SESSION_MAP, STREAMS_MAP, WORKERS_MAP, TABLES_MAP = "session", "streams", "workers", "tables"
+SESSION_MAP, STREAMS_MAP, WORKERS_MAP, TABLES_MAP, WINDOWS_MAP = "session", "streams", "workers", "tables", "windows"
 SLOTS_MAP, BEGAN_MAP, COUNTERS_MAP, CHECKSUMS_MAP = "slots", "began", "counters", "checksums"
 
 
@@ -58,7 +65,7 @@ class _Program:
 
     def __init__(self, layout: Layout) -> None:
         self.code, self.layout = Assembler("xdp"), layout
-        self._key_room = self.code.room(8)
+        self._key_room, self._new_room = self.code.room(8), self.code.room(8)
         frame, end = self._frame()
         with self.code.when(frame.at(HEADER_BYTES + PACKET_HEADER_BYTES) > end):
             self.code.leave(PASS)
@@ -92,14 +99,18 @@ class _Program:
         code, layout = self.code, self.layout
         packet = frame.at(HEADER_BYTES)
         counters, checksums = self._find(COUNTERS_MAP, 0), self._find(CHECKSUMS_MAP, 0)
-        code.increase(counters, 8 * Counter.RECEIVED)
         named = get(code, packet, "worker")
         worker = (named < layout.world_size).otherwise(named, 0)
         record = self._find(WORKERS_MAP, worker)
-        key = code.load(record, 8), code.load(record, 16)
-        holds = layout.guard.verify(code, packet, PACKET_HEADER_BYTES + body_bytes, key, checksums)
-        failed = Counter.FORGED if layout.guard.trailer_bytes else Counter.CORRUPT
-        self._drop_unless(holds.as_number(), counters, failed)
+        key = code.load(record, RECEIVED_KEY_AT), code.load(record, RECEIVED_KEY_AT + 8)
+        length = PACKET_HEADER_BYTES + body_bytes
+        holds = layout.guard.verify(code, packet, length, key, checksums).as_number()
+        if layout.guard.trailer_bytes:
+            self._drop_unless(holds, counters, Counter.FORGED)
+            self._drop_unless(self._is_new(worker, code.load(packet, length)), counters, Counter.REPLAYED)
+        code.increase(counters, 8 * Counter.RECEIVED)
+        if not layout.guard.trailer_bytes:
+            self._drop_unless(holds, counters, Counter.CORRUPT)
         self._drop_unless(self._is_well_formed(packet, body_bytes), counters, Counter.CORRUPT)
         is_known = named.equals(worker).as_number() & self._is_from(frame, record)
         self._drop_unless(is_known & self._may_be_sent(packet, body_bytes), counters, Counter.REFUSED)
@@ -108,7 +119,36 @@ class _Program:
         code.store(record, LINK_AT, code.load(frame, 6, 4), 4)
         code.store(record, LINK_AT + 4, code.load(frame, 10, 2), 2)
         code.store(record, INTERFACE_AT, code.load(code.context, 12, 4), 4)
-        self._add_up(packet, session, entry, counters, checksums, worker, body_bytes, width)
+        self._add_up(packet, session, entry, counters, checksums, worker, record, body_bytes, width)
+
+    def _is_new(self, worker: Register, number: Register) -> Register:
+        """Whether a proven number has not come before; it has now. As in `gradwire.net.datagrams.DatagramReceiver`."""
+        code, end, cleared = self.code, self.code.label(), self.code.label()
+        window = self._find(WINDOWS_MAP, worker)
+        code.store(self._new_room, 0, 0)
+        code.call(LOCK, window)
+        following, last, bit = code.load(window, NEXT_AT), number >> 6, code.number(1) << (number & 63)
+        bits = window.at(BITS_AT)
+        with code.when(number >= following):
+            first = following + 63 >> 6  # word of which no bit has been set
+            with code.loop(WINDOW_WORDS) as turn:
+                fresh = first + turn.index
+                with code.when(fresh > last):
+                    code.jump(cleared)
+                code.store(bits.at((fresh & WINDOW_WORDS - 1) << 3), 0, 0)
+            code.place(cleared)
+            code.store(window, NEXT_AT, number + 1)
+        word = bits.at((last & WINDOW_WORDS - 1) << 3)
+        following, seen = code.load(window, NEXT_AT), code.load(word)
+        with code.when(following - number > WINDOW):
+            code.jump(end)
+        with code.when((seen & bit).differs(0)):
+            code.jump(end)
+        code.store(word, 0, seen | bit)
+        code.store(self._new_room, 0, 1)
+        code.place(end)
+        code.call(UNLOCK, window)
+        return code.load(self._new_room)
 
     def _is_well_formed(self, packet: Register, body_bytes: int) -> Register:
         code = self.code
@@ -135,7 +175,7 @@ class _Program:
 
     def _add_up(
         self, packet: Register, session: Register, entry: Register, counters: Register, checksums: Register,
-        worker: Register, body_bytes: int, width: int,
+        worker: Register, record: Register, body_bytes: int, width: int,
     ) -> None:  # fmt: skip
         """Run pseudocode 1 with the slot locked, and send or pass on what it decides."""
         code = self.code
@@ -155,13 +195,14 @@ class _Program:
         SlotProgram(code, self.layout, arrival, memory, decision, end).emit()
         code.place(end)
         code.call(UNLOCK, slot)
-        self._send(arrival, memory, decision, number, body_bytes)
+        self._send(arrival, memory, decision, number, record, body_bytes)
 
     # -- answers ---------------------------------------------------------------------------------------------
 
-    def _send(self, arrival: Arrival, memory: Memory, decision: SlotAnswer, slot: Register, body_bytes: int) -> None:
+    def _send(
+        self, arrival: Arrival, memory: Memory, decision: SlotAnswer, slot: Register, record: Register, body_bytes: int
+    ) -> None:
         code = self.code
-        key = code.load(memory.session, KEY_AT), code.load(memory.session, KEY_AT + 8)
         epoch, kind = code.load(memory.session, EPOCH_AT), decision.get(SlotAnswer.KIND)
         control = Control(kind, arrival.round - 1, arrival.stream, arrival.packet, epoch)
         pass_on = code.label()
@@ -173,9 +214,10 @@ class _Program:
         ):
             with code.when(kind.equals(what)):
                 frame = self._resize(answer_bytes - body_bytes, answer_bytes, pass_on)
-                write(code, self.layout, frame.at(HEADER_BYTES), control, key, memory.checksums)
-                answer = PACKET_HEADER_BYTES + answer_bytes + self.layout.guard.trailer_bytes
-                return_to_sender(code, frame, answer)
+                length = PACKET_HEADER_BYTES + answer_bytes
+                write(code, self.layout, frame.at(HEADER_BYTES), control, memory.checksums)
+                sign(code, self.layout, frame.at(HEADER_BYTES), length, record)
+                return_to_sender(code, frame, length + self.layout.guard.trailer_bytes)
                 code.leave(SEND_BACK)
         code.leave(DROP)
         code.place(pass_on)

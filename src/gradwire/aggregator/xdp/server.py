@@ -3,7 +3,7 @@
 The program forms the sums of full packets. `KernelStateMachine` forms all others, tells the program who has joined,
 and sees in its maps what is late.
 
-On failure: the kernel detaches both programs when this process ends, however it ends.
+On failure: the kernel detaches all programs when this process ends, however it ends.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from gradwire.aggregator.server import AggregatorStateMachine, UnansweredPacket
 from gradwire.aggregator.session import SessionConfig
 from gradwire.aggregator.xdp import loader
 from gradwire.aggregator.xdp.assembler import Assembler
+from gradwire.aggregator.xdp.copies import CONTINUE
 from gradwire.aggregator.xdp.frames import HEADER_BYTES
+from gradwire.aggregator.xdp.guard import SipHashGuard
 from gradwire.aggregator.xdp.kernel_slots import KernelSlots
 from gradwire.aggregator.xdp.layout import WIDTHS
 from gradwire.aggregator.xdp.program import PASS
-from gradwire.aggregator.xdp.seals import ends
-from gradwire.aggregator.xdp.siphash import TAG_BYTES
+from gradwire.aggregator.xdp.seals import Keys, ends
 from gradwire.aggregator.xdp.system import ProgramType
 from gradwire.core.errors import DisagreementError, SyncError
 
 _ETHERNET_BYTES = 14
 _SIOCGIFMTU = 0x8921
-_CONTINUE = -1
 
 
 class XdpInterface:
@@ -50,13 +50,14 @@ class XdpInterface:
     def __init__(self, interface: str, mode: str) -> None:
         self.name = interface
         loader.interface_index(interface)
-        idle, idle_copier = Assembler("xdp"), Assembler("tc")
+        idle, idle_control = Assembler("xdp"), Assembler("tc")
         idle.leave(PASS)
-        idle_copier.leave(_CONTINUE)
+        idle_control.leave(CONTINUE)
         with loader.load(idle, ProgramType.XDP, ()) as program:
             self._link = loader.attach_xdp(program, interface, mode)
-        with loader.load(idle_copier, ProgramType.TRAFFIC_CONTROL, ()) as copier:
-            self._copier_link = loader.attach_ingress(copier, interface)
+        with loader.load(idle_control, ProgramType.TRAFFIC_CONTROL, ()) as program:
+            self._copier_link = loader.attach_ingress(program, interface)
+            self._signer_link = loader.attach_egress(program, interface)
 
     @property
     def mtu(self) -> int:
@@ -68,6 +69,7 @@ class XdpInterface:
 
     def run(self, slots: KernelSlots) -> None:
         """Run the programs of a session from now on."""
+        loader.replace(self._signer_link, slots.signer)
         loader.replace(self._copier_link, slots.copier)
         loader.replace(self._link, slots.program)
 
@@ -75,6 +77,7 @@ class XdpInterface:
         """Detach. Idempotent."""
         self._link.close()
         self._copier_link.close()
+        self._signer_link.close()
 
 
 class KernelStateMachine(AggregatorStateMachine):
@@ -84,16 +87,15 @@ class KernelStateMachine(AggregatorStateMachine):
         config: Session configuration.
         epoch: Random number of this incarnation of the server.
         slots: The session's maps and programs.
-        key: Key of what the server sends, 16 bytes.
 
     Attributes:
         strayed: Worker whose packet should have gone to the program and has not; None if there is none.
     """
 
-    def __init__(self, config: SessionConfig, epoch: int, slots: KernelSlots, key: bytes) -> None:
-        self._slots_in_kernel, self._key = slots, key
+    def __init__(self, config: SessionConfig, epoch: int, slots: KernelSlots) -> None:
+        self._slots_in_kernel = slots
         self.strayed: int | None = None
-        slots.begin(epoch, key)
+        slots.begin(epoch)
         super().__init__(config, epoch)
 
     @property
@@ -107,10 +109,10 @@ class KernelStateMachine(AggregatorStateMachine):
         if value:
             self._slots_in_kernel.resume()
 
-    def take_worker(self, datagrams: WorkerDatagrams, key: bytes, guard: str) -> None:
-        """Take packets of a worker that has joined, by the key of what it sends, 16 bytes, in kernel and Python."""
-        datagrams.sender, datagrams.receiver = ends(guard, self._key, key)
-        self._slots_in_kernel.join(datagrams.worker, datagrams.address, key)
+    def take_worker(self, datagrams: WorkerDatagrams, keys: Keys, guard: str) -> None:
+        """Take packets of a worker that has joined, in kernel and Python."""
+        datagrams.sender, datagrams.receiver = ends(guard, keys.from_server, keys.from_worker)
+        self._slots_in_kernel.join(datagrams.worker, datagrams.address, keys.from_worker, keys.from_server)
 
     def check_strayed(self, interface: str | None) -> None:
         """Raise `SyncError` if a packet has reached Python that was the program's."""
@@ -153,7 +155,11 @@ class KernelStateMachine(AggregatorStateMachine):
 def check_frames(config: SessionConfig, interface: XdpInterface) -> None:
     """Raise `DisagreementError` if results, or contributions, do not fit a frame of the interface."""
     sizes = [
-        HEADER_BYTES - _ETHERNET_BYTES + PACKET_HEADER_BYTES + TAG_BYTES + config.result_bytes(stream, 0)
+        HEADER_BYTES
+        - _ETHERNET_BYTES
+        + PACKET_HEADER_BYTES
+        + SipHashGuard.trailer_bytes
+        + config.result_bytes(stream, 0)
         for stream in range(len(config.streams))
         if config.result_dtype(stream).itemsize * 8 in WIDTHS
     ]

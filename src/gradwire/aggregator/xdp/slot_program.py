@@ -19,7 +19,6 @@ from gradwire.aggregator.xdp.frames import put, write_start
 from gradwire.aggregator.xdp.layout import (
     EPOCH_AT,
     INDEX_BITS,
-    KEY_AT,
     MISSES_AT,
     NEEDED_AT,
     RESUMED_AT,
@@ -304,10 +303,9 @@ class SlotProgram:
         counted = self._get(layout.COUNTED)
         packet = self._current_buffer().at(8)
         self._write_header(packet, counted)
-        key = code.load(self.memory.session, KEY_AT), code.load(self.memory.session, KEY_AT + 8)
         length = layout.result_bytes(self.arrival.width)
         put(code, packet, "length", length - PACKET_HEADER_BYTES)
-        layout.guard.seal(code, packet, length, key, self.memory.checksums)
+        layout.guard.seal(code, packet, length, self.memory.checksums)
         self._put(layout.OLDEST, self._least_heard() if layout.partial else self.arrival.round)
         if layout.partial:
             self._note_misses()

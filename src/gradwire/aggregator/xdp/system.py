@@ -22,6 +22,7 @@ from gradwire.core.errors import OptionError, RightsError
 
 _NUMBERS = {"x86_64": 321, "aarch64": 280, "riscv64": 280, "loongarch64": 280}
 _ATTRIBUTE_BYTES = 144
+_PACKET_CONTEXT_BYTES = 192
 _LOG_BYTES = 1 << 24
 _LOG_LINES = 6
 _OLD_KERNEL = "Linux 6.6 or later is needed, with CONFIG_BPF_SYSCALL and CONFIG_XDP_SOCKETS or newer options"
@@ -56,6 +57,7 @@ class AttachType(IntEnum):
     XDP_DEVMAP = 35
     XDP = 37
     TCX_INGRESS = 46
+    TCX_EGRESS = 47
 
 
 class Descriptor:
@@ -153,6 +155,18 @@ def run_program(program: Descriptor, packet: bytes, *, repeat: int = 1, room: in
     verdict, size = struct.unpack_from("<I", answer, 4)[0], struct.unpack_from("<I", answer, 12)[0]
     start = struct.unpack_from("<I", context.raw, 0)[0]
     return verdict, found.raw[start:size], found.raw[:start]
+
+
+def run_in_traffic_control(program: Descriptor, packet: bytes, *, mark: int) -> tuple[int, bytes]:
+    """Run a program of traffic control on a packet with a mark, and return its verdict, and the packet it leaves."""
+    given, found = ctypes.create_string_buffer(packet, len(packet)), ctypes.create_string_buffer(len(packet))
+    context = ctypes.create_string_buffer(struct.pack("<8xI", mark), _PACKET_CONTEXT_BYTES)
+    attribute = struct.pack(
+        "<IIIIQQIIIIQQII", program.number, 0, len(packet), len(packet), ctypes.addressof(given),
+        ctypes.addressof(found), 1, 0, _PACKET_CONTEXT_BYTES, 0, ctypes.addressof(context), 0, 0, 0,
+    )  # fmt: skip
+    _, answer = bpf(Command.PROG_TEST_RUN, attribute)
+    return struct.unpack_from("<i", answer, 4)[0], found.raw
 
 
 class RunTime:
