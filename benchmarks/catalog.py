@@ -108,6 +108,10 @@ _MICRO = (
         "micro.xdp_packets", recorded=False,
     ),
     Benchmark(
+        "xdp-throughput", "How many contributions a second does it add up over interfaces, against Python's over UDP?",
+        "micro.xdp_throughput", recorded=False,
+    ),
+    Benchmark(
         "auto-at-rest", "What does `auto` cost while DDP's own all-reduce is the fastest?", "micro.auto_at_rest",
     ),
     Benchmark(
