@@ -69,7 +69,6 @@ class AggregationSimulation:
         results: Results by (worker, round, stream).
         aggregator: Current incarnation of the server.
         network: The network.
-        server_counters: Packet counters of each incarnation of the server.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class AggregationSimulation:
         self.network = DatagramNetwork(faults, seed)
         self._server, self._sealed = server, sealed
         self.aggregator = server(config, 1)
-        self.server_counters = [self.aggregator.counters]
+        self._earlier: list[PacketCounters] = []  # of servers that were killed
         self._payloads, self._rounds, self._pace, self._timeout = payloads, rounds, pace, timeout
         self._workers = [_Worker(config, worker, window, seed + worker) for worker in range(config.world_size)]
         for worker in self._workers:
@@ -94,6 +93,11 @@ class AggregationSimulation:
     def worker_counters(self) -> list[PacketCounters]:
         """Packet counters of each worker."""
         return [worker.end.counters for worker in self._workers]
+
+    @property
+    def server_counters(self) -> list[PacketCounters]:
+        """Packet counters of each incarnation of the server."""
+        return [*self._earlier, self.aggregator.counters]
 
     def run(self, until: float = math.inf) -> bool:
         """Run until all workers have all results, or until a time. Returns whether all have.
@@ -121,9 +125,9 @@ class AggregationSimulation:
 
     def restart(self) -> None:
         """Kill the server and start a new incarnation."""
+        self._earlier.append(self.aggregator.counters)
         self.aggregator = self._server(self.config, self.aggregator.epoch + 1)
         self.aggregator.resumed = True
-        self.server_counters.append(self.aggregator.counters)
         for worker in self._workers:
             self._join(worker)
 

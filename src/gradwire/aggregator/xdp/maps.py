@@ -19,7 +19,7 @@ import numpy as np
 from gradwire.aggregator.xdp.system import BpfError, Command, Descriptor, bpf, no_rights
 from gradwire.core.errors import OptionError
 
-_ARRAY, _ARRAY_OF_EACH_PROCESSOR, _DEVICES = 2, 6, 14
+_ARRAY, _ARRAY_OF_EACH_PROCESSOR = 2, 6
 _MMAPABLE = 1 << 10
 _LOCKED = 4
 _BTF_MAGIC, _BTF_INT, _BTF_STRUCT = 0xEB9F, 1, 4

@@ -54,7 +54,6 @@ class AttachType(IntEnum):
     """Places of links and of programs that are loaded for one place."""
 
     NONE = 0
-    XDP_DEVMAP = 35
     XDP = 37
     TCX_INGRESS = 46
     TCX_EGRESS = 47
