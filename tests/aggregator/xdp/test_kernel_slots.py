@@ -10,7 +10,7 @@ from gradwire.aggregator.xdp.kernel_slots import KernelSlots, prepare
 from gradwire.core.errors import OptionError
 
 NARROW, WIDE = (IndexTable(4, tuple(range(16)), bits) for bits in (8, 16))
-SUMS = Stream(Operation.SUM, 3000, 0), Stream(Operation.SUM, 3000, 1)
+SUMS = Stream(Operation.SUM, 30_000, 0), Stream(Operation.SUM, 30_000, 1)
 
 
 def config(*streams: Stream, mtu: int = 1500, **options: object) -> SessionConfig:
