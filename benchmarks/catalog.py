@@ -96,8 +96,8 @@ _MICRO = (
         "micro.transport", recorded=False
     ),
     Benchmark(
-        "protection", "What do checksums, tags and TLS cost a step between a worker and a server?", "micro.protection",
-        recorded=False
+        "protection", "What do checksums, tags, TLS and files on disk cost a step with a parameter server?",
+        "micro.protection",
     ),
     Benchmark(
         "aggregation-server", "How many bytes a second does an aggregation server add on one core, over TCP and UDP?",

@@ -1,134 +1,160 @@
-"""What checksums, tags and TLS cost a step between a worker and a server, over loopback.
+"""What checksums, tags, TLS, and files on disk cost the step of a job with a parameter server.
 
-A step sends frames of 256 KiB to a server in another process, which sends each back, as gradients and updates travel.
-The two processes share the cores of one machine. The openssl command makes the certificates.
+Two hosts of a lab, one for the server and one for its worker. A step computes gradients of one matrix, pushes them and
+pulls the update. All kinds take the same steps with the same compressor and link. Both hosts share the cores of one
+machine. The openssl command makes the certificates.
 """
+# Shapes: n, m = rows and columns of the matrix
 
 from __future__ import annotations
 
-import multiprocessing
-import queue
-import socket
-import statistics
+import contextlib
+import json
+import secrets
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
-from multiprocessing.connection import Connection
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
-import numpy as np
+import torch
 import typer
 
-from gradwire.core.errors import SyncError
-from gradwire.net.handshake import GroupMember, JobKey
-from gradwire.net.reconnecting import ReconnectingEndpoint
+import gradwire as gw
+from benchmarks.options import Rates, choose, listed
+from benchmarks.ranks import command, say
+from gradwire.bench.statistics import Spread
+from gradwire.lab import Lab
+from gradwire.net.client import ConnectionOptions
 from gradwire.net.tls import TlsFiles
-from gradwire.wire.frame import FrameKind, Header
+from gradwire.parameter_server.process import ParameterServer, ParameterServerOptions
 
-FRAME_BYTES = 1 << 18
-STEPS = 15
-WORKER, SERVER = 0, 1
-KINDS = ("crc", "mac", "tls")
+PORT = 7071
+SERVER, WORKER = 0, 1
+COLUMNS = 1000
+WARM_UP = 3
+KEY, CHOICES = ("method", "case", "rate"), ("rates", "compressors")
+Row = dict[str, Any]
 
 
-class End:
-    """One end. The server's sends each frame back."""
+class Kind(NamedTuple):
+    """How frames are protected, and when the server writes its state to disk (None: it keeps none)."""
 
-    def __init__(self, rank: int, kind: str, folder: Path, where: socket.socket | tuple[str, int]) -> None:
-        member, key = GroupMember("protection", rank, 2, 1), JobKey(bytes(32), "mac" if kind == "mac" else "crc")
-        self.rank = rank
-        self.frames: queue.SimpleQueue[np.ndarray | None] = queue.SimpleQueue()
-        context = certificate(folder).context(server=rank == SERVER) if kind == "tls" else None
-        there: dict[str, Any] = {"listener": where, "callers": frozenset({WORKER})}
-        if rank == WORKER:
-            there = {"call": (SERVER, where)}
-        self.endpoint = ReconnectingEndpoint(member, key, self, timeout=timedelta(seconds=30), tls=context, **there)
-        self.endpoint.start()
+    integrity: str | None
+    fsync: str | None = None
 
-    def send(self, body: np.ndarray) -> None:
-        self.endpoint.send(1 - self.rank, Header(FrameKind.PAYLOAD, sender=self.rank, epoch=1), body)
 
-    def admit(self, peer: int, header: Header) -> None:
-        """Take every frame."""
-
-    def joined(self, peer: int) -> None:
-        if self.rank == WORKER:
-            self.frames.put(None)
-
-    def deliver(self, peer: int, header: Header, body: np.ndarray) -> None:
-        if self.rank == SERVER:
-            self.send(body)
-        else:
-            self.frames.put(body)
-
-    def left(self, peer: int, error: SyncError | None) -> None:
-        self.frames.put(None)
-
-    def failed(self, error: SyncError) -> None:
-        self.frames.put(None)
+KINDS = {
+    "crc": Kind("crc"),
+    "mac": Kind("mac"),
+    "tls": Kind(None),
+    "crc+state": Kind("crc", "checkpoint"),
+    "crc+fsync always": Kind("crc", "always"),
+}
 
 
 def certificate(folder: Path) -> TlsFiles:
-    """One certificate for both ends, which is its own authority."""
-    made = TlsFiles(folder / "end.pem", folder / "end.key", folder / "end.pem")
-    if not (folder / "end.pem").exists():
-        words = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=end"
-        files = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(made.key), "-out", str(made.certificate)]
-        subprocess.run(["openssl", *words.split(), *files], check=True, capture_output=True)
-        (folder / "end.key").chmod(0o600)
-    return made
+    """The certificate of both ends, which is its own authority."""
+    return TlsFiles(folder / "end.pem", folder / "end.key", folder / "end.pem")
 
 
-def serve(line: Connection, kind: str, folder: Path) -> None:
+def make_certificate(folder: Path, host: str) -> None:
+    made = certificate(folder)
+    words = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=end"
+    files = ["-addext", f"subjectAltName=IP:{host}", "-keyout", str(made.key), "-out", str(made.certificate)]
+    subprocess.run(["openssl", *words.split(), *files], check=True, capture_output=True)
+    made.key.chmod(0o600)
+
+
+def protection(name: str, folder: str) -> dict[str, Any]:
+    """Options of both ends."""
+    return {"integrity": KINDS[name].integrity, "tls": certificate(Path(folder)) if name == "tls" else None}
+
+
+def serve(name: str, host: str, folder: str) -> None:
     """The server's process."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    line.send(listener.getsockname())
-    end = End(SERVER, kind, folder, listener)
-    end.frames.get()  # until the worker has left
-    end.endpoint.close()
+    options = ParameterServerOptions(1, host, PORT, **protection(name, folder))
+    if (fsync := KINDS[name].fsync) is not None:
+        state = Path(folder, "state")
+        state.mkdir(mode=0o700)
+        options = replace(options, state=state, fsync=fsync)
+    ParameterServer(options).run(lambda text: None)
 
 
-def steps(kind: str, num_bytes: int, folder: Path) -> list[float]:
-    """Seconds of each step."""
-    context = multiprocessing.get_context("spawn")
-    line, theirs = context.Pipe()
-    process = context.Process(target=serve, args=(theirs, kind, folder))
-    process.start()
-    worker = End(WORKER, kind, folder, line.recv())
-    worker.frames.get()
-    body, seconds = np.zeros(FRAME_BYTES, np.uint8), []
-    for _ in range(STEPS):
-        began, num_frames = time.perf_counter(), -(-num_bytes // FRAME_BYTES)
-        for _ in range(num_frames):
-            worker.send(body)
-        for _ in range(num_frames):
-            if worker.frames.get() is None:
-                raise SyncError(f"The server under {kind} is gone.")
-        seconds.append(time.perf_counter() - began)
-    worker.endpoint.close()
-    process.join(30)
-    return seconds[2:]  # after warming up
+def work(name: str, host: str, folder: str, compressor: str, num_bytes: int, seconds: float) -> None:
+    """The worker's process, which prints the times of its steps."""
+    torch.set_num_threads(1)
+    model = torch.nn.Linear(COLUMNS, num_bytes // 4 // COLUMNS, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    client = gw.ParameterClient(
+        model, optimizer, f"{host}:{PORT}", compressor=compressor, job=gw.JobOptions(worker=0, workers=1),
+        connection=ConnectionOptions(**protection(name, folder)),
+    )  # fmt: skip
+    inputs, ends = torch.randn(4, COLUMNS), 0.0
+    times: list[float] = []
+    while len(times) < 2 * WARM_UP or time.perf_counter() < ends:
+        began = time.perf_counter()
+        model(inputs).square().mean().backward()
+        client.step()
+        optimizer.zero_grad()
+        times.append(time.perf_counter() - began)
+        if len(times) == WARM_UP:
+            ends = time.perf_counter() + seconds
+    client.close()
+    say(seconds=times[WARM_UP:])
 
 
-def run(num_bytes: Annotated[int, typer.Option(help="Bytes each way in a step.")] = 25_000_000) -> Iterator[Any]:
-    """One row for each kind of protection."""
-    with tempfile.TemporaryDirectory() as folder:
-        certificate(Path(folder))
-        for kind in KINDS:
-            seconds = steps(kind, num_bytes, Path(folder))
-            yield {
-                "method": kind, "metric": "step", "unit": "s", "value": statistics.median(seconds), "size": num_bytes,
-                "worst": max(seconds), "ranks": 2,
-            }  # fmt: skip
+def steps(name: str, rate: str, compressor: str, num_bytes: int, seconds: float) -> list[float]:
+    """Seconds of each step of one kind."""
+    with Lab(2, None if rate == "none" else rate) as lab, tempfile.TemporaryDirectory() as folder:
+        host = lab.addresses[SERVER]
+        make_certificate(Path(folder), host)
+        env = {"GRADWIRE_JOB_KEY": secrets.token_hex(32)}
+        server = lab.popen(command(__spec__.name, "serve", name, host, folder), SERVER, env=env)
+        try:
+            arguments = name, host, folder, compressor, num_bytes, seconds
+            worker = lab.popen(
+                command(__spec__.name, "work", *arguments), WORKER, env=env, stdout=subprocess.PIPE, text=True
+            )
+            printed, _ = worker.communicate(timeout=60 + 20 * seconds)
+            server.wait(30)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                server.kill()
+        found: list[float] = json.loads(printed)["seconds"]
+        return found
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """One line for each kind."""
-    return "\n".join(
-        f"{row['method']}: {1e3 * row['value']:7.1f} ms a step of {row['size'] / 1e6:g} MB each way "
-        f"(worst {1e3 * row['worst']:.1f})"
-        for row in rows
-    )
+def run(
+    rates: Rates = "none,1gbit",
+    compressors: Annotated[str, typer.Option(help="Compressors of gradients and updates.")] = "none,threelc",
+    kinds: Annotated[str, typer.Option(help=f"Kinds of protection: {', '.join(KINDS)}.")] = "",
+    num_bytes: Annotated[int, typer.Option(help="Bytes of the matrix.")] = 25_000_000,
+    seconds: Annotated[float, typer.Option(help="How long each kind is timed, in each of two turns.")] = 4.0,
+) -> Iterator[Row]:
+    """One row for each kind, compressor and rate. The kinds take two turns."""
+    chosen = choose(kinds, list(KINDS))
+    for rate in listed(rates, ()):
+        for compressor in listed(compressors, ()):
+            found: dict[str, list[float]] = {kind: [] for kind in chosen}
+            for kind in (*chosen, *chosen):
+                found[kind] += steps(kind, rate, compressor, num_bytes, seconds)
+            for kind, each in found.items():
+                spread = Spread.of(each)
+                yield {
+                    "method": compressor, "case": kind, "rate": rate, "metric": "step", "unit": "s", "ranks": 1,
+                    "value": spread.median, "p20": spread.p20, "p80": spread.p80, "samples": spread.size,
+                    "size": num_bytes, "source": "measured",
+                }  # fmt: skip
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Milliseconds of each kind, and their ratio to those of checksums."""
+    lines, crc = [], 0.0
+    for row in rows:
+        crc = row["value"] if row["case"] == "crc" else crc
+        ratio = f"{row['value'] / crc:6.2f} of crc" if crc else ""
+        lines.append(f"{row['rate']:>8} {row['method']:10}{row['case']:26}{1e3 * row['value']:9.1f} ms{ratio}")
+    return "\n".join(lines)
