@@ -1,13 +1,13 @@
 """Programs of the hosts in tests of floods. Each prints JSON on one line at its end.
 
-flood.py serve LISTENER                          a server for one worker, or rank 0 of two; prints "ready" first
+flood.py serve LISTENER PORT                     a server for one worker, or rank 0 of two; prints "ready" first
 flood.py work LISTENER STEPS PAUSE               its worker, or rank 1; takes this many steps, and PAUSE seconds for
                                                  each step of a handshake
-flood.py connect ADDRESS RATE SECONDS SOURCES    opens RATE connections a second to ADDRESS, and proves nothing
-flood.py send ADDRESS RATE SECONDS SOURCES       sends RATE datagrams a second to ADDRESS
+flood.py connect HOST PORT RATE SECONDS SOURCES  opens RATE connections a second, and proves nothing
+flood.py send HOST PORT RATE SECONDS SOURCES     sends RATE datagrams a second
 
 LISTENER is "mesh", "parameters", "aggregator" or "datagrams". SOURCES are the addresses to send from, such as
-10.78.0.1+200 for 200 of them. A flood prints "flooding" when a second of it has passed.
+10.78.0.1+200 for 200 of them. A flood prints "flooding" when a second of it has passed, and ends early at SIGTERM.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ import os
 import queue
 import random
 import select
+import signal
 import socket
+import struct
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import cycle
 
@@ -36,12 +39,12 @@ from gradwire.aggregator.process import AggregationOptions, AggregationServer
 from gradwire.aggregator.session import Operation, SessionConfig, Stream
 from gradwire.net import pending
 from gradwire.net.client import ConnectionOptions
-from gradwire.net.handshake import GroupMember, Handshake, JobKey
+from gradwire.net.handshake import PROOF_BYTES, GroupMember, Handshake, JobKey
 from gradwire.net.keys import given_key, job_epoch
 from gradwire.net.rendezvous import Deadline, Meeting
 from gradwire.net.tcp import TcpTransport
 from gradwire.parameter_server.process import ParameterServer, ParameterServerOptions
-from gradwire.wire.frame import Header
+from gradwire.wire.frame import FrameKind, Header
 from tests.aggregator.aggregation_job import submit_all
 from tests.net.recorder import header, start
 from tests.schedules import jobs
@@ -49,9 +52,8 @@ from tests.schedules import jobs
 LISTENERS = "mesh", "parameters", "aggregator", "datagrams"
 PORT = 7071
 CONFIG = SessionConfig(1, (jobs.WIDE,), (Stream(Operation.SUM, 200_000), Stream(Operation.MAXIMUM, 200)), 1024)
-LIMIT = timedelta(seconds=20)
+LIMIT = timedelta(seconds=60)
 FRAME_BYTES = 100_000
-_MOST_OPEN = 4000
 
 
 def say(text: str) -> None:
@@ -61,8 +63,8 @@ def say(text: str) -> None:
 # -- the job -----------------------------------------------------------------------------------------------------
 
 
-def serve(listener: str) -> None:
-    address = os.environ["MASTER_ADDR"], PORT
+def serve(listener: str, port: int) -> None:
+    address = os.environ["MASTER_ADDR"], port
     if listener == "mesh":
         with socket.create_server(address, backlog=1024) as sock:
             say("ready")
@@ -166,103 +168,184 @@ def echo(transport: TcpTransport) -> None:
 # -- the flood ---------------------------------------------------------------------------------------------------
 
 
-def paced(rate: float, seconds: float, act: Callable[[], None], rest: Callable[[float], None]) -> int:
-    """Act `rate` times a second, and `rest` for the time between. Returns how often it has acted."""
+@dataclass
+class Flood:
+    """What a flood has sent, and what it got.
+
+    Attributes:
+        sent: Connections opened, or datagrams sent.
+        sent_bytes: Bytes in them, without headers of TCP, UDP and IP.
+        got_bytes: Bytes of answers.
+        closed: Connections that the other end has refused or closed.
+        processor_s: Processor time of the flood itself.
+    """
+
+    sent: int = 0
+    sent_bytes: int = 0
+    got_bytes: int = 0
+    closed: int = 0
+    processor_s: float = 0.0
+
+
+def paced(
+    rate: float, seconds: float, act: Callable[[], None], rest: Callable[[float], None],
+    begun: Callable[[], None] = lambda: None,
+) -> None:  # fmt: skip
+    """Act `rate` times a second, and `rest` for the time between, until the time is up or a SIGTERM comes.
+
+    After a second, `begun` is called once.
+    """
+    stopped: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: stopped.append(number))
     began, done, told = time.monotonic(), 0, False
-    while (now := time.monotonic() - began) < seconds:
+    while (now := time.monotonic() - began) < seconds and not stopped:
         while done < now * rate:
             act()
             done += 1
         if now > 1 and not told:
             told = True
-            say("flooding")
+            begun()
         rest(max(0.0, done / rate - now))
-    return done
+    signal.signal(signal.SIGTERM, before)
 
 
-def connect(address: tuple[str, int], rate: float, seconds: float, sources: list[str]) -> None:
-    """A third of the connections say nothing, a third send garbage, a third answer their challenge with garbage."""
-    draw, poll = random.Random(0), select.epoll()
-    source, open_ = cycle(sources), dict[int, tuple[socket.socket, Handshake | None]]()
-    ended = {"refused": 0, "failed": 0}
+class Connections:
+    """Connections that prove nothing, from one source after another.
 
-    def act() -> None:
-        if len(open_) >= _MOST_OPEN:
-            end(next(iter(open_)), "failed")
-        sock = socket.socket()
+    Args:
+        address: Where they go.
+        sources: Addresses that they come from.
+        kinds: What becomes of one after another: ``"silent"``, ``"garbage"``, or ``"forged"`` for a handshake without
+            the job key.
+        world_size: Of the group whose handshake is forged.
+    """
+
+    KINDS = "silent", "garbage", "forged"
+    _MOST_OPEN = 4000
+
+    def __init__(
+        self, address: tuple[str, int], sources: list[str], kinds: tuple[str, ...] = KINDS, *, world_size: int = 2
+    ) -> None:
+        self.flood = Flood()
+        self.open: dict[int, tuple[socket.socket, Handshake | None]] = {}
+        self._address, self._sources, self._kinds = address, cycle(sources), cycle(kinds)
+        self._world_size = world_size
+        self._draw, self._poll = random.Random(0), select.epoll()
+
+    def act(self) -> None:
+        """Open one more."""
+        if len(self.open) >= self._MOST_OPEN:
+            self._end(next(iter(self.open)))
+        sock, kind = socket.socket(), next(self._kinds)
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_IP, 24, 1)  # IP_BIND_ADDRESS_NO_PORT: all ports for each source
-        sock.bind((next(source), 0))
-        with contextlib.suppress(BlockingIOError):
-            sock.connect(address)
-        kind, rank = draw.randrange(3), draw.randrange(2)
-        member = GroupMember("flood", rank, 2, job_epoch("gradwire"))
-        handshake = Handshake(member, JobKey(bytes(32)), frozenset({1 - rank}), connect=True) if kind == 2 else None
-        open_[sock.fileno()] = sock, handshake
-        poll.register(sock, select.EPOLLOUT if kind else select.EPOLLIN)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # ports are free at once
+        sock.bind((next(self._sources), 0))
+        with contextlib.suppress(OSError):  # under way, or refused already
+            sock.connect(self._address)
+        self.open[sock.fileno()] = sock, self._handshake() if kind == "forged" else None
+        self._poll.register(sock, select.EPOLLIN if kind == "silent" else select.EPOLLOUT)
+        self.flood.sent += 1
 
-    def rest(wait: float) -> None:
-        for fd, events in poll.poll(wait):
-            sock, handshake = open_[fd]
+    def rest(self, seconds: float) -> None:
+        """Go on with those that are open, for at most these seconds."""
+        for fd, events in self._poll.poll(seconds):
+            sock, handshake = self.open[fd]
             try:
                 if events & select.EPOLLOUT:
-                    sock.send(handshake.opening() if handshake else draw.randbytes(100))
-                    poll.modify(sock, select.EPOLLIN)
-                elif sock.recv(4096):
-                    sock.send(draw.randbytes(104))
+                    self._send(sock, handshake.opening() if handshake else self._draw.randbytes(100))
+                    self._poll.modify(sock, select.EPOLLIN)
+                elif answer := sock.recv(4096):
+                    self.flood.got_bytes += len(answer)
+                    if handshake:
+                        self._send(sock, handshake._frame(FrameKind.PROOF, self._draw.randbytes(PROOF_BYTES)))
                 else:
-                    end(fd, "refused")
-            except OSError as error:
-                end(fd, "failed" if isinstance(error, TimeoutError) else "refused")
+                    self._end(fd, closed=True)
+            except OSError:
+                self._end(fd, closed=True)
 
-    def end(fd: int, how: str) -> None:
-        poll.unregister(fd)
-        open_.pop(fd)[0].close()
-        ended[how] += 1
+    def close(self) -> Flood:
+        """Close all that are open."""
+        for fd in list(self.open):
+            self._end(fd)
+        self._poll.close()
+        self.flood.processor_s = time.process_time()
+        return self.flood
 
-    sent = paced(rate, seconds, act, rest)
-    say(json.dumps({"opened": sent, "still_open": len(open_), **ended}))
-    for sock, _ in open_.values():
-        sock.close()
+    def _handshake(self) -> Handshake:
+        rank = self._draw.randrange(self._world_size)
+        member = GroupMember("gradwire", rank, self._world_size, job_epoch("gradwire"))
+        return Handshake(member, JobKey(bytes(32)), frozenset({self._world_size - 1 - rank}), connect=True)
+
+    def _send(self, sock: socket.socket, words: bytes) -> None:
+        self.flood.sent_bytes += sock.send(words)
+
+    def _end(self, fd: int, *, closed: bool = False) -> None:
+        self._poll.unregister(fd)
+        self.open.pop(fd)[0].close()
+        self.flood.closed += closed
 
 
-def send(address: tuple[str, int], rate: float, seconds: float, sources: list[str]) -> None:
-    draw, socks = random.Random(0), []
-    for source in sources:
-        sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        sock.bind((source, 0))
-        sock.setblocking(False)
-        socks.append(sock)
-    turn, datagrams = cycle(socks), [draw.randbytes(size) for size in (0, 16, 60, 68, 800, 1400)]
-    lost = 0
+class Datagrams:
+    """Datagrams that prove nothing, from one source after another.
 
-    def act() -> None:
-        nonlocal lost
-        try:
-            next(turn).sendto(draw.choice(datagrams), address)
-        except OSError:
-            lost += 1
+    Args:
+        address: Where they go.
+        sources: Addresses that they come from.
+        datagrams: What they are, in turns; default: random bytes of these `SIZES`.
+    """
 
-    sent = paced(rate, seconds, act, time.sleep)
-    answers = 0
-    for sock in socks:
-        with contextlib.suppress(BlockingIOError):
-            answers += len(sock.recv(1 << 16))
-        sock.close()
-    say(json.dumps({"sent": sent - lost, "answer_bytes": answers}))
+    SIZES = 0, 16, 60, 68, 800, 1400
+
+    def __init__(self, address: tuple[str, int], sources: list[str], datagrams: Sequence[bytes] = ()) -> None:
+        self.flood = Flood()
+        draw = random.Random(0)
+        self._address, self._sockets = address, []
+        self._datagrams = cycle(datagrams or [draw.randbytes(size) for size in self.SIZES])
+        for source in sources:
+            self._sockets.append(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+            self._sockets[-1].bind((source, 0))
+            self._sockets[-1].setblocking(False)
+        self._turns = cycle(self._sockets)
+
+    def act(self) -> None:
+        """Send one more."""
+        with contextlib.suppress(OSError):  # no room, or nobody at that port
+            self.flood.sent_bytes += next(self._turns).sendto(next(self._datagrams), self._address)
+            self.flood.sent += 1
+
+    def rest(self, seconds: float) -> None:
+        """Sleep."""
+        time.sleep(seconds)
+
+    def close(self) -> Flood:
+        """Count what has come back."""
+        for sock in self._sockets:
+            with contextlib.suppress(OSError):
+                while True:
+                    self.flood.got_bytes += len(sock.recv(1 << 16))
+            sock.close()
+        self.flood.processor_s = time.process_time()
+        return self.flood
+
+
+def addresses(sources: str) -> list[str]:
+    """The addresses in words such as 10.78.0.1+200."""
+    first, _, count = sources.partition("+")
+    return [str(ipaddress.ip_address(first) + each) for each in range(int(count or 1))]
 
 
 def main() -> None:
     command, *rest = sys.argv[1:]
     if command == "serve":
-        serve(rest[0])
+        serve(rest[0], int(rest[1]))
     elif command == "work":
         work(rest[0], int(rest[1]), float(rest[2]))
     else:
-        host, rate, seconds, sources = rest
-        first, _, count = sources.partition("+")
-        addresses = [str(ipaddress.ip_address(first) + each) for each in range(int(count or 1))]
-        {"connect": connect, "send": send}[command]((host, PORT), float(rate), float(seconds), addresses)
+        host, port, rate, seconds, sources = rest
+        made = {"connect": Connections, "send": Datagrams}[command]((host, int(port)), addresses(sources))
+        paced(float(rate), float(seconds), made.act, made.rest, lambda: say("flooding"))
+        say(json.dumps(asdict(made.close())))
 
 
 if __name__ == "__main__":

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import struct
-import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 
@@ -16,13 +14,11 @@ from gradwire.core.errors import FrameError, OptionError, SyncError
 from gradwire.net.handshake import GroupMember, Handshake, HandshakeError, JobKey
 from gradwire.net.link import Link
 from gradwire.net.reconnecting import ReconnectingEndpoint
-from gradwire.wire.frame import HEADER_BYTES, Header, Outgoing, pack, parse, without_seal
+from gradwire.wire.frame import HEADER_BYTES, Outgoing, pack, parse, without_seal
 
+from .attacker import Attacker, Frames, prefix_of, rewritten
 from .test_handshake import ACCEPTOR, CONNECTOR, SECRET, converse
-from .test_reconnecting import EPOCH, SERVER, WAIT, Owner, frame
-
-Frames = Callable[[list[bytes], list[bytes]], list[bytes]]
-"""What an attacker makes of the frames of a worker, having seen those of the server."""
+from .test_reconnecting import EPOCH, SERVER, Owner, frame
 
 
 def change_a_body(sent: list[bytes], seen: list[bytes]) -> list[bytes]:
@@ -53,92 +49,12 @@ def forge(sent: list[bytes], seen: list[bytes]) -> list[bytes]:
     return [sent[0], pack(frame(1, 9), b"evil"), *sent[1:]]
 
 
-def rewritten(whole: bytes, body: bytes | None = None, **fields: int) -> bytes:
-    """The frame with other content; a checksum is made to fit, as anybody can."""
-    prefix = prefix_of(whole)
-    if prefix == HEADER_BYTES:
-        header, content = parse(whole)
-        plain = without_seal(header)
-        return pack(Header(**{**{name: getattr(plain, name) for name in plain.__slots__}, **fields}), body or content)
-    changed = bytearray(whole)
-    if body is not None:
-        changed[prefix : prefix + len(body)] = body
-    for value in fields.values():
-        struct.pack_into("<Q", changed, 24, value)
-    return bytes(changed)
-
-
 def with_sender(whole: bytes, sender: int) -> bytes:
     if prefix_of(whole) == HEADER_BYTES:
         return rewritten(whole, sender=sender)
     changed = bytearray(whole)
     struct.pack_into("<H", changed, 10, sender)
     return bytes(changed)
-
-
-def prefix_of(whole: bytes) -> int:
-    return HEADER_BYTES if whole[4] == 1 else HEADER_BYTES + 16
-
-
-def cut(stream: bytes) -> tuple[list[bytes], bytes]:
-    """The whole frames at the start of a stream, and the rest."""
-    frames = []
-    while len(stream) >= HEADER_BYTES:
-        size = prefix_of(stream) + int.from_bytes(stream[56:64], "little")
-        if len(stream) < size:
-            break
-        frames.append(stream[:size])
-        stream = stream[size:]
-    return frames, stream
-
-
-class Attacker:
-    """Passes the connection of a worker on. Once it has 3 data frames of its, it passes on what it makes of them."""
-
-    def __init__(self, server: tuple[str, int], attack: Frames) -> None:
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.address: tuple[str, int] = self.listener.getsockname()
-        self._server, self._attack = server, attack
-        self._seen: list[bytes] = []
-        self._threads = [threading.Thread(target=self._run, daemon=True)]
-        self._sockets: list[socket.socket] = [self.listener]
-        self._threads[0].start()
-
-    def close(self) -> None:
-        for each in self._sockets:
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads:
-            thread.join(WAIT)
-        for each in self._sockets:
-            each.close()
-
-    def _run(self) -> None:
-        worker, _ = self.listener.accept()  # one connection: the next call finds nobody
-        server = socket.create_connection(self._server)
-        self._sockets += [worker, server]
-        self._threads.append(threading.Thread(target=self._back, args=(server, worker), daemon=True))
-        self._threads[-1].start()
-        stream, held = b"", []
-        with contextlib.suppress(OSError):
-            while data := worker.recv(1 << 16):
-                frames, stream = cut(stream + data)
-                for each in frames:
-                    if each[5] == 1 and held is not None:  # PAYLOAD
-                        held.append(each)
-                    else:
-                        server.sendall(each)
-                if held is not None and len(held) == 3:
-                    server.sendall(b"".join(self._attack(held, self._seen)))
-                    held = None
-
-    def _back(self, server: socket.socket, worker: socket.socket) -> None:
-        stream = b""
-        with contextlib.suppress(OSError):
-            while data := server.recv(1 << 16):
-                worker.sendall(data)
-                frames, stream = cut(stream + data)
-                self._seen += [each for each in frames if each[5] == 1]
 
 
 class Ends:

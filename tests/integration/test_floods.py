@@ -1,0 +1,39 @@
+"""A worker that needs 100 ms for each step of its handshake, beside floods in the lab, at every kind of listener."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from tests.integration.flood import LISTENERS
+from tests.integration.flooded import CONNECT, ELSEWHERE, SEND, SHARED, flooded
+
+pytestmark = [pytest.mark.ci, pytest.mark.root, pytest.mark.timeout(400)]
+STEPS, PAUSE = 20, 0.1
+
+
+@functools.cache
+def undisturbed(listener: str) -> str:
+    """Digest of the results without a flood."""
+    return flooded(listener, [], steps=STEPS)["digest"]
+
+
+@pytest.mark.parametrize("sources", [ELSEWHERE, SHARED], ids=["from others", "from its own address"])
+@pytest.mark.parametrize("listener", LISTENERS)
+def test_a_slow_worker_gets_in_and_its_sums_are_right(listener, sources):
+    said = flooded(listener, [CONNECT], sources, steps=STEPS, pause=PAUSE)
+    assert said["connect_s"] > 3 * PAUSE
+    assert said["digest"] == undisturbed(listener)
+    (flood,) = said["floods"]
+    assert flood["closed"] > 0, "the listener has seen nothing of the flood"
+
+
+@pytest.mark.parametrize("sources", [ELSEWHERE, SHARED], ids=["from others", "from its own address"])
+def test_sums_are_right_beside_ten_thousand_datagrams_a_second(sources):
+    said = flooded("datagrams", [CONNECT, SEND], sources, steps=STEPS, pause=PAUSE)
+    assert said["digest"] == undisturbed("datagrams")
+    connections, datagrams = said["floods"]
+    assert connections["closed"] > 0
+    assert datagrams["sent"] >= SEND[1]
+    assert datagrams["got_bytes"] == 0
