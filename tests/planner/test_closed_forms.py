@@ -103,7 +103,7 @@ def test_the_slowest_link_counts():
     slow = LinkCosts(1e-4, 8e-8)
     job = replace(costs(), links=(LinkCosts(1e-4, 8e-9), slow, LinkCosts(0, 0), LinkCosts(0, 0)))
     alike = replace(costs(), links=(slow,))
-    assert route("none", "ring", 1, 10**6, job) == route("none", "ring", 1, 10**6, alike)
+    assert route("none", "ring", 1, 10**6, job).legs == route("none", "ring", 1, 10**6, alike).legs
 
 
 def test_sixteen_bit_gradients_are_half_as_many_bytes_dense_and_as_many_encoded():

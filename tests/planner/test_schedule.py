@@ -1,5 +1,6 @@
 """The step schedule: bounds that any schedule obeys, and agreement with the simulator for whole models."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -7,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.planner.closed_forms import FORMS, Route, route
-from gradwire.planner.schedule import MANY, ScheduledTensor, run
+from gradwire.planner.event_loop import CODEC, LINK
+from gradwire.planner.schedule import MANY, Schedule, ScheduledTensor, batches_of, run
 from gradwire.simulate import Cluster, Compute, SimulatedGradient, SimulatedLink, SimulatedModel, models, step
 from gradwire.sync.plan import Plan
 from tests.planner.machines import SPECS, any_costs, costs
@@ -15,6 +17,50 @@ from tests.planner.machines import SPECS, any_costs, costs
 tensors = st.tuples(
     st.floats(0, 0.1), st.sampled_from(SPECS), st.sampled_from(sorted(FORMS)), st.integers(1, 12), st.integers(1, 10**7)
 )
+
+
+def reference(jobs: list[ScheduledTensor]) -> Schedule:
+    """The event loop with lists in place of heaps: what is first is found by `min`."""
+    tasks, after, batches = [], [], []  # all tasks, those that wait for each, the number of its batch
+    for batch, (ready, graph) in enumerate(batches_of(jobs)):
+        distances = iter(graph.dependents.tolist())
+        for task in graph.tasks:
+            after.append([len(tasks) + next(distances) for _ in range(task["num_dependents"])])
+            tasks.append([*task.tolist()[:4], ready])
+            batches.append(batch)
+    numbers = itertools.count()
+    events = [(task[4], next(numbers), False, index) for index, task in enumerate(tasks) if task[3] == 0]
+    queued, running, busy, finish = [], set(), [0.0, 0.0], 0.0
+    while events:
+        now, _, has_ended, index = event = min(events)
+        events.remove(event)
+        resource, _, lag, _, _ = tasks[index]
+        if has_ended:
+            running.remove(resource)
+            finish = max(finish, now + lag)
+            for following in after[index]:
+                tasks[following][3] -= 1
+                if tasks[following][3] == 0:
+                    events.append((now + lag, next(numbers), False, following))
+        else:
+            queued.append((batches[index] if resource == CODEC else 0, next(numbers), index))
+        for resource in (CODEC, LINK):
+            waiting = [each for each in queued if tasks[each[2]][0] == resource]
+            if waiting and resource not in running and all(event[0] > now for event in events):
+                queued.remove(min(waiting))
+                running.add(resource)
+                seconds = tasks[min(waiting)[2]][1]
+                busy[resource] += seconds
+                events.append((now + seconds, next(numbers), True, min(waiting)[2]))
+    return Schedule(finish, busy[CODEC], busy[LINK])
+
+
+@given(any_costs, st.lists(tensors, max_size=6), st.integers(1, 20))
+def test_the_compiled_event_loop_is_the_obvious_one_to_the_bit(job, drawn, repeated):
+    """Equal tensors make events of equal times, whose order counts; more than MANY have fewer tasks each."""
+    routes = [(ready, route(spec, strategy, K, numel, job)) for ready, spec, strategy, K, numel in drawn]
+    jobs = [ScheduledTensor(*each) for each in routes] * repeated
+    assert run(jobs) == reference(jobs)
 
 
 @given(any_costs, st.lists(tensors, max_size=6))

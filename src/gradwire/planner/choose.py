@@ -40,7 +40,7 @@ from gradwire.planner.table import PlanRow, PlanTable, limit_of
 MIN_GAIN = 0.02  # predictions are no more accurate than this
 _ITEMSIZES = {"fp32": 8, "fp16": 2}  # most bytes of an element, by kind of the framework's own all-reduce
 _STEP = 0.002  # relative difference that counts in the search
-_MAX_SCHEDULED = 10_000  # batches of tensors in all schedules of a search, about two seconds on one core
+_MAX_SCHEDULED = 10_000  # batches of tensors in all schedules of a search, which bounds its time
 
 
 def plan(

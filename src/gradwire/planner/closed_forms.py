@@ -93,9 +93,9 @@ class Leg:
         return self.encode + self.wire + self.latency + self.decode + (self.messages - 1) * step + exposed
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # by identity, so that its tasks are found quickly
 class Route:
-    """A tensor's way through codec and link, with one compressor and strategy.
+    """A tensor's way through codec and link, with one compressor and strategy. Two of them are never equal.
 
     Attributes:
         legs: Legs of one batch.

@@ -20,6 +20,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -253,7 +254,7 @@ class Costs:
         if DENSE_NAME not in self.codecs:
             raise OptionError('The costs of "none" are missing, which all others are compared with. Measure it too.')
 
-    @property
+    @cached_property
     def slowest(self) -> LinkCosts:
         """The worst of all links, which every step of a synchronization waits for."""
         return slowest(self.links)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from gradwire.compressors.base import SummableCompressor
@@ -144,13 +145,12 @@ def codec_for(tensor: PlannedTensor, spec: str, costs: Costs) -> CodecCosts:
 
 def unbeaten(found: Sequence[Option]) -> list[int]:
     """Return the options that no other one beats in codec, link and time together; of equals the first."""
-    loads = [(option.route.encode + option.route.decode, option.route.wire, option.route.seconds) for option in found]
-    return [
-        pick
-        for pick, load in enumerate(loads)
-        if not any(other != load and all(a <= b for a, b in zip(other, load)) for other in loads)
-        and load not in loads[:pick]
-    ]
+    routes = [option.route for option in found]
+    loads = np.array([(route.encode + route.decode, route.wire, route.seconds) for route in routes])
+    no_worse, equal = (loads[:, None] <= loads).all(2), (loads[:, None] == loads).all(2)
+    is_beaten, is_repeated = (no_worse & ~equal).any(0), np.triu(equal, 1).any(0)
+    picks: list[int] = np.flatnonzero(~is_beaten & ~is_repeated).tolist()
+    return picks
 
 
 def best_alone(found: Sequence[Option]) -> Option:

@@ -13,14 +13,17 @@ Source: HiPress (SOSP 2021), sections 3.1 and 3.3. Differences: the paper plans 
 
 from __future__ import annotations
 
-import heapq
+import functools
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gradwire.planner.closed_forms import Leg, Route
+import numpy as np
 
-CODEC, LINK = 0, 1
+from gradwire.planner.closed_forms import Leg, Route
+from gradwire.planner.event_loop import CODEC, LINK, TASK, run_tasks
+
 # Half of these suffice for more than MANY tensors, where other tensors fill the gaps.
 MAX_LEG_TASKS = 4  # tasks of one kind per leg; more messages are grouped
 MAX_BATCHES = 8  # of partitions, per tensor; more are grouped
@@ -49,52 +52,80 @@ class Schedule:
     link: float
 
 
-class _Task:
-    __slots__ = ("dependents", "lag", "pending", "priority", "resource", "seconds")
+class TaskGraph(NamedTuple):
+    """Tasks of one batch of partitions; see `event_loop.run_tasks`.
 
-    def __init__(self, resource: int, seconds: float, after: Sequence[_Task], lag: float = 0.0) -> None:
-        self.resource = resource
-        self.seconds = seconds
-        self.lag = lag  # from when the resource is free again to the tasks that wait for it
-        self.dependents: list[_Task] = []
-        self.pending = len(after)
-        self.priority = 0
-        for task in after:
-            task.dependents.append(self)
+    Attributes:
+        tasks: Elements of type `event_loop.TASK`, [T].
+        dependents: Distances from each task to those that wait for it, int64[D].
+    """
+
+    tasks: np.ndarray
+    dependents: np.ndarray
+
+
+# Whole tasks, for `np.concatenate`: it would compare the fields of each array, which takes longer than to copy them.
+_OPAQUE = np.dtype((np.void, TASK.itemsize))
+_NOTHING = TaskGraph(np.empty(0, TASK), np.empty(0, np.int64))
 
 
 def run(jobs: Iterable[ScheduledTensor]) -> Schedule:
     """Schedule jobs in the order of their submission."""
+    batches = list(batches_of(jobs))
+    graphs = [_NOTHING, *(graph for _, graph in batches)]
+    tasks = np.concatenate([graph.tasks.view(_OPAQUE) for graph in graphs]).view(TASK)
+    dependents = np.concatenate([graph.dependents for graph in graphs])
+    sizes = np.array([graph.tasks.size for _, graph in batches], np.int64)
+    ready = np.array([ready for ready, _ in batches], np.float64)
+    return Schedule(*run_tasks(tasks, dependents, sizes, ready))
+
+
+def batches_of(jobs: Iterable[ScheduledTensor]) -> Iterable[tuple[float, TaskGraph]]:
+    """Yield the batches of partitions of all jobs: when each is ready, and its tasks."""
     jobs = list(jobs)
     divisor = 1 if len(jobs) <= MANY else 2
-    loop = _Loop()
     for job in jobs:
-        route = job.route
-        batches = min(route.batches, MAX_BATCHES // divisor)
-        for _ in range(batches):
-            tasks = _tasks(route.legs, route.batches / batches, MAX_LEG_TASKS // divisor, route.load)
-            loop.submit(job.ready, tasks)
-    return loop.run()
+        count = min(job.route.batches, MAX_BATCHES // divisor)
+        graph = _graph(job.route, count, MAX_LEG_TASKS // divisor)
+        for _ in range(count):
+            yield job.ready, graph
 
 
-def _tasks(legs: Sequence[Leg], scale: float, most: int, load: float) -> list[_Task]:
-    """Return the tasks of one batch. Each leg waits for the whole leg before it."""
-    found: list[_Task] = []
-    last: list[_Task] = []
-    for leg in legs:
-        made, last = _leg_tasks(leg, scale, most, last, load)
-        found += made
-    return found
+@functools.lru_cache(maxsize=1 << 14)
+def _graph(route: Route, batches: int, most: int) -> TaskGraph:
+    """Return the tasks of one of `batches` batches. Each leg waits for the whole leg before it."""
+    draft, last = _Draft(), list[int]()
+    for leg in route.legs:
+        last = _add_leg(draft, leg, route.batches / batches, most, last, route.load)
+    return draft.graph()
 
 
-def _leg_tasks(leg: Leg, scale: float, most: int, after: list[_Task], load: float) -> tuple[list[_Task], list[_Task]]:
-    """Return the tasks of a leg, and those that the next leg waits for."""
+class _Draft:
+    """Tasks of a batch as they are added. A task is known by its index."""
+
+    def __init__(self) -> None:
+        self._tasks: list[tuple[int, float, float, int]] = []
+        self._dependents: list[list[int]] = []
+
+    def add(self, resource: int, seconds: float, after: Sequence[int], lag: float = 0.0) -> int:
+        index = len(self._tasks)
+        self._tasks.append((resource, seconds, lag, len(after)))
+        self._dependents.append([])
+        for earlier in after:
+            self._dependents[earlier].append(index - earlier)
+        return index
+
+    def graph(self) -> TaskGraph:
+        tasks = [(*task, len(found)) for task, found in zip(self._tasks, self._dependents)]
+        return TaskGraph(np.array(tasks, TASK), np.fromiter(itertools.chain(*self._dependents), np.int64))
+
+
+def _add_leg(draft: _Draft, leg: Leg, scale: float, most: int, after: list[int], load: float) -> list[int]:
+    """Add the tasks of a leg. Return those that the next leg waits for."""
     idle = 1 - load  # share of a rank's time in which it only waits for others
     if leg.kind == "work":
-        work = _Task(CODEC, load * leg.coding * scale, after, idle * leg.coding * scale)
-        return [work], [work]
-    found: list[_Task] = []
-    ends: list[_Task] = []
+        return [draft.add(CODEC, load * leg.coding * scale, after, idle * leg.coding * scale)]
+    ends: list[int] = []
     count = min(leg.messages, most if leg.kind == "fan" else most // 2)
     share = scale * leg.messages / count
     # Messages that are encoded, or decoded, one after another although other ranks do it.
@@ -103,10 +134,9 @@ def _leg_tasks(leg: Leg, scale: float, most: int, after: list[_Task], load: floa
     before = after
     for index in range(count):
         earlier = (index + 1) * share if leg.kind == "fan" else share  # messages one after another on an owner's link
-        encode = _Task(CODEC, load * leg.encode * share, before, idle * leg.encode * encoded)
-        send = _Task(LINK, load * leg.wire * share, [encode], latency + idle * leg.wire * earlier)
-        decode = _Task(CODEC, load * leg.decode * share, [send], idle * leg.decode * decoded)
-        found += [encode, send, decode]
+        encode = draft.add(CODEC, load * leg.encode * share, before, idle * leg.encode * encoded)
+        send = draft.add(LINK, load * leg.wire * share, [encode], latency + idle * leg.wire * earlier)
+        decode = draft.add(CODEC, load * leg.decode * share, [send], idle * leg.decode * decoded)
         if leg.kind == "relay":
             before = [send]
             ends.append(decode)
@@ -115,62 +145,6 @@ def _leg_tasks(leg: Leg, scale: float, most: int, after: list[_Task], load: floa
         else:
             ends.append(decode)
         if index == 0 and leg.aside:  # not before the first message is on its way
-            found.append(_Task(CODEC, load * leg.aside * scale, after, idle * leg.aside * scale))
-            ends = [*ends, found[-1]]
-    return found, ends
-
-
-class _Loop:
-    """Events in time, and a queue of ready tasks per resource."""
-
-    def __init__(self) -> None:
-        self._events: list[tuple[float, int, bool, _Task]] = []  # time, number, whether the task ends, task
-        self._queues: tuple[list[tuple[int, int, _Task]], ...] = ([], [])
-        self._idle = [True, True]
-        self._busy = [0.0, 0.0]
-        self._number = 0
-        self._num_submitted = 0
-
-    def submit(self, ready: float, tasks: list[_Task]) -> None:
-        """Add the tasks of one partition."""
-        self._num_submitted += 1
-        for task in tasks:
-            task.priority = self._num_submitted
-            if task.pending == 0:
-                self._at(ready, False, task)
-
-    def run(self) -> Schedule:
-        now = finish = 0.0
-        while self._events:
-            now, _, ends, task = heapq.heappop(self._events)
-            if ends:
-                self._end(now, task)
-                finish = max(finish, now + task.lag)
-            else:
-                # The link goes by when a message is ready, the codec by when a tensor was submitted.
-                rank = task.priority if task.resource == CODEC else 0
-                self._number += 1
-                heapq.heappush(self._queues[task.resource], (rank, self._number, task))
-            if not self._events or self._events[0][0] > now:
-                self._start(now)
-        return Schedule(finish, self._busy[CODEC], self._busy[LINK])
-
-    def _start(self, now: float) -> None:
-        """Give each idle resource the first task of its queue."""
-        for resource, queue in enumerate(self._queues):
-            if queue and self._idle[resource]:
-                task = heapq.heappop(queue)[2]
-                self._idle[resource] = False
-                self._busy[resource] += task.seconds
-                self._at(now + task.seconds, True, task)
-
-    def _end(self, now: float, task: _Task) -> None:
-        self._idle[task.resource] = True
-        for following in task.dependents:
-            following.pending -= 1
-            if following.pending == 0:
-                self._at(now + task.lag, False, following)
-
-    def _at(self, time: float, ends: bool, task: _Task) -> None:
-        self._number += 1
-        heapq.heappush(self._events, (time, self._number, ends, task))
+            aside = draft.add(CODEC, load * leg.aside * scale, after, idle * leg.aside * scale)
+            ends = [*ends, aside]
+    return ends
