@@ -3,6 +3,8 @@
 flood.py serve LISTENER PORT                     a server for one worker, or rank 0 of two; prints "ready" first
 flood.py work LISTENER STEPS PAUSE               its worker, or rank 1; takes this many steps, and PAUSE seconds for
                                                  each step of a handshake
+flood.py pace LISTENER                           the same, but takes steps until a SIGTERM comes, and prints when each
+                                                 of them ended; "ready" first
 flood.py connect HOST PORT RATE SECONDS SOURCES  opens RATE connections a second, and proves nothing
 flood.py send HOST PORT RATE SECONDS SOURCES     sends RATE datagrams a second
 
@@ -29,6 +31,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import cycle
+from typing import Any
 
 import numpy as np
 import torch
@@ -95,29 +98,56 @@ class SlowHandshake(Handshake):
 def work(listener: str, num_steps: int, pause: float) -> None:
     SlowHandshake.pause = pause
     pending.Handshake = SlowHandshake  # type: ignore[misc]
-    address, connection = (os.environ["MASTER_ADDR"], PORT), ConnectionOptions(timeout=LIMIT)
-    torch.manual_seed(0)
-    model = torch.nn.Linear(500, 400)
     began = time.monotonic()
-    if listener == "mesh":
-        client = mesh(1)
-        steps = exchange(client)
-    elif listener == "parameters":
-        client = gw.ParameterClient(
-            model, torch.optim.SGD(model.parameters(), 0.1), f"{address[0]}:{PORT}",
-            job=gw.JobOptions(worker=0, workers=1), connection=connection,
-        )  # fmt: skip
-        steps = train(client)
-    else:
-        client = AggregationClient(address, CONFIG, 0, connection=connection)
-        steps = aggregate(client)
+    client, steps = join(listener)
     connected = time.monotonic()
     found = hashlib.sha256()
     for _ in range(num_steps):
         found.update(next(steps))
-    ended = time.monotonic()
     client.close()
-    say(json.dumps({"connect_s": connected - began, "steps_s": ended - connected, "digest": found.hexdigest()}))
+    say(json.dumps({"connect_s": connected - began, "digest": found.hexdigest()}))
+
+
+def pace(listener: str) -> None:
+    client, steps = join(listener)
+    ended: list[float] = []
+    with stopped_by(signal.SIGTERM) as stopped:
+        while not stopped:
+            next(steps)
+            ended.append(time.monotonic())
+            if len(ended) == 1:
+                say("ready")
+    client.close()
+    say(json.dumps(ended))
+
+
+@contextlib.contextmanager
+def stopped_by(number: signal.Signals) -> Iterator[list[int]]:
+    """A list that is empty until the signal comes."""
+    stopped: list[int] = []
+    before = signal.signal(number, lambda number, frame: stopped.append(number))
+    try:
+        yield stopped
+    finally:
+        signal.signal(number, before)
+
+
+def join(listener: str) -> tuple[Any, Iterator[bytes]]:
+    """Connect a worker. Returns its end, which is to be closed, and the results of its steps."""
+    address, connection = (os.environ["MASTER_ADDR"], PORT), ConnectionOptions(timeout=LIMIT)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(500, 400)
+    if listener == "mesh":
+        transport = mesh(1)
+        return transport, exchange(transport)
+    if listener == "parameters":
+        client = gw.ParameterClient(
+            model, torch.optim.SGD(model.parameters(), 0.1), f"{address[0]}:{PORT}",
+            job=gw.JobOptions(worker=0, workers=1), connection=connection,
+        )  # fmt: skip
+        return client, train(client)
+    aggregation = AggregationClient(address, CONFIG, 0, connection=connection)
+    return aggregation, aggregate(aggregation)
 
 
 def train(client: gw.ParameterClient) -> Iterator[bytes]:
@@ -195,18 +225,16 @@ def paced(
 
     After a second, `begun` is called once.
     """
-    stopped: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: stopped.append(number))
     began, done, told = time.monotonic(), 0, False
-    while (now := time.monotonic() - began) < seconds and not stopped:
-        while done < now * rate:
-            act()
-            done += 1
-        if now > 1 and not told:
-            told = True
-            begun()
-        rest(max(0.0, done / rate - now))
-    signal.signal(signal.SIGTERM, before)
+    with stopped_by(signal.SIGTERM) as stopped:
+        while (now := time.monotonic() - began) < seconds and not stopped:
+            while done < now * rate:
+                act()
+                done += 1
+            if now > 1 and not told:
+                told = True
+                begun()
+            rest(max(0.0, done / rate - now))
 
 
 class Connections:
@@ -341,6 +369,8 @@ def main() -> None:
         serve(rest[0], int(rest[1]))
     elif command == "work":
         work(rest[0], int(rest[1]), float(rest[2]))
+    elif command == "pace":
+        pace(rest[0])
     else:
         host, port, rate, seconds, sources = rest
         made = {"connect": Connections, "send": Datagrams}[command]((host, int(port)), addresses(sources))

@@ -1,11 +1,10 @@
 """A job of one worker in the lab beside floods.
 
-python -m tests.integration.flooded [--steps N] [--runs N]
+python -m tests.integration.flooded [--turns N]
 
-Prints as CSV how long the worker takes to connect, and how many steps a second it takes, beside a flood at its own
-server, from the addresses of others and from its own, and beside the same flood at another server on the server's host.
-The hosts of the lab share the cores of one machine, so that the other server shows what the flood takes from the job by
-its processor time alone.
+Prints as CSV how many steps a second the worker takes before and during a flood at its own server, from the addresses
+of others and from its own, and during the same flood at another server on the server's host. The hosts of the lab share
+the cores of one machine, so that the other server shows what a flood takes from the job by its processor time alone.
 """
 
 from __future__ import annotations
@@ -17,7 +16,9 @@ import secrets
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import Any
 
 from gradwire.lab import Lab
@@ -27,6 +28,7 @@ SERVER, WORKER, FLOOD = range(3)
 ELSEWHERE, SHARED = "10.78.0.1+200", "10.77.0.2"
 """The flood's addresses: 200 of its own, or that of the worker."""
 OTHER_PORT = PORT + 1
+"""Of a server of the same kind that no worker uses."""
 SECONDS = 600
 """After which a flood ends by itself. It ends with the job otherwise."""
 PATIENCE = 120
@@ -47,8 +49,8 @@ class Program:
         assert line, self.process.stderr.read()
         return line
 
-    def stop(self) -> dict[str, Any]:
-        """Stop a flood. Returns its last words."""
+    def stop(self) -> Any:
+        """Stop a program that goes on until then. Returns its last words."""
         assert self.process.poll() is None, "it has ended before the job"
         self.process.send_signal(signal.SIGTERM)
         return json.loads(self.hear())
@@ -78,9 +80,8 @@ def network() -> Iterator[Lab]:
 
 
 def flooded(
-    listener: str, floods: Sequence[tuple[str, float]], sources: str = ELSEWHERE, *, steps: int = 3,
-    pause: float = 0.0, port: int = PORT,
-) -> dict[str, Any]:  # fmt: skip
+    listener: str, floods: Sequence[tuple[str, float]], sources: str = ELSEWHERE, *, steps: int = 3, pause: float = 0.0
+) -> dict[str, Any]:
     """Start a worker beside floods and return what it prints, and what the floods print under ``"floods"``.
 
     Args:
@@ -89,7 +90,6 @@ def flooded(
         sources: `ELSEWHERE` or `SHARED`.
         steps: Number of steps that the worker takes.
         pause: Seconds that the worker takes for each step of a handshake.
-        port: Where the floods go: `PORT`, or `OTHER_PORT` for a server of the same kind that no worker uses.
     """
     env = {"GRADWIRE_JOB_KEY": secrets.token_hex(32)}
     with network() as lab, contextlib.ExitStack() as stack:
@@ -99,37 +99,63 @@ def flooded(
             stack.callback(made.close)
             return made
 
-        servers = {each: start(SERVER, "serve", listener, each) for each in {PORT, port}}
-        for server in servers.values():
-            assert server.hear() == "ready"
+        server = start(SERVER, "serve", listener, PORT)
+        assert server.hear() == "ready"
         host = WORKER if sources == SHARED else FLOOD
-        running = [start(host, kind, lab.addresses[SERVER], port, rate, SECONDS, sources) for kind, rate in floods]
+        running = [start(host, kind, lab.addresses[SERVER], PORT, rate, SECONDS, sources) for kind, rate in floods]
         for each in running:
             assert each.hear() == "flooding"
         said: dict[str, Any] = json.loads(start(WORKER, "work", listener, steps, pause).hear())
         said["floods"] = [each.stop() for each in running]
-        servers[PORT].end()
+        server.end()
         return said
 
 
 _TARGETS = {"own server": (ELSEWHERE, PORT), "own address": (SHARED, PORT), "other server": (ELSEWHERE, OTHER_PORT)}
+SETTLED_S, WINDOW_S = 1.0, 5.0
+
+
+def losses(listener: str, turns: int) -> Iterator[tuple[str, str, float, float]]:
+    """What one worker loses to one flood after another: kind, target, steps a second before, and during it."""
+    env = {"GRADWIRE_JOB_KEY": secrets.token_hex(32)}
+    with network() as lab, contextlib.ExitStack() as stack:
+
+        def start(host: int, ready: str, *words: object) -> Program:
+            made = Program(lab, host, env, *words)
+            stack.callback(made.close)
+            assert made.hear() == ready
+            return made
+
+        def window() -> tuple[float, float]:
+            time.sleep(SETTLED_S + WINDOW_S)
+            return time.monotonic() - WINDOW_S, time.monotonic()
+
+        for port in (PORT, OTHER_PORT):
+            start(SERVER, "ready", "serve", listener, port)
+        worker = start(WORKER, "ready", "pace", listener)
+        floods = [CONNECT, SEND] if listener == "datagrams" else [CONNECT]
+        found = []
+        for (kind, rate), target in list(product(floods, _TARGETS)) * turns:
+            sources, port = _TARGETS[target]
+            host = WORKER if sources == SHARED else FLOOD
+            before = window()
+            flood = start(host, "flooding", kind, lab.addresses[SERVER], port, rate, SECONDS, sources)
+            found.append((kind, target, before, window()))
+            flood.stop()
+        ended = worker.stop()
+    for kind, target, *windows in found:
+        before, during = (sum(since < each <= until for each in ended) / WINDOW_S for since, until in windows)
+        yield kind, target, before, during
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--runs", type=int, default=2)
-    options = parser.parse_args()
-    print("run,listener,flood,target,connect_s,steps_per_s")
-    for run in range(options.runs):
-        for listener in LISTENERS[1:]:  # a mesh closes its listener when it is complete
-            floods = [CONNECT, SEND] if listener == "datagrams" else [CONNECT]
-            cases = [("none", [], "", (ELSEWHERE, PORT))]
-            cases += [(each[0], [each], name, where) for each in floods for name, where in _TARGETS.items()]
-            for name, chosen, target, (sources, port) in cases:
-                said = flooded(listener, chosen, sources, steps=options.steps, port=port)
-                rate = options.steps / said["steps_s"]
-                print(f"{run},{listener},{name},{target},{said['connect_s']:.3f},{rate:.1f}", flush=True)
+    parser.add_argument("--turns", type=int, default=3)
+    turns = parser.parse_args().turns
+    print("listener,flood,target,steps_per_s_before,steps_per_s_during")
+    for listener in LISTENERS[1:]:  # a mesh closes its listener when it is complete
+        for kind, target, before, during in losses(listener, turns):
+            print(f"{listener},{kind},{target},{before:.1f},{during:.1f}", flush=True)
 
 
 if __name__ == "__main__":
