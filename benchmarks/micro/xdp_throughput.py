@@ -147,7 +147,8 @@ def measure(case: str, seconds: float) -> dict[str, float]:
         workers = lab.popen(command, 1, env=key, stdout=subprocess.PIPE, text=True)
         said = workers.communicate(timeout=60 + 10 * seconds)[0]
         if workers.returncode:
-            raise RuntimeError(f"The workers failed: {said}")
+            server.terminate()
+            raise RuntimeError(f"The workers of {case} failed. The server said: {server.communicate(timeout=60)[0]}")
         server.communicate(timeout=60)
     found: dict[str, float] = json.loads(said)
     return found
