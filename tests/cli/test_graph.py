@@ -13,7 +13,7 @@ def invoke(*arguments: str) -> str:
 
 def test_the_table_says_who_sends_what_to_whom_and_after_what() -> None:
     lines = invoke("scatter_reduce", "--ranks", "3", "--rank", "1", "--partitions", "6").splitlines()
-    assert lines[0].endswith("onebit(), 3 ranks, 6 partitions: rank 1 runs 28 operations")
+    assert lines[0].endswith("onebit(block=0), 3 ranks, 6 partitions: rank 1 runs 28 operations")
     assert lines[1] == "chunk 0"
     assert [" ".join(line.split()) for line in lines[2:6]] == [
         "18 encode encode scatter",

@@ -275,6 +275,25 @@ def test_the_largest_and_smallest_floats_do_no_harm(largest: float) -> None:
         assert np.allclose(found.numpy(), grad.numpy(), rtol=1e-4)
 
 
+def test_a_residual_beyond_float32_is_refused_as_a_gradient_that_is_not_finite_is() -> None:
+    """One element has the other sign: what a low rank sends of it is nearly as far beyond zero."""
+    grad = torch.full((12, 40), 3.3e38)
+    grad[0, 0] *= -1
+    codec, residual = gw.make("powersgd", rank=1), np.empty(grad.numel(), np.float32)
+    assert codec.encode(grad, context(grad), residual_out=residual).nonfinite
+    assert not codec.encode(grad / 4, context(grad), residual_out=residual).nonfinite
+    assert np.isfinite(residual).all()
+
+
+@pytest.mark.parametrize("shape", [(24, 50), (5, 7)])
+def test_a_sum_that_overflows_is_cut_to_finite_values(shape: tuple[int, int]) -> None:
+    codec, grad = gw.make("powersgd", rank=2), torch.full(shape, 1e38)
+    stats, out = reduced(codec, [grad]), torch.empty(shape)
+    accumulator = np.full(codec.accumulator_size(TensorSpec(shape)), np.inf, np.float32)
+    codec.finalize(accumulator, 4, context(grad), codec.finish_stats(stats, TensorSpec(shape)), out)
+    assert codec.has_finite_sums and out.isfinite().all() and out.max() > 1e37
+
+
 @pytest.mark.parametrize("shared", [False, True])
 def test_damaged_factors_are_refused_or_decode_to_finite_values(shared: bool) -> None:
     codec, grad = gw.make("powersgd", rank=2), heavy_tailed(24 * 50).reshape(24, 50)

@@ -45,6 +45,7 @@ OPTION_SETS: dict[str, list[dict]] = {
     ],
     "ternary": [{"sparsity": 1.75}, {"sparsity": 1.999999, "zero_run": True}],
     "minmax": [{"bits": 4}],
+    "onebit": [{"block": 64}],
     "terngrad": [{"clip": 0.0}],
     "dgc": [{"ratio": 0.3, "sample": 0.1, "warmup": 100}],
     "adacomp": [{"block": 24, "threshold": 0.5}],

@@ -41,6 +41,41 @@ def test_they_are_matrix_products(kernels):
     np.testing.assert_allclose(matrix, random_normal(rows * columns).reshape(rows, -1) - left.T @ right, atol=1e-3)
 
 
+@pytest.mark.parametrize("rank", [1, 4])
+@pytest.mark.parametrize("length", [1, 9, 64, 1100])
+def test_factors_agree(length, rank):
+    for x in gradients("float32", rank * length):
+
+        def call(kernels, x=x):
+            basis, unit = np.nan_to_num(x.astype(np.float64)), np.empty_like(x)
+            kernels.orthonormalize(basis, rank)
+            num_zeros = kernels.normalize_rows(x, rank, 0.3, unit)
+            return [basis, unit, np.array(num_zeros)]
+
+        assert_backends_agree(call)
+
+
+@pytest.mark.parametrize("kernels", [cpu, reference])
+def test_rows_have_the_length_that_was_asked_for_or_none(kernels):
+    x, unit = random_normal(3 * 200), np.empty(600, np.float32)
+    x[:200], x[200] = 0, np.inf
+    assert kernels.normalize_rows(x, 3, 0.5, unit) == 1
+    np.testing.assert_allclose(np.linalg.norm(unit.reshape(3, 200), axis=1), [0, 0.5, 0.5], rtol=1e-6)
+    assert unit[200] == 0
+    np.testing.assert_allclose(unit[400:] * np.linalg.norm(x[400:]), x[400:] / 2, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kernels", [cpu, reference])
+def test_a_basis_is_orthonormal_and_dependent_rows_are_dropped(kernels):
+    rows = random_normal(5 * 300).astype(np.float64).reshape(5, 300)
+    rows[3] = 2 * rows[0] - rows[1]
+    basis = rows.copy()
+    kernels.orthonormalize(basis.reshape(-1), 5)
+    assert np.flatnonzero(basis.any(1)).tolist() == [0, 1, 2, 4]
+    np.testing.assert_allclose(basis @ basis.T, np.diag([1, 1, 1, 0, 1]), atol=1e-12)
+    np.testing.assert_allclose(rows @ basis.T @ basis, rows, atol=1e-9)
+
+
 @pytest.mark.parametrize("kernels", [cpu, reference])
 @pytest.mark.parametrize("name", ["row_products", "column_products"])
 def test_sizes_are_checked(kernels, name):
@@ -48,3 +83,5 @@ def test_sizes_are_checked(kernels, name):
         getattr(kernels, name)(np.ones(11, np.float32), np.ones(4, np.float32), 1, np.ones(3, np.float32))
     with pytest.raises(ValueError, match="outer_sum"):
         kernels.outer_sum(np.ones(4, np.float32), np.ones(3, np.float32), 1, 0.0, np.ones(11, np.float32))
+    with pytest.raises(ValueError, match="normalize_rows"):
+        kernels.normalize_rows(np.ones(4, np.float32), 2, 1.0, np.ones(6, np.float32))

@@ -27,7 +27,6 @@ which has no matrices.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -44,7 +43,7 @@ from gradwire.wire.fields import Reader
 from gradwire.wire.payload import Payload
 
 _MAX = float(np.finfo(np.float32).max)
-_DEPENDENT = 1e-6  # of the length of a column of P: after projection, less than this is rounding error
+_NO_CARRY = _MAX * 2.0**-26  # less than half a unit in the last place of the largest float: adding it changes nothing
 
 
 @register
@@ -57,6 +56,7 @@ class PowerSGD(ArrayCompressor, SummableCompressor, StatefulCompressor):
 
     name: ClassVar[str] = "powersgd"
     requires_full_tensor = True
+    has_finite_sums = True
     state_source: ClassVar[StateSource] = "accumulator"
 
     def __init__(self, rank: int = 4) -> None:
@@ -85,9 +85,10 @@ class PowerSGD(ArrayCompressor, SummableCompressor, StatefulCompressor):
         x = as_array(grad)
         if not length:
             return [Stat(np.empty(0, np.float32), reduction)]
-        if kernels.count_nonfinite(x):
-            return [Stat(np.full(length, np.inf, np.float32), reduction)]
-        return [Stat(self._project(_as_float32(x), ctx, scale).reshape(-1), reduction)]
+        p = self._project(_as_float32(x), ctx, scale).reshape(-1)
+        if kernels.count_nonfinite(p):  # then an element of x is not, or all are as large as floats can be
+            p.fill(np.inf)
+        return [Stat(p, reduction)]
 
     def stats_spec(self, spec: TensorSpec) -> list[tuple[int, Reduction]]:
         """The shorter factor, if the tensor is cut to a rank."""
@@ -103,11 +104,11 @@ class PowerSGD(ArrayCompressor, SummableCompressor, StatefulCompressor):
     def _encode(self, x: np.ndarray, ctx: Context, args: EncodeArguments) -> np.ndarray | None:
         assert ctx.spec is not None
         stats, residual_out = args.stats, args.residual_out
-        if (args.abs_max is None and kernels.count_nonfinite(x)) or not all(
-            np.isfinite(entry).all() for entry in stats
-        ):
+        if not all(np.isfinite(entry).all() for entry in stats):
             return None
         if not self._is_cut(ctx.spec):
+            if args.abs_max is None and kernels.count_nonfinite(x):
+                return None
             body = np.empty(4 * x.size, np.uint8)
             kernels.cast(x, body.view(np.float32), args.scale)
             if residual_out is not None:
@@ -116,9 +117,13 @@ class PowerSGD(ArrayCompressor, SummableCompressor, StatefulCompressor):
         values = _as_float32(x)
         p = self._basis(stats, ctx.spec) if stats else orthonormal(self._project(values, ctx, 1.0))
         q = _longer_factor(values, p, ctx.spec, args.scale)
+        if q is None:
+            return None
         if residual_out is not None:
             start_residual(x, residual_out)
-            _expand(p, q, ctx.spec, residual_out, -1.0)
+            largest = _expand(p, q, ctx.spec, residual_out, -1.0)
+            if largest > _NO_CARRY and kernels.count_nonfinite(residual_out):
+                return None  # elements near 3e38: all ranks skip the step, and nothing is lost
         return np.concatenate([factor.reshape(-1).view(np.uint8) for factor in ((q,) if stats else (p, q))])
 
     def _decode(
@@ -150,7 +155,8 @@ class PowerSGD(ArrayCompressor, SummableCompressor, StatefulCompressor):
         """Add the values of a payload that was encoded with a shared P̂."""
         values = Reader(self._expect_summable(payload, accumulator.nbytes)).array(np.float32, accumulator.size)
         _expect_finite(values)
-        accumulator += values
+        with np.errstate(over="ignore"):  # `finalize` cuts sums to what is finite
+            accumulator += values
 
     def finalize(
         self, accumulator: np.ndarray, count: int, ctx: Context, stats: Sequence[np.ndarray], out: torch.Tensor
@@ -158,9 +164,7 @@ class PowerSGD(ArrayCompressor, SummableCompressor, StatefulCompressor):
         """Multiply the shared P̂ by the summed Q."""
         ctx = self._with_shape(ctx, out)
         assert ctx.spec is not None
-        if kernels.count_nonfinite(accumulator):
-            expect(not np.isnan(accumulator).any(), "numbers", "NaN", self.name)
-            accumulator = np.clip(accumulator, -_MAX, _MAX)  # a sum of finite values may overflow
+        accumulator = _cut_to_finite(accumulator)
         if self._is_cut(ctx.spec):
             _expand(self._basis(stats, ctx.spec), accumulator.reshape(self.rank, -1), ctx.spec, as_array(out), 0.0)
         else:
@@ -169,7 +173,7 @@ class PowerSGD(ArrayCompressor, SummableCompressor, StatefulCompressor):
 
     def next_state(self, source: np.ndarray, ctx: Context) -> np.ndarray | None:
         """The summed Q."""
-        return source if ctx.spec is not None and self._is_cut(ctx.spec) else None
+        return _cut_to_finite(source) if ctx.spec is not None and self._is_cut(ctx.spec) else None
 
     # -- helpers ---------------------------------------------------------------------------------------------
 
@@ -181,23 +185,22 @@ class PowerSGD(ArrayCompressor, SummableCompressor, StatefulCompressor):
         """Pᵀ, scaled, and divided by √B lest it overflow: float32[r, A]."""
         assert ctx.spec is not None
         long = max(_matrix_sides(ctx.spec))
-        return _product(x, self._start(ctx, long) * np.float32(scale / long**0.5), ctx.spec, long=False)
+        return _product(x, self._start(ctx, long, scale / long**0.5), ctx.spec, long=False)
 
-    def _start(self, ctx: Context, long: int) -> np.ndarray:
-        """Qᵀ of the previous step with normalized rows, or random rows without one: float32[r, B]."""
-        rows = np.zeros((self.rank, long))
+    def _start(self, ctx: Context, long: int, scale: float = 1.0) -> np.ndarray:
+        """Qᵀ of the previous step with rows of length `scale`, or random rows without one: float32[r, B]."""
+        rows = np.zeros((self.rank, long), np.float32)
         state = ctx.state
         if state is not None and state.dtype == np.float32 and state.size % long == 0:  # may be of another rank
             kept = state.reshape(-1, long)[: self.rank]
-            rows[: len(kept)] = np.where(np.isfinite(kept), kept, 0)
-        lengths = _lengths(rows)
-        if not lengths.all():
+            rows[: len(kept)] = kept
+        unit = np.empty_like(rows)
+        if kernels.normalize_rows(rows.reshape(-1), self.rank, scale, unit.reshape(-1)):
             words = np.empty(rows.size, np.uint32)
             kernels.random32(ctx.shared_key, 0, words)
             drawn = words.reshape(rows.shape) / 2.0**31 - 1
-            rows = np.where(lengths[:, None] > 0, rows, drawn)
-            lengths = _lengths(rows)
-        unit: np.ndarray = (rows / lengths[:, None]).astype(np.float32)
+            rows = np.where(unit.any(1, keepdims=True), rows, drawn.astype(np.float32))
+            kernels.normalize_rows(rows.reshape(-1), self.rank, scale, unit.reshape(-1))
         return unit
 
     def _basis(self, stats: Sequence[np.ndarray], spec: TensorSpec) -> np.ndarray:
@@ -213,28 +216,8 @@ def orthonormal(rows: np.ndarray) -> np.ndarray:
     same bits.
     """
     basis = rows.astype(np.float64)
-    before = _lengths(basis).tolist()
-    for index, row in enumerate(basis):  # without its share of earlier rows already
-        for earlier in basis[:index]:
-            row -= _dots(row, earlier) * earlier  # once more, against rounding errors
-        left = math.sqrt(_dots(row, row))
-        if left > _DEPENDENT * before[index]:
-            row /= left
-        else:
-            row.fill(0)
-        later = basis[index + 1 :]
-        later -= _dots(later, row)[:, None] * row
+    kernels.orthonormalize(basis.reshape(-1), len(rows))
     return basis.astype(np.float32)
-
-
-def _lengths(rows: np.ndarray) -> np.ndarray:
-    lengths: np.ndarray = np.sqrt(_dots(rows, rows))
-    return lengths
-
-
-def _dots(left: np.ndarray, right: np.ndarray) -> Any:
-    """Dot products of each row: `np.dot` and `np.sum` are free to add in any order."""
-    return np.add.accumulate(left * right, axis=-1)[..., -1]
 
 
 def _product(x: np.ndarray, factor: np.ndarray, spec: TensorSpec, long: bool) -> np.ndarray:
@@ -246,28 +229,45 @@ def _product(x: np.ndarray, factor: np.ndarray, spec: TensorSpec, long: bool) ->
     return found
 
 
-def _longer_factor(x: np.ndarray, p: np.ndarray, spec: TensorSpec, scale: float) -> np.ndarray:
-    """Qᵀ, scaled and cut to finite values: float32[r, B]."""
+def _longer_factor(x: np.ndarray, p: np.ndarray, spec: TensorSpec, scale: float) -> np.ndarray | None:
+    """Qᵀ, scaled and cut to finite values: float32[r, B]. None if an element of x is not finite."""
     q = _product(x, p, spec, long=True)
-    if kernels.count_nonfinite(q.reshape(-1)):  # of finite elements: a sum of theirs is beyond float32
-        wide = x.reshape(_matrix(spec))
+    if kernels.count_nonfinite(q.reshape(-1)):
+        if kernels.count_nonfinite(x):
+            return None
+        wide = x.reshape(_matrix(spec))  # a sum of finite elements is beyond float32
         exact = p.astype(np.float64) @ (wide if wide.shape[0] == p.shape[1] else wide.T)
         q = np.clip(exact, -_MAX, _MAX).astype(np.float32)
-    q *= np.float32(scale)
+    if scale != 1:
+        q *= np.float32(scale)
     return q
 
 
-def _expand(p: np.ndarray, q: np.ndarray, spec: TensorSpec, out: np.ndarray, scale: float) -> None:
-    """Add scale · P̂ Qᵀ to `out`, or with a scale of 0 write P̂ Qᵀ to it. The elements stay finite."""
+def _expand(p: np.ndarray, q: np.ndarray, spec: TensorSpec, out: np.ndarray, scale: float) -> float:
+    """Add scale · P̂ Qᵀ to `out`, or with a scale of 0 write P̂ Qᵀ to it, cut to finite values.
+
+    Returns a bound of the magnitudes in P̂ Qᵀ.
+    """
     rows, columns = _matrix(spec)
     left, right = (p, q) if rows <= columns else (q, p)
-    bound = float((np.abs(p).max(1).astype(np.float64) * np.abs(q).max(1)).sum())
-    if bound <= _MAX:
+    bound = len(p) * float(kernels.abs_max(p.reshape(-1))) * float(kernels.abs_max(q.reshape(-1)))
+    if bound <= _MAX / 2:
         kernels.outer_sum(left.reshape(-1), right.reshape(-1), len(p), scale, out)
-        return
+        return bound
     total = sum(np.multiply.outer(column, row) for column, row in zip(left.astype(np.float64), right, strict=True))
     finite = np.clip(total, -_MAX, _MAX).astype(np.float32).reshape(-1)
-    out[:] = finite if scale == 0 else out + np.float32(scale) * finite
+    with np.errstate(over="ignore"):
+        out[:] = finite if scale == 0 else out + np.float32(scale) * finite
+    return bound
+
+
+def _cut_to_finite(accumulator: np.ndarray) -> np.ndarray:
+    """The same sums, where those beyond float32 are the largest float: a sum of finite values may overflow."""
+    if kernels.count_nonfinite(accumulator) == 0:
+        return accumulator
+    expect(not np.isnan(accumulator).any(), "numbers", "NaN", PowerSGD.name)
+    cut: np.ndarray = np.clip(accumulator, -_MAX, _MAX)
+    return cut
 
 
 def _expect_finite(values: np.ndarray) -> None:

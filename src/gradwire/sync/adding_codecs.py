@@ -93,7 +93,7 @@ class AccumulatorCodec(PayloadCodec):
             self._summable.finalize(total, self.num_encoders, context, stats, mean)
             if mean is not out:
                 kernels.cast(mean.numpy(), as_array(out))
-            self._note_overflow(out, computed=True)
+            self._note_overflow(out, computed=not self._summable.has_finite_sums)
             if self._state_source == "accumulator":
                 self._stage_state(total, context, self.layout.chunk_range(chunk))
 

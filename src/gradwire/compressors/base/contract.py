@@ -272,7 +272,12 @@ class SummableCompressor(Compressor):
 
     Each payload is added to an accumulator: an array of integers, or of float32 if all ranks take the sum from one rank
     or add in rank order. Accumulators add up element by element, and `finalize` decodes the sum of all of them once.
+
+    Attributes:
+        has_finite_sums: If true, `finalize` writes only finite values, even if a sum in the accumulator has overflowed.
     """
+
+    has_finite_sums: ClassVar[bool] = False
 
     @abstractmethod
     def accumulator_dtype(self, world_size: int, num_payloads: int | None = None) -> np.dtype:

@@ -52,7 +52,7 @@ def like(name: str, value: Any, default: Any) -> Any:
         if value not in (1, 2, 4, 8):
             raise OptionError(f"bits must be 1, 2, 4 or 8, not {value!r}.")
         return int(value)
-    if name == "block":
+    if name == "block" and not value == default == 0:  # 0 stands for the whole tensor
         return integer(name, value, 8, 1 << 20)
     if name in ("ratio", "sample"):
         return real(name, value, 0.0, 1.0, low_open=True)

@@ -10,7 +10,13 @@ from gradwire.kernels.reference.blocks import (
 )
 from gradwire.kernels.reference.floats import exponent_counts, pack_floats, packs_shorter, unpack_floats
 from gradwire.kernels.reference.hadamard import hadamard
-from gradwire.kernels.reference.low_rank import column_products, outer_sum, row_products
+from gradwire.kernels.reference.low_rank import (
+    column_products,
+    normalize_rows,
+    orthonormalize,
+    outer_sum,
+    row_products,
+)
 from gradwire.kernels.reference.positions import pack_positions, positions_bytes, unpack_positions
 from gradwire.kernels.reference.quantize import (
     add_int8,
@@ -47,6 +53,8 @@ __all__ = [
     "finalize_int8",
     "hadamard",
     "lookup_indices",
+    "normalize_rows",
+    "orthonormalize",
     "outer_sum",
     "pack_bits",
     "pack_floats",

@@ -1,19 +1,23 @@
-"""Products of a matrix with thin factors: inner loops of a power iteration.
+"""Products of a matrix with thin factors, and what becomes of factors: inner loops of a power iteration.
 
 The order of additions is fixed, so that every backend and machine computes the same bits: `row_products` adds 64
-running sums and then these in order; `column_products` and `outer_sum` add in order.
+running sums, and then these by halving; all others add in order.
 
-All arrays are float32, flat and not empty. A matrix is stored row by row, a factor rank by rank.
+All arrays are float32 unless a kernel says otherwise, flat and not empty. A matrix is stored row by row, a factor rank
+by rank.
 """
 # Shapes: x[n, m], left[r, n], right[r, m]
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 
 from gradwire.kernels.layout import expect_size
 
 NUM_LANES = 64
+DEPENDENT = 1e-6  # of the length of a row: after projection, less than this is rounding error
 
 
 def row_products(x: np.ndarray, right: np.ndarray, rank: int, left: np.ndarray) -> None:
@@ -26,7 +30,10 @@ def row_products(x: np.ndarray, right: np.ndarray, rank: int, left: np.ndarray) 
         for start in range(0, columns, NUM_LANES):
             products = matrix[:, :, start : start + NUM_LANES] * factors[:, start : start + NUM_LANES]
             lanes[:, :, : products.shape[2]] += products
-        left[:] = np.cumsum(lanes, axis=2)[:, :, -1].T.reshape(-1)
+        while lanes.shape[2] > 1:
+            half = lanes.shape[2] // 2
+            lanes = lanes[:, :, :half] + lanes[:, :, half:]
+        left[:] = lanes[:, :, 0].T.reshape(-1)
 
 
 def column_products(x: np.ndarray, left: np.ndarray, rank: int, right: np.ndarray) -> None:
@@ -57,3 +64,55 @@ def outer_sum(left: np.ndarray, right: np.ndarray, rank: int, scale: float, out:
             total += column[:, None] * row
         matrix = out.reshape(rows, columns)
         matrix[:] = total if scale == 0 else matrix + np.float32(scale) * total
+
+
+def orthonormalize(rows: np.ndarray, rank: int) -> None:
+    """Make rows orthonormal, by repeated Gram-Schmidt. Rows that depend on earlier ones become zero.
+
+    Args:
+        rows: float64[r n], overwritten with orthonormal rows of the same span.
+        rank: r.
+    """
+    basis = rows.reshape(rank, -1)
+    with np.errstate(all="ignore"):
+        before = _lengths(basis)
+        for index, row in enumerate(basis):  # without its share of earlier rows already
+            for earlier in basis[:index]:
+                row -= _dots(row, earlier) * earlier  # once more, against rounding errors
+            left = np.sqrt(_dots(row, row))
+            if left > DEPENDENT * before[index]:
+                row /= left
+            else:
+                row.fill(0)
+            later = basis[index + 1 :]
+            later -= _dots(later, row)[:, None] * row
+
+
+def normalize_rows(rows: np.ndarray, rank: int, scale: float, out: np.ndarray) -> int:
+    """Write scale · row / length for each row, in which elements that are not finite count as zeros.
+
+    Args:
+        rows: float32[r n].
+        rank: r.
+        scale: Factor, applied after the quotient is rounded to float32.
+        out: float32[r n]. Rows of zeros stay zeros.
+
+    Returns:
+        Number of rows of zeros.
+    """
+    expect_size("normalize_rows", "out", out, rows.size)
+    finite = np.where(np.isfinite(rows), rows, 0).astype(np.float64).reshape(rank, -1)
+    lengths = _lengths(finite)
+    unit = (finite / np.where(lengths > 0, lengths, 1)[:, None]).astype(np.float32)
+    out[:] = (unit * np.float32(scale)).reshape(-1)
+    return int(np.count_nonzero(lengths == 0))
+
+
+def _lengths(rows: np.ndarray) -> np.ndarray:
+    lengths: np.ndarray = np.sqrt(_dots(rows, rows))
+    return lengths
+
+
+def _dots(left: np.ndarray, right: np.ndarray) -> Any:
+    """Dot products of each row: `np.dot` and `np.sum` are free to add in any order."""
+    return np.add.accumulate(left * right, axis=-1)[..., -1]
