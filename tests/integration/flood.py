@@ -6,10 +6,12 @@ flood.py work LISTENER STEPS PAUSE               its worker, or rank 1; takes th
 flood.py pace LISTENER                           the same, but takes steps until a SIGTERM comes, and prints when each
                                                  of them ended; "ready" first
 flood.py connect HOST PORT RATE SECONDS SOURCES  opens RATE connections a second, and proves nothing
+flood.py greet HOST PORT RATE SECONDS SOURCES    the same at a listener under TLS, which some of them greet
 flood.py send HOST PORT RATE SECONDS SOURCES     sends RATE datagrams a second
 
-LISTENER is "mesh", "parameters", "aggregator" or "datagrams". SOURCES are the addresses to send from, such as
-10.78.0.1+200 for 200 of them. A flood prints "flooding" when a second of it has passed, and ends early at SIGTERM.
+LISTENER is "mesh", "parameters", "tls" (parameters under TLS), "aggregator" or "datagrams". SOURCES are the addresses
+to send from, such as 10.78.0.1+200 for 200 of them. A flood prints "flooding" when a second of it has passed, and ends
+early at SIGTERM.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import random
 import select
 import signal
 import socket
+import ssl
 import struct
 import sys
 import time
@@ -31,6 +34,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import cycle
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,13 +50,16 @@ from gradwire.net.handshake import PROOF_BYTES, GroupMember, Handshake, JobKey
 from gradwire.net.keys import given_key, job_epoch
 from gradwire.net.rendezvous import Deadline, Meeting
 from gradwire.net.tcp import TcpTransport
+from gradwire.net.tls import TlsFiles
 from gradwire.parameter_server.process import ParameterServer, ParameterServerOptions
 from gradwire.wire.frame import FrameKind, Header
 from tests.aggregator.aggregation_job import submit_all
 from tests.net.recorder import header, start
 from tests.schedules import jobs
 
-LISTENERS = "mesh", "parameters", "aggregator", "datagrams"
+LISTENERS = "mesh", "parameters", "tls", "aggregator", "datagrams"
+CERTIFICATES = "FLOOD_CERTIFICATES"
+"""Variable with the folder of the certificates of "server" and "worker"."""
 PORT = 7071
 CONFIG = SessionConfig(1, (jobs.WIDE,), (Stream(Operation.SUM, 200_000), Stream(Operation.MAXIMUM, 200)), 1024)
 LIMIT = timedelta(seconds=60)
@@ -73,12 +80,20 @@ def serve(listener: str, port: int) -> None:
             say("ready")
             echo(mesh(0, sock))
         return
-    if listener == "parameters":
-        server = ParameterServer(ParameterServerOptions(1, *address))
+    if listener in ("parameters", "tls"):
+        server = ParameterServer(ParameterServerOptions(1, *address, tls=certificates("server", listener)))
     else:
         server = AggregationServer(AggregationOptions(1, *address, udp=listener == "datagrams"))
     say("ready")
     server.run(lambda text: None)
+
+
+def certificates(name: str, listener: str) -> TlsFiles | None:
+    """Certificates of an end, if the listener needs them."""
+    if listener != "tls":
+        return None
+    folder = Path(os.environ[CERTIFICATES])
+    return TlsFiles(folder / f"{name}.pem", folder / f"{name}.key", folder / "ca.pem")
 
 
 class SlowHandshake(Handshake):
@@ -134,13 +149,14 @@ def stopped_by(number: signal.Signals) -> Iterator[list[int]]:
 
 def join(listener: str) -> tuple[Any, Iterator[bytes]]:
     """Connect a worker. Returns its end, which is to be closed, and the results of its steps."""
-    address, connection = (os.environ["MASTER_ADDR"], PORT), ConnectionOptions(timeout=LIMIT)
+    address = os.environ["MASTER_ADDR"], PORT
+    connection = ConnectionOptions(timeout=LIMIT, tls=certificates("worker", listener))
     torch.manual_seed(0)
     model = torch.nn.Linear(500, 400)
     if listener == "mesh":
         transport = mesh(1)
         return transport, exchange(transport)
-    if listener == "parameters":
+    if listener in ("parameters", "tls"):
         client = gw.ParameterClient(
             model, torch.optim.SGD(model.parameters(), 0.1), f"{address[0]}:{PORT}",
             job=gw.JobOptions(worker=0, workers=1), connection=connection,
@@ -237,25 +253,43 @@ def paced(
             rest(max(0.0, done / rate - now))
 
 
+def hello() -> bytes:
+    """The first message of a TLS connection."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    with contextlib.suppress(ssl.SSLWantReadError):
+        context.wrap_bio(incoming, outgoing).do_handshake()
+    return outgoing.read()
+
+
+KINDS = {"connect": ("silent", "garbage", "forged"), "greet": ("silent", "garbage", "hello")}
+
+
 class Connections:
     """Connections that prove nothing, from one source after another.
 
     Args:
         address: Where they go.
         sources: Addresses that they come from.
-        kinds: What becomes of one after another: ``"silent"``, ``"garbage"``, or ``"forged"`` for a handshake without
-            the job key.
+        kinds: What becomes of one after another: ``"silent"``, ``"garbage"``, ``"forged"`` for a handshake without the
+            job key, or ``"hello"`` for the first message of TLS, which costs the other end a signature.
         world_size: Of the group whose handshake is forged.
     """
 
-    KINDS = "silent", "garbage", "forged"
     _MOST_OPEN = 4000
 
     def __init__(
-        self, address: tuple[str, int], sources: list[str], kinds: tuple[str, ...] = KINDS, *, world_size: int = 2
+        self,
+        address: tuple[str, int],
+        sources: list[str],
+        kinds: tuple[str, ...] = KINDS["connect"],
+        *,
+        world_size: int = 2,
     ) -> None:
         self.flood = Flood()
-        self.open: dict[int, tuple[socket.socket, Handshake | None]] = {}
+        self.open: dict[int, tuple[socket.socket, bytes, Handshake | None]] = {}  # and what it says first
+        self._hello = hello()
         self._address, self._sources, self._kinds = address, cycle(sources), cycle(kinds)
         self._world_size = world_size
         self._draw, self._poll = random.Random(0), select.epoll()
@@ -271,17 +305,19 @@ class Connections:
         sock.bind((next(self._sources), 0))
         with contextlib.suppress(OSError):  # under way, or refused already
             sock.connect(self._address)
-        self.open[sock.fileno()] = sock, self._handshake() if kind == "forged" else None
+        handshake = self._handshake() if kind == "forged" else None
+        words = handshake.opening() if handshake else self._hello if kind == "hello" else self._draw.randbytes(100)
+        self.open[sock.fileno()] = sock, words, handshake
         self._poll.register(sock, select.EPOLLIN if kind == "silent" else select.EPOLLOUT)
         self.flood.sent += 1
 
     def rest(self, seconds: float) -> None:
         """Go on with those that are open, for at most these seconds."""
         for fd, events in self._poll.poll(seconds):
-            sock, handshake = self.open[fd]
+            sock, words, handshake = self.open[fd]
             try:
                 if events & select.EPOLLOUT:
-                    self._send(sock, handshake.opening() if handshake else self._draw.randbytes(100))
+                    self._send(sock, words)
                     self._poll.modify(sock, select.EPOLLIN)
                 elif answer := sock.recv(4096):
                     self.flood.got_bytes += len(answer)
@@ -373,7 +409,8 @@ def main() -> None:
         pace(rest[0])
     else:
         host, port, rate, seconds, sources = rest
-        made = {"connect": Connections, "send": Datagrams}[command]((host, int(port)), addresses(sources))
+        where = (host, int(port)), addresses(sources)
+        made = Datagrams(*where) if command == "send" else Connections(*where, KINDS[command])
         paced(float(rate), float(seconds), made.act, made.rest, lambda: say("flooding"))
         say(json.dumps(asdict(made.close())))
 

@@ -1,6 +1,6 @@
 """A job of one worker in the lab beside floods.
 
-python -m tests.integration.flooded [--turns N]
+python -m tests.integration.flooded [--turns N] [--listeners tls datagrams]
 
 Prints as CSV how many steps a second the worker takes before and during a flood at its own server, from the addresses
 of others and from its own, and during the same flood at another server on the server's host. The hosts of the lab share
@@ -16,13 +16,16 @@ import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 from gradwire.lab import Lab
-from tests.integration.flood import LISTENERS, PORT
+from tests.integration.flood import CERTIFICATES, LISTENERS, PORT
+from tests.net.certificates import Authority
 
 SERVER, WORKER, FLOOD = range(3)
 ELSEWHERE, SHARED = "10.78.0.1+200", "10.77.0.2"
@@ -32,7 +35,7 @@ OTHER_PORT = PORT + 1
 SECONDS = 600
 """After which a flood ends by itself. It ends with the job otherwise."""
 PATIENCE = 120
-CONNECT, SEND = ("connect", 1500), ("send", 10_000)
+CONNECT, GREET, SEND = ("connect", 1500), ("greet", 1500), ("send", 10_000)
 _PROGRAM = [sys.executable, "-m", "tests.integration.flood"]
 
 
@@ -79,6 +82,16 @@ def network() -> Iterator[Lab]:
         yield lab
 
 
+@contextlib.contextmanager
+def environment(lab: Lab) -> Iterator[dict[str, str]]:
+    """Variables of the programs of a job: its key, and a folder of certificates."""
+    with tempfile.TemporaryDirectory() as folder:
+        authority = Authority(Path(folder))
+        authority.files("server", f"IP:{lab.addresses[SERVER]}")
+        authority.files("worker")
+        yield {"GRADWIRE_JOB_KEY": secrets.token_hex(32), CERTIFICATES: folder}
+
+
 def flooded(
     listener: str, floods: Sequence[tuple[str, float]], sources: str = ELSEWHERE, *, steps: int = 3, pause: float = 0.0
 ) -> dict[str, Any]:
@@ -86,13 +99,13 @@ def flooded(
 
     Args:
         listener: What it connects to; see `tests.integration.flood`.
-        floods: `CONNECT` and `SEND`, or others of their kinds and so many a second.
+        floods: `CONNECT`, `GREET` and `SEND`, or others of their kinds and so many a second.
         sources: `ELSEWHERE` or `SHARED`.
         steps: Number of steps that the worker takes.
         pause: Seconds that the worker takes for each step of a handshake.
     """
-    env = {"GRADWIRE_JOB_KEY": secrets.token_hex(32)}
     with network() as lab, contextlib.ExitStack() as stack:
+        env = stack.enter_context(environment(lab))
 
         def start(host: int, *words: object) -> Program:
             made = Program(lab, host, env, *words)
@@ -117,8 +130,8 @@ SETTLED_S, WINDOW_S = 1.0, 5.0
 
 def losses(listener: str, turns: int) -> Iterator[tuple[str, str, float, float]]:
     """What one worker loses to one flood after another: kind, target, steps a second before, and during it."""
-    env = {"GRADWIRE_JOB_KEY": secrets.token_hex(32)}
     with network() as lab, contextlib.ExitStack() as stack:
+        env = stack.enter_context(environment(lab))
 
         def start(host: int, ready: str, *words: object) -> Program:
             made = Program(lab, host, env, *words)
@@ -133,7 +146,7 @@ def losses(listener: str, turns: int) -> Iterator[tuple[str, str, float, float]]
         for port in (PORT, OTHER_PORT):
             start(SERVER, "ready", "serve", listener, port)
         worker = start(WORKER, "ready", "pace", listener)
-        floods = [CONNECT, SEND] if listener == "datagrams" else [CONNECT]
+        floods = {"datagrams": [CONNECT, SEND], "tls": [GREET]}.get(listener, [CONNECT])
         found = []
         for (kind, rate), target in list(product(floods, _TARGETS)) * turns:
             sources, port = _TARGETS[target]
@@ -151,10 +164,11 @@ def losses(listener: str, turns: int) -> Iterator[tuple[str, str, float, float]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=3)
-    turns = parser.parse_args().turns
+    parser.add_argument("--listeners", nargs="+", choices=LISTENERS[1:], default=LISTENERS[1:], metavar="LISTENER")
+    given = parser.parse_args()
     print("listener,flood,target,steps_per_s_before,steps_per_s_during")
-    for listener in LISTENERS[1:]:  # a mesh closes its listener when it is complete
-        for kind, target, before, during in losses(listener, turns):
+    for listener in given.listeners:  # no mesh, which closes its listener when it is complete
+        for kind, target, before, during in losses(listener, given.turns):
             print(f"{listener},{kind},{target},{before:.1f},{during:.1f}", flush=True)
 
 
