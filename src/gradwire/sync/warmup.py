@@ -6,7 +6,7 @@ rank whose threads cannot run looks dead to its peers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -70,10 +70,10 @@ def _warm_up_one(entry: PlanEntry, dtype: torch.dtype, world_size: int) -> None:
         return EncodeInput(compressor, grad, context, residuals, key, scale)
 
     own, total = source(grad, "local", 0.5), torch.empty(NUM_ELEMENTS)
-    stats = [stat.values for stat in compressor.stats(grad, context, 0.5)]
+    stats: Sequence[np.ndarray] = [stat.values for stat in compressor.stats(grad, context, 0.5)]
     for _ in range(2):  # the first residual of a tensor is None, the later ones are arrays
         if compressor.needs_stats:
-            stats = [stat.values for stat in policy.stats(own)]
+            stats = compressor.finish_stats([stat.values for stat in policy.stats(own)], spec)
         payload = policy.encode(own, stats)
         residuals.commit()
     compressor.decode_sum([payload, payload], [context, context], total, stats)
