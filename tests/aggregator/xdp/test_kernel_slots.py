@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
+import numpy as np
 import pytest
 
 from gradwire.aggregator.session import IndexTable, Operation, SessionConfig, Stream
 from gradwire.aggregator.xdp.assembler import Assembler
 from gradwire.aggregator.xdp.kernel_slots import KernelSlots, prepare
+from gradwire.aggregator.xdp.server import KernelStateMachine
 from gradwire.core.errors import OptionError
 
 NARROW, WIDE = (IndexTable(4, tuple(range(16)), bits) for bits in (8, 16))
@@ -41,3 +46,27 @@ def test_other_sessions_have_programs_of_their_own(other):
 def test_too_many_workers_are_refused_before_they_join():
     with pytest.raises(OptionError, match=r"at most 64 workers, not 65\. Serve without --xdp"):
         prepare(65, 1500, "siphash", 7071)
+
+
+@pytest.mark.bpf
+def test_the_server_looks_for_open_slots_while_the_kernel_writes():
+    session = config(Stream(Operation.SUM, 4_000_000, 0))
+    slots, ended = KernelSlots(session, "siphash", 7071), threading.Event()
+    machine, began = KernelStateMachine(session, 1, slots), slots.began.view.view(np.uint64)[:, 0]
+
+    def write() -> None:
+        times = np.arange(began.size, dtype=np.uint64)
+        while not ended.is_set():
+            np.copyto(began, times)
+            began.fill(0)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        end = time.monotonic() + 1
+        while time.monotonic() < end:
+            assert machine.oldest_open() is None  # no packet has come
+    finally:
+        ended.set()
+        writer.join()
+        slots.close()

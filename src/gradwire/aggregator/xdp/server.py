@@ -133,7 +133,7 @@ class KernelStateMachine(AggregatorStateMachine):
 
     def _oldest_in_kernel(self) -> UnansweredPacket | None:
         slots = self._slots_in_kernel
-        began = slots.began.view.view(np.uint64)[:, 0]
+        began = slots.began.view.view(np.uint64)[:, 0].copy()  # the kernel goes on writing
         waiting = np.flatnonzero(began)
         if not waiting.size:
             return None
