@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -337,6 +340,36 @@ def test_headers_that_do_not_fit_are_refused() -> None:
     ):  # fmt: skip
         with pytest.raises(FrameError, match="Expected"):
             registry.admit(Header(**{**good, **wrong}))
+
+
+def test_headers_are_admitted_while_other_tensors_are_added() -> None:
+    """A peer may send a tensor's message while this rank registers the next tensor."""
+    registry = TensorRegistry(Plan("onebit", min_elements=0), 2)
+    registry.add({"first": TensorSpec((40, 30))})
+    header = Header(
+        FrameKind.PAYLOAD, compressor=code("onebit"), dtype=ELEMENT_TYPES[torch.float32], tensor=fusion.FUSION_FLAG,
+        count=1200, length=150, sender=1,
+    )  # fmt: skip
+    ended = threading.Event()
+
+    def admit() -> int:
+        count = 0
+        while not ended.is_set():
+            registry.admit(header)
+            count += 1
+        return count
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            admitted = pool.submit(admit)
+            for index in range(100):
+                registry.add({f"later{index}": TensorSpec((8, 8))})
+            ended.set()
+            assert admitted.result(60) > 0
+    finally:
+        sys.setswitchinterval(interval)
 
 
 @pytest.mark.parametrize("strategy", ["ring", "scatter_reduce"])

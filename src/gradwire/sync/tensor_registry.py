@@ -105,17 +105,22 @@ class TensorRegistry:
         return replace(entry, strategy="scatter_reduce") if num_nodes == self._world_size else entry
 
     def _count(self) -> None:
-        """Compute owners, and the limits of fused frames: the largest group holds all tensors of its kind."""
+        """Compute owners, and the limits of fused frames: the largest group holds all tensors of its kind.
+
+        Meanwhile, frames of tensors that are known already arrive and are checked, on another thread.
+        """
         sizes = [(self.entries[name], self.specs[name].numel) for name in self.names]
         self.rotations = dict(zip(self.names, fusion.rotations(sizes)))
-        self._group_elements, self._group_bytes = Counter(), Counter()
+        elements: Counter[_GroupKey] = Counter()
+        num_bytes: Counter[tuple[_GroupKey, FrameKind]] = Counter()
         for name, (entry, numel) in zip(self.names, sizes):
             is_fused = fusion.is_fused(entry, numel)
             if entry.batched or is_fused:
-                self._group_elements[self._group_key(name)] += numel
+                elements[self._group_key(name)] += numel
             for kind in _kinds(entry.compressor) if is_fused else ():
                 bound = fusion.LENGTH_BYTES + self._bound(kind, entry, self.specs[name])
-                self._group_bytes[self._group_key(name), kind] += bound
+                num_bytes[self._group_key(name), kind] += bound
+        self._group_elements, self._group_bytes = elements, num_bytes
         self.version += 1
 
     def _group_key(self, name: str) -> _GroupKey:
