@@ -64,7 +64,7 @@ def forged(address: Address, recorded: list[bytes], number: int) -> Flood:
 
 
 def flood(address: Address, kind: str, sources: str, rate: float, seconds: float) -> Flood:
-    """Open connections of all kinds (``"connect"``) or send garbage (``"send"``), so many a second."""
+    """Open connections of all kinds (``"connect"``) or send garbage (``"send"``), at a rate per second."""
     made: Connections | Datagrams
     if kind == "connect":
         made = Connections(address, addresses(sources), world_size=WORLD_SIZE)

@@ -94,7 +94,7 @@ class JobUnderAttack:
             self._round += 1
         return (self._processor_s() - began) / (self._round - first)
 
-    def beside(self, attack: Callable[..., Flood], *args: Any) -> tuple[Flood, str]:
+    def during(self, attack: Callable[..., Flood], *args: Any) -> tuple[Flood, str]:
         """Form sums while somebody without the key attacks the server."""
         before, first = self.steps(), self._round
         attacking: Future[Flood] = self._others.submit(attack, self.address, *args)
@@ -154,14 +154,14 @@ def attacks(size: Size) -> Iterator[Attack]:
     """Make all attacks, one after another."""
     with job_under_attack() as job:
         for name, kind in _CONNECTIONS.items():
-            yield Attack(name, *job.beside(outsiders.connections, kind, size.connections))
-        yield Attack("a worker's recorded session", *job.beside(outsiders.replay, job.session, size.sessions))
+            yield Attack(name, *job.during(outsiders.connections, kind, size.connections))
+        yield Attack("a worker's recorded session", *job.during(outsiders.replay, job.session, size.sessions))
         for name, attack in _DATAGRAMS.items():
-            yield Attack(name, *job.beside(attack, job.recorded, size.datagrams), "datagrams")
+            yield Attack(name, *job.during(attack, job.recorded, size.datagrams), "datagrams")
         again = job.between(insiders.replay_from_the_worker, job.recorded, size.datagrams)
         yield Attack("recorded datagrams, from the worker's own address", *again, "datagrams")
         for name, (unit, *how, rate) in _FLOODS.items():
-            yield Attack(name, *job.beside(outsiders.flood, *how, rate, size.seconds), unit)
+            yield Attack(name, *job.during(outsiders.flood, *how, rate, size.seconds), unit)
         another = job.enter(insiders.join_with_another_model, "Run one model")
         yield Attack("join with the job key and another model", *another)
         elsewhere = job.enter(insiders.join_for_somebody_else, "wants datagrams at 127.0.0.2")

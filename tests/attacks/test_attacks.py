@@ -11,8 +11,8 @@ from tests.attacks.table import Size, attacks
 @pytest.mark.timeout(300)
 def test_attacks_cost_their_sender_and_not_the_job():
     found = {each.name: each for each in attacks(Size(connections=200, datagrams=300, sessions=10, seconds=2))}
-    *beside, with_crc, with_mac = found.values()
-    for each in beside:
+    *during, with_crc, with_mac = found.values()
+    for each in during:
         assert each.cost.startswith("sums right"), each
         assert each.flood.sent > 0, each
         if each.unit == "datagrams":

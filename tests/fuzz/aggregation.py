@@ -109,6 +109,15 @@ class DigestTarget(Target):
         return bool(found)
 
 
+def worker_with_tensors(rng: random.Random) -> WorkerStateMachine:
+    """A worker that has not joined yet, with a tensor of each stream to send."""
+    end = WorkerStateMachine(CONFIG, 0, Window(64, rng))
+    for index, stream in enumerate(CONFIG.streams):
+        out = np.zeros(stream.size, CONFIG.result_dtype(index))
+        end.submit(3, index, payload(index), out, FrameFlags.NONE, 100.0)
+    return end
+
+
 class MulticastTarget(Target):
     """A worker uses a result of the group only when the server has named its hash, whatever else the group gets."""
 
@@ -119,10 +128,7 @@ class MulticastTarget(Target):
         return [Seed(packet) for packet in from_server()]
 
     def check(self, data: bytes, seed: Seed, rng: random.Random) -> bool:
-        end = WorkerStateMachine(CONFIG, 0, Window(64, rng))
-        outs = [np.zeros(stream.size, CONFIG.result_dtype(index)) for index, stream in enumerate(CONFIG.streams)]
-        for stream, out in enumerate(outs):
-            end.submit(3, stream, payload(stream), out, FrameFlags.NONE, 100.0)
+        end = worker_with_tensors(rng)
         list(end.joined(EPOCH, 0.0))
         results = [packet for packet in from_server() if unpack(packet).kind is PacketKind.RESULT]
         digest = next(packet for packet in from_server() if unpack(packet).kind is PacketKind.DIGEST)
@@ -169,10 +175,7 @@ class ContributorTarget(Target):
         return [Seed(packet) for packet in from_server()]
 
     def check(self, data: bytes, seed: Seed, rng: random.Random) -> bool:
-        end = WorkerStateMachine(CONFIG, 0, Window(64, rng))
-        outs = [np.zeros(stream.size, CONFIG.result_dtype(index)) for index, stream in enumerate(CONFIG.streams)]
-        for stream, out in enumerate(outs):
-            end.submit(3, stream, payload(stream), out, FrameFlags.NONE, 100.0)
+        end = worker_with_tensors(rng)
         sent = len([*end.joined(EPOCH, 0.0), *end.poll(0.0)])
         if sent != 3:
             raise BrokenPromiseError(f"{sent} packets were sent, not 3")

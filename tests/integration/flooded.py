@@ -1,4 +1,4 @@
-"""A job of one worker in the lab beside floods.
+"""A job of one worker in the lab during floods.
 
 python -m tests.integration.flooded [--turns N] [--listeners tls datagrams]
 
@@ -95,11 +95,11 @@ def environment(lab: Lab) -> Iterator[dict[str, str]]:
 def flooded(
     listener: str, floods: Sequence[tuple[str, float]], sources: str = ELSEWHERE, *, steps: int = 3, pause: float = 0.0
 ) -> dict[str, Any]:
-    """Start a worker beside floods and return what it prints, and what the floods print under ``"floods"``.
+    """Start a worker during floods and return what it prints, and what the floods print under ``"floods"``.
 
     Args:
         listener: What it connects to; see `tests.integration.flood`.
-        floods: `CONNECT`, `GREET` and `SEND`, or others of their kinds and so many a second.
+        floods: `CONNECT`, `GREET` and `SEND`, or their kinds with other rates per second.
         sources: `ELSEWHERE` or `SHARED`.
         steps: Number of steps that the worker takes.
         pause: Seconds that the worker takes for each step of a handshake.

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
@@ -35,6 +36,21 @@ DIED = "has ended without a goodbye"
 GAVE_UP = "Rank 1 gave up: its interpreter exits in the middle of a step"
 
 
+@contextlib.contextmanager
+def two_ranks(job: str, *words: str, **env: str) -> Iterator[list[subprocess.Popen[str]]]:
+    """Two processes of a module of `tests.integration.jobs`, which are killed at the end."""
+    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", **env}
+    command = [sys.executable, "-m", f"tests.integration.jobs.{job}", *words]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with ExitStack() as stack:
+        started = []
+        for rank in range(2):
+            process = subprocess.Popen(command, cwd=ROOT, env=env | {"RANK": str(rank)}, **pipes)
+            started.append(stack.enter_context(process))
+            stack.callback(process.kill)
+        yield started
+
+
 @pytest.mark.parametrize(
     ("how", "step", "kind", "said"),
     [
@@ -49,17 +65,7 @@ GAVE_UP = "Rank 1 gave up: its interpreter exits in the middle of a step"
 def test_a_step_outlives_who_has_left_after_it_and_the_next_one_names_it(
     tmp_path: Path, how: str, step: int, kind: str, said: str
 ) -> None:
-    master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    env = os.environ | master | {"WORLD_SIZE": "2", "GRADWIRE_DUMP_DIR": str(tmp_path)}
-    command = [sys.executable, "-m", "tests.integration.jobs.exits", how]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with ExitStack() as stack:
-        stays, leaves = (
-            stack.enter_context(subprocess.Popen(command, cwd=ROOT, env=env | {"RANK": str(rank)}, **pipes))
-            for rank in range(2)
-        )
-        for process in (stays, leaves):
-            stack.callback(process.kill)
+    with two_ranks("exits", how, GRADWIRE_DUMP_DIR=str(tmp_path)) as (stays, leaves):
         _, log = leaves.communicate(timeout=PATIENCE)
         assert leaves.returncode == -SIGNALS.get(how.partition(" ")[0], -1), log
         out, log = stays.communicate("it is gone\n", timeout=PATIENCE)
@@ -72,16 +78,8 @@ def test_a_step_outlives_who_has_left_after_it_and_the_next_one_names_it(
 
 @pytest.mark.ci
 def test_a_rank_that_waits_for_another_can_be_interrupted() -> None:
-    env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    command = [sys.executable, "-m", "tests.integration.jobs.late"]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with ExitStack() as stack:
-        waits, late = (
-            stack.enter_context(subprocess.Popen(command, cwd=ROOT, env=env | {"RANK": str(rank)}, **pipes))
-            for rank in range(2)
-        )
+    with two_ranks("late") as (waits, late):
         for process in (waits, late):
-            stack.callback(process.kill)
             assert process.stdout.readline() == "both are here\n"
         time.sleep(3)
         assert waits.poll() is None, waits.communicate(timeout=PATIENCE)

@@ -1,4 +1,4 @@
-"""A worker that needs 100 ms for each step of its handshake, beside floods in the lab, at every kind of listener."""
+"""A worker that needs 100 ms for each step of its handshake joins every kind of listener during floods in the lab."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_slow_worker_gets_in_and_its_sums_are_right(listener, sources):
 
 
 @pytest.mark.parametrize("sources", [ELSEWHERE, SHARED], ids=["from others", "from its own address"])
-def test_sums_are_right_beside_ten_thousand_datagrams_a_second(sources):
+def test_sums_are_right_during_ten_thousand_datagrams_a_second(sources):
     said = flooded("datagrams", [CONNECT, SEND], sources, steps=STEPS, pause=PAUSE)
     assert said["digest"] == undisturbed("datagrams")
     connections, datagrams = said["floods"]

@@ -1,4 +1,4 @@
-"""Ten thousand connections that prove nothing, beside one that does."""
+"""Ten thousand connections that prove nothing, and one that does."""
 
 from __future__ import annotations
 

@@ -102,8 +102,8 @@ def test_a_total_is_no_less_than_its_resources_and_no_more_than_all_in_a_row(spe
 def test_the_slowest_link_counts():
     slow = LinkCosts(1e-4, 8e-8)
     job = replace(costs(), links=(LinkCosts(1e-4, 8e-9), slow, LinkCosts(0, 0), LinkCosts(0, 0)))
-    alike = replace(costs(), links=(slow,))
-    assert route("none", "ring", 1, 10**6, job).legs == route("none", "ring", 1, 10**6, alike).legs
+    uniform = replace(costs(), links=(slow,))
+    assert route("none", "ring", 1, 10**6, job).legs == route("none", "ring", 1, 10**6, uniform).legs
 
 
 def test_sixteen_bit_gradients_are_half_as_many_bytes_dense_and_as_many_encoded():

@@ -140,7 +140,7 @@ class AggregationRequest:
 
 
 def cut_chunks(packed: np.ndarray, size: int, table: IndexTable, elements: int) -> np.ndarray:
-    """Pack indices anew, in packets that are shorter than a chunk.
+    """Repack indices in packets that are shorter than a chunk.
 
     Args:
         packed: Indices in chunks of 1,024, as compressors pack them: uint8.
