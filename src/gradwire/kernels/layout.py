@@ -37,6 +37,12 @@ def expect_size(kernel: str, what: str, array: np.ndarray, size: int) -> None:
         raise ValueError(f"Expected {what} of {size} elements, got {array.size} (in {kernel}).")
 
 
+def expect_room(kernel: str, x: np.ndarray, out: np.ndarray) -> None:
+    """Raise unless `out`, uint8, has room for the bytes of `x`."""
+    if out.size < x.nbytes:
+        raise ValueError(f"Expected out of at least {x.nbytes} bytes, got {out.size} (in {kernel}).")
+
+
 def expect_bits(kernel: str, bits: int) -> int:
     """Elements per byte, of `bits` bits each."""
     if bits not in (1, 2, 4, 8):

@@ -33,7 +33,7 @@ from gradwire.kernels.float_format import (
     as_bits,
     format_of,
 )
-from gradwire.kernels.layout import expect_size
+from gradwire.kernels.layout import expect_room, expect_size
 from gradwire.kernels.prefix_code import NUM_SYMBOLS, PrefixCode
 
 _U1 = np.uint64(1)
@@ -142,8 +142,7 @@ def _store_chunk(chunk, out, at):
 
 def pack_floats(x: np.ndarray, code: PrefixCode, out: np.ndarray) -> int:
     form = format_of("pack_floats", x)
-    if out.size < x.nbytes:
-        raise ValueError(f"Expected out of at least {x.nbytes} bytes, got {out.size} (in pack_floats).")
+    expect_room("pack_floats", x, out)
     bits, chunks = as_writable(as_bits(x)), form.chunks(x.size)
     start = TABLE_BYTES * chunks
     most = x.nbytes - 1

@@ -23,7 +23,7 @@ from gradwire.kernels.float_format import (
     field_bytes,
     format_of,
 )
-from gradwire.kernels.layout import ceil_div, expect_size
+from gradwire.kernels.layout import ceil_div, expect_room, expect_size
 from gradwire.kernels.prefix_code import MAX_WORD_BITS, NUM_SYMBOLS, PrefixCode
 from gradwire.kernels.reference.bits import pack_bits, unpack_bits
 
@@ -34,7 +34,7 @@ def exponent_counts(x: np.ndarray, counts: np.ndarray) -> None:
     expect_size("exponent_counts", "counts", counts, NUM_SYMBOLS)
     for chunk in _chunks(x):
         bits = as_bits(chunk)
-        counts += np.bincount(_symbols(bits, _mean(bits, form), form), minlength=NUM_SYMBOLS)
+        counts += np.bincount(_symbols(bits, mean_exponent(bits, form), form), minlength=NUM_SYMBOLS)
 
 
 def pack_floats(x: np.ndarray, code: PrefixCode, out: np.ndarray) -> int:
@@ -43,7 +43,7 @@ def pack_floats(x: np.ndarray, code: PrefixCode, out: np.ndarray) -> int:
     `out` must hold as many bytes as x. Bytes past the returned length are unspecified.
     """
     form = format_of("pack_floats", x)
-    _expect_room(x, out)
+    expect_room("pack_floats", x, out)
     chunks = [_pack_chunk(chunk, form, code) for chunk in _chunks(x)]
     table = np.array([len(body) | kind << FORM_SHIFT for kind, body in chunks], "<u4").tobytes()
     packed = table + b"".join(body for _, body in chunks)
@@ -83,27 +83,24 @@ def packs_shorter(x: np.ndarray, code: PrefixCode) -> bool:
     return pack_floats(x, code, np.empty(x.nbytes, np.uint8)) >= 0
 
 
-def _expect_room(x: np.ndarray, out: np.ndarray) -> None:
-    if out.size < x.nbytes:
-        raise ValueError(f"Expected out of at least {x.nbytes} bytes, got {out.size} (in pack_floats).")
-
-
 def _chunks(x: np.ndarray) -> list[np.ndarray]:
     return [x[start : start + CHUNK] for start in range(0, x.size, CHUNK)]
 
 
-def _exponents(bits: np.ndarray, form: FloatFormat) -> np.ndarray:
+def exponents_of(bits: np.ndarray, form: FloatFormat) -> np.ndarray:
+    """Exponents of elements, int64."""
     return (bits >> form.mantissa).astype(np.int64) & (form.exponents - 1)
 
 
-def _mean(bits: np.ndarray, form: FloatFormat) -> int:
-    exponents = _exponents(bits, form)
+def mean_exponent(bits: np.ndarray, form: FloatFormat) -> int:
+    """Rounded mean of the exponents above 0, or 1 if there are none."""
+    exponents = exponents_of(bits, form)
     count = int((exponents > 0).sum())
     return (int(exponents.sum()) + count // 2) // count if count else 1
 
 
 def _symbols(bits: np.ndarray, mean: int, form: FloatFormat) -> np.ndarray:
-    exponents = _exponents(bits, form)
+    exponents = exponents_of(bits, form)
     moved = (exponents + form.turn(mean) - 1) % (form.exponents - 1) + 1
     return np.where(exponents > 0, moved, np.where(bits != 0, form.special, 0))
 
@@ -114,17 +111,17 @@ def _symbols(bits: np.ndarray, mean: int, form: FloatFormat) -> np.ndarray:
 def _pack_chunk(x: np.ndarray, form: FloatFormat, code: PrefixCode) -> tuple[int, bytes]:
     """The form of a chunk, and its bytes."""
     bits = as_bits(x)
-    mean = _mean(bits, form)
+    mean = mean_exponent(bits, form)
     streams = bytes([mean]) + _pack_streams(_symbols(bits, mean, form), code)
     kept = bits[bits != 0].astype(np.uint32)
     signed = (kept >> np.uint32(form.bits - 1)) << np.uint32(form.mantissa) | kept & np.uint32((1 << form.mantissa) - 1)
     levels = np.zeros(kept.size, np.uint8)
     for level in range(1, LEVELS):
         levels += kept & np.uint32((1 << level * form.step) - 1) == 0
-    flat = _pack_fields(signed, form.width(0))
-    levelled = _pack_fields(levels, 2)
+    flat = pack_fields(signed, form.width(0))
+    levelled = pack_fields(levels, 2)
     for level in range(LEVELS):
-        levelled += _pack_fields(signed[levels == level] >> np.uint32(level * form.step), form.width(level))
+        levelled += pack_fields(signed[levels == level] >> np.uint32(level * form.step), form.width(level))
     kind, mantissas = (FLAT, flat) if len(flat) <= len(levelled) else (LEVELLED, levelled)
     packed = streams + mantissas
     return (kind, packed) if len(packed) < x.nbytes else (STORED, x.tobytes())
@@ -143,7 +140,8 @@ def _pack_streams(symbols: np.ndarray, code: PrefixCode) -> bytes:
     return np.array(lengths, "<u2").tobytes() + b"".join(streams)
 
 
-def _pack_fields(values: np.ndarray, width: int) -> bytes:
+def pack_fields(values: np.ndarray, width: int) -> bytes:
+    """Numbers of `width` bits, split into fields of 8, 4, 2 and 1 bits, low bits first."""
     values, fields = values.astype(np.uint32), []
     for field in [8] * (width >> 3) + [field for field in (4, 2, 1) if width & field]:
         out = np.empty(ceil_div(values.size * field, 8), np.uint8)
@@ -208,24 +206,25 @@ def _unpack_streams(body: bytes, code: PrefixCode, size: int) -> tuple[np.ndarra
 
 def _unpack_mantissas(body: bytes, kind: int, form: FloatFormat, count: int) -> np.ndarray | None:
     if kind == FLAT:
-        return _unpack_fields(body, form.width(0), count) if len(body) == field_bytes(count, form.width(0)) else None
+        return unpack_fields(body, form.width(0), count) if len(body) == field_bytes(count, form.width(0)) else None
     at = field_bytes(count, 2)
     if len(body) < at:
         return None
-    levels = _unpack_fields(body[:at], 2, count)
+    levels = unpack_fields(body[:at], 2, count)
     signed = np.zeros(count, np.uint32)
     for level in range(LEVELS):
         chosen = levels == level
         size = field_bytes(int(chosen.sum()), form.width(level))
         if len(body) - at < size:
             return None
-        values = _unpack_fields(body[at : at + size], form.width(level), int(chosen.sum()))
+        values = unpack_fields(body[at : at + size], form.width(level), int(chosen.sum()))
         signed[chosen] = values << np.uint32(level * form.step)
         at += size
     return signed if at == len(body) else None
 
 
-def _unpack_fields(body: bytes, width: int, count: int) -> np.ndarray:
+def unpack_fields(body: bytes, width: int, count: int) -> np.ndarray:
+    """Undo `pack_fields`, to uint32."""
     values, at, shift = np.zeros(count, np.uint32), 0, 0
     for field in [8] * (width >> 3) + [field for field in (4, 2, 1) if width & field]:
         size = ceil_div(count * field, 8)
