@@ -35,6 +35,7 @@ __all__ = [
 # Every registered compressor has its defaults here, by `every_case`, and the option sets that change its format.
 OPTION_SETS: dict[str, list[dict]] = {
     "int8": [{"block": 64, "stochastic": False}, {"block": 100}],
+    "lossless": [{"code": "fixed"}],
     "int8shared": [{"block": 100}, {"block": 64, "stochastic": False}],
     "topk": [{"ratio": 0.3}, {"ratio": 1.0}, {"ratio": 0.01, "warmup": 100}],
     "threelc": [

@@ -70,8 +70,15 @@ def test_unused_memory_is_bounded():
     assert buffers.free_bytes() == 0
     del arrays
     assert 0 < buffers.free_bytes() <= KEPT_BYTES
-    buffers.empty(KEPT_BYTES + MIN_BYTES)  # dropped at once
-    assert buffers.free_bytes() <= KEPT_BYTES
+
+
+def test_the_block_used_last_is_kept_whatever_its_size():
+    small, large = buffers.empty(MIN_BYTES), buffers.empty(KEPT_BYTES + MIN_BYTES)
+    where = address(large)
+    del small
+    del large
+    assert buffers.free_bytes() == KEPT_BYTES + MIN_BYTES
+    assert address(buffers.empty(KEPT_BYTES + MIN_BYTES)) == where
 
 
 def test_threads_that_pass_arrays_on_never_share_memory():

@@ -89,8 +89,8 @@ class PackedFloatsTarget(DecoderTarget):
         for dtype in (torch.float32, torch.float16, torch.bfloat16)
     )
 
-    def __init__(self, compressor: str) -> None:
-        super().__init__(compressor)
+    def __init__(self, compressor: str, **options: Any) -> None:
+        super().__init__(compressor, **options)
         self.name += " long"
 
     def check_other_ways(self, payload: Payload, spec: TensorSpec, found: torch.Tensor, rng: random.Random) -> None:

@@ -20,6 +20,7 @@ def targets() -> dict[str, Target]:
         TaggedStreamTarget(),
         CodeTarget(),
         PackedFloatsTarget("lossless"),
+        PackedFloatsTarget("lossless", code="fixed"),
         words_target(),
         ServerTarget(),
         UpdateTarget(),

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from copy import copy
 from functools import partial
 
 import numpy as np
@@ -39,6 +40,8 @@ _FIRST_USE_SECONDS = 600.0  # limit
 _PASSES = {"none": 1, "fp16": 1, "bf16": 1, "int8shared": 1, "topk": 2, "threelc": 2, "powersgd": 2}
 _PASSES |= {"thc": 2, "uthc": 2}
 _PASSES |= {"lossless": 1, "gcomp": 1}
+# Beside the defaults on float32.
+_MORE = (("lossless", torch.bfloat16), ("lossless:code=fixed", torch.float32), ("lossless:code=fixed", torch.bfloat16))
 
 
 class _Data:
@@ -49,10 +52,23 @@ class _Data:
         self.x = np.random.default_rng(0).standard_normal(self.length, np.float32)
         self.work = np.zeros(self.length, np.float32)
         self.grad, self.out = torch.from_numpy(self.x), torch.zeros(self.length)
-        self.ctx = Context("layer.weight", spec=TensorSpec((self.length // _BLOCK, _BLOCK)))
+        self.ctx = self._context(torch.float32)
+
+    def cast(self, dtype: torch.dtype) -> _Data:
+        """The same with a gradient of another type."""
+        if dtype == torch.float32:
+            return self
+        found = copy(self)
+        found.grad, found.out, found.ctx = self.grad.to(dtype), self.out.to(dtype), self._context(dtype)
+        return found
+
+    def _context(self, dtype: torch.dtype) -> Context:
+        return Context("layer.weight", spec=TensorSpec((self.length // _BLOCK, _BLOCK), dtype))
 
 
-def _cases(codec: Compressor, data: _Data) -> Iterator[Case]:
+def _cases(spec: str, data: _Data) -> Iterator[Case]:
+    codec, element = make(spec), data.grad.itemsize
+    dtype = str(data.grad.dtype).removeprefix("torch.")
     payload = codec.encode(data.grad, data.ctx)
     if payload.nonfinite:
         raise ValueError(f"{codec!r} found the benchmark's gradient not finite.")
@@ -66,22 +82,20 @@ def _cases(codec: Compressor, data: _Data) -> Iterator[Case]:
         return codec.encode(data.grad, data.ctx, scale=0.25, residual_out=data.work)
 
     yield Case(
-        f"{codec.name} encode", "float32", 4 * passes + bits, "read",
+        f"{spec} encode", dtype, element * passes + bits, "read",
         lambda: codec.encode(data.grad, data.ctx), name, rival and (lambda: rival(data.grad)),
     )  # fmt: skip
     if codec.default_feedback == "error":
         # Without an old residual: gradient read, compensated gradient written and read, residual written. The rival
         # adds a residual, but does not compute the new one.
         yield Case(
-            f"{codec.name} encode with feedback", "float32", 8 * passes + bits, "update", encode_with_feedback,
+            f"{spec} encode with feedback", dtype, 8 * passes + bits, "update", encode_with_feedback,
             name, rival and (lambda: rival(data.out.add_(data.grad))),
         )  # fmt: skip
-    touched = 4 + bits
+    touched = element + bits
+    yield Case(f"{spec} decode", dtype, touched, "write", lambda: codec.decode(payload, data.ctx, out=data.out))
     yield Case(
-        f"{codec.name} decode", "float32", touched, "write", lambda: codec.decode(payload, data.ctx, out=data.out)
-    )
-    yield Case(
-        f"{codec.name} decode sum of {_RANKS}", "float32", 4 + _RANKS * bits, "write",
+        f"{spec} decode sum of {_RANKS}", dtype, element + _RANKS * bits, "write",
         lambda: codec.decode_sum([payload] * _RANKS, [data.ctx] * _RANKS, data.out),
     )  # fmt: skip
 
@@ -112,7 +126,9 @@ def run(size_mb: int = 256, repeats: int = 7, only: str | None = None) -> list[K
     with single_thread():
         data = _Data(size_mb)
         mixes = Mixes(data.x)
-        cases = [case for name in chosen for case in _cases(make(name), data)]
+        more = [(spec, dtype) for spec, dtype in _MORE if spec.partition(":")[0] in chosen]
+        every = [(name, torch.float32) for name in chosen] + more
+        cases = [case for spec, dtype in every for case in _cases(spec, data.cast(dtype))]
         return [measure(case, mixes, data.x, repeats) for case in cases]
 
 

@@ -6,12 +6,17 @@ its array is gone, and the next array of about its size gets it.
 malloc serves these arrays badly, because one thread allocates them and another one frees them. It keeps freed memory in
 arenas, one for each thread, or returns it to the system and clears every page of the next array again.
 
+Fresh pages are expensive: to touch 4 KiB for the first time takes several times as long as to copy them. So blocks that
+hold huge pages ask for them, and the block that was used last is kept, whatever its size.
+
 Guarantees: a block is no other array's as long as its array, a view of it, or an exported buffer exists. Blocks without
-an array take at most `KEPT_BYTES`. Any thread may call `empty`, and any thread may drop the last view.
+an array take at most `KEPT_BYTES`, or there is only one. Any thread may call `empty`, and any thread may drop the last
+view.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import weakref
 from collections import deque
@@ -24,6 +29,7 @@ MIN_BYTES = 1 << 17
 
 KEPT_BYTES = 1 << 25
 _GRAIN_BYTES = 1 << 16
+_HUGE_BYTES = 1 << 22  # of a block with at least one huge page, wherever it begins
 _FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 # Blocks without an array, oldest first. There is no lock, because garbage collection may call `_put_back` anywhere.
@@ -62,14 +68,18 @@ def _take(num_bytes: int) -> mmap.mmap:
                 continue
             return block
     try:
-        return mmap.mmap(-1, size, flags=_FLAGS)
+        block = mmap.mmap(-1, size, flags=_FLAGS)
     except OSError as error:
         raise MemoryError(f"The system has no {size} bytes of memory.") from error
+    if size >= _HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            block.madvise(mmap.MADV_HUGEPAGE)
+    return block
 
 
 def _put_back(block: mmap.mmap) -> None:
     _free.append(block)
-    while _free and free_bytes() > KEPT_BYTES:
+    while len(_free) > 1 and free_bytes() > KEPT_BYTES:
         try:
             _free.popleft()
         except IndexError:  # another thread was faster

@@ -23,6 +23,7 @@ FOLDER = Path(__file__).parent
 OPTION_SETS: dict[str, list[dict]] = {
     "int8": [{}, {"block": 16, "stochastic": False}],
     "int8shared": [{"block": 16}],
+    "lossless": [{}, {"code": "fixed"}],
     "powersgd": [{"rank": 2}, {"rank": 8}],
     "ternary": [{}, {"sparsity": 1.75}, {"zero_run": True}],
     "thc": [{"granularity": 30, "block": 64}, {"bits": 3, "rotate": "full"}],

@@ -1,7 +1,8 @@
 """Base of `lossless` and `gcomp`: a block of packed floats, and the table of its prefix code.
 
-Body: magic, uint16; 0 if the elements are stored, 1 if they are packed, uint8; element type, uint8, as in frames; the
-number of the code's table, uint32. Then the elements, or the output of `kernels.pack_floats`. float64 is always stored.
+Body: magic, uint16; 0 if the elements are stored, else the kind of their packing, uint8; element type, uint8, as in
+frames; the number of the code's table, uint32. Then the elements, or the packed elements: for kind 1 the output of
+`kernels.pack_floats`, for kind 2 that of `kernels.pack_fixed`, which has no table. float64 is always stored.
 
 Each tensor gets a table of its own. Every `refresh` steps, the exponents of its averaged gradient are counted. All
 ranks hold the same bits, so all find the same table, and nothing is sent; payloads carry the number of their
@@ -17,6 +18,8 @@ from __future__ import annotations
 
 import contextlib
 import struct
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -40,10 +43,45 @@ from gradwire.wire.payload import Payload
 _HEADER = struct.Struct("<HBBI")
 HEADER_BYTES = _HEADER.size
 MAGIC = 0x4347
-STORED, PACKED = 0, 1
+STORED = 0
 SHARE_OF_ZERO = 1 / 16
 LEAST_COUNTED = 1024  # exponents of nonzero elements that a table needs
 MIN_GAIN_BITS = 0.05  # per element; the best prefix code may be as far from the entropy
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Kernels that pack the elements of a payload, and what its header says about them.
+
+    Attributes:
+        kind: Kind of the packing, not 0.
+        number: Number of the table.
+        pack: See `kernels.pack_floats`.
+        unpack: See `kernels.unpack_floats`.
+        packs_shorter: See `kernels.packs_shorter`.
+    """
+
+    kind: int
+    number: int
+    pack: Callable[[np.ndarray, np.ndarray], int]
+    unpack: Callable[[np.ndarray, np.ndarray], bool]
+    packs_shorter: Callable[[np.ndarray], bool]
+
+    @classmethod
+    def prefix(cls, code: PrefixCode) -> Packing:
+        """Exponents in a prefix code."""
+        return cls(
+            1,
+            code.number,
+            lambda x, out: kernels.pack_floats(x, code, out),
+            lambda body, out: kernels.unpack_floats(body, code, out),
+            lambda x: kernels.packs_shorter(x, code),
+        )
+
+    @classmethod
+    def fixed(cls) -> Packing:
+        """Exponents in codes of four bits."""
+        return cls(2, 0, kernels.pack_fixed, kernels.unpack_fixed, kernels.packs_shorter_fixed)
 
 
 class FloatPacking(NoCompression, StatefulCompressor):
@@ -80,6 +118,10 @@ class FloatPacking(NoCompression, StatefulCompressor):
                 return code_of_bytes(state.tobytes())
         return code_of_bytes(bytes.fromhex(self.table)) if self.table else exponent_prior.code(dtype)
 
+    def packing(self, dtype: torch.dtype, state: np.ndarray | None) -> Packing:
+        """How elements are packed."""
+        return Packing.prefix(self.code(dtype, state))
+
     def next_state(self, source: np.ndarray, ctx: Context) -> np.ndarray | None:
         """Table of the averaged gradient, every `refresh` steps."""
         if not self.refresh or (ctx.step - 1) % self.refresh or source.dtype not in FORMATS or ctx.spec is None:
@@ -104,11 +146,11 @@ class FloatPacking(NoCompression, StatefulCompressor):
 
     def _body(self, elements: np.ndarray, dtype: torch.dtype, ctx: Context) -> np.ndarray:
         body = buffers.empty(HEADER_BYTES + elements.nbytes)
-        code = self.code(dtype, ctx.state)
-        length = -1 if dtype == torch.float64 else kernels.pack_floats(elements, code, body[HEADER_BYTES:])
-        kind = STORED if length < 0 else PACKED
-        _HEADER.pack_into(body.data, 0, MAGIC, kind, ELEMENT_TYPES[dtype], code.number)
-        if kind == PACKED:
+        packing = self.packing(dtype, ctx.state)
+        length = -1 if dtype == torch.float64 else packing.pack(elements, body[HEADER_BYTES:])
+        kind = STORED if length < 0 else packing.kind
+        _HEADER.pack_into(body.data, 0, MAGIC, kind, ELEMENT_TYPES[dtype], packing.number)
+        if kind != STORED:
             return body[: HEADER_BYTES + length]
         body[HEADER_BYTES:] = elements.view(np.uint8)
         return body
@@ -126,21 +168,21 @@ class FloatPacking(NoCompression, StatefulCompressor):
 
     def _unpack(self, payload: Payload, dtype: torch.dtype, elements: np.ndarray, ctx: Context) -> None:
         """Decode a body of untrusted bytes into `elements`."""
-        body, code = payload.body, self.code(dtype, ctx.state)
+        body, packing = payload.body, self.packing(dtype, ctx.state)
         if body.nbytes < HEADER_BYTES:
             raise PayloadError(f"Expected a {self.name} payload of at least {HEADER_BYTES} bytes, got {body.nbytes}.")
         magic, kind, element, number = _HEADER.unpack(bytes(body[:HEADER_BYTES]))
         expect(magic == MAGIC, f"a block that begins with {MAGIC:#06x}", f"{magic:#06x}", self.name)
         expect(element == ELEMENT_TYPES[dtype], f"elements of {dtype}", f"type {element}", self.name)
-        expect(number == code.number, f"words of the table {code.number:#010x}", f"{number:#010x}", self.name)
-        expect(kind in (STORED, PACKED), "a block that is stored or packed", kind, self.name)
-        if kind == PACKED:
-            packed = dtype != torch.float64 and kernels.unpack_floats(body[HEADER_BYTES:], code, elements)
+        expect(kind in (STORED, packing.kind), "a block that is stored or packed", kind, self.name)
+        expect(number == packing.number, f"words of the table {packing.number:#010x}", f"{number:#010x}", self.name)
+        if kind != STORED:
+            packed = dtype != torch.float64 and packing.unpack(body[HEADER_BYTES:], elements)
             expect(packed, f"what packs {elements.size} elements", "something else", self.name)
             return
         stored = Reader(self._expect_bytes(payload, HEADER_BYTES + elements.nbytes)[HEADER_BYTES:])
         elements[:] = stored.array(elements.dtype, elements.size)
-        longer = dtype == torch.float64 or not kernels.packs_shorter(elements, code)
+        longer = dtype == torch.float64 or not packing.packs_shorter(elements)
         expect(longer, "elements that are packed, since that is shorter", "stored ones", self.name)
 
 

@@ -19,6 +19,7 @@ from gradwire.kernels.cpu.fields import fields_bytes, pack_fields, unpack_fields
 from gradwire.kernels.cpu.lanes import convert, convert_like, mask_bits, popcount, select, splat
 from gradwire.kernels.cpu.parallel import run_all, shares
 from gradwire.kernels.cpu.partition import PITCH, gather_levels, keep, keep_by_level, spread
+from gradwire.kernels.cpu.stored import LEAST_CHUNKS, load_chunk, pack_in_parts, put_word, store_chunk
 from gradwire.kernels.cpu.vector import load, store, store_until, u32
 from gradwire.kernels.float_format import (
     CHUNK,
@@ -37,7 +38,6 @@ from gradwire.kernels.layout import expect_room, expect_size
 from gradwire.kernels.prefix_code import NUM_SYMBOLS, PrefixCode
 
 _U1 = np.uint64(1)
-_LEAST_CHUNKS = 16  # per thread: a megabyte of float32, which takes longer than waking the thread
 
 
 class _Scratch(threading.local):
@@ -98,12 +98,6 @@ def _pack_mantissas(x, form, counts, kind, kept, levels, out, at):
 
 
 @kernel
-def _put_word(out, at, word):
-    for byte in range(4):
-        out[at + byte] = np.uint8((word >> (8 * byte)) & 0xFF)
-
-
-@kernel
 def _pack(x, first, end, form, words, memory, out, at, most):
     """Pack chunks `first` to `end` into out[at:most]; return where they end, or -1 if they do not fit."""
     symbols, kept, levels, buffers = memory
@@ -120,24 +114,14 @@ def _pack(x, first, end, form, words, memory, out, at, most):
             kind, size = STORED, stored
         if at + size > most:
             return -1
-        _put_word(out, TABLE_BYTES * number, size | (kind << FORM_SHIFT))
+        put_word(out, TABLE_BYTES * number, size | (kind << FORM_SHIFT))
         if kind == STORED:
-            _store_chunk(chunk, out, at)
+            store_chunk(chunk, out, at)
             at += size
         else:
             at = streams.copy_streams(mean, buffers, lengths, out, at)
             at = _pack_mantissas(chunk, form, counts, kind, kept, levels, out, at)
     return at
-
-
-@kernel
-def _store_chunk(chunk, out, at):
-    """Write the elements unchanged."""
-    size = chunk.itemsize
-    for i in range(chunk.size):
-        value = np.uint32(chunk[i])
-        for byte in range(size):
-            out[at + i * size + byte] = np.uint8((value >> np.uint32(8 * byte)) & np.uint32(0xFF))
 
 
 def pack_floats(x: np.ndarray, code: PrefixCode, out: np.ndarray) -> int:
@@ -150,24 +134,7 @@ def pack_floats(x: np.ndarray, code: PrefixCode, out: np.ndarray) -> int:
     def pack(part: range, at: int, most: int) -> int:
         return int(_pack(bits, part.start, part.stop, tuple(form), code.words, _scratch.packing, out, at, most))
 
-    parts = shares(chunks, _LEAST_CHUNKS)
-    if len(parts) > 1:
-        # Each part starts where it would if all before it were stored unpacked. Then the parts move together.
-        places = [start + part.start * CHUNK * x.itemsize for part in parts] + [most]
-        ends = run_all([partial(pack, *each) for each in zip(parts, places[:-1], places[1:], strict=True)])
-        if min(ends) >= 0:
-            return _move_up(out, places, ends)
-    end = pack(range(chunks), start, most)
-    return end if end <= most else -1
-
-
-def _move_up(out: np.ndarray, places: list[int], ends: list[int]) -> int:
-    """Move the ranges of `out` from each place to each end together; return where they end."""
-    at = ends[0]
-    for place, end in zip(places[1:], ends[1:], strict=False):
-        out[at : at + end - place] = out[place:end]
-        at += end - place
-    return at
+    return pack_in_parts(pack, chunks, CHUNK * x.itemsize, start, most, out)
 
 
 # -- packed length ---------------------------------------------------------------------------------------------
@@ -218,17 +185,6 @@ def exponent_counts(x: np.ndarray, counts: np.ndarray) -> None:
 
 
 # -- unpacking -------------------------------------------------------------------------------------------------
-
-
-@kernel
-def _load_chunk(body, at, chunk):
-    """Read elements that were stored unchanged."""
-    size = chunk.itemsize
-    for i in range(chunk.size):
-        value = np.uint32(0)
-        for byte in range(size):
-            value |= np.uint32(body[at + i * size + byte]) << np.uint32(8 * byte)
-        chunk[i] = value
 
 
 @kernel
@@ -307,7 +263,7 @@ def _unpack(body, first, end, at, form, code, memory, out):
         if kind == STORED:
             if size != stored:
                 return -1
-            _load_chunk(body, at, chunk)
+            load_chunk(body, at, chunk)
             if _packed_chunk_bytes(chunk, form, words, wide, counts, lengths) < stored:
                 return -1
         elif kind > LEVELLED or size >= stored:
@@ -383,4 +339,4 @@ def unpack_floats(body: np.ndarray, code: PrefixCode, out: np.ndarray) -> bool:
         at = int(places[part.start])
         return int(_unpack(readable, part.start, part.stop, at, tuple(form), tables, _scratch.unpacking, bits))
 
-    return min(run_all([partial(unpack, part) for part in shares(chunks, _LEAST_CHUNKS)])) >= 0
+    return min(run_all([partial(unpack, part) for part in shares(chunks, LEAST_CHUNKS)])) >= 0

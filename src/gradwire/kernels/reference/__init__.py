@@ -8,6 +8,7 @@ from gradwire.kernels.reference.blocks import (
     finalize_blocks,
     lookup_indices,
 )
+from gradwire.kernels.reference.fixed import pack_fixed, packs_shorter_fixed, unpack_fixed
 from gradwire.kernels.reference.floats import exponent_counts, pack_floats, packs_shorter, unpack_floats
 from gradwire.kernels.reference.hadamard import hadamard
 from gradwire.kernels.reference.low_rank import (
@@ -57,10 +58,12 @@ __all__ = [
     "orthonormalize",
     "outer_sum",
     "pack_bits",
+    "pack_fixed",
     "pack_floats",
     "pack_positions",
     "pack_ternary",
     "packs_shorter",
+    "packs_shorter_fixed",
     "philox",
     "positions_bytes",
     "quantize_int8",
@@ -73,6 +76,7 @@ __all__ = [
     "top_k",
     "truncate_floats",
     "unpack_bits",
+    "unpack_fixed",
     "unpack_floats",
     "unpack_positions",
     "unpack_ternary",
