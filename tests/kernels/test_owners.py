@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -24,7 +26,7 @@ def split(kernels, index, owners, key=12):
     rows, out = np.empty(index.size, np.uint32), np.empty(index.size, np.float32)
     starts = np.empty(owners + 1, np.int64)
     kernels.split_by_owner(index, values, key, owners, rows, out, starts)
-    return [(rows[a:b], out[a:b]) for a, b in zip(starts[:-1], starts[1:])]
+    return [(rows[a:b], out[a:b]) for a, b in itertools.pairwise(starts)]
 
 
 @pytest.mark.parametrize("kernels", [cpu, reference], ids=["cpu", "reference"])
