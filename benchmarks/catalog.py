@@ -172,6 +172,10 @@ _THREELC = (
         "papers.threelc.training", "--data FOLDER",
     ),
     Benchmark(
+        "threelc-epochs", "Does 3LC learn as well as float over many epochs? (table 1, figures 4 to 8)",
+        "papers.threelc.epochs", "--data FOLDER", recorded=False,
+    ),
+    Benchmark(
         "threelc-entropy", "What would a prefix code gain instead of zero runs? (section 3.3)",
         "papers.threelc.entropy", "--data FOLDER",
     ),
