@@ -1,4 +1,4 @@
-"""Hashing to slots: universal, different for each key, and the last of several elements in a slot is kept."""
+"""Hashing to slots: universal, different for each key, and the largest of several elements in a slot is kept."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ def key_of(step: int) -> int:
     return Context("fc.weight", step=step, seed=3).private_key
 
 
-def winners(index: np.ndarray, slots: int, key: int) -> np.ndarray:
-    """Expected content of the slots: later positions overwrite earlier ones."""
+def winners(index: np.ndarray, value: np.ndarray, slots: int, key: int) -> list[int]:
+    """Expected content of the slots: the largest magnitude, and of equal ones the first position."""
     table: dict[int, int] = {}
-    for slot, i in zip(hash_slots(index, *hash_numbers(key), slots).tolist(), index.tolist()):
-        table[slot] = i
-    return np.array(sorted(table.values()))
+    for slot, j in zip(hash_slots(index, *hash_numbers(key), slots).tolist(), range(index.size)):
+        if slot not in table or abs(value[j]) > abs(value[table[slot]]):
+            table[slot] = j
+    return sorted(table.values())
 
 
 @pytest.mark.parametrize("places", SETS)
@@ -51,13 +52,14 @@ def test_two_positions_share_a_slot_as_often_as_chance_has_it(slots: int) -> Non
 
 
 @pytest.mark.parametrize("slots", [0, 1, 3, 100, 5000])
-def test_the_last_of_those_that_meet_stays(slots: int) -> None:
+@pytest.mark.parametrize("num_sizes", [2, 1 << 30])
+def test_the_largest_of_those_that_meet_stays(slots: int, num_sizes: int) -> None:
     for step, places in enumerate(SETS):
         index = SETS[places](1000).astype(np.uint32)
-        value, key = np.random.default_rng(0).standard_normal(1000).astype(np.float32), key_of(step)
-        wanted = winners(index, slots, key) if slots else np.empty(0)
-        value_of = dict(zip(index.tolist(), value.tolist()))
-        keys, taken = np.array([1, 2, key & 0xFFFFFFFF, key >> 32], np.uint32), np.full(100, 77, np.uint64)
-        kept = keep_hashed(index, value, 1000, taken, slots, np.empty(1000, np.uint32), keys)
-        assert index[:kept].tolist() == wanted.tolist()
-        assert value[:kept].tolist() == [value_of[i] for i in wanted.tolist()]
+        rng, key = np.random.default_rng(0), key_of(step)
+        value = (rng.integers(0, num_sizes, 1000) * rng.choice([-1, 1], 1000)).astype(np.float32)
+        wanted = winners(index, value, slots, key) if slots else []
+        keys, largest = np.array([1, 2, key & 0xFFFFFFFF, key >> 32], np.uint32), np.full(5000, 77, np.uint32)
+        expected = index[wanted].tolist(), value[wanted].tolist()
+        kept = keep_hashed(index, value, 1000, largest, slots, np.empty(1000, np.uint32), keys)
+        assert (index[:kept].tolist(), value[:kept].tolist()) == expected

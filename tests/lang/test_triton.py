@@ -103,6 +103,14 @@ def test_encoders_without_a_residual_give_the_bytes_of_the_oracle(name: str, fam
     assert Generated(program, device).encode(x).tobytes() == wanted[0].tobytes()
 
 
+def test_equal_magnitudes_meet_in_slots_as_in_the_oracle(device: str) -> None:
+    program = algorithms.program("hashed")
+    x = np.rint(gradient(3000, "heavy"))
+    wanted = interpret.encode(program, x, environment(3000))
+    assert wanted is not None
+    assert Generated(program, device).encode(x).tobytes() == wanted[0].tobytes()
+
+
 @each_algorithm
 def test_decoders_give_the_tensor_of_the_oracle(name: str, device: str) -> None:
     program = algorithms.program(name)

@@ -55,16 +55,36 @@ def test_velocities_are_sent_or_in_the_residual(codec, masking: bool) -> None:
     for at in range(30):
         grad = normal(SIZE, seed=at)
         now = 0.9 * velocity + 0.5 * grad.numpy()
+        before = residuals.total().get("fc.weight", 0.0)
         sent = step(policy, codec, grad, residuals, at, scale=0.5)
         if at % 5 == 4:
             residuals.rollback()
             continue
         residuals.commit()
-        velocity = np.where(sent != 0, 0, now) if masking else now
+        stopped = sent != 0
+        if codec.loses_selected:
+            stopped |= np.abs(before + now) > np.abs(sent[stopped]).min()
+        velocity = np.where(stopped, 0, now) if masking else now
         produced, applied = produced + now, applied + sent
         np.testing.assert_allclose(residuals.source(VELOCITY), velocity, atol=1e-4)
     np.testing.assert_allclose(applied + residuals.total()["fc.weight"], produced, atol=1e-3)
     assert np.count_nonzero(applied) > 0
+
+
+def test_elements_that_lose_a_collision_lose_their_velocity() -> None:
+    """40 large elements for 40 slots: those that stay behind are stopped like those sent, and no others."""
+    codec, residuals = compressors.make("dragonn", ratio=0.2), Residuals()
+    grad = 0.01 * normal(SIZE)
+    grad[::5] = 100 + torch.arange(40.0)
+    sent = step(MomentumCorrection(0.9), codec, grad, residuals)
+    residuals.commit()
+    velocity, arrived = residuals.source(VELOCITY), sent != 0
+    assert 20 <= arrived.sum() <= 26
+    lost = (grad.numpy() > np.abs(sent[arrived]).min()) & ~arrived
+    assert lost.sum() >= 3
+    assert not velocity[arrived | lost].any()
+    np.testing.assert_array_equal(velocity[~(arrived | lost)], grad.numpy()[~(arrived | lost)])
+    assert not compressors.make("topk").loses_selected
 
 
 def test_an_unbiased_sparsifier_sends_the_velocity_on_average_and_keeps_nothing() -> None:

@@ -286,7 +286,7 @@ class Filtered:
     def hash(self, slots: Any) -> Filtered:
         """Keep one element for each of `slots` slots. A hash function of positions, new in each step, assigns slots.
 
-        If several elements share a slot, the last one is kept. This takes no sweep beyond that of the filter.
+        Of the elements that share a slot, the largest magnitude is kept. This takes no sweep beyond that of the filter.
         """
         if self._at_most is not None:
             raise TraceError("Cannot hash with at_most: slots already limit the list", user_location(), "omit at_most")

@@ -43,7 +43,8 @@ class MomentumCorrection(ErrorFeedback):
         momentum: Momentum factor m, at least 0 and below 1.
         nesterov: Whether to contribute g / W + m u instead of u.
         masking: Whether to reset the velocity of each element that has just been sent, so that stale momentum does not
-            overshoot (momentum factor masking).
+            overshoot (momentum factor masking). Also of those selected but lost to a collision; see
+            `Compressor.loses_selected`.
         clip: Largest norm of a tensor's gradient over all ranks, of which each rank may use 1 / sqrt(W). 0 disables
             clipping.
     """
@@ -133,8 +134,16 @@ class MomentumCorrection(ErrorFeedback):
         if self.masking and key.role == "local" and not keeps_nothing and not payload.nonfinite:
             sent = compressor.decode(payload, ctx, out=torch.empty(key.range.count), stats=stats)
             velocity = residuals.stage(replace(key, role="velocity"))
-            np.copyto(velocity, np.float32(0), where=as_array(sent) != 0)
+            np.copyto(velocity, np.float32(0), where=self._selected(source, as_array(sent)))
         return payload
+
+    def _selected(self, source: EncodeInput, sent: np.ndarray) -> np.ndarray:
+        """Return where elements were selected: those sent, and larger ones that the compressor left behind."""
+        selected: np.ndarray = sent != 0
+        if source.compressor.loses_selected and selected.any():
+            least = np.abs(sent[selected]).min()
+            selected |= np.abs(source.residuals.stage(source.key)) > least
+        return selected
 
 
 register(MomentumCorrection)

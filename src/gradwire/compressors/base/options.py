@@ -56,6 +56,8 @@ def like(name: str, value: Any, default: Any) -> Any:
         return integer(name, value, 8, 1 << 20)
     if name in ("ratio", "sample"):
         return real(name, value, 0.0, 1.0, low_open=True)
+    if name == "load":
+        return real(name, value, 0.0, 16.0, low_open=True)
     if name == "warmup":
         return integer(name, value, 0, 1 << 53)
     if name in ("threshold", "clip"):

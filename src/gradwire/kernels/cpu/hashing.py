@@ -5,11 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from gradwire.kernels.cpu.compile import kernel
+from gradwire.kernels.cpu.elements import MAGNITUDE
 from gradwire.kernels.cpu.random import fill_group32
+from gradwire.kernels.cpu.vector import array_at, u32
 from gradwire.kernels.layout import RANDOM32_GROUP
 from gradwire.kernels.reference.hashing import HASH_STREAM
 
 _STREAM = np.uint32(HASH_STREAM)
+_MAGNITUDE, _TAKEN = np.uint32(MAGNITUDE), np.uint32(0xFFFFFFFF)
 _WORD, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 
@@ -23,14 +26,12 @@ def hash_slot(position, a, b, slots):
 
 
 @kernel
-def keep_hashed(index, value, count, taken, slots, places, keys):
-    """Keep the last of the pairs that share a slot; return how many are kept.
-
-    The pairs take their slots from the last to the first, so one bit per slot is enough.
+def keep_hashed(index, value, count, largest, slots, places, keys):
+    """Keep the largest magnitude of the pairs that share a slot, the first of equal ones; return how many are kept.
 
     Args:
         index, value: Pairs in ascending order of index. The first `count` are valid. Kept pairs move to the front.
-        taken: Scratch memory, uint64, at least one bit per slot.
+        largest: Scratch memory, uint32, one per slot.
         slots: Number of slots.
         places: Scratch memory, uint32, one per pair.
         keys: Words of the shared key and of the private key.
@@ -41,15 +42,16 @@ def keep_hashed(index, value, count, taken, slots, places, keys):
     b = np.uint64(words[2]) | np.uint64(words[3]) << _HALF
     if slots == 0:
         return 0
+    bits = array_at(np.uint64(value.ctypes.data), count, u32)  # magnitudes of finite floats order like their bits
     for j in range(count):
         places[j] = hash_slot(np.uint64(index[j]), a, b, np.uint64(slots))
-    taken[: (slots + 63) >> 6] = 0
-    for j in range(count - 1, -1, -1):
-        word, bit = np.int64(places[j] >> 6), np.uint64(places[j] & 63)
-        places[j] = ~(taken[word] >> bit) & np.uint64(1)
-        taken[word] |= np.uint64(1) << bit
+    largest[:slots] = 0
+    for j in range(count):
+        largest[places[j]] = max(largest[places[j]], bits[j] & _MAGNITUDE)
     kept = 0
     for j in range(count):
+        stays = np.uint32(largest[places[j]] == bits[j] & _MAGNITUDE)
+        largest[places[j]] |= _TAKEN * stays
         index[kept], value[kept] = index[j], value[j]
-        kept += places[j]
+        kept += stays
     return kept

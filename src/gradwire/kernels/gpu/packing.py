@@ -126,12 +126,14 @@ def hash_slot(i, a, b, slots):
 
 @triton.jit
 def store_hashed(table, numbers, slots, i, values, chosen):
-    """Write the chosen positions and their values to their slots; the last position of each slot is kept.
+    """Write the chosen elements to their slots. Each slot keeps the largest magnitude, the first of equal ones.
 
-    The position is in the upper half of an entry, so the maximum is the last position, whatever the order of writes.
+    An entry is the magnitude's 31 bits, the complement of the position and the sign, so that it is the maximum of all
+    entries written to a slot, in any order.
     """
     slot = hash_slot(i, tl.load(numbers), tl.load(numbers + 1), slots)
-    entry = ((i + 1 - 2147483648) << 32) | (values.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
+    bits = values.to(tl.int32, bitcast=True).to(tl.int64)
+    entry = (((bits & 0x7FFFFFFF) - 0x40000000) << 33) | ((0xFFFFFFFF - i.to(tl.int64)) << 1) | ((bits >> 31) & 1)
     tl.atomic_max(table + slot.to(tl.int64), entry, mask=chosen)
 
 

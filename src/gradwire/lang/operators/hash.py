@@ -1,11 +1,11 @@
 """`filter(G, f).hash(slots)`: of the chosen elements, one for each slot of a table. A hash of positions assigns slots.
 
-Elements are written to their slots in order, so the last of those that share a slot is kept. The hash function is drawn
-from the private stream: collisions differ between steps, ranks and tensors. One sweep over the gradient is enough,
-without a prefix sum.
+Of the elements that share a slot, the one of largest magnitude is kept, and of equal ones the first. The hash function
+is drawn from the private stream: collisions differ between steps, ranks and tensors. One sweep over the gradient is
+enough, without a prefix sum.
 
-Source: DRAGONN (Wang et al. 2022), algorithm 1. Differences: the list is in the order of elements and has no empty
-slots, so that positions take few bits and position 0 needs no special case.
+Source: DRAGONN (Wang et al. 2022), algorithm 1. Differences: there, the last element to be written is kept. The list is
+in the order of elements and has no empty slots, so that positions take few bits and position 0 needs no special case.
 """
 
 from __future__ import annotations
@@ -35,23 +35,22 @@ class Hash(Sink):
         index, slots = np.flatnonzero(inputs[1]).astype(np.uint32), max(0, int(inputs[2]))
         if slots == 0:
             index = index[:0]
-        table = np.full(slots, -1, np.int64)
-        a, b = hash_numbers(env.private_key)
-        for slot, i in zip(hash_slots(index, a, b, slots).tolist(), index.tolist()):
-            table[slot] = i
-        kept = np.sort(table[table >= 0]).astype(np.uint32)
-        return Pairs(kept, np.asarray(inputs[0], np.float32)[kept])
+        value = np.asarray(inputs[0], np.float32)[index]
+        largest_first = np.argsort(-np.abs(value), kind="stable")  # of equal magnitudes, the first position
+        slot = hash_slots(index[largest_first], *hash_numbers(env.private_key), max(slots, 1))
+        kept = np.sort(largest_first[np.unique(slot, return_index=True)[1]])
+        return Pairs(index[kept], value[kept])
 
     def cpu(self, node: Node, name: str, value: str, mask: str | None) -> Emission:
         listing = lookup("filter")
         assert isinstance(listing, Sink)
         emission = listing.cpu(node, name, value, mask)
         emission.before += [
-            f"{name}_taken = np.empty(({name}_slots >> 6) + 1, np.uint64)",
+            f"{name}_largest = np.empty({name}_slots, np.uint32)",
             f"{name}_places = array_at(room, {name}_capacity, u32)",
             f"room += np.uint64(4 * {name}_capacity)",
         ]
-        arguments = [f"{name}_{each}" for each in ("index", "value", "count", "taken", "slots", "places")]
+        arguments = [f"{name}_{each}" for each in ("index", "value", "count", "largest", "slots", "places")]
         emission.after = [f"{name}_count = keep_hashed({', '.join(arguments)}, keys)"]
         return emission
 

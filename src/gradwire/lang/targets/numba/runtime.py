@@ -365,25 +365,28 @@ def draw_words(keys, count):
 
 @kernel
 def sort_floats(values, descending):
-    """Sort in place: radix sort, 16 bits per pass, of integer keys in the order of the floats."""
+    """Sort in place: radix sort of integer keys in the order of the floats."""
     size = values.size
     keys, other = np.empty(size, np.uint32), np.empty(size, np.uint32)
     bits = array_at(np.uint64(values.ctypes.data), size, u32)
     for i in range(size):
         word = bits[i]
         keys[i] = word ^ (np.uint32(0xFFFFFFFF) if word >> np.uint32(31) else np.uint32(0x80000000))
-    counts = np.empty(1 << 16, np.int64)
-    for shift in (np.uint32(0), np.uint32(16)):
+    width = 8 if size < 8192 else 16  # bits per pass; a pass over few keys is faster than clearing 65,536 counts
+    digits = np.uint32((1 << width) - 1)
+    counts = np.empty(1 << width, np.int64)
+    for at in range(0, 32, width):
+        shift = np.uint32(at)
         counts[:] = 0
         for i in range(size):
-            counts[(keys[i] >> shift) & np.uint32(0xFFFF)] += 1
+            counts[(keys[i] >> shift) & digits] += 1
         total = 0
         for b in range(counts.size):
             length = counts[b]
             counts[b] = total
             total += length
         for i in range(size):
-            digit = (keys[i] >> shift) & np.uint32(0xFFFF)
+            digit = (keys[i] >> shift) & digits
             other[counts[digit]] = keys[i]
             counts[digit] += 1
         keys, other = other, keys
@@ -405,28 +408,38 @@ def keep_top(index, value, count, most):
     """Keep the `most` largest magnitudes of a list, in order; ties go to the first. Return the new length."""
     if count <= most:
         return count
-    keys = np.empty(count, np.float32)
-    for i in range(count):
-        keys[i] = abs(value[i])
-    sort_floats(keys, np.int64(1))
     if most == 0:
         return 0
-    least = keys[most - 1]
-    num_ties = 0
-    for i in range(most):
-        num_ties += keys[i] == least
+    bits = array_at(np.uint64(value.ctypes.data), count, u32)
+    least, num_ties = kth_magnitude(bits, most)
     kept = 0
     for i in range(count):
-        size = abs(value[i])
-        if size == least:
-            if num_ties == 0:
-                continue
-            num_ties -= 1
-        elif not size > least:
-            continue
+        word = bits[i] & np.uint32(0x7FFFFFFF)
+        is_tie = word == least
+        stays = word > least or (is_tie and num_ties > 0)
+        num_ties -= is_tie
         index[kept], value[kept] = index[i], value[i]
-        kept += 1
+        kept += stays
     return kept
+
+
+@kernel
+def kth_magnitude(bits, k):
+    """The k-th largest magnitude, as bits, and how many of that magnitude are among the k. Reads a digit per sweep."""
+    found, known, counts = np.uint32(0), np.uint32(0), np.empty(1 << 11, np.int64)
+    for shift, width in ((np.uint32(20), np.uint32(11)), (np.uint32(10), np.uint32(10)), (np.uint32(0), np.uint32(10))):
+        digits = np.uint32((1 << width) - 1)
+        counts[:] = 0
+        for i in range(bits.size):
+            word = bits[i] & np.uint32(0x7FFFFFFF)
+            counts[(word >> shift) & digits] += (word & known) == found
+        digit = np.int64(digits)
+        while counts[digit] < k:
+            k -= counts[digit]
+            digit -= 1
+        found |= np.uint32(digit) << shift
+        known |= digits << shift
+    return found, k
 
 
 @kernel

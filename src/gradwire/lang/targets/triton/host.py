@@ -192,11 +192,12 @@ def hash_numbers(keys: Sequence[int], like: torch.Tensor) -> torch.Tensor:
 
 
 def hashed_list(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The positions and values in a table, in the order of positions. Synchronizes with the device."""
-    entries = torch.sort(table).values
-    entries = entries[entries >= _EMPTY + 2**32]
-    index = ((entries >> 32) + (2**31 - 1)).to(torch.int32)
-    return index, entries.to(torch.int32).view(torch.float32)
+    """The positions and values in a table of `store_hashed`, by position. Synchronizes with the device."""
+    entries = table[table > _EMPTY + 1]
+    index, order = torch.sort(0xFFFFFFFF - ((entries >> 1) & 0xFFFFFFFF))
+    entries = entries[order]
+    bits = ((entries >> 33) + 0x40000000) | ((entries & 1) << 31)
+    return index.to(torch.int32), bits.to(torch.int32).view(torch.float32)
 
 
 def sort_floats(values: torch.Tensor, descending: bool) -> torch.Tensor:
